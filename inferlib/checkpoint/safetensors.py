@@ -1,0 +1,173 @@
+"""Safetensors directories: one or many files, with or without an index.
+
+The header is read here because the numpy interface of the safetensors package has no bfloat16 and copies
+whole tensors; the format is eight bytes of header length, a JSON header and the data.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from inferlib.checkpoint.source import CheckpointError, map_array
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_DTYPES = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F32": np.float32,
+    "F64": np.float64,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SafetensorsSource:
+    """The tensors of a directory's *.safetensors files, as a `TensorSource`.
+
+    With model.safetensors.index.json, the tensors it lists; otherwise those of model.safetensors, or of all
+    *.safetensors files together. Headers are checked at once: raises CheckpointError for missing, truncated
+    or damaged files, unsupported types, and tensors that are there twice or not at all.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        index = self.directory / _INDEX
+        self._tensors = _indexed(index) if index.exists() else _unindexed(self.directory)
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._find(name).shape
+
+    def dtype(self, name: str) -> np.dtype:
+        return self._find(name).dtype
+
+    def nbytes(self, name: str) -> int:
+        return self._find(name).nbytes
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        tensor = self._find(name)
+        array = map_array(tensor.file, tensor.dtype, tensor.shape, tensor.offset)
+        return array if rows is None else array[rows]
+
+    def _find(self, name: str) -> _Tensor:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self.directory} holds no tensor {name!r}") from None
+
+
+def _indexed(index: Path) -> dict[str, _Tensor]:
+    try:
+        files = json.loads(index.read_bytes())["weight_map"]
+        shards = {shard: index.parent / shard for shard in sorted(set(files.values()))}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index} is damaged: no weight_map of tensor names to files ({error})"
+        ) from None
+    missing = [shard for shard, path in shards.items() if not path.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{index} names files that are not there: {', '.join(missing)}; download them again"
+        )
+    headers = {shard: _header(path) for shard, path in shards.items()}
+    for name, shard in files.items():
+        if name not in headers[shard]:
+            raise CheckpointError(f"{index} says tensor {name!r} is in {shard}, which does not hold it")
+    return {name: headers[shard][name] for name, shard in files.items()}
+
+
+def _unindexed(directory: Path) -> dict[str, _Tensor]:
+    # Beside model.safetensors, other files are other forms of the same weights.
+    single = directory / _SINGLE
+    paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise CheckpointError(f"{directory} holds no *.safetensors file")
+    tensors: dict[str, _Tensor] = {}
+    for path in paths:
+        header = _header(path)
+        twice = sorted(tensors.keys() & header.keys())
+        if twice:
+            raise CheckpointError(f"tensor {twice[0]!r} is in both {tensors[twice[0]].file} and {path}")
+        tensors |= header
+    return tensors
+
+
+def _header(path: Path) -> dict[str, _Tensor]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        data = 8 + length
+        if size < data:
+            raise CheckpointError(
+                f"{path} is truncated or not a safetensors file: {data} bytes of header, the file has {size}"
+            )
+        text = file.read(length)
+    try:
+        entries = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, path))
+        entries.pop("__metadata__", None)
+        tensors = {name: _tensor(path, name, entry, data) for name, entry in entries.items()}
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} has a damaged header: {type(error).__name__}: {error}") from None
+    expected = max((t.offset + t.nbytes for t in tensors.values()), default=data)
+    if expected > size:
+        raise CheckpointError(f"{path} is truncated: its tensors need {expected} bytes, the file has {size}")
+    return tensors
+
+
+def _tensor(path: Path, name: str, entry: dict[str, Any], data: int) -> _Tensor:
+    if entry["dtype"] not in _DTYPES:
+        raise CheckpointError(
+            f"{path}: type {entry['dtype']} of tensor {name!r} is not supported; known: {', '.join(_DTYPES)}"
+        )
+    begin, end = entry["data_offsets"]
+    tensor = _Tensor(path, np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"]), data + begin)
+    if begin < 0 or min(tensor.shape, default=0) < 0 or end - begin != tensor.nbytes:
+        raise CheckpointError(
+            f"{path} has a damaged header: tensor {name!r} of shape {tensor.shape} and type {entry['dtype']} "
+            f"needs {tensor.nbytes} bytes, its offsets give {end - begin}"
+        )
+    return tensor
+
+
+def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CheckpointError(f"{path} has a damaged header: {twice!r} is there twice")
+    return entries

@@ -1,0 +1,44 @@
+"""What the loader needs to know of a checkpoint: named tensors that can be read a few rows at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged, or not supported. The message names the file and the fix."""
+
+
+class TensorSource(Protocol):
+    """Tensors by their Hugging Face names, in Hugging Face layout (projections are [out, in]).
+
+    Every method raises CheckpointError for a name that the checkpoint does not hold.
+    """
+
+    def names(self) -> Iterable[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> np.dtype:
+        """Type of what `read` returns; bfloat16 is `ml_dtypes.bfloat16`."""
+        ...
+
+    def nbytes(self, name: str) -> int:
+        """Bytes on disk."""
+        ...
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """The tensor or rows of its first axis; a read-only view of the file where its format allows."""
+        ...
+
+
+def map_array(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:
+    """A read-only view of `shape` items at byte `offset` of a file; unmapped when nothing refers to it."""
+    if math.prod(shape) == 0:  # an empty range cannot be mapped
+        return np.empty(shape, dtype)
+    return np.memmap(path, dtype, "r", offset, shape).view(np.ndarray)

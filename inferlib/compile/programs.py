@@ -1,0 +1,240 @@
+"""The compiled programs: a step over prefill chunks and decode rows, and several decode steps.
+
+A program is a pure function of flat tuples (weights, cache), the row state and a few small host arrays.
+Cache and state are donated. Sampling is inside; only tokens and asked-for log-probabilities come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from inferlib.cache.plan import CachePlan
+from inferlib.compile.state import RowState
+from inferlib.config import EngineConfig
+from inferlib.models.abstract import AbstractModel
+from inferlib.models.batch import StepBatch, StepContext
+from inferlib.sampling.sampler import Sampled, count_tokens, is_stop, mark_prompt, sample, score, unpack
+
+Mode = Literal["greedy", "sample", "logprobs"]
+
+
+@dataclass(frozen=True, order=True)
+class ProgramKey:
+    """What a program is specialised for.
+
+    rows: decode rows (B); limit: no position reaches it; mode: what sampling must do; steps: decode steps.
+    chunks, chunk: P chunks of C prefill tokens (then steps is 1). detail: what else a prefill returns for
+    every prompt position: log-probabilities of the next token, or the logits.
+    """
+
+    mode: Mode
+    rows: int
+    limit: int
+    steps: int = 1
+    chunks: int = 0
+    chunk: int = 0
+    detail: Literal["", "logprobs", "logits"] = ""
+
+    def __str__(self) -> str:
+        prefill = (
+            f"prefill {self.chunks}x{self.chunk}{' ' + self.detail if self.detail else ''} "
+            if self.chunks
+            else ""
+        )
+        decode = f"decode {self.rows}x{self.steps} " if self.rows else ""
+        return f"{prefill}{decode}{self.mode} cache {self.limit}"
+
+
+class Control(NamedTuple):
+    """What the host tells every program; packed in one array `[R + 2]` int32 (see `pack_control`).
+
+    cancel [R] bool: rows to stop now; steps: decode steps to run, at most the program's; yield_early bool: return
+    as soon as a row finishes, so that a waiting prompt can have it.
+    """
+
+    cancel: jax.Array
+    steps: jax.Array
+    yield_early: jax.Array
+
+    @staticmethod
+    def unpack(packed: jax.Array) -> Control:
+        return Control(packed[:-2] != 0, packed[-2], packed[-1] != 0)
+
+
+# Columns of the chunk table [P, 7] int32: cache row (R or more: absent), position of the first token, tokens,
+# whether the prompt starts and ends here, tokens to generate, and the token after the chunk (-1: none).
+CHUNK_COLUMNS = ("row", "start", "length", "first", "last", "budget", "next")
+
+
+class ChunkInput(NamedTuple):
+    """P prefill chunks. tokens [P, C] int32; table [P, 7] int32, see CHUNK_COLUMNS; ints, floats: packed sampling
+    parameters, read when the prompt ends here."""
+
+    tokens: jax.Array
+    table: jax.Array
+    ints: jax.Array
+    floats: jax.Array
+
+
+class StepOutput(NamedTuple):
+    """tokens [K, B]: -1 where a row was inactive; chunk_tokens [P]: first token of prompts that ended; each
+    `Sampled` beside it holds log-probabilities, its leading dimensions alike. detail: `Sampled` [P, C, ...] of the
+    prompt's own tokens, or logits [P, C, V]."""
+
+    tokens: jax.Array
+    sampled: Sampled | None = None
+    chunk_tokens: jax.Array | None = None
+    chunk_sampled: Sampled | None = None
+    detail: Sampled | jax.Array | None = None
+
+
+def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey) -> Callable:
+    """The function `(weights, cache, state, control[, chunk]) -> (cache, state, StepOutput)` of a key."""
+    maker = _Maker(model, plan, config, key)
+    return maker.step if key.chunks else maker.decode
+
+
+@dataclass(frozen=True)
+class _Maker:
+    model: AbstractModel
+    plan: CachePlan
+    config: EngineConfig
+    key: ProgramKey
+
+    def run(self, weights, cache, batch: StepBatch):
+        """Hidden states [T, D], the decoder (for its head) and the cache."""
+        decoder = self.model.merge(weights)
+        ctx = StepContext(batch, self.model.config, self.plan.max_len, self.key.limit, self.config.backend)
+        hidden, caches = decoder(ctx, self.plan.view(cache))
+        return hidden, decoder, self.plan.flatten(caches)
+
+    def advance(self, rows: RowState, logits: jax.Array) -> tuple[RowState, Sampled]:
+        """Sample the next token of every row and account for it; inactive rows yield token -1."""
+        params = unpack(rows.ints, rows.floats)
+        sampled = sample(logits, params, rows.counts, rows.generated, mode=self.key.mode)
+        token, counts = sampled.token, rows.counts
+        if self.key.mode != "greedy":
+            counts = count_tokens(counts, token, rows.active)
+        live = rows.active.astype(jnp.int32)
+        budget = rows.budget - live
+        rows = rows._replace(
+            token=jnp.where(rows.active, token, rows.token),
+            length=rows.length + live,
+            budget=budget,
+            generated=rows.generated + live,
+            counts=counts,
+            active=rows.active & ~is_stop(params, token) & (budget > 0),
+        )
+        return rows, sampled._replace(token=jnp.where(live > 0, token, -1))
+
+    def decode(self, weights, cache, state: RowState, packed: jax.Array):
+        """`key.steps` decode steps of the first `key.rows` rows; stops early when no row is active."""
+        key, control = self.key, Control.unpack(packed)
+        state = state._replace(active=state.active & ~control.cancel)
+        rows = state.head(key.rows)
+
+        def step(cache, rows):
+            lengths = jnp.where(rows.active, rows.length + 1, 0)
+            hidden, decoder, cache = self.run(weights, cache, StepBatch.of_rows(rows.token, lengths))
+            return (cache, *self.advance(rows, decoder.logits(hidden)))
+
+        if key.steps == 1:
+            cache, rows, sampled = step(cache, rows)
+            outs = jax.tree.map(lambda x: x[None], sampled)
+        else:
+            shapes = jax.eval_shape(step, cache, rows)[2]
+            outs = jax.tree.map(lambda s: jnp.full((key.steps, *s.shape), -1, s.dtype), shapes)
+            started = rows.active
+
+            def more(carry):
+                i, _, rows, _ = carry
+                finished = jnp.any(started & ~rows.active)
+                return (i < control.steps) & jnp.any(rows.active) & ~(control.yield_early & finished)
+
+            def body(carry):
+                i, cache, rows, outs = carry
+                cache, rows, sampled = step(cache, rows)
+                outs = jax.tree.map(lambda out, x: out.at[i].set(x), outs, sampled)
+                return i + 1, cache, rows, outs
+
+            _, cache, rows, outs = lax.while_loop(more, body, (jnp.int32(0), cache, rows, outs))
+        output = StepOutput(outs.token, outs if key.mode == "logprobs" else None)
+        return cache, state.with_head(rows), output
+
+    def step(self, weights, cache, state: RowState, packed: jax.Array, chunk: ChunkInput):
+        """One pass over P chunks and B decode rows: chunks whose prompt ends yield their first token."""
+        key = self.key
+        state = state._replace(active=state.active & ~Control.unpack(packed).cancel)
+        rows = state.head(key.rows)
+        info = dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
+        batch = StepBatch(
+            chunk.tokens, info["row"], info["start"], rows.token, jnp.where(rows.active, rows.length + 1, 0)
+        )
+        hidden, decoder, cache = self.run(weights, cache, batch)
+        split = key.chunks * key.chunk
+        chunks = hidden[:split].reshape(key.chunks, key.chunk, -1)
+        ends = jnp.take_along_axis(chunks, jnp.maximum(info["length"] - 1, 0)[:, None, None], axis=1)[:, 0]
+        logits = decoder.logits(jnp.concatenate([ends, hidden[split:]]))
+
+        output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32))
+        if key.rows:
+            rows, sampled = self.advance(rows, logits[key.chunks :])
+            output = output._replace(tokens=sampled.token[None])
+            if key.mode == "logprobs":
+                output = output._replace(sampled=jax.tree.map(lambda x: x[None], sampled))
+            state = state.with_head(rows)
+        state, first = self.admit(state, logits[: key.chunks], chunk, info)
+        output = output._replace(
+            chunk_tokens=first.token, chunk_sampled=first if key.mode == "logprobs" else None
+        )
+        if key.detail:
+            every = decoder.logits(hidden[:split])
+            if key.detail == "logprobs":
+                following = jnp.concatenate([chunk.tokens[:, 1:], info["next"][:, None]], axis=1)
+                at_end = jnp.arange(key.chunk) == info["length"][:, None] - 1
+                following = jnp.where(at_end, info["next"][:, None], following)
+                every = score(every, jnp.maximum(following, 0).reshape(-1))
+            shape = (key.chunks, key.chunk)
+            output = output._replace(detail=jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), every))
+        return cache, state, output
+
+    def admit(
+        self, state: RowState, logits: jax.Array, chunk: ChunkInput, info: dict
+    ) -> tuple[RowState, Sampled]:
+        """Start decoding the rows whose prompt ends in this step."""
+        total = state.token.shape[0]
+        last = info["last"] != 0
+        zeros = jnp.zeros_like(info["row"])
+        counts = state.counts
+        if self.key.mode != "greedy":
+            valid = jnp.arange(self.key.chunk) < info["length"][:, None]
+            counts = mark_prompt(counts, info["row"], chunk.tokens, valid, info["first"] != 0)
+        fresh = RowState(
+            token=zeros,
+            length=info["start"] + info["length"] - 1,
+            active=last,
+            budget=info["budget"],
+            generated=zeros,
+            ints=chunk.ints,
+            floats=chunk.floats,
+            counts=counts[jnp.minimum(info["row"], total - 1)]
+            if self.key.mode != "greedy"
+            else zeros[:, None],
+        )
+        fresh, sampled = self.advance(fresh, logits)
+        rows = jnp.where(last, info["row"], total)
+
+        def put(old, new):
+            return old.at[rows].set(new, mode="drop")
+
+        if self.key.mode != "greedy":
+            # Marked prompts must be kept also where the prompt goes on.
+            counts = counts.at[jnp.where(last, info["row"], total)].set(fresh.counts, mode="drop")
+        state = RowState(*(put(old, new) for old, new in zip(state[:-1], fresh[:-1], strict=True)), counts)
+        return state, sampled

@@ -1,0 +1,56 @@
+"""What the device remembers of every row between dispatches, so that decoding needs nothing from the host."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from inferlib.sampling.sampler import pack
+
+
+class RowState(NamedTuple):
+    """R rows. Donated through every program.
+
+    token [R]: last token, not yet in the cache; length [R]: tokens in the cache; active [R] bool;
+    budget [R]: tokens still to generate; generated [R]: tokens generated; ints [R, NI], floats [R, NF]: packed
+    sampling parameters; counts [R, V]: token counts for penalties (see `inferlib.sampling.sampler`).
+    """
+
+    token: jax.Array
+    length: jax.Array
+    active: jax.Array
+    budget: jax.Array
+    generated: jax.Array
+    ints: jax.Array
+    floats: jax.Array
+    counts: jax.Array
+
+    @staticmethod
+    def zeros(rows: int, vocab: int) -> RowState:
+        def vector():
+            return jnp.zeros((rows,), jnp.int32)
+
+        ints, floats = pack([None] * rows)
+        return RowState(
+            token=vector(),
+            length=vector(),
+            active=jnp.zeros((rows,), bool),
+            budget=vector(),
+            generated=vector(),
+            ints=jnp.array(ints),
+            floats=jnp.array(floats),
+            counts=jnp.zeros((rows, vocab), jnp.int32),
+        )
+
+    def head(self, rows: int) -> RowState:
+        """The first `rows` rows."""
+        return RowState(*(x[:rows] for x in self))
+
+    def with_head(self, head: RowState) -> RowState:
+        """These rows with the first ones replaced."""
+        rows = head.token.shape[0]
+        if rows == self.token.shape[0]:
+            return head
+        return RowState(*(x.at[:rows].set(new) for x, new in zip(self, head, strict=True)))

@@ -1,0 +1,116 @@
+"""How a model is run: sizes, buckets and choices of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from inferlib.models.batch import Backend
+
+
+class ConfigurationError(ValueError):
+    """An engine setting that cannot work."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The static shapes programs are compiled for; each ascending.
+
+    prefill: tokens of a prefill chunk; longer prompts go chunk by chunk. batch: decode rows. cache: positions
+    that attention reads; the last is the longest sequence.
+    """
+
+    prefill: tuple[int, ...]
+    batch: tuple[int, ...]
+    cache: tuple[int, ...]
+
+    def __post_init__(self):
+        for name in ("prefill", "batch", "cache"):
+            sizes = tuple(getattr(self, name))
+            object.__setattr__(self, name, sizes)
+            if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+                raise ConfigurationError(f"{name} buckets must be ascending positive sizes, got {sizes}")
+
+    @staticmethod
+    def default(max_batch: int, max_len: int, *, ragged: bool = False) -> Buckets:
+        """Powers of four up to the limits; `ragged`: attention reads live positions only, one cache bucket does."""
+        return Buckets(
+            prefill=_powers(32, min(512, max_len)),
+            batch=_powers(1, max_batch),
+            cache=(max_len,) if ragged else _powers(256, max_len),
+        )
+
+    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(P, C): one chunk of each size, and as many short ones as hold the tokens of the longest."""
+        rows, longest = self.batch[-1], self.prefill[-1]
+        shapes = {(p, c) for c in self.prefill for p in (1, max(1, min(rows, longest // c)))}
+        return tuple(sorted(shapes, key=lambda s: (s[1], s[0])))
+
+
+def _powers(first: int, last: int) -> tuple[int, ...]:
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 4
+    return (*sizes, last)
+
+
+def pick(sizes: tuple[int, ...], need: int) -> int:
+    """The smallest bucket that holds `need`; `need` must not exceed the largest."""
+    return next(size for size in sizes if size >= need)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """max_batch: sequences decoded together; max_len: longest prompt plus output, in tokens.
+
+    decode_steps: tokens per row and dispatch of a decode program. in_flight: dispatches the host runs ahead
+    of the results it has seen. scan: repeating layers are stacked and scanned instead of unrolled.
+    platform: "cpu", "gpu", "tpu".
+    """
+
+    max_batch: int
+    max_len: int
+    buckets: Buckets
+    platform: str = "cpu"
+    decode_steps: int = 8
+    in_flight: int = 2
+    scan: bool = False
+    backend: Backend = Backend()
+
+    def __post_init__(self):
+        for name in ("max_batch", "decode_steps", "in_flight"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_len < 2:
+            raise ConfigurationError(f"max_len must hold a prompt token and a new one, got {self.max_len}")
+        if self.buckets.batch[-1] != self.max_batch:
+            raise ConfigurationError(
+                f"the largest batch bucket ({self.buckets.batch[-1]}) must equal max_batch ({self.max_batch})"
+            )
+        if self.buckets.cache[-1] != self.max_len:
+            raise ConfigurationError(
+                f"the largest cache bucket ({self.buckets.cache[-1]}) must equal max_len ({self.max_len})"
+            )
+        if self.buckets.prefill[-1] > self.max_len:
+            raise ConfigurationError(
+                f"the largest prefill bucket ({self.buckets.prefill[-1]}) exceeds max_len ({self.max_len})"
+            )
+
+    @staticmethod
+    def make(
+        platform: Literal["cpu", "gpu", "tpu"], max_batch: int, max_len: int, buckets: Buckets | None = None
+    ):
+        """Defaults of a platform: scanned layers on TPU; one step per dispatch on GPU, where a device loop
+        would wait for its condition at every step."""
+        backend = Backend.for_platform(platform)
+        buckets = buckets or Buckets.default(max_batch, max_len, ragged=backend.decode_attention == "pallas")
+        return EngineConfig(
+            max_batch,
+            max_len,
+            buckets,
+            platform=platform,
+            decode_steps=1 if platform == "gpu" else 8,
+            scan=platform == "tpu",
+            backend=backend,
+        )

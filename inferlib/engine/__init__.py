@@ -1,0 +1,1 @@
+"""Continuous batching: requests in, tokens out."""

@@ -1,0 +1,220 @@
+"""The engine: keeps the device busy and hands out tokens as they arrive."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from inferlib.cache.plan import plan_cache
+from inferlib.compile.program_set import ProgramSet, planned_keys
+from inferlib.compile.programs import CHUNK_COLUMNS, ChunkInput, StepOutput
+from inferlib.compile.state import RowState
+from inferlib.config import EngineConfig
+from inferlib.engine.scheduler import Dispatch, Scheduler
+from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
+from inferlib.models.abstract import AbstractModel
+from inferlib.sampling.sampler import Sampled, pack
+
+
+@dataclass
+class EngineStats:
+    """Counts since the start: dispatches, decode dispatches and the host's seconds in sending them."""
+
+    dispatches: int = 0
+    decode_dispatches: int = 0
+    decode_dispatch_seconds: float = 0.0
+    generated_tokens: int = 0
+
+
+@dataclass
+class _InFlight:
+    dispatch: Dispatch
+    output: StepOutput
+
+
+class Engine:
+    """Runs sequences over a model's weights.
+
+    Dispatches are sent up to `config.in_flight` ahead of their results: everything a row needs to go on is on the
+    device. A row that ends meanwhile is inactive there and yields nothing.
+    """
+
+    def __init__(
+        self, model: AbstractModel, weights: tuple[jax.Array, ...], config: EngineConfig, *, cache_dtype=None
+    ):
+        self.model, self.weights, self.config = model, weights, config
+        self.plan = plan_cache(
+            model,
+            rows=config.max_batch,
+            max_len=config.max_len,
+            chunk=config.buckets.prefill[-1],
+            dtype=cache_dtype or model.specs[0].dtype,
+        )
+        self.programs = ProgramSet(model, self.plan, config)
+        self.stats = EngineStats()
+        self.scheduler = Scheduler(config)
+        self.cache = self.plan.allocate()
+        self.state = RowState.zeros(config.max_batch, model.config.vocab)
+        self._in_flight: deque[_InFlight] = deque()
+        self._cancelled: set[int] = set()
+        self._controls: dict[tuple[int, bool], jax.Array] = {}
+
+    def warmup(self, modes: Iterable[str], done: Callable = lambda key: None) -> int:
+        """Compile every planned program of these sampling modes; afterwards none is compiled at run time.
+
+        Returns how many programs there are.
+        """
+        keys = planned_keys(self.config, modes)
+        self.programs.compile_all(keys, done)
+        self.programs.strict = True
+        return len(keys)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. It must fit: prompt plus max_tokens at most max_len."""
+        self.scheduler.add(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Forget a sequence that is finished for the host (a stop string, an abandoned stream) or not begun."""
+        if sequence.status is Status.WAITING:
+            self.scheduler.waiting.remove(sequence)
+        elif self.scheduler.running.get(sequence.row) is sequence:
+            self._cancelled.add(sequence.row)
+            self.scheduler.release(sequence)
+        if sequence.status is not Status.FINISHED:
+            sequence.finish("stop")
+
+    def advance(self, *, max_steps: int | None = None) -> list[Sequence]:
+        """Send what can be sent, wait for the oldest results and return the sequences they advanced.
+
+        max_steps: bound on tokens per row between results; 1 streams token by token. An empty list with
+        `busy` false: nothing is left.
+        """
+        max_steps = max_steps or self.config.decode_steps
+        while len(self._in_flight) < self.config.in_flight:
+            dispatch = self.scheduler.plan(max_steps)
+            if dispatch is None:
+                break
+            self._send(dispatch)
+        return self._receive() if self._in_flight else []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._in_flight) or not self.scheduler.idle
+
+    def _send(self, dispatch: Dispatch) -> None:
+        program = self.programs.get(dispatch.key)
+        control = self._control(dispatch.key.steps, yield_early=bool(self.scheduler.waiting))
+        start = time.perf_counter()
+        if dispatch.chunks:
+            chunk = self._chunk_input(dispatch)
+            self.cache, self.state, output = program(self.weights, self.cache, self.state, control, chunk)
+        else:
+            self.cache, self.state, output = program(self.weights, self.cache, self.state, control)
+            self.stats.decode_dispatches += 1
+            self.stats.decode_dispatch_seconds += time.perf_counter() - start
+        self.stats.dispatches += 1
+        for leaf in jax.tree.leaves(output):
+            leaf.copy_to_host_async()
+        self._in_flight.append(_InFlight(dispatch, output))
+
+    def _control(self, steps: int, *, yield_early: bool) -> jax.Array | np.ndarray:
+        if not self._cancelled and (steps, yield_early) in self._controls:
+            return self._controls[steps, yield_early]
+        control = np.zeros((self.config.max_batch + 2,), np.int32)
+        control[-2:] = steps, yield_early
+        if self._cancelled:
+            control[list(self._cancelled)] = 1
+            self._cancelled.clear()
+            return control
+        return self._controls.setdefault((steps, yield_early), jax.device_put(control))
+
+    def _chunk_input(self, dispatch: Dispatch) -> ChunkInput:
+        key, absent = dispatch.key, self.config.max_batch
+        tokens = np.zeros((key.chunks, key.chunk), np.int32)
+        table = np.zeros((key.chunks, len(CHUNK_COLUMNS)), np.int32)
+        # Absent chunks write nowhere; distinct rows keep the scatter's promise of unique indices.
+        table[:, 0] = absent + np.arange(key.chunks)
+        table[:, -1] = -1
+        entries: list = [None] * key.chunks
+        for i, chunk in enumerate(dispatch.chunks):
+            s, end = chunk.sequence, chunk.start + chunk.length
+            tokens[i, : chunk.length] = s.prompt[chunk.start : end]
+            following = s.prompt[end] if end < len(s.prompt) else -1
+            table[i] = (
+                s.row,
+                chunk.start,
+                chunk.length,
+                chunk.start == 0,
+                chunk.last,
+                s.max_tokens,
+                following,
+            )
+            entries[i] = (s.params, s.seed, s.eos_ids)
+        return ChunkInput(tokens, table, *pack(entries))
+
+    def _receive(self) -> list[Sequence]:
+        """Wait for the oldest dispatch and account for its tokens."""
+        flight = self._in_flight.popleft()
+        dispatch, output = flight.dispatch, jax.device_get(flight.output)
+        advanced: dict[int, Sequence] = {}
+        steps = dispatch.key.steps
+        for s in dispatch.rows:
+            before = len(s.tokens)
+            for i in range(steps):
+                if s.status is Status.DECODE and output.tokens[i, s.row] >= 0:
+                    self._accept(s, int(output.tokens[i, s.row]), output.sampled, (i, s.row))
+                    advanced[id(s)] = s
+            # The device may have returned early to let a waiting prompt in.
+            s.scheduled -= steps - (len(s.tokens) - before)
+        for i, chunk in enumerate(dispatch.chunks):
+            s = chunk.sequence
+            if s.detail and s.status is not Status.FINISHED:
+                s.prompt_details.append(jax.tree.map(lambda x, i=i, n=chunk.length: x[i, :n], output.detail))
+            if chunk.last and s.status is Status.DECODE:
+                if s.max_tokens:
+                    self._accept(s, int(output.chunk_tokens[i]), output.chunk_sampled, i)
+                else:
+                    s.finish("length")
+                advanced[id(s)] = s
+        for s in advanced.values():
+            if s.status is Status.FINISHED:
+                self.scheduler.release(s)
+        return list(advanced.values())
+
+    def _accept(self, s: Sequence, token: int, sampled: Sampled | None, at) -> None:
+        if s.params.logprobs is not None:
+            s.logprobs.append(
+                TokenLogprobs(
+                    token,
+                    float(sampled.logprob[at]),
+                    int(sampled.rank[at]),
+                    sampled.top_ids[at],
+                    sampled.top_logprobs[at],
+                )
+            )
+        s.accept(token)
+        self.stats.generated_tokens += 1
+
+
+def sequence_error(prompt: list[int], max_tokens: int | None, vocab: int, max_len: int) -> str | None:
+    """Why this prompt cannot be run, or None: empty, ids out of range, or too long for `max_len`.
+
+    max_tokens: None means as many as fit, at least one.
+    """
+    if not prompt:
+        return "the prompt is empty: give at least one token"
+    bad = next((t for t in prompt if not 0 <= t < vocab), None)
+    if bad is not None:
+        return f"token id {bad} is outside the vocabulary of {vocab}"
+    wanted = 1 if max_tokens is None else max_tokens
+    if len(prompt) + wanted > max_len:
+        return (
+            f"a prompt of {len(prompt)} tokens plus max_tokens {wanted} exceeds max_len {max_len}: "
+            "shorten the prompt, lower max_tokens, or build LLM with a larger max_len"
+        )
+    return None

@@ -1,0 +1,123 @@
+"""Iteration-level scheduling: which prompts get rows, and what the next dispatch runs."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+from inferlib.compile.programs import ProgramKey
+from inferlib.config import EngineConfig, pick
+from inferlib.engine.sequence import Sequence, Status
+
+_MODES = ("greedy", "sample", "logprobs")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """`length` prompt tokens of a sequence from position `start`; `last` if the prompt ends there."""
+
+    sequence: Sequence
+    start: int
+    length: int
+    last: bool
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One program call. rows: the sequences that decode, up to `key.steps` tokens each."""
+
+    key: ProgramKey
+    chunks: tuple[Chunk, ...]
+    rows: tuple[Sequence, ...]
+
+
+class Scheduler:
+    """First come, first served. A prompt takes the lowest free row; prompts are prefilled before more is decoded,
+    while the rows that decode take part in the same step."""
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}
+        self._free = list(range(config.max_batch))
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give a finished sequence's row back."""
+        if self.running.get(sequence.row) is sequence:
+            del self.running[sequence.row]
+            heapq.heappush(self._free, sequence.row)
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def plan(self, max_steps: int) -> Dispatch | None:
+        """The next dispatch, or None if everything that can be sent for is in flight.
+
+        max_steps: bound on decode steps per dispatch.
+        """
+        while self.waiting and self._free:
+            sequence = self.waiting.popleft()
+            sequence.row = heapq.heappop(self._free)
+            sequence.status = Status.PREFILL
+            self.running[sequence.row] = sequence
+        decoding = tuple(s for s in self.running.values() if s.may_decode)
+        chunks, shape = self._chunks([s for s in self.running.values() if s.status is Status.PREFILL])
+        if chunks:
+            return self._step(chunks, shape, decoding)
+        return self._decode(decoding, max_steps) if decoding else None
+
+    def _chunks(self, prefilling: list[Sequence]) -> tuple[list[Chunk], tuple[int, int]]:
+        """As many chunks as one step's tokens hold, oldest prompts first, and the (P, C) they need."""
+        sizes, longest = self.config.buckets.prefill, self.config.buckets.prefill[-1]
+        chunks, width = [], 0
+        for s in sorted(prefilling, key=lambda s: s.arrival):
+            if chunks and (s.detail or chunks[0].sequence.detail):
+                continue  # a prompt that returns its details goes alone
+            left = len(s.prompt) - s.prefilled
+            need = max(width, pick(sizes, min(left, longest)))
+            if chunks and (len(chunks) + 1) * need > longest:
+                continue
+            width = need
+            length = min(left, longest)
+            chunks.append(Chunk(s, s.prefilled, length, length == left))
+        if not chunks:
+            return [], (0, 0)
+        count = 1 if len(chunks) == 1 else max(1, min(self.config.max_batch, longest // width))
+        return chunks, (count, width)
+
+    def _step(self, chunks: list[Chunk], shape: tuple[int, int], decoding: tuple[Sequence, ...]) -> Dispatch:
+        detail = chunks[0].sequence.detail
+        if detail:
+            decoding = ()
+        limit = max(c.start + c.length for c in chunks)
+        for chunk in chunks:
+            s = chunk.sequence
+            s.prefilled += chunk.length
+            if chunk.last:
+                s.status, s.scheduled = Status.DECODE, 1
+        for s in decoding:
+            s.scheduled += 1
+        limit = max([limit, *(s.max_length for s in decoding)])
+        mode = self._mode([*(c.sequence for c in chunks), *decoding])
+        rows = self.config.max_batch if decoding else 0
+        key = ProgramKey(
+            mode, rows, pick(self.config.buckets.cache, limit), chunks=shape[0], chunk=shape[1], detail=detail
+        )
+        return Dispatch(key, tuple(chunks), decoding)
+
+    def _decode(self, decoding: tuple[Sequence, ...], max_steps: int) -> Dispatch:
+        steps = self.config.decode_steps if max_steps >= self.config.decode_steps else 1
+        for s in decoding:
+            s.scheduled += steps
+        rows = pick(self.config.buckets.batch, 1 + max(s.row for s in decoding))
+        limit = pick(self.config.buckets.cache, max(s.max_length for s in decoding))
+        return Dispatch(ProgramKey(self._mode(decoding), rows, limit, steps), (), decoding)
+
+    @staticmethod
+    def _mode(sequences) -> str:
+        return max((s.mode for s in sequences), key=_MODES.index)

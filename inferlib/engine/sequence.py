@@ -1,0 +1,94 @@
+"""One sequence being generated: what the host knows of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+import numpy as np
+
+from inferlib.sampling.params import SamplingParams
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    FINISHED = "finished"
+
+
+@dataclass
+class TokenLogprobs:
+    """Log-probabilities at one position: the token's own, and the most likely ones [K]."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and the tokens generated after it.
+
+    max_tokens: resolved bound, 0 if only the prompt is scored. detail: what every prompt position returns.
+    prefilled: prompt tokens sent to the device; scheduled: output tokens received plus steps in flight.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    eos_ids: tuple[int, ...] = ()
+    detail: Literal["", "logprobs", "logits"] = ""
+    status: Status = Status.WAITING
+    row: int | None = None
+    prefilled: int = 0
+    scheduled: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_details: list = field(default_factory=list)  # per chunk: Sampled or logits, of valid positions
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
+    arrival: float = field(default_factory=time.monotonic)
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    def __post_init__(self):
+        ids = set(self.params.stop_token_ids or ())
+        self.stop_ids = frozenset(ids if self.params.ignore_eos else ids | set(self.eos_ids))
+
+    @property
+    def mode(self) -> Literal["greedy", "sample", "logprobs"]:
+        """What sampling this sequence needs from a program."""
+        if self.params.logprobs is not None or self.detail:
+            return "logprobs"
+        return "greedy" if self.params.plain else "sample"
+
+    @property
+    def may_decode(self) -> bool:
+        """Whether another decode step may yield a token, as far as the host knows."""
+        return self.status is Status.DECODE and self.scheduled < self.max_tokens
+
+    @property
+    def max_length(self) -> int:
+        """Upper bound of the tokens in the cache after everything that was scheduled."""
+        return self.prefilled + max(min(self.scheduled, self.max_tokens) - 1, 0)
+
+    def accept(self, token: int) -> None:
+        """Append a generated token; ends the sequence at a stop token or at max_tokens."""
+        now = time.monotonic()
+        if self.first_token_time is None:
+            self.first_token_time = now
+        self.tokens.append(token)
+        if token in self.stop_ids:
+            self.finish("stop", None if token in self.eos_ids else token)
+        elif len(self.tokens) >= self.max_tokens:
+            self.finish("length")
+
+    def finish(self, reason: Literal["stop", "length"], stop_reason: int | str | None = None) -> None:
+        self.status, self.finish_reason, self.stop_reason = Status.FINISHED, reason, stop_reason
+        self.finished_time = time.monotonic()

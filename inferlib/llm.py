@@ -1,0 +1,403 @@
+"""`LLM`: generate text, stream it, score tokens."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from inferlib.checkpoint.gguf import GGUFCheckpoint
+from inferlib.checkpoint.known import resolve
+from inferlib.checkpoint.load import load_weights, plan_load
+from inferlib.checkpoint.safetensors import SafetensorsSource
+from inferlib.checkpoint.source import CheckpointError, TensorSource
+from inferlib.compile.counter import compilations
+from inferlib.config import Buckets, EngineConfig
+from inferlib.engine.engine import Engine, EngineStats, sequence_error
+from inferlib.engine.sequence import Sequence as EngineSequence
+from inferlib.engine.sequence import Status, TokenLogprobs
+from inferlib.engine.text import OutputText
+from inferlib.models.abstract import abstract_model
+from inferlib.models.config import ModelConfig
+from inferlib.models.families import config_from_hf, family_of
+from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from inferlib.progress import CountProgress, on_terminal
+from inferlib.sampling.params import SamplingParams
+from inferlib.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """An opened checkpoint: its Hugging Face config, tensors and tokenizer (None if it has none)."""
+
+    path: Path
+    hf: dict[str, Any]
+    config: ModelConfig
+    source: TensorSource
+    tokenizer: Tokenizer | None
+
+    @staticmethod
+    def open(model: str | Path) -> ModelFiles:
+        """A Hugging Face directory, a `.gguf` file or a known name. Raises CheckpointError or ConfigError."""
+        path = resolve(model)
+        if path.suffix == ".gguf":
+            gguf = GGUFCheckpoint(path)
+            return ModelFiles(path, gguf.config(), config_from_hf(gguf.config()), gguf, gguf.tokenizer())
+        file = path / "config.json"
+        if not file.exists():
+            raise CheckpointError(
+                f"{path} has no config.json: a model is a Hugging Face directory or a .gguf file"
+            )
+        try:
+            hf = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+        tokenizer = Tokenizer.from_directory(path) if (path / "tokenizer.json").exists() else None
+        return ModelFiles(path, hf, config_from_hf(hf), SafetensorsSource(path), tokenizer)
+
+
+@dataclass(eq=False)
+class Request:
+    """A validated prompt with its sequences (`n` of them)."""
+
+    id: int
+    prompt: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    sequences: list[EngineSequence]
+    texts: list[OutputText]
+
+    @property
+    def finished(self) -> bool:
+        return all(s.status is Status.FINISHED for s in self.sequences)
+
+
+class LLM:
+    """A model on the devices of this process, ready to generate.
+
+    model: a Hugging Face directory (config.json, safetensors, tokenizer.json), a `.gguf` file, or a known name
+    ("smollm2"). dtype: "float32", "bfloat16" or "float16" of weights, cache and activations; None: float32 on CPU,
+    else bfloat16. max_batch: sequences decoded together. max_len: longest prompt plus output in tokens; None: the
+    model's context, at most 2048. buckets: static shapes to compile for. seed: of requests that give none.
+
+    Raises CheckpointError, ConfigError or ConfigurationError before anything reaches a device.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str | None = None,
+        max_batch: int = 8,
+        max_len: int | None = None,
+        buckets: Buckets | None = None,
+        seed: int = 0,
+        progress: bool | None = None,
+    ):
+        platform = jax.devices()[0].platform
+        files = ModelFiles.open(model)
+        self.model_config, self.tokenizer = files.config, files.tokenizer
+        dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype {dtype!r} is not supported; choose one of {', '.join(_DTYPES)}")
+        max_len = max_len or min(files.config.context, 2048)
+        if max_len > files.config.context:
+            raise ValueError(
+                f"max_len {max_len} exceeds the model's context of {files.config.context} tokens"
+            )
+        self.config = EngineConfig.make(platform, max_batch, max_len, buckets)
+        self.progress = on_terminal() if progress is None else progress
+        self.seed = seed
+        abstract = abstract_model(files.config, dtype, scan=self.config.scan)
+        family = family_of(files.hf)
+        plan_load(files.source, family, abstract)
+        weights = load_weights(files.source, family, abstract, progress=self.progress)
+        self.engine = Engine(abstract, weights, self.config)
+        self._ids = itertools.count()
+        self._requests: dict[EngineSequence, OutputText] = {}
+
+    # ---- generation
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete every prompt (text or token ids); results are in the prompts' order.
+
+        sampling_params: one for all or one per prompt. Raises ValueError before device work if any prompt is
+        invalid, naming it.
+        """
+        requests = self._prepare_all(prompts, sampling_params)
+        done = {output.request_id: output for output in self.run(requests, progress=progress)}
+        return [done[request.id] for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict] | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several: lists of {"role", "content"}, by the model's own template."""
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.chat_prompt(c, add_generation_prompt=add_generation_prompt, tools=tools)
+            for c in conversations
+        ]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def chat_prompt(self, messages: Sequence[Message], **options) -> list[int]:
+        """The token ids of a conversation."""
+        template = self._tokenizer("chat").chat_template
+        if template is None:
+            raise ValueError("this model has no chat template; use generate with a prompt of your own")
+        return self._tokenizer("chat").encode(template.render(messages, **options), add_special_tokens=False)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
+        """Generate for one prompt, iterating over text as it appears; see `Stream`."""
+        self._tokenizer("stream")
+        return Stream(self, self.prepare(prompt, sampling_params or SamplingParams()))
+
+    def run(self, requests: Iterable[Request], *, progress: bool | None = None) -> Iterator[RequestOutput]:
+        """Run prepared requests together; yields each result as soon as it is complete."""
+        pending = {id(request): request for request in requests}
+        try:
+            for request in pending.values():
+                self._submit(request)
+            with CountProgress(
+                "generating", len(pending), show=self.progress if progress is None else progress
+            ) as bar:
+                while pending:
+                    self._advance()
+                    for request in [r for r in pending.values() if r.finished]:
+                        del pending[id(request)]
+                        bar.advance(1)
+                        yield self._output(request)
+        finally:
+            for request in pending.values():
+                self._abandon(request)
+
+    # ---- evaluation
+
+    def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Natural log-probability of each token given those before it: float32 [T - 1] for each list of T tokens."""
+        params = SamplingParams(prompt_logprobs=0, temperature=0.0)
+        requests = [self._request(None, list(tokens), params, detail="logprobs") for tokens in token_lists]
+        self._run_silently(requests)
+        return [
+            np.concatenate([detail.logprob for detail in r.sequences[0].prompt_details])[
+                : len(r.token_ids) - 1
+            ]
+            for r in requests
+        ]
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Logits at every position, float32 [T, V]."""
+        request = self._request(None, list(token_ids), SamplingParams(temperature=0.0), detail="logits")
+        self._run_silently([request])
+        return np.concatenate(request.sequences[0].prompt_details)
+
+    # ---- preparation and metrics
+
+    def warmup(self, modes: Sequence[str] = ("greedy", "sample", "logprobs")) -> int:
+        """Compile all programs of these sampling modes now; afterwards nothing compiles, or it is an error.
+
+        Returns the number of programs.
+        """
+        with CountProgress("compiling", 0, show=self.progress) as bar:
+            return self.engine.warmup(modes, lambda key: bar.advance(1))
+
+    @property
+    def compilations(self) -> int:
+        """XLA compilations in this process so far."""
+        return compilations()
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Tokenise and validate a prompt. Raises ValueError naming what is wrong."""
+        if isinstance(prompt, str):
+            return self._request(prompt, self._tokenizer("text prompts").encode(prompt), params)
+        return self._request(None, [int(t) for t in prompt], params)
+
+    # ---- inside
+
+    def _tokenizer(self, what: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(
+                f"{what} needs a tokenizer, and the model directory has no tokenizer.json; use token ids"
+            )
+        return self.tokenizer
+
+    def _prepare_all(self, prompts, sampling_params) -> list[Request]:
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
+            prompts = [prompts]
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if len(sampling_params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
+        requests = []
+        for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+            try:
+                requests.append(self.prepare(prompt, params))
+            except ValueError as error:
+                raise ValueError(f"prompt {i}: {error}") from error
+        return requests
+
+    def _request(
+        self, prompt: str | None, tokens: list[int], params: SamplingParams, detail: str = ""
+    ) -> Request:
+        vocab, max_len = self.model_config.vocab, self.config.max_len
+        scoring = bool(detail)
+        error = sequence_error(tokens, 0 if scoring else params.max_tokens, vocab, max_len)
+        if error:
+            raise ValueError(error)
+        params.validate_for(vocab)
+        eos = self.tokenizer.eos_token_ids if self.tokenizer else self.model_config.eos_token_ids
+        params.stop_ids(eos)
+        limit = max_len - len(tokens) if params.max_tokens is None else params.max_tokens
+        number = next(self._ids)
+        if params.prompt_logprobs is not None:
+            detail = "logprobs"
+        sequences = [
+            EngineSequence(
+                tokens,
+                params,
+                max_tokens=0 if scoring else limit,
+                seed=self._seed(params, number, i),
+                eos_ids=eos,
+                detail=detail if i == 0 else "",
+            )
+            for i in range(params.n)
+        ]
+        texts = [OutputText(s, self.tokenizer) for s in sequences]
+        return Request(number, prompt, tokens, params, sequences, texts)
+
+    def _seed(self, params: SamplingParams, number: int, index: int) -> int:
+        entropy = (self.seed, number, index) if params.seed is None else (params.seed, index)
+        return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+
+    def _submit(self, request: Request) -> None:
+        for sequence, text in zip(request.sequences, request.texts, strict=True):
+            self._requests[sequence] = text
+            self.engine.add(sequence)
+
+    def _advance(self, max_steps: int | None = None) -> None:
+        """One round of the engine; every sequence that advanced takes in its text."""
+        for sequence in self.engine.advance(max_steps=max_steps):
+            running = sequence.status is not Status.FINISHED
+            self._requests[sequence].update()
+            if sequence.status is Status.FINISHED:
+                if running:
+                    self.engine.cancel(sequence)
+                del self._requests[sequence]
+
+    def _abandon(self, request: Request) -> None:
+        for sequence in request.sequences:
+            if sequence in self._requests:
+                self.engine.cancel(sequence)
+                del self._requests[sequence]
+
+    def _run_silently(self, requests: list[Request]) -> None:
+        for _ in self.run(requests, progress=False):
+            pass
+
+    def _output(self, request: Request) -> RequestOutput:
+        prompt_logprobs = None
+        if request.params.prompt_logprobs is not None:
+            prompt_logprobs = self._prompt_logprobs(request)
+        first = [s.first_token_time for s in request.sequences if s.first_token_time is not None]
+        metrics = RequestMetrics(
+            arrival_time=request.sequences[0].arrival,
+            first_token_time=min(first, default=None),
+            finished_time=max(s.finished_time for s in request.sequences),
+            generated=sum(len(s.tokens) for s in request.sequences),
+        )
+        outputs = [
+            self._completion(i, s, t)
+            for i, (s, t) in enumerate(zip(request.sequences, request.texts, strict=True))
+        ]
+        return RequestOutput(
+            request.id, request.prompt, request.token_ids, outputs, prompt_logprobs, metrics, finished=True
+        )
+
+    def _completion(self, index: int, s: EngineSequence, text: OutputText) -> CompletionOutput:
+        logprobs = total = None
+        if s.params.logprobs is not None:
+            logprobs = [self._alternatives(entry, s.params.logprobs) for entry in s.logprobs]
+            total = float(sum(entry.logprob for entry in s.logprobs))
+        return CompletionOutput(
+            index,
+            text.text,
+            list(s.tokens),
+            s.finish_reason,
+            s.stop_reason,
+            cumulative_logprob=total,
+            logprobs=logprobs,
+        )
+
+    def _prompt_logprobs(self, request: Request) -> list[dict[int, Logprob] | None]:
+        details = request.sequences[0].prompt_details
+        fields = [np.concatenate([np.asarray(d[i]) for d in details]) for i in range(1, 5)]
+        entries: list[dict[int, Logprob] | None] = [None]
+        for position, token in enumerate(request.token_ids[1:]):
+            logprob, rank, ids, values = (f[position] for f in fields)
+            entry = TokenLogprobs(token, float(logprob), int(rank), ids, values)
+            entries.append(self._alternatives(entry, request.params.prompt_logprobs))
+        return entries
+
+    def _alternatives(self, entry: TokenLogprobs, count: int) -> dict[int, Logprob]:
+        """The token itself and the `count` most likely ones."""
+        chosen = {entry.token: Logprob(entry.logprob, entry.rank, self._piece(entry.token))}
+        for rank in range(min(count, len(entry.top_ids))):
+            token = int(entry.top_ids[rank])
+            chosen.setdefault(token, Logprob(float(entry.top_logprobs[rank]), rank + 1, self._piece(token)))
+        return chosen
+
+    def _piece(self, token: int) -> str | None:
+        return self.tokenizer.decode([token], skip_special_tokens=False) if self.tokenizer else None
+
+
+class Stream:
+    """Iterates over text deltas, which never split a character; `output` is the result once it ended.
+
+    Leaving the loop early frees the row.
+    """
+
+    def __init__(self, llm: LLM, request: Request):
+        if request.params.n != 1:
+            raise ValueError("stream gives one text: use n=1")
+        self._llm, self._request = llm, request
+        self.output: RequestOutput | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        request, text = self._request, self._request.texts[0]
+        self._llm._submit(request)
+        try:
+            while True:
+                finished = request.finished
+                if delta := text.delta():
+                    yield delta
+                if finished:
+                    break
+                self._llm._advance(max_steps=1)
+            self.output = self._llm._output(request)
+        finally:
+            self._llm._abandon(request)

@@ -1,0 +1,81 @@
+"""What the attention contracts share: which cache slots a query sees, softmax with LSE, and merging.
+
+Slots that a query does not see may hold anything, NaN included; they never change an output.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from inferlib.ops.matmul import precision_of
+
+
+def slot_positions(last: jax.Array, slots: int, ring: bool) -> jax.Array:
+    """Position held by each cache slot, [..., slots]; negative if none.
+
+    last: [...] position written last. In a ring, position p lives in slot p mod `slots`.
+    """
+    slot = jnp.arange(slots)
+    if not ring:
+        return jnp.broadcast_to(slot, (*last.shape, slots))
+    return last[..., None] - (last[..., None] - slot) % slots
+
+
+def visible(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
+    """Causal (and windowed) visibility [..., C, S] of key positions [..., S] to query positions [..., C]."""
+    q, k = queries[..., :, None], keys[..., None, :]
+    seen = (k <= q) & (k >= 0)
+    return seen if window is None else seen & (k > q - window)
+
+
+def masked_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    seen: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] bool.
+
+    Returns out [B, C, K, G, h] in q's dtype and the log-sum-exp of the logits [B, C, K, G] float32.
+    sinks [K, G]: a learned logit that joins the denominator. A query that sees nothing yields 0 and
+    -inf. Softmax in float32.
+    """
+    highest = precision_of(q.dtype)
+    s = jnp.einsum("bckgh,bksh->bkgcs", q, k, precision=highest, preferred_element_type=jnp.float32) * scale
+    if softcap is not None:
+        s = softcap * jnp.tanh(s / softcap)
+    mask = seen[:, None, None]  # [B, 1, 1, C, S]
+    s = jnp.where(mask, s, -jnp.inf)
+    top = jnp.max(s, axis=-1, keepdims=True)  # [B, K, G, C, 1]
+    if sinks is not None:
+        top = jnp.maximum(top, sinks.astype(jnp.float32)[:, :, None, None])
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    p = jnp.exp(s - top)
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks.astype(jnp.float32)[:, :, None, None] - top)
+    some = jnp.any(seen, axis=1)[:, None, :, None]  # 0 * NaN is NaN: unseen values must be zero
+    v = jnp.where(some, v, 0)
+    out = jnp.einsum(
+        "bkgcs,bksh->bckgh", p.astype(v.dtype), v, precision=highest, preferred_element_type=jnp.float32
+    )
+    total = jnp.moveaxis(total[..., 0], -1, 1)  # [B, C, K, G]
+    out = jnp.where(total[..., None] > 0, out / jnp.maximum(total, 1e-37)[..., None], 0.0)
+    lse = jnp.moveaxis(top[..., 0], -1, 1) + jnp.log(total)
+    return out.astype(q.dtype), lse
+
+
+def merge_attention(outs: jax.Array, lses: jax.Array, axis: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Attention over a union of disjoint key sets, from the parts' outputs and LSEs.
+
+    outs [M, ..., h], lses [M, ...] (M at `axis`) -> (out [..., h], lse [...]). Any split gives the same answer.
+    """
+    lse = jax.nn.logsumexp(lses, axis=axis)
+    weight = jnp.exp(lses - jnp.expand_dims(jnp.where(jnp.isfinite(lse), lse, 0.0), axis))
+    out = jnp.sum(outs.astype(jnp.float32) * weight[..., None], axis=axis)
+    return out.astype(outs.dtype), lse

@@ -1,0 +1,43 @@
+"""Attention of one new token per row over the row's cache."""
+
+from __future__ import annotations
+
+import jax
+
+from inferlib.ops.attention import masked_attention, slot_positions, visible
+
+
+def decode_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    ring: bool = False,
+    limit: int | None = None,
+    backend: str = "xla",
+) -> tuple[jax.Array, jax.Array]:
+    """q [B, K, G, h]: row b's query is at position lengths[b] - 1; its cache is page b.
+
+    k, v: [N, K, S, h] with N >= B, the new token's key and value already written. lengths [B] int32
+    counts the visible positions; 0 marks an inactive row (out 0, lse -inf). limit (static): no length
+    exceeds it, so slots beyond are not read. ring: position p lives in slot p mod S.
+    backend: "xla", or "pallas" for the GPU kernel.
+    Returns out [B, K, G, h], lse [B, K, G] float32.
+    """
+    options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
+    if backend == "pallas":
+        from inferlib.pallas_kernels import decode_attention_gpu
+
+        return decode_attention_gpu.decode_attention(q, k, v, lengths, ring=ring, limit=limit, **options)
+    rows, slots = q.shape[0], k.shape[2]
+    slots = slots if ring or limit is None else min(limit, slots)
+    k, v = k[:rows, :, :slots], v[:rows, :, :slots]
+    last = lengths - 1
+    seen = visible(last[:, None], slot_positions(last, slots, ring), window)
+    out, lse = masked_attention(q[:, None], k, v, seen, scale=scale, softcap=softcap, sinks=sinks)
+    return out[:, 0], lse[:, 0]

@@ -1,0 +1,184 @@
+"""Sampling parameters of one request, with the names and meanings of vLLM's `SamplingParams`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+# Compiled programs have static shapes; these are the widths of the sampler's tables.
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+MAX_STOP_TOKENS = 16
+
+# Below this temperature a request is greedy: dividing logits by less only adds rounding.
+MIN_TEMPERATURE = 1e-5
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose the tokens of one request.
+
+    Every field is checked on construction: a `ValueError` names the field, its value and what is allowed.
+
+    Attributes:
+        n: number of independent outputs per prompt; 1 when greedy, since all would be equal.
+        max_tokens: most tokens to generate, at least 1; None means up to the context limit.
+        min_tokens: tokens to generate before a stop token (end of sequence, `stop_token_ids`) may be chosen.
+        temperature: 0 (or less than 1e-5) picks the most likely token; at most 100.
+        top_k: sample among the k most likely tokens; 0 or -1 for all of them.
+        top_p: sample among the fewest most likely tokens whose probability reaches top_p, in (0, 1].
+        min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
+        repetition_penalty: in [0.01, 100]; logits of tokens in the prompt or the output are divided by it if
+            positive, multiplied if negative.
+        presence_penalty: in [-2, 2], subtracted from the logits of tokens in the output.
+        frequency_penalty: in [-2, 2], subtracted once for each time that the token is in the output.
+        logit_bias: token id -> number in [-100, 100] added to its logit; at most 300 entries. Kept as a dict.
+        seed: in [0, 2**32); the same seed gives the same tokens whatever else is in the batch. None: the
+            engine chooses one.
+        stop: strings that end the output. Kept as a tuple.
+        stop_token_ids: tokens that end the output; together with the end-of-sequence tokens at most 16.
+            Kept as a tuple.
+        ignore_eos: generate past the end-of-sequence tokens.
+        include_stop_str_in_output: keep the stop string at the end of the text.
+        skip_special_tokens: leave special tokens out of the text.
+        logprobs: number of most likely tokens to report at each step besides the chosen one, at most 20; None
+            for no log-probabilities at all.
+        prompt_logprobs: the same for the tokens of the prompt.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        if self.greedy and self.n > 1:
+            raise ValueError(f"n must be 1 when temperature is 0 (all outputs would be equal), got {self.n}")
+        _check_int("top_k", self.top_k, -1)
+        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, 2**32 - 1)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        object.__setattr__(self, "stop_token_ids", _checked_stop_ids(self.stop_token_ids))
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is chosen at every step."""
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def plain(self) -> bool:
+        """Whether an argmax over the model's own logits is all that generation needs."""
+        return (
+            self.greedy
+            and self.min_tokens == 0
+            and self.repetition_penalty == 1
+            and self.presence_penalty == 0
+            and self.frequency_penalty == 0
+            and not self.logit_bias
+            and self.logprobs is None
+        )
+
+    def stop_ids(self, eos_ids: Iterable[int]) -> tuple[int, ...]:
+        """All tokens that end this request, given the model's end-of-sequence tokens.
+
+        Raises:
+            ValueError: more than MAX_STOP_TOKENS of them.
+        """
+        ids = tuple(dict.fromkeys((*self.stop_token_ids, *(() if self.ignore_eos else eos_ids))))
+        if len(ids) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"stop_token_ids and the model's end-of-sequence tokens are {len(ids)} tokens together; "
+                f"the compiled sampler holds at most {MAX_STOP_TOKENS}"
+            )
+        return ids
+
+    def validate_for(self, vocab: int) -> None:
+        """Raises a ValueError if a token id is not in [0, vocab)."""
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            outside = [i for i in ids if i >= vocab]
+            if outside:
+                raise ValueError(f"{name}: token {outside[0]} is not in the model's vocabulary, [0, {vocab})")
+
+
+def _check_int(name: str, value: object, low: int, high: int = _INT32_MAX) -> None:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
+        raise ValueError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
+
+
+def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    # NaN fails every comparison.
+    if not number or not low <= value <= high or (low_open and value == low):
+        allowed = f"{'(' if low_open else '['}{low:g}, {high:g}]"
+        raise ValueError(f"{name} must be a number in {allowed}, got {value!r}")
+
+
+def _checked_bias(bias: object) -> dict[int, float]:
+    if bias is None:
+        return {}
+    if not isinstance(bias, Mapping):
+        raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r}")
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise ValueError(f"logit_bias must have at most {MAX_LOGIT_BIAS} entries, got {len(bias)}")
+    for token, value in bias.items():
+        _check_int("logit_bias: a token id", token, 0)
+        _check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
+    return {int(token): float(value) for token, value in bias.items()}
+
+
+def _checked_stop(stop: object) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    strings = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
+        raise ValueError(f"stop must be a string or a sequence of strings, none of them empty, got {stop!r}")
+    return tuple(strings)
+
+
+def _checked_stop_ids(ids: object) -> tuple[int, ...]:
+    if ids is None:
+        return ()
+    if not isinstance(ids, Sequence) or isinstance(ids, str):
+        raise ValueError(f"stop_token_ids must be a sequence of token ids, got {ids!r}")
+    for token in ids:
+        _check_int("stop_token_ids: a token id", token, 0)
+    return tuple(int(token) for token in ids)

@@ -1,0 +1,278 @@
+"""Sampling on the device: one row per sequence, every parameter an array, nothing that sorts the vocabulary.
+
+Each row is processed in vLLM's order: logit bias, min_tokens, penalties, temperature, min_p, top_k, top_p,
+then a draw by the Gumbel-max trick. Rows never mix: what an inactive row holds, NaN included, stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from inferlib.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+
+# Set in `counts` for the tokens of the prompt; the bits below it count how often the token was generated.
+PROMPT_FLAG = 1 << 30
+
+
+class RowParams(NamedTuple):
+    """Sampling parameters of N rows."""
+
+    temperature: jax.Array  # [N] f32, 0 for greedy
+    top_p: jax.Array  # [N] f32
+    min_p: jax.Array  # [N] f32
+    repetition: jax.Array  # [N] f32
+    presence: jax.Array  # [N] f32
+    frequency: jax.Array  # [N] f32
+    top_k: jax.Array  # [N] int32, 0 for off
+    seed: jax.Array  # [N] uint32
+    min_tokens: jax.Array  # [N] int32
+    stop_ids: jax.Array  # [N, MAX_STOP_TOKENS] int32, padded with -1
+    bias_ids: jax.Array  # [N, MAX_LOGIT_BIAS] int32, padded with -1
+    bias_values: jax.Array  # [N, MAX_LOGIT_BIAS] f32
+
+
+class Sampled(NamedTuple):
+    """One token for each of N rows; only the mode "logprobs" fills more than `token`.
+
+    Log-probabilities and ranks are those of the model's own logits, before any processing. K is MAX_LOGPROBS,
+    or the vocabulary if that is smaller.
+    """
+
+    token: jax.Array  # [N] int32
+    logprob: jax.Array | None = None  # [N] f32, of `token`
+    rank: jax.Array | None = None  # [N] int32, of `token`; 1 is the most likely
+    top_ids: jax.Array | None = None  # [N, K] int32, most likely first, equal ones by id
+    top_logprobs: jax.Array | None = None  # [N, K] f32
+
+
+# A row that asks for nothing: temperature, top_p, min_p, repetition, presence, frequency.
+_NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+_INT_COLUMNS = 3  # top_k, seed, min_tokens; then the stop ids and the bias ids
+
+
+def pack(
+    rows: Sequence[tuple[SamplingParams, int, tuple[int, ...]] | None],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Parameters of N rows as two host arrays, so that a change costs two transfers; see `unpack`.
+
+    Args:
+        rows: (params, seed, end-of-sequence ids) of each row, None for an empty row. The caller derives the
+            seed from `params.seed` and the index of the output; its low 32 bits count.
+
+    Returns:
+        int32 [N, 319] and float32 [N, 306]. Rows are independent: those of `pack([row])` can replace one
+        row of an earlier pack.
+
+    Raises:
+        ValueError: a row has more stop tokens than the sampler holds.
+    """
+    ints = np.full((len(rows), _INT_COLUMNS + MAX_STOP_TOKENS + MAX_LOGIT_BIAS), -1, np.int32)
+    ints[:, :_INT_COLUMNS] = 0
+    floats = np.zeros((len(rows), len(_NEUTRAL) + MAX_LOGIT_BIAS), np.float32)
+    floats[:, : len(_NEUTRAL)] = _NEUTRAL
+    for row, entry in enumerate(rows):
+        if entry is None:
+            continue
+        params, seed, eos_ids = entry
+        seed_bits = np.uint32(seed & 0xFFFFFFFF).view(np.int32)
+        ints[row, :_INT_COLUMNS] = max(params.top_k, 0), seed_bits, params.min_tokens
+        stop_ids = params.stop_ids(eos_ids)
+        ints[row, _INT_COLUMNS : _INT_COLUMNS + len(stop_ids)] = stop_ids
+        bias_start = _INT_COLUMNS + MAX_STOP_TOKENS
+        ints[row, bias_start : bias_start + len(params.logit_bias)] = list(params.logit_bias)
+        floats[row, : len(_NEUTRAL)] = (
+            0.0 if params.greedy else params.temperature,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+        floats[row, len(_NEUTRAL) : len(_NEUTRAL) + len(params.logit_bias)] = list(params.logit_bias.values())
+    return ints, floats
+
+
+def unpack(ints: jax.Array, floats: jax.Array) -> RowParams:
+    """The two arrays of `pack`, on the device, as the parameters that they hold."""
+    temperature, top_p, min_p, repetition, presence, frequency = (floats[:, i] for i in range(len(_NEUTRAL)))
+    bias_start = _INT_COLUMNS + MAX_STOP_TOKENS
+    return RowParams(
+        temperature=temperature,
+        top_p=top_p,
+        min_p=min_p,
+        repetition=repetition,
+        presence=presence,
+        frequency=frequency,
+        top_k=ints[:, 0],
+        seed=lax.bitcast_convert_type(ints[:, 1], jnp.uint32),
+        min_tokens=ints[:, 2],
+        stop_ids=ints[:, _INT_COLUMNS:bias_start],
+        bias_ids=ints[:, bias_start:],
+        bias_values=floats[:, len(_NEUTRAL) :],
+    )
+
+
+def sample(
+    logits: jax.Array,
+    params: RowParams | None,
+    counts: jax.Array | None,
+    generated: jax.Array | None,
+    *,
+    mode: Literal["greedy", "sample", "logprobs"],
+) -> Sampled:
+    """Chooses the next token of each row.
+
+    Args:
+        logits: [N, V] float32; -inf for tokens that do not exist.
+        params: parameters of the rows.
+        counts: [N, V] int32, tokens seen so far (`mark_prompt`, `count_tokens`).
+        generated: [N] int32, tokens that each row has generated before this one.
+        mode: static. "greedy" takes the most likely token (the lowest id among equals) and reads nothing but
+            the logits, so the other arguments may be None; "sample" does what each row asks; "logprobs" also
+            reports log-probabilities.
+
+    Returns:
+        The tokens, always in [0, V), even where the logits of a row are NaN.
+    """
+    if mode == "greedy":
+        return Sampled(_argmax(logits))
+    processed = process(logits, params, counts, generated)
+    # Distance below the best token, in units of temperature: at least 0, whatever the scale of the logits.
+    sampled = params.temperature > 0
+    temperature = jnp.where(sampled, params.temperature, 1.0)
+    distance = (processed.max(-1, keepdims=True) - processed) / temperature[:, None]
+    noise = jax.vmap(_gumbel, (0, 0, None))(params.seed, generated, logits.shape[-1])
+    scores = jnp.where(sampled[:, None], noise, 0.0) - distance
+    token = _argmax(jnp.where(keep(distance, params), scores, -jnp.inf))
+    if mode == "sample":
+        return Sampled(token)
+    return score(logits, token)
+
+
+def process(logits: jax.Array, params: RowParams, counts: jax.Array, generated: jax.Array) -> jax.Array:
+    """Logits [N, V] after logit bias, the ban on stop tokens before `min_tokens`, and penalties."""
+    vocab = logits.shape[-1]
+    rows = jnp.arange(logits.shape[0])[:, None]
+    # Padding, the index -1, adds 0 to the last token.
+    logits = logits.at[rows, params.bias_ids].add(params.bias_values, mode="drop")
+    banned = (params.stop_ids >= 0) & (generated < params.min_tokens)[:, None]
+    # The index V is dropped.
+    logits = logits.at[rows, jnp.where(banned, params.stop_ids, vocab)].set(-jnp.inf, mode="drop")
+
+    repetition = jnp.where(counts > 0, params.repetition[:, None], 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    output_counts = (counts & (PROMPT_FLAG - 1)).astype(jnp.float32)
+    logits -= params.frequency[:, None] * output_counts
+    return logits - params.presence[:, None] * (output_counts > 0)
+
+
+def keep(distance: jax.Array, params: RowParams) -> jax.Array:
+    """Which tokens min_p, top_k and top_p leave, as a mask [N, V]; the best token always stays.
+
+    Tokens as likely as the last one that is kept are all kept, so equal logits can exceed top_k. top_p is a
+    share of the probability that min_p and top_k leave.
+
+    Args:
+        distance: [N, V] float32, best logit of the row minus each logit, over the temperature; at least 0.
+    """
+    # Among floats that are at least 0, the order of the values is the order of their bits.
+    bits = lax.bitcast_convert_type(distance, jnp.int32)
+    kept = distance <= -jnp.log(params.min_p)[:, None]
+
+    top_k = jnp.where(params.top_k > 0, params.top_k, jnp.inf)
+    kept &= bits <= _threshold(bits, 1.0, top_k[:, None])
+
+    mass = jnp.where(kept, jnp.exp(-distance), 0.0)
+    target = params.top_p[:, None] * mass.sum(-1, keepdims=True)
+    target = jnp.where(params.top_p[:, None] < 1, target, jnp.inf)
+    return kept & (bits <= _threshold(bits, mass, target))
+
+
+def _threshold(bits: jax.Array, weights: jax.Array | float, target: jax.Array) -> jax.Array:
+    """Smallest t [N, 1] for which the elements with bits <= t weigh `target` or more; 2**31 - 1 if none.
+
+    Built bit by bit from the top, as the largest t for which the elements with bits < t weigh less. These 31
+    passes of compare and sum need no sort, and one number per row from each shard of a split vocabulary.
+
+    Args:
+        bits: [N, V] int32, not negative.
+        weights: [N, V] float32, not negative, or one number for all.
+        target: [N, 1] float32.
+    """
+
+    def settle_bit(i: jax.Array, t: jax.Array) -> jax.Array:
+        candidate = t | (1 << (30 - i))
+        below = jnp.where(bits < candidate, weights, 0.0).sum(-1, keepdims=True)
+        return jnp.where(below < target, candidate, t)
+
+    return lax.fori_loop(0, 31, settle_bit, jnp.zeros(target.shape, jnp.int32))
+
+
+def _gumbel(seed: jax.Array, generated: jax.Array, vocab: int) -> jax.Array:
+    """Gumbel noise [V] that depends on the seed and the position alone."""
+    # The generator is named because its default is a global setting, and seeds promise tokens.
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), generated)
+    # All 32 bits, finest near 0, where the largest noise comes from. jax.random.gumbel uses 23 of them, too
+    # coarse for tokens less likely than 1e-7, of which a large vocabulary has many.
+    uniform = (jax.random.bits(key, (vocab,), jnp.uint32).astype(jnp.float32) + 0.5) * 2.0**-32
+    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
+
+
+def _argmax(x: jax.Array) -> jax.Array:
+    """Index [N] int32 of the largest element of each row of x [N, V], the lowest among equals.
+
+    Two plain reductions: the Trainium compiler rejects the reduction over pairs that jnp.argmax lowers to.
+    """
+    ids = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    # V - 1 where nothing equals the maximum (NaN) keeps the result a token.
+    return jnp.where(x == x.max(-1, keepdims=True), ids, x.shape[-1] - 1).min(-1)
+
+
+def score(logits: jax.Array, token: jax.Array) -> Sampled:
+    """Log-probability and rank of `token` [N], and the most likely tokens, under `logits` [N, V]."""
+    best = logits.max(-1, keepdims=True)
+    normaliser = jnp.log(jnp.exp(logits - best).sum(-1, keepdims=True))
+    chosen = jnp.take_along_axis(logits, token[:, None], -1)
+    top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    return Sampled(
+        token=token,
+        logprob=(chosen - best - normaliser)[:, 0],
+        rank=1 + (logits > chosen).sum(-1, dtype=jnp.int32),
+        top_ids=top_ids,
+        top_logprobs=top - best - normaliser,
+    )
+
+
+def is_stop(params: RowParams, tokens: jax.Array) -> jax.Array:
+    """Whether each of tokens [N] ends its row, [N] bool."""
+    return (params.stop_ids == tokens[:, None]).any(-1)
+
+
+def count_tokens(counts: jax.Array, tokens: jax.Array, active: jax.Array) -> jax.Array:
+    """`counts` [N, V] with the tokens [N] just generated added, in the rows where `active` [N]."""
+    rows, vocab = counts.shape
+    return counts.at[jnp.arange(rows), jnp.where(active, tokens, vocab)].add(1, mode="drop")
+
+
+def mark_prompt(
+    counts: jax.Array, rows: jax.Array, tokens: jax.Array, valid: jax.Array, first: jax.Array
+) -> jax.Array:
+    """`counts` [R, V] with the tokens of P prefill chunks flagged as prompt.
+
+    Args:
+        rows: [P] int32, the row that each chunk belongs to; a chunk whose row is R or more is dropped.
+        tokens, valid: [P, C], the chunks' tokens and which of them are not padding.
+        first: [P] bool, whether the chunk begins a prompt: its row is cleared before.
+    """
+    row_count, vocab = counts.shape
+    counts = counts.at[jnp.where(first, rows, row_count)].set(0, mode="drop")
+    where = rows[:, None], jnp.where(valid, tokens, vocab)
+    # Flagging is idempotent, so a token may occur many times in a chunk.
+    flagged = counts.at[where].get(mode="fill", fill_value=0) | PROMPT_FLAG
+    return counts.at[where].set(flagged, mode="drop")

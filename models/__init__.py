@@ -1,0 +1,1 @@
+"""Model definitions: one decoder, and families as recipes."""

@@ -1,0 +1,91 @@
+"""One step's tokens: prefill chunks and decode rows that share a pass over the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from inferlib.models.config import ModelConfig, RopeSpec
+from inferlib.models.layers.rope import rope_angles
+
+
+class StepBatch(NamedTuple):
+    """P chunks of C tokens and B decode rows; either may be 0.
+
+    chunk_tokens [P, C]: padded at the end with anything; chunk_rows [P]: cache row of each chunk, rows or
+    more if the slot is absent; chunk_starts [P]: position of the first token; decode_tokens [B]: row b's
+    last token; decode_lengths [B]: positions of row b including that token, 0 if it is inactive. All int32.
+    """
+
+    chunk_tokens: jax.Array
+    chunk_rows: jax.Array
+    chunk_starts: jax.Array
+    decode_tokens: jax.Array
+    decode_lengths: jax.Array
+
+    @property
+    def tokens(self) -> jax.Array:
+        """[T] with T = P * C + B."""
+        return jnp.concatenate([self.chunk_tokens.reshape(-1), self.decode_tokens])
+
+    @staticmethod
+    def of_chunks(tokens: jax.Array, rows: jax.Array, starts: jax.Array) -> StepBatch:
+        none = np.zeros((0,), np.int32)
+        return StepBatch(tokens, rows, starts, none, none)
+
+    @staticmethod
+    def of_rows(tokens: jax.Array, lengths: jax.Array) -> StepBatch:
+        none = np.zeros((0,), np.int32)
+        return StepBatch(np.zeros((0, 0), np.int32), none, none, tokens, lengths)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Which implementation of an operation a program is built with."""
+
+    decode_attention: Literal["xla", "pallas"] = "xla"
+
+    @staticmethod
+    def for_platform(platform: str) -> Backend:
+        """The best choice on "cpu", "gpu", "tpu" or "neuron"."""
+        return Backend(decode_attention="pallas" if platform == "gpu" else "xla")
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What every layer of a step shares, computed once.
+
+    limit (static): no position of this step reaches it. max_len: the longest sequence, which fixes
+    length-dependent rotary frequencies.
+    """
+
+    batch: StepBatch
+    config: ModelConfig
+    max_len: int
+    limit: int | None = None
+    backend: Backend = Backend()
+
+    @cached_property
+    def positions(self) -> jax.Array:
+        """[T] position of each token; -1 for an inactive decode row."""
+        starts, (_, width) = self.batch.chunk_starts, self.batch.chunk_tokens.shape
+        chunks = (starts[:, None] + jnp.arange(width, dtype=jnp.int32)).reshape(-1)
+        return jnp.concatenate([chunks, self.batch.decode_lengths - 1])
+
+    @cached_property
+    def pages(self) -> jax.Array:
+        """[T] cache page of each token: in contiguous mode, its row."""
+        rows, (_, width) = self.batch.chunk_rows, self.batch.chunk_tokens.shape
+        decode = jnp.arange(self.batch.decode_tokens.shape[0], dtype=jnp.int32)
+        return jnp.concatenate([jnp.repeat(rows, width), decode])
+
+    @cached_property
+    def rope(self) -> dict[RopeSpec, tuple[jax.Array, jax.Array]]:
+        """cos and sin [T, dim / 2] for each kind of rotary embedding in the model."""
+        specs = {layer.attention.rope for layer in self.config.layers} - {None}
+        return {spec: rope_angles(spec, self.max_len, self.positions) for spec in specs}

@@ -1,0 +1,174 @@
+"""The one decoder: every family is a `ModelConfig` run by this code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from inferlib.models.batch import StepContext
+from inferlib.models.config import LayerSpec, ModelConfig
+from inferlib.models.layers.attention import Attention
+from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.mlp import Mlp
+from inferlib.models.layers.norm import Norm
+from inferlib.models.layers.param import param
+from inferlib.ops.matmul import matmul
+from inferlib.sharding import axes
+
+
+class Block(nnx.Module):
+    """One layer: x [T, D], its cache -> x [T, D], its cache."""
+
+    def __init__(self, spec: LayerSpec, config: ModelConfig, dtype):
+        self.spec, self.scale = spec, config.residual_scale
+        norm = lambda: Norm(config.norm, config.dim, dtype)  # noqa: E731
+        self.attn = Attention(spec.attention, config.norm, config.dim, dtype)
+        self.mlp = Mlp(spec.mlp, config.dim, dtype)
+        if spec.pre_norm:
+            self.pre_attn_norm = norm()
+            if not spec.parallel:
+                self.pre_mlp_norm = norm()
+        if spec.post_norm:
+            self.post_attn_norm, self.post_mlp_norm = norm(), norm()
+
+    def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        spec = self.spec
+        with jax.named_scope("attention"):
+            y = self.pre_attn_norm(x) if spec.pre_norm else x
+            branch, cache = self.attn(y, ctx, cache)
+            if spec.post_norm:
+                branch = self.post_attn_norm(branch)
+        if not spec.parallel:
+            x = self.add(x, branch)
+            y = self.pre_mlp_norm(x) if spec.pre_norm else x
+        with jax.named_scope("mlp"):
+            mlp = self.mlp(y)
+            if spec.post_norm:
+                mlp = self.post_mlp_norm(mlp)
+        return self.add(x, branch + mlp if spec.parallel else mlp), cache
+
+    def add(self, x: jax.Array, branch: jax.Array) -> jax.Array:
+        return x + (branch if self.scale == 1.0 else branch * self.scale)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`count` repetitions of a pattern of layers, from layer `start`; scanned if count > 1."""
+
+    start: int
+    pattern: tuple[LayerSpec, ...]
+    count: int = 1
+
+    def layers(self, offset: int) -> range:
+        """Indices of the layers at `offset` in the pattern."""
+        return range(self.start + offset, self.start + len(self.pattern) * self.count, len(self.pattern))
+
+
+def segments_of(layers: Sequence[LayerSpec], *, scan: bool) -> tuple[Segment, ...]:
+    """Cut the layers into repeating patterns (`scan`), or into one segment per layer.
+
+    At each layer, the pattern that covers the most layers when repeated is taken, the shortest of equals.
+    """
+    if not scan:
+        return tuple(Segment(i, (spec,)) for i, spec in enumerate(layers))
+    segments, start = [], 0
+    while start < len(layers):
+        size, count = 1, 1
+        for width in range(1, (len(layers) - start) // 2 + 1):
+            pattern, repeats = layers[start : start + width], 1
+            while layers[start + repeats * width : start + (repeats + 1) * width] == pattern:
+                repeats += 1
+            if repeats > 1 and repeats * width > size * count:
+                size, count = width, repeats
+        segments.append(Segment(start, tuple(layers[start : start + size]), count))
+        start += size * count
+    return tuple(segments)
+
+
+class Decoder(nnx.Module):
+    """Embedding, blocks, final norm and head. Build it under `nnx.eval_shape` (see `abstract_model`).
+
+    `blocks[i]` follows the segments' patterns in order; a scanned block's weights have a leading axis
+    "layers" of the segment's count.
+    """
+
+    def __init__(self, config: ModelConfig, segments: tuple[Segment, ...], dtype):
+        self.config, self.segments = config, segments
+        self.embed = param((config.vocab, config.dim), (axes.VOCAB, axes.EMBED), dtype)
+        blocks = []
+        for segment in segments:
+            for spec in segment.pattern:
+                block = Block(spec, config, dtype)
+                blocks.append(_stacked(block, segment.count) if segment.count > 1 else block)
+        self.blocks = nnx.List(blocks)
+        self.final_norm = Norm(config.norm, config.dim, dtype)
+        if not config.tied:
+            self.head = param((config.dim, config.vocab), (axes.EMBED, axes.VOCAB), dtype)
+
+    def __call__(
+        self, ctx: StepContext, cache: tuple[LayerCache, ...]
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        """Run the step's tokens: last hidden states [T, D] and the cache, one `LayerCache` per block."""
+        _ = ctx.pages, ctx.rope  # cached now: computed in a scan's body they would not outlive it
+        x = jnp.take(self.embed[...], ctx.batch.tokens, axis=0, mode="clip")
+        if self.config.embed_scale != 1.0:
+            x = x * jnp.asarray(self.config.embed_scale, x.dtype)
+        new, at = [], 0
+        for segment in self.segments:
+            end = at + len(segment.pattern)
+            run = _scan if segment.count > 1 else _unrolled
+            x, caches = run(self.blocks[at:end], x, ctx, cache[at:end], segment.count)
+            new += caches
+            at = end
+        return x, tuple(new)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Hidden states [T, D] -> logits [T, V] float32."""
+        with jax.named_scope("head"):
+            y = self.final_norm(x)
+            head = self.embed[...].T if self.config.tied else self.head[...]
+            logits = matmul(y, head, out_dtype=jnp.float32) * self.config.logit_scale
+            cap = self.config.final_softcap
+            return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def _unrolled(blocks, x, ctx, caches, _count):
+    new = []
+    for block, cache in zip(blocks, caches, strict=True):
+        x, cache = block(x, ctx, cache)
+        new.append(cache)
+    return x, new
+
+
+def _scan(blocks, x, ctx, caches, count):
+    """The cache rides in the carry: as scan inputs and outputs it would exist twice."""
+    graphs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
+    rings = [cache.ring for cache in caches]
+
+    def body(carry, inputs):
+        x, caches = carry
+        layer, states = inputs
+        new = []
+        for graph, state, (k, v), ring in zip(graphs, states, caches, rings, strict=True):
+            x, cache = nnx.merge(graph, state)(x, ctx, LayerCache(k, v, ring, layer))
+            new.append((cache.k, cache.v))
+        return (x, tuple(new)), None
+
+    carry = (x, tuple((cache.k, cache.v) for cache in caches))
+    (x, new), _ = lax.scan(body, carry, (jnp.arange(count), states))
+    return x, [LayerCache(k, v, ring) for (k, v), ring in zip(new, rings, strict=True)]
+
+
+def _stacked(block: Block, count: int) -> Block:
+    graph, state = nnx.split(block)
+    wide = jax.tree.map(
+        lambda p: p.replace(jnp.zeros((count, *p.shape), p.dtype), axes=(axes.LAYERS, *p.axes)),
+        state,
+        is_leaf=lambda p: isinstance(p, nnx.Param),
+    )
+    return nnx.merge(graph, wide)

@@ -1,0 +1,68 @@
+"""Model families: a recipe (`config.json` -> `ModelConfig`) and a tensor name map each.
+
+To add one, write a module with a `Family` and list it below.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inferlib.models.config import ConfigError, ModelConfig
+from inferlib.models.families import (
+    cohere2,
+    ernie4_5,
+    exaone4,
+    gemma,
+    glm4,
+    granite,
+    hunyuan,
+    llama,
+    mistral,
+    olmo,
+    phi3,
+    qwen,
+    seed_oss,
+    smollm3,
+)
+from inferlib.models.families.common import Family
+
+FAMILIES: tuple[Family, ...] = (
+    llama.LLAMA,
+    mistral.MISTRAL,
+    mistral.MINISTRAL,
+    mistral.MINISTRAL3,
+    qwen.QWEN2,
+    qwen.QWEN3,
+    gemma.GEMMA,
+    gemma.GEMMA2,
+    gemma.GEMMA3,
+    phi3.PHI3,
+    olmo.OLMO2,
+    olmo.OLMO3,
+    smollm3.SMOLLM3,
+    granite.GRANITE,
+    glm4.GLM,
+    glm4.GLM4,
+    cohere2.COHERE2,
+    exaone4.EXAONE4,
+    seed_oss.SEED_OSS,
+    ernie4_5.ERNIE4_5,
+    hunyuan.HUNYUAN,
+)
+
+_BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
+
+
+def family_of(hf: dict[str, Any]) -> Family:
+    """The family of a Hugging Face config, by its `architectures` entry."""
+    names = hf.get("architectures") or []
+    for name in names:
+        if name in _BY_ARCHITECTURE:
+            return _BY_ARCHITECTURE[name]
+    known = ", ".join(sorted(_BY_ARCHITECTURE))
+    raise ConfigError(f"architecture {names or 'missing'} in config.json is not supported; known: {known}")
+
+
+def config_from_hf(hf: dict[str, Any]) -> ModelConfig:
+    """The `ModelConfig` of a Hugging Face config dictionary; raises ConfigError if it is not supported."""
+    return family_of(hf).config(hf)

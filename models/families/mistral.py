@@ -1,0 +1,77 @@
+"""Mistral, Ministral and Ministral 3."""
+
+from __future__ import annotations
+
+from inferlib.models.config import ConfigError, LayerSpec, ModelConfig, QueryTemperature
+from inferlib.models.families.common import (
+    Family,
+    Hf,
+    attention,
+    mlp,
+    model,
+    need,
+    rope_parameters,
+    rope_spec,
+    windows,
+)
+
+DEFAULTS = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "sliding_window": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MINISTRAL3_DEFAULTS = DEFAULTS | {
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+}
+
+
+def mistral(hf: Hf) -> ModelConfig:
+    """One window, or none, for all layers."""
+    if hf.get("layer_types"):
+        raise ConfigError(
+            "a Mistral has one window for all layers; with layer_types it is a MinistralForCausalLM"
+        )
+    layer = LayerSpec(attention(hf, rope_spec(hf), hf["sliding_window"]), mlp(hf))
+    return model(hf, "mistral", [layer] * need(hf, "num_hidden_layers"))
+
+
+def ministral(hf: Hf) -> ModelConfig:
+    rope = rope_spec(hf)
+    layers = [
+        LayerSpec(attention(hf, rope, window), mlp(hf))
+        for window in windows(hf, lambda i: hf["sliding_window"] is not None)
+    ]
+    return model(hf, "ministral", layers)
+
+
+def ministral3(hf: Hf) -> ModelConfig:
+    """Mistral with YaRN and a query temperature that grows with the position."""
+    options = rope_parameters(hf)
+    context = options.get("original_max_position_embeddings") or need(hf, "max_position_embeddings")
+    temperature = QueryTemperature(need(options, "llama_4_scaling_beta"), context)
+    layer = LayerSpec(attention(hf, rope_spec(hf), hf["sliding_window"], temperature=temperature), mlp(hf))
+    return model(hf, "ministral3", [layer] * need(hf, "num_hidden_layers"))
+
+
+MISTRAL = Family("mistral", ("MistralForCausalLM",), mistral, DEFAULTS)
+MINISTRAL = Family("ministral", ("MinistralForCausalLM",), ministral, DEFAULTS)
+MINISTRAL3 = Family("ministral3", ("Ministral3ForCausalLM",), ministral3, MINISTRAL3_DEFAULTS)

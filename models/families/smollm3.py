@@ -1,0 +1,38 @@
+"""SmolLM3: Llama with some layers that have no positional embedding."""
+
+from __future__ import annotations
+
+from inferlib.models.config import ConfigError, LayerSpec, ModelConfig
+from inferlib.models.families.common import Family, Hf, attention, mlp, model, need, rope_spec, windows
+
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "no_rope_layer_interval": 4,
+    "rope_theta": 2e6,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+
+
+def smollm3(hf: Hf) -> ModelConfig:
+    """`no_rope_layers` marks the layers that do rotate; windows, if used, are those of the others."""
+    count = need(hf, "num_hidden_layers")
+    rotates = hf.get("no_rope_layers") or [(i + 1) % hf["no_rope_layer_interval"] != 0 for i in range(count)]
+    if len(rotates) < count:
+        raise ConfigError(f"config.json has {len(rotates)} no_rope_layers for {count} layers")
+    hf = {**hf, "sliding_window": hf["sliding_window"] if hf["use_sliding_window"] else None}
+    rope = rope_spec(hf)
+    layers = [
+        LayerSpec(attention(hf, rope if rotates[i] else None, window), mlp(hf))
+        for i, window in enumerate(windows(hf, lambda i: hf["sliding_window"] is not None and not rotates[i]))
+    ]
+    return model(hf, "smollm3", layers)
+
+
+SMOLLM3 = Family("smollm3", ("SmolLM3ForCausalLM",), smollm3, DEFAULTS)

@@ -1,0 +1,98 @@
+"""Grouped-query attention over the cache."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from inferlib.models.batch import StepContext
+from inferlib.models.config import AttentionSpec, NormSpec
+from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.norm import rms_norm
+from inferlib.models.layers.param import param
+from inferlib.models.layers.rope import apply_rope
+from inferlib.ops.decode_attention import decode_attention
+from inferlib.ops.matmul import matmul
+from inferlib.ops.prefill_attention import prefill_attention
+from inferlib.sharding import axes
+
+
+class Attention(nnx.Module):
+    """x [T, D] -> [T, D].
+
+    One matrix holds, for each KV head, its G queries, its key and its value: one read of x and one
+    launch, and a split over KV heads keeps every group whole.
+    """
+
+    def __init__(self, spec: AttentionSpec, norm: NormSpec, dim: int, dtype):
+        self.spec, self.norm = spec, norm
+        k, g, h = spec.kv_heads, spec.group, spec.head_dim
+        heads = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM)
+        self.qkv = param((dim, k, g + 2, h), (axes.EMBED, *heads), dtype)
+        self.o = param((k, g, h, dim), (*heads, axes.EMBED), dtype)
+        if spec.qkv_bias:
+            self.qkv_bias = param((k, g + 2, h), heads, dtype, "zeros")
+        if spec.o_bias:
+            self.o_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
+        neutral = "zeros" if norm.unit_offset else "ones"
+        if spec.qk_norm == "head":
+            self.q_norm = param((h,), (axes.HEAD_DIM,), dtype, neutral)
+            self.k_norm = param((h,), (axes.HEAD_DIM,), dtype, neutral)
+        elif spec.qk_norm == "full":
+            self.q_norm = param((k, g, h), heads, dtype, neutral)
+            self.k_norm = param((k, h), (axes.KV_HEADS, axes.HEAD_DIM), dtype, neutral)
+
+    def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        q, k, v = self.project(x, ctx)
+        cache = cache.write(k, v, ctx.pages, ctx.positions)
+        out = self.attend(q, cache, ctx)
+        y = matmul(out, self.o[...], contract=3)
+        return (y + self.o_bias[...] if self.spec.o_bias else y), cache
+
+    def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [T, K, G, h], k and v [T, K, h]: normed, rotated, scaled by the query temperature."""
+        spec, g = self.spec, self.spec.group
+        qkv = matmul(x, self.qkv[...])
+        if spec.qkv_bias:
+            qkv = qkv + self.qkv_bias[...]
+        q, k, v = qkv[:, :, :g], qkv[:, :, g], qkv[:, :, g + 1]
+        if spec.qk_norm and not spec.qk_norm_after_rope:
+            q, k = self.qk_norm(q, k)
+        if spec.rope is not None:
+            cos, sin = ctx.rope[spec.rope]
+            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        if spec.qk_norm and spec.qk_norm_after_rope:
+            q, k = self.qk_norm(q, k)
+        if spec.temperature is not None:
+            steps = jnp.floor(ctx.positions / spec.temperature.context)
+            factor = 1.0 + spec.temperature.beta * jnp.log1p(steps)
+            q = (q * factor[:, None, None, None]).astype(x.dtype)
+        return q, k, v
+
+    def qk_norm(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        eps, offset = self.norm.eps, self.norm.unit_offset
+        q_weight, k_weight = self.q_norm[...], self.k_norm[...]
+        q = rms_norm(q, q_weight, eps, q_weight.ndim, offset)
+        return q, rms_norm(k, k_weight, eps, k_weight.ndim, offset)
+
+    def attend(self, q: jax.Array, cache: LayerCache, ctx: StepContext) -> jax.Array:
+        """The chunks' queries by the prefill contract, the rows' by the decode contract: [T, K, G, h]."""
+        spec, batch = self.spec, ctx.batch
+        k, v = cache.read()
+        options = dict(
+            scale=spec.scale, window=spec.window, softcap=spec.softcap, ring=cache.ring, limit=ctx.limit
+        )
+        parts = []
+        split = math.prod(batch.chunk_tokens.shape)
+        if split:
+            chunks = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])
+            out, _ = prefill_attention(chunks, k, v, batch.chunk_rows, batch.chunk_starts, **options)
+            parts.append(out.reshape(split, *q.shape[1:]))
+        if split < q.shape[0]:
+            backend = ctx.backend.decode_attention
+            out, _ = decode_attention(q[split:], k, v, batch.decode_lengths, backend=backend, **options)
+            parts.append(out)
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -1,0 +1,39 @@
+"""One layer's key/value cache, as the attention layer sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from inferlib.ops.cache_write import cache_write
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """k, v: [N, K, S, h]; in a scanned segment [L, N, K, S, h] with `layer` the current one.
+
+    In a ring (sliding-window layers), position p lives in slot p mod S.
+    """
+
+    k: jax.Array
+    v: jax.Array
+    ring: bool = False
+    layer: jax.Array | None = None
+
+    @property
+    def slots(self) -> int:
+        return self.k.shape[-2]
+
+    def write(self, k: jax.Array, v: jax.Array, pages: jax.Array, positions: jax.Array) -> LayerCache:
+        """k, v [T, K, h] at `positions` [T] of `pages` [T]; pages >= N and negative positions are dropped."""
+        slots = positions % self.slots if self.ring else positions
+        slots = jnp.where(positions >= 0, slots, self.slots)
+        new_k, new_v = cache_write(self.k, self.v, k, v, pages, slots, layer=self.layer)
+        return replace(self, k=new_k, v=new_v)
+
+    def read(self) -> tuple[jax.Array, jax.Array]:
+        """k, v [N, K, S, h] of the current layer."""
+        return (self.k, self.v) if self.layer is None else (self.k[self.layer], self.v[self.layer])

@@ -1,0 +1,37 @@
+"""The dense gated feed-forward."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from inferlib.models.config import MlpSpec
+from inferlib.models.layers.param import param
+from inferlib.ops.matmul import matmul
+from inferlib.sharding import axes
+
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+class Mlp(nnx.Module):
+    """x [T, D] -> down(act(gate(x)) * up(x)) [T, D]. Gate and up are one matrix: one read of x, one launch."""
+
+    def __init__(self, spec: MlpSpec, dim: int, dtype):
+        self.spec = spec
+        self.gate_up = param((dim, 2, spec.hidden), (axes.EMBED, axes.GATE_UP, axes.MLP), dtype)
+        self.down = param((spec.hidden, dim), (axes.MLP, axes.EMBED), dtype)
+        if spec.bias:
+            self.gate_up_bias = param((2, spec.hidden), (axes.GATE_UP, axes.MLP), dtype, "zeros")
+            self.down_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        both = matmul(x, self.gate_up[...])
+        if self.spec.bias:
+            both = both + self.gate_up_bias[...]
+        hidden = ACTIVATIONS[self.spec.activation](both[:, 0]) * both[:, 1]
+        out = matmul(hidden, self.down[...])
+        return out + self.down_bias[...] if self.spec.bias else out

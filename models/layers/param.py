@@ -1,0 +1,31 @@
+"""Weights as Flax NNX parameters that know what their dimensions mean."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def param(
+    shape: tuple[int, ...], axes: tuple[str, ...], dtype, init: Literal["normal", "ones", "zeros"] = "normal"
+):
+    """A parameter with one logical axis name per dimension.
+
+    Modules are built under `nnx.eval_shape`, so nothing is allocated here; `init` says how random
+    weights are drawn (see `random_leaf`).
+    """
+    if len(shape) != len(axes):
+        raise ValueError(f"shape {shape} and axes {axes} differ in length")
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, init=init)
+
+
+def random_leaf(key: jax.Array, shape: tuple[int, ...], dtype, init: str) -> jax.Array:
+    """One random weight: N(0, 0.02 or less) for matrices, ones or zeros for norms and biases."""
+    if init != "normal":
+        return jnp.full(shape, 1.0 if init == "ones" else 0.0, dtype)
+    std = min(0.02, 1 / math.sqrt(max(shape[0], 1)))
+    return (jax.random.normal(key, shape, jnp.float32) * std).astype(dtype)

@@ -1,0 +1,1 @@
+"""Logical axis names: what each dimension of a weight, an activation or a cache means."""

@@ -1,0 +1,15 @@
+"""Logical axis names: what a dimension of a weight, an activation or a cache means.
+
+Model code speaks of these names only; which mesh axis carries which is a table chosen at deployment.
+"""
+
+VOCAB = "vocab"  # V: rows of the embedding, columns of the head
+EMBED = "embed"  # D: model width
+KV_HEADS = "kv_heads"  # K: key/value heads
+QUERIES = "queries"  # G: query heads per KV head (in fused weights: G queries, one key, one value)
+HEAD_DIM = "head_dim"  # h: head size
+MLP = "mlp"  # F: feed-forward width
+GATE_UP = "gate_up"  # 2: the gate and the up half
+LAYERS = "layers"  # L: stacked layers of a scanned segment
+PAGES = "pages"  # N: cache pages
+POSITIONS = "positions"  # S: positions in a cache page

@@ -1,0 +1,228 @@
+"""The oracle: tiny random Hugging Face checkpoints, and the logits that transformers computes for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+# Small, yet with everything distinct: 3 queries per KV head, 2 KV heads, heads wider than their share
+# of the model, and a window (where there is one) far shorter than a prompt.
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 96,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-3,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# What a family needs beyond the sizes to show its peculiarities at this scale.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "ministral": {
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        }
+    },
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True, "query_pre_attn_scalar": 20, "sliding_window": 8},
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "num_hidden_layers": 7,
+        "query_pre_attn_scalar": 2,
+        "sliding_window": 8,
+    },
+    "phi3": {"head_dim": None, "sliding_window": 8},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 8, "num_hidden_layers": 5},
+    "smollm3": {"num_hidden_layers": 5, "tie_word_embeddings": True},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.15,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 1.25,
+    },
+    "glm": {},
+    "glm4": {},
+    "cohere2": {"head_dim": None, "tie_word_embeddings": True, "sliding_window": 8, "logit_scale": 0.75},
+    "exaone4": {"sliding_window": 8},
+    "seed_oss": {},
+    "ernie4_5": {"tie_word_embeddings": True},
+    "hunyuan_v1_dense": {},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint to compare on a prompt of `length` tokens, run with `length` as the longest sequence."""
+
+    name: str
+    family: str
+    options: dict[str, Any] = field(default_factory=dict)
+    length: int = 48
+
+
+def _rope(kind: str, theta: float = 1e4, **options: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": theta, **options}}
+
+
+_LLAMA3 = _rope(
+    "llama3", 5e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+_LONGROPE = {
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 12.0],
+    "partial_rotary_factor": 0.75,
+}
+_PHI_LONG = {**_rope("longrope", **_LONGROPE), "original_max_position_embeddings": 32}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+CASES = [
+    Case("llama", "llama"),
+    Case("llama-tied", "llama", {"tie_word_embeddings": True}),
+    Case("llama-biases", "llama", {"attention_bias": True, "mlp_bias": True}),
+    Case("llama-mha", "llama", {"num_key_value_heads": None, "head_dim": None}),
+    Case("llama-gelu", "llama", {"hidden_act": "gelu"}),
+    Case("llama-linear", "llama", _rope("linear", factor=4.0)),
+    Case("llama-dynamic-within", "llama", _rope("dynamic", factor=2.0)),
+    Case("llama-dynamic-beyond", "llama", {**_rope("dynamic", factor=3.0), "max_position_embeddings": 20}),
+    Case("llama-llama3", "llama", _LLAMA3),
+    Case("llama-yarn", "llama", _rope("yarn", **_YARN)),
+    Case("llama-yarn-mscale", "llama", _rope("yarn", **_YARN, mscale=1.3, mscale_all_dim=0.7, truncate=False)),
+    Case("llama-yarn-factor", "llama", _rope("yarn", **_YARN, attention_factor=0.8, beta_fast=16, beta_slow=2)),
+    Case("mistral", "mistral"),
+    Case("mistral-no-window", "mistral", {"sliding_window": None}),
+    Case("ministral", "ministral"),
+    Case("ministral3", "ministral3"),
+    Case("qwen2", "qwen2"),
+    Case("qwen2-windows", "qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+    Case("qwen3", "qwen3", {"tie_word_embeddings": True}),
+    Case(
+        "qwen3-windows",
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": [_FULL, _SLIDING, _SLIDING, _FULL],
+            "attention_bias": True,
+        },
+    ),
+    Case("gemma", "gemma"),
+    Case("gemma2", "gemma2"),
+    Case("gemma2-caps", "gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}),
+    Case("gemma2-no-caps", "gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    Case("gemma3", "gemma3_text"),
+    Case(
+        "gemma3-linear",
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                _FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+            },
+            "num_hidden_layers": 6,
+        },
+    ),
+    Case("phi3", "phi3"),
+    Case("phi3-partial", "phi3", {**_rope("default", partial_rotary_factor=0.5), "sliding_window": None}),
+    Case("phi3-longrope-short", "phi3", _PHI_LONG, length=32),
+    Case("phi3-longrope-long", "phi3", _PHI_LONG),
+    Case("olmo2", "olmo2"),
+    Case("olmo2-biases", "olmo2", {"attention_bias": True}),
+    Case("olmo3", "olmo3"),
+    Case(
+        "olmo3-yarn",
+        "olmo3",
+        {
+            "rope_parameters": {
+                _FULL: {"rope_type": "yarn", "rope_theta": 5e5, **_YARN, "attention_factor": 1.2},
+                _SLIDING: {"rope_type": "default", "rope_theta": 5e5},
+            }
+        },
+    ),
+    Case("smollm3", "smollm3"),
+    Case(
+        "smollm3-windows",
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [1, 0, 0, 1, 1]},
+    ),
+    Case("granite", "granite"),
+    Case("granite-tied-biases", "granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    Case("glm", "glm"),
+    Case("glm4", "glm4"),
+    Case("glm4-full-rotary", "glm4", {**_rope("default", partial_rotary_factor=1.0), "attention_bias": False}),
+    Case("cohere2", "cohere2"),
+    Case("cohere2-biases", "cohere2", {"attention_bias": True, "num_hidden_layers": 5}),
+    Case("exaone4", "exaone4"),
+    Case("exaone4-global", "exaone4", {"sliding_window": None, "layer_types": [_FULL] * 4}),
+    Case("seed-oss", "seed_oss"),
+    Case("seed-oss-biases", "seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
+    Case("ernie4.5", "ernie4_5"),
+    Case("ernie4.5-biases", "ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+    Case("hunyuan", "hunyuan_v1_dense"),
+    Case("hunyuan-alpha", "hunyuan_v1_dense", _rope("dynamic", factor=1.0, alpha=50.0)),
+    Case(
+        "hunyuan-dynamic",
+        "hunyuan_v1_dense",
+        {**_rope("dynamic", factor=3.0), "max_position_embeddings": 20, "attention_bias": True},
+    ),
+]
+
+
+def make_checkpoint(folder: Path, family: str, *, seed: int = 0, **overrides: Any) -> Path:
+    """Write a random model of a `transformers` model type into `folder`; an override of None drops the key.
+
+    Matrices are N(0, 0.16): attention is sharp and logits have a standard deviation above 1, yet rounding
+    is not blown up. Norm weights and biases are N(0, 0.2) around their neutral value.
+    """
+    options = {**SIZES, **FAMILIES[family], **overrides}
+    droppable = {"head_dim", "num_key_value_heads"}
+    options = {key: value for key, value in options.items() if value is not None or key not in droppable}
+    config = AutoConfig.for_model(family, **options)
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(weight + 0.2 * noise if weight.ndim == 1 else 0.16 * noise)
+    model.save_pretrained(folder)
+    return Path(folder)
+
+
+def reference_logits(path: Path, token_ids: list[int] | np.ndarray) -> np.ndarray:
+    """Logits [T, V] float32 of one prompt [T], by transformers in float32 with eager attention."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.as_tensor(np.asarray(token_ids))[None], use_cache=False).logits
+    return logits[0].numpy()
