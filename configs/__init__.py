@@ -1,0 +1,23 @@
+"""Model shapes by name, as data: each YAML file is a Hugging Face config dictionary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_FOLDER = Path(__file__).parent
+
+
+def names() -> tuple[str, ...]:
+    """The names that `load` knows."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
+
+
+def load(name: str) -> dict[str, Any]:
+    """The Hugging Face config dictionary of a shape, e.g. "llama3-8b". Raises KeyError listing the known names."""
+    path = _FOLDER / f"{name}.yaml"
+    if name not in names():
+        raise KeyError(f"no model shape is called {name!r}; known: {', '.join(names())}")
+    return yaml.safe_load(path.read_text(encoding="utf-8"))

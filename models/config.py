@@ -127,7 +127,7 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class NormSpec:
-    kind: Literal["rms", "layer"] = "rms"
+    kind: Literal["rms", "layer"] = "rms"  # layer: the mean is removed first; no bias
     eps: float = 1e-6
     unit_offset: bool = False  # multiply by (1 + weight), as Gemma stores it
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from inferlib import LLM
 from inferlib.cache.plan import plan_cache
 from inferlib.checkpoint.load import load_weights
@@ -19,7 +20,6 @@ from inferlib.config import Buckets
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.families import config_from_hf, family_of
-
 from tests.oracle import CASES, Case, make_checkpoint, reference_logits
 
 TOLERANCE = 1e-4  # absolute, on logits with a standard deviation above 1; typical is 2e-5
@@ -64,7 +64,9 @@ def test_unrolled_layers_equal_transformers(name, tmp_path):
     np.testing.assert_allclose(one_pass(path, tokens, scan=False), expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["ministral3", "gemma3-linear", "phi3-longrope-long", "llama-dynamic-beyond"])
+@pytest.mark.parametrize(
+    "name", ["ministral3", "gemma3-linear", "phi3-longrope-long", "llama-dynamic-beyond"]
+)
 def test_prompts_in_chunks_equal_transformers(name, tmp_path):
     """Chunks of 16 and windows of 8: the rings wrap, and scaling that depends on the length is constant."""
     case = BY_NAME[name]

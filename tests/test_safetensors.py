@@ -121,7 +121,7 @@ def test_unknown_name(tmp_path):
     save_file(tensors("a"), tmp_path / "model.safetensors")
     checkpoint = SafetensorsSource(tmp_path)
     for method in (checkpoint.shape, checkpoint.dtype, checkpoint.nbytes, checkpoint.read):
-        with pytest.raises(CheckpointError, match="no tensor 'b'"):
+        with pytest.raises(CheckpointError, match=r"no tensor 'b'"):
             method("b")
 
 
@@ -142,7 +142,7 @@ def test_index_names_missing_files(tmp_path):
 def test_index_disagrees_with_its_file(tmp_path):
     save_file(tensors("a"), tmp_path / "x.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"b": "x.safetensors"}}))
-    with pytest.raises(CheckpointError, match="'b' is in x.safetensors, which does not hold it"):
+    with pytest.raises(CheckpointError, match=r"'b' is in x.safetensors, which does not hold it"):
         SafetensorsSource(tmp_path)
 
 
@@ -165,7 +165,9 @@ def test_truncated_data_says_how_much_is_missing(tmp_path):
     save_file(tensors("ab"), path)
     full = path.stat().st_size
     os.truncate(path, full - 4)
-    with pytest.raises(CheckpointError, match=f"model.safetensors is truncated: .* {full} bytes, .* {full - 4}"):
+    with pytest.raises(
+        CheckpointError, match=rf"model.safetensors is truncated: .* {full} bytes, .* {full - 4}"
+    ):
         SafetensorsSource(tmp_path)
 
 
@@ -175,7 +177,7 @@ def test_every_truncation_and_any_damage_to_the_header_is_an_error_or_harmless(t
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="model.safetensors"):
+        with pytest.raises(CheckpointError, match=r"model.safetensors"):
             SafetensorsSource(tmp_path)
     rng = np.random.default_rng(0)
     header = 8 + struct.unpack("<Q", whole[:8])[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from inferlib.ops.attention import masked_attention, slot_positions, visible
 
@@ -40,4 +41,4 @@ def decode_attention(
     last = lengths - 1
     seen = visible(last[:, None], slot_positions(last, slots, ring), window)
     out, lse = masked_attention(q[:, None], k, v, seen, scale=scale, softcap=softcap, sinks=sinks)
-    return out[:, 0], lse[:, 0]
+    return out[:, 0], jnp.where(lengths[:, None, None] > 0, lse[:, 0], -jnp.inf)

@@ -143,7 +143,7 @@ def model(
         vocab=need(hf, "vocab_size"),
         dim=need(hf, "hidden_size"),
         layers=layers,
-        context=max(need(hf, "max_position_embeddings"), *map(_stretched_context, layers)),
+        context=max([need(hf, "max_position_embeddings"), *map(_stretched_context, layers)]),
         norm=norm or NormSpec(eps=need(hf, "rms_norm_eps")),
         tied=need(hf, "tie_word_embeddings"),
         eos_token_ids=token_ids(hf.get("eos_token_id")),

@@ -1,0 +1,199 @@
+"""Decode speed: ms per step, tokens/s, GB/s and the share of the copy bandwidth measured in the same run.
+
+    python benchmarks/decode.py --config llama3-8b --batch 1,64 --cache 2048 --peer hf
+    python benchmarks/decode.py --model smollm2 --batch 1 --cache 512 --peer hf
+
+--config takes a shape from configs/ with random weights, --model a checkpoint. Every row of the cache is full but for
+the steps that are timed. The floor of a step is the bytes it must read (weights once, each live key and value once)
+over the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape: static cache and torch.compile on a
+GPU, eager float32 on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from inferlib import configs
+from inferlib.checkpoint.load import load_weights
+from inferlib.config import EngineConfig
+from inferlib.engine.engine import Engine
+from inferlib.engine.sequence import Sequence, Status
+from inferlib.llm import ModelFiles
+from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.families import config_from_hf, family_of
+from inferlib.sampling.params import SamplingParams
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read plus written, of copying gigabytes: the faster of a device copy and a compiled loop."""
+    count, loops = (1 << 30 if jax.default_backend() == "gpu" else 1 << 26), 20
+    x = jax.random.normal(jax.random.key(0), (count,), jnp.float32)
+    copy = jax.jit(jnp.copy)
+    scale = jax.jit(lambda x: jax.lax.fori_loop(0, loops, lambda _, y: y * 1.0001, x))
+
+    def seconds(run) -> float:
+        run()
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    fastest = min(
+        seconds(lambda: _copies(copy, x, loops)),
+        seconds(lambda: scale(x).block_until_ready()),
+    )
+    return 2 * x.nbytes * loops / fastest
+
+
+def _copies(copy, x, loops: int) -> None:
+    for _ in range(loops):
+        y = copy(x)
+    y.block_until_ready()
+
+
+def step_bytes(model: AbstractModel, batch: int, length: int, dtype) -> int:
+    """Bytes that one decode step must read: all weights but the embedding table, and the live cache."""
+    table = next(spec.nbytes for spec in model.specs if spec.name == "embed")
+    weights = model.nbytes - (0 if model.config.tied else table)
+    cache = 0
+    for layer in model.config.layers:
+        spec = layer.attention
+        cache += 2 * spec.kv_heads * spec.head_dim * min(length, spec.window or length)
+    return weights + batch * cache * np.dtype(dtype).itemsize
+
+
+def occupy(engine: Engine, length: int) -> None:
+    """Fill every row as if it had decoded up to `length` tokens, with random keys and values."""
+    keys = jax.random.split(jax.random.key(1), len(engine.cache))
+    noise = jax.jit(lambda key, x: jax.random.normal(key, x.shape, x.dtype), donate_argnums=1)
+    engine.cache = tuple(noise(key, x) for key, x in zip(keys, engine.cache, strict=True))
+    rows, room = engine.config.max_batch, engine.config.max_len - length
+    full = lambda value: jnp.full((rows,), value, jnp.int32)  # noqa: E731
+    engine.state = engine.state._replace(
+        token=jnp.arange(rows, dtype=jnp.int32) + 17, length=full(length), active=jnp.ones((rows,), bool),
+        budget=full(room), generated=full(1),
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
+    for row in range(rows):
+        s = Sequence([0] * length, params, room, seed=0, status=Status.DECODE, row=row, prefilled=length, scheduled=1)
+        s.tokens.append(17)
+        engine.scheduler.running[row] = s
+    engine.scheduler._free = []
+
+
+def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int) -> dict:
+    """Median ms per step of the engine's own loop, and the host's share."""
+    platform = jax.default_backend()
+    config = EngineConfig.make(platform, batch, cache)
+    engine = Engine(model, weights, config)
+    occupy(engine, cache - steps - 1)
+    block, done, times = max(8, config.decode_steps), 0, []
+    engine.advance()
+    engine.advance()
+    engine.stats.decode_dispatches, engine.stats.decode_dispatch_seconds = 0, 0.0
+    while engine.busy:
+        start, done = time.perf_counter(), engine.stats.generated_tokens
+        while engine.busy and engine.stats.generated_tokens - done < block * batch:
+            engine.advance()
+        taken = engine.stats.generated_tokens - done
+        if taken >= block * batch:
+            times.append((time.perf_counter() - start) * batch / taken)
+    step = statistics.median(times)
+    stats = engine.stats
+    return {
+        "batch": batch, "cache": cache, "ms": step * 1e3, "tokens_per_second": batch / step,
+        "gb_per_second": step_bytes(model, batch, cache - steps // 2, engine.plan.dtype) / step / 1e9,
+        "host_us": stats.decode_dispatch_seconds / max(stats.decode_dispatches, 1) * 1e6,
+    }
+
+
+def peer_hf(hf: dict, batch: int, cache: int, steps: int, dtype: str) -> float:
+    """ms per step of Hugging Face `generate`, from two output lengths so that prefill drops out."""
+    import torch
+    import transformers
+
+    gpu = torch.cuda.is_available()
+    config = transformers.AutoConfig.for_model(hf.get("model_type", "llama"), **{k: v for k, v in hf.items() if k != "model_type"})
+    torch.set_default_device("cuda" if gpu else "cpu")
+    torch.set_default_dtype(getattr(torch, dtype))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    torch.set_default_dtype(torch.float32)
+    prompt = torch.randint(0, config.vocab_size, (batch, cache - steps - 1))
+    options = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
+    if gpu:
+        options |= dict(cache_implementation="static")
+
+    def seconds(new: int) -> float:
+        start = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(prompt, attention_mask=torch.ones_like(prompt), min_new_tokens=new, max_new_tokens=new, **options)
+        if gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    few = steps // 4
+    for _ in range(2 if gpu else 1):
+        seconds(steps)
+    pairs = [(seconds(steps) - seconds(few)) / (steps - few) for _ in range(3)]
+    del model
+    if gpu:
+        torch.cuda.empty_cache()
+    return statistics.median(pairs) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shape = parser.add_mutually_exclusive_group(required=True)
+    shape.add_argument("--config", choices=configs.names(), help="a shape from configs/, random weights")
+    shape.add_argument("--model", help="a checkpoint")
+    parser.add_argument("--batch", default="1", help="comma-separated batch sizes")
+    parser.add_argument("--cache", type=int, default=2048, help="cache length in tokens")
+    parser.add_argument("--steps", type=int, default=128, help="decode steps to time")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
+    parser.add_argument("--peer", choices=("hf",), help="also time this peer")
+    parser.add_argument("--json", action="store_true", help="one JSON object per row instead of a table")
+    args = parser.parse_args()
+    platform = jax.default_backend()
+    dtype = args.dtype or ("float32" if platform == "cpu" else "bfloat16")
+    files = ModelFiles.open(args.model) if args.model else None
+    hf = files.hf if files else configs.load(args.config)
+    model = abstract_model(config_from_hf(hf), dtype, scan=platform == "tpu")
+    weights = load_weights(files.source, family_of(hf), model) if files else model.random_weights()
+    copy = copy_bandwidth()
+    rows = [measure(model, weights, int(b), args.cache, args.steps) for b in args.batch.split(",")]
+    del weights
+    for row in rows:
+        row |= {"share": row["gb_per_second"] * 1e9 / copy, "copy_gb_per_second": copy / 1e9}
+        if args.peer:
+            row["peer_ms"] = peer_hf(hf, row["batch"], args.cache, args.steps, dtype)
+            row["ratio"] = row["peer_ms"] / row["ms"]
+    device = jax.devices()[0].device_kind
+    if args.json:
+        for row in rows:
+            print(json.dumps({"model": args.config or args.model, "dtype": dtype, "device": device, **row}))
+        return
+    table = Table(title=f"{args.config or args.model}, {dtype}, {device}; copy {copy / 1e9:.0f} GB/s", min_width=100)
+    for name in ("batch", "cache", "ms/step", "tokens/s", "GB/s", "of copy", "host us/dispatch", "HF ms/step", "HF / ours"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        peer = (f"{row['peer_ms']:.2f}", f"{row['ratio']:.2f}x") if args.peer else ("", "")
+        table.add_row(
+            str(row["batch"]), str(row["cache"]), f"{row['ms']:.2f}", f"{row['tokens_per_second']:.0f}",
+            f"{row['gb_per_second']:.0f}", f"{row['share']:.0%}", f"{row['host_us']:.0f}", *peer,
+        )
+    Console(width=None if Console().is_terminal else 120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,314 @@
+"""Recipes against transformers' configuration classes, and rotary embeddings against its implementation."""
+
+from __future__ import annotations
+
+import copy
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as rotate_interleaved
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_halves
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_partly
+
+from inferlib.models.config import ConfigError, ModelConfig, RopeScaling, RopeSpec
+from inferlib.models.families import FAMILIES, config_from_hf, family_of
+from inferlib.models.families.common import rope_spec
+from inferlib.models.layers.rope import apply_rope, inverse_frequencies, rope_angles
+
+SIZES = {
+    "vocab_size": 1000,
+    "hidden_size": 512,
+    "intermediate_size": 300,
+    "num_hidden_layers": 13,
+    "num_attention_heads": 32,
+}
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "glm": "GlmForCausalLM",
+    "glm4": "Glm4ForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "exaone4": "Exaone4ForCausalLM",
+    "seed_oss": "SeedOssForCausalLM",
+    "ernie4_5": "Ernie4_5ForCausalLM",
+    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
+FACTORS = {"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Options as published before `rope_parameters` and `layer_types` existed, by model type.
+OLDER_CONFIGS = [
+    ("llama", {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}),
+    ("llama", {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}, "attention_bias": True}),
+    (
+        "llama",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 64, "tie_word_embeddings": True},
+    ),
+    ("mistral", {"rope_theta": 1e6, "sliding_window": None}),
+    ("qwen2", {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **YARN}}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 32768, "max_window_layers": 9}),
+    ("qwen3", {"use_sliding_window": False, "sliding_window": 100, "attention_bias": True}),
+    ("gemma", {"hidden_act": "gelu", "rope_theta": 2e4}),
+    (
+        "gemma3_text",
+        {
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "sliding_window": 1024,
+            "sliding_window_pattern": 3,
+        },
+    ),
+    ("gemma3_text", {"rope_theta": 2e6, "rope_local_base_freq": 5e3, "final_logit_softcapping": 20.0}),
+    ("phi3", {"rope_scaling": {"type": "longrope", **FACTORS}, "max_position_embeddings": 131072}),
+    ("phi3", {"partial_rotary_factor": 0.5, "rope_theta": 1e5, "sliding_window": 2047}),
+    ("olmo3", {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", **YARN, "attention_factor": 1.2}}),
+    ("smollm3", {"no_rope_layers": [1, 0] * 6 + [1], "rope_theta": 5e6}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "no_rope_layer_interval": 3}),
+    ("glm4", {"partial_rotary_factor": 0.25, "rope_theta": 5e5, "attention_bias": False}),
+    ("cohere2", {"sliding_window_pattern": 2, "rope_theta": 5e4, "logit_scale": 0.25}),
+    ("exaone4", {"sliding_window_pattern": 3, "rope_scaling": {"rope_type": "llama3", **LLAMA3}}),
+    ("seed_oss", {"rope_scaling": {"rope_type": "default"}, "rope_theta": 1e7, "attention_out_bias": True}),
+    (
+        "hunyuan_v1_dense",
+        {"head_dim": 16, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
+    ),
+]
+
+
+def recipe(model_type: str, options: dict) -> ModelConfig:
+    return config_from_hf({**copy.deepcopy(options), "architectures": [MODEL_TYPES[model_type]]})
+
+
+def completed(model_type: str, options: dict) -> ModelConfig:
+    """The recipe of what transformers makes of the options: every default filled in, 5.x style."""
+    return recipe(model_type, AutoConfig.for_model(model_type, **copy.deepcopy(options)).to_dict())
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_defaults_are_those_of_transformers(model_type):
+    assert recipe(model_type, SIZES) == completed(model_type, SIZES)
+
+
+@pytest.mark.parametrize(("model_type", "options"), OLDER_CONFIGS)
+def test_older_configs_equal_what_transformers_makes_of_them(model_type, options):
+    assert recipe(model_type, SIZES | options) == completed(model_type, SIZES | options)
+    assert recipe(model_type, SIZES | options) != recipe(model_type, SIZES)
+
+
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_longrope_has_older_names_in_phi3(name):
+    def config(kind):
+        scaling = {"rope_scaling": {"type": kind, **FACTORS}, "max_position_embeddings": 131072}
+        return recipe("phi3", SIZES | scaling)
+
+    assert config(name) == config("longrope")
+
+
+def test_gemma3_configs_may_leave_out_the_sizes():
+    """As the published 4B model: everything else is a default."""
+    options = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "sliding_window": 1024,
+    }
+    assert recipe("gemma3_text", options) == completed("gemma3_text", options)
+
+
+def test_every_family_is_known_by_a_transformers_class():
+    known = {name for family in FAMILIES for name in family.architectures}
+    assert known == set(MODEL_TYPES.values())
+    for model_type, architecture in MODEL_TYPES.items():
+        config = AutoConfig.for_model(model_type)
+        assert AutoModelForCausalLM._model_mapping[type(config)].__name__ == architecture
+
+
+def test_patterns_of_layers():
+    def letter(attention):
+        kind = "G" if attention.window is None else "L"
+        return kind if attention.rope else kind.lower()
+
+    def pattern(model_type, **options):
+        return "".join(letter(layer.attention) for layer in recipe(model_type, SIZES | options).layers)
+
+    # L: local (a window), G: global; in lower case without positions.
+    assert pattern("gemma2") == "LGLGLGLGLGLGL"
+    assert pattern("gemma3_text") == "LLLLLGLLLLLGL"
+    assert pattern("olmo3") == "LLLGLLLGLLLGL"
+    assert pattern("cohere2") == "LLLgLLLgLLLgL"
+    assert pattern("exaone4") == "LLLgLLLgLLLgL"
+    assert pattern("exaone4", sliding_window=None) == "GGGGGGGGGGGGG"
+    assert pattern("smollm3") == "GGGgGGGgGGGgG"
+    assert pattern("smollm3", use_sliding_window=True, sliding_window=8) == "GGGlGGGlGGGlG"
+    assert pattern("qwen2", use_sliding_window=True, max_window_layers=10) == "GGGGGGGGGGLLL"
+
+
+def test_context_is_what_the_rotary_embedding_is_stretched_to():
+    scaled = {**SIZES, "max_position_embeddings": 32768}
+    assert recipe("qwen2", scaled | {"rope_scaling": {"type": "yarn", **YARN}}).context == 131072
+    assert recipe("llama", scaled | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}).context == 65536
+    assert recipe("llama", scaled | {"rope_scaling": {"type": "linear", "factor": 2.0}}).context == 32768
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "message"),
+    [
+        ("llama", {"hidden_act": "relu2"}, "hidden_act='relu2'"),
+        ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation='tanh'"),
+        ("llama", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope type 'ntk'"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "needs factor"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            "needs low_freq_factor, high_freq_factor",
+        ),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("qwen3", {"rope_parameters": {FULL: {"rope_type": "default"}}}, "per layer type"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, "must have the keys"),
+        ("olmo3", {"rope_parameters": {FULL: {"rope_type": "cubic"}}}, "rope type 'cubic'"),
+        ("mistral", {"layer_types": [SLIDING] * 13}, "MinistralForCausalLM"),
+        ("ministral", {"layer_types": ["chunked_attention"] * 13}, "chunked_attention"),
+        ("ministral", {"layer_types": [FULL] * 12}, "12 layer_types for 13 layers"),
+        ("qwen2", {"layer_types": [SLIDING] * 13}, "lacks 'sliding_window'"),
+        ("ministral3", {"rope_parameters": {"rope_type": "yarn", **YARN}}, "llama_4_scaling_beta"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "2 no_rope_layers for 13 layers"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "1 factors for 8",
+        ),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}}, "needs long_factor"),
+        ("llama", {"num_key_value_heads": 5}, "do not divide"),
+        ("llama", {"hidden_size": None}, "lacks 'hidden_size'"),
+        ("llama", {"num_hidden_layers": 0}, "at least one layer"),
+    ],
+)
+def test_unsupported_options_are_named(model_type, options, message):
+    with pytest.raises(ConfigError, match=message):
+        recipe(model_type, SIZES | options)
+
+
+def test_unknown_architectures_list_the_known_ones():
+    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*Gemma3ForCausalLM, .*Qwen3ForCausalLM"):
+        family_of({"architectures": ["MambaForCausalLM"]})
+    with pytest.raises(ConfigError, match="missing"):
+        family_of({})
+
+
+ROPE_KINDS = {
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 3.0},
+    "llama3": LLAMA3,
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 4096},
+    "yarn-betas": {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_fast": 20, "beta_slow": 2},
+    "yarn-untruncated": {"factor": 4.0, "original_max_position_embeddings": 4096, "truncate": False},
+    "yarn-mscale": {
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.8,
+    },
+    "yarn-attention-factor": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "attention_factor": 1.3,
+    },
+    "longrope": {
+        "short_factor": [1.0 + i / 50 for i in range(64)],
+        "long_factor": [1.0 + i for i in range(64)],
+        "original_max_position_embeddings": 4096,
+    },
+}
+
+
+@pytest.mark.parametrize("max_len", [100, 4096, 5000, 20000])
+@pytest.mark.parametrize("name", ROPE_KINDS)
+def test_frequencies_equal_transformers(name, max_len):
+    kind = name.split("-")[0]
+    parameters = {"rope_type": kind, "rope_theta": 5e5, **ROPE_KINDS[name]}
+    hf = {
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 16384,
+        "rope_parameters": parameters,
+    }
+    config = AutoConfig.for_model("llama", **copy.deepcopy(hf))
+    expected, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=max_len)
+    frequencies, ours = inverse_frequencies(rope_spec(hf), max_len)
+    assert frequencies.dtype == np.float32
+    np.testing.assert_allclose(frequencies, expected.numpy(), rtol=3e-7)
+    assert ours == pytest.approx(factor, rel=1e-12)
+
+
+def test_alpha_stretches_the_base_at_any_length():
+    spec = RopeSpec(16, 1e4, RopeScaling("dynamic", original_context=64, alpha=1000.0))
+    expected = inverse_frequencies(RopeSpec(16, 1e4 * 1000.0 ** (16 / 14)), 10)[0]
+    for max_len in (10, 10000):
+        np.testing.assert_array_equal(inverse_frequencies(spec, max_len)[0], expected)
+
+
+def _rotated(rotate, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """transformers' rotation of x [T, H, h] with cos and sin [T, dim / 2]."""
+    cos, sin = (torch.from_numpy(np.concatenate([a, a], axis=-1))[None] for a in (cos, sin))
+    q = torch.from_numpy(x)[None].transpose(1, 2)
+    return rotate(q, q, cos, sin)[0].transpose(1, 2)[0].numpy()
+
+
+@pytest.mark.parametrize(("dim", "rotate"), [(16, rotate_halves), (12, rotate_partly)])
+def test_rotation_equals_transformers(dim, rotate):
+    rng = np.random.default_rng(dim)
+    x = rng.standard_normal((9, 3, 16), np.float32)
+    spec = RopeSpec(dim, 1e4, RopeScaling("yarn", 4.0, 64))
+    positions = rng.integers(0, 200, 9).astype(np.int32)
+    cos, sin = rope_angles(spec, 256, jnp.asarray(positions))
+    frequencies, factor = inverse_frequencies(spec, 256)
+    angles = positions[:, None] * frequencies.astype(np.float64)
+    np.testing.assert_allclose(cos, np.cos(angles) * factor, atol=2e-5)
+    np.testing.assert_allclose(sin, np.sin(angles) * factor, atol=2e-5)
+    expected = _rotated(rotate, x, np.array(cos), np.array(sin))
+    np.testing.assert_allclose(apply_rope(jnp.asarray(x), cos, sin), expected, atol=1e-6)
+
+
+def test_interleaved_pairs_are_a_permutation_of_halves():
+    """Queries and keys permuted alike have the dot products of the interleaved rotation."""
+    rng, spec = np.random.default_rng(0), RopeSpec(12, 1e4)
+    x = rng.standard_normal((9, 3, 16), np.float32)
+    cos, sin = rope_angles(spec, 16, jnp.arange(9))
+    order = np.concatenate([np.arange(0, 12, 2), np.arange(1, 12, 2), np.arange(12, 16)])
+    ours = np.array(apply_rope(jnp.asarray(x[..., order]), cos, sin))
+    expected = _rotated(rotate_interleaved, x, np.array(cos), np.array(sin))
+    np.testing.assert_allclose(ours, expected[..., order], atol=1e-6)
+
+
+def test_rotation_takes_any_inner_dimensions_and_keeps_the_type():
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, 2, 3, 8)), jnp.bfloat16)
+    cos, sin = rope_angles(RopeSpec(8, 1e4), 16, jnp.arange(5))
+    y = apply_rope(x, cos, sin)
+    assert y.dtype == jnp.bfloat16
+    whole = apply_rope(x.astype(jnp.float32), cos, sin)
+    np.testing.assert_array_equal(y, whole.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(y[:, 1, 2], apply_rope(x[:, 1, 2], cos, sin))
