@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,15 +174,21 @@ class LLM:
         return Stream(self, self.prepare(prompt, sampling_params or SamplingParams()))
 
     def run(self, requests: Iterable[Request], *, progress: bool | None = None) -> Iterator[RequestOutput]:
-        """Run prepared requests together; yields each result as soon as it is complete."""
-        pending = {id(request): request for request in requests}
+        """Run prepared requests together; yields each result as soon as it is complete.
+
+        A lazy iterable is consumed as room appears: at most 4 * max_batch requests wait or run at a time.
+        """
+        show = self.progress if progress is None else progress
+        total = len(requests) if isinstance(requests, Sized) else None
+        queue, pending, most = iter(requests), {}, 4 * self.config.max_batch
         try:
-            for request in pending.values():
-                self._submit(request)
-            with CountProgress(
-                "generating", len(pending), show=self.progress if progress is None else progress
-            ) as bar:
-                while pending:
+            with CountProgress("generating", total, show=show) as bar:
+                while True:
+                    for request in itertools.islice(queue, most - len(pending)):
+                        pending[id(request)] = request
+                        self._submit(request)
+                    if not pending:
+                        return
                     self._advance()
                     for request in [r for r in pending.values() if r.finished]:
                         del pending[id(request)]

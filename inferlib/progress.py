@@ -46,9 +46,9 @@ def on_terminal() -> bool:
 
 
 class CountProgress:
-    """A bar that counts finished items of `total`; a context manager. Silent if `show` is false."""
+    """A bar of finished items out of `total` (None: unknown); a context manager. Silent if `show` is false."""
 
-    def __init__(self, title: str, total: int, *, show: bool):
+    def __init__(self, title: str, total: int | None, *, show: bool):
         columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not show)
         self._task = self._bar.add_task(title, total=total)

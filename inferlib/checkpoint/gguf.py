@@ -205,7 +205,6 @@ class GGUFCheckpoint:
         }
         optional = {
             "sliding_window": self._option("attention.sliding_window") or None,
-            "sliding_window_pattern": self._option("attention.sliding_window_pattern"),
             "attn_logit_softcapping": self._option("attn_logit_softcapping"),
             "final_logit_softcapping": self._option("final_logit_softcapping"),
             "original_max_position_embeddings": self._option("rope.scaling.original_context_length"),

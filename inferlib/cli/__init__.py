@@ -1,0 +1,20 @@
+"""The command line: `inferlib generate` and `inferlib info`.
+
+The commands import JAX and the library when they run, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from inferlib.cli.generate import generate
+from inferlib.cli.info import info
+
+app = typer.Typer(
+    help="Generate text with large language models, in JAX.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(info)

@@ -1,0 +1,370 @@
+"""Batches: JSON lines in, JSON lines out, written as results complete; can be interrupted and resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
+
+from inferlib.cli.output import Summary, fail, json_line, result_fields, user_errors
+
+if TYPE_CHECKING:
+    from inferlib.llm import LLM, Prompt, Request
+    from inferlib.sampling.params import SamplingParams
+
+_PROMPTS = ("prompt", "prompt_token_ids", "messages")
+_FIELDS = ("id", *_PROMPTS, "sampling_params")
+_HEAD = b'{"id": '  # every line of results begins so
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What the command line says of every prompt.
+
+    seed: of prompts whose params have none. chat: texts are messages of a user. system: message before them.
+    """
+
+    params: SamplingParams
+    seed: int
+    chat: bool
+    system: str | None
+
+    def prompt(self, llm: LLM, text: str) -> Prompt:
+        """What to give the model for a text. Raises ValueError if there is no chat template to put it in."""
+        if not self.chat:
+            return text
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return llm.chat_prompt([*system, {"role": "user", "content": text}])
+
+    def params_of(self, overrides: object, line: int) -> SamplingParams:
+        """With the "sampling_params" of a line. Raises ValueError for unknown names and invalid values."""
+        import numpy as np
+
+        if not isinstance(overrides, dict):
+            raise ValueError(f"sampling_params must be an object, got {overrides!r}")
+        _check_known("sampling_params", overrides, [f.name for f in dataclasses.fields(self.params)])
+        if isinstance(overrides.get("logit_bias"), dict):
+            overrides = overrides | {"logit_bias": _integer_keys(overrides["logit_bias"])}
+        params = dataclasses.replace(self.params, **overrides)
+        if params.seed is not None:
+            return params
+        # By the line, so that a resumed run draws what an uninterrupted one would.
+        seed = int(np.random.SeedSequence((self.seed, line)).generate_state(1)[0])
+        return dataclasses.replace(params, seed=seed)
+
+
+def run_batch(
+    load: Callable[[], LLM],
+    source: Path,
+    target: Path,
+    options: RequestOptions,
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> int:
+    """Complete the prompts of `source`, a file of JSON lines, into `target`; returns how many lines failed.
+
+    A line that cannot be used gets an error for its result. If the run ends early (a signal, a full disk),
+    the finished lines stay and the command exits, naming the one that continues. load: called once the files
+    have been checked.
+    """
+    with user_errors():
+        _check_files(source, target, resume=resume, overwrite=overwrite)
+        done = finished_lines(target) if resume and target.exists() else {}
+    if done:
+        typer.echo(f"{len(done)} lines are done already", err=True)
+    llm = load()
+    try:
+        with (
+            _termination_as_interrupt(),
+            source.open("rb") as lines,
+            _ResultFile(target, "ab" if resume else "wb") as results,
+            _progress(source, len(done)) as progress,
+        ):
+            batch = _Batch(llm, options, results, progress, done)
+            batch.run(lines)
+    except KeyboardInterrupt as interrupt:
+        number = interrupt.args[0] if interrupt.args else signal.SIGINT
+        typer.echo(f"interrupted; the finished lines are kept, {_continue_with()}", err=True)
+        raise typer.Exit(128 + number) from None
+    except OSError as error:
+        fail(f"{error}; the finished lines are kept, make it work and {_continue_with()}")
+    batch.report()
+    return batch.failed
+
+
+def finished_lines(path: Path) -> dict[int, int | str]:
+    """Lines that `path` has results for, with their ids; all else is removed from it.
+
+    That is errors, and a last line that was not written to its end. Raises ValueError if the file is not an
+    output of this command.
+    """
+    done, errors, end = {}, False, 0
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.startswith(_HEAD[: len(raw)]):
+                _not_results(path, number)
+            if not raw.endswith(b"\n"):
+                break
+            end += len(raw)
+            record = _read_result(path, number, raw)
+            if "error" in record:
+                errors = True
+            else:
+                done[record["line"]] = record["id"]
+    os.truncate(path, end)
+    if errors:
+        _keep_results(path)
+    return done
+
+
+def _keep_results(path: Path) -> None:
+    """Remove the errors. The file is replaced as a whole, since a crash must not lose results."""
+    path = path.resolve()
+    kept = path.with_name(path.name + ".tmp")
+    with path.open("rb") as old, kept.open("wb") as new:
+        new.writelines(raw for raw in old if "error" not in json.loads(raw))
+    kept.replace(path)
+
+
+def _read_result(path: Path, number: int, raw: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(raw)
+    except ValueError:
+        record = {}
+    if not isinstance(record.get("line"), int) or not isinstance(record.get("id"), int | str):
+        _not_results(path, number)
+    return record
+
+
+def _not_results(path: Path, number: int) -> NoReturn:
+    raise ValueError(
+        f"line {number} of {path} is not a result of this command, so it cannot be resumed; "
+        "give another --output, or --overwrite"
+    )
+
+
+class _ResultFile:
+    """The output. Lines are written at once and unbuffered: a crash leaves at most a part of the last one."""
+
+    def __init__(self, path: Path, mode: str):
+        self._path = path
+        self._file = path.open(mode, buffering=0)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Raises OSError naming the file."""
+        rest = memoryview(json_line(record))
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def __enter__(self) -> _ResultFile:
+        return self
+
+    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+
+class _Batch:
+    """One run over the lines. failed: lines that got an error."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        options: RequestOptions,
+        results: _ResultFile,
+        progress: Progress,
+        done: dict[int, int | str],
+    ):
+        self.failed = 0
+        self._llm, self._options, self._results, self._done = llm, options, results, done
+        self._progress, self._task = progress, progress.task_ids[0]
+        self._lines: dict[int, tuple[int, int | str]] = {}  # by request: line number and id
+        self._summary, self._compiled = Summary(), llm.compilations
+
+    def run(self, lines: Iterable[bytes]) -> None:
+        for result in self._llm.run(self._requests(lines), progress=False):
+            number, name = self._lines.pop(result.request_id)
+            self._summary.add(result)
+            self._finish({"id": name, "line": number, **result_fields(result)})
+
+    def report(self) -> None:
+        if self.failed:
+            typer.echo(
+                f"{self.failed} lines failed; the output says why, and --resume tries them again", err=True
+            )
+        self._summary.show(self._llm.compilations - self._compiled)
+
+    def _requests(self, lines: Iterable[bytes]) -> Iterator[Request]:
+        """The lines as requests, one by one as the engine takes them; bad ones are written as errors."""
+        for number, raw in enumerate(lines, 1):
+            if not raw.strip():
+                continue
+            name: int | str = number
+            try:
+                fields = _parse(raw)
+                name = _name(fields, number)
+                if number in self._done:
+                    self._check_same(number, name)
+                    continue
+                request = self._request(fields, number)
+            except (ValueError, RecursionError) as error:  # JSON can be nested too deeply
+                self.failed += 1
+                self._finish({"id": name, "line": number, "error": str(error)})
+            else:
+                self._lines[request.id] = number, name
+                yield request
+
+    def _request(self, fields: dict[str, Any], number: int) -> Request:
+        _check_known("fields", fields, _FIELDS)
+        given = [field for field in _PROMPTS if field in fields]
+        if len(given) != 1:
+            raise ValueError(f"give one of {', '.join(_PROMPTS)}; there is {' and '.join(given) or 'none'}")
+        params = self._options.params_of(fields.get("sampling_params", {}), number)
+        if given == ["messages"]:
+            prompt = self._llm.chat_prompt(fields["messages"])
+        elif given == ["prompt"]:
+            if not isinstance(fields["prompt"], str):
+                raise ValueError(f"prompt must be a string, got {fields['prompt']!r}")
+            prompt = self._options.prompt(self._llm, fields["prompt"])
+        else:
+            prompt = fields["prompt_token_ids"]
+            if not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
+                raise ValueError("prompt_token_ids must be a list of integers")
+        return self._llm.prepare(prompt, params)
+
+    def _check_same(self, number: int, name: int | str) -> None:
+        if name != self._done[number]:
+            fail(
+                f"line {number} of the input has the id {name!r}, but the output's result of that line has "
+                f"{self._done[number]!r}: the input has changed; give another --output, or --overwrite"
+            )
+
+    def _finish(self, record: dict[str, Any]) -> None:
+        self._results.write(record)
+        self._progress.update(self._task, advance=1, failed=self.failed)
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(raw.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the line is not UTF-8: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"the line is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"the line must be a JSON object, it is {type(fields).__name__}")
+    return fields
+
+
+def _name(fields: dict[str, Any], number: int) -> int | str:
+    name = fields.get("id", number)
+    if not isinstance(name, int | str) or isinstance(name, bool):
+        raise ValueError(f"id must be a string or an integer, got {name!r}")
+    return name
+
+
+def _check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ValueError(f"unknown {what}: {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
+
+
+def _integer_keys(bias: dict[str, Any]) -> dict[int, Any]:
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r}") from None
+
+
+def _check_files(source: Path, target: Path, *, resume: bool, overwrite: bool) -> None:
+    """Raises ValueError for what would fail, or destroy something, only after the model is loaded."""
+    if not source.exists():
+        raise ValueError(f"the input {source} does not exist")
+    if source.is_dir() or target.is_dir():
+        raise ValueError(f"{source if source.is_dir() else target} is a directory; give a file")
+    if not os.access(source, os.R_OK):
+        raise ValueError(f"the input {source} may not be read")
+    if not target.exists():
+        if not os.access(target.parent, os.W_OK):
+            raise ValueError(f"the output {target} cannot be created: is its directory there and writable?")
+        return
+    if target.samefile(source):
+        raise ValueError(f"input and output are the same file, {source}")
+    if not os.access(target, os.W_OK):
+        raise ValueError(f"the output {target} may not be written to")
+    if not target.is_file():  # a pipe or a device
+        if resume:
+            raise ValueError(f"the output {target} is not a regular file, so it cannot be resumed")
+    elif target.stat().st_size > 0 and not resume and not overwrite:
+        raise ValueError(
+            f"the output {target} exists; continue it with --resume or replace it with --overwrite"
+        )
+
+
+def _continue_with() -> str:
+    words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--resume")]
+    return f"continue with: {shlex.join(['inferlib', *words, '--resume'])}"
+
+
+@contextmanager
+def _termination_as_interrupt() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does, with the signal's number."""
+
+    def interrupt(number: int, _: object) -> NoReturn:
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed or 0:.1f} lines/s")
+
+
+def _progress(source: Path, done: int) -> Progress:
+    """A bar of lines done and failed and their rate, on stderr if that is a terminal."""
+    columns = (
+        TextColumn("lines"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[failed]} failed"),
+        _Rate(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    total = None
+    if console.is_terminal and source.is_file():
+        with source.open("rb") as lines:
+            total = sum(bool(line.strip()) for line in lines)
+    progress.add_task("lines", total=total, completed=done, failed=0)
+    return progress

@@ -1,0 +1,181 @@
+"""`inferlib info`: what a model is and what it costs in memory, read from its configuration and file headers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import groupby
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from inferlib.cli.output import fail, json_line, user_errors, write
+
+if TYPE_CHECKING:
+    from inferlib.models.abstract import AbstractModel
+    from inferlib.models.config import LayerSpec, ModelConfig
+    from inferlib.models.decoder import Segment
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def info(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Hugging Face directory, .gguf file or known name.", show_default=False),
+    ] = None,
+    *,
+    config: Annotated[
+        str | None, typer.Option(help="Instead of a model, a shape that comes with inferlib, by name.")
+    ] = None,
+    max_len: Annotated[
+        int | None,
+        typer.Option(min=2, help="Tokens of a sequence in the cache; by default the context, at most 2048."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a model's recipe, its parameters and the bytes of weights and cache.
+
+    Loads no weights.
+    """
+    if (model is None) == (config is None):
+        fail("give either a model or the name of a shape with --config")
+    from inferlib.models.abstract import abstract_model
+
+    with user_errors():
+        recipe, stored = (_shape(config), None) if config else _checkpoint(model)
+    length = max_len or min(recipe.context, 2048)
+    if length > recipe.context:
+        fail(f"--max-len {length} exceeds the model's context of {recipe.context} tokens")
+    # Stacked layers are quicker to trace and take the same bytes.
+    models = {dtype: abstract_model(recipe, dtype, scan=True) for dtype in _DTYPES}
+    facts = {"model": model or config, **_describe(models, length, stored)}
+    write(json_line(facts).decode() if json else _render(facts, models["float32"]))
+
+
+def _checkpoint(model: str) -> tuple[ModelConfig, int]:
+    """The recipe, and the bytes of the tensors in the files."""
+    from inferlib.llm import ModelFiles
+
+    files = ModelFiles.open(model)
+    return files.config, sum(files.source.nbytes(name) for name in files.source.names())
+
+
+def _shape(name: str) -> ModelConfig:
+    from inferlib.configs import load, names
+    from inferlib.models.families import config_from_hf
+
+    if name not in names():
+        raise ValueError(f"no model shape is called {name!r}; known: {', '.join(names())}")
+    return config_from_hf(load(name))
+
+
+def _describe(models: dict[str, AbstractModel], max_len: int, stored: int | None) -> dict[str, Any]:
+    """The facts as JSON values, by dtype where they depend on it; sizes in bytes, lengths in tokens.
+
+    Cache: "per_token" of one that all layers keep; "beyond_windows" of one that only the layers without a
+    window keep; "per_sequence" of a row for `max_len` tokens, in which layers with a window hold a ring.
+    """
+    model = models["float32"]
+    config = model.config
+    return {
+        "family": config.family,
+        "parameters": model.parameters,
+        "layer_count": len(config.layers),
+        "layers": [
+            {"repeat": segment.count, "pattern": [asdict(layer) for layer in segment.pattern]}
+            for segment in model.segments
+        ],
+        "width": config.dim,
+        "norm": asdict(config.norm),
+        "vocab": config.vocab,
+        "tied": config.tied,
+        "context": config.context,
+        "stored_bytes": stored,
+        "weight_bytes": {dtype: m.nbytes for dtype, m in models.items()},
+        "max_len": max_len,
+        "cache_bytes": {dtype: _cache_bytes(m, dtype, max_len) for dtype, m in models.items()},
+    }
+
+
+def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, int]:
+    from inferlib.cache.plan import plan_cache
+    from inferlib.config import Buckets
+
+    chunk = Buckets.default(1, max_len).prefill[-1]
+    plan = plan_cache(model, rows=1, max_len=max_len, chunk=chunk, dtype=dtype)
+    attention = [layer.attention for layer in model.config.layers]
+    tokens = [2 * a.kv_heads * a.head_dim * plan.dtype.itemsize for a in attention]
+    beyond = sum(size for a, size in zip(attention, tokens, strict=True) if a.window is None)
+    return {"per_token": sum(tokens), "beyond_windows": beyond, "per_sequence": plan.nbytes}
+
+
+def _render(facts: dict[str, Any], model: AbstractModel) -> str:
+    """Two tables: the recipe, and the memory by dtype."""
+    config = model.config
+    kinds = list(dict.fromkeys(config.layers))
+    recipe = Table.grid(padding=(0, 2))
+    recipe.add_column(style="bold")
+    recipe.add_row("model", facts["model"])
+    recipe.add_row("family", config.family)
+    recipe.add_row("parameters", f"{facts['parameters'] / 1e6:,.1f} million")
+    if len(kinds) == 1:
+        recipe.add_row("layers", f"{len(config.layers)}, all alike: {_layer(kinds[0])}")
+    else:
+        recipe.add_row(
+            "layers", f"{len(config.layers)}: {', '.join(_runs(s, kinds) for s in model.segments)}"
+        )
+        for number, kind in enumerate(kinds, 1):
+            recipe.add_row(f"  kind {number}", _layer(kind))
+    recipe.add_row("width", str(config.dim))
+    recipe.add_row("norm", f"{config.norm.kind}, eps {config.norm.eps:g}")
+    recipe.add_row("vocabulary", f"{config.vocab}, output projection {'tied' if config.tied else 'its own'}")
+    recipe.add_row("context", f"{config.context} tokens")
+    if facts["stored_bytes"] is not None:
+        bits = 8 * facts["stored_bytes"] / facts["parameters"]
+        recipe.add_row("in files", f"{decimal(facts['stored_bytes'])}, {bits:.1f} bits per parameter")
+
+    windows = any(layer.attention.window for layer in config.layers)
+    memory = Table(box=SIMPLE_HEAD)
+    memory.add_column("loaded as")
+    tokens = ("cache per token", "beyond windows") if windows else ("cache per token",)
+    for title in ("weights", *tokens, f"cache of {facts['max_len']} tokens"):
+        memory.add_column(title, justify="right")
+    for dtype, cache in facts["cache_bytes"].items():
+        sizes = [cache["per_token"], *([cache["beyond_windows"]] if windows else []), cache["per_sequence"]]
+        memory.add_row(dtype, *map(decimal, [facts["weight_bytes"][dtype], *sizes]))
+
+    console = Console()
+    with console.capture() as capture:
+        console.print(recipe, memory, highlight=False)
+    return capture.get()
+
+
+def _runs(segment: Segment, kinds: list[LayerSpec]) -> str:
+    """A segment's pattern in runs of equal layers, such as "4 x (5 of kind 1, 1 of kind 2)"."""
+    runs = [(len(list(run)), kinds.index(kind) + 1) for kind, run in groupby(segment.pattern)]
+    if len(runs) == 1:
+        return f"{segment.count * runs[0][0]} of kind {runs[0][1]}"
+    text = ", ".join(f"{count} of kind {kind}" for count, kind in runs)
+    return f"{segment.count} x ({text})" if segment.count > 1 else text
+
+
+def _layer(layer: LayerSpec) -> str:
+    attention, mlp = layer.attention, layer.mlp
+    rope = attention.rope
+    parts = [f"{attention.heads} heads of {attention.head_dim}, {attention.kv_heads} for keys and values"]
+    parts += [f"window {attention.window}"] if attention.window else []
+    if rope is None:
+        parts += ["no RoPE"]
+    else:
+        scaling = f" scaled by {rope.scaling.kind}" if rope.scaling else ""
+        parts += [f"RoPE of {rope.dim} with base {rope.base:g}{scaling}"]
+    parts += [f"QK-norm by {attention.qk_norm}"] if attention.qk_norm else []
+    parts += [f"softcap {attention.softcap:g}"] if attention.softcap else []
+    parts += [f"MLP {mlp.activation} {mlp.hidden}"]
+    parts += ["post-norm"] if layer.post_norm else []
+    parts += ["parallel"] if layer.parallel else []
+    return ", ".join(parts)

@@ -1,0 +1,125 @@
+"""What commands write: text and JSON to stdout, errors and the summary to stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from inferlib.outputs import Logprob, RequestOutput
+
+
+def fail(message: str | Exception) -> NoReturn:
+    """End the command with one line on stderr and exit code 2."""
+    typer.echo(f"error: {' '.join(str(message).split())}", err=True)
+    raise typer.Exit(2)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Around code that reads what the user gave: its errors are the user's and need no traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        fail(error)
+
+
+def write(text: str) -> None:
+    """Write to stdout and flush; in UTF-8, whatever the locale."""
+    try:
+        sys.stdout.buffer.write(text.encode())
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        raise  # the reader left, which ends the command without a word
+    except OSError as error:
+        fail(f"cannot write to stdout: {error.strerror}")
+
+
+def json_line(value: Mapping[str, Any]) -> bytes:
+    """`value` as one line of JSON in UTF-8."""
+    # A lone surrogate (echoed from the input) has no UTF-8, but its backslash form is what JSON calls it.
+    return (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def result_fields(result: RequestOutput) -> dict[str, Any]:
+    """A result as JSON values; logarithms are natural, times are seconds."""
+    outputs = []
+    for output in result.outputs:
+        fields = {
+            "text": output.text,
+            "token_ids": output.token_ids,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        if output.logprobs is not None:
+            fields["cumulative_logprob"] = _number(output.cumulative_logprob)
+            fields["logprobs"] = [_alternatives(entry) for entry in output.logprobs]
+        outputs.append(fields)
+    metrics = result.metrics
+    fields = {
+        "outputs": outputs,
+        "prompt_tokens": len(result.prompt_token_ids),
+        "generated_tokens": metrics.generated,
+        "ttft": metrics.ttft,
+        "itl": metrics.itl,
+        "tokens_per_second": metrics.tokens_per_second,
+    }
+    if result.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = [_alternatives(entry) for entry in result.prompt_logprobs]
+    return fields
+
+
+def _alternatives(entry: Mapping[int, Logprob] | None) -> list[dict[str, Any]] | None:
+    """The tokens reported at one position: first the one that is there, then the most likely ones."""
+    if entry is None:
+        return None
+    return [
+        {"token_id": token, "token": p.decoded_token, "logprob": _number(p.logprob), "rank": p.rank}
+        for token, p in entry.items()
+    ]
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no infinity
+
+
+class Summary:
+    """Totals over results; `show` prints them as one line on stderr."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.generated = 0
+        self._ttft: list[float] = []
+        self._itl: list[float] = []
+        self._start, self._end = math.inf, -math.inf
+
+    def add(self, result: RequestOutput) -> None:
+        metrics = result.metrics
+        self.prompt_tokens += len(result.prompt_token_ids)
+        self.generated += metrics.generated
+        self._ttft.append(metrics.ttft)
+        if metrics.itl is not None:
+            self._itl.append(metrics.itl)
+        self._start = min(self._start, metrics.arrival_time)
+        self._end = max(self._end, metrics.finished_time)
+
+    def show(self, compilations: int) -> None:
+        """compilations: how many the times include. Prints nothing if there are no results."""
+        if not self._ttft:
+            return
+        several = len(self._ttft) > 1
+        mean = "mean " if several else ""
+        parts = [f"{len(self._ttft)} prompts"] if several else []
+        parts += [f"{self.prompt_tokens} prompt tokens", f"{self.generated} generated"]
+        parts += [f"{mean}TTFT {fmean(self._ttft):.2f} s"]
+        parts += [f"{mean}ITL {1e3 * fmean(self._itl):.1f} ms"] if self._itl else []
+        parts += [f"{self.generated / max(self._end - self._start, 1e-9):.1f} tokens/s"]
+        parts += [f"{compilations} compilations included"] if compilations else []
+        Console(stderr=True).print(", ".join(parts), style="dim", highlight=False, soft_wrap=True)

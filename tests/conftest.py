@@ -1,0 +1,122 @@
+"""Shared fixtures: tiny random models, each written and compiled once per session."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from inferlib import LLM, Buckets
+from inferlib.config import EngineConfig
+from inferlib.engine.engine import Engine
+
+from tests.oracle import make_checkpoint, reference_logits
+
+VOCAB = 131
+MAX_LEN = 96
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+# Windows of 8: with prefill chunks of at most 16 their rings have 24 slots and wrap four times in MAX_LEN.
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2},
+    "mistral": {"num_hidden_layers": 2},
+    "gemma2": {"num_hidden_layers": 2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
+    # Stacked, these are a pattern of two that repeats twice, then a single layer.
+    "ministral": {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING]},
+}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> Callable[..., Path]:
+    """`checkpoint(family, **overrides)`: the folder of a tiny model with a tokenizer (see `TINY`)."""
+
+    @functools.cache
+    def build(family: str, **overrides: Any) -> Path:
+        folder = make_checkpoint(tmp_path_factory.mktemp(family), family, **{**TINY[family], **overrides})
+        write_tokenizer(folder)
+        return folder
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def llm_of(checkpoint) -> Callable[..., LLM]:
+    """`llm_of(family, scan=False)`: a shared LLM of 4 rows; leave it idle."""
+
+    @functools.cache
+    def build(family: str, scan: bool = False) -> LLM:
+        buckets = Buckets(prefill=(8, 16), batch=(1, 4), cache=(MAX_LEN,))
+        return build_llm(checkpoint(family), buckets, scan=scan)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def llama(llm_of) -> LLM:
+    return llm_of("llama")
+
+
+def build_llm(path: Path, buckets: Buckets, **options: Any) -> LLM:
+    """An LLM in float32; `options` replace what `EngineConfig.make` chooses for this platform."""
+    make = EngineConfig.make
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            EngineConfig, "make", staticmethod(lambda *args: dataclasses.replace(make(*args), **options))
+        )
+        return LLM(
+            path,
+            dtype="float32",
+            max_batch=buckets.batch[-1],
+            max_len=buckets.cache[-1],
+            buckets=buckets,
+            progress=False,
+        )
+
+
+@contextlib.contextmanager
+def new_engine(llm: LLM, **options: Any) -> Iterator[Engine]:
+    """`llm` with a new engine whose config differs in `options`; weights and programs are the old one's."""
+    old = llm.engine
+    llm.engine = Engine(old.model, old.weights, dataclasses.replace(old.config, **options))
+    llm.engine.programs = old.programs
+    try:
+        yield llm.engine
+    finally:
+        llm.engine = old
+
+
+def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """Token ids without the special ones."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, length).tolist() for length in lengths]
+
+
+def assert_greedy(path: Path, prompt: list[int], tokens: list[int], margin: float = 1e-3) -> None:
+    """Each token is the most likely one after those before it, by one full pass of transformers.
+
+    margin: logits that differ by less count as equal.
+    """
+    logits = reference_logits(path, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
+    short = logits.max(-1) - logits[np.arange(len(tokens)), tokens]
+    assert short.max() < margin, f"step {short.argmax()} of {len(tokens)}: {short.max()} below the best logit"
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of VOCAB tokens: 3 special, ASCII, some pairs of letters, the bytes of "é"."""
+    letters = ["Ġ", *(chr(code) for code in range(33, 127)), "Ã", "©"]
+    pairs = [(a, b) for a in "aeiour" for b in "nstlm"] + [("t", "h")]
+    vocab = ["<unk>", "<s>", "</s>", *letters, *(a + b for a, b in pairs)]
+    assert len(vocab) == VOCAB
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({token: i for i, token in enumerate(vocab)}, pairs, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.save(str(folder / "tokenizer.json"))
