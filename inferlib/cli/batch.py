@@ -215,7 +215,7 @@ class _Batch:
     def report(self) -> None:
         if self.failed:
             typer.echo(
-                f"{self.failed} lines failed; the output says why, and --resume tries them again", err=True
+                f"{self.failed} lines failed: the output says why, --resume tries them again", err=True
             )
         self._summary.show(self._llm.compilations - self._compiled)
 
@@ -321,9 +321,7 @@ def _check_files(source: Path, target: Path, *, resume: bool, overwrite: bool) -
         if resume:
             raise ValueError(f"the output {target} is not a regular file, so it cannot be resumed")
     elif target.stat().st_size > 0 and not resume and not overwrite:
-        raise ValueError(
-            f"the output {target} exists; continue it with --resume or replace it with --overwrite"
-        )
+        raise ValueError(f"the output {target} exists; give --resume to continue it or --overwrite")
 
 
 def _continue_with() -> str:

@@ -33,14 +33,10 @@ def generate(
     context: typer.Context,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Texts to complete. Without any, all of stdin is one prompt.", show_default=False
-        ),
+        typer.Argument(help="Texts to complete; without any, all of stdin is one.", show_default=False),
     ] = None,
     *,
-    model: Annotated[
-        str, typer.Option(help="Hugging Face directory, .gguf file or known name.", show_default=True)
-    ] = "smollm2",
+    model: Annotated[str, typer.Option(help="Hugging Face directory, .gguf file or known name.")] = "smollm2",
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16; by default float32 on CPU, else bfloat16."),
@@ -48,9 +44,7 @@ def generate(
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 8,
     max_len: Annotated[
         int | None,
-        typer.Option(
-            min=2, help="Longest prompt plus output in tokens; by default the context, at most 2048."
-        ),
+        typer.Option(min=2, help="Longest prompt plus output, in tokens; by default context or 2048."),
     ] = None,
     seed: Annotated[
         int, typer.Option(min=0, help="Each prompt draws its own random numbers from this seed.")

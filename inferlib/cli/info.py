@@ -1,4 +1,4 @@
-"""`inferlib info`: what a model is and what it costs in memory, read from its configuration and file headers."""
+"""`inferlib info`: what a model is and the memory it takes, from its configuration and file headers."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One program call. rows: the sequences that decode, up to `key.steps` tokens each."""
+    """One program call. rows: the sequences whose rows it may advance, up to `key.steps` tokens each."""
 
     key: ProgramKey
     chunks: tuple[Chunk, ...]
@@ -65,11 +65,11 @@ class Scheduler:
             sequence.row = heapq.heappop(self._free)
             sequence.status = Status.PREFILL
             self.running[sequence.row] = sequence
-        decoding = tuple(s for s in self.running.values() if s.may_decode)
+        decoding = tuple(s for s in self.running.values() if s.may_be_active)
         chunks, shape = self._chunks([s for s in self.running.values() if s.status is Status.PREFILL])
         if chunks:
             return self._step(chunks, shape, decoding)
-        return self._decode(decoding, max_steps) if decoding else None
+        return self._decode(decoding, max_steps) if any(s.may_decode for s in decoding) else None
 
     def _chunks(self, prefilling: list[Sequence]) -> tuple[list[Chunk], tuple[int, int]]:
         """As many chunks as one step's tokens hold, oldest prompts first, and the (P, C) they need."""
@@ -92,7 +92,7 @@ class Scheduler:
 
     def _step(self, chunks: list[Chunk], shape: tuple[int, int], decoding: tuple[Sequence, ...]) -> Dispatch:
         detail = chunks[0].sequence.detail
-        if detail:
+        if detail or not any(s.may_decode for s in decoding):
             decoding = ()
         limit = max(c.start + c.length for c in chunks)
         for chunk in chunks:
@@ -112,9 +112,10 @@ class Scheduler:
 
     def _decode(self, decoding: tuple[Sequence, ...], max_steps: int) -> Dispatch:
         steps = self.config.decode_steps if max_steps >= self.config.decode_steps else 1
+        rows = pick(self.config.buckets.batch, 1 + max(s.row for s in decoding if s.may_decode))
+        decoding = tuple(s for s in decoding if s.row < rows)
         for s in decoding:
             s.scheduled += steps
-        rows = pick(self.config.buckets.batch, 1 + max(s.row for s in decoding))
         limit = pick(self.config.buckets.cache, max(s.max_length for s in decoding))
         return Dispatch(ProgramKey(self._mode(decoding), rows, limit, steps), (), decoding)
 

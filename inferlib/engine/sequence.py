@@ -74,6 +74,12 @@ class Sequence:
         return self.status is Status.DECODE and self.scheduled < self.max_tokens
 
     @property
+    def may_be_active(self) -> bool:
+        """Whether a decode dispatch may advance its row: also with all tokens in flight, as an earlier dispatch
+        may have returned early."""
+        return self.status is Status.DECODE and self.max_tokens > 1
+
+    @property
     def max_length(self) -> int:
         """Upper bound of the tokens in the cache after everything that was scheduled."""
         return self.prefilled + max(min(self.scheduled, self.max_tokens) - 1, 0)

