@@ -22,7 +22,16 @@ _HOME = {
     "Stream": "inferlib.llm",
 }
 
-__all__ = list(_HOME)  # noqa: PLE0605
+__all__ = [
+    "LLM",
+    "Buckets",
+    "CompletionOutput",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "Stream",
+]
 
 
 def __getattr__(name: str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from inferlib.models.batch import Backend
@@ -26,10 +26,11 @@ class Buckets:
 
     def __post_init__(self):
         for name in ("prefill", "batch", "cache"):
-            sizes = tuple(getattr(self, name))
-            object.__setattr__(self, name, sizes)
-            if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
-                raise ConfigurationError(f"{name} buckets must be ascending positive sizes, got {sizes}")
+            sizes = getattr(self, name)
+            ints = isinstance(sizes, tuple | list) and all(type(size) is int for size in sizes)
+            if not sizes or not ints or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+                raise ConfigurationError(f"{name} buckets must be ascending positive sizes, got {sizes!r}")
+            object.__setattr__(self, name, tuple(sizes))
 
     @staticmethod
     def default(max_batch: int, max_len: int, *, ragged: bool = False) -> Buckets:
@@ -76,7 +77,7 @@ class EngineConfig:
     decode_steps: int = 8
     in_flight: int = 2
     scan: bool = False
-    backend: Backend = Backend()
+    backend: Backend = field(default_factory=Backend)
 
     def __post_init__(self):
         for name in ("max_batch", "decode_steps", "in_flight"):
@@ -98,9 +99,7 @@ class EngineConfig:
             )
 
     @staticmethod
-    def make(
-        platform: Literal["cpu", "gpu", "tpu"], max_batch: int, max_len: int, buckets: Buckets | None = None
-    ):
+    def make(platform: Literal["cpu", "gpu", "tpu"], max_batch: int, max_len: int, buckets: Buckets | None = None):
         """Defaults of a platform: scanned layers on TPU; one step per dispatch on GPU, where a device loop
         would wait for its condition at every step."""
         backend = Backend.for_platform(platform)

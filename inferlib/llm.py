@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +56,13 @@ class ModelFiles:
             return ModelFiles(path, gguf.config(), config_from_hf(gguf.config()), gguf, gguf.tokenizer())
         file = path / "config.json"
         if not file.exists():
-            raise CheckpointError(
-                f"{path} has no config.json: a model is a Hugging Face directory or a .gguf file"
-            )
+            raise CheckpointError(f"{path} has no config.json: a model is a Hugging Face directory or a .gguf file")
         try:
             hf = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+        if not isinstance(hf, dict):
+            raise CheckpointError(f"{file} must hold a JSON object, it holds a {type(hf).__name__}")
         tokenizer = Tokenizer.from_directory(path) if (path / "tokenizer.json").exists() else None
         return ModelFiles(path, hf, config_from_hf(hf), SafetensorsSource(path), tokenizer)
 
@@ -110,11 +111,9 @@ class LLM:
         dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
         if dtype not in _DTYPES:
             raise ValueError(f"dtype {dtype!r} is not supported; choose one of {', '.join(_DTYPES)}")
-        max_len = max_len or min(files.config.context, 2048)
+        max_len = min(files.config.context, 2048) if max_len is None else max_len
         if max_len > files.config.context:
-            raise ValueError(
-                f"max_len {max_len} exceeds the model's context of {files.config.context} tokens"
-            )
+            raise ValueError(f"max_len {max_len} exceeds the model's context of {files.config.context} tokens")
         self.config = EngineConfig.make(platform, max_batch, max_len, buckets)
         self.progress = on_terminal() if progress is None else progress
         self.seed = seed
@@ -155,10 +154,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several: lists of {"role", "content"}, by the model's own template."""
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
-        prompts = [
-            self.chat_prompt(c, add_generation_prompt=add_generation_prompt, tools=tools)
-            for c in conversations
-        ]
+        prompts = [self.chat_prompt(c, add_generation_prompt=add_generation_prompt, tools=tools) for c in conversations]
         return self.generate(prompts, sampling_params, progress=progress)
 
     def chat_prompt(self, messages: Sequence[Message], **options) -> list[int]:
@@ -202,19 +198,17 @@ class LLM:
 
     def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Natural log-probability of each token given those before it: float32 [T - 1] for each list of T tokens."""
-        params = SamplingParams(prompt_logprobs=0, temperature=0.0)
-        requests = [self._request(None, list(tokens), params, detail="logprobs") for tokens in token_lists]
+        params = SamplingParams(temperature=0.0)
+        requests = [self._request(None, _token_ids(tokens), params, detail="logprobs") for tokens in token_lists]
         self._run_silently(requests)
         return [
-            np.concatenate([detail.logprob for detail in r.sequences[0].prompt_details])[
-                : len(r.token_ids) - 1
-            ]
+            np.concatenate([detail.logprob for detail in r.sequences[0].prompt_details])[: len(r.token_ids) - 1]
             for r in requests
         ]
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits at every position, float32 [T, V]."""
-        request = self._request(None, list(token_ids), SamplingParams(temperature=0.0), detail="logits")
+        request = self._request(None, _token_ids(token_ids), SamplingParams(temperature=0.0), detail="logits")
         self._run_silently([request])
         return np.concatenate(request.sequences[0].prompt_details)
 
@@ -241,15 +235,13 @@ class LLM:
         """Tokenise and validate a prompt. Raises ValueError naming what is wrong."""
         if isinstance(prompt, str):
             return self._request(prompt, self._tokenizer("text prompts").encode(prompt), params)
-        return self._request(None, [int(t) for t in prompt], params)
+        return self._request(None, _token_ids(prompt), params)
 
     # ---- inside
 
     def _tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise ValueError(
-                f"{what} needs a tokenizer, and the model directory has no tokenizer.json; use token ids"
-            )
+            raise ValueError(f"{what} needs a tokenizer, and the model directory has no tokenizer.json; use token ids")
         return self.tokenizer
 
     def _prepare_all(self, prompts, sampling_params) -> list[Request]:
@@ -267,9 +259,7 @@ class LLM:
                 raise ValueError(f"prompt {i}: {error}") from error
         return requests
 
-    def _request(
-        self, prompt: str | None, tokens: list[int], params: SamplingParams, detail: str = ""
-    ) -> Request:
+    def _request(self, prompt: str | None, tokens: list[int], params: SamplingParams, detail: str = "") -> Request:
         vocab, max_len = self.model_config.vocab, self.config.max_len
         scoring = bool(detail)
         error = sequence_error(tokens, 0 if scoring else params.max_tokens, vocab, max_len)
@@ -293,6 +283,8 @@ class LLM:
             )
             for i in range(params.n)
         ]
+        for s in sequences:
+            self.engine.programs.require(s.mode)
         texts = [OutputText(s, self.tokenizer) for s in sequences]
         return Request(number, prompt, tokens, params, sequences, texts)
 
@@ -302,8 +294,8 @@ class LLM:
 
     def _submit(self, request: Request) -> None:
         for sequence, text in zip(request.sequences, request.texts, strict=True):
-            self._requests[sequence] = text
             self.engine.add(sequence)
+            self._requests[sequence] = text
 
     def _advance(self, max_steps: int | None = None) -> None:
         """One round of the engine; every sequence that advanced takes in its text."""
@@ -337,8 +329,7 @@ class LLM:
             generated=sum(len(s.tokens) for s in request.sequences),
         )
         outputs = [
-            self._completion(i, s, t)
-            for i, (s, t) in enumerate(zip(request.sequences, request.texts, strict=True))
+            self._completion(i, s, t) for i, (s, t) in enumerate(zip(request.sequences, request.texts, strict=True))
         ]
         return RequestOutput(
             request.id, request.prompt, request.token_ids, outputs, prompt_logprobs, metrics, finished=True
@@ -382,7 +373,7 @@ class LLM:
 
 
 class Stream:
-    """Iterates over text deltas, which never split a character; `output` is the result once it ended.
+    """Iterates, once, over text deltas, which never split a character; `output` is the result once it ended.
 
     Leaving the loop early frees the row.
     """
@@ -395,6 +386,8 @@ class Stream:
 
     def __iter__(self) -> Iterator[str]:
         request, text = self._request, self._request.texts[0]
+        if request.sequences[0].status is not Status.WAITING:
+            raise RuntimeError("a stream can be read once: call LLM.stream again")
         self._llm._submit(request)
         try:
             while True:
@@ -407,3 +400,10 @@ class Stream:
             self.output = self._llm._output(request)
         finally:
             self._llm._abandon(request)
+
+
+def _token_ids(tokens: Iterable[int]) -> list[int]:
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise ValueError(f"a prompt is text or a sequence of integer token ids: {error}") from None

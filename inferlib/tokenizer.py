@@ -53,9 +53,7 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises nothing narrower
-            raise CheckpointError(
-                f"{file} is damaged or newer than the tokenizers package: {error}"
-            ) from None
+            raise CheckpointError(f"{file} is damaged or newer than the tokenizers package: {error}") from None
         settings = _read_json(directory / "tokenizer_config.json")
         config = _read_json(directory / "config.json")
         generation = _read_json(directory / "generation_config.json")
@@ -195,9 +193,7 @@ def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    template = _read_json(directory / "chat_template.json").get(
-        "chat_template", settings.get("chat_template")
-    )
+    template = _read_json(directory / "chat_template.json").get("chat_template", settings.get("chat_template"))
     if isinstance(template, list):  # several, by name
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template

@@ -77,8 +77,7 @@ class AbstractModel:
         draw = jax.jit(random_leaf, static_argnums=(1, 2, 3))
         keys = jax.random.split(jax.random.key(seed), len(self.specs))
         return tuple(
-            place(draw(key, spec.shape, spec.dtype.name, spec.init))
-            for key, spec in zip(keys, self.specs, strict=True)
+            place(draw(key, spec.shape, spec.dtype.name, spec.init)) for key, spec in zip(keys, self.specs, strict=True)
         )
 
 

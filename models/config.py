@@ -67,9 +67,7 @@ class RopeSpec:
     interleaved: bool = False
 
     def __post_init__(self):
-        _require(
-            self.dim > 0 and self.dim % 2 == 0, f"rotary dimension must be even and positive, got {self.dim}"
-        )
+        _require(self.dim > 0 and self.dim % 2 == 0, f"rotary dimension must be even and positive, got {self.dim}")
         if self.scaling is not None and self.scaling.kind == "longrope":
             size = len(self.scaling.short_factor)
             _require(size == self.dim // 2, f"longrope has {size} factors for {self.dim // 2} frequencies")
@@ -106,9 +104,7 @@ class AttentionSpec:
             f"{self.heads} query heads do not divide into {self.kv_heads} KV heads",
         )
         _require(self.window is None or self.window > 0, f"window must be positive, got {self.window}")
-        _require(
-            self.rope is None or self.rope.dim <= self.head_dim, "rotary dimension exceeds the head size"
-        )
+        _require(self.rope is None or self.rope.dim <= self.head_dim, "rotary dimension exceeds the head size")
 
     @property
     def group(self) -> int:
@@ -148,7 +144,7 @@ class ModelConfig:
     """Global sizes plus one `LayerSpec` per layer.
 
     dim: model width; vocab: rows of the embedding; context: longest sequence the model was made
-    for, in tokens; head_bias: the output projection has a bias.
+    for, in tokens.
     """
 
     family: str
@@ -167,6 +163,4 @@ class ModelConfig:
 
     def __post_init__(self):
         _require(len(self.layers) > 0, "a model needs at least one layer")
-        _require(
-            self.vocab > 0 and self.dim > 0 and self.context > 0, "vocab, dim and context must be positive"
-        )
+        _require(self.vocab > 0 and self.dim > 0 and self.context > 0, "vocab, dim and context must be positive")

@@ -110,11 +110,10 @@ class Decoder(nnx.Module):
         if not config.tied:
             self.head = param((config.dim, config.vocab), (axes.EMBED, axes.VOCAB), dtype)
 
-    def __call__(
-        self, ctx: StepContext, cache: tuple[LayerCache, ...]
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+    def __call__(self, ctx: StepContext, cache: tuple[LayerCache, ...]) -> tuple[jax.Array, tuple[LayerCache, ...]]:
         """Run the step's tokens: last hidden states [T, D] and the cache, one `LayerCache` per block."""
-        _ = ctx.pages, ctx.rope  # cached now: computed in a scan's body they would not outlive it
+        # Cached now: computed in a scan's body they would not outlive it.
+        _ = ctx.positions, ctx.pages, ctx.rope
         x = jnp.take(self.embed[...], ctx.batch.tokens, axis=0, mode="clip")
         if self.config.embed_scale != 1.0:
             x = x * jnp.asarray(self.config.embed_scale, x.dtype)

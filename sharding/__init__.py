@@ -1,1 +1,1 @@
-"""Logical axis names: what each dimension of a weight, an activation or a cache means."""
+"""Meshes, logical axis names, the table that maps one to the other, and the collectives that follow."""

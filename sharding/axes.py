@@ -13,3 +13,4 @@ GATE_UP = "gate_up"  # 2: the gate and the up half
 LAYERS = "layers"  # L: stacked layers of a scanned segment
 PAGES = "pages"  # N: cache pages
 POSITIONS = "positions"  # S: positions in a cache page
+ROWS = "rows"  # R: rows of the engine's state

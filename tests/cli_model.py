@@ -1,23 +1,24 @@
-"""What the tests of the command line share: a tiny model with a byte-level tokenizer, and commands over it."""
+"""For the tests of the command line: a tiny model with a byte-level tokenizer, and how to run commands."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 import tokenizers
-from click.testing import Result
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from inferlib import LLM
 from inferlib.cli import app
 from tests.oracle import make_checkpoint
 
+COMMAND = [sys.executable, "-c", "from inferlib.cli import app; app()"]  # `inferlib` in a process of its own
 SPECIAL = ("<unk>", "<bos>", "<eos>", "<turn>")
 TEMPLATE = (
     "{% for m in messages %}<turn>{{ m['role'] }}:{{ m['content'] }}{% endfor %}"
@@ -26,8 +27,8 @@ TEMPLATE = (
 
 
 def make_model(folder: Path) -> Path:
-    """A random llama of 260 tokens: four special ones and the bytes. Its context is 256 tokens."""
-    folder = make_checkpoint(folder, "llama", vocab_size=len(SPECIAL) + 256)
+    """A random llama of 2 layers and 260 tokens: special ones and the bytes. Its context is 256 tokens."""
+    folder = make_checkpoint(folder, "llama", vocab_size=len(SPECIAL) + 256, num_hidden_layers=2)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(BPE({t: i for i, t in enumerate([*SPECIAL, *alphabet])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -63,7 +64,7 @@ class Commands:
 
 
 def error_of(result: Result) -> str:
-    """The error of a command that failed as it should: in one line, with exit code 2 and without a traceback."""
+    """The error of a command that failed as it should: one line, exit code 2, no traceback."""
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit)
     lines = result.stderr.strip().splitlines()

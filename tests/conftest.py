@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+
 from inferlib import LLM, Buckets
 from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine
-
 from tests.oracle import make_checkpoint, reference_logits
 
 VOCAB = 131
@@ -66,9 +66,7 @@ def build_llm(path: Path, buckets: Buckets, **options: Any) -> LLM:
     """An LLM in float32; `options` replace what `EngineConfig.make` chooses for this platform."""
     make = EngineConfig.make
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            EngineConfig, "make", staticmethod(lambda *args: dataclasses.replace(make(*args), **options))
-        )
+        patch.setattr(EngineConfig, "make", staticmethod(lambda *args: dataclasses.replace(make(*args), **options)))
         return LLM(
             path,
             dtype="float32",

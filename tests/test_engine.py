@@ -5,14 +5,13 @@ Most of the time is compilation: about a minute.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass, field
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from inferlib.compile.program_set import planned_keys
 from inferlib.compile.programs import CHUNK_COLUMNS, Control, ProgramKey, StepOutput
 from inferlib.config import Buckets, EngineConfig

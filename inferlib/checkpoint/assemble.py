@@ -51,9 +51,7 @@ def layer_pieces(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int)
     return (Piece(names[module] + suffix, shape),)
 
 
-def _fused(
-    names, module: str, parts: dict[str, int], suffix: str, tail: tuple[int, ...]
-) -> tuple[Piece, ...]:
+def _fused(names, module: str, parts: dict[str, int], suffix: str, tail: tuple[int, ...]) -> tuple[Piece, ...]:
     if module not in names:
         return tuple(Piece(names[key] + suffix, (rows, *tail)) for key, rows in parts.items())
     total, start, pieces = sum(parts.values()), 0, []
@@ -99,9 +97,7 @@ def _layout(spec: LayerSpec | None, part: str, *pieces: jax.Array) -> jax.Array:
 
 def _head_weight(weight: jax.Array, attn: AttentionSpec, part: str) -> jax.Array:
     if attn.qk_norm == "full":
-        weight = weight.reshape(
-            (attn.kv_heads, attn.group, -1) if part == "attn.q_norm" else (attn.kv_heads, -1)
-        )
+        weight = weight.reshape((attn.kv_heads, attn.group, -1) if part == "attn.q_norm" else (attn.kv_heads, -1))
     return _half_split(weight, attn.rope, axis=weight.ndim - 1)
 
 
@@ -109,7 +105,5 @@ def _half_split(x: jax.Array, rope: RopeSpec | None, axis: int) -> jax.Array:
     """Reorder interleaved rotary pairs (2i, 2i+1) to (i, i + dim/2); queries and keys alike, so scores stay."""
     if rope is None or not rope.interleaved:
         return x
-    order = np.concatenate(
-        [np.arange(0, rope.dim, 2), np.arange(1, rope.dim, 2), np.arange(rope.dim, x.shape[axis])]
-    )
+    order = np.concatenate([np.arange(0, rope.dim, 2), np.arange(1, rope.dim, 2), np.arange(rope.dim, x.shape[axis])])
     return jnp.take(x, order, axis=axis)

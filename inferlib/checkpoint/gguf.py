@@ -262,9 +262,7 @@ class GGUFCheckpoint:
             return f"{_TOP[module]}.{suffix}"
         block = re.fullmatch(r"blk\.(\d+)\.(\w+)", module)
         if block is None or block[2] not in self._architecture.layer:
-            raise CheckpointError(
-                f"{self.path}: tensor {name!r} is not known in architecture {self._prefix!r}"
-            )
+            raise CheckpointError(f"{self.path}: tensor {name!r} is not known in architecture {self._prefix!r}")
         return f"model.layers.{block[1]}.{self._architecture.layer[block[2]]}.{suffix}"
 
     def _row_order(self, tensor: _Tensor) -> np.ndarray | None:

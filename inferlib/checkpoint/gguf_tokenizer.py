@@ -78,9 +78,7 @@ class GGUFVocabulary:
         types = self.get("token_type")
         self.types = [_NORMAL] * len(self.tokens) if types is None else [int(kind) for kind in types]
         if len(self.types) != len(self.tokens):
-            raise CheckpointError(
-                f"the GGUF file has {len(self.tokens)} tokens, {len(self.types)} token types"
-            )
+            raise CheckpointError(f"the GGUF file has {len(self.tokens)} tokens, {len(self.types)} token types")
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(f"tokenizer.ggml.{key}", default)
@@ -115,9 +113,7 @@ class GGUFVocabulary:
         """Byte-level BPE: every byte is a printable character, words are joined by the file's merges."""
         name = self._need("pre")
         if name not in _SPLITS:
-            raise CheckpointError(
-                f"GGUF pre-tokenizer {name!r} is not supported; known: {', '.join(_SPLITS)}"
-            )
+            raise CheckpointError(f"GGUF pre-tokenizer {name!r} is not supported; known: {', '.join(_SPLITS)}")
         split = _SPLITS[name]
         vocab = {token: i for i, token in enumerate(self.tokens)}
         merges = [tuple(merge.split(" ")) for merge in self._need("merges")]

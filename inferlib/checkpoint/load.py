@@ -47,9 +47,7 @@ def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tup
     if wrong:
         problems.append("wrong shape: " + _some(wrong))
     if unexpected:
-        problems.append(
-            "unexpected: " + _some([f"{name} {tuple(source.shape(name))}" for name in unexpected])
-        )
+        problems.append("unexpected: " + _some([f"{name} {tuple(source.shape(name))}" for name in unexpected]))
     if problems:
         raise CheckpointError(
             f"the checkpoint does not hold a {family.name} model of its config.json; " + "; ".join(problems)
@@ -72,9 +70,7 @@ def load_weights(
     """
     items = plan_load(source, family, model)
     lay_out = jax.jit(assemble, static_argnums=(0, 1, 2))
-    total = sum(
-        source.nbytes(name) for name in {p.tensor for i in items for layer in i.pieces for p in layer}
-    )
+    total = sum(source.nbytes(name) for name in {p.tensor for i in items for layer in i.pieces for p in layer})
     weights = []
     with ByteProgress("loading weights", total, show=progress) as bar:
         for item in items:

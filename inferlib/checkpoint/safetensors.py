@@ -94,14 +94,10 @@ def _indexed(index: Path) -> dict[str, _Tensor]:
         files = json.loads(index.read_bytes())["weight_map"]
         shards = {shard: index.parent / shard for shard in sorted(set(files.values()))}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{index} is damaged: no weight_map of tensor names to files ({error})"
-        ) from None
+        raise CheckpointError(f"{index} is damaged: no weight_map of tensor names to files ({error})") from None
     missing = [shard for shard, path in shards.items() if not path.exists()]
     if missing:
-        raise CheckpointError(
-            f"{index} names files that are not there: {', '.join(missing)}; download them again"
-        )
+        raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}; download them again")
     headers = {shard: _header(path) for shard, path in shards.items()}
     for name, shard in files.items():
         if name not in headers[shard]:

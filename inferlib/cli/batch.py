@@ -9,10 +9,9 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -100,7 +99,7 @@ def run_batch(
         with (
             _termination_as_interrupt(),
             source.open("rb") as lines,
-            _ResultFile(target, "ab" if resume else "wb") as results,
+            closing(_ResultFile(target, "ab" if resume else "wb")) as results,
             _progress(source, len(done)) as progress,
         ):
             batch = _Batch(llm, options, results, progress, done)
@@ -182,10 +181,7 @@ class _ResultFile:
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
-    def __enter__(self) -> _ResultFile:
-        return self
-
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
         self._file.close()
 
 
@@ -214,9 +210,7 @@ class _Batch:
 
     def report(self) -> None:
         if self.failed:
-            typer.echo(
-                f"{self.failed} lines failed: the output says why, --resume tries them again", err=True
-            )
+            typer.echo(f"{self.failed} lines failed: the output says why, --resume tries them again", err=True)
         self._summary.show(self._llm.compilations - self._compiled)
 
     def _requests(self, lines: Iterable[bytes]) -> Iterator[Request]:

@@ -46,18 +46,14 @@ def generate(
         int | None,
         typer.Option(min=2, help="Longest prompt plus output, in tokens; by default context or 2048."),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Each prompt draws its own random numbers from this seed.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Each prompt draws its own random numbers from this seed.")] = 0,
     chat: Annotated[
         bool, typer.Option("--chat", help="Prompts are messages of a user, put in the model's chat template.")
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
     stream: Annotated[
         bool | None,
-        typer.Option(
-            "--stream/--no-stream", help="Show text as it appears; by default for one prompt on a terminal."
-        ),
+        typer.Option("--stream/--no-stream", help="Show text as it appears; by default for one prompt on a terminal."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
     input_file: Annotated[
@@ -72,9 +68,7 @@ def generate(
         Path | None,
         _batch("JSON lines of results or errors, in order of completion; needed with --input.", "--output"),
     ] = None,
-    resume: Annotated[
-        bool, _batch("Skip the lines that --output has results for, and append.", "--resume")
-    ] = False,
+    resume: Annotated[bool, _batch("Skip the lines that --output has results for, and append.", "--resume")] = False,
     overwrite: Annotated[bool, _batch("Replace --output if it exists.", "--overwrite")] = False,
     max_tokens: Annotated[int, _sampling("Most tokens to generate.")] = 128,
     min_tokens: Annotated[int, _sampling("Tokens to generate before a stop token may be chosen.")] = 0,
@@ -92,9 +86,7 @@ def generate(
     stop_token_ids: Annotated[
         list[int] | None, _sampling("A token that ends the output; repeatable.", "--stop-token-id")
     ] = None,
-    ignore_eos: Annotated[
-        bool, _sampling("Generate past the end-of-sequence tokens.", "--ignore-eos")
-    ] = False,
+    ignore_eos: Annotated[bool, _sampling("Generate past the end-of-sequence tokens.", "--ignore-eos")] = False,
     include_stop_str_in_output: Annotated[
         bool, _sampling("Keep the stop string in the text.", "--include-stop-str-in-output")
     ] = False,

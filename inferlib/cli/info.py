@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
@@ -125,9 +127,7 @@ def _render(facts: dict[str, Any], model: AbstractModel) -> str:
     if len(kinds) == 1:
         recipe.add_row("layers", f"{len(config.layers)}, all alike: {_layer(kinds[0])}")
     else:
-        recipe.add_row(
-            "layers", f"{len(config.layers)}: {', '.join(_runs(s, kinds) for s in model.segments)}"
-        )
+        recipe.add_row("layers", f"{len(config.layers)}: {', '.join(_runs(s, kinds) for s in model.segments)}")
         for number, kind in enumerate(kinds, 1):
             recipe.add_row(f"  kind {number}", _layer(kind))
     recipe.add_row("width", str(config.dim))
@@ -148,10 +148,9 @@ def _render(facts: dict[str, Any], model: AbstractModel) -> str:
         sizes = [cache["per_token"], *([cache["beyond_windows"]] if windows else []), cache["per_sequence"]]
         memory.add_row(dtype, *map(decimal, [facts["weight_bytes"][dtype], *sizes]))
 
-    console = Console()
-    with console.capture() as capture:
-        console.print(recipe, memory, highlight=False)
-    return capture.get()
+    text = io.StringIO()
+    Console(file=text, force_terminal=sys.stdout.isatty()).print(recipe, memory, highlight=False)
+    return text.getvalue()
 
 
 def _runs(segment: Segment, kinds: list[LayerSpec]) -> str:

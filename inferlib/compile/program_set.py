@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from inferlib.cache.plan import CachePlan
-from inferlib.compile.programs import CHUNK_COLUMNS, ChunkInput, ProgramKey, build
+from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
@@ -40,6 +40,13 @@ class ProgramSet:
         """Programs compiled so far."""
         return len(self._compiled)
 
+    def require(self, mode: Mode) -> None:
+        """In strict mode, raise UnplannedProgramError unless all programs of a sampling mode are compiled."""
+        if self.strict and not all(key in self._compiled for key in self._planned if key.mode == mode):
+            raise UnplannedProgramError(
+                f"sampling mode {mode!r} was not compiled by warmup; add it to warmup(modes=...)"
+            )
+
     def get(self, key: ProgramKey) -> Callable:
         """The compiled program of a key."""
         program = self._compiled.get(key)
@@ -48,14 +55,10 @@ class ProgramSet:
         if key not in self._planned:
             raise UnplannedProgramError(f"no bucket holds '{key}'; buckets are {self.config.buckets}")
         if self.strict:
-            raise UnplannedProgramError(
-                f"'{key}' was not compiled by warmup; add its mode to warmup(modes=...)"
-            )
+            raise UnplannedProgramError(f"'{key}' was not compiled by warmup")
         return self._compile(key)
 
-    def compile_all(
-        self, keys: Iterable[ProgramKey], done: Callable[[ProgramKey], None], threads: int = 2
-    ) -> None:
+    def compile_all(self, keys: Iterable[ProgramKey], done: Callable[[ProgramKey], None], threads: int = 2) -> None:
         """Compile the keys that are missing, side by side; `done` is called after each."""
         missing = [key for key in keys if key not in self._compiled]
         with ThreadPoolExecutor(threads) as pool:
@@ -94,20 +97,18 @@ class ProgramSet:
         return weights, cache, state, control, chunk
 
 
-def planned_keys(
-    config: EngineConfig, modes: Iterable[str] = ("greedy", "sample", "logprobs")
-) -> list[ProgramKey]:
+def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[ProgramKey]:
     """Every program the buckets allow, for these sampling modes; prompt details with the mode "logprobs"."""
+    unknown = sorted(set(modes) - set(MODES))
+    if unknown:
+        raise ValueError(f"no sampling modes {unknown}; known: {', '.join(MODES)}")
     buckets, keys = config.buckets, []
     for mode in modes:
         for limit in buckets.cache:
             for rows in buckets.batch:
                 keys += [ProgramKey(mode, rows, limit, steps) for steps in {1, config.decode_steps}]
             for chunks, chunk in buckets.prefill_shapes():
-                keys += [
-                    ProgramKey(mode, rows, limit, chunks=chunks, chunk=chunk)
-                    for rows in (0, config.max_batch)
-                ]
+                keys += [ProgramKey(mode, rows, limit, chunks=chunks, chunk=chunk) for rows in (0, config.max_batch)]
             if mode == "logprobs":
                 keys += [
                     ProgramKey(mode, 0, limit, chunks=1, chunk=chunk, detail=detail)

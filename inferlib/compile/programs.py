@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from inferlib.models.batch import StepBatch, StepContext
 from inferlib.sampling.sampler import Sampled, count_tokens, is_stop, mark_prompt, sample, score, unpack
 
 Mode = Literal["greedy", "sample", "logprobs"]
+MODES: tuple[Mode, ...] = get_args(Mode)  # each does all that those before it do
 
 
 @dataclass(frozen=True, order=True)
@@ -43,9 +44,7 @@ class ProgramKey:
 
     def __str__(self) -> str:
         prefill = (
-            f"prefill {self.chunks}x{self.chunk}{' ' + self.detail if self.detail else ''} "
-            if self.chunks
-            else ""
+            f"prefill {self.chunks}x{self.chunk}{' ' + self.detail if self.detail else ''} " if self.chunks else ""
         )
         decode = f"decode {self.rows}x{self.steps} " if self.rows else ""
         return f"{prefill}{decode}{self.mode} cache {self.limit}"
@@ -190,9 +189,7 @@ class _Maker:
                 output = output._replace(sampled=jax.tree.map(lambda x: x[None], sampled))
             state = state.with_head(rows)
         state, first = self.admit(state, logits[: key.chunks], chunk, info)
-        output = output._replace(
-            chunk_tokens=first.token, chunk_sampled=first if key.mode == "logprobs" else None
-        )
+        output = output._replace(chunk_tokens=first.token, chunk_sampled=first if key.mode == "logprobs" else None)
         if key.detail:
             every = decoder.logits(hidden[:split])
             if key.detail == "logprobs":
@@ -204,9 +201,7 @@ class _Maker:
             output = output._replace(detail=jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), every))
         return cache, state, output
 
-    def admit(
-        self, state: RowState, logits: jax.Array, chunk: ChunkInput, info: dict
-    ) -> tuple[RowState, Sampled]:
+    def admit(self, state: RowState, logits: jax.Array, chunk: ChunkInput, info: dict) -> tuple[RowState, Sampled]:
         """Start decoding the rows whose prompt ends in this step."""
         total = state.token.shape[0]
         last = info["last"] != 0
@@ -223,9 +218,7 @@ class _Maker:
             generated=zeros,
             ints=chunk.ints,
             floats=chunk.floats,
-            counts=counts[jnp.minimum(info["row"], total - 1)]
-            if self.key.mode != "greedy"
-            else zeros[:, None],
+            counts=counts[jnp.minimum(info["row"], total - 1)] if self.key.mode != "greedy" else zeros[:, None],
         )
         fresh, sampled = self.advance(fresh, logits)
         rows = jnp.where(last, info["row"], total)

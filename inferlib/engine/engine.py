@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 
 from inferlib.cache.plan import plan_cache
 from inferlib.compile.program_set import ProgramSet, planned_keys
-from inferlib.compile.programs import CHUNK_COLUMNS, ChunkInput, StepOutput
+from inferlib.compile.programs import CHUNK_COLUMNS, ChunkInput, Mode, StepOutput
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.engine.scheduler import Dispatch, Scheduler
@@ -23,12 +24,33 @@ from inferlib.sampling.sampler import Sampled, pack
 
 @dataclass
 class EngineStats:
-    """Counts since the start: dispatches, decode dispatches and the host's seconds in sending them."""
+    """Counts and seconds since the start.
+
+    compile_seconds: finding programs, compilations included. enqueue_seconds: inside the runtime's call that
+    starts a program. wait_seconds: for results. host_seconds: everything else, which is ours: scheduling and
+    bookkeeping.
+    """
 
     dispatches: int = 0
-    decode_dispatches: int = 0
-    decode_dispatch_seconds: float = 0.0
     generated_tokens: int = 0
+    compile_seconds: float = 0.0
+    enqueue_seconds: float = 0.0
+    wait_seconds: float = 0.0
+    host_seconds: float = 0.0
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `<name>_seconds`; a block inside another counts for itself alone."""
+        start, others = time.perf_counter(), self._others()
+        try:
+            yield
+        finally:
+            inner = self._others() - others
+            total = getattr(self, f"{name}_seconds") + time.perf_counter() - start - inner
+            setattr(self, f"{name}_seconds", total)
+
+    def _others(self) -> float:
+        return self.compile_seconds + self.enqueue_seconds + self.wait_seconds
 
 
 @dataclass
@@ -44,9 +66,7 @@ class Engine:
     device. A row that ends meanwhile is inactive there and yields nothing.
     """
 
-    def __init__(
-        self, model: AbstractModel, weights: tuple[jax.Array, ...], config: EngineConfig, *, cache_dtype=None
-    ):
+    def __init__(self, model: AbstractModel, weights: tuple[jax.Array, ...], config: EngineConfig, *, cache_dtype=None):
         self.model, self.weights, self.config = model, weights, config
         self.plan = plan_cache(
             model,
@@ -64,12 +84,12 @@ class Engine:
         self._cancelled: set[int] = set()
         self._controls: dict[tuple[int, bool], jax.Array] = {}
 
-    def warmup(self, modes: Iterable[str], done: Callable = lambda key: None) -> int:
+    def warmup(self, modes: Iterable[Mode], done: Callable = lambda key: None) -> int:
         """Compile every planned program of these sampling modes; afterwards none is compiled at run time.
 
         Returns how many programs there are.
         """
-        keys = planned_keys(self.config, modes)
+        keys = planned_keys(self.config, tuple(modes))
         self.programs.compile_all(keys, done)
         self.programs.strict = True
         return len(keys)
@@ -94,29 +114,26 @@ class Engine:
         max_steps: bound on tokens per row between results; 1 streams token by token. An empty list with
         `busy` false: nothing is left.
         """
-        max_steps = max_steps or self.config.decode_steps
-        while len(self._in_flight) < self.config.in_flight:
-            dispatch = self.scheduler.plan(max_steps)
-            if dispatch is None:
-                break
-            self._send(dispatch)
-        return self._receive() if self._in_flight else []
+        with self.stats.timed("host"):
+            while len(self._in_flight) < self.config.in_flight:
+                dispatch = self.scheduler.plan(max_steps or self.config.decode_steps)
+                if dispatch is None:
+                    break
+                self._send(dispatch)
+            return self._receive() if self._in_flight else []
 
     @property
     def busy(self) -> bool:
         return bool(self._in_flight) or not self.scheduler.idle
 
     def _send(self, dispatch: Dispatch) -> None:
-        program = self.programs.get(dispatch.key)
-        control = self._control(dispatch.key.steps, yield_early=bool(self.scheduler.waiting))
-        start = time.perf_counter()
+        with self.stats.timed("compile"):
+            program = self.programs.get(dispatch.key)
+        inputs = [self._control(dispatch.key.steps, yield_early=bool(self.scheduler.waiting))]
         if dispatch.chunks:
-            chunk = self._chunk_input(dispatch)
-            self.cache, self.state, output = program(self.weights, self.cache, self.state, control, chunk)
-        else:
-            self.cache, self.state, output = program(self.weights, self.cache, self.state, control)
-            self.stats.decode_dispatches += 1
-            self.stats.decode_dispatch_seconds += time.perf_counter() - start
+            inputs.append(self._chunk_input(dispatch))
+        with self.stats.timed("enqueue"):
+            self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
         self.stats.dispatches += 1
         for leaf in jax.tree.leaves(output):
             leaf.copy_to_host_async()
@@ -160,7 +177,9 @@ class Engine:
     def _receive(self) -> list[Sequence]:
         """Wait for the oldest dispatch and account for its tokens."""
         flight = self._in_flight.popleft()
-        dispatch, output = flight.dispatch, jax.device_get(flight.output)
+        dispatch = flight.dispatch
+        with self.stats.timed("wait"):
+            output = jax.device_get(flight.output)
         advanced: dict[int, Sequence] = {}
         steps = dispatch.key.steps
         for s in dispatch.rows:

@@ -6,11 +6,9 @@ import heapq
 from collections import deque
 from dataclasses import dataclass
 
-from inferlib.compile.programs import ProgramKey
+from inferlib.compile.programs import MODES, ProgramKey
 from inferlib.config import EngineConfig, pick
 from inferlib.engine.sequence import Sequence, Status
-
-_MODES = ("greedy", "sample", "logprobs")
 
 
 @dataclass(frozen=True)
@@ -121,4 +119,4 @@ class Scheduler:
 
     @staticmethod
     def _mode(sequences) -> str:
-        return max((s.mode for s in sequences), key=_MODES.index)
+        return max((s.mode for s in sequences), key=MODES.index)

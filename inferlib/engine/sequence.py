@@ -75,8 +75,8 @@ class Sequence:
 
     @property
     def may_be_active(self) -> bool:
-        """Whether a decode dispatch may advance its row: also with all tokens in flight, as an earlier dispatch
-        may have returned early."""
+        """Whether a decode dispatch may advance its row: even with all its tokens in flight, since an earlier
+        dispatch may have returned early."""
         return self.status is Status.DECODE and self.max_tokens > 1
 
     @property

@@ -14,9 +14,7 @@ class OutputText:
         if tokenizer is None and params.stop:
             raise ValueError("stop strings need a tokenizer, and this model directory has no tokenizer.json")
         self.sequence, self.text = sequence, ""
-        self._stream = (
-            TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens) if tokenizer else None
-        )
+        self._stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens) if tokenizer else None
         self._stops, self._keep_stop = params.stop or (), params.include_stop_str_in_output
         self._read, self._sent = 0, 0
         # A stop string may be completed by text to come, so this many characters are held back.

@@ -61,9 +61,7 @@ def masked_attention(
         total = total + jnp.exp(sinks.astype(jnp.float32)[:, :, None, None] - top)
     some = jnp.any(seen, axis=1)[:, None, :, None]  # 0 * NaN is NaN: unseen values must be zero
     v = jnp.where(some, v, 0)
-    out = jnp.einsum(
-        "bkgcs,bksh->bckgh", p.astype(v.dtype), v, precision=highest, preferred_element_type=jnp.float32
-    )
+    out = jnp.einsum("bkgcs,bksh->bckgh", p.astype(v.dtype), v, precision=highest, preferred_element_type=jnp.float32)
     total = jnp.moveaxis(total[..., 0], -1, 1)  # [B, C, K, G]
     out = jnp.where(total[..., None] > 0, out / jnp.maximum(total, 1e-37)[..., None], 0.0)
     lse = jnp.moveaxis(top[..., 0], -1, 1) + jnp.log(total)

@@ -22,9 +22,7 @@ def matmul(x: jax.Array, w: jax.Array, *, contract: int = 1, out_dtype=None) -> 
     """
     inner, outer = w.shape[:contract], w.shape[contract:]
     if x.shape[1:] != inner:
-        raise ValueError(
-            f"matmul: x {x.shape} does not end in the {contract} leading dimensions of w {w.shape}"
-        )
+        raise ValueError(f"matmul: x {x.shape} does not end in the {contract} leading dimensions of w {w.shape}")
     y = lax.dot_general(
         x.reshape(x.shape[0], -1),
         w.reshape(math.prod(inner), math.prod(outer)),

@@ -75,9 +75,7 @@ class SamplingParams:
             _check_int("max_tokens", self.max_tokens, 1)
         _check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
-            )
+            raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         _check_float("temperature", self.temperature, 0.0, 100.0)
         if self.greedy and self.n > 1:
             raise ValueError(f"n must be 1 when temperature is 0 (all outputs would be equal), got {self.n}")

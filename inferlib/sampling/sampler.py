@@ -260,9 +260,7 @@ def count_tokens(counts: jax.Array, tokens: jax.Array, active: jax.Array) -> jax
     return counts.at[jnp.arange(rows), jnp.where(active, tokens, vocab)].add(1, mode="drop")
 
 
-def mark_prompt(
-    counts: jax.Array, rows: jax.Array, tokens: jax.Array, valid: jax.Array, first: jax.Array
-) -> jax.Array:
+def mark_prompt(counts: jax.Array, rows: jax.Array, tokens: jax.Array, valid: jax.Array, first: jax.Array) -> jax.Array:
     """`counts` [R, V] with the tokens of P prefill chunks flagged as prompt.
 
     Args:

@@ -180,9 +180,7 @@ def rope_parameters(hf: Hf) -> Hf:
     return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
 
 
-def rope_spec(
-    hf: Hf, parameters: Hf | None = None, *, partial: bool = False, interleaved: bool = False
-) -> RopeSpec:
+def rope_spec(hf: Hf, parameters: Hf | None = None, *, partial: bool = False, interleaved: bool = False) -> RopeSpec:
     """Rotary embedding by `parameters`, if None those of the config.
 
     partial: the family can rotate a part of a head. interleaved: see `RopeSpec`.
@@ -209,9 +207,7 @@ def rope_specs(hf: Hf, sliding_theta: float) -> tuple[RopeSpec, RopeSpec]:
     """
     nested = hf.get("rope_parameters") or {}
     if not set(nested) <= set(_LAYER_TYPES):
-        raise ConfigError(
-            f"rope_parameters must have the keys {' and '.join(_LAYER_TYPES)}, not {sorted(nested)}"
-        )
+        raise ConfigError(f"rope_parameters must have the keys {' and '.join(_LAYER_TYPES)}, not {sorted(nested)}")
     full = {**(nested.get("full_attention") or {}), **(hf.get("rope_scaling") or {})}
     sliding = {"rope_theta": sliding_theta, **(nested.get("sliding_attention") or {})}
     return rope_spec(hf, full), rope_spec(hf, sliding)

@@ -47,9 +47,7 @@ MINISTRAL3_DEFAULTS = DEFAULTS | {
 def mistral(hf: Hf) -> ModelConfig:
     """One window, or none, for all layers."""
     if hf.get("layer_types"):
-        raise ConfigError(
-            "a Mistral has one window for all layers; with layer_types it is a MinistralForCausalLM"
-        )
+        raise ConfigError("a Mistral has one window for all layers; with layer_types it is a MinistralForCausalLM")
     layer = LayerSpec(attention(hf, rope_spec(hf), hf["sliding_window"]), mlp(hf))
     return model(hf, "mistral", [layer] * need(hf, "num_hidden_layers"))
 

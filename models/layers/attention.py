@@ -67,7 +67,7 @@ class Attention(nnx.Module):
         if spec.qk_norm and spec.qk_norm_after_rope:
             q, k = self.qk_norm(q, k)
         if spec.temperature is not None:
-            steps = jnp.floor(ctx.positions / spec.temperature.context)
+            steps = jnp.maximum(ctx.positions, 0) // spec.temperature.context
             factor = 1.0 + spec.temperature.beta * jnp.log1p(steps)
             q = (q * factor[:, None, None, None]).astype(x.dtype)
         return q, k, v
@@ -82,9 +82,7 @@ class Attention(nnx.Module):
         """The chunks' queries by the prefill contract, the rows' by the decode contract: [T, K, G, h]."""
         spec, batch = self.spec, ctx.batch
         k, v = cache.read()
-        options = dict(
-            scale=spec.scale, window=spec.window, softcap=spec.softcap, ring=cache.ring, limit=ctx.limit
-        )
+        options = dict(scale=spec.scale, window=spec.window, softcap=spec.softcap, ring=cache.ring, limit=ctx.limit)
         parts = []
         split = math.prod(batch.chunk_tokens.shape)
         if split:

@@ -11,9 +11,7 @@ from inferlib.models.layers.param import param
 from inferlib.sharding import axes
 
 
-def rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, dims: int = 1, unit_offset: bool = False
-) -> jax.Array:
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, dims: int = 1, unit_offset: bool = False) -> jax.Array:
     """RMS norm over the last `dims` dimensions; `weight` has their shape."""
     over = tuple(range(-dims, 0))
     y = x.astype(jnp.float32)
@@ -29,6 +27,8 @@ class Norm(nnx.Module):
         self.weight = param((dim,), (axes.EMBED,), dtype, "zeros" if spec.unit_offset else "ones")
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        y = x
         if self.spec.kind == "layer":
-            x = x - jnp.mean(x.astype(jnp.float32), axis=-1, keepdims=True).astype(x.dtype)
-        return rms_norm(x, self.weight[...], self.spec.eps, unit_offset=self.spec.unit_offset)
+            y = x.astype(jnp.float32)
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        return rms_norm(y, self.weight[...], self.spec.eps, unit_offset=self.spec.unit_offset).astype(x.dtype)

@@ -1,0 +1,121 @@
+"""Through the cache: prefill by chunks, then decoding, equals one full pass of transformers.
+
+Prefill buckets are 8 and 16, windows 8, rings 24 slots. Most of the time is compilation: about a minute.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from inferlib import LLM, Buckets, SamplingParams
+from inferlib.cache.plan import plan_cache
+
+from tests.conftest import MAX_LEN, assert_greedy, build_llm, new_engine, random_prompts
+from tests.oracle import reference_logits
+
+# Logits have a standard deviation of 1 to 3; float32 sums in another order differ by 3e-5 at most.
+TOLERANCE = 1e-4
+MODELS = [("llama", False), ("mistral", False), ("gemma2", False), ("ministral", True)]
+# One token, around the buckets 8 and 16, several chunks, around the ring's 24 slots, nearly everything.
+EDGES = [1, 7, 8, 9, 15, 16, 17, 23, 24, 25, 33, 49, MAX_LEN - 1, MAX_LEN]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(params=MODELS, ids=lambda model: model[0])
+def model(request, llm_of, checkpoint):
+    """A shared LLM and its checkpoint."""
+    family, scan = request.param
+    return llm_of(family, scan), checkpoint(family)
+
+
+def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+def test_prefill_equals_one_pass_at_every_bucket_edge(model):
+    llm, path = model
+    (tokens,) = random_prompts([MAX_LEN])
+    expected = reference_logits(path, tokens)
+    assert expected.std() > 0.9
+    for length in EDGES:
+        logits = llm.logits(tokens[:length])
+        assert logits.shape == (length, llm.model_config.vocab)
+        assert logits.dtype == np.float32
+        np.testing.assert_allclose(logits, expected[:length], rtol=0, atol=TOLERANCE)
+
+
+def test_decoding_equals_one_pass(model):
+    """Eight prompts of different lengths share four rows; each grows by 60 tokens, past two wraps of a ring."""
+    llm, path = model
+    prompts = random_prompts([1, 7, 8, 9, 15, 16, 17, 33], seed=1)
+    for prompt, tokens in zip(prompts, generate(llm, prompts), strict=True):
+        assert len(tokens) == 60
+        assert_greedy(path, prompt, tokens)
+
+
+def test_decoding_up_to_the_last_position(model):
+    llm, path = model
+    (prompt,) = random_prompts([MAX_LEN - 5], seed=2)
+    (tokens,) = generate(llm, [prompt], dataclasses.replace(GREEDY, max_tokens=None))
+    assert len(tokens) == 5
+    assert_greedy(path, prompt, tokens)
+
+
+def test_stacked_layers_equal_unrolled_layers(llm_of):
+    """Five layers: a pattern of two that repeats and a single one against five single ones."""
+    stacked, unrolled = llm_of("ministral", True), llm_of("ministral", False)
+    assert [len(s.pattern) * s.count for s in stacked.engine.model.segments] == [4, 1]
+    assert len(unrolled.engine.model.segments) == 5
+    (tokens,) = random_prompts([70], seed=3)
+    np.testing.assert_allclose(stacked.logits(tokens), unrolled.logits(tokens), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [{"decode_steps": 1}, {"in_flight": 1}, {"in_flight": 4}], ids=str)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_the_pace_of_the_host_changes_nothing(family, options, llm_of):
+    """Tokens do not depend on the steps of a dispatch or on how many are under way."""
+    llm, prompts = llm_of(family), random_prompts([3, 20, 9, 1, 30, 8], seed=4)
+    expected = generate(llm, prompts)
+    with new_engine(llm, **options):
+        assert generate(llm, prompts) == expected
+
+
+def test_cache_buckets(checkpoint):
+    """Attention reads up to the smallest bucket that holds every row; a ring knows no bucket."""
+    buckets = Buckets(prefill=(8,), batch=(2,), cache=(16, 40, MAX_LEN))
+    llm = build_llm(checkpoint("gemma2"), buckets)
+    prompts = random_prompts([10, 3, 30, 1], seed=5)
+    seen = set()
+    get = llm.engine.programs.get
+    llm.engine.programs.get = lambda key: seen.add(key.limit) or get(key)
+    for prompt, tokens in zip(prompts, generate(llm, prompts), strict=True):
+        assert_greedy(checkpoint("gemma2"), prompt, tokens)
+    assert seen == set(buckets.cache)
+
+
+def test_layers_with_a_window_keep_a_ring(llm_of):
+    """A ring has window + chunk slots, if that is less than a full row."""
+    model = llm_of("gemma2").engine.model
+    k, h = model.config.layers[0].attention.kv_heads, model.config.layers[0].attention.head_dim
+
+    def shapes(max_len, chunk):
+        plan = plan_cache(model, rows=3, max_len=max_len, chunk=chunk, dtype=jnp.bfloat16)
+        return [(block.shape, block.ring) for block in plan.blocks]
+
+    full = ((3, k, 25, h), False)
+    assert shapes(25, chunk=16) == [((3, k, 24, h), True), full]
+    assert shapes(25, chunk=17) == [full, full]
+    assert [block.ring for block in llm_of("llama").engine.plan.blocks] == [False, False]
+
+
+def test_plan_allocates_what_it_says(llm_of):
+    for llm in (llm_of("gemma2"), llm_of("ministral", True)):
+        plan = llm.engine.plan
+        arrays = plan.allocate()
+        assert sum(array.nbytes for array in arrays) == plan.nbytes
+        assert [array.shape for array in arrays] == [block.shape for block in plan.blocks for _ in "kv"]
+        assert plan.flatten(plan.view(arrays)) == arrays
+        assert all(len(block.axes) == len(block.shape) for block in plan.blocks)

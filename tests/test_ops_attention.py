@@ -1,0 +1,173 @@
+"""The attention operations against float64 numpy, query by query; slots that no query may see hold NaN."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferlib.ops.attention import merge_attention
+from inferlib.ops.cache_write import cache_write
+from inferlib.ops.decode_attention import decode_attention
+from inferlib.ops.prefill_attention import prefill_attention
+
+TOLERANCE = 3e-6  # absolute, on outputs and log-sum-exps of order 1 in float32
+KV, GROUP, SIZE = 2, 3, 4
+SCALE = 0.7
+
+SINKS = np.random.default_rng(5).normal(size=(KV, GROUP)).astype(np.float32)
+OPTIONS = {
+    "plain": {},
+    "softcap": {"softcap": 0.8},
+    "sinks": {"sinks": SINKS},
+    "window": {"window": 5},
+    "window of one": {"window": 1},
+    "window beyond the cache": {"window": 100},
+    "ring": {"window": 5, "ring": True},
+    "ring of all options": {"window": 5, "ring": True, "softcap": 1.5, "sinks": SINKS},
+}
+
+
+def random_queries(*shape: int) -> np.ndarray:
+    return np.random.default_rng(2).normal(size=(*shape, KV, GROUP, SIZE)).astype(np.float32)
+
+
+def random_history(rows: int, length: int) -> np.ndarray:
+    """Keys and values of every position: [2, N, K, T, h]."""
+    return np.random.default_rng(1).normal(size=(2, rows, KV, length, SIZE)).astype(np.float32)
+
+
+def attend(q, keys, values, position, window=None, softcap=None, sinks=None, ring=False):
+    """One query q [K, G, h] at `position` over keys, values [K, T, h]: out [K, G, h], lse [K, G], float64."""
+    first = 0 if window is None else max(position - window + 1, 0)
+    keys, values = (x[:, first : position + 1].astype(np.float64) for x in (keys, values))
+    s = np.einsum("kgh,kth->kgt", q.astype(np.float64), keys) * SCALE
+    s = s if softcap is None else softcap * np.tanh(s / softcap)
+    p = np.exp(s)
+    total = p.sum(-1) + (0 if sinks is None else np.exp(sinks.astype(np.float64)))
+    return np.einsum("kgt,kth->kgh", p, values) / total[..., None], np.log(total)
+
+
+def cache_of(history, slots, first, stop, ring):
+    """A cache [N, K, S, h] that holds positions first[n] .. stop[n] - 1 of each row, and NaN elsewhere."""
+    cache = np.full((len(history), KV, slots, SIZE), np.nan, np.float32)
+    for row in range(len(first)):
+        for position in range(first[row], stop[row]):
+            cache[row, :, position % slots if ring else position] = history[row, :, position]
+    return cache
+
+
+@pytest.mark.parametrize("limit", [None, 17])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_decode(name, limit):
+    """Rows of length 0, 1 and more among more pages than rows; a ring of 9 slots wraps twice."""
+    options, lengths = OPTIONS[name], [17, 1, 0, 9, 10, 16]
+    history, q = random_history(8, 24), random_queries(len(lengths))
+    window, ring = options.get("window", 100), options.get("ring", False)
+    first = [max(length - window, 0) for length in lengths]
+    k, v = (cache_of(x, 8 if ring else 24, first, lengths, ring) for x in history)
+    run = jax.jit(partial(decode_attention, scale=SCALE, limit=limit, **options))
+    out, lse = map(np.asarray, run(q, k, v, jnp.array(lengths)))
+    assert out.dtype == lse.dtype == np.float32
+    for row, length in enumerate(lengths):
+        expected = (0, -np.inf)
+        if length:
+            expected = attend(q[row], *history[:, row], length - 1, **options)
+        np.testing.assert_allclose(out[row], np.broadcast_to(expected[0], out[row].shape), rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(lse[row], np.broadcast_to(expected[1], lse[row].shape), rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("limit", [None, 17])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_prefill(name, limit):
+    """Chunks of 4 in rows of any order, at the start, in the middle and behind a wrap; one is absent."""
+    options, width = OPTIONS[name], 4
+    rows, starts = [3, 0, 1, 6, 2], [0, 13, 5, 0, 11]  # row 6 of 5 is absent
+    history, q = random_history(5, 24), random_queries(len(rows), width)
+    window, ring = options.get("window", 100), options.get("ring", False)
+    first, stop = [0] * 5, [0] * 5
+    for row, start in zip(rows, starts, strict=True):
+        if row < 5:
+            first[row], stop[row] = max(start - window + 1, 0), start + width
+    k, v = (cache_of(x, 8 if ring else 24, first, stop, ring) for x in history)
+    run = jax.jit(partial(prefill_attention, scale=SCALE, limit=limit, **options))
+    out, lse = map(np.asarray, run(q, k, v, jnp.array(rows), jnp.array(starts)))
+    assert out.dtype == lse.dtype == np.float32
+    for chunk, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        for i in range(width if row < 5 else 0):
+            expected = attend(q[chunk, i], *history[:, row], start + i, **options)
+            np.testing.assert_allclose(out[chunk, i], expected[0], rtol=0, atol=TOLERANCE)
+            np.testing.assert_allclose(lse[chunk, i], expected[1], rtol=0, atol=TOLERANCE)
+
+
+def test_half_precision_accumulates_in_float32():
+    """2000 equal keys: a sum of weights in bfloat16 would stop at 256."""
+    q = jnp.ones((1, KV, GROUP, SIZE), jnp.bfloat16)
+    k = jnp.zeros((1, KV, 2000, SIZE), jnp.bfloat16)
+    v = jnp.broadcast_to(jnp.array([1.0, 2.0, -3.0, 0.5], jnp.bfloat16), k.shape)
+    out, lse = decode_attention(q, k, v, jnp.array([2000]), scale=1.0)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(np.float32), np.asarray(v[:, :, :GROUP], np.float32), rtol=1e-2)
+    np.testing.assert_allclose(lse, np.log(2000), atol=1e-3)
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [7], [3, 3], [2, 5, 5, 11], [12], [0, 4]])
+def test_merged_parts_equal_the_whole(cuts):
+    """Any split of 12 keys gives the same answer, also with empty parts; a row without any key stays empty."""
+    history, q = random_history(2, 12), random_queries(2)
+    bounds = [0, *cuts, 12]
+    whole = jax.jit(partial(decode_attention, scale=SCALE))
+    outs, lses = [], []
+    for start, stop in itertools.pairwise(bounds):
+        k, v = np.full((2, 2, KV, 12, SIZE), np.nan, np.float32)
+        k[0, :, : stop - start], v[0, :, : stop - start] = history[:, 0, :, start:stop]
+        out, lse = whole(q, k, v, jnp.array([stop - start, 0]))
+        outs.append(out)
+        lses.append(lse)
+    out, lse = merge_attention(jnp.stack(outs), jnp.stack(lses))
+    expected = attend(q[0], *history[:, 0], 11)
+    np.testing.assert_allclose(out[0], expected[0], rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(lse[0], expected[1], rtol=0, atol=TOLERANCE)
+    assert (np.asarray(out[1]) == 0).all()
+    assert (np.asarray(lse[1]) == -np.inf).all()
+
+
+def test_merging_is_associative():
+    rng = np.random.default_rng(3)
+    outs, lses = rng.normal(size=(3, 2, SIZE)).astype(np.float32), rng.normal(size=(3, 2)).astype(np.float32) * 20
+    at_once = merge_attention(outs, lses)
+    pair = merge_attention(outs[:2], lses[:2])
+    by_turns = merge_attention(jnp.stack([pair[0], outs[2]]), jnp.stack([pair[1], lses[2]]))
+    for a, b in zip(at_once, by_turns, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("layer", [None, 1])
+def test_cache_write(layer):
+    """Tokens land at their page and slot; a page of N or more, or a slot of S or more, writes nothing."""
+    pages, slots, rng = 3, 5, np.random.default_rng(4)
+    shape = (pages, KV, slots, SIZE) if layer is None else (2, pages, KV, slots, SIZE)
+    caches = rng.normal(size=(2, *shape)).astype(np.float32)
+    new = rng.normal(size=(2, 7, KV, SIZE)).astype(np.float32)
+    at = [(0, 0), (2, 4), (1, 3), (3, 1), (700, 2), (1, 5), (0, 600)]
+    expected = caches.copy()
+    for token, (page, slot) in enumerate(at[:3]):
+        target = expected if layer is None else expected[:, layer]
+        target[:, page, :, slot] = new[:, token]
+    write = jax.jit(cache_write, donate_argnums=(0, 1))
+    where = [jnp.array(x) for x in zip(*at, strict=True)]
+    written = write(*map(jnp.array, caches), *new, *where, layer=None if layer is None else jnp.array(layer))
+    np.testing.assert_array_equal(np.stack(written), expected)
+
+
+def test_cache_write_converts_to_the_type_of_the_cache():
+    cache = jnp.zeros((1, KV, 2, SIZE), jnp.bfloat16)
+    new = np.full((1, KV, SIZE), 1.001, np.float32)
+    k, _ = cache_write(cache, cache, new, new, jnp.array([0]), jnp.array([1]))
+    assert k.dtype == jnp.bfloat16
+    assert (k[0, :, 1] == 1).all()
+    assert (k[0, :, 0] == 0).all()
