@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from inferlib.models.batch import Backend
+from inferlib.sharding.shards import Shards
 
 
 class ConfigurationError(ValueError):
@@ -41,12 +42,6 @@ class Buckets:
             cache=(max_len,) if ragged else _powers(256, max_len),
         )
 
-    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(P, C): one chunk of each size, and as many short ones as hold the tokens of the longest."""
-        rows, longest = self.batch[-1], self.prefill[-1]
-        shapes = {(p, c) for c in self.prefill for p in (1, max(1, min(rows, longest // c)))}
-        return tuple(sorted(shapes, key=lambda s: (s[1], s[0])))
-
 
 def _powers(first: int, last: int) -> tuple[int, ...]:
     sizes = []
@@ -67,7 +62,7 @@ class EngineConfig:
 
     decode_steps: tokens per row and dispatch of a decode program. in_flight: dispatches the host runs ahead
     of the results it has seen. scan: repeating layers are stacked and scanned instead of unrolled.
-    platform: "cpu", "gpu", "tpu".
+    platform: "cpu", "gpu", "tpu". shards: the mesh; each of its replicas holds an equal share of the rows.
     """
 
     max_batch: int
@@ -78,11 +73,14 @@ class EngineConfig:
     in_flight: int = 2
     scan: bool = False
     backend: Backend = field(default_factory=Backend)
+    shards: Shards = field(default_factory=Shards)
 
     def __post_init__(self):
         for name in ("max_batch", "decode_steps", "in_flight"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_batch % self.shards.data:
+            raise ConfigurationError(f"max_batch {self.max_batch} does not divide over {self.shards.data} replicas")
         if self.max_len < 2:
             raise ConfigurationError(f"max_len must hold a prompt token and a new one, got {self.max_len}")
         if self.buckets.batch[-1] != self.max_batch:
@@ -98,8 +96,33 @@ class EngineConfig:
                 f"the largest prefill bucket ({self.buckets.prefill[-1]}) exceeds max_len ({self.max_len})"
             )
 
+    @property
+    def rows(self) -> int:
+        """Rows of each replica."""
+        return self.max_batch // self.shards.data
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """Batch buckets of each replica."""
+        return tuple(sorted({-(-size // self.shards.data) for size in self.buckets.batch}))
+
+    def most_chunks(self, width: int) -> int:
+        """How many prefill chunks of `width` tokens a replica takes in one step: the tokens of the longest chunk."""
+        return max(1, min(self.rows, self.buckets.prefill[-1] // width))
+
+    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(P, C) of each replica: one chunk of each size, and as many short ones as hold the longest's tokens."""
+        shapes = {(p, c) for c in self.buckets.prefill for p in (1, self.most_chunks(c))}
+        return tuple(sorted(shapes, key=lambda s: (s[1], s[0])))
+
     @staticmethod
-    def make(platform: Literal["cpu", "gpu", "tpu"], max_batch: int, max_len: int, buckets: Buckets | None = None):
+    def make(
+        platform: Literal["cpu", "gpu", "tpu"],
+        max_batch: int,
+        max_len: int,
+        buckets: Buckets | None = None,
+        shards: Shards | None = None,
+    ):
         """Defaults of a platform: scanned layers on TPU; one step per dispatch on GPU, where a device loop
         would wait for its condition at every step."""
         backend = Backend.for_platform(platform)
@@ -112,4 +135,5 @@ class EngineConfig:
             decode_steps=1 if platform == "gpu" else 8,
             scan=platform == "tpu",
             backend=backend,
+            shards=shards or Shards(),
         )

@@ -210,7 +210,7 @@ class LLM:
         """Logits at every position, float32 [T, V]."""
         request = self._request(None, _token_ids(token_ids), SamplingParams(temperature=0.0), detail="logits")
         self._run_silently([request])
-        return np.concatenate(request.sequences[0].prompt_details)
+        return np.concatenate(request.sequences[0].prompt_details)[:, : self.model_config.vocab]
 
     # ---- preparation and metrics
 

@@ -5,8 +5,9 @@ It is the single source that loading, random initialisation, budgets and compila
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from flax import nnx
 from inferlib.models.config import ModelConfig
 from inferlib.models.decoder import Decoder, Segment, segments_of
 from inferlib.models.layers.param import random_leaf
+from inferlib.models.layout import Layout
+from inferlib.sharding.shards import Shards
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,15 @@ class WeightSpec:
 class AbstractModel:
     """A model's structure. Programs take `weights`, a flat tuple of arrays in the order of `specs`."""
 
-    config: ModelConfig
+    layout: Layout
     segments: tuple[Segment, ...]
     specs: tuple[WeightSpec, ...]
     _graph: nnx.GraphDef
     _tree: jax.tree_util.PyTreeDef
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.layout.config
 
     def merge(self, weights: Sequence[jax.Array]) -> Decoder:
         """The decoder over these weights; call it inside a traced function."""
@@ -72,19 +79,24 @@ class AbstractModel:
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs)
 
-    def random_weights(self, seed: int = 0, place: Callable = lambda x: x) -> tuple[jax.Array, ...]:
-        """Random weights, drawn on the default device one by one; equal shapes share a compilation."""
-        draw = jax.jit(random_leaf, static_argnums=(1, 2, 3))
+    def random_weights(self, seed: int = 0, shards: Shards = Shards()) -> tuple[jax.Array, ...]:  # noqa: B008
+        """Random weights, drawn on their devices one by one; equal shapes share a compilation."""
+        draw = cache(lambda sharding: jax.jit(random_leaf, static_argnums=(1, 2, 3), out_shardings=sharding))
         keys = jax.random.split(jax.random.key(seed), len(self.specs))
         return tuple(
-            place(draw(key, spec.shape, spec.dtype.name, spec.init)) for key, spec in zip(keys, self.specs, strict=True)
+            draw(shards.sharding(spec.axes))(key, spec.shape, spec.dtype.name, spec.init)
+            for key, spec in zip(keys, self.specs, strict=True)
         )
 
 
-def abstract_model(config: ModelConfig, dtype, *, scan: bool = False) -> AbstractModel:
-    """The structure of `config` with weights of `dtype`; `scan` stacks repeating layers (see `segments_of`)."""
-    segments = segments_of(config.layers, scan=scan)
-    model = nnx.eval_shape(lambda: Decoder(config, segments, jnp.dtype(dtype)))
+def abstract_model(config: ModelConfig, dtype, *, scan: bool = False, shards: int = 1) -> AbstractModel:
+    """The structure of `config` with weights of `dtype`.
+
+    scan: stack repeating layers (see `segments_of`). shards: devices on the tensor axis, over which heads,
+    feed-forward and vocabulary must divide (see `Layout`).
+    """
+    segments, layout = segments_of(config.layers, scan=scan), Layout(config, shards)
+    model = nnx.eval_shape(lambda: Decoder(layout, segments, jnp.dtype(dtype)))
     graph, state = nnx.split(model)
     params, tree = jax.tree.flatten(state, is_leaf=lambda p: isinstance(p, nnx.Param))
     leaves, tree = jax.tree.flatten(state)
@@ -92,7 +104,7 @@ def abstract_model(config: ModelConfig, dtype, *, scan: bool = False) -> Abstrac
     if [p.shape for p in params] != [leaf.shape for leaf in leaves] or len(paths) != len(leaves):
         raise AssertionError("flax changed the order of a flattened state")
     specs = tuple(_weight_spec(path, p) for path, p in zip(paths, params, strict=True))
-    return AbstractModel(config, segments, specs, graph, tree)
+    return AbstractModel(layout, segments, specs, graph, tree)
 
 
 def _weight_spec(path: tuple, p: nnx.Param) -> WeightSpec:

@@ -12,6 +12,7 @@ import numpy as np
 
 from inferlib.models.config import ModelConfig, RopeSpec
 from inferlib.models.layers.rope import rope_angles
+from inferlib.sharding.shards import Shards
 
 
 class StepBatch(NamedTuple):
@@ -69,6 +70,13 @@ class StepContext:
     max_len: int
     limit: int | None = None
     backend: Backend = Backend()
+    shards: Shards = Shards()
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        p, c = self.batch.chunk_tokens.shape
+        return p * c + self.batch.decode_tokens.shape[0]
 
     @cached_property
     def positions(self) -> jax.Array:

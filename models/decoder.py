@@ -11,24 +11,27 @@ from flax import nnx
 from jax import lax
 
 from inferlib.models.batch import StepContext
-from inferlib.models.config import LayerSpec, ModelConfig
+from inferlib.models.config import LayerSpec
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.mlp import Mlp
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
+from inferlib.models.layout import Layout
 from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
 
 
 class Block(nnx.Module):
-    """One layer: x [T, D], its cache -> x [T, D], its cache."""
+    """One layer: x [T, D], its cache -> x [T, D], its cache. Where tokens are split, x is this device's share."""
 
-    def __init__(self, spec: LayerSpec, config: ModelConfig, dtype):
+    def __init__(self, spec: LayerSpec, layout: Layout, dtype):
+        config = layout.config
         self.spec, self.scale = spec, config.residual_scale
         norm = lambda: Norm(config.norm, config.dim, dtype)  # noqa: E731
-        self.attn = Attention(spec.attention, config.norm, config.dim, dtype)
-        self.mlp = Mlp(spec.mlp, config.dim, dtype)
+        self.attn = Attention(spec.attention, layout.heads(spec.attention), config.norm, config.dim, dtype)
+        self.mlp = Mlp(spec.mlp, layout.hidden(spec.mlp.hidden), config.dim, dtype)
         if spec.pre_norm:
             self.pre_attn_norm = norm()
             if not spec.parallel:
@@ -37,20 +40,29 @@ class Block(nnx.Module):
             self.post_attn_norm, self.post_mlp_norm = norm(), norm()
 
     def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        spec = self.spec
+        spec, shards = self.spec, ctx.shards
         with jax.named_scope("attention"):
-            y = self.pre_attn_norm(x) if spec.pre_norm else x
-            branch, cache = self.attn(y, ctx, cache)
-            if spec.post_norm:
-                branch = self.post_attn_norm(branch)
-        if not spec.parallel:
-            x = self.add(x, branch)
-            y = self.pre_mlp_norm(x) if spec.pre_norm else x
+            y = shards.all_tokens(self.pre_attn_norm(x) if spec.pre_norm else x, ctx.tokens)
+            attn, cache = self.attn(y, ctx, cache)
+        if spec.parallel:
+            with jax.named_scope("mlp"):
+                both = shards.sum_tokens(attn + self.mlp(y), axes.MLP)
+            return self.add(x, self.biased(both)), cache
+        attn = shards.sum_tokens(attn, axes.KV_HEADS)
+        if spec.attention.o_bias:
+            attn = attn + self.attn.o_bias[...]
+        x = self.add(x, self.post_attn_norm(attn) if spec.post_norm else attn)
         with jax.named_scope("mlp"):
-            mlp = self.mlp(y)
-            if spec.post_norm:
-                mlp = self.post_mlp_norm(mlp)
-        return self.add(x, branch + mlp if spec.parallel else mlp), cache
+            y = shards.all_tokens(self.pre_mlp_norm(x) if spec.pre_norm else x, ctx.tokens)
+            mlp = shards.sum_tokens(self.mlp(y), axes.MLP)
+        if spec.mlp.bias:
+            mlp = mlp + self.mlp.down_bias[...]
+        return self.add(x, self.post_mlp_norm(mlp) if spec.post_norm else mlp), cache
+
+    def biased(self, both: jax.Array) -> jax.Array:
+        if self.spec.attention.o_bias:
+            both = both + self.attn.o_bias[...]
+        return both + self.mlp.down_bias[...] if self.spec.mlp.bias else both
 
     def add(self, x: jax.Array, branch: jax.Array) -> jax.Array:
         return x + (branch if self.scale == 1.0 else branch * self.scale)
@@ -97,26 +109,25 @@ class Decoder(nnx.Module):
     "layers" of the segment's count.
     """
 
-    def __init__(self, config: ModelConfig, segments: tuple[Segment, ...], dtype):
+    def __init__(self, layout: Layout, segments: tuple[Segment, ...], dtype):
+        config = layout.config
         self.config, self.segments = config, segments
-        self.embed = param((config.vocab, config.dim), (axes.VOCAB, axes.EMBED), dtype)
+        self.embed = param((layout.vocab, config.dim), (axes.VOCAB, axes.EMBED), dtype)
         blocks = []
         for segment in segments:
             for spec in segment.pattern:
-                block = Block(spec, config, dtype)
+                block = Block(spec, layout, dtype)
                 blocks.append(_stacked(block, segment.count) if segment.count > 1 else block)
         self.blocks = nnx.List(blocks)
         self.final_norm = Norm(config.norm, config.dim, dtype)
         if not config.tied:
-            self.head = param((config.dim, config.vocab), (axes.EMBED, axes.VOCAB), dtype)
+            self.head = param((config.dim, layout.vocab), (axes.EMBED, axes.VOCAB), dtype)
 
     def __call__(self, ctx: StepContext, cache: tuple[LayerCache, ...]) -> tuple[jax.Array, tuple[LayerCache, ...]]:
         """Run the step's tokens: last hidden states [T, D] and the cache, one `LayerCache` per block."""
         # Cached now: computed in a scan's body they would not outlive it.
         _ = ctx.positions, ctx.pages, ctx.rope
-        x = jnp.take(self.embed[...], ctx.batch.tokens, axis=0, mode="clip")
-        if self.config.embed_scale != 1.0:
-            x = x * jnp.asarray(self.config.embed_scale, x.dtype)
+        x = self.embedding(ctx)
         new, at = [], 0
         for segment in self.segments:
             end = at + len(segment.pattern)
@@ -124,16 +135,33 @@ class Decoder(nnx.Module):
             x, caches = run(self.blocks[at:end], x, ctx, cache[at:end], segment.count)
             new += caches
             at = end
-        return x, tuple(new)
+        return ctx.shards.all_tokens(x, ctx.tokens), tuple(new)
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Hidden states [T, D] -> logits [T, V] float32."""
+    def embedding(self, ctx: StepContext) -> jax.Array:
+        """[T, D]; each device looks up the tokens of its share of the vocabulary."""
+        table, ids = self.embed[...], ctx.batch.tokens
+        if ctx.shards.axis(axes.VOCAB):
+            ids = ids - ctx.shards.index(axes.VOCAB) * table.shape[0]
+            own = (ids >= 0) & (ids < table.shape[0])
+            x = jnp.where(own[:, None], jnp.take(table, ids, axis=0, mode="clip"), 0)
+            x = ctx.shards.sum_tokens(x, axes.VOCAB)
+        else:
+            x = jnp.take(table, ids, axis=0, mode="clip")
+        return x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
+
+    def logits(self, x: jax.Array, shards: Shards) -> jax.Array:
+        """Hidden states [T, D] -> logits [T, V] float32, of this device's share of the vocabulary."""
+        config = self.config
         with jax.named_scope("head"):
             y = self.final_norm(x)
-            head = self.embed[...].T if self.config.tied else self.head[...]
-            logits = matmul(y, head, out_dtype=jnp.float32) * self.config.logit_scale
-            cap = self.config.final_softcap
-            return logits if cap is None else cap * jnp.tanh(logits / cap)
+            head = self.embed[...].T if config.tied else self.head[...]
+            logits = matmul(y, head, out_dtype=jnp.float32) * config.logit_scale
+            if config.final_softcap is not None:
+                logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
+            if logits.shape[1] * shards.size(axes.VOCAB) > config.vocab:
+                ids = jnp.arange(logits.shape[1]) + shards.index(axes.VOCAB) * logits.shape[1]
+                logits = jnp.where(ids < config.vocab, logits, -jnp.inf)
+            return logits
 
 
 def _unrolled(blocks, x, ctx, caches, _count):

@@ -63,6 +63,10 @@ class Shards:
     def min(self, x: jax.Array, name: str) -> jax.Array:
         return lax.pmin(x, axis) if (axis := self.axis(name)) else x
 
+    def size(self, name: str) -> int:
+        """Into how many shares a logical axis is split."""
+        return self.mesh.shape[axis] if (axis := self.axis(name)) else 1
+
     def index(self, name: str) -> jax.Array | int:
         """Which share of a logical axis this device holds."""
         return lax.axis_index(axis) if (axis := self.axis(name)) else 0

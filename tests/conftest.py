@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+import torch
+from transformers import AutoModelForCausalLM
 
 from inferlib import LLM, Buckets
 from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine
-from tests.oracle import make_checkpoint, reference_logits
+from tests.oracle import make_checkpoint
 
 VOCAB = 131
 MAX_LEN = 96
@@ -47,11 +49,12 @@ def checkpoint(tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def llm_of(checkpoint) -> Callable[..., LLM]:
-    """`llm_of(family, scan=False)`: a shared LLM of 4 rows; leave it idle."""
+    """`llm_of(family, scan=False)`: a shared LLM of 4 rows with prefill buckets 8 and 16; leave it idle."""
 
     @functools.cache
     def build(family: str, scan: bool = False) -> LLM:
-        buckets = Buckets(prefill=(8, 16), batch=(1, 4), cache=(MAX_LEN,))
+        batch = (1, 4) if family == "llama" else (4,)  # every bucket is another program to compile
+        buckets = Buckets(prefill=(8, 16), batch=batch, cache=(MAX_LEN,))
         return build_llm(checkpoint(family), buckets, scan=scan)
 
     return build
@@ -95,12 +98,23 @@ def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     return [rng.integers(3, VOCAB, length).tolist() for length in lengths]
 
 
+@functools.cache
+def _reference_model(path: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def reference(path: Path, tokens: list[int]) -> np.ndarray:
+    """Logits [T, V] of one full pass of transformers; like the oracle's, but the model is loaded once."""
+    with torch.no_grad():
+        return _reference_model(path)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+
+
 def assert_greedy(path: Path, prompt: list[int], tokens: list[int], margin: float = 1e-3) -> None:
     """Each token is the most likely one after those before it, by one full pass of transformers.
 
     margin: logits that differ by less count as equal.
     """
-    logits = reference_logits(path, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
+    logits = reference(path, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
     short = logits.max(-1) - logits[np.arange(len(tokens)), tokens]
     assert short.max() < margin, f"step {short.argmax()} of {len(tokens)}: {short.max()} below the best logit"
 

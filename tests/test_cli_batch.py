@@ -1,4 +1,4 @@
-"""`inferlib generate --input --output`: what a line may hold, bad lines, full disks, interruptions, resuming."""
+"""`inferlib generate --input --output`: lines good and bad, full disks, interruptions, resuming. About 25 s."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_kind_of_line(batch):
         {"prompt_token_ids": [7, 8, 9], "id": "mine", "sampling_params": {"max_tokens": 3}},
         {"messages": messages, "id": 40},
         b"  ",
-        {"prompt": "ab", "sampling_params": {"logit_bias": {"5": 100}, "logprobs": 1, "max_tokens": None}},
+        {"prompt": "ab", "sampling_params": {"logit_bias": {"5": 100}, "max_tokens": None}},
     )
     result = batch.run()
     assert result.exit_code == 0, result.output
@@ -84,7 +84,6 @@ def test_every_kind_of_line(batch):
     assert found[3]["outputs"][0]["text"] == llm.chat(messages, GREEDY)[0].outputs[0].text
     # null: up to the model's context of 256
     assert found[5]["outputs"][0]["token_ids"] == [5] * 254
-    assert found[5]["outputs"][0]["logprobs"][0][0]["token_id"] == 5
 
 
 def test_prompts_of_a_chat(batch):
@@ -287,7 +286,7 @@ def test_full_device(batch, line):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_interruption(batch, number):
     """The command is stopped in the midst, then continued; the results are those of an uninterrupted run."""
-    count = 1000
+    count = 20_000
     batch.write(*({"prompt": f"{i}"} for i in range(count)))
     arguments = ["generate", "--model", batch.inferlib.model, *map(str, batch.files), *SAMPLING, "--max-batch", "2"]
     process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import numpy as np
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,10 @@ class CachePlan:
     def nbytes(self) -> int:
         return sum(2 * int(np.prod(block.shape)) * self.dtype.itemsize for block in self.blocks)
 
-    def allocate(self) -> tuple[jax.Array, ...]:
-        """Zeroed arrays (k, v of each block in turn)."""
-        return tuple(jnp.zeros(block.shape, self.dtype) for block in self.blocks for _ in "kv")
+    def allocate(self, shards: Shards = Shards()) -> tuple[jax.Array, ...]:  # noqa: B008
+        """Zeroed arrays (k, v of each block in turn), each part on its device."""
+        zeros = cache(lambda sharding: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding))
+        return tuple(zeros(shards.sharding(b.axes))(b.shape, self.dtype.name) for b in self.blocks for _ in "kv")
 
     def view(self, arrays: Sequence[jax.Array]) -> tuple[LayerCache, ...]:
         """The flat arrays as one `LayerCache` per block."""
@@ -68,6 +71,6 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
         spec = model.config.layers[layers[0]].attention
         ring = spec.window is not None and spec.window + chunk < max_len
         slots = spec.window + chunk if ring else max_len
-        shape = (rows, spec.kv_heads, slots, spec.head_dim)
+        shape = (rows, model.layout.heads(spec).groups, slots, spec.head_dim)
         blocks.append(BlockCache(shape if len(layers) == 1 else (len(layers), *shape), ring))
     return CachePlan(rows, max_len, tuple(blocks), np.dtype(dtype))

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inferlib.models.config import AttentionSpec, LayerSpec, ModelConfig, RopeSpec
+from inferlib.models.config import LayerSpec, ModelConfig, RopeSpec
+from inferlib.models.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -67,38 +68,59 @@ def top_pieces(names: Mapping[str, str], config: ModelConfig, part: str) -> tupl
     return (Piece(names[part] + ".weight", shape),)
 
 
-def assemble(spec: LayerSpec | None, part: str, dtype: str, *pieces: jax.Array) -> jax.Array:
+def assemble(layout: Layout, spec: LayerSpec | None, part: str, dtype: str, *pieces: jax.Array) -> jax.Array:
     """Lay out the pieces of a part (see `layer_pieces`) as the decoder wants it. Traceable; one jit per shape."""
-    return _layout(spec, part, *pieces).astype(dtype)
+    lay_out = _top if spec is None else _attention if part.startswith("attn.") else _mlp
+    return lay_out(layout, spec, part, pieces).astype(dtype)
 
 
-def _layout(spec: LayerSpec | None, part: str, *pieces: jax.Array) -> jax.Array:
-    if spec is None:
-        return pieces[0].T if part == "head" else pieces[0]
-    attn = spec.attention
-    k, g, h = attn.kv_heads, attn.group, attn.head_dim
-    if part in ("attn.qkv", "attn.qkv_bias"):
-        q, key, v = pieces
-        tail = q.shape[1:]
-        q = _half_split(q.reshape(k, g, h, *tail), attn.rope, axis=2)
-        key = _half_split(key.reshape(k, 1, h, *tail), attn.rope, axis=2)
-        both = jnp.concatenate([q, key, v.reshape(k, 1, h, *tail)], axis=1)
-        return jnp.moveaxis(both, 3, 0) if tail else both
-    if part in ("attn.q_norm", "attn.k_norm"):
-        return _head_weight(pieces[0], attn, part)
-    if part == "attn.o":
-        return pieces[0].T.reshape(k, g, h, -1)
+def _top(layout: Layout, _spec: None, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
+    if part == "final_norm":
+        return pieces[0]
+    rows = _padded(pieces[0], layout.vocab, axis=0)
+    return rows.T if part == "head" else rows
+
+
+def _mlp(layout: Layout, spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
+    hidden = layout.hidden(spec.mlp.hidden)
     if part == "mlp.gate_up":
-        return jnp.moveaxis(jnp.stack(pieces), 2, 0)
+        return jnp.moveaxis(_padded(jnp.stack(pieces), hidden, axis=1), 2, 0)
     if part == "mlp.gate_up_bias":
-        return jnp.stack(pieces)
-    return pieces[0].T if part == "mlp.down" else pieces[0]
+        return _padded(jnp.stack(pieces), hidden, axis=1)
+    return _padded(pieces[0].T, hidden, axis=0) if part == "mlp.down" else pieces[0]  # norms are as they are
 
 
-def _head_weight(weight: jax.Array, attn: AttentionSpec, part: str) -> jax.Array:
-    if attn.qk_norm == "full":
-        weight = weight.reshape((attn.kv_heads, attn.group, -1) if part == "attn.q_norm" else (attn.kv_heads, -1))
-    return _half_split(weight, attn.rope, axis=weight.ndim - 1)
+def _attention(layout: Layout, spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
+    attn, heads = spec.attention, layout.heads(spec.attention)
+    source, h = np.array(heads.source), attn.head_dim
+    queries, keys, values = source[:, :-2], source[:, -2], source[:, -1]
+    if part in ("attn.qkv", "attn.qkv_bias"):
+        q, k, v = (piece.reshape(-1, h, *piece.shape[1:]) for piece in pieces)
+        q, k = _half_split(q, attn.rope, axis=1), _half_split(k, attn.rope, axis=1)
+        slots = [_heads(q, queries), _heads(k, keys)[:, None], _heads(v, values)[:, None]]
+        both = jnp.concatenate(slots, axis=1)  # [K, G + 2, h, D]
+        return jnp.moveaxis(both, 3, 0) if part == "attn.qkv" else both
+    if part == "attn.o":
+        return _heads(pieces[0].T.reshape(attn.heads, h, -1), queries)
+    if part in ("attn.q_norm", "attn.k_norm"):
+        weight = pieces[0]
+        if attn.qk_norm == "full":
+            weight = _heads(weight.reshape(-1, h), queries if part == "attn.q_norm" else keys)
+        return _half_split(weight, attn.rope, axis=weight.ndim - 1)
+    return pieces[0]
+
+
+def _heads(x: jax.Array, source: np.ndarray) -> jax.Array:
+    """x [H, ...] rearranged to source's shape [..., ...]; -1 gives a zero head."""
+    if np.array_equal(source.ravel(), np.arange(x.shape[0])):
+        return x.reshape(*source.shape, *x.shape[1:])
+    found = jnp.take(x, np.maximum(source, 0), axis=0)
+    return jnp.where((source >= 0).reshape(*source.shape, *[1] * (x.ndim - 1)), found, 0)
+
+
+def _padded(x: jax.Array, size: int, axis: int) -> jax.Array:
+    short = size - x.shape[axis]
+    return jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)]) if short else x
 
 
 def _half_split(x: jax.Array, rope: RopeSpec | None, axis: int) -> jax.Array:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
 
 from inferlib.checkpoint.assemble import Piece, assemble, layer_pieces, top_pieces
 from inferlib.checkpoint.source import CheckpointError, TensorSource
@@ -14,6 +16,8 @@ from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.config import LayerSpec
 from inferlib.models.families.common import Family
 from inferlib.progress import ByteProgress
+from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
 
 # Tensors that checkpoints carry and no model needs.
 _IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
@@ -60,31 +64,61 @@ def load_weights(
     family: Family,
     model: AbstractModel,
     *,
-    place: Callable[[jax.Array, WeightSpec], jax.Array] | None = None,
+    shards: Shards = Shards(),  # noqa: B008
     progress: bool = False,
 ) -> tuple[jax.Array, ...]:
     """The weights of `model` in the order of `model.specs`, read tensor by tensor from `source`.
 
     Tensors are moved to the device as stored and laid out there, so the host holds a few of them at a
-    time. place: moves a finished weight to its devices. progress: show bytes and rate.
+    time. On a mesh each device reads its own part of a tensor. progress: show bytes and rate.
     """
     items = plan_load(source, family, model)
-    lay_out = jax.jit(assemble, static_argnums=(0, 1, 2))
     total = sum(source.nbytes(name) for name in {p.tensor for i in items for layer in i.pieces for p in layer})
     weights = []
     with ByteProgress("loading weights", total, show=progress) as bar:
         for item in items:
-            layers = []
+            weight, layers = item.weight, []
+            axes_of_one = weight.axes[1:] if len(item.pieces) > 1 else weight.axes
+            lay_out = _jit_assemble(shards.sharding(axes_of_one))
             for pieces in item.pieces:
-                arrays = [source.read(p.tensor, slice(*p.rows) if p.rows else None) for p in pieces]
-                layers.append(lay_out(item.layer, item.weight.part, item.weight.dtype.name, *arrays))
+                arrays = [_read(source, piece, weight.part, shards) for piece in pieces]
+                layers.append(lay_out(model.layout, item.layer, weight.part, weight.dtype.name, *arrays))
                 bar.advance(sum(_read_bytes(source, p) for p in pieces))
-            weight = jnp.stack(layers) if len(layers) > 1 else layers[0]
-            del layers
-            weights.append(place(weight, item.weight) if place else weight)
+            weights.append(_jit_stack(shards.sharding(weight.axes))(layers) if len(layers) > 1 else layers[0])
             # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
             weights[-1].block_until_ready()
     return tuple(weights)
+
+
+@cache
+def _jit_assemble(sharding: NamedSharding | None):
+    return jax.jit(assemble, static_argnums=(0, 1, 2, 3), out_shardings=sharding)
+
+
+@cache
+def _jit_stack(sharding: NamedSharding | None):
+    return jax.jit(jnp.stack, out_shardings=sharding)
+
+
+def _read(source: TensorSource, piece: Piece, part: str, shards: Shards) -> np.ndarray | jax.Array:
+    """A piece as stored: a view of the file, or on a mesh an array of which each device reads its part."""
+    start, stop = piece.rows or (0, piece.shape[0])
+    if shards.mesh is None:
+        return source.read(piece.tensor, slice(start, stop) if piece.rows else None)
+    shape = (stop - start, *piece.shape[1:])
+    # The dimension that the layout splits: inputs of the row-parallel products, outputs of the others.
+    split = len(shape) - 1 if part in ("attn.o", "mlp.down") else 0
+    names = [None] * len(shape)
+    if shape[split] % shards.tensor == 0 and len(shape) > 1:
+        names[split] = axes.MLP
+    sharding = shards.sharding(tuple(names))
+
+    def part_of(index: tuple[slice, ...]) -> np.ndarray:
+        first, last, _ = index[0].indices(shape[0])
+        rows = source.read(piece.tensor, slice(start + first, start + last))
+        return np.ascontiguousarray(rows[(slice(None), *index[1:])])
+
+    return jax.make_array_from_callback(shape, sharding, part_of)
 
 
 def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:

@@ -109,7 +109,7 @@ def run_batch(
         typer.echo(f"interrupted; the finished lines are kept, {_continue_with()}", err=True)
         raise typer.Exit(128 + number) from None
     except OSError as error:
-        fail(f"{error}; the finished lines are kept, make it work and {_continue_with()}")
+        fail(f"{error}; the finished lines are kept, when this is solved {_continue_with()}")
     batch.report()
     return batch.failed
 

@@ -17,6 +17,7 @@ from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, Pr
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
+from inferlib.sharding import axes
 
 log = logging.getLogger(__name__)
 
@@ -79,20 +80,25 @@ class ProgramSet:
 
     def inputs(self, key: ProgramKey) -> tuple:
         """Abstract arguments of a key's program."""
-        rows, vocab = self.config.max_batch, self.model.config.vocab
-        struct = jax.ShapeDtypeStruct
-        weights = tuple(struct(spec.shape, spec.dtype) for spec in self.model.specs)
-        cache = tuple(struct(block.shape, self.plan.dtype) for block in self.plan.blocks for _ in "kv")
-        state = jax.eval_shape(partial(RowState.zeros, rows, vocab))
-        control = struct((rows + 2,), jnp.int32)
+        config, shards = self.config, self.config.shards
+
+        def struct(shape: tuple[int, ...], dtype, names: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=shards.sharding(names))
+
+        weights = tuple(struct(spec.shape, spec.dtype, spec.axes) for spec in self.model.specs)
+        cache = tuple(struct(b.shape, self.plan.dtype, b.axes) for b in self.plan.blocks for _ in "kv")
+        state = jax.eval_shape(partial(RowState.zeros, config.max_batch, self.model.layout.vocab))
+        state = RowState(*(struct(x.shape, x.dtype, n) for x, n in zip(state, RowState.AXES, strict=True)))
+        by_row = (axes.ROWS, None)
+        control = struct((shards.data, config.rows + 2), jnp.int32, by_row)
         if not key.chunks:
             return weights, cache, state, control
-        p = key.chunks
+        p = key.chunks * shards.data
         chunk = ChunkInput(
-            tokens=struct((p, key.chunk), jnp.int32),
-            table=struct((p, len(CHUNK_COLUMNS)), jnp.int32),
-            ints=struct((p, state.ints.shape[1]), jnp.int32),
-            floats=struct((p, state.floats.shape[1]), jnp.float32),
+            tokens=struct((p, key.chunk), jnp.int32, by_row),
+            table=struct((p, len(CHUNK_COLUMNS)), jnp.int32, by_row),
+            ints=struct((p, state.ints.shape[1]), jnp.int32, by_row),
+            floats=struct((p, state.floats.shape[1]), jnp.float32, by_row),
         )
         return weights, cache, state, control, chunk
 
@@ -105,10 +111,10 @@ def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[Pr
     buckets, keys = config.buckets, []
     for mode in modes:
         for limit in buckets.cache:
-            for rows in buckets.batch:
+            for rows in config.row_buckets:
                 keys += [ProgramKey(mode, rows, limit, steps) for steps in {1, config.decode_steps}]
-            for chunks, chunk in buckets.prefill_shapes():
-                keys += [ProgramKey(mode, rows, limit, chunks=chunks, chunk=chunk) for rows in (0, config.max_batch)]
+            for chunks, chunk in config.prefill_shapes():
+                keys += [ProgramKey(mode, rows, limit, chunks=chunks, chunk=chunk) for rows in (0, config.rows)]
             if mode == "logprobs":
                 keys += [
                     ProgramKey(mode, 0, limit, chunks=1, chunk=chunk, detail=detail)

@@ -19,7 +19,8 @@ from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import StepBatch, StepContext
-from inferlib.sampling.sampler import Sampled, count_tokens, is_stop, mark_prompt, sample, score, unpack
+from inferlib.sampling.sampler import Sampled, Vocabulary, count_tokens, is_stop, mark_prompt, sample, score, unpack
+from inferlib.sharding import axes
 
 Mode = Literal["greedy", "sample", "logprobs"]
 MODES: tuple[Mode, ...] = get_args(Mode)  # each does all that those before it do
@@ -29,8 +30,8 @@ MODES: tuple[Mode, ...] = get_args(Mode)  # each does all that those before it d
 class ProgramKey:
     """What a program is specialised for.
 
-    rows: decode rows (B); limit: no position reaches it; mode: what sampling must do; steps: decode steps.
-    chunks, chunk: P chunks of C prefill tokens (then steps is 1). detail: what else a prefill returns for
+    rows: decode rows (B) of each replica; limit: no position reaches it; mode: what sampling must do; steps: decode steps.
+    chunks, chunk: P chunks of C prefill tokens of each replica (then steps is 1). detail: what else a prefill returns for
     every prompt position: log-probabilities of the next token, or the logits.
     """
 
@@ -51,7 +52,7 @@ class ProgramKey:
 
 
 class Control(NamedTuple):
-    """What the host tells every program; packed in one array `[R + 2]` int32 (see `pack_control`).
+    """What the host tells every program; packed in one array `[1, R + 2]` int32 for each replica.
 
     cancel [R] bool: rows to stop now; steps: decode steps to run, at most the program's; yield_early bool: return
     as soon as a row finishes, so that a waiting prompt can have it.
@@ -63,7 +64,7 @@ class Control(NamedTuple):
 
     @staticmethod
     def unpack(packed: jax.Array) -> Control:
-        return Control(packed[:-2] != 0, packed[-2], packed[-1] != 0)
+        return Control(packed[0, :-2] != 0, packed[0, -2], packed[0, -1] != 0)
 
 
 # Columns of the chunk table [P, 7] int32: cache row (R or more: absent), position of the first token, tokens,
@@ -94,9 +95,42 @@ class StepOutput(NamedTuple):
 
 
 def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey) -> Callable:
-    """The function `(weights, cache, state, control[, chunk]) -> (cache, state, StepOutput)` of a key."""
+    """The function `(weights, cache, state, control[, chunk]) -> (cache, state, StepOutput)` of a key.
+
+    On a mesh it takes whole arrays and runs one device's part of it on each.
+    """
     maker = _Maker(model, plan, config, key)
-    return maker.step if key.chunks else maker.decode
+    function = maker.step if key.chunks else maker.decode
+    if config.shards.mesh is None:
+        return function
+    spec = config.shards.rules.spec
+    state = tree_specs(spec, RowState.AXES)
+    fixed = (tuple(spec(w.axes) for w in model.specs), tuple(spec(b.axes) for b in plan.blocks for _ in "kv"), state)
+    chunk = (ChunkInput(*(spec((axes.ROWS, None)) for _ in ChunkInput._fields)),) if key.chunks else ()
+    return jax.shard_map(
+        function,
+        mesh=config.shards.mesh,
+        in_specs=(*fixed, spec((axes.ROWS, None)), *chunk),
+        out_specs=(*fixed[1:], _output_specs(spec, key)),
+        check_vma=False,
+    )
+
+
+def _output_specs(spec: Callable, key: ProgramKey) -> StepOutput:
+    """How a program's output is put together from the devices' parts."""
+    logprobs = key.mode == "logprobs"
+    detail = spec((axes.ROWS, None, axes.VOCAB)) if key.detail == "logits" else spec((axes.ROWS,))
+    return StepOutput(
+        tokens=spec((None, axes.ROWS)),
+        sampled=Sampled(*[spec((None, axes.ROWS))] * 5) if logprobs and key.rows else None,
+        chunk_tokens=spec((axes.ROWS,)) if key.chunks else None,
+        chunk_sampled=Sampled(*[spec((axes.ROWS,))] * 5) if logprobs and key.chunks else None,
+        detail=Sampled(*[detail] * 5) if key.detail == "logprobs" else detail if key.detail else None,
+    )
+
+
+def tree_specs(spec: Callable, names: RowState) -> RowState:
+    return RowState(*(spec(axes_of_field) for axes_of_field in names))
 
 
 @dataclass(frozen=True)
@@ -106,20 +140,31 @@ class _Maker:
     config: EngineConfig
     key: ProgramKey
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.config.shards)
+
+    def any_row(self, x: jax.Array) -> jax.Array:
+        """Whether any row of any replica; the replicas stay in step."""
+        return self.config.shards.max(jnp.any(x).astype(jnp.int32), axes.ROWS) > 0
+
     def run(self, weights, cache, batch: StepBatch):
         """Hidden states [T, D], the decoder (for its head) and the cache."""
         decoder = self.model.merge(weights)
-        ctx = StepContext(batch, self.model.config, self.plan.max_len, self.key.limit, self.config.backend)
+        config = self.config
+        ctx = StepContext(
+            batch, self.model.config, self.plan.max_len, self.key.limit, config.backend, config.shards
+        )
         hidden, caches = decoder(ctx, self.plan.view(cache))
         return hidden, decoder, self.plan.flatten(caches)
 
     def advance(self, rows: RowState, logits: jax.Array) -> tuple[RowState, Sampled]:
         """Sample the next token of every row and account for it; inactive rows yield token -1."""
         params = unpack(rows.ints, rows.floats)
-        sampled = sample(logits, params, rows.counts, rows.generated, mode=self.key.mode)
+        sampled = sample(logits, params, rows.counts, rows.generated, mode=self.key.mode, vocabulary=self.vocabulary)
         token, counts = sampled.token, rows.counts
         if self.key.mode != "greedy":
-            counts = count_tokens(counts, token, rows.active)
+            counts = count_tokens(counts, token, rows.active, self.vocabulary)
         live = rows.active.astype(jnp.int32)
         budget = rows.budget - live
         rows = rows._replace(
@@ -141,7 +186,7 @@ class _Maker:
         def step(cache, rows):
             lengths = jnp.where(rows.active, rows.length + 1, 0)
             hidden, decoder, cache = self.run(weights, cache, StepBatch.of_rows(rows.token, lengths))
-            return (cache, *self.advance(rows, decoder.logits(hidden)))
+            return (cache, *self.advance(rows, decoder.logits(hidden, self.config.shards)))
 
         if key.steps == 1:
             cache, rows, sampled = step(cache, rows)
@@ -153,8 +198,8 @@ class _Maker:
 
             def more(carry):
                 i, _, rows, _ = carry
-                finished = jnp.any(started & ~rows.active)
-                return (i < control.steps) & jnp.any(rows.active) & ~(control.yield_early & finished)
+                finished = self.any_row(started & ~rows.active)
+                return (i < control.steps) & self.any_row(rows.active) & ~(control.yield_early & finished)
 
             def body(carry):
                 i, cache, rows, outs = carry
@@ -179,7 +224,7 @@ class _Maker:
         split = key.chunks * key.chunk
         chunks = hidden[:split].reshape(key.chunks, key.chunk, -1)
         ends = jnp.take_along_axis(chunks, jnp.maximum(info["length"] - 1, 0)[:, None, None], axis=1)[:, 0]
-        logits = decoder.logits(jnp.concatenate([ends, hidden[split:]]))
+        logits = decoder.logits(jnp.concatenate([ends, hidden[split:]]), self.config.shards)
 
         output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32))
         if key.rows:
@@ -191,12 +236,12 @@ class _Maker:
         state, first = self.admit(state, logits[: key.chunks], chunk, info)
         output = output._replace(chunk_tokens=first.token, chunk_sampled=first if key.mode == "logprobs" else None)
         if key.detail:
-            every = decoder.logits(hidden[:split])
+            every = decoder.logits(hidden[:split], self.config.shards)
             if key.detail == "logprobs":
                 following = jnp.concatenate([chunk.tokens[:, 1:], info["next"][:, None]], axis=1)
                 at_end = jnp.arange(key.chunk) == info["length"][:, None] - 1
                 following = jnp.where(at_end, info["next"][:, None], following)
-                every = score(every, jnp.maximum(following, 0).reshape(-1))
+                every = score(every, jnp.maximum(following, 0).reshape(-1), self.vocabulary)
             shape = (key.chunks, key.chunk)
             output = output._replace(detail=jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), every))
         return cache, state, output
@@ -209,7 +254,7 @@ class _Maker:
         counts = state.counts
         if self.key.mode != "greedy":
             valid = jnp.arange(self.key.chunk) < info["length"][:, None]
-            counts = mark_prompt(counts, info["row"], chunk.tokens, valid, info["first"] != 0)
+            counts = mark_prompt(counts, info["row"], chunk.tokens, valid, info["first"] != 0, self.vocabulary)
         fresh = RowState(
             token=zeros,
             length=info["start"] + info["length"] - 1,

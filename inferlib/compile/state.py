@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from inferlib.sampling.sampler import pack
+from inferlib.sharding import axes
 
 
 class RowState(NamedTuple):
@@ -54,3 +55,8 @@ class RowState(NamedTuple):
         if rows == self.token.shape[0]:
             return head
         return RowState(*(x.at[:rows].set(new) for x, new in zip(self, head, strict=True)))
+
+
+_ROW = (axes.ROWS,)
+# Logical axes of every field.
+RowState.AXES = RowState(_ROW, _ROW, _ROW, _ROW, _ROW, (axes.ROWS, None), (axes.ROWS, None), (axes.ROWS, axes.VOCAB))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
 from inferlib.models.abstract import AbstractModel
 from inferlib.sampling.sampler import Sampled, pack
+from inferlib.sharding import axes
 
 
 @dataclass
@@ -78,8 +79,10 @@ class Engine:
         self.programs = ProgramSet(model, self.plan, config)
         self.stats = EngineStats()
         self.scheduler = Scheduler(config)
-        self.cache = self.plan.allocate()
-        self.state = RowState.zeros(config.max_batch, model.config.vocab)
+        self.cache = self.plan.allocate(config.shards)
+        state = RowState(*(config.shards.sharding(names) for names in RowState.AXES))
+        make_state = jax.jit(RowState.zeros, static_argnums=(0, 1), out_shardings=state)
+        self.state = make_state(config.max_batch, model.layout.vocab)
         self._in_flight: deque[_InFlight] = deque()
         self._cancelled: set[int] = set()
         self._controls: dict[tuple[int, bool], jax.Array] = {}
@@ -142,28 +145,32 @@ class Engine:
     def _control(self, steps: int, *, yield_early: bool) -> jax.Array | np.ndarray:
         if not self._cancelled and (steps, yield_early) in self._controls:
             return self._controls[steps, yield_early]
-        control = np.zeros((self.config.max_batch + 2,), np.int32)
-        control[-2:] = steps, yield_early
+        shards, rows = self.config.shards, self.config.rows
+        control = np.zeros((shards.data, rows + 2), np.int32)
+        control[:, -2:] = steps, yield_early
         if self._cancelled:
-            control[list(self._cancelled)] = 1
+            for row in self._cancelled:
+                control[divmod(row, rows)] = 1
             self._cancelled.clear()
             return control
-        return self._controls.setdefault((steps, yield_early), jax.device_put(control))
+        placed = jax.device_put(control, shards.sharding((axes.ROWS, None)))
+        return self._controls.setdefault((steps, yield_early), placed)
 
     def _chunk_input(self, dispatch: Dispatch) -> ChunkInput:
-        key, absent = dispatch.key, self.config.max_batch
-        tokens = np.zeros((key.chunks, key.chunk), np.int32)
-        table = np.zeros((key.chunks, len(CHUNK_COLUMNS)), np.int32)
+        key, rows = dispatch.key, self.config.rows
+        count = key.chunks * self.config.shards.data
+        tokens = np.zeros((count, key.chunk), np.int32)
+        table = np.zeros((count, len(CHUNK_COLUMNS)), np.int32)
         # Absent chunks write nowhere; distinct rows keep the scatter's promise of unique indices.
-        table[:, 0] = absent + np.arange(key.chunks)
+        table[:, 0] = rows + np.arange(count) % key.chunks
         table[:, -1] = -1
-        entries: list = [None] * key.chunks
-        for i, chunk in enumerate(dispatch.chunks):
+        entries: list = [None] * count
+        for i, chunk in zip(self._slots(dispatch), dispatch.chunks, strict=True):
             s, end = chunk.sequence, chunk.start + chunk.length
             tokens[i, : chunk.length] = s.prompt[chunk.start : end]
             following = s.prompt[end] if end < len(s.prompt) else -1
             table[i] = (
-                s.row,
+                s.row % rows,
                 chunk.start,
                 chunk.length,
                 chunk.start == 0,
@@ -173,6 +180,15 @@ class Engine:
             )
             entries[i] = (s.params, s.seed, s.eos_ids)
         return ChunkInput(tokens, table, *pack(entries))
+
+    def _slots(self, dispatch: Dispatch) -> list[int]:
+        """Where each chunk stands in the chunk table: its replica's slots in order."""
+        taken, slots = Counter(), []
+        for chunk in dispatch.chunks:
+            replica = chunk.sequence.row // self.config.rows
+            slots.append(replica * dispatch.key.chunks + taken[replica])
+            taken[replica] += 1
+        return slots
 
     def _receive(self) -> list[Sequence]:
         """Wait for the oldest dispatch and account for its tokens."""
@@ -184,13 +200,15 @@ class Engine:
         steps = dispatch.key.steps
         for s in dispatch.rows:
             before = len(s.tokens)
+            replica, place = divmod(s.row, self.config.rows)
+            column = replica * dispatch.key.rows + place
             for i in range(steps):
-                if s.status is Status.DECODE and output.tokens[i, s.row] >= 0:
-                    self._accept(s, int(output.tokens[i, s.row]), output.sampled, (i, s.row))
+                if s.status is Status.DECODE and output.tokens[i, column] >= 0:
+                    self._accept(s, int(output.tokens[i, column]), output.sampled, (i, column))
                     advanced[id(s)] = s
             # The device may have returned early to let a waiting prompt in.
             s.scheduled -= steps - (len(s.tokens) - before)
-        for i, chunk in enumerate(dispatch.chunks):
+        for i, chunk in zip(self._slots(dispatch), dispatch.chunks, strict=True):
             s = chunk.sequence
             if s.detail and s.status is not Status.FINISHED:
                 s.prompt_details.append(jax.tree.map(lambda x, i=i, n=chunk.length: x[i, :n], output.detail))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from inferlib.compile.programs import MODES, ProgramKey
@@ -38,7 +38,9 @@ class Scheduler:
         self.config = config
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
-        self._free = list(range(config.max_batch))
+        # Replicas fill evenly: the lowest place in any of them first.
+        self._free = [(row % config.rows, row) for row in range(config.max_batch)]
+        heapq.heapify(self._free)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -47,7 +49,7 @@ class Scheduler:
         """Give a finished sequence's row back."""
         if self.running.get(sequence.row) is sequence:
             del self.running[sequence.row]
-            heapq.heappush(self._free, sequence.row)
+            heapq.heappush(self._free, (sequence.row % self.config.rows, sequence.row))
 
     @property
     def idle(self) -> bool:
@@ -60,7 +62,7 @@ class Scheduler:
         """
         while self.waiting and self._free:
             sequence = self.waiting.popleft()
-            sequence.row = heapq.heappop(self._free)
+            _, sequence.row = heapq.heappop(self._free)
             sequence.status = Status.PREFILL
             self.running[sequence.row] = sequence
         decoding = tuple(s for s in self.running.values() if s.may_be_active)
@@ -72,21 +74,21 @@ class Scheduler:
     def _chunks(self, prefilling: list[Sequence]) -> tuple[list[Chunk], tuple[int, int]]:
         """As many chunks as one step's tokens hold, oldest prompts first, and the (P, C) they need."""
         sizes, longest = self.config.buckets.prefill, self.config.buckets.prefill[-1]
-        chunks, width = [], 0
+        chunks, width, taken = [], 0, Counter()
         for s in sorted(prefilling, key=lambda s: s.arrival):
             if chunks and (s.detail or chunks[0].sequence.detail):
                 continue  # a prompt that returns its details goes alone
-            left = len(s.prompt) - s.prefilled
+            left, replica = len(s.prompt) - s.prefilled, s.row // self.config.rows
             need = max(width, pick(sizes, min(left, longest)))
-            if chunks and (len(chunks) + 1) * need > longest:
+            if max(taken[replica] + 1, *taken.values(), 1) > self.config.most_chunks(need):
                 continue
             width = need
+            taken[replica] += 1
             length = min(left, longest)
             chunks.append(Chunk(s, s.prefilled, length, length == left))
         if not chunks:
             return [], (0, 0)
-        count = 1 if len(chunks) == 1 else max(1, min(self.config.max_batch, longest // width))
-        return chunks, (count, width)
+        return chunks, (1 if max(taken.values()) == 1 else self.config.most_chunks(width), width)
 
     def _step(self, chunks: list[Chunk], shape: tuple[int, int], decoding: tuple[Sequence, ...]) -> Dispatch:
         detail = chunks[0].sequence.detail
@@ -102,7 +104,7 @@ class Scheduler:
             s.scheduled += 1
         limit = max([limit, *(s.max_length for s in decoding)])
         mode = self._mode([*(c.sequence for c in chunks), *decoding])
-        rows = self.config.max_batch if decoding else 0
+        rows = self.config.rows if decoding else 0
         key = ProgramKey(
             mode, rows, pick(self.config.buckets.cache, limit), chunks=shape[0], chunk=shape[1], detail=detail
         )
@@ -110,8 +112,9 @@ class Scheduler:
 
     def _decode(self, decoding: tuple[Sequence, ...], max_steps: int) -> Dispatch:
         steps = self.config.decode_steps if max_steps >= self.config.decode_steps else 1
-        rows = pick(self.config.buckets.batch, 1 + max(s.row for s in decoding if s.may_decode))
-        decoding = tuple(s for s in decoding if s.row < rows)
+        place = self.config.rows
+        rows = pick(self.config.row_buckets, 1 + max(s.row % place for s in decoding if s.may_decode))
+        decoding = tuple(s for s in decoding if s.row % place < rows)
         for s in decoding:
             s.scheduled += steps
         limit = pick(self.config.buckets.cache, max(s.max_length for s in decoding))

@@ -7,6 +7,7 @@ then a draw by the Gumbel-max trick. Rows never mix: what an inactive row holds,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
@@ -15,6 +16,41 @@ import numpy as np
 from jax import lax
 
 from inferlib.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
+from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Which tokens the V columns of a device stand for: all of them, or its share of a split vocabulary."""
+
+    shards: Shards = Shards()
+
+    def ids(self, x: jax.Array) -> jax.Array:
+        """Token id of every element of x [N, V]."""
+        return lax.broadcasted_iota(jnp.int32, x.shape, 1) + self.shards.index(axes.VOCAB) * x.shape[1]
+
+    def columns(self, ids: jax.Array, width: int) -> jax.Array:
+        """Column of each token id; `width` (which scatters drop) for negative ids and other devices' tokens."""
+        local = ids - self.shards.index(axes.VOCAB) * width
+        return jnp.where((ids >= 0) & (local >= 0) & (local < width), local, width)
+
+    def sum(self, x: jax.Array, dtype=None) -> jax.Array:
+        """Sum of each row, [N, 1]."""
+        return self.shards.sum(x.sum(-1, keepdims=True, dtype=dtype), axes.VOCAB)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        return self.shards.max(x.max(-1, keepdims=True), axes.VOCAB)
+
+    def own(self, x: jax.Array, width: int) -> jax.Array:
+        """This device's columns [N, width] of x over the whole vocabulary."""
+        return lax.dynamic_slice_in_dim(x, self.shards.index(axes.VOCAB) * width, width, axis=1)
+
+    def size(self, width: int) -> int:
+        return width * self.shards.size(axes.VOCAB)
+
+
+WHOLE = Vocabulary()
 
 # Set in `counts` for the tokens of the prompt; the bits below it count how often the token was generated.
 PROMPT_FLAG = 1 << 30
@@ -125,6 +161,7 @@ def sample(
     generated: jax.Array | None,
     *,
     mode: Literal["greedy", "sample", "logprobs"],
+    vocabulary: Vocabulary = WHOLE,
 ) -> Sampled:
     """Chooses the next token of each row.
 
@@ -136,34 +173,38 @@ def sample(
         mode: static. "greedy" takes the most likely token (the lowest id among equals) and reads nothing but
             the logits, so the other arguments may be None; "sample" does what each row asks; "logprobs" also
             reports log-probabilities.
+        vocabulary: of which this device's logits and counts hold a share.
 
     Returns:
         The tokens, always in [0, V), even where the logits of a row are NaN.
     """
     if mode == "greedy":
-        return Sampled(_argmax(logits))
-    processed = process(logits, params, counts, generated)
+        return Sampled(_argmax(logits, vocabulary))
+    processed = process(logits, params, counts, generated, vocabulary)
     # Distance below the best token, in units of temperature: at least 0, whatever the scale of the logits.
     sampled = params.temperature > 0
     temperature = jnp.where(sampled, params.temperature, 1.0)
-    distance = (processed.max(-1, keepdims=True) - processed) / temperature[:, None]
-    noise = jax.vmap(_gumbel, (0, 0, None))(params.seed, generated, logits.shape[-1])
+    distance = (vocabulary.max(processed) - processed) / temperature[:, None]
+    noise = jax.vmap(_gumbel, (0, 0, None))(params.seed, generated, vocabulary.size(logits.shape[-1]))
+    noise = vocabulary.own(noise, logits.shape[-1])
     scores = jnp.where(sampled[:, None], noise, 0.0) - distance
-    token = _argmax(jnp.where(keep(distance, params), scores, -jnp.inf))
+    token = _argmax(jnp.where(keep(distance, params, vocabulary), scores, -jnp.inf), vocabulary)
     if mode == "sample":
         return Sampled(token)
-    return score(logits, token)
+    return score(logits, token, vocabulary)
 
 
-def process(logits: jax.Array, params: RowParams, counts: jax.Array, generated: jax.Array) -> jax.Array:
+def process(
+    logits: jax.Array, params: RowParams, counts: jax.Array, generated: jax.Array, vocabulary: Vocabulary = WHOLE
+) -> jax.Array:
     """Logits [N, V] after logit bias, the ban on stop tokens before `min_tokens`, and penalties."""
-    vocab = logits.shape[-1]
+    width = logits.shape[-1]
     rows = jnp.arange(logits.shape[0])[:, None]
-    # Padding, the index -1, adds 0 to the last token.
-    logits = logits.at[rows, params.bias_ids].add(params.bias_values, mode="drop")
-    banned = (params.stop_ids >= 0) & (generated < params.min_tokens)[:, None]
-    # The index V is dropped.
-    logits = logits.at[rows, jnp.where(banned, params.stop_ids, vocab)].set(-jnp.inf, mode="drop")
+    bias_columns = vocabulary.columns(params.bias_ids, width)
+    logits = logits.at[rows, bias_columns].add(params.bias_values, mode="drop")
+    banned = (generated < params.min_tokens)[:, None]
+    stop_columns = vocabulary.columns(jnp.where(banned, params.stop_ids, -1), width)
+    logits = logits.at[rows, stop_columns].set(-jnp.inf, mode="drop")
 
     repetition = jnp.where(counts > 0, params.repetition[:, None], 1.0)
     logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -172,7 +213,7 @@ def process(logits: jax.Array, params: RowParams, counts: jax.Array, generated: 
     return logits - params.presence[:, None] * (output_counts > 0)
 
 
-def keep(distance: jax.Array, params: RowParams) -> jax.Array:
+def keep(distance: jax.Array, params: RowParams, vocabulary: Vocabulary = WHOLE) -> jax.Array:
     """Which tokens min_p, top_k and top_p leave, as a mask [N, V]; the best token always stays.
 
     Tokens as likely as the last one that is kept are all kept, so equal logits can exceed top_k. top_p is a
@@ -186,15 +227,17 @@ def keep(distance: jax.Array, params: RowParams) -> jax.Array:
     kept = distance <= -jnp.log(params.min_p)[:, None]
 
     top_k = jnp.where(params.top_k > 0, params.top_k, jnp.inf)
-    kept &= bits <= _threshold(bits, 1.0, top_k[:, None])
+    kept &= bits <= _threshold(bits, 1.0, top_k[:, None], vocabulary)
 
     mass = jnp.where(kept, jnp.exp(-distance), 0.0)
-    target = params.top_p[:, None] * mass.sum(-1, keepdims=True)
+    target = params.top_p[:, None] * vocabulary.sum(mass)
     target = jnp.where(params.top_p[:, None] < 1, target, jnp.inf)
-    return kept & (bits <= _threshold(bits, mass, target))
+    return kept & (bits <= _threshold(bits, mass, target, vocabulary))
 
 
-def _threshold(bits: jax.Array, weights: jax.Array | float, target: jax.Array) -> jax.Array:
+def _threshold(
+    bits: jax.Array, weights: jax.Array | float, target: jax.Array, vocabulary: Vocabulary
+) -> jax.Array:
     """Smallest t [N, 1] for which the elements with bits <= t weigh `target` or more; 2**31 - 1 if none.
 
     Built bit by bit from the top, as the largest t for which the elements with bits < t weigh less. These 31
@@ -208,7 +251,7 @@ def _threshold(bits: jax.Array, weights: jax.Array | float, target: jax.Array) -
 
     def settle_bit(i: jax.Array, t: jax.Array) -> jax.Array:
         candidate = t | (1 << (30 - i))
-        below = jnp.where(bits < candidate, weights, 0.0).sum(-1, keepdims=True)
+        below = vocabulary.sum(jnp.where(bits < candidate, weights, 0.0))
         return jnp.where(below < target, candidate, t)
 
     return lax.fori_loop(0, 31, settle_bit, jnp.zeros(target.shape, jnp.int32))
@@ -224,27 +267,34 @@ def _gumbel(seed: jax.Array, generated: jax.Array, vocab: int) -> jax.Array:
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
 
 
-def _argmax(x: jax.Array) -> jax.Array:
-    """Index [N] int32 of the largest element of each row of x [N, V], the lowest among equals.
+def _argmax(x: jax.Array, vocabulary: Vocabulary) -> jax.Array:
+    """Token [N] int32 of the largest element of each row of x [N, V], the lowest among equals.
 
     Two plain reductions: the Trainium compiler rejects the reduction over pairs that jnp.argmax lowers to.
     """
-    ids = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    # V - 1 where nothing equals the maximum (NaN) keeps the result a token.
-    return jnp.where(x == x.max(-1, keepdims=True), ids, x.shape[-1] - 1).min(-1)
+    # The last token where nothing equals the maximum (NaN) keeps the result a token.
+    last = vocabulary.size(x.shape[-1]) - 1
+    ids = jnp.where(x == vocabulary.max(x), vocabulary.ids(x), last)
+    return vocabulary.shards.min(ids.min(-1), axes.VOCAB)
 
 
-def score(logits: jax.Array, token: jax.Array) -> Sampled:
+def score(logits: jax.Array, token: jax.Array, vocabulary: Vocabulary = WHOLE) -> Sampled:
     """Log-probability and rank of `token` [N], and the most likely tokens, under `logits` [N, V]."""
-    best = logits.max(-1, keepdims=True)
-    normaliser = jnp.log(jnp.exp(logits - best).sum(-1, keepdims=True))
-    chosen = jnp.take_along_axis(logits, token[:, None], -1)
-    top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[-1]))
+    width = logits.shape[-1]
+    best = vocabulary.max(logits)
+    normaliser = jnp.log(vocabulary.sum(jnp.exp(logits - best)))
+    own = jnp.take_along_axis(logits, vocabulary.columns(token, width)[:, None], -1, mode="fill", fill_value=-jnp.inf)
+    chosen = vocabulary.shards.max(own, axes.VOCAB)
+    top, columns = lax.top_k(logits, min(MAX_LOGPROBS, width))
+    # Each device's best, most likely first; by device, so equal ones stay in the order of their ids.
+    top = vocabulary.shards.gather(top, axes.VOCAB, dim=1)
+    top_ids = vocabulary.shards.gather(columns + vocabulary.shards.index(axes.VOCAB) * width, axes.VOCAB, dim=1)
+    top, order = lax.top_k(top, min(MAX_LOGPROBS, top.shape[-1]))
     return Sampled(
         token=token,
         logprob=(chosen - best - normaliser)[:, 0],
-        rank=1 + (logits > chosen).sum(-1, dtype=jnp.int32),
-        top_ids=top_ids,
+        rank=1 + vocabulary.sum(logits > chosen, dtype=jnp.int32)[:, 0],
+        top_ids=jnp.take_along_axis(top_ids, order, -1),
         top_logprobs=top - best - normaliser,
     )
 
@@ -254,13 +304,26 @@ def is_stop(params: RowParams, tokens: jax.Array) -> jax.Array:
     return (params.stop_ids == tokens[:, None]).any(-1)
 
 
-def count_tokens(counts: jax.Array, tokens: jax.Array, active: jax.Array) -> jax.Array:
+def count_tokens(
+    counts: jax.Array,
+    tokens: jax.Array,
+    active: jax.Array,
+    vocabulary: Vocabulary = WHOLE,
+) -> jax.Array:
     """`counts` [N, V] with the tokens [N] just generated added, in the rows where `active` [N]."""
     rows, vocab = counts.shape
-    return counts.at[jnp.arange(rows), jnp.where(active, tokens, vocab)].add(1, mode="drop")
+    columns = vocabulary.columns(jnp.where(active, tokens, -1), vocab)
+    return counts.at[jnp.arange(rows), columns].add(1, mode="drop")
 
 
-def mark_prompt(counts: jax.Array, rows: jax.Array, tokens: jax.Array, valid: jax.Array, first: jax.Array) -> jax.Array:
+def mark_prompt(
+    counts: jax.Array,
+    rows: jax.Array,
+    tokens: jax.Array,
+    valid: jax.Array,
+    first: jax.Array,
+    vocabulary: Vocabulary = WHOLE,
+) -> jax.Array:
     """`counts` [R, V] with the tokens of P prefill chunks flagged as prompt.
 
     Args:
@@ -270,7 +333,7 @@ def mark_prompt(counts: jax.Array, rows: jax.Array, tokens: jax.Array, valid: ja
     """
     row_count, vocab = counts.shape
     counts = counts.at[jnp.where(first, rows, row_count)].set(0, mode="drop")
-    where = rows[:, None], jnp.where(valid, tokens, vocab)
+    where = rows[:, None], vocabulary.columns(jnp.where(valid, tokens, -1), vocab)
     # Flagging is idempotent, so a token may occur many times in a chunk.
     flagged = counts.at[where].get(mode="fill", fill_value=0) | PROMPT_FLAG
     return counts.at[where].set(flagged, mode="drop")

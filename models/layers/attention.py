@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,26 +11,28 @@ from flax import nnx
 
 from inferlib.models.batch import StepContext
 from inferlib.models.config import AttentionSpec, NormSpec
+from inferlib.models.layout import HeadLayout
 from inferlib.models.layers.kv_cache import LayerCache
-from inferlib.models.layers.norm import rms_norm
+from inferlib.models.layers.norm import rms_norm, scale_norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
 from inferlib.ops.decode_attention import decode_attention
 from inferlib.ops.matmul import matmul
 from inferlib.ops.prefill_attention import prefill_attention
 from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
 
 
 class Attention(nnx.Module):
-    """x [T, D] -> [T, D].
+    """x [T, D] -> [T, D]: this device's part of the sum over heads, without `o_bias`.
 
     One matrix holds, for each KV head, its G queries, its key and its value: one read of x and one
-    launch, and a split over KV heads keeps every group whole.
+    launch, and a split over KV heads keeps every group whole. K and G are as laid out (see `HeadLayout`).
     """
 
-    def __init__(self, spec: AttentionSpec, norm: NormSpec, dim: int, dtype):
-        self.spec, self.norm = spec, norm
-        k, g, h = spec.kv_heads, spec.group, spec.head_dim
+    def __init__(self, spec: AttentionSpec, layout: HeadLayout, norm: NormSpec, dim: int, dtype):
+        self.spec, self.layout, self.norm = spec, layout, norm
+        k, g, h = layout.groups, layout.queries, spec.head_dim
         heads = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM)
         self.qkv = param((dim, k, g + 2, h), (axes.EMBED, *heads), dtype)
         self.o = param((k, g, h, dim), (*heads, axes.EMBED), dtype)
@@ -48,35 +51,43 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         q, k, v = self.project(x, ctx)
         cache = cache.write(k, v, ctx.pages, ctx.positions)
-        out = self.attend(q, cache, ctx)
-        y = matmul(out, self.o[...], contract=3)
-        return (y + self.o_bias[...] if self.spec.o_bias else y), cache
+        return matmul(self.attend(q, cache, ctx), self.o[...], contract=3), cache
 
     def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [T, K, G, h], k and v [T, K, h]: normed, rotated, scaled by the query temperature."""
-        spec, g = self.spec, self.spec.group
+        spec, g = self.spec, self.layout.queries
         qkv = matmul(x, self.qkv[...])
         if spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
         q, k, v = qkv[:, :, :g], qkv[:, :, g], qkv[:, :, g + 1]
         if spec.qk_norm and not spec.qk_norm_after_rope:
-            q, k = self.qk_norm(q, k)
+            q, k = self.qk_norm(q, k, ctx.shards)
         if spec.rope is not None:
             cos, sin = ctx.rope[spec.rope]
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         if spec.qk_norm and spec.qk_norm_after_rope:
-            q, k = self.qk_norm(q, k)
+            q, k = self.qk_norm(q, k, ctx.shards)
         if spec.temperature is not None:
             steps = jnp.maximum(ctx.positions, 0) // spec.temperature.context
             factor = 1.0 + spec.temperature.beta * jnp.log1p(steps)
             q = (q * factor[:, None, None, None]).astype(x.dtype)
         return q, k, v
 
-    def qk_norm(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        eps, offset = self.norm.eps, self.norm.unit_offset
+    def qk_norm(self, q: jax.Array, k: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
+        spec, eps, offset = self.spec, self.norm.eps, self.norm.unit_offset
         q_weight, k_weight = self.q_norm[...], self.k_norm[...]
-        q = rms_norm(q, q_weight, eps, q_weight.ndim, offset)
-        return q, rms_norm(k, k_weight, eps, k_weight.ndim, offset)
+        if spec.qk_norm == "head":
+            norm = partial(rms_norm, eps=eps, unit_offset=offset)
+            return norm(q, q_weight), norm(k, k_weight)
+
+        def over_all_heads(x: jax.Array, weight: jax.Array, count: int) -> jax.Array:
+            y = x.astype(jnp.float32)
+            squares = jnp.sum(y * y, axis=tuple(range(1, y.ndim)), keepdims=True)
+            mean = shards.sum(squares, axes.KV_HEADS) / count
+            return scale_norm(y, mean, weight, eps, offset).astype(x.dtype)
+
+        q_count, k_count = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim * self.layout.copies
+        return over_all_heads(q, q_weight, q_count), over_all_heads(k, k_weight, k_count)
 
     def attend(self, q: jax.Array, cache: LayerCache, ctx: StepContext) -> jax.Array:
         """The chunks' queries by the prefill contract, the rows' by the decode contract: [T, K, G, h]."""

@@ -18,20 +18,21 @@ ACTIVATIONS = {
 
 
 class Mlp(nnx.Module):
-    """x [T, D] -> down(act(gate(x)) * up(x)) [T, D]. Gate and up are one matrix: one read of x, one launch."""
+    """x [T, D] -> down(act(gate(x)) * up(x)) [T, D]: this device's part of the sum, without `down_bias`.
 
-    def __init__(self, spec: MlpSpec, dim: int, dtype):
+    Gate and up are one matrix: one read of x, one launch. hidden: F as laid out.
+    """
+
+    def __init__(self, spec: MlpSpec, hidden: int, dim: int, dtype):
         self.spec = spec
-        self.gate_up = param((dim, 2, spec.hidden), (axes.EMBED, axes.GATE_UP, axes.MLP), dtype)
-        self.down = param((spec.hidden, dim), (axes.MLP, axes.EMBED), dtype)
+        self.gate_up = param((dim, 2, hidden), (axes.EMBED, axes.GATE_UP, axes.MLP), dtype)
+        self.down = param((hidden, dim), (axes.MLP, axes.EMBED), dtype)
         if spec.bias:
-            self.gate_up_bias = param((2, spec.hidden), (axes.GATE_UP, axes.MLP), dtype, "zeros")
+            self.gate_up_bias = param((2, hidden), (axes.GATE_UP, axes.MLP), dtype, "zeros")
             self.down_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         both = matmul(x, self.gate_up[...])
         if self.spec.bias:
             both = both + self.gate_up_bias[...]
-        hidden = ACTIVATIONS[self.spec.activation](both[:, 0]) * both[:, 1]
-        out = matmul(hidden, self.down[...])
-        return out + self.down_bias[...] if self.spec.bias else out
+        return matmul(ACTIVATIONS[self.spec.activation](both[:, 0]) * both[:, 1], self.down[...])

@@ -11,12 +11,15 @@ from inferlib.models.layers.param import param
 from inferlib.sharding import axes
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, dims: int = 1, unit_offset: bool = False) -> jax.Array:
-    """RMS norm over the last `dims` dimensions; `weight` has their shape."""
-    over = tuple(range(-dims, 0))
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, unit_offset: bool = False) -> jax.Array:
+    """RMS norm over the last dimension; weight [D]."""
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=over, keepdims=True) + eps)
-    return (y * (weight.astype(jnp.float32) + (1.0 if unit_offset else 0.0))).astype(x.dtype)
+    return scale_norm(y, jnp.mean(y * y, axis=-1, keepdims=True), weight, eps, unit_offset).astype(x.dtype)
+
+
+def scale_norm(y: jax.Array, mean: jax.Array, weight: jax.Array, eps: float, unit_offset: bool) -> jax.Array:
+    """y over the root of its mean square, times the weight; all float32."""
+    return y * jax.lax.rsqrt(mean + eps) * (weight.astype(jnp.float32) + (1.0 if unit_offset else 0.0))
 
 
 class Norm(nnx.Module):

@@ -1,0 +1,125 @@
+"""The poison test: NaN in everything that is not valid changes no output.
+
+Invalid are cells that no token was written to, cells beyond a row's length, cells that left the window, all
+cells of rows without a sequence, and what the device remembers of such rows.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferlib import SamplingParams
+from inferlib.compile.state import RowState
+from inferlib.engine.engine import Engine
+from tests.conftest import new_engine, random_prompts
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+SAMPLED = SamplingParams(seed=7, max_tokens=20, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5)
+
+
+def valid_cells(engine: Engine) -> list[np.ndarray]:
+    """For each block, which slots [R, S] of which rows the next steps may read."""
+    lengths = {row: s.prefilled for row, s in engine.scheduler.running.items()}
+    active, length = np.asarray(engine.state.active), np.asarray(engine.state.length)
+    lengths |= {row: length[row] for row in lengths if active[row]}
+    masks = []
+    for layers, block in zip(engine.model.blocks(), engine.plan.blocks, strict=True):
+        window, slots = engine.model.config.layers[layers[0]].attention.window, block.shape[-2]
+        mask = np.zeros((engine.plan.rows, slots), bool)
+        for row, stop in lengths.items():
+            # The next query stands at `stop` and sees window - 1 positions before it.
+            first = 0 if window is None else max(stop - window + 1, 0)
+            mask[row, np.arange(first, stop) % slots] = True
+        masks.append(mask)
+    return masks
+
+
+def poison(engine: Engine) -> float:
+    """Fill what is not valid with NaN, with nothing in flight; returns the share of cells that stay."""
+    assert not engine._in_flight
+    masks = valid_cells(engine)
+    filled = []
+    for i, array in enumerate(engine.cache):
+        mask = masks[i // 2][:, None, :, None]
+        filled.append(jnp.where(mask, array, jnp.nan))
+    engine.cache = tuple(filled)
+    idle = ~np.asarray(engine.state.active)
+    huge = 1 << 30
+    garbage = RowState(huge, huge, False, huge, huge, huge, np.nan, huge)
+    state = (
+        jnp.where(idle.reshape(-1, *(1,) * (old.ndim - 1)), jnp.asarray(bad, old.dtype), old)
+        for old, bad in zip(engine.state, garbage, strict=True)
+    )
+    # Tokens of a prompt that goes on are counted already.
+    prefilling = np.isin(np.arange(len(idle)), list(engine.scheduler.running))
+    kept = jnp.where(prefilling[:, None], engine.state.counts, huge)
+    engine.state = RowState(*state)._replace(counts=kept)
+    return float(np.mean([mask.mean() for mask in masks]))
+
+
+@pytest.mark.parametrize(
+    ("family", "scan", "params"),
+    [
+        ("llama", False, GREEDY),
+        ("llama", False, SAMPLED),
+        ("mistral", False, GREEDY),
+        ("gemma2", False, GREEDY),
+        ("ministral", True, GREEDY),
+    ],
+    ids=["llama", "llama sampled", "mistral", "gemma2", "ministral stacked"],
+)
+def test_poison_changes_no_token(family, scan, params, llm_of):
+    """Everything invalid is poisoned at the start and again before every dispatch."""
+    llm, shares = llm_of(family, scan), []
+    prompts = random_prompts([20, 1, 9, 33, 16, 4], seed=10)
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+    with new_engine(llm, in_flight=1) as engine:
+        advance = engine.advance
+
+        def poisoned(**options):
+            shares.append(poison(engine))
+            return advance(**options)
+
+        engine.advance = poisoned
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+    assert len(shares) > 10
+    assert shares[0] == 0
+    assert 0 < max(shares) < 0.9
+
+
+@pytest.mark.parametrize(("family", "scan"), [("llama", False), ("mistral", False), ("ministral", True)])
+def test_poison_changes_no_logit(family, scan, llm_of):
+    """The logits of a prompt that takes several chunks, in another row than the first, bit by bit."""
+    llm = llm_of(family, scan)
+    (prompt,) = random_prompts([70], seed=11)
+    expected = llm.logits(prompt)
+    with new_engine(llm, in_flight=1) as engine:
+        advance = engine.advance
+
+        def poisoned(**options):
+            poison(engine)
+            return advance(**options)
+
+        engine.advance = poisoned
+        np.testing.assert_array_equal(llm.logits(prompt), expected)
+
+
+def test_the_poison_kills(llm_of):
+    """One valid cell of one row gone bad shows in that row, and in that row alone."""
+    llm, prompts = llm_of("llama"), random_prompts([20, 9], seed=12)
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+    with new_engine(llm, in_flight=1) as engine:
+        advance, calls = engine.advance, []
+
+        def poisoned(**options):
+            calls.append(1)
+            if len(calls) == 4:
+                engine.cache = (engine.cache[0].at[0, 0, 5].set(jnp.nan), *engine.cache[1:])
+            return advance(**options)
+
+        engine.advance = poisoned
+        tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+    assert tokens[0] != expected[0]
+    assert tokens[1] == expected[1]
