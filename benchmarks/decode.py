@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import time
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,10 @@ from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.llm import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf, family_of
 from inferlib.sampling.params import SamplingParams
+from inferlib.sharding.shards import Shards
 
 
 def copy_bandwidth() -> float:
@@ -63,46 +66,46 @@ def _copies(copy, x, loops: int) -> None:
     y.block_until_ready()
 
 
-def step_bytes(model: AbstractModel, batch: int, length: int, dtype) -> int:
+def step_bytes(config: ModelConfig, dtype, batch: int, length: int) -> int:
     """Bytes that one decode step must read: all weights but the embedding table, and the live cache."""
+    model = abstract_model(config, dtype)
     table = next(spec.nbytes for spec in model.specs if spec.name == "embed")
-    weights = model.nbytes - (0 if model.config.tied else table)
-    cache = 0
-    for layer in model.config.layers:
-        spec = layer.attention
-        cache += 2 * spec.kv_heads * spec.head_dim * min(length, spec.window or length)
+    weights = model.nbytes - (0 if config.tied else table)
+    heads = [layer.attention for layer in config.layers]
+    cache = sum(2 * a.kv_heads * a.head_dim * min(length, a.window or length) for a in heads)
     return weights + batch * cache * np.dtype(dtype).itemsize
 
 
 def occupy(engine: Engine, length: int) -> None:
     """Fill every row as if it had decoded up to `length` tokens, with random keys and values."""
     keys = jax.random.split(jax.random.key(1), len(engine.cache))
-    noise = jax.jit(lambda key, x: jax.random.normal(key, x.shape, x.dtype), donate_argnums=1)
-    engine.cache = tuple(noise(key, x) for key, x in zip(keys, engine.cache, strict=True))
+    fill = cache(lambda sharding: jax.jit(_noise, donate_argnums=1, out_shardings=sharding))
+    engine.cache = tuple(fill(x.sharding)(key, x) for key, x in zip(keys, engine.cache, strict=True))
     rows, room = engine.config.max_batch, engine.config.max_len - length
-    full = lambda value: jnp.full((rows,), value, jnp.int32)  # noqa: E731
-    engine.state = engine.state._replace(
-        token=jnp.arange(rows, dtype=jnp.int32) + 17,
-        length=full(length),
-        active=jnp.ones((rows,), bool),
-        budget=full(room),
-        generated=full(1),
-    )
+    values = {"token": 17, "length": length, "budget": room, "generated": 1, "active": 1}
+    fields = {
+        name: jax.device_put(np.full((rows,), value, x.dtype), x.sharding)
+        for name, value in values.items()
+        for x in [getattr(engine.state, name)]
+    }
+    engine.state = engine.state._replace(**fields)
     params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
     for row in range(rows):
         s = Sequence([0] * length, params, room, seed=0, status=Status.DECODE, row=row, prefilled=length, scheduled=1)
         s.tokens.append(17)
         engine.scheduler.running[row] = s
-    engine.scheduler._free = []
 
 
-def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int) -> dict:
+def _noise(key: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.random.normal(key, x.shape, x.dtype)
+
+
+def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int, shards: Shards) -> dict:
     """Median ms per step of the engine's own loop, and the host's share."""
-    platform = jax.default_backend()
-    config = EngineConfig.make(platform, batch, cache)
+    config = EngineConfig.make(jax.default_backend(), batch, cache, shards=shards)
     engine = Engine(model, weights, config)
     occupy(engine, cache - steps - 1)
-    block, done, times = max(8, config.decode_steps), 0, []
+    block, times = max(8, config.decode_steps), []
     engine.advance()
     engine.advance()
     engine.stats = EngineStats()
@@ -120,7 +123,7 @@ def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int) -
         "cache": cache,
         "ms": step * 1e3,
         "tokens_per_second": batch / step,
-        "gb_per_second": step_bytes(model, batch, cache - steps // 2, engine.plan.dtype) / step / 1e9,
+        "gb_per_second": step_bytes(model.config, model.specs[0].dtype, batch, cache - steps // 2) / step / 1e9,
         "host_us": stats.host_seconds / stats.dispatches * 1e6,
         "enqueue_us": stats.enqueue_seconds / stats.dispatches * 1e6,
     }
@@ -184,7 +187,7 @@ def main() -> None:
     model = abstract_model(config_from_hf(hf), dtype, scan=platform == "tpu")
     weights = load_weights(files.source, family_of(hf), model) if files else model.random_weights()
     copy = copy_bandwidth()
-    rows = [measure(model, weights, int(b), args.cache, args.steps) for b in args.batch.split(",")]
+    rows = [measure(model, weights, int(b), args.cache, args.steps, Shards()) for b in args.batch.split(",")]
     del weights
     for row in rows:
         row |= {"share": row["gb_per_second"] * 1e9 / copy, "copy_gb_per_second": copy / 1e9}

@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from inferlib.llm import LLM, Stream
     from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from inferlib.sampling.params import SamplingParams
+    from inferlib.sharding.mesh import Parallelism
 
 _HOME = {
     "LLM": "inferlib.llm",
     "Buckets": "inferlib.config",
     "CompletionOutput": "inferlib.outputs",
     "Logprob": "inferlib.outputs",
+    "Parallelism": "inferlib.sharding.mesh",
     "RequestMetrics": "inferlib.outputs",
     "RequestOutput": "inferlib.outputs",
     "SamplingParams": "inferlib.sampling.params",
@@ -27,6 +29,7 @@ __all__ = [
     "Buckets",
     "CompletionOutput",
     "Logprob",
+    "Parallelism",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

@@ -30,6 +30,8 @@ from inferlib.models.families import config_from_hf, family_of
 from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sampling.params import SamplingParams
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import make_shards
 from inferlib.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -89,9 +91,10 @@ class LLM:
     model: a Hugging Face directory (config.json, safetensors, tokenizer.json), a `.gguf` file, or a known name
     ("smollm2"). dtype: "float32", "bfloat16" or "float16" of weights, cache and activations; None: float32 on CPU,
     else bfloat16. max_batch: sequences decoded together. max_len: longest prompt plus output in tokens; None: the
-    model's context, at most 2048. buckets: static shapes to compile for. seed: of requests that give none.
+    model's context, at most 2048. buckets: static shapes to compile for. parallel: devices to split over, such as
+    "tp=4,dp=2" or a `Parallelism`; None: one device. seed: of requests that give none.
 
-    Raises CheckpointError, ConfigError or ConfigurationError before anything reaches a device.
+    Raises CheckpointError, ConfigError, ConfigurationError or ShardingError before anything reaches a device.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class LLM:
         max_batch: int = 8,
         max_len: int | None = None,
         buckets: Buckets | None = None,
+        parallel: str | Parallelism | None = None,
         seed: int = 0,
         progress: bool | None = None,
     ):
@@ -114,13 +118,14 @@ class LLM:
         max_len = min(files.config.context, 2048) if max_len is None else max_len
         if max_len > files.config.context:
             raise ValueError(f"max_len {max_len} exceeds the model's context of {files.config.context} tokens")
-        self.config = EngineConfig.make(platform, max_batch, max_len, buckets)
+        shards = make_shards(Parallelism.parse(parallel) if isinstance(parallel, str) else parallel)
+        self.config = EngineConfig.make(platform, max_batch, max_len, buckets, shards)
         self.progress = on_terminal() if progress is None else progress
         self.seed = seed
-        abstract = abstract_model(files.config, dtype, scan=self.config.scan)
+        abstract = abstract_model(files.config, dtype, scan=self.config.scan, shards=shards.tensor)
         family = family_of(files.hf)
         plan_load(files.source, family, abstract)
-        weights = load_weights(files.source, family, abstract, progress=self.progress)
+        weights = load_weights(files.source, family, abstract, shards=shards, progress=self.progress)
         self.engine = Engine(abstract, weights, self.config)
         self._ids = itertools.count()
         self._requests: dict[EngineSequence, OutputText] = {}
@@ -327,6 +332,7 @@ class LLM:
             first_token_time=min(first, default=None),
             finished_time=max(s.finished_time for s in request.sequences),
             generated=sum(len(s.tokens) for s in request.sequences),
+            itl=_mean_itl(request.sequences),
         )
         outputs = [
             self._completion(i, s, t) for i, (s, t) in enumerate(zip(request.sequences, request.texts, strict=True))
@@ -370,6 +376,12 @@ class LLM:
 
     def _piece(self, token: int) -> str | None:
         return self.tokenizer.decode([token], skip_special_tokens=False) if self.tokenizer else None
+
+
+def _mean_itl(sequences: list[EngineSequence]) -> float | None:
+    """Mean seconds between the tokens of a sequence after its first; None if none has a second token."""
+    spans = [(s.finished_time - s.first_token_time, len(s.tokens) - 1) for s in sequences if len(s.tokens) > 1]
+    return sum(span for span, _ in spans) / sum(count for _, count in spans) if spans else None
 
 
 class Stream:

@@ -36,23 +36,18 @@ class CompletionOutput:
 class RequestMetrics:
     """Seconds on a monotonic clock, and what follows from them.
 
-    ttft: time to first token, waiting included; itl: mean time between later tokens; None until known.
+    ttft: time to first token, waiting included; itl: mean time between a sequence's later tokens; None until known.
     """
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
     generated: int = 0
+    itl: float | None = None
 
     @property
     def ttft(self) -> float | None:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
-
-    @property
-    def itl(self) -> float | None:
-        if self.finished_time is None or self.first_token_time is None or self.generated < 2:
-            return None
-        return (self.finished_time - self.first_token_time) / (self.generated - 1)
 
     @property
     def tokens_per_second(self) -> float | None:

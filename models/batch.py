@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -70,7 +70,7 @@ class StepContext:
     max_len: int
     limit: int | None = None
     backend: Backend = Backend()
-    shards: Shards = Shards()
+    shards: Shards = field(default_factory=Shards)
 
     @property
     def tokens(self) -> int:

@@ -128,11 +128,14 @@ class Decoder(nnx.Module):
         # Cached now: computed in a scan's body they would not outlive it.
         _ = ctx.positions, ctx.pages, ctx.rope
         x = self.embedding(ctx)
-        new, at = [], 0
+        new, at, shared = [], 0, {}
         for segment in self.segments:
             end = at + len(segment.pattern)
-            run = _scan if segment.count > 1 else _unrolled
-            x, caches = run(self.blocks[at:end], x, ctx, cache[at:end], segment.count)
+            blocks, caches = self.blocks[at:end], cache[at:end]
+            if segment.count > 1:
+                x, caches = _scan(blocks, x, ctx, caches, segment.count)
+            else:
+                x, caches = _unrolled(blocks, x, ctx, caches, shared)
             new += caches
             at = end
         return ctx.shards.all_tokens(x, ctx.tokens), tuple(new)
@@ -164,15 +167,30 @@ class Decoder(nnx.Module):
             return logits
 
 
-def _unrolled(blocks, x, ctx, caches, _count):
+def _unrolled(blocks, x, ctx, caches, shared):
     new = []
     for block, cache in zip(blocks, caches, strict=True):
-        x, cache = block(x, ctx, cache)
-        new.append(cache)
+        graph, state = nnx.split(block)
+        key = graph, cache.ring
+        if key not in shared:
+            shared[key] = _layer(graph, cache.ring, ctx)
+        x, k, v = shared[key](state, x, cache.k, cache.v)
+        new.append(LayerCache(k, v, cache.ring))
     return x, new
 
 
-def _scan(blocks, x, ctx, caches, count):
+def _layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
+    """A layer as a function that is traced once for all layers alike; XLA inlines it."""
+
+    @jax.jit
+    def layer(state, x, k, v):
+        x, cache = nnx.merge(graph, state)(x, ctx, LayerCache(k, v, ring))
+        return x, cache.k, cache.v
+
+    return layer
+
+
+def _scan(blocks, x, ctx, caches, count: int):
     """The cache rides in the carry: as scan inputs and outputs it would exist twice."""
     graphs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
     rings = [cache.ring for cache in caches]

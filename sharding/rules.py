@@ -41,7 +41,9 @@ class Rules:
         mesh_axes = [self.axis_of(name) for name in names]
         used = [axis for axis in mesh_axes if axis]
         if len(set(used)) < len(used):
-            raise ShardingError(f"rules {self.name!r} put two dimensions of {tuple(names)} on one mesh axis: {mesh_axes}")
+            raise ShardingError(
+                f"rules {self.name!r} put two dimensions of {tuple(names)} on one mesh axis: {mesh_axes}"
+            )
         return PartitionSpec(*mesh_axes)
 
     def axis_of(self, name: str | None) -> str | None:

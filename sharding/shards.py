@@ -6,22 +6,23 @@ below and none is chosen by a partitioner. Without a mesh each call is the ident
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from inferlib.sharding.mesh import DATA, TENSOR
-from inferlib.sharding.rules import Rules
+from inferlib.sharding.mesh import DATA, TENSOR, Parallelism, make_mesh
+from inferlib.sharding.rules import Rules, preset
 
 
 @dataclass(frozen=True)
 class Shards:
     """A mesh and its rules; `Shards()` is a single device."""
 
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None
     rules: Rules | None = None
 
     def __post_init__(self):
@@ -89,3 +90,17 @@ class Shards:
     def _padded(self, x: jax.Array) -> jax.Array:
         short = -x.shape[0] % self.tensor
         return jnp.pad(x, ((0, short), (0, 0))) if short else x
+
+
+def make_shards(parallel: Parallelism | None, devices: Sequence[jax.Device] | None = None) -> Shards:
+    """The mesh and rules of a `Parallelism`; a single device for None or one device."""
+    if parallel is None or parallel.devices == 1:
+        return Shards()
+    return Shards(make_mesh(parallel, devices), preset(parallel.rules))
+
+
+def planned_shards(parallel: Parallelism) -> Shards:
+    """Like `make_shards`, but to plan with: there need not be any such devices."""
+    if parallel.devices == 1:
+        return Shards()
+    return Shards(AbstractMesh((parallel.data, parallel.tensor), (DATA, TENSOR)), preset(parallel.rules))

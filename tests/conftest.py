@@ -27,7 +27,6 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 # Windows of 8: with prefill chunks of at most 16 their rings have 24 slots and wrap four times in MAX_LEN.
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
-    "mistral": {"num_hidden_layers": 2},
     "gemma2": {"num_hidden_layers": 2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
     # Stacked, these are a pattern of two that repeats twice, then a single layer.
     "ministral": {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING]},

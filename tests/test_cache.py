@@ -17,7 +17,7 @@ from tests.conftest import MAX_LEN, assert_greedy, build_llm, new_engine, random
 
 # Logits have a standard deviation of 1 to 3; float32 sums in another order differ by 3e-5 at most.
 TOLERANCE = 1e-4
-MODELS = [("llama", False), ("mistral", False), ("gemma2", False), ("ministral", True)]
+MODELS = [("llama", False), ("gemma2", False), ("ministral", True)]
 # One token, around the buckets 8 and 16, several chunks, around the ring's 24 slots, nearly everything.
 EDGES = [1, 7, 8, 9, 15, 16, 17, 23, 24, 25, 33, 49, MAX_LEN - 1, MAX_LEN]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -69,7 +69,7 @@ def test_stacked_layers_equal_unrolled_layers(llm_of):
 @pytest.mark.parametrize("options", [{"decode_steps": 1}, {"in_flight": 1}, {"in_flight": 4}], ids=str)
 def test_the_pace_of_the_host_changes_nothing(options, llm_of):
     """Tokens do not depend on the steps of a dispatch or on how many are under way."""
-    llm, prompts = llm_of("mistral"), random_prompts([3, 20, 9, 1, 30, 8], seed=4)
+    llm, prompts = llm_of("gemma2"), random_prompts([3, 20, 9, 1, 30, 8], seed=4)
     expected = generate(llm, prompts)
     with new_engine(llm, **options):
         assert generate(llm, prompts) == expected

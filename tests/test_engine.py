@@ -5,14 +5,17 @@ Most of the time is compilation: about a minute.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inferlib.compile.program_set import planned_keys
+from inferlib import LLM
+from inferlib.compile.program_set import UnplannedProgramError, planned_keys
 from inferlib.compile.programs import CHUNK_COLUMNS, Control, ProgramKey, StepOutput
 from inferlib.config import Buckets, EngineConfig
 from inferlib.engine.engine import Engine
@@ -21,6 +24,7 @@ from inferlib.engine.sequence import Sequence, Status
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from inferlib.sampling.params import SamplingParams
+from tests.conftest import MAX_LEN, assert_greedy, build_llm, new_engine, random_prompts
 
 EOS = 2
 MODES = ("greedy", "sample", "logprobs")
@@ -199,20 +203,139 @@ def test_any_traffic_is_served_completely_and_in_order(case):
             assert np.concatenate(s.prompt_details)[:, 0].tolist() == s.prompt
 
 
-def test_rows_that_were_fully_scheduled_go_on_after_an_early_return():
-    """A's last tokens are in flight when C ends and the device returns early: A still has tokens to come."""
-    config = EngineConfig(3, 40, Buckets((2, 8), (3,), (40,)), decode_steps=4, in_flight=2)
-    ends = {"A": None, "B": None, "C": 3, "D": None}
-    budgets = {"A": 5, "B": 20, "C": 20, "D": 3}
+def scripted(engine_config: EngineConfig, *jobs: tuple[int, int | None]) -> tuple[Engine, list[Sequence]]:
+    """An engine with one-token prompts in the queue, each (max_tokens, number of its stop token or None)."""
     scripts = [
-        Script([8 + i], [EOS if j + 1 == ends[name] else 8 + j for j in range(20)], "greedy", budgets[name])
-        for i, name in enumerate(ends)
+        Script([8 + i], [EOS if j + 1 == end else 8 + j for j in range(20)], "greedy", budget)
+        for i, (budget, end) in enumerate(jobs)
     ]
-    engine = scripted_engine(config, scripts)
-    sequences = [sequence(script) for script in scripts]
+    engine, sequences = scripted_engine(engine_config, scripts), [sequence(script) for script in scripts]
     for s in sequences:
         engine.add(s)
+    return engine, sequences
+
+
+def test_rows_with_all_tokens_in_flight_go_on_after_an_early_return():
+    """The first row's last tokens are under way when the third ends: the device stops there, for all rows."""
+    config = EngineConfig(3, 40, Buckets((2, 8), (3,), (40,)), decode_steps=4, in_flight=2)
+    engine, sequences = scripted(config, (5, None), (20, None), (20, 3), (3, None))
     for _ in range(50):
         engine.advance()
     assert [len(s.tokens) for s in sequences] == [5, 20, 3, 3]
     assert not engine.busy
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_finished_row_is_taken_at_once(in_flight):
+    """Once a finish is known, the next dispatch carries a waiting prompt, while the other rows decode."""
+    config = EngineConfig(2, 40, Buckets((8,), (2,), (40,)), decode_steps=4, in_flight=in_flight)
+    engine, _ = scripted(config, *[(20, 2 + 3 * i % 7) for i in range(12)])
+    sent, send = [], engine._send
+    engine._send = lambda dispatch: (sent.append(dispatch), send(dispatch))
+    taken = 0
+    while engine.busy:
+        finished = [s for s in engine.advance() if s.status is Status.FINISHED]
+        if finished and (waiting := list(engine.scheduler.waiting)):
+            before = len(sent)
+            engine.advance()
+            assert [chunk.sequence for chunk in sent[before].chunks] == waiting[:1]
+            assert len(sent[before].rows) == 2 - len(finished)
+            taken += 1
+    assert taken >= 5
+
+
+def test_a_waiting_prompt_makes_the_device_return_early():
+    """Nobody waits: four steps. A prompt waits for a row: the dispatch ends with the first row that does."""
+    config = EngineConfig(2, 40, Buckets((8,), (2,), (40,)), decode_steps=4, in_flight=1)
+    for jobs, expected in ([(9, 3), (9, None)], 5), ([(9, 3), (9, None), (9, None)], 2):
+        engine, sequences = scripted(config, *jobs)
+        for _ in range(3):  # two prompts, then a dispatch of decoding
+            engine.advance()
+        assert [len(s.tokens) for s in sequences[:2]] == [3, expected]
+
+
+def test_programs_outside_the_buckets_are_refused(llama):
+    with pytest.raises(UnplannedProgramError, match="no bucket holds 'decode 3x8 greedy cache 96'"):
+        llama.engine.programs.get(ProgramKey("greedy", 3, MAX_LEN, 8))
+
+
+# ---- the engine over a model
+
+PROMPTS = random_prompts([11, 5, 1, 20, 8, 33, 2, 16], seed=20)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(seed=3, max_tokens=16, ignore_eos=True, top_p=0.95, frequency_penalty=0.3)
+
+
+def tokens_of(llm: LLM, prompts, params) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_neighbours_change_no_row(params, llama):
+    """The same prompt alone, first and last among seven others: in a bucket of one row and in one of four."""
+    mine, others = PROMPTS[0], PROMPTS[1:]
+    (alone,) = tokens_of(llama, [mine], params)
+    with new_engine(llama, buckets=dataclasses.replace(llama.config.buckets, batch=(4,))):
+        assert tokens_of(llama, [mine], params) == [alone]
+    assert tokens_of(llama, [mine, *others], params)[0] == alone
+    assert tokens_of(llama, [*others, mine], params)[-1] == alone
+
+
+def test_neighbours_that_sample_change_no_greedy_row(llama):
+    """Programs that sample or report log-probabilities give a greedy row the tokens of a greedy program."""
+    expected = tokens_of(llama, PROMPTS, GREEDY)
+    mixed = [GREEDY if i % 2 else SAMPLED for i in range(len(PROMPTS))]
+    assert tokens_of(llama, PROMPTS, mixed)[1::2] == expected[1::2]
+
+
+def test_thousands_of_requests(llama, checkpoint):
+    """2000 prompts out of 30, each with its own number of tokens: every result is that of its prompt."""
+    rng = np.random.default_rng(21)
+    pool = random_prompts(rng.integers(1, 10, 30).tolist(), seed=22)
+    longest = tokens_of(llama, pool, dataclasses.replace(GREEDY, max_tokens=6))
+    for prompt, tokens in zip(pool[:5], longest, strict=False):
+        assert_greedy(checkpoint("llama"), prompt, tokens)
+    which, counts = rng.integers(0, 30, 2000), rng.integers(1, 7, 2000).tolist()
+    params = [dataclasses.replace(GREEDY, max_tokens=count) for count in counts]
+    results = tokens_of(llama, [pool[i] for i in which], params)
+    assert results == [longest[i][:count] for i, count in zip(which, counts, strict=True)]
+    assert llama.engine.scheduler.idle
+    assert not llama.engine.busy
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint) -> LLM:
+    """One layer and few buckets: quick to compile completely."""
+    buckets = Buckets(prefill=(8,), batch=(2,), cache=(32,))
+    return build_llm(checkpoint("llama", num_hidden_layers=1), buckets, decode_steps=2)
+
+
+def test_nothing_compiles_after_warmup(small):
+    assert small.warmup(["greedy"]) == 4
+    dispatches = small.stats.dispatches
+    with pytest.raises(UnplannedProgramError, match="'sample' was not compiled by warmup"):
+        small.generate(PROMPTS[1], SamplingParams())
+    with pytest.raises(UnplannedProgramError, match="'logprobs' was not compiled by warmup"):
+        small.score([PROMPTS[1]])
+    with pytest.raises(ValueError, match=r"no sampling modes \['fast'\]; known: greedy, sample, logprobs"):
+        small.warmup(["fast"])
+    assert small.stats.dispatches == dispatches
+
+    assert small.warmup() == len(planned_keys(small.config)) == 14
+    compilations = small.compilations
+    greedy = SamplingParams(temperature=0.0, max_tokens=8)
+    prompts = random_prompts([3, 20, 1, 9, 14], seed=23)
+    tokens = tokens_of(small, prompts, greedy)
+    short = dataclasses.replace(SAMPLED, max_tokens=8)
+    details = dataclasses.replace(short, logprobs=3)
+    small.generate(prompts, [greedy, short, details, greedy, dataclasses.replace(short, n=3)])
+    small.generate("some text", SamplingParams(max_tokens=12, stop=["e", "th"], prompt_logprobs=2, min_tokens=2))
+    small.score(prompts)
+    small.logits(prompts[1])
+    assert len(list(small.stream(prompts[0], greedy))) > 0
+    abandoned = iter(small.stream(prompts[1], short))
+    next(abandoned)
+    small.generate(prompts[2], greedy)
+    abandoned.close()
+    assert tokens_of(small, prompts, greedy) == tokens
+    assert small.compilations == compilations

@@ -64,11 +64,10 @@ def poison(engine: Engine) -> float:
     [
         ("llama", False, GREEDY),
         ("llama", False, SAMPLED),
-        ("mistral", False, GREEDY),
         ("gemma2", False, GREEDY),
         ("ministral", True, GREEDY),
     ],
-    ids=["llama", "llama sampled", "mistral", "gemma2", "ministral stacked"],
+    ids=["llama", "llama sampled", "gemma2", "ministral stacked"],
 )
 def test_poison_changes_no_token(family, scan, params, llm_of):
     """Everything invalid is poisoned at the start and again before every dispatch."""
@@ -89,7 +88,7 @@ def test_poison_changes_no_token(family, scan, params, llm_of):
     assert 0 < max(shares) < 0.9
 
 
-@pytest.mark.parametrize(("family", "scan"), [("llama", False), ("mistral", False), ("ministral", True)])
+@pytest.mark.parametrize(("family", "scan"), [("llama", False), ("gemma2", False), ("ministral", True)])
 def test_poison_changes_no_logit(family, scan, llm_of):
     """The logits of a prompt that takes several chunks, in another row than the first, bit by bit."""
     llm = llm_of(family, scan)

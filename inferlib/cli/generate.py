@@ -46,6 +46,9 @@ def generate(
         int | None,
         typer.Option(min=2, help="Longest prompt plus output, in tokens; by default context or 2048."),
     ] = None,
+    parallel: Annotated[
+        str | None, typer.Option(help="Devices to split the model over, such as tp=4,dp=2; by default one.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Each prompt draws its own random numbers from this seed.")] = 0,
     chat: Annotated[
         bool, typer.Option("--chat", help="Prompts are messages of a user, put in the model's chat template.")
@@ -119,10 +122,12 @@ def generate(
         options = RequestOptions(_sampling_params(context.params), seed=seed, chat=chat, system=system)
 
     def load() -> LLM:
+        from inferlib.compile.persist import keep_compilations
         from inferlib.llm import LLM
 
         with user_errors():
-            return LLM(model, dtype=dtype, max_batch=max_batch, max_len=max_len, seed=seed)
+            keep_compilations()
+            return LLM(model, dtype=dtype, max_batch=max_batch, max_len=max_len, parallel=parallel, seed=seed)
 
     if from_file:
         failed = run_batch(load, input_file, output_file, options, resume=resume, overwrite=overwrite)

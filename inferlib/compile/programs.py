@@ -30,9 +30,9 @@ MODES: tuple[Mode, ...] = get_args(Mode)  # each does all that those before it d
 class ProgramKey:
     """What a program is specialised for.
 
-    rows: decode rows (B) of each replica; limit: no position reaches it; mode: what sampling must do; steps: decode steps.
-    chunks, chunk: P chunks of C prefill tokens of each replica (then steps is 1). detail: what else a prefill returns for
-    every prompt position: log-probabilities of the next token, or the logits.
+    rows: decode rows (B) of each replica; limit: no position reaches it; mode: what sampling must do; steps: decode
+    steps. chunks, chunk: P chunks of C prefill tokens of each replica (then steps is 1). detail: what else a prefill
+    returns for every prompt position: log-probabilities of the next token, or the logits.
     """
 
     mode: Mode
@@ -152,9 +152,7 @@ class _Maker:
         """Hidden states [T, D], the decoder (for its head) and the cache."""
         decoder = self.model.merge(weights)
         config = self.config
-        ctx = StepContext(
-            batch, self.model.config, self.plan.max_len, self.key.limit, config.backend, config.shards
-        )
+        ctx = StepContext(batch, self.model.config, self.plan.max_len, self.key.limit, config.backend, config.shards)
         hidden, caches = decoder(ctx, self.plan.view(cache))
         return hidden, decoder, self.plan.flatten(caches)
 

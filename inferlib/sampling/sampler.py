@@ -7,7 +7,7 @@ then a draw by the Gumbel-max trick. Rows never mix: what an inactive row holds,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import jax
@@ -24,7 +24,7 @@ from inferlib.sharding.shards import Shards
 class Vocabulary:
     """Which tokens the V columns of a device stand for: all of them, or its share of a split vocabulary."""
 
-    shards: Shards = Shards()
+    shards: Shards = field(default_factory=Shards)
 
     def ids(self, x: jax.Array) -> jax.Array:
         """Token id of every element of x [N, V]."""
@@ -235,9 +235,7 @@ def keep(distance: jax.Array, params: RowParams, vocabulary: Vocabulary = WHOLE)
     return kept & (bits <= _threshold(bits, mass, target, vocabulary))
 
 
-def _threshold(
-    bits: jax.Array, weights: jax.Array | float, target: jax.Array, vocabulary: Vocabulary
-) -> jax.Array:
+def _threshold(bits: jax.Array, weights: jax.Array | float, target: jax.Array, vocabulary: Vocabulary) -> jax.Array:
     """Smallest t [N, 1] for which the elements with bits <= t weigh `target` or more; 2**31 - 1 if none.
 
     Built bit by bit from the top, as the largest t for which the elements with bits < t weigh less. These 31

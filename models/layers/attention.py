@@ -11,11 +11,11 @@ from flax import nnx
 
 from inferlib.models.batch import StepContext
 from inferlib.models.config import AttentionSpec, NormSpec
-from inferlib.models.layout import HeadLayout
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import rms_norm, scale_norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
+from inferlib.models.layout import HeadLayout
 from inferlib.ops.decode_attention import decode_attention
 from inferlib.ops.matmul import matmul
 from inferlib.ops.prefill_attention import prefill_attention

@@ -1,0 +1,272 @@
+"""Where everything of a model lives on a mesh, and what its steps say to each other: promised, not measured.
+
+Both follow from the abstract model and the rules alone, without a device or a compilation.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
+from typing import Literal
+
+import jax
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.filesize import decimal
+from rich.table import Table
+
+from inferlib.cache.plan import CachePlan
+from inferlib.compile.programs import Mode, ProgramKey
+from inferlib.compile.state import RowState
+from inferlib.config import EngineConfig
+from inferlib.models.abstract import AbstractModel
+from inferlib.sampling.params import MAX_LOGPROBS
+from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`count` arrays of one kind. axes: what each dimension means; mesh_axes: what splits it, None for nothing.
+
+    shape: of one whole array; local_shape: of a device's part; nbytes: of the parts of all `count` on a device.
+    """
+
+    name: str
+    axes: tuple[str | None, ...]
+    mesh_axes: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    nbytes: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`count` collectives of a step. nbytes: of the whole array of one: what an all-reduce returns, what a
+    reduce-scatter takes, what an all-gather returns. axis: the mesh axis whose devices take part."""
+
+    kind: Literal["all-reduce", "reduce-scatter", "all-gather"]
+    purpose: str
+    axis: str
+    nbytes: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One program's step (of a decode program: each of its `key.steps`). tokens: of each replica."""
+
+    key: ProgramKey
+    tokens: int
+    collectives: tuple[Collective, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its collectives, for each device."""
+        return sum(c.count * c.nbytes for c in self.collectives)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`print` it. waste: see `Layout.waste`."""
+
+    shards: Shards
+    weights: tuple[Placement, ...]
+    cache: tuple[Placement, ...]
+    state: tuple[Placement, ...]
+    waste: dict[str, float]
+    steps: tuple[Step, ...]
+
+    def __rich__(self) -> Group:
+        return Group(_placements(self), *_waste(self.waste), *(_collectives(step) for step in self.steps))
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=140).print(self, highlight=False)
+        return text.getvalue()
+
+
+def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: Sequence[ProgramKey]) -> Explanation:
+    """Explain a model under `config.shards`, whose mesh may be abstract, and the steps of some of its programs."""
+    place = partial(_place, config.shards)
+    state = jax.eval_shape(partial(RowState.zeros, plan.rows, model.layout.vocab))
+    fields = zip(RowState._fields, RowState.AXES, state, strict=True)
+    return Explanation(
+        config.shards,
+        weights=_grouped(place(w.part, w.axes, w.shape, w.dtype) for w in model.specs),
+        cache=_grouped(
+            place("ring" if b.ring else "cache", b.axes, b.shape, plan.dtype) for b in plan.blocks for _ in "kv"
+        ),
+        state=_grouped(place(name, names, x.shape, x.dtype) for name, names, x in fields),
+        waste=model.layout.waste(),
+        steps=tuple(explain_step(model, config.shards, key) for key in keys),
+    )
+
+
+# ---- placement
+
+
+def _place(shards: Shards, name: str, names: tuple[str | None, ...], shape: tuple[int, ...], dtype) -> Placement:
+    """A stacked weight or cache counts as one array for each of its layers."""
+    count = 1
+    if names[0] == axes.LAYERS:
+        count, names, shape = shape[0], names[1:], shape[1:]
+    mesh_axes = tuple(shards.axis(n) if n else None for n in names)
+    sharding = shards.sharding(names)
+    local = shape if sharding is None else sharding.shard_shape(shape)
+    return Placement(name, names, mesh_axes, shape, local, count * prod(local) * np.dtype(dtype).itemsize, count)
+
+
+def _grouped(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """One entry for those that differ in count alone, in order of appearance."""
+    groups: dict[tuple, Placement] = {}
+    for p in placements:
+        key = (p.name, p.axes, p.shape)
+        old = groups.get(key)
+        groups[key] = p if old is None else replace(old, count=old.count + p.count, nbytes=old.nbytes + p.nbytes)
+    return tuple(groups.values())
+
+
+# ---- collectives
+
+
+def explain_step(model: AbstractModel, shards: Shards, key: ProgramKey) -> Step:
+    """What a step of a program will say over the mesh."""
+    ledger, prompt = _Ledger(shards), key.chunks * key.chunk
+    _forward(ledger, model, prompt + key.rows)
+    for rows in (key.rows, key.chunks):
+        if rows:
+            _sample(ledger, key.mode, rows, model.layout.vocab)
+    if key.detail == "logprobs":
+        _score(ledger, prompt, model.layout.vocab)
+    if key.steps > 1:
+        ledger.reduce("whether to go on", axes.ROWS, (), np.int32, count=2)
+    return Step(key, prompt + key.rows, ledger.collectives())
+
+
+class _Ledger:
+    """Takes note of the collectives of `Shards`, by the same names, where those would really take place."""
+
+    def __init__(self, shards: Shards):
+        self.shards = shards
+        self._counts: Counter[Collective] = Counter()
+
+    def reduce(self, purpose: str, name: str, shape: tuple[int, ...], dtype, count: int = 1) -> None:
+        """A sum, maximum or minimum of arrays of this shape."""
+        self._add("all-reduce", purpose, self.shards.axis(name), shape, dtype, count)
+
+    def gather(self, purpose: str, name: str, shape: tuple[int, ...], dtype) -> None:
+        """shape: of the result."""
+        self._add("all-gather", purpose, self.shards.axis(name), shape, dtype, 1)
+
+    def sum_tokens(self, purpose: str, name: str, shape: tuple[int, int], dtype) -> None:
+        kind = "reduce-scatter" if self.shards.splits_tokens else "all-reduce"
+        self._add(kind, purpose, self.shards.axis(name), self._padded(shape), dtype, 1)
+
+    def all_tokens(self, purpose: str, shape: tuple[int, int], dtype) -> None:
+        if self.shards.splits_tokens:
+            self.gather(purpose, axes.MLP, self._padded(shape), dtype)
+
+    def collectives(self) -> tuple[Collective, ...]:
+        return tuple(replace(c, count=count) for c, count in self._counts.items())
+
+    def _padded(self, shape: tuple[int, int]) -> tuple[int, int]:
+        share = self.shards.tensor if self.shards.splits_tokens else 1
+        return -(-shape[0] // share) * share, shape[1]
+
+    def _add(self, kind: str, purpose: str, axis: str | None, shape: tuple[int, ...], dtype, count: int) -> None:
+        if axis:
+            self._counts[Collective(kind, purpose, axis, prod(shape) * np.dtype(dtype).itemsize)] += count
+
+
+def _forward(ledger: _Ledger, model: AbstractModel, tokens: int) -> None:
+    """The decoder over `tokens` tokens."""
+    hidden, dtype = (tokens, model.config.dim), model.specs[0].dtype
+    ledger.sum_tokens("embedding", axes.VOCAB, hidden, dtype)
+    for layer in model.config.layers:
+        ledger.all_tokens("input of attention", hidden, dtype)
+        if layer.attention.qk_norm == "full":
+            ledger.reduce("QK-norm", axes.KV_HEADS, (tokens, 1), np.float32, count=2)
+        if layer.parallel:
+            ledger.sum_tokens("attention and feed-forward", axes.MLP, hidden, dtype)
+            continue
+        ledger.sum_tokens("attention", axes.KV_HEADS, hidden, dtype)
+        ledger.all_tokens("input of feed-forward", hidden, dtype)
+        ledger.sum_tokens("feed-forward", axes.MLP, hidden, dtype)
+    ledger.all_tokens("head", hidden, dtype)
+
+
+def _sample(ledger: _Ledger, mode: Mode, rows: int, vocab: int) -> None:
+    """The next token of `rows` rows."""
+    number = partial(ledger.reduce, name=axes.VOCAB, shape=(rows, 1), dtype=np.float32)
+    if mode != "greedy":
+        number("best logit")
+        number("top-p mass")
+        number("top-k and top-p, bit by bit", count=2 * 31)
+    number("best token")
+    number("best token", dtype=np.int32)
+    if mode == "logprobs":
+        _score(ledger, rows, vocab)
+
+
+def _score(ledger: _Ledger, rows: int, vocab: int) -> None:
+    """Log-probabilities at `rows` positions; `vocab` as laid out."""
+    number = partial(ledger.reduce, "log-probabilities", axes.VOCAB, (rows, 1))
+    number(np.float32, count=3)  # best, normaliser, chosen
+    number(np.int32)  # rank
+    shares = ledger.shards.size(axes.VOCAB)
+    candidates = shares * min(MAX_LOGPROBS, vocab // shares)
+    for dtype in (np.float32, np.int32):
+        ledger.gather("most likely tokens", axes.VOCAB, (rows, candidates), dtype)
+
+
+# ---- tables
+
+
+def _placements(e: Explanation) -> Table:
+    mesh = f"tensor {e.shards.tensor} x data {e.shards.data}" + (f", rules {e.shards.rules.name}" if e.shards.rules else "")
+    table = Table(box=SIMPLE_HEAD, title=f"Arrays on {mesh}", title_justify="left", show_footer=True)
+    everything = (*e.weights, *e.cache, *e.state)
+    table.add_column("array", footer="all")
+    table.add_column("count", justify="right")
+    table.add_column("dimensions")
+    table.add_column("shape", justify="right")
+    table.add_column("on a device", justify="right")
+    table.add_column("bytes", justify="right", footer=decimal(sum(p.nbytes for p in everything)))
+    for title, placements in (("weights", e.weights), ("cache", e.cache), ("rows", e.state)):
+        table.add_row(f"[bold]{title}", *[""] * 4, f"[bold]{decimal(sum(p.nbytes for p in placements))}")
+        for p in placements:
+            dimensions = [
+                (name or "-") + (f"/{axis}" if axis else "") for name, axis in zip(p.axes, p.mesh_axes, strict=True)
+            ]
+            shapes = (" x ".join(map(str, s)) for s in (p.shape, p.local_shape))
+            table.add_row(f"  {p.name}", str(p.count), ", ".join(dimensions), *shapes, decimal(p.nbytes))
+        table.add_section()
+    return table
+
+
+def _waste(waste: dict[str, float]) -> list[str]:
+    parts = [f"{share:.1%} of {what}" for what, share in waste.items() if share]
+    return [f"Padding and copies: {', '.join(parts)}"] if parts else []
+
+
+def _collectives(step: Step) -> Table:
+    if not step.collectives:
+        table = Table(box=None, title=f"{step.key}: no collectives", title_justify="left", show_header=False)
+        return table
+    table = Table(box=SIMPLE_HEAD, title=f"A step of {step.key}", title_justify="left", show_footer=True)
+    table.add_column("collective", footer="all")
+    table.add_column("over")
+    table.add_column("for", footer=f"{decimal(step.nbytes // step.tokens)} per token")
+    table.add_column("count", justify="right", footer=str(sum(c.count for c in step.collectives)))
+    table.add_column("bytes of one", justify="right")
+    table.add_column("bytes", justify="right", footer=decimal(step.nbytes))
+    for c in step.collectives:
+        table.add_row(c.kind, c.axis, c.purpose, str(c.count), decimal(c.nbytes), decimal(c.count * c.nbytes))
+    return table
