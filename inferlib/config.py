@@ -36,6 +36,8 @@ class Buckets:
     @staticmethod
     def default(max_batch: int, max_len: int, *, ragged: bool = False) -> Buckets:
         """Powers of four up to the limits; `ragged`: attention reads live positions only, one cache bucket does."""
+        if max_batch < 1 or max_len < 2:
+            raise ConfigurationError(f"max_batch must be at least 1 and max_len at least 2, got {max_batch}, {max_len}")
         return Buckets(
             prefill=_powers(32, min(512, max_len)),
             batch=_powers(1, max_batch),

@@ -48,8 +48,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class Collective:
-    """`count` collectives of a step. nbytes: of the whole array of one: what an all-reduce returns, what a
-    reduce-scatter takes, what an all-gather returns. axis: the mesh axis whose devices take part."""
+    """`count` collectives of a step. nbytes: of the whole array of one: what an all-reduce or an
+    all-gather returns, what a reduce-scatter takes. axis: the mesh axis whose devices take part."""
 
     kind: Literal["all-reduce", "reduce-scatter", "all-gather"]
     purpose: str
@@ -230,7 +230,8 @@ def _score(ledger: _Ledger, rows: int, vocab: int) -> None:
 
 
 def _placements(e: Explanation) -> Table:
-    mesh = f"tensor {e.shards.tensor} x data {e.shards.data}" + (f", rules {e.shards.rules.name}" if e.shards.rules else "")
+    shards = e.shards
+    mesh = f"tensor {shards.tensor} x data {shards.data}, rules {shards.rules.name}" if shards.rules else "a device"
     table = Table(box=SIMPLE_HEAD, title=f"Arrays on {mesh}", title_justify="left", show_footer=True)
     everything = (*e.weights, *e.cache, *e.state)
     table.add_column("array", footer="all")
@@ -256,10 +257,9 @@ def _waste(waste: dict[str, float]) -> list[str]:
     return [f"Padding and copies: {', '.join(parts)}"] if parts else []
 
 
-def _collectives(step: Step) -> Table:
+def _collectives(step: Step) -> Table | str:
     if not step.collectives:
-        table = Table(box=None, title=f"{step.key}: no collectives", title_justify="left", show_header=False)
-        return table
+        return f"A step of {step.key} takes no collectives"
     table = Table(box=SIMPLE_HEAD, title=f"A step of {step.key}", title_justify="left", show_footer=True)
     table.add_column("collective", footer="all")
     table.add_column("over")

@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from inferlib.models.config import ModelConfig, RopeSpec
 from inferlib.models.layers.rope import rope_angles
@@ -36,13 +35,14 @@ class StepBatch(NamedTuple):
 
     @staticmethod
     def of_chunks(tokens: jax.Array, rows: jax.Array, starts: jax.Array) -> StepBatch:
-        none = np.zeros((0,), np.int32)
+        # jnp, not np: XLA of jax 0.11 crashes on a captured constant without elements inside shard_map.
+        none = jnp.zeros((0,), jnp.int32)
         return StepBatch(tokens, rows, starts, none, none)
 
     @staticmethod
     def of_rows(tokens: jax.Array, lengths: jax.Array) -> StepBatch:
-        none = np.zeros((0,), np.int32)
-        return StepBatch(np.zeros((0, 0), np.int32), none, none, tokens, lengths)
+        none = jnp.zeros((0,), jnp.int32)
+        return StepBatch(jnp.zeros((0, 0), jnp.int32), none, none, tokens, lengths)
 
 
 @dataclass(frozen=True)

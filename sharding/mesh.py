@@ -44,7 +44,7 @@ class Parallelism:
                 raise ShardingError(f"cannot read {part!r} in parallel={text!r}; write for example tp=4,dp=2")
             if name in values:
                 raise ShardingError(f"{name} appears twice in parallel={text!r}")
-            if name != "rules" and not value.isdigit():
+            if name != "rules" and not value.isdecimal():
                 raise ShardingError(f"{part!r} in parallel={text!r} needs a number of devices")
             values[name] = value if name == "rules" else int(value)
         return Parallelism(**values)

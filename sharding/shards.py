@@ -94,13 +94,13 @@ class Shards:
 
 def make_shards(parallel: Parallelism | None, devices: Sequence[jax.Device] | None = None) -> Shards:
     """The mesh and rules of a `Parallelism`; a single device for None or one device."""
-    if parallel is None or parallel.devices == 1:
+    if parallel is None:
         return Shards()
-    return Shards(make_mesh(parallel, devices), preset(parallel.rules))
+    rules = preset(parallel.rules)
+    return Shards(make_mesh(parallel, devices), rules) if parallel.devices > 1 else Shards()
 
 
 def planned_shards(parallel: Parallelism) -> Shards:
     """Like `make_shards`, but to plan with: there need not be any such devices."""
-    if parallel.devices == 1:
-        return Shards()
-    return Shards(AbstractMesh((parallel.data, parallel.tensor), (DATA, TENSOR)), preset(parallel.rules))
+    rules, shape = preset(parallel.rules), (parallel.data, parallel.tensor)
+    return Shards(AbstractMesh(shape, (DATA, TENSOR)), rules) if parallel.devices > 1 else Shards()

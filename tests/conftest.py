@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -19,6 +20,9 @@ from inferlib import LLM, Buckets
 from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine
 from tests.oracle import make_checkpoint
+
+# Devices of the sharding tests; everything else runs on the first.
+jax.config.update("jax_num_cpu_devices", 8)
 
 VOCAB = 131
 MAX_LEN = 96
@@ -62,6 +66,13 @@ def llm_of(checkpoint) -> Callable[..., LLM]:
 @pytest.fixture(scope="session")
 def llama(llm_of) -> LLM:
     return llm_of("llama")
+
+
+@pytest.fixture(scope="session")
+def small(checkpoint) -> LLM:
+    """One layer, two rows, 64 positions, two steps per dispatch: quick to compile completely. Leave it idle."""
+    buckets = Buckets(prefill=(8,), batch=(2,), cache=(64,))
+    return build_llm(checkpoint("llama", num_hidden_layers=1), buckets, decode_steps=2)
 
 
 def build_llm(path: Path, buckets: Buckets, **options: Any) -> LLM:

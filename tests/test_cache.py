@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.cache.plan import plan_cache
+from inferlib.models.abstract import abstract_model
+from inferlib.models.batch import StepBatch, StepContext
+from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from tests.conftest import MAX_LEN, assert_greedy, build_llm, new_engine, random_prompts, reference
 
 # Logits have a standard deviation of 1 to 3; float32 sums in another order differ by 3e-5 at most.
@@ -111,3 +115,22 @@ def test_plan_allocates_what_it_says(llm_of):
         assert [array.shape for array in arrays] == [block.shape for block in plan.blocks for _ in "kv"]
         assert plan.flatten(plan.view(arrays)) == arrays
         assert all(len(block.axes) == len(block.shape) for block in plan.blocks)
+
+
+def test_stacked_layers_without_rotary_embedding_trace():
+    """What the layers of a step share must not be born inside the scan over the first of them."""
+    attention = AttentionSpec(heads=2, kv_heads=1, head_dim=4, scale=0.5, rope=None)
+    windowed = dataclasses.replace(attention, window=4)
+    layers = [LayerSpec(spec, MlpSpec(hidden=8)) for spec in (attention, attention, windowed, windowed)]
+    model = abstract_model(ModelConfig("test", vocab=16, dim=8, layers=tuple(layers), context=64), "float32", scan=True)
+    assert [segment.count for segment in model.segments] == [2, 2]
+    plan = plan_cache(model, rows=1, max_len=64, chunk=8, dtype=jnp.float32)
+
+    def run(weights, cache, tokens):
+        zero = jnp.zeros(1, jnp.int32)
+        context = StepContext(StepBatch.of_chunks(tokens, zero, zero), model.config, plan.max_len)
+        return model.merge(weights)(context, plan.view(cache))[0]
+
+    weights = tuple(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in model.specs)
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    assert jax.eval_shape(run, weights, plan.allocate(), tokens).shape == (8, 8)

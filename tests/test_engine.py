@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferlib import LLM
-from inferlib.compile.program_set import UnplannedProgramError, planned_keys
+from inferlib.compile.program_set import ProgramSet, UnplannedProgramError, planned_keys
 from inferlib.compile.programs import CHUNK_COLUMNS, Control, ProgramKey, StepOutput
 from inferlib.config import Buckets, EngineConfig
 from inferlib.engine.engine import Engine
@@ -24,7 +24,8 @@ from inferlib.engine.sequence import Sequence, Status
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from inferlib.sampling.params import SamplingParams
-from tests.conftest import MAX_LEN, assert_greedy, build_llm, new_engine, random_prompts
+from inferlib.sharding.shards import Shards
+from tests.conftest import MAX_LEN, assert_greedy, new_engine, random_prompts
 
 EOS = 2
 MODES = ("greedy", "sample", "logprobs")
@@ -66,6 +67,7 @@ class ScriptedDevice:
         self.scripts = {tuple(s.prompt): s for s in scripts}
         self.planned = frozenset(planned_keys(config))
         self.rows = [Row() for _ in range(config.max_batch)]
+        self.replicas, self.places = config.shards.data, config.rows
         self.scheduler: Scheduler | None = None
 
     def get(self, key: ProgramKey):
@@ -74,34 +76,37 @@ class ScriptedDevice:
         return functools.partial(self.run, key)
 
     def run(self, key, weights, cache, state, control, chunk=None):
-        control = Control.unpack(np.asarray(control))
-        for row, stop in zip(self.rows, control.cancel, strict=True):
+        controls = [Control.unpack(part[None]) for part in np.asarray(control)]
+        for row, stop in zip(self.rows, np.concatenate([c.cancel for c in controls]), strict=True):
             row.active &= not stop
         if chunk is not None:
             tokens = [self.advance_rows(key)] if key.rows else np.zeros((1, 0), int)
             first, detail = self.prefill(key, chunk)
             detail = host_array(detail) if key.detail else None
             return cache, state, StepOutput(host_array(tokens), None, host_array(first), None, detail)
-        tokens = np.full((key.steps, key.rows), -1)
-        started = [row.active for row in self.rows[: key.rows]]
-        for step in range(control.steps):
-            active = [row.active for row in self.rows[: key.rows]]
-            if not any(active) or (control.yield_early and active != started):
+        rows = self.rows_of(key)
+        tokens = np.full((key.steps, len(rows)), -1)
+        started = [row.active for row in rows]
+        for step in range(controls[0].steps):
+            active = [row.active for row in rows]
+            if not any(active) or (controls[0].yield_early and active != started):
                 break
             tokens[step] = self.advance_rows(key)
         return cache, state, StepOutput(host_array(tokens))
 
     def prefill(self, key, chunk):
-        first, detail = np.full(key.chunks, -1), np.full((key.chunks, key.chunk, 1), -1)
+        assert len(chunk.tokens) == key.chunks * self.replicas
+        first, detail = np.full(len(chunk.tokens), -1), np.full((*chunk.tokens.shape, 1), -1)
         for i, (tokens, entry) in enumerate(zip(chunk.tokens, chunk.table, strict=True)):
             info = dict(zip(CHUNK_COLUMNS, entry.tolist(), strict=True))
-            if info["row"] >= len(self.rows):
+            if info["row"] >= self.places:
                 assert not info["last"]
                 continue
+            number = i // key.chunks * self.places + info["row"]
             if info["first"]:
-                assert not self.rows[info["row"]].active, "the row still belongs to another sequence"
-                self.rows[info["row"]] = Row()
-            row, end = self.rows[info["row"]], info["start"] + info["length"]
+                assert not self.rows[number].active, "the row still belongs to another sequence"
+                self.rows[number] = Row()
+            row, end = self.rows[number], info["start"] + info["length"]
             assert info["start"] == len(row.prompt)
             assert 0 < info["length"] <= key.chunk
             assert end <= key.limit
@@ -113,8 +118,12 @@ class ScriptedDevice:
                 first[i] = self.advance(key, row) if row.script.max_tokens else EOS
         return first, detail
 
+    def rows_of(self, key) -> list[Row]:
+        """The rows that a program advances: the first ones of each replica."""
+        return [row for i, row in enumerate(self.rows) if i % self.places < key.rows]
+
     def advance_rows(self, key) -> list[int]:
-        return [self.advance(key, row) if row.active else -1 for row in self.rows[: key.rows]]
+        return [self.advance(key, row) if row.active else -1 for row in self.rows_of(key)]
 
     def advance(self, key, row: Row) -> int:
         assert MODES.index(row.script.mode) <= MODES.index(key.mode)
@@ -123,6 +132,16 @@ class ScriptedDevice:
         row.generated += 1
         row.active = token != EOS and row.generated < row.script.max_tokens
         return token
+
+
+class Replicas(Shards):
+    """So many replicas, of which the host need know nothing else."""
+
+    data = 1
+
+    def __init__(self, data: int):
+        super().__init__()
+        object.__setattr__(self, "data", data)
 
 
 @functools.cache
@@ -147,7 +166,8 @@ def sequence(script: Script, detail: str = "") -> Sequence:
 @st.composite
 def traffic(draw):
     """A config, scripts with their arrival and cancellation (in rounds), and each round's bound on steps."""
-    batch = draw(st.sampled_from([3, 2, 1]))
+    replicas, places = draw(st.sampled_from([(1, 3), (1, 2), (1, 1), (2, 2), (3, 1)]))
+    batch = replicas * places
     config = EngineConfig(
         max_batch=batch,
         max_len=40,
@@ -158,6 +178,7 @@ def traffic(draw):
         ),
         decode_steps=draw(st.sampled_from([4, 1, 3])),
         in_flight=draw(st.sampled_from([2, 1, 3])),
+        shards=Replicas(replicas),
     )
     jobs = []
     for number in range(draw(st.integers(1, 12))):
@@ -187,7 +208,8 @@ def test_any_traffic_is_served_completely_and_in_order(case):
                 engine.cancel(s)
         engine.advance(max_steps=bounds[round_ % len(bounds)])
         owned = [s.row for s in engine.scheduler.running.values()]
-        assert sorted([*owned, *engine.scheduler._free]) == list(range(config.max_batch))
+        free = [row for _, row in engine.scheduler._free]
+        assert sorted(owned + free) == list(range(config.max_batch))
         if round_ > 20 and not engine.busy:
             break
     assert not engine.busy
@@ -303,25 +325,32 @@ def test_thousands_of_requests(llama, checkpoint):
     assert not llama.engine.busy
 
 
-@pytest.fixture(scope="module")
-def small(checkpoint) -> LLM:
-    """One layer and few buckets: quick to compile completely."""
-    buckets = Buckets(prefill=(8,), batch=(2,), cache=(32,))
-    return build_llm(checkpoint("llama", num_hidden_layers=1), buckets, decode_steps=2)
+def test_strict_programs_refuse_what_warmup_left_out(small):
+    """Before any device work, and without harm to what comes next."""
+    with new_engine(small) as engine:
+        engine.programs = ProgramSet(engine.model, engine.plan, engine.config)
+        with pytest.raises(ValueError, match=r"no sampling modes \['fast'\]; known: greedy, sample, logprobs"):
+            small.warmup(["fast"])
+        assert small.warmup([]) == 0
+        with pytest.raises(UnplannedProgramError, match="'sample' was not compiled by warmup"):
+            small.generate([PROMPTS[1], PROMPTS[2]], [SAMPLED, GREEDY])
+        with pytest.raises(UnplannedProgramError, match="'logprobs' was not compiled by warmup"):
+            small.score([PROMPTS[1]])
+        with pytest.raises(UnplannedProgramError, match="'greedy' was not compiled by warmup"):
+            next(iter(small.stream(PROMPTS[1], GREEDY)))
+        assert small.stats.dispatches == 0
+        assert not engine.busy
+
+
+def test_a_mode_has_its_own_programs(small):
+    """Two decode programs and two prefill programs each; log-probabilities add those of prompt details."""
+    counts = [len(planned_keys(small.config, [mode])) for mode in ("greedy", "sample", "logprobs")]
+    assert counts == [4, 4, 6]
+    assert all(key.mode == "greedy" for key in planned_keys(small.config, ["greedy"]))
 
 
 def test_nothing_compiles_after_warmup(small):
-    assert small.warmup(["greedy"]) == 4
-    dispatches = small.stats.dispatches
-    with pytest.raises(UnplannedProgramError, match="'sample' was not compiled by warmup"):
-        small.generate(PROMPTS[1], SamplingParams())
-    with pytest.raises(UnplannedProgramError, match="'logprobs' was not compiled by warmup"):
-        small.score([PROMPTS[1]])
-    with pytest.raises(ValueError, match=r"no sampling modes \['fast'\]; known: greedy, sample, logprobs"):
-        small.warmup(["fast"])
-    assert small.stats.dispatches == dispatches
-
-    assert small.warmup() == len(planned_keys(small.config)) == 14
+    assert small.warmup() == 14
     compilations = small.compilations
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     prompts = random_prompts([3, 20, 1, 9, 14], seed=23)
