@@ -16,7 +16,9 @@ import argparse
 import json
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from multiprocessing import get_context
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +131,12 @@ def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int, s
     }
 
 
+def in_child(function, *args):
+    """Call the function in a process of its own, so that neither side holds memory the other needs."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
+
+
 def peer_hf(hf: dict, batch: int, cache: int, steps: int, dtype: str) -> float:
     """ms per step of Hugging Face `generate`, from two output lengths so that prefill drops out."""
     import torch
@@ -180,20 +188,21 @@ def main() -> None:
     parser.add_argument("--peer", choices=("hf",), help="also time this peer")
     parser.add_argument("--json", action="store_true", help="one JSON object per row instead of a table")
     args = parser.parse_args()
-    platform = jax.default_backend()
-    dtype = args.dtype or ("float32" if platform == "cpu" else "bfloat16")
+    batches = [int(b) for b in args.batch.split(",")]
     files = ModelFiles.open(args.model) if args.model else None
     hf = files.hf if files else configs.load(args.config)
-    model = abstract_model(config_from_hf(hf), dtype, scan=platform == "tpu")
+    # The peer first: this process reserves most of a GPU's memory as soon as JAX starts.
+    on_cpu = in_child(jax.default_backend) == "cpu"
+    dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
+    peers = [in_child(peer_hf, hf, b, args.cache, args.steps, dtype) for b in batches] if args.peer else []
+    model = abstract_model(config_from_hf(hf), dtype, scan=jax.default_backend() == "tpu")
     weights = load_weights(files.source, family_of(hf), model) if files else model.random_weights()
     copy = copy_bandwidth()
-    rows = [measure(model, weights, int(b), args.cache, args.steps, Shards()) for b in args.batch.split(",")]
-    del weights
-    for row in rows:
+    rows = [measure(model, weights, b, args.cache, args.steps, Shards()) for b in batches]
+    for i, row in enumerate(rows):
         row |= {"share": row["gb_per_second"] * 1e9 / copy, "copy_gb_per_second": copy / 1e9}
         if args.peer:
-            row["peer_ms"] = peer_hf(hf, row["batch"], args.cache, args.steps, dtype)
-            row["ratio"] = row["peer_ms"] / row["ms"]
+            row |= {"peer_ms": peers[i], "ratio": peers[i] / row["ms"]}
     device = jax.devices()[0].device_kind
     if args.json:
         for row in rows:

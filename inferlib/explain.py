@@ -8,10 +8,10 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -82,6 +82,16 @@ class Explanation:
     state: tuple[Placement, ...]
     waste: dict[str, float]
     steps: tuple[Step, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON values."""
+        placed = {name: [asdict(p) for p in getattr(self, name)] for name in ("weights", "cache", "state")}
+        steps = [
+            {"program": str(s.key), "tokens": s.tokens, "collectives": [asdict(c) for c in s.collectives]}
+            for s in self.steps
+        ]
+        mesh = {"tensor": self.shards.tensor, "data": self.shards.data}
+        return {"mesh": mesh, **placed, "waste": self.waste, "steps": steps}
 
     def __rich__(self) -> Group:
         return Group(_placements(self), *_waste(self.waste), *(_collectives(step) for step in self.steps))
@@ -234,12 +244,12 @@ def _placements(e: Explanation) -> Table:
     mesh = f"tensor {shards.tensor} x data {shards.data}, rules {shards.rules.name}" if shards.rules else "a device"
     table = Table(box=SIMPLE_HEAD, title=f"Arrays on {mesh}", title_justify="left", show_footer=True)
     everything = (*e.weights, *e.cache, *e.state)
-    table.add_column("array", footer="all")
+    table.add_column("array", footer="all", no_wrap=True)
     table.add_column("count", justify="right")
     table.add_column("dimensions")
     table.add_column("shape", justify="right")
     table.add_column("on a device", justify="right")
-    table.add_column("bytes", justify="right", footer=decimal(sum(p.nbytes for p in everything)))
+    table.add_column("bytes", justify="right", footer=decimal(sum(p.nbytes for p in everything)), no_wrap=True)
     for title, placements in (("weights", e.weights), ("cache", e.cache), ("rows", e.state)):
         table.add_row(f"[bold]{title}", *[""] * 4, f"[bold]{decimal(sum(p.nbytes for p in placements))}")
         for p in placements:
@@ -261,7 +271,7 @@ def _collectives(step: Step) -> Table | str:
     if not step.collectives:
         return f"A step of {step.key} takes no collectives"
     table = Table(box=SIMPLE_HEAD, title=f"A step of {step.key}", title_justify="left", show_footer=True)
-    table.add_column("collective", footer="all")
+    table.add_column("collective", footer="all", no_wrap=True)
     table.add_column("over")
     table.add_column("for", footer=f"{decimal(step.nbytes // step.tokens)} per token")
     table.add_column("count", justify="right", footer=str(sum(c.count for c in step.collectives)))

@@ -1,4 +1,7 @@
-"""Shared fixtures: tiny random models, each written and compiled once per session."""
+"""Shared fixtures: tiny random models, each written and compiled once per session.
+
+torch and transformers are imported where they are needed: many tests do without, and they take seconds.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,10 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
-import torch
-from transformers import AutoModelForCausalLM
 
 from inferlib import LLM, Buckets
 from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine
-from tests.oracle import make_checkpoint
 
 # Devices of the sharding tests; everything else runs on the first.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -40,6 +40,7 @@ TINY: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[..., Path]:
     """`checkpoint(family, **overrides)`: the folder of a tiny model with a tokenizer (see `TINY`)."""
+    from tests.oracle import make_checkpoint
 
     @functools.cache
     def build(family: str, **overrides: Any) -> Path:
@@ -52,12 +53,14 @@ def checkpoint(tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def llm_of(checkpoint) -> Callable[..., LLM]:
-    """`llm_of(family, scan=False)`: a shared LLM of 4 rows with prefill buckets 8 and 16; leave it idle."""
+    """`llm_of(family, scan=False)`: a shared LLM of 4 rows with prefill buckets 8 and 16.
+
+    Leave it idle, and use it for greedy tokens and logits: every other mode is a dozen programs to compile.
+    """
 
     @functools.cache
     def build(family: str, scan: bool = False) -> LLM:
-        batch = (1, 4) if family == "llama" else (4,)  # every bucket is another program to compile
-        buckets = Buckets(prefill=(8, 16), batch=batch, cache=(MAX_LEN,))
+        buckets = Buckets(prefill=(8, 16), batch=(4,), cache=(MAX_LEN,))
         return build_llm(checkpoint(family), buckets, scan=scan)
 
     return build
@@ -70,8 +73,8 @@ def llama(llm_of) -> LLM:
 
 @pytest.fixture(scope="session")
 def small(checkpoint) -> LLM:
-    """One layer, two rows, 64 positions, two steps per dispatch: quick to compile completely. Leave it idle."""
-    buckets = Buckets(prefill=(8,), batch=(2,), cache=(64,))
+    """One layer, two rows, 64 positions, two steps per dispatch: quick to compile in all modes. Leave it idle."""
+    buckets = Buckets(prefill=(8,), batch=(1, 2), cache=(64,))
     return build_llm(checkpoint("llama", num_hidden_layers=1), buckets, decode_steps=2)
 
 
@@ -109,12 +112,17 @@ def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 
 
 @functools.cache
-def _reference_model(path: Path) -> torch.nn.Module:
+def _reference_model(path: Path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def reference(path: Path, tokens: list[int]) -> np.ndarray:
     """Logits [T, V] of one full pass of transformers; like the oracle's, but the model is loaded once."""
+    import torch
+
     with torch.no_grad():
         return _reference_model(path)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].numpy()
 

@@ -80,15 +80,15 @@ def test_the_pace_of_the_host_changes_nothing(options, llm_of):
 
 
 def test_cache_buckets(checkpoint):
-    """Attention reads up to the smallest bucket that holds every row; a ring knows no bucket."""
-    buckets = Buckets(prefill=(8,), batch=(2,), cache=(24, MAX_LEN))
-    llm = build_llm(checkpoint("gemma2"), buckets)
+    """Attention reads up to the smallest bucket that holds every row."""
+    buckets, path = Buckets(prefill=(8,), batch=(2,), cache=(24, MAX_LEN)), checkpoint("llama", num_hidden_layers=1)
+    llm = build_llm(path, buckets)
     prompts = random_prompts([10, 3, 30, 1], seed=5)
     seen = set()
     get = llm.engine.programs.get
     llm.engine.programs.get = lambda key: seen.add(key.limit) or get(key)
     for prompt, tokens in zip(prompts, generate(llm, prompts), strict=True):
-        assert_greedy(checkpoint("gemma2"), prompt, tokens)
+        assert_greedy(path, prompt, tokens)
     assert seen == set(buckets.cache)
 
 
@@ -117,7 +117,7 @@ def test_plan_allocates_what_it_says(llm_of):
         assert all(len(block.axes) == len(block.shape) for block in plan.blocks)
 
 
-def test_stacked_layers_without_rotary_embedding_trace():
+def test_stacked_layers_without_rotary_embedding():
     """What the layers of a step share must not be born inside the scan over the first of them."""
     attention = AttentionSpec(heads=2, kv_heads=1, head_dim=4, scale=0.5, rope=None)
     windowed = dataclasses.replace(attention, window=4)
@@ -133,4 +133,5 @@ def test_stacked_layers_without_rotary_embedding_trace():
 
     weights = tuple(jax.ShapeDtypeStruct(spec.shape, spec.dtype) for spec in model.specs)
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-    assert jax.eval_shape(run, weights, plan.allocate(), tokens).shape == (8, 8)
+    with jax.checking_leaks():
+        assert jax.jit(run).lower(weights, plan.allocate(), tokens).out_info.shape == (8, 8)

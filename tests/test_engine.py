@@ -293,21 +293,39 @@ def tokens_of(llm: LLM, prompts, params) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_neighbours_change_no_row(params, llama):
-    """The same prompt alone, first and last among seven others: in a bucket of one row and in one of four."""
+def test_neighbours_change_no_row(params, small):
+    """The same prompt alone, first and last among seven others: in a bucket of one row and in one of two."""
     mine, others = PROMPTS[0], PROMPTS[1:]
-    (alone,) = tokens_of(llama, [mine], params)
-    with new_engine(llama, buckets=dataclasses.replace(llama.config.buckets, batch=(4,))):
-        assert tokens_of(llama, [mine], params) == [alone]
-    assert tokens_of(llama, [mine, *others], params)[0] == alone
-    assert tokens_of(llama, [*others, mine], params)[-1] == alone
+    (alone,) = tokens_of(small, [mine], params)
+    with new_engine(small, buckets=dataclasses.replace(small.config.buckets, batch=(2,))):
+        assert tokens_of(small, [mine], params) == [alone]
+    assert tokens_of(small, [mine, *others], params)[0] == alone
+    assert tokens_of(small, [*others, mine], params)[-1] == alone
 
 
-def test_neighbours_that_sample_change_no_greedy_row(llama):
+def test_neighbours_that_sample_change_no_greedy_row(small):
     """Programs that sample or report log-probabilities give a greedy row the tokens of a greedy program."""
-    expected = tokens_of(llama, PROMPTS, GREEDY)
+    expected = tokens_of(small, PROMPTS, GREEDY)
     mixed = [GREEDY if i % 2 else SAMPLED for i in range(len(PROMPTS))]
-    assert tokens_of(llama, PROMPTS, mixed)[1::2] == expected[1::2]
+    assert tokens_of(small, PROMPTS, mixed)[1::2] == expected[1::2]
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_the_device_returns_early_only_for_a_prompt_that_waits(waiting, llama):
+    """The first row ends in the middle of eight steps."""
+    with new_engine(llama, in_flight=1) as engine:
+        prompts, budgets = random_prompts([3] * (4 + waiting), seed=24), [5, 30, 30, 30, 30]
+        sequences = [Sequence(p, GREEDY, budget, seed=0) for p, budget in zip(prompts, budgets, strict=False)]
+        for s in sequences:
+            engine.add(s)
+        engine.advance()
+        engine.advance()  # two prompts each
+        before = [len(s.tokens) for s in sequences[:4]]
+        assert before == [2, 2, 1, 1]
+        engine.advance()
+        assert [len(s.tokens) for s in sequences[:4]] == ([5, 5, 4, 4] if waiting else [5, 10, 9, 9])
+        for s in sequences[1:]:
+            engine.cancel(s)
 
 
 def test_thousands_of_requests(llama, checkpoint):
@@ -343,14 +361,14 @@ def test_strict_programs_refuse_what_warmup_left_out(small):
 
 
 def test_a_mode_has_its_own_programs(small):
-    """Two decode programs and two prefill programs each; log-probabilities add those of prompt details."""
+    """Four decode programs and two prefill programs each; log-probabilities add those of prompt details."""
     counts = [len(planned_keys(small.config, [mode])) for mode in ("greedy", "sample", "logprobs")]
-    assert counts == [4, 4, 6]
+    assert counts == [6, 6, 8]
     assert all(key.mode == "greedy" for key in planned_keys(small.config, ["greedy"]))
 
 
 def test_nothing_compiles_after_warmup(small):
-    assert small.warmup() == 14
+    assert small.warmup() == 20
     compilations = small.compilations
     greedy = SamplingParams(temperature=0.0, max_tokens=8)
     prompts = random_prompts([3, 20, 1, 9, 14], seed=23)

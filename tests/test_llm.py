@@ -185,6 +185,22 @@ def test_min_tokens_holds_back_stop_tokens(small, free):
     assert not set(stopped.token_ids[:30]) & set(result.token_ids[:3])
 
 
+def test_penalties_know_the_whole_prompt_and_only_this_one(small, path):
+    """Prompts of several chunks, more of them than rows: greedy tokens equal those of penalised logits."""
+    prompts = random_prompts([20, 31, 9, 24], seed=13)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=10, repetition_penalty=3.0, presence_penalty=1.0, frequency_penalty=0.5
+    )
+    for prompt, output in zip(prompts, small.generate(prompts, params), strict=True):
+        said = output.outputs[0].token_ids
+        logits = reference(path, [*prompt, *said[:-1]])[len(prompt) - 1 :]
+        for i, (row, token) in enumerate(zip(logits, said, strict=True)):
+            counts = np.bincount(said[:i], minlength=VOCAB)
+            seen = (counts > 0) | np.isin(np.arange(VOCAB), prompt)
+            row = np.where(seen, np.where(row > 0, row / 3.0, row * 3.0), row) - 0.5 * counts - 1.0 * (counts > 0)
+            assert row[token] > row.max() - 1e-3
+
+
 # ---- probabilities
 
 

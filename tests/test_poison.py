@@ -6,11 +6,14 @@ cells of rows without a sequence, and what the device remembers of such rows.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inferlib import SamplingParams
+from inferlib import LLM, SamplingParams
 from inferlib.compile.state import RowState
 from inferlib.engine.engine import Engine
 from tests.conftest import new_engine, random_prompts
@@ -59,30 +62,36 @@ def poison(engine: Engine) -> float:
     return float(np.mean([mask.mean() for mask in masks]))
 
 
-@pytest.mark.parametrize(
-    ("family", "scan", "params"),
-    [
-        ("llama", False, GREEDY),
-        ("llama", False, SAMPLED),
-        ("gemma2", False, GREEDY),
-        ("ministral", True, GREEDY),
-    ],
-    ids=["llama", "llama sampled", "gemma2", "ministral stacked"],
-)
-def test_poison_changes_no_token(family, scan, params, llm_of):
-    """Everything invalid is poisoned at the start and again before every dispatch."""
-    llm, shares = llm_of(family, scan), []
-    prompts = random_prompts([20, 1, 9, 33, 16, 4], seed=10)
-    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+@contextlib.contextmanager
+def before_each_dispatch(llm: LLM, act: Callable[[Engine], None]) -> Iterator[None]:
+    """`llm` with a new engine, one dispatch at a time, and `act` before each."""
     with new_engine(llm, in_flight=1) as engine:
         advance = engine.advance
 
-        def poisoned(**options):
-            shares.append(poison(engine))
+        def acting(**options):
+            act(engine)
             return advance(**options)
 
-        engine.advance = poisoned
-        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+        engine.advance = acting
+        yield
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize(
+    ("family", "scan", "params"),
+    [("llama", False, GREEDY), ("gemma2", False, GREEDY), ("ministral", True, GREEDY), ("small", False, SAMPLED)],
+    ids=["llama", "gemma2", "ministral stacked", "sampled"],
+)
+def test_poison_changes_no_token(family, scan, params, llm_of, small):
+    """Everything invalid is poisoned at the start and again before every dispatch."""
+    llm = small if family == "small" else llm_of(family, scan)
+    prompts, shares = random_prompts([20, 1, 9, 33, 16, 4], seed=10), []
+    expected = tokens_of(llm, prompts, params)
+    with before_each_dispatch(llm, lambda engine: shares.append(poison(engine))):
+        assert tokens_of(llm, prompts, params) == expected
     assert len(shares) > 10
     assert shares[0] == 0
     assert 0 < max(shares) < 0.9
@@ -90,35 +99,24 @@ def test_poison_changes_no_token(family, scan, params, llm_of):
 
 @pytest.mark.parametrize(("family", "scan"), [("llama", False), ("gemma2", False), ("ministral", True)])
 def test_poison_changes_no_logit(family, scan, llm_of):
-    """The logits of a prompt that takes several chunks, in another row than the first, bit by bit."""
-    llm = llm_of(family, scan)
-    (prompt,) = random_prompts([70], seed=11)
+    """The logits of a prompt that takes several chunks, bit by bit."""
+    llm, (prompt,) = llm_of(family, scan), random_prompts([70], seed=11)
     expected = llm.logits(prompt)
-    with new_engine(llm, in_flight=1) as engine:
-        advance = engine.advance
-
-        def poisoned(**options):
-            poison(engine)
-            return advance(**options)
-
-        engine.advance = poisoned
+    with before_each_dispatch(llm, poison):
         np.testing.assert_array_equal(llm.logits(prompt), expected)
 
 
 def test_the_poison_kills(llm_of):
     """One valid cell of one row gone bad shows in that row, and in that row alone."""
-    llm, prompts = llm_of("llama"), random_prompts([20, 9], seed=12)
-    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
-    with new_engine(llm, in_flight=1) as engine:
-        advance, calls = engine.advance, []
+    llm, prompts, calls = llm_of("llama"), random_prompts([20, 9], seed=12), []
+    expected = tokens_of(llm, prompts, GREEDY)
 
-        def poisoned(**options):
-            calls.append(1)
-            if len(calls) == 4:
-                engine.cache = (engine.cache[0].at[0, 0, 5].set(jnp.nan), *engine.cache[1:])
-            return advance(**options)
+    def spoil_once(engine):
+        calls.append(1)
+        if len(calls) == 4:
+            engine.cache = (engine.cache[0].at[0, 0, 5].set(jnp.nan), *engine.cache[1:])
 
-        engine.advance = poisoned
-        tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+    with before_each_dispatch(llm, spoil_once):
+        tokens = tokens_of(llm, prompts, GREEDY)
     assert tokens[0] != expected[0]
     assert tokens[1] == expected[1]

@@ -17,11 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
+from typer.testing import CliRunner
 
 from inferlib import LLM
 from inferlib.cache.plan import plan_cache
 from inferlib.checkpoint.load import load_weights
 from inferlib.checkpoint.safetensors import SafetensorsSource
+from inferlib.cli import app
 from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey
 from inferlib.config import Buckets, ConfigurationError, EngineConfig
@@ -42,6 +44,8 @@ from tests.test_poison import poison
 
 ROWS, CHUNK, MAX_LEN = 4, 16, 64
 MESHES = ["tp=2", "tp=4", "tp=8", "dp=2", "tp=2,dp=2", "tp=4,rules=tp_sp"]
+EXPLAINED = ["tp=4", "tp=2,dp=2", "tp=4,rules=tp_sp"]  # where compiled collectives are read, and tokens of all families
+FAMILIES = ["llama", "gemma3", "qwen3", "smollm2"]
 _TWO = {"num_hidden_layers": 2}
 # 6 query and 2 KV heads, 131 tokens: on 4 and 8 devices heads are copied and padded, the vocabulary nearly always.
 SHAPES = {
@@ -61,6 +65,7 @@ SHAPES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilations():
+    """Half the time for the same collectives."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
@@ -133,7 +138,8 @@ def requests(params: list[SamplingParams], lengths: list[int], seed: int) -> lis
 
 
 def logits(engine: Engine) -> np.ndarray:
-    (s,) = run(engine, [Sequence(np.random.default_rng(1).integers(0, 131, 40).tolist(), GREEDY, 0, 0, detail="logits")])
+    prompt = np.random.default_rng(1).integers(0, 131, 40).tolist()
+    (s,) = run(engine, [Sequence(prompt, GREEDY, 0, 0, detail="logits")])
     return np.concatenate(s.prompt_details)[:, : engine.model.config.vocab]
 
 
@@ -162,37 +168,50 @@ def expected(engine_of) -> Callable:
     return compute
 
 
-def assert_same(engine: Engine, shape: str, expected: Callable) -> None:
-    """Logits to 2e-5 of the largest one; every greedy token."""
+def assert_same_logits(engine: Engine, shape: str, expected: Callable) -> None:
     want = expected("logits", shape)
     assert np.abs(logits(engine) - want).max() < 2e-5 * np.abs(want).max()
+
+
+def assert_same_tokens(engine: Engine, shape: str, expected: Callable) -> None:
     got = run(engine, requests([GREEDY], LENGTHS, seed=2))
     assert [s.tokens for s in got] == [s.tokens for s in expected("greedy", shape)]
-    assert min(len(s.tokens) for s in got) == 8
+    assert [len(s.tokens) for s in got] == [8 + i for i in range(len(LENGTHS))]
 
 
 @pytest.mark.parametrize("parallel", MESHES)
-@pytest.mark.parametrize("shape", ["llama", "gemma3", "qwen3", "smollm2"])
-def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected):
-    assert_same(engine_of(shape, parallel), shape, expected)
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_the_same_logits(shape, parallel, engine_of, expected):
+    assert_same_logits(engine_of(shape, parallel), shape, expected)
 
 
 @pytest.mark.parametrize(
     ("shape", "parallel"),
     [("biased", "tp=4,rules=tp_sp"), ("olmo2", "tp=8"), ("olmo2", "tp=2,rules=tp_sp"), ("cohere2", "tp=4")],
 )
-def test_the_same_for_rarer_layers(shape, parallel, engine_of, expected):
+def test_the_same_logits_with_rarer_layers(shape, parallel, engine_of, expected):
     """Biases, an RMS norm over all heads of which some are copies, parallel blocks."""
-    assert_same(engine_of(shape, parallel), shape, expected)
-
-
-def test_the_same_with_stacked_layers(engine_of, expected):
-    assert_same(engine_of("smollm2", "tp=2,dp=2", scan=True), "smollm2", expected)
+    assert_same_logits(engine_of(shape, parallel), shape, expected)
 
 
 @pytest.mark.parametrize(
     ("shape", "parallel"),
-    [("llama", "tp=4"), ("llama", "tp=2,dp=2"), ("llama", "tp=2,rules=tp_sp"), ("smollm2", "tp=8")],
+    [(shape, p) for shape in FAMILIES for p in (MESHES if shape == "smollm2" else EXPLAINED)],
+)
+def test_the_same_greedy_tokens(shape, parallel, engine_of, expected):
+    """Of more prompts than there are rows, under continuous batching."""
+    assert_same_tokens(engine_of(shape, parallel), shape, expected)
+
+
+def test_the_same_with_stacked_layers(engine_of, expected):
+    engine = engine_of("smollm2", "tp=2,dp=2", scan=True)
+    assert_same_logits(engine, "smollm2", expected)
+    assert_same_tokens(engine, "smollm2", expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel"),
+    [("llama", "tp=4"), ("llama", "tp=2,dp=2"), ("smollm2", "tp=8")],
 )
 def test_the_same_samples(shape, parallel, engine_of, expected):
     """Seeded tokens under every kind of parameter; log-probabilities, ranks and alternatives."""
@@ -208,7 +227,7 @@ def test_the_same_samples(shape, parallel, engine_of, expected):
         np.testing.assert_allclose(a.top_logprobs, b.top_logprobs, atol=5e-5)
 
 
-@pytest.mark.parametrize("parallel", ["tp=4", "dp=2"])
+@pytest.mark.parametrize("parallel", ["tp=4", "tp=2,dp=2"])
 def test_poison_changes_no_token(parallel, engine_of, expected):
     """NaN in every cell and row that is not valid, before each dispatch; gemma3 has a ring, which wraps."""
     engine = engine_of("gemma3", parallel)
@@ -287,7 +306,7 @@ def assert_promise_kept(programs: ProgramSet, key: ProgramKey) -> Counter:
     return counts
 
 
-@pytest.mark.parametrize("parallel", ["tp=4", "tp=2,dp=2", "tp=4,rules=tp_sp"])
+@pytest.mark.parametrize("parallel", EXPLAINED)
 @pytest.mark.parametrize("shape", ["llama", "gemma3", "qwen3", "olmo2", "cohere2"])
 def test_collectives_are_those_promised(shape, parallel, programs_of):
     programs = programs_of(shape, parallel)
@@ -340,8 +359,6 @@ def test_explain_says_what_the_devices_hold(engine_of):
             (told.state, engine.state),
         ):
             parts = [array.addressable_shards[0].data for array in arrays]
-            if which[-1] is True:  # stacked layers count one by one
-                parts = [x for part in parts for x in (part if part.shape[:1] == (2,) and part.ndim > 1 else [part])]
             held = Counter((part.shape, part.nbytes) for part in parts)
             said = Counter()
             for p in placements:
@@ -364,6 +381,12 @@ def test_explain_as_text(programs_of):
     text = str(explain(alone.model, alone.plan, alone.config, [key]))
     assert "no collectives" in text
     assert "Padding" not in text
+
+
+def test_explain_counts_stacked_layers_one_by_one(programs_of):
+    stacked, unrolled = (programs_of("smollm2", "tp=2,dp=2", scan) for scan in (True, False))
+    told = [explain(p.model, p.plan, p.config, []) for p in (stacked, unrolled)]
+    assert told[0] == told[1]
 
 
 def test_explain_needs_no_devices():
@@ -560,7 +583,7 @@ def test_rules_that_name_what_there_is_not(table, message):
 def test_rules():
     rules = Rules("mine", ((axes.MLP, "tensor"), (axes.EMBED, "tensor")))
     assert rules.spec((axes.EMBED, None, axes.QUERIES)) == PartitionSpec("tensor", None, None)
-    with pytest.raises(ShardingError, match="two dimensions of .* on one mesh axis"):
+    with pytest.raises(ShardingError, match=r"two dimensions of .* on one mesh axis"):
         rules.spec((axes.EMBED, axes.GATE_UP, axes.MLP))
     with pytest.raises(ShardingError, match="no sharding preset is called 'tpp'; known: tp, tp_sp"):
         preset("tpp")
@@ -582,15 +605,36 @@ def test_rows_that_do_not_divide(checkpoint):
         LLM(checkpoint("llama"), max_batch=3, max_len=MAX_LEN, parallel="dp=2")
 
 
-def test_llm_takes_parallel(checkpoint):
-    """Text or a `Parallelism`; surplus devices stay unused."""
-    prompts = [[5, 6, 7], [8]]
-    params = SamplingParams(temperature=0.0, max_tokens=3)
-    tokens = [
-        [r.outputs[0].token_ids for r in llm.generate(prompts, params)]
-        for llm in (
-            LLM(checkpoint("smollm2"), max_batch=2, max_len=32, parallel=parallel, progress=False)
-            for parallel in (None, "tp=2,dp=2", Parallelism(tensor=3))
-        )
-    ]
-    assert tokens[0] == tokens[1] == tokens[2]
+def test_llm_takes_parallel(checkpoint, expected):
+    want = expected("greedy", "smollm2")
+    buckets = Buckets(prefill=(CHUNK,), batch=(ROWS,), cache=(MAX_LEN,))
+    llm = LLM(
+        checkpoint("smollm2"),
+        max_batch=ROWS,
+        max_len=MAX_LEN,
+        buckets=buckets,
+        parallel=Parallelism(tensor=3),  # surplus devices stay unused
+        progress=False,
+    )
+    assert {len(w.sharding.device_set) for w in llm.engine.weights} == {3}
+    params = [dataclasses.replace(GREEDY, max_tokens=s.max_tokens) for s in want]
+    outputs = llm.generate([s.prompt for s in want], params)
+    assert [output.outputs[0].token_ids for output in outputs] == [s.tokens for s in want]
+
+
+def test_info_of_a_mesh():
+    """More devices than there are."""
+
+    def info(parallel: str, *options: str):
+        return CliRunner().invoke(app, ["info", "--config", "llama3-8b", "--parallel", parallel, *options])
+
+    facts = json.loads(info("tp=16,dp=4", "--json").stdout)["parallel"]
+    assert facts["mesh"] == {"tensor": 16, "data": 4}
+    assert facts["waste"]["cache"] == 0.5
+    decode, prefill = facts["steps"]
+    assert (decode["tokens"], prefill["tokens"]) == (2, 512)  # 8 rows of 4 replicas
+    by_purpose = {c["purpose"]: (c["count"], c["nbytes"]) for c in decode["collectives"]}
+    assert by_purpose["attention"] == by_purpose["feed-forward"] == (32, 2 * 4096 * 2)
+    assert "Arrays on tensor 16 x data 4, rules tp" in info("tp=16,dp=4").stdout
+    assert "error: max_batch 8 does not divide over 3 replicas" in info("dp=3").stderr
+    assert "error: cannot read 'tp:2'" in info("tp:2").stderr

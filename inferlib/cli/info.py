@@ -17,6 +17,7 @@ from rich.table import Table
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
+    from inferlib.explain import Explanation
     from inferlib.models.abstract import AbstractModel
     from inferlib.models.config import LayerSpec, ModelConfig
     from inferlib.models.decoder import Segment
@@ -37,11 +38,16 @@ def info(
         int | None,
         typer.Option(min=2, help="Tokens of a sequence in the cache; by default the context, at most 2048."),
     ] = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(help="Also show what each device of such a mesh holds and what they exchange, such as tp=4,dp=2."),
+    ] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="With --parallel: sequences decoded together.")] = 8,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show a model's recipe, its parameters and the bytes of weights and cache.
 
-    Loads no weights.
+    Loads no weights and needs no devices.
     """
     if (model is None) == (config is None):
         fail("give either a model or the name of a shape with --config")
@@ -55,7 +61,12 @@ def info(
     # Stacked layers are quicker to trace and take the same bytes.
     models = {dtype: abstract_model(recipe, dtype, scan=True) for dtype in _DTYPES}
     facts = {"model": model or config, **_describe(models, length, stored)}
-    write(json_line(facts).decode() if json else _render(facts, models["float32"]))
+    explanation = None
+    if parallel is not None:
+        with user_errors():
+            explanation = _explain(recipe, parallel, max_batch, length)
+        facts["parallel"] = explanation.facts()
+    write(json_line(facts).decode() if json else _render(facts, models["float32"], explanation))
 
 
 def _checkpoint(model: str) -> tuple[ModelConfig, int]:
@@ -115,8 +126,30 @@ def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, in
     return {"per_token": sum(tokens), "beyond_windows": beyond, "per_sequence": plan.nbytes}
 
 
-def _render(facts: dict[str, Any], model: AbstractModel) -> str:
-    """Two tables: the recipe, and the memory by dtype."""
+def _explain(recipe: ModelConfig, parallel: str, max_batch: int, max_len: int) -> Explanation:
+    """In bfloat16: the arrays on each device, a greedy decode step of all rows, and the longest prefill chunk."""
+    from inferlib.cache.plan import plan_cache
+    from inferlib.compile.programs import ProgramKey
+    from inferlib.config import EngineConfig
+    from inferlib.explain import explain
+    from inferlib.models.abstract import abstract_model
+    from inferlib.sharding.mesh import Parallelism
+    from inferlib.sharding.shards import planned_shards
+
+    shards = planned_shards(Parallelism.parse(parallel))
+    config = EngineConfig.make("tpu", max_batch, max_len, shards=shards)
+    model = abstract_model(recipe, "bfloat16", scan=True, shards=shards.tensor)
+    chunk = config.buckets.prefill[-1]
+    plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, dtype="bfloat16")
+    keys = [
+        ProgramKey("greedy", config.rows, max_len, steps=config.decode_steps),
+        ProgramKey("greedy", 0, max_len, chunks=1, chunk=chunk),
+    ]
+    return explain(model, plan, config, keys)
+
+
+def _render(facts: dict[str, Any], model: AbstractModel, explanation: Explanation | None) -> str:
+    """Two tables: the recipe, and the memory by dtype; then the explanation of a mesh."""
     config = model.config
     kinds = list(dict.fromkeys(config.layers))
     recipe = Table.grid(padding=(0, 2))
@@ -148,8 +181,13 @@ def _render(facts: dict[str, Any], model: AbstractModel) -> str:
         sizes = [cache["per_token"], *([cache["beyond_windows"]] if windows else []), cache["per_sequence"]]
         memory.add_row(dtype, *map(decimal, [facts["weight_bytes"][dtype], *sizes]))
 
-    text = io.StringIO()
-    Console(file=text, force_terminal=sys.stdout.isatty()).print(recipe, memory, highlight=False)
+    text, terminal = io.StringIO(), sys.stdout.isatty()
+    console = Console(file=text, force_terminal=terminal)
+    console.print(recipe, memory, highlight=False)
+    if explanation is not None and terminal:
+        console.print(explanation, highlight=False)
+    elif explanation is not None:
+        text.write(str(explanation))  # not cut to the width of a terminal that is not there
     return text.getvalue()
 
 

@@ -236,9 +236,8 @@ class _Maker:
         if key.detail:
             every = decoder.logits(hidden[:split], self.config.shards)
             if key.detail == "logprobs":
+                # A chunk that is not full ends its prompt: nothing follows.
                 following = jnp.concatenate([chunk.tokens[:, 1:], info["next"][:, None]], axis=1)
-                at_end = jnp.arange(key.chunk) == info["length"][:, None] - 1
-                following = jnp.where(at_end, info["next"][:, None], following)
                 every = score(every, jnp.maximum(following, 0).reshape(-1), self.vocabulary)
             shape = (key.chunks, key.chunk)
             output = output._replace(detail=jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), every))

@@ -27,9 +27,9 @@ from inferlib.sharding import axes
 class EngineStats:
     """Counts and seconds since the start.
 
-    compile_seconds: finding programs, compilations included. enqueue_seconds: inside the runtime's call that
-    starts a program. wait_seconds: for results. host_seconds: everything else, which is ours: scheduling and
-    bookkeeping.
+    compile_seconds: finding programs, compilations included. enqueue_seconds: in the runtime, starting programs and
+    copies of their results. wait_seconds: for results. host_seconds: everything else, which is ours: scheduling
+    and bookkeeping.
     """
 
     dispatches: int = 0
@@ -137,9 +137,9 @@ class Engine:
             inputs.append(self._chunk_input(dispatch))
         with self.stats.timed("enqueue"):
             self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
+            for leaf in jax.tree.leaves(output):
+                leaf.copy_to_host_async()
         self.stats.dispatches += 1
-        for leaf in jax.tree.leaves(output):
-            leaf.copy_to_host_async()
         self._in_flight.append(_InFlight(dispatch, output))
 
     def _control(self, steps: int, *, yield_early: bool) -> jax.Array | np.ndarray:

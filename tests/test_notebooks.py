@@ -1,0 +1,70 @@
+"""The notebooks run from start to end in a fresh kernel, and are stored with the outputs of such a run.
+
+Executing one takes a minute or two: real weights, and programs to compile.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from ipykernel.kernelspec import write_kernel_spec
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpecManager
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+CELL_SECONDS = 600
+IMAGE_BYTES = 80_000
+# Outputs that name a machine: home folders, temporary ones, Windows drives.
+MACHINE = re.compile(r"/home/|/Users/|/root/|/tmp/|/var/folders/|[A-Z]:\\")
+
+every_notebook = pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+
+
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def assert_ran_in_order(notebook: nbformat.NotebookNode) -> None:
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    assert counts == list(range(1, len(counts) + 1))
+
+
+def test_there_are_notebooks():
+    assert list(FOLDER.glob("*.ipynb"))
+
+
+@every_notebook
+def test_stored(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert_ran_in_order(notebook)
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            assert output.output_type != "error", cell.source
+            assert output.get("name") != "stderr", f"{output.text}\nfrom\n{cell.source}"
+            data = output.get("data", {})
+            text = output.get("text", "") + data.get("text/plain", "") + data.get("text/html", "")
+            assert not MACHINE.search(text), text
+            assert len(data.get("image/png", "")) * 3 / 4 < IMAGE_BYTES, cell.source
+
+
+@pytest.mark.slow
+@every_notebook
+def test_runs(path, tmp_path):
+    notebook = nbformat.read(path, as_version=4)
+    for cell in code_cells(notebook):
+        cell.execution_count, cell.outputs = None, []
+    # A kernel of this interpreter, whatever kernels the user has installed.
+    write_kernel_spec(tmp_path / "python3")
+    kernels = KernelSpecManager(kernel_dirs=[str(tmp_path)], ensure_native_kernel=False)
+    NotebookClient(
+        notebook,
+        km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=kernels),
+        timeout=CELL_SECONDS,
+        resources={"metadata": {"path": str(FOLDER)}},
+    ).execute()
+    assert_ran_in_order(notebook)
