@@ -119,12 +119,8 @@ CASES = [
     Case("llama-dynamic-beyond", "llama", {**_rope("dynamic", factor=3.0), "max_position_embeddings": 20}),
     Case("llama-llama3", "llama", _LLAMA3),
     Case("llama-yarn", "llama", _rope("yarn", **_YARN)),
-    Case(
-        "llama-yarn-mscale", "llama", _rope("yarn", **_YARN, mscale=1.3, mscale_all_dim=0.7, truncate=False)
-    ),
-    Case(
-        "llama-yarn-factor", "llama", _rope("yarn", **_YARN, attention_factor=0.8, beta_fast=16, beta_slow=2)
-    ),
+    Case("llama-yarn-mscale", "llama", _rope("yarn", **_YARN, mscale=1.3, mscale_all_dim=0.7, truncate=False)),
+    Case("llama-yarn-factor", "llama", _rope("yarn", **_YARN, attention_factor=0.8, beta_fast=16, beta_slow=2)),
     Case("mistral", "mistral"),
     Case("mistral-no-window", "mistral", {"sliding_window": None}),
     Case("ministral", "ministral"),
@@ -189,9 +185,7 @@ CASES = [
     ),
     Case("glm", "glm"),
     Case("glm4", "glm4"),
-    Case(
-        "glm4-full-rotary", "glm4", {**_rope("default", partial_rotary_factor=1.0), "attention_bias": False}
-    ),
+    Case("glm4-full-rotary", "glm4", {**_rope("default", partial_rotary_factor=1.0), "attention_bias": False}),
     Case("cohere2", "cohere2"),
     Case("cohere2-biases", "cohere2", {"attention_bias": True, "num_hidden_layers": 5}),
     Case("exaone4", "exaone4"),
@@ -232,9 +226,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, **overrides: An
 
 def reference_logits(path: Path, token_ids: list[int] | np.ndarray) -> np.ndarray:
     """Logits [T, V] float32 of one prompt [T], by transformers in float32 with eager attention."""
-    model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         logits = model(input_ids=torch.as_tensor(np.asarray(token_ids))[None], use_cache=False).logits
     return logits[0].numpy()

@@ -51,9 +51,7 @@ TOOLS = [
 
 
 @pytest.mark.parametrize("template", [CHATML, BLOCKS, STRICT])
-@pytest.mark.parametrize(
-    "options", [{}, {"add_generation_prompt": False}, {"tools": TOOLS, "thinking": True}]
-)
+@pytest.mark.parametrize("options", [{}, {"add_generation_prompt": False}, {"tools": TOOLS, "thinking": True}])
 def test_templates_equal_transformers(template, options):
     reference = PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(models.BPE()), bos_token="<|im_start|>", eos_token="<|im_end|>"

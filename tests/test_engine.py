@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass, field
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -187,7 +188,7 @@ def traffic(draw):
         budget = 0 if scoring else draw(st.integers(1, 20))
         ending = draw(st.integers(1, 20))
         tokens = [EOS if i + 1 == ending else 8 + i for i in range(20)]
-        mode = "logprobs" if scoring else draw(st.sampled_from(["greedy", "sample"]))
+        mode = "greedy" if scoring else draw(st.sampled_from(["greedy", "sample"]))
         arrival = draw(st.sampled_from([0, 0, 1, 3, 6]))
         cancel = draw(st.sampled_from([None, None, None, 0, 1, 2, 5]))
         jobs.append((Script(prompt, tokens, mode, budget), arrival, cancel))
@@ -276,6 +277,31 @@ def test_a_waiting_prompt_makes_the_device_return_early():
         assert [len(s.tokens) for s in sequences[:2]] == [3, expected]
 
 
+def drain(engine: Engine) -> None:
+    while engine.busy:
+        engine.advance()
+
+
+def test_a_lost_dispatch_is_an_error_and_no_endless_loop(monkeypatch):
+    """A program that fails leaves its sequences without results; those that come later are served."""
+    config = EngineConfig(2, 40, Buckets((8,), (2,), (40,)), decode_steps=4, in_flight=1)
+    engine, sequences = scripted(config, (9, None), (9, None))
+    engine.advance()
+    engine.advance()
+    monkeypatch.setattr(ScriptedDevice, "run", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        engine.advance()
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="an earlier error"):
+        drain(engine)
+    for s in sequences:
+        engine.cancel(s)
+    later = sequence(Script([8], [9] * 5, "greedy", 9))
+    engine.add(later)
+    drain(engine)
+    assert len(later.tokens) == 9
+
+
 def test_programs_outside_the_buckets_are_refused(llama):
     with pytest.raises(UnplannedProgramError, match="no bucket holds 'decode 3x8 greedy cache 96'"):
         llama.engine.programs.get(ProgramKey("greedy", 3, MAX_LEN, 8))
@@ -361,9 +387,9 @@ def test_strict_programs_refuse_what_warmup_left_out(small):
 
 
 def test_a_mode_has_its_own_programs(small):
-    """Four decode programs and two prefill programs each; log-probabilities add those of prompt details."""
+    """Four decode programs and two prefill programs each; a prompt's logits and log-probabilities one more."""
     counts = [len(planned_keys(small.config, [mode])) for mode in ("greedy", "sample", "logprobs")]
-    assert counts == [6, 6, 8]
+    assert counts == [7, 6, 7]
     assert all(key.mode == "greedy" for key in planned_keys(small.config, ["greedy"]))
 
 

@@ -11,13 +11,13 @@ import torch
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, GGUFReader, GGUFWriter, RopeScalingType
 from gguf import get_tensor_name_map as gguf_name_map
 from gguf.quants import dequantize, quantize
-from inferlib.models.families import config_from_hf
-from inferlib.models.layers.rope import inverse_frequencies
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inferlib.checkpoint.gguf import GGUFCheckpoint
 from inferlib.checkpoint.known import resolve
 from inferlib.checkpoint.source import CheckpointError
+from inferlib.models.families import config_from_hf
+from inferlib.models.layers.rope import inverse_frequencies
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
 
@@ -54,9 +54,7 @@ def write(path: Path, tensors: dict[str, Any], architecture: str = "llama", **me
 def llama_cpp_order(weight: np.ndarray, heads: int) -> np.ndarray:
     """The row order of q and k in files of architecture llama, as their converter writes it."""
     rows = weight.shape[0]
-    return (
-        weight.reshape(heads, 2, rows // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-    )
+    return weight.reshape(heads, 2, rows // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def random_blocks(rng: np.random.Generator, kind: GGMLQuantizationType, shape: tuple[int, int]) -> np.ndarray:
@@ -69,9 +67,7 @@ def random_blocks(rng: np.random.Generator, kind: GGMLQuantizationType, shape: t
     return blocks.reshape(shape[0], -1)
 
 
-@pytest.mark.parametrize(
-    "kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "TQ1_0"]
-)
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "TQ1_0"])
 def test_quantised_types_and_row_slices(tmp_path, kind):
     rng = np.random.default_rng(0)
     kind = GGMLQuantizationType[kind]
@@ -244,9 +240,7 @@ def convert(path: Path, hf: Any, weights: dict[str, np.ndarray]) -> Path:
 def test_architectures_equal_their_hugging_face_checkpoints(tmp_path, case):
     model_type, options = CASES[case]
     torch.manual_seed(0)
-    hf = AutoConfig.for_model(
-        model_type, **{**COMMON, "tie_word_embeddings": "gemma" in model_type, **options}
-    )
+    hf = AutoConfig.for_model(model_type, **{**COMMON, "tie_word_embeddings": "gemma" in model_type, **options})
     model = AutoModelForCausalLM.from_config(hf)
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
     for value in weights.values():
@@ -277,13 +271,9 @@ def test_architectures_equal_their_hugging_face_checkpoints(tmp_path, case):
 def test_sizes_given_per_block(tmp_path):
     tensors = {"token_embd.weight": np.zeros((8, 48), np.float32)}
     eps = {"attention.layer_norm_rms_epsilon": 1e-5}
-    checkpoint = GGUFCheckpoint(
-        write(tmp_path / "a.gguf", tensors, **{"attention.head_count_kv": [2, 2]}, **eps)
-    )
+    checkpoint = GGUFCheckpoint(write(tmp_path / "a.gguf", tensors, **{"attention.head_count_kv": [2, 2]}, **eps))
     assert checkpoint.config()["num_key_value_heads"] == 2
-    checkpoint = GGUFCheckpoint(
-        write(tmp_path / "b.gguf", tensors, **{"attention.head_count_kv": [2, 1]}, **eps)
-    )
+    checkpoint = GGUFCheckpoint(write(tmp_path / "b.gguf", tensors, **{"attention.head_count_kv": [2, 1]}, **eps))
     with pytest.raises(CheckpointError, match=r"attention.head_count_kv must be one positive number"):
         checkpoint.config()
 
@@ -291,9 +281,7 @@ def test_sizes_given_per_block(tmp_path):
 VALUES = np.arange(48 * 64, dtype=np.float32).reshape(48, 64)
 
 
-def small(
-    path: Path, tensors: dict[str, Any] | None = None, architecture: str = "llama", **metadata: Any
-) -> Path:
+def small(path: Path, tensors: dict[str, Any] | None = None, architecture: str = "llama", **metadata: Any) -> Path:
     tensors = {"blk.0.ffn_up.weight": VALUES} if tensors is None else tensors
     names = ["<s>", "a", "\u4e16\u754c", ""]
     return write(
@@ -353,9 +341,7 @@ def test_any_damage_to_the_header_is_an_error_or_harmless(tmp_path):
 def test_not_gguf(tmp_path):
     path = tmp_path / "m.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(100))
-    with pytest.raises(
-        CheckpointError, match=r"m\.gguf is not a GGUF file: it starts with b'PK.*, expected b'GGUF'"
-    ):
+    with pytest.raises(CheckpointError, match=r"m\.gguf is not a GGUF file: it starts with b'PK.*, expected b'GGUF'"):
         GGUFCheckpoint(path)
     path.write_bytes(b"GGUF" + (1).to_bytes(4, "little") + bytes(100))
     with pytest.raises(CheckpointError, match=r"version 1; supported: 2 and 3"):
@@ -371,9 +357,7 @@ def test_unsupported_contents(tmp_path):
         GGUFCheckpoint(small(path, architecture="rwkv6"))
     with pytest.raises(CheckpointError, match=r"one of 3 parts; join them: llama-gguf-split --merge"):
         GGUFCheckpoint(small(path, **{"split.count": 3}))
-    with pytest.raises(
-        CheckpointError, match=r"'blk.0.ffn_gate_exps.weight' is not known in architecture 'llama'"
-    ):
+    with pytest.raises(CheckpointError, match=r"'blk.0.ffn_gate_exps.weight' is not known in architecture 'llama'"):
         GGUFCheckpoint(small(path, {"blk.0.ffn_gate_exps.weight": VALUES}))
     q8_1 = np.zeros((4, GGML_QUANT_SIZES[GGMLQuantizationType.Q8_1][1]), np.uint8)
     with pytest.raises(CheckpointError, match=r"cannot decode tensor 'blk.0.ffn_up.weight' of type Q8_1"):
@@ -382,9 +366,7 @@ def test_unsupported_contents(tmp_path):
     with pytest.raises(CheckpointError, match=r"'blk.0.ffn_up.bias' of type Q8_0 cannot have shape \(64,\)"):
         GGUFCheckpoint(small(path, {"blk.0.ffn_up.bias": vector}))
     with pytest.raises(CheckpointError, match=r"rows of 'blk.0.attn_q.weight' are not 6 heads"):
-        GGUFCheckpoint(small(path, {"blk.0.attn_q.weight": VALUES[:44]})).read(
-            "model.layers.0.self_attn.q_proj.weight"
-        )
+        GGUFCheckpoint(small(path, {"blk.0.attn_q.weight": VALUES[:44]})).read("model.layers.0.self_attn.q_proj.weight")
     with pytest.raises(CheckpointError, match=r"holds no tensor 'model.norm.weight'"):
         GGUFCheckpoint(small(path)).read("model.norm.weight")
     embedding = {"token_embd.weight": VALUES}
@@ -428,9 +410,7 @@ def test_smollm2_equals_the_package_reader(smollm2):
     for part, heads in (("q", 9), ("k", 3)):
         stored = tensors[f"blk.3.attn_{part}.weight"]
         ours = smollm2.read(f"model.layers.3.self_attn.{part}_proj.weight")
-        np.testing.assert_array_equal(
-            llama_cpp_order(ours, heads), dequantize(stored.data, stored.tensor_type)
-        )
+        np.testing.assert_array_equal(llama_cpp_order(ours, heads), dequantize(stored.data, stored.tensor_type))
 
 
 @pytest.mark.slow

@@ -35,9 +35,7 @@ def test_known_name_with_a_wrong_checksum(package):
     package.write_bytes(b"weighty")  # as long as before
     expected, actual = (hashlib.sha256(content).hexdigest() for content in (b"weights", b"weighty"))
     for _ in range(2):
-        with pytest.raises(
-            CheckpointError, match=rf"{actual}, expected {expected}.*pip install .* tiny-package==1"
-        ):
+        with pytest.raises(CheckpointError, match=rf"{actual}, expected {expected}.*pip install .* tiny-package==1"):
             known.resolve("tiny")
 
 

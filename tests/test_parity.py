@@ -64,9 +64,7 @@ def test_unrolled_layers_equal_transformers(name, tmp_path):
     np.testing.assert_allclose(one_pass(path, tokens, scan=False), expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "name", ["ministral3", "gemma3-linear", "phi3-longrope-long", "llama-dynamic-beyond"]
-)
+@pytest.mark.parametrize("name", ["ministral3", "gemma3-linear", "phi3-longrope-long", "llama-dynamic-beyond"])
 def test_prompts_in_chunks_equal_transformers(name, tmp_path):
     """Chunks of 16 and windows of 8: the rings wrap, and scaling that depends on the length is constant."""
     case = BY_NAME[name]

@@ -165,9 +165,7 @@ def test_truncated_data_says_how_much_is_missing(tmp_path):
     save_file(tensors("ab"), path)
     full = path.stat().st_size
     os.truncate(path, full - 4)
-    with pytest.raises(
-        CheckpointError, match=rf"model.safetensors is truncated: .* {full} bytes, .* {full - 4}"
-    ):
+    with pytest.raises(CheckpointError, match=rf"model.safetensors is truncated: .* {full} bytes, .* {full - 4}"):
         SafetensorsSource(tmp_path)
 
 

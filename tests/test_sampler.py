@@ -314,8 +314,7 @@ def test_processing_equals_a_direct_implementation():
         np.int32([len(output) for _, _, output in rows]),
     )
     expected = [
-        reference_process(x, p, prompt, output, eos)
-        for x, (p, prompt, output) in zip(logits, rows, strict=True)
+        reference_process(x, p, prompt, output, eos) for x, (p, prompt, output) in zip(logits, rows, strict=True)
     ]
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
 
@@ -394,9 +393,7 @@ def test_counts_follow_chunked_prompts_and_generated_tokens():
     expected = [counts_of(vocab, *pair) for pair in zip(prompts, outputs, strict=True)]
     np.testing.assert_array_equal(counts, expected)
     # Flagging again (a prompt recomputed in part) keeps what was generated.
-    again = mark(
-        counts, np.int32([0]), np.array([prompts[0][:chunk]]), np.ones((1, chunk), bool), np.array([False])
-    )
+    again = mark(counts, np.int32([0]), np.array([prompts[0][:chunk]]), np.ones((1, chunk), bool), np.array([False]))
     np.testing.assert_array_equal(again, expected)
 
 
@@ -431,9 +428,7 @@ def test_a_seed_gives_the_same_tokens_anywhere_in_any_batch():
 def test_seed_bits():
     """All 32 bits count, and no more than those."""
     logits = np.zeros((1, 1000))
-    tokens = {
-        seed: draw(logits, [(SamplingParams(), seed, ())]).token[0] for seed in (5, 5 + 2**31, 5 + 2**32)
-    }
+    tokens = {seed: draw(logits, [(SamplingParams(), seed, ())]).token[0] for seed in (5, 5 + 2**31, 5 + 2**32)}
     assert tokens[5] == tokens[5 + 2**32] != tokens[5 + 2**31]
 
 
@@ -502,9 +497,7 @@ def test_pack_and_unpack_agree():
         stop_token_ids=[8],
         logit_bias={6: -1.5, 3: 2.0},
     )
-    ints, floats = pack(
-        [None, (params, 2**32 - 2, (1,)), (SamplingParams(temperature=1e-6, top_k=-1), 0, ())]
-    )
+    ints, floats = pack([None, (params, 2**32 - 2, (1,)), (SamplingParams(temperature=1e-6, top_k=-1), 0, ())])
     rows = jax.tree.map(np.asarray, unpack(ints, floats))
     scalars = {name: value.tolist() for name, value in rows._asdict().items() if value.ndim == 1}
     assert scalars == {

@@ -85,9 +85,7 @@ def test_accepts(fields):
     SamplingParams(**fields)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"), REFUSED, ids=lambda x: "-".join(x) if isinstance(x, dict) else ""
-)
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=lambda x: "-".join(x) if isinstance(x, dict) else "")
 def test_refuses_with_field_value_and_range(fields, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         SamplingParams(**fields)
@@ -147,9 +145,7 @@ def test_stop_ids_join_end_of_sequence():
 
 def test_validate_for_a_vocabulary():
     SamplingParams(logit_bias={99: 1}, stop_token_ids=[99]).validate_for(100)
-    with pytest.raises(
-        ValueError, match=r"^logit_bias: token 100 is not in the model's vocabulary, \[0, 100\)"
-    ):
+    with pytest.raises(ValueError, match=r"^logit_bias: token 100 is not in the model's vocabulary, \[0, 100\)"):
         SamplingParams(logit_bias={3: 1, 100: 1}).validate_for(100)
     with pytest.raises(ValueError, match=r"^stop_token_ids: token 1000 is not"):
         SamplingParams(stop_token_ids=[1000]).validate_for(100)

@@ -45,9 +45,7 @@ def digits_alone(text: str) -> list[str]:
     return [piece for piece in [*pieces, word] if piece]
 
 
-def byte_level_reference(
-    text: str, vocab: dict[str, int], ranks: dict[tuple[str, str], int], special: list[str]
-):
+def byte_level_reference(text: str, vocab: dict[str, int], ranks: dict[tuple[str, str], int], special: list[str]):
     """SmolLM's tokenizer: special tokens, digits one by one, GPT-2's words, byte pairs joined by rank."""
     alphabet, ids = printable_bytes(), []
     for part in regex.split("(" + "|".join(map(regex.escape, special)) + ")", text):
@@ -57,9 +55,7 @@ def byte_level_reference(
         words = (word for piece in digits_alone(part) for word in regex.findall(GPT2_WORDS, piece))
         for word in words:
             symbols = [alphabet[byte] for byte in word.encode()]
-            symbols = [
-                symbol for symbol in symbols if symbol in vocab
-            ]  # some bytes were never seen in training
+            symbols = [symbol for symbol in symbols if symbol in vocab]  # some bytes were never seen in training
             while len(symbols) > 1:
                 pairs = list(pairwise(symbols))
                 at = min(range(len(pairs)), key=lambda i: (ranks.get(pairs[i], len(ranks)), i))
@@ -102,9 +98,7 @@ def trained(pre_tokenizer: Any, alphabet: list[str]) -> tuple[list[str], list[st
 
 @pytest.fixture(scope="module")
 def byte_level_metadata() -> dict[str, Any]:
-    words = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    words = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     learned, merges = trained(words, printable_bytes())
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokens = [*special, "<tool>", *learned]
@@ -156,9 +150,7 @@ def sentencepiece(sentencepiece_metadata) -> Tokenizer:
 
 def test_byte_level_equals_the_reference(byte_level, byte_level_metadata):
     vocab = {token: i for i, token in enumerate(byte_level_metadata["tokenizer.ggml.tokens"])}
-    ranks = {
-        tuple(merge.split(" ")): i for i, merge in enumerate(byte_level_metadata["tokenizer.ggml.merges"])
-    }
+    ranks = {tuple(merge.split(" ")): i for i, merge in enumerate(byte_level_metadata["tokenizer.ggml.merges"])}
     for text in [*CORPUS, "a <tool> b<tool>"]:
         ids = byte_level.encode(text)
         assert ids == byte_level_reference(text, vocab, ranks, [*vocab][:4])
@@ -172,9 +164,7 @@ def test_sentencepiece_equals_the_reference(sentencepiece, sentencepiece_metadat
     ids = {token: i for i, token in enumerate(tokens)}
     scores = {
         token: score
-        for token, score, kind in zip(
-            tokens, sentencepiece_metadata["tokenizer.ggml.scores"], types, strict=True
-        )
+        for token, score, kind in zip(tokens, sentencepiece_metadata["tokenizer.ggml.scores"], types, strict=True)
         if kind == 1
     }
     for text in CORPUS:
@@ -235,9 +225,7 @@ def test_pre_tokenizers(byte_level_metadata, name):
     tokenizer = Tokenizer.from_gguf_metadata(byte_level_metadata | {"tokenizer.ggml.pre": name})
     words = tokenizer._backend.pre_tokenizer.pre_tokenize_str("".join(SPLITS[name]))
     alphabet = printable_bytes()
-    assert ["".join(alphabet[b] for b in word.encode()) for word in SPLITS[name]] == [
-        word for word, _ in words
-    ]
+    assert ["".join(alphabet[b] for b in word.encode()) for word in SPLITS[name]] == [word for word, _ in words]
 
 
 def test_qwen2_normalises(byte_level_metadata):
@@ -412,9 +400,7 @@ def test_stream_is_prompt(byte_level):
 def test_stream_decodes_few_tokens_at_a_time(kind, request, monkeypatch):
     tokenizer, lengths = request.getfixturevalue(kind), []
     decode = tokenizer.decode
-    monkeypatch.setattr(
-        tokenizer, "decode", lambda ids, **options: lengths.append(len(ids)) or decode(ids, **options)
-    )
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: lengths.append(len(ids)) or decode(ids, **options))
     ids = tokenizer.encode("Some plain text, \u4f60\u597d. " * 50)
     streamed(tokenizer, ids, forever(1))
     assert max(lengths) <= 16

@@ -104,7 +104,10 @@ class ProgramSet:
 
 
 def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[ProgramKey]:
-    """Every program the buckets allow, for these sampling modes; prompt details with the mode "logprobs"."""
+    """Every program the buckets allow, for these sampling modes.
+
+    A prompt's log-probabilities come with the mode "logprobs", its logits with "greedy".
+    """
     unknown = sorted(set(modes) - set(MODES))
     if unknown:
         raise ValueError(f"no sampling modes {unknown}; known: {', '.join(MODES)}")
@@ -115,10 +118,7 @@ def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[Pr
                 keys += [ProgramKey(mode, rows, limit, steps) for steps in {1, config.decode_steps}]
             for chunks, chunk in config.prefill_shapes():
                 keys += [ProgramKey(mode, rows, limit, chunks=chunks, chunk=chunk) for rows in (0, config.rows)]
-            if mode == "logprobs":
-                keys += [
-                    ProgramKey(mode, 0, limit, chunks=1, chunk=chunk, detail=detail)
-                    for chunk in buckets.prefill
-                    for detail in ("logprobs", "logits")
-                ]
+            detail = {"greedy": "logits", "logprobs": "logprobs"}.get(mode)
+            if detail:
+                keys += [ProgramKey(mode, 0, limit, chunks=1, chunk=chunk, detail=detail) for chunk in buckets.prefill]
     return keys

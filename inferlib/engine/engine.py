@@ -123,7 +123,11 @@ class Engine:
                 if dispatch is None:
                     break
                 self._send(dispatch)
-            return self._receive() if self._in_flight else []
+            if self._in_flight:
+                return self._receive()
+            if not self.scheduler.idle:
+                raise RuntimeError("an earlier error lost the results of running sequences: build a new LLM")
+            return []
 
     @property
     def busy(self) -> bool:

@@ -64,7 +64,7 @@ class Sequence:
     @property
     def mode(self) -> Literal["greedy", "sample", "logprobs"]:
         """What sampling this sequence needs from a program."""
-        if self.params.logprobs is not None or self.detail:
+        if self.params.logprobs is not None or self.detail == "logprobs":
             return "logprobs"
         return "greedy" if self.params.plain else "sample"
 
