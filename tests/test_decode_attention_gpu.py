@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
 from inferlib.pallas_kernels import decode_attention_gpu
 from inferlib.pallas_kernels.decode_attention_gpu import decode_attention
-from jax.sharding import AbstractDevice, AbstractMesh
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.float16: 4e-3, jnp.bfloat16: 3e-2}
 

@@ -5,8 +5,11 @@ Slots that a query does not see may hold anything, NaN included; they never chan
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from inferlib.ops.matmul import precision_of
 
@@ -45,12 +48,15 @@ def masked_attention(
     sinks [K, G]: a learned logit that joins the denominator. A query that sees nothing yields 0 and
     -inf. Softmax in float32.
     """
-    highest = precision_of(q.dtype)
-    s = jnp.einsum("bckgh,bksh->bkgcs", q, k, precision=highest, preferred_element_type=jnp.float32) * scale
+    b, c, k_heads, g, h = q.shape
+    highest, slots = precision_of(q.dtype), k.shape[2]
+    # The G * C queries of a head are the rows of one matrix: [B, K, G, C, ...].
+    rows = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b, k_heads, g * c, h)
+    dot = partial(lax.dot_general, precision=highest, preferred_element_type=jnp.float32)
+    s = dot(rows, k, (((3,), (3,)), ((0, 1), (0, 1)))).reshape(b, k_heads, g, c, slots) * scale
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
-    mask = seen[:, None, None]  # [B, 1, 1, C, S]
-    s = jnp.where(mask, s, -jnp.inf)
+    s = jnp.where(seen[:, None, None], s, -jnp.inf)
     top = jnp.max(s, axis=-1, keepdims=True)  # [B, K, G, C, 1]
     if sinks is not None:
         top = jnp.maximum(top, sinks.astype(jnp.float32)[:, :, None, None])
@@ -61,11 +67,11 @@ def masked_attention(
         total = total + jnp.exp(sinks.astype(jnp.float32)[:, :, None, None] - top)
     some = jnp.any(seen, axis=1)[:, None, :, None]  # 0 * NaN is NaN: unseen values must be zero
     v = jnp.where(some, v, 0)
-    out = jnp.einsum("bkgcs,bksh->bckgh", p.astype(v.dtype), v, precision=highest, preferred_element_type=jnp.float32)
-    total = jnp.moveaxis(total[..., 0], -1, 1)  # [B, C, K, G]
-    out = jnp.where(total[..., None] > 0, out / jnp.maximum(total, 1e-37)[..., None], 0.0)
-    lse = jnp.moveaxis(top[..., 0], -1, 1) + jnp.log(total)
-    return out.astype(q.dtype), lse
+    out = dot(p.astype(v.dtype).reshape(b, k_heads, g * c, slots), v, (((3,), (2,)), ((0, 1), (0, 1))))
+    out = out.reshape(b, k_heads, g, c, h)
+    out = jnp.where(total > 0, out / jnp.maximum(total, 1e-37), 0.0)
+    lse = (top + jnp.log(total))[..., 0]
+    return jnp.transpose(out, (0, 3, 1, 2, 4)).astype(q.dtype), jnp.transpose(lse, (0, 3, 1, 2))
 
 
 def merge_attention(outs: jax.Array, lses: jax.Array, axis: int = 0) -> tuple[jax.Array, jax.Array]:
