@@ -19,6 +19,7 @@ from inferlib.checkpoint.load import load_weights, plan_load
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.compile.counter import compilations
+from inferlib.compile.program_set import planned_keys
 from inferlib.config import Buckets, EngineConfig
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
 from inferlib.engine.sequence import Sequence as EngineSequence
@@ -224,7 +225,7 @@ class LLM:
 
         Returns the number of programs.
         """
-        with CountProgress("compiling", 0, show=self.progress) as bar:
+        with CountProgress("compiling", len(planned_keys(self.config, modes)), show=self.progress) as bar:
             return self.engine.warmup(modes, lambda key: bar.advance(1))
 
     @property
