@@ -15,7 +15,7 @@ import numpy as np
 
 from inferlib.checkpoint.gguf import GGUFCheckpoint
 from inferlib.checkpoint.known import resolve
-from inferlib.checkpoint.load import load_weights, plan_load
+from inferlib.checkpoint.load import load_weights
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.compile.counter import compilations
@@ -125,7 +125,6 @@ class LLM:
         self.seed = seed
         abstract = abstract_model(files.config, dtype, scan=self.config.scan, shards=shards.tensor)
         family = family_of(files.hf)
-        plan_load(files.source, family, abstract)
         weights = load_weights(files.source, family, abstract, shards=shards, progress=self.progress)
         self.engine = Engine(abstract, weights, self.config)
         self._ids = itertools.count()

@@ -67,14 +67,14 @@ class Engine:
     device. A row that ends meanwhile is inactive there and yields nothing.
     """
 
-    def __init__(self, model: AbstractModel, weights: tuple[jax.Array, ...], config: EngineConfig, *, cache_dtype=None):
+    def __init__(self, model: AbstractModel, weights: tuple[jax.Array, ...], config: EngineConfig):
         self.model, self.weights, self.config = model, weights, config
         self.plan = plan_cache(
             model,
             rows=config.max_batch,
             max_len=config.max_len,
             chunk=config.buckets.prefill[-1],
-            dtype=cache_dtype or model.specs[0].dtype,
+            dtype=model.specs[0].dtype,
         )
         self.programs = ProgramSet(model, self.plan, config)
         self.stats = EngineStats()
