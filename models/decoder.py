@@ -157,8 +157,8 @@ class Decoder(nnx.Module):
         config = self.config
         with jax.named_scope("head"):
             y = self.final_norm(x)
-            head = self.embed[...].T if config.tied else self.head[...]
-            logits = matmul(y, head, out_dtype=jnp.float32) * config.logit_scale
+            head, transposed = (self.embed, True) if config.tied else (self.head, False)
+            logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32) * config.logit_scale
             if config.final_softcap is not None:
                 logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
             if logits.shape[1] * shards.size(axes.VOCAB) > config.vocab:
