@@ -173,14 +173,16 @@ class Deployed:
         moved = sum(2.0 * count[m.use] * m.layers * (self.config.dim + m.inner) for m in self.matrices)
         weights = sum(m.nbytes for m in self.matrices if m.use != "looked up")
         cache = 0.0
-        for block, layers in zip(self.plan(1, 1, 1).blocks, self.model.blocks(), strict=True):
+        plan = self.plan(self.parallel.data, self.config.context, 1)
+        for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
             spec = self.config.layers[layers[0]].attention
             window = spec.window or float("inf")
-            *_, heads, _, head_dim = self._local(block.axes, block.shape)
+            *_, heads, slots, head_dim = self._local(block.axes, block.shape)
+            share = slots / block.shape[-2]  # of the positions, where those are split
             queries = heads * self.model.layout.heads(spec).queries
-            flops += 4.0 * len(layers) * tokens * queries * head_dim * min(seen, window)
+            flops += 4.0 * len(layers) * tokens * queries * head_dim * min(seen, window) * share
             read = rows * min(live, window + tokens / rows) + tokens  # and what is written
-            cache += 2 * 2 * len(layers) * heads * head_dim * read
+            cache += 2 * 2 * len(layers) * heads * head_dim * read * share
         return Work(flops, weights, cache, moved, _collectives(self.config, self.parallel, key))
 
     def _local(self, names: Sequence[str | None], shape: tuple[int, ...]) -> tuple[int, ...]:
