@@ -172,9 +172,9 @@ def _plot(ranking: Ranking, model: str, path: Path) -> None:
         axes.scatter(speeds, rates, s=12, alpha=0.4, label=f"{weights or 'bfloat16'} weights")
     front = ranking.frontier
     axes.plot([1 / o.itl for o in front], [o.per_chip for o in front], "k.-", label="frontier")
-    for option in (front[0], ranking.best):
-        label = f"{option.deployed.parallel}, batch {option.batch}"
-        axes.annotate(label, (1 / option.itl, option.per_chip), fontsize=8)
+    for option in dict.fromkeys((front[0], ranking.best)):
+        label = f"{option.deployed.parallel}, batch {option.batch} "
+        axes.annotate(label, (1 / option.itl, option.per_chip), fontsize=8, ha="right", va="top")
     axes.set(xscale="log", yscale="log", xlabel="tokens/s of a user", ylabel="tokens/s per chip")
     work = ranking.workload
     axes.set_title(f"{model} on {ranking.target}, {work.input_len} + {work.output_len} tokens (estimates)", fontsize=10)

@@ -71,30 +71,40 @@ def step_time(work: Work, network: Network) -> StepTime:
     many as on-chip memory holds beside the compiler's scratch.
     """
     target = network.target
-    compute, memory, times = _alone(work, network, ATTAINED)
-    waiting = sum(count * t for count, t in times)
+    compute, memory, waits = _alone(work, network, ATTAINED)
+    waiting = sum(count * t for count, t in waits)
     free = (target.chip.vmem_bytes - target.chip.scratch_bytes) / (target.hbm_bandwidth * ATTAINED.memory)
-    fetched = min(memory, sum(count * min(t, free) for count, t in times))
-    ideal_compute, ideal_memory, ideal_times = _alone(work, network, IDEAL)
+    fetched = min(memory, sum(count * min(t, free) for count, t in waits))
+    ideal_compute, ideal_memory, ideal_waits = _alone(work, network, IDEAL)
     return StepTime(
         compute,
         memory,
         waiting,
         seconds=waiting + max(compute, memory - fetched),
-        floor=max(ideal_compute, ideal_memory, sum(count * t for count, t in ideal_times)),
+        floor=max(ideal_compute, ideal_memory, sum(count * t for count, t in ideal_waits)),
     )
 
 
 def _alone(work: Work, network: Network, efficiency: Efficiency) -> tuple[float, float, list[tuple[int, float]]]:
+    """Seconds of compute and of memory; how often and how long collectives are waited for. No weights are used between
+    a reduce-scatter and the all-gather that follows, so that they are one wait."""
     target = network.target
     compute = work.flops / (target.rate("bfloat16") * efficiency.compute)
     memory = work.nbytes / (target.hbm_bandwidth * efficiency.memory)
-    return compute, memory, [(c.count, network.seconds(c, efficiency)) for c in work.collectives]
+    waits, scattered = [], sum(c.count for c in work.collectives if c.kind == "reduce-scatter")
+    pairs = 0.0
+    for c in work.collectives:
+        if scattered and c.kind in ("reduce-scatter", "all-gather"):
+            pairs += c.count * network.seconds(c, efficiency)
+        else:
+            waits.append((c.count, network.seconds(c, efficiency)))
+    return compute, memory, [*waits, (scattered, pairs / max(scattered, 1))]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a device. temporaries: assumed, activations of the widest layer and logits, twice."""
+    """Bytes on a device. temporaries: assumed, the activations and attention scores of the widest layer and the logits,
+    twice."""
 
     weights: int
     cache: int
@@ -149,12 +159,17 @@ class Deployed:
     def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
         """Of `batch` rows over all replicas, prefilled by chunks of `chunk` tokens."""
         model, rows = self.model, batch // self.parallel.data
-        cache = sum(2 * prod(self._local(b.axes, b.shape)) for b in self.plan(batch, max_len, chunk).blocks)
+        cache, scores = 0, 0
+        for block, layers in zip(self.plan(batch, max_len, chunk).blocks, model.blocks(), strict=True):
+            local = self._local(block.axes, block.shape)
+            *_, heads, slots, _ = local
+            cache += 2 * 2 * prod(local)
+            scores = max(scores, heads * model.layout.heads(self.config.layers[layers[0]].attention).queries * slots)
         weights = sum(m.nbytes for m in self.matrices)
         vocab = model.layout.vocab // self.shards.size(axes.VOCAB)
         widest = max(m.inner for m in self.matrices if m.use == "tokens")
-        live = max(rows, chunk) * (2 * self.config.dim + widest) * 2 + rows * vocab * 4
-        return Memory(weights, cache * 2, _state_bytes(rows, vocab), 2 * live)
+        live = max(rows, chunk) * ((2 * self.config.dim + widest) * 2 + scores * 4) + rows * vocab * 4
+        return Memory(weights, cache, _state_bytes(rows, vocab), 2 * live)
 
     def decode(self, rows: int, live: float) -> Work:
         """A greedy decode step of `rows` rows of each replica, `live` positions of each in the cache."""

@@ -128,7 +128,7 @@ def _is_ring(multiple: int, size: int, whole: int) -> bool:
 
 
 def _nearest(multiple: int, left: list[tuple[int, int]], chips: int) -> tuple[int, ...]:
-    """How many chips to take along each axis: the shortest way around."""
+    """How many chips to take along each axis: whole axes where possible, as JAX does, and the shortest way around."""
 
     def choices(at: int, need: int):
         if at == len(left):
@@ -140,7 +140,9 @@ def _nearest(multiple: int, left: list[tuple[int, int]], chips: int) -> tuple[in
                 for rest in choices(at + 1, need // size):
                     yield (size, *rest)
 
-    def hops(taken: tuple[int, ...]) -> int:
-        return sum(n // 2 if _is_ring(multiple, n, whole) else n - 1 for n, (_, whole) in zip(taken, left, strict=True))
+    def cost(taken: tuple[int, ...]) -> tuple[int, int]:
+        split = sum(1 < n < free for n, (free, _) in zip(taken, left, strict=True))
+        hops = (n // 2 if _is_ring(multiple, n, all_) else n - 1 for n, (_, all_) in zip(taken, left, strict=True))
+        return split, sum(hops)
 
-    return min(choices(0, chips), key=hops)
+    return min(choices(0, chips), key=cost)

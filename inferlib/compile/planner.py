@@ -69,7 +69,7 @@ class Slo:
     def missed_by(self, option: Option) -> float:
         """How many times too long the worse of the two is, 1.0 if neither is."""
         pairs = ((self.ttft, option.ttft), (self.itl, option.itl))
-        return max(1.0, *(actual / limit for limit, actual in pairs if limit is not None))
+        return max([1.0, *(actual / limit for limit, actual in pairs if limit is not None)])
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def rank(
     options = [o for o in every if o.over <= 0]
     if not options:
         raise PlanError(_advice(min(every, key=lambda o: o.over), quantizations))
-    options.sort(key=lambda o: (slo.missed_by(o), -o.throughput, o.itl))
+    options.sort(key=lambda o: (slo.missed_by(o), -round(o.throughput, 3), o.itl))
     return Ranking(workload, slo, target, tuple(options))
 
 
