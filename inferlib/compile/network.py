@@ -128,7 +128,7 @@ def _is_ring(multiple: int, size: int, whole: int) -> bool:
 
 
 def _nearest(multiple: int, left: list[tuple[int, int]], chips: int) -> tuple[int, ...]:
-    """How many chips to take along each axis: whole axes where possible, as JAX does, and the shortest way around."""
+    """How many chips to take along each axis: whole axes where possible, as `jax.make_mesh`, and the shortest way."""
 
     def choices(at: int, need: int):
         if at == len(left):
