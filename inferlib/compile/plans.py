@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ class Plan:
         if not isinstance(values, Mapping) or set(values) - set(known):
             strange = sorted(set(values) - set(known)) if isinstance(values, Mapping) else values
             raise ConfigurationError(f"a plan has the fields {', '.join(known)}; got {strange}")
-        missing = [name for name in known[:7] if name not in values]
+        missing = [f.name for f in fields(Plan) if f.default is MISSING and f.name not in values]
         if missing:
             raise ConfigurationError(f"the plan lacks {', '.join(missing)}")
         return Plan(**values)

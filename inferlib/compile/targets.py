@@ -105,7 +105,8 @@ class Target:
         return self.name
 
 
-_TPU_LATENCY = 1e-6  # "typically around 1us" a hop: https://jax-ml.github.io/scaling-book/sharding
+# "Typically around 1us" a hop: https://jax-ml.github.io/scaling-book/sharding. Assumed of Trainium too.
+_HOP_LATENCY = 1e-6
 _CLOUD = "https://cloud.google.com/tpu/docs/"
 _NEURON = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/about-neuron/arch/neuron-hardware/"
 
@@ -152,7 +153,7 @@ CHIPS = {
             link_bandwidth=45e9,
             torus=3,
             ring=4,
-            hop_latency=_TPU_LATENCY,
+            hop_latency=_HOP_LATENCY,
         ),
         Chip(
             "v5e",
@@ -167,7 +168,7 @@ CHIPS = {
             link_bandwidth=50e9,
             torus=2,
             ring=16,
-            hop_latency=_TPU_LATENCY,
+            hop_latency=_HOP_LATENCY,
             dcn_bandwidth=3.125e9,
         ),
         Chip(
@@ -183,7 +184,7 @@ CHIPS = {
             link_bandwidth=100e9,
             torus=3,
             ring=4,
-            hop_latency=_TPU_LATENCY,
+            hop_latency=_HOP_LATENCY,
             dcn_bandwidth=6.25e9,
         ),
         Chip(
@@ -199,7 +200,7 @@ CHIPS = {
             link_bandwidth=100e9,
             torus=2,
             ring=16,
-            hop_latency=_TPU_LATENCY,
+            hop_latency=_HOP_LATENCY,
             dcn_bandwidth=12.5e9,
         ),
         Chip(
@@ -217,7 +218,7 @@ CHIPS = {
             torus=3,
             ring=4,
             die_bandwidth=600e9,  # six times a link, says the same page
-            hop_latency=_TPU_LATENCY,
+            hop_latency=_HOP_LATENCY,
             dcn_bandwidth=12.5e9,
         ),
         # Devices are the logical cores of the default configuration (LNC 2), each a quarter of a chip.
@@ -236,7 +237,7 @@ CHIPS = {
             torus=2,
             ring=4,
             die_bandwidth=2.9e12 / 4,
-            hop_latency=_TPU_LATENCY,
+            hop_latency=_HOP_LATENCY,
         ),
         Chip(
             "trn3",
@@ -249,7 +250,7 @@ CHIPS = {
             flops={"bfloat16": 671e12, "mxfp8": 2517e12, "mxfp4": 2517e12, "float32": 183e12},
             devices=4,
             die_bandwidth=4.9e12 / 4,
-            hop_latency=_TPU_LATENCY,
+            hop_latency=_HOP_LATENCY,
         ),
     )
 }
@@ -270,7 +271,8 @@ def _cubes(most: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class _Generation:
-    """unit: what the cloud counts, per chip. prefix: of the cloud's names; compiler: of the TPU compiler's."""
+    """unit: what the cloud counts, per chip. prefix: of the cloud's names, or a GPU's; compiler: of the TPU compiler's;
+    options: for `Target.topology_options`."""
 
     chip: Chip
     topologies: tuple[tuple[int, ...], ...]
@@ -290,7 +292,7 @@ class _Generation:
     def target(self, topology: tuple[int, ...]) -> Target:
         chips = prod(topology)
         if self.chip.platform != "tpu":
-            name = self.chip.name if self.chip.name not in ("h100", "h200") else f"cuda:{self.chip.name}"
+            name = self.prefix + self.chip.name
             return Target(name if chips == 1 else f"{name}-{chips}", self.chip, topology)
         dims = "x".join(map(str, topology))
         single = {"chips_per_host_bounds": (1, 1, 1)} if chips == 1 else {}
@@ -317,7 +319,7 @@ _GENERATIONS = {
     for g in (
         _Generation(CHIPS["cpu"], tuple((n,) for n in range(1, 513))),
         _Generation(CHIPS["cuda"], tuple((n,) for n in range(1, 9))),
-        *(_Generation(CHIPS[name], ((1,), (2,), (4,), (8,))) for name in ("h100", "h200")),
+        *(_Generation(CHIPS[name], ((1,), (2,), (4,), (8,)), prefix="cuda:") for name in ("h100", "h200")),
         _Generation(CHIPS["v4"], _cubes(4096), 2, "v4", "v4", {"chip_config_name": "megacore"}),
         _Generation(CHIPS["v5e"], _FLAT, 1, "v5litepod", "v5e"),
         _Generation(CHIPS["v5p"], _cubes(6144), 2, "v5p", "v5p"),
@@ -328,7 +330,7 @@ _GENERATIONS = {
     )
 }
 _ALIASES = {"v5litepod": "v5e", "tpu7x": "v7x"}
-_FAMILY_OF_PREFIX = {"tpu": "tpu", "cuda": "gpu", "gpu": "gpu"}
+_PLATFORMS = {"tpu": "tpu", "cuda": "gpu", "gpu": "gpu"}
 
 
 def target_names(chip: str | None = None) -> tuple[str, ...]:
@@ -345,8 +347,8 @@ def parse_target(text: str) -> Target:
     """
     rest, platform = text.strip().lower(), None
     prefix, colon, tail = rest.partition(":")
-    if colon and prefix in _FAMILY_OF_PREFIX:
-        rest, platform = tail, _FAMILY_OF_PREFIX[prefix]
+    if colon and prefix in _PLATFORMS:
+        rest, platform = tail, _PLATFORMS[prefix]
     match = re.fullmatch(r"([a-z0-9]+?)(?:[-:](\d+(?:x\d+)*))?", rest)
     name = match and _ALIASES.get(match[1], match[1])
     generation = _GENERATIONS.get(name)
