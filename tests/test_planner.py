@@ -190,6 +190,7 @@ GOOD = yaml.safe_load(configs.plan_text("llama3-8b-v5e-8"))
         ({"model": "llama9"}, "known: .*llama3-8b"),
         ({"target": "v5e-9"}, "v5e-8"),
         ({"parallel": "tp=4"}, "tensor 4 is not v5e:2x4, which has 8 devices"),
+        ({"parallel": "tp=1"}, "one device is not v5e:2x4, which has 8 devices"),
         ({"parallel": "tq=8"}, "tp=4,dp=2"),
         ({"parallel": "tp=8,rules=none"}, "tp_sp"),
         ({"batch": [1, 3], "parallel": "tp=4,dp=2"}, "max_batch 3 does not divide over 2"),

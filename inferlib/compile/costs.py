@@ -24,7 +24,7 @@ from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.sharding import axes
-from inferlib.sharding.mesh import DATA, TENSOR, Parallelism
+from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
 
 Quantization = Literal["int8"]
@@ -143,11 +143,16 @@ class Deployed:
     @cached_property
     def network(self) -> Network:
         """Raises TargetError if the mesh is not the slice."""
-        return place(self.target, ((DATA, self.parallel.data), (TENSOR, self.parallel.tensor)))
+        return place(self.target, tuple(self.shards.mesh.shape.items()) if self.shards.mesh else ())
+
+    @cached_property
+    def model(self) -> AbstractModel:
+        return _abstract(self.config, self.parallel)
 
     @property
-    def model(self) -> AbstractModel:
-        return _abstract(self.config, self.parallel.tensor)
+    def replicas(self) -> int:
+        """Into how many shares the rows are split."""
+        return self.shards.size(axes.ROWS)
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -158,7 +163,7 @@ class Deployed:
 
     def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
         """Of `batch` rows over all replicas, prefilled by chunks of `chunk` tokens."""
-        model, rows = self.model, batch // self.parallel.data
+        model, rows = self.model, batch // self.replicas
         cache, scores = 0, 0
         for block, layers in zip(self.plan(batch, max_len, chunk).blocks, model.blocks(), strict=True):
             local = self._local(block.axes, block.shape)
@@ -188,7 +193,7 @@ class Deployed:
         moved = sum(2.0 * count[m.use] * m.layers * (self.config.dim + m.inner) for m in self.matrices)
         weights = sum(m.nbytes for m in self.matrices if m.use != "looked up")
         cache = 0.0
-        plan = self.plan(self.parallel.data, self.config.context, 1)
+        plan = self.plan(self.replicas, self.config.context, 1)
         for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
             spec = self.config.layers[layers[0]].attention
             window = spec.window or float("inf")
@@ -210,13 +215,13 @@ def _local(shards: Shards, names: Sequence[str | None], shape: tuple[int, ...]) 
 
 
 @lru_cache(maxsize=64)
-def _abstract(config: ModelConfig, tensor: int) -> AbstractModel:
-    return abstract_model(config, "bfloat16", scan=True, shards=tensor)
+def _abstract(config: ModelConfig, parallel: Parallelism) -> AbstractModel:
+    return abstract_model(config, "bfloat16", scan=True, shards=planned_shards(parallel).tensor)
 
 
 @lru_cache(maxsize=1024)
 def _collectives(config: ModelConfig, parallel: Parallelism, key: ProgramKey) -> tuple[Collective, ...]:
-    return explain_step(_abstract(config, parallel.tensor), planned_shards(parallel), key).collectives
+    return explain_step(_abstract(config, parallel), planned_shards(parallel), key).collectives
 
 
 def _matrices(model: AbstractModel, shards: Shards, quantization: Quantization | None) -> tuple[Matrix, ...]:

@@ -107,7 +107,7 @@ def place(target: Target, mesh: tuple[tuple[str, int], ...]) -> Network:
     Raises TargetError if the mesh is not the slice.
     """
     if prod(size for _, size in mesh) != target.devices:
-        sizes = ", ".join(f"{name} {size}" for name, size in mesh)
+        sizes = ", ".join(f"{name} {size}" for name, size in mesh) or "one device"
         raise TargetError(f"a mesh of {sizes} is not {target}, which has {target.devices} devices")
     chip = target.chip
     left = [(size, size) for size in target.topology]  # chips still free along each axis, and all

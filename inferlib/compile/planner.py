@@ -95,7 +95,7 @@ class Option:
     @property
     def _cycle(self) -> float:
         """Seconds in which a full batch is answered."""
-        rows = -(-self.active // self.deployed.parallel.data)
+        rows = -(-self.active // self.deployed.replicas)
         return self.workload.output_len * self.decode.seconds + rows * self.prefill
 
     @property
@@ -217,7 +217,7 @@ def _batches(concurrency: int, replicas: int) -> list[int]:
 
 
 def _option(deployed: Deployed, workload: Workload, batch: int) -> Option:
-    rows = -(-min(batch, workload.concurrency) // deployed.parallel.data)
+    rows = -(-min(batch, workload.concurrency) // deployed.replicas)
     decode = step_time(deployed.decode(rows, workload.input_len + workload.output_len / 2), deployed.network)
     chunk = workload.chunk
     chunks = -(-workload.input_len // chunk)
