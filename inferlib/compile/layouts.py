@@ -1,7 +1,8 @@
 """The layouts of Pope et al. 2022 ("Efficiently Scaling Transformer Inference", sections 3.2 and 3.3).
 
-By them the cost model is checked against published measurements of a large model. Attention is split over rows;
-activations are bfloat16. T tokens, D width, F feed-forward, H query heads times head size.
+By them the cost model is checked against published measurements of a large model. Attention is split over rows, or over
+heads where there are fewer rows than chips; activations are bfloat16. T tokens, D width, F feed-forward, H query heads
+times head size.
 """
 
 from __future__ import annotations
@@ -23,41 +24,40 @@ def weight_stationary_2d(
     with the square root of the chips. Between layers they are split over all chips along D, and so is their norm.
     """
     x, yz = network.spans["x"].devices, network.spans["yz"].devices
-    tokens, found = rows * chunk, []
+    chips, tokens, found = x * yz, rows * chunk, []
     for layer in config.layers:
         attention, hidden = layer.attention, layer.mlp.hidden
         heads = attention.heads * attention.head_dim
-        width, n = tokens * config.dim // x * _BYTES, tokens * _BYTES // yz
+        width, column = tokens * config.dim // x * _BYTES, tokens * _BYTES // yz
         for part in ("all",) if layer.parallel else ("attention", "feed-forward"):
             inner = 0 if part == "attention" else hidden
             queries = 0 if part == "feed-forward" else heads
             found += [
                 Collective("all-reduce", "norm", "yz+x", tokens * 4),
                 Collective("all-gather", "input", "yz", width),
-                Collective("reduce-scatter", "gate, up and queries", "x", n * (2 * inner + queries)),
-                Collective("all-gather", "inner", "x", n * (inner + queries)),
+                Collective("reduce-scatter", "gate, up and queries", "x", column * (2 * inner + queries)),
+                Collective("all-gather", "inner", "x", column * (inner + queries)),
                 Collective("reduce-scatter", "output", "yz", width),
             ]
             if queries:
                 pair = 2 * attention.kv_heads * attention.head_dim
-                found += [
-                    Collective("reduce-scatter", "key and value", "x", tokens * pair * _BYTES),
-                    Collective("all-to-all", "heads to rows and back", "yz+x", n * queries // x, count=2),
-                ]
+                found += [Collective("reduce-scatter", "key and value", "x", tokens * pair * _BYTES)]
+            if queries and rows >= chips:
+                found += [Collective("all-to-all", "heads to rows and back", "yz+x", column * queries // x, count=2)]
     flops, weights, cache = _whole(config, rows, chunk, live, 1 if quantization else 2)
-    n = x * yz
-    return Work(flops / n, weights / n, cache / n, collectives=tuple(found))
+    return Work(flops / chips, weights / chips, cache / min(chips, rows), collectives=tuple(found))
 
 
 def weight_gathered(config: ModelConfig, network: Network, rows: int, chunk: int, live: float) -> Work:
     """As `weight_stationary_2d`, but rows are split over all chips ("yz" and "x") and stay, and each layer's weights
     are gathered: cheaper when there are far more tokens than D."""
-    n = network.spans["x"].devices * network.spans["yz"].devices
+    chips = network.target.chips
     flops, weights, cache = _whole(config, rows, chunk, live, _BYTES)
     gathered = tuple(
         Collective("all-gather", "weights", "yz+x", _parameters(config, layer) * _BYTES) for layer in config.layers
     )
-    return Work(flops / n, 2.0 * weights, cache / n, collectives=gathered)  # gathered weights are written, then read
+    # Gathered weights are written, then read.
+    return Work(flops / chips, 2.0 * weights, cache / chips, collectives=gathered)
 
 
 def _parameters(config: ModelConfig, layer: LayerSpec) -> int:

@@ -27,7 +27,7 @@ class Efficiency:
 
 IDEAL = Efficiency(1.0, 1.0, 1.0, 1.0)
 # Measured, the same for all chips. memory: decoding reached 85 % on TPU v5e (jax-llm-examples), 86 % on v7x (ragged
-# paged attention) and 84 to 89 % on H200 (this library). compute: large matrix products are within 2 to 10 % of the
+# paged attention) and 75 to 86 % on H200 (this library). compute: large matrix products are within 2 to 10 % of the
 # peak of the systolic array by the TPU compiler's listings. link, latency: an all-gather on v5e took 680 us where 560
 # were expected, and 8 us where three hops were (scaling book, "AllGather time").
 ATTAINED = Efficiency(memory=0.86, compute=0.9, link=560 / 680, latency=8 / 3)
