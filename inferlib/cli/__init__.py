@@ -1,4 +1,4 @@
-"""The command line: `inferlib generate` and `inferlib info`.
+"""The command line: `inferlib generate`, `info`, `plan`, `targets`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -9,6 +9,8 @@ import typer
 
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
+from inferlib.cli.plan import plan
+from inferlib.cli.targets import targets
 
 app = typer.Typer(
     help="Generate text with large language models, in JAX.",
@@ -18,3 +20,5 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(info)
+app.command()(plan)
+app.command()(targets)
