@@ -99,6 +99,11 @@ class EngineConfig:
             )
 
     @property
+    def counted(self) -> bool:
+        """Decode programs run all their steps: where a device loop would wait for the host to look at its condition."""
+        return self.platform == "gpu"
+
+    @property
     def rows(self) -> int:
         """Rows of each replica."""
         return self.max_batch // self.shards.data
@@ -125,8 +130,8 @@ class EngineConfig:
         buckets: Buckets | None = None,
         shards: Shards | None = None,
     ):
-        """Defaults of a platform: scanned layers on TPU; one step per dispatch on GPU, where a device loop
-        would wait for its condition at every step."""
+        """Defaults of a platform: scanned layers on TPU; fewer steps per dispatch on GPU, where they are counted and a
+        row that ends keeps its place until the last."""
         backend = Backend.for_platform(platform)
         buckets = buckets or Buckets.default(max_batch, max_len, ragged=backend.decode_attention == "pallas")
         return EngineConfig(
@@ -134,7 +139,7 @@ class EngineConfig:
             max_len,
             buckets,
             platform=platform,
-            decode_steps=1 if platform == "gpu" else 8,
+            decode_steps=4 if platform == "gpu" else 8,
             scan=platform == "tpu",
             backend=backend,
             shards=shards or Shards(),

@@ -176,7 +176,7 @@ class _Maker:
         return rows, sampled._replace(token=jnp.where(live > 0, token, -1))
 
     def decode(self, weights, cache, state: RowState, packed: jax.Array):
-        """`key.steps` decode steps of the first `key.rows` rows; stops early when no row is active."""
+        """`key.steps` decode steps of the first `key.rows` rows; uncounted, no more than the rows need."""
         key, control = self.key, Control.unpack(packed)
         state = state._replace(active=state.active & ~control.cancel)
         rows = state.head(key.rows)
@@ -194,18 +194,24 @@ class _Maker:
             outs = jax.tree.map(lambda s: jnp.full((key.steps, *s.shape), -1, s.dtype), shapes)
             started = rows.active
 
-            def more(carry):
-                i, _, rows, _ = carry
+            def more(i, rows):
                 finished = self.any_row(started & ~rows.active)
                 return (i < control.steps) & self.any_row(rows.active) & ~(control.yield_early & finished)
 
-            def body(carry):
-                i, cache, rows, outs = carry
+            def body(i, carry):
+                cache, rows, outs = carry
                 cache, rows, sampled = step(cache, rows)
-                outs = jax.tree.map(lambda out, x: out.at[i].set(x), outs, sampled)
-                return i + 1, cache, rows, outs
+                return cache, rows, jax.tree.map(lambda out, x: out.at[i].set(x), outs, sampled)
 
-            _, cache, rows, outs = lax.while_loop(more, body, (jnp.int32(0), cache, rows, outs))
+            carry = cache, rows, outs
+            if self.config.counted:
+                cache, rows, outs = lax.fori_loop(0, key.steps, body, carry)
+            else:
+                _, (cache, rows, outs) = lax.while_loop(
+                    lambda carry: more(carry[0], carry[1][1]),
+                    lambda carry: (carry[0] + 1, body(*carry)),
+                    (jnp.int32(0), carry),
+                )
         output = StepOutput(outs.token, outs if key.mode == "logprobs" else None)
         return cache, state.with_head(rows), output
 

@@ -136,7 +136,7 @@ class Engine:
     def _send(self, dispatch: Dispatch) -> None:
         with self.stats.timed("compile"):
             program = self.programs.get(dispatch.key)
-        inputs = [self._control(dispatch.key.steps, yield_early=bool(self.scheduler.waiting))]
+        inputs = [self._control(dispatch.key.steps, yield_early=self._yields)]
         if dispatch.chunks:
             inputs.append(self._chunk_input(dispatch))
         with self.stats.timed("enqueue"):
@@ -145,6 +145,11 @@ class Engine:
                 leaf.copy_to_host_async()
         self.stats.dispatches += 1
         self._in_flight.append(_InFlight(dispatch, output))
+
+    @property
+    def _yields(self) -> bool:
+        """Whether a decode program shall return as soon as a row ends, for a waiting prompt."""
+        return bool(self.scheduler.waiting) and not self.config.counted
 
     def _control(self, steps: int, *, yield_early: bool) -> jax.Array | np.ndarray:
         if not self._cancelled and (steps, yield_early) in self._controls:
