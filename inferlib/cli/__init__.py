@@ -1,4 +1,4 @@
-"""The command line: `inferlib generate` and `inferlib info`.
+"""The command line: `inferlib generate`, `inferlib info` and `inferlib convert`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from inferlib.cli.convert import convert
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
 
@@ -18,3 +19,4 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(info)
+app.command()(convert)
