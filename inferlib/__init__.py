@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from inferlib.config import Buckets
-    from inferlib.convert import convert
+    from inferlib.conversion import convert
     from inferlib.llm import LLM, Stream
     from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from inferlib.sampling.params import SamplingParams
@@ -23,7 +23,7 @@ _HOME = {
     "RequestOutput": "inferlib.outputs",
     "SamplingParams": "inferlib.sampling.params",
     "Stream": "inferlib.llm",
-    "convert": "inferlib.convert",
+    "convert": "inferlib.conversion",
 }
 
 __all__ = [

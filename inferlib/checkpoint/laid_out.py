@@ -8,7 +8,11 @@ can restore them, of which each device reads its own part, and neither side hold
 from __future__ import annotations
 
 import json
+import logging
+import textwrap
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -55,17 +59,26 @@ def write_manifest(directory: Path, hf: dict[str, Any], model: AbstractModel) ->
 def save_weights(directory: Path, weights: Iterable[tuple[WeightSpec, jax.Array]]) -> Iterator[int]:
     """Store weights of a `stored_model` in the order of its specs, layer by layer; yields the bytes of each.
 
-    `weights` is consumed as it goes. With several processes, each calls this with its arrays.
+    `weights` is consumed as it goes. With several processes, each calls this with its arrays. Raises OSError if the
+    writing fails.
     """
     import orbax.checkpoint as ocp
 
-    with _checkpointer() as checkpointer:
+    # In a thread of its own a layer is written to its end when Ctrl-C interrupts this one, so that nothing is still
+    # being written when the caller cleans up.
+    with _checkpointer() as checkpointer, ThreadPoolExecutor(max_workers=1) as writer:
         for block, layer in groupby(weights, key=lambda weight: weight[0].block):
             arrays = {spec.part: array for spec, array in layer}
             options = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
-            checkpointer.save(_folder(directory, block), args=ocp.args.StandardSave(arrays, options))
+            try:
+                item = ocp.args.StandardSave(arrays, options)
+                writer.submit(checkpointer.save, _folder(directory, block), args=item).result()
+            except jax.errors.JaxRuntimeError:
+                raise
+            except Exception as error:  # the package raises nothing narrower
+                raise OSError(f"the weights could not be written: {_brief(error)}") from error
             yield sum(array.nbytes for array in arrays.values())
-            del arrays  # before the next layer is read
+            del arrays, item  # before the next layer is read
 
 
 class LaidOutWeights:
@@ -80,7 +93,8 @@ class LaidOutWeights:
         file = directory / _MANIFEST
         if not file.exists():
             raise CheckpointError(
-                f"{directory} has laid-out weights and no {_MANIFEST} that says of what model; convert the original again"
+                f"{directory} has converted weights, and no {_MANIFEST} that says of what model; "
+                "convert the original again"
             )
         try:
             manifest = json.loads(file.read_bytes())
@@ -154,16 +168,31 @@ class LaidOutWeights:
         folder = _folder(self.directory, block)
         try:
             return checkpointer.restore(folder, args=ocp.args.StandardRestore(wanted))
-        except (ValueError, KeyError, OSError) as error:
-            raise CheckpointError(
-                f"the weights in {folder} are damaged, convert the original again: {error}"
-            ) from error
+        except jax.errors.JaxRuntimeError:
+            raise  # of the device, such as too little memory
+        except Exception as error:  # the package raises nothing narrower
+            raise CheckpointError(f"{folder} is damaged; convert the original again ({_brief(error)})") from error
 
 
-def _checkpointer() -> ocp.Checkpointer:
+@contextmanager
+def _checkpointer() -> Iterator[ocp.Checkpointer]:
     import orbax.checkpoint as ocp  # takes a third of a second
 
-    return ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    # Orbax also logs what it raises, with the traces of its threads.
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+            yield checkpointer
+    finally:
+        logger.setLevel(level)
+
+
+def _brief(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return textwrap.shorten(str(error), 300, placeholder=" ...")
 
 
 def _folder(directory: Path, block: int | None) -> Path:

@@ -88,9 +88,12 @@ def load_item(
     names, shape = weight.axes, weight.shape
     if stacked := len(item.pieces) > 1:
         names, shape = names[1:], shape[1:]
-    lay_out = _jit_assemble(placement(shards, names, shape))
+    sharding = placement(shards, names, shape)
+    # Tensors are split as the result is: by its features, or by the model's width where those do not divide.
+    by_width = sharding is not None and axes.EMBED in names and sharding.spec[names.index(axes.EMBED)] is not None
+    lay_out = _jit_assemble(sharding)
     for pieces in item.pieces:
-        arrays = [_read(source, piece, weight.part, shards) for piece in pieces]
+        arrays = [_read(source, piece, weight.part, shards, by_width=by_width) for piece in pieces]
         layers.append(lay_out(model.layout, item.layer, names, weight.part, weight.dtype.name, *arrays))
         advance(sum(_read_bytes(source, p) for p in pieces))
     array = stack(shards.sharding(weight.axes), layers) if stacked else layers[0]
@@ -128,14 +131,15 @@ def _jit_stack(sharding: NamedSharding | None):
     return jax.jit(jnp.stack, out_shardings=sharding)
 
 
-def _read(source: TensorSource, piece: Piece, part: str, shards: Shards) -> np.ndarray | jax.Array:
+def _read(source: TensorSource, piece: Piece, part: str, shards: Shards, *, by_width: bool) -> np.ndarray | jax.Array:
     """A piece as stored: a view of the file, or on a mesh an array of which each device reads its part."""
     start, stop = piece.rows or (0, piece.shape[0])
     if shards.mesh is None:
         return source.read(piece.tensor, slice(start, stop) if piece.rows else None)
     shape = (stop - start, *piece.shape[1:])
-    # The dimension that the layout splits: inputs of the row-parallel products, outputs of the others.
-    split = len(shape) - 1 if part in ("attn.o", "mlp.down") else 0
+    # Features are the inputs of the row-parallel products and the outputs of the others.
+    last = (part in ("attn.o", "mlp.down")) != by_width
+    split = len(shape) - 1 if last else 0
     names = [None] * len(shape)
     if shape[split] % shards.tensor == 0 and len(shape) > 1:
         names[split] = axes.MLP

@@ -28,7 +28,7 @@ def convert(
     """
     import jax
 
-    from inferlib.convert import convert
+    from inferlib.conversion import convert
     from inferlib.sharding.mesh import Parallelism
 
     with user_errors():

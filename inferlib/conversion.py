@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +80,15 @@ def _whole(out: Path, nbytes: int) -> Iterator[Path]:
             partial.rename(out)
     except BaseException:
         if first:
-            shutil.rmtree(partial)
+            _remove(partial)
         raise
     multihost_utils.sync_global_devices("conversion ends")
+
+
+def _remove(directory: Path) -> None:
+    """Also against writes that were under way when another of the same layer failed."""
+    for _ in range(20):
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(0.1)
+        if not directory.exists():
+            return
