@@ -45,16 +45,17 @@ class ModelFiles:
             return ModelFiles(path, gguf.config(), config_from_hf(gguf.config()), gguf, gguf.tokenizer())
         file = path / "config.json"
         if not file.exists():
-            raise CheckpointError(f"{path} has no config.json: a model is a Hugging Face directory or a .gguf file")
+            raise CheckpointError(f"{path} has no config.json: a model is a Hugging Face or converted directory or a .gguf file")
         try:
             hf = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise CheckpointError(f"{file} is not valid JSON: {error}") from error
         if not isinstance(hf, dict):
             raise CheckpointError(f"{file} must hold a JSON object, it holds a {type(hf).__name__}")
+        config = config_from_hf(hf)
         tokenizer = Tokenizer.from_directory(path) if (path / "tokenizer.json").exists() else None
         source = LaidOutWeights(path, hf) if LaidOutWeights.are_in(path) else SafetensorsSource(path)
-        return ModelFiles(path, hf, config_from_hf(hf), source, tokenizer)
+        return ModelFiles(path, hf, config, source, tokenizer)
 
     @property
     def nbytes(self) -> int:
