@@ -45,7 +45,9 @@ class ModelFiles:
             return ModelFiles(path, gguf.config(), config_from_hf(gguf.config()), gguf, gguf.tokenizer())
         file = path / "config.json"
         if not file.exists():
-            raise CheckpointError(f"{path} has no config.json: a model is a Hugging Face or converted directory or a .gguf file")
+            raise CheckpointError(
+                f"{path} has no config.json: a model is a Hugging Face or converted directory or a .gguf file"
+            )
         try:
             hf = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:

@@ -9,7 +9,9 @@ import functools
 import json
 import os
 import shutil
+import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -365,6 +367,53 @@ def test_bad_requests_write_nothing(checkpoint, converted, tmp_path, monkeypatch
     usage = shutil.disk_usage(tmp_path)._replace(free=10_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     refused(OSError, r"0.0 GB free, and the weights take 0.0 GB", model)
+
+
+# ---- several processes
+
+PROCESS = """
+import sys
+import jax, numpy as np
+model, out, address, index = sys.argv[1:]
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)
+jax.distributed.initialize(address, 2, int(index))
+from inferlib import convert
+from tests.test_convert import load
+convert(model, out, dtype="float32", parallel="tp=4", progress=False)
+for parallel in ("tp=4", "tp=2,dp=2"):
+    for a, b in zip(load(out, "float32", parallel)[1], load(model, "float32", parallel)[1], strict=True):
+        for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_array_equal(np.asarray(x.data), np.asarray(y.data))
+print("equal")
+"""
+
+
+def test_two_processes_convert_together(checkpoint, tmp_path):
+    """Each holds and writes the parts of its two devices, and loads them again."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    arguments = [str(checkpoint("biased")), str(tmp_path / "out"), address]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, *arguments, str(index)],
+            cwd=Path(__file__).parents[1],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, output
+            assert output.endswith("equal\n")
+    finally:
+        for process in processes:
+            process.kill()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 # ---- command line
