@@ -378,11 +378,15 @@ model, out, address, index = sys.argv[1:]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(address, 2, int(index))
-from inferlib import convert
-from tests.test_convert import load
+from inferlib import Parallelism, convert
+from inferlib.model_files import ModelFiles
+from inferlib.models.abstract import abstract_model
+from inferlib.sharding.shards import make_shards
 convert(model, out, dtype="float32", parallel="tp=4", progress=False)
-for parallel in ("tp=4", "tp=2,dp=2"):
-    for a, b in zip(load(out, "float32", parallel)[1], load(model, "float32", parallel)[1], strict=True):
+for parallel in (Parallelism(tensor=4), Parallelism(tensor=2, data=2)):
+    files, shards = [ModelFiles.open(path) for path in (out, model)], make_shards(parallel)
+    abstract = abstract_model(files[0].config, "float32", shards=shards.tensor)
+    for a, b in zip(*(f.load(abstract, shards=shards) for f in files), strict=True):
         for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
             np.testing.assert_array_equal(np.asarray(x.data), np.asarray(y.data))
 print("equal")

@@ -90,7 +90,8 @@ def load_item(
         names, shape = names[1:], shape[1:]
     sharding = placement(shards, names, shape)
     # Tensors are split as the result is: by its features, or by the model's width where those do not divide.
-    by_width = sharding is not None and axes.EMBED in names and sharding.spec[names.index(axes.EMBED)] is not None
+    split = {name for name, axis in zip(names, sharding.spec, strict=True) if axis} if sharding else set()
+    by_width = split == {axes.EMBED}
     lay_out = _jit_assemble(sharding)
     for pieces in item.pieces:
         arrays = [_read(source, piece, weight.part, shards, by_width=by_width) for piece in pieces]
