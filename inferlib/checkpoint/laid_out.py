@@ -157,7 +157,8 @@ class LaidOutWeights:
         weights = []
         for spec in model.specs:
             parts = [layers.pop((i, spec.part)) for i in _layers(model, spec)]
-            weights.append(stack(shards.sharding(spec.axes), parts) if spec.axes[0] == axes.LAYERS else parts[0])
+            array = stack(shards.sharding(spec.axes), parts) if spec.axes[0] == axes.LAYERS else parts[0]
+            weights.append(array.block_until_ready())  # the next stack may need the memory of these parts
         return tuple(weights)
 
     def _restore(
