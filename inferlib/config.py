@@ -8,9 +8,17 @@ from typing import Literal
 from inferlib.models.batch import Backend
 from inferlib.sharding.shards import Shards
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 class ConfigurationError(ValueError):
     """An engine setting that cannot work."""
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ConfigurationError for a type that weights cannot have."""
+    if dtype not in DTYPES:
+        raise ConfigurationError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True)

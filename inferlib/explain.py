@@ -98,7 +98,7 @@ class Explanation:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        Console(file=text, width=140).print(self, highlight=False)
+        Console(file=text, width=140, force_terminal=False, force_jupyter=False).print(self, highlight=False)
         return text.getvalue()
 
 

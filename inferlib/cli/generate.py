@@ -36,7 +36,9 @@ def generate(
         typer.Argument(help="Texts to complete; without any, all of stdin is one.", show_default=False),
     ] = None,
     *,
-    model: Annotated[str, typer.Option(help="Hugging Face directory, .gguf file or known name.")] = "smollm2",
+    model: Annotated[
+        str, typer.Option(help="Hugging Face or converted directory, .gguf file or known name.")
+    ] = "smollm2",
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16; by default float32 on CPU, else bfloat16."),
