@@ -6,6 +6,7 @@ import itertools
 import json
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from inferlib import distributed
 from inferlib.checkpoint.gguf import GGUFCheckpoint
 from inferlib.checkpoint.known import resolve
 from inferlib.checkpoint.load import load_weights
@@ -31,7 +33,7 @@ from inferlib.models.families import config_from_hf, family_of
 from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sampling.params import SamplingParams
-from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import make_shards
 from inferlib.tokenizer import Tokenizer
 
@@ -87,7 +89,7 @@ class Request:
 
 
 class LLM:
-    """A model on the devices of this process, ready to generate.
+    """A model on the devices of this process, or of several (see `follow`), ready to generate.
 
     model: a Hugging Face directory (config.json, safetensors, tokenizer.json), a `.gguf` file, or a known name
     ("smollm2"). dtype: "float32", "bfloat16" or "float16" of weights, cache and activations; None: float32 on CPU,
@@ -110,25 +112,46 @@ class LLM:
         seed: int = 0,
         progress: bool | None = None,
     ):
-        platform = jax.devices()[0].platform
-        files = ModelFiles.open(model)
-        self.model_config, self.tokenizer = files.config, files.tokenizer
-        dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype {dtype!r} is not supported; choose one of {', '.join(_DTYPES)}")
-        max_len = min(files.config.context, 2048) if max_len is None else max_len
-        if max_len > files.config.context:
-            raise ValueError(f"max_len {max_len} exceeds the model's context of {files.config.context} tokens")
-        shards = make_shards(Parallelism.parse(parallel) if isinstance(parallel, str) else parallel)
-        self.config = EngineConfig.make(platform, max_batch, max_len, buckets, shards)
+        self._channel = distributed.channel()
+        with self._channel.agreement() if self._channel else nullcontext({}) as settings:
+            platform = jax.devices()[0].platform
+            files = ModelFiles.open(model)
+            self.model_config, self.tokenizer = files.config, files.tokenizer
+            dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
+            if dtype not in _DTYPES:
+                raise ValueError(f"dtype {dtype!r} is not supported; choose one of {', '.join(_DTYPES)}")
+            max_len = min(files.config.context, 2048) if max_len is None else max_len
+            if max_len > files.config.context:
+                raise ValueError(f"max_len {max_len} exceeds the model's context of {files.config.context} tokens")
+            shards = make_shards(Parallelism.parse(parallel) if isinstance(parallel, str) else parallel)
+            if self._channel and not shards.several_processes:
+                raise ShardingError(
+                    f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
+                )
+            self.config = EngineConfig.make(platform, max_batch, max_len, buckets, shards)
+            abstract = abstract_model(files.config, dtype, scan=self.config.scan, shards=shards.tensor)
+            family = family_of(files.hf)
+            settings |= {"model": files.config, "dtype": dtype, "parallel": str(parallel), "jax": jax.__version__}
+            settings |= {"max_batch": max_batch, "max_len": max_len, "buckets": self.config.buckets}
         self.progress = on_terminal() if progress is None else progress
         self.seed = seed
-        abstract = abstract_model(files.config, dtype, scan=self.config.scan, shards=shards.tensor)
-        family = family_of(files.hf)
         weights = load_weights(files.source, family, abstract, shards=shards, progress=self.progress)
-        self.engine = Engine(abstract, weights, self.config)
+        self.engine = Engine(abstract, weights, self.config, self._channel)
+        if self._channel:
+            self._channel.ready()
         self._ids = itertools.count()
         self._requests: dict[EngineSequence, OutputText] = {}
+
+    def follow(self) -> bool:
+        """On several processes (see `inferlib.distributed`), what all but the first do once they have a model.
+
+        On those it does its part of what process 0 runs, returns True when process 0 ends, and raises nothing that is
+        about a request. On process 0, and where there is only one process, it returns False at once.
+        """
+        if self._channel is None or self._channel.leads:
+            return False
+        self.engine.follow()
+        return True
 
     # ---- generation
 
