@@ -15,12 +15,11 @@ import secrets
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
 import jax
@@ -30,7 +29,7 @@ from jax._src.distributed import global_state
 
 # A host that vanishes sends no end of its connections; probes find out within 5 + 3 * 5 seconds.
 _PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
-_HEARTBEAT = 30  # seconds until JAX ends the processes because one of them is stopped
+_PATIENCE = 30  # seconds until JAX ends the processes because one of them is stopped, or does not end with the others
 _KEY = "inferlib/channel"
 
 
@@ -54,32 +53,39 @@ def initialize(
 
     coordinator: "host:port" on which process 0 listens, reachable from all. processes: how many there are. process:
     number of this one. What is not given is found by `jax.distributed.initialize`: on Cloud TPU, under SLURM and Open
-    MPI (which run one process per GPU), and in Kubernetes indexed jobs. timeout: seconds to wait for the others.
+    MPI (which run one process per GPU), and in Kubernetes indexed jobs. timeout: seconds to wait for the others, after
+    which this process ends with a message.
 
-    Raises ValueError if an argument is wrong or missing, RuntimeError if JAX is in use or processes do not come.
+    Raises ValueError if an argument is wrong or missing, RuntimeError if JAX is in use already.
     """
     global _channel
     _check(coordinator, processes, process)
     given = None not in (coordinator, processes, process)
-    deadline = time.monotonic() + timeout
+    late = f"the processes did not find each other within {timeout} s: was each started, with the same coordinator?"
+    watch = threading.Timer(timeout, _exit, [late])
+    watch.daemon = True
+    watch.start()
     try:
         jax.distributed.initialize(
             coordinator,
             processes,
             process,
             cluster_detection_method="deactivate" if given else None,
-            initialization_timeout=timeout,
-            heartbeat_timeout_seconds=_HEARTBEAT,
-            shutdown_timeout_seconds=_HEARTBEAT,
+            initialization_timeout=timeout + _PATIENCE,  # it would end this process without a word that helps
+            heartbeat_timeout_seconds=_PATIENCE,
+            shutdown_timeout_seconds=_PATIENCE,
         )
     except ValueError as error:
         raise ValueError(
             f"{error} Neither Cloud TPU, SLURM, Open MPI nor Kubernetes says it here: give coordinator, processes "
             "and process"
         ) from None
-    if global_state.num_processes > 1:
-        _channel = _connect(global_state.process_id, global_state.num_processes, deadline)
-        atexit.register(_channel.close)
+    else:
+        if global_state.num_processes > 1:
+            _channel = _connect(global_state.process_id, global_state.num_processes)
+            atexit.register(_channel.close)
+    finally:
+        watch.cancel()
     return global_state.process_id
 
 
@@ -105,7 +111,6 @@ class Channel:
     def __init__(self, process: int, links: dict[int, _Link]):
         self.process, self._links = process, links
         self._begun = self._ready = self._done = False
-        self._ending = threading.Lock()
         for peer in links:
             threading.Thread(target=self._listen, args=(peer,), name=f"process-{peer}", daemon=True).start()
 
@@ -113,6 +118,16 @@ class Channel:
     def leads(self) -> bool:
         """Whether this is process 0."""
         return self.process == 0
+
+    @contextmanager
+    def together(self, order: Any) -> Iterator[None]:
+        """On process 0: a block that does what the others are ordered to do; if it fails, nobody can go on."""
+        if not self._ready:
+            raise RuntimeError("an earlier error or interrupt put the processes out of step: start them again")
+        self._ready = False
+        self.order(order)
+        yield
+        self._ready = True
 
     def order(self, order: Any) -> None:
         """On process 0: send `order` to every other process, without waiting for them."""
@@ -130,30 +145,25 @@ class Channel:
         self._done = True
 
     @contextmanager
-    def agreement(self) -> Iterator[dict[str, Any]]:
-        """A block that succeeds on all processes or on none; it fills a dict that must be equal on all of them.
+    def agreement(self, settings: dict[str, Any]) -> Iterator[None]:
+        """A block that succeeds on all processes or on none. settings: what must be equal on all of them.
 
-        Afterwards no process can go on without the others, so there is one in a program. Raises what the block raises,
-        else PeerError naming the processes where it failed or where the dict differs.
+        Afterwards no process can go on without the others. Raises what the block raises, else PeerError naming the
+        processes where it failed or whose settings differ.
         """
-        if self._begun:
+        if self._ready:
             raise RuntimeError("on several processes a program runs one LLM, and there is one already")
-        error, settings = None, {}
+        error = None
         try:
-            yield settings
+            yield
         except Exception as caught:
             error = caught
         reports = self._exchange(_Report(socket.gethostname(), error and str(error), settings))
+        problem = _problem(reports)
         if error is not None:
             raise error
-        problems = [f"process {i} on {r.host}: {r.error}" for i, r in enumerate(reports) if r.error is not None]
-        for i, report in enumerate(reports if not problems else ()):
-            others = [name for name, value in report.settings.items() if value != reports[0].settings[name]]
-            if others:
-                problems.append(f"process {i} on {report.host} differs from process 0 in {', '.join(others)}")
-        if problems:
-            raise PeerError("; ".join(problems))
-        self._begun = True
+        if problem:
+            raise PeerError(problem)
         for peer, link in self._links.items():
             if link.ended:
                 self._end(peer)
@@ -167,9 +177,10 @@ class Channel:
         if self.leads and self._ready:
             self.order(_Signal.DONE)
             for peer in self._links:
-                self._take(peer)
+                self._take(peer, _PATIENCE)
         elif self._done:
-            self._links[0].send(pickle.dumps(_Signal.DONE))
+            with suppress(OSError):
+                self._links[0].send(pickle.dumps(_Signal.DONE))
         elif self._begun:
             # An error here, while the others wait for us. JAX would wait for them; closed connections end them.
             sys.stdout.flush()
@@ -189,6 +200,7 @@ class Channel:
         for peer in sorted(self._links):
             value = self._links[peer].inbox.get()
             reports.append(self._ended(peer) if value is _Signal.ENDED else value)
+        self._begun = not _problem(reports)
         for link in self._links.values():
             with suppress(OSError):
                 link.send(pickle.dumps(reports))
@@ -197,39 +209,44 @@ class Channel:
     def _ended(self, peer: int) -> _Report:
         return _Report(self._links[peer].host, "it has ended", {})
 
-    def _take(self, peer: int) -> Any:
-        value = self._links[peer].inbox.get()
+    def _take(self, peer: int, timeout: float | None = None) -> Any:
+        try:
+            value = self._links[peer].inbox.get(timeout=timeout)
+        except Empty:
+            self._end(peer, f"did not end within {timeout} s")
         if value is _Signal.ENDED:
             self._end(peer)
         return value
 
     def _listen(self, peer: int) -> None:
         link = self._links[peer]
-        with suppress(EOFError, OSError):
+        try:
             while True:
                 value = link.receive()
                 if isinstance(value, _Lost):
                     self._exit(value.reason)
                 if value is _Signal.DONE:
                     self._begun = False
+                elif isinstance(value, list):
+                    self._begun = not _problem(value)
                 link.inbox.put(value)
-        link.ended = True
+        except (EOFError, OSError, pickle.UnpicklingError):
+            link.ended = True
+        except Exception as error:
+            self._end(peer, f"sends what cannot be read, another version of inferlib: {error}")
         if self._begun:
             self._end(peer)
         link.inbox.put(_Signal.ENDED)
 
-    def _end(self, lost: int) -> NoReturn:
-        reason = f"process {lost} on {self._links[lost].host} has ended"
+    def _end(self, lost: int, what: str = "has ended") -> NoReturn:
+        reason = f"process {lost} on {self._links[lost].host} {what}"
         for peer in self._links.keys() - {lost} if self.leads else ():
             with suppress(OSError):
                 self._links[peer].send(pickle.dumps(_Lost(reason)))
         self._exit(reason)
 
     def _exit(self, reason: str) -> NoReturn:
-        # The main thread may wait in a collective for ever, so there is no other way out.
-        self._ending.acquire()
-        os.write(2, f"inferlib: {reason}; process {self.process} cannot go on without it\n".encode())
-        os._exit(1)
+        _exit(f"{reason}; process {self.process} cannot go on without it")
 
 
 @dataclass(frozen=True)
@@ -242,6 +259,19 @@ class _Report:
     host: str
     error: str | None
     settings: dict[str, Any]
+
+
+def _problem(reports: list[_Report]) -> str:
+    """Which processes cannot go on, and why; "" if all can."""
+    failed = [f"process {i} on {r.host}: {r.error}" for i, r in enumerate(reports) if r.error is not None]
+    if failed:
+        return "; ".join(failed)
+    first, differences = reports[0].settings, []
+    for i, report in enumerate(reports):
+        names = [name for name in first if report.settings[name] != first[name]]
+        if names:
+            differences.append(f"process {i} on {report.host} differs from process 0 in {', '.join(names)}")
+    return "; ".join(differences)
 
 
 class _Link:
@@ -270,9 +300,9 @@ class _Link:
         with suppress(OSError):  # it may have ended
             self._connection.shutdown(socket.SHUT_RDWR)
 
-    def greet(self, line: str, timeout: float) -> list[str]:
-        """Send a line of words and return that of the other end; waits at most `timeout` seconds."""
-        self._connection.settimeout(timeout)
+    def greet(self, line: str) -> list[str]:
+        """Send a line of words and return that of the other end. Raises OSError if none comes."""
+        self._connection.settimeout(_PATIENCE)
         self._connection.sendall(f"{line}\n".encode())
         words = self._file.readline(1024).decode().split()
         self._connection.settimeout(None)
@@ -280,6 +310,14 @@ class _Link:
 
 
 _channel: Channel | None = None
+_exiting = threading.Lock()
+
+
+def _exit(message: str) -> NoReturn:
+    """From any thread: the main one may wait in JAX for ever, so there is no other way out."""
+    _exiting.acquire()
+    os.write(2, f"inferlib: {message}\n".encode())
+    os._exit(1)
 
 
 def _check(coordinator: str | None, processes: int | None, process: int | None) -> None:
@@ -291,28 +329,23 @@ def _check(coordinator: str | None, processes: int | None, process: int | None) 
         raise ValueError(f"process must be a number from 0 to processes - 1, got {process} of {processes}")
 
 
-def _connect(process: int, processes: int, deadline: float) -> Channel:
+def _connect(process: int, processes: int) -> Channel:
     """Process 0 tells its port, and a word that keeps strangers out, through JAX's key-value store."""
-    host = socket.gethostname()
+    host, store = socket.gethostname(), global_state.client
     if process > 0:
         address = global_state.coordinator_address.rpartition(":")[0].strip("[]")
-        port, word = global_state.client.blocking_key_value_get(_KEY, int(1000 * _left(deadline))).split()
-        link = _Link(socket.create_connection((address, int(port)), _left(deadline)))
-        link.host = link.greet(f"{word} {process} {host}", _left(deadline))[0]
+        port, word = store.blocking_key_value_get(_KEY, 1000 * _PATIENCE).split()
+        link = _Link(socket.create_connection((address, int(port))))
+        link.host = link.greet(f"{word} {process} {host}")[0]
         return Channel(process, {0: link})
     word, links, both = secrets.token_hex(), {}, socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     with socket.create_server(("", 0), family=family, backlog=processes, dualstack_ipv6=both) as server:
-        global_state.client.key_value_set(_KEY, f"{server.getsockname()[1]} {word}")
+        store.key_value_set(_KEY, f"{server.getsockname()[1]} {word}")
         while len(links) < processes - 1:
-            server.settimeout(_left(deadline))
             link = _Link(server.accept()[0])
             with suppress(OSError, ValueError):  # a stranger
-                given, peer, name = link.greet(host, _left(deadline))
+                given, peer, name = link.greet(host)
                 if secrets.compare_digest(given, word):
                     link.host, links[int(peer)] = name, link
     return Channel(0, links)
-
-
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 1.0)

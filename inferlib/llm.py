@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import operator
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -113,10 +114,14 @@ class LLM:
         progress: bool | None = None,
     ):
         self._channel = distributed.channel()
-        with self._channel.agreement() if self._channel else nullcontext({}) as settings:
-            platform = jax.devices()[0].platform
+        agreement = self._channel.agreement if self._channel else nullcontext
+        with agreement({}):
             files = ModelFiles.open(model)
-            self.model_config, self.tokenizer = files.config, files.tokenizer
+        self.model_config, self.tokenizer = files.config, files.tokenizer
+        settings = {"model": files.config, "dtype": dtype, "max_batch": max_batch, "max_len": max_len}
+        settings |= {"buckets": buckets, "parallel": parallel, "jax": jax.__version__}
+        with agreement(settings):
+            platform = jax.devices()[0].platform
             dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
             if dtype not in _DTYPES:
                 raise ValueError(f"dtype {dtype!r} is not supported; choose one of {', '.join(_DTYPES)}")
@@ -131,8 +136,6 @@ class LLM:
             self.config = EngineConfig.make(platform, max_batch, max_len, buckets, shards)
             abstract = abstract_model(files.config, dtype, scan=self.config.scan, shards=shards.tensor)
             family = family_of(files.hf)
-            settings |= {"model": files.config, "dtype": dtype, "parallel": str(parallel), "jax": jax.__version__}
-            settings |= {"max_batch": max_batch, "max_len": max_len, "buckets": self.config.buckets}
         self.progress = on_terminal() if progress is None else progress
         self.seed = seed
         weights = load_weights(files.source, family, abstract, shards=shards, progress=self.progress)
@@ -145,12 +148,15 @@ class LLM:
     def follow(self) -> bool:
         """On several processes (see `inferlib.distributed`), what all but the first do once they have a model.
 
-        On those it does its part of what process 0 runs, returns True when process 0 ends, and raises nothing that is
-        about a request. On process 0, and where there is only one process, it returns False at once.
+        On those it does its part of what process 0 runs and returns True when process 0 ends; call it in the main
+        thread. On process 0, and where there is only one process, it returns False at once.
         """
         if self._channel is None or self._channel.leads:
             return False
+        # Ctrl-C in a terminal, or from srun, reaches all processes; it is process 0 that ends the work.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         self.engine.follow()
+        signal.signal(signal.SIGINT, before)
         return True
 
     # ---- generation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -112,8 +112,9 @@ class Engine:
         Returns how many programs there are.
         """
         modes = tuple(modes)
-        self._order(modes)
         keys = planned_keys(self.config, modes)
+        if self.channel is not None and self.channel.leads:
+            self.channel.order(modes)
         self.programs.compile_all(keys, done)
         self.programs.strict = True
         return len(keys)
@@ -169,18 +170,13 @@ class Engine:
         chunk = self._chunk_input(dispatch) if dispatch.chunks else None
         call = _Call(dispatch.key, tuple(self._cancelled), bool(self.scheduler.waiting), chunk)
         self._cancelled.clear()
-        self._order(call)
-        output = self._start(call)
+        with nullcontext() if self.channel is None else self.channel.together(call):
+            output = self._start(call)
         with self.stats.timed("enqueue"):
             for leaf in jax.tree.leaves(output):
                 leaf.copy_to_host_async()
         self.stats.dispatches += 1
         self._in_flight.append(_InFlight(dispatch, output))
-
-    def _order(self, order: _Call | tuple[Mode, ...]) -> None:
-        """Have the other processes do what this one is about to do."""
-        if self.channel is not None and self.channel.leads:
-            self.channel.order(order)
 
     def _start(self, call: _Call) -> StepOutput:
         with self.stats.timed("compile"):
