@@ -19,7 +19,7 @@ SIZES = {"max_batch": 4, "max_len": 64, "buckets": Buckets(prefill=(16,), batch=
 
 
 def build(model: str | Path, parallel: str | None, **sizes: Any) -> LLM:
-    return LLM(model, parallel=parallel, seed=7, progress=False, **SIZES | sizes)
+    return LLM(model, dtype="float32", parallel=parallel, seed=7, progress=False, **SIZES | sizes)
 
 
 # ---- what process 0 does, by the name of the scenario
@@ -84,16 +84,15 @@ def error(llm: LLM) -> None:
 SCENARIOS: dict[str, Callable] = {f.__name__: f for f in (greedy, everything, warm, endless, error)}
 
 
-# ---- what goes wrong on one process, by the name of the fault
+# ---- what goes wrong on one process, by the name of the fault: before there is a model, then with it
 
 
 def early(llm: LLM | None) -> None:
-    if llm is None:
-        raise RuntimeError("an error of the program")
+    raise RuntimeError("an error before the model")
 
 
 def failing(llm: LLM | None) -> None:
-    """An error after a few programs."""
+    """An error at the fifth program."""
     if llm is None:
         return
     start, calls = llm.engine._start, iter(range(4))
@@ -146,7 +145,8 @@ def main(
     fail(llm)
     found = {"followed": True} if llm.follow() else SCENARIOS[scenario](llm)
     taken = {name: parts for source in sources for name, parts in source.taken.items()}
-    print("\n" + json.dumps({"found": found, "taken": taken}), flush=True)
+    homes = [[device.process_index for device in row] for row in llm.config.shards.mesh.devices]
+    print("\n" + json.dumps({"found": found, "taken": taken, "homes": homes}), flush=True)
 
 
 def count_reads() -> list[CountedReads]:
