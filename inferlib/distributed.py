@@ -103,7 +103,8 @@ def channel() -> Channel | None:
 
 
 class Channel:
-    """Connections between process 0 and each of the others.
+    """Connections between process 0 and each of the others, pickled values over TCP: as with JAX's own coordinator, the
+    network between them must be trusted.
 
     process: our number. After the `agreement` the end of any process ends all of them, with a message on stderr.
     """

@@ -98,7 +98,7 @@ class LLM:
     model's context, at most 2048. buckets: static shapes to compile for. parallel: devices to split over, such as
     "tp=4,dp=2" or a `Parallelism`; None: one device. seed: of requests that give none.
 
-    Raises CheckpointError, ConfigError, ConfigurationError or ShardingError before anything reaches a device.
+    Raises CheckpointError, ConfigError, ConfigurationError, ShardingError or PeerError before device work.
     """
 
     def __init__(
@@ -155,8 +155,10 @@ class LLM:
             return False
         # Ctrl-C in a terminal, or from srun, reaches all processes; it is process 0 that ends the work.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self.engine.follow()
-        signal.signal(signal.SIGINT, before)
+        try:
+            self.engine.follow()
+        finally:
+            signal.signal(signal.SIGINT, before)
         return True
 
     # ---- generation

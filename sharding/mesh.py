@@ -63,7 +63,7 @@ def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None
     devices: all there are by default, those of a process together; surplus ones stay unused. Raises ShardingError if
     there are too few, or if a process would have none.
     """
-    devices = sorted(jax.devices() if devices is None else devices, key=lambda d: (d.process_index, d.id))
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id)) if devices is None else list(devices)
     shape = (parallel.data, parallel.tensor)
     if parallel.devices > len(devices):
         raise ShardingError(f"parallel={parallel} needs {parallel.devices} devices, and there are {len(devices)}")
