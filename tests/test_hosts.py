@@ -25,7 +25,7 @@ from tests.cli_model import COMMAND, make_model
 
 ROOT = Path(__file__).parents[1]
 HOST = socket.gethostname()
-TIMEOUT = 180  # seconds; a test that needs them has failed
+TIMEOUT = 300  # seconds; a test that needs them has failed
 
 
 @pytest.fixture(scope="module")
