@@ -243,7 +243,7 @@ def test_a_model_that_one_process_cannot_see(start, tmp_path):
     ("last", "message"),
     [
         ({"sizes": {"max_len": 32}}, "the largest cache bucket (64) must equal max_len (32)"),
-        ({"parallel": "dp=2"}, "differs from process 0 in parallel"),
+        ({"parallel": "dp=4"}, "differs from process 0 in parallel"),
         ({"fault": "early"}, "it has ended"),
     ],
 )
