@@ -39,6 +39,7 @@ from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError, make_mesh
 from inferlib.sharding.rules import PRESETS, Rules, preset
 from inferlib.sharding.shards import Shards, make_shards, planned_shards
+from tests.counted_reads import CountedReads
 from tests.oracle import make_checkpoint
 from tests.test_poison import poison
 
@@ -498,27 +499,6 @@ def test_loaded_weights_are_laid_out(shape, parallel, checkpoint, programs_of):
     for spec, weight in zip(model.specs, load(checkpoint(shape), model, shards), strict=True):
         assert weight.sharding.is_equivalent_to(shards.sharding(spec.axes), weight.ndim), spec.name
         np.testing.assert_array_equal(np.asarray(weight), laid_out(source.read, spec, model), err_msg=spec.name)
-
-
-class CountedReads:
-    """A source that notes the bytes of each part that is taken from what it read."""
-
-    def __init__(self, source: SafetensorsSource):
-        self._source, self.taken = source, {}
-
-    def __getattr__(self, name: str):
-        return getattr(self._source, name)
-
-    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        taken = self.taken.setdefault(name, [])
-
-        class View(np.ndarray):
-            def __getitem__(self, index):
-                part = np.asarray(super().__getitem__(index))
-                taken.append(part.nbytes)
-                return part
-
-        return self._source.read(name, rows).view(View)
 
 
 def test_each_device_reads_its_share(checkpoint, programs_of):

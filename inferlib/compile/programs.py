@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from inferlib.cache.plan import CachePlan
 from inferlib.compile.state import RowState
@@ -107,13 +108,32 @@ def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: Prog
     state = tree_specs(spec, RowState.AXES)
     fixed = (tuple(spec(w.axes) for w in model.specs), tuple(spec(b.axes) for b in plan.blocks for _ in "kv"), state)
     chunk = (ChunkInput(*(spec((axes.ROWS, None)) for _ in ChunkInput._fields)),) if key.chunks else ()
+    output = _output_specs(spec, key)
+    if config.shards.several_processes:
+        function, output = _gathered(function, output, config.shards.mesh), PartitionSpec()
     return jax.shard_map(
         function,
         mesh=config.shards.mesh,
         in_specs=(*fixed, spec((axes.ROWS, None)), *chunk),
-        out_specs=(*fixed[1:], _output_specs(spec, key)),
+        out_specs=(*fixed[1:], output),
         check_vma=False,
     )
+
+
+def _gathered(function: Callable, specs: StepOutput, mesh: Mesh) -> Callable:
+    """The same program with its output whole on every device, as process 0 can read only its own devices."""
+
+    def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        for dim, axis in enumerate(spec):
+            if axis and mesh.shape[axis] > 1 and x.size:
+                x = lax.all_gather(x, axis, axis=dim, tiled=True)
+        return x
+
+    def gathered(*inputs):
+        cache, state, output = function(*inputs)
+        return cache, state, jax.tree.map(gather, output, specs)
+
+    return gathered
 
 
 def _output_specs(spec: Callable, key: ProgramKey) -> StepOutput:
