@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-import inferlib.llm
+import inferlib.model_files
 from inferlib import LLM, Buckets, SamplingParams, distributed
 from tests.counted_reads import CountedReads
 
@@ -150,13 +150,13 @@ def main(
 
 
 def count_reads() -> list[CountedReads]:
-    sources, make = [], inferlib.llm.SafetensorsSource
+    sources, make = [], inferlib.model_files.SafetensorsSource
 
     def counted(directory: Path) -> CountedReads:
         sources.append(CountedReads(make(directory)))
         return sources[-1]
 
-    inferlib.llm.SafetensorsSource = counted
+    inferlib.model_files.SafetensorsSource = counted
     return sources
 
 
