@@ -123,7 +123,7 @@ class LLM:
         self.config = EngineConfig.make(platform, max_batch, max_len, buckets, shards)
         self.progress = on_terminal() if progress is None else progress
         self.seed = seed
-        abstract = abstract_model(files.config, dtype, scan=self.config.scan, shards=shards.tensor)
+        abstract = abstract_model(files.config, dtype, scan=self.config.scan, shards=shards)
         family = family_of(files.hf)
         weights = load_weights(files.source, family, abstract, shards=shards, progress=self.progress)
         self.engine = Engine(abstract, weights, self.config)

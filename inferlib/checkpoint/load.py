@@ -106,19 +106,34 @@ def _read(source: TensorSource, piece: Piece, part: str, shards: Shards) -> np.n
     if shards.mesh is None:
         return source.read(piece.tensor, slice(start, stop) if piece.rows else None)
     shape = (stop - start, *piece.shape[1:])
-    # The dimension that the layout splits: inputs of the row-parallel products, outputs of the others.
-    split = len(shape) - 1 if part in ("attn.o", "mlp.down") else 0
-    names = [None] * len(shape)
-    if shape[split] % shards.tensor == 0 and len(shape) > 1:
-        names[split] = axes.MLP
-    sharding = shards.sharding(tuple(names))
+    names = _axes_of(part) if len(shape) > 1 else (None,)
+    split = tuple(name if size % shards.size(name) == 0 else None for name, size in zip(names, shape, strict=True))
 
-    def part_of(index: tuple[slice, ...]) -> np.ndarray:
-        first, last, _ = index[0].indices(shape[0])
+    @cache  # what several devices hold is read once
+    def part_of(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        (first, last), *columns = bounds
         rows = source.read(piece.tensor, slice(start + first, start + last))
-        return np.ascontiguousarray(rows[(slice(None), *index[1:])])
+        return np.ascontiguousarray(rows[(slice(None), *(slice(*ends) for ends in columns))])
 
-    return jax.make_array_from_callback(shape, sharding, part_of)
+    def of_device(index: tuple[slice, ...]) -> np.ndarray:
+        return part_of(tuple(i.indices(size)[:2] for i, size in zip(index, shape, strict=True)))
+
+    return jax.make_array_from_callback(shape, shards.sharding(split), of_device)
+
+
+def _axes_of(part: str) -> tuple[str, str]:
+    """What splits the rows and the columns of a part's checkpoint tensors, [out, in]."""
+    match part:
+        case "attn.qkv":
+            return axes.KV_HEADS, axes.EMBED
+        case "attn.o":
+            return axes.EMBED, axes.KV_HEADS
+        case "mlp.gate_up":
+            return axes.MLP, axes.EMBED
+        case "mlp.down":
+            return axes.EMBED, axes.MLP
+        case _:
+            return axes.VOCAB, axes.EMBED
 
 
 def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
