@@ -15,7 +15,7 @@ _LOGICAL = frozenset(value for name, value in vars(axes).items() if name.isupper
 
 @dataclass(frozen=True)
 class Rules:
-    """table: logical axis -> mesh axis or axes, the first one major; a name that is not listed is not split.
+    """table: logical axis -> mesh axis, or several in the mesh's order; a name that is not listed is not split.
 
     Positions and the tokens of a chunk are dealt out in turn (see `sharding.stripe`), all else in runs.
     split_tokens: between the matrix products, a step's tokens are split over the tensor axis (sequence parallelism
@@ -36,6 +36,9 @@ class Rules:
             raise ShardingError(f"rules {self.name!r} name unknown mesh axes {strange}; known: {list(MESH_AXES)}")
         if len(set(logical)) < len(logical):
             raise ShardingError(f"rules {self.name!r} list a logical axis twice: {logical}")
+        for name in logical:
+            if (over := self.axes_of(name)) != tuple(axis for axis in MESH_AXES if axis in over):
+                raise ShardingError(f"rules {self.name!r} put {name} over {over}: write them in the order of {MESH_AXES}")
 
     @property
     def mesh_axes(self) -> frozenset[str]:

@@ -48,11 +48,11 @@ class Shards:
         return None if self.mesh is None else NamedSharding(self.mesh, self.rules.spec(names))
 
     def mesh_axes(self, *names: str | None) -> tuple[str, ...]:
-        """The mesh axes that really split any of these logical axes."""
+        """The mesh axes that really split any of these logical axes, in the mesh's order."""
         if self.rules is None:
             return ()
-        found = (axis for name in names for axis in self.rules.axes_of(name) if self.mesh.shape[axis] > 1)
-        return tuple(dict.fromkeys(found))
+        found = {axis for name in names for axis in self.rules.axes_of(name)}
+        return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis in found)
 
     def size(self, name: str) -> int:
         """Into how many shares a logical axis is split."""

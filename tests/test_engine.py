@@ -68,7 +68,7 @@ class ScriptedDevice:
         self.scripts = {tuple(s.prompt): s for s in scripts}
         self.planned = frozenset(planned_keys(config))
         self.rows = [Row() for _ in range(config.max_batch)]
-        self.replicas, self.places = config.shards.data, config.rows
+        self.replicas, self.places = config.shards.replicas, config.rows
         self.scheduler: Scheduler | None = None
 
     def get(self, key: ProgramKey):
