@@ -37,8 +37,11 @@ class Rules:
         if len(set(logical)) < len(logical):
             raise ShardingError(f"rules {self.name!r} list a logical axis twice: {logical}")
         for name in logical:
-            if (over := self.axes_of(name)) != tuple(axis for axis in MESH_AXES if axis in over):
-                raise ShardingError(f"rules {self.name!r} put {name} over {over}: write them in the order of {MESH_AXES}")
+            over = self.axes_of(name)
+            if over != (ordered := tuple(axis for axis in MESH_AXES if axis in over)):
+                raise ShardingError(
+                    f"rules {self.name!r} put {name} over {over}: write {ordered}, as the mesh has them"
+                )
 
     @property
     def mesh_axes(self) -> frozenset[str]:

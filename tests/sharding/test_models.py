@@ -10,6 +10,7 @@ import pytest
 
 from inferlib.engine.sequence import Sequence
 from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, logits, requests, run
+from tests.sharding.hlo import assert_promise_kept
 from tests.test_poison import poison
 
 FAMILIES = ["llama", "gemma3", "qwen3", "smollm2"]
@@ -57,7 +58,8 @@ def poison_before_each_dispatch(engine) -> list[float]:
 
 @pytest.mark.parametrize(("shape", "parallel"), EVERY)
 def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected):
-    """Of more prompts than there are rows, under continuous batching; whatever is not valid holds NaN."""
+    """Of more prompts than there are rows, under continuous batching; whatever is not valid holds NaN. Every program
+    that ran has the collectives that were promised."""
     assert_same_logits(engine_of(shape, parallel), shape, expected)
     engine = engine_of(shape, parallel)
     shares = poison_before_each_dispatch(engine)
@@ -67,6 +69,8 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
     assert len(shares) > 5
     assert shares[0] == 0
     assert 0 < max(shares) < 0.9
+    for key in engine.programs._compiled:
+        assert_promise_kept(engine.programs, key)
 
 
 @pytest.mark.parametrize(
