@@ -95,16 +95,17 @@ class Attention(nnx.Module):
         spec, batch, shards = self.spec, ctx.batch, ctx.shards
         options = dict(scale=spec.scale, window=spec.window, softcap=spec.softcap)
         split = math.prod(batch.chunk_tokens.shape)
-        chunks, rows = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:]), q[split:]
         whole, shares = [], []
-        if split and shards.size(axes.TOKENS) > 1:
-            whole.append(attend_around_ring(chunks, cache, ctx, **options).reshape(split, *q.shape[1:]))
-        elif split:
-            stripe = shards.stripe(axes.POSITIONS)
-            out, lse = attend_chunks(chunks, *cache.read(), batch.chunk_rows, ctx, stripe, ring=cache.ring, **options)
-            shares.append((out.reshape(split, *q.shape[1:]), lse.reshape(split, *q.shape[1:-1])))
-        if rows.size:
-            shares.append(attend_rows(rows, cache, ctx, **options))
+        if split:
+            chunks = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])
+            if shards.size(axes.TOKENS) > 1:
+                whole.append(attend_around_ring(chunks, cache, ctx, **options).reshape(split, *q.shape[1:]))
+            else:
+                stripe, ring = shards.stripe(axes.POSITIONS), cache.ring
+                out, lse = attend_chunks(chunks, *cache.read(), batch.chunk_rows, ctx, stripe, ring=ring, **options)
+                shares.append((out.reshape(split, *q.shape[1:]), lse.reshape(split, *q.shape[1:-1])))
+        if split < q.shape[0]:
+            shares.append(attend_rows(q[split:], cache, ctx, **options))
         if shares:
             out, lse = (_joined(parts) for parts in zip(*shares, strict=True))
             whole.append(merge_shares(out, lse, shards) if shards.size(axes.POSITIONS) > 1 else out)
