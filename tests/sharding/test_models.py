@@ -91,7 +91,7 @@ def test_the_same_logits_with_rarer_layers(shape, parallel, engine_of, expected)
     assert_same_logits(engine_of(shape, parallel), shape, expected)
 
 
-@pytest.mark.parametrize("parallel", ["cp=4", "cp=2,tp=2,rules=helix"])
+@pytest.mark.parametrize("parallel", ["cp=4", pytest.param("cp=2,tp=2,rules=helix", marks=pytest.mark.slow)])
 def test_a_window_that_does_not_divide(parallel, engine_of, expected):
     shape = "gemma3, window 5"
     assert_same_logits(engine_of(shape, parallel), shape, expected)
@@ -109,8 +109,8 @@ def test_the_same_with_stacked_layers(parallel, engine_of, expected):
 @pytest.mark.parametrize(
     ("shape", "parallel"),
     [
-        ("llama", "tp=2,dp=2"),
         ("llama", "cp=4,tp=2,rules=helix"),
+        pytest.param("llama", "tp=2,dp=2", marks=pytest.mark.slow),
         pytest.param("llama", "tp=4", marks=pytest.mark.slow),
         pytest.param("smollm2", "tp=8", marks=pytest.mark.slow),
         pytest.param("llama", "dp=2,cp=2,tp=2", marks=pytest.mark.slow),
