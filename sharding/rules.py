@@ -40,7 +40,7 @@ class Rules:
             over = self.axes_of(name)
             if over != (ordered := tuple(axis for axis in MESH_AXES if axis in over)):
                 raise ShardingError(
-                    f"rules {self.name!r} put {name} over {over}: write {ordered}, as the mesh has them"
+                    f"rules {self.name!r} put {name} over {over}: write {ordered}, the order of the mesh"
                 )
 
     @property

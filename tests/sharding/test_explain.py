@@ -42,7 +42,7 @@ def test_collectives_of_rarer_layers_are_those_promised(shape, parallel, program
 
 
 @pytest.mark.parametrize(
-    "parallel", ["dp=2", "cp=2,tp=2,rules=helix", *(pytest.param(p, marks=pytest.mark.slow) for p in ("tp=4", "cp=4"))]
+    "parallel", ["cp=2,tp=2,rules=helix", *(pytest.param(p, marks=pytest.mark.slow) for p in ("dp=2", "tp=4", "cp=4"))]
 )
 def test_collectives_of_sampling_are_those_promised(parallel, programs_of):
     programs = programs_of("llama", parallel)

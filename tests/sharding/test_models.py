@@ -30,7 +30,6 @@ QUICK = [
     ("smollm2", "cp=4,tp=2,rules=helix"),
     ("gemma3", "cp=2,tp=2,rules=helix"),
     ("gemma3", "cp=2,tp=2,rules=tp2d"),
-    ("smollm2", "cp=2,tp=2,rules=tp2d"),
 ]
 EVERY = [pytest.param(f, m, marks=() if (f, m) in QUICK else pytest.mark.slow) for f in FAMILIES for m in MESHES]
 

@@ -54,7 +54,7 @@ def test_tpu_compiled_collectives_are_those_promised(topology):
 
 
 def compile_and_compare(topology: str) -> None:
-    """Prints each preset whose programs kept their promise. Layers are unrolled: loops do not say how often they run."""
+    """Prints each preset whose program kept its promise. Layers are unrolled: loops do not say how often they run."""
     from jax.experimental import topologies
 
     from inferlib.cache.plan import plan_cache
