@@ -39,9 +39,7 @@ class Rules:
         for name in logical:
             over = self.axes_of(name)
             if over != (ordered := tuple(axis for axis in MESH_AXES if axis in over)):
-                raise ShardingError(
-                    f"rules {self.name!r} put {name} over {over}: write {ordered}, the order of the mesh"
-                )
+                raise ShardingError(f"rules {self.name!r} put {name} over {over}: write {ordered}, as the mesh")
 
     @property
     def mesh_axes(self) -> frozenset[str]:

@@ -52,7 +52,7 @@ def test_parallelism():
         (((axes.MLP, "model"),), "unknown mesh axes ['model']; known: "),
         (((axes.MLP, ("tensor", "model")),), "unknown mesh axes ['model']; known: "),
         (((axes.MLP, "tensor"), (axes.MLP, "data")), "twice"),
-        (((axes.MLP, ("tensor", "sequence")),), "write ('sequence', 'tensor'), the order of the mesh"),
+        (((axes.MLP, ("tensor", "sequence")),), "write ('sequence', 'tensor'), as the mesh"),
         (((axes.MLP, ("tensor", "tensor")),), "write ('tensor',)"),
     ],
 )
