@@ -38,7 +38,7 @@ def main() -> None:
     first: dict[int, float] = {}
     for devices in map(int, args.devices.split(",")):
         shards = make_shards(Parallelism(tensor=devices, rules=args.rules))
-        model = abstract_model(config, dtype, scan=jax.default_backend() == "tpu", shards=devices)
+        model = abstract_model(config, dtype, scan=jax.default_backend() == "tpu", shards=shards)
         weights = model.random_weights(shards=shards)
         for batch in map(int, args.batch.split(",")):
             row = measure(model, weights, batch, args.cache, args.steps, shards)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from inferlib.models.batch import Backend
+from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -42,12 +43,15 @@ class Buckets:
             object.__setattr__(self, name, tuple(sizes))
 
     @staticmethod
-    def default(max_batch: int, max_len: int, *, ragged: bool = False) -> Buckets:
-        """Powers of four up to the limits; `ragged`: attention reads live positions only, one cache bucket does."""
+    def default(max_batch: int, max_len: int, *, ragged: bool = False, multiple: int = 1) -> Buckets:
+        """Powers of four up to the limits; `ragged`: attention reads live positions only, one cache bucket does.
+
+        multiple: of what prefill buckets must be multiples.
+        """
         if max_batch < 1 or max_len < 2:
             raise ConfigurationError(f"max_batch must be at least 1 and max_len at least 2, got {max_batch}, {max_len}")
         return Buckets(
-            prefill=_powers(32, min(512, max_len)),
+            prefill=tuple(sorted({rounded_up(size, multiple) for size in _powers(32, min(512, max_len))})),
             batch=_powers(1, max_batch),
             cache=(max_len,) if ragged else _powers(256, max_len),
         )
@@ -59,6 +63,10 @@ def _powers(first: int, last: int) -> tuple[int, ...]:
         sizes.append(first)
         first *= 4
     return (*sizes, last)
+
+
+def rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def pick(sizes: tuple[int, ...], need: int) -> int:
@@ -89,8 +97,11 @@ class EngineConfig:
         for name in ("max_batch", "decode_steps", "in_flight"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_batch % self.shards.data:
-            raise ConfigurationError(f"max_batch {self.max_batch} does not divide over {self.shards.data} replicas")
+        if self.max_batch % (replicas := self.shards.replicas):
+            able = rounded_up(self.max_batch, replicas)
+            raise ConfigurationError(
+                f"max_batch {self.max_batch} does not divide over {replicas} replicas: take a multiple, such as {able}"
+            )
         if self.max_len < 2:
             raise ConfigurationError(f"max_len must hold a prompt token and a new one, got {self.max_len}")
         if self.buckets.batch[-1] != self.max_batch:
@@ -101,7 +112,13 @@ class EngineConfig:
             raise ConfigurationError(
                 f"the largest cache bucket ({self.buckets.cache[-1]}) must equal max_len ({self.max_len})"
             )
-        if self.buckets.prefill[-1] > self.max_len:
+        dealt = self.shards.size(axes.TOKENS)
+        if odd := [size for size in self.buckets.prefill if size % dealt]:
+            raise ConfigurationError(
+                f"prefill buckets are dealt out to {dealt} devices, which {odd} do not allow: take multiples, such as "
+                f"{sorted({rounded_up(size, dealt) for size in odd})}"
+            )
+        if self.buckets.prefill[-1] > rounded_up(self.max_len, dealt):
             raise ConfigurationError(
                 f"the largest prefill bucket ({self.buckets.prefill[-1]}) exceeds max_len ({self.max_len})"
             )
@@ -114,12 +131,12 @@ class EngineConfig:
     @property
     def rows(self) -> int:
         """Rows of each replica."""
-        return self.max_batch // self.shards.data
+        return self.max_batch // self.shards.replicas
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
         """Batch buckets of each replica."""
-        return tuple(sorted({-(-size // self.shards.data) for size in self.buckets.batch}))
+        return tuple(sorted({-(-size // self.shards.replicas) for size in self.buckets.batch}))
 
     def most_chunks(self, width: int) -> int:
         """How many prefill chunks of `width` tokens a replica takes in one step: the tokens of the longest chunk."""
@@ -140,8 +157,9 @@ class EngineConfig:
     ):
         """Defaults of a platform: scanned layers on TPU; fewer steps per dispatch on GPU, where they are counted and a
         row that ends keeps its place until the last."""
-        backend = Backend.for_platform(platform)
-        buckets = buckets or Buckets.default(max_batch, max_len, ragged=backend.decode_attention == "pallas")
+        backend, shards = Backend.for_platform(platform), shards or Shards()
+        ragged, dealt = backend.decode_attention == "pallas", shards.size(axes.TOKENS)
+        buckets = buckets or Buckets.default(max_batch, max_len, ragged=ragged, multiple=dealt)
         return EngineConfig(
             max_batch,
             max_len,
@@ -150,5 +168,5 @@ class EngineConfig:
             decode_steps=4 if platform == "gpu" else 8,
             scan=platform == "tpu",
             backend=backend,
-            shards=shards or Shards(),
+            shards=shards,
         )

@@ -21,11 +21,12 @@ from rich.console import Console, Group
 from rich.filesize import decimal
 from rich.table import Table
 
-from inferlib.cache.plan import CachePlan
+from inferlib.cache.plan import BlockCache, CachePlan
 from inferlib.compile.programs import Mode, ProgramKey
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
+from inferlib.models.config import LayerSpec
 from inferlib.sampling.params import MAX_LOGPROBS
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -49,10 +50,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class Collective:
-    """`count` collectives of a step. nbytes: of the whole array of one: what an all-reduce or an
-    all-gather returns, what a reduce-scatter takes. axis: the mesh axis whose devices take part."""
+    """`count` collectives of a step. nbytes: of the whole array of one: what an all-reduce or an all-gather returns,
+    what a reduce-scatter, an all-to-all or a permutation takes. axis: the mesh axes whose devices take part, joined
+    by "+"."""
 
-    kind: Literal["all-reduce", "reduce-scatter", "all-gather"]
+    kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
     purpose: str
     axis: str
     nbytes: int
@@ -91,7 +93,7 @@ class Explanation:
             {"program": str(s.key), "tokens": s.tokens, "collectives": [asdict(c) for c in s.collectives]}
             for s in self.steps
         ]
-        mesh = {"tensor": self.shards.tensor, "data": self.shards.data}
+        mesh = dict(self.shards.mesh.shape) if self.shards.mesh is not None else {}
         return {"mesh": mesh, **placed, "waste": self.waste, "steps": steps}
 
     def __rich__(self) -> Group:
@@ -116,7 +118,7 @@ def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: S
         ),
         state=_grouped(place(name, names, x.shape, x.dtype) for name, names, x in fields),
         waste=model.layout.waste(),
-        steps=tuple(explain_step(model, config.shards, key) for key in keys),
+        steps=tuple(explain_step(model, plan, config.shards, key) for key in keys),
     )
 
 
@@ -128,7 +130,7 @@ def _place(shards: Shards, name: str, names: tuple[str | None, ...], shape: tupl
     count = 1
     if names[0] == axes.LAYERS:
         count, names, shape = shape[0], names[1:], shape[1:]
-    mesh_axes = tuple(shards.axis(n) if n else None for n in names)
+    mesh_axes = tuple(_joined(shards.mesh_axes(n)) for n in names)
     sharding = shards.sharding(names)
     local = shape if sharding is None else sharding.shard_shape(shape)
     return Placement(name, names, mesh_axes, shape, local, count * prod(local) * np.dtype(dtype).itemsize, count)
@@ -147,17 +149,23 @@ def _grouped(placements: Iterable[Placement]) -> tuple[Placement, ...]:
 # ---- collectives
 
 
-def explain_step(model: AbstractModel, shards: Shards, key: ProgramKey) -> Step:
+def explain_step(model: AbstractModel, plan: CachePlan, shards: Shards, key: ProgramKey) -> Step:
     """What a step of a program will say over the mesh."""
     ledger, prompt = _Ledger(shards), key.chunks * key.chunk
-    _forward(ledger, model, prompt + key.rows)
+    _forward(ledger, model, plan, key)
+    if key.chunks:
+        ledger.reduce("last tokens of prompts", (axes.TOKENS,), (key.chunks, _width(model)), model.specs[0].dtype)
+    _head(ledger, model, key.chunks + key.rows)
     for rows in (key.rows, key.chunks):
         if rows:
             _sample(ledger, key.mode, rows, model.layout.vocab)
-    if key.detail == "logprobs":
-        _score(ledger, prompt, model.layout.vocab)
+    if key.detail:
+        positions = prompt // shards.size(axes.TOKENS)
+        _head(ledger, model, positions)
+        if key.detail == "logprobs":
+            _score(ledger, positions, model.layout.vocab)
     if key.steps > 1:
-        ledger.reduce("whether to go on", axes.ROWS, (), np.int32, count=2)
+        ledger.reduce("whether to go on", (axes.ROWS,), (), np.int32, count=2)
     return Step(key, prompt + key.rows, ledger.collectives())
 
 
@@ -168,54 +176,103 @@ class _Ledger:
         self.shards = shards
         self._counts: Counter[Collective] = Counter()
 
-    def reduce(self, purpose: str, name: str, shape: tuple[int, ...], dtype, count: int = 1) -> None:
+    def reduce(self, purpose: str, names: Sequence[str], shape: tuple[int, ...], dtype, count: int = 1) -> None:
         """A sum, maximum or minimum of arrays of this shape."""
-        self._add("all-reduce", purpose, self.shards.axis(name), shape, dtype, count)
+        self.add("all-reduce", purpose, names, shape, dtype, count)
 
-    def gather(self, purpose: str, name: str, shape: tuple[int, ...], dtype) -> None:
-        """shape: of the result."""
-        self._add("all-gather", purpose, self.shards.axis(name), shape, dtype, 1)
-
-    def sum_tokens(self, purpose: str, name: str, shape: tuple[int, int], dtype) -> None:
+    def sum_tokens(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype) -> None:
         kind = "reduce-scatter" if self.shards.splits_tokens else "all-reduce"
-        self._add(kind, purpose, self.shards.axis(name), self._padded(shape), dtype, 1)
+        self.add(kind, purpose, names, self._padded(shape), dtype)
 
     def all_tokens(self, purpose: str, shape: tuple[int, int], dtype) -> None:
         if self.shards.splits_tokens:
-            self.gather(purpose, axes.MLP, self._padded(shape), dtype)
+            self.add("all-gather", purpose, (axes.MLP,), self._padded(shape), dtype)
 
     def collectives(self) -> tuple[Collective, ...]:
         return tuple(replace(c, count=count) for c, count in self._counts.items())
 
     def _padded(self, shape: tuple[int, int]) -> tuple[int, int]:
-        share = self.shards.tensor if self.shards.splits_tokens else 1
+        share = self.shards.size(axes.MLP) if self.shards.splits_tokens else 1
         return -(-shape[0] // share) * share, shape[1]
 
-    def _add(self, kind: str, purpose: str, axis: str | None, shape: tuple[int, ...], dtype, count: int) -> None:
-        if axis:
+    def add(self, kind: str, purpose: str, names: Sequence[str], shape: tuple[int, ...], dtype, count: int = 1) -> None:
+        """names: the logical axes over which the devices speak. shape: see `Collective.nbytes`."""
+        axis = _joined(self.shards.mesh_axes(*names))
+        if axis and count:
             self._counts[Collective(kind, purpose, axis, prod(shape) * np.dtype(dtype).itemsize)] += count
 
 
-def _forward(ledger: _Ledger, model: AbstractModel, tokens: int) -> None:
-    """The decoder over `tokens` tokens."""
-    hidden, dtype = (tokens, model.config.dim), model.specs[0].dtype
-    ledger.sum_tokens("embedding", axes.VOCAB, hidden, dtype)
-    for layer in model.config.layers:
+def _joined(mesh_axes: tuple[str, ...]) -> str | None:
+    return "+".join(mesh_axes) or None
+
+
+def _width(model: AbstractModel) -> int:
+    """Of the residual stream on a device."""
+    return model.config.dim // model.layout.shards.size(axes.EMBED)
+
+
+def _norm(ledger: _Ledger, model: AbstractModel, tokens: int, count: int = 1) -> None:
+    numbers = 2 if model.config.norm.kind == "layer" else 1
+    ledger.reduce("norms", (axes.EMBED,), (tokens, 1), np.float32, count * numbers)
+
+
+def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: ProgramKey) -> None:
+    """The decoder over a step's tokens."""
+    shards = ledger.shards
+    tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
+    hidden, dtype = (tokens, _width(model)), model.specs[0].dtype
+    ledger.sum_tokens("embedding", (axes.VOCAB,), hidden, dtype)
+    blocks = {i: block for layers, block in zip(model.blocks(), plan.blocks, strict=True) for i in layers}
+    for i, layer in enumerate(model.config.layers):
+        _norm(ledger, model, tokens, 2 * layer.post_norm + layer.pre_norm * (1 if layer.parallel else 2))
         ledger.all_tokens("input of attention", hidden, dtype)
-        if layer.attention.qk_norm == "full":
-            ledger.reduce("QK-norm", axes.KV_HEADS, (tokens, 1), np.float32, count=2)
-        if layer.parallel:
-            ledger.sum_tokens("attention and feed-forward", axes.MLP, hidden, dtype)
-            continue
-        ledger.sum_tokens("attention", axes.KV_HEADS, hidden, dtype)
-        ledger.all_tokens("input of feed-forward", hidden, dtype)
-        ledger.sum_tokens("feed-forward", axes.MLP, hidden, dtype)
+        _attention(ledger, model, layer, blocks[i], tokens, key)
+        if not layer.parallel:
+            ledger.sum_tokens("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype)
+            ledger.all_tokens("input of feed-forward", hidden, dtype)
+        width = 2 * model.layout.hidden(layer.mlp.hidden) // shards.size(axes.MLP)
+        ledger.reduce("gate and up", (axes.EMBED,), (tokens, width), dtype)
+        both = "attention and feed-forward" if layer.parallel else "feed-forward"
+        ledger.sum_tokens(both, (axes.MLP,), hidden, dtype)
     ledger.all_tokens("head", hidden, dtype)
+
+
+def _attention(
+    ledger: _Ledger, model: AbstractModel, layer: LayerSpec, block: BlockCache, tokens: int, key: ProgramKey
+) -> None:
+    """A layer's attention before its output projection; `tokens` on a device."""
+    shards, spec, dtype = ledger.shards, layer.attention, model.specs[0].dtype
+    layout, h = model.layout.heads(spec), spec.head_dim
+    kv_heads, g = layout.groups // shards.size(axes.KV_HEADS), layout.queries
+    ledger.reduce("queries, keys and values", (axes.EMBED,), (tokens, kv_heads, g + 2, h), dtype)
+    if spec.qk_norm == "full":
+        ledger.reduce("QK-norm", (axes.KV_HEADS,), (tokens, 1), np.float32, count=2)
+    shares = shards.size(axes.POSITIONS)
+    if shards.size(axes.TOKENS) > 1:
+        slots = block.shape[-2] if block.ring else min(block.shape[-2], -(-key.limit // shares) * shares)
+        passed = (key.chunks, kv_heads, slots // shares, h)
+        hops = 2 * (shares - 1) if key.chunks else 0
+        ledger.add("collective-permute", "keys and values", (axes.POSITIONS,), passed, dtype, hops)
+        tokens = key.rows
+    if tokens:
+        heads = (tokens, kv_heads, g)
+        ledger.add("all-gather", "log-sum-exps", (axes.POSITIONS,), (shares, *heads), np.float32)
+        if shards.size(axes.HEAD_OUT) > 1:
+            ledger.add("all-to-all", "parts of attention", (axes.HEAD_OUT,), (*heads, h), dtype)
+        else:
+            ledger.reduce("parts of attention", (axes.POSITIONS,), (*heads, h), dtype)
+
+
+def _head(ledger: _Ledger, model: AbstractModel, tokens: int) -> None:
+    """The logits of `tokens` tokens."""
+    _norm(ledger, model, tokens)
+    vocab = model.layout.vocab // ledger.shards.size(axes.VOCAB)
+    ledger.reduce("logits", (axes.EMBED,), (tokens, vocab), np.float32)
 
 
 def _sample(ledger: _Ledger, mode: Mode, rows: int, vocab: int) -> None:
     """The next token of `rows` rows."""
-    number = partial(ledger.reduce, name=axes.VOCAB, shape=(rows, 1), dtype=np.float32)
+    number = partial(ledger.reduce, names=(axes.VOCAB,), shape=(rows, 1), dtype=np.float32)
     if mode != "greedy":
         number("best logit")
         number("top-p mass")
@@ -228,13 +285,13 @@ def _sample(ledger: _Ledger, mode: Mode, rows: int, vocab: int) -> None:
 
 def _score(ledger: _Ledger, rows: int, vocab: int) -> None:
     """Log-probabilities at `rows` positions; `vocab` as laid out."""
-    number = partial(ledger.reduce, "log-probabilities", axes.VOCAB, (rows, 1))
+    number = partial(ledger.reduce, "log-probabilities", (axes.VOCAB,), (rows, 1))
     number(np.float32, count=3)  # best, normaliser, chosen
     number(np.int32)  # rank
     shares = ledger.shards.size(axes.VOCAB)
     candidates = shares * min(MAX_LOGPROBS, vocab // shares)
     for dtype in (np.float32, np.int32):
-        ledger.gather("most likely tokens", axes.VOCAB, (rows, candidates), dtype)
+        ledger.add("all-gather", "most likely tokens", (axes.VOCAB,), (rows, candidates), dtype)
 
 
 # ---- tables
@@ -242,7 +299,10 @@ def _score(ledger: _Ledger, rows: int, vocab: int) -> None:
 
 def _placements(e: Explanation) -> Table:
     shards = e.shards
-    mesh = f"tensor {shards.tensor} x data {shards.data}, rules {shards.rules.name}" if shards.rules else "a device"
+    mesh = "a device"
+    if shards.mesh is not None:
+        sizes = (f"{axis} {size}" for axis, size in shards.mesh.shape.items() if size > 1)
+        mesh = f"{' x '.join(sizes)}, rules {shards.rules.name}"
     table = Table(box=SIMPLE_HEAD, title=f"Arrays on {mesh}", title_justify="left", show_footer=True)
     everything = (*e.weights, *e.cache, *e.state)
     table.add_column("array", footer="all", no_wrap=True)

@@ -89,11 +89,17 @@ class AbstractModel:
         )
 
 
-def abstract_model(config: ModelConfig, dtype, *, scan: bool = False, shards: int = 1) -> AbstractModel:
+def abstract_model(
+    config: ModelConfig,
+    dtype,
+    *,
+    scan: bool = False,
+    shards: Shards = Shards(),  # noqa: B008
+) -> AbstractModel:
     """The structure of `config` with weights of `dtype`.
 
-    scan: stack repeating layers (see `segments_of`). shards: devices on the tensor axis, over which heads,
-    feed-forward and vocabulary must divide (see `Layout`).
+    scan: stack repeating layers (see `segments_of`). shards: the mesh, over which heads, feed-forward and vocabulary
+    are made to divide (see `Layout`).
     """
     segments, layout = segments_of(config.layers, scan=scan), Layout(config, shards)
     model = nnx.eval_shape(lambda: Decoder(layout, segments, jnp.dtype(dtype)))

@@ -11,15 +11,17 @@ import jax.numpy as jnp
 
 from inferlib.models.config import ModelConfig, RopeSpec
 from inferlib.models.layers.rope import rope_angles
+from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 
 class StepBatch(NamedTuple):
     """P chunks of C tokens and B decode rows; either may be 0.
 
-    chunk_tokens [P, C]: padded at the end with anything; chunk_rows [P]: cache row of each chunk, rows or
-    more if the slot is absent; chunk_starts [P]: position of the first token; decode_tokens [B]: row b's
-    last token; decode_lengths [B]: positions of row b including that token, 0 if it is inactive. All int32.
+    chunk_tokens [P, C]: padded at the end with anything; where tokens are dealt out, this device's. chunk_rows [P]:
+    cache row of each chunk, rows or more if the slot is absent; chunk_starts [P]: position of the first token;
+    decode_tokens [B]: row b's last token; decode_lengths [B]: positions of row b including that token, 0 if it is
+    inactive. All int32.
     """
 
     chunk_tokens: jax.Array
@@ -79,11 +81,16 @@ class StepContext:
         return p * c + self.batch.decode_tokens.shape[0]
 
     @cached_property
+    def chunk_positions(self) -> jax.Array:
+        """[P, C] position of each token of the chunks."""
+        stripe, (_, width) = self.shards.stripe(axes.TOKENS), self.batch.chunk_tokens.shape
+        offsets = jnp.arange(0, width * stripe.count, stripe.count, dtype=jnp.int32) + stripe.index
+        return self.batch.chunk_starts[:, None] + offsets
+
+    @cached_property
     def positions(self) -> jax.Array:
         """[T] position of each token; -1 for an inactive decode row."""
-        starts, (_, width) = self.batch.chunk_starts, self.batch.chunk_tokens.shape
-        chunks = (starts[:, None] + jnp.arange(width, dtype=jnp.int32)).reshape(-1)
-        return jnp.concatenate([chunks, self.batch.decode_lengths - 1])
+        return jnp.concatenate([self.chunk_positions.reshape(-1), self.batch.decode_lengths - 1])
 
     @cached_property
     def pages(self) -> jax.Array:

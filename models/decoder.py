@@ -24,7 +24,8 @@ from inferlib.sharding.shards import Shards
 
 
 class Block(nnx.Module):
-    """One layer: x [T, D], its cache -> x [T, D], its cache. Where tokens are split, x is this device's share."""
+    """One layer: x [T, D], its cache -> x [T, D], its cache. Where tokens or the width are split, x is this device's
+    share."""
 
     def __init__(self, spec: LayerSpec, layout: Layout, dtype):
         config = layout.config
@@ -42,22 +43,22 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         spec, shards = self.spec, ctx.shards
         with jax.named_scope("attention"):
-            y = shards.all_tokens(self.pre_attn_norm(x) if spec.pre_norm else x, ctx.tokens)
+            y = shards.all_tokens(self.pre_attn_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
             attn, cache = self.attn(y, ctx, cache)
         if spec.parallel:
             with jax.named_scope("mlp"):
-                both = shards.sum_tokens(attn + self.mlp(y), axes.MLP)
+                both = shards.sum_tokens(attn + self.mlp(y, shards), axes.MLP)
             return self.add(x, self.biased(both)), cache
-        attn = shards.sum_tokens(attn, axes.KV_HEADS)
+        attn = shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT)
         if spec.attention.o_bias:
             attn = attn + self.attn.o_bias[...]
-        x = self.add(x, self.post_attn_norm(attn) if spec.post_norm else attn)
+        x = self.add(x, self.post_attn_norm(attn, shards) if spec.post_norm else attn)
         with jax.named_scope("mlp"):
-            y = shards.all_tokens(self.pre_mlp_norm(x) if spec.pre_norm else x, ctx.tokens)
-            mlp = shards.sum_tokens(self.mlp(y), axes.MLP)
+            y = shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
+            mlp = shards.sum_tokens(self.mlp(y, shards), axes.MLP)
         if spec.mlp.bias:
             mlp = mlp + self.mlp.down_bias[...]
-        return self.add(x, self.post_mlp_norm(mlp) if spec.post_norm else mlp), cache
+        return self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), cache
 
     def biased(self, both: jax.Array) -> jax.Array:
         if self.spec.attention.o_bias:
@@ -143,7 +144,7 @@ class Decoder(nnx.Module):
     def embedding(self, ctx: StepContext) -> jax.Array:
         """[T, D]; each device looks up the tokens of its share of the vocabulary."""
         table, ids = self.embed[...], ctx.batch.tokens
-        if ctx.shards.axis(axes.VOCAB):
+        if ctx.shards.size(axes.VOCAB) > 1:
             ids = ids - ctx.shards.index(axes.VOCAB) * table.shape[0]
             own = (ids >= 0) & (ids < table.shape[0])
             x = jnp.where(own[:, None], jnp.take(table, ids, axis=0, mode="clip"), 0)
@@ -156,9 +157,10 @@ class Decoder(nnx.Module):
         """Hidden states [T, D] -> logits [T, V] float32, of this device's share of the vocabulary."""
         config = self.config
         with jax.named_scope("head"):
-            y = self.final_norm(x)
+            y = self.final_norm(x, shards)
             head, transposed = (self.embed, True) if config.tied else (self.head, False)
-            logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32) * config.logit_scale
+            logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32)
+            logits = shards.sum(logits, axes.EMBED) * config.logit_scale
             if config.final_softcap is not None:
                 logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
             if logits.shape[1] * shards.size(axes.VOCAB) > config.vocab:

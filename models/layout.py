@@ -1,13 +1,16 @@
-"""How a model's sizes are laid out so that they divide over the tensor axis."""
+"""How a model's sizes are laid out so that they divide over the devices."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
 
 import numpy as np
 
 from inferlib.models.config import AttentionSpec, ModelConfig
+from inferlib.sharding import axes
+from inferlib.sharding.mesh import ShardingError
+from inferlib.sharding.shards import Shards
 
 
 @dataclass(frozen=True)
@@ -52,22 +55,40 @@ def head_layout(spec: AttentionSpec, shards: int) -> HeadLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """The padded sizes of a model on `shards` devices of the tensor axis."""
+    """The padded sizes of a model on a mesh. Raises ShardingError for sizes that must divide and do not."""
 
     config: ModelConfig
-    shards: int = 1
+    shards: Shards = field(default_factory=Shards)
+
+    def __post_init__(self):
+        self._must_divide("model width", self.config.dim, axes.EMBED)
+        for head_dim in sorted({layer.attention.head_dim for layer in self.config.layers}):
+            self._must_divide("head size", head_dim, axes.HEAD_OUT)
+
+    def _must_divide(self, what: str, size: int, name: str) -> None:
+        count = self.shards.size(name)
+        if size % count:
+            able = [n for n in range(1, min(size, 256) + 1) if size % n == 0]
+            raise ShardingError(
+                f"rules {self.shards.rules.name!r} split the {what} of {size}, which does not divide over {count} "
+                f"devices of the {' and '.join(self.shards.mesh_axes(name))} axis; it does over {able}"
+            )
 
     def heads(self, spec: AttentionSpec) -> HeadLayout:
-        return head_layout(spec, self.shards)
+        return head_layout(spec, self.shards.size(axes.KV_HEADS))
 
     def hidden(self, size: int) -> int:
         """Feed-forward width, padded with zeros."""
-        return ceil(size / self.shards) * self.shards
+        return _rounded_up(size, self.shards.size(axes.MLP))
 
     @property
     def vocab(self) -> int:
         """Vocabulary, padded with tokens that have no probability."""
-        return ceil(self.config.vocab / self.shards) * self.shards
+        return _rounded_up(self.config.vocab, self.shards.size(axes.VOCAB))
+
+    def positions(self, count: int) -> int:
+        """Slots that hold `count` positions, an equal number on each device."""
+        return _rounded_up(count, self.shards.size(axes.POSITIONS))
 
     def waste(self) -> dict[str, float]:
         """Share of the laid-out query heads, cache heads, feed-forward and vocabulary that is padding or copies."""
@@ -79,3 +100,7 @@ class Layout:
         share = 1 - used / held
         names = ("query heads", "cache", "feed-forward")
         return dict(zip(names, share.tolist(), strict=True)) | {"vocabulary": 1 - self.config.vocab / self.vocab}
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return ceil(size / multiple) * multiple

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-# Replicas of the whole model; and the split of weights, heads and vocabulary.
-DATA, TENSOR = "data", "tensor"
-_SHORT = {"dp": "data", "tp": "tensor"}
+# Replicas of the whole model; replicas whose experts differ; the split of sequences (or, in two dimensions, of
+# the model's width); the split of heads, feed-forward and vocabulary. The last are the closest neighbours.
+MESH_AXES = DATA, EXPERT, SEQUENCE, TENSOR = "data", "expert", "sequence", "tensor"
+_SHORT = {"dp": DATA, "ep": EXPERT, "cp": SEQUENCE, "tp": TENSOR}
 
 
 class ShardingError(ValueError):
@@ -20,21 +21,32 @@ class ShardingError(ValueError):
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Devices along each mesh axis, and the preset that says what is split over them (see `sharding.rules`)."""
+    """Devices along each mesh axis, and the preset that says what is split over them (see `sharding.rules`).
+
+    rules: by default "cp" where the sequence axis is used, else "tp".
+    """
 
     tensor: int = 1
+    sequence: int = 1
+    expert: int = 1
     data: int = 1
-    rules: str = "tp"
+    rules: str = ""
 
     def __post_init__(self):
-        for name in ("tensor", "data"):
+        for name in MESH_AXES:
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
                 raise ShardingError(f"{name} must be a positive number of devices, got {size!r}")
+        if not self.rules:
+            object.__setattr__(self, "rules", self._usual_rules)
+
+    @property
+    def _usual_rules(self) -> str:
+        return "cp" if self.sequence > 1 else "tp"
 
     @staticmethod
     def parse(text: str) -> Parallelism:
-        """Read "tp=4,dp=2" or "tensor=4,data=2,rules=tp_sp"."""
+        """Read "tp=4,dp=2" or "tensor=4,sequence=2,rules=helix"; short names are tp, cp, ep and dp."""
         known = {f.name for f in fields(Parallelism)}
         values: dict[str, int | str] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
@@ -50,21 +62,28 @@ class Parallelism:
         return Parallelism(**values)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Devices along each of MESH_AXES."""
+        return tuple(getattr(self, name) for name in MESH_AXES)
+
+    @property
     def devices(self) -> int:
-        return self.tensor * self.data
+        return self.tensor * self.sequence * self.expert * self.data
 
     def __str__(self) -> str:
-        return f"tp={self.tensor},dp={self.data}" + ("" if self.rules == "tp" else f",rules={self.rules}")
+        sizes = [f"{short}={getattr(self, name)}" for short, name in reversed(_SHORT.items())]
+        used = [size for size in sizes if not size.endswith("=1")] or ["tp=1"]
+        return ",".join(used if self.rules == self._usual_rules else [*used, f"rules={self.rules}"])
 
 
 def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with axes "data" and "tensor"; on TPU, neighbours on the tensor axis are neighbours on the torus.
+    """A mesh with the axes MESH_AXES; on TPU, neighbours on an axis are neighbours on the torus.
 
     devices: all there are by default, those of a process together; surplus ones stay unused. Raises ShardingError if
     there are too few, or if a process would have none.
     """
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id)) if devices is None else list(devices)
-    shape = (parallel.data, parallel.tensor)
+    shape = parallel.shape
     if parallel.devices > len(devices):
         raise ShardingError(f"parallel={parallel} needs {parallel.devices} devices, and there are {len(devices)}")
     idle = {d.process_index for d in devices} - {d.process_index for d in devices[: parallel.devices]}
@@ -74,5 +93,5 @@ def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None
             f"{min(idle)}: use devices of every process"
         )
     if parallel.devices == len(devices) and devices[0].platform == "tpu":
-        return jax.make_mesh(shape, (DATA, TENSOR), devices=devices, axis_types=(AxisType.Auto,) * 2)
-    return Mesh(np.array(devices[: parallel.devices]).reshape(shape), (DATA, TENSOR))
+        return jax.make_mesh(shape, MESH_AXES, devices=devices, axis_types=(AxisType.Auto,) * len(shape))
+    return Mesh(np.array(devices[: parallel.devices]).reshape(shape), MESH_AXES)

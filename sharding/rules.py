@@ -8,59 +8,95 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec
 
 from inferlib.sharding import axes
-from inferlib.sharding.mesh import DATA, TENSOR, ShardingError
+from inferlib.sharding.mesh import DATA, EXPERT, MESH_AXES, SEQUENCE, TENSOR, ShardingError
 
 _LOGICAL = frozenset(value for name, value in vars(axes).items() if name.isupper())
 
 
 @dataclass(frozen=True)
 class Rules:
-    """table: logical axis -> mesh axis; a name that is not listed is not split.
+    """table: logical axis -> mesh axis, or several in the mesh's order; a name that is not listed is not split.
 
+    Positions and the tokens of a chunk are dealt out in turn (see `sharding.stripe`), all else in runs.
     split_tokens: between the matrix products, a step's tokens are split over the tensor axis (sequence parallelism
     of the norms): each sum over the axis becomes a reduce-scatter, and an all-gather precedes the next product.
     """
 
     name: str
-    table: tuple[tuple[str, str], ...]
+    table: tuple[tuple[str, str | tuple[str, ...]], ...]
     split_tokens: bool = False
 
     def __post_init__(self):
-        logical, mesh_axes = [name for name, _ in self.table], {axis for _, axis in self.table}
+        logical = [name for name, _ in self.table]
         unknown = sorted(set(logical) - _LOGICAL)
         if unknown:
             raise ShardingError(f"rules {self.name!r} name unknown logical axes {unknown}; known: {sorted(_LOGICAL)}")
-        strange = sorted(mesh_axes - {DATA, TENSOR})
+        strange = sorted(self.mesh_axes - set(MESH_AXES))
         if strange:
-            raise ShardingError(f"rules {self.name!r} name unknown mesh axes {strange}; known: {[DATA, TENSOR]}")
+            raise ShardingError(f"rules {self.name!r} name unknown mesh axes {strange}; known: {list(MESH_AXES)}")
         if len(set(logical)) < len(logical):
             raise ShardingError(f"rules {self.name!r} list a logical axis twice: {logical}")
+        for name in logical:
+            over = self.axes_of(name)
+            if over != (ordered := tuple(axis for axis in MESH_AXES if axis in over)):
+                raise ShardingError(f"rules {self.name!r} put {name} over {over}: write {ordered}, as the mesh")
+
+    @property
+    def mesh_axes(self) -> frozenset[str]:
+        """The mesh axes that split anything."""
+        return frozenset(axis for name, _ in self.table for axis in self.axes_of(name))
 
     def spec(self, names: Sequence[str | None]) -> PartitionSpec:
         """The partition of an array with these logical axes. Raises ShardingError if two share a mesh axis."""
-        mesh_axes = [self.axis_of(name) for name in names]
-        used = [axis for axis in mesh_axes if axis]
+        mesh_axes = [self.axes_of(name) for name in names]
+        used = [axis for of_one in mesh_axes for axis in of_one]
         if len(set(used)) < len(used):
             raise ShardingError(
                 f"rules {self.name!r} put two dimensions of {tuple(names)} on one mesh axis: {mesh_axes}"
             )
-        return PartitionSpec(*mesh_axes)
+        return PartitionSpec(*(of_one if len(of_one) > 1 else next(iter(of_one), None) for of_one in mesh_axes))
 
-    def axis_of(self, name: str | None) -> str | None:
-        """The mesh axis that carries a logical axis, None if it is not split."""
-        return dict(self.table).get(name)
+    def axes_of(self, name: str | None) -> tuple[str, ...]:
+        """The mesh axes that carry a logical axis, none if it is not split."""
+        found = dict(self.table).get(name, ())
+        return (found,) if isinstance(found, str) else found
 
 
-_TENSOR = (
-    (axes.KV_HEADS, TENSOR),
-    (axes.MLP, TENSOR),
-    (axes.VOCAB, TENSOR),
-    (axes.PAGES, DATA),
-    (axes.ROWS, DATA),
+# Replicas: rows and their cache. What is not routed to experts treats their axis as more of the same.
+_REPLICAS = (
+    (axes.PAGES, (DATA, EXPERT)),
+    (axes.ROWS, (DATA, EXPERT)),
+    (axes.EXPERTS, EXPERT),
 )
-# tp: Megatron's split (Shoeybi et al. 2019), two all-reduces a layer. tp_sp: the same with split norms (Korthikanti et
-# al. 2022). Both replicate over the data axis, which splits rows and their cache.
-PRESETS = {"tp": Rules("tp", _TENSOR), "tp_sp": Rules("tp_sp", _TENSOR, split_tokens=True)}
+_TENSOR = (*_REPLICAS, (axes.KV_HEADS, TENSOR), (axes.MLP, TENSOR), (axes.VOCAB, TENSOR))
+_BOTH = (SEQUENCE, TENSOR)
+_PRESETS = (
+    # Megatron's split (Shoeybi et al. 2019): two all-reduces a layer. KV heads fewer than the devices are copied.
+    Rules("tp", _TENSOR),
+    # The same with split norms (Korthikanti et al. 2022): each all-reduce is a reduce-scatter and an all-gather.
+    Rules("tp_sp", _TENSOR, split_tokens=True),
+    # Context parallelism: prompts and the cache are dealt out over the sequence axis (Striped Attention, Brandon et
+    # al. 2023). Prefill passes keys and values around a ring (Liu et al. 2023); decoding merges by log-sum-exp.
+    Rules("cp", (*_TENSOR, (axes.TOKENS, SEQUENCE), (axes.POSITIONS, SEQUENCE))),
+    # Helix parallelism (Bhatia et al. 2025), for more devices than KV heads: instead of copies of the heads, the cache
+    # is dealt out over the sequence axis, whose devices join the tensor axis for everything but attention.
+    Rules(
+        "helix",
+        (
+            *_REPLICAS,
+            (axes.KV_HEADS, TENSOR),
+            (axes.POSITIONS, SEQUENCE),
+            (axes.HEAD_OUT, SEQUENCE),
+            (axes.MLP, _BOTH),
+            (axes.VOCAB, _BOTH),
+        ),
+    ),
+    # Two-dimensional weight-stationary (Pope et al. 2022), for many chips: the sequence axis splits the model's width
+    # and the cache. A layer sums queries, keys and values, the gate and the up half, and partial attention over it,
+    # and a 1/n-th of two all-reduces of "tp" over the tensor axis.
+    Rules("tp2d", (*_TENSOR, (axes.EMBED, SEQUENCE), (axes.POSITIONS, SEQUENCE))),
+)
+PRESETS = {rules.name: rules for rules in _PRESETS}
 
 
 def preset(name: str) -> Rules:

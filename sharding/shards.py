@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from inferlib.sharding.mesh import DATA, TENSOR, Parallelism, make_mesh
-from inferlib.sharding.rules import Rules, preset
+from inferlib.sharding import axes
+from inferlib.sharding.mesh import MESH_AXES, Parallelism, ShardingError, make_mesh
+from inferlib.sharding.rules import PRESETS, Rules, preset
+from inferlib.sharding.stripe import Stripe
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,13 @@ class Shards:
     # ---- sizes and placement
 
     @property
-    def tensor(self) -> int:
-        return self.mesh.shape[TENSOR] if self.mesh is not None else 1
-
-    @property
-    def data(self) -> int:
-        return self.mesh.shape[DATA] if self.mesh is not None else 1
+    def replicas(self) -> int:
+        """Into how many shares the rows are split."""
+        return self.size(axes.ROWS)
 
     @property
     def splits_tokens(self) -> bool:
-        return self.tensor > 1 and self.rules.split_tokens
+        return self.rules is not None and self.rules.split_tokens and bool(self.mesh_axes(axes.MLP))
 
     def sharding(self, names: tuple[str | None, ...]) -> NamedSharding | None:
         """Where an array with these logical axes lives; None on a single device."""
@@ -59,60 +59,92 @@ class Shards:
             return jax.device_put(x, self.sharding(names))
         return jax.make_array_from_callback(x.shape, self.sharding(names), x.__getitem__)
 
-    # ---- collectives, inside a program
-
-    def axis(self, name: str) -> str | None:
-        """The mesh axis that really splits a logical axis."""
-        axis = self.rules.axis_of(name) if self.rules is not None else None
-        return axis if axis is not None and self.mesh.shape[axis] > 1 else None
-
-    def sum(self, x: jax.Array, name: str) -> jax.Array:
-        """All-reduce of parts that each device summed over its share of a logical axis."""
-        return lax.psum(x, axis) if (axis := self.axis(name)) else x
-
-    def max(self, x: jax.Array, name: str) -> jax.Array:
-        return lax.pmax(x, axis) if (axis := self.axis(name)) else x
-
-    def min(self, x: jax.Array, name: str) -> jax.Array:
-        return lax.pmin(x, axis) if (axis := self.axis(name)) else x
+    def mesh_axes(self, *names: str | None) -> tuple[str, ...]:
+        """The mesh axes that really split any of these logical axes, in the mesh's order."""
+        if self.rules is None:
+            return ()
+        found = {axis for name in names for axis in self.rules.axes_of(name)}
+        return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis in found)
 
     def size(self, name: str) -> int:
         """Into how many shares a logical axis is split."""
-        return self.mesh.shape[axis] if (axis := self.axis(name)) else 1
+        return prod(self.mesh.shape[axis] for axis in self.mesh_axes(name))
+
+    # ---- inside a program: this device's share, and collectives
 
     def index(self, name: str) -> jax.Array | int:
         """Which share of a logical axis this device holds."""
-        return lax.axis_index(axis) if (axis := self.axis(name)) else 0
+        return lax.axis_index(over) if (over := self.mesh_axes(name)) else 0
+
+    def stripe(self, name: str, behind: int = 0) -> Stripe:
+        """The positions dealt to this device, or to the one so many places behind it, of an axis dealt out in turn."""
+        count = self.size(name)
+        return Stripe(count, (self.index(name) - behind) % count) if count > 1 else Stripe()
+
+    def sum(self, x: jax.Array, *names: str) -> jax.Array:
+        """All-reduce of parts that each device summed over its share of these logical axes."""
+        return lax.psum(x, over) if (over := self.mesh_axes(*names)) else x
+
+    def max(self, x: jax.Array, name: str) -> jax.Array:
+        return lax.pmax(x, over) if (over := self.mesh_axes(name)) else x
+
+    def min(self, x: jax.Array, name: str) -> jax.Array:
+        return lax.pmin(x, over) if (over := self.mesh_axes(name)) else x
 
     def gather(self, x: jax.Array, name: str, dim: int) -> jax.Array:
         """All-gather the shares of a logical axis along dimension `dim`."""
-        return lax.all_gather(x, axis, axis=dim, tiled=True) if (axis := self.axis(name)) else x
+        return lax.all_gather(x, over, axis=dim, tiled=True) if (over := self.mesh_axes(name)) else x
 
-    def sum_tokens(self, x: jax.Array, name: str) -> jax.Array:
-        """Sum parts [T, D] over a logical axis; where tokens are split, each device keeps its share of them."""
-        axis = self.axis(name)
-        if axis is None or not self.splits_tokens:
-            return self.sum(x, name)
-        return lax.psum_scatter(self._padded(x), axis, scatter_dimension=0, tiled=True)
+    def stack(self, x: jax.Array, name: str) -> jax.Array:
+        """[...] -> [n, ...]: all-gather of what each of the n devices along a logical axis has."""
+        return lax.all_gather(x, over) if (over := self.mesh_axes(name)) else x[None]
+
+    def exchange(self, x: jax.Array, name: str) -> jax.Array:
+        """All-to-all: [..., h] -> [n, ..., h / n], this device's share of the last dimension from each of n."""
+        over, n = self.mesh_axes(name), self.size(name)
+        parts = jnp.moveaxis(x.reshape(*x.shape[:-1], n, -1), -2, 0)
+        return lax.all_to_all(parts, over, 0, 0) if over else parts
+
+    def pass_on(self, x: jax.Array, name: str) -> jax.Array:
+        """Collective permutation: give x to the next device along a logical axis and get the one's before."""
+        n = self.size(name)
+        return lax.ppermute(x, self.mesh_axes(name), [(i, (i + 1) % n) for i in range(n)]) if n > 1 else x
+
+    def sum_tokens(self, x: jax.Array, *names: str) -> jax.Array:
+        """Sum parts [T, D] over logical axes; where tokens are split, each device keeps its share of them."""
+        over = self.mesh_axes(*names)
+        if not over or not self.splits_tokens:
+            return self.sum(x, *names)
+        short = -x.shape[0] % self.size(axes.MLP)
+        padded = jnp.pad(x, ((0, short), (0, 0))) if short else x
+        return lax.psum_scatter(padded, over, scatter_dimension=0, tiled=True)
 
     def all_tokens(self, x: jax.Array, tokens: int) -> jax.Array:
         """Undo the split of tokens: this device's share -> [tokens, D]."""
-        return lax.all_gather(x, TENSOR, axis=0, tiled=True)[:tokens] if self.splits_tokens else x
-
-    def _padded(self, x: jax.Array) -> jax.Array:
-        short = -x.shape[0] % self.tensor
-        return jnp.pad(x, ((0, short), (0, 0))) if short else x
+        return self.gather(x, axes.MLP, dim=0)[:tokens] if self.splits_tokens else x
 
 
 def make_shards(parallel: Parallelism | None, devices: Sequence[jax.Device] | None = None) -> Shards:
     """The mesh and rules of a `Parallelism`; a single device for None or one device."""
     if parallel is None:
         return Shards()
-    rules = preset(parallel.rules)
+    rules = _rules(parallel)
     return Shards(make_mesh(parallel, devices), rules) if parallel.devices > 1 else Shards()
 
 
 def planned_shards(parallel: Parallelism) -> Shards:
     """Like `make_shards`, but to plan with: there need not be any such devices."""
-    rules, shape = preset(parallel.rules), (parallel.data, parallel.tensor)
-    return Shards(AbstractMesh(shape, (DATA, TENSOR)), rules) if parallel.devices > 1 else Shards()
+    rules = _rules(parallel)
+    return Shards(AbstractMesh(parallel.shape, MESH_AXES), rules) if parallel.devices > 1 else Shards()
+
+
+def _rules(parallel: Parallelism) -> Rules:
+    """The preset, which must have a use for every device."""
+    rules = preset(parallel.rules)
+    for axis, size in zip(MESH_AXES, parallel.shape, strict=True):
+        if size > 1 and axis not in rules.mesh_axes:
+            able = [name for name, other in PRESETS.items() if axis in other.mesh_axes]
+            raise ShardingError(
+                f"parallel={parallel}: rules {rules.name!r} split nothing over the {axis} axis; {', '.join(able)} do"
+            )
+    return rules

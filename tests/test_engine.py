@@ -68,7 +68,7 @@ class ScriptedDevice:
         self.scripts = {tuple(s.prompt): s for s in scripts}
         self.planned = frozenset(planned_keys(config))
         self.rows = [Row() for _ in range(config.max_batch)]
-        self.replicas, self.places = config.shards.data, config.rows
+        self.replicas, self.places = config.shards.replicas, config.rows
         self.scheduler: Scheduler | None = None
 
     def get(self, key: ProgramKey):
@@ -97,7 +97,7 @@ class ScriptedDevice:
 
     def prefill(self, key, chunk):
         assert len(chunk.tokens) == key.chunks * self.replicas
-        first, detail = np.full(len(chunk.tokens), -1), np.full((*chunk.tokens.shape, 1), -1)
+        first, detail = np.full(len(chunk.tokens), -1), np.full((*chunk.tokens.shape, 1, 1), -1)
         for i, (tokens, entry) in enumerate(zip(chunk.tokens, chunk.table, strict=True)):
             info = dict(zip(CHUNK_COLUMNS, entry.tolist(), strict=True))
             if info["row"] >= self.places:
@@ -112,7 +112,7 @@ class ScriptedDevice:
             assert 0 < info["length"] <= key.chunk
             assert end <= key.limit
             row.prompt += tokens[: info["length"]].tolist()
-            detail[i, : info["length"], 0] = tokens[: info["length"]]
+            detail[i, : info["length"], 0, 0] = tokens[: info["length"]]
             if info["last"]:
                 row.script = self.scripts[tuple(row.prompt)]
                 assert info["budget"] == row.script.max_tokens
@@ -138,11 +138,11 @@ class ScriptedDevice:
 class Replicas(Shards):
     """So many replicas, of which the host need know nothing else."""
 
-    data = 1
+    replicas = 1
 
-    def __init__(self, data: int):
+    def __init__(self, replicas: int):
         super().__init__()
-        object.__setattr__(self, "data", data)
+        object.__setattr__(self, "replicas", replicas)
 
 
 @functools.cache

@@ -95,7 +95,7 @@ def test_prefill(name, limit):
             first[row], stop[row] = max(start - window + 1, 0), start + width
     k, v = (cache_of(x, 8 if ring else 24, first, stop, ring) for x in history)
     run = jax.jit(partial(prefill_attention, scale=SCALE, limit=limit, **options))
-    out, lse = map(np.asarray, run(q, k, v, jnp.array(rows), jnp.array(starts)))
+    out, lse = map(np.asarray, run(q, k, v, jnp.array(rows), jnp.array(starts)[:, None] + jnp.arange(width)))
     assert out.dtype == lse.dtype == np.float32
     for chunk, (row, start) in enumerate(zip(rows, starts, strict=True)):
         for i in range(width if row < 5 else 0):

@@ -16,6 +16,7 @@ import pytest
 from inferlib import LLM, SamplingParams
 from inferlib.compile.state import RowState
 from inferlib.engine.engine import Engine
+from inferlib.sharding import axes
 from tests.conftest import new_engine, random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -30,11 +31,13 @@ def valid_cells(engine: Engine) -> list[np.ndarray]:
     masks = []
     for layers, block in zip(engine.model.blocks(), engine.plan.blocks, strict=True):
         window, slots = engine.model.config.layers[layers[0]].attention.window, block.shape[-2]
+        devices = engine.config.shards.size(axes.POSITIONS)
         mask = np.zeros((engine.plan.rows, slots), bool)
         for row, stop in lengths.items():
             # The next query stands at `stop` and sees window - 1 positions before it.
             first = 0 if window is None else max(stop - window + 1, 0)
-            mask[row, np.arange(first, stop) % slots] = True
+            number, device = np.divmod(np.arange(first, stop), devices)
+            mask[row, device * (slots // devices) + number % (slots // devices)] = True
         masks.append(mask)
     return masks
 

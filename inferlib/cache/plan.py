@@ -1,7 +1,8 @@
 """The cache as a plan: for every block, the shape of its key and value arrays.
 
 Contiguous mode: one page per row, so the arrays are [rows, K, S, h] with S the row's capacity. Layers
-with a sliding window keep a ring when that is smaller.
+with a sliding window keep a ring when that is smaller. Where positions are dealt out to several devices, each holds
+an equal number of slots, its own positions in order (see `inferlib.sharding.stripe`).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
     for layers in model.blocks():
         spec = model.config.layers[layers[0]].attention
         ring = spec.window is not None and spec.window + chunk < max_len
-        slots = spec.window + chunk if ring else max_len
+        slots = model.layout.positions(spec.window + chunk if ring else max_len)
         shape = (rows, model.layout.heads(spec).groups, slots, spec.head_dim)
         blocks.append(BlockCache(shape if len(layers) == 1 else (len(layers), *shape), ring))
     return CachePlan(rows, max_len, tuple(blocks), np.dtype(dtype))

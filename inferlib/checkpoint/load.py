@@ -89,12 +89,10 @@ def load_item(
     if stacked := len(item.pieces) > 1:
         names, shape = names[1:], shape[1:]
     sharding = placement(shards, names, shape)
-    # Tensors are split as the result is: by its features, or by the model's width where those do not divide.
-    split = {name for name, axis in zip(names, sharding.spec, strict=True) if axis} if sharding else set()
-    by_width = split == {axes.EMBED}
+    split = dict(zip(names, sharding.spec, strict=True)) if sharding else {}
     lay_out = _jit_assemble(sharding)
     for pieces in item.pieces:
-        arrays = [_read(source, piece, weight.part, shards, by_width=by_width) for piece in pieces]
+        arrays = [_read(source, piece, weight.part, shards, split) for piece in pieces]
         layers.append(lay_out(model.layout, item.layer, names, weight.part, weight.dtype.name, *arrays))
         advance(sum(_read_bytes(source, p) for p in pieces))
     array = stack(shards.sharding(weight.axes), layers) if stacked else layers[0]
@@ -108,13 +106,16 @@ def placement(shards: Shards, names: tuple[str | None, ...], shape: tuple[int, .
     sharding = shards.sharding(names)
     if sharding is None:
         return None
-    size = lambda axis: math.prod(sharding.mesh.shape[name] for name in jax.tree.leaves(axis))  # noqa: E731
-    split = [axis if n % size(axis) == 0 else None for n, axis in zip(shape, sharding.spec, strict=True)]
+    split = [axis if n % _size(shards, axis) == 0 else None for n, axis in zip(shape, sharding.spec, strict=True)]
     for axis in (old for old, new in zip(sharding.spec, split, strict=True) if old != new):
-        free = [i for i, n in enumerate(shape) if split[i] is None and n % size(axis) == 0]
+        free = [i for i, n in enumerate(shape) if split[i] is None and n % _size(shards, axis) == 0]
         if free:
             split[max(free, key=shape.__getitem__)] = axis
     return NamedSharding(sharding.mesh, PartitionSpec(*split))
+
+
+def _size(shards: Shards, axis: str | tuple[str, ...] | None) -> int:
+    return math.prod(shards.mesh.shape[name] for name in jax.tree.leaves(axis))
 
 
 def stack(sharding: NamedSharding | None, layers: list[jax.Array]) -> jax.Array:
@@ -132,26 +133,46 @@ def _jit_stack(sharding: NamedSharding | None):
     return jax.jit(jnp.stack, out_shardings=sharding)
 
 
-def _read(source: TensorSource, piece: Piece, part: str, shards: Shards, *, by_width: bool) -> np.ndarray | jax.Array:
-    """A piece as stored: a view of the file, or on a mesh an array of which each device reads its part."""
+def _read(
+    source: TensorSource, piece: Piece, part: str, shards: Shards, split: dict[str, str | tuple[str, ...] | None]
+) -> np.ndarray | jax.Array:
+    """A piece as stored: a view of the file, or on a mesh an array of which each device reads its part.
+
+    split: the mesh axes that split the weight's logical axes.
+    """
     start, stop = piece.rows or (0, piece.shape[0])
     if shards.mesh is None:
         return source.read(piece.tensor, slice(start, stop) if piece.rows else None)
     shape = (stop - start, *piece.shape[1:])
-    # Features are the inputs of the row-parallel products and the outputs of the others.
-    last = (part in ("attn.o", "mlp.down")) != by_width
-    split = len(shape) - 1 if last else 0
-    names = [None] * len(shape)
-    if shape[split] % shards.tensor == 0 and len(shape) > 1:
-        names[split] = axes.MLP
-    sharding = shards.sharding(tuple(names))
+    # Tensors are split as the result is.
+    carriers = [split.get(name) for name in _axes_of(part)] if len(shape) > 1 else [None]
+    spec = [axis if n % _size(shards, axis) == 0 else None for n, axis in zip(shape, carriers, strict=True)]
 
-    def part_of(index: tuple[slice, ...]) -> np.ndarray:
-        first, last, _ = index[0].indices(shape[0])
+    @cache  # what several devices hold is read once
+    def part_of(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
+        (first, last), *columns = bounds
         rows = source.read(piece.tensor, slice(start + first, start + last))
-        return np.ascontiguousarray(rows[(slice(None), *index[1:])])
+        return np.ascontiguousarray(rows[(slice(None), *(slice(*ends) for ends in columns))])
 
-    return jax.make_array_from_callback(shape, sharding, part_of)
+    def of_device(index: tuple[slice, ...]) -> np.ndarray:
+        return part_of(tuple(i.indices(size)[:2] for i, size in zip(index, shape, strict=True)))
+
+    return jax.make_array_from_callback(shape, NamedSharding(shards.mesh, PartitionSpec(*spec)), of_device)
+
+
+def _axes_of(part: str) -> tuple[str, str]:
+    """What splits the rows and the columns of a part's checkpoint tensors, [out, in]."""
+    match part:
+        case "attn.qkv":
+            return axes.KV_HEADS, axes.EMBED
+        case "attn.o":
+            return axes.EMBED, axes.KV_HEADS
+        case "mlp.gate_up":
+            return axes.MLP, axes.EMBED
+        case "mlp.down":
+            return axes.EMBED, axes.MLP
+        case _:
+            return axes.VOCAB, axes.EMBED
 
 
 def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:

@@ -53,7 +53,8 @@ def generate(
         typer.Option(min=2, help="Longest prompt plus output, in tokens; by default context or 2048."),
     ] = None,
     parallel: Annotated[
-        str | None, typer.Option(help="Devices to split the model over, such as tp=4,dp=2; by default one.")
+        str | None,
+        typer.Option(help="Devices to split the model over, such as tp=4,dp=2 or cp=2,tp=4; by default one."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Each prompt draws its own random numbers from this seed.")] = 0,
     chat: Annotated[

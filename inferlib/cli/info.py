@@ -143,7 +143,7 @@ def _explain(recipe: ModelConfig, parallel: str, max_batch: int, max_len: int) -
 
     shards = planned_shards(Parallelism.parse(parallel))
     config = EngineConfig.make("tpu", max_batch, max_len, shards=shards)
-    model = abstract_model(recipe, "bfloat16", scan=True, shards=shards.tensor)
+    model = abstract_model(recipe, "bfloat16", scan=True, shards=shards)
     chunk = config.buckets.prefill[-1]
     plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, dtype="bfloat16")
     keys = [

@@ -85,8 +85,8 @@ class ChunkInput(NamedTuple):
 
 class StepOutput(NamedTuple):
     """tokens [K, B]: -1 where a row was inactive; chunk_tokens [P]: first token of prompts that ended; each
-    `Sampled` beside it holds log-probabilities, its leading dimensions alike. detail: `Sampled` [P, C, ...] of the
-    prompt's own tokens, or logits [P, C, V]."""
+    `Sampled` beside it holds log-probabilities, its leading dimensions alike. detail: `Sampled` [P, C / n, n, ...] of
+    the prompt's own tokens, or logits [P, C / n, n, V], with n the devices that a chunk's tokens are dealt out to."""
 
     tokens: jax.Array
     sampled: Sampled | None = None
@@ -124,9 +124,10 @@ def _gathered(function: Callable, specs: StepOutput, mesh: Mesh) -> Callable:
     """The same program with its output whole on every device, as process 0 can read only its own devices."""
 
     def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        for dim, axis in enumerate(spec):
-            if axis and mesh.shape[axis] > 1 and x.size:
-                x = lax.all_gather(x, axis, axis=dim, tiled=True)
+        for dim, over in enumerate(spec):
+            split = [axis for axis in ((over,) if isinstance(over, str) else over or ()) if mesh.shape[axis] > 1]
+            if split and x.size:
+                x = lax.all_gather(x, tuple(split), axis=dim, tiled=True)
         return x
 
     def gathered(*inputs):
@@ -139,13 +140,13 @@ def _gathered(function: Callable, specs: StepOutput, mesh: Mesh) -> Callable:
 def _output_specs(spec: Callable, key: ProgramKey) -> StepOutput:
     """How a program's output is put together from the devices' parts."""
     logprobs = key.mode == "logprobs"
-    detail = spec((axes.ROWS, None, axes.VOCAB)) if key.detail == "logits" else spec((axes.ROWS,))
+    dealt = (axes.ROWS, None, axes.TOKENS)
     return StepOutput(
         tokens=spec((None, axes.ROWS)),
         sampled=Sampled(*[spec((None, axes.ROWS))] * 5) if logprobs and key.rows else None,
         chunk_tokens=spec((axes.ROWS,)) if key.chunks else None,
         chunk_sampled=Sampled(*[spec((axes.ROWS,))] * 5) if logprobs and key.chunks else None,
-        detail=Sampled(*[detail] * 5) if key.detail == "logprobs" else detail if key.detail else None,
+        detail={"logprobs": Sampled(*[spec(dealt)] * 5), "logits": spec((*dealt, axes.VOCAB))}.get(key.detail),
     )
 
 
@@ -241,13 +242,12 @@ class _Maker:
         state = state._replace(active=state.active & ~Control.unpack(packed).cancel)
         rows = state.head(key.rows)
         info = dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
-        batch = StepBatch(
-            chunk.tokens, info["row"], info["start"], rows.token, jnp.where(rows.active, rows.length + 1, 0)
-        )
+        own = self.config.shards.stripe(axes.TOKENS)
+        tokens = own.take(chunk.tokens, dim=1)
+        batch = StepBatch(tokens, info["row"], info["start"], rows.token, jnp.where(rows.active, rows.length + 1, 0))
         hidden, decoder, cache = self.run(weights, cache, batch)
-        split = key.chunks * key.chunk
-        chunks = hidden[:split].reshape(key.chunks, key.chunk, -1)
-        ends = jnp.take_along_axis(chunks, jnp.maximum(info["length"] - 1, 0)[:, None, None], axis=1)[:, 0]
+        split = tokens.size
+        ends = self.last_hidden(hidden[:split].reshape(*tokens.shape, -1), info["length"])
         logits = decoder.logits(jnp.concatenate([ends, hidden[split:]]), self.config.shards)
 
         output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32))
@@ -264,10 +264,19 @@ class _Maker:
             if key.detail == "logprobs":
                 # A chunk that is not full ends its prompt: nothing follows.
                 following = jnp.concatenate([chunk.tokens[:, 1:], info["next"][:, None]], axis=1)
+                following = own.take(following, dim=1)
                 every = score(every, jnp.maximum(following, 0).reshape(-1), self.vocabulary)
-            shape = (key.chunks, key.chunk)
+            shape = (*tokens.shape, 1)
             output = output._replace(detail=jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), every))
         return cache, state, output
+
+    def last_hidden(self, chunks: jax.Array, lengths: jax.Array) -> jax.Array:
+        """The hidden state [P, D] of the last token of each chunk [P, C, D]; its device tells the others."""
+        shards, last = self.config.shards, jnp.maximum(lengths - 1, 0)
+        stripe = shards.stripe(axes.TOKENS)
+        slots = stripe.slots(last, chunks.shape[1], ring=False)
+        found = jnp.take_along_axis(chunks, slots[:, None, None], axis=1, mode="fill", fill_value=0)[:, 0]
+        return shards.sum(found, axes.TOKENS)
 
     def admit(self, state: RowState, logits: jax.Array, chunk: ChunkInput, info: dict) -> tuple[RowState, Sampled]:
         """Start decoding the rows whose prompt ends in this step."""

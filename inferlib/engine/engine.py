@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -202,7 +203,7 @@ class Engine:
         if not call.cancel and settings in self._controls:
             return self._controls[settings]
         shards, rows = self.config.shards, self.config.rows
-        control = np.zeros((shards.data, rows + 2), np.int32)
+        control = np.zeros((shards.replicas, rows + 2), np.int32)
         control[:, -2:] = settings
         for row in call.cancel:
             control[divmod(row, rows)] = 1
@@ -212,7 +213,7 @@ class Engine:
 
     def _chunk_input(self, dispatch: Dispatch) -> ChunkInput:
         key, rows = dispatch.key, self.config.rows
-        count = key.chunks * self.config.shards.data
+        count = key.chunks * self.config.shards.replicas
         tokens = np.zeros((count, key.chunk), np.int32)
         table = np.zeros((count, len(CHUNK_COLUMNS)), np.int32)
         # Absent chunks write nowhere; distinct rows keep the scatter's promise of unique indices.
@@ -265,7 +266,7 @@ class Engine:
         for i, chunk in zip(self._slots(dispatch), dispatch.chunks, strict=True):
             s = chunk.sequence
             if s.detail and s.status is not Status.FINISHED:
-                s.prompt_details.append(jax.tree.map(lambda x, i=i, n=chunk.length: x[i, :n], output.detail))
+                s.prompt_details.append(jax.tree.map(partial(_first_positions, i, chunk.length), output.detail))
             if chunk.last and s.status is Status.DECODE:
                 if s.max_tokens:
                     self._accept(s, int(output.chunk_tokens[i]), output.chunk_sampled, i)
@@ -290,6 +291,11 @@ class Engine:
             )
         s.accept(token)
         self.stats.generated_tokens += 1
+
+
+def _first_positions(chunk: int, length: int, x: np.ndarray) -> np.ndarray:
+    """What x [P, C / n, n, ...] holds of the first `length` positions of a chunk."""
+    return x[chunk].reshape(-1, *x.shape[3:])[:length]
 
 
 def sequence_error(prompt: list[int], max_tokens: int | None, vocab: int, max_len: int) -> str | None:

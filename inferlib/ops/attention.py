@@ -25,11 +25,14 @@ def slot_positions(last: jax.Array, slots: int, ring: bool) -> jax.Array:
     return last[..., None] - (last[..., None] - slot) % slots
 
 
-def visible(queries: jax.Array, keys: jax.Array, window: int | None) -> jax.Array:
-    """Causal (and windowed) visibility [..., C, S] of key positions [..., S] to query positions [..., C]."""
+def visible(queries: jax.Array, keys: jax.Array, window: int | jax.Array | None) -> jax.Array:
+    """Causal (and windowed) visibility [..., C, S] of key positions [..., S] to query positions [..., C].
+
+    window: of all queries, or [..., C] of each.
+    """
     q, k = queries[..., :, None], keys[..., None, :]
     seen = (k <= q) & (k >= 0)
-    return seen if window is None else seen & (k > q - window)
+    return seen if window is None else seen & (k > (queries - window)[..., :, None])
 
 
 def masked_attention(

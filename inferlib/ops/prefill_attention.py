@@ -13,26 +13,25 @@ def prefill_attention(
     k: jax.Array,
     v: jax.Array,
     rows: jax.Array,
-    starts: jax.Array,
+    positions: jax.Array,
     *,
     scale: float,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     ring: bool = False,
     limit: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """q [P, C, K, G, h]: chunk p holds positions starts[p] .. starts[p] + C - 1 of row rows[p].
+    """q [P, C, K, G, h]: chunk p holds the ascending `positions[p]`, [P, C] int32, of row rows[p].
 
-    k, v: [N, K, S, h], the chunk's own keys and values already written. limit (static): no position
-    reaches it, so slots beyond are not read. ring: position p lives in slot p mod S; then
-    S >= window + C - 1. Rows >= N (absent chunks) give garbage that the caller ignores.
+    k, v: [N, K, S, h], the chunk's own keys and values already written. window: of all queries, or [P, C] of each.
+    limit (static): no position reaches it, so slots beyond are not read. ring: position p lives in slot p mod S;
+    then S >= window + the span of a chunk. Rows >= N (absent chunks) give garbage that the caller ignores.
     Returns out [P, C, K, G, h], lse [P, C, K, G] float32.
     """
     pages, _, slots, _ = k.shape
     if limit is not None and not ring and limit < slots:
         k, v, slots = k[:, :, :limit], v[:, :, :limit], limit
     row = jnp.minimum(rows, pages - 1)
-    positions = starts[:, None] + jnp.arange(q.shape[1])
     seen = visible(positions, slot_positions(positions[:, -1], slots, ring), window)
     return masked_attention(q, k[row], v[row], seen, scale=scale, softcap=softcap, sinks=sinks)

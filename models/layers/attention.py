@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -11,14 +12,13 @@ from flax import nnx
 
 from inferlib.models.batch import StepContext
 from inferlib.models.config import AttentionSpec, NormSpec
+from inferlib.models.layers.dealt_attention import attend_around_ring, attend_chunks, attend_rows, merge_shares
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import rms_norm, scale_norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
 from inferlib.models.layout import HeadLayout
-from inferlib.ops.decode_attention import decode_attention
 from inferlib.ops.matmul import matmul
-from inferlib.ops.prefill_attention import prefill_attention
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -35,7 +35,7 @@ class Attention(nnx.Module):
         k, g, h = layout.groups, layout.queries, spec.head_dim
         heads = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM)
         self.qkv = param((dim, k, g + 2, h), (axes.EMBED, *heads), dtype)
-        self.o = param((k, g, h, dim), (*heads, axes.EMBED), dtype)
+        self.o = param((k, g, h, dim), (axes.KV_HEADS, axes.QUERIES, axes.HEAD_OUT, axes.EMBED), dtype)
         if spec.qkv_bias:
             self.qkv_bias = param((k, g + 2, h), heads, dtype, "zeros")
         if spec.o_bias:
@@ -50,13 +50,13 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         q, k, v = self.project(x, ctx)
-        cache = cache.write(k, v, ctx.pages, ctx.positions)
+        cache = cache.write(k, v, ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
         return matmul(self.attend(q, cache, ctx), self.o[...], contract=3), cache
 
     def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [T, K, G, h], k and v [T, K, h]: normed, rotated, scaled by the query temperature."""
         spec, g = self.spec, self.layout.queries
-        qkv = matmul(x, self.qkv[...])
+        qkv = ctx.shards.sum(matmul(x, self.qkv[...]), axes.EMBED)
         if spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
         q, k, v = qkv[:, :, :g], qkv[:, :, g], qkv[:, :, g + 1]
@@ -90,18 +90,27 @@ class Attention(nnx.Module):
         return over_all_heads(q, q_weight, q_count), over_all_heads(k, k_weight, k_count)
 
     def attend(self, q: jax.Array, cache: LayerCache, ctx: StepContext) -> jax.Array:
-        """The chunks' queries by the prefill contract, the rows' by the decode contract: [T, K, G, h]."""
-        spec, batch = self.spec, ctx.batch
-        k, v = cache.read()
-        options = dict(scale=spec.scale, window=spec.window, softcap=spec.softcap, ring=cache.ring, limit=ctx.limit)
-        parts = []
+        """The chunks' queries by the prefill contract, the rows' by the decode contract: [T, K, G, h], where the output
+        projection takes in a share of h that share."""
+        spec, batch, shards = self.spec, ctx.batch, ctx.shards
+        options = dict(scale=spec.scale, window=spec.window, softcap=spec.softcap)
         split = math.prod(batch.chunk_tokens.shape)
+        whole, shares = [], []
         if split:
             chunks = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])
-            out, _ = prefill_attention(chunks, k, v, batch.chunk_rows, batch.chunk_starts, **options)
-            parts.append(out.reshape(split, *q.shape[1:]))
+            if shards.size(axes.TOKENS) > 1:
+                whole.append(attend_around_ring(chunks, cache, ctx, **options).reshape(split, *q.shape[1:]))
+            else:
+                stripe, ring = shards.stripe(axes.POSITIONS), cache.ring
+                out, lse = attend_chunks(chunks, *cache.read(), batch.chunk_rows, ctx, stripe, ring=ring, **options)
+                shares.append((out.reshape(split, *q.shape[1:]), lse.reshape(split, *q.shape[1:-1])))
         if split < q.shape[0]:
-            backend = ctx.backend.decode_attention
-            out, _ = decode_attention(q[split:], k, v, batch.decode_lengths, backend=backend, **options)
-            parts.append(out)
-        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+            shares.append(attend_rows(q[split:], cache, ctx, **options))
+        if shares:
+            out, lse = (_joined(parts) for parts in zip(*shares, strict=True))
+            whole.append(merge_shares(out, lse, shards) if shards.size(axes.POSITIONS) > 1 else out)
+        return _joined(whole)
+
+
+def _joined(parts: Sequence[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 
 from inferlib.ops.cache_write import cache_write
+from inferlib.sharding.stripe import Stripe
 
 
 @jax.tree_util.register_dataclass
@@ -15,7 +15,8 @@ from inferlib.ops.cache_write import cache_write
 class LayerCache:
     """k, v: [N, K, S, h]; in a scanned segment [L, N, K, S, h] with `layer` the current one.
 
-    In a ring (sliding-window layers), position p lives in slot p mod S.
+    In a ring (sliding-window layers), position p lives in slot p mod S. Where positions are dealt out to several
+    devices, this is one's share and p is the number among its own (see `Stripe`).
     """
 
     k: jax.Array
@@ -27,10 +28,10 @@ class LayerCache:
     def slots(self) -> int:
         return self.k.shape[-2]
 
-    def write(self, k: jax.Array, v: jax.Array, pages: jax.Array, positions: jax.Array) -> LayerCache:
-        """k, v [T, K, h] at `positions` [T] of `pages` [T]; pages >= N and negative positions are dropped."""
-        slots = positions % self.slots if self.ring else positions
-        slots = jnp.where(positions >= 0, slots, self.slots)
+    def write(self, k: jax.Array, v: jax.Array, pages: jax.Array, positions: jax.Array, stripe: Stripe) -> LayerCache:
+        """k, v [T, K, h] at `positions` [T] of `pages` [T]; pages >= N, negative positions and those of other devices
+        are dropped."""
+        slots = stripe.slots(positions, self.slots, ring=self.ring)
         new_k, new_v = cache_write(self.k, self.v, k, v, pages, slots, layer=self.layer)
         return replace(self, k=new_k, v=new_v)
 

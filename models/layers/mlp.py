@@ -9,6 +9,7 @@ from inferlib.models.config import MlpSpec
 from inferlib.models.layers.param import param
 from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -31,8 +32,8 @@ class Mlp(nnx.Module):
             self.gate_up_bias = param((2, hidden), (axes.GATE_UP, axes.MLP), dtype, "zeros")
             self.down_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        both = matmul(x, self.gate_up[...])
+    def __call__(self, x: jax.Array, shards: Shards) -> jax.Array:
+        both = shards.sum(matmul(x, self.gate_up[...]), axes.EMBED)
         if self.spec.bias:
             both = both + self.gate_up_bias[...]
         return matmul(ACTIVATIONS[self.spec.activation](both[:, 0]) * both[:, 1], self.down[...])

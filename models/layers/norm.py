@@ -9,6 +9,7 @@ from flax import nnx
 from inferlib.models.config import NormSpec
 from inferlib.models.layers.param import param
 from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, unit_offset: bool = False) -> jax.Array:
@@ -23,15 +24,18 @@ def scale_norm(y: jax.Array, mean: jax.Array, weight: jax.Array, eps: float, uni
 
 
 class Norm(nnx.Module):
-    """x [..., D] -> [..., D]."""
+    """x [..., D] -> [..., D]; where the width is split, this device's share of it."""
 
     def __init__(self, spec: NormSpec, dim: int, dtype):
-        self.spec = spec
+        self.spec, self.dim = spec, dim
         self.weight = param((dim,), (axes.EMBED,), dtype, "zeros" if spec.unit_offset else "ones")
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = x
+    def __call__(self, x: jax.Array, shards: Shards) -> jax.Array:
+        y = x.astype(jnp.float32)
         if self.spec.kind == "layer":
-            y = x.astype(jnp.float32)
-            y = y - jnp.mean(y, axis=-1, keepdims=True)
-        return rms_norm(y, self.weight[...], self.spec.eps, unit_offset=self.spec.unit_offset).astype(x.dtype)
+            y = y - self.mean(y, shards)
+        mean = self.mean(y * y, shards)
+        return scale_norm(y, mean, self.weight[...], self.spec.eps, self.spec.unit_offset).astype(x.dtype)
+
+    def mean(self, y: jax.Array, shards: Shards) -> jax.Array:
+        return shards.sum(jnp.sum(y, axis=-1, keepdims=True), axes.EMBED) / self.dim

@@ -1,0 +1,149 @@
+"""Tiny models on meshes of fake CPU devices; programs and weights are made once per session."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from inferlib.cache.plan import plan_cache
+from inferlib.checkpoint.load import load_weights
+from inferlib.checkpoint.safetensors import SafetensorsSource
+from inferlib.compile.program_set import ProgramSet
+from inferlib.config import Buckets, EngineConfig
+from inferlib.engine.engine import Engine
+from inferlib.engine.sequence import Sequence
+from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.families import config_from_hf, family_of
+from inferlib.sampling.params import SamplingParams
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import Shards, make_shards
+from tests.oracle import make_checkpoint
+
+ROWS, CHUNK, MAX_LEN = 4, 16, 64
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+MIXED = [
+    SamplingParams(temperature=0.8, top_p=0.9, ignore_eos=True),
+    SamplingParams(temperature=0.9, top_k=5, repetition_penalty=1.2, logprobs=3, ignore_eos=True),
+    SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2, logprobs=20, ignore_eos=True),
+    SamplingParams(temperature=1.2, min_p=0.05, logit_bias={7: 2.0, 130: 3.0}, ignore_eos=True),
+]
+# More prompts than rows, one of several chunks: rows are used again while others decode.
+LENGTHS = [10, 3, 30, 1, 9, 16, 21]
+
+_LAYERS = lambda count: {"num_hidden_layers": count}  # noqa: E731
+_LOCAL_GLOBAL = {**_LAYERS(2), "layer_types": ["sliding_attention", "full_attention"]}
+# 6 query and 2 KV heads, 131 tokens: on 4 and 8 devices heads are copied and padded, the vocabulary nearly always.
+SHAPES = {
+    "llama": ("llama", _LAYERS(1)),
+    "gemma3": ("gemma3_text", _LOCAL_GLOBAL),
+    "gemma3, window 5": ("gemma3_text", {**_LOCAL_GLOBAL, "sliding_window": 5}),
+    "qwen3": ("qwen3", _LAYERS(1)),
+    "smollm2": (
+        "llama",
+        {**_LAYERS(2), "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8}
+        | {"tie_word_embeddings": True},
+    ),
+    "biased": ("llama", {**_LAYERS(1), "attention_bias": True, "mlp_bias": True}),
+    "olmo2": ("olmo2", _LAYERS(1)),  # RMS norm over all heads together
+    "cohere2": ("cohere2", _LAYERS(1)),  # layer norm, attention and feed-forward in parallel
+}
+
+
+@pytest.fixture(autouse=True)
+def quick_compilations():
+    """Half the time for the same collectives."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="session")
+def shape_of(tmp_path_factory) -> Callable[[str], Path]:
+    """`shape_of(name)`: the folder of a checkpoint of one of SHAPES."""
+
+    @functools.cache
+    def build(shape: str) -> Path:
+        family, options = SHAPES[shape]
+        return make_checkpoint(tmp_path_factory.mktemp(family), family, **options)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def programs_of(shape_of) -> Callable[..., ProgramSet]:
+    """`programs_of(shape, parallel, scan=False)`: programs without weights; "" is a single device."""
+
+    @functools.cache
+    def build(shape: str, parallel: str, scan: bool = False) -> ProgramSet:
+        shards = make_shards(Parallelism.parse(parallel))
+        config = config_from_hf(json.loads((shape_of(shape) / "config.json").read_text()))
+        model = abstract_model(config, "float32", scan=scan, shards=shards)
+        buckets = Buckets(prefill=(CHUNK,), batch=(ROWS,), cache=(MAX_LEN,))
+        settings = EngineConfig(ROWS, MAX_LEN, buckets, decode_steps=4, scan=scan, shards=shards)
+        plan = plan_cache(model, rows=ROWS, max_len=MAX_LEN, chunk=CHUNK, dtype="float32")
+        return ProgramSet(model, plan, settings)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def engine_of(shape_of, programs_of) -> Callable[..., Engine]:
+    """`engine_of(shape, parallel, scan=False)`: a new engine; weights and programs are shared."""
+
+    @functools.cache
+    def weights(*which) -> tuple[jax.Array, ...]:
+        return load(shape_of(which[0]), programs_of(*which).model, programs_of(*which).config.shards)
+
+    def build(shape: str, parallel: str = "", scan: bool = False) -> Engine:
+        programs = programs_of(shape, parallel, scan)
+        engine = Engine(programs.model, weights(shape, parallel, scan), programs.config)
+        engine.programs = programs
+        return engine
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def expected(engine_of) -> Callable:
+    """`expected(what, shape)`: "logits", "greedy" or "mixed" on one device."""
+
+    @functools.cache
+    def compute(what: str, shape: str):
+        engine = engine_of(shape)
+        if what == "logits":
+            return logits(engine)
+        return run(engine, requests([GREEDY] if what == "greedy" else MIXED, seed=2))
+
+    return compute
+
+
+def load(path: Path, model: AbstractModel, shards: Shards, wrap: Callable = lambda source: source):
+    family = family_of(json.loads((path / "config.json").read_text()))
+    return load_weights(wrap(SafetensorsSource(path)), family, model, shards=shards)
+
+
+def run(engine: Engine, sequences: list[Sequence]) -> list[Sequence]:
+    for s in sequences:
+        engine.add(s)
+    while engine.busy:
+        engine.advance()
+    return sequences
+
+
+def requests(params: list[SamplingParams], seed: int) -> list[Sequence]:
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, 131, n).tolist() for n in LENGTHS]
+    return [Sequence(p, params[i % len(params)], 8 + i, seed=i) for i, p in enumerate(prompts)]
+
+
+def logits(engine: Engine) -> np.ndarray:
+    """Of a prompt of three chunks."""
+    prompt = np.random.default_rng(1).integers(0, 131, 40).tolist()
+    (s,) = run(engine, [Sequence(prompt, GREEDY, 0, 0, detail="logits")])
+    return np.concatenate(s.prompt_details)[:, : engine.model.config.vocab]

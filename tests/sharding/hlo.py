@@ -1,0 +1,90 @@
+"""The collectives of a compiled module, read from its text."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from math import prod
+
+import numpy as np
+from jax.sharding import Mesh
+
+from inferlib.compile.program_set import ProgramSet
+from inferlib.compile.programs import ProgramKey
+from inferlib.explain import explain
+
+_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+_COLLECTIVE = re.compile(
+    rf"= (\(?[^=]*?\)?) ({_KINDS})\(.*?(?:replica_groups|source_target_pairs)=(\{{\{{[\d,{{}}]+\}}\}})"
+)
+_ARRAY = re.compile(r"(?:f32|s32)\[([\d,]*)\]")
+_CALL = re.compile(r"(?:condition|body|calls|to_apply)=%([\w.-]+)")
+
+Collectives = Counter[tuple[str, str, int]]
+
+
+def compiled_collectives(hlo: str, mesh: Mesh) -> Collectives:
+    """How many collectives of each (kind, mesh axes, bytes) a run of a compiled module makes.
+
+    XLA merges reductions and gathers that do not wait for each other into one over several arrays: every array counts;
+    those of an all-to-all are its parts. The body of a loop counts as often as it runs, or once where that is not
+    known.
+    """
+    groups, found, calls = _groups(mesh), {}, {}
+    name = entry = ""
+    for line in hlo.splitlines():
+        if head := re.match(r"(ENTRY )?%([\w.-]+) \(.*\{$", line):
+            name = head[2]
+            entry = name if head[1] else entry
+            found[name], calls[name] = Counter(), []
+        elif match := _COLLECTIVE.search(line):
+            arrays, kind, members = match.groups()
+            members = [tuple(map(int, group.split(","))) for group in members.strip("{}").split("},{")]
+            axis = groups[kind == "collective-permute", frozenset(map(frozenset, members))]
+            sizes = [4 * prod(int(n) for n in dims.split(",") if n) for dims in _ARRAY.findall(arrays)]
+            if kind == "all-to-all":
+                sizes = [sum(sizes)]
+            for nbytes in sizes:
+                found[name][kind, axis, nbytes * (len(members[0]) if kind == "reduce-scatter" else 1)] += 1
+        elif " while(" in line or " call(" in line or " fusion(" in line:
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+            calls[name] += [(called, int(trips[1]) if trips else 1) for called in _CALL.findall(line)]
+
+    def total(computation: str) -> Collectives:
+        counts = Counter(found[computation])
+        for called, times in calls[computation]:
+            for key, count in total(called).items():
+                counts[key] += times * count
+        return counts
+
+    return total(entry)
+
+
+def _groups(mesh: Mesh) -> dict[tuple[bool, frozenset], str]:
+    """The mesh axes of each way to group devices: (whether by pairs of a ring, the groups or pairs) -> axes."""
+    found, used = {}, [axis for axis, size in mesh.shape.items() if size > 1]
+    places = np.arange(mesh.size).reshape(mesh.devices.shape)
+    for count in range(1, len(used) + 1):
+        for axes in itertools.combinations(used, count):
+            at = [mesh.axis_names.index(axis) for axis in axes]
+            members = np.moveaxis(places, at, range(-count, 0)).reshape(-1, prod(mesh.shape[axis] for axis in axes))
+            pairs = np.stack([members, np.roll(members, -1, axis=1)], axis=-1).reshape(-1, 2)
+            for by_pairs, rows in ((False, members), (True, pairs)):
+                found[by_pairs, frozenset(frozenset(row) for row in rows.tolist())] = "+".join(axes)
+    return found
+
+
+def promised(programs: ProgramSet, key: ProgramKey) -> Collectives:
+    (step,) = explain(programs.model, programs.plan, programs.config, [key]).steps
+    counts = Counter()
+    for c in step.collectives:
+        counts[c.kind, c.axis, c.nbytes] += c.count
+    return counts
+
+
+def assert_promise_kept(programs: ProgramSet, key: ProgramKey) -> Collectives:
+    """Of a program on more than one device; returns its collectives."""
+    counts = compiled_collectives(programs.get(key).as_text(), programs.config.shards.mesh)
+    assert counts == promised(programs, key), str(key)
+    return counts

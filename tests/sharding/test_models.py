@@ -1,0 +1,142 @@
+"""A model on a mesh of fake CPU devices does what it does on one. Nearly all of the time is compilation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from inferlib.engine.sequence import Sequence
+from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, logits, requests, run
+from tests.sharding.hlo import assert_promise_kept
+from tests.test_poison import poison
+
+FAMILIES = ["llama", "gemma3", "qwen3", "smollm2"]
+MESHES = [
+    *("tp=2", "tp=4", "tp=8", "dp=2", "tp=2,dp=2", "ep=2", "ep=2,tp=2,dp=2", "tp=4,rules=tp_sp"),
+    *("cp=2", "cp=8", "cp=2,tp=4", "dp=2,cp=2,tp=2"),
+    *("cp=2,tp=2,rules=helix", "cp=4,tp=2,rules=helix", "dp=2,cp=2,tp=2,rules=helix"),
+    *("cp=2,tp=2,rules=tp2d", "cp=4,tp=2,rules=tp2d", "dp=2,cp=2,tp=2,rules=tp2d"),
+]
+# One family or two for each preset; the rest takes minutes. gemma3 has a ring, which wraps.
+QUICK = [
+    ("smollm2", "tp=8"),
+    ("gemma3", "ep=2,tp=2,dp=2"),
+    ("llama", "tp=4,rules=tp_sp"),
+    ("qwen3", "cp=8"),
+    ("gemma3", "dp=2,cp=2,tp=2"),
+    ("smollm2", "cp=4,tp=2,rules=helix"),
+    ("gemma3", "cp=2,tp=2,rules=helix"),
+    ("gemma3", "cp=2,tp=2,rules=tp2d"),
+]
+EVERY = [pytest.param(f, m, marks=() if (f, m) in QUICK else pytest.mark.slow) for f in FAMILIES for m in MESHES]
+
+
+def assert_same_logits(engine, shape: str, expected) -> None:
+    want = expected("logits", shape)
+    assert np.abs(logits(engine) - want).max() < 2e-5 * np.abs(want).max()
+
+
+def poison_before_each_dispatch(engine) -> list[float]:
+    """NaN in every cell and row that is not valid; the shares of cells that stay are appended to the result."""
+    engine.config = dataclasses.replace(engine.config, in_flight=1)
+    advance, shares = engine.advance, []
+
+    def poisoned():
+        old = (engine.cache, engine.state)
+        shares.append(poison(engine))
+        where = jax.tree.map(lambda x: x.sharding, old)
+        engine.cache, engine.state = jax.device_put((engine.cache, engine.state), where)
+        return advance()
+
+    engine.advance = poisoned
+    return shares
+
+
+@pytest.mark.parametrize(("shape", "parallel"), EVERY)
+def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected):
+    """Of more prompts than there are rows, under continuous batching; whatever is not valid holds NaN. Every program
+    that ran has the collectives that were promised."""
+    assert_same_logits(engine_of(shape, parallel), shape, expected)
+    engine = engine_of(shape, parallel)
+    shares = poison_before_each_dispatch(engine)
+    got = run(engine, requests([GREEDY], seed=2))
+    assert [s.tokens for s in got] == [s.tokens for s in expected("greedy", shape)]
+    assert [len(s.tokens) for s in got] == [8 + i for i in range(len(LENGTHS))]
+    assert len(shares) > 5
+    assert shares[0] == 0
+    assert 0 < max(shares) < 0.9
+    for key in engine.programs._compiled:
+        assert_promise_kept(engine.programs, key)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel"),
+    [
+        pytest.param("biased", "tp=4,rules=tp_sp", marks=pytest.mark.slow),
+        ("biased", "cp=2,tp=2,rules=tp2d"),
+        pytest.param("olmo2", "tp=8", marks=pytest.mark.slow),
+        pytest.param("olmo2", "tp=2,rules=tp_sp", marks=pytest.mark.slow),
+        ("olmo2", "cp=4,tp=2,rules=helix"),
+        pytest.param("cohere2", "tp=4", marks=pytest.mark.slow),
+        ("cohere2", "cp=2,tp=2,rules=tp2d"),
+        pytest.param("cohere2", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_logits_with_rarer_layers(shape, parallel, engine_of, expected):
+    """Biases, an RMS norm over all heads of which some are copies, layer norms, parallel blocks."""
+    assert_same_logits(engine_of(shape, parallel), shape, expected)
+
+
+@pytest.mark.parametrize("parallel", ["cp=4", pytest.param("cp=2,tp=2,rules=helix", marks=pytest.mark.slow)])
+def test_a_window_that_does_not_divide(parallel, engine_of, expected):
+    shape = "gemma3, window 5"
+    assert_same_logits(engine_of(shape, parallel), shape, expected)
+    got = run(engine_of(shape, parallel), requests([GREEDY], seed=2))
+    assert [s.tokens for s in got] == [s.tokens for s in expected("greedy", shape)]
+
+
+@pytest.mark.parametrize("parallel", ["tp=2,dp=2", pytest.param("cp=2,tp=2", marks=pytest.mark.slow)])
+def test_the_same_with_stacked_layers(parallel, engine_of, expected):
+    assert_same_logits(engine_of("smollm2", parallel, scan=True), "smollm2", expected)
+    got = run(engine_of("smollm2", parallel, scan=True), requests([GREEDY], seed=2))
+    assert [s.tokens for s in got] == [s.tokens for s in expected("greedy", "smollm2")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "parallel"),
+    [
+        ("llama", "cp=4,tp=2,rules=helix"),
+        pytest.param("llama", "tp=2,dp=2", marks=pytest.mark.slow),
+        pytest.param("llama", "tp=4", marks=pytest.mark.slow),
+        pytest.param("smollm2", "tp=8", marks=pytest.mark.slow),
+        pytest.param("llama", "dp=2,cp=2,tp=2", marks=pytest.mark.slow),
+        pytest.param("llama", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
+    ],
+)
+def test_the_same_samples(shape, parallel, engine_of, expected):
+    """Seeded tokens under every kind of parameter; log-probabilities, ranks and alternatives."""
+    got, want = run(engine_of(shape, parallel), requests(MIXED, seed=2)), expected("mixed", shape)
+    assert [s.tokens for s in got] == [s.tokens for s in want]
+    assert len({tuple(s.tokens) for s in got}) == len(got)
+    pairs = [pair for a, b in zip(got, want, strict=True) for pair in zip(a.logprobs, b.logprobs, strict=True)]
+    assert len(pairs) > 30
+    for a, b in pairs:
+        assert (a.token, a.rank) == (b.token, b.rank)
+        np.testing.assert_array_equal(a.top_ids, b.top_ids)
+        np.testing.assert_allclose(a.logprob, b.logprob, atol=5e-5)
+        np.testing.assert_allclose(a.top_logprobs, b.top_logprobs, atol=5e-5)
+
+
+def test_prompt_log_probabilities_are_put_in_order(engine_of):
+    """Those of a chunk whose tokens were dealt out."""
+    prompt = np.random.default_rng(3).integers(3, 131, 21).tolist()
+    scored = []
+    for parallel in ("", "cp=4"):
+        params = dataclasses.replace(GREEDY, logprobs=1)
+        (s,) = run(engine_of("llama", parallel), [Sequence(prompt, params, 0, 0, detail="logprobs")])
+        scored.append(np.concatenate([detail.logprob for detail in s.prompt_details]))
+    assert scored[0].shape == (21,)
+    np.testing.assert_allclose(*(x[:20] for x in scored), atol=5e-5)
