@@ -53,7 +53,7 @@ SHAPES = {
     "gemma3": ("gemma3_text", {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL] * 2 + [_SLIDING]}),
 }
 RESTORED = {
-    "biased": ["", "tp=2", "tp=4", "tp=8", "tp=2,dp=2", "tp=3"],
+    "biased": ["", "tp=2", "tp=4", "tp=8", "tp=2,dp=2", "tp=3", "tp=2,cp=4,rules=helix", "tp=4,cp=2,rules=tp2d"],
     "smollm2": ["", "tp=2", "tp=8"],
     "olmo2": ["tp=8"],
     "cohere2": ["tp=2"],
@@ -98,7 +98,7 @@ def copy(converted, tmp_path) -> Path:
 
 def load(path: Path, dtype: str, parallel: str = "", scan: bool = False) -> tuple[AbstractModel, tuple[jax.Array, ...]]:
     files, shards = ModelFiles.open(path), make_shards(Parallelism.parse(parallel))
-    model = abstract_model(files.config, dtype, scan=scan, shards=shards.tensor)
+    model = abstract_model(files.config, dtype, scan=scan, shards=shards)
     return model, files.load(model, shards=shards)
 
 
@@ -404,7 +404,7 @@ from inferlib.sharding.shards import make_shards
 convert(model, out, dtype="float32", parallel="tp=4", progress=False)
 for parallel in (Parallelism(tensor=4), Parallelism(tensor=2, data=2)):
     files, shards = [ModelFiles.open(path) for path in (out, model)], make_shards(parallel)
-    abstract = abstract_model(files[0].config, "float32", shards=shards.tensor)
+    abstract = abstract_model(files[0].config, "float32", shards=shards)
     for a, b in zip(*(f.load(abstract, shards=shards) for f in files), strict=True):
         for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
             np.testing.assert_array_equal(np.asarray(x.data), np.asarray(y.data))
