@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from inferlib.config import Buckets
+    from inferlib.conversion import convert
     from inferlib.llm import LLM, Stream
     from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from inferlib.sampling.params import SamplingParams
@@ -22,6 +23,7 @@ _HOME = {
     "RequestOutput": "inferlib.outputs",
     "SamplingParams": "inferlib.sampling.params",
     "Stream": "inferlib.llm",
+    "convert": "inferlib.conversion",
 }
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Stream",
+    "convert",
 ]
 
 

@@ -9,9 +9,17 @@ from inferlib.models.batch import Backend
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 
 class ConfigurationError(ValueError):
     """An engine setting that cannot work."""
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ConfigurationError for a type that weights cannot have."""
+    if dtype not in DTYPES:
+        raise ConfigurationError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,11 @@ class EngineConfig:
             )
 
     @property
+    def counted(self) -> bool:
+        """Decode programs run all their steps: where a device loop would wait for the host to look at its condition."""
+        return self.platform == "gpu"
+
+    @property
     def rows(self) -> int:
         """Rows of each replica."""
         return self.max_batch // self.shards.replicas
@@ -142,8 +155,8 @@ class EngineConfig:
         buckets: Buckets | None = None,
         shards: Shards | None = None,
     ):
-        """Defaults of a platform: scanned layers on TPU; one step per dispatch on GPU, where a device loop
-        would wait for its condition at every step."""
+        """Defaults of a platform: scanned layers on TPU; fewer steps per dispatch on GPU, where they are counted and a
+        row that ends keeps its place until the last."""
         backend, shards = Backend.for_platform(platform), shards or Shards()
         ragged, dealt = backend.decode_attention == "pallas", shards.size(axes.TOKENS)
         buckets = buckets or Buckets.default(max_batch, max_len, ragged=ragged, multiple=dealt)
@@ -152,7 +165,7 @@ class EngineConfig:
             max_len,
             buckets,
             platform=platform,
-            decode_steps=1 if platform == "gpu" else 8,
+            decode_steps=4 if platform == "gpu" else 8,
             scan=platform == "tpu",
             backend=backend,
             shards=shards,

@@ -1,6 +1,7 @@
 """Where everything of a model lives on a mesh, and what its steps say to each other: promised, not measured.
 
-Both follow from the abstract model and the rules alone, without a device or a compilation.
+Both follow from the abstract model and the rules alone, without a device or a compilation. On several hosts a program
+also gathers its output, a few numbers per row, on every device.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Explanation:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        Console(file=text, width=140).print(self, highlight=False)
+        Console(file=text, width=140, force_terminal=False, force_jupyter=False).print(self, highlight=False)
         return text.getvalue()
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import json
 import operator
+import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,61 +14,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from inferlib.checkpoint.gguf import GGUFCheckpoint
-from inferlib.checkpoint.known import resolve
-from inferlib.checkpoint.load import load_weights
-from inferlib.checkpoint.safetensors import SafetensorsSource
-from inferlib.checkpoint.source import CheckpointError, TensorSource
+from inferlib import distributed
 from inferlib.compile.counter import compilations
 from inferlib.compile.program_set import planned_keys
-from inferlib.config import Buckets, EngineConfig
+from inferlib.config import Buckets, EngineConfig, check_dtype
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
 from inferlib.engine.sequence import Sequence as EngineSequence
 from inferlib.engine.sequence import Status, TokenLogprobs
 from inferlib.engine.text import OutputText
+from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
-from inferlib.models.config import ModelConfig
-from inferlib.models.families import config_from_hf, family_of
 from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sampling.params import SamplingParams
-from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import make_shards
 from inferlib.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-_DTYPES = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """An opened checkpoint: its Hugging Face config, tensors and tokenizer (None if it has none)."""
-
-    path: Path
-    hf: dict[str, Any]
-    config: ModelConfig
-    source: TensorSource
-    tokenizer: Tokenizer | None
-
-    @staticmethod
-    def open(model: str | Path) -> ModelFiles:
-        """A Hugging Face directory, a `.gguf` file or a known name. Raises CheckpointError or ConfigError."""
-        path = resolve(model)
-        if path.suffix == ".gguf":
-            gguf = GGUFCheckpoint(path)
-            return ModelFiles(path, gguf.config(), config_from_hf(gguf.config()), gguf, gguf.tokenizer())
-        file = path / "config.json"
-        if not file.exists():
-            raise CheckpointError(f"{path} has no config.json: a model is a Hugging Face directory or a .gguf file")
-        try:
-            hf = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-        if not isinstance(hf, dict):
-            raise CheckpointError(f"{file} must hold a JSON object, it holds a {type(hf).__name__}")
-        tokenizer = Tokenizer.from_directory(path) if (path / "tokenizer.json").exists() else None
-        return ModelFiles(path, hf, config_from_hf(hf), SafetensorsSource(path), tokenizer)
 
 
 @dataclass(eq=False)
@@ -87,15 +52,16 @@ class Request:
 
 
 class LLM:
-    """A model on the devices of this process, ready to generate.
+    """A model on the devices of this process, or of several (see `follow`), ready to generate.
 
-    model: a Hugging Face directory (config.json, safetensors, tokenizer.json), a `.gguf` file, or a known name
-    ("smollm2"). dtype: "float32", "bfloat16" or "float16" of weights, cache and activations; None: float32 on CPU,
-    else bfloat16. max_batch: sequences decoded together. max_len: longest prompt plus output in tokens; None: the
-    model's context, at most 2048. buckets: static shapes to compile for. parallel: devices to split over, such as
-    "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; None: one device. seed: of requests that give none.
+    model: a Hugging Face directory (config.json, safetensors, tokenizer.json), a `.gguf` file, a directory that
+    `convert` wrote, or a known name ("smollm2"). dtype: "float32", "bfloat16" or "float16" of weights, cache and
+    activations; None: float32 on CPU, else bfloat16. max_batch: sequences decoded together. max_len: longest prompt
+    plus output in tokens; None: the model's context, at most 2048. buckets: static shapes to compile for. parallel:
+    devices to split over, such as "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; None: one device. seed: of requests
+    that give none.
 
-    Raises CheckpointError, ConfigError, ConfigurationError or ShardingError before anything reaches a device.
+    Raises CheckpointError, ConfigError, ConfigurationError, ShardingError or PeerError before device work.
     """
 
     def __init__(
@@ -110,25 +76,51 @@ class LLM:
         seed: int = 0,
         progress: bool | None = None,
     ):
-        platform = jax.devices()[0].platform
-        files = ModelFiles.open(model)
+        self._channel = distributed.channel()
+        agreement = self._channel.agreement if self._channel else nullcontext
+        with agreement({}):
+            files = ModelFiles.open(model)
         self.model_config, self.tokenizer = files.config, files.tokenizer
-        dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype {dtype!r} is not supported; choose one of {', '.join(_DTYPES)}")
-        max_len = min(files.config.context, 2048) if max_len is None else max_len
-        if max_len > files.config.context:
-            raise ValueError(f"max_len {max_len} exceeds the model's context of {files.config.context} tokens")
-        shards = make_shards(Parallelism.parse(parallel) if isinstance(parallel, str) else parallel)
-        self.config = EngineConfig.make(platform, max_batch, max_len, buckets, shards)
+        settings = {"model": files.config, "dtype": dtype, "max_batch": max_batch, "max_len": max_len}
+        settings |= {"buckets": buckets, "parallel": parallel, "jax": jax.__version__}
+        with agreement(settings):
+            platform = jax.devices()[0].platform
+            dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
+            check_dtype(dtype)
+            max_len = min(files.config.context, 2048) if max_len is None else max_len
+            if max_len > files.config.context:
+                raise ValueError(f"max_len {max_len} exceeds the model's context of {files.config.context} tokens")
+            shards = make_shards(Parallelism.parse(parallel) if isinstance(parallel, str) else parallel)
+            if self._channel and not shards.several_processes:
+                raise ShardingError(
+                    f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
+                )
+            self.config = EngineConfig.make(platform, max_batch, max_len, buckets, shards)
+            abstract = abstract_model(files.config, dtype, scan=self.config.scan, shards=shards)
         self.progress = on_terminal() if progress is None else progress
         self.seed = seed
-        abstract = abstract_model(files.config, dtype, scan=self.config.scan, shards=shards)
-        family = family_of(files.hf)
-        weights = load_weights(files.source, family, abstract, shards=shards, progress=self.progress)
-        self.engine = Engine(abstract, weights, self.config)
+        weights = files.load(abstract, shards=shards, progress=self.progress)
+        self.engine = Engine(abstract, weights, self.config, self._channel)
+        if self._channel:
+            self._channel.ready()
         self._ids = itertools.count()
         self._requests: dict[EngineSequence, OutputText] = {}
+
+    def follow(self) -> bool:
+        """On several processes (see `inferlib.distributed`), what all but the first do once they have a model.
+
+        On those it does its part of what process 0 runs and returns True when process 0 ends; call it in the main
+        thread. On process 0, and where there is only one process, it returns False at once.
+        """
+        if self._channel is None or self._channel.leads:
+            return False
+        # Ctrl-C in a terminal, or from srun, reaches all processes; it is process 0 that ends the work.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            self.engine.follow()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        return True
 
     # ---- generation
 

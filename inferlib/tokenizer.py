@@ -23,6 +23,15 @@ class Tokenizer:
     chat_template: None if the model has none.
     """
 
+    # What `from_directory` reads beside config.json.
+    FILES = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "chat_template.json",
+    )
+
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
@@ -85,6 +94,17 @@ class Tokenizer:
             eos_token_ids=vocabulary.eos_token_ids(),
             chat_template=ChatTemplate(source, bos, eos) if source else None,
         )
+
+    def save(self, directory: Path) -> None:
+        """Write what `from_directory` reads."""
+        self._backend.save(str(directory / "tokenizer.json"))
+        settings = {"eos_token": next(map(self._backend.id_to_token, self.eos_token_ids), None)}
+        if self.bos_token_id is not None:
+            settings["bos_token"] = self._backend.id_to_token(self.bos_token_id)
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template.source
+        _write_json(directory / "tokenizer_config.json", settings)
+        _write_json(directory / "generation_config.json", {"eos_token_id": list(self.eos_token_ids)})
 
     @property
     def vocab_size(self) -> int:
@@ -176,6 +196,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
     return value
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2), encoding="utf-8")
 
 
 def _content(token: str | Mapping[str, Any] | None) -> str | None:

@@ -158,8 +158,9 @@ class Decoder(nnx.Module):
         config = self.config
         with jax.named_scope("head"):
             y = self.final_norm(x, shards)
-            head = self.embed[...].T if config.tied else self.head[...]
-            logits = shards.sum(matmul(y, head, out_dtype=jnp.float32), axes.EMBED) * config.logit_scale
+            head, transposed = (self.embed, True) if config.tied else (self.head, False)
+            logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32)
+            logits = shards.sum(logits, axes.EMBED) * config.logit_scale
             if config.final_softcap is not None:
                 logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
             if logits.shape[1] * shards.size(axes.VOCAB) > config.vocab:

@@ -79,12 +79,19 @@ class Parallelism:
 def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with the axes MESH_AXES; on TPU, neighbours on an axis are neighbours on the torus.
 
-    devices: all of this process's by default; surplus ones stay unused. Raises ShardingError if there are too few.
+    devices: all there are by default, those of a process together; surplus ones stay unused. Raises ShardingError if
+    there are too few, or if a process would have none.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id)) if devices is None else list(devices)
     shape = parallel.shape
     if parallel.devices > len(devices):
         raise ShardingError(f"parallel={parallel} needs {parallel.devices} devices, and there are {len(devices)}")
+    idle = {d.process_index for d in devices} - {d.process_index for d in devices[: parallel.devices]}
+    if idle:
+        raise ShardingError(
+            f"parallel={parallel} takes {parallel.devices} of {len(devices)} devices and leaves none for process "
+            f"{min(idle)}: use devices of every process"
+        )
     if parallel.devices == len(devices) and devices[0].platform == "tpu":
         return jax.make_mesh(shape, MESH_AXES, devices=devices, axis_types=(AxisType.Auto,) * len(shape))
     return Mesh(np.array(devices[: parallel.devices]).reshape(shape), MESH_AXES)

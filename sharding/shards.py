@@ -12,6 +12,7 @@ from math import prod
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -46,6 +47,17 @@ class Shards:
     def sharding(self, names: tuple[str | None, ...]) -> NamedSharding | None:
         """Where an array with these logical axes lives; None on a single device."""
         return None if self.mesh is None else NamedSharding(self.mesh, self.rules.spec(names))
+
+    @property
+    def several_processes(self) -> bool:
+        """Whether other processes hold some of the devices."""
+        return isinstance(self.mesh, Mesh) and self.mesh.is_multi_process
+
+    def place(self, x: np.ndarray, names: tuple[str | None, ...]) -> jax.Array:
+        """A host array, the same on every process, as an array on the mesh; each process transfers its own part."""
+        if not self.several_processes:
+            return jax.device_put(x, self.sharding(names))
+        return jax.make_array_from_callback(x.shape, self.sharding(names), x.__getitem__)
 
     def mesh_axes(self, *names: str | None) -> tuple[str, ...]:
         """The mesh axes that really split any of these logical axes, in the mesh's order."""

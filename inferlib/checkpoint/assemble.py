@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferlib.models.config import LayerSpec, ModelConfig, RopeSpec
-from inferlib.models.layout import Layout
+from inferlib.models.layout import HeadLayout, Layout
+from inferlib.sharding import axes
 
 
 @dataclass(frozen=True)
@@ -68,54 +69,76 @@ def top_pieces(names: Mapping[str, str], config: ModelConfig, part: str) -> tupl
     return (Piece(names[part] + ".weight", shape),)
 
 
-def assemble(layout: Layout, spec: LayerSpec | None, part: str, dtype: str, *pieces: jax.Array) -> jax.Array:
-    """Lay out the pieces of a part (see `layer_pieces`) as the decoder wants it. Traceable; one jit per shape."""
-    lay_out = _top if spec is None else _attention if part.startswith("attn.") else _mlp
-    return lay_out(layout, spec, part, pieces).astype(dtype)
+def assemble(
+    layout: Layout, spec: LayerSpec | None, names: tuple[str, ...], part: str, dtype: str, *pieces: jax.Array
+) -> jax.Array:
+    """Lay out the pieces of a part (see `layer_pieces`) as the decoder wants it. Traceable; one jit per shape.
+
+    names: the logical axes of the result.
+    """
+    fuse = _top if spec is None else _attention if part.startswith("attn.") else _mlp
+    return expand(layout, spec, names, fuse(spec, part, pieces)).astype(dtype)
 
 
-def _top(layout: Layout, _spec: None, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
-    if part == "final_norm":
-        return pieces[0]
-    rows = _padded(pieces[0], layout.vocab, axis=0)
-    return rows.T if part == "head" else rows
+def expand(layout: Layout, spec: LayerSpec | None, names: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Copy and pad heads, feed-forward and vocabulary of a weight that is laid out for one device. Traceable."""
+    for axis, name in enumerate(names):
+        if name == axes.VOCAB:
+            x = _padded(x, layout.vocab, axis)
+        elif name == axes.MLP:
+            x = _padded(x, layout.hidden(spec.mlp.hidden), axis)
+        elif name == axes.KV_HEADS:
+            queries = names[axis + 1 : axis + 2] == (axes.QUERIES,)
+            x = _heads(x, axis, queries, spec.attention.group, layout.heads(spec.attention))
+    return x
 
 
-def _mlp(layout: Layout, spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
-    hidden = layout.hidden(spec.mlp.hidden)
+def _top(_spec: None, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
+    return pieces[0].T if part == "head" else pieces[0]
+
+
+def _mlp(_spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
     if part == "mlp.gate_up":
-        return jnp.moveaxis(_padded(jnp.stack(pieces), hidden, axis=1), 2, 0)
+        return jnp.moveaxis(jnp.stack(pieces), 2, 0)
     if part == "mlp.gate_up_bias":
-        return _padded(jnp.stack(pieces), hidden, axis=1)
-    return _padded(pieces[0].T, hidden, axis=0) if part == "mlp.down" else pieces[0]  # norms are as they are
+        return jnp.stack(pieces)
+    return pieces[0].T if part == "mlp.down" else pieces[0]  # norms are as they are
 
 
-def _attention(layout: Layout, spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
-    attn, heads = spec.attention, layout.heads(spec.attention)
-    source, h = np.array(heads.source), attn.head_dim
-    queries, keys, values = source[:, :-2], source[:, -2], source[:, -1]
+def _attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
+    attn, h = spec.attention, spec.attention.head_dim
     if part in ("attn.qkv", "attn.qkv_bias"):
-        q, k, v = (piece.reshape(-1, h, *piece.shape[1:]) for piece in pieces)
-        q, k = _half_split(q, attn.rope, axis=1), _half_split(k, attn.rope, axis=1)
-        slots = [_heads(q, queries), _heads(k, keys)[:, None], _heads(v, values)[:, None]]
-        both = jnp.concatenate(slots, axis=1)  # [K, G + 2, h, D]
+        q, k, v = (piece.reshape(attn.kv_heads, -1, h, *piece.shape[1:]) for piece in pieces)
+        q, k = _half_split(q, attn.rope, axis=2), _half_split(k, attn.rope, axis=2)
+        both = jnp.concatenate([q, k, v], axis=1)  # [K, G + 2, h, D]
         return jnp.moveaxis(both, 3, 0) if part == "attn.qkv" else both
     if part == "attn.o":
-        return _heads(pieces[0].T.reshape(attn.heads, h, -1), queries)
+        return pieces[0].T.reshape(attn.kv_heads, attn.group, h, -1)
     if part in ("attn.q_norm", "attn.k_norm"):
         weight = pieces[0]
         if attn.qk_norm == "full":
-            weight = _heads(weight.reshape(-1, h), queries if part == "attn.q_norm" else keys)
+            weight = weight.reshape(attn.kv_heads, *((attn.group,) if part == "attn.q_norm" else ()), h)
         return _half_split(weight, attn.rope, axis=weight.ndim - 1)
     return pieces[0]
 
 
-def _heads(x: jax.Array, source: np.ndarray) -> jax.Array:
-    """x [H, ...] rearranged to source's shape [..., ...]; -1 gives a zero head."""
-    if np.array_equal(source.ravel(), np.arange(x.shape[0])):
-        return x.reshape(*source.shape, *x.shape[1:])
-    found = jnp.take(x, np.maximum(source, 0), axis=0)
-    return jnp.where((source >= 0).reshape(*source.shape, *[1] * (x.ndim - 1)), found, 0)
+def _heads(x: jax.Array, axis: int, queries: bool, group: int, layout: HeadLayout) -> jax.Array:
+    """Rearrange the KV heads, dimension `axis` of x, and with them the slots of their queries in the next one.
+
+    group: G. The next dimension holds G queries, or G queries, the key and the value.
+    """
+    if layout.plain:
+        return x
+    source = np.array(layout.source)
+    heads = source[:, -2]
+    if queries:
+        slots = x.shape[axis + 1]
+        ends = source[:, -2:] * slots + [group, group + 1]  # key and value
+        heads = np.concatenate([source[:, :-2] // group * slots + source[:, :-2] % group, ends], axis=1)
+        heads = np.where(source < 0, -1, heads)[:, : layout.queries + slots - group]
+        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    found = jnp.take(x, np.maximum(heads, 0), axis=axis)
+    return jnp.where((heads >= 0).reshape(*heads.shape, *[1] * (x.ndim - axis - 1)), found, 0)
 
 
 def _padded(x: jax.Array, size: int, axis: int) -> jax.Array:

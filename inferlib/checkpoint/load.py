@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from inferlib.checkpoint.assemble import Piece, assemble, layer_pieces, top_pieces
 from inferlib.checkpoint.source import CheckpointError, TensorSource
@@ -74,25 +76,55 @@ def load_weights(
     """
     items = plan_load(source, family, model)
     total = sum(source.nbytes(name) for name in {p.tensor for i in items for layer in i.pieces for p in layer})
-    weights = []
     with ByteProgress("loading weights", total, show=progress) as bar:
-        for item in items:
-            weight, layers = item.weight, []
-            axes_of_one = weight.axes[1:] if len(item.pieces) > 1 else weight.axes
-            lay_out = _jit_assemble(shards.sharding(axes_of_one))
-            for pieces in item.pieces:
-                arrays = [_read(source, piece, weight.part, shards) for piece in pieces]
-                layers.append(lay_out(model.layout, item.layer, weight.part, weight.dtype.name, *arrays))
-                bar.advance(sum(_read_bytes(source, p) for p in pieces))
-            weights.append(_jit_stack(shards.sharding(weight.axes))(layers) if len(layers) > 1 else layers[0])
-            # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
-            weights[-1].block_until_ready()
-    return tuple(weights)
+        return tuple(load_item(source, item, model, shards, bar.advance) for item in items)
+
+
+def load_item(
+    source: TensorSource, item: LoadItem, model: AbstractModel, shards: Shards, advance: Callable[[int], None]
+) -> jax.Array:
+    """Read one weight. advance: takes the bytes read."""
+    weight, layers = item.weight, []
+    names, shape = weight.axes, weight.shape
+    if stacked := len(item.pieces) > 1:
+        names, shape = names[1:], shape[1:]
+    sharding = placement(shards, names, shape)
+    # Tensors are split as the result is: by its features, or by the model's width where those do not divide.
+    split = {name for name, axis in zip(names, sharding.spec, strict=True) if axis} if sharding else set()
+    by_width = split == {axes.EMBED}
+    lay_out = _jit_assemble(sharding)
+    for pieces in item.pieces:
+        arrays = [_read(source, piece, weight.part, shards, by_width=by_width) for piece in pieces]
+        layers.append(lay_out(model.layout, item.layer, names, weight.part, weight.dtype.name, *arrays))
+        advance(sum(_read_bytes(source, p) for p in pieces))
+    array = stack(shards.sharding(weight.axes), layers) if stacked else layers[0]
+    # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
+    return array.block_until_ready()
+
+
+def placement(shards: Shards, names: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding | None:
+    """Where an array with these logical axes lives. What does not divide over its mesh axis stays whole, and the
+    largest dimension that does is split in its place."""
+    sharding = shards.sharding(names)
+    if sharding is None:
+        return None
+    size = lambda axis: math.prod(sharding.mesh.shape[name] for name in jax.tree.leaves(axis))  # noqa: E731
+    split = [axis if n % size(axis) == 0 else None for n, axis in zip(shape, sharding.spec, strict=True)]
+    for axis in (old for old, new in zip(sharding.spec, split, strict=True) if old != new):
+        free = [i for i, n in enumerate(shape) if split[i] is None and n % size(axis) == 0]
+        if free:
+            split[max(free, key=shape.__getitem__)] = axis
+    return NamedSharding(sharding.mesh, PartitionSpec(*split))
+
+
+def stack(sharding: NamedSharding | None, layers: list[jax.Array]) -> jax.Array:
+    """The weights of scanned layers as one array."""
+    return _jit_stack(sharding)(layers)
 
 
 @cache
 def _jit_assemble(sharding: NamedSharding | None):
-    return jax.jit(assemble, static_argnums=(0, 1, 2, 3), out_shardings=sharding)
+    return jax.jit(assemble, static_argnums=(0, 1, 2, 3, 4), out_shardings=sharding)
 
 
 @cache
@@ -100,13 +132,15 @@ def _jit_stack(sharding: NamedSharding | None):
     return jax.jit(jnp.stack, out_shardings=sharding)
 
 
-def _read(source: TensorSource, piece: Piece, part: str, shards: Shards) -> np.ndarray | jax.Array:
+def _read(source: TensorSource, piece: Piece, part: str, shards: Shards, *, by_width: bool) -> np.ndarray | jax.Array:
     """A piece as stored: a view of the file, or on a mesh an array of which each device reads its part."""
     start, stop = piece.rows or (0, piece.shape[0])
     if shards.mesh is None:
         return source.read(piece.tensor, slice(start, stop) if piece.rows else None)
     shape = (stop - start, *piece.shape[1:])
     names = _axes_of(part) if len(shape) > 1 else (None,)
+    if by_width:
+        names = tuple(axes.MLP if name == axes.EMBED else None for name in names)
     split = tuple(name if size % shards.size(name) == 0 else None for name, size in zip(names, shape, strict=True))
 
     @cache  # what several devices hold is read once

@@ -1,4 +1,4 @@
-"""The command line: `inferlib generate` and `inferlib info`.
+"""The command line: `inferlib generate`, `info`, `convert`, `plan`, `targets`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import typer
 
+from inferlib.cli.convert import convert
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
+from inferlib.cli.plan import plan
+from inferlib.cli.targets import targets
 
 app = typer.Typer(
     help="Generate text with large language models, in JAX.",
@@ -18,3 +21,6 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(info)
+app.command()(convert)
+app.command()(plan)
+app.command()(targets)

@@ -25,6 +25,10 @@ def _batch(help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel="Files of JSON lines")
 
 
+def _hosts(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel="Several hosts: the same command on each")
+
+
 def _sampling(help: str, *names: str) -> Any:
     return typer.Option(*names, help=help, rich_help_panel="Sampling")
 
@@ -36,7 +40,9 @@ def generate(
         typer.Argument(help="Texts to complete; without any, all of stdin is one.", show_default=False),
     ] = None,
     *,
-    model: Annotated[str, typer.Option(help="Hugging Face directory, .gguf file or known name.")] = "smollm2",
+    model: Annotated[
+        str, typer.Option(help="Hugging Face or converted directory, .gguf file or known name.")
+    ] = "smollm2",
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16 or float16; by default float32 on CPU, else bfloat16."),
@@ -74,6 +80,16 @@ def generate(
     ] = None,
     resume: Annotated[bool, _batch("Skip the lines that --output has results for, and append.", "--resume")] = False,
     overwrite: Annotated[bool, _batch("Replace --output if it exists.", "--overwrite")] = False,
+    distributed: Annotated[
+        bool, _hosts("Join the processes that Cloud TPU, SLURM, Open MPI or Kubernetes started.", "--distributed")
+    ] = False,
+    coordinator: Annotated[
+        str | None, _hosts("Where none of them did: HOST:PORT on which process 0 listens, the same for all.")
+    ] = None,
+    processes: Annotated[int | None, _hosts("With --coordinator: how many processes there are.")] = None,
+    process: Annotated[
+        int | None, _hosts("With --coordinator: number of this one; 0 reads the prompts and writes the results.")
+    ] = None,
     max_tokens: Annotated[int, _sampling("Most tokens to generate.")] = 128,
     min_tokens: Annotated[int, _sampling("Tokens to generate before a stop token may be chosen.")] = 0,
     temperature: Annotated[float, _sampling("0, the default here, picks the most likely token.")] = 0.0,
@@ -119,6 +135,11 @@ def generate(
     if not from_file and not json and (logprobs is not None or prompt_logprobs is not None):
         fail("log-probabilities are reported as JSON: add --json")
 
+    place = (coordinator, processes, process)
+    given = [value for value in place if value is not None]
+    if given and (distributed or len(given) < len(place)):
+        fail("give --coordinator, --processes and --process together, or --distributed alone")
+
     with user_errors():
         options = RequestOptions(_sampling_params(context.params), seed=seed, chat=chat, system=system)
 
@@ -130,6 +151,9 @@ def generate(
             keep_compilations()
             return LLM(model, dtype=dtype, max_batch=max_batch, max_len=max_len, parallel=parallel, seed=seed)
 
+    if (distributed or given) and _join(*place) > 0:
+        load().follow()
+        return
     if from_file:
         failed = run_batch(load, input_file, output_file, options, resume=resume, overwrite=overwrite)
         raise typer.Exit(1 if failed else 0)
@@ -154,6 +178,13 @@ def generate(
             else:
                 _show(text, [output.text for output in result.outputs], headings=len(texts) * n > 1)
     summary.show(llm.compilations - compiled)
+
+
+def _join(coordinator: str | None, processes: int | None, process: int | None) -> int:
+    from inferlib.distributed import initialize
+
+    with user_errors():
+        return initialize(coordinator, processes, process)
 
 
 def _sampling_params(options: Mapping[str, Any]) -> SamplingParams:

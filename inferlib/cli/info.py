@@ -28,7 +28,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def info(
     model: Annotated[
         str | None,
-        typer.Argument(help="Hugging Face directory, .gguf file or known name.", show_default=False),
+        typer.Argument(help="Hugging Face or converted directory, .gguf file or known name.", show_default=False),
     ] = None,
     *,
     config: Annotated[
@@ -69,12 +69,17 @@ def info(
     write(json_line(facts).decode() if json else _render(facts, models["float32"], explanation))
 
 
+def model_config(model: str | None, shape: str | None) -> ModelConfig:
+    """The recipe of a model, or of a shape by name."""
+    return _shape(shape) if shape else _checkpoint(model)[0]
+
+
 def _checkpoint(model: str) -> tuple[ModelConfig, int]:
     """The recipe, and the bytes of the tensors in the files."""
-    from inferlib.llm import ModelFiles
+    from inferlib.model_files import ModelFiles
 
     files = ModelFiles.open(model)
-    return files.config, sum(files.source.nbytes(name) for name in files.source.names())
+    return files.config, files.nbytes
 
 
 def _shape(name: str) -> ModelConfig:

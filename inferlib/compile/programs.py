@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
 
 from inferlib.cache.plan import CachePlan
 from inferlib.compile.state import RowState
@@ -107,13 +108,32 @@ def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: Prog
     state = tree_specs(spec, RowState.AXES)
     fixed = (tuple(spec(w.axes) for w in model.specs), tuple(spec(b.axes) for b in plan.blocks for _ in "kv"), state)
     chunk = (ChunkInput(*(spec((axes.ROWS, None)) for _ in ChunkInput._fields)),) if key.chunks else ()
+    output = _output_specs(spec, key)
+    if config.shards.several_processes:
+        function, output = _gathered(function, output, config.shards.mesh), PartitionSpec()
     return jax.shard_map(
         function,
         mesh=config.shards.mesh,
         in_specs=(*fixed, spec((axes.ROWS, None)), *chunk),
-        out_specs=(*fixed[1:], _output_specs(spec, key)),
+        out_specs=(*fixed[1:], output),
         check_vma=False,
     )
+
+
+def _gathered(function: Callable, specs: StepOutput, mesh: Mesh) -> Callable:
+    """The same program with its output whole on every device, as process 0 can read only its own devices."""
+
+    def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        for dim, axis in enumerate(spec):
+            if axis and mesh.shape[axis] > 1 and x.size:
+                x = lax.all_gather(x, axis, axis=dim, tiled=True)
+        return x
+
+    def gathered(*inputs):
+        cache, state, output = function(*inputs)
+        return cache, state, jax.tree.map(gather, output, specs)
+
+    return gathered
 
 
 def _output_specs(spec: Callable, key: ProgramKey) -> StepOutput:
@@ -176,7 +196,7 @@ class _Maker:
         return rows, sampled._replace(token=jnp.where(live > 0, token, -1))
 
     def decode(self, weights, cache, state: RowState, packed: jax.Array):
-        """`key.steps` decode steps of the first `key.rows` rows; stops early when no row is active."""
+        """`key.steps` decode steps of the first `key.rows` rows; uncounted, no more than the rows need."""
         key, control = self.key, Control.unpack(packed)
         state = state._replace(active=state.active & ~control.cancel)
         rows = state.head(key.rows)
@@ -194,18 +214,24 @@ class _Maker:
             outs = jax.tree.map(lambda s: jnp.full((key.steps, *s.shape), -1, s.dtype), shapes)
             started = rows.active
 
-            def more(carry):
-                i, _, rows, _ = carry
+            def more(i, rows):
                 finished = self.any_row(started & ~rows.active)
                 return (i < control.steps) & self.any_row(rows.active) & ~(control.yield_early & finished)
 
-            def body(carry):
-                i, cache, rows, outs = carry
+            def body(i, carry):
+                cache, rows, outs = carry
                 cache, rows, sampled = step(cache, rows)
-                outs = jax.tree.map(lambda out, x: out.at[i].set(x), outs, sampled)
-                return i + 1, cache, rows, outs
+                return cache, rows, jax.tree.map(lambda out, x: out.at[i].set(x), outs, sampled)
 
-            _, cache, rows, outs = lax.while_loop(more, body, (jnp.int32(0), cache, rows, outs))
+            carry = cache, rows, outs
+            if self.config.counted:
+                cache, rows, outs = lax.fori_loop(0, key.steps, body, carry)
+            else:
+                _, (cache, rows, outs) = lax.while_loop(
+                    lambda carry: more(carry[0], carry[1][1]),
+                    lambda carry: (carry[0] + 1, body(*carry)),
+                    (jnp.int32(0), carry),
+                )
         output = StepOutput(outs.token, outs if key.mode == "logprobs" else None)
         return cache, state.with_head(rows), output
 

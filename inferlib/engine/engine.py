@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from inferlib.cache.plan import plan_cache
 from inferlib.compile.program_set import ProgramSet, planned_keys
-from inferlib.compile.programs import CHUNK_COLUMNS, ChunkInput, Mode, StepOutput
+from inferlib.compile.programs import CHUNK_COLUMNS, ChunkInput, Mode, ProgramKey, StepOutput
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
+from inferlib.distributed import Channel
 from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
 from inferlib.models.abstract import AbstractModel
@@ -55,6 +57,15 @@ class EngineStats:
         return self.compile_seconds + self.enqueue_seconds + self.wait_seconds
 
 
+class _Call(NamedTuple):
+    """A program and what the host gives it. cancel: rows to stop; yield_early: see `Control`."""
+
+    key: ProgramKey
+    cancel: tuple[int, ...]
+    yield_early: bool
+    chunk: ChunkInput | None
+
+
 @dataclass
 class _InFlight:
     dispatch: Dispatch
@@ -66,10 +77,18 @@ class Engine:
 
     Dispatches are sent up to `config.in_flight` ahead of their results: everything a row needs to go on is on the
     device. A row that ends meanwhile is inactive there and yields nothing.
+
+    channel: to the other processes whose devices are in the mesh. Sequences run on process 0; the others `follow`.
     """
 
-    def __init__(self, model: AbstractModel, weights: tuple[jax.Array, ...], config: EngineConfig):
-        self.model, self.weights, self.config = model, weights, config
+    def __init__(
+        self,
+        model: AbstractModel,
+        weights: tuple[jax.Array, ...],
+        config: EngineConfig,
+        channel: Channel | None = None,
+    ):
+        self.model, self.weights, self.config, self.channel = model, weights, config, channel
         self.plan = plan_cache(
             model,
             rows=config.max_batch,
@@ -93,13 +112,18 @@ class Engine:
 
         Returns how many programs there are.
         """
-        keys = planned_keys(self.config, tuple(modes))
+        modes = tuple(modes)
+        keys = planned_keys(self.config, modes)
+        if self.channel is not None and self.channel.leads:
+            self.channel.order(modes)
         self.programs.compile_all(keys, done)
         self.programs.strict = True
         return len(keys)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It must fit: prompt plus max_tokens at most max_len."""
+        if self.channel is not None and not self.channel.leads:
+            raise RuntimeError("requests enter on process 0; on the others call LLM.follow()")
         self.scheduler.add(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
@@ -130,36 +154,62 @@ class Engine:
                 raise RuntimeError("an earlier error lost the results of running sequences: build a new LLM")
             return []
 
+    def follow(self) -> None:
+        """Run what process 0 runs, until it is done."""
+        for order in self.channel.orders():
+            if isinstance(order, _Call):
+                self._start(order)
+            else:
+                self.warmup(order)
+        jax.block_until_ready(self.state)
+
     @property
     def busy(self) -> bool:
         return bool(self._in_flight) or not self.scheduler.idle
 
     def _send(self, dispatch: Dispatch) -> None:
-        with self.stats.timed("compile"):
-            program = self.programs.get(dispatch.key)
-        inputs = [self._control(dispatch.key.steps, yield_early=bool(self.scheduler.waiting))]
-        if dispatch.chunks:
-            inputs.append(self._chunk_input(dispatch))
+        chunk = self._chunk_input(dispatch) if dispatch.chunks else None
+        call = _Call(dispatch.key, tuple(self._cancelled), self._yields, chunk)
+        self._cancelled.clear()
+        with nullcontext() if self.channel is None else self.channel.together(call):
+            output = self._start(call)
         with self.stats.timed("enqueue"):
-            self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
             for leaf in jax.tree.leaves(output):
                 leaf.copy_to_host_async()
         self.stats.dispatches += 1
         self._in_flight.append(_InFlight(dispatch, output))
 
-    def _control(self, steps: int, *, yield_early: bool) -> jax.Array | np.ndarray:
-        if not self._cancelled and (steps, yield_early) in self._controls:
-            return self._controls[steps, yield_early]
+    @property
+    def _yields(self) -> bool:
+        """Whether a decode program shall return as soon as a row ends, for a waiting prompt."""
+        return bool(self.scheduler.waiting) and not self.config.counted
+
+    def _start(self, call: _Call) -> StepOutput:
+        with self.stats.timed("compile"):
+            program = self.programs.get(call.key)
+        inputs = [self._control(call)]
+        if call.chunk is not None:
+            inputs.append(jax.tree.map(self._input, call.chunk))
+        with self.stats.timed("enqueue"):
+            self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
+        return output
+
+    def _input(self, x: np.ndarray) -> jax.Array | np.ndarray:
+        shards = self.config.shards
+        return shards.place(x, (axes.ROWS, None)) if shards.several_processes else x
+
+    def _control(self, call: _Call) -> jax.Array | np.ndarray:
+        settings = call.key.steps, call.yield_early
+        if not call.cancel and settings in self._controls:
+            return self._controls[settings]
         shards, rows = self.config.shards, self.config.rows
         control = np.zeros((shards.replicas, rows + 2), np.int32)
-        control[:, -2:] = steps, yield_early
-        if self._cancelled:
-            for row in self._cancelled:
-                control[divmod(row, rows)] = 1
-            self._cancelled.clear()
-            return control
-        placed = jax.device_put(control, shards.sharding((axes.ROWS, None)))
-        return self._controls.setdefault((steps, yield_early), placed)
+        control[:, -2:] = settings
+        for row in call.cancel:
+            control[divmod(row, rows)] = 1
+        if call.cancel:
+            return self._input(control)
+        return self._controls.setdefault(settings, shards.place(control, (axes.ROWS, None)))
 
     def _chunk_input(self, dispatch: Dispatch) -> ChunkInput:
         key, rows = dispatch.key, self.config.rows

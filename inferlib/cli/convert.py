@@ -1,0 +1,40 @@
+"""`inferlib convert`: a model with its weights laid out, for mesh after mesh to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+
+from inferlib.cli.output import user_errors
+
+
+def convert(
+    model: Annotated[str, typer.Argument(help="Hugging Face directory, .gguf file or known name.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="Directory to write; must not exist.", show_default=False)],
+    *,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    parallel: Annotated[
+        str | None,
+        typer.Option(help="The mesh to cut the files for, such as tp=8; others can load them too."),
+    ] = None,
+) -> None:
+    """Write a model to a directory that loads without being laid out again, on any number of devices.
+
+    Works on the CPU, whatever devices there are.
+    """
+    import jax
+
+    from inferlib.conversion import convert
+    from inferlib.sharding.mesh import Parallelism
+
+    with user_errors():
+        mesh = Parallelism.parse(parallel or "")
+        jax.config.update("jax_platforms", "cpu")
+        if mesh.devices > 1:
+            jax.config.update("jax_num_cpu_devices", mesh.devices)
+        nbytes = convert(model, out, dtype=dtype, parallel=mesh)
+    Console(stderr=True).print(f"{out}: {decimal(nbytes)} of {dtype} weights", highlight=False, soft_wrap=True)

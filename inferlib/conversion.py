@@ -1,0 +1,94 @@
+"""`convert`: lay a checkpoint's weights out once, so that any mesh can load them directly."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+from jax.experimental import multihost_utils
+
+from inferlib.checkpoint.laid_out import LaidOutWeights, save_weights, stored_model, write_manifest
+from inferlib.checkpoint.load import load_item, plan_load
+from inferlib.checkpoint.source import CheckpointError
+from inferlib.config import check_dtype
+from inferlib.model_files import ModelFiles
+from inferlib.models.families import family_of
+from inferlib.progress import ByteProgress, on_terminal
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import make_shards
+
+
+def convert(
+    model: str | Path,
+    out: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    parallel: str | Parallelism | None = None,
+    progress: bool | None = None,
+) -> int:
+    """Write a model to the directory `out`, its weights as Orbax arrays; `LLM(out)` loads it on any mesh.
+
+    model: as for `LLM`. dtype: "float32", "bfloat16" or "float16" of the stored weights. parallel: devices to split
+    the work over; with several processes, each calls this, and `out` is on a file system that all share. The chunks
+    on disk are the parts of these devices, which suits a mesh of the same size best. Returns the bytes of weights.
+
+    `out` appears once everything is written. Raises CheckpointError, ConfigError, ShardingError or ValueError before
+    anything is written, and OSError if the writing fails, which leaves nothing behind.
+    """
+    check_dtype(dtype)
+    out = Path(out)
+    files = ModelFiles.open(model)
+    if isinstance(files.source, LaidOutWeights):
+        raise CheckpointError(f"{files.path} is converted already; convert the original for another dtype")
+    shards = make_shards(Parallelism.parse(parallel) if isinstance(parallel, str) else parallel)
+    stored = stored_model(files.config, dtype)
+    items = plan_load(files.source, family_of(files.hf), stored)
+    show = on_terminal() if progress is None else progress
+    with _whole(out, stored.nbytes) as directory, ByteProgress("converting", stored.nbytes, show=show) as bar:
+        weights = ((i.weight, load_item(files.source, i, stored, shards, lambda _: None)) for i in items)
+        for nbytes in save_weights(directory, weights):
+            bar.advance(nbytes)
+        if jax.process_index() == 0:
+            files.save_description(directory)
+            write_manifest(directory, files.hf, stored)
+    return stored.nbytes
+
+
+@contextmanager
+def _whole(out: Path, nbytes: int) -> Iterator[Path]:
+    """A directory beside `out` to write to: it becomes `out` at the end, or disappears if that is not reached."""
+    partial, first = out.with_name(out.name + ".partial"), jax.process_index() == 0
+    if first:
+        if out.exists():
+            raise FileExistsError(f"{out} exists; remove it or give another directory")
+        free = shutil.disk_usage(out.parent).free
+        if free < nbytes:
+            raise OSError(f"{out.parent} has {free / 1e9:.1f} GB free, and the weights take {nbytes / 1e9:.1f} GB")
+        try:
+            partial.mkdir()
+        except FileExistsError:
+            raise FileExistsError(f"{partial} exists: if no other conversion is writing it, remove it") from None
+    multihost_utils.sync_global_devices("conversion begins")
+    try:
+        yield partial
+        multihost_utils.sync_global_devices("conversion is written")
+        if first:
+            partial.rename(out)
+    except BaseException:
+        if first:
+            _remove(partial)
+        raise
+    multihost_utils.sync_global_devices("conversion ends")
+
+
+def _remove(directory: Path) -> None:
+    """Also against writes that were under way when another of the same layer failed."""
+    for _ in range(20):
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(0.1)
+        if not directory.exists():
+            return

@@ -1,0 +1,88 @@
+"""A model on disk: what it is, its tensors, its tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from inferlib.checkpoint.gguf import GGUFCheckpoint
+from inferlib.checkpoint.known import resolve
+from inferlib.checkpoint.laid_out import LaidOutWeights
+from inferlib.checkpoint.load import load_weights
+from inferlib.checkpoint.safetensors import SafetensorsSource
+from inferlib.checkpoint.source import CheckpointError, TensorSource
+from inferlib.models.abstract import AbstractModel
+from inferlib.models.config import ModelConfig
+from inferlib.models.families import config_from_hf, family_of
+from inferlib.sharding.shards import Shards
+from inferlib.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """An opened checkpoint: its Hugging Face config, tensors and tokenizer (None if it has none)."""
+
+    path: Path
+    hf: dict[str, Any]
+    config: ModelConfig
+    source: TensorSource | LaidOutWeights
+    tokenizer: Tokenizer | None
+
+    @staticmethod
+    def open(model: str | Path) -> ModelFiles:
+        """A Hugging Face directory, one that `convert` wrote, a `.gguf` file or a known name.
+
+        Raises CheckpointError or ConfigError.
+        """
+        path = resolve(model)
+        if path.suffix == ".gguf":
+            gguf = GGUFCheckpoint(path)
+            return ModelFiles(path, gguf.config(), config_from_hf(gguf.config()), gguf, gguf.tokenizer())
+        file = path / "config.json"
+        if not file.exists():
+            raise CheckpointError(
+                f"{path} has no config.json: a model is a Hugging Face or converted directory or a .gguf file"
+            )
+        try:
+            hf = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+        if not isinstance(hf, dict):
+            raise CheckpointError(f"{file} must hold a JSON object, it holds a {type(hf).__name__}")
+        config = config_from_hf(hf)
+        tokenizer = Tokenizer.from_directory(path) if (path / "tokenizer.json").exists() else None
+        source = LaidOutWeights(path, hf) if LaidOutWeights.are_in(path) else SafetensorsSource(path)
+        return ModelFiles(path, hf, config, source, tokenizer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored tensors."""
+        return sum(self.source.nbytes(name) for name in self.source.names())
+
+    def load(
+        self,
+        model: AbstractModel,
+        *,
+        shards: Shards = Shards(),  # noqa: B008
+        progress: bool = False,
+    ) -> tuple[jax.Array, ...]:
+        """The weights in the order of `model.specs`, on their devices; see `load_weights`."""
+        if isinstance(self.source, LaidOutWeights):
+            return self.source.load(model, shards=shards, progress=progress)
+        return load_weights(self.source, family_of(self.hf), model, shards=shards, progress=progress)
+
+    def save_description(self, directory: Path) -> None:
+        """Write all but the tensors, as a Hugging Face directory has it."""
+        if self.path.is_dir():
+            for name in ("config.json", *Tokenizer.FILES):
+                if (self.path / name).exists():
+                    shutil.copyfile(self.path / name, directory / name)
+            return
+        (directory / "config.json").write_text(json.dumps(self.hf, indent=2), encoding="utf-8")
+        if self.tokenizer is not None:
+            self.tokenizer.save(directory)
