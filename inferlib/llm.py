@@ -58,8 +58,8 @@ class LLM:
     `convert` wrote, or a known name ("smollm2"). dtype: "float32", "bfloat16" or "float16" of weights, cache and
     activations; None: float32 on CPU, else bfloat16. max_batch: sequences decoded together. max_len: longest prompt
     plus output in tokens; None: the model's context, at most 2048. buckets: static shapes to compile for. parallel:
-    devices to split over, such as "tp=4" or "cp=2,tp=4", or a `Parallelism`; None: one device. seed: of requests that
-    give none.
+    devices to split over, such as "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; None: one device. seed: of requests
+    that give none.
 
     Raises CheckpointError, ConfigError, ConfigurationError, ShardingError or PeerError before device work.
     """

@@ -84,7 +84,7 @@ def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
     it, rows, max_len = deployed(name, "v5e-8", parallel), 4, 4096
     shards = planned_shards(it.parallel)
     batch = rows * it.parallel.data
-    model = abstract_model(it.config, "bfloat16", scan=True, shards=it.parallel.tensor)
+    model = abstract_model(it.config, "bfloat16", scan=True, shards=shards)
     plan = plan_cache(model, rows=batch, max_len=max_len, chunk=512, dtype="bfloat16")
     engine = EngineConfig.make("tpu", batch, max_len, shards=shards)
     told = explain(model, plan, engine, [ProgramKey("greedy", rows, max_len, steps=8)])

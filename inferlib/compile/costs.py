@@ -216,12 +216,14 @@ def _local(shards: Shards, names: Sequence[str | None], shape: tuple[int, ...]) 
 
 @lru_cache(maxsize=64)
 def _abstract(config: ModelConfig, parallel: Parallelism) -> AbstractModel:
-    return abstract_model(config, "bfloat16", scan=True, shards=planned_shards(parallel).tensor)
+    return abstract_model(config, "bfloat16", scan=True, shards=planned_shards(parallel))
 
 
 @lru_cache(maxsize=1024)
 def _collectives(config: ModelConfig, parallel: Parallelism, key: ProgramKey) -> tuple[Collective, ...]:
-    return explain_step(_abstract(config, parallel), planned_shards(parallel), key).collectives
+    model, rows = _abstract(config, parallel), key.rows or 1
+    plan = plan_cache(model, rows=rows, max_len=key.limit, chunk=key.chunk or 1, dtype="bfloat16")
+    return explain_step(model, plan, planned_shards(parallel), key).collectives
 
 
 def _matrices(model: AbstractModel, shards: Shards, quantization: Quantization | None) -> tuple[Matrix, ...]:

@@ -18,6 +18,7 @@ from inferlib.models.families import config_from_hf
 from inferlib.models.layout import Layout, head_layout
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import planned_shards
+from tests.counted_reads import CountedReads
 from tests.sharding.conftest import load
 
 # ---- layouts
@@ -153,27 +154,6 @@ def test_loaded_weights_are_laid_out(shape, parallel, shape_of, programs_of):
     for spec, weight in zip(model.specs, load(shape_of(shape), model, shards), strict=True):
         assert weight.sharding.is_equivalent_to(shards.sharding(spec.axes), weight.ndim), spec.name
         np.testing.assert_array_equal(np.asarray(weight), laid_out(source.read, spec, model), err_msg=spec.name)
-
-
-class CountedReads:
-    """A source that notes the bytes of each part that is taken from what it read."""
-
-    def __init__(self, source: SafetensorsSource):
-        self._source, self.taken = source, {}
-
-    def __getattr__(self, name: str):
-        return getattr(self._source, name)
-
-    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        taken = self.taken.setdefault(name, [])
-
-        class View(np.ndarray):
-            def __getitem__(self, index):
-                part = np.asarray(super().__getitem__(index))
-                taken.append(part.nbytes)
-                return part
-
-        return self._source.read(name, rows).view(View)
 
 
 @pytest.mark.parametrize(
