@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
 
 # Replicas of the whole model; and the split of weights, heads and vocabulary.
 DATA, TENSOR = "data", "tensor"
@@ -67,5 +68,7 @@ def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None
     if parallel.devices > len(devices):
         raise ShardingError(f"parallel={parallel} needs {parallel.devices} devices, and there are {len(devices)}")
     if parallel.devices == len(devices) and devices[0].platform == "tpu":
-        return jax.make_mesh(shape, (DATA, TENSOR), devices=devices, axis_types=(AxisType.Auto,) * 2)
+        # The tensor axis may be shorter than an axis of the torus, as 8 on 16 x 16 x 16.
+        placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(placed, (DATA, TENSOR))
     return Mesh(np.array(devices[: parallel.devices]).reshape(shape), (DATA, TENSOR))
