@@ -1,4 +1,4 @@
-"""The command line: `inferlib generate` and `inferlib info`.
+"""The command line: `inferlib generate`, `info`, `targets`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -9,6 +9,7 @@ import typer
 
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
+from inferlib.cli.targets import targets
 
 app = typer.Typer(
     help="Generate text with large language models, in JAX.",
@@ -18,3 +19,4 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(info)
+app.command()(targets)
