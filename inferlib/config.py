@@ -64,7 +64,7 @@ class EngineConfig:
 
     decode_steps: tokens per row and dispatch of a decode program. in_flight: dispatches the host runs ahead
     of the results it has seen. scan: repeating layers are stacked and scanned instead of unrolled.
-    platform: "cpu", "gpu", "tpu". shards: the mesh; each of its replicas holds an equal share of the rows.
+    free_layouts: the compiler chooses how weights lie in memory. platform: "cpu", "gpu", "tpu". shards: the mesh; each of its replicas holds an equal share of the rows.
     """
 
     max_batch: int
@@ -74,6 +74,7 @@ class EngineConfig:
     decode_steps: int = 8
     in_flight: int = 2
     scan: bool = False
+    free_layouts: bool = False
     backend: Backend = field(default_factory=Backend)
     shards: Shards = field(default_factory=Shards)
 
@@ -125,7 +126,7 @@ class EngineConfig:
         buckets: Buckets | None = None,
         shards: Shards | None = None,
     ):
-        """Defaults of a platform: scanned layers on TPU; one step per dispatch on GPU, where a device loop
+        """Defaults of a platform: scanned layers and free layouts on TPU; one step per dispatch on GPU, where a device loop
         would wait for its condition at every step."""
         backend = Backend.for_platform(platform)
         buckets = buckets or Buckets.default(max_batch, max_len, ragged=backend.decode_attention == "pallas")
@@ -136,6 +137,7 @@ class EngineConfig:
             platform=platform,
             decode_steps=1 if platform == "gpu" else 8,
             scan=platform == "tpu",
+            free_layouts=platform == "tpu",
             backend=backend,
             shards=shards or Shards(),
         )

@@ -92,15 +92,16 @@ class Attention(nnx.Module):
     def attend(self, q: jax.Array, cache: LayerCache, ctx: StepContext) -> jax.Array:
         """The chunks' queries by the prefill contract, the rows' by the decode contract: [T, K, G, h]."""
         spec, batch = self.spec, ctx.batch
-        k, v = cache.read()
         options = dict(scale=spec.scale, window=spec.window, softcap=spec.softcap, ring=cache.ring, limit=ctx.limit)
         parts = []
         split = math.prod(batch.chunk_tokens.shape)
         if split:
+            k, v = cache.read(cache.rows, ctx.limit)
             chunks = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])
             out, _ = prefill_attention(chunks, k, v, batch.chunk_rows, batch.chunk_starts, **options)
             parts.append(out.reshape(split, *q.shape[1:]))
         if split < q.shape[0]:
+            k, v = cache.read(q.shape[0] - split, ctx.limit)
             backend = ctx.backend.decode_attention
             out, _ = decode_attention(q[split:], k, v, batch.decode_lengths, backend=backend, **options)
             parts.append(out)
