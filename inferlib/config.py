@@ -64,7 +64,8 @@ class EngineConfig:
 
     decode_steps: tokens per row and dispatch of a decode program. in_flight: dispatches the host runs ahead
     of the results it has seen. scan: repeating layers are stacked and scanned instead of unrolled.
-    free_layouts: the compiler chooses how weights lie in memory. platform: "cpu", "gpu", "tpu". shards: the mesh; each of its replicas holds an equal share of the rows.
+    platform: "cpu", "gpu", "tpu". free_layouts: the compiler chooses how weights lie in memory. shards: the mesh; each
+    of its replicas holds an equal share of the rows.
     """
 
     max_batch: int
@@ -126,8 +127,8 @@ class EngineConfig:
         buckets: Buckets | None = None,
         shards: Shards | None = None,
     ):
-        """Defaults of a platform: scanned layers and free layouts on TPU; one step per dispatch on GPU, where a device loop
-        would wait for its condition at every step."""
+        """Defaults of a platform: scanned layers and free layouts on TPU; one step per dispatch on GPU, where a
+        device loop would wait for its condition at every step."""
         backend = Backend.for_platform(platform)
         buckets = buckets or Buckets.default(max_batch, max_len, ragged=backend.decode_attention == "pallas")
         return EngineConfig(

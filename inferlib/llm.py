@@ -18,8 +18,10 @@ from inferlib.checkpoint.known import resolve
 from inferlib.checkpoint.load import load_weights
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.source import CheckpointError, TensorSource
+from inferlib.compile.artifacts import Artifacts
 from inferlib.compile.counter import compilations
-from inferlib.compile.program_set import planned_keys
+from inferlib.compile.deployment import DTYPES
+from inferlib.compile.program_set import ProgramSet, planned_keys
 from inferlib.config import Buckets, EngineConfig
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
 from inferlib.engine.sequence import Sequence as EngineSequence
@@ -37,7 +39,6 @@ from inferlib.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,13 @@ class LLM:
 
     model: a Hugging Face directory (config.json, safetensors, tokenizer.json), a `.gguf` file, or a known name
     ("smollm2"). dtype: "float32", "bfloat16" or "float16" of weights, cache and activations; None: float32 on CPU,
-    else bfloat16. max_batch: sequences decoded together. max_len: longest prompt plus output in tokens; None: the
-    model's context, at most 2048. buckets: static shapes to compile for. parallel: devices to split over, such as
-    "tp=4,dp=2" or a `Parallelism`; None: one device. seed: of requests that give none.
+    else bfloat16. max_batch: sequences decoded together, by default 8. max_len: longest prompt plus output in tokens;
+    None: the model's context, at most 2048. buckets: static shapes to compile for. parallel: devices to split over,
+    such as "tp=4,dp=2" or a `Parallelism`; None: one device. artifacts: a directory of `inferlib compile`: its programs run
+    and none is ever compiled; what else is given must agree with it. seed: of requests that give none.
 
-    Raises CheckpointError, ConfigError, ConfigurationError or ShardingError before anything reaches a device.
+    Raises ArtifactError, CheckpointError, ConfigError, ConfigurationError or ShardingError before anything reaches a
+    device.
     """
 
     def __init__(
@@ -103,30 +106,36 @@ class LLM:
         model: str | Path,
         *,
         dtype: str | None = None,
-        max_batch: int = 8,
+        max_batch: int | None = None,
         max_len: int | None = None,
         buckets: Buckets | None = None,
         parallel: str | Parallelism | None = None,
+        artifacts: str | Path | None = None,
         seed: int = 0,
         progress: bool | None = None,
     ):
-        platform = jax.devices()[0].platform
         files = ModelFiles.open(model)
         self.model_config, self.tokenizer = files.config, files.tokenizer
-        dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
-        if dtype not in _DTYPES:
-            raise ValueError(f"dtype {dtype!r} is not supported; choose one of {', '.join(_DTYPES)}")
-        max_len = min(files.config.context, 2048) if max_len is None else max_len
-        if max_len > files.config.context:
-            raise ValueError(f"max_len {max_len} exceeds the model's context of {files.config.context} tokens")
-        shards = make_shards(Parallelism.parse(parallel) if isinstance(parallel, str) else parallel)
-        self.config = EngineConfig.make(platform, max_batch, max_len, buckets, shards)
         self.progress = on_terminal() if progress is None else progress
         self.seed = seed
-        abstract = abstract_model(files.config, dtype, scan=self.config.scan, shards=shards.tensor)
-        family = family_of(files.hf)
-        weights = load_weights(files.source, family, abstract, shards=shards, progress=self.progress)
-        self.engine = Engine(abstract, weights, self.config)
+        parallel = Parallelism.parse(parallel) if isinstance(parallel, str) else parallel
+        settings = dict(dtype=dtype, max_batch=max_batch, max_len=max_len, buckets=buckets, parallel=parallel)
+        if artifacts is None:
+            programs = _plan_programs(files.config, **settings)
+        else:
+            stored = Artifacts.open(artifacts)
+            stored.check(files.config, settings)
+            programs = stored.load()
+        self.config = programs.config
+        weights = load_weights(
+            files.source,
+            family_of(files.hf),
+            programs.model,
+            shards=self.config.shards,
+            formats=programs.formats,
+            progress=self.progress,
+        )
+        self.engine = Engine(programs.model, weights, self.config, programs)
         self._ids = itertools.count()
         self._requests: dict[EngineSequence, OutputText] = {}
 
@@ -376,6 +385,30 @@ class LLM:
 
     def _piece(self, token: int) -> str | None:
         return self.tokenizer.decode([token], skip_special_tokens=False) if self.tokenizer else None
+
+
+def _plan_programs(
+    model: ModelConfig,
+    *,
+    dtype: str | None,
+    max_batch: int | None,
+    max_len: int | None,
+    buckets: Buckets | None,
+    parallel: Parallelism | None,
+) -> ProgramSet:
+    """The programs of `LLM`'s arguments; where layouts are free, they are chosen now, before weights are loaded."""
+    platform = jax.devices()[0].platform
+    dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
+    max_len = min(model.context, 2048) if max_len is None else max_len
+    if max_len > model.context:
+        raise ValueError(f"max_len {max_len} exceeds the model's context of {model.context} tokens")
+    shards = make_shards(parallel)
+    config = EngineConfig.make(platform, 8 if max_batch is None else max_batch, max_len, buckets, shards)
+    programs = ProgramSet.make(abstract_model(model, dtype, scan=config.scan, shards=shards.tensor), config)
+    programs.choose_layouts()
+    return programs
 
 
 def _mean_itl(sequences: list[EngineSequence]) -> float | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import NamedSharding
 
 from inferlib.checkpoint.assemble import Piece, assemble, layer_pieces, top_pieces
@@ -65,39 +67,41 @@ def load_weights(
     model: AbstractModel,
     *,
     shards: Shards = Shards(),  # noqa: B008
+    formats: Sequence[Format | NamedSharding | None] | None = None,
     progress: bool = False,
 ) -> tuple[jax.Array, ...]:
     """The weights of `model` in the order of `model.specs`, read tensor by tensor from `source`.
 
     Tensors are moved to the device as stored and laid out there, so the host holds a few of them at a
-    time. On a mesh each device reads its own part of a tensor. progress: show bytes and rate.
+    time. On a mesh each device reads its own part of a tensor. formats: where each weight goes and in which layout;
+    None: where `shards` says, in the usual one. progress: show bytes and rate.
     """
     items = plan_load(source, family, model)
     total = sum(source.nbytes(name) for name in {p.tensor for i in items for layer in i.pieces for p in layer})
     weights = []
     with ByteProgress("loading weights", total, show=progress) as bar:
-        for item in items:
+        for i, item in enumerate(items):
             weight, layers = item.weight, []
-            axes_of_one = weight.axes[1:] if len(item.pieces) > 1 else weight.axes
-            lay_out = _jit_assemble(shards.sharding(axes_of_one))
+            format = formats[i] if formats else shards.sharding(weight.axes)
+            lay_out = _jit_assemble(shards.sharding(weight.axes[1:]) if len(item.pieces) > 1 else format)
             for pieces in item.pieces:
                 arrays = [_read(source, piece, weight.part, shards) for piece in pieces]
                 layers.append(lay_out(model.layout, item.layer, weight.part, weight.dtype.name, *arrays))
                 bar.advance(sum(_read_bytes(source, p) for p in pieces))
-            weights.append(_jit_stack(shards.sharding(weight.axes))(layers) if len(layers) > 1 else layers[0])
+            weights.append(_jit_stack(format)(layers) if len(layers) > 1 else layers[0])
             # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
             weights[-1].block_until_ready()
     return tuple(weights)
 
 
 @cache
-def _jit_assemble(sharding: NamedSharding | None):
-    return jax.jit(assemble, static_argnums=(0, 1, 2, 3), out_shardings=sharding)
+def _jit_assemble(format: Format | NamedSharding | None):
+    return jax.jit(assemble, static_argnums=(0, 1, 2, 3), out_shardings=format)
 
 
 @cache
-def _jit_stack(sharding: NamedSharding | None):
-    return jax.jit(jnp.stack, out_shardings=sharding)
+def _jit_stack(format: Format | NamedSharding | None):
+    return jax.jit(jnp.stack, out_shardings=format)
 
 
 def _read(source: TensorSource, piece: Piece, part: str, shards: Shards) -> np.ndarray | jax.Array:

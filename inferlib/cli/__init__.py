@@ -1,4 +1,4 @@
-"""The command line: `inferlib generate`, `info`, `targets`.
+"""The command line: `inferlib generate`, `info`, `targets`, `compile`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from inferlib.cli.compile import compile
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
 from inferlib.cli.targets import targets
@@ -20,3 +21,4 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(info)
 app.command()(targets)
+app.command()(compile)

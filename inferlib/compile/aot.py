@@ -24,7 +24,7 @@ from inferlib.compile.targets import Target
 Status = Literal["compiled", "reused", "too large", "failed"]
 
 
-class CompileError(RuntimeError):
+class CompileError(ValueError):
     """Programs cannot be compiled here; the message says what is missing."""
 
 
@@ -120,7 +120,7 @@ class _Worker:
     def __init__(self, deployment: Deployment):
         self._deployment = deployment
         self._process: subprocess.Popen | None = None
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
 
     def compile(self, key: ProgramKey, layouts: list | None, path: Path) -> Outcome:
         self._errors.truncate(0)

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax.experimental.layout import Layout
 
-from inferlib.cache.plan import plan_cache
 from inferlib.compile.program_set import ProgramSet, planned_keys
 from inferlib.compile.programs import Mode, ProgramKey
 from inferlib.compile.targets import Target, parse_target
@@ -42,7 +41,7 @@ class Deployment:
     target: str
     dtype: str
     buckets: Buckets
-    parallel: Parallelism = Parallelism()
+    parallel: Parallelism = field(default_factory=Parallelism)
     modes: tuple[Mode, ...] = ("greedy", "sample")
 
     def __post_init__(self):
@@ -90,9 +89,7 @@ class Deployment:
         """Its programs, traced for `shards` (see `shards`, and `planned_shards` where there are no devices)."""
         config = self.config(shards)
         model = abstract_model(self.model, self.dtype, scan=config.scan, shards=shards.tensor)
-        chunk = self.buckets.prefill[-1]
-        plan = plan_cache(model, rows=self.max_batch, max_len=self.max_len, chunk=chunk, dtype=self.dtype)
-        return ProgramSet(model, plan, config, layouts)
+        return ProgramSet.make(model, config, layouts)
 
     def planned(self) -> ProgramSet:
         """Its programs where there are no devices: to budget with."""

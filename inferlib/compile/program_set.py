@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from inferlib.cache.plan import CachePlan
+from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
@@ -49,6 +49,18 @@ class ProgramSet:
         self._compiled: dict[ProgramKey, Callable] = {}
         self._planned = frozenset(planned_keys(config))
         self._lock = threading.Lock()
+
+    @staticmethod
+    def make(model: AbstractModel, config: EngineConfig, layouts: Sequence[Layout] | None = None) -> ProgramSet:
+        """The programs and the cache of an engine, in the model's dtype."""
+        plan = plan_cache(
+            model,
+            rows=config.max_batch,
+            max_len=config.max_len,
+            chunk=config.buckets.prefill[-1],
+            dtype=model.specs[0].dtype,
+        )
+        return ProgramSet(model, plan, config, layouts)
 
     @property
     def compiled(self) -> int:

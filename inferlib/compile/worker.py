@@ -36,7 +36,8 @@ def main() -> None:
         job = json.loads(line)
         layouts = job["layouts"] and [layout_from_json(layout) for layout in job["layouts"]]
         try:
-            answer = _compile(deployment.program_set(shards, layouts), ProgramKey(**job["key"]), Path(job["path"]))
+            programs = deployment.program_set(shards, layouts)
+            answer = _compile(programs, ProgramKey(**job["key"]), Path(job["path"]))
         except Exception as error:
             traceback.print_exc()
             answer = {"error": str(error) or type(error).__name__}
@@ -64,8 +65,9 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
     memory, module = compiled.memory_analysis(), Module(compiled.as_text())
     weights, cache = len(programs.model.specs), 2 * len(programs.plan.blocks)
     cost = module.cost
+    chosen = [layout_to_json(f.layout) for f in compiled.input_formats[0][0]] if programs.layouts is None else None
     return {
-        "layouts": [layout_to_json(f.layout) for f in compiled.input_formats[0][0]],
+        "layouts": chosen,
         "device_kind": compiled.input_shardings[0][0][0]._device_assignment[0].device_kind,
         "trace_seconds": traced - start,
         "compile_seconds": done - traced,
