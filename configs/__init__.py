@@ -1,4 +1,4 @@
-"""Model shapes by name, as data: each YAML file is a Hugging Face config dictionary."""
+"""Model shapes (each YAML file is a Hugging Face config dictionary) and deployment plans by name, as data."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def load(name: str) -> dict[str, Any]:
     if name not in names():
         raise KeyError(f"no model shape is called {name!r}; known: {', '.join(names())}")
     return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def plan_names() -> tuple[str, ...]:
+    """The names that `plan_text` knows."""
+    return tuple(sorted(path.stem for path in (_FOLDER / "plans").glob("*.yaml")))
+
+
+def plan_text(name: str) -> str:
+    """The YAML text of a deployment plan (see `inferlib.compile.plans`)."""
+    return (_FOLDER / "plans" / f"{name}.yaml").read_text(encoding="utf-8")

@@ -94,8 +94,8 @@ class LLM:
     ("smollm2"). dtype: "float32", "bfloat16" or "float16" of weights, cache and activations; None: float32 on CPU,
     else bfloat16. max_batch: sequences decoded together, by default 8. max_len: longest prompt plus output in tokens;
     None: the model's context, at most 2048. buckets: static shapes to compile for. parallel: devices to split over,
-    such as "tp=4,dp=2" or a `Parallelism`; None: one device. artifacts: a directory of `inferlib compile`: its programs run
-    and none is ever compiled; what else is given must agree with it. seed: of requests that give none.
+    such as "tp=4,dp=2" or a `Parallelism`; None: one device. artifacts: a directory of `inferlib compile`: its
+    programs run and none is ever compiled; what else is given must agree with it. seed: of requests that give none.
 
     Raises ArtifactError, CheckpointError, ConfigError, ConfigurationError or ShardingError before anything reaches a
     device.

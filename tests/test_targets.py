@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from inferlib.cli import app
+from inferlib.compile.network import place
 from inferlib.compile.targets import CHIPS, TargetError, parse_target, target_names
 
 
@@ -99,25 +100,60 @@ def test_command():
     assert "v6e-8" in wrong.output
 
 
-_ASK_COMPILER = """
+# ---- the TPU compiler's own topologies, asked for in a process of its own
+
+with_compiler = pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install 'inferlib[tpu]'")
+
+
+def ask_compiler(code: str, argument) -> dict:
+    """What `code`, given `devices(name, options)` and `argument`, leaves in `answer`."""
+    code = f"""
 import json, sys
 from jax.experimental import topologies
-counts = {}
-for name, options in json.loads(sys.argv[1]):
-    counts[name] = len(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
-print(json.dumps(counts))
+def devices(name, options):
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
+argument = json.loads(sys.argv[1])
+{code}
+print(json.dumps(answer))
 """
+    env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
+    env |= {"TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
+    command = [sys.executable, "-c", code, json.dumps(argument)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: pip install 'inferlib[tpu]'")
+@with_compiler
 def test_the_compiler_has_these_slices():
     targets = [parse_target(name) for name in target_names()]
     targets = [t for t in targets if t.platform == "tpu" and t.devices <= 512]
-    names = json.dumps([(t.topology_name, dict(t.topology_options)) for t in targets])
-    env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "TPU_ACCELERATOR_TYPE": "v5litepod-8"}
-    env |= {"TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"}
-    run = subprocess.run(
-        [sys.executable, "-c", _ASK_COMPILER, names], env=env, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout.splitlines()[-1]) == {t.topology_name: t.devices for t in targets}
+    code = "answer = {name: len(devices(name, options)) for name, options in argument}"
+    counts = ask_compiler(code, [(t.topology_name, dict(t.topology_options)) for t in targets])
+    assert counts == {t.topology_name: t.devices for t in targets}
+
+
+@with_compiler
+def test_meshes_lie_where_jax_lays_them():
+    """The chips along each axis of the network, and the devices of a chip, that a row of the tensor axis spans."""
+    code = """
+import jax
+answer = []
+for name, options, data, tensor in argument:
+    row = jax.make_mesh((data, tensor), ("data", "tensor"), devices=devices(name, options)).devices[0]
+    spans = [len({d.coords[i] for d in row}) for i in range(3)]
+    answer.append([sorted(n for n in spans if n > 1), len({d.core_on_chip for d in row})])
+"""
+    meshes = []
+    for name in ("v5e-8", "v5e-16", "v5e-256", "v6e-8", "v5p-8", "v5p-64", "v7x-8", "v7x-16", "v4-128"):
+        target = parse_target(name)
+        meshes += [(target, target.devices // n, n) for n in (2, 4, 8, 16, 32) if target.devices % n == 0]
+    # JAX orders the eight chips of one host its own way, and v4's cube it does not split.
+    meshes = [
+        (t, d, n) for t, d, n in meshes if (t.topology, n) != ((2, 4), 4) and (t.chip.name != "v4" or n in (4, 16))
+    ]
+    ours = []
+    for target, data, tensor in meshes:
+        span = place(target, (("data", data), ("tensor", tensor))).spans["tensor"]
+        ours.append([sorted(size for size, _ in span.dims), span.die])
+    assert ours == ask_compiler(code, [(t.topology_name, dict(t.topology_options), d, n) for t, d, n in meshes])

@@ -1,4 +1,4 @@
-"""The command line: `inferlib generate`, `info`, `targets`, `compile`.
+"""The command line: `inferlib generate`, `compile`, `info`, `plan`, `targets`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -10,6 +10,7 @@ import typer
 from inferlib.cli.compile import compile
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
+from inferlib.cli.plan import plan
 from inferlib.cli.targets import targets
 
 app = typer.Typer(
@@ -20,5 +21,6 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(info)
+app.command()(plan)
 app.command()(targets)
 app.command()(compile)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from inferlib.compile.deployment import Deployment
     from inferlib.compile.programs import ProgramKey
 
+_BUCKETS = {"prefill": "32,128,512", "batch": "1,8", "cache": "2048"}
+
 
 def compile(
     model: Annotated[
@@ -33,20 +35,29 @@ def compile(
     config: Annotated[
         str | None, typer.Option(help="Instead of a model, a shape that comes with inferlib, by name.")
     ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help="Instead of all that, a deployment plan that comes with inferlib, or a .yaml file."),
+    ] = None,
     target: Annotated[
-        str, typer.Option(help="cpu, cuda, or a TPU slice such as v5e-8, v6e:2x4, v5p:4x4x4 (see inferlib targets).")
-    ] = "cpu",
+        str | None, typer.Option(help="cpu, cuda or a TPU slice such as v5e-8, v6e:2x4 (see inferlib targets).")
+    ] = None,
     parallel: Annotated[
         str | None, typer.Option(help="Devices to split over, such as tp=4,dp=2; by default all of a TPU's on tp.")
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; by default float32 on CPU, else bfloat16.")
     ] = None,
-    prefill_buckets: Annotated[str, typer.Option(help="Tokens of prefill chunks, ascending.")] = "32,128,512",
-    batch_buckets: Annotated[str, typer.Option(help="Rows decoded together; the last is the largest batch.")] = "1,8",
+    prefill_buckets: Annotated[
+        str | None, typer.Option(help="Tokens of prefill chunks, ascending; by default 32,128,512.")
+    ] = None,
+    batch_buckets: Annotated[
+        str | None, typer.Option(help="Rows decoded together, the last being the largest batch; by default 1,8.")
+    ] = None,
     cache_buckets: Annotated[
-        str, typer.Option(help="Positions that attention reads; the last is the longest prompt plus output.")
-    ] = "2048",
+        str | None,
+        typer.Option(help="Positions that attention reads, the last being the longest sequence; by default 2048."),
+    ] = None,
     modes: Annotated[str, typer.Option(help="Sampling modes: greedy, sample, logprobs.")] = "greedy,sample",
     out: Annotated[
         Path | None, typer.Option(help="Directory for the programs, their manifest and the report; without: a report.")
@@ -59,8 +70,12 @@ def compile(
 
     For a TPU no TPU is needed. Exits with 1 if something does not compile, does not fit or copies the cache.
     """
-    if (model is None) == (config is None):
-        fail("give either a model or the name of a shape with --config")
+    if [model, config, plan].count(None) != 2:
+        fail("give either a model, the name of a shape with --config, or a plan with --plan")
+    settings = dict(target=target, parallel=parallel, dtype=dtype)
+    buckets = dict(prefill=prefill_buckets, batch=batch_buckets, cache=cache_buckets)
+    if plan and any((settings | buckets).values()):
+        fail("--plan says target, split, dtype and buckets: give none of them beside it")
     from inferlib.compile.aot import check_compiler, compile_programs
     from inferlib.compile.artifacts import ArtifactWriter
     from inferlib.compile.report import Report
@@ -70,16 +85,13 @@ def compile(
     with user_errors():
         if report is not None or out is not None:
             require_plots()
-        deployment = _deployment(
-            _model(model, config),
-            target=target,
-            parallel=parallel,
-            dtype=dtype,
-            buckets=[_sizes(text) for text in (prefill_buckets, batch_buckets, cache_buckets)],
-            modes=tuple(modes.split(",")),
-        )
+        words = tuple(modes.split(","))
+        if plan:
+            deployment = _planned(plan, words)
+        else:
+            deployment = _deployment(_model(model, config), **settings, buckets=buckets, modes=words)
         check_compiler(deployment.slice)
-    keys, name = deployment.keys(), model or config
+    keys, name = deployment.keys(), model or config or plan
     with contextlib.ExitStack() as stack:
         writer = ArtifactWriter(out, deployment) if out is not None else None
         if writer is not None:
@@ -128,10 +140,10 @@ def _model(model: str | None, config: str | None) -> Mapping[str, Any]:
 def _deployment(
     hf: Mapping[str, Any],
     *,
-    target: str,
+    target: str | None,
     parallel: str | None,
     dtype: str | None,
-    buckets: list[tuple[int, ...]],
+    buckets: Mapping[str, str | None],
     modes: tuple[str, ...],
 ) -> Deployment:
     from inferlib.compile.deployment import Deployment
@@ -139,14 +151,33 @@ def _deployment(
     from inferlib.config import Buckets
     from inferlib.sharding.mesh import Parallelism
 
-    chosen = parse_target(target)
+    chosen = parse_target(target or "cpu")
     devices = chosen.devices if chosen.platform == "tpu" else 1
     return Deployment(
         hf,
         target=str(chosen),
         dtype=dtype or ("float32" if chosen.platform == "cpu" else "bfloat16"),
-        buckets=Buckets(*buckets),
+        buckets=Buckets(**{name: _sizes(text or _BUCKETS[name]) for name, text in buckets.items()}),
         parallel=Parallelism(tensor=devices) if parallel is None else Parallelism.parse(parallel),
+        modes=modes,
+    )
+
+
+def _planned(name: str, modes: tuple[str, ...]) -> Deployment:
+    from inferlib import configs
+    from inferlib.compile.deployment import Deployment
+    from inferlib.compile.plans import load_plan
+    from inferlib.sharding.mesh import Parallelism
+
+    plan = load_plan(name)
+    if plan.quantization is not None:
+        raise ValueError(f"plan {name!r} has {plan.quantization} weights, which programs cannot hold yet")
+    return Deployment(
+        configs.load(plan.model),
+        target=str(plan.slice),
+        dtype=plan.dtype,
+        buckets=plan.engine.buckets,
+        parallel=Parallelism.parse(plan.parallel),
         modes=modes,
     )
 

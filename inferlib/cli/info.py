@@ -69,6 +69,11 @@ def info(
     write(json_line(facts).decode() if json else _render(facts, models["float32"], explanation))
 
 
+def model_config(model: str | None, shape: str | None) -> ModelConfig:
+    """The recipe of a model, or of a shape by name."""
+    return _shape(shape) if shape else _checkpoint(model)[0]
+
+
 def _checkpoint(model: str) -> tuple[ModelConfig, int]:
     """The recipe, and the bytes of the tensors in the files."""
     from inferlib.llm import ModelFiles

@@ -1,7 +1,8 @@
 """What compiled programs take and how fast they can be: memory, bytes, collectives, copies, times of each step.
 
-Times are the compiler's own estimate of cycles, never a measurement; they leave out collectives, which it does not
-estimate. The floor is what the chip's peak figures allow: weights and cache read once, or the FLOPs.
+Times are estimates, never a measurement: the compiler's own count of cycles, and for collectives, which it does not
+count, the cost model of `inferlib.compile.network`. The floor is what the chip's peak figures allow: weights and cache
+read once, or the FLOPs.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any
 from inferlib.cache.plan import CachePlan
 from inferlib.compile.aot import Outcome
 from inferlib.compile.deployment import Deployment
+from inferlib.compile.network import ATTAINED, place
 from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.targets import CHIPS, parse_target, target_names
 from inferlib.config import ConfigurationError
-from inferlib.sharding.mesh import ShardingError
+from inferlib.explain import explain_step
+from inferlib.sharding.mesh import DATA, TENSOR, ShardingError
 
 # Hz, inferred: with them the compiler's cycles of large matrix products meet the chips' published peaks.
 _CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e9}
@@ -62,7 +65,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """One program, per device and step. Bytes and seconds; None where the target or the compiler has no figure."""
+    """One program, per device and step. Bytes and seconds; None where the target or the compiler has no figure.
+
+    cycles: seconds of the compiler's estimate; network: of the collectives, modelled; estimate: both.
+    """
 
     key: ProgramKey
     outcome: Outcome
@@ -72,10 +78,15 @@ class ProgramReport:
     moved_bytes: int | None
     floor_bytes: int
     flops: int
-    estimate: float | None
+    cycles: float | None
+    network: float
     floor: float | None
     mbu: float | None
     mfu: float | None
+
+    @property
+    def estimate(self) -> float | None:
+        return None if self.cycles is None else self.cycles + self.network
 
     @property
     def fits(self) -> bool:
@@ -95,7 +106,7 @@ class ProgramReport:
 @dataclass(frozen=True)
 class Latency:
     """What follows for users from a bucket: TTFT of a prompt as long as a prefill bucket, or ITL and throughput of a
-    batch, at `limit` positions. Without collectives; seconds, estimated and at the floor."""
+    batch, at `limit` positions. Seconds, estimated and at the floor."""
 
     kind: str
     size: int
@@ -207,7 +218,7 @@ class Report:
             fields = {f: v for f, v in vars(p).items() if f not in ("key", "outcome")}
             programs.append(
                 {"program": str(p.key), "key": asdict(p.key), "status": p.outcome.status, "fits": p.fits}
-                | {"error": p.outcome.error, **fields, "collectives": p.collectives}
+                | {"error": p.outcome.error, **fields, "estimate": p.estimate, "collectives": p.collectives}
                 | {name: (p.outcome.facts or {}).get(name, []) for name in ("cache_copies", "weight_copies")}
                 | {name: (p.outcome.facts or {}).get(name) for name in ("trace_seconds", "compile_seconds", "uncosted")}
             )
@@ -236,8 +247,10 @@ def _program(deployment: Deployment, planned: ProgramSet, outcome: Outcome) -> P
     memory = facts.get("memory", {})
     floor_bytes, flops = _floor_bytes(planned, outcome.key), _flops(planned, outcome.key)
     bandwidth, rate = target.hbm_bandwidth, target.rate(deployment.dtype)
-    clock, cycles = _CLOCKS.get(target.chip.name), facts.get("cycles")
-    estimate = cycles / clock if clock and cycles else None
+    clock = _CLOCKS.get(target.chip.name)
+    cycles = facts["cycles"] / clock if clock and "cycles" in facts else None
+    network = _network(deployment, planned, outcome.key)
+    seconds = None if cycles is None else cycles + network
     floor = max(floor_bytes / bandwidth, flops / rate) if bandwidth and rate else None
     return ProgramReport(
         key=outcome.key,
@@ -248,11 +261,21 @@ def _program(deployment: Deployment, planned: ProgramSet, outcome: Outcome) -> P
         moved_bytes=facts.get("bytes"),
         floor_bytes=floor_bytes,
         flops=flops,
-        estimate=estimate,
+        cycles=cycles,
+        network=network,
         floor=floor,
-        mbu=floor_bytes / (bandwidth * estimate) if estimate and bandwidth else None,
-        mfu=flops / (rate * estimate) if estimate and rate else None,
+        mbu=floor_bytes / (bandwidth * seconds) if seconds else None,
+        mfu=flops / (rate * seconds) if seconds else None,
     )
+
+
+def _network(deployment: Deployment, planned: ProgramSet, key: ProgramKey) -> float:
+    """Seconds of a step's collectives, by the cost model."""
+    if deployment.slice.platform != "tpu":
+        return 0.0
+    network = place(deployment.slice, ((DATA, deployment.parallel.data), (TENSOR, deployment.parallel.tensor)))
+    promised = explain_step(planned.model, planned.config.shards, key).collectives
+    return sum(c.count * network.seconds(c, ATTAINED) for c in promised)
 
 
 def _tokens(key: ProgramKey) -> int:

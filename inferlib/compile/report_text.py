@@ -48,11 +48,13 @@ def _memory(report: Report) -> Table:
 
 
 def _time(report: Report) -> Table:
-    title = "A step on a device; times are the compiler's estimate without collectives, not measured"
-    table = _table(title, "moved", "floor", "", "estimate", "floor", "MBU", "MFU")
+    title = (
+        "A step on a device; times are estimates (cycles by the compiler, collectives by the cost model), not measured"
+    )
+    table = _table(title, "moved", "floor", "", "cycles", "collectives", "estimate", "floor", "MBU", "MFU")
     for p in report.programs:
         moved, ratio = _or(p.moved_bytes, gib), _or(p.moved_bytes and p.moved_bytes / p.floor_bytes, "{:.2f}x".format)
-        times = [_or(v, _ms) for v in (p.estimate, p.floor)]
+        times = [_or(v, _ms) for v in (p.cycles, p.network, p.estimate, p.floor)]
         table.add_row(
             str(p.key), moved, gib(p.floor_bytes), ratio, *times, *(_or(v, "{:.0%}".format) for v in (p.mbu, p.mfu))
         )

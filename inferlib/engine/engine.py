@@ -28,10 +28,10 @@ from inferlib.sharding import axes
 class EngineStats:
     """Counts and seconds since the start.
 
-    program_misses: programs that were not compiled yet when they were needed. compilations: by XLA in this process since
-    the engine was built, whoever asked. compile_seconds: finding programs, compilations included. enqueue_seconds: in the runtime, starting programs and
-    copies of their results. wait_seconds: for results. host_seconds: everything else, which is ours: scheduling
-    and bookkeeping.
+    program_misses: programs that were not compiled yet when they were needed. compilations: by XLA in this process
+    since the engine was built, whoever asked. compile_seconds: finding programs, compilations included.
+    enqueue_seconds: in the runtime, starting programs and copies of their results. wait_seconds: for results.
+    host_seconds: everything else, which is ours: scheduling and bookkeeping.
     """
 
     dispatches: int = 0

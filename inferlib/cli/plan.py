@@ -1,0 +1,183 @@
+"""`inferlib plan`: how to split a model over a target, and how fast that can be."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from inferlib.cli.output import fail, json_line, user_errors, write
+
+if TYPE_CHECKING:
+    from inferlib.compile.planner import Option, Ranking
+
+_BAR = 30  # characters of the longest
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Hugging Face directory, .gguf file or known name.", show_default=False),
+    ] = None,
+    *,
+    target: Annotated[str, typer.Option(help="What to run on, such as v5e-8; see `inferlib targets`.")],
+    config: Annotated[
+        str | None, typer.Option(help="Instead of a model, a shape that comes with inferlib, by name.")
+    ] = None,
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256,
+    concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 64,
+    slo: Annotated[str, typer.Option(help="Seconds that must hold, such as ttft=0.5,itl=0.02.")] = "",
+    dtype: Annotated[str | None, typer.Option(help="Only these weights: bfloat16 or int8; by default both.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 8,
+    plot: Annotated[Path | None, typer.Option(help="Write the frontier as a picture (.png, .svg, .pdf).")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Rank meshes, presets, weight dtypes and batch sizes for a workload, by an analytical cost model.
+
+    Needs no devices and no weights. Times are estimates from published figures.
+    """
+    if (model is None) == (config is None):
+        fail("give either a model or the name of a shape with --config")
+    if dtype not in (None, "bfloat16", "int8"):
+        fail(f"--dtype {dtype}: weights can be bfloat16 or int8")
+    from inferlib.cli.info import model_config
+    from inferlib.compile.planner import Slo, Workload, rank
+    from inferlib.compile.targets import parse_target
+
+    with user_errors():
+        quantizations = {None: (None, "int8"), "bfloat16": (None,), "int8": ("int8",)}[dtype]
+        workload = Workload(input_len, output_len, concurrency)
+        goal, slice_ = Slo.parse(slo), parse_target(target)
+        ranking = rank(model_config(model, config), slice_, workload, goal, quantizations)
+        if plot is not None:
+            _plot(ranking, model or config, plot)
+    write(json_line(_facts(ranking, model or config)).decode() if json else _render(ranking, model or config, top))
+
+
+def _facts(ranking: Ranking, model: str) -> dict[str, Any]:
+    return {
+        "model": model,
+        "target": ranking.target.name,
+        "workload": vars(ranking.workload),
+        "slo": vars(ranking.slo),
+        "meets_slo": ranking.meets,
+        "best": ranking.best.facts(),
+        "frontier": [option.facts() for option in ranking.frontier],
+        "options": [option.facts() for option in ranking.options],
+    }
+
+
+def _render(ranking: Ranking, model: str, top: int) -> str:
+    from inferlib.compile.network import ATTAINED
+
+    text, terminal = io.StringIO(), sys.stdout.isatty()
+    console = Console(file=text, force_terminal=terminal, width=None if terminal else 140)
+    work, target, best = ranking.workload, ranking.target, ranking.best
+    console.print(
+        f"{model} on {target} ({target.devices} devices): prompts of {work.input_len} tokens, answers of "
+        f"{work.output_len}, {work.concurrency} at a time",
+        highlight=False,
+    )
+    console.print(_ranked(ranking, top), _frontier(ranking.frontier), highlight=False)
+    if not ranking.meets:
+        console.print(f"[bold]Nothing meets {_slo(ranking)}[/]; the nearest:", highlight=False)
+    console.print(
+        f"[bold]Best[/]: --parallel {best.deployed.parallel} --max-batch {best.batch} --max-len {work.max_len}, "
+        f"{best.deployed.quantization or 'bfloat16'} weights: TTFT {_ms(best.ttft)}, ITL {_ms(best.itl)}, "
+        f"{best.throughput:,.0f} tokens/s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"[dim]Estimates from published figures, of which memory attains {ATTAINED.memory:.0%}, matrix products "
+        f"{ATTAINED.compute:.0%} and links {ATTAINED.link:.0%}; a hop takes {ATTAINED.latency:.1f} times as long. "
+        "The floor is a decode step with all attained and overlapped.[/]",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return text.getvalue()
+
+
+def _ranked(ranking: Ranking, top: int) -> Table:
+    """The best batch of each mesh and dtype."""
+    table = Table(box=SIMPLE_HEAD)
+    for title in ("parallel", "weights"):
+        table.add_column(title, no_wrap=True)
+    for title in ("batch", "TTFT", "ITL", "step", "floor", "tokens/s", "per chip", "HBM", "of it"):
+        table.add_column(title, justify="right")
+    table.add_column("bound by")
+    seen: dict[tuple[str, str], Option] = {}
+    for option in ranking.options:
+        seen.setdefault((str(option.deployed.parallel), option.deployed.quantization or "bfloat16"), option)
+    for (parallel, weights), option in list(seen.items())[:top]:
+        table.add_row(
+            parallel,
+            weights,
+            str(option.batch),
+            _ms(option.ttft),
+            _ms(option.itl),
+            _ms(option.decode.seconds),
+            _ms(option.decode.floor),
+            f"{option.throughput:,.0f}",
+            f"{option.per_chip:,.0f}",
+            f"{option.memory.total / 1024**3:.1f} GiB",
+            f"{option.memory.total / ranking.target.hbm_bytes:.0%}",
+            option.decode.bound,
+        )
+    return table
+
+
+def _frontier(options: tuple[Option, ...]) -> Table:
+    table = Table(box=SIMPLE_HEAD, title="Frontier: speed for a user against throughput", title_justify="left")
+    for title in ("tokens/s of a user", "TTFT", "batch"):
+        table.add_column(title, justify="right")
+    table.add_column("parallel, weights", no_wrap=True)
+    table.add_column("tokens/s per chip", no_wrap=True)
+    most = max(option.per_chip for option in options)
+    for option in options:
+        bar = "█" * max(1, round(_BAR * option.per_chip / most))
+        how = f"{option.deployed.parallel} {option.deployed.quantization or 'bfloat16'}"
+        table.add_row(
+            f"{1 / option.itl:,.0f}", _ms(option.ttft), str(option.batch), how, f"{bar} {option.per_chip:,.0f}"
+        )
+    return table
+
+
+def _slo(ranking: Ranking) -> str:
+    limits = (("TTFT", ranking.slo.ttft), ("ITL", ranking.slo.itl))
+    return " and ".join(f"{name} {_ms(seconds)}" for name, seconds in limits if seconds is not None)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _plot(ranking: Ranking, model: str, path: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        fail("--plot needs matplotlib: pip install matplotlib")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for weights in dict.fromkeys(o.deployed.quantization for o in ranking.options):
+        options = [o for o in ranking.options if o.deployed.quantization == weights]
+        speeds, rates = [1 / o.itl for o in options], [o.per_chip for o in options]
+        axes.scatter(speeds, rates, s=12, alpha=0.4, label=f"{weights or 'bfloat16'} weights")
+    front = ranking.frontier
+    axes.plot([1 / o.itl for o in front], [o.per_chip for o in front], "k.-", label="frontier")
+    for option in dict.fromkeys((front[0], ranking.best)):
+        label = f"{option.deployed.parallel}, batch {option.batch} "
+        axes.annotate(label, (1 / option.itl, option.per_chip), fontsize=8, ha="right", va="top")
+    axes.set(xscale="log", yscale="log", xlabel="tokens/s of a user", ylabel="tokens/s per chip")
+    work = ranking.workload
+    axes.set_title(f"{model} on {ranking.target}, {work.input_len} + {work.output_len} tokens (estimates)", fontsize=10)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.savefig(path)

@@ -1,0 +1,249 @@
+"""Planning: which mesh, preset, weight dtype and batch suit a workload on a target, ranked by the cost model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from inferlib.compile.costs import Deployed, Memory, Quantization, StepTime, step_time
+from inferlib.compile.targets import CHIPS, Target, TargetError, parse_target, target_names
+from inferlib.models.config import ModelConfig
+from inferlib.sharding.mesh import Parallelism
+
+_PRESETS = ("tp", "tp_sp")
+_LONGEST_CHUNK = 1024  # of a prefill: enough tokens to be bound by compute on every chip
+_WIDEST = 64  # devices on the tensor axis, at most: beyond, a step is all latency
+
+
+class PlanError(ValueError):
+    """A workload that cannot be planned; the message says what would do."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of `input_len` prompt tokens and `output_len` generated ones, `concurrency` at a time."""
+
+    input_len: int
+    output_len: int
+    concurrency: int
+
+    def __post_init__(self):
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise PlanError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
+
+    @property
+    def max_len(self) -> int:
+        return self.input_len + self.output_len
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prefill chunk: the prompt's, rounded up to a power of two."""
+        return min(_LONGEST_CHUNK, 1 << (self.input_len - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Seconds that must hold: to the first token, and on average between tokens."""
+
+    ttft: float | None = None
+    itl: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Slo:
+        """Read "ttft=0.5,itl=0.02"."""
+        values: dict[str, float] = {}
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, _, value = part.partition("=")
+            try:
+                seconds = float(value)
+            except ValueError:
+                seconds = 0.0
+            if name not in ("ttft", "itl") or name in values or not seconds > 0:
+                raise PlanError(f"cannot read {part!r} in slo={text!r}; write seconds, for example ttft=0.5,itl=0.02")
+            values[name] = seconds
+        return Slo(**values)
+
+    def missed_by(self, option: Option) -> float:
+        """How many times too long the worse of the two is, 1.0 if neither is."""
+        pairs = ((self.ttft, option.ttft), (self.itl, option.itl))
+        return max([1.0, *(actual / limit for limit, actual in pairs if limit is not None)])
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to serve a workload, with `batch` rows over all replicas.
+
+    decode: a step of it, the cache half way through the answers; prefill: seconds of one prompt. Prompts are prefilled
+    between decode steps, so that each token waits for its share of them.
+    """
+
+    deployed: Deployed
+    workload: Workload
+    batch: int
+    memory: Memory
+    decode: StepTime
+    prefill: float
+
+    @property
+    def active(self) -> int:
+        """Rows that the workload fills."""
+        return min(self.batch, self.workload.concurrency)
+
+    @property
+    def _cycle(self) -> float:
+        """Seconds in which a full batch is answered."""
+        rows = -(-self.active // self.deployed.parallel.data)
+        return self.workload.output_len * self.decode.seconds + rows * self.prefill
+
+    @property
+    def itl(self) -> float:
+        return self._cycle / self.workload.output_len
+
+    @property
+    def ttft(self) -> float:
+        """The wait for a row, a decode step under way, and the prompt itself."""
+        wait = (self.workload.concurrency / self.active - 1) * self._cycle
+        return wait + self.decode.seconds + self.prefill
+
+    @property
+    def throughput(self) -> float:
+        """Generated tokens per second of the whole slice."""
+        return self.active * self.workload.output_len / self._cycle
+
+    @property
+    def per_chip(self) -> float:
+        return self.throughput / self.deployed.target.chips
+
+    @property
+    def over(self) -> int:
+        """Bytes that a device lacks; negative: bytes that are left."""
+        return self.memory.total - self.deployed.target.hbm_bytes
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON values; times in seconds, bytes of a device."""
+        return {
+            "parallel": str(self.deployed.parallel),
+            "weights": self.deployed.quantization or "bfloat16",
+            "batch": self.batch,
+            "ttft": self.ttft,
+            "itl": self.itl,
+            "tokens_per_second": self.throughput,
+            "tokens_per_second_per_chip": self.per_chip,
+            "decode": vars(self.decode) | {"bound": self.decode.bound},
+            "bytes": vars(self.memory) | {"total": self.memory.total, "over": self.over},
+        }
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """options: those that fit, the best first: by how far they miss the SLO, then by throughput, then by ITL."""
+
+    workload: Workload
+    slo: Slo
+    target: Target
+    options: tuple[Option, ...]
+
+    @property
+    def best(self) -> Option:
+        return self.options[0]
+
+    @property
+    def meets(self) -> bool:
+        """Whether the best one meets the SLO."""
+        return self.slo.missed_by(self.best) == 1.0
+
+    @cached_property
+    def frontier(self) -> tuple[Option, ...]:
+        """Those that no other beats in both ITL and throughput, the fastest for each user first."""
+        found: list[Option] = []
+        for option in sorted(self.options, key=lambda o: (o.itl, -o.throughput)):
+            if not found or option.throughput > found[-1].throughput:
+                found.append(option)
+        return tuple(found)
+
+
+def rank(
+    config: ModelConfig,
+    target: Target,
+    workload: Workload,
+    slo: Slo = Slo(),
+    quantizations: Sequence[Quantization | None] = (None, "int8"),
+) -> Ranking:
+    """Rank every mesh, preset, weight dtype and batch.
+
+    Raises PlanError if nothing fits (saying by how much, and what would do) or the workload exceeds the model's
+    context, and TargetError for a target whose figures are not known.
+    """
+    if not target.hbm_bytes:
+        raise TargetError(
+            f"{target} is whatever this machine has, without published figures; plan for a chip, such as cuda:h200"
+        )
+    if workload.max_len > config.context:
+        raise PlanError(f"{workload.max_len} tokens exceed the model's context of {config.context}")
+    every = [
+        _option(Deployed(config, target, parallel, quantization), workload, batch)
+        for parallel in meshes(target)
+        for quantization in quantizations
+        for batch in _batches(workload.concurrency, parallel.data)
+    ]
+    options = [o for o in every if o.over <= 0]
+    if not options:
+        raise PlanError(_advice(min(every, key=lambda o: o.over), quantizations))
+    options.sort(key=lambda o: (slo.missed_by(o), -round(o.throughput, 3), o.itl))
+    return Ranking(workload, slo, target, tuple(options))
+
+
+def meshes(target: Target) -> list[Parallelism]:
+    """Every mesh of all the devices, with each preset that makes a difference."""
+    sizes = [n for n in range(1, min(target.devices, _WIDEST) + 1) if target.devices % n == 0]
+    return [
+        Parallelism(n, target.devices // n, rules) for n in sizes for rules in (_PRESETS if n > 1 else _PRESETS[:1])
+    ]
+
+
+def _batches(concurrency: int, replicas: int) -> list[int]:
+    """Rows over all replicas: powers of two for each of them, the last holds all that come at a time."""
+    most = -(-concurrency // replicas)
+    rows = [1 << k for k in range(most.bit_length()) if 1 << k < most]
+    return [n * replicas for n in (*rows, most)]
+
+
+def _option(deployed: Deployed, workload: Workload, batch: int) -> Option:
+    rows = -(-min(batch, workload.concurrency) // deployed.parallel.data)
+    decode = step_time(deployed.decode(rows, workload.input_len + workload.output_len / 2), deployed.network)
+    chunk = workload.chunk
+    chunks = -(-workload.input_len // chunk)
+    middle = step_time(deployed.prefill(chunk, chunk * (chunks - 1) / 2), deployed.network)
+    memory = deployed.memory(batch, workload.max_len, chunk)
+    return Option(deployed, workload, batch, memory, decode, chunks * middle.seconds)
+
+
+def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> str:
+    """What is short, and the smallest of each kind of slice that would do."""
+    deployed, target = nearest.deployed, nearest.deployed.target
+    gib = 1024**3
+    text = (
+        f"the model does not fit {target}: the nearest ({deployed.parallel}, {deployed.quantization or 'bfloat16'} "
+        f"weights, batch {nearest.batch}) needs {nearest.memory.total / gib:.1f} GiB on each device, "
+        f"{nearest.over / gib:.1f} GiB more than its {target.hbm_bytes / gib:.1f}"
+    )
+    chips = [chip for chip in CHIPS.values() if chip.platform == target.platform and chip.hbm_bytes]
+    chips.sort(key=lambda chip: chip != target.chip)
+    able = []
+    for quantization in (None, "int8"):
+        names = [target.name] if quantization not in quantizations else []
+        for offered in (names, *(target_names(chip.name) for chip in chips)):
+            fit = (n for n in offered if _fits(deployed.config, parse_target(n), nearest.workload, quantization))
+            if name := next(fit, None):
+                able.append(f"{name} with {quantization or 'bfloat16'} weights")
+    return f"{text}; what would do: {', '.join(able) or 'fewer tokens'}"
+
+
+def _fits(config: ModelConfig, target: Target, workload: Workload, quantization: Quantization | None) -> bool:
+    """Whether one row of each replica fits on some mesh."""
+    widest = meshes(target)[-1]
+    deployed = Deployed(config, target, widest, quantization)
+    return deployed.memory(widest.data, workload.max_len, workload.chunk).total <= target.hbm_bytes

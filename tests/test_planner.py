@@ -1,0 +1,222 @@
+"""Plans: ranking for a workload, what does not fit, the command, and deployment plans as data. About 15 s."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from inferlib import configs
+from inferlib.cli import app
+from inferlib.compile.planner import PlanError, Slo, Workload, rank
+from inferlib.compile.plans import Plan, load_plan
+from inferlib.compile.targets import TargetError, parse_target
+from inferlib.config import ConfigurationError
+from inferlib.models.abstract import abstract_model
+from inferlib.models.families import config_from_hf
+
+
+def ranking(name: str, target: str, workload=None, slo="", **options):
+    workload = workload or Workload(1024, 256, 32)
+    return rank(config_from_hf(configs.load(name)), parse_target(target), workload, Slo.parse(slo), **options)
+
+
+# ---- ranking
+
+
+def test_options_fit_and_the_best_comes_first():
+    result = ranking("llama3-8b", "v5e-8")
+    assert all(o.over <= 0 and o.memory.total <= 15.75 * 1024**3 for o in result.options)
+    assert result.best.throughput == pytest.approx(max(o.throughput for o in result.options))
+    assert {o.deployed.parallel.tensor for o in result.options} == {1, 2, 4, 8}
+    # Replicas of one chip have room for more rows when the weights are smaller.
+    rows = {
+        q: max(o.batch for o in result.options if o.deployed.parallel.tensor == 1 and o.deployed.quantization == q)
+        for q in (None, "int8")
+    }
+    assert rows[None] < rows["int8"]
+    assert all(o.batch % o.deployed.parallel.data == 0 for o in result.options)
+
+
+def test_slo_comes_before_throughput():
+    free = ranking("llama3-70b", "v6e-8")
+    assert free.meets
+    limit = free.best.itl / 2
+    bound = ranking("llama3-70b", "v6e-8", slo=f"itl={limit}")
+    assert bound.meets
+    assert bound.best.itl <= limit < free.best.itl
+    assert bound.best.throughput <= free.best.throughput
+    assert bound.best.batch < free.best.batch
+    hopeless = ranking("llama3-70b", "v6e-8", slo="itl=0.001")
+    assert not hopeless.meets
+    assert hopeless.best.itl == min(o.itl for o in hopeless.options)
+
+
+def test_frontier_trades_one_for_the_other():
+    front = ranking("llama3-8b", "v5e-8").frontier
+    assert len(front) > 3
+    for faster, fuller in pairwise(front):
+        assert faster.itl < fuller.itl
+        assert faster.throughput < fuller.throughput
+
+
+def test_times_add_up():
+    """All requests start at once in a batch that holds half of them: the second half waits for the first."""
+    options = ranking("llama3-8b", "v6e-1", Workload(512, 128, 8), quantizations=(None,)).options
+    half = next(o for o in options if o.batch == 4)
+    cycle = 128 * half.decode.seconds + 4 * half.prefill
+    assert half.itl == pytest.approx(cycle / 128)
+    assert half.throughput == pytest.approx(4 * 128 / cycle)
+    assert half.ttft == pytest.approx(cycle + half.decode.seconds + half.prefill)
+
+
+def test_what_does_not_fit_says_what_would():
+    workload = Workload(1024, 256, 8)
+    with pytest.raises(PlanError, match=r"needs [\d.]+ GiB on each device, [\d.]+ GiB more than its 15.8") as error:
+        ranking("llama3-70b", "v5e-8", workload, quantizations=(None,))
+    able = re.findall(r"(\S+) with (\w+) weights", str(error.value).split("what would do: ")[1])
+    assert ("v5e:2x4", "int8") in able
+    assert {name.split("-")[0].split(":")[0] for name, _ in able} >= {"v5e", "v5p", "v6e", "v7x"}
+    for name, weights in able:
+        quantization = None if weights == "bfloat16" else weights
+        assert ranking("llama3-70b", name, workload, quantizations=(quantization,)).options
+
+
+def test_errors():
+    with pytest.raises(PlanError, match="exceed the model's context of 131072"):
+        ranking("llama3-8b", "v5e-8", Workload(131072, 1, 1))
+    with pytest.raises(TargetError, match="cuda:h200"):
+        ranking("llama3-8b", "cpu")
+    with pytest.raises(PlanError, match="concurrency must be at least 1"):
+        Workload(1, 1, 0)
+    for text in ("ttft", "itl=-1", "itl=nan", "tpot=1", "itl=1,itl=2"):
+        with pytest.raises(PlanError, match=r"ttft=0\.5,itl=0\.02"):
+            Slo.parse(text)
+
+
+# ---- the command
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_command(tmp_path):
+    arguments = ("--config", "llama3-8b", "--target", "v5e-8", "--input-len", "512", "--concurrency", "16")
+    picture = tmp_path / "frontier.svg"
+    screen = run(*arguments, "--slo", "itl=0.02", "--plot", str(picture))
+    assert screen.exit_code == 0, screen.output
+    assert "Best: --parallel" in screen.output
+    assert "tokens/s per chip" in picture.read_text()
+    facts = json.loads(run(*arguments, "--dtype", "bfloat16", "--json").output)
+    assert {o["weights"] for o in facts["options"]} == {"bfloat16"}
+    assert facts["best"] == facts["options"][0]
+    assert facts["workload"] == {"input_len": 512, "output_len": 256, "concurrency": 16}
+    assert facts["best"]["bytes"]["total"] < 15.75 * 1024**3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--target", "v5e-8"), "give either a model or the name of a shape"),
+        (("--config", "llama3-8b", "--target", "v5-8"), "v5e-8"),
+        (("--config", "llama3-9b", "--target", "v5e-8"), "llama3-8b"),
+        (("--config", "llama3-8b", "--target", "v5e-8", "--dtype", "fp4"), "bfloat16 or int8"),
+        (("--config", "llama3-8b", "--target", "v5e-8", "--slo", "fast"), "ttft=0.5"),
+        (("--config", "llama3-405b", "--target", "v5e-8"), "what would do: v5e-64"),
+        (("--config", "llama3-8b", "--target", "v5e-8", "--plot", "nowhere/x.png"), "nowhere/x.png"),
+        (("--config", "llama3-8b", "--target", "v5e-8", "--plot", "x.doc"), "doc"),
+    ],
+)
+def test_bad_input(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+# ---- data
+
+
+PARAMETERS = {  # billions, as published
+    "gemma3-1b": 1.0,
+    "gemma3-4b": 3.88,
+    "gemma3-12b": 11.8,
+    "gemma3-27b": 27.0,
+    "llama3-1b": 1.24,
+    "llama3-8b": 8.03,
+    "llama3-70b": 70.6,
+    "llama3-405b": 406,
+    "mistral-7b": 7.25,
+    "mistral-nemo-12b": 12.2,
+    "mistral-small-24b": 23.6,
+    "mistral-large-123b": 123,
+    "phi3-mini": 3.82,
+    "phi3-medium": 14.0,
+    "qwen3-0.6b": 0.6,
+    "qwen3-1.7b": 1.72,
+    "qwen3-4b": 4.02,
+    "qwen3-8b": 8.19,
+    "qwen3-14b": 14.8,
+    "qwen3-32b": 32.8,
+    "smollm2-135m": 0.1345,
+}
+
+
+@pytest.mark.parametrize("name", configs.names())
+def test_shapes_have_their_published_size(name):
+    model = abstract_model(config_from_hf(configs.load(name)), "bfloat16", scan=True)
+    assert model.parameters / 1e9 == pytest.approx(PARAMETERS[name], rel=0.01)
+
+
+@pytest.mark.parametrize("name", configs.plan_names())
+def test_plans_parse_and_fit(name):
+    plan = load_plan(name)
+    assert plan.slice.devices == plan.engine.shards.tensor * plan.engine.shards.data
+    assert plan.memory.total <= 0.9 * plan.slice.hbm_bytes
+    assert name.startswith(plan.model)
+
+
+GOOD = yaml.safe_load(configs.plan_text("llama3-8b-v5e-8"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "llama9"}, "known: .*llama3-8b"),
+        ({"target": "v5e-9"}, "v5e-8"),
+        ({"parallel": "tp=4"}, "tensor 4 is not v5e:2x4, which has 8 devices"),
+        ({"parallel": "tq=8"}, "tp=4,dp=2"),
+        ({"parallel": "tp=8,rules=none"}, "tp_sp"),
+        ({"batch": [1, 3], "parallel": "tp=4,dp=2"}, "max_batch 3 does not divide over 2"),
+        ({"cache": [2048]}, "largest cache bucket"),
+        ({"batch": [8, 1]}, "ascending"),
+        ({"batch": 8}, "batch"),
+        ({"max_len": 262144, "cache": [262144]}, "context of 131072"),
+        ({"dtype": "float32"}, "bfloat16"),
+        ({"quantization": "int7"}, "known: int8"),
+        ({"batches": [1]}, "a plan has the fields model, target"),
+        ({"model": None}, "llama3-8b"),
+    ],
+)
+def test_wrong_plans_say_what_is_wrong(change, message, tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(GOOD | change))
+    with pytest.raises(ConfigurationError, match=message):
+        load_plan(path)
+
+
+def test_plans_by_path_and_name(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(GOOD))
+    assert load_plan(path) == load_plan("llama3-8b-v5e-8") == Plan.parse(GOOD)
+    for text, message in (("[1, 2", "plan"), ("just text", "has the fields"), ("model: llama3-8b", "lacks target")):
+        path.write_text(text)
+        with pytest.raises(ConfigurationError, match=message):
+            load_plan(path)
+    with pytest.raises(ConfigurationError, match="llama3-8b-v5e-8"):
+        load_plan("llama3-8b-v5e-9")
