@@ -151,7 +151,7 @@ def _difference(made: Any, found: Any, path: str) -> tuple[str, Any, Any] | None
 
 def _short(value: Any) -> str:
     if isinstance(value, Buckets):
-        value = ", ".join(f"{name} {','.join(map(str, sizes))}" for name, sizes in asdict(value).items())
+        value = "; ".join(f"{name} {','.join(map(str, sizes))}" for name, sizes in asdict(value).items())
     text = value if isinstance(value, str) else str(value) if isinstance(value, Parallelism) else repr(value)
     return text if len(text) < 100 else text[:97] + "..."
 

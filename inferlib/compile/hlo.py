@@ -203,8 +203,9 @@ class Module:
         for i in computation.instructions.values():
             if i.op == "while":
                 body, condition = (self.computations[i.called(x)] for x in ("body", "condition"))
-                inside = {body.parameters[0].name: dict(origins.get(i.operands[0], {}))}
-                self._add(body, times * _trips(i, condition, self.computations), inside, cost)
+                trips = times * _trips(i, condition, self.computations)
+                for part in (body, condition):
+                    self._add(part, trips, {part.parameters[0].name: dict(origins.get(i.operands[0], {}))}, cost)
             elif i.op in ("call", "async-start", "call-start"):
                 called = self.computations.get(i.called("to_apply") or i.called("calls") or "")
                 if called:

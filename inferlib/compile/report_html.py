@@ -20,6 +20,10 @@ table { border-collapse: collapse; margin: 1rem 0 } th, td { padding: .25rem .8r
 th { border-bottom: 1px solid #888 } td:first-child, th:first-child { text-align: left; white-space: nowrap }
 tr:nth-child(even) { background: #f4f4f4 } .bad { color: #b00020 } .note { color: #666 } svg { max-width: 100% }
 """
+_NOTE = (
+    "Estimates are the compiler's count of cycles, and a model of the collectives; nothing was measured. The floor "
+    "reads weights and cache once at the peak bandwidth, or does the FLOPs at the peak rate."
+)
 _PARTS = ("weights", "cache", "temporaries", "code")
 
 
@@ -43,9 +47,7 @@ def page(report: Report, name: str) -> str:
         _plot(lambda axes: _draw_memory(axes, report), len(report.programs)),
         _memory(report),
         _limits(report),
-        "<h2>Time of a step</h2><p class=note>Estimates are the compiler's count of cycles, and a model of "
-        "the collectives; nothing was measured. The floor reads weights and cache once at the peak of the memory, or does the FLOPs "
-        "at the peak rate.</p>",
+        f"<h2>Time of a step</h2><p class=note>{_NOTE}</p>",
         _plot(lambda axes: _draw_time(axes, report), len(report.programs)) if report.latencies() else "",
         _time(report),
         "<h2>Latency</h2>",
