@@ -156,7 +156,7 @@ def explain_step(model: AbstractModel, shards: Shards, key: ProgramKey) -> Step:
     if key.detail == "logprobs":
         _score(ledger, prompt, model.layout.vocab)
     if key.steps > 1:
-        ledger.reduce("whether to go on", axes.ROWS, (), np.int32, count=2)
+        ledger.reduce("whether to go on", axes.ROWS, (2,), np.int32)
     return Step(key, prompt + key.rows, ledger.collectives())
 
 

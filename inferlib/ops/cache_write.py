@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 
 def cache_write(
@@ -21,7 +22,10 @@ def cache_write(
     pages, slots: [T] int32. A page >= N or a slot >= S writes nothing: that is how padding and
     inactive rows are dropped. Pairs (page, slot) are distinct. Donated caches are updated in place.
     """
-    at = (pages, slice(None), slots) if layer is None else (layer, pages, slice(None), slots)
+    # Heads are indexed, not sliced: a TPU would lay the whole cache out anew for a slice across positions.
+    heads = jnp.arange(k.shape[1], dtype=jnp.int32)
+    at = (pages[:, None], heads, slots[:, None])
+    at = at if layer is None else (layer, *at)
 
     def put(cache: jax.Array, new: jax.Array) -> jax.Array:
         return cache.at[at].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
