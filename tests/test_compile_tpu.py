@@ -127,20 +127,21 @@ def test_few_rows_are_reduced_whole():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "target", "parallel", "batch"),
+    ("name", "target", "parallel", "batch", "most"),
     [
-        ("llama3-8b", "v5e:2x4", "tp=8", 32),
-        ("llama3-70b", "v6e:2x4", "tp=8", 32),
-        ("llama3-70b", "v5p:16x16x16", "tp=8,dp=512", 16384),
+        ("llama3-8b", "v5e:2x4", "tp=8", 32, 1.01),
+        ("llama3-8b", "v5e:2x2", "tp=4", 16, 1.05),  # two KV heads a device
+        ("llama3-70b", "v6e:2x4", "tp=8", 32, 1.01),
+        ("llama3-70b", "v5p:16x16x16", "tp=8,dp=512", 16384, 1.08),  # attention scores leave its smaller VMEM
     ],
 )
-def test_decoding_moves_only_what_it_must(name, target, parallel, batch):
+def test_decoding_moves_only_what_it_must(name, target, parallel, batch, most):
     buckets = Buckets((512,), (batch,), (4096,))
     made = Deployment(configs.load(name), target, "bfloat16", buckets, Parallelism.parse(parallel), ("greedy",))
     (program,) = report_of(made, made.keys()[:1]).programs
     assert program.copies == []
     assert program.temporaries < 64 << 20
-    assert program.moved_bytes <= 1.05 * program.floor_bytes
+    assert program.moved_bytes <= most * program.floor_bytes
 
 
 @pytest.mark.slow
