@@ -80,7 +80,8 @@ class EngineConfig:
 
     decode_steps: tokens per row and dispatch of a decode program. in_flight: dispatches the host runs ahead
     of the results it has seen. scan: repeating layers are stacked and scanned instead of unrolled.
-    platform: "cpu", "gpu", "tpu". shards: the mesh; each of its replicas holds an equal share of the rows.
+    platform: "cpu", "gpu", "tpu". free_layouts: the compiler chooses how weights lie in memory. shards: the mesh; each
+    of its replicas holds an equal share of the rows.
     """
 
     max_batch: int
@@ -90,6 +91,7 @@ class EngineConfig:
     decode_steps: int = 8
     in_flight: int = 2
     scan: bool = False
+    free_layouts: bool = False
     backend: Backend = field(default_factory=Backend)
     shards: Shards = field(default_factory=Shards)
 
@@ -155,7 +157,7 @@ class EngineConfig:
         buckets: Buckets | None = None,
         shards: Shards | None = None,
     ):
-        """Defaults of a platform: scanned layers on TPU; fewer steps per dispatch on GPU, where they are counted and a
+        """Defaults of a platform: scanned layers and free layouts on TPU; fewer steps per dispatch on GPU, where they are counted and a
         row that ends keeps its place until the last."""
         backend, shards = Backend.for_platform(platform), shards or Shards()
         ragged, dealt = backend.decode_attention == "pallas", shards.size(axes.TOKENS)
@@ -167,6 +169,7 @@ class EngineConfig:
             platform=platform,
             decode_steps=4 if platform == "gpu" else 8,
             scan=platform == "tpu",
+            free_layouts=platform == "tpu",
             backend=backend,
             shards=shards,
         )

@@ -165,7 +165,7 @@ def explain_step(model: AbstractModel, plan: CachePlan, shards: Shards, key: Pro
         if key.detail == "logprobs":
             _score(ledger, positions, model.layout.vocab)
     if key.steps > 1:
-        ledger.reduce("whether to go on", (axes.ROWS,), (), np.int32, count=2)
+        ledger.reduce("whether to go on", (axes.ROWS,), (2,), np.int32)
     return Step(key, prompt + key.rows, ledger.collectives())
 
 

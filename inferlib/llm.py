@@ -15,15 +15,17 @@ import jax
 import numpy as np
 
 from inferlib import distributed
+from inferlib.compile.artifacts import Artifacts
 from inferlib.compile.counter import compilations
-from inferlib.compile.program_set import planned_keys
-from inferlib.config import Buckets, EngineConfig, check_dtype
+from inferlib.compile.program_set import ProgramSet, planned_keys
+from inferlib.config import Buckets, ConfigurationError, EngineConfig, check_dtype
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
 from inferlib.engine.sequence import Sequence as EngineSequence
 from inferlib.engine.sequence import Status, TokenLogprobs
 from inferlib.engine.text import OutputText
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
+from inferlib.models.config import ModelConfig
 from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sampling.params import SamplingParams
@@ -56,12 +58,14 @@ class LLM:
 
     model: a Hugging Face directory (config.json, safetensors, tokenizer.json), a `.gguf` file, a directory that
     `convert` wrote, or a known name ("smollm2"). dtype: "float32", "bfloat16" or "float16" of weights, cache and
-    activations; None: float32 on CPU, else bfloat16. max_batch: sequences decoded together. max_len: longest prompt
-    plus output in tokens; None: the model's context, at most 2048. buckets: static shapes to compile for. parallel:
-    devices to split over, such as "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; None: one device. seed: of requests
-    that give none.
+    activations; None: float32 on CPU, else bfloat16. max_batch: sequences decoded together, by default 8. max_len:
+    longest prompt plus output in tokens; None: the model's context, at most 2048. buckets: static shapes to compile
+    for. parallel: devices to split over, such as "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; None: one device.
+    artifacts: a directory of `inferlib compile`: its programs run and none is ever compiled; what else is given must
+    agree with it. seed: of requests that give none.
 
-    Raises CheckpointError, ConfigError, ConfigurationError, ShardingError or PeerError before device work.
+    Raises ArtifactError, CheckpointError, ConfigError, ConfigurationError, ShardingError or PeerError before device
+    work.
     """
 
     def __init__(
@@ -69,10 +73,11 @@ class LLM:
         model: str | Path,
         *,
         dtype: str | None = None,
-        max_batch: int = 8,
+        max_batch: int | None = None,
         max_len: int | None = None,
         buckets: Buckets | None = None,
         parallel: str | Parallelism | None = None,
+        artifacts: str | Path | None = None,
         seed: int = 0,
         progress: bool | None = None,
     ):
@@ -81,26 +86,28 @@ class LLM:
         with agreement({}):
             files = ModelFiles.open(model)
         self.model_config, self.tokenizer = files.config, files.tokenizer
-        settings = {"model": files.config, "dtype": dtype, "max_batch": max_batch, "max_len": max_len}
-        settings |= {"buckets": buckets, "parallel": parallel, "jax": jax.__version__}
-        with agreement(settings):
-            platform = jax.devices()[0].platform
-            dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
-            check_dtype(dtype)
-            max_len = min(files.config.context, 2048) if max_len is None else max_len
-            if max_len > files.config.context:
-                raise ValueError(f"max_len {max_len} exceeds the model's context of {files.config.context} tokens")
-            shards = make_shards(Parallelism.parse(parallel) if isinstance(parallel, str) else parallel)
-            if self._channel and not shards.several_processes:
+        self.progress = on_terminal() if progress is None else progress
+        self.seed = seed
+        parallel = Parallelism.parse(parallel) if isinstance(parallel, str) else parallel
+        settings = dict(dtype=dtype, max_batch=max_batch, max_len=max_len, buckets=buckets, parallel=parallel)
+        if artifacts is not None and self._channel:
+            raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
+        with agreement({"model": files.config, "jax": jax.__version__, **settings}):
+            if artifacts is None:
+                programs = _plan_programs(files.config, **settings)
+            else:
+                stored = Artifacts.open(artifacts)
+                stored.check(files.config, settings)
+                programs = stored.load()
+            self.config = programs.config
+            if self._channel and not self.config.shards.several_processes:
                 raise ShardingError(
                     f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
                 )
-            self.config = EngineConfig.make(platform, max_batch, max_len, buckets, shards)
-            abstract = abstract_model(files.config, dtype, scan=self.config.scan, shards=shards)
-        self.progress = on_terminal() if progress is None else progress
-        self.seed = seed
-        weights = files.load(abstract, shards=shards, progress=self.progress)
-        self.engine = Engine(abstract, weights, self.config, self._channel)
+        weights = files.load(
+            programs.model, shards=self.config.shards, formats=programs.formats, progress=self.progress
+        )
+        self.engine = Engine(programs.model, weights, self.config, self._channel, programs)
         if self._channel:
             self._channel.ready()
         self._ids = itertools.count()
@@ -368,6 +375,29 @@ class LLM:
 
     def _piece(self, token: int) -> str | None:
         return self.tokenizer.decode([token], skip_special_tokens=False) if self.tokenizer else None
+
+
+def _plan_programs(
+    model: ModelConfig,
+    *,
+    dtype: str | None,
+    max_batch: int | None,
+    max_len: int | None,
+    buckets: Buckets | None,
+    parallel: Parallelism | None,
+) -> ProgramSet:
+    """The programs of `LLM`'s arguments; where layouts are free, they are chosen now, before weights are loaded."""
+    platform = jax.devices()[0].platform
+    dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
+    check_dtype(dtype)
+    max_len = min(model.context, 2048) if max_len is None else max_len
+    if max_len > model.context:
+        raise ValueError(f"max_len {max_len} exceeds the model's context of {model.context} tokens")
+    shards = make_shards(parallel)
+    config = EngineConfig.make(platform, 8 if max_batch is None else max_batch, max_len, buckets, shards)
+    programs = ProgramSet.make(abstract_model(model, dtype, scan=config.scan, shards=shards), config)
+    programs.choose_layouts()
+    return programs
 
 
 def _mean_itl(sequences: list[EngineSequence]) -> float | None:

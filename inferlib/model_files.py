@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.layout import Format
+from jax.sharding import NamedSharding
 
 from inferlib.checkpoint.gguf import GGUFCheckpoint
 from inferlib.checkpoint.known import resolve
@@ -69,12 +72,14 @@ class ModelFiles:
         model: AbstractModel,
         *,
         shards: Shards = Shards(),  # noqa: B008
+        formats: Sequence[Format | NamedSharding | None] | None = None,
         progress: bool = False,
     ) -> tuple[jax.Array, ...]:
         """The weights in the order of `model.specs`, on their devices; see `load_weights`."""
+        options = dict(shards=shards, formats=formats, progress=progress)
         if isinstance(self.source, LaidOutWeights):
-            return self.source.load(model, shards=shards, progress=progress)
-        return load_weights(self.source, family_of(self.hf), model, shards=shards, progress=progress)
+            return self.source.load(model, **options)
+        return load_weights(self.source, family_of(self.hf), model, **options)
 
     def save_description(self, directory: Path) -> None:
         """Write all but the tensors, as a Hugging Face directory has it."""

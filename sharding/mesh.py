@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
 
 # Replicas of the whole model; replicas whose experts differ; the split of sequences (or, in two dimensions, of
 # the model's width); the split of heads, feed-forward and vocabulary. The last are the closest neighbours.
@@ -93,5 +94,7 @@ def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None
             f"{min(idle)}: use devices of every process"
         )
     if parallel.devices == len(devices) and devices[0].platform == "tpu":
-        return jax.make_mesh(shape, MESH_AXES, devices=devices, axis_types=(AxisType.Auto,) * len(shape))
+        # An axis may be shorter than one of the torus, as 8 on 16 x 16 x 16.
+        placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(placed, MESH_AXES)
     return Mesh(np.array(devices[: parallel.devices]).reshape(shape), MESH_AXES)

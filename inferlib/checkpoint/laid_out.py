@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from inferlib.checkpoint.assemble import expand
@@ -128,8 +129,15 @@ class LaidOutWeights:
     def nbytes(self, name: str) -> int:
         return int(np.prod(self._shapes[name])) * self.dtype.itemsize
 
-    def load(self, model: AbstractModel, *, shards: Shards, progress: bool = False) -> tuple[jax.Array, ...]:
-        """The weights of `model` in the order of `model.specs`, cast to its dtype.
+    def load(
+        self,
+        model: AbstractModel,
+        *,
+        shards: Shards,
+        formats: Sequence[Format | NamedSharding | None] | None = None,
+        progress: bool = False,
+    ) -> tuple[jax.Array, ...]:
+        """The weights of `model` in the order of `model.specs`, cast to its dtype; formats as for `load_weights`.
 
         Raises CheckpointError if the stored arrays are damaged or not those of its config.
         """
@@ -155,9 +163,10 @@ class LaidOutWeights:
                     layers[block, spec.part] = _expanded(model, shards, target, block, arrays.pop(spec.part))
                     bar.advance(spec.nbytes)
         weights = []
-        for spec in model.specs:
+        for spec, format in zip(model.specs, formats or [None] * len(model.specs), strict=True):
             parts = [layers.pop((i, spec.part)) for i in _layers(model, spec)]
-            array = stack(shards.sharding(spec.axes), parts) if spec.axes[0] == axes.LAYERS else parts[0]
+            stacked = spec.axes[0] == axes.LAYERS
+            array = stack(format or shards.sharding(spec.axes), parts) if stacked else jax.device_put(parts[0], format)
             weights.append(array.block_until_ready())  # the next stack may need the memory of these parts
         return tuple(weights)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from inferlib.checkpoint.assemble import Piece, assemble, layer_pieces, top_pieces
@@ -67,35 +68,46 @@ def load_weights(
     model: AbstractModel,
     *,
     shards: Shards = Shards(),  # noqa: B008
+    formats: Sequence[Format | NamedSharding | None] | None = None,
     progress: bool = False,
 ) -> tuple[jax.Array, ...]:
     """The weights of `model` in the order of `model.specs`, read tensor by tensor from `source`.
 
     Tensors are moved to the device as stored and laid out there, so the host holds a few of them at a
-    time. On a mesh each device reads its own part of a tensor. progress: show bytes and rate.
+    time. On a mesh each device reads its own part of a tensor. formats: where each weight goes and in which layout;
+    None: where `shards` says, in the usual one. progress: show bytes and rate.
     """
     items = plan_load(source, family, model)
     total = sum(source.nbytes(name) for name in {p.tensor for i in items for layer in i.pieces for p in layer})
     with ByteProgress("loading weights", total, show=progress) as bar:
-        return tuple(load_item(source, item, model, shards, bar.advance) for item in items)
+        formats = formats or [None] * len(items)
+        return tuple(
+            load_item(source, item, model, shards, bar.advance, format)
+            for item, format in zip(items, formats, strict=True)
+        )
 
 
 def load_item(
-    source: TensorSource, item: LoadItem, model: AbstractModel, shards: Shards, advance: Callable[[int], None]
+    source: TensorSource,
+    item: LoadItem,
+    model: AbstractModel,
+    shards: Shards,
+    advance: Callable[[int], None],
+    format: Format | NamedSharding | None = None,
 ) -> jax.Array:
-    """Read one weight. advance: takes the bytes read."""
+    """Read one weight. advance: takes the bytes read. format: as `formats` of `load_weights`."""
     weight, layers = item.weight, []
     names, shape = weight.axes, weight.shape
     if stacked := len(item.pieces) > 1:
         names, shape = names[1:], shape[1:]
     sharding = placement(shards, names, shape)
     split = dict(zip(names, sharding.spec, strict=True)) if sharding else {}
-    lay_out = _jit_assemble(sharding)
+    lay_out = _jit_assemble(sharding if stacked else format or sharding)
     for pieces in item.pieces:
         arrays = [_read(source, piece, weight.part, shards, split) for piece in pieces]
         layers.append(lay_out(model.layout, item.layer, names, weight.part, weight.dtype.name, *arrays))
         advance(sum(_read_bytes(source, p) for p in pieces))
-    array = stack(shards.sharding(weight.axes), layers) if stacked else layers[0]
+    array = stack(format or shards.sharding(weight.axes), layers) if stacked else layers[0]
     # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
     return array.block_until_ready()
 
@@ -118,19 +130,19 @@ def _size(shards: Shards, axis: str | tuple[str, ...] | None) -> int:
     return math.prod(shards.mesh.shape[name] for name in jax.tree.leaves(axis))
 
 
-def stack(sharding: NamedSharding | None, layers: list[jax.Array]) -> jax.Array:
+def stack(place: Format | NamedSharding | None, layers: list[jax.Array]) -> jax.Array:
     """The weights of scanned layers as one array."""
-    return _jit_stack(sharding)(layers)
+    return _jit_stack(place)(layers)
 
 
 @cache
-def _jit_assemble(sharding: NamedSharding | None):
-    return jax.jit(assemble, static_argnums=(0, 1, 2, 3, 4), out_shardings=sharding)
+def _jit_assemble(place: Format | NamedSharding | None):
+    return jax.jit(assemble, static_argnums=(0, 1, 2, 3, 4), out_shardings=place)
 
 
 @cache
-def _jit_stack(sharding: NamedSharding | None):
-    return jax.jit(jnp.stack, out_shardings=sharding)
+def _jit_stack(place: Format | NamedSharding | None):
+    return jax.jit(jnp.stack, out_shardings=place)
 
 
 def _read(

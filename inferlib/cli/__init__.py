@@ -1,4 +1,4 @@
-"""The command line: `inferlib generate`, `info`, `convert`, `plan`, `targets`.
+"""The command line: `inferlib generate`, `compile`, `info`, `convert`, `plan`, `targets`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typer
 
+from inferlib.cli.compile import compile
 from inferlib.cli.convert import convert
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
@@ -24,3 +25,4 @@ app.command()(info)
 app.command()(convert)
 app.command()(plan)
 app.command()(targets)
+app.command()(compile)

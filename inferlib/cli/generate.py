@@ -47,7 +47,9 @@ def generate(
         str | None,
         typer.Option(help="float32, bfloat16 or float16; by default float32 on CPU, else bfloat16."),
     ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 8,
+    max_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences decoded together; by default 8, or as compiled.")
+    ] = None,
     max_len: Annotated[
         int | None,
         typer.Option(min=2, help="Longest prompt plus output, in tokens; by default context or 2048."),
@@ -55,6 +57,9 @@ def generate(
     parallel: Annotated[
         str | None,
         typer.Option(help="Devices to split the model over, such as tp=4,dp=2 or cp=2,tp=4; by default one."),
+    ] = None,
+    artifacts: Annotated[
+        Path | None, typer.Option(help="Directory of inferlib compile: run its programs and compile none.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Each prompt draws its own random numbers from this seed.")] = 0,
     chat: Annotated[
@@ -149,7 +154,8 @@ def generate(
 
         with user_errors():
             keep_compilations()
-            return LLM(model, dtype=dtype, max_batch=max_batch, max_len=max_len, parallel=parallel, seed=seed)
+            sizes = dict(max_batch=max_batch, max_len=max_len)
+            return LLM(model, dtype=dtype, **sizes, parallel=parallel, artifacts=artifacts, seed=seed)
 
     if (distributed or given) and _join(*place) > 0:
         load().follow()

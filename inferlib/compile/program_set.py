@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from inferlib.cache.plan import CachePlan
+from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
@@ -27,14 +29,38 @@ class UnplannedProgramError(RuntimeError):
 
 
 class ProgramSet:
-    """Programs by key, compiled at first use or by `compile_all`; in strict mode never at run time."""
+    """Programs by key, compiled at first use or by `compile_all`; in strict mode never at run time.
 
-    def __init__(self, model: AbstractModel, plan: CachePlan, config: EngineConfig):
+    layouts: of the weights in memory, one for each. None: the target's usual ones, or, if `config.free_layouts`, those
+    that the compiler finds best for decoding (see `choose_layouts`).
+    """
+
+    def __init__(
+        self,
+        model: AbstractModel,
+        plan: CachePlan,
+        config: EngineConfig,
+        layouts: Sequence[Layout] | None = None,
+    ):
         self.model, self.plan, self.config = model, plan, config
+        self.layouts = layouts and tuple(layouts)
         self.strict = False
+        self.misses = 0
         self._compiled: dict[ProgramKey, Callable] = {}
         self._planned = frozenset(planned_keys(config))
         self._lock = threading.Lock()
+
+    @staticmethod
+    def make(model: AbstractModel, config: EngineConfig, layouts: Sequence[Layout] | None = None) -> ProgramSet:
+        """The programs and the cache of an engine, in the model's dtype."""
+        plan = plan_cache(
+            model,
+            rows=config.max_batch,
+            max_len=config.max_len,
+            chunk=config.buckets.prefill[-1],
+            dtype=model.specs[0].dtype,
+        )
+        return ProgramSet(model, plan, config, layouts)
 
     @property
     def compiled(self) -> int:
@@ -45,7 +71,8 @@ class ProgramSet:
         """In strict mode, raise UnplannedProgramError unless all programs of a sampling mode are compiled."""
         if self.strict and not all(key in self._compiled for key in self._planned if key.mode == mode):
             raise UnplannedProgramError(
-                f"sampling mode {mode!r} was not compiled by warmup; add it to warmup(modes=...)"
+                f"sampling mode {mode!r} was not compiled ahead of time; add it to warmup(modes=...), or to --modes of "
+                "inferlib compile"
             )
 
     def get(self, key: ProgramKey) -> Callable:
@@ -56,8 +83,28 @@ class ProgramSet:
         if key not in self._planned:
             raise UnplannedProgramError(f"no bucket holds '{key}'; buckets are {self.config.buckets}")
         if self.strict:
-            raise UnplannedProgramError(f"'{key}' was not compiled by warmup")
+            raise UnplannedProgramError(f"'{key}' was not compiled ahead of time")
+        self.misses += 1
         return self._compile(key)
+
+    def adopt(self, programs: Mapping[ProgramKey, Callable]) -> None:
+        """Use programs that were compiled earlier, and from now on no others."""
+        self._compiled.update(programs)
+        self.strict = True
+
+    @property
+    def decisive(self) -> ProgramKey:
+        """The program that decides the layouts of the weights: a decode step of all rows."""
+        return ProgramKey("greedy", self.config.rows, self.config.max_len)
+
+    def choose_layouts(self) -> None:
+        """Compile the decisive program with free layouts of the weights, and hold all others to what it chose.
+
+        The weights must be in `formats` before anything runs.
+        """
+        if self._free:
+            program = self._compile(self.decisive)
+            self.layouts = tuple(f.layout for f in program.input_formats[0][0])
 
     def compile_all(self, keys: Iterable[ProgramKey], done: Callable[[ProgramKey], None], threads: int = 2) -> None:
         """Compile the keys that are missing, side by side; `done` is called after each."""
@@ -75,8 +122,27 @@ class ProgramSet:
 
     def lower(self, key: ProgramKey) -> jax.stages.Lowered:
         """Trace a key's program from shapes alone; cache and row state are donated."""
-        function = jax.jit(build(self.model, self.plan, self.config, key), donate_argnums=(1, 2))
-        return function.lower(*self.inputs(key))
+        inputs = self.inputs(key)
+        # Free layouts cannot be part of a ShapeDtypeStruct.
+        free = {"in_shardings": (self.formats, *[None] * (len(inputs) - 1))} if self._free else {}
+        function = jax.jit(build(self.model, self.plan, self.config, key), donate_argnums=(1, 2), **free)
+        return function.lower(*inputs)
+
+    @property
+    def _free(self) -> bool:
+        return self.config.free_layouts and self.layouts is None
+
+    @property
+    def formats(self) -> tuple[Format | NamedSharding | None, ...]:
+        """Where each weight lives, and in which layout if that is not the usual one."""
+        shardings = [self.config.shards.sharding(spec.axes) for spec in self.model.specs]
+        if self.layouts is None and not self._free:
+            return tuple(shardings)
+        layouts = self.layouts or [Layout.AUTO] * len(shardings)
+        return tuple(
+            Format(layout, sharding or SingleDeviceSharding(jax.devices()[0]))
+            for layout, sharding in zip(layouts, shardings, strict=True)
+        )
 
     def inputs(self, key: ProgramKey) -> tuple:
         """Abstract arguments of a key's program."""
@@ -85,7 +151,10 @@ class ProgramSet:
         def struct(shape: tuple[int, ...], dtype, names: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, dtype, sharding=shards.sharding(names))
 
-        weights = tuple(struct(spec.shape, spec.dtype, spec.axes) for spec in self.model.specs)
+        weights = tuple(
+            jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
+            for spec, format in zip(self.model.specs, self.formats, strict=True)
+        )
         cache = tuple(struct(b.shape, self.plan.dtype, b.axes) for b in self.plan.blocks for _ in "kv")
         state = jax.eval_shape(partial(RowState.zeros, config.max_batch, self.model.layout.vocab))
         state = RowState(*(struct(x.shape, x.dtype, n) for x, n in zip(state, RowState.AXES, strict=True)))

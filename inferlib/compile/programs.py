@@ -166,8 +166,8 @@ class _Maker:
         return Vocabulary(self.config.shards)
 
     def any_row(self, x: jax.Array) -> jax.Array:
-        """Whether any row of any replica; the replicas stay in step."""
-        return self.config.shards.max(jnp.any(x).astype(jnp.int32), axes.ROWS) > 0
+        """Whether any row of any replica, [..., R] -> [...]; the replicas stay in step."""
+        return self.config.shards.max(jnp.any(x, axis=-1).astype(jnp.int32), axes.ROWS) > 0
 
     def run(self, weights, cache, batch: StepBatch):
         """Hidden states [T, D], the decoder (for its head) and the cache."""
@@ -216,8 +216,8 @@ class _Maker:
             started = rows.active
 
             def more(i, rows):
-                finished = self.any_row(started & ~rows.active)
-                return (i < control.steps) & self.any_row(rows.active) & ~(control.yield_early & finished)
+                running, finished = self.any_row(jnp.stack([rows.active, started & ~rows.active]))
+                return (i < control.steps) & running & ~(control.yield_early & finished)
 
             def body(i, carry):
                 cache, rows, outs = carry

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental.layout import Layout
 
-from inferlib.cache.plan import plan_cache
+from inferlib.compile.counter import compilations
 from inferlib.compile.program_set import ProgramSet, planned_keys
 from inferlib.compile.programs import CHUNK_COLUMNS, ChunkInput, Mode, ProgramKey, StepOutput
 from inferlib.compile.state import RowState
@@ -30,13 +31,16 @@ from inferlib.sharding import axes
 class EngineStats:
     """Counts and seconds since the start.
 
-    compile_seconds: finding programs, compilations included. enqueue_seconds: in the runtime, starting programs and
-    copies of their results. wait_seconds: for results. host_seconds: everything else, which is ours: scheduling
-    and bookkeeping.
+    program_misses: programs that were not compiled yet when they were needed. compilations: by XLA in this process
+    since the engine was built, whoever asked. compile_seconds: finding programs, compilations included.
+    enqueue_seconds: in the runtime, starting programs and copies of their results. wait_seconds: for results.
+    host_seconds: everything else, which is ours: scheduling and bookkeeping.
     """
 
     dispatches: int = 0
     generated_tokens: int = 0
+    program_misses: int = 0
+    compilations: int = 0
     compile_seconds: float = 0.0
     enqueue_seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -73,7 +77,7 @@ class _InFlight:
 
 
 class Engine:
-    """Runs sequences over a model's weights.
+    """Runs sequences over a model's weights. programs: compiled for them earlier, if they were.
 
     Dispatches are sent up to `config.in_flight` ahead of their results: everything a row needs to go on is on the
     device. A row that ends meanwhile is inactive there and yields nothing.
@@ -87,22 +91,18 @@ class Engine:
         weights: tuple[jax.Array, ...],
         config: EngineConfig,
         channel: Channel | None = None,
+        programs: ProgramSet | None = None,
     ):
         self.model, self.weights, self.config, self.channel = model, weights, config, channel
-        self.plan = plan_cache(
-            model,
-            rows=config.max_batch,
-            max_len=config.max_len,
-            chunk=config.buckets.prefill[-1],
-            dtype=model.specs[0].dtype,
-        )
-        self.programs = ProgramSet(model, self.plan, config)
+        self.programs = programs or ProgramSet.make(model, config, _layouts(weights) if config.free_layouts else None)
+        self.plan = self.programs.plan
         self.stats = EngineStats()
         self.scheduler = Scheduler(config)
         self.cache = self.plan.allocate(config.shards)
         state = RowState(*(config.shards.sharding(names) for names in RowState.AXES))
         make_state = jax.jit(RowState.zeros, static_argnums=(0, 1), out_shardings=state)
         self.state = make_state(config.max_batch, model.layout.vocab)
+        self._compiled_before = compilations()
         self._in_flight: deque[_InFlight] = deque()
         self._cancelled: set[int] = set()
         self._controls: dict[tuple[int, bool], jax.Array] = {}
@@ -187,6 +187,8 @@ class Engine:
     def _start(self, call: _Call) -> StepOutput:
         with self.stats.timed("compile"):
             program = self.programs.get(call.key)
+        self.stats.program_misses = self.programs.misses
+        self.stats.compilations = compilations() - self._compiled_before
         inputs = [self._control(call)]
         if call.chunk is not None:
             inputs.append(jax.tree.map(self._input, call.chunk))
@@ -296,6 +298,10 @@ class Engine:
 def _first_positions(chunk: int, length: int, x: np.ndarray) -> np.ndarray:
     """What x [P, C / n, n, ...] holds of the first `length` positions of a chunk."""
     return x[chunk].reshape(-1, *x.shape[3:])[:length]
+
+
+def _layouts(weights: Iterable[jax.Array]) -> list[Layout]:
+    return [weight.format.layout for weight in weights]
 
 
 def sequence_error(prompt: list[int], max_tokens: int | None, vocab: int, max_len: int) -> str | None:

@@ -102,7 +102,8 @@ class Attention(nnx.Module):
                 whole.append(attend_around_ring(chunks, cache, ctx, **options).reshape(split, *q.shape[1:]))
             else:
                 stripe, ring = shards.stripe(axes.POSITIONS), cache.ring
-                out, lse = attend_chunks(chunks, *cache.read(), batch.chunk_rows, ctx, stripe, ring=ring, **options)
+                k, v = cache.read(cache.rows, ctx.limit and stripe.most(ctx.limit))
+                out, lse = attend_chunks(chunks, k, v, batch.chunk_rows, ctx, stripe, ring=ring, **options)
                 shares.append((out.reshape(split, *q.shape[1:]), lse.reshape(split, *q.shape[1:-1])))
         if split < q.shape[0]:
             shares.append(attend_rows(q[split:], cache, ctx, **options))

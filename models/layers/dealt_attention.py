@@ -51,9 +51,10 @@ def attend_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """The rows' queries [B, K, G, h] over this device's positions. Returns out and LSE as `decode_attention` does."""
     stripe, positions = ctx.shards.stripe(axes.POSITIONS), ctx.batch.decode_lengths - 1
-    k, v = cache.read()
+    limit = ctx.limit and stripe.most(ctx.limit)
+    k, v = cache.read(q.shape[0], limit)
     window = stripe.window(positions, window)
-    options |= dict(window=window, ring=cache.ring, limit=ctx.limit and stripe.most(ctx.limit))
+    options |= dict(window=window, ring=cache.ring, limit=limit)
     if not isinstance(window, jax.Array):
         return decode_attention(q, k, v, stripe.number(positions) + 1, backend=ctx.backend.decode_attention, **options)
     # A window that does not divide covers a position more on some devices; no decode kernel takes one for each row.
@@ -65,11 +66,11 @@ def attend_rows(
 def attend_around_ring(q: jax.Array, cache: LayerCache, ctx: StepContext, **options) -> jax.Array:
     """Ring attention (Liu et al. 2023): q [P, C, K, G, h] holds this device's tokens of the chunks; the shares of their
     rows' keys and values are passed from device to device. -> out [P, C, K, G, h]."""
-    shards, (k, v) = ctx.shards, cache.read()
-    rows, slots = jnp.minimum(ctx.batch.chunk_rows, k.shape[0] - 1), cache.slots
+    shards, slots = ctx.shards, cache.slots
     if ctx.limit is not None and not cache.ring:
         slots = min(slots, shards.stripe(axes.POSITIONS).most(ctx.limit))
-    share = k[rows, :, :slots], v[rows, :, :slots]
+    rows = jnp.minimum(ctx.batch.chunk_rows, cache.rows - 1)
+    share = tuple(x[rows, :, :slots] for x in cache.read(cache.rows, slots))
     own = jnp.arange(rows.size)
     parts = []
     for passed in range(count := shards.size(axes.POSITIONS)):

@@ -1,0 +1,229 @@
+"""`inferlib compile`: all programs of a deployment, compiled ahead of time for a machine that need not be here."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from inferlib.cli.output import fail, json_line, user_errors, write
+
+if TYPE_CHECKING:
+    from inferlib.compile.aot import Outcome
+    from inferlib.compile.deployment import Deployment
+    from inferlib.compile.programs import ProgramKey
+
+_BUCKETS = {"prefill": "32,128,512", "batch": "1,8", "cache": "2048"}
+
+
+def compile(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Hugging Face directory, .gguf file or known name.", show_default=False),
+    ] = None,
+    *,
+    config: Annotated[
+        str | None, typer.Option(help="Instead of a model, a shape that comes with inferlib, by name.")
+    ] = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(help="Instead of all that, a deployment plan that comes with inferlib, or a .yaml file."),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="cpu, cuda or a TPU slice such as v5e-8, v6e:2x4 (see inferlib targets).")
+    ] = None,
+    parallel: Annotated[
+        str | None, typer.Option(help="Devices to split over, such as tp=4,dp=2; by default all of a TPU's on tp.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; by default float32 on CPU, else bfloat16.")
+    ] = None,
+    prefill_buckets: Annotated[
+        str | None, typer.Option(help="Tokens of prefill chunks, ascending; by default 32,128,512.")
+    ] = None,
+    batch_buckets: Annotated[
+        str | None, typer.Option(help="Rows decoded together, the last being the largest batch; by default 1,8.")
+    ] = None,
+    cache_buckets: Annotated[
+        str | None,
+        typer.Option(help="Positions that attention reads, the last being the longest sequence; by default 2048."),
+    ] = None,
+    modes: Annotated[str, typer.Option(help="Sampling modes: greedy, sample, logprobs.")] = "greedy,sample",
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the programs, their manifest and the report; without: a report.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the report as an HTML page here too.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Programs compiled at a time, each in its own process.")] = 2,
+    json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+) -> None:
+    """Compile all programs of a model for a target, and report what they take and how fast they can be.
+
+    For a TPU no TPU is needed. Exits with 1 if something does not compile, does not fit or copies the cache.
+    """
+    if [model, config, plan].count(None) != 2:
+        fail("give either a model, the name of a shape with --config, or a plan with --plan")
+    settings = dict(target=target, parallel=parallel, dtype=dtype)
+    buckets = dict(prefill=prefill_buckets, batch=batch_buckets, cache=cache_buckets)
+    if plan and any((settings | buckets).values()):
+        fail("--plan says target, split, dtype and buckets: give none of them beside it")
+    from inferlib.compile.aot import check_compiler, compile_programs
+    from inferlib.compile.artifacts import ArtifactWriter
+    from inferlib.compile.report import Report
+    from inferlib.compile.report_html import page, require_plots
+    from inferlib.compile.report_text import render
+
+    with user_errors():
+        if report is not None or out is not None:
+            require_plots()
+        words = tuple(modes.split(","))
+        if plan:
+            deployment = _planned(plan, words)
+        else:
+            deployment = _deployment(_model(model, config), **settings, buckets=buckets, modes=words)
+        check_compiler(deployment.slice)
+    keys, name = deployment.keys(), model or config or plan
+    with contextlib.ExitStack() as stack:
+        writer = ArtifactWriter(out, deployment) if out is not None else None
+        if writer is not None:
+            with user_errors():
+                stack.enter_context(writer)
+        folder = writer.staging if writer else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        with _Progress.shown(keys) as progress:
+            outcomes, layouts = compile_programs(
+                deployment,
+                keys,
+                folder,
+                reuse=writer.reuse if writer else lambda key, layouts: None,
+                started=progress.started,
+                done=progress.done,
+                workers=workers,
+            )
+        result = Report.of(deployment, outcomes)
+        complete = all(outcome.ok for outcome in outcomes)
+        with user_errors():
+            if report is not None:
+                report.write_text(page(result, name), encoding="utf-8")
+            if writer is not None and complete:
+                facts = json_module.dumps(result.facts(), indent=1)
+                writer.commit(outcomes, layouts, {"report.json": facts, "report.html": page(result, name)})
+    write(json_line(result.facts()).decode() if json else render(result, name))
+    if out is not None:
+        told = f"programs, manifest and report.html are in {out}" if complete else f"nothing was written to {out}"
+        Console(stderr=True).print(told, highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if result.ok else 1)
+
+
+def _model(model: str | None, config: str | None) -> Mapping[str, Any]:
+    """The Hugging Face config dictionary."""
+    if model is not None:
+        from inferlib.llm import ModelFiles
+
+        return ModelFiles.open(model).hf
+    from inferlib import configs
+
+    try:
+        return configs.load(config)
+    except KeyError as error:
+        raise ValueError(error.args[0]) from None
+
+
+def _deployment(
+    hf: Mapping[str, Any],
+    *,
+    target: str | None,
+    parallel: str | None,
+    dtype: str | None,
+    buckets: Mapping[str, str | None],
+    modes: tuple[str, ...],
+) -> Deployment:
+    from inferlib.compile.deployment import Deployment
+    from inferlib.compile.targets import parse_target
+    from inferlib.config import Buckets
+    from inferlib.sharding.mesh import Parallelism
+
+    chosen = parse_target(target or "cpu")
+    devices = chosen.devices if chosen.platform == "tpu" else 1
+    return Deployment(
+        hf,
+        target=str(chosen),
+        dtype=dtype or ("float32" if chosen.platform == "cpu" else "bfloat16"),
+        buckets=Buckets(**{name: _sizes(text or _BUCKETS[name]) for name, text in buckets.items()}),
+        parallel=Parallelism(tensor=devices) if parallel is None else Parallelism.parse(parallel),
+        modes=modes,
+    )
+
+
+def _planned(name: str, modes: tuple[str, ...]) -> Deployment:
+    from inferlib import configs
+    from inferlib.compile.deployment import Deployment
+    from inferlib.compile.plans import load_plan
+    from inferlib.sharding.mesh import Parallelism
+
+    plan = load_plan(name)
+    if plan.quantization is not None:
+        raise ValueError(f"plan {name!r} has {plan.quantization} weights, which programs cannot hold yet")
+    return Deployment(
+        configs.load(plan.model),
+        target=str(plan.slice),
+        dtype=plan.dtype,
+        buckets=plan.engine.buckets,
+        parallel=Parallelism.parse(plan.parallel),
+        modes=modes,
+    )
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise ValueError(f"buckets are numbers with commas between them, such as 1,8,64, not {text!r}") from None
+
+
+class _Progress:
+    """A table of the programs that grows while they are compiled, on a terminal's standard error."""
+
+    def __init__(self, keys: list[ProgramKey], live: Live | None):
+        self._keys, self._live = keys, live
+        self._since: dict[ProgramKey, float] = {}
+        self._outcomes: dict[ProgramKey, Outcome] = {}
+
+    @classmethod
+    @contextlib.contextmanager
+    def shown(cls, keys: list[ProgramKey]) -> Iterator[_Progress]:
+        if not sys.stderr.isatty():
+            yield cls(keys, None)
+            return
+        with Live(console=Console(stderr=True), transient=True, refresh_per_second=4) as live:
+            progress = cls(keys, live)
+            live.get_renderable = progress._table
+            yield progress
+
+    def started(self, key: ProgramKey) -> None:
+        self._since[key] = time.monotonic()
+
+    def done(self, outcome: Outcome) -> None:
+        self._since[outcome.key] = time.monotonic() - self._since[outcome.key]
+        self._outcomes[outcome.key] = outcome
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for key in self._keys:
+            outcome, seconds = self._outcomes.get(key), self._since.get(key)
+            if outcome is not None:
+                state, style = outcome.status, "green" if outcome.ok else "red"
+            elif seconds is not None:
+                state, style, seconds = "compiling", "yellow", time.monotonic() - seconds
+            else:
+                state, style = "waiting", "dim"
+            table.add_row(str(key), f"[{style}]{state}", "" if seconds is None else f"{seconds:.1f} s")
+        return table

@@ -1,0 +1,172 @@
+"""Compiling the programs of a deployment ahead of time, side by side, in child processes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from inferlib.compile.deployment import Deployment
+from inferlib.compile.programs import ProgramKey
+from inferlib.compile.targets import Target
+
+Status = Literal["compiled", "reused", "too large", "failed"]
+
+
+class CompileError(ValueError):
+    """Programs cannot be compiled here; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program. facts: as its worker told them (see `inferlib.compile.worker`); error: or why not."""
+
+    key: ProgramKey
+    status: Status
+    facts: dict[str, Any] | None = None
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.status in ("compiled", "reused")
+
+
+def check_compiler(target: Target) -> None:
+    """Raise CompileError if this machine has no compiler for the target."""
+    if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        raise CompileError('the TPU compiler is not installed (no TPU is needed): pip install "jax[tpu]"')
+    if target.platform == "neuron":
+        raise CompileError(f"{target} has no ahead-of-time executables: compile for cpu, cuda or a TPU")
+
+
+def compile_programs(
+    deployment: Deployment,
+    keys: Sequence[ProgramKey],
+    folder: Path,
+    *,
+    reuse: Callable[[ProgramKey, list | None], dict[str, Any] | None] = lambda key, layouts: None,
+    started: Callable[[ProgramKey], None] = lambda key: None,
+    done: Callable[[Outcome], None] = lambda outcome: None,
+    workers: int = 2,
+) -> tuple[list[Outcome], list[dict] | None]:
+    """Compile `keys` (see `Deployment.keys`) into files of `folder`, named by `file_name`.
+
+    reuse: facts of a program that need not be compiled again, given the weights' layouts (None: its own choice).
+    Returns the outcomes in the order of `keys` and the layouts of the weights, as in a manifest; None, with the first
+    program's outcome alone, if that failed: it decides the layouts for all.
+    """
+    check_compiler(deployment.slice)
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    pool = [_Worker(deployment) for _ in range(min(workers, len(keys)))]
+    for worker in pool:
+        idle.put(worker)
+
+    def one(key: ProgramKey, layouts: list | None) -> Outcome:
+        worker = idle.get()
+        try:
+            started(key)
+            facts = reuse(key, layouts)
+            outcome = Outcome(key, "reused", facts) if facts else worker.compile(key, layouts, folder / file_name(key))
+        finally:
+            idle.put(worker)
+        done(outcome)
+        return outcome
+
+    try:
+        first = one(keys[0], None)
+        if not first.ok:
+            return [first], None
+        layouts = first.facts["layouts"]
+        with ThreadPoolExecutor(len(pool)) as threads:
+            rest = threads.map(lambda key: one(key, layouts), keys[1:])
+            return [first, *rest], layouts
+    finally:
+        for worker in pool:
+            worker.close()
+
+
+def file_name(key: ProgramKey) -> str:
+    return re.sub(r"[^\w]+", "-", str(key)) + ".xla"
+
+
+def _environment(target: Target) -> dict[str, str]:
+    settings = {"cpu": {"JAX_PLATFORMS": "cpu"}, "gpu": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}}
+    settings["tpu"] = {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_ACCELERATOR_TYPE": target.accelerator_type,
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        # No queries to a cloud that is not there, no lock on a chip that is not there, no log files.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_LOG_DIR": "disabled",
+    }
+    return os.environ | settings[target.platform]
+
+
+class _Worker:
+    """A child process, started at its first job and again after it died."""
+
+    def __init__(self, deployment: Deployment):
+        self._deployment = deployment
+        self._process: subprocess.Popen | None = None
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+
+    def compile(self, key: ProgramKey, layouts: list | None, path: Path) -> Outcome:
+        self._errors.truncate(0)
+        try:
+            process = self._started()
+            job = {"key": asdict(key), "layouts": layouts, "path": str(path)}
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            return Outcome(key, "failed", error=self._died())
+        answer = json.loads(line)
+        if error := answer.get("error"):
+            too_large = "RESOURCE_EXHAUSTED" in error or "Ran out of memory" in error
+            return Outcome(key, "too large" if too_large else "failed", error=error)
+        return Outcome(key, "compiled", answer)
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            process.stdout.close()
+            process.terminate()
+            process.wait()
+        self._errors.close()
+
+    def _started(self) -> subprocess.Popen:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "inferlib.compile.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env=_environment(self._deployment.slice),
+            )
+            self._process.stdin.write(json.dumps(self._deployment.to_json()) + "\n")
+        return self._process
+
+    def _died(self) -> str:
+        process, self._process = self._process, None
+        code = process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return "\n".join([f"the compiler's process {how}", *lines[-12:]])

@@ -1,0 +1,349 @@
+"""What compiled programs take and how fast they can be: memory, bytes, collectives, copies, times of each step.
+
+Times are estimates, never a measurement: the compiler's own count of cycles, and for collectives, which it does not
+count, the cost model of `inferlib.compile.network`. The floor is what the chip's peak figures allow: weights and cache
+read once, or the FLOPs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from inferlib.cache.plan import BlockCache, CachePlan
+from inferlib.compile.aot import Outcome
+from inferlib.compile.deployment import Deployment
+from inferlib.compile.network import ATTAINED, place
+from inferlib.compile.program_set import ProgramSet
+from inferlib.compile.programs import ProgramKey
+from inferlib.compile.targets import CHIPS, parse_target, target_names
+from inferlib.config import ConfigurationError
+from inferlib.explain import explain_step
+from inferlib.sharding import axes
+from inferlib.sharding.mesh import ShardingError
+from inferlib.sharding.shards import Shards
+
+# Hz, inferred: with them the compiler's cycles of large matrix products meet the chips' published peaks.
+_CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e9}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes on one device that follow from shapes alone. token: of a row's cache, per position of those layers that
+    keep them all; rings: of a row's cache in the others."""
+
+    weights: int
+    cache: int
+    rows: int
+    token: int
+    rings: int
+
+    @property
+    def row(self) -> int:
+        """Of one row's cache."""
+        return self.cache // self.rows
+
+    @staticmethod
+    def of(programs: ProgramSet) -> Budget:
+        shards, plan = programs.config.shards, programs.plan
+
+        def local(shape: tuple[int, ...], names: tuple[str, ...], itemsize: int) -> int:
+            return prod(_local(shards, names, shape)) * itemsize
+
+        blocks = [(2 * local(b.shape, b.axes, plan.dtype.itemsize), b) for b in plan.blocks]
+        rows = programs.config.rows
+        return Budget(
+            weights=sum(local(s.shape, s.axes, s.dtype.itemsize) for s in programs.model.specs),
+            cache=sum(size for size, _ in blocks),
+            rows=rows,
+            token=sum(size // (rows * plan.max_len) for size, b in blocks if not b.ring),
+            rings=sum(size // rows for size, b in blocks if b.ring),
+        )
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """One program, per device and step. Bytes and seconds; None where the target or the compiler has no figure.
+
+    cycles: seconds of the compiler's estimate; network: of the collectives, modelled; estimate: both.
+    """
+
+    key: ProgramKey
+    outcome: Outcome
+    temporaries: int | None
+    code: int | None
+    peak: int | None
+    moved_bytes: int | None
+    floor_bytes: int
+    flops: int
+    cycles: float | None
+    network: float
+    floor: float | None
+    mbu: float | None
+    mfu: float | None
+
+    @property
+    def estimate(self) -> float | None:
+        return None if self.cycles is None else self.cycles + self.network
+
+    @property
+    def fits(self) -> bool:
+        return self.outcome.status != "too large"
+
+    @property
+    def copies(self) -> list[dict[str, Any]]:
+        """Copies of the cache and relayouts of weights."""
+        facts = self.outcome.facts or {}
+        return [*facts.get("cache_copies", ()), *facts.get("weight_copies", ())]
+
+    @property
+    def collectives(self) -> list[dict[str, Any]]:
+        return (self.outcome.facts or {}).get("collectives", [])
+
+
+@dataclass(frozen=True)
+class Latency:
+    """What follows for users from a bucket: TTFT of a prompt as long as a prefill bucket, or ITL and throughput of a
+    batch, at `limit` positions. Seconds, estimated and at the floor."""
+
+    kind: str
+    size: int
+    limit: int
+    estimate: float | None
+    floor: float | None
+
+    def rate(self) -> float | None:
+        """Tokens per second."""
+        seconds = self.estimate or self.floor
+        return self.size / seconds if seconds else None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The programs of a deployment, one `ProgramReport` each. capacity: bytes of a device's memory, 0 if unknown."""
+
+    deployment: Deployment
+    budget: Budget
+    capacity: int
+    programs: tuple[ProgramReport, ...]
+
+    @staticmethod
+    def of(deployment: Deployment, outcomes: Sequence[Outcome]) -> Report:
+        planned = deployment.planned()
+        programs = tuple(_program(deployment, planned, outcome) for outcome in outcomes)
+        return Report(deployment, Budget.of(planned), deployment.slice.hbm_bytes, programs)
+
+    @property
+    def ok(self) -> bool:
+        """Everything compiled and fits, and nothing copies the cache."""
+        copied = any((p.outcome.facts or {}).get("cache_copies") for p in self.programs)
+        return all(p.outcome.ok for p in self.programs) and not copied
+
+    @cached_property
+    def overhead(self) -> int:
+        """The most that a program takes beside weights and cache."""
+        held = self.budget.weights + self.budget.cache
+        return max((p.peak - held for p in self.programs if p.peak is not None), default=0)
+
+    @property
+    def room(self) -> int:
+        """Bytes left for the cache."""
+        return self.capacity - self.budget.weights - max(self.overhead, 0)
+
+    @property
+    def largest_batch(self) -> int | None:
+        """Rows that would fit, at the longest context."""
+        if not self.capacity:
+            return None
+        return max(self.room // self.budget.row, 0) * self.deployment.parallel.data
+
+    @property
+    def largest_context(self) -> int | None:
+        """Positions of each row that would fit, at the largest batch."""
+        if not self.capacity or not self.budget.token:
+            return None
+        a_row = self.room // self.budget.rows - self.budget.rings
+        return min(max(a_row // self.budget.token, 0), self.deployment.model.context)
+
+    def latencies(self) -> list[Latency]:
+        """By prefill bucket and by batch bucket, at each cache bucket."""
+        found: dict[tuple, Latency] = {}
+        for p in self.programs:
+            key, data = p.key, self.deployment.parallel.data
+            if key.mode != self.deployment.modes[0] or key.detail:
+                continue
+            if key.chunks == 1 and not key.rows:
+                entry = Latency("TTFT", key.chunk, key.limit, p.estimate, p.floor)
+            elif key.chunks == 0:
+                entry = Latency("ITL", key.rows * data, key.limit, p.estimate, p.floor)
+            else:
+                continue
+            if p.outcome.ok and (key.steps > 1 or (entry.kind, entry.size, entry.limit) not in found):
+                found[entry.kind, entry.size, entry.limit] = entry
+        return sorted(found.values(), key=lambda x: (x.kind, x.limit, x.size))
+
+    def advice(self) -> list[str]:
+        """If it does not fit: by how much, and what would."""
+        if all(p.fits for p in self.programs):
+            return []
+        need = self.budget.weights + self.budget.cache
+        over = need + max(self.overhead, 0) - self.capacity
+        lines = []
+        if over > 0:
+            lines.append(f"weights and cache exceed a device's memory by {gib(over)}")
+        if self.deployment.dtype == "float32" and _need(replace(self.deployment, dtype="bfloat16")) <= self.capacity:
+            lines.append("--dtype bfloat16 would do")
+        if smaller := self._smaller_cache():
+            lines.append(smaller)
+        chip = self.deployment.slice.chip.name
+        for name in dict.fromkeys([chip, *(c for c in CHIPS if CHIPS[c].platform == "tpu")]):
+            if (found := _smallest(self.deployment, name)) is not None:
+                lines.append(found)
+        return lines or ["no target of one slice holds it: lower the batch or cache buckets"]
+
+    def _smaller_cache(self) -> str:
+        batch, context = self.largest_batch, self.largest_context
+        if batch:
+            return f"on this target {batch} rows of {self.deployment.max_len} tokens would do"
+        if context:
+            return f"on this target {self.deployment.max_batch} rows of {context} tokens would do"
+        return ""
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON values."""
+        programs = []
+        for p in self.programs:
+            fields = {f: v for f, v in vars(p).items() if f not in ("key", "outcome")}
+            programs.append(
+                {"program": str(p.key), "key": asdict(p.key), "status": p.outcome.status, "fits": p.fits}
+                | {"error": p.outcome.error, **fields, "estimate": p.estimate, "collectives": p.collectives}
+                | {name: (p.outcome.facts or {}).get(name, []) for name in ("cache_copies", "weight_copies")}
+                | {name: (p.outcome.facts or {}).get(name) for name in ("trace_seconds", "compile_seconds", "uncosted")}
+            )
+        return {
+            "target": self.deployment.target,
+            "parallel": str(self.deployment.parallel),
+            "dtype": self.deployment.dtype,
+            "ok": self.ok,
+            "capacity": self.capacity,
+            "weights": self.budget.weights,
+            "cache": self.budget.cache,
+            "largest_batch": self.largest_batch,
+            "largest_context": self.largest_context,
+            "programs": programs,
+            "latencies": [{**vars(x), "tokens_per_second": x.rate()} for x in self.latencies()],
+            "advice": self.advice(),
+        }
+
+
+def gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def _program(deployment: Deployment, planned: ProgramSet, outcome: Outcome) -> ProgramReport:
+    target, facts = deployment.slice, outcome.facts or {}
+    memory = facts.get("memory", {})
+    floor_bytes, flops = _floor_bytes(planned, outcome.key), _flops(planned, outcome.key)
+    bandwidth, rate = target.hbm_bandwidth, target.rate(deployment.dtype)
+    clock = _CLOCKS.get(target.chip.name)
+    cycles = facts["cycles"] / clock if clock and "cycles" in facts else None
+    network = _network(deployment, planned, outcome.key)
+    seconds = None if cycles is None else cycles + network
+    floor = max(floor_bytes / bandwidth, flops / rate) if bandwidth and rate else None
+    return ProgramReport(
+        key=outcome.key,
+        outcome=outcome,
+        temporaries=memory.get("temporaries"),
+        code=memory.get("code"),
+        peak=memory["peak"] if memory else None,
+        moved_bytes=facts.get("bytes"),
+        floor_bytes=floor_bytes,
+        flops=flops,
+        cycles=cycles,
+        network=network,
+        floor=floor,
+        mbu=floor_bytes / (bandwidth * seconds) if seconds else None,
+        mfu=flops / (rate * seconds) if seconds else None,
+    )
+
+
+def _network(deployment: Deployment, planned: ProgramSet, key: ProgramKey) -> float:
+    """Seconds of a step's collectives, by the cost model."""
+    if deployment.slice.platform != "tpu":
+        return 0.0
+    shards = planned.config.shards
+    network = place(deployment.slice, tuple(shards.mesh.shape.items()) if shards.mesh else ())
+    promised = explain_step(planned.model, planned.plan, shards, key).collectives
+    return sum(c.count * network.seconds(c, ATTAINED) for c in promised)
+
+
+def _tokens(shards: Shards, key: ProgramKey) -> int:
+    """Of a step, on one device."""
+    return key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
+
+
+def _local(shards: Shards, names: Sequence[str], shape: tuple[int, ...]) -> tuple[int, ...]:
+    sharding = shards.sharding(tuple(names))
+    return shape if sharding is None else sharding.shard_shape(shape)
+
+
+def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
+    """Bytes that a step must read on one device: its weights once, and the cache of the rows it serves once."""
+    model, plan, shards = programs.model, programs.plan, programs.config.shards
+    total = 0
+    for spec in model.specs:
+        size = prod(_local(shards, spec.axes, spec.shape)) * spec.dtype.itemsize
+        looked_up = spec.name == "embed" and not model.config.tied
+        total += _tokens(shards, key) * spec.shape[1] * spec.dtype.itemsize if looked_up else size
+    return total + sum(_cache_read(plan, block, shards, key) for block in plan.blocks)
+
+
+def _cache_read(plan: CachePlan, block: BlockCache, shards: Shards, key: ProgramKey) -> int:
+    *layers, _, heads, slots, size = _local(shards, block.axes, block.shape)
+    slots = slots if block.ring else min(slots, -(-key.limit // shards.size(axes.POSITIONS)))
+    rows = key.rows + key.chunks
+    return 2 * prod(layers) * rows * heads * slots * size * plan.dtype.itemsize
+
+
+def _flops(programs: ProgramSet, key: ProgramKey) -> int:
+    """Of a step on one device: matrix products, attention over all of `key.limit` (or the window) included."""
+    model, shards = programs.model, programs.config.shards
+    tokens = _tokens(shards, key)
+    matrices = [s for s in model.specs if s.block is not None and not s.part.endswith("norm")]
+    inside = sum(prod(_local(shards, s.axes, s.shape)) for s in matrices)
+    head = prod(_local(shards, (axes.EMBED, axes.VOCAB), (model.config.dim, model.layout.vocab)))
+    ends = tokens if key.detail else key.chunks + key.rows
+    attention = 0
+    for layer in model.config.layers:
+        spec, heads = layer.attention, model.layout.heads(layer.attention)
+        seen = min(key.limit, spec.window or key.limit)
+        attention += 4 * tokens * seen * heads.groups * heads.queries * spec.head_dim
+    attention //= shards.size(axes.KV_HEADS) * shards.size(axes.POSITIONS)
+    return 2 * tokens * inside + 2 * ends * head + attention
+
+
+def _need(deployment: Deployment) -> int:
+    """Bytes of weights and cache on a device, with a twentieth to spare for everything else."""
+    budget = Budget.of(deployment.planned())
+    return (budget.weights + budget.cache) * 21 // 20
+
+
+def _smallest(deployment: Deployment, chip: str) -> str | None:
+    """The smallest slice of a chip that holds the model, all its devices on the tensor axis."""
+    for name in target_names(chip):
+        target = parse_target(name)
+        parallel = replace(deployment.parallel, tensor=target.devices // deployment.parallel.data)
+        if target.devices > 64 or parallel.tensor < 1 or parallel.devices != target.devices:
+            continue
+        try:
+            other = replace(deployment, target=target.name, parallel=parallel)
+        except (ShardingError, ConfigurationError):
+            continue
+        if _need(other) <= target.hbm_bytes:
+            return f"--target {name} --parallel tp={parallel.tensor}" + (
+                f",dp={parallel.data} would do" if parallel.data > 1 else " would do"
+            )
+    return None

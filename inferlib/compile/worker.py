@@ -1,0 +1,95 @@
+"""A child process that compiles: `python -m inferlib.compile.worker`, driven by `inferlib.compile.aot`.
+
+It reads JSON lines from stdin, first a deployment and then one job each, and answers each with a line. A compiler that
+dies takes this process with it and nothing else; only here is a TPU's compiler ever loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable, topologies
+
+from inferlib.compile.deployment import Deployment, layout_from_json, layout_to_json
+from inferlib.compile.hlo import Copy, Module
+from inferlib.compile.program_set import ProgramSet
+from inferlib.compile.programs import ProgramKey
+from inferlib.compile.targets import Target
+
+
+def main() -> None:
+    # Compilers print; answers keep a channel of their own.
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    deployment = Deployment.from_json(json.loads(sys.stdin.readline()))
+    shards = deployment.shards(_devices(deployment.slice, deployment.parallel.devices))
+    for line in sys.stdin:
+        job = json.loads(line)
+        layouts = job["layouts"] and [layout_from_json(layout) for layout in job["layouts"]]
+        try:
+            programs = deployment.program_set(shards, layouts)
+            answer = _compile(programs, ProgramKey(**job["key"]), Path(job["path"]))
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": str(error) or type(error).__name__}
+        channel.write(json.dumps(answer) + "\n")
+        channel.flush()
+
+
+def _devices(target: Target, count: int) -> list[jax.Device]:
+    if target.platform == "tpu":
+        options = target.topology_options
+        return topologies.get_topology_desc(platform="tpu", topology_name=target.topology_name, **options).devices
+    if target.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", count)
+    return jax.devices()
+
+
+def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any]:
+    """Compile a program, write it to `path`, and tell what it is."""
+    start = time.perf_counter()
+    lowered = programs.lower(key)
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    done = time.perf_counter()
+    path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    memory, module = compiled.memory_analysis(), Module(compiled.as_text())
+    weights, cache = len(programs.model.specs), 2 * len(programs.plan.blocks)
+    cost = module.cost
+    chosen = [layout_to_json(f.layout) for f in compiled.input_formats[0][0]] if programs.layouts is None else None
+    return {
+        "layouts": chosen,
+        "device_kind": compiled.input_shardings[0][0][0]._device_assignment[0].device_kind,
+        "trace_seconds": traced - start,
+        "compile_seconds": done - traced,
+        "memory": {
+            "arguments": memory.argument_size_in_bytes,
+            "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "code": memory.generated_code_size_in_bytes,
+            "peak": memory.peak_memory_in_bytes,
+        },
+        "bytes": cost.bytes,
+        "cycles": cost.cycles,
+        "uncosted": cost.uncosted,
+        "collectives": [asdict(c) for c in module.collectives],
+        "cache_copies": _named(module.copies(range(weights, weights + cache)), ["k", "v"] * cache, weights),
+        "weight_copies": _named(module.copies(range(weights)), [s.name for s in programs.model.specs], 0),
+    }
+
+
+def _named(copies: tuple[Copy, ...], names: list[str], first: int) -> list[dict[str, Any]]:
+    return [{"array": names[c.argument - first], "nbytes": c.nbytes, "count": c.count} for c in copies]
+
+
+if __name__ == "__main__":
+    main()

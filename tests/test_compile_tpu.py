@@ -1,0 +1,156 @@
+"""The real TPU compiler, without a TPU: collectives as promised, layouts, fit. About 60 s; skipped without libtpu."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from typer.testing import CliRunner
+
+from inferlib import Buckets, configs
+from inferlib.cli import app
+from inferlib.compile.aot import compile_programs
+from inferlib.compile.deployment import Deployment
+from inferlib.compile.plans import load_plan
+from inferlib.compile.report import Report
+from inferlib.explain import explain_step
+from inferlib.sharding.mesh import Parallelism
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+SLICES = [
+    ("v5e-8", "tp=8"),
+    ("v5e-8", "tp=4,dp=2,rules=tp_sp"),
+    ("v6e-8", "tp=4,dp=2"),
+    ("v6e-8", "tp=8,rules=tp_sp"),
+]
+
+
+def tiny(target: str, parallel: str) -> Deployment:
+    buckets = Buckets((128,), (128,), (512,))
+    return Deployment(TINY, target, "bfloat16", buckets, Parallelism.parse(parallel), ("greedy",))
+
+
+@cache
+def compiled(deployment: str, parallel: str) -> tuple[Deployment, Report]:
+    """Decode programs of one step and of several, and a prefill."""
+    made = tiny(deployment, parallel)
+    keys = [key for key in list(made.keys()) if not (key.chunks and key.rows) and not key.detail]
+    return made, report_of(made, keys)
+
+
+def report_of(made: Deployment, keys) -> Report:
+    with TemporaryDirectory() as folder:
+        outcomes, _ = compile_programs(made, keys, Path(folder))
+    assert [outcome.error for outcome in outcomes] == [""] * len(keys)
+    return Report.of(made, outcomes)
+
+
+@pytest.mark.parametrize(("target", "parallel"), SLICES)
+def test_collectives_are_those_that_explain_promises(target, parallel):
+    made, report = compiled(target, parallel)
+    planned = made.planned()
+    for p in report.programs:
+        promised = Counter()
+        for c in explain_step(planned.model, planned.plan, planned.config.shards, p.key).collectives:
+            promised[c.kind, c.nbytes] += c.count
+        found = {(c["kind"], c["nbytes"]): c["count"] for c in p.collectives}
+        assert found == promised, str(p.key)
+
+
+@pytest.mark.parametrize(("target", "parallel"), SLICES)
+def test_no_program_copies_the_cache_or_lays_out_a_weight(target, parallel):
+    _, report = compiled(target, parallel)
+    assert report.ok
+    assert [p.copies for p in report.programs] == [[]] * 3
+    assert all(p.estimate > 0 and p.peak < report.capacity for p in report.programs)
+
+
+def test_the_layouts_that_the_compiler_chose_hold_for_every_program(tmp_path):
+    made = tiny("v5e-8", "tp=8")
+    keys = made.keys()
+    outcomes, layouts = compile_programs(made, keys[:2], tmp_path)
+    names = [spec.name for spec in made.planned().model.specs]
+    order = dict(zip(names, (layout["major_to_minor"] for layout in layouts), strict=True))
+    assert order["blocks.0.mlp.gate_up"] != sorted(order["blocks.0.mlp.gate_up"])
+    assert all(outcome.facts["weight_copies"] == [] for outcome in outcomes)
+
+
+def test_the_compiler_is_never_loaded_here():
+    compiled("v5e-8", "tp=8")
+    assert "libtpu" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_model_that_cannot_fit_says_by_how_much_and_what_would_do():
+    arguments = ["compile", "--config", "llama3-8b", "--target", "v5e-1", "--json"]
+    result = CliRunner().invoke(app, [*arguments, "--batch-buckets", "4", "--modes", "greedy"])
+    assert result.exit_code == 1, result.output
+    report = json.loads(result.stdout)
+    assert not report["ok"]
+    assert [p["status"] for p in report["programs"]] == ["too large"]
+    assert "exceed a device's memory by 0.2" in report["advice"][0]
+    assert "--target v5e-4 --parallel tp=4 would do" in report["advice"]
+    assert "--target v6e-1 --parallel tp=1 would do" in report["advice"]
+
+
+def test_few_rows_are_reduced_whole():
+    """With fewer rows a device than a tile holds, the compiler makes an all-reduce of a reduce-scatter."""
+    made = replace(tiny("v5e-8", "tp=8,rules=tp_sp"), buckets=Buckets((128,), (32,), (512,)))
+    (program,) = report_of(made, made.keys()[:1]).programs
+    found = {(c["kind"], c["nbytes"]): c["count"] for c in program.collectives}
+    assert found == {("all-reduce", 128): 2, ("all-reduce", 16384): 7, ("all-gather", 16384): 7}
+
+
+# ---- whole models
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "target", "parallel", "batch", "most"),
+    [
+        ("llama3-8b", "v5e:2x4", "tp=8", 32, 1.01),
+        ("llama3-8b", "v5e:2x2", "tp=4", 16, 1.05),  # two KV heads a device
+        ("llama3-70b", "v6e:2x4", "tp=8", 32, 1.01),
+        ("llama3-70b", "v5p:16x16x16", "tp=8,dp=512", 16384, 1.08),  # attention scores leave its smaller VMEM
+    ],
+)
+def test_decoding_moves_only_what_it_must(name, target, parallel, batch, most):
+    buckets = Buckets((512,), (batch,), (4096,))
+    made = Deployment(configs.load(name), target, "bfloat16", buckets, Parallelism.parse(parallel), ("greedy",))
+    (program,) = report_of(made, made.keys()[:1]).programs
+    assert program.copies == []
+    assert program.temporaries < 64 << 20
+    assert program.moved_bytes <= most * program.floor_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", configs.plan_names())
+def test_plans_compile(name):
+    plan = load_plan(name)
+    if plan.quantization is not None:
+        pytest.skip("programs cannot hold quantised weights yet")
+    parallel = Parallelism.parse(plan.parallel)
+    made = Deployment(configs.load(plan.model), str(plan.slice), plan.dtype, plan.engine.buckets, parallel, ("greedy",))
+    report = report_of(made, made.keys()[:1])
+    assert report.ok
