@@ -108,7 +108,7 @@ def test_what_was_not_compiled_is_refused_by_name(model, folder):
         ({"dtype": "bfloat16"}, "dtype is float32 in its programs, and bfloat16 here"),
         ({"max_batch": 3}, "max_batch is 2 in its programs, and 3 here"),
         ({"max_len": 32}, "max_len is 64"),
-        ({"parallel": "tp=2"}, "parallel is tp=1,dp=1"),
+        ({"parallel": "tp=2"}, "parallel is tp=1"),
         ({"buckets": Buckets((8,), (2,), (64,))}, "buckets is prefill 16; batch 2; cache 64"),
     ],
 )

@@ -22,8 +22,8 @@ def cache_write(
     pages, slots: [T] int32. A page >= N or a slot >= S writes nothing: that is how padding and
     inactive rows are dropped. Pairs (page, slot) are distinct. Donated caches are updated in place.
     """
-    # Head by head. Sliced, a TPU would lay the whole cache out anew; and the write of one row would become a slice update,
-    # of which XLA:CPU makes two, each on a copy of the cache.
+    # Head by head. For a slice of heads a TPU would lay the whole cache out anew; and the write of one row would become
+    # a slice update, of which XLA:CPU makes two, each on a copy of the cache.
     heads = jnp.arange(k.shape[1], dtype=jnp.int32)
     at = (pages[:, None], heads, slots[:, None])
     at = at if layer is None else (layer, *at)
