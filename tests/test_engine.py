@@ -64,6 +64,8 @@ class Row:
 class ScriptedDevice:
     """Stands for the compiled programs: treats rows as they do, follows scripts, and checks every call."""
 
+    misses = 0
+
     def __init__(self, config: EngineConfig, scripts: list[Script]):
         self.scripts = {tuple(s.prompt): s for s in scripts}
         self.planned = frozenset(planned_keys(config))
@@ -376,11 +378,11 @@ def test_strict_programs_refuse_what_warmup_left_out(small):
         with pytest.raises(ValueError, match=r"no sampling modes \['fast'\]; known: greedy, sample, logprobs"):
             small.warmup(["fast"])
         assert small.warmup([]) == 0
-        with pytest.raises(UnplannedProgramError, match="'sample' was not compiled by warmup"):
+        with pytest.raises(UnplannedProgramError, match="'sample' was not compiled ahead of time"):
             small.generate([PROMPTS[1], PROMPTS[2]], [SAMPLED, GREEDY])
-        with pytest.raises(UnplannedProgramError, match="'logprobs' was not compiled by warmup"):
+        with pytest.raises(UnplannedProgramError, match="'logprobs' was not compiled ahead of time"):
             small.score([PROMPTS[1]])
-        with pytest.raises(UnplannedProgramError, match="'greedy' was not compiled by warmup"):
+        with pytest.raises(UnplannedProgramError, match="'greedy' was not compiled ahead of time"):
             next(iter(small.stream(PROMPTS[1], GREEDY)))
         assert small.stats.dispatches == 0
         assert not engine.busy
