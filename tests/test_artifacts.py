@@ -250,7 +250,7 @@ def test_missing_compilers_are_named(monkeypatch):
 
 
 def test_deployments_that_cannot_work_are_refused(model):
-    with pytest.raises(ShardingError, match=r"parallel=tp=2,dp=1 is 2 devices, and v5e:2x4 has 8: .*tp=8"):
+    with pytest.raises(ShardingError, match=r"parallel=tp=2 is 2 devices, and v5e:2x4 has 8: .*tp=8"):
         deployment_of(model, target="v5e-8", parallel=Parallelism(2))
     with pytest.raises(ConfigurationError, match="exceeds the model's context of 256"):
         deployment_of(model, buckets=Buckets((16,), (2,), (512,)))
