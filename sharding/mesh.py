@@ -20,7 +20,7 @@ class ShardingError(ValueError):
     """A mesh or a split that cannot work; the message says what can."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """Devices along each mesh axis, and the preset that says what is split over them (see `sharding.rules`).
 

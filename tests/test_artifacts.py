@@ -251,7 +251,7 @@ def test_missing_compilers_are_named(monkeypatch):
 
 def test_deployments_that_cannot_work_are_refused(model):
     with pytest.raises(ShardingError, match=r"parallel=tp=2 is 2 devices, and v5e:2x4 has 8: .*tp=8"):
-        deployment_of(model, target="v5e-8", parallel=Parallelism(2))
+        deployment_of(model, target="v5e-8", parallel=Parallelism(tensor=2))
     with pytest.raises(ConfigurationError, match="exceeds the model's context of 256"):
         deployment_of(model, buckets=Buckets((16,), (2,), (512,)))
     with pytest.raises(ConfigurationError, match="dtype 'float64'"):
@@ -261,7 +261,7 @@ def test_deployments_that_cannot_work_are_refused(model):
 
 
 def test_deployments_survive_json(model):
-    made = deployment_of(model, parallel=Parallelism(2, 2, "tp_sp"), modes=("greedy", "sample"))
+    made = deployment_of(model, parallel=Parallelism(tensor=2, data=2, rules="tp_sp"), modes=("greedy", "sample"))
     assert Deployment.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 

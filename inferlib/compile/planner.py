@@ -205,7 +205,7 @@ def meshes(target: Target) -> list[Parallelism]:
     """Every mesh of all the devices, with each preset that makes a difference."""
     sizes = [n for n in range(1, min(target.devices, _WIDEST) + 1) if target.devices % n == 0]
     return [
-        Parallelism(n, data=target.devices // n, rules=rules)
+        Parallelism(tensor=n, data=target.devices // n, rules=rules)
         for n in sizes
         for rules in (_PRESETS if n > 1 else _PRESETS[:1])
     ]
