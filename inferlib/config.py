@@ -159,7 +159,8 @@ class EngineConfig:
     ):
         """Defaults of a platform: scanned layers and free layouts on TPU; fewer steps per dispatch on GPU, where they
         are counted and a row that ends keeps its place until the last."""
-        backend, shards = Backend.for_platform(platform), shards or Shards()
+        shards = shards or Shards()
+        backend = Backend.for_platform(platform, shards)
         ragged, dealt = backend.decode_attention == "pallas", shards.size(axes.TOKENS)
         buckets = buckets or Buckets.default(max_batch, max_len, ragged=ragged, multiple=dealt)
         return EngineConfig(

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from inferlib.models.config import ModelConfig, RopeSpec
 from inferlib.models.layers.rope import rope_angles
@@ -52,11 +53,23 @@ class Backend:
     """Which implementation of an operation a program is built with."""
 
     decode_attention: Literal["xla", "pallas"] = "xla"
+    all_reduce: Literal["xla", "pallas"] = "xla"
 
     @staticmethod
-    def for_platform(platform: str) -> Backend:
+    def for_platform(platform: str, shards: Shards) -> Backend:
         """The best choice on "cpu", "gpu", "tpu" or "neuron"."""
-        return Backend(decode_attention="pallas" if platform == "gpu" else "xla")
+        if platform != "gpu":
+            return Backend()
+        return Backend(decode_attention="pallas", all_reduce="pallas" if _are_peers(shards) else "xla")
+
+
+def _are_peers(shards: Shards) -> bool:
+    """Whether the fused all-reduce of `pallas_kernels` runs on these GPUs: Hopper or newer, all in one process and on
+    one axis, with a jax that lets kernels reach the memory of other devices."""
+    if shards.only_axis is None or not isinstance(shards.mesh, Mesh) or shards.several_processes:
+        return False
+    devices = shards.mesh.devices.flat
+    return jax.__version_info__ >= (0, 11) and all(float(d.compute_capability) >= 9 for d in devices)
 
 
 @dataclass(frozen=True)

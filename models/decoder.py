@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax import nnx
 from jax import lax
 
 from inferlib.models.batch import StepContext
-from inferlib.models.config import LayerSpec
+from inferlib.models.config import LayerSpec, ModelConfig
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.mlp import Mlp
@@ -22,10 +23,21 @@ from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
+if TYPE_CHECKING:
+    from inferlib.pallas_kernels.all_reduce_norm_gpu import Mailboxes
+
+
+class Stream(NamedTuple):
+    """What layers hand on. x [T, D]: the residual, where tokens or the width are split this device's share; y [T, D]:
+    its norm, if the sum that made it brought that along; boxes: the mailboxes of such sums."""
+
+    x: jax.Array
+    y: jax.Array | None = None
+    boxes: Mailboxes | None = None
+
 
 class Block(nnx.Module):
-    """One layer: x [T, D], its cache -> x [T, D], its cache. Where tokens or the width are split, x is this device's
-    share."""
+    """One layer."""
 
     def __init__(self, spec: LayerSpec, layout: Layout, dtype):
         config = layout.config
@@ -40,7 +52,28 @@ class Block(nnx.Module):
         if spec.post_norm:
             self.post_attn_norm, self.post_mlp_norm = norm(), norm()
 
-    def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+    def __call__(
+        self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array | None = None
+    ) -> tuple[Stream, LayerCache]:
+        """after [D]: the weight of the norm that follows, with mailboxes."""
+        if stream.boxes is not None:
+            return self.fused(stream, ctx, cache, after)
+        x, cache = self.plain(stream.x, ctx, cache)
+        return Stream(x), cache
+
+    def fused(self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array) -> tuple[Stream, LayerCache]:
+        """Each sum over devices in one kernel with the residual's and the norm that follows; see `fuses_sums`."""
+        from inferlib.pallas_kernels.all_reduce_norm_gpu import all_reduce_norm
+
+        x, y, boxes = stream
+        eps = self.pre_mlp_norm.spec.eps
+        with jax.named_scope("attention"):
+            attn, cache = self.attn(self.pre_attn_norm(x, ctx.shards) if y is None else y, ctx, cache)
+            x, y, boxes = all_reduce_norm(attn, x, self.pre_mlp_norm.weight[...], eps, boxes)
+        with jax.named_scope("mlp"):
+            return Stream(*all_reduce_norm(self.mlp(y, ctx.shards), x, after, eps, boxes)), cache
+
+    def plain(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         spec, shards = self.spec, ctx.shards
         with jax.named_scope("attention"):
             y = shards.all_tokens(self.pre_attn_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
@@ -103,6 +136,15 @@ def segments_of(layers: Sequence[LayerSpec], *, scan: bool) -> tuple[Segment, ..
     return tuple(segments)
 
 
+def fuses_sums(config: ModelConfig) -> bool:
+    """Whether every sum over devices is followed by the residual's and an RMS norm, and by nothing between."""
+    plain = config.norm.kind == "rms" and not config.norm.unit_offset and config.residual_scale == 1.0
+    return plain and all(
+        layer.pre_norm and not (layer.post_norm or layer.parallel or layer.attention.o_bias or layer.mlp.bias)
+        for layer in config.layers
+    )
+
+
 class Decoder(nnx.Module):
     """Embedding, blocks, final norm and head. Build it under `nnx.eval_shape` (see `abstract_model`).
 
@@ -124,22 +166,29 @@ class Decoder(nnx.Module):
         if not config.tied:
             self.head = param((config.dim, layout.vocab), (axes.EMBED, axes.VOCAB), dtype)
 
-    def __call__(self, ctx: StepContext, cache: tuple[LayerCache, ...]) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """Run the step's tokens: last hidden states [T, D] and the cache, one `LayerCache` per block."""
+    def __call__(
+        self, ctx: StepContext, cache: tuple[LayerCache, ...], boxes: Mailboxes | None = None
+    ) -> tuple[jax.Array, tuple[LayerCache, ...], Mailboxes | None]:
+        """Run the step's tokens: last hidden states [T, D], the cache, one `LayerCache` per block, and the mailboxes.
+
+        boxes: for sums over devices, where `fuses_sums` and layers are unrolled.
+        """
         # Cached now: computed in a scan's body they would not outlive it.
         _ = ctx.positions, ctx.pages, ctx.rope
-        x = self.embedding(ctx)
+        stream, norms = Stream(self.embedding(ctx), boxes=boxes), [None] * len(self.blocks)
+        if boxes is not None:
+            norms = [*(block.pre_attn_norm.weight[...] for block in self.blocks[1:]), self.final_norm.weight[...]]
         new, at, shared = [], 0, {}
         for segment in self.segments:
             end = at + len(segment.pattern)
             blocks, caches = self.blocks[at:end], cache[at:end]
             if segment.count > 1:
-                x, caches = _scan(blocks, x, ctx, caches, segment.count)
+                stream, caches = _scan(blocks, stream, ctx, caches, segment.count)
             else:
-                x, caches = _unrolled(blocks, x, ctx, caches, shared)
+                stream, caches = _unrolled(blocks, stream, ctx, caches, norms[at:end], shared)
             new += caches
             at = end
-        return ctx.shards.all_tokens(x, ctx.tokens), tuple(new)
+        return ctx.shards.all_tokens(stream.x, ctx.tokens), tuple(new), stream.boxes
 
     def embedding(self, ctx: StepContext) -> jax.Array:
         """[T, D]; each device looks up the tokens of its share of the vocabulary."""
@@ -169,46 +218,46 @@ class Decoder(nnx.Module):
             return logits
 
 
-def _unrolled(blocks, x, ctx, caches, shared):
+def _unrolled(blocks, stream, ctx, caches, norms, shared):
     new = []
-    for block, cache in zip(blocks, caches, strict=True):
+    for block, cache, after in zip(blocks, caches, norms, strict=True):
         graph, state = nnx.split(block)
         key = graph, cache.ring
         if key not in shared:
             shared[key] = _layer(graph, cache.ring, ctx)
-        x, k, v = shared[key](state, x, cache.k, cache.v)
+        stream, k, v = shared[key](state, stream, cache.k, cache.v, after)
         new.append(LayerCache(k, v, cache.ring))
-    return x, new
+    return stream, new
 
 
 def _layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
     """A layer as a function that is traced once for all layers alike; XLA inlines it."""
 
     @jax.jit
-    def layer(state, x, k, v):
-        x, cache = nnx.merge(graph, state)(x, ctx, LayerCache(k, v, ring))
-        return x, cache.k, cache.v
+    def layer(state, stream, k, v, after):
+        stream, cache = nnx.merge(graph, state)(stream, ctx, LayerCache(k, v, ring), after)
+        return stream, cache.k, cache.v
 
     return layer
 
 
-def _scan(blocks, x, ctx, caches, count: int):
+def _scan(blocks, stream, ctx, caches, count: int):
     """The cache rides in the carry: as scan inputs and outputs it would exist twice."""
     graphs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
     rings = [cache.ring for cache in caches]
 
     def body(carry, inputs):
-        x, caches = carry
+        stream, caches = carry
         layer, states = inputs
         new = []
         for graph, state, (k, v), ring in zip(graphs, states, caches, rings, strict=True):
-            x, cache = nnx.merge(graph, state)(x, ctx, LayerCache(k, v, ring, layer))
+            stream, cache = nnx.merge(graph, state)(stream, ctx, LayerCache(k, v, ring, layer))
             new.append((cache.k, cache.v))
-        return (x, tuple(new)), None
+        return (stream, tuple(new)), None
 
-    carry = (x, tuple((cache.k, cache.v) for cache in caches))
-    (x, new), _ = lax.scan(body, carry, (jnp.arange(count), states))
-    return x, [LayerCache(k, v, ring) for (k, v), ring in zip(new, rings, strict=True)]
+    carry = (stream, tuple((cache.k, cache.v) for cache in caches))
+    (stream, new), _ = lax.scan(body, carry, (jnp.arange(count), states))
+    return stream, [LayerCache(k, v, ring) for (k, v), ring in zip(new, rings, strict=True)]
 
 
 def _stacked(block: Block, count: int) -> Block:

@@ -41,6 +41,13 @@ class Shards:
         return self.size(axes.ROWS)
 
     @property
+    def only_axis(self) -> str | None:
+        """The mesh axis that all devices are on, if weights are split over it and tokens are not."""
+        over = self.mesh_axes(axes.MLP)
+        alone = len(over) == 1 and self.mesh.shape[over[0]] == self.mesh.size and over == self.mesh_axes(axes.KV_HEADS)
+        return over[0] if alone and not self.splits_tokens else None
+
+    @property
     def splits_tokens(self) -> bool:
         return self.rules is not None and self.rules.split_tokens and bool(self.mesh_axes(axes.MLP))
 

@@ -20,6 +20,7 @@ from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import StepBatch, StepContext
+from inferlib.models.decoder import fuses_sums
 from inferlib.sampling.sampler import Sampled, Vocabulary, count_tokens, is_stop, mark_prompt, sample, score, unpack
 from inferlib.sharding import axes
 
@@ -169,13 +170,24 @@ class _Maker:
         """Whether any row of any replica, [..., R] -> [...]; the replicas stay in step."""
         return self.config.shards.max(jnp.any(x, axis=-1).astype(jnp.int32), axes.ROWS) > 0
 
-    def run(self, weights, cache, batch: StepBatch):
-        """Hidden states [T, D], the decoder (for its head) and the cache."""
+    def mailboxes(self):
+        """Of one decode step's sums over devices, if they are fused; opened once, each step hands them on."""
+        config, shards = self.model.config, self.config.shards
+        if self.config.backend.all_reduce == "xla" or self.config.scan or not fuses_sums(config):
+            return None
+        from inferlib.pallas_kernels.all_reduce_norm_gpu import fits, open_mailboxes
+
+        if not fits(self.key.rows, config.dim, self.model.specs[0].dtype):
+            return None
+        return open_mailboxes(self.key.rows, config.dim, shards.only_axis)
+
+    def run(self, weights, cache, batch: StepBatch, boxes=None):
+        """Hidden states [T, D], the decoder (for its head), the cache and the mailboxes."""
         decoder = self.model.merge(weights)
         config = self.config
         ctx = StepContext(batch, self.model.config, self.plan.max_len, self.key.limit, config.backend, config.shards)
-        hidden, caches = decoder(ctx, self.plan.view(cache))
-        return hidden, decoder, self.plan.flatten(caches)
+        hidden, caches, boxes = decoder(ctx, self.plan.view(cache), boxes)
+        return hidden, decoder, self.plan.flatten(caches), boxes
 
     def advance(self, rows: RowState, logits: jax.Array) -> tuple[RowState, Sampled]:
         """Sample the next token of every row and account for it; inactive rows yield token -1."""
@@ -202,16 +214,18 @@ class _Maker:
         state = state._replace(active=state.active & ~control.cancel)
         rows = state.head(key.rows)
 
-        def step(cache, rows):
+        def step(cache, rows, boxes):
             lengths = jnp.where(rows.active, rows.length + 1, 0)
-            hidden, decoder, cache = self.run(weights, cache, StepBatch.of_rows(rows.token, lengths))
-            return (cache, *self.advance(rows, decoder.logits(hidden, self.config.shards)))
+            hidden, decoder, cache, boxes = self.run(weights, cache, StepBatch.of_rows(rows.token, lengths), boxes)
+            rows, sampled = self.advance(rows, decoder.logits(hidden, self.config.shards))
+            return cache, rows, boxes, sampled
 
+        boxes = self.mailboxes()
         if key.steps == 1:
-            cache, rows, sampled = step(cache, rows)
+            cache, rows, _, sampled = step(cache, rows, boxes)
             outs = jax.tree.map(lambda x: x[None], sampled)
         else:
-            shapes = jax.eval_shape(step, cache, rows)[2]
+            shapes = jax.eval_shape(step, cache, rows, boxes)[3]
             outs = jax.tree.map(lambda s: jnp.full((key.steps, *s.shape), -1, s.dtype), shapes)
             started = rows.active
 
@@ -220,15 +234,15 @@ class _Maker:
                 return (i < control.steps) & running & ~(control.yield_early & finished)
 
             def body(i, carry):
-                cache, rows, outs = carry
-                cache, rows, sampled = step(cache, rows)
-                return cache, rows, jax.tree.map(lambda out, x: out.at[i].set(x), outs, sampled)
+                cache, rows, boxes, outs = carry
+                cache, rows, boxes, sampled = step(cache, rows, boxes)
+                return cache, rows, boxes, jax.tree.map(lambda out, x: out.at[i].set(x), outs, sampled)
 
-            carry = cache, rows, outs
+            carry = cache, rows, boxes, outs
             if self.config.counted:
-                cache, rows, outs = lax.fori_loop(0, key.steps, body, carry)
+                cache, rows, _, outs = lax.fori_loop(0, key.steps, body, carry)
             else:
-                _, (cache, rows, outs) = lax.while_loop(
+                _, (cache, rows, _, outs) = lax.while_loop(
                     lambda carry: more(carry[0], carry[1][1]),
                     lambda carry: (carry[0] + 1, body(*carry)),
                     (jnp.int32(0), carry),
@@ -245,7 +259,7 @@ class _Maker:
         own = self.config.shards.stripe(axes.TOKENS)
         tokens = own.take(chunk.tokens, dim=1)
         batch = StepBatch(tokens, info["row"], info["start"], rows.token, jnp.where(rows.active, rows.length + 1, 0))
-        hidden, decoder, cache = self.run(weights, cache, batch)
+        hidden, decoder, cache, _ = self.run(weights, cache, batch)
         split = tokens.size
         ends = self.last_hidden(hidden[:split].reshape(*tokens.shape, -1), info["length"])
         logits = decoder.logits(jnp.concatenate([ends, hidden[split:]]), self.config.shards)
