@@ -185,9 +185,9 @@ def test_llama_70b_int8_on_16_v5e():
         ("llama3-8b", 1, 1, 4.22e-3),
         ("llama3-8b", 1, 16, 5.31e-3),
         ("llama3-8b", 1, 64, 8.47e-3),
-        ("llama3-70b", 4, 1, 12.82e-3),
-        ("llama3-70b", 4, 16, 14.04e-3),
-        ("llama3-70b", 4, 64, 18.56e-3),
+        ("llama3-70b", 4, 1, 11.00e-3),
+        ("llama3-70b", 4, 16, 12.10e-3),
+        ("llama3-70b", 4, 64, 16.43e-3),
     ],
 )
 def test_own_decode_steps_on_h200(name, devices, batch, measured):
