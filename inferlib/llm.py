@@ -107,7 +107,7 @@ class LLM:
         weights = files.load(
             programs.model, shards=self.config.shards, formats=programs.formats, progress=self.progress
         )
-        self.engine = Engine(programs.model, weights, self.config, self._channel, programs)
+        self.engine = Engine(programs.model, weights, self.config, channel=self._channel, programs=programs)
         if self._channel:
             self._channel.ready()
         self._ids = itertools.count()

@@ -145,7 +145,8 @@ def main(
     fail(llm)
     found = {"followed": True} if llm.follow() else SCENARIOS[scenario](llm)
     taken = {name: parts for source in sources for name, parts in source.taken.items()}
-    homes = [[device.process_index for device in row] for row in llm.config.shards.mesh.devices]
+    devices = llm.config.shards.mesh.devices
+    homes = [[device.process_index for device in row] for row in devices.reshape(len(devices), -1)]
     print("\n" + json.dumps({"found": found, "taken": taken, "homes": homes}), flush=True)
 
 

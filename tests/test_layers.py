@@ -29,7 +29,7 @@ FLOORS = {
     "inferlib.llm": 5,
     "inferlib.cli": 5,
 }
-KERNEL_LIBRARIES = {"einops", "jax", "numpy"}
+KERNEL_LIBRARIES = {"einops", "jax", "jaxlib", "numpy"}
 
 
 def find_modules() -> dict[str, Path]:

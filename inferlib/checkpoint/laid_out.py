@@ -165,8 +165,10 @@ class LaidOutWeights:
         weights = []
         for spec, format in zip(model.specs, formats or [None] * len(model.specs), strict=True):
             parts = [layers.pop((i, spec.part)) for i in _layers(model, spec)]
-            stacked = spec.axes[0] == axes.LAYERS
-            array = stack(format or shards.sharding(spec.axes), parts) if stacked else jax.device_put(parts[0], format)
+            if spec.axes[0] == axes.LAYERS:
+                array = stack(format or shards.sharding(spec.axes), parts)
+            else:
+                array = jax.device_put(parts[0], format) if isinstance(format, Format) else parts[0]
             weights.append(array.block_until_ready())  # the next stack may need the memory of these parts
         return tuple(weights)
 

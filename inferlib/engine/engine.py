@@ -90,6 +90,7 @@ class Engine:
         model: AbstractModel,
         weights: tuple[jax.Array, ...],
         config: EngineConfig,
+        *,
         channel: Channel | None = None,
         programs: ProgramSet | None = None,
     ):
