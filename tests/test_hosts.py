@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,8 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model) -> Callable[[str], dict[str, Any]]:
-    """What a scenario gives on one process and one device."""
-    llm = hosts_program.build(model, None)
-    return lambda scenario: hosts_program.SCENARIOS[scenario](llm)
+    """What a scenario gives on one process and one device, from the first request of an LLM."""
+    return cache(lambda scenario: hosts_program.SCENARIOS[scenario](hosts_program.build(model, None)))
 
 
 class Processes:
