@@ -131,8 +131,7 @@ def _place(shards: Shards, name: str, names: tuple[str | None, ...], shape: tupl
     if names[0] == axes.LAYERS:
         count, names, shape = shape[0], names[1:], shape[1:]
     mesh_axes = tuple(_joined(shards.mesh_axes(n)) for n in names)
-    sharding = shards.sharding(names)
-    local = shape if sharding is None else sharding.shard_shape(shape)
+    local = shards.local_shape(names, shape)
     return Placement(name, names, mesh_axes, shape, local, count * prod(local) * np.dtype(dtype).itemsize, count)
 
 

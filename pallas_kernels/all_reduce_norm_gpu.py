@@ -41,6 +41,7 @@ class Mailboxes(NamedTuple):
 
 
 def fits(tokens: int, width: int, dtype) -> bool:
+    """Whether `all_reduce_norm` takes arrays [tokens, width] of this dtype."""
     return tokens <= MAX_TOKENS and width % LINE == 0 and dtype == jnp.bfloat16
 
 

@@ -66,6 +66,11 @@ class Shards:
             return jax.device_put(x, self.sharding(names))
         return jax.make_array_from_callback(x.shape, self.sharding(names), x.__getitem__)
 
+    def local_shape(self, names: Sequence[str | None], shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of a device's part of an array with these logical axes."""
+        sharding = self.sharding(tuple(names))
+        return shape if sharding is None else sharding.shard_shape(shape)
+
     def mesh_axes(self, *names: str | None) -> tuple[str, ...]:
         """The mesh axes that really split any of these logical axes, in the mesh's order."""
         if self.rules is None:

@@ -37,6 +37,14 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def quick_compilations() -> Iterator[None]:
+    """Programs are compiled in half the time, and run slower."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[..., Path]:
     """`checkpoint(family, **overrides)`: the folder of a tiny model with a tokenizer (see `TINY`)."""
@@ -97,8 +105,8 @@ def build_llm(path: Path, buckets: Buckets, **options: Any) -> LLM:
 def new_engine(llm: LLM, **options: Any) -> Iterator[Engine]:
     """`llm` with a new engine whose config differs in `options`; weights and programs are the old one's."""
     old = llm.engine
-    llm.engine = Engine(old.model, old.weights, dataclasses.replace(old.config, **options))
-    llm.engine.programs = old.programs
+    config = dataclasses.replace(old.config, **options)
+    llm.engine = Engine(old.model, old.weights, config, programs=old.programs)
     try:
         yield llm.engine
     finally:

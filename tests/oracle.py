@@ -204,6 +204,11 @@ CASES = [
 ]
 
 
+# SmolLM2's heads in small: 9, of which 3 for keys and values, which no even mesh divides.
+SMOLLM2_HEADS: dict[str, Any] = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8}
+SMOLLM2_HEADS |= {"tie_word_embeddings": True}
+
+
 def make_checkpoint(folder: Path, family: str, *, seed: int = 0, **overrides: Any) -> Path:
     """Write a random model of a `transformers` model type into `folder`; an override of None drops the key.
 

@@ -34,8 +34,10 @@ from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import Shards, make_shards
 from tests.cli_model import COMMAND, TEMPLATE, Commands, error_of, make_model
-from tests.oracle import make_checkpoint
+from tests.oracle import SMOLLM2_HEADS, make_checkpoint
 from tests.test_gguf import write as write_gguf
+
+pytestmark = pytest.mark.usefixtures("quick_compilations")
 
 _TWO = {"num_hidden_layers": 2}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -43,11 +45,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 SHAPES = {
     "biased": ("llama", {**_TWO, "attention_bias": True, "mlp_bias": True, "intermediate_size": 84}),
     # 3 KV heads, tied: on 2 devices heads are padded.
-    "smollm2": (
-        "llama",
-        {**_TWO, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8}
-        | {"tie_word_embeddings": True},
-    ),
+    "smollm2": ("llama", _TWO | SMOLLM2_HEADS),
     "olmo2": ("olmo2", _TWO),  # QK-norm over all heads
     "cohere2": ("cohere2", _TWO),  # interleaved rotary pairs
     "gemma3": ("gemma3_text", {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL] * 2 + [_SLIDING]}),
@@ -58,13 +56,6 @@ RESTORED = {
     "olmo2": ["tp=8"],
     "cohere2": ["tp=2"],
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilations():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ class ScriptedDevice:
         rows = self.rows_of(key)
         tokens = np.full((key.steps, len(rows)), -1)
         started = [row.active for row in rows]
-        for step in range(controls[0].steps):
+        for step in range(key.steps):
             active = [row.active for row in rows]
             if not any(active) or (controls[0].yield_early and active != started):
                 break

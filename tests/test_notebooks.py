@@ -18,8 +18,8 @@ from nbclient import NotebookClient
 FOLDER = Path(__file__).parents[1] / "notebooks"
 CELL_SECONDS = 600
 IMAGE_BYTES = 80_000
-# Outputs that name a machine: home folders, temporary ones, Windows drives.
-MACHINE = re.compile(r"/home/|/Users/|/root/|/tmp/|/var/folders/|[A-Z]:\\")
+# Outputs that name a machine: absolute paths, with slashes or on a Windows drive.
+MACHINE = re.compile(r"(?<![\w.:/])/\w[\w.-]*/|\b[A-Z]:\\")
 
 every_notebook = pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
 

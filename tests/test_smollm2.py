@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from inferlib import LLM, Buckets, SamplingParams
-from inferlib.checkpoint.known import resolve
-from inferlib.checkpoint.source import CheckpointError
 
 pytestmark = pytest.mark.slow
 
@@ -23,10 +21,6 @@ LOW_MARGIN = 0.02  # between the two best logits of a step: rounding may turn su
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    try:
-        resolve("smollm2")
-    except CheckpointError as error:
-        pytest.skip(str(error))
     start = time.perf_counter()
     buckets = Buckets(prefill=(32,), batch=(3,), cache=(128,))
     llm = LLM("smollm2", dtype="float32", max_batch=3, max_len=128, buckets=buckets, progress=False)

@@ -76,20 +76,19 @@ def compile(
     buckets = dict(prefill=prefill_buckets, batch=batch_buckets, cache=cache_buckets)
     if plan and any((settings | buckets).values()):
         fail("--plan says target, split, dtype and buckets: give none of them beside it")
+    from inferlib.cli.info import hf_config
     from inferlib.compile.aot import check_compiler, compile_programs
     from inferlib.compile.artifacts import ArtifactWriter
     from inferlib.compile.report import Report
-    from inferlib.compile.report_html import page, require_plots
+    from inferlib.compile.report_html import page
     from inferlib.compile.report_text import render
 
     with user_errors():
-        if report is not None or out is not None:
-            require_plots()
         words = tuple(modes.split(","))
         if plan:
             deployment = _planned(plan, words)
         else:
-            deployment = _deployment(_model(model, config), **settings, buckets=buckets, modes=words)
+            deployment = _deployment(hf_config(model, config), **settings, buckets=buckets, modes=words)
         check_compiler(deployment.slice)
     keys, name = deployment.keys(), model or config or plan
     with contextlib.ExitStack() as stack:
@@ -121,20 +120,6 @@ def compile(
         told = f"programs, manifest and report.html are in {out}" if complete else f"nothing was written to {out}"
         Console(stderr=True).print(told, highlight=False, soft_wrap=True)
     raise typer.Exit(0 if result.ok else 1)
-
-
-def _model(model: str | None, config: str | None) -> Mapping[str, Any]:
-    """The Hugging Face config dictionary."""
-    if model is not None:
-        from inferlib.llm import ModelFiles
-
-        return ModelFiles.open(model).hf
-    from inferlib import configs
-
-    try:
-        return configs.load(config)
-    except KeyError as error:
-        raise ValueError(error.args[0]) from None
 
 
 def _deployment(

@@ -17,12 +17,12 @@ from rich.table import Table
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from inferlib.explain import Explanation
     from inferlib.models.abstract import AbstractModel
     from inferlib.models.config import LayerSpec, ModelConfig
     from inferlib.models.decoder import Segment
-
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def info(
@@ -51,15 +51,18 @@ def info(
     """
     if (model is None) == (config is None):
         fail("give either a model or the name of a shape with --config")
+    from inferlib.config import DTYPES
+    from inferlib.model_files import ModelFiles
     from inferlib.models.abstract import abstract_model
 
     with user_errors():
-        recipe, stored = (_shape(config), None) if config else _checkpoint(model)
+        recipe = model_config(model, config)
+        stored = ModelFiles.open(model).nbytes if model else None
     length = max_len or min(recipe.context, 2048)
     if length > recipe.context:
         fail(f"--max-len {length} exceeds the model's context of {recipe.context} tokens")
     # Stacked layers are quicker to trace and take the same bytes.
-    models = {dtype: abstract_model(recipe, dtype, scan=True) for dtype in _DTYPES}
+    models = {dtype: abstract_model(recipe, dtype, scan=True) for dtype in DTYPES}
     facts = {"model": model or config, **_describe(models, length, stored)}
     explanation = None
     if parallel is not None:
@@ -71,24 +74,21 @@ def info(
 
 def model_config(model: str | None, shape: str | None) -> ModelConfig:
     """The recipe of a model, or of a shape by name."""
-    return _shape(shape) if shape else _checkpoint(model)[0]
-
-
-def _checkpoint(model: str) -> tuple[ModelConfig, int]:
-    """The recipe, and the bytes of the tensors in the files."""
-    from inferlib.model_files import ModelFiles
-
-    files = ModelFiles.open(model)
-    return files.config, files.nbytes
-
-
-def _shape(name: str) -> ModelConfig:
-    from inferlib.configs import load, names
     from inferlib.models.families import config_from_hf
 
-    if name not in names():
-        raise ValueError(f"no model shape is called {name!r}; known: {', '.join(names())}")
-    return config_from_hf(load(name))
+    return config_from_hf(dict(hf_config(model, shape)))
+
+
+def hf_config(model: str | None, shape: str | None) -> Mapping[str, Any]:
+    """The Hugging Face config of a model, or of a shape by name."""
+    from inferlib.configs import load, names
+    from inferlib.model_files import ModelFiles
+
+    if shape is None:
+        return ModelFiles.open(model).hf
+    if shape not in names():
+        raise ValueError(f"no model shape is called {shape!r}; known: {', '.join(names())}")
+    return load(shape)
 
 
 def _describe(models: dict[str, AbstractModel], max_len: int, stored: int | None) -> dict[str, Any]:

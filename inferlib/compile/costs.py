@@ -6,7 +6,6 @@ Weights, cache and collectives are those of the abstract model, the cache plan a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -166,7 +165,7 @@ class Deployed:
         model, rows = self.model, batch // self.replicas
         cache, scores = 0, 0
         for block, layers in zip(self.plan(batch, max_len, chunk).blocks, model.blocks(), strict=True):
-            local = self._local(block.axes, block.shape)
+            local = self.shards.local_shape(block.axes, block.shape)
             *_, heads, slots, _ = local
             cache += 2 * 2 * prod(local)
             scores = max(scores, heads * model.layout.heads(self.config.layers[layers[0]].attention).queries * slots)
@@ -197,21 +196,13 @@ class Deployed:
         for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
             spec = self.config.layers[layers[0]].attention
             window = spec.window or float("inf")
-            *_, heads, slots, head_dim = self._local(block.axes, block.shape)
+            *_, heads, slots, head_dim = self.shards.local_shape(block.axes, block.shape)
             share = slots / block.shape[-2]  # of the positions, where those are split
             queries = heads * self.model.layout.heads(spec).queries
             flops += 4.0 * len(layers) * tokens * queries * head_dim * min(seen, window) * share
             read = rows * min(live, window + tokens / rows) + tokens  # and what is written
             cache += 2 * 2 * len(layers) * heads * head_dim * read * share
         return Work(flops, weights, cache, moved, _collectives(self.config, self.parallel, key))
-
-    def _local(self, names: Sequence[str | None], shape: tuple[int, ...]) -> tuple[int, ...]:
-        return _local(self.shards, names, shape)
-
-
-def _local(shards: Shards, names: Sequence[str | None], shape: tuple[int, ...]) -> tuple[int, ...]:
-    sharding = shards.sharding(tuple(names))
-    return shape if sharding is None else sharding.shard_shape(shape)
 
 
 @lru_cache(maxsize=64)
@@ -230,7 +221,7 @@ def _matrices(model: AbstractModel, shards: Shards, quantization: Quantization |
     """Every weight, the norms and biases as matrices of one column. int8 has a float32 scale per output channel."""
     tied, found = model.config.tied, []
     for spec in model.specs:
-        local = _local(shards, spec.axes, spec.shape)
+        local = shards.local_shape(spec.axes, spec.shape)
         names = dict(zip(spec.axes, local, strict=True))
         layers, elements = names.pop(axes.LAYERS, 1), prod(local)
         matrix = axes.EMBED in names and len(names) > 1

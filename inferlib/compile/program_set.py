@@ -159,7 +159,7 @@ class ProgramSet:
         state = jax.eval_shape(partial(RowState.zeros, config.max_batch, self.model.layout.vocab))
         state = RowState(*(struct(x.shape, x.dtype, n) for x, n in zip(state, RowState.AXES, strict=True)))
         by_row = (axes.ROWS, None)
-        control = struct((shards.replicas, config.rows + 2), jnp.int32, by_row)
+        control = struct((shards.replicas, config.rows + 1), jnp.int32, by_row)
         if not key.chunks:
             return weights, cache, state, control
         p = key.chunks * shards.replicas

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.decoder import fuses_sums
 from inferlib.sampling.sampler import Sampled, Vocabulary, count_tokens, is_stop, mark_prompt, sample, score, unpack
 from inferlib.sharding import axes
+
+if TYPE_CHECKING:
+    from inferlib.pallas_kernels.all_reduce_norm_gpu import Mailboxes
 
 Mode = Literal["greedy", "sample", "logprobs"]
 MODES: tuple[Mode, ...] = get_args(Mode)  # each does all that those before it do
@@ -54,19 +57,18 @@ class ProgramKey:
 
 
 class Control(NamedTuple):
-    """What the host tells every program; packed in one array `[1, R + 2]` int32 for each replica.
+    """What the host tells every program; packed in one array `[1, R + 1]` int32 for each replica.
 
-    cancel [R] bool: rows to stop now; steps: decode steps to run, at most the program's; yield_early bool: return
-    as soon as a row finishes, so that a waiting prompt can have it.
+    cancel [R] bool: rows to stop now; yield_early bool: return as soon as a row finishes, so that a waiting prompt can
+    have it; where steps are counted, after the last.
     """
 
     cancel: jax.Array
-    steps: jax.Array
     yield_early: jax.Array
 
     @staticmethod
     def unpack(packed: jax.Array) -> Control:
-        return Control(packed[0, :-2] != 0, packed[0, -2], packed[0, -1] != 0)
+        return Control(packed[0, :-1] != 0, packed[0, -1] != 0)
 
 
 # Columns of the chunk table [P, 7] int32: cache row (R or more: absent), position of the first token, tokens,
@@ -170,7 +172,7 @@ class _Maker:
         """Whether any row of any replica, [..., R] -> [...]; the replicas stay in step."""
         return self.config.shards.max(jnp.any(x, axis=-1).astype(jnp.int32), axes.ROWS) > 0
 
-    def mailboxes(self):
+    def mailboxes(self) -> Mailboxes | None:
         """Of one decode step's sums over devices, if they are fused; opened once, each step hands them on."""
         config, shards = self.model.config, self.config.shards
         if self.config.backend.all_reduce == "xla" or self.config.scan or not fuses_sums(config):
@@ -181,7 +183,7 @@ class _Maker:
             return None
         return open_mailboxes(self.key.rows, config.dim, shards.only_axis)
 
-    def run(self, weights, cache, batch: StepBatch, boxes=None):
+    def run(self, weights, cache, batch: StepBatch, boxes: Mailboxes | None = None):
         """Hidden states [T, D], the decoder (for its head), the cache and the mailboxes."""
         decoder = self.model.merge(weights)
         config = self.config
@@ -231,7 +233,7 @@ class _Maker:
 
             def more(i, rows):
                 running, finished = self.any_row(jnp.stack([rows.active, started & ~rows.active]))
-                return (i < control.steps) & running & ~(control.yield_early & finished)
+                return (i < key.steps) & running & ~(control.yield_early & finished)
 
             def body(i, carry):
                 cache, rows, boxes, outs = carry

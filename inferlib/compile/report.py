@@ -32,12 +32,13 @@ _CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes on one device that follow from shapes alone. token: of a row's cache, per position of those layers that
-    keep them all; rings: of a row's cache in the others."""
+    """Bytes on one device that follow from shapes alone. rows: of each of `replicas`; token: of a row's cache, per
+    position of those layers that keep them all; rings: of a row's cache in the others."""
 
     weights: int
     cache: int
     rows: int
+    replicas: int
     token: int
     rings: int
 
@@ -51,7 +52,7 @@ class Budget:
         shards, plan = programs.config.shards, programs.plan
 
         def local(shape: tuple[int, ...], names: tuple[str, ...], itemsize: int) -> int:
-            return prod(_local(shards, names, shape)) * itemsize
+            return prod(shards.local_shape(names, shape)) * itemsize
 
         blocks = [(2 * local(b.shape, b.axes, plan.dtype.itemsize), b) for b in plan.blocks]
         rows = programs.config.rows
@@ -59,6 +60,7 @@ class Budget:
             weights=sum(local(s.shape, s.axes, s.dtype.itemsize) for s in programs.model.specs),
             cache=sum(size for size, _ in blocks),
             rows=rows,
+            replicas=shards.replicas,
             token=sum(size // (rows * plan.max_len) for size, b in blocks if not b.ring),
             rings=sum(size // rows for size, b in blocks if b.ring),
         )
@@ -158,7 +160,7 @@ class Report:
         """Rows that would fit, at the longest context."""
         if not self.capacity:
             return None
-        return max(self.room // self.budget.row, 0) * self.deployment.parallel.data
+        return max(self.room // self.budget.row, 0) * self.budget.replicas
 
     @property
     def largest_context(self) -> int | None:
@@ -172,13 +174,13 @@ class Report:
         """By prefill bucket and by batch bucket, at each cache bucket."""
         found: dict[tuple, Latency] = {}
         for p in self.programs:
-            key, data = p.key, self.deployment.parallel.data
+            key = p.key
             if key.mode != self.deployment.modes[0] or key.detail:
                 continue
             if key.chunks == 1 and not key.rows:
                 entry = Latency("TTFT", key.chunk, key.limit, p.estimate, p.floor)
             elif key.chunks == 0:
-                entry = Latency("ITL", key.rows * data, key.limit, p.estimate, p.floor)
+                entry = Latency("ITL", key.rows * self.budget.replicas, key.limit, p.estimate, p.floor)
             else:
                 continue
             if p.outcome.ok and (key.steps > 1 or (entry.kind, entry.size, entry.limit) not in found):
@@ -285,24 +287,19 @@ def _tokens(shards: Shards, key: ProgramKey) -> int:
     return key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
 
 
-def _local(shards: Shards, names: Sequence[str], shape: tuple[int, ...]) -> tuple[int, ...]:
-    sharding = shards.sharding(tuple(names))
-    return shape if sharding is None else sharding.shard_shape(shape)
-
-
 def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
     """Bytes that a step must read on one device: its weights once, and the cache of the rows it serves once."""
     model, plan, shards = programs.model, programs.plan, programs.config.shards
     total = 0
     for spec in model.specs:
-        size = prod(_local(shards, spec.axes, spec.shape)) * spec.dtype.itemsize
+        size = prod(shards.local_shape(spec.axes, spec.shape)) * spec.dtype.itemsize
         looked_up = spec.name == "embed" and not model.config.tied
         total += _tokens(shards, key) * spec.shape[1] * spec.dtype.itemsize if looked_up else size
     return total + sum(_cache_read(plan, block, shards, key) for block in plan.blocks)
 
 
 def _cache_read(plan: CachePlan, block: BlockCache, shards: Shards, key: ProgramKey) -> int:
-    *layers, _, heads, slots, size = _local(shards, block.axes, block.shape)
+    *layers, _, heads, slots, size = shards.local_shape(block.axes, block.shape)
     slots = slots if block.ring else min(slots, -(-key.limit // shards.size(axes.POSITIONS)))
     rows = key.rows + key.chunks
     return 2 * prod(layers) * rows * heads * slots * size * plan.dtype.itemsize
@@ -313,8 +310,8 @@ def _flops(programs: ProgramSet, key: ProgramKey) -> int:
     model, shards = programs.model, programs.config.shards
     tokens = _tokens(shards, key)
     matrices = [s for s in model.specs if s.block is not None and not s.part.endswith("norm")]
-    inside = sum(prod(_local(shards, s.axes, s.shape)) for s in matrices)
-    head = prod(_local(shards, (axes.EMBED, axes.VOCAB), (model.config.dim, model.layout.vocab)))
+    inside = sum(prod(shards.local_shape(s.axes, s.shape)) for s in matrices)
+    head = prod(shards.local_shape((axes.EMBED, axes.VOCAB), (model.config.dim, model.layout.vocab)))
     ends = tokens if key.detail else key.chunks + key.rows
     attention = 0
     for layer in model.config.layers:
@@ -332,18 +329,17 @@ def _need(deployment: Deployment) -> int:
 
 
 def _smallest(deployment: Deployment, chip: str) -> str | None:
-    """The smallest slice of a chip that holds the model, all its devices on the tensor axis."""
+    """The smallest slice of a chip that holds the model, the tensor axis as long as the others leave it."""
     for name in target_names(chip):
         target = parse_target(name)
-        parallel = replace(deployment.parallel, tensor=target.devices // deployment.parallel.data)
-        if target.devices > 64 or parallel.tensor < 1 or parallel.devices != target.devices:
+        others = deployment.parallel.devices // deployment.parallel.tensor
+        parallel = replace(deployment.parallel, tensor=max(target.devices // others, 1))
+        if target.devices > 64 or parallel.devices != target.devices:
             continue
         try:
             other = replace(deployment, target=target.name, parallel=parallel)
         except (ShardingError, ConfigurationError):
             continue
         if _need(other) <= target.hbm_bytes:
-            return f"--target {name} --parallel tp={parallel.tensor}" + (
-                f",dp={parallel.data} would do" if parallel.data > 1 else " would do"
-            )
+            return f"--target {name} --parallel {parallel} would do"
     return None

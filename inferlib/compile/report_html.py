@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 import io
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -25,12 +24,6 @@ _NOTE = (
     "reads weights and cache once at the peak bandwidth, or does the FLOPs at the peak rate."
 )
 _PARTS = ("weights", "cache", "temporaries", "code")
-
-
-def require_plots() -> None:
-    """Raise ValueError if matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the HTML report draws its plots with matplotlib: pip install matplotlib")
 
 
 def page(report: Report, name: str) -> str:

@@ -106,7 +106,7 @@ class Engine:
         self._compiled_before = compilations()
         self._in_flight: deque[_InFlight] = deque()
         self._cancelled: set[int] = set()
-        self._controls: dict[tuple[int, bool], jax.Array] = {}
+        self._controls: dict[bool, jax.Array] = {}
 
     def warmup(self, modes: Iterable[Mode], done: Callable = lambda key: None) -> int:
         """Compile every planned program of these sampling modes; afterwards none is compiled at run time.
@@ -170,7 +170,7 @@ class Engine:
 
     def _send(self, dispatch: Dispatch) -> None:
         chunk = self._chunk_input(dispatch) if dispatch.chunks else None
-        call = _Call(dispatch.key, tuple(self._cancelled), self._yields, chunk)
+        call = _Call(dispatch.key, tuple(self._cancelled), bool(self.scheduler.waiting), chunk)
         self._cancelled.clear()
         with nullcontext() if self.channel is None else self.channel.together(call):
             output = self._start(call)
@@ -179,11 +179,6 @@ class Engine:
                 leaf.copy_to_host_async()
         self.stats.dispatches += 1
         self._in_flight.append(_InFlight(dispatch, output))
-
-    @property
-    def _yields(self) -> bool:
-        """Whether a decode program shall return as soon as a row ends, for a waiting prompt."""
-        return bool(self.scheduler.waiting) and not self.config.counted
 
     def _start(self, call: _Call) -> StepOutput:
         with self.stats.timed("compile"):
@@ -202,17 +197,16 @@ class Engine:
         return shards.place(x, (axes.ROWS, None)) if shards.several_processes else x
 
     def _control(self, call: _Call) -> jax.Array | np.ndarray:
-        settings = call.key.steps, call.yield_early
-        if not call.cancel and settings in self._controls:
-            return self._controls[settings]
+        if not call.cancel and call.yield_early in self._controls:
+            return self._controls[call.yield_early]
         shards, rows = self.config.shards, self.config.rows
-        control = np.zeros((shards.replicas, rows + 2), np.int32)
-        control[:, -2:] = settings
+        control = np.zeros((shards.replicas, rows + 1), np.int32)
+        control[:, -1] = call.yield_early
         for row in call.cancel:
             control[divmod(row, rows)] = 1
         if call.cancel:
             return self._input(control)
-        return self._controls.setdefault(settings, shards.place(control, (axes.ROWS, None)))
+        return self._controls.setdefault(call.yield_early, shards.place(control, (axes.ROWS, None)))
 
     def _chunk_input(self, dispatch: Dispatch) -> ChunkInput:
         key, rows = dispatch.key, self.config.rows

@@ -23,7 +23,7 @@ from inferlib.models.families import config_from_hf, family_of
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards
-from tests.oracle import make_checkpoint
+from tests.oracle import SMOLLM2_HEADS, make_checkpoint
 
 ROWS, CHUNK, MAX_LEN = 4, 16, 64
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -44,23 +44,16 @@ SHAPES = {
     "gemma3": ("gemma3_text", _LOCAL_GLOBAL),
     "gemma3, window 5": ("gemma3_text", {**_LOCAL_GLOBAL, "sliding_window": 5}),
     "qwen3": ("qwen3", _LAYERS(1)),
-    "smollm2": (
-        "llama",
-        {**_LAYERS(2), "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "head_dim": 8}
-        | {"tie_word_embeddings": True},
-    ),
+    "smollm2": ("llama", _LAYERS(2) | SMOLLM2_HEADS),
     "biased": ("llama", {**_LAYERS(1), "attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", _LAYERS(1)),  # RMS norm over all heads together
     "cohere2": ("cohere2", _LAYERS(1)),  # layer norm, attention and feed-forward in parallel
 }
 
 
-@pytest.fixture(autouse=True)
-def quick_compilations():
-    """Half the time for the same collectives."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+@pytest.fixture(scope="module", autouse=True)
+def quick(quick_compilations):
+    """Everywhere here: the collectives are the same."""
 
 
 @pytest.fixture(scope="session")
@@ -102,9 +95,7 @@ def engine_of(shape_of, programs_of) -> Callable[..., Engine]:
 
     def build(shape: str, parallel: str = "", scan: bool = False) -> Engine:
         programs = programs_of(shape, parallel, scan)
-        engine = Engine(programs.model, weights(shape, parallel, scan), programs.config)
-        engine.programs = programs
-        return engine
+        return Engine(programs.model, weights(shape, parallel, scan), programs.config, programs=programs)
 
     return build
 
