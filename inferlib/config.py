@@ -161,7 +161,7 @@ class EngineConfig:
         are counted and a row that ends keeps its place until the last."""
         shards = shards or Shards()
         backend = Backend.for_platform(platform, shards)
-        ragged, dealt = backend.decode_attention == "pallas", shards.size(axes.TOKENS)
+        ragged, dealt = backend.decode_attention == "pallas_gpu", shards.size(axes.TOKENS)
         buckets = buckets or Buckets.default(max_batch, max_len, ragged=ragged, multiple=dealt)
         return EngineConfig(
             max_batch,

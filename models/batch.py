@@ -52,15 +52,17 @@ class StepBatch(NamedTuple):
 class Backend:
     """Which implementation of an operation a program is built with."""
 
-    decode_attention: Literal["xla", "pallas"] = "xla"
+    decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
     all_reduce: Literal["xla", "pallas"] = "xla"
 
     @staticmethod
     def for_platform(platform: str, shards: Shards) -> Backend:
         """The best choice on "cpu", "gpu", "tpu" or "neuron"."""
+        if platform == "tpu":
+            return Backend(decode_attention="pallas_tpu")
         if platform != "gpu":
             return Backend()
-        return Backend(decode_attention="pallas", all_reduce="pallas" if _are_peers(shards) else "xla")
+        return Backend(decode_attention="pallas_gpu", all_reduce="pallas" if _are_peers(shards) else "xla")
 
 
 def _are_peers(shards: Shards) -> bool:

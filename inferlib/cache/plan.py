@@ -62,16 +62,17 @@ class CachePlan:
         return tuple(array for cache in caches for array in (cache.k, cache.v))
 
 
-def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype) -> CachePlan:
+def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, tile: int = 1) -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
-    A ring must hold the window of a chunk's first query and the chunk itself: window + chunk slots.
+    A ring must hold the window of a chunk's first query and the chunk itself: window + chunk slots. tile: of what a
+    device's slots are a multiple.
     """
     blocks = []
     for layers in model.blocks():
         spec = model.config.layers[layers[0]].attention
         ring = spec.window is not None and spec.window + chunk < max_len
-        slots = model.layout.positions(spec.window + chunk if ring else max_len)
+        slots = model.layout.positions(spec.window + chunk if ring else max_len, tile)
         shape = (rows, model.layout.heads(spec).groups, slots, spec.head_dim)
         blocks.append(BlockCache(shape if len(layers) == 1 else (len(layers), *shape), ring))
     return CachePlan(rows, max_len, tuple(blocks), np.dtype(dtype))

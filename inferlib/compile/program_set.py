@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -52,15 +54,19 @@ class ProgramSet:
 
     @staticmethod
     def make(model: AbstractModel, config: EngineConfig, layouts: Sequence[Layout] | None = None) -> ProgramSet:
-        """The programs and the cache of an engine, in the model's dtype."""
+        """The programs and the cache of an engine, in the model's dtype.
+
+        Warns where a kernel of `config.backend` does not run the model's attention, and takes XLA's form in its place.
+        """
         plan = plan_cache(
             model,
             rows=config.max_batch,
             max_len=config.max_len,
             chunk=config.buckets.prefill[-1],
             dtype=model.specs[0].dtype,
+            tile=128 if config.backend.decode_attention == "pallas_tpu" else 1,  # kernels read whole tiles
         )
-        return ProgramSet(model, plan, config, layouts)
+        return ProgramSet(model, plan, _runnable(config, model, plan), layouts)
 
     @property
     def compiled(self) -> int:
@@ -170,6 +176,22 @@ class ProgramSet:
             floats=struct((p, state.floats.shape[1]), jnp.float32, by_row),
         )
         return weights, cache, state, control, chunk
+
+
+def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
+    """The config with a decode attention that runs the model; warns if that is not the chosen one."""
+    if config.backend.decode_attention != "pallas_tpu":
+        return config
+    from inferlib.pallas_kernels import decode_attention_tpu
+
+    for block, layers in zip(plan.blocks, model.blocks(), strict=True):
+        heads = model.layout.heads(model.config.layers[layers[0]].attention)
+        cache = config.shards.local_shape(block.axes, block.shape)
+        q = jax.ShapeDtypeStruct((config.rows, 1, cache[-3], heads.queries, cache[-1]), plan.dtype)
+        if reason := decode_attention_tpu.unsupported(q, jax.ShapeDtypeStruct(cache, plan.dtype)):
+            warnings.warn(f"decode attention is XLA's, not the TPU kernel: {reason}", stacklevel=3)
+            return replace(config, backend=replace(config.backend, decode_attention="xla"))
+    return config
 
 
 def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[ProgramKey]:

@@ -51,12 +51,15 @@ def attend_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """The rows' queries [B, K, G, h] over this device's positions. Returns out and LSE as `decode_attention` does."""
     stripe, positions = ctx.shards.stripe(axes.POSITIONS), ctx.batch.decode_lengths - 1
-    limit = ctx.limit and stripe.most(ctx.limit)
-    k, v = cache.read(q.shape[0], limit)
+    limit, backend = ctx.limit and stripe.most(ctx.limit), ctx.backend.decode_attention
     window = stripe.window(positions, window)
     options |= dict(window=window, ring=cache.ring, limit=limit)
+    if backend == "pallas_tpu" and not isinstance(window, jax.Array):  # reads the stacked cache where it lies
+        options |= dict(layer=cache.layer, backend=backend)
+        return decode_attention(q, cache.k, cache.v, stripe.number(positions) + 1, **options)
+    k, v = cache.read(q.shape[0], limit)
     if not isinstance(window, jax.Array):
-        return decode_attention(q, k, v, stripe.number(positions) + 1, backend=ctx.backend.decode_attention, **options)
+        return decode_attention(q, k, v, stripe.number(positions) + 1, backend=backend, **options)
     # A window that does not divide covers a position more on some devices; no decode kernel takes one for each row.
     options["window"] = window[:, None]
     out, lse = prefill_attention(q[:, None], k, v, jnp.arange(q.shape[0]), stripe.number(positions)[:, None], **options)
