@@ -21,13 +21,19 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences
 LOG2E = math.log2(math.e)
 BLOCK_BYTES = 1 << 20
 BUFFERS = 3
+UNROLL = 8
 PART, EDGE = 2048, 1024
 MOST_QUERIES = 128
 VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p unless told otherwise
 
 
 def unsupported(
-    q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, *, pages: int | None = None, block: int | None = None
+    q: jax.ShapeDtypeStruct,
+    k: jax.ShapeDtypeStruct,
+    *,
+    window: int | None = None,
+    pages: int | None = None,
+    block: int | None = None,
 ) -> str | None:
     """Why the kernel cannot run q [B, C, K, G, h] on a cache k [..., S, h], or None if it can.
 
@@ -41,7 +47,8 @@ def unsupported(
         return f"pages of {slots} positions do not divide into tiles of {tile}"
     if q.shape[1] * q.shape[3] > MOST_QUERIES:
         return f"{q.shape[1]} x {q.shape[3]} queries of a KV head exceed {MOST_QUERIES}"
-    need = _vmem_bytes(q.shape, k.shape, dtype.itemsize, block or _block(k.shape, dtype.itemsize, pages))
+    block = block or _block(k.shape, dtype.itemsize, pages, window and window + q.shape[1] - 1)
+    need = _vmem_bytes(q.shape, k.shape, dtype.itemsize, block)
     if need > VMEM_BYTES:
         heads = f"{k.shape[-3]} KV heads of size {k.shape[-1]}"
         return f"{heads} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
@@ -53,12 +60,15 @@ def _unit(slots: int, pages: int | None) -> int:
     return slots if pages is not None and slots <= 2 * LANES else math.gcd(slots, LANES)
 
 
-def _block(cache: tuple[int, ...], itemsize: int, pages: int | None) -> int:
-    """Positions of a block: a power of two units."""
+def _block(cache: tuple[int, ...], itemsize: int, pages: int | None, seen: int | None) -> int:
+    """Positions of a block: all that a row's queries see together, if that is bounded and fits, or a power of two
+    units."""
     *_, heads, slots, size = cache
     unit = _unit(slots, pages)
     row = heads * pl.cdiv(size, LANES) * LANES * itemsize
     most = min(max(BLOCK_BYTES // (row * unit), 1), pl.cdiv(slots * (pages or 1), unit))
+    if seen is not None and (span := _span(seen, unit)) <= most * unit:
+        return span
     return unit << (most.bit_length() - 1)
 
 
@@ -97,13 +107,14 @@ def decode_attention(
     """
     rows, queries, heads, group, size = q.shape
     columns = None if pages is None else pages.shape[1]
-    if reason := unsupported(q, k, pages=columns, block=block):
+    if reason := unsupported(q, k, window=window, pages=columns, block=block):
         raise ValueError(f"the TPU kernel does not run this decode attention: {reason}")
     if ring and window is None:
         raise ValueError("a ring cache forgets old positions: pass the layer's window")
     k, v = (x if x.ndim == 5 else x[None] for x in (k, v))
     slots, width = k.shape[3], queries * group
-    block = block or _block(k.shape, k.dtype.itemsize, columns)
+    seen = window and window + queries - 1  # by a row's queries together
+    block = block or _block(k.shape, k.dtype.itemsize, columns, seen)
 
     def packed(x: jax.Array) -> jax.Array:
         """[..., C, K, G, h] -> [..., K, C * G, h]."""
@@ -116,6 +127,9 @@ def decode_attention(
         inputs.append(packed(wide))
         specs.append(pl.BlockSpec((heads, width, LANES), lambda b, *_: (0, 0, 0)))
     scalars = [lengths.astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1)]
+    if ring:  # divided here: the scalar unit is slow at it
+        first = _first(scalars[0], queries, window, _unit(slots, columns))
+        scalars.append(lax.rem(first, slots * (columns or 1)))
     if pages is not None:
         scalars.append(pages.astype(jnp.int32))
     kernel = functools.partial(
@@ -153,7 +167,8 @@ def decode_attention(
             jax.ShapeDtypeStruct((rows, heads, width, size), q.dtype),
             jax.ShapeDtypeStruct((rows, heads, LANES), jnp.float32),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        # Checks triple what it takes to start a copy; `start_copy` and `length_of` keep them in bounds.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
         cost_estimate=pl.CostEstimate(
             flops=2 * live * queries * group,
             bytes_accessed=live * k.dtype.itemsize + 2 * q.size * q.dtype.itemsize,
@@ -170,13 +185,14 @@ def decode_attention(
 def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, ring, unit, block):
     """One row. Logits are in units of log 2, as exponentials are taken with base 2.
 
-    Scalars: lengths [B], layer [1], pages [B, M]. q, out [K, R, h] with R = C * G, sinks [K, R, 128],
+    Scalars: lengths [B], layer [1]; of a ring the slot that the first position is in [B]; pages [B, M]. q, out [K, R, h] with R = C * G, sinks [K, R, 128],
     k, v [L, N, K, S, h] in HBM, lse [K, 128]. Scratch: copies of blocks [BUFFERS, K, T, h]; the running maximum and
     sum [K, R, 128] (the sum's lanes add up, the maximum's are alike) and accumulator [K, R, h]; the row and block to be
     copied next and the buffer to be read next; semaphores.
     """
     refs = list(refs)
     lengths_ref, layer_ref = refs.pop(0), refs.pop(0)
+    origin_ref = refs.pop(0) if ring else None
     table = refs.pop(0) if paged else None
     q_ref = refs.pop(0)
     sinks_ref = refs.pop(0) if has_sinks else None
@@ -184,54 +200,71 @@ def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, rin
     row, rows = pl.program_id(0), pl.num_programs(0)
     heads, width, size = acc_ref.shape
     slots = k_hbm.shape[3]
+    # Positions that are computed at once, of a block that all queries see and of others; few enough for registers.
+    most = max(PART // pl.cdiv(width, SUBLANES), LANES)
+    edge = min(EDGE, most) if block % min(EDGE, most) == 0 else block
     exact = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
+
+    capacity = slots * (table.shape[1] if paged else 1)
+    in_one_block = window is not None and block >= _span(window + queries - 1, unit)
+
+    def length_of(row):
+        return lengths_ref[row] if ring else jnp.minimum(lengths_ref[row], capacity)
 
     def first_of(length):
         """The first position that is read of a row."""
-        return 0 if window is None else _div(jnp.maximum(length - queries + 1 - window, 0), unit) * unit
+        return _first(length, queries, window, unit)
 
     def blocks_of(length):
-        return _div(length - first_of(length) + block - 1, block)
+        return jnp.minimum(length, 1) if in_one_block else _div(length - first_of(length) + block - 1, block)
 
     # ---- copies
 
-    def place(row, position):
-        """Page and slot of a row's position."""
-        if not paged:
-            return row, _rem(position, slots) if ring else position
-        column = _div(position, slots)
-        return table[row, _rem(column, table.shape[1]) if ring else column], _rem(position, slots)
+    def slot_of(row, offset):
+        """Where the position that is `offset` after the first of a row lies among its slots."""
+        if not ring:
+            return first_of(length_of(row)) + offset
+        slot = origin_ref[row] + offset
+        return jnp.where(slot >= capacity, slot - capacity, slot)
 
-    def each_copy(row, position, offset, count, buf, act):
-        """Apply `act` to the copies that bring `count` positions of a page into a buffer."""
-        page, slot = place(row, position)
+    def start_copy(row, index, offset, count, buf):
+        """Start the copies that bring `count` positions of a page to `offset` in a buffer."""
+        page, slot = row, slot_of(row, index * block + offset)
+        if paged:
+            page, slot = jnp.clip(table[row, _div(slot, slots)], 0, k_hbm.shape[1] - 1), _rem(slot, slots)
         at, into = pl.ds(pl.multiple_of(slot, unit), count), pl.ds(pl.multiple_of(offset, unit), count)
         for n, (hbm, vmem) in enumerate(((k_hbm, k_buf), (v_hbm, v_buf))):
             source = hbm.at[layer_ref[0], page, :, at]
-            act(pltpu.make_async_copy(source, vmem.at[buf, :, into], sems.at[n, buf]))
+            pltpu.make_async_copy(source, vmem.at[buf, :, into], sems.at[n, buf]).start()
 
     def units_of(row, index):
-        """The first position of a row's block, and how many units of it there are."""
-        length = lengths_ref[row]
-        start = first_of(length) + index * block
-        return start, jnp.minimum(_div(length - start + unit - 1, unit), block // unit)
+        """How many units of a row's block there are."""
+        length = length_of(row)
+        return jnp.minimum(_div(length - first_of(length) - index * block + unit - 1, unit), block // unit)
 
     def start_block(row, index, buf):
-        start, units = units_of(row, index)
+        units = units_of(row, index)
         if slots >= block:
             whole = units == block // unit
             if paged or ring:
-                whole &= _rem(start, slots) + block <= slots
-            pl.when(whole)(lambda: each_copy(row, start, 0, block, buf, lambda copy: copy.start()))
+                slot = slot_of(row, index * block)
+                whole &= (_rem(slot, slots) if paged else slot) + block <= slots
+            pl.when(whole)(lambda: start_copy(row, index, 0, block, buf))
             units = jnp.where(whole, 0, units)
 
-        def start_unit(i, _):
-            each_copy(row, start + i * unit, i * unit, unit, buf, lambda copy: copy.start())
+        def start_units(first, stop, count):
+            def start_some(i, _):
+                for n in range(count):
+                    start_copy(row, index, (first + i * count + n) * unit, unit, buf)
 
-        lax.fori_loop(0, units, start_unit, None)
+            lax.fori_loop(0, _div(stop - first, count), start_some, None)
+
+        together = units & -UNROLL
+        start_units(0, together, UNROLL)
+        start_units(together, units, 1)
 
     def wait_block(row, index, buf):
-        _, units = units_of(row, index)
+        units = units_of(row, index)
 
         def wait(i, count):
             """A wait takes only the number of bytes from its copy."""
@@ -250,7 +283,7 @@ def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, rin
         @pl.when(at < rows)
         def _():
             start_block(at, index, buf)
-            ends = index + 1 == blocks_of(lengths_ref[at])
+            ends = index + 1 == blocks_of(length_of(at))
             state[0] = lax.while_loop(is_empty, lambda at: at + 1, at + ends.astype(jnp.int32))
             state[1] = jnp.where(ends, 0, index + 1)
 
@@ -262,12 +295,11 @@ def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, rin
         state[0] = lax.while_loop(is_empty, lambda at: at + 1, 0)
         state[1] = 0
         state[2] = 0
-        for buf in range(BUFFERS - 1):
-            start_next(buf)
+        lax.fori_loop(0, BUFFERS - 1, lambda buf, _: start_next(buf), None)
 
     # ---- computation
 
-    length = lengths_ref[row]
+    length = length_of(row)
     top_ref[...] = jnp.full_like(top_ref, MASKED) if sinks_ref is None else sinks_ref[...]
     lanes = lax.broadcasted_iota(jnp.int32, sum_ref.shape, 2)
     sum_ref[...] = jnp.where(lanes == 0, 0.0 if sinks_ref is None else 1.0, 0.0)
@@ -287,7 +319,7 @@ def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, rin
         """Take `count` positions in of each of `parts` of a buffer, (head, offset); those that are not seen are masked
         if `start`, the buffer's first position, is given. Logits are a group of parts ahead, so that the matrix unit
         has work while softmaxes are taken."""
-        together = min(max(PART // count, 1), heads)
+        together = min(max(most // count, 1), heads)
         groups = [parts[at : at + together] for at in range(0, len(parts), together)]
 
         def ahead_of(group):
@@ -323,25 +355,25 @@ def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, rin
 
     def clean(buf, start, count):
         """Zero the values of a buffer's first `count` positions that no query sees: 0 * NaN is NaN."""
-        tile = SUBLANES * 4 // v_buf.dtype.itemsize
+        some = math.gcd(edge, LANES)
 
         def zero(i, _):
-            v_buf[buf, :, pl.ds(pl.multiple_of(i * tile, tile), tile)] = jnp.zeros((heads, tile, size), v_buf.dtype)
+            v_buf[buf, :, pl.ds(pl.multiple_of(i * some, some), some)] = jnp.zeros((heads, some, size), v_buf.dtype)
 
         def trim(i):
-            at = pl.ds(pl.multiple_of(i * tile, tile), tile)
-            position = start + i * tile + lax.broadcasted_iota(jnp.int32, (heads, tile, size), 1)
+            at = pl.ds(pl.multiple_of(i * some, some), some)
+            position = start + i * some + lax.broadcasted_iota(jnp.int32, (heads, some, size), 1)
             held = (position >= first) & (position < length)
             v_buf[buf, :, at] = jnp.where(held, v_buf[buf, :, at].astype(jnp.float32), 0).astype(v_buf.dtype)
 
         first = 0 if window is None else length - queries + 1 - window
         if window is not None:
-            before = jnp.clip(_div(jnp.maximum(first - start, 0), tile), 0, _div(count, tile) - 1)
+            before = jnp.clip(_div(jnp.maximum(first - start, 0), some), 0, _div(count, some) - 1)
             lax.fori_loop(0, before, zero, None)
             trim(before)
-        after = jnp.minimum(_div(length - start, tile), _div(count, tile) - 1)
+        after = jnp.minimum(_div(length - start, some), _div(count, some) - 1)
         trim(after)
-        lax.fori_loop(after + 1, _div(count, tile), zero, None)
+        lax.fori_loop(after + 1, _div(count, some), zero, None)
 
     def step(index, buf):
         start_next(jnp.where(buf == 0, BUFFERS - 1, buf - 1))
@@ -351,22 +383,24 @@ def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, rin
         if window is not None:
             whole &= start >= length - window
 
-        @pl.when(whole)
-        def _():
-            part = min(block, PART)
+        def take_whole():
+            part = most if block % most == 0 else block
             take_in(buf, [(head, at) for at in range(0, block, part) for head in range(heads)], part)
 
-        @pl.when(~whole)
-        def _():
-            part = min(block, EDGE)
-            parts = _div(jnp.minimum(length - start, block) + part - 1, part)
-            clean(buf, start, parts * part)
+        def take_parts():
+            parts = 1 if edge == block else _div(jnp.minimum(length - start, block) + edge - 1, edge)
+            clean(buf, start, parts * edge)
 
-            def some(i, _):
-                take_in(buf, [(head, pl.multiple_of(i * part, part)) for head in range(heads)], part, start)
+            def take_part(i, _):
+                take_in(buf, [(head, pl.multiple_of(i * edge, edge)) for head in range(heads)], edge, start)
 
-            lax.fori_loop(0, parts, some, None)
+            lax.fori_loop(0, parts, take_part, None)
 
+        if in_one_block:  # there is more in it than any query sees
+            take_parts()
+        else:
+            pl.when(whole)(take_whole)
+            pl.when(~whole)(take_parts)
         return jnp.where(buf == BUFFERS - 1, 0, buf + 1)
 
     state[2] = lax.fori_loop(0, blocks_of(length), step, state[2])
@@ -381,6 +415,16 @@ def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, rin
         out_ref[head] = out.astype(out_ref.dtype)
         lse = jnp.where(empty, -jnp.inf, top / LOG2E + jnp.log(total))
         lse_ref[head] = jnp.sum(jnp.where(diagonal, lse, 0.0), axis=0)
+
+
+def _first(length: jax.Array, queries: int, window: int | None, unit: int) -> jax.Array | int:
+    """The first position that is read of a row of this length."""
+    return 0 if window is None else _div(jnp.maximum(length - queries + 1 - window, 0), unit) * unit
+
+
+def _span(seen: int, unit: int) -> int:
+    """Positions of all units that any run of `seen` positions touches."""
+    return (pl.cdiv(seen - 1, unit) + 1) * unit
 
 
 def _div(x: jax.Array, by: int) -> jax.Array:

@@ -185,10 +185,11 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
     from inferlib.pallas_kernels import decode_attention_tpu
 
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
-        heads = model.layout.heads(model.config.layers[layers[0]].attention)
+        spec = model.config.layers[layers[0]].attention
+        heads = model.layout.heads(spec)
         cache = config.shards.local_shape(block.axes, block.shape)
         q = jax.ShapeDtypeStruct((config.rows, 1, cache[-3], heads.queries, cache[-1]), plan.dtype)
-        if reason := decode_attention_tpu.unsupported(q, jax.ShapeDtypeStruct(cache, plan.dtype)):
+        if reason := decode_attention_tpu.unsupported(q, jax.ShapeDtypeStruct(cache, plan.dtype), window=spec.window):
             warnings.warn(f"decode attention is XLA's, not the TPU kernel: {reason}", stacklevel=3)
             return replace(config, backend=replace(config.backend, decode_attention="xla"))
     return config
