@@ -120,6 +120,8 @@ def decode_attention(
         """[..., C, K, G, h] -> [..., K, C * G, h]."""
         return jnp.moveaxis(x, -4, -3).reshape(*x.shape[:-4], heads, width, x.shape[-1])
 
+    if not interpret:  # or XLA would bring a small cache to VMEM whole
+        k, v = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v))
     whole = pl.BlockSpec(memory_space=pl.ANY)
     inputs, specs = [packed(q)], [pl.BlockSpec((None, heads, width, size), lambda b, *_: (b, 0, 0, 0))]
     if sinks is not None:
@@ -185,10 +187,10 @@ def decode_attention(
 def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, ring, unit, block):
     """One row. Logits are in units of log 2, as exponentials are taken with base 2.
 
-    Scalars: lengths [B], layer [1]; of a ring the slot that the first position is in [B]; pages [B, M]. q, out [K, R, h] with R = C * G, sinks [K, R, 128],
-    k, v [L, N, K, S, h] in HBM, lse [K, 128]. Scratch: copies of blocks [BUFFERS, K, T, h]; the running maximum and
-    sum [K, R, 128] (the sum's lanes add up, the maximum's are alike) and accumulator [K, R, h]; the row and block to be
-    copied next and the buffer to be read next; semaphores.
+    Scalars: lengths [B], layer [1]; of a ring the slot that the first position is in [B]; pages [B, M]. q, out
+    [K, R, h] with R = C * G, sinks [K, R, 128], k, v [L, N, K, S, h] in HBM, lse [K, 128]. Scratch: copies of blocks
+    [BUFFERS, K, T, h]; the running maximum and sum [K, R, 128] (the sum's lanes add up, the maximum's are alike) and
+    accumulator [K, R, h]; the row and block to be copied next and the buffer to be read next; semaphores.
     """
     refs = list(refs)
     lengths_ref, layer_ref = refs.pop(0), refs.pop(0)

@@ -100,7 +100,7 @@ def file_name(key: ProgramKey) -> str:
     return re.sub(r"[^\w]+", "-", str(key)) + ".xla"
 
 
-def _environment(target: Target) -> dict[str, str]:
+def environment(target: Target) -> dict[str, str]:
     settings = {"cpu": {"JAX_PLATFORMS": "cpu"}, "gpu": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}}
     settings["tpu"] = {
         "JAX_PLATFORMS": "cpu",
@@ -158,7 +158,7 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                env=_environment(self._deployment.slice),
+                env=environment(self._deployment.slice),
             )
             self._process.stdin.write(json.dumps(self._deployment.to_json()) + "\n")
         return self._process

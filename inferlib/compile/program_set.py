@@ -189,7 +189,12 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
         heads = model.layout.heads(spec)
         cache = config.shards.local_shape(block.axes, block.shape)
         q = jax.ShapeDtypeStruct((config.rows, 1, cache[-3], heads.queries, cache[-1]), plan.dtype)
-        if reason := decode_attention_tpu.unsupported(q, jax.ShapeDtypeStruct(cache, plan.dtype), window=spec.window):
+        reason = decode_attention_tpu.unsupported(q, jax.ShapeDtypeStruct(cache, plan.dtype), window=spec.window)
+        if (
+            cache[-1] % 128
+        ):  # positions lie along lanes in XLA's own layout: the whole cache would be copied every layer
+            reason = f"it takes head sizes that are multiples of 128 without a copy of the cache, not {cache[-1]}"
+        if reason:
             warnings.warn(f"decode attention is XLA's, not the TPU kernel: {reason}", stacklevel=3)
             return replace(config, backend=replace(config.backend, decode_attention="xla"))
     return config

@@ -27,7 +27,7 @@ from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
 
 # Hz, inferred: with them the compiler's cycles of large matrix products meet the chips' published peaks.
-_CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e9}
+CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e9}
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def _program(deployment: Deployment, planned: ProgramSet, outcome: Outcome) -> P
     memory = facts.get("memory", {})
     floor_bytes, flops = _floor_bytes(planned, outcome.key), _flops(planned, outcome.key)
     bandwidth, rate = target.hbm_bandwidth, target.rate(deployment.dtype)
-    clock = _CLOCKS.get(target.chip.name)
+    clock = CLOCKS.get(target.chip.name)
     cycles = None
     if clock and "cycles" in facts:
         kernels = sum(k["count"] * max(k["nbytes"] / bandwidth, k["flops"] / rate) for k in facts["kernels"])
