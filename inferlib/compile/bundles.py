@@ -102,8 +102,9 @@ def _bundles_of(text: str) -> Iterator[tuple[str | None, str]]:
 
 
 def _plain(instruction: str) -> str:
-    """Without comments, except what a division is for."""
+    """Without comments, except what a division is for and where a copy goes."""
     instruction = re.sub(r"(sdivrem\.\w+)(.*?)/\* k(\w+) \*/", r"\1.\3\2", instruction)
+    instruction = re.sub(r"dma\.general(.*?)/\* (\w+)-to-(\w+) \*/", r"dma.\2_to_\3\1", instruction, flags=re.S)
     return re.sub(r"\}\s*$", "", re.sub(r"/\*.*?\*/", "", instruction, flags=re.S)).strip()
 
 
