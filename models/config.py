@@ -7,7 +7,7 @@ A family recipe (`inferlib.models.families`) turns a Hugging Face `config.json` 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 class ConfigError(ValueError):
@@ -97,19 +97,95 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     temperature: QueryTemperature | None = None
+    value_dim: int | None = None  # size of value heads; None: that of keys
+    sinks: bool = False  # a learned logit per query head joins the softmax's denominator (gpt-oss)
+    chunk: int | None = None  # a query sees no position before its own run of `chunk` positions (Llama 4)
 
     def __post_init__(self):
+        if self.value_dim is None:
+            object.__setattr__(self, "value_dim", self.head_dim)
         _require(
             self.kv_heads > 0 and self.heads % self.kv_heads == 0,
             f"{self.heads} query heads do not divide into {self.kv_heads} KV heads",
         )
-        _require(self.window is None or self.window > 0, f"window must be positive, got {self.window}")
+        for name in ("window", "chunk"):
+            _require((size := getattr(self, name)) is None or size > 0, f"{name} must be positive, got {size}")
+        _require(self.window is None or self.chunk is None, "a layer has a window or chunks, not both")
         _require(self.rope is None or self.rope.dim <= self.head_dim, "rotary dimension exceeds the head size")
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
+
+    @property
+    def reach(self) -> int | None:
+        """The most positions that a query sees; None: all before it."""
+        return self.window or self.chunk
+
+    @property
+    def cache_heads(self) -> int:
+        return self.kv_heads
+
+    @property
+    def cache_sizes(self) -> tuple[int, ...]:
+        """Numbers per position and cache head of each array in the cache: a key, a value."""
+        return self.head_dim, self.value_dim
+
+    def pair_width(self, decode: bool) -> int:
+        """Multiplications per query head and key seen."""
+        return self.head_dim + self.value_dim
+
+
+@dataclass(frozen=True)
+class MlaSpec:
+    """Multi-head latent attention (MLA, DeepSeek-AI 2024: "DeepSeek-V2"): all heads' keys and values are projections
+    of one latent per token, and beside it one rotary key for all heads.
+
+    q_rank: queries are made from a latent of this size; None: from the model's width. kv_rank: size of the keys' and
+    values' latent. nope_dim, rope.dim: parts of a query and key head without and with positions. eps: of the latents'
+    RMS norms. latent_bias: of the projections to latents and rotary key.
+    """
+
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    value_dim: int
+    rope: RopeSpec
+    scale: float  # multiplies q . k
+    eps: float = 1e-6
+    latent_bias: bool = False
+    o_bias: bool = False
+    temperature: QueryTemperature | None = None
+
+    reach: ClassVar[None] = None
+    cache_heads: ClassVar[int] = 1
+    group: ClassVar[int] = 1  # expanded, every head has its own key and value
+
+    def __post_init__(self):
+        for name in ("heads", "kv_rank", "nope_dim", "value_dim"):
+            _require(getattr(self, name) > 0, f"latent attention needs a positive {name}, got {getattr(self, name)}")
+        _require(self.q_rank is None or self.q_rank > 0, f"q_rank must be positive or None, got {self.q_rank}")
+
+    @property
+    def head_dim(self) -> int:
+        """Of a query or an expanded key."""
+        return self.nope_dim + self.rope.dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Of what is projected from a token at once: the queries' latent, the keys' and values', the rotary key."""
+        return (self.q_rank or 0) + self.kv_rank + self.rope.dim
+
+    @property
+    def cache_sizes(self) -> tuple[int, ...]:
+        """The latent and the rotary key are one array."""
+        return (self.kv_rank + self.rope.dim,)
+
+    def pair_width(self, decode: bool) -> int:
+        """Multiplications per query head and key seen: decoding works on latents, prefill on what they expand to."""
+        return 2 * self.kv_rank + self.rope.dim if decode else self.head_dim + self.value_dim
 
 
 @dataclass(frozen=True)
@@ -132,7 +208,7 @@ class NormSpec:
 class LayerSpec:
     """One decoder layer: x + post(attention(pre(x))), then x + post(mlp(pre(x)))."""
 
-    attention: AttentionSpec
+    attention: AttentionSpec | MlaSpec
     mlp: MlpSpec
     pre_norm: bool = True
     post_norm: bool = False

@@ -12,9 +12,10 @@ from flax import nnx
 from jax import lax
 
 from inferlib.models.batch import StepContext
-from inferlib.models.config import LayerSpec, ModelConfig
+from inferlib.models.config import LayerSpec, MlaSpec, ModelConfig
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.mla import Mla
 from inferlib.models.layers.mlp import Mlp
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
@@ -43,7 +44,11 @@ class Block(nnx.Module):
         config = layout.config
         self.spec, self.scale = spec, config.residual_scale
         norm = lambda: Norm(config.norm, config.dim, dtype)  # noqa: E731
-        self.attn = Attention(spec.attention, layout.heads(spec.attention), config.norm, config.dim, dtype)
+        heads = layout.heads(spec.attention)
+        if isinstance(spec.attention, MlaSpec):
+            self.attn = Mla(spec.attention, heads, config.dim, dtype)
+        else:
+            self.attn = Attention(spec.attention, heads, config.norm, config.dim, dtype)
         self.mlp = Mlp(spec.mlp, layout.hidden(spec.mlp.hidden), config.dim, dtype)
         if spec.pre_norm:
             self.pre_attn_norm = norm()
@@ -225,8 +230,8 @@ def _unrolled(blocks, stream, ctx, caches, norms, shared):
         key = graph, cache.ring
         if key not in shared:
             shared[key] = _layer(graph, cache.ring, ctx)
-        stream, k, v = shared[key](state, stream, cache.k, cache.v, after)
-        new.append(LayerCache(k, v, cache.ring))
+        stream, arrays = shared[key](state, stream, cache.arrays, after)
+        new.append(LayerCache(arrays, cache.ring))
     return stream, new
 
 
@@ -234,9 +239,9 @@ def _layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
     """A layer as a function that is traced once for all layers alike; XLA inlines it."""
 
     @jax.jit
-    def layer(state, stream, k, v, after):
-        stream, cache = nnx.merge(graph, state)(stream, ctx, LayerCache(k, v, ring), after)
-        return stream, cache.k, cache.v
+    def layer(state, stream, arrays, after):
+        stream, cache = nnx.merge(graph, state)(stream, ctx, LayerCache(arrays, ring), after)
+        return stream, cache.arrays
 
     return layer
 
@@ -250,14 +255,14 @@ def _scan(blocks, stream, ctx, caches, count: int):
         stream, caches = carry
         layer, states = inputs
         new = []
-        for graph, state, (k, v), ring in zip(graphs, states, caches, rings, strict=True):
-            stream, cache = nnx.merge(graph, state)(stream, ctx, LayerCache(k, v, ring, layer))
-            new.append((cache.k, cache.v))
+        for graph, state, arrays, ring in zip(graphs, states, caches, rings, strict=True):
+            stream, cache = nnx.merge(graph, state)(stream, ctx, LayerCache(arrays, ring, layer))
+            new.append(cache.arrays)
         return (stream, tuple(new)), None
 
-    carry = (stream, tuple((cache.k, cache.v) for cache in caches))
+    carry = (stream, tuple(cache.arrays for cache in caches))
     (stream, new), _ = lax.scan(body, carry, (jnp.arange(count), states))
-    return stream, [LayerCache(k, v, ring) for (k, v), ring in zip(new, rings, strict=True)]
+    return stream, [LayerCache(arrays, ring) for arrays, ring in zip(new, rings, strict=True)]
 
 
 def _stacked(block: Block, count: int) -> Block:

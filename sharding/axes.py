@@ -8,6 +8,7 @@ EMBED = "embed"  # D: model width
 KV_HEADS = "kv_heads"  # K: key/value heads
 QUERIES = "queries"  # G: query heads per KV head (in fused weights: G queries, one key, one value)
 HEAD_DIM = "head_dim"  # h: head size
+LATENT = "latent"  # R: low-rank latents of queries, or of keys and values
 HEAD_OUT = "head_out"  # h: a head's output, where the output projection takes it in
 MLP = "mlp"  # F: feed-forward width
 GATE_UP = "gate_up"  # 2: the gate and the up half

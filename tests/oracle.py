@@ -31,6 +31,16 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+# Every part of a latent head has a size of its own.
+LATENT = {
+    "head_dim": None,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 18,
+}
 # What a family needs beyond the sizes to show its peculiarities at this scale.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -79,6 +89,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "ernie4_5": {"tie_word_embeddings": True},
     "hunyuan_v1_dense": {},
+    "minicpm3": {**LATENT, "scale_emb": 3.0, "dim_model_base": 64},
 }
 
 
@@ -196,6 +207,9 @@ CASES = [
     Case("ernie4.5-biases", "ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
     Case("hunyuan", "hunyuan_v1_dense"),
     Case("hunyuan-alpha", "hunyuan_v1_dense", _rope("dynamic", factor=1.0, alpha=50.0)),
+    Case("minicpm3", "minicpm3"),
+    Case("minicpm3-whole-queries", "minicpm3", {"q_lora_rank": None, "attention_bias": True}),
+    Case("minicpm3-yarn", "minicpm3", _rope("yarn", **_YARN, mscale=1.3, mscale_all_dim=0.7)),
     Case(
         "hunyuan-dynamic",
         "hunyuan_v1_dense",

@@ -48,6 +48,7 @@ MODEL_TYPES = {
     "seed_oss": "SeedOssForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
 }
 LLAMA3 = {
     "factor": 8.0,
@@ -57,6 +58,7 @@ LLAMA3 = {
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
 FACTORS = {"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
+LATENT_FACTORS = {**FACTORS, "original_max_position_embeddings": 32768}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # Options as published before `rope_parameters` and `layer_types` existed, by model type.
@@ -94,6 +96,7 @@ OLDER_CONFIGS = [
         "hunyuan_v1_dense",
         {"head_dim": 16, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
     ),
+    ("minicpm3", {"rope_scaling": {"type": "longrope", **LATENT_FACTORS}, "qk_rope_head_dim": 16, "scale_emb": 3}),
 ]
 
 

@@ -1,7 +1,8 @@
 """From checkpoint tensors ([out, in], one per projection) to the decoder's weights.
 
 For every part of a layer: which tensors it is made of, with the shapes they must have, and the function
-that lays them out. Letters: H query heads, K KV heads, G = H / K, h head size, D width, F feed-forward.
+that lays them out. Letters: H query heads, K KV heads, G = H / K, h head size, D width, F feed-forward; of latent
+attention, R latents, n + r a query's and a key's parts without and with positions, v value head size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inferlib.models.config import LayerSpec, ModelConfig, RopeSpec
+from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, ModelConfig, RopeSpec
 from inferlib.models.layout import HeadLayout, Layout
 from inferlib.sharding import axes
 
@@ -36,21 +37,50 @@ def layer_pieces(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int)
     tail = () if suffix == ".bias" else (dim,)
     module = part.removesuffix("_bias")
     attn, mlp = spec.attention, spec.mlp
-    q_rows, kv_rows = attn.heads * attn.head_dim, attn.kv_heads * attn.head_dim
-    if module == "attn.qkv":
-        return _fused(names, module, {"attn.q": q_rows, "attn.k": kv_rows, "attn.v": kv_rows}, suffix, tail)
+    if module == "attn.o":
+        shape = (dim,) if suffix == ".bias" else (dim, attn.heads * attn.value_dim)
+        return (Piece(names[module] + suffix, shape),)
+    if module.startswith("attn."):
+        pieces = _latent_pieces if isinstance(attn, MlaSpec) else _attention_pieces
+        return pieces(names, attn, module, suffix, tail)
     if module == "mlp.gate_up":
         return _fused(names, module, {"mlp.gate": mlp.hidden, "mlp.up": mlp.hidden}, suffix, tail)
-    if module == "attn.o":
-        shape = (dim,) if suffix == ".bias" else (dim, q_rows)
-    elif module == "mlp.down":
-        shape = (dim,) if suffix == ".bias" else (dim, mlp.hidden)
-    elif module in ("attn.q_norm", "attn.k_norm"):
-        full = q_rows if module == "attn.q_norm" else kv_rows
-        shape = (full if attn.qk_norm == "full" else attn.head_dim,)
-    else:
-        shape = (dim,)
+    shape = (dim, mlp.hidden) if module == "mlp.down" and suffix == ".weight" else (dim,)
     return (Piece(names[module] + suffix, shape),)
+
+
+def _attention_pieces(names, attn: AttentionSpec, module: str, suffix: str, tail: tuple[int, ...]):
+    q_rows, k_rows, v_rows = (
+        heads * size
+        for heads, size in (
+            (attn.heads, attn.head_dim),
+            (attn.kv_heads, attn.head_dim),
+            (attn.kv_heads, attn.value_dim),
+        )
+    )
+    if module == "attn.sinks":
+        return (Piece(names[module], (attn.heads,)),)
+    if module in ("attn.q_norm", "attn.k_norm"):
+        full = q_rows if module == "attn.q_norm" else k_rows
+        return (Piece(names[module] + suffix, (full if attn.qk_norm == "full" else attn.head_dim,)),)
+    rows = {"attn.q": q_rows, "attn.k": k_rows, "attn.v": v_rows}
+    pieces = _fused(names, "attn.qkv", rows, suffix, tail)
+    if attn.value_dim == attn.head_dim:
+        return pieces
+    return pieces[2:] if module == "attn.v" else pieces[:2]
+
+
+def _latent_pieces(names, attn: MlaSpec, module: str, suffix: str, tail: tuple[int, ...]):
+    if module == "attn.down":
+        rows = {"attn.q_a": attn.q_rank} if attn.q_rank else {}
+        return _fused(names, module, rows | {"attn.kv_a": attn.kv_rank + attn.rope.dim}, suffix, tail)
+    if module == "attn.q":
+        source, shape = ("attn.q_b", (attn.q_rank,)) if attn.q_rank else (module, tail)
+        return (Piece(names[source] + suffix, (attn.heads * attn.head_dim, *shape)),)
+    if module in ("attn.k", "attn.v"):
+        rows = attn.heads * (attn.nope_dim + attn.value_dim)
+        return (Piece(names["attn.kv_b"] + suffix, (rows, attn.kv_rank)),)
+    return (Piece(names[module] + suffix, (attn.q_rank if module == "attn.q_norm" else attn.kv_rank,)),)
 
 
 def _fused(names, module: str, parts: dict[str, int], suffix: str, tail: tuple[int, ...]) -> tuple[Piece, ...]:
@@ -76,7 +106,10 @@ def assemble(
 
     names: the logical axes of the result.
     """
-    fuse = _top if spec is None else _attention if part.startswith("attn.") else _mlp
+    if spec is None or not part.startswith("attn."):
+        fuse = _top if spec is None else _mlp
+    else:
+        fuse = _latent_attention if isinstance(spec.attention, MlaSpec) else _attention
     return expand(layout, spec, names, fuse(spec, part, pieces)).astype(dtype)
 
 
@@ -108,18 +141,39 @@ def _mlp(_spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Arra
 def _attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
     attn, h = spec.attention, spec.attention.head_dim
     if part in ("attn.qkv", "attn.qkv_bias"):
-        q, k, v = (piece.reshape(attn.kv_heads, -1, h, *piece.shape[1:]) for piece in pieces)
+        q, k, *v = (piece.reshape(attn.kv_heads, -1, h, *piece.shape[1:]) for piece in pieces)
         q, k = _half_split(q, attn.rope, axis=2), _half_split(k, attn.rope, axis=2)
-        both = jnp.concatenate([q, k, v], axis=1)  # [K, G + 2, h, D]
+        both = jnp.concatenate([q, k, *v], axis=1)  # [K, G + 2, h, D]
         return jnp.moveaxis(both, 3, 0) if part == "attn.qkv" else both
+    if part in ("attn.v", "attn.v_bias"):
+        v = pieces[0].reshape(attn.kv_heads, attn.value_dim, *pieces[0].shape[1:])
+        return jnp.moveaxis(v, 2, 0) if part == "attn.v" else v
     if part == "attn.o":
-        return pieces[0].T.reshape(attn.kv_heads, attn.group, h, -1)
+        return pieces[0].T.reshape(attn.kv_heads, attn.group, attn.value_dim, -1)
+    if part == "attn.sinks":
+        return pieces[0].reshape(attn.kv_heads, attn.group)
     if part in ("attn.q_norm", "attn.k_norm"):
         weight = pieces[0]
         if attn.qk_norm == "full":
             weight = weight.reshape(attn.kv_heads, *((attn.group,) if part == "attn.q_norm" else ()), h)
         return _half_split(weight, attn.rope, axis=weight.ndim - 1)
     return pieces[0]
+
+
+def _latent_attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
+    attn = spec.attention
+    if part in ("attn.down", "attn.down_bias"):
+        *q, kv = pieces
+        kv = jnp.concatenate([kv[: attn.kv_rank], _half_split(kv[attn.kv_rank :], attn.rope, axis=0)])
+        return jnp.concatenate([*q, kv]).T
+    if part == "attn.q":
+        heads = pieces[0].reshape(attn.heads, attn.head_dim, -1)
+        rotated = _half_split(heads[:, attn.nope_dim :], attn.rope, axis=1)
+        return jnp.moveaxis(jnp.concatenate([heads[:, : attn.nope_dim], rotated], axis=1), 2, 0)
+    if part in ("attn.k", "attn.v"):
+        heads = pieces[0].reshape(attn.heads, attn.nope_dim + attn.value_dim, -1)  # [H, n + v, R]
+        return heads[:, : attn.nope_dim] if part == "attn.k" else jnp.moveaxis(heads[:, attn.nope_dim :], 1, 2)
+    return pieces[0].T.reshape(attn.heads, attn.value_dim, -1) if part == "attn.o" else pieces[0]
 
 
 def _heads(x: jax.Array, axis: int, queries: bool, group: int, layout: HeadLayout) -> jax.Array:

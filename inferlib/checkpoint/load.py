@@ -78,7 +78,7 @@ def load_weights(
     None: where `shards` says, in the usual one. progress: show bytes and rate.
     """
     items = plan_load(source, family, model)
-    total = sum(source.nbytes(name) for name in {p.tensor for i in items for layer in i.pieces for p in layer})
+    total = sum(_read_bytes(source, piece) for item in items for layer in item.pieces for piece in layer)
     with ByteProgress("loading weights", total, show=progress) as bar:
         formats = formats or [None] * len(items)
         return tuple(
@@ -175,8 +175,10 @@ def _read(
 def _axes_of(part: str) -> tuple[str, str]:
     """What splits the rows and the columns of a part's checkpoint tensors, [out, in]."""
     match part:
-        case "attn.qkv":
+        case "attn.qkv" | "attn.q" | "attn.k" | "attn.v":
             return axes.KV_HEADS, axes.EMBED
+        case "attn.down":
+            return axes.LATENT, axes.EMBED
         case "attn.o":
             return axes.EMBED, axes.KV_HEADS
         case "mlp.gate_up":

@@ -17,6 +17,7 @@ from inferlib.models.families import (
     granite,
     hunyuan,
     llama,
+    minicpm3,
     mistral,
     olmo,
     phi3,
@@ -48,6 +49,7 @@ FAMILIES: tuple[Family, ...] = (
     seed_oss.SEED_OSS,
     ernie4_5.ERNIE4_5,
     hunyuan.HUNYUAN,
+    minicpm3.MINICPM3,
 )
 
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
