@@ -39,7 +39,7 @@ LATENT = {
     "kv_lora_rank": 28,
     "qk_nope_head_dim": 14,
     "qk_rope_head_dim": 8,
-    "v_head_dim": 18,
+    "v_head_dim": 20,
 }
 # What a family needs beyond the sizes to show its peculiarities at this scale.
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -47,6 +47,7 @@ SHAPES = {
     # 3 KV heads, tied: on 2 devices heads are padded.
     "smollm2": ("llama", _TWO | SMOLLM2_HEADS),
     "olmo2": ("olmo2", _TWO),  # QK-norm over all heads
+    "minicpm3": ("minicpm3", _TWO),  # latent attention, 6 heads
     "cohere2": ("cohere2", _TWO),  # interleaved rotary pairs
     "gemma3": ("gemma3_text", {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL] * 2 + [_SLIDING]}),
 }
@@ -55,6 +56,7 @@ RESTORED = {
     "smollm2": ["", "tp=2", "tp=8"],
     "olmo2": ["tp=8"],
     "cohere2": ["tp=2"],
+    "minicpm3": ["", "tp=4,cp=2,rules=tp2d"],
 }
 
 

@@ -44,6 +44,7 @@ SHAPES = {
     "gemma3": ("gemma3_text", _LOCAL_GLOBAL),
     "gemma3, window 5": ("gemma3_text", {**_LOCAL_GLOBAL, "sliding_window": 5}),
     "qwen3": ("qwen3", _LAYERS(1)),
+    "minicpm3": ("minicpm3", _LAYERS(1)),  # latent attention
     "smollm2": ("llama", _LAYERS(2) | SMOLLM2_HEADS),
     "biased": ("llama", {**_LAYERS(1), "attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", _LAYERS(1)),  # RMS norm over all heads together

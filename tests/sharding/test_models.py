@@ -13,7 +13,7 @@ from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, logits, requests, ru
 from tests.sharding.hlo import assert_promise_kept
 from tests.test_poison import poison
 
-FAMILIES = ["llama", "gemma3", "qwen3", "smollm2"]
+FAMILIES = ["llama", "gemma3", "qwen3", "smollm2", "minicpm3"]
 MESHES = [
     *("tp=2", "tp=4", "tp=8", "dp=2", "tp=2,dp=2", "ep=2", "ep=2,tp=2,dp=2", "tp=4,rules=tp_sp"),
     *("cp=2", "cp=8", "cp=2,tp=4", "dp=2,cp=2,tp=2"),
@@ -30,6 +30,8 @@ QUICK = [
     ("smollm2", "cp=4,tp=2,rules=helix"),
     ("gemma3", "cp=2,tp=2,rules=helix"),
     ("gemma3", "cp=2,tp=2,rules=tp2d"),
+    ("minicpm3", "tp=4"),
+    ("minicpm3", "cp=2,tp=4"),
 ]
 EVERY = [pytest.param(f, m, marks=() if (f, m) in QUICK else pytest.mark.slow) for f in FAMILIES for m in MESHES]
 
