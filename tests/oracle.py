@@ -41,6 +41,7 @@ LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
 }
+_EXPERTS = {"moe_intermediate_size": 40, "num_experts_per_tok": 3}
 # What a family needs beyond the sizes to show its peculiarities at this scale.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -90,6 +91,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"tie_word_embeddings": True},
     "hunyuan_v1_dense": {},
     "minicpm3": {**LATENT, "scale_emb": 3.0, "dim_model_base": 64},
+    # Experts few enough that some are chosen by several of a few tokens, many enough that some are not.
+    "mixtral": {"num_local_experts": 5},
+    "qwen2_moe": {**_EXPERTS, "num_experts": 7, "shared_expert_intermediate_size": 56, "head_dim": None},
+    "qwen3_moe": {**_EXPERTS, "num_local_experts": 7},
 }
 
 
@@ -215,6 +220,12 @@ CASES = [
         "hunyuan_v1_dense",
         {**_rope("dynamic", factor=3.0), "max_position_embeddings": 20, "attention_bias": True},
     ),
+    Case("mixtral", "mixtral"),
+    Case("mixtral-windows", "mixtral", {"sliding_window": 8, "tie_word_embeddings": True}),
+    Case("qwen2-moe", "qwen2_moe"),
+    Case("qwen2-moe-mixed", "qwen2_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True, "num_hidden_layers": 6}),
+    Case("qwen3-moe", "qwen3_moe"),
+    Case("qwen3-moe-mixed", "qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True, "attention_bias": True}),
 ]
 
 

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, ModelConfig, RopeSpec
+from inferlib.checkpoint.source import TensorSource
+from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, ModelConfig, RopeSpec
 from inferlib.models.layout import HeadLayout, Layout
 from inferlib.sharding import axes
 
@@ -33,19 +34,29 @@ def layer_pieces(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int)
 
     names: the family's map of parts to modules, prefix included.
     """
-    suffix = ".bias" if part.endswith("_bias") else ".weight"
+    if part == "mlp.router.correction":
+        return _correction(names[part], spec.mlp.router.experts)
+    suffix = ".bias" if part.endswith(("_bias", ".bias")) else ".weight"
     tail = () if suffix == ".bias" else (dim,)
-    module = part.removesuffix("_bias")
-    attn, mlp = spec.attention, spec.mlp
+    module = part.removesuffix("_bias").removesuffix(".bias")
     if module == "attn.o":
-        shape = (dim,) if suffix == ".bias" else (dim, attn.heads * attn.value_dim)
+        shape = (dim,) if suffix == ".bias" else (dim, spec.attention.heads * spec.attention.value_dim)
         return (Piece(names[module] + suffix, shape),)
     if module.startswith("attn."):
-        pieces = _latent_pieces if isinstance(attn, MlaSpec) else _attention_pieces
-        return pieces(names, attn, module, suffix, tail)
-    if module == "mlp.gate_up":
-        return _fused(names, module, {"mlp.gate": mlp.hidden, "mlp.up": mlp.hidden}, suffix, tail)
-    shape = (dim, mlp.hidden) if module == "mlp.down" and suffix == ".weight" else (dim,)
+        pieces = _latent_pieces if isinstance(spec.attention, MlaSpec) else _attention_pieces
+        return pieces(names, spec.attention, module, suffix, tail)
+    if module in ("mlp.gate_up", "mlp.shared.gate_up"):
+        gate, up = (module.removesuffix("gate_up") + key for key in ("gate", "up"))
+        hidden = _mlp_spec(spec, module).hidden
+        return _fused(names, module, {gate: hidden, up: hidden}, suffix, tail)
+    if module in ("mlp.down", "mlp.shared.down"):
+        shape = (dim,) if suffix == ".bias" else (dim, _mlp_spec(spec, module).hidden)
+    elif module == "mlp.router":
+        shape = (spec.mlp.router.experts, *tail)
+    elif module == "mlp.shared_gate":
+        shape = (1, dim)
+    else:
+        shape = (dim,)
     return (Piece(names[module] + suffix, shape),)
 
 
@@ -83,6 +94,17 @@ def _latent_pieces(names, attn: MlaSpec, module: str, suffix: str, tail: tuple[i
     return (Piece(names[module] + suffix, (attn.q_rank if module == "attn.q_norm" else attn.kv_rank,)),)
 
 
+def _mlp_spec(spec: LayerSpec, module: str) -> MlpSpec:
+    return spec.mlp.shared if module.startswith("mlp.shared.") else spec.mlp
+
+
+def _correction(name: str, experts: int) -> tuple[Piece, ...]:
+    """A vector, or "...[0]": the only row of a matrix."""
+    if name.endswith("[0]"):
+        return (Piece(name.removesuffix("[0]"), (1, experts)),)
+    return (Piece(name, (experts,)),)
+
+
 def _fused(names, module: str, parts: dict[str, int], suffix: str, tail: tuple[int, ...]) -> tuple[Piece, ...]:
     if module not in names:
         return tuple(Piece(names[key] + suffix, (rows, *tail)) for key, rows in parts.items())
@@ -94,9 +116,18 @@ def _fused(names, module: str, parts: dict[str, int], suffix: str, tail: tuple[i
 
 
 def top_pieces(names: Mapping[str, str], config: ModelConfig, part: str) -> tuple[Piece, ...]:
-    """The checkpoint tensor of `embed`, `final_norm` or `head`."""
+    """The checkpoint tensor of `embed`, `final_norm` or `head`, or the bias of one of the latter two."""
+    module = part.removesuffix("_bias").removesuffix(".bias")
+    if module != part:
+        return (Piece(names[module] + ".bias", (config.vocab if module == "head" else config.dim,)),)
     shape = (config.dim,) if part == "final_norm" else (config.vocab, config.dim)
     return (Piece(names[part] + ".weight", shape),)
+
+
+def piece_bytes(source: TensorSource, piece: Piece) -> int:
+    """Of its rows, on disk."""
+    share = 1.0 if piece.rows is None else (piece.rows[1] - piece.rows[0]) / piece.shape[0]
+    return int(source.nbytes(piece.tensor) * share)
 
 
 def assemble(
@@ -114,12 +145,14 @@ def assemble(
 
 
 def expand(layout: Layout, spec: LayerSpec | None, names: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Copy and pad heads, feed-forward and vocabulary of a weight that is laid out for one device. Traceable."""
+    """Copy and pad heads, feed-forward, experts and vocabulary of a weight laid out for one device. Traceable."""
     for axis, name in enumerate(names):
         if name == axes.VOCAB:
             x = _padded(x, layout.vocab, axis)
         elif name == axes.MLP:
-            x = _padded(x, layout.hidden(spec.mlp.hidden), axis)
+            x = _padded(x, layout.hidden(x.shape[axis]), axis)
+        elif name == axes.EXPERTS:
+            x = _padded(x, layout.experts(x.shape[axis]), axis)
         elif name == axes.KV_HEADS:
             queries = names[axis + 1 : axis + 2] == (axes.QUERIES,)
             x = _heads(x, axis, queries, spec.attention.group, layout.heads(spec.attention))
@@ -131,11 +164,13 @@ def _top(_spec: None, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def _mlp(_spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
-    if part == "mlp.gate_up":
+    if part.endswith("gate_up"):
         return jnp.moveaxis(jnp.stack(pieces), 2, 0)
-    if part == "mlp.gate_up_bias":
+    if part.endswith("gate_up_bias"):
         return jnp.stack(pieces)
-    return pieces[0].T if part == "mlp.down" else pieces[0]  # norms are as they are
+    if part in ("mlp.shared_gate", "mlp.router.correction"):
+        return pieces[0].reshape(-1)
+    return pieces[0].T if part.startswith("mlp.") else pieces[0]  # norms are as they are
 
 
 def _attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:

@@ -13,11 +13,12 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
-from inferlib.checkpoint.assemble import Piece, assemble, layer_pieces, top_pieces
+from inferlib.checkpoint.assemble import Piece, assemble, layer_pieces, piece_bytes, top_pieces
+from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.config import LayerSpec
-from inferlib.models.families.common import Family
+from inferlib.models.families.common import Family, FusedExperts
 from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -33,6 +34,7 @@ class LoadItem:
     weight: WeightSpec
     layer: LayerSpec | None
     pieces: tuple[tuple[Piece, ...], ...]
+    fused_experts: FusedExperts
 
 
 def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tuple[LoadItem, ...]:
@@ -47,7 +49,9 @@ def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tup
         if name in present and tuple(source.shape(name)) != shape
     ]
     ignored = {family.top["head"] + ".weight"} if model.config.tied else set()
-    unexpected = sorted(n for n in present - set(wanted) - ignored if not n.endswith(_IGNORED))
+    drafts = tuple(name.format(layers=len(model.config.layers)) for name in family.drafts)
+    left_out = lambda name: name.endswith(_IGNORED) or name.startswith(drafts)  # noqa: E731
+    unexpected = sorted(n for n in present - set(wanted) - ignored if not left_out(n))
     problems = []
     if missing:
         problems.append("missing: " + _some([f"{name} {wanted[name]}" for name in missing]))
@@ -78,7 +82,7 @@ def load_weights(
     None: where `shards` says, in the usual one. progress: show bytes and rate.
     """
     items = plan_load(source, family, model)
-    total = sum(_read_bytes(source, piece) for item in items for layer in item.pieces for piece in layer)
+    total = sum(piece_bytes(source, piece) for item in items for layer in item.pieces for piece in layer)
     with ByteProgress("loading weights", total, show=progress) as bar:
         formats = formats or [None] * len(items)
         return tuple(
@@ -97,6 +101,9 @@ def load_item(
 ) -> jax.Array:
     """Read one weight. advance: takes the bytes read. format: as `formats` of `load_weights`."""
     weight, layers = item.weight, []
+    if axes.EXPERTS in weight.axes:
+        place = format or placement(shards, weight.axes, weight.shape)
+        return load_experts(source, item, place, advance)
     names, shape = weight.axes, weight.shape
     if stacked := len(item.pieces) > 1:
         names, shape = names[1:], shape[1:]
@@ -106,7 +113,7 @@ def load_item(
     for pieces in item.pieces:
         arrays = [_read(source, piece, weight.part, shards, split) for piece in pieces]
         layers.append(lay_out(model.layout, item.layer, names, weight.part, weight.dtype.name, *arrays))
-        advance(sum(_read_bytes(source, p) for p in pieces))
+        advance(sum(piece_bytes(source, p) for p in pieces))
     array = stack(format or shards.sharding(weight.axes), layers) if stacked else layers[0]
     # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
     return array.block_until_ready()
@@ -174,7 +181,7 @@ def _read(
 
 def _axes_of(part: str) -> tuple[str, str]:
     """What splits the rows and the columns of a part's checkpoint tensors, [out, in]."""
-    match part:
+    match part.replace(".shared.", "."):
         case "attn.qkv" | "attn.q" | "attn.k" | "attn.v":
             return axes.KV_HEADS, axes.EMBED
         case "attn.down":
@@ -191,19 +198,19 @@ def _axes_of(part: str) -> tuple[str, str]:
 
 def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
     if weight.block is None:
-        return LoadItem(weight, None, (top_pieces(family.top, model.config, weight.part),))
+        pieces = (top_pieces(family.top, model.config, weight.part),)
+        return LoadItem(weight, None, pieces, family.fused_experts)
     layers = model.layers_of(weight.block)
     spec = model.config.layers[layers[0]]
     per_layer = []
     for i in layers:
         names = {part: family.prefix.format(i=i) + module for part, module in family.layer.items()}
-        per_layer.append(layer_pieces(names, spec, weight.part, model.config.dim))
-    return LoadItem(weight, spec, tuple(per_layer))
-
-
-def _read_bytes(source: TensorSource, piece: Piece) -> int:
-    share = 1.0 if piece.rows is None else (piece.rows[1] - piece.rows[0]) / piece.shape[0]
-    return int(source.nbytes(piece.tensor) * share)
+        if axes.EXPERTS in weight.axes:
+            pieces = expert_pieces(names, spec.mlp, weight.part, model.config.dim, family.fused_experts)
+        else:
+            pieces = layer_pieces(names, spec, weight.part, model.config.dim)
+        per_layer.append(pieces)
+    return LoadItem(weight, spec, tuple(per_layer), family.fused_experts)
 
 
 def _some(lines: list[str], most: int = 5) -> str:
