@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)  # which transformers leaves out
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -95,6 +96,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5},
     "qwen2_moe": {**_EXPERTS, "num_experts": 7, "shared_expert_intermediate_size": 56, "head_dim": None},
     "qwen3_moe": {**_EXPERTS, "num_local_experts": 7},
+    "deepseek_v2": {**LATENT, **_EXPERTS, "n_routed_experts": 8, "first_k_dense_replace": 1},
+    "deepseek_v3": {**LATENT, **_EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+    | {"first_k_dense_replace": 1},
+    "glm4_moe_lite": {**LATENT, **_EXPERTS, "n_routed_experts": 7},
+    "mistral4": {**LATENT, **_EXPERTS, "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    "gpt_oss": {**_EXPERTS, "num_local_experts": 7, "sliding_window": 8},
 }
 
 
@@ -116,6 +123,9 @@ _LLAMA3 = _rope(
     "llama3", 5e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+# The trained context is shorter than a prompt, so that the temperature of queries changes within it.
+_SHORT_YARN = {"factor": 16.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
+_SHORT_YARN |= {"llama_4_scaling_beta": 0.3}
 _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 12.0],
@@ -212,6 +222,19 @@ CASES = [
     Case("ernie4.5-biases", "ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
     Case("hunyuan", "hunyuan_v1_dense"),
     Case("hunyuan-alpha", "hunyuan_v1_dense", _rope("dynamic", factor=1.0, alpha=50.0)),
+    Case("deepseek-v2", "deepseek_v2"),
+    Case(
+        "deepseek-v2-groups",
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": None}
+        | {"routed_scaling_factor": 2.0},
+    ),
+    Case("deepseek-v3", "deepseek_v3", _rope("yarn", **_YARN, mscale=1.0, mscale_all_dim=1.0)),
+    Case("deepseek-v3-halves", "deepseek_v3", {"rope_interleave": False, "attention_bias": True}),
+    Case("glm4-moe-lite", "glm4_moe_lite"),
+    Case("mistral4", "mistral4", {**_rope("yarn", **_SHORT_YARN), "first_k_dense_replace": 2}),
+    Case("gpt-oss", "gpt_oss"),
+    Case("gpt-oss-plain", "gpt_oss", {**_rope("default"), "layer_types": [_FULL, _SLIDING] * 2, "swiglu_limit": 0.5}),
     Case("minicpm3", "minicpm3"),
     Case("minicpm3-whole-queries", "minicpm3", {"q_lora_rank": None, "attention_bias": True}),
     Case("minicpm3-yarn", "minicpm3", _rope("yarn", **_YARN, mscale=1.3, mscale_all_dim=0.7)),

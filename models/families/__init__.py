@@ -10,15 +10,19 @@ from typing import Any
 from inferlib.models.config import ConfigError, ModelConfig
 from inferlib.models.families import (
     cohere2,
+    deepseek,
     ernie4_5,
     exaone4,
     gemma,
     glm4,
+    glm4_moe_lite,
+    gpt_oss,
     granite,
     hunyuan,
     llama,
     minicpm3,
     mistral,
+    mistral4,
     olmo,
     phi3,
     qwen,
@@ -54,6 +58,11 @@ FAMILIES: tuple[Family, ...] = (
     ernie4_5.ERNIE4_5,
     hunyuan.HUNYUAN,
     minicpm3.MINICPM3,
+    deepseek.DEEPSEEK_V2,
+    deepseek.DEEPSEEK_V3,
+    glm4_moe_lite.GLM4_MOE_LITE,
+    mistral4.MISTRAL4,
+    gpt_oss.GPT_OSS,
 )
 
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
