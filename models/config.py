@@ -75,10 +75,11 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class QueryTemperature:
-    """Queries are scaled by 1 + beta * log(1 + floor(position / context)) (Llama 4, Ministral 3)."""
+    """Queries are scaled by 1 + beta * log(1 + floor((position + first) / context)) (Llama 4, Ministral 3)."""
 
     beta: float
     context: int
+    first: int = 0  # the number of the first position
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,14 @@ class AttentionSpec:
     rope: RopeSpec | None  # None: no positional embedding (NoPE)
     window: int | None = None  # a query sees itself and the window - 1 positions before it
     softcap: float | None = None  # logits -> softcap * tanh(logits / softcap)
-    qk_norm: Literal["head", "full"] | None = None  # RMS norm over a head, or over all heads together
+    # RMS norm over a head, over all heads together, or over a head without a weight.
+    qk_norm: Literal["head", "full", "unit"] | None = None
     qk_norm_after_rope: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     temperature: QueryTemperature | None = None
     value_dim: int | None = None  # size of value heads; None: that of keys
+    value_scale: float = 1.0  # multiplies values
     sinks: bool = False  # a learned logit per query head joins the softmax's denominator (gpt-oss)
     chunk: int | None = None  # a query sees no position before its own run of `chunk` positions (Llama 4)
 

@@ -103,6 +103,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**LATENT, **_DEEPSEEK},
     "glm4_moe_lite": {**LATENT, **_EXPERTS, "n_routed_experts": 7},
     "mistral4": {**LATENT, **_DEEPSEEK, "first_k_dense_replace": 0},
+    "mimo_v2_flash": {**_EXPERTS, "n_routed_experts": 7, "num_key_value_heads": 1, "v_head_dim": 20}
+    | {"sliding_window": 8, "num_hidden_layers": 7},
+    # The temperature of queries changes within a prompt.
+    "llama4_text": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size_mlp": 72}
+    | {"attention_chunk_size": 8, "floor_scale": 12, "attn_scale": 0.3, "num_hidden_layers": 5},
     "gpt_oss": {**_EXPERTS, "num_local_experts": 7, "sliding_window": 8},
     "olmoe": {"num_experts_per_tok": 3, "num_experts": 7, "head_dim": None},
     "granitemoe": {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": None},
@@ -250,6 +255,15 @@ CASES = [
     Case("mistral4", "mistral4", {**_rope("yarn", **_SHORT_YARN), "first_k_dense_replace": 2}),
     Case("gpt-oss", "gpt_oss"),
     Case("gpt-oss-plain", "gpt_oss", {**_rope("default"), "layer_types": [_FULL, _SLIDING] * 2, "swiglu_limit": 0.5}),
+    Case("mimo-v2-flash", "mimo_v2_flash"),
+    Case("mimo-v2-flash-biases", "mimo_v2_flash", {"attention_bias": True, "attention_value_scale": None}),
+    Case("llama4", "llama4_text"),
+    Case(
+        "llama4-mixed",
+        "llama4_text",
+        {"interleave_moe_layer_step": 2, "no_rope_layers": [0, 1, 1, 0, 1], "use_qk_norm": False}
+        | {"attention_bias": True, "attn_temperature_tuning": False, "attention_chunk_size": 7},
+    ),
     Case("minicpm3", "minicpm3"),
     Case("minicpm3-whole-queries", "minicpm3", {"q_lora_rank": None, "attention_bias": True}),
     Case("minicpm3-yarn", "minicpm3", _rope("yarn", **_YARN, mscale=1.3, mscale_all_dim=0.7)),

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as rotate_interleaved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_halves
@@ -53,6 +54,8 @@ MODEL_TYPES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "mistral4": "Mistral4ForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "mimo_v2_flash": "MiMoV2FlashForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
@@ -171,7 +174,7 @@ def test_every_family_is_known_by_a_transformers_class():
     assert known == set(MODEL_TYPES.values())
     for model_type, architecture in MODEL_TYPES.items():
         config = AutoConfig.for_model(model_type)
-        assert AutoModelForCausalLM._model_mapping[type(config)].__name__ == architecture
+        assert getattr(transformers, architecture).config_class is type(config)
 
 
 def test_patterns_of_layers():

@@ -21,6 +21,8 @@ from inferlib.models.families import (
     granite,
     hunyuan,
     llama,
+    llama4,
+    mimo_v2_flash,
     minicpm3,
     minimax_m2,
     mistral,
@@ -73,6 +75,8 @@ FAMILIES: tuple[Family, ...] = (
     glm4_moe_lite.GLM4_MOE_LITE,
     mistral4.MISTRAL4,
     gpt_oss.GPT_OSS,
+    mimo_v2_flash.MIMO_V2_FLASH,
+    llama4.LLAMA4,
 )
 
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}

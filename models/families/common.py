@@ -256,8 +256,9 @@ def rope_spec(hf: Hf, parameters: Hf | None = None, *, partial: bool = False, in
     )
 
 
-def rope_specs(hf: Hf, sliding_theta: float) -> tuple[RopeSpec, RopeSpec]:
-    """(full, sliding): for families whose layers with a window have their own rotary embedding.
+def rope_specs(hf: Hf, sliding_theta: float, *, partial: bool = False) -> tuple[RopeSpec, RopeSpec]:
+    """(full, sliding): for families whose layers with a window have their own rotary embedding. partial: see
+    `rope_spec`.
 
     In older configs `rope_theta` and `rope_scaling` are those of the full layers; the others have the
     base `sliding_theta`, unscaled.
@@ -267,7 +268,7 @@ def rope_specs(hf: Hf, sliding_theta: float) -> tuple[RopeSpec, RopeSpec]:
         raise ConfigError(f"rope_parameters must have the keys {' and '.join(_LAYER_TYPES)}, not {sorted(nested)}")
     full = {**(nested.get("full_attention") or {}), **(hf.get("rope_scaling") or {})}
     sliding = {"rope_theta": sliding_theta, **(nested.get("sliding_attention") or {})}
-    return rope_spec(hf, full), rope_spec(hf, sliding)
+    return rope_spec(hf, full, partial=partial), rope_spec(hf, sliding, partial=partial)
 
 
 def _rope_scaling(hf: Hf, options: Hf) -> RopeScaling | None:

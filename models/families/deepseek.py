@@ -56,16 +56,19 @@ V3_DEFAULTS = DEFAULTS | {
 }
 
 
-def dense_first(hf: Hf, attention: MlaSpec, experts: MoeSpec) -> list[LayerSpec]:
-    """Experts, but in the first `first_k_dense_replace` layers, or where `mlp_layer_types` says "dense"."""
+def feeds(hf: Hf, experts: MoeSpec) -> list[MlpSpec | MoeSpec]:
+    """Of each layer: experts, but in the first `first_k_dense_replace`, or where `mlp_layer_types` says "dense"."""
     expect(hf, "moe_layer_freq", 1)
     count = need(hf, "num_hidden_layers")
     dense = hf.get("first_k_dense_replace") or 0
     kinds = hf.get("mlp_layer_types") or ["dense"] * min(dense, count) + ["sparse"] * (count - dense)
     if len(kinds) != count or set(kinds) - {"dense", "sparse"}:
         raise ConfigError(f"mlp_layer_types must say dense or sparse of {count} layers, not {kinds}")
-    feeds: dict[str, MlpSpec | MoeSpec] = {"dense": mlp(hf), "sparse": experts}
-    return [LayerSpec(attention, feeds[kind]) for kind in kinds]
+    return [mlp(hf) if kind == "dense" else experts for kind in kinds]
+
+
+def latent_layers(hf: Hf, attention: MlaSpec, experts: MoeSpec) -> list[LayerSpec]:
+    return [LayerSpec(attention, feed) for feed in feeds(hf, experts)]
 
 
 def deepseek_v2(hf: Hf) -> ModelConfig:
@@ -78,7 +81,7 @@ def deepseek_v2(hf: Hf) -> ModelConfig:
     if hf["topk_method"] == "group_limited_greedy":
         groups = {"groups": need(hf, "n_group"), "chosen_groups": need(hf, "topk_group"), "group_score": "max"}
     router = softmax_router(hf, need(hf, "n_routed_experts"), scale=hf["routed_scaling_factor"], **groups)
-    layers = dense_first(hf, latent_attention(hf, interleaved=True), shared_and_routed(hf, router))
+    layers = latent_layers(hf, latent_attention(hf, interleaved=True), shared_and_routed(hf, router))
     return model(hf, "deepseek_v2", layers)
 
 
@@ -86,7 +89,7 @@ def deepseek_v3(hf: Hf) -> ModelConfig:
     expect(hf, "topk_method", "noaux_tc")
     expect(hf, "scoring_func", "sigmoid")
     attention = latent_attention(hf, interleaved=need(hf, "rope_interleave"))
-    return model(hf, "deepseek_v3", dense_first(hf, attention, shared_and_routed(hf, grouped_sigmoid_router(hf))))
+    return model(hf, "deepseek_v3", latent_layers(hf, attention, shared_and_routed(hf, grouped_sigmoid_router(hf))))
 
 
 # Of what predicts further tokens: one more layer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inferlib.models.config import ModelConfig
 from inferlib.models.families.common import Family, Hf, grouped_sigmoid_router, model, need, shared_and_routed
-from inferlib.models.families.deepseek import LAYER_MAP, dense_first
+from inferlib.models.families.deepseek import LAYER_MAP, latent_layers
 from inferlib.models.families.latent import latent_attention
 
 DEFAULTS = {
@@ -34,7 +34,7 @@ DEFAULTS = {
 
 def glm4_moe_lite(hf: Hf) -> ModelConfig:
     attention = latent_attention(hf, interleaved=need(hf, "rope_interleave"))
-    layers = dense_first(hf, attention, shared_and_routed(hf, grouped_sigmoid_router(hf)))
+    layers = latent_layers(hf, attention, shared_and_routed(hf, grouped_sigmoid_router(hf)))
     return model(hf, "glm4_moe_lite", layers)
 
 

@@ -12,7 +12,7 @@ from inferlib.models.families.common import (
     shared_and_routed,
     softmax_router,
 )
-from inferlib.models.families.deepseek import LAYER_MAP, dense_first
+from inferlib.models.families.deepseek import LAYER_MAP, latent_layers
 from inferlib.models.families.latent import latent_attention
 
 DEFAULTS = {
@@ -70,7 +70,7 @@ def mistral4(hf: Hf) -> ModelConfig:
         groups=need(hf, "n_group"),
         chosen_groups=need(hf, "topk_group"),
     )
-    return model(hf, "mistral4", dense_first(hf, attention, shared_and_routed(hf, router)))
+    return model(hf, "mistral4", latent_layers(hf, attention, shared_and_routed(hf, router)))
 
 
 MISTRAL4 = Family("mistral4", ("Mistral4ForCausalLM",), mistral4, DEFAULTS, LAYER)

@@ -29,7 +29,9 @@ def warmed(q: jax.Array, temperature: QueryTemperature | None, ctx: StepContext)
     """Queries [T, ...] scaled by the temperature of their positions."""
     if temperature is None:
         return q
-    factor = 1.0 + temperature.beta * jnp.log1p(jnp.maximum(ctx.positions, 0) // temperature.context)
+    factor = 1.0 + temperature.beta * jnp.log1p(
+        (jnp.maximum(ctx.positions, 0) + temperature.first) // temperature.context
+    )
     return (q * factor.reshape(-1, *(1,) * (q.ndim - 1))).astype(q.dtype)
 
 
@@ -82,6 +84,7 @@ class Attention(nnx.Module):
         else:
             v = ctx.shards.sum(matmul(x, self.v[...]), axes.EMBED)
             v = v + self.v_bias[...] if spec.qkv_bias else v
+        v = v if spec.value_scale == 1.0 else v * jnp.asarray(spec.value_scale, v.dtype)
         if spec.qk_norm and not spec.qk_norm_after_rope:
             q, k = self.qk_norm(q, k, ctx.shards)
         if spec.rope is not None:
@@ -93,6 +96,9 @@ class Attention(nnx.Module):
 
     def qk_norm(self, q: jax.Array, k: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
         spec, eps, offset = self.spec, self.norm.eps, self.norm.unit_offset
+        if spec.qk_norm == "unit":
+            one = jnp.ones((spec.head_dim,))
+            return rms_norm(q, one, eps), rms_norm(k, one, eps)
         q_weight, k_weight = self.q_norm[...], self.k_norm[...]
         if spec.qk_norm == "head":
             norm = partial(rms_norm, eps=eps, unit_offset=offset)
