@@ -92,9 +92,7 @@ def llama4(hf: Hf) -> ModelConfig:
     if unknown := sorted(set(kinds) - {"chunked_attention", "full_attention"}):
         raise ConfigError(f"layer_types {unknown} are not supported; known: chunked_attention, full_attention")
     if len(kinds) != count or len(rotates) < count:
-        raise ConfigError(
-            f"config.json has {len(kinds)} layer_types and {len(rotates)} no_rope_layers for {count} layers"
-        )
+        raise ConfigError(f"{len(kinds)} layer_types and {len(rotates)} no_rope_layers do not fit {count} layers")
     layers = [
         LayerSpec(
             _attention(hf, bool(rotates[i]), kinds[i] == "chunked_attention"), experts if i in of_experts else dense

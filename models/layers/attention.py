@@ -29,9 +29,8 @@ def warmed(q: jax.Array, temperature: QueryTemperature | None, ctx: StepContext)
     """Queries [T, ...] scaled by the temperature of their positions."""
     if temperature is None:
         return q
-    factor = 1.0 + temperature.beta * jnp.log1p(
-        (jnp.maximum(ctx.positions, 0) + temperature.first) // temperature.context
-    )
+    positions = jnp.maximum(ctx.positions, 0) + temperature.first
+    factor = 1.0 + temperature.beta * jnp.log1p(positions // temperature.context)
     return (q * factor.reshape(-1, *(1,) * (q.ndim - 1))).astype(q.dtype)
 
 

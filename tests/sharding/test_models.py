@@ -85,10 +85,17 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
         pytest.param("cohere2", "tp=4", marks=pytest.mark.slow),
         ("cohere2", "cp=2,tp=2,rules=tp2d"),
         pytest.param("cohere2", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
+        ("gpt_oss", "cp=2,tp=2"),
+        pytest.param("gpt_oss", "tp=2", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
+        ("llama4", "cp=2"),
+        pytest.param("mimo", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
+        pytest.param("mimo", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_logits_with_rarer_layers(shape, parallel, engine_of, expected):
-    """Biases, an RMS norm over all heads of which some are copies, layer norms, parallel blocks."""
+    """Biases, an RMS norm over all heads of which some are copies, layer norms, parallel blocks, sinks, chunks, values
+    of another size."""
     assert_same_logits(engine_of(shape, parallel), shape, expected)
 
 
