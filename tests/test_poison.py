@@ -106,7 +106,9 @@ def test_poison_changes_no_token(family, scan, params, llm_of, small):
     assert 0 < max(shares) < 0.9
 
 
-@pytest.mark.parametrize(("family", "scan"), [("llama", False), ("gemma2", False), ("ministral", True), ("qwen3_moe", True)])
+@pytest.mark.parametrize(
+    ("family", "scan"), [("llama", False), ("gemma2", False), ("ministral", True), ("qwen3_moe", True)]
+)
 def test_poison_changes_no_logit(family, scan, llm_of):
     """The logits of a prompt that takes several chunks, bit by bit."""
     llm, (prompt,) = llm_of(family, scan), random_prompts([70], seed=11)

@@ -38,9 +38,7 @@ def dots1(hf: Hf) -> ModelConfig:
     rope, dense, experts = rope_spec(hf), mlp(hf), shared_and_routed(hf, grouped_sigmoid_router(hf))
     slides = windows(hf, lambda i: hf["sliding_window"] is not None and i >= hf["max_window_layers"])
     layers = [
-        LayerSpec(
-            attention(hf, rope, window, qk_norm="head"), dense if i < hf["first_k_dense_replace"] else experts
-        )
+        LayerSpec(attention(hf, rope, window, qk_norm="head"), dense if i < hf["first_k_dense_replace"] else experts)
         for i, window in enumerate(slides)
     ]
     return model(hf, "dots1", layers)

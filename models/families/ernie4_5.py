@@ -61,9 +61,7 @@ def ernie4_5_moe(hf: Hf) -> ModelConfig:
     shared = MlpSpec(hidden * hf["moe_num_shared_experts"], act, dense.bias) if hf["moe_num_shared_experts"] else None
     experts = MoeSpec(router, hidden, act, shared=shared)
     end = hf["moe_layer_end_index"] if hf["moe_layer_end_index"] >= 0 else count - 1
-    sparse = [
-        hf["moe_layer_start_index"] <= i <= end and (i + 1) % hf["moe_layer_interval"] == 0 for i in range(count)
-    ]
+    sparse = [hf["moe_layer_start_index"] <= i <= end and (i + 1) % hf["moe_layer_interval"] == 0 for i in range(count)]
     layers = [LayerSpec(attn, experts if some else dense) for some in sparse]
     return model(hf, "ernie4_5_moe", layers, head_bias=dense.bias)
 

@@ -53,9 +53,7 @@ def granite(hf: Hf) -> ModelConfig:
 
 def granite_moe(hf: Hf) -> ModelConfig:
     router = RouterSpec(need(hf, "num_local_experts"), need(hf, "num_experts_per_tok"), renormalize=True)
-    return _granite(
-        hf, "granitemoe", MoeSpec(router, need(hf, "intermediate_size"), activation(hf, "hidden_act"))
-    )
+    return _granite(hf, "granitemoe", MoeSpec(router, need(hf, "intermediate_size"), activation(hf, "hidden_act")))
 
 
 GRANITE = Family("granite", ("GraniteForCausalLM",), granite, DEFAULTS)
