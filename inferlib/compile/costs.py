@@ -21,7 +21,7 @@ from inferlib.compile.state import RowState
 from inferlib.compile.targets import Target
 from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
-from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig
+from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
@@ -117,13 +117,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight's part on a device. elements: in all its layers; inner: those of a layer per column of the model."""
+    """A weight's part on a device. elements: in all its layers, of experts those of one; inner: those of a layer per
+    column of the model. experts: of which mixture."""
 
     elements: int
     nbytes: int
     layers: int
     inner: int
     use: Literal["tokens", "sampled", "looked up"]
+    experts: MoeSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -171,9 +173,16 @@ class Deployed:
             scores = max(scores, heads * local[0][-2])
         weights = sum(m.nbytes for m in self.matrices)
         vocab = model.layout.vocab // self.shards.size(axes.VOCAB)
-        widest = max(m.inner for m in self.matrices if m.use == "tokens")
+        widest = max(self._widest(m) for m in self.matrices if m.use == "tokens")
         live = max(rows, chunk) * ((2 * self.config.dim + widest) * 2 + scores * 4) + rows * vocab * 4
         return Memory(weights, cache, _state_bytes(rows, vocab), 2 * live)
+
+    def _widest(self, matrix: Matrix) -> int:
+        """Numbers of a layer that a token takes beside a matrix. All choices of the tokens that experts are shared with
+        have room, wherever they go."""
+        if matrix.experts is None:
+            return matrix.inner
+        return self.shards.size(axes.EXPERTS) * matrix.experts.router.chosen * (matrix.inner + self.config.dim)
 
     def decode(self, rows: int, live: float) -> Work:
         """A greedy decode step of `rows` rows of each replica, `live` positions of each in the cache."""
@@ -187,11 +196,19 @@ class Deployed:
 
     def _work(self, key: ProgramKey, *, tokens: int, sampled: int, rows: int, live: float, seen: float) -> Work:
         """live: positions read of a row's cache; seen: by a query, on average."""
-        count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
-        flops = sum(2.0 * count[m.use] * m.elements for m in self.matrices)
-        moved = sum(2.0 * count[m.use] * m.layers * (self.config.dim + m.inner) for m in self.matrices)
-        weights = sum(m.nbytes for m in self.matrices if m.use != "looked up")
-        cache, share = 0.0, 1 / self.shards.size(axes.POSITIONS)
+        count, everyone = (
+            {"tokens": tokens, "sampled": sampled, "looked up": 0},
+            tokens * self.shards.size(axes.EXPERTS),
+        )
+        flops = moved = weights = cache = 0.0
+        for m in self.matrices:
+            # A device's experts take, on average, as many choices as its tokens make.
+            times = count[m.use] * (m.experts.router.chosen if m.experts else 1)
+            flops += 2.0 * times * m.elements
+            moved += 2.0 * times * m.layers * (self.config.dim + m.inner)
+            if m.use != "looked up":
+                weights += m.nbytes * (m.experts.read_share(everyone) if m.experts else 1)
+        share = 1 / self.shards.size(axes.POSITIONS)
         plan = self.plan(self.replicas, self.config.context, 1)
         for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
             spec = self.config.layers[layers[0]].attention
@@ -231,17 +248,20 @@ def _matrices(model: AbstractModel, shards: Shards, quantization: Quantization |
     for spec in model.specs:
         local = shards.local_shape(spec.axes, spec.shape)
         names = dict(zip(spec.axes, local, strict=True))
-        layers, elements = names.pop(axes.LAYERS, 1), prod(local)
-        matrix = spec.init == "normal"
+        layers, count, held = names.pop(axes.LAYERS, 1), names.pop(axes.EXPERTS, 1), prod(local)
+        elements, experts = held // count, None
+        if axes.EXPERTS in spec.axes:
+            experts = model.config.layers[model.layers_of(spec.block)[0]].mlp
+        matrix = spec.init == "normal" and len(names) > 1
         inner = elements // layers // names.get(axes.EMBED, names.get(axes.LATENT)) if matrix else 0
         use = "tokens"
         if spec.block is None and axes.VOCAB in names:
             use = "sampled" if tied or spec.part != "embed" else "looked up"
-        nbytes = elements * 2
+        nbytes = held * spec.dtype.itemsize
         if quantization == "int8" and matrix and use != "looked up" and not (tied and use == "sampled"):
             outputs = names[axes.EMBED] if spec.axes[-1] == axes.EMBED else inner
-            nbytes = elements + 4 * layers * outputs
-        found.append(Matrix(elements if matrix else 0, nbytes, layers if matrix else 0, inner, use))
+            nbytes = held + 4 * layers * count * outputs
+        found.append(Matrix(elements if matrix else 0, nbytes, layers if matrix else 0, inner, use, experts))
     return tuple(found)
 
 
