@@ -104,7 +104,7 @@ def _noise(key: jax.Array, x: jax.Array) -> jax.Array:
 
 def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int, shards: Shards) -> dict:
     """Median ms per step of the engine's own loop, and the host's share."""
-    config = EngineConfig.make(jax.default_backend(), batch, cache, shards=shards)
+    config = EngineConfig.make(jax.default_backend(), batch, cache, shards=shards, model=model.config)
     engine = Engine(model, weights, config)
     occupy(engine, cache - steps - 1)
     block, times = max(8, config.decode_steps), []

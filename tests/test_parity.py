@@ -66,8 +66,10 @@ def test_unrolled_layers_equal_transformers(name, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["ministral3", "gemma3-linear", "phi3-longrope-long", "llama-dynamic-beyond", "mixtral-windows", "mimo-v2-flash"]
-    + ["mistral4"],
+    [
+        *("ministral3", "gemma3-linear", "phi3-longrope-long", "llama-dynamic-beyond", "mixtral-windows"),
+        *("mimo-v2-flash", "mistral4"),
+    ],
 )
 def test_prompts_in_chunks_equal_transformers(name, tmp_path):
     """Chunks of 16 and windows of 8: the rings wrap, and scaling that depends on the length is constant."""

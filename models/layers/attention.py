@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from inferlib.models.batch import StepContext
+from inferlib.models.batch import StepContext, kernel_lacks
 from inferlib.models.config import AttentionSpec, NormSpec, QueryTemperature
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import rms_norm, scale_norm
@@ -131,7 +131,7 @@ class Attention(nnx.Module):
             window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
             numbers = stripe.number(positions)
             if not isinstance(window, jax.Array):
-                backend = ctx.backend.decode_attention
+                backend = "xla" if kernel_lacks(spec) else ctx.backend.decode_attention
                 return decode_attention(
                     queries, *share, numbers + 1, window=window, limit=limit, backend=backend, **options
                 )

@@ -71,7 +71,8 @@ def _llama3(spec: RopeSpec, scaling: RopeScaling, max_len: int) -> tuple[np.ndar
     plain, factor = _frequencies(spec.base, spec.dim), np.float32(scaling.factor)
     low, high, context = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context
     wavelength = np.float32(2 * math.pi) / plain
-    blend = (np.float32(context) / wavelength - np.float32(low)) / np.float32(high - low)
+    between = high - low or 1.0  # where they are equal (Llama 4), nothing is blended
+    blend = (np.float32(context) / wavelength - np.float32(low)) / np.float32(between)
     blended = (1 - blend) * plain / factor + blend * plain
     scaled = np.where(wavelength > np.float32(context / low), plain / factor, blended)
     return np.where(wavelength < np.float32(context / high), plain, scaled), 1.0

@@ -37,6 +37,10 @@ QUICK = [
     ("experts", "ep=2,tp=2,rules=tp_sp"),
 ]
 EVERY = [pytest.param(f, m, marks=() if (f, m) in QUICK else pytest.mark.slow) for f in FAMILIES for m in MESHES]
+EVERY += [
+    pytest.param("deepseek", mesh, marks=pytest.mark.slow)
+    for mesh in ("ep=2,tp=2,rules=tp_sp", "ep=2,cp=2,tp=2", "cp=2,tp=2,rules=helix", "cp=2,tp=2,rules=tp2d")
+]
 
 
 def assert_same_logits(engine, shape: str, expected) -> None:
