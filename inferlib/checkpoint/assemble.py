@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferlib.checkpoint.source import TensorSource
+from inferlib.models.abstract import WeightSpec
 from inferlib.models.config import LayerSpec, MlpSpec, ModelConfig, RopeSpec
+from inferlib.models.families.common import FusedExperts
 from inferlib.models.layout import HeadLayout, Layout
 from inferlib.sharding import axes
 
@@ -26,6 +28,16 @@ class Piece:
     tensor: str
     shape: tuple[int, ...]
     rows: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class LoadItem:
+    """One weight and the tensors it is made of: a tuple of pieces per layer (several if it is stacked)."""
+
+    weight: WeightSpec
+    layer: LayerSpec | None
+    pieces: tuple[tuple[Piece, ...], ...]
+    fused_experts: FusedExperts
 
 
 def layer_pieces(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int) -> tuple[Piece, ...]:

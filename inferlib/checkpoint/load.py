@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import jax
@@ -13,28 +12,17 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
-from inferlib.checkpoint.assemble import Piece, assemble, layer_pieces, piece_bytes, top_pieces
+from inferlib.checkpoint.assemble import LoadItem, Piece, assemble, layer_pieces, piece_bytes, top_pieces
 from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec
-from inferlib.models.config import LayerSpec
-from inferlib.models.families.common import Family, FusedExperts
+from inferlib.models.families.common import Family
 from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 # Tensors that checkpoints carry and no model needs.
 _IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
-
-
-@dataclass(frozen=True)
-class LoadItem:
-    """One weight and the tensors it is made of: a tuple of pieces per layer (several if it is stacked)."""
-
-    weight: WeightSpec
-    layer: LayerSpec | None
-    pieces: tuple[tuple[Piece, ...], ...]
-    fused_experts: FusedExperts
 
 
 def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tuple[LoadItem, ...]:
