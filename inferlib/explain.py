@@ -258,7 +258,8 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
 
 
 def _gate_up(ledger: _Ledger, model: AbstractModel, spec: MlpSpec | MoeSpec, tokens: int) -> None:
-    width = 2 * model.layout.hidden(spec.hidden) // ledger.shards.size(axes.MLP)
+    halves = 1 if isinstance(spec, MlpSpec) and not spec.gated else 2
+    width = halves * model.layout.hidden(spec.hidden) // ledger.shards.size(axes.MLP)
     ledger.reduce("gate and up", (axes.EMBED,), (tokens, width), model.specs[0].dtype)
 
 

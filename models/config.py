@@ -204,11 +204,12 @@ Activation = Literal["silu", "gelu_tanh", "gelu"]
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """Dense feed-forward: down(act(gate(x)) * up(x))."""
+    """Dense feed-forward: down(act(gate(x)) * up(x)), or without a gate down(act(up(x)))."""
 
     hidden: int
     activation: Activation = "silu"
     bias: bool = False
+    gated: bool = True
 
     @property
     def output_bias(self) -> bool:
@@ -333,6 +334,7 @@ class ModelConfig:
     norm: NormSpec = field(default_factory=NormSpec)
     tied: bool = False  # the output projection is the embedding
     head_bias: bool = False
+    learned_positions: bool = False  # a table of `context` rows, added to the embedding (GPT-2)
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # multiplies each branch before it is added (Granite)
     logit_scale: float = 1.0

@@ -165,6 +165,8 @@ class Decoder(nnx.Module):
         config = layout.config
         self.config, self.segments = config, segments
         self.embed = param((layout.vocab, config.dim), (axes.VOCAB, axes.EMBED), dtype)
+        if config.learned_positions:
+            self.positions = param((config.context, config.dim), (axes.CONTEXT, axes.EMBED), dtype)
         blocks = []
         for segment in segments:
             for spec in segment.pattern:
@@ -202,16 +204,19 @@ class Decoder(nnx.Module):
         return ctx.shards.all_tokens(stream.x, ctx.tokens), tuple(new), stream.boxes
 
     def embedding(self, ctx: StepContext) -> jax.Array:
-        """[T, D]; each device looks up the tokens of its share of the vocabulary."""
-        table, ids = self.embed[...], ctx.batch.tokens
-        if ctx.shards.size(axes.VOCAB) > 1:
+        """[T, D]; each device looks up the tokens of its share of the vocabulary, the first of them positions too."""
+        table, ids, split = self.embed[...], ctx.batch.tokens, ctx.shards.size(axes.VOCAB) > 1
+        if split:
             ids = ids - ctx.shards.index(axes.VOCAB) * table.shape[0]
             own = (ids >= 0) & (ids < table.shape[0])
             x = jnp.where(own[:, None], jnp.take(table, ids, axis=0, mode="clip"), 0)
-            x = ctx.shards.sum_tokens(x, axes.VOCAB)
         else:
             x = jnp.take(table, ids, axis=0, mode="clip")
-        return x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
+        x = x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
+        if self.config.learned_positions:
+            at = jnp.take(self.positions[...], ctx.positions, axis=0, mode="clip")
+            x = x + (jnp.where(ctx.shards.index(axes.VOCAB) == 0, at, 0) if split else at)
+        return ctx.shards.sum_tokens(x, axes.VOCAB) if split else x
 
     def logits(self, x: jax.Array, shards: Shards) -> jax.Array:
         """Hidden states [T, D] -> logits [T, V] float32, of this device's share of the vocabulary."""

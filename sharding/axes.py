@@ -17,5 +17,6 @@ ROUTES = "routes"  # E: a router's columns, one for each expert
 LAYERS = "layers"  # L: stacked layers of a scanned segment
 PAGES = "pages"  # N: cache pages
 POSITIONS = "positions"  # S: positions in a cache page
+CONTEXT = "context"  # rows of a table of learned positions
 TOKENS = "tokens"  # C: tokens of a prefill chunk
 ROWS = "rows"  # R: rows of the engine's state

@@ -108,7 +108,7 @@ class Shards:
         return lax.all_gather(x, over, axis=dim, tiled=True) if (over := self.mesh_axes(name)) else x
 
     def scatter(self, x: jax.Array, name: str) -> jax.Array:
-        """Reduce-scatter: the sum of what each device along a logical axis has, each its share of the first dimension."""
+        """Reduce-scatter over a logical axis: each device gets its share of the first dimension of the sum."""
         return lax.psum_scatter(x, over, tiled=True) if (over := self.mesh_axes(name)) else x
 
     def stack(self, x: jax.Array, name: str) -> jax.Array:

@@ -57,6 +57,7 @@ MODEL_TYPES = {
     "llama4_text": "Llama4ForCausalLM",
     "mimo_v2_flash": "MiMoV2FlashForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",

@@ -15,18 +15,37 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferlib.checkpoint.source import TensorSource
+from inferlib.models.abstract import WeightSpec
 from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, ModelConfig, RopeSpec
+from inferlib.models.families.common import FusedExperts
 from inferlib.models.layout import HeadLayout, Layout
 from inferlib.sharding import axes
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a checkpoint tensor: `shape` is the whole tensor's; rows None means all."""
+    """Rows of a checkpoint tensor: `shape` is the whole tensor's; rows None means all. transposed: the checkpoint has
+    rows as columns."""
 
     tensor: str
     shape: tuple[int, ...]
     rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The tensor's shape in the checkpoint."""
+        return self.shape[::-1] if self.transposed else self.shape
+
+
+@dataclass(frozen=True)
+class LoadItem:
+    """One weight and the tensors it is made of: a tuple of pieces per layer (several if it is stacked)."""
+
+    weight: WeightSpec
+    layer: LayerSpec | None
+    pieces: tuple[tuple[Piece, ...], ...]
+    fused_experts: FusedExperts
 
 
 def layer_pieces(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int) -> tuple[Piece, ...]:
@@ -48,7 +67,8 @@ def layer_pieces(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int)
     if module in ("mlp.gate_up", "mlp.shared.gate_up"):
         gate, up = (module.removesuffix("gate_up") + key for key in ("gate", "up"))
         hidden = _mlp_spec(spec, module).hidden
-        return _fused(names, module, {gate: hidden, up: hidden}, suffix, tail)
+        halves = {gate: hidden, up: hidden} if _mlp_spec(spec, module).gated else {up: hidden}
+        return _fused(names, module, halves, suffix, tail)
     if module in ("mlp.down", "mlp.shared.down"):
         shape = (dim,) if suffix == ".bias" else (dim, _mlp_spec(spec, module).hidden)
     elif module == "mlp.router":
@@ -116,11 +136,12 @@ def _fused(names, module: str, parts: dict[str, int], suffix: str, tail: tuple[i
 
 
 def top_pieces(names: Mapping[str, str], config: ModelConfig, part: str) -> tuple[Piece, ...]:
-    """The checkpoint tensor of `embed`, `final_norm` or `head`, or the bias of one of the latter two."""
+    """The checkpoint tensor of `embed`, `positions`, `final_norm` or `head`, or the bias of one of the latter two."""
     module = part.removesuffix("_bias").removesuffix(".bias")
     if module != part:
         return (Piece(names[module] + ".bias", (config.vocab if module == "head" else config.dim,)),)
-    shape = (config.dim,) if part == "final_norm" else (config.vocab, config.dim)
+    rows = {"final_norm": (), "positions": (config.context,)}.get(part, (config.vocab,))
+    shape = (*rows, config.dim)
     return (Piece(names[part] + ".weight", shape),)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +17,11 @@ from jax import lax
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from inferlib.checkpoint.assemble import Piece, piece_bytes
+from inferlib.checkpoint.assemble import LoadItem, Piece, piece_bytes
 from inferlib.checkpoint.source import TensorSource
 from inferlib.models.config import MoeSpec
 from inferlib.models.families.common import FusedExperts
 from inferlib.sharding import axes
-
-if TYPE_CHECKING:
-    from inferlib.checkpoint.load import LoadItem
 
 _PREFIX = "mlp.experts."
 # What the dimensions of one expert's tensors mean, [out, in], in the order of its parts.

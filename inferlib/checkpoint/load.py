@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -13,12 +13,11 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
-from inferlib.checkpoint.assemble import Piece, assemble, layer_pieces, piece_bytes, top_pieces
+from inferlib.checkpoint.assemble import LoadItem, Piece, assemble, layer_pieces, piece_bytes, top_pieces
 from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec
-from inferlib.models.config import LayerSpec
-from inferlib.models.families.common import Family, FusedExperts
+from inferlib.models.families.common import Family
 from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -27,21 +26,13 @@ from inferlib.sharding.shards import Shards
 _IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
-@dataclass(frozen=True)
-class LoadItem:
-    """One weight and the tensors it is made of: a tuple of pieces per layer (several if it is stacked)."""
-
-    weight: WeightSpec
-    layer: LayerSpec | None
-    pieces: tuple[tuple[Piece, ...], ...]
-    fused_experts: FusedExperts
-
-
 def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tuple[LoadItem, ...]:
     """What to read for every weight. Raises CheckpointError for missing, misshapen or unexpected tensors."""
     items = tuple(_item(family, model, weight) for weight in model.specs)
     present = set(source.names())
-    wanted = {piece.tensor: piece.shape for item in items for layer in item.pieces for piece in layer}
+    if family.base and not any(name.startswith(family.base) for name in present):
+        items = tuple(_without(family.base, item) for item in items)
+    wanted = {piece.tensor: piece.stored for item in items for layer in item.pieces for piece in layer}
     missing = sorted(set(wanted) - present)
     wrong = [
         f"{name}: {source.shape(name)} instead of {shape}"
@@ -160,8 +151,14 @@ def _read(
     split: the mesh axes that split the weight's logical axes.
     """
     start, stop = piece.rows or (0, piece.shape[0])
+
+    def read(rows: slice | None) -> np.ndarray:
+        if piece.transposed:
+            return source.read(piece.tensor).T[rows or slice(None)]
+        return source.read(piece.tensor, rows)
+
     if shards.mesh is None:
-        return source.read(piece.tensor, slice(start, stop) if piece.rows else None)
+        return read(slice(start, stop) if piece.rows else None)
     shape = (stop - start, *piece.shape[1:])
     # Tensors are split as the result is.
     carriers = [split.get(name) for name in _axes_of(part)] if len(shape) > 1 else [None]
@@ -170,7 +167,7 @@ def _read(
     @cache  # what several devices hold is read once
     def part_of(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
         (first, last), *columns = bounds
-        rows = source.read(piece.tensor, slice(start + first, start + last))
+        rows = read(slice(start + first, start + last))
         return np.ascontiguousarray(rows[(slice(None), *(slice(*ends) for ends in columns))])
 
     def of_device(index: tuple[slice, ...]) -> np.ndarray:
@@ -209,8 +206,16 @@ def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
             pieces = expert_pieces(names, spec.mlp, weight.part, model.config.dim, family.fused_experts)
         else:
             pieces = layer_pieces(names, spec, weight.part, model.config.dim)
+        if family.transposed:
+            pieces = tuple(replace(piece, transposed=len(piece.shape) == 2) for piece in pieces)
         per_layer.append(pieces)
     return LoadItem(weight, spec, tuple(per_layer), family.fused_experts)
+
+
+def _without(base: str, item: LoadItem) -> LoadItem:
+    """An item of a checkpoint whose names do not begin with `base`."""
+    layers = tuple(tuple(replace(p, tensor=p.tensor.removeprefix(base)) for p in layer) for layer in item.pieces)
+    return replace(item, pieces=layers)
 
 
 def _some(lines: list[str], most: int = 5) -> str:

@@ -257,6 +257,8 @@ def _matrices(model: AbstractModel, shards: Shards, quantization: Quantization |
         use = "tokens"
         if spec.block is None and axes.VOCAB in names:
             use = "sampled" if tied or spec.part != "embed" else "looked up"
+        elif spec.part == "positions":
+            use = "looked up"
         nbytes = held * spec.dtype.itemsize
         if quantization == "int8" and matrix and use != "looked up" and not (tied and use == "sampled"):
             outputs = names[axes.EMBED] if spec.axes[-1] == axes.EMBED else inner

@@ -294,7 +294,7 @@ def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
     total = 0
     for spec in model.specs:
         size = prod(shards.local_shape(spec.axes, spec.shape)) * spec.dtype.itemsize
-        looked_up = spec.name == "embed" and not model.config.tied
+        looked_up = spec.name == "positions" or (spec.name == "embed" and not model.config.tied)
         total += _tokens(shards, key) * spec.shape[1] * spec.dtype.itemsize if looked_up else size
     return total + sum(_cache_read(plan, block, shards, key) for block in plan.blocks)
 

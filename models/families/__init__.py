@@ -17,6 +17,7 @@ from inferlib.models.families import (
     gemma,
     glm4,
     glm4_moe_lite,
+    gpt2,
     gpt_oss,
     granite,
     hunyuan,
@@ -75,6 +76,7 @@ FAMILIES: tuple[Family, ...] = (
     glm4_moe_lite.GLM4_MOE_LITE,
     mistral4.MISTRAL4,
     gpt_oss.GPT_OSS,
+    gpt2.GPT2,
     mimo_v2_flash.MIMO_V2_FLASH,
     llama4.LLAMA4,
 )

@@ -95,6 +95,8 @@ class Family:
     layer: part of a layer -> checkpoint module below `prefix`; entries a config does not use are ignored.
     top: `embed`, `final_norm`, `head` -> checkpoint module.
     fused_experts: how a checkpoint holds them, if all in one tensor.
+    base: what the names of tensors begin with, except in checkpoints of a model without its head.
+    transposed: matrices of layers are stored [in, out].
     drafts: beginnings of the names of tensors for predicting several tokens at once, which are left out; {layers} is
     the number of layers.
     """
@@ -108,6 +110,8 @@ class Family:
     prefix: str = "model.layers.{i}."
     fused_experts: FusedExperts = FusedExperts()
     drafts: tuple[str, ...] = ()
+    base: str = ""
+    transposed: bool = False
 
     def config(self, hf: Hf) -> ModelConfig:
         """The model a `config.json` describes; raises ConfigError if it is not supported."""

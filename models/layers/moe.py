@@ -106,7 +106,7 @@ class Experts(nnx.Module):
         ids = jnp.where(ours, experts, own).reshape(-1)
         order = jnp.argsort(ids)
         ids = ids[order]
-        sizes = jnp.diff(jnp.searchsorted(ids, jnp.arange(own + 1, dtype=jnp.int32))).astype(jnp.int32)
+        sizes = jnp.sum(ids == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
         inputs = x[order // chosen]
         if self.spec.scale_input:
             inputs = (inputs * weights.reshape(-1)[order][:, None]).astype(x.dtype)

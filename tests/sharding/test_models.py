@@ -96,6 +96,8 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
         pytest.param("gpt_oss", "tp=2", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
         ("llama4", "cp=2"),
+        pytest.param("gpt2", "tp=4,rules=tp_sp", marks=pytest.mark.slow),
+        pytest.param("gpt2", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
         pytest.param("mimo", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
         pytest.param("mimo", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
     ],
