@@ -158,6 +158,7 @@ class MlaSpec:
     rope: RopeSpec
     scale: float  # multiplies q . k
     eps: float = 1e-6
+    latent_scale: float = 1.0  # multiplies the keys' and values' latent (LongCat)
     latent_bias: bool = False
     o_bias: bool = False
     temperature: QueryTemperature | None = None
@@ -274,10 +275,14 @@ class MoeSpec:
     shared_gate: bool = False  # the shared experts are weighted by the sigmoid of a learned projection (Qwen2-MoE)
     scale_input: bool = False  # weights multiply what goes into the experts, not what comes out (Llama 4)
     identity: int = 0  # the last experts of the router return their input (LongCat's zero experts)
+    # The sum of the chosen experts is added with the next layer's feed-forward, so that its exchange of tokens can
+    # overlap attention; what is shared is added here (LongCat's shortcut).
+    deferred: bool = False
 
     def __post_init__(self):
         _require(0 <= self.identity < self.router.experts, f"{self.identity} of all experts cannot be the identity")
         _require(not self.shared_gate or self.shared is not None, "a gate needs shared experts")
+        _require(not self.deferred or self.shared is not None, "experts that are deferred need shared ones beside them")
         _require(
             not (self.shared_gate and self.shared.bias),
             "gated shared experts with biases are not supported",
@@ -344,4 +349,6 @@ class ModelConfig:
 
     def __post_init__(self):
         _require(len(self.layers) > 0, "a model needs at least one layer")
+        last = self.layers[-1].mlp
+        _require(not (isinstance(last, MoeSpec) and last.deferred), "the last layer's experts cannot be deferred")
         _require(self.vocab > 0 and self.dim > 0 and self.context > 0, "vocab, dim and context must be positive")

@@ -31,11 +31,13 @@ if TYPE_CHECKING:
 
 class Stream(NamedTuple):
     """What layers hand on. x [T, D]: the residual, where tokens or the width are split this device's share; y [T, D]:
-    its norm, if the sum that made it brought that along; boxes: the mailboxes of such sums."""
+    its norm, if the sum that made it brought that along; boxes: the mailboxes of such sums; held [T, D]: this device's
+    part of what the next layer's feed-forward is summed with (see `MoeSpec.deferred`)."""
 
     x: jax.Array
     y: jax.Array | None = None
     boxes: Mailboxes | None = None
+    held: jax.Array | None = None
 
 
 class Block(nnx.Module):
@@ -67,14 +69,13 @@ class Block(nnx.Module):
         """after [D]: the weight of the norm that follows, with mailboxes."""
         if stream.boxes is not None:
             return self.fused(stream, ctx, cache, after)
-        x, cache = self.plain(stream.x, ctx, cache)
-        return Stream(x), cache
+        return self.plain(stream, ctx, cache)
 
     def fused(self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array) -> tuple[Stream, LayerCache]:
         """Each sum over devices in one kernel with the residual's and the norm that follows; see `fuses_sums`."""
         from inferlib.pallas_kernels.all_reduce_norm_gpu import all_reduce_norm
 
-        x, y, boxes = stream
+        x, y, boxes, _ = stream
         eps = self.pre_mlp_norm.spec.eps
         with jax.named_scope("attention"):
             attn, cache = self.attn(self.pre_attn_norm(x, ctx.shards) if y is None else y, ctx, cache)
@@ -82,21 +83,26 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             return Stream(*all_reduce_norm(self.feed_forward(y, ctx, cache), x, after, eps, boxes)), cache
 
-    def plain(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        spec, shards = self.spec, ctx.shards
+    def plain(self, stream: Stream, ctx: StepContext, cache: LayerCache) -> tuple[Stream, LayerCache]:
+        spec, shards, x, held = self.spec, ctx.shards, stream.x, None
         with jax.named_scope("attention"):
             y = shards.all_tokens(self.pre_attn_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
             attn, cache = self.attn(y, ctx, cache)
         if spec.parallel:
             with jax.named_scope("mlp"):
                 both = shards.sum_tokens(attn + self.feed_forward(y, ctx, cache), axes.MLP)
-            return self.add(x, self.mlp.finish(self.biased(both))), cache
+            return Stream(self.add(x, self.mlp.finish(self.biased(both)))), cache
         attn = self.biased(shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT))
         x = self.add(x, self.post_attn_norm(attn, shards) if spec.post_norm else attn)
         with jax.named_scope("mlp"):
             y = shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
-            mlp = self.mlp.finish(shards.sum_tokens(self.feed_forward(y, ctx, cache), axes.MLP))
-        return self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), cache
+            if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
+                held, mlp = self.mlp.apart(y, ctx, cache.layer)
+            else:
+                mlp = self.feed_forward(y, ctx, cache)
+            mlp = mlp if stream.held is None else mlp + stream.held
+            mlp = self.mlp.finish(shards.sum_tokens(mlp, axes.MLP))
+        return Stream(self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), held=held), cache
 
     def feed_forward(self, y: jax.Array, ctx: StepContext, cache: LayerCache) -> jax.Array:
         """This device's part of the sum."""
@@ -146,10 +152,13 @@ def segments_of(layers: Sequence[LayerSpec], *, scan: bool) -> tuple[Segment, ..
 
 
 def fuses_sums(config: ModelConfig) -> bool:
-    """Whether every sum over devices is followed by the residual's and an RMS norm, and by nothing between."""
+    """Whether every sum over devices is of one layer, and followed by the residual's and an RMS norm, and by nothing
+    between."""
     plain = config.norm.kind == "rms" and not config.norm.unit_offset and config.residual_scale == 1.0
     return plain and all(
-        layer.pre_norm and not (layer.post_norm or layer.parallel or layer.attention.o_bias or layer.mlp.output_bias)
+        layer.pre_norm
+        and not (layer.post_norm or layer.parallel or layer.attention.o_bias or layer.mlp.output_bias)
+        and not (isinstance(layer.mlp, MoeSpec) and layer.mlp.deferred)
         for layer in config.layers
     )
 

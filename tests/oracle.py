@@ -108,6 +108,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # The temperature of queries changes within a prompt.
     "llama4_text": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size_mlp": 72}
     | {"attention_chunk_size": 8, "floor_scale": 12, "attn_scale": 0.3, "num_hidden_layers": 5},
+    "longcat_flash": {**LATENT, "head_dim": 8, "n_routed_experts": 5, "zero_expert_num": 2, "moe_topk": 3}
+    | {"expert_ffn_hidden_size": 40, "routed_scaling_factor": 2.0},
     "gpt2": {"tie_word_embeddings": True},
     "gpt_oss": {**_EXPERTS, "num_local_experts": 7, "sliding_window": 8},
     "olmoe": {"num_experts_per_tok": 3, "num_experts": 7, "head_dim": None},
@@ -265,6 +267,7 @@ CASES = [
         {"interleave_moe_layer_step": 2, "no_rope_layers": [0, 1, 1, 0, 1], "use_qk_norm": False}
         | {"attention_bias": True, "attn_temperature_tuning": False, "attention_chunk_size": 7},
     ),
+    Case("longcat-flash", "longcat_flash"),
     Case("gpt2", "gpt2"),
     Case("gpt2-scales", "gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 72, "tie_word_embeddings": False}),
     Case("minicpm3", "minicpm3"),

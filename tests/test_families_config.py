@@ -58,6 +58,7 @@ MODEL_TYPES = {
     "mimo_v2_flash": "MiMoV2FlashForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "longcat_flash": "LongcatFlashForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",

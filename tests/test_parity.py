@@ -56,7 +56,7 @@ def test_logits_equal_transformers(case, tmp_path):
     np.testing.assert_allclose(one_pass(path, tokens, scan=True), expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "gemma3", "olmo3", "cohere2", "qwen2-moe-mixed"])
+@pytest.mark.parametrize("name", ["llama-biases", "gemma3", "olmo3", "cohere2", "qwen2-moe-mixed", "longcat-flash"])
 def test_unrolled_layers_equal_transformers(name, tmp_path):
     case = BY_NAME[name]
     path, tokens = make_checkpoint(tmp_path, case.family, seed=1, **case.options), prompt_of(case)

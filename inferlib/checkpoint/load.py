@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -17,6 +17,7 @@ from inferlib.checkpoint.assemble import LoadItem, Piece, assemble, layer_pieces
 from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec
+from inferlib.models.config import ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
 from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
@@ -39,7 +40,8 @@ def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tup
         for name, shape in wanted.items()
         if name in present and tuple(source.shape(name)) != shape
     ]
-    ignored = {family.top["head"] + ".weight"} if model.config.tied else set()
+    ignored = set(_idle_experts(family, model.config))
+    ignored |= {family.top["head"] + ".weight"} if model.config.tied else set()
     drafts = tuple(name.format(layers=len(model.config.layers)) for name in family.drafts)
     left_out = lambda name: name.endswith(_IGNORED) or name.startswith(drafts)  # noqa: E731
     unexpected = sorted(n for n in present - set(wanted) - ignored if not left_out(n))
@@ -201,7 +203,7 @@ def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
     spec = model.config.layers[layers[0]]
     per_layer = []
     for i in layers:
-        names = {part: family.prefix.format(i=i) + module for part, module in family.layer.items()}
+        names = _names(family, i)
         if axes.EXPERTS in weight.axes:
             pieces = expert_pieces(names, spec.mlp, weight.part, model.config.dim, family.fused_experts)
         else:
@@ -210,6 +212,22 @@ def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
             pieces = tuple(replace(piece, transposed=len(piece.shape) == 2) for piece in pieces)
         per_layer.append(pieces)
     return LoadItem(weight, spec, tuple(per_layer), family.fused_experts)
+
+
+def _names(family: Family, layer: int) -> dict[str, str]:
+    """The map of parts to modules, of one layer."""
+    number, sub = divmod(layer, family.sublayers)
+    prefix = family.prefix.format(i=number)
+    return {part: prefix + module.replace("{sub}", str(sub)) for part, module in family.layer.items()}
+
+
+def _idle_experts(family: Family, config: ModelConfig) -> Iterator[str]:
+    """Weights that transformers keeps, unused, for experts that return their input."""
+    for i, layer in enumerate(config.layers):
+        if isinstance(layer.mlp, MoeSpec) and layer.mlp.identity:
+            for part, module in _names(family, i).items():
+                if part.startswith("mlp.experts."):
+                    yield from (module.format(e=e) for e in range(layer.mlp.experts, layer.mlp.router.experts))
 
 
 def _without(base: str, item: LoadItem) -> LoadItem:

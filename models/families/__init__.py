@@ -23,6 +23,7 @@ from inferlib.models.families import (
     hunyuan,
     llama,
     llama4,
+    longcat_flash,
     mimo_v2_flash,
     minicpm3,
     minimax_m2,
@@ -77,6 +78,7 @@ FAMILIES: tuple[Family, ...] = (
     mistral4.MISTRAL4,
     gpt_oss.GPT_OSS,
     gpt2.GPT2,
+    longcat_flash.LONGCAT_FLASH,
     mimo_v2_flash.MIMO_V2_FLASH,
     llama4.LLAMA4,
 )

@@ -97,6 +97,7 @@ class Family:
     fused_experts: how a checkpoint holds them, if all in one tensor.
     base: what the names of tensors begin with, except in checkpoints of a model without its head.
     transposed: matrices of layers are stored [in, out].
+    sublayers: how many layers the checkpoint holds as one; {sub} in a module is which of them.
     drafts: beginnings of the names of tensors for predicting several tokens at once, which are left out; {layers} is
     the number of layers.
     """
@@ -112,6 +113,7 @@ class Family:
     drafts: tuple[str, ...] = ()
     base: str = ""
     transposed: bool = False
+    sublayers: int = 1
 
     def config(self, hf: Hf) -> ModelConfig:
         """The model a `config.json` describes; raises ConfigError if it is not supported."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from inferlib.models.config import MlaSpec, QueryTemperature, RopeSpec
+from inferlib.models.config import MlaSpec, RopeSpec
 from inferlib.models.families.common import LAYER, Hf, need, rope_spec
 
 LATENT = LAYER | {
@@ -17,10 +18,10 @@ LATENT = LAYER | {
 }
 
 
-def latent_attention(hf: Hf, *, interleaved: bool, temperature: QueryTemperature | None = None) -> MlaSpec:
+def latent_attention(hf: Hf, *, interleaved: bool, query_scale: float = 1.0, **options: Any) -> MlaSpec:
     """DeepSeek's attention; RMS norms of latents have an epsilon of their own, whatever `rms_norm_eps` is.
 
-    interleaved: see `RopeSpec`.
+    interleaved: see `RopeSpec`. query_scale: multiplies queries. options: fields of `MlaSpec` where a family differs.
     """
     rope = rope_spec({**hf, "head_dim": need(hf, "qk_rope_head_dim")}, interleaved=interleaved)
     nope, bias = need(hf, "qk_nope_head_dim"), bool(hf.get("attention_bias"))
@@ -31,10 +32,10 @@ def latent_attention(hf: Hf, *, interleaved: bool, temperature: QueryTemperature
         nope_dim=nope,
         value_dim=need(hf, "v_head_dim"),
         rope=rope,
-        scale=(nope + rope.dim) ** -0.5 * _mscale(rope) ** 2,
+        scale=(nope + rope.dim) ** -0.5 * _mscale(rope) ** 2 * query_scale,
         latent_bias=bias,
         o_bias=bias,
-        temperature=temperature,
+        **options,
     )
 
 

@@ -70,6 +70,7 @@ class Mla(nnx.Module):
         angles = ctx.rope[spec.rope]
         q = jnp.concatenate([q[..., :n], apply_rope(q[..., n:], *angles)], axis=-1)
         latent = rms_norm(latent, self.kv_norm[...], spec.eps)
+        latent = latent if spec.latent_scale == 1.0 else latent * jnp.asarray(spec.latent_scale, latent.dtype)
         return warmed(q, spec.temperature, ctx), jnp.concatenate([latent, apply_rope(key, *angles)], axis=-1)
 
     def attend(self, q: jax.Array, cache: LayerCache, ctx: StepContext) -> jax.Array:
