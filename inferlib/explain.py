@@ -290,9 +290,11 @@ def _attention(
         if spec.q_rank is None:
             ledger.reduce("queries", (axes.EMBED,), (tokens, kv_heads, h), dtype)
     else:
-        apart = spec.value_dim != h
-        ledger.reduce("queries, keys and values", (axes.EMBED,), (tokens, kv_heads, g + 2 - apart, h), dtype)
-        ledger.reduce("values", (axes.EMBED,), (tokens, kv_heads, spec.value_dim), dtype, count=apart)
+        ledger.reduce(
+            "queries, keys and values", (axes.EMBED,), (tokens, kv_heads, g + 1 + spec.fuses_values, h), dtype
+        )
+        if not (spec.fuses_values or spec.key_is_value):
+            ledger.reduce("values", (axes.EMBED,), (tokens, kv_heads, spec.value_dim), dtype)
         if spec.qk_norm == "full":
             ledger.reduce("QK-norm", (axes.KV_HEADS,), (tokens, 1), np.float32, count=2)
     shares = shards.size(axes.POSITIONS)

@@ -27,7 +27,7 @@ class RopeScaling:
     Hugging Face's `rope_parameters`.
     """
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
     factor: float = 1.0
     original_context: int = 0  # trained context, in tokens
     attention_factor: float | None = None  # multiplies cos and sin; None: the kind's default
@@ -38,6 +38,7 @@ class RopeScaling:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    partial_rotary_factor: float = 1.0  # proportional: share of the frequencies that turn at all, the highest
     alpha: float | None = None  # dynamic, HunYuan's form: base * alpha^(d / (d - 2)), at any length
     short_factor: tuple[float, ...] = ()  # longrope, [dim / 2]
     long_factor: tuple[float, ...] = ()  # longrope, [dim / 2]
@@ -101,6 +102,8 @@ class AttentionSpec:
     temperature: QueryTemperature | None = None
     value_dim: int | None = None  # size of value heads; None: that of keys
     value_scale: float = 1.0  # multiplies values
+    key_is_value: bool = False  # values are the projected keys, before norm and rotation (Gemma 4)
+    value_norm: bool = False  # RMS norm over a value head without a weight
     sinks: bool = False  # a learned logit per query head joins the softmax's denominator (gpt-oss)
     chunk: int | None = None  # a query sees no position before its own run of `chunk` positions (Llama 4)
 
@@ -111,6 +114,7 @@ class AttentionSpec:
             self.kv_heads > 0 and self.heads % self.kv_heads == 0,
             f"{self.heads} query heads do not divide into {self.kv_heads} KV heads",
         )
+        _require(not self.key_is_value or self.value_dim == self.head_dim, "keys that are values have their size")
         for name in ("window", "chunk"):
             _require((size := getattr(self, name)) is None or size > 0, f"{name} must be positive, got {size}")
         _require(self.window is None or self.chunk is None, "a layer has a window or chunks, not both")
@@ -120,6 +124,11 @@ class AttentionSpec:
     def group(self) -> int:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
+
+    @property
+    def fuses_values(self) -> bool:
+        """Whether one matrix makes queries, keys and values."""
+        return self.value_dim == self.head_dim and not self.key_is_value
 
     @property
     def reach(self) -> int | None:
@@ -321,6 +330,7 @@ class LayerSpec:
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False  # attention and MLP read the same pre-normed input (Cohere)
+    scaled: bool = False  # a learned number multiplies what the layer returns (Gemma 4)
 
 
 @dataclass(frozen=True)

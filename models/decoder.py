@@ -62,6 +62,8 @@ class Block(nnx.Module):
                 self.pre_mlp_norm = norm()
         if spec.post_norm:
             self.post_attn_norm, self.post_mlp_norm = norm(), norm()
+        if spec.scaled:
+            self.scalar = param((1,), (None,), dtype, "ones")
 
     def __call__(
         self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array | None = None
@@ -102,7 +104,8 @@ class Block(nnx.Module):
                 mlp = self.feed_forward(y, ctx, cache)
             mlp = mlp if stream.held is None else mlp + stream.held
             mlp = self.mlp.finish(shards.sum_tokens(mlp, axes.MLP))
-        return Stream(self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), held=held), cache
+        x = self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp)
+        return Stream(x * self.scalar[...] if spec.scaled else x, held=held), cache
 
     def feed_forward(self, y: jax.Array, ctx: StepContext, cache: LayerCache) -> jax.Array:
         """This device's part of the sum."""
@@ -157,7 +160,7 @@ def fuses_sums(config: ModelConfig) -> bool:
     plain = config.norm.kind == "rms" and not config.norm.unit_offset and config.residual_scale == 1.0
     return plain and all(
         layer.pre_norm
-        and not (layer.post_norm or layer.parallel or layer.attention.o_bias or layer.mlp.output_bias)
+        and not (layer.post_norm or layer.parallel or layer.scaled or layer.attention.o_bias or layer.mlp.output_bias)
         and not (isinstance(layer.mlp, MoeSpec) and layer.mlp.deferred)
         for layer in config.layers
     )

@@ -82,6 +82,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 2,
         "sliding_window": 8,
     },
+    # Heads of layers without a window are larger, and their values are their keys.
+    "gemma4_text": {"tie_word_embeddings": True, "num_hidden_layers": 7, "sliding_window": 8, "global_head_dim": 32}
+    | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
     "phi3": {"head_dim": None, "sliding_window": 8},
     "olmo2": {},
     "olmo3": {"sliding_window": 8, "num_hidden_layers": 5},
@@ -203,6 +206,8 @@ CASES = [
             "num_hidden_layers": 6,
         },
     ),
+    Case("gemma4", "gemma4_text"),
+    Case("gemma4-values", "gemma4_text", {"attention_k_eq_v": False, "final_logit_softcapping": 4.0}),
     Case("phi3", "phi3"),
     Case("phi3-partial", "phi3", {**_rope("default", partial_rotary_factor=0.5), "sliding_window": None}),
     Case("phi3-longrope-short", "phi3", _PHI_LONG, length=32),
@@ -336,6 +341,8 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, **overrides: An
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(weight + 0.2 * noise if weight.ndim == 1 else 0.16 * noise)
         for name, bias in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                bias.copy_(1 + 0.2 * torch.randn(bias.shape, generator=generator))
             if name.endswith("e_score_correction_bias"):
                 bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
     model.save_pretrained(folder)

@@ -37,6 +37,7 @@ MODEL_TYPES = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
@@ -74,6 +75,7 @@ MODEL_TYPES = {
 REQUIRED = {
     "dots1": {"n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4},
     "deepseek_v2": {"num_experts_per_tok": 4},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
 }
 LLAMA3 = {
     "factor": 8.0,

@@ -69,6 +69,8 @@ def layer_pieces(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int)
         hidden = _mlp_spec(spec, module).hidden
         halves = {gate: hidden, up: hidden} if _mlp_spec(spec, module).gated else {up: hidden}
         return _fused(names, module, halves, suffix, tail)
+    if module == "scalar":
+        return (Piece(names[module], (1,)),)
     if module in ("mlp.down", "mlp.shared.down"):
         shape = (dim,) if suffix == ".bias" else (dim, _mlp_spec(spec, module).hidden)
     elif module == "mlp.router":
@@ -94,9 +96,9 @@ def _attention_pieces(names, attn: AttentionSpec, module: str, suffix: str, tail
     if module in ("attn.q_norm", "attn.k_norm"):
         full = q_rows if module == "attn.q_norm" else k_rows
         return (Piece(names[module] + suffix, (full if attn.qk_norm == "full" else attn.head_dim,)),)
-    rows = {"attn.q": q_rows, "attn.k": k_rows, "attn.v": v_rows}
+    rows = {"attn.q": q_rows, "attn.k": k_rows} | ({} if attn.key_is_value else {"attn.v": v_rows})
     pieces = _fused(names, "attn.qkv", rows, suffix, tail)
-    if attn.value_dim == attn.head_dim:
+    if attn.fuses_values:
         return pieces
     return pieces[2:] if module == "attn.v" else pieces[:2]
 

@@ -73,6 +73,7 @@ _ROPE_OPTIONS = {
         (),
         ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
+    "proportional": ((), ("factor", "partial_rotary_factor")),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }
 
@@ -252,6 +253,8 @@ def rope_spec(hf: Hf, parameters: Hf | None = None, *, partial: bool = False, in
     if any(isinstance(value, Mapping) for value in options.values()):
         raise ConfigError("rope_parameters per layer type are not supported for this architecture")
     fraction = options.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if options.get("rope_type") == "proportional":
+        fraction = 1.0  # a share of the frequencies; see `RopeScaling`
     if fraction != 1.0 and not partial:
         raise ConfigError(f"partial_rotary_factor={fraction} is not supported for this architecture")
     return RopeSpec(

@@ -45,14 +45,15 @@ class Attention(nnx.Module):
         self.spec, self.layout, self.norm = spec, layout, norm
         k, g, h, value = layout.groups, layout.queries, spec.head_dim, spec.value_dim
         heads = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM)
-        slots = g + 2 if value == h else g + 1
+        slots = g + 2 if spec.fuses_values else g + 1
         self.qkv = param((dim, k, slots, h), (axes.EMBED, *heads), dtype)
         self.o = param((k, g, value, dim), (axes.KV_HEADS, axes.QUERIES, axes.HEAD_OUT, axes.EMBED), dtype)
-        if value != h:
+        apart = not (spec.fuses_values or spec.key_is_value)
+        if apart:
             self.v = param((dim, k, value), (axes.EMBED, axes.KV_HEADS, axes.HEAD_DIM), dtype)
         if spec.qkv_bias:
             self.qkv_bias = param((k, slots, h), heads, dtype, "zeros")
-            if value != h:
+            if apart:
                 self.v_bias = param((k, value), (axes.KV_HEADS, axes.HEAD_DIM), dtype, "zeros")
         if spec.sinks:
             self.sinks = param((k, g), (axes.KV_HEADS, axes.QUERIES), dtype, "zeros")
@@ -78,11 +79,15 @@ class Attention(nnx.Module):
         if spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
         q, k = qkv[:, :, :g], qkv[:, :, g]
-        if spec.value_dim == spec.head_dim:
+        if spec.fuses_values:
             v = qkv[:, :, g + 1]
+        elif spec.key_is_value:
+            v = k
         else:
             v = ctx.shards.sum(matmul(x, self.v[...]), axes.EMBED)
             v = v + self.v_bias[...] if spec.qkv_bias else v
+        if spec.value_norm:
+            v = rms_norm(v, jnp.ones((spec.value_dim,)), self.norm.eps)
         v = v if spec.value_scale == 1.0 else v * jnp.asarray(spec.value_scale, v.dtype)
         if spec.qk_norm and not spec.qk_norm_after_rope:
             q, k = self.qk_norm(q, k, ctx.shards)

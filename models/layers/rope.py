@@ -121,4 +121,16 @@ def _longrope(spec: RopeSpec, scaling: RopeScaling, max_len: int) -> tuple[np.nd
     return np.float32(1.0) / (stretch * _wavelengths(spec.base, spec.dim)), factor
 
 
-_KINDS = {"linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+def _proportional(spec: RopeSpec, scaling: RopeScaling, max_len: int) -> tuple[np.ndarray, float]:
+    turning = np.arange(spec.dim // 2) < int(scaling.partial_rotary_factor * spec.dim // 2)
+    return np.where(turning, _frequencies(spec.base, spec.dim), np.float32(0)) / np.float32(scaling.factor), 1.0
+
+
+_KINDS = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "proportional": _proportional,
+}
