@@ -8,13 +8,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from inferlib import Buckets, SamplingParams
+from inferlib import Buckets, SamplingParams, configs
+from inferlib.config import EngineConfig
+from inferlib.models.families import config_from_hf
 from tests.conftest import MAX_LEN, assert_greedy, build_llm, random_prompts, reference
 from tests.test_poison import before_each_dispatch, poison, tokens_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilations")
 
-KINDS = ["minicpm3", "gpt_oss", "llama4_text"]
+# Latents; sinks, and a ring on every other layer; a ring of chunks. Programs of experts take long to compile.
+KINDS = ["minicpm3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_oss", "llama4_text"))]
 TOLERANCE = 1e-4  # absolute, on logits with a standard deviation above 1
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
@@ -49,6 +52,23 @@ def test_decoding_equals_one_pass_of_transformers(model):
         np.testing.assert_array_equal(llm.logits(prompts[2]), logits)
     assert shares[0] == 0
     assert 0 < max(shares) < 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "ragged", "reasons"),
+    [
+        ("deepseek-v2-lite", False, ["latent attention: XLA decodes 27 of 27 layers"]),
+        ("llama4-scout", True, ["chunked attention: XLA decodes 36 of 48 layers"]),
+        ("gpt-oss-20b", True, []),
+    ],
+)
+def test_what_the_kernel_lacks_is_said(name, ragged, reasons, caplog):
+    """Where XLA reads a bucket whole, there are several; layers in chunks read their ring in any case."""
+    config = EngineConfig.make("gpu", 4, 4096, model=config_from_hf(configs.load(name)))
+    assert config.backend.decode_attention == "pallas"
+    assert (len(config.buckets.cache) == 1) == ragged
+    assert len(caplog.messages) == len(reasons)
+    assert all(found.startswith(reason) for found, reason in zip(caplog.messages, reasons, strict=True))
 
 
 def test_stacked_layers_equal_unrolled_layers(model):

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rot
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_partly
 
 from inferlib.models.config import ConfigError, ModelConfig, RopeScaling, RopeSpec
-from inferlib.models.families import FAMILIES, config_from_hf, family_of
+from inferlib.models.families import _MISSING, FAMILIES, config_from_hf, family_of
 from inferlib.models.families.common import rope_spec
 from inferlib.models.layers.rope import apply_rope, inverse_frequencies, rope_angles
 
@@ -129,6 +129,13 @@ OLDER_CONFIGS = [
     ("qwen3_moe", {"rope_theta": 1e6, "head_dim": 64, "num_experts": 32, "norm_topk_prob": True}),
     ("glm4_moe", {"rope_theta": 1e6, "partial_rotary_factor": 0.25, "use_qk_norm": True}),
     ("minimax_m2", {"rope_theta": 1e6, "rotary_dim": 64}),
+    (
+        "deepseek_v3",
+        {"rope_theta": 5e4, "rope_scaling": {"type": "yarn", **YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", **YARN, "truncate": False}, "sliding_window": 64}),
+    ("llama4_text", {"rope_theta": 1e6, "no_rope_layers": [1, 0] * 6 + [1], "interleave_moe_layer_step": 2}),
+    ("mimo_v2_flash", {"sliding_window_size": 64, "routed_scaling_factor": None}),
 ]
 
 
@@ -249,6 +256,18 @@ def test_context_is_what_the_rotary_embedding_is_stretched_to():
         ("phimoe", {"rope_scaling": {"short_mscale": 1.0, "long_mscale": 1.2}}, "only equal ones"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min=0.1"),
         ("dots1", {"n_routed_experts": None}, "lacks 'n_routed_experts'"),
+        ("minicpm3", {"kv_lora_rank": 0}, "positive kv_rank"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("deepseek_v3", {"mlp_layer_types": ["dense"] * 12}, "dense or sparse of 13 layers"),
+        ("mistral4", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "lacks 'llama_4_scaling_beta'"),
+        ("mistral4", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "contradicts qk_rope_head_dim=64"),
+        ("llama4_text", {"layer_types": [SLIDING] * 13}, "sliding_attention"),
+        ("llama4_text", {"attention_chunk_size": None}, "lacks 'attention_chunk_size'"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+        ("longcat_flash", {"zero_expert_type": "constant"}, "zero_expert_type='constant'"),
+        ("gemma4_text", {}, "no per-layer embeddings"),
+        ("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2}, "later ones attend to"),
     ],
 )
 def test_unsupported_options_are_named(model_type, options, message):
@@ -257,10 +276,16 @@ def test_unsupported_options_are_named(model_type, options, message):
 
 
 def test_unknown_architectures_list_the_known_ones():
-    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*Gemma3ForCausalLM, .*Qwen3ForCausalLM"):
-        family_of({"architectures": ["MambaForCausalLM"]})
+    with pytest.raises(ConfigError, match=r"BloomForCausalLM.*Gemma3ForCausalLM, .*Qwen3ForCausalLM"):
+        family_of({"architectures": ["BloomForCausalLM"]})
     with pytest.raises(ConfigError, match="missing"):
         family_of({})
+
+
+def test_an_architecture_that_is_not_supported_names_the_idea_it_needs():
+    with pytest.raises(ConfigError, match=r"'Qwen3NextForCausalLM' .* needs a linear-attention layer"):
+        family_of({"architectures": ["Qwen3NextForCausalLM"]})
+    assert not set(MODEL_TYPES.values()) & set(_MISSING)
 
 
 ROPE_KINDS = {

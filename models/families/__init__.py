@@ -85,6 +85,39 @@ FAMILIES: tuple[Family, ...] = (
     llama4.LLAMA4,
 )
 
+# Architectures that are not supported, by the first of their ideas that the decoder lacks.
+_LACKING = {
+    "a linear-attention layer (gated delta rule)": (
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "KimiLinearForCausalLM",
+        "OlmoHybridForCausalLM",
+    ),
+    "a linear-attention layer (lightning attention)": ("MiniMaxForCausalLM", "BailingHybridForCausalLM"),
+    "a state-space layer (Mamba)": (
+        "NemotronHForCausalLM",
+        "FalconH1ForCausalLM",
+        "BambaForCausalLM",
+        "JambaForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "Zamba2ForCausalLM",
+        "MambaForCausalLM",
+        "Mamba2ForCausalLM",
+    ),
+    "a short convolution": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+    "attention to positions that an indexer chose": ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+    "attention to compressed positions": ("DeepseekV4ForCausalLM",),
+    "alternating updates and per-layer embeddings": ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+    "images beside text": (
+        "Gemma3ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "KimiK25ForConditionalGeneration",
+    ),
+}
+_MISSING = {name: idea for idea, names in _LACKING.items() for name in names}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 
 
@@ -94,6 +127,8 @@ def family_of(hf: dict[str, Any]) -> Family:
     for name in names:
         if name in _BY_ARCHITECTURE:
             return _BY_ARCHITECTURE[name]
+        if name in _MISSING:
+            raise ConfigError(f"architecture {name!r} in config.json is not supported: it needs {_MISSING[name]}")
     known = ", ".join(sorted(_BY_ARCHITECTURE))
     raise ConfigError(f"architecture {names or 'missing'} in config.json is not supported; known: {known}")
 

@@ -62,7 +62,7 @@ def gemma4(hf: Hf) -> ModelConfig:
 def _sizes(hf: Hf, layer: int, kind: str) -> Hf:
     """Sizes of one layer's heads that differ from those of the others, in either style."""
     if hf.get("per_layer_config") is not None:
-        return {str(i): sizes for i, sizes in hf["per_layer_config"].items()}.get(str(layer), {})
+        return {int(i): sizes for i, sizes in hf["per_layer_config"].items()}.get(layer, {})
     if kind == "sliding_attention":
         return {}
     heads = hf.get("num_global_key_value_heads") if hf["attention_k_eq_v"] else None
