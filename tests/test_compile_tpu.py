@@ -45,7 +45,7 @@ TINY = {
 EXPERTS = TINY | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 16,
-    "num_experts_per_tok": 4,
+    "num_experts_per_tok": 3,
     "moe_intermediate_size": 256,
 }
 SLICES = [
