@@ -21,7 +21,7 @@ SPEC = MoeSpec(RouterSpec(EXPERTS, 2), HIDDEN, ClampedSwiglu(1.7, 7.0), bias=Tru
 CONFIG = ModelConfig(
     "test", vocab=16, dim=DIM, layers=(LayerSpec(AttentionSpec(2, 2, 4, 0.5, None), SPEC),) * LAYERS, context=64
 )
-PARTS = {"gate_up": (DIM, 2, HIDDEN), "gate_up_bias": (2, HIDDEN), "down": (HIDDEN, DIM), "down_bias": (DIM,)}
+PARTS = {"gate_up": (2, DIM, HIDDEN), "gate_up_bias": (2, HIDDEN), "down": (HIDDEN, DIM), "down_bias": (DIM,)}
 ONE_BY_ONE = {
     f"mlp.experts.{part}{bias}": f"{{e}}.{part}{bias}" for part in ("gate", "up", "down") for bias in ("", "_bias")
 }
@@ -54,10 +54,7 @@ def stored(form: str, weights: dict[str, np.ndarray]) -> Tensors:
     _, fused = FORMS[form]
     tensors = Tensors()
     for kind, value in weights.items():
-        # [..., out, in], out being (2, F) of gate and up
-        rows = (
-            np.swapaxes(value, -2, -1) if kind == "down" else np.moveaxis(value, 2, -1) if kind == "gate_up" else value
-        )
+        rows = value if kind.endswith("bias") else np.swapaxes(value, -2, -1)  # [..., out, in]
         for layer in range(LAYERS):
             x = rows[layer]
             if form == "one by one":

@@ -47,11 +47,11 @@ def test_grouped_matmul(sizes, rows, stacked, form, monkeypatch):
     """Rows beyond the groups hold NaN, and so do the weights of groups without rows and those of other layers."""
     rng = np.random.default_rng(rows)
     x = rng.normal(size=(rows, 6)).astype(np.float32)
-    w = rng.normal(size=(len(sizes), 6, 2, 5)).astype(np.float32)
+    w = rng.normal(size=(len(sizes), 2, 6, 5)).astype(np.float32)
     ends = np.cumsum(sizes)
     expected = np.zeros((ends[-1], 2, 5))
     for group, (end, size) in enumerate(zip(ends, sizes, strict=True)):
-        expected[end - size : end] = np.einsum("ri,ijk->rjk", x[end - size : end].astype(np.float64), w[group])
+        expected[end - size : end] = np.einsum("ri,jik->rjk", x[end - size : end].astype(np.float64), w[group])
     x[ends[-1] :] = np.nan
     w[np.array(sizes) == 0] = np.nan
     layer = None
@@ -120,8 +120,8 @@ def sigmoid(x):
 
 
 def feed_forward(x, gate_up, down, activation, gate_up_bias=0.0, down_bias=0.0):
-    """x [D], gate_up [D, 2, F], down [F, D]."""
-    gate, up = np.einsum("d,dgf->gf", x, gate_up) + gate_up_bias
+    """x [D], gate_up [2, D, F], down [F, D]."""
+    gate, up = x @ gate_up + gate_up_bias
     if isinstance(activation, ClampedSwiglu):
         gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
         return (up + 1) * gate * sigmoid(activation.alpha * gate) @ down + down_bias
@@ -157,7 +157,8 @@ def mixture(spec: MoeSpec, weights: dict[str, np.ndarray], x: np.ndarray) -> np.
             out[t] += feed_forward(token * scale, *parts) * (1.0 if spec.scale_input else weight)
         if spec.shared is not None:
             biases = [w[f"shared.{n}_bias"] for n in ("gate_up", "down") if spec.shared.bias]
-            shared = feed_forward(token, w["shared.gate_up"], w["shared.down"], spec.shared.activation, *biases)
+            gate_up = np.swapaxes(w["shared.gate_up"], 0, 1)
+            shared = feed_forward(token, gate_up, w["shared.down"], spec.shared.activation, *biases)
             out[t] += shared * (sigmoid(token @ w["shared_gate"]) if spec.shared_gate else 1.0)
     return out
 

@@ -120,7 +120,7 @@ def _put(array: jax.Array, kind: str, at: tuple[jax.Array, ...], *tensors: jax.A
     """Lay one expert out as the decoder wants it, at its place among the others."""
     match kind:
         case "gate_up":
-            x = jnp.moveaxis(jnp.stack(tensors), 2, 0)  # [D, 2, F]
+            x = jnp.stack([tensor.T for tensor in tensors])  # [2, D, F]
         case "gate_up_bias":
             x = jnp.stack(tensors)
         case _:

@@ -88,12 +88,12 @@ def once(x: jax.Array, shards: Shards) -> jax.Array:
 
 
 class Experts(nnx.Module):
-    """The feed-forwards of this device's experts, laid out as `Mlp`'s. E and F are as laid out."""
+    """The feed-forwards of this device's experts; gate and up are one weight. E and F are as laid out."""
 
     def __init__(self, spec: MoeSpec, layout: Layout, dtype):
         self.spec = spec
         e, f, dim = layout.experts(spec.experts), layout.hidden(spec.hidden), layout.config.dim
-        self.gate_up = param((e, dim, 2, f), (axes.EXPERTS, axes.EMBED, axes.GATE_UP, axes.MLP), dtype)
+        self.gate_up = param((e, 2, dim, f), (axes.EXPERTS, axes.GATE_UP, axes.EMBED, axes.MLP), dtype)
         self.down = param((e, f, dim), (axes.EXPERTS, axes.MLP, axes.EMBED), dtype)
         if spec.bias:
             self.gate_up_bias = param((e, 2, f), (axes.EXPERTS, axes.GATE_UP, axes.MLP), dtype, "zeros")
