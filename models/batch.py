@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from inferlib.models.config import ModelConfig, RopeSpec
+from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig, RopeSpec
 from inferlib.models.layers.rope import rope_angles
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -72,6 +72,18 @@ def _are_peers(shards: Shards) -> bool:
         return False
     devices = shards.mesh.devices.flat
     return jax.__version_info__ >= (0, 11) and all(float(d.compute_capability) >= 9 for d in devices)
+
+
+def kernel_lacks(spec: AttentionSpec | MlaSpec, backend: str) -> str:
+    """What a decode kernel (see `Backend`) cannot do of a layer's attention, which XLA then does; "" if nothing."""
+    if isinstance(spec, MlaSpec):
+        return "latent attention"
+    if spec.value_dim != spec.head_dim:
+        return "values of another size than keys"
+    if spec.chunk:
+        return "chunked attention"
+    # For other sizes XLA has positions along lanes: the kernel would have the whole cache copied at every layer.
+    return f"heads of size {spec.head_dim}" if backend == "pallas_tpu" and spec.head_dim % 128 else ""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +20,7 @@ from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, Pr
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
+from inferlib.models.batch import kernel_lacks
 from inferlib.sharding import axes
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class ProgramSet:
             jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
             for spec, format in zip(self.model.specs, self.formats, strict=True)
         )
-        cache = tuple(struct(b.shape, self.plan.dtype, b.axes) for b in self.plan.blocks for _ in "kv")
+        cache = tuple(struct(shape, self.plan.dtype, names) for shape, names in self.plan.arrays)
         state = jax.eval_shape(partial(RowState.zeros, config.max_batch, self.model.layout.vocab))
         state = RowState(*(struct(x.shape, x.dtype, n) for x, n in zip(state, RowState.AXES, strict=True)))
         by_row = (axes.ROWS, None)
@@ -179,23 +179,20 @@ class ProgramSet:
 
 
 def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
-    """The config with a decode attention that runs the model; warns if that is not the chosen one."""
+    """The config with a decode attention that can run its share of the model; warns if that is not the chosen one."""
     if config.backend.decode_attention != "pallas_tpu":
         return config
     from inferlib.pallas_kernels import decode_attention_tpu
 
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         spec = model.config.layers[layers[0]].attention
-        heads = model.layout.heads(spec)
-        cache = config.shards.local_shape(block.axes, block.shape)
-        q = jax.ShapeDtypeStruct((config.rows, 1, cache[-3], heads.queries, cache[-1]), plan.dtype)
-        reason = decode_attention_tpu.unsupported(q, jax.ShapeDtypeStruct(cache, plan.dtype), window=spec.window)
-        if (
-            cache[-1] % 128
-        ):  # positions lie along lanes in XLA's own layout: the whole cache would be copied every layer
-            reason = f"it takes head sizes that are multiples of 128 without a copy of the cache, not {cache[-1]}"
-        if reason:
-            warnings.warn(f"decode attention is XLA's, not the TPU kernel: {reason}", stacklevel=3)
+        if kernel_lacks(spec, "pallas_tpu"):
+            continue
+        cache = config.shards.local_shape(block.axes, block.shapes[0])
+        q = (config.rows, 1, cache[-3], model.layout.heads(spec).queries, cache[-1])
+        shapes = (jax.ShapeDtypeStruct(shape, plan.dtype) for shape in (q, cache))
+        if reason := decode_attention_tpu.unsupported(*shapes, window=spec.window):
+            log.warning("decode attention is XLA's, not the TPU kernel: %s", reason)
             return replace(config, backend=replace(config.backend, decode_attention="xla"))
     return config
 
