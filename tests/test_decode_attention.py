@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops.attention import merge_attention
@@ -81,12 +80,12 @@ def test_parts_of_a_cache_merge_to_the_whole(backend):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "on_wait"])
 @pytest.mark.parametrize("name", ["window", "ring of an odd number of units", "pages", "several queries"])
-def test_the_tpu_kernel_has_no_races(name, mode):
+def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
     case = dataclasses.replace((CASES | MORE_CASES)[name], queries=(CASES | MORE_CASES)[name].queries or 1)
     case.check(partial(decode_attention_tpu.decode_attention, interpret=params))
-    assert not interpret_pallas_call.races.races_found
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises
 
 
 @pytest.mark.parametrize(
