@@ -19,12 +19,14 @@ from jax.experimental.pallas import tpu as pltpu
 LANES, SUBLANES = 128, 8
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences are
 LOG2E = math.log2(math.e)
-BLOCK_BYTES = 1 << 20
+# Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
+BLOCK_BYTES = 1 << 20  # most keys of a block: fewer, and waits show; more, and short rows compute what they do not have
 BUFFERS = 3
-UNROLL = 8
-PART, EDGE = 2048, 1024
-MOST_QUERIES = 128
+UNROLL = 8  # copies of pages that are started together
+PART, EDGE = 2048, 1024  # positions times heads computed at once; positions, where some are masked
+MOST_QUERIES = 128  # of a KV head: their LSEs are one row of lanes
 VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p unless told otherwise
+SMEM_BYTES = 512 << 10  # of 1 MiB
 
 
 def unsupported(
@@ -47,6 +49,9 @@ def unsupported(
         return f"pages of {slots} positions do not divide into tiles of {tile}"
     if q.shape[1] * q.shape[3] > MOST_QUERIES:
         return f"{q.shape[1]} x {q.shape[3]} queries of a KV head exceed {MOST_QUERIES}"
+    table = 4 * q.shape[0] * pl.cdiv(pages or 0, LANES) * LANES
+    if table > SMEM_BYTES:
+        return f"a table of {q.shape[0]} x {pages} pages needs {table} bytes of scalar memory, more than {SMEM_BYTES}"
     block = block or _block(k.shape, dtype.itemsize, pages, window and window + q.shape[1] - 1)
     need = _vmem_bytes(q.shape, k.shape, dtype.itemsize, block)
     if need > VMEM_BYTES:

@@ -106,6 +106,13 @@ def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reas
         jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), q, k, k, jax.ShapeDtypeStruct((2,), jnp.int32))
 
 
+def test_a_page_table_must_fit_scalar_memory():
+    q = jax.ShapeDtypeStruct((300, 1, 1, 4, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((300 * 500, 1, 128, 128), jnp.bfloat16)
+    assert "300 x 500 pages needs 614400 bytes of scalar memory" in decode_attention_tpu.unsupported(q, k, pages=500)
+    assert decode_attention_tpu.unsupported(q, k, pages=300) is None
+
+
 def test_a_ring_needs_a_window():
     with pytest.raises(ValueError, match="window"):
         Case((1, 2), ring=True).check(BACKENDS["tpu"])
