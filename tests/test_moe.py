@@ -91,11 +91,14 @@ def test_only_chosen_experts_are_read():
 # ---- the layer
 
 
+def config_of(spec: MoeSpec) -> ModelConfig:
+    attention = AttentionSpec(heads=1, kv_heads=1, head_dim=4, scale=0.5, rope=None)
+    return ModelConfig("test", vocab=8, dim=DIM, layers=(LayerSpec(attention, spec),), context=64)
+
+
 def build(spec: MoeSpec, seed: int = 0) -> tuple[Moe, dict[str, np.ndarray]]:
     """The layer with random weights, and these by name."""
-    attention = AttentionSpec(heads=1, kv_heads=1, head_dim=4, scale=0.5, rope=None)
-    config = ModelConfig("test", vocab=8, dim=DIM, layers=(LayerSpec(attention, spec),), context=64)
-    graph, state = nnx.split(nnx.eval_shape(lambda: Moe(spec, Layout(config), jnp.float32)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Moe(spec, Layout(config_of(spec)), jnp.float32)))
     rng, weights = np.random.default_rng(seed), {}
     for path, p in nnx.to_flat_state(state):
         weights[".".join(path)] = rng.normal(size=p.shape).astype(np.float32) * 0.5
@@ -192,6 +195,18 @@ def test_layer(name):
     layer, weights = build(SPECS[name])
     x = np.random.default_rng(1).normal(size=(9, DIM)).astype(np.float32)
     np.testing.assert_allclose(run(layer, x), mixture(SPECS[name], weights, x), rtol=0, atol=TOLERANCE * 5)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_types_are_kept(name):
+    """Weights and activations in bfloat16, scores and corrections in float32."""
+    spec = SPECS[name]
+    graph, state = nnx.split(nnx.eval_shape(lambda: Moe(spec, Layout(config_of(spec)), jnp.bfloat16)))
+    wide = {path[-1] for path, p in nnx.to_flat_state(state) if p.dtype != jnp.bfloat16}
+    assert wide == ({"correction"} if spec.router.correction else set())
+    x = jax.ShapeDtypeStruct((3, DIM), jnp.bfloat16)
+    out = jax.eval_shape(lambda state, x: (m := nnx.merge(graph, state)).finish(m(x, context([1] * 3))), state, x)
+    assert (out.shape, out.dtype) == (x.shape, x.dtype)
 
 
 @pytest.mark.parametrize("name", ["softmax", "clamped, with biases", "experts that return their input"])
