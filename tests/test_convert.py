@@ -47,6 +47,7 @@ SHAPES = {
     # 3 KV heads, tied: on 2 devices heads are padded.
     "smollm2": ("llama", _TWO | SMOLLM2_HEADS),
     "olmo2": ("olmo2", _TWO),  # QK-norm over all heads
+    "minicpm3": ("minicpm3", _TWO),  # latent attention, 6 heads
     "cohere2": ("cohere2", _TWO),  # interleaved rotary pairs
     # 7 experts, one by one and fused; gated shared ones, a correction in float32, dense layers between.
     "experts": ("qwen2_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
@@ -59,6 +60,7 @@ RESTORED = {
     "smollm2": ["", "tp=2", "tp=8"],
     "olmo2": ["tp=8"],
     "cohere2": ["tp=2"],
+    "minicpm3": ["", "tp=4,cp=2,rules=tp2d"],
     "experts": ["", "ep=2,tp=2", "ep=4", "tp=8"],
     "fused experts": ["", "ep=2,tp=4"],
     "corrected experts": ["ep=2"],

@@ -44,6 +44,12 @@ SHAPES = {
     "gemma3": ("gemma3_text", _LOCAL_GLOBAL),
     "gemma3, window 5": ("gemma3_text", {**_LOCAL_GLOBAL, "sliding_window": 5}),
     "qwen3": ("qwen3", _LAYERS(1)),
+    "minicpm3": ("minicpm3", _LAYERS(1)),  # latent attention
+    "deepseek": ("deepseek_v3", _LAYERS(2)),  # the same, and experts on the second layer
+    "gpt_oss": ("gpt_oss", _LAYERS(2)),  # sinks, a window on the first layer
+    "gpt2": ("gpt2", _LAYERS(1)),  # learned positions
+    "llama4": ("llama4_text", {**_LAYERS(2), "no_rope_layers": [1, 0], "attention_chunk_size": 7}),
+    "mimo": ("mimo_v2_flash", _LAYERS(2)),  # values smaller than keys
     "smollm2": ("llama", _LAYERS(2) | SMOLLM2_HEADS),
     "biased": ("llama", {**_LAYERS(1), "attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", _LAYERS(1)),  # RMS norm over all heads together
@@ -74,7 +80,7 @@ def shape_of(tmp_path_factory) -> Callable[[str], Path]:
 def programs_of(shape_of) -> Callable[..., ProgramSet]:
     """`programs_of(shape, parallel, scan=False)`: programs without weights; "" is a single device."""
 
-    @functools.cache
+    @functools.lru_cache(maxsize=8)  # a program is a hundred memory maps, and Linux grants a process 65530
     def build(shape: str, parallel: str, scan: bool = False) -> ProgramSet:
         shards = make_shards(Parallelism.parse(parallel))
         config = config_from_hf(json.loads((shape_of(shape) / "config.json").read_text()))
@@ -91,7 +97,7 @@ def programs_of(shape_of) -> Callable[..., ProgramSet]:
 def engine_of(shape_of, programs_of) -> Callable[..., Engine]:
     """`engine_of(shape, parallel, scan=False)`: a new engine; weights and programs are shared."""
 
-    @functools.cache
+    @functools.lru_cache(maxsize=8)
     def weights(*which) -> tuple[jax.Array, ...]:
         return load(shape_of(which[0]), programs_of(*which).model, programs_of(*which).config.shards)
 
