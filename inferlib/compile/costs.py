@@ -160,7 +160,8 @@ class Deployed:
         return _matrices(self.model, self.shards, self.quantization)
 
     def plan(self, rows: int, max_len: int, chunk: int) -> CachePlan:
-        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, dtype="bfloat16")
+        platform = self.target.platform
+        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, dtype="bfloat16", platform=platform)
 
     def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
         """Of `batch` rows over all replicas, prefilled by chunks of `chunk` tokens."""
@@ -222,7 +223,7 @@ class Deployed:
             for shape in block.shapes:
                 *_, cached, _, size = self.shards.local_shape(block.axes, shape)
                 cache += 2 * len(layers) * cached * size * read * share
-        return Work(flops, weights, cache, moved, _collectives(self.config, self.parallel, key))
+        return Work(flops, weights, cache, moved, _collectives(self.config, self.parallel, key, self.target.platform))
 
     def _query_heads(self, spec: AttentionSpec | MlaSpec) -> int:
         """Of a layer on a device."""
@@ -236,9 +237,10 @@ def _abstract(config: ModelConfig, parallel: Parallelism) -> AbstractModel:
 
 
 @lru_cache(maxsize=1024)
-def _collectives(config: ModelConfig, parallel: Parallelism, key: ProgramKey) -> tuple[Collective, ...]:
+def _collectives(config: ModelConfig, parallel: Parallelism, key: ProgramKey, platform: str) -> tuple[Collective, ...]:
     model, rows = _abstract(config, parallel), key.rows or 1
-    plan = plan_cache(model, rows=rows, max_len=key.limit, chunk=key.chunk or 1, dtype="bfloat16")
+    chunk = key.chunk or 1
+    plan = plan_cache(model, rows=rows, max_len=key.limit, chunk=chunk, dtype="bfloat16", platform=platform)
     return explain_step(model, plan, planned_shards(parallel), key).collectives
 
 
