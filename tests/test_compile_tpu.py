@@ -56,6 +56,13 @@ LATENTS = {key: value for key, value in TINY.items() if key not in ("num_key_val
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+CHUNKS = TINY | {
+    "architectures": ["Llama4ForCausalLM"],
+    "num_hidden_layers": 8,
+    "intermediate_size_mlp": 512,
+    "num_local_experts": 4,
+    "attention_chunk_size": 128,
+}
 SLICES = [
     ("v5e-8", "tp=8"),
     ("v5e-8", "tp=4,dp=2,rules=tp_sp"),
@@ -120,8 +127,9 @@ def test_no_program_copies_the_cache_or_lays_out_a_weight(target, parallel):
     assert all(p.estimate > 0 and p.peak < report.capacity for p in report.programs)
 
 
-def test_no_program_copies_a_cache_of_latents():
-    made = replace(tiny("v5e-8", "tp=8"), hf=LATENTS)
+@pytest.mark.parametrize("hf", [LATENTS, pytest.param(CHUNKS, marks=pytest.mark.slow)], ids=["latents", "chunks"])
+def test_no_program_copies_a_cache_of_another_kind(hf):
+    made = replace(tiny("v5e-8", "tp=8"), hf=hf)
     keys = [key for key in list(made.keys()) if not (key.chunks and key.rows) and not key.detail]
     assert report_of(made, keys).ok
 

@@ -87,16 +87,12 @@ class Mla(nnx.Module):
             own, numbers = jnp.arange(pages.size), stripe.number(ctx.chunk_positions)
             return prefill_attention(queries, *self.expand(latents), own, numbers, scale=spec.scale)
 
-        def rows(share: Share, stripe: Stripe) -> Attended:
-            lengths = stripe.number(batch.decode_lengths - 1) + 1
-            out, lse = mla_decode_attention(
-                _widened(self.absorb(q[split:]), share[0].shape[-1]),
-                share[0],
-                lengths,
-                rank=spec.kv_rank,
-                scale=spec.scale,
-                limit=limit_of(ctx, stripe),
-            )
+        def rows(stripe: Stripe) -> Attended:
+            lengths, limit = stripe.number(batch.decode_lengths - 1) + 1, limit_of(ctx, stripe)
+            (cells,) = cache.read(lengths.shape[0], limit)
+            queries = _widened(self.absorb(q[split:]), cells.shape[-1])
+            options = dict(rank=spec.kv_rank, scale=spec.scale, limit=limit)
+            out, lse = mla_decode_attention(queries, cells, lengths, **options)
             return self.values(out)[:, :, None], lse[..., None]
 
         return attend(cache, ctx, chunks, rows)
