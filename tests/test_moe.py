@@ -24,6 +24,8 @@ from inferlib.models.layers.moe import Moe
 from inferlib.models.layout import Layout
 from inferlib.ops.grouped_matmul import _by_rows, _by_tiles, grouped_matmul
 
+pytestmark = pytest.mark.usefixtures("quick_compilations")
+
 DIM, HIDDEN, EXPERTS = 12, 10, 8
 TOLERANCE = 2e-6  # absolute, on sums of order 1 in float32
 
@@ -41,9 +43,10 @@ TOLERANCE = 2e-6  # absolute, on sums of order 1 in float32
         ([128, 256, 0, 0], 384),
     ],
 )
-@pytest.mark.parametrize("form", ["default", "counted tiles", "rows"])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_grouped_matmul(sizes, rows, stacked, form, monkeypatch):
+@pytest.mark.parametrize(
+    ("form", "stacked"), [("default", False), ("default", True), ("counted tiles", True), ("rows", True)]
+)
+def test_grouped_matmul(sizes, rows, form, stacked, monkeypatch):
     """Rows beyond the groups hold NaN, and so do the weights of groups without rows and those of other layers. Stacked,
     the rows of x are in another order."""
     rng = np.random.default_rng(rows)

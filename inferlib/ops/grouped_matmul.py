@@ -72,10 +72,9 @@ def _by_tiles(
     tiles = -(-sizes // height)  # of each group
     ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
     count = min(total, sizes.size) + total // height  # at most
-    number = jnp.arange(count, dtype=jnp.int32)
+    number = jnp.minimum(jnp.arange(count, dtype=jnp.int32), ends[-1] - 1)  # those too many are the last once more
     group = _group_of(number, tiles)
     start = starts[group] + (number - (ends - tiles)[group]) * height
-    start = jnp.where(number < ends[-1], start, total)
     at = jnp.minimum(start, total - height)
     w = w.reshape(-1, inner, outer)
 
