@@ -102,6 +102,7 @@ def _describe(models: dict[str, AbstractModel], max_len: int, stored: int | None
     return {
         "family": config.family,
         "parameters": model.parameters,
+        "active_parameters": model.active_parameters,
         "layer_count": len(config.layers),
         "layers": [
             {"repeat": segment.count, "pattern": [asdict(layer) for layer in segment.pattern]}
@@ -161,7 +162,9 @@ def _render(facts: dict[str, Any], model: AbstractModel, explanation: Explanatio
     recipe.add_column(style="bold")
     recipe.add_row("model", facts["model"])
     recipe.add_row("family", config.family)
-    recipe.add_row("parameters", f"{facts['parameters'] / 1e6:,.1f} million")
+    active = facts["active_parameters"]
+    some = f", {active / 1e6:,.1f} million for a token" if active < facts["parameters"] else ""
+    recipe.add_row("parameters", f"{facts['parameters'] / 1e6:,.1f} million{some}")
     if len(kinds) == 1:
         recipe.add_row("layers", f"{len(config.layers)}, all alike: {_layer(kinds[0])}")
     else:

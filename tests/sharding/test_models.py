@@ -33,7 +33,6 @@ QUICK = [
     ("gemma3", "cp=2,tp=2,rules=tp2d"),
     ("minicpm3", "tp=4"),
     ("minicpm3", "cp=2,tp=4"),
-    ("experts", "ep=4"),
     ("experts", "ep=2,tp=2,rules=tp_sp"),
 ]
 EVERY = [pytest.param(f, m, marks=() if (f, m) in QUICK else pytest.mark.slow) for f in FAMILIES for m in MESHES]
