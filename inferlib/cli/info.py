@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,9 +70,17 @@ def info(
     write(json_line(facts).decode() if json else _render(facts, models["float32"], explanation))
 
 
-def model_config(model: str | None, shape: str | None) -> ModelConfig:
-    """The recipe of a model, or of a shape by name."""
-    return _shape(shape) if shape else _checkpoint(model)[0]
+def hf_config(model: str | None, shape: str | None) -> Mapping[str, Any]:
+    """The Hugging Face config dictionary of a model, or of a shape by name."""
+    if model is not None:
+        from inferlib.model_files import ModelFiles
+
+        return ModelFiles.open(model).hf
+    from inferlib import configs
+
+    if shape not in configs.names():
+        raise ValueError(f"no model shape is called {shape!r}; known: {', '.join(configs.names())}")
+    return configs.load(shape)
 
 
 def _checkpoint(model: str) -> tuple[ModelConfig, int]:
@@ -83,12 +92,9 @@ def _checkpoint(model: str) -> tuple[ModelConfig, int]:
 
 
 def _shape(name: str) -> ModelConfig:
-    from inferlib.configs import load, names
     from inferlib.models.families import config_from_hf
 
-    if name not in names():
-        raise ValueError(f"no model shape is called {name!r}; known: {', '.join(names())}")
-    return config_from_hf(load(name))
+    return config_from_hf(hf_config(None, name))
 
 
 def _describe(models: dict[str, AbstractModel], max_len: int, stored: int | None) -> dict[str, Any]:
