@@ -1,4 +1,4 @@
-"""Plans verified by the real TPU compiler, without a TPU. About 20 s, and 20 s of slow ones; the compiler's part is skipped without libtpu."""
+"""Plans verified by the real TPU compiler, without a TPU. About 20 s, 40 with the slow ones; most needs libtpu."""
 
 from __future__ import annotations
 
