@@ -115,7 +115,7 @@ def compile(
     write(json_line(result.facts()).decode() if json else render(result, name))
     if out is not None:
         told = f"programs, manifest and report.html are in {out}" if complete else f"nothing was written to {out}"
-        Console(stderr=True).print(told, highlight=False, soft_wrap=True)
+        Console(stderr=True, force_jupyter=False).print(told, highlight=False, soft_wrap=True)
     raise typer.Exit(0 if result.ok else 1)
 
 
