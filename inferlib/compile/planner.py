@@ -164,6 +164,11 @@ class Ranking:
                 found.append(option)
         return tuple(found)
 
+    @property
+    def quantized(self) -> int:
+        """How many of the frontier have quantised weights, which programs cannot hold yet."""
+        return sum(option.deployed.quantization is not None for option in self.frontier)
+
 
 def _digits(value: float) -> float:
     """To three digits: what differs by less is equal, and the simpler mesh comes first."""
