@@ -80,8 +80,8 @@ class EngineConfig:
 
     decode_steps: tokens per row and dispatch of a decode program. in_flight: dispatches the host runs ahead
     of the results it has seen. scan: repeating layers are stacked and scanned instead of unrolled.
-    platform: "cpu", "gpu", "tpu", "neuron". free_layouts: the compiler chooses how weights lie in memory. shards: the mesh; each
-    of its replicas holds an equal share of the rows.
+    platform: "cpu", "gpu", "tpu", "neuron". free_layouts: the compiler chooses how weights lie in memory. shards: the
+    mesh; each of its replicas holds an equal share of the rows.
     """
 
     max_batch: int

@@ -156,7 +156,9 @@ def test_unchanged_programs_are_reused_and_changed_ones_are_not(model, copy):
         first = writer.reuse(keys[0], None)
         assert first["layouts"]
         assert all(writer.reuse(key, first["layouts"]) for key in keys[1:])
-        assert sorted(p.name for p in writer.staging.iterdir()) == sorted(aot.file_name(key, made.slice) for key in keys)
+        assert sorted(p.name for p in writer.staging.iterdir()) == sorted(
+            aot.file_name(key, made.slice) for key in keys
+        )
     with ArtifactWriter(copy, replace(made, dtype="bfloat16")) as writer:
         assert writer.reuse(keys[0], None) is None
     next(copy.glob("*.xla")).write_bytes(b"")

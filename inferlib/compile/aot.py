@@ -80,7 +80,11 @@ def compile_programs(
         try:
             started(key)
             facts = reuse(key, layouts)
-            outcome = Outcome(key, "reused", facts) if facts else worker.compile(key, layouts, folder / file_name(key, target))
+            outcome = (
+                Outcome(key, "reused", facts)
+                if facts
+                else worker.compile(key, layouts, folder / file_name(key, target))
+            )
         finally:
             idle.put(worker)
         done(outcome)

@@ -210,9 +210,7 @@ class ArtifactWriter:
         os.link(source, self.staging / file_name(key, self.deployment.slice))
         return entry["facts"]
 
-    def commit(
-        self, outcomes: Sequence[Outcome], layouts: Sequence[Mapping] | None, texts: Mapping[str, str]
-    ) -> None:
+    def commit(self, outcomes: Sequence[Outcome], layouts: Sequence[Mapping] | None, texts: Mapping[str, str]) -> None:
         """Write the manifest and `texts` (by file name), and put the directory in its place."""
         planned = self.deployment.planned()
         weights = [

@@ -113,9 +113,9 @@ def small_ids(proto: bytes) -> bytes:
     """
     module = _Module.FromString(proto)
     computations = {c.id: number for number, c in enumerate(module.computations, 1)}
-    every = [(c, i) for c in module.computations for i in c.instructions]
-    numbers = {i.id: number for number, (_, i) in enumerate(every, 1)}
-    for computation, i in every:
+    every = [i for c in module.computations for i in c.instructions]
+    numbers = {i.id: number for number, i in enumerate(every, 1)}
+    for i in every:
         i.id = numbers[i.id]
         for ids, new in (
             (i.operand_ids, numbers),
