@@ -36,7 +36,7 @@ def compile(
         typer.Option(help="Instead of all that, a deployment plan that comes with inferlib, or a .yaml file."),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="cpu, cuda or a TPU slice such as v5e-8, v6e:2x4 (see inferlib targets).")
+        str | None, typer.Option(help="cpu, cuda, trn2, trn3 or a TPU slice such as v5e-8 (see inferlib targets).")
     ] = None,
     parallel: Annotated[
         str | None, typer.Option(help="Devices to split over, such as tp=4,dp=2; by default all of a TPU's on tp.")
@@ -64,7 +64,8 @@ def compile(
 ) -> None:
     """Compile all programs of a model for a target, and report what they take and how fast they can be.
 
-    For a TPU no TPU is needed. Exits with 1 if something does not compile, does not fit or copies the cache.
+    For a TPU no TPU is needed. For Trainium the programs are lowered and checked, and compiled if neuronx-cc is there;
+    a script has its commands. Exits with 1 if something does not compile, does not fit or copies the cache.
     """
     if [model, config, plan].count(None) != 2:
         fail("give either a model, the name of a shape with --config, or a plan with --plan")
@@ -72,9 +73,9 @@ def compile(
     buckets = dict(prefill=prefill_buckets, batch=batch_buckets, cache=cache_buckets)
     if plan and any((settings | buckets).values()):
         fail("--plan says target, split, dtype and buckets: give none of them beside it")
-    from inferlib.cli.info import hf_config
-    from inferlib.compile.aot import check_compiler, compile_programs
+    from inferlib.compile.aot import check_compiler, compile_programs, file_name
     from inferlib.compile.artifacts import ArtifactWriter
+    from inferlib.compile.neuron import script
     from inferlib.compile.report import Report
     from inferlib.compile.report_html import page
     from inferlib.compile.report_text import render
@@ -110,7 +111,10 @@ def compile(
                 report.write_text(page(result, name), encoding="utf-8")
             if writer is not None and complete:
                 facts = json_module.dumps(result.facts(), indent=1)
-                writer.commit(outcomes, layouts, {"report.json": facts, "report.html": page(result, name)})
+                texts = {"report.json": facts, "report.html": page(result, name)}
+                if deployment.slice.platform == "neuron":
+                    texts["compile.sh"] = script((file_name(key, deployment.slice) for key in keys), deployment.slice)
+                writer.commit(outcomes, layouts, texts)
     write(json_line(result.facts()).decode() if json else render(result, name))
     if out is not None:
         told = f"programs, manifest and report.html are in {out}" if complete else f"nothing was written to {out}"

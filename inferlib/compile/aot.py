@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from inferlib.compile.deployment import Deployment
+from inferlib.compile.neuron import HLO_SUFFIX
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.targets import Target
 
-Status = Literal["compiled", "reused", "too large", "failed"]
+Status = Literal["compiled", "lowered", "reused", "too large", "failed"]
 
 
 class CompileError(ValueError):
@@ -30,7 +31,10 @@ class CompileError(ValueError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program. facts: as its worker told them (see `inferlib.compile.worker`); error: or why not."""
+    """What became of a program. facts: as its worker told them (see `inferlib.compile.worker`); error: or why not.
+
+    "lowered": ready for a compiler that is not installed here.
+    """
 
     key: ProgramKey
     status: Status
@@ -39,15 +43,13 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        return self.status in ("compiled", "reused")
+        return self.status in ("compiled", "lowered", "reused")
 
 
 def check_compiler(target: Target) -> None:
     """Raise CompileError if this machine has no compiler for the target."""
     if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         raise CompileError('the TPU compiler is not installed (no TPU is needed): pip install "jax[tpu]"')
-    if target.platform == "neuron":
-        raise CompileError(f"{target} has no ahead-of-time executables: compile for cpu, cuda or a TPU")
 
 
 def compile_programs(
@@ -66,7 +68,8 @@ def compile_programs(
     Returns the outcomes in the order of `keys` and the layouts of the weights, as in a manifest; None, with the first
     program's outcome alone, if that failed: it decides the layouts for all.
     """
-    check_compiler(deployment.slice)
+    target = deployment.slice
+    check_compiler(target)
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     pool = [_Worker(deployment) for _ in range(min(workers, len(keys)))]
     for worker in pool:
@@ -77,7 +80,11 @@ def compile_programs(
         try:
             started(key)
             facts = reuse(key, layouts)
-            outcome = Outcome(key, "reused", facts) if facts else worker.compile(key, layouts, folder / file_name(key))
+            outcome = (
+                Outcome(key, "reused", facts)
+                if facts
+                else worker.compile(key, layouts, folder / file_name(key, target))
+            )
         finally:
             idle.put(worker)
         done(outcome)
@@ -96,12 +103,13 @@ def compile_programs(
             worker.close()
 
 
-def file_name(key: ProgramKey) -> str:
-    return re.sub(r"[^\w]+", "-", str(key)) + ".xla"
+def file_name(key: ProgramKey, target: Target) -> str:
+    return re.sub(r"[^\w]+", "-", str(key)) + (HLO_SUFFIX if target.platform == "neuron" else ".xla")
 
 
 def _environment(target: Target) -> dict[str, str]:
     settings = {"cpu": {"JAX_PLATFORMS": "cpu"}, "gpu": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}}
+    settings["neuron"] = settings["cpu"]  # only traced there
     settings["tpu"] = {
         "JAX_PLATFORMS": "cpu",
         "TPU_ACCELERATOR_TYPE": target.accelerator_type,
@@ -138,7 +146,7 @@ class _Worker:
         if error := answer.get("error"):
             too_large = "RESOURCE_EXHAUSTED" in error or "Ran out of memory" in error
             return Outcome(key, "too large" if too_large else "failed", error=error)
-        return Outcome(key, "compiled", answer)
+        return Outcome(key, answer.pop("status"), answer)
 
     def close(self) -> None:
         process, self._process = self._process, None

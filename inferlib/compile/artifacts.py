@@ -81,6 +81,8 @@ class Artifacts:
         made, target = self.deployment, self.deployment.slice
         device = jax.devices()[0]
         self._same("platform", target.platform, device.platform)
+        if target.platform == "neuron":
+            raise ArtifactError(f"{self.folder} holds programs for Neuron's own runtime, which JAX cannot load")
         self._same("device", self.manifest["device"], device_facts(device.device_kind, device.platform))
         for name, version in versions(target).items():
             self._same(f"version of {name}", self.manifest["versions"][name], version)
@@ -197,22 +199,24 @@ class ArtifactWriter:
     def reuse(self, key: ProgramKey, layouts: list | None) -> dict[str, Any] | None:
         """Facts of an unchanged program of the directory that is there, its file taken over; else None."""
         self._hashes[key] = digest = self.deployment.program_hash(key, layouts)
+        if self.deployment.slice.platform == "neuron":
+            return None  # lowering is quick, and a compiler may be there now that was not
         entry = self._previous.get(digest)
         if entry is None:
             return None
         source = self.folder / entry["file"]
         if not source.is_file() or hashlib.sha256(source.read_bytes()).hexdigest() != entry["sha256"]:
             return None
-        os.link(source, self.staging / file_name(key))
+        os.link(source, self.staging / file_name(key, self.deployment.slice))
         return entry["facts"]
 
-    def commit(self, outcomes: Sequence[Outcome], layouts: Sequence[Mapping], reports: Mapping[str, str]) -> None:
-        """Write the manifest and `reports` (text by file name), and put the directory in its place."""
+    def commit(self, outcomes: Sequence[Outcome], layouts: Sequence[Mapping] | None, texts: Mapping[str, str]) -> None:
+        """Write the manifest and `texts` (by file name), and put the directory in its place."""
         planned = self.deployment.planned()
         weights = [
             {"name": s.name, "shape": s.shape, "dtype": s.dtype.name, "axes": s.axes, "split": _split(planned, s.axes)}
             | {"layout": layout}
-            for s, layout in zip(planned.model.specs, layouts, strict=True)
+            for s, layout in zip(planned.model.specs, layouts or [None] * len(planned.model.specs), strict=True)
         ]
         plan = planned.plan
         cache = [
@@ -236,7 +240,7 @@ class ArtifactWriter:
             "cache": cache,
             "programs": [self._entry(outcome) for outcome in outcomes],
         }
-        for name, text in {_MANIFEST: json.dumps(manifest, indent=1), **reports}.items():
+        for name, text in {_MANIFEST: json.dumps(manifest, indent=1), **texts}.items():
             (self.staging / name).write_text(text, encoding="utf-8")
         if self.folder.exists():
             self.folder.rename(self._replaced)
@@ -244,7 +248,7 @@ class ArtifactWriter:
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def _entry(self, outcome: Outcome) -> dict[str, Any]:
-        name = file_name(outcome.key)
+        name = file_name(outcome.key, self.deployment.slice)
         data = (self.staging / name).read_bytes()
         digest = hashlib.sha256(data).hexdigest()
         entry = {"key": asdict(outcome.key), "hash": self._hashes[outcome.key], "file": name, "sha256": digest}

@@ -120,13 +120,16 @@ class ProgramSet:
         with self._lock:
             return self._compiled.setdefault(key, program)
 
-    def lower(self, key: ProgramKey) -> jax.stages.Lowered:
-        """Trace a key's program from shapes alone; cache and row state are donated."""
+    def lower(self, key: ProgramKey, platform: str | None = None) -> jax.stages.Lowered:
+        """Trace a key's program from shapes alone; cache and row state are donated.
+
+        platform: to lower for, if that is not the devices' own: JAX needs no plugin for it.
+        """
         inputs = self.inputs(key)
         # Free layouts cannot be part of a ShapeDtypeStruct.
         free = {"in_shardings": (self.formats, *[None] * (len(inputs) - 1))} if self._free else {}
         function = jax.jit(build(self.model, self.plan, self.config, key), donate_argnums=(1, 2), **free)
-        return function.lower(*inputs)
+        return function.trace(*inputs).lower(lowering_platforms=platform and (platform,))
 
     @property
     def _free(self) -> bool:

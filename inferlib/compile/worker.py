@@ -21,6 +21,7 @@ from jax.experimental import serialize_executable, topologies
 
 from inferlib.compile.deployment import Deployment, layout_from_json, layout_to_json
 from inferlib.compile.hlo import Copy, Module
+from inferlib.compile.neuron import compile_neuron
 from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.targets import Target
@@ -31,13 +32,16 @@ def main() -> None:
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     deployment = Deployment.from_json(json.loads(sys.stdin.readline()))
-    shards = deployment.shards(_devices(deployment.slice, deployment.parallel.devices))
+    target = deployment.slice
+    shards = deployment.shards(_devices(target, deployment.parallel.devices))
     for line in sys.stdin:
         job = json.loads(line)
         layouts = job["layouts"] and [layout_from_json(layout) for layout in job["layouts"]]
         try:
             programs = deployment.program_set(shards, layouts)
-            answer = _compile(programs, ProgramKey(**job["key"]), Path(job["path"]))
+            key, path = ProgramKey(**job["key"]), Path(job["path"])
+            neuron = target.platform == "neuron"
+            answer = compile_neuron(programs, key, path, target) if neuron else _compile(programs, key, path)
         except Exception as error:
             traceback.print_exc()
             answer = {"error": str(error) or type(error).__name__}
@@ -67,6 +71,7 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
     cost = module.cost
     chosen = [layout_to_json(f.layout) for f in compiled.input_formats[0][0]] if programs.layouts is None else None
     return {
+        "status": "compiled",
         "layouts": chosen,
         "device_kind": compiled.input_shardings[0][0][0]._device_assignment[0].device_kind,
         "trace_seconds": traced - start,
