@@ -66,7 +66,8 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
     compiled = lowered.compile()
     done = time.perf_counter()
     path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
-    memory, module = compiled.memory_analysis(), Module(compiled.as_text())
+    counted = key.steps if programs.config.counted else 1
+    memory, module = compiled.memory_analysis(), Module(compiled.as_text(), counted)
     weights, cache = len(programs.model.specs), 2 * len(programs.plan.blocks)
     cost = module.cost
     chosen = [layout_to_json(f.layout) for f in compiled.input_formats[0][0]] if programs.layouts is None else None
