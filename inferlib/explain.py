@@ -22,7 +22,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from inferlib.cache.plan import BlockCache, CachePlan
-from inferlib.compile.programs import Mode, ProgramKey
+from inferlib.compile.programs import Mode, ProgramKey, fuses
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
@@ -52,9 +52,9 @@ class Placement:
 class Collective:
     """`count` collectives of a step. nbytes: of the whole array of one: what an all-reduce or an all-gather returns,
     what a reduce-scatter, an all-to-all or a permutation takes. axis: the mesh axes whose devices take part, joined
-    by "+"."""
+    by "+". A fused all-reduce is a kernel, see `programs.fuses`, and not among XLA's collectives."""
 
-    kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
+    kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute", "fused all-reduce"]
     purpose: str
     axis: str
     nbytes: int
@@ -118,7 +118,10 @@ def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: S
         ),
         state=_grouped(place(name, names, x.shape, x.dtype) for name, names, x in fields),
         waste=model.layout.waste(),
-        steps=tuple(explain_step(model, plan, config.shards, key) for key in keys),
+        steps=tuple(
+            explain_step(model, plan, config.shards, key, counted=config.counted, fused=fuses(model, config, key))
+            for key in keys
+        ),
     )
 
 
@@ -148,9 +151,19 @@ def _grouped(placements: Iterable[Placement]) -> tuple[Placement, ...]:
 # ---- collectives
 
 
-def explain_step(model: AbstractModel, plan: CachePlan, shards: Shards, key: ProgramKey) -> Step:
-    """What a step of a program will say over the mesh."""
-    ledger, prompt = _Ledger(shards), key.chunks * key.chunk
+def explain_step(
+    model: AbstractModel,
+    plan: CachePlan,
+    shards: Shards,
+    key: ProgramKey,
+    *,
+    counted: bool = False,
+    fused: bool = False,
+) -> Step:
+    """What a step of a program will say over the mesh. counted: see `EngineConfig.counted`; fused: `programs.fuses`."""
+    ledger, prompt = _Ledger(shards, fused), key.chunks * key.chunk
+    if fused:
+        ledger.reduce("mailboxes", (axes.MLP,), (1,), np.float32)
     _forward(ledger, model, plan, key)
     if key.chunks:
         ledger.reduce("last tokens of prompts", (axes.TOKENS,), (key.chunks, _width(model)), model.specs[0].dtype)
@@ -163,7 +176,7 @@ def explain_step(model: AbstractModel, plan: CachePlan, shards: Shards, key: Pro
         _head(ledger, model, positions)
         if key.detail == "logprobs":
             _score(ledger, positions, model.layout.vocab)
-    if key.steps > 1:
+    if key.steps > 1 and not counted:
         ledger.reduce("whether to go on", (axes.ROWS,), (2,), np.int32)
     return Step(key, prompt + key.rows, ledger.collectives())
 
@@ -171,8 +184,8 @@ def explain_step(model: AbstractModel, plan: CachePlan, shards: Shards, key: Pro
 class _Ledger:
     """Takes note of the collectives of `Shards`, by the same names, where those would really take place."""
 
-    def __init__(self, shards: Shards):
-        self.shards = shards
+    def __init__(self, shards: Shards, fused: bool = False):
+        self.shards, self.fused = shards, fused
         self._counts: Counter[Collective] = Counter()
 
     def reduce(self, purpose: str, names: Sequence[str], shape: tuple[int, ...], dtype, count: int = 1) -> None:
@@ -182,6 +195,13 @@ class _Ledger:
     def sum_tokens(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype) -> None:
         kind = "reduce-scatter" if self.shards.splits_tokens else "all-reduce"
         self.add(kind, purpose, names, self._padded(shape), dtype)
+
+    def sum_layer(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype) -> None:
+        """The sum that ends a layer's attention or feed-forward."""
+        if self.fused:
+            self.add("fused all-reduce", purpose, names, shape, dtype)
+        else:
+            self.sum_tokens(purpose, names, shape, dtype)
 
     def all_tokens(self, purpose: str, shape: tuple[int, int], dtype) -> None:
         if self.shards.splits_tokens:
@@ -227,12 +247,12 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         ledger.all_tokens("input of attention", hidden, dtype)
         _attention(ledger, model, layer, blocks[i], tokens, key)
         if not layer.parallel:
-            ledger.sum_tokens("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype)
+            ledger.sum_layer("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype)
             ledger.all_tokens("input of feed-forward", hidden, dtype)
         width = 2 * model.layout.hidden(layer.mlp.hidden) // shards.size(axes.MLP)
         ledger.reduce("gate and up", (axes.EMBED,), (tokens, width), dtype)
         both = "attention and feed-forward" if layer.parallel else "feed-forward"
-        ledger.sum_tokens(both, (axes.MLP,), hidden, dtype)
+        ledger.sum_layer(both, (axes.MLP,), hidden, dtype)
     ledger.all_tokens("head", hidden, dtype)
 
 

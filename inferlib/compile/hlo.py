@@ -1,7 +1,7 @@
 """Reading compiled modules: bytes moved, cycles estimated, collectives and copies of each step, out of XLA's text.
 
-What `cost_analysis` gives counts the body of a loop once; here it counts as often as it runs. The loop over the steps of
-a decode program counts once, so figures are those of one step: its trips are not known when compiling, or are `counted`.
+What `cost_analysis` gives counts the body of a loop once; here it counts as often as it runs. The loop over the steps
+of a decode program counts once, so figures are those of one step.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class StepCost:
 class Module:
     """A compiled module, parsed from `compiled.as_text()`.
 
-    counted: trips of its loop over steps, where the compiler knows them. That loop is in no other.
+    counted: trips of its loop over steps, which is in no other; 1 where they are not known when compiling.
     """
 
     def __init__(self, text: str, counted: int = 1):
@@ -211,7 +211,8 @@ class Module:
                 if times == 1 and trips == self.counted:
                     trips = 1
                 for part in (body, condition):
-                    self._add(part, times * trips, {part.parameters[0].name: dict(origins.get(i.operands[0], {}))}, cost)
+                    given = {part.parameters[0].name: dict(origins.get(i.operands[0], {}))}
+                    self._add(part, times * trips, given, cost)
             elif i.op in ("call", "async-start", "call-start"):
                 called = self.computations.get(i.called("to_apply") or i.called("calls") or "")
                 if called:
