@@ -186,6 +186,7 @@ class _Ledger:
 
     def __init__(self, shards: Shards, fused: bool = False):
         self.shards, self.fused = shards, fused
+        self.times = 1  # that what is noted takes place
         self._counts: Counter[Collective] = Counter()
 
     def reduce(self, purpose: str, names: Sequence[str], shape: tuple[int, ...], dtype, count: int = 1) -> None:
@@ -218,7 +219,8 @@ class _Ledger:
         """names: the logical axes over which the devices speak. shape: see `Collective.nbytes`."""
         axis = _joined(self.shards.mesh_axes(*names))
         if axis and count:
-            self._counts[Collective(kind, purpose, axis, prod(shape) * np.dtype(dtype).itemsize)] += count
+            nbytes = prod(shape) * np.dtype(dtype).itemsize
+            self._counts[Collective(kind, purpose, axis, nbytes)] += self.times * count
 
 
 def _joined(mesh_axes: tuple[str, ...]) -> str | None:
@@ -241,11 +243,11 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
     hidden, dtype = (tokens, _width(model)), model.specs[0].dtype
     ledger.sum_tokens("embedding", (axes.VOCAB,), hidden, dtype)
-    blocks = {i: block for layers, block in zip(model.blocks(), plan.blocks, strict=True) for i in layers}
-    for i, layer in enumerate(model.config.layers):
+    for layers, block in zip(model.blocks(), plan.blocks, strict=True):
+        layer, ledger.times = model.config.layers[layers[0]], len(layers)
         _norm(ledger, model, tokens, 2 * layer.post_norm + layer.pre_norm * (1 if layer.parallel else 2))
         ledger.all_tokens("input of attention", hidden, dtype)
-        _attention(ledger, model, layer, blocks[i], tokens, key)
+        _attention(ledger, model, layer, block, tokens, key)
         if not layer.parallel:
             ledger.sum_layer("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype)
             ledger.all_tokens("input of feed-forward", hidden, dtype)
@@ -253,6 +255,7 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         ledger.reduce("gate and up", (axes.EMBED,), (tokens, width), dtype)
         both = "attention and feed-forward" if layer.parallel else "feed-forward"
         ledger.sum_layer(both, (axes.MLP,), hidden, dtype)
+    ledger.times = 1
     ledger.all_tokens("head", hidden, dtype)
 
 

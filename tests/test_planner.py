@@ -35,7 +35,7 @@ def test_options_fit_and_the_best_comes_first():
     assert {o.deployed.parallel.tensor for o in result.options} == {1, 2, 4, 8}
     # Replicas of one chip have room for more rows when the weights are smaller.
     rows = {
-        q: max(o.batch for o in result.options if o.deployed.parallel.tensor == 1 and o.deployed.quantization == q)
+        q: max(o.batch for o in result.options if o.deployed.parallel.data == 8 and o.deployed.quantization == q)
         for q in (None, "int8")
     }
     assert rows[None] < rows["int8"]

@@ -6,7 +6,7 @@ Weights, cache and collectives are those of the abstract model, the cache plan a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal, get_args
@@ -22,6 +22,7 @@ from inferlib.compile.targets import Target
 from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.config import ModelConfig
+from inferlib.models.layout import Layout
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
@@ -127,6 +128,18 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Block:
+    """The attention of `layers` layers on a device: KV heads, query heads, and its share of a row's positions."""
+
+    layers: int
+    heads: int
+    queries: int
+    head_dim: int
+    window: float
+    share: float
+
+
+@dataclass(frozen=True)
 class Deployed:
     """A model on a mesh of a target. quantization: of the layers' matrices and the head, None for bfloat16."""
 
@@ -146,6 +159,7 @@ class Deployed:
 
     @cached_property
     def model(self) -> AbstractModel:
+        """Raises ShardingError if it does not divide over the mesh."""
         return _abstract(self.config, self.parallel)
 
     @property
@@ -153,9 +167,24 @@ class Deployed:
         """Into how many shares the rows are split."""
         return self.shards.size(axes.ROWS)
 
+    @property
+    def width(self) -> int:
+        """Of the residual stream on a device."""
+        return self.config.dim // self.shards.size(axes.EMBED)
+
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
         return _matrices(self.model, self.shards, self.quantization)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        plan, found = self.plan(self.replicas, self.config.context, 1), []
+        for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
+            spec = self.config.layers[layers[0]].attention
+            *_, heads, slots, head_dim = self.shards.local_shape(block.axes, block.shape)
+            queries, share = heads * self.model.layout.heads(spec).queries, slots / block.shape[-2]
+            found.append(Block(len(layers), heads, queries, head_dim, spec.window or float("inf"), share))
+        return tuple(found)
 
     def plan(self, rows: int, max_len: int, chunk: int) -> CachePlan:
         return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, dtype="bfloat16")
@@ -164,15 +193,15 @@ class Deployed:
         """Of `batch` rows over all replicas, prefilled by chunks of `chunk` tokens."""
         model, rows = self.model, batch // self.replicas
         cache, scores = 0, 0
-        for block, layers in zip(self.plan(batch, max_len, chunk).blocks, model.blocks(), strict=True):
-            local = self.shards.local_shape(block.axes, block.shape)
-            *_, heads, slots, _ = local
+        for block, held in zip(self.blocks, self.plan(batch, max_len, chunk).blocks, strict=True):
+            local = self.shards.local_shape(held.axes, held.shape)
             cache += 2 * 2 * prod(local)
-            scores = max(scores, heads * model.layout.heads(self.config.layers[layers[0]].attention).queries * slots)
+            scores = max(scores, block.queries * local[-2])
         weights = sum(m.nbytes for m in self.matrices)
         vocab = model.layout.vocab // self.shards.size(axes.VOCAB)
         widest = max(m.inner for m in self.matrices if m.use == "tokens")
-        live = max(rows, chunk) * ((2 * self.config.dim + widest) * 2 + scores * 4) + rows * vocab * 4
+        tokens = max(rows, chunk // self.shards.size(axes.TOKENS))
+        live = tokens * ((2 * self.width + widest) * 2 + scores * 4) + rows * vocab * 4
         return Memory(weights, cache, _state_bytes(rows, vocab), 2 * live)
 
     def decode(self, rows: int, live: float) -> Work:
@@ -182,39 +211,53 @@ class Deployed:
 
     def prefill(self, chunk: int, start: float) -> Work:
         """A chunk of `chunk` prompt tokens of one row of each replica, the first at position `start`."""
-        key = ProgramKey("greedy", 0, limit=1, chunks=1, chunk=chunk)
-        return self._work(key, tokens=chunk, sampled=1, rows=1, live=start + chunk, seen=start + chunk / 2)
+        shares, live = self.shards.size(axes.TOKENS), start + chunk
+        key = ProgramKey("greedy", 0, limit=round(live), chunks=1, chunk=chunk)
+        return self._work(key, tokens=chunk / shares, sampled=1, rows=1, live=live, seen=start + chunk / 2, ring=shares)
 
-    def _work(self, key: ProgramKey, *, tokens: int, sampled: int, rows: int, live: float, seen: float) -> Work:
-        """live: positions read of a row's cache; seen: by a query, on average."""
+    def _work(
+        self, key: ProgramKey, *, tokens: float, sampled: int, rows: int, live: float, seen: float, ring: int = 1
+    ) -> Work:
+        """tokens: on a device. live: positions read of a row's cache; seen: by a query, on average. ring: devices that
+        pass on their shares of a row's cache, so that each reads all of it, and writes what it is given."""
         count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
         flops = sum(2.0 * count[m.use] * m.elements for m in self.matrices)
-        moved = sum(2.0 * count[m.use] * m.layers * (self.config.dim + m.inner) for m in self.matrices)
+        moved = sum(2.0 * count[m.use] * m.layers * (self.width + m.inner) for m in self.matrices)
         weights = sum(m.nbytes for m in self.matrices if m.use != "looked up")
         cache = 0.0
-        plan = self.plan(self.replicas, self.config.context, 1)
-        for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
-            spec = self.config.layers[layers[0]].attention
-            window = spec.window or float("inf")
-            *_, heads, slots, head_dim = self.shards.local_shape(block.axes, block.shape)
-            share = slots / block.shape[-2]  # of the positions, where those are split
-            queries = heads * self.model.layout.heads(spec).queries
-            flops += 4.0 * len(layers) * tokens * queries * head_dim * min(seen, window) * share
-            read = rows * min(live, window + tokens / rows) + tokens  # and what is written
-            cache += 2 * 2 * len(layers) * heads * head_dim * read * share
-        return Work(flops, weights, cache, moved, _collectives(self.config, self.parallel, key))
+        for block in self.blocks:
+            share = block.share * ring  # of the positions that a device sees
+            flops += 4.0 * block.layers * tokens * block.queries * block.head_dim * min(seen, block.window) * share
+            read = rows * min(live, block.window + tokens * ring / rows) * share
+            written = tokens * share + read * (ring - 1) / ring
+            cache += 2 * 2 * block.layers * block.heads * block.head_dim * (read + written)
+        return Work(flops, weights, cache, moved, self._collectives(key))
 
-
-@lru_cache(maxsize=64)
-def _abstract(config: ModelConfig, parallel: Parallelism) -> AbstractModel:
-    return abstract_model(config, "bfloat16", scan=True, shards=planned_shards(parallel))
+    def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
+        return explain_step(
+            self.model, self.plan(key.rows or 1, key.limit, key.chunk or 1), self.shards, key
+        ).collectives
 
 
 @lru_cache(maxsize=1024)
-def _collectives(config: ModelConfig, parallel: Parallelism, key: ProgramKey) -> tuple[Collective, ...]:
-    model, rows = _abstract(config, parallel), key.rows or 1
-    plan = plan_cache(model, rows=rows, max_len=key.limit, chunk=key.chunk or 1, dtype="bfloat16")
-    return explain_step(model, plan, planned_shards(parallel), key).collectives
+def _abstract(config: ModelConfig, parallel: Parallelism) -> AbstractModel:
+    shards = planned_shards(parallel)
+    sizes = tuple(shards.size(name) for name in (axes.KV_HEADS, axes.MLP, axes.VOCAB))
+    return replace(_traced(_Sizes(config, sizes, shards)), layout=Layout(config, shards))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Meshes that split the model's padded sizes alike share its abstract weights, which take a while to trace."""
+
+    config: ModelConfig
+    sizes: tuple[int, ...]
+    shards: Shards = field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _traced(it: _Sizes) -> AbstractModel:
+    return abstract_model(it.config, "bfloat16", scan=True, shards=it.shards)
 
 
 def _matrices(model: AbstractModel, shards: Shards, quantization: Quantization | None) -> tuple[Matrix, ...]:
