@@ -210,6 +210,12 @@ def test_other_directories_are_not_touched(model, tmp_path):
     ):
         pass
     assert (tmp_path / "photos" / "cat.jpg").read_bytes() == b"cat"
+    with (
+        pytest.raises(ArtifactError, match="is a file"),
+        ArtifactWriter(tmp_path / "photos" / "cat.jpg", deployment_of(model)),
+    ):
+        pass
+    assert [p.name for p in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
 
 
 def test_a_commit_cut_off_between_its_renames_is_mended(model, copy):
@@ -241,6 +247,13 @@ def test_a_compiler_that_dies_fails_its_program_only(model, tmp_path, monkeypatc
     assert "killed by signal 6" in failed[0].error
     assert "F0000 check failed" in failed[0].error
     assert len(outcomes) == len(made.keys()) > 3
+
+
+@pytest.mark.skipif(jax.devices()[0].platform == "gpu", reason="there are GPUs")
+def test_programs_for_gpus_need_gpus(model, tmp_path):
+    outcomes, layouts = compile_programs(deployment_of(model, target="cuda"), deployment_of(model).keys(), tmp_path)
+    assert layouts is None
+    assert "JAX finds none here" in outcomes[0].error
 
 
 def test_missing_compilers_are_named(monkeypatch):

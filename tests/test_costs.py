@@ -78,7 +78,9 @@ def test_the_last_axis_takes_the_nearest():
 # ---- bytes and operations
 
 
-@pytest.mark.parametrize("parallel", ["tp=1,dp=8", "tp=2,dp=4", "tp=8", "tp=8,rules=tp_sp", "cp=4,tp=2", "cp=2,tp=4,rules=tp2d"])
+@pytest.mark.parametrize(
+    "parallel", ["tp=1,dp=8", "tp=2,dp=4", "tp=8", "tp=8,rules=tp_sp", "cp=4,tp=2", "cp=2,tp=4,rules=tp2d"]
+)
 @pytest.mark.parametrize("name", ["llama3-8b", "gemma3-4b", "smollm2-135m"])
 def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
     it, rows, max_len = deployed(name, "v5e-8", parallel), 4, 4096

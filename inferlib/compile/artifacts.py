@@ -183,6 +183,8 @@ class ArtifactWriter:
                 self._replaced.rename(self.folder)  # an earlier commit was cut off between its two renames
             for leftover in (self.staging, self._replaced):
                 shutil.rmtree(leftover, ignore_errors=True)
+            if self.folder.exists() and not self.folder.is_dir():
+                raise ArtifactError(f"{self.folder} is a file: give a directory, or a name that is free")
             if self.folder.exists() and any(self.folder.iterdir()):
                 if not (self.folder / _MANIFEST).exists():
                     raise ArtifactError(f"{self.folder} exists and holds other things than compiled programs")

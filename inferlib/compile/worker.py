@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable, topologies
 
+from inferlib.compile.aot import CompileError
 from inferlib.compile.deployment import Deployment, layout_from_json, layout_to_json
 from inferlib.compile.hlo import Copy, Module
 from inferlib.compile.neuron import compile_neuron
@@ -32,12 +33,12 @@ def main() -> None:
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     deployment = Deployment.from_json(json.loads(sys.stdin.readline()))
-    target = deployment.slice
-    shards = deployment.shards(_devices(target, deployment.parallel.devices))
+    target, shards = deployment.slice, None
     for line in sys.stdin:
         job = json.loads(line)
         layouts = job["layouts"] and [layout_from_json(layout) for layout in job["layouts"]]
         try:
+            shards = shards or deployment.shards(_devices(target, deployment.parallel.devices))
             programs = deployment.program_set(shards, layouts)
             key, path = ProgramKey(**job["key"]), Path(job["path"])
             neuron = target.platform == "neuron"
@@ -55,7 +56,13 @@ def _devices(target: Target, count: int) -> list[jax.Device]:
         return topologies.get_topology_desc(platform="tpu", topology_name=target.topology_name, **options).devices
     if target.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", count)
-    return jax.devices()
+    devices = jax.devices()
+    if target.platform == "gpu" and devices[0].platform != "gpu":
+        raise CompileError(
+            f"programs for {target} are compiled where such GPUs are, and JAX finds none here; if there are: "
+            'pip install "jax[cuda13]"'
+        )
+    return devices
 
 
 def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any]:
