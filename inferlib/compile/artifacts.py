@@ -272,5 +272,7 @@ def _locked(folder: Path) -> Iterator[None]:
             raise ArtifactError(
                 f"another process is compiling into {folder}: wait for it, or give another directory"
             ) from None
-        yield
-        path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
