@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.sharding import axes
@@ -49,8 +49,8 @@ class CachePlan:
 
     def allocate(self, shards: Shards = Shards()) -> tuple[jax.Array, ...]:  # noqa: B008
         """Zeroed arrays (k, v of each block in turn), each part on its device."""
-        zeros = cache(lambda sharding: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding))
-        return tuple(zeros(shards.sharding(b.axes))(b.shape, self.dtype.name) for b in self.blocks for _ in "kv")
+        dtype = self.dtype.name
+        return tuple(run(jnp.zeros, (b.shape, dtype), place=shards.sharding(b.axes)) for b in self.blocks for _ in "kv")
 
     def view(self, arrays: Sequence[jax.Array]) -> tuple[LayerCache, ...]:
         """The flat arrays as one `LayerCache` per block."""

@@ -94,11 +94,12 @@ def compile(
             with user_errors():
                 stack.enter_context(writer)
         folder = writer.staging if writer else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        with CompileProgress.shown(list(map(str, keys))) as progress:
+        with user_errors(), CompileProgress.shown(list(map(str, keys))) as progress:
             outcomes, layouts = compile_programs(
                 deployment,
                 keys,
                 folder,
+                checkpoint=model if writer else None,
                 reuse=writer.reuse if writer else lambda key, layouts: None,
                 started=lambda key: progress.started(str(key)),
                 done=lambda outcome: progress.done(str(outcome.key), outcome),

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from inferlib.compile.neuron import HLO_SUFFIX
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.targets import Target
 
+START = "start.xla"  # see `inferlib.compile.functions`
 Status = Literal["compiled", "lowered", "reused", "too large", "failed"]
 
 
@@ -57,6 +58,7 @@ def compile_programs(
     keys: Sequence[ProgramKey],
     folder: Path,
     *,
+    checkpoint: str | None = None,
     reuse: Callable[[ProgramKey, list | None], dict[str, Any] | None] = lambda key, layouts: None,
     started: Callable[[ProgramKey], None] = lambda key: None,
     done: Callable[[Outcome], None] = lambda outcome: None,
@@ -64,9 +66,11 @@ def compile_programs(
 ) -> tuple[list[Outcome], list[dict] | None]:
     """Compile `keys` (see `Deployment.keys`) into files of `folder`, named by `file_name`.
 
+    checkpoint: a model as for `LLM`, if it will be loaded on this machine: what that takes is compiled into `START`.
     reuse: facts of a program that need not be compiled again, given the weights' layouts (None: its own choice).
     Returns the outcomes in the order of `keys` and the layouts of the weights, as in a manifest; None, with the first
-    program's outcome alone, if that failed: it decides the layouts for all.
+    program's outcome alone, if that failed: it decides the layouts for all. Raises CompileError if the checkpoint
+    cannot be loaded.
     """
     target = deployment.slice
     check_compiler(target)
@@ -95,6 +99,8 @@ def compile_programs(
         if not first.ok:
             return [first], None
         layouts = first.facts["layouts"]
+        if checkpoint is not None and target.platform in ("cpu", "gpu"):
+            pool[0].compile_start(checkpoint, layouts, folder / START)
         with ThreadPoolExecutor(len(pool)) as threads:
             rest = threads.map(lambda key: one(key, layouts), keys[1:])
             return [first, *rest], layouts
@@ -131,22 +137,28 @@ class _Worker:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
 
     def compile(self, key: ProgramKey, layouts: list | None, path: Path) -> Outcome:
+        answer = self._ask({"key": asdict(key), "layouts": layouts, "path": str(path)})
+        if error := answer.get("error"):
+            too_large = "RESOURCE_EXHAUSTED" in error or "Ran out of memory" in error
+            return Outcome(key, "too large" if too_large else "failed", error=error)
+        return Outcome(key, answer.pop("status"), answer)
+
+    def compile_start(self, checkpoint: str, layouts: list | None, path: Path) -> None:
+        answer = self._ask({"key": None, "model": checkpoint, "layouts": layouts, "path": str(path)})
+        if error := answer.get("error"):
+            raise CompileError(error)
+
+    def _ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """The worker's answer: "error" is in it if there is none."""
         self._errors.truncate(0)
         try:
             process = self._started()
-            job = {"key": asdict(key), "layouts": layouts, "path": str(path)}
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        if not line:
-            return Outcome(key, "failed", error=self._died())
-        answer = json.loads(line)
-        if error := answer.get("error"):
-            too_large = "RESOURCE_EXHAUSTED" in error or "Ran out of memory" in error
-            return Outcome(key, "too large" if too_large else "failed", error=error)
-        return Outcome(key, answer.pop("status"), answer)
+        return json.loads(line) if line else {"error": self._died()}
 
     def close(self) -> None:
         process, self._process = self._process, None

@@ -15,6 +15,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from inferlib.cache.plan import CachePlan, plan_cache
+from inferlib.compile.functions import run
 from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
@@ -146,6 +147,11 @@ class ProgramSet:
             Format(layout, sharding or SingleDeviceSharding(jax.devices()[0]))
             for layout, sharding in zip(layouts, shardings, strict=True)
         )
+
+    def allocate_state(self) -> RowState:
+        """The state of rows that are all free."""
+        place = RowState(*(self.config.shards.sharding(names) for names in RowState.AXES))
+        return run(RowState.zeros, (self.config.max_batch, self.model.layout.vocab), place=place)
 
     def inputs(self, key: ProgramKey) -> tuple:
         """Abstract arguments of a key's program."""

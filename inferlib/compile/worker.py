@@ -21,11 +21,13 @@ from jax.experimental import serialize_executable, topologies
 
 from inferlib.compile.aot import CompileError
 from inferlib.compile.deployment import Deployment, layout_from_json, layout_to_json
+from inferlib.compile.functions import recorded
 from inferlib.compile.hlo import Copy, Module
 from inferlib.compile.neuron import compile_neuron
 from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.targets import Target
+from inferlib.model_files import ModelFiles
 
 
 def main() -> None:
@@ -39,10 +41,13 @@ def main() -> None:
         layouts = job["layouts"] and [layout_from_json(layout) for layout in job["layouts"]]
         try:
             shards = shards or deployment.shards(_devices(target, deployment.parallel.devices))
-            programs = deployment.program_set(shards, layouts)
-            key, path = ProgramKey(**job["key"]), Path(job["path"])
-            neuron = target.platform == "neuron"
-            answer = compile_neuron(programs, key, path, target) if neuron else _compile(programs, key, path)
+            programs, path = deployment.program_set(shards, layouts), Path(job["path"])
+            if job["key"] is None:
+                answer = _compile_start(programs, job["model"], path)
+            elif target.platform == "neuron":
+                answer = compile_neuron(programs, ProgramKey(**job["key"]), path, target)
+            else:
+                answer = _compile(programs, ProgramKey(**job["key"]), path)
         except Exception as error:
             traceback.print_exc()
             answer = {"error": str(error) or type(error).__name__}
@@ -98,6 +103,16 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
         "cache_copies": _named(module.copies(range(weights, weights + cache)), ["k", "v"] * cache, weights),
         "weight_copies": _named(module.copies(range(weights)), [s.name for s in programs.model.specs], 0),
     }
+
+
+def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, Any]:
+    """Compile what loading this checkpoint and an empty cache take, and write it to `path`."""
+    with recorded() as functions:
+        ModelFiles.open(model).load(programs.model, shards=programs.config.shards, formats=programs.formats)
+        programs.plan.allocate(programs.config.shards)
+        programs.allocate_state()
+    path.write_bytes(pickle.dumps({key: serialize_executable.serialize(f) for key, f in functions.items()}))
+    return {}
 
 
 def _named(copies: tuple[Copy, ...], names: list[str], first: int) -> list[dict[str, Any]]:
