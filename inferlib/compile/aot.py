@@ -21,6 +21,7 @@ from inferlib.compile.deployment import Deployment
 from inferlib.compile.neuron import HLO_SUFFIX
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.targets import Target
+from inferlib.models.config import MoeSpec
 
 START = "start.xla"  # see `inferlib.compile.functions`
 Status = Literal["compiled", "lowered", "reused", "too large", "failed"]
@@ -99,7 +100,9 @@ def compile_programs(
         if not first.ok:
             return [first], None
         layouts = first.facts["layouts"]
-        if checkpoint is not None and target.platform in ("cpu", "gpu"):
+        # Experts are put in place one by one, by functions of their own.
+        mixed = any(isinstance(layer.mlp, MoeSpec) for layer in deployment.model.layers)
+        if checkpoint is not None and target.platform in ("cpu", "gpu") and not mixed:
             pool[0].compile_start(checkpoint, layouts, folder / START)
         with ThreadPoolExecutor(len(pool)) as threads:
             rest = threads.map(lambda key: one(key, layouts), keys[1:])

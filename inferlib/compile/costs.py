@@ -21,7 +21,7 @@ from inferlib.compile.state import RowState
 from inferlib.compile.targets import Target
 from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
-from inferlib.models.config import ModelConfig
+from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layout import Layout
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
@@ -118,25 +118,25 @@ class Memory:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight's part on a device. elements: in all its layers; inner: those of a layer per column of the model."""
+    """A weight's part on a device. elements: in all its layers, of experts those of one; inner: those of a layer per
+    column of the model. experts: of which mixture."""
 
     elements: int
     nbytes: int
     layers: int
     inner: int
     use: Literal["tokens", "sampled", "looked up"]
+    experts: MoeSpec | None = None
 
 
 @dataclass(frozen=True)
 class Block:
-    """The attention of `layers` layers on a device: KV heads, query heads, and its share of a row's positions."""
+    """Layers that are alike, on a device. heads: of queries; cached: numbers of a position in the cache of a layer."""
 
     layers: int
+    attention: AttentionSpec | MlaSpec
     heads: int
-    queries: int
-    head_dim: int
-    window: float
-    share: float
+    cached: int
 
 
 @dataclass(frozen=True)
@@ -181,9 +181,13 @@ class Deployed:
         plan, found = self.plan(self.replicas, self.config.context, 1), []
         for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
             spec = self.config.layers[layers[0]].attention
-            *_, heads, slots, head_dim = self.shards.local_shape(block.axes, block.shape)
-            queries, share = heads * self.model.layout.heads(spec).queries, slots / block.shape[-2]
-            found.append(Block(len(layers), heads, queries, head_dim, spec.window or float("inf"), share))
+            layout, local = (
+                self.model.layout.heads(spec),
+                [self.shards.local_shape(block.axes, x) for x in block.shapes],
+            )
+            heads = layout.groups * layout.queries // self.shards.size(axes.KV_HEADS)
+            cached = sum(heads * size for *_, heads, _, size in local)
+            found.append(Block(len(layers), spec, heads, cached))
         return tuple(found)
 
     def plan(self, rows: int, max_len: int, chunk: int) -> CachePlan:
@@ -194,15 +198,22 @@ class Deployed:
         model, rows = self.model, batch // self.replicas
         cache, scores = 0, 0
         for block, held in zip(self.blocks, self.plan(batch, max_len, chunk).blocks, strict=True):
-            local = self.shards.local_shape(held.axes, held.shape)
-            cache += 2 * 2 * prod(local)
-            scores = max(scores, block.queries * local[-2])
+            local = [self.shards.local_shape(held.axes, shape) for shape in held.shapes]
+            cache += 2 * sum(map(prod, local))
+            scores = max(scores, block.heads * local[0][-2])
         weights = sum(m.nbytes for m in self.matrices)
         vocab = model.layout.vocab // self.shards.size(axes.VOCAB)
-        widest = max(m.inner for m in self.matrices if m.use == "tokens")
+        widest = max(self._widest(m) for m in self.matrices if m.use == "tokens")
         tokens = max(rows, chunk // self.shards.size(axes.TOKENS))
         live = tokens * ((2 * self.width + widest) * 2 + scores * 4) + rows * vocab * 4
         return Memory(weights, cache, _state_bytes(rows, vocab), 2 * live)
+
+    def _widest(self, matrix: Matrix) -> int:
+        """Numbers of a layer that a token takes beside a matrix. All choices of the tokens that experts are shared with
+        have room, wherever they go."""
+        if matrix.experts is None:
+            return matrix.inner
+        return self.shards.size(axes.EXPERTS) * matrix.experts.router.chosen * (matrix.inner + self.width)
 
     def decode(self, rows: int, live: float) -> Work:
         """A greedy decode step of `rows` rows of each replica, `live` positions of each in the cache."""
@@ -220,23 +231,34 @@ class Deployed:
     ) -> Work:
         """tokens: on a device. live: positions read of a row's cache; seen: by a query, on average. ring: devices that
         pass on their shares of a row's cache, so that each reads all of it, and writes what it is given."""
-        count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
-        flops = sum(2.0 * count[m.use] * m.elements for m in self.matrices)
-        moved = sum(2.0 * count[m.use] * m.layers * (self.width + m.inner) for m in self.matrices)
-        weights = sum(m.nbytes for m in self.matrices if m.use != "looked up")
-        cache = 0.0
+        count, everyone = (
+            {"tokens": tokens, "sampled": sampled, "looked up": 0},
+            tokens * self.shards.size(axes.EXPERTS),
+        )
+        flops = moved = weights = cache = 0.0
+        for m in self.matrices:
+            # A device's experts take, on average, as many choices as its tokens make.
+            times = count[m.use] * (m.experts.router.chosen if m.experts else 1)
+            flops += 2.0 * times * m.elements
+            moved += 2.0 * times * m.layers * (self.width + m.inner)
+            if m.use != "looked up":
+                weights += m.nbytes * (m.experts.read_share(everyone) if m.experts else 1)
+        share = ring / self.shards.size(axes.POSITIONS)  # of the positions that a device sees
         for block in self.blocks:
-            share = block.share * ring  # of the positions that a device sees
-            flops += 4.0 * block.layers * tokens * block.queries * block.head_dim * min(seen, block.window) * share
-            read = rows * min(live, block.window + tokens * ring / rows) * share
+            spec, layers = block.attention, block.layers
+            reach, width = spec.reach or float("inf"), spec.pair_width(decode=not key.chunks)
+            flops += 2.0 * layers * tokens * block.heads * width * min(seen, reach) * share
+            if isinstance(spec, MlaSpec) and key.chunks:  # of the chunk itself with the matrices
+                expanded = (live * share - tokens) * spec.kv_rank * (spec.nope_dim + spec.value_dim)
+                flops += 2.0 * layers * block.heads * max(expanded, 0.0)
+            read = rows * min(live, reach + tokens * ring / rows) * share
             written = tokens * share + read * (ring - 1) / ring
-            cache += 2 * 2 * block.layers * block.heads * block.head_dim * (read + written)
+            cache += 2 * layers * block.cached * (read + written)
         return Work(flops, weights, cache, moved, self._collectives(key))
 
     def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
-        return explain_step(
-            self.model, self.plan(key.rows or 1, key.limit, key.chunk or 1), self.shards, key
-        ).collectives
+        plan = self.plan(self.replicas, key.limit, key.chunk or 1)
+        return explain_step(self.model, plan, self.shards, key).collectives
 
 
 @lru_cache(maxsize=1024)
@@ -266,17 +288,22 @@ def _matrices(model: AbstractModel, shards: Shards, quantization: Quantization |
     for spec in model.specs:
         local = shards.local_shape(spec.axes, spec.shape)
         names = dict(zip(spec.axes, local, strict=True))
-        layers, elements = names.pop(axes.LAYERS, 1), prod(local)
-        matrix = axes.EMBED in names and len(names) > 1
-        inner = elements // layers // names[axes.EMBED] if matrix else 0
+        layers, count, held = names.pop(axes.LAYERS, 1), names.pop(axes.EXPERTS, 1), prod(local)
+        elements, experts = held // count, None
+        if axes.EXPERTS in spec.axes:
+            experts = model.config.layers[model.layers_of(spec.block)[0]].mlp
+        matrix = spec.init == "normal" and len(names) > 1
+        inner = elements // layers // names.get(axes.EMBED, names.get(axes.LATENT)) if matrix else 0
         use = "tokens"
         if spec.block is None and axes.VOCAB in names:
             use = "sampled" if tied or spec.part != "embed" else "looked up"
-        nbytes = elements * 2
+        elif spec.part == "positions":
+            use = "looked up"
+        nbytes = held * spec.dtype.itemsize
         if quantization == "int8" and matrix and use != "looked up" and not (tied and use == "sampled"):
             outputs = names[axes.EMBED] if spec.axes[-1] == axes.EMBED else inner
-            nbytes = elements + 4 * layers * outputs
-        found.append(Matrix(elements if matrix else 0, nbytes, layers if matrix else 0, inner, use))
+            nbytes = held + 4 * layers * count * outputs
+        found.append(Matrix(elements if matrix else 0, nbytes, layers if matrix else 0, inner, use, experts))
     return tuple(found)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from inferlib.compile.costs import Deployed, Memory, Quantization, StepTime, step_time
 from inferlib.compile.targets import CHIPS, Target, TargetError, parse_target, target_names
-from inferlib.models.config import ModelConfig
+from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layout import Layout
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import planned_shards
@@ -209,22 +209,42 @@ def rank(
 
 def meshes(config: ModelConfig, target: Target, chunk: int) -> list[Parallelism]:
     """Every mesh of all the devices that the model and its prefill chunks divide over, with each preset that makes a
-    difference: the simplest first."""
-    widths = [n for n in range(1, min(target.devices, _WIDEST) + 1) if target.devices % n == 0]
-    kv_heads = max(layer.attention.kv_heads for layer in config.layers)
-    found = []
-    for width in widths:
-        data = target.devices // width
-        found += [Parallelism(tensor=width, data=data, rules=rules) for rules in ("tp", "tp_sp")[: 1 + (width > 1)]]
+    difference, the simplest first; replicas have experts of their own, or all share one set."""
+    widths = _widths(target)
+    kv_heads = max(1 if isinstance(x.attention, MlaSpec) else x.attention.kv_heads for x in config.layers)
+    found = _tensor_meshes(config, target)
     for width in widths:
         for sequence in (n for n in widths if n > 1 and width % n == 0):
-            tensor, data = width // sequence, target.devices // width
+            tensor = width // sequence
             rules = ["cp"] if chunk % sequence == 0 else []
             # For more devices than KV heads, as many as can on the tensor axis.
             rules += ["helix"] if tensor == max(n for n in widths if n <= kv_heads and width % n == 0) else []
             rules += ["tp2d"] if tensor > 1 else []
-            found += [Parallelism(tensor=tensor, sequence=sequence, data=data, rules=name) for name in rules]
+            found += [
+                Parallelism(tensor=tensor, sequence=sequence, **{axis: target.devices // width}, rules=name)
+                for axis in _replica_axes(config, target.devices // width)
+                for name in rules
+            ]
     return [parallel for parallel in found if _divides(config, parallel)]
+
+
+def _tensor_meshes(config: ModelConfig, target: Target) -> list[Parallelism]:
+    return [
+        Parallelism(tensor=n, **{axis: target.devices // n}, rules=rules)
+        for n in _widths(target)
+        for axis in _replica_axes(config, target.devices // n)
+        for rules in ("tp", "tp_sp")[: 1 + (n > 1)]
+    ]
+
+
+def _widths(target: Target) -> list[int]:
+    """Devices that a replica can have."""
+    return [n for n in range(1, min(target.devices, _WIDEST) + 1) if target.devices % n == 0]
+
+
+def _replica_axes(config: ModelConfig, replicas: int) -> list[str]:
+    fewest = min((layer.mlp.experts for layer in config.layers if isinstance(layer.mlp, MoeSpec)), default=1)
+    return ["data", "expert"] if 1 < replicas <= fewest else ["data"]
 
 
 def _divides(config: ModelConfig, parallel: Parallelism) -> bool:
@@ -277,6 +297,5 @@ def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> st
 
 def _fits(config: ModelConfig, target: Target, workload: Workload, quantization: Quantization | None) -> bool:
     """Whether one row of each replica fits on the widest tensor axis."""
-    width = max(n for n in range(1, min(target.devices, _WIDEST) + 1) if target.devices % n == 0)
-    deployed = Deployed(config, target, Parallelism(tensor=width, data=target.devices // width), quantization)
+    deployed = Deployed(config, target, _tensor_meshes(config, target)[-1], quantization)
     return deployed.memory(deployed.replicas, workload.max_len, workload.chunk).total <= target.hbm_bytes

@@ -80,7 +80,7 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
     path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
     counted = key.steps if programs.config.counted else 1
     memory, module = compiled.memory_analysis(), Module(compiled.as_text(), counted)
-    weights, cache = len(programs.model.specs), 2 * len(programs.plan.blocks)
+    weights, cache = len(programs.model.specs), len(programs.plan.arrays)
     cost = module.cost
     chosen = [layout_to_json(f.layout) for f in compiled.input_formats[0][0]] if programs.layouts is None else None
     return {
