@@ -48,6 +48,21 @@ EXPERTS = TINY | {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 256,
 }
+LATENTS = {key: value for key, value in TINY.items() if key not in ("num_key_value_heads", "head_dim")} | {
+    "architectures": ["MiniCPM3ForCausalLM"],
+    "q_lora_rank": 256,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+CHUNKS = TINY | {
+    "architectures": ["Llama4ForCausalLM"],
+    "num_hidden_layers": 8,
+    "intermediate_size_mlp": 512,
+    "num_local_experts": 4,
+    "attention_chunk_size": 128,
+}
 SLICES = [
     ("v5e-8", "tp=8"),
     ("v5e-8", "tp=4,dp=2,rules=tp_sp"),
@@ -110,6 +125,13 @@ def test_no_program_copies_the_cache_or_lays_out_a_weight(target, parallel):
     assert report.ok
     assert [p.copies for p in report.programs] == [[]] * 3
     assert all(p.estimate > 0 and p.peak < report.capacity for p in report.programs)
+
+
+@pytest.mark.parametrize("hf", [LATENTS, pytest.param(CHUNKS, marks=pytest.mark.slow)], ids=["latents", "chunks"])
+def test_no_program_copies_a_cache_of_another_kind(hf):
+    made = replace(tiny("v5e-8", "tp=8"), hf=hf)
+    keys = [key for key in list(made.keys()) if not (key.chunks and key.rows) and not key.detail]
+    assert report_of(made, keys).ok
 
 
 def test_the_layouts_that_the_compiler_chose_hold_for_every_program(tmp_path):

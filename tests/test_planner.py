@@ -196,10 +196,26 @@ PARAMETERS = {  # billions, as published
 }
 
 
+# Likewise, for a token; some do not count the embedding.
+ACTIVE = {
+    "deepseek-v3": 37,
+    "glm-4.5": 32,
+    "kimi-k2": 32,
+    "llama4-scout": 17,
+    "mixtral-8x7b": 12.9,
+    "qwen3-30b-a3b": 3.3,
+    "qwen3-235b-a22b": 22,
+}
+
+
 @pytest.mark.parametrize("name", configs.names())
 def test_shapes_have_their_published_size(name):
     model = abstract_model(config_from_hf(configs.load(name)), "bfloat16", scan=True)
     assert model.parameters / 1e9 == pytest.approx(PARAMETERS[name], rel=0.01)
+    if name in ACTIVE:
+        assert model.active_parameters / 1e9 == pytest.approx(ACTIVE[name], rel=0.06)
+    else:
+        assert model.active_parameters <= model.parameters
 
 
 @pytest.mark.parametrize("name", configs.plan_names())

@@ -78,18 +78,22 @@ class CachePlan:
         return tuple(array for cache in caches for array in cache.arrays)
 
 
-def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype) -> CachePlan:
+def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, platform: str = "cpu") -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
+
+    A latent cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes
+    its compiler would choose another order of the dimensions, and copy the cache to it at every step.
 
     A ring must hold what a chunk's first query sees and the chunk itself: window + chunk slots.
     """
-    blocks = []
+    blocks, lanes = [], 128 if platform == "tpu" else 1
     for layers in model.blocks():
         spec = model.config.layers[layers[0]].attention
         ring = spec.reach is not None and spec.reach + chunk < max_len
         slots = model.layout.positions(spec.reach + chunk if ring else max_len)
         stack = (len(layers),) if len(layers) > 1 else ()
         page = (*stack, rows, model.layout.cache_heads(spec), slots)
-        shapes = tuple((*page, size) for size in spec.cache_sizes)
-        blocks.append(BlockCache(shapes, ring, latent=isinstance(spec, MlaSpec)))
+        latent = isinstance(spec, MlaSpec)
+        shapes = tuple((*page, -(-size // lanes) * lanes if latent else size) for size in spec.cache_sizes)
+        blocks.append(BlockCache(shapes, ring, latent))
     return CachePlan(rows, max_len, tuple(blocks), np.dtype(dtype))

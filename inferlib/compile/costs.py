@@ -181,17 +181,16 @@ class Deployed:
         plan, found = self.plan(self.replicas, self.config.context, 1), []
         for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
             spec = self.config.layers[layers[0]].attention
-            layout, local = (
-                self.model.layout.heads(spec),
-                [self.shards.local_shape(block.axes, x) for x in block.shapes],
-            )
+            layout = self.model.layout.heads(spec)
+            local = [self.shards.local_shape(block.axes, x) for x in block.shapes]
             heads = layout.groups * layout.queries // self.shards.size(axes.KV_HEADS)
             cached = sum(heads * size for *_, heads, _, size in local)
             found.append(Block(len(layers), spec, heads, cached))
         return tuple(found)
 
     def plan(self, rows: int, max_len: int, chunk: int) -> CachePlan:
-        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, dtype="bfloat16")
+        platform = self.target.platform
+        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, dtype="bfloat16", platform=platform)
 
     def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
         """Of `batch` rows over all replicas, prefilled by chunks of `chunk` tokens."""
@@ -231,10 +230,8 @@ class Deployed:
     ) -> Work:
         """tokens: on a device. live: positions read of a row's cache; seen: by a query, on average. ring: devices that
         pass on their shares of a row's cache, so that each reads all of it, and writes what it is given."""
-        count, everyone = (
-            {"tokens": tokens, "sampled": sampled, "looked up": 0},
-            tokens * self.shards.size(axes.EXPERTS),
-        )
+        count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
+        everyone = tokens * self.shards.size(axes.EXPERTS)
         flops = moved = weights = cache = 0.0
         for m in self.matrices:
             # A device's experts take, on average, as many choices as its tokens make.

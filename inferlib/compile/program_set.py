@@ -60,6 +60,7 @@ class ProgramSet:
             max_len=config.max_len,
             chunk=config.buckets.prefill[-1],
             dtype=model.specs[0].dtype,
+            platform=config.platform,
         )
         return ProgramSet(model, plan, config, layouts)
 
