@@ -1,0 +1,26 @@
+"""Call a kernel from JAX: as a function where NKI is installed, by host execution on the stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from inferlib.nki_kernels import simulator
+
+
+def call(kernel, lnc: int, results: Sequence[jax.ShapeDtypeStruct], *arrays: jax.Array, **static) -> list[jax.Array]:
+    """Launch `kernel[lnc](*arrays, **static)`, which returns `results`; inside or outside `jax.jit`.
+
+    lnc: physical cores of a logical NeuronCore, 1 or 2, as NEURON_LOGICAL_NC_CONFIG says on a Trainium host.
+    """
+    if lnc not in (1, 2):
+        raise ValueError(f"lnc {lnc}: a logical NeuronCore has 1 or 2 cores")
+    if not simulator.is_injected():
+        return list(kernel[lnc](*arrays, **static))
+
+    def run(*values):
+        return kernel[lnc](*map(np.asarray, values), **static)
+
+    return list(jax.pure_callback(run, tuple(results), *arrays))

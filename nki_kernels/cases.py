@@ -1,0 +1,153 @@
+"""Cases of every kernel with float64 oracles: what the tests run on the stand-in and `verify` on a chip.
+
+Caches hold NaN and infinities in every slot that no query sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from inferlib.nki_kernels.flash_decode import flash_decode
+
+# Of outputs of unit scale: what rounding keys' products, probabilities and results to the dtype may add up to.
+TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "float8_e4m3": 3e-2, "float8_e4m3fn": 3e-2}
+TOLERANCE["float8_e5m2"] = 3e-2
+
+
+@dataclass(frozen=True)
+class Decode:
+    """flash_decode of rows with these lengths; page: slots of a page, None for a contiguous cache."""
+
+    name: str
+    lengths: tuple[int, ...]
+    tokens: int = 1
+    kv_heads: int = 1
+    group: int = 4
+    size: int = 64
+    slots: int = 300
+    dtype: str = "float32"
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    ring: bool = False
+    limit: int | None = None
+    page: int | None = None
+    gain: float = 1.0
+
+    @property
+    def only_gen4(self) -> bool:
+        return self.dtype == "float8_e4m3fn"
+
+    def run(self, lnc: int, seed: int = 0) -> float:
+        """The greatest error of outputs and log-sum-exps, in units of the tolerance."""
+        rng = np.random.default_rng(seed)
+        dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+        rows, scale = len(self.lengths), self.size**-0.5 * self.gain
+        heads = (self.kv_heads, self.group)
+        kind = dtype if dtype.itemsize > 1 else ml_dtypes.bfloat16
+        q = rng.normal(size=(rows, self.tokens, *heads, self.size)).astype(kind)
+        k, v = self._cache(rng, dtype)
+        sinks = rng.normal(size=heads).astype(np.float32) if self.sinks else None
+        want, want_lse = self._oracle(q, k, v, sinks, scale)
+        table = None
+        if self.page:
+            k, v, table = self._paged(rng, k, v)
+        options = dict(scale=scale, window=self.window, softcap=self.softcap, ring=self.ring, limit=self.limit, lnc=lnc)
+        run = jax.jit(partial(flash_decode, **options))
+        out, lse = run(q, k, v, np.array(self.lengths, np.int32), sinks=sinks, table=table)
+        return max(worst(out, want, TOLERANCE[self.dtype]), worst(lse, want_lse, TOLERANCE[self.dtype]))
+
+    def _seen(self, length: int, token: int) -> list[int]:
+        last = length - self.tokens + token
+        first = 0 if self.window is None else max(0, last - self.window + 1)
+        return [p % self.slots if self.ring else p for p in range(first, last + 1)]
+
+    def _cache(self, rng: np.random.Generator, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+        k, v = np.full((2, len(self.lengths), self.kv_heads, self.slots, self.size), np.nan).astype(dtype)
+        v[..., ::2, :] = np.inf
+        for row, length in enumerate(self.lengths):
+            at = sorted({p for i in range(self.tokens) for p in self._seen(length, i)})
+            for cache in (k, v):
+                cache[row][:, at] = rng.normal(size=(self.kv_heads, len(at), self.size)).astype(dtype)
+        return k, v
+
+    def _oracle(self, q, k, v, sinks, scale) -> tuple[np.ndarray, np.ndarray]:
+        q, k, v = (x.astype(np.float64) for x in (q, k, v))
+        out, lse = np.zeros(q.shape), np.full(q.shape[:4], -np.inf)
+        for row, length in enumerate(self.lengths):
+            for token in range(max(0, self.tokens - length), self.tokens):
+                at = self._seen(length, token)
+                out[row, token], lse[row, token] = attention(
+                    q[row, token], k[row][:, at], v[row][:, at], scale, self.softcap, sinks
+                )
+        return out, lse
+
+    def _paged(self, rng, k, v) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        rows, heads, slots, size = k.shape
+        each = slots // self.page
+        table = rng.permutation(rows * each + 3)[: rows * each].reshape(rows, each).astype(np.int32)
+        paged = []
+        for cache in (k, v):
+            pages = np.full((rows * each + 3, heads, self.page, size), np.nan).astype(cache.dtype)
+            pages[table] = cache.reshape(rows, heads, each, self.page, size).swapaxes(1, 2)
+            paged.append(pages)
+        return *paged, table
+
+
+def attention(q, k, v, scale, softcap, sinks) -> tuple[np.ndarray, np.ndarray]:
+    """q [K, G, h], k and v [K, S, h] in float64 -> out [K, G, h], lse [K, G]."""
+    s = np.einsum("kgh,ksh->kgs", q, k) * scale
+    if softcap is not None:
+        s = softcap * np.tanh(s / softcap)
+    joined = s if sinks is None else np.concatenate([s, sinks[..., None].astype(np.float64)], axis=-1)
+    top = joined.max(-1, keepdims=True)
+    total = np.exp(joined - top).sum(-1)
+    return np.einsum("kgs,ksh->kgh", np.exp(s - top), v) / total[..., None], top[..., 0] + np.log(total)
+
+
+def worst(got, want: np.ndarray, tolerance: float) -> float:
+    """Greatest |got - want| / (tolerance * (1 + |want|)); infinities must agree, NaN never does."""
+    got = np.asarray(got).astype(np.float64)
+    finite = np.isfinite(want)
+    if not np.array_equal(got[~finite], want[~finite]) or not np.isfinite(got[finite]).all():
+        return float("inf")
+    got, want = got[finite], want[finite]
+    return float((np.abs(got - want) / (tolerance * (1 + np.abs(want)))).max(initial=0))
+
+
+DECODE = (
+    Decode("rows of every length", (0, 1, 2, 64, 128, 129, 299, 300)),
+    Decode("a cache of one slot", (1, 0), slots=1),
+    Decode("one KV head's queries alone", (5, 300), group=1),
+    Decode("many KV heads", (5, 130), kv_heads=3, group=3, slots=130),
+    Decode("head size 128", (1, 33, 256), size=128, slots=256),
+    Decode("head size 80", (1, 33, 140), size=80, slots=140),
+    Decode("head size 256", (1, 33, 140), size=256, slots=140),
+    Decode("bfloat16", (0, 1, 50, 300), dtype="bfloat16", sinks=True, softcap=20.0),
+    Decode("float16", (0, 1, 50, 300), dtype="float16"),
+    Decode("float8_e4m3", (0, 1, 50, 300), dtype="float8_e4m3", kv_heads=2),
+    Decode("float8_e5m2", (0, 1, 50, 300), dtype="float8_e5m2", size=128),
+    Decode("float8_e4m3fn", (0, 1, 50, 300), dtype="float8_e4m3fn"),
+    Decode("two chunks of the online softmax", (8300, 8192, 3), slots=8320, dtype="bfloat16"),
+    Decode("window", (0, 1, 140, 141, 300), window=140),
+    Decode("ring", (0, 1, 39, 40, 41, 200, 1003), slots=40, window=25, ring=True),
+    Decode("ring, window of all slots", (0, 200, 201, 1003), slots=200, window=200, ring=True),
+    Decode("softcap", (1, 50, 300), softcap=1.5, gain=8.0),
+    Decode("sinks", (0, 1, 16), slots=16, sinks=True),
+    Decode("limit", (0, 1, 100, 150), limit=150),
+    Decode("large logits", (1, 300), sinks=True, gain=1e3),
+    Decode("two tokens", (2, 0, 300), tokens=2, kv_heads=2),
+    Decode("eight tokens, fewer positions", (3, 8, 290), tokens=8, window=130),
+    Decode("eight tokens in a ring", (8, 150, 1000), tokens=8, slots=160, window=120, ring=True),
+    Decode("eight tokens of sixteen heads", (8, 130), tokens=8, group=16, slots=130),
+    Decode("pages of 16", (0, 1, 16, 17, 320), slots=320, page=16, kv_heads=2),
+    Decode("pages of 8, several tokens", (4, 131), slots=136, page=8, tokens=4),
+    Decode("pages of 128", (0, 100, 640), slots=640, page=128, dtype="bfloat16", sinks=True),
+    Decode("pages of 4096", (4000, 8192), slots=8192, page=4096, dtype="bfloat16"),
+    Decode("many pages, few live", (33, 4096), slots=4096, page=16, dtype="float8_e4m3"),
+)
