@@ -16,6 +16,8 @@ BLOCK_TILES = 16
 # Scores below every real one, above the least float32 by enough that differences and scales of it stay finite.
 FLOOR = -1e30
 FP32_MIN = -3.4028234663852886e38
+# Of 16 tiles, those that GpSimd clears while the Vector engine clears the others.
+GPSIMD_SHARE = 6
 # The position of lanes that hold no slot: no span reaches it, and float32 holds it and its neighbours exactly.
 NOWHERE = 8388608
 
@@ -60,7 +62,7 @@ def count_tiles(blocks):
     return total
 
 
-def slot_positions(blocks, most):
+def slot_positions(blocks):
     """[128, tiles of all blocks] float32 in SBUF: the slot that each lane of each tile holds."""
     positions = nl.ndarray((128, max(1, count_tiles(blocks))), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=positions, value=float(NOWHERE))
@@ -94,10 +96,31 @@ def mark_span(dst, positions, spans, i, slots, value):
 
 
 def clear_unseen(dst, tile, live):
-    """dst = tile where its lane's slot is live (all ones), else 0: 0 * NaN would be NaN. tile [128, tiles, h]."""
+    """dst = tile where its lane's slot is live, else 0: 0 * NaN would be NaN. tile [128, tiles, h], live [128, tiles].
+
+    Bits times 1 or 0 in exact integers, on GpSimd, or through a mask of bits on the Vector engine, whichever is free.
+    """
     words = tile.view(nl.int32)
-    mask = live.expand_dim(2).broadcast(2, words.shape[2])
-    nisa.tensor_tensor(dst=dst.view(nl.int32), data1=words, data2=mask, op=nl.bitwise_and, engine=nisa.engine.vector)
+    cleared = dst.view(nl.int32)
+    tiles, size = words.shape[1], words.shape[2]
+    here = tiles - tiles * GPSIMD_SHARE // 16
+    mask = nl.ndarray((128, here), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=mask, data=live[:, 0:here], op0=nl.multiply, operand0=-1.0)
+    nisa.tensor_tensor(
+        dst=cleared[:, 0:here, :],
+        data1=words[:, 0:here, :],
+        data2=mask.expand_dim(2).broadcast(2, size),
+        op=nl.bitwise_and,
+        engine=nisa.engine.vector,
+    )
+    if here < tiles:
+        nisa.tensor_tensor(
+            dst=cleared[:, here:tiles, :],
+            data1=words[:, here:tiles, :],
+            data2=live[:, here:tiles].expand_dim(2).broadcast(2, size),
+            op=nl.multiply,
+            engine=nisa.engine.gpsimd,
+        )
 
 
 def identity(dtype):

@@ -50,13 +50,13 @@ def flash_decode(
     table: jax.Array | None = None,
     lnc: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """q [B, Q, K, G, h]: query i of row b stands at position lengths[b] - Q + i (before 0: out 0, lse -inf); Q * G <= 128, h <= 256.
+    """q [B, Q, K, G, h]: query i of row b stands at position lengths[b] - Q + i; Q * G <= 128, h <= 256.
 
     k, v [N, K, S, h], the queries' own keys and values already written; row b's cache is page b, or the pages
-    table[b] [B, M] int32 (S a power of two). lengths [B] int32: visible positions; 0 marks an inactive row (out 0,
-    lse -inf). ring: position p lives in slot p mod S. limit (static): no length exceeds it. sinks [K, G] float32.
-    float8 caches have no scales of their own: a scale of keys belongs in `scale`, one of values in the result.
-    lnc: physical cores that share the work. Slots that no query sees may hold anything.
+    table[b] [B, M] int32 (S a power of two). lengths [B] int32: visible positions; 0 marks an inactive row. A query
+    before position 0 gives out 0, lse -inf. ring: position p lives in slot p mod S. limit (static): no length exceeds
+    it. sinks [K, G] float32. float8 caches have no scales of their own: that of keys belongs in `scale`, that of
+    values in the result. lnc: physical cores that share the work. Slots that no query sees may hold anything.
     Returns out [B, Q, K, G, h] in q's dtype, lse [B, Q, K, G] float32.
     """
     rows, tokens, kv_heads, group, size = q.shape
@@ -69,11 +69,10 @@ def flash_decode(
     turned = jnp.transpose(q, (0, 2, 1, 3, 4)).reshape(rows, kv_heads, tokens * group, size)
     if sinks is None:
         sinks = jnp.full((kv_heads, group), FLOOR, jnp.float32)
-    sinks = jnp.tile(sinks.astype(jnp.float32), (1, tokens))[..., None]
-    results = (
-        jax.ShapeDtypeStruct(turned.shape, q.dtype),
-        jax.ShapeDtypeStruct((*turned.shape[:3], 1), jnp.float32),
-    )
+    else:
+        sinks = jnp.maximum(sinks.astype(jnp.float32) / unit_of(scale, softcap or 0.0), FLOOR)
+    sinks = jnp.tile(sinks, (1, tokens))
+    results = (jax.ShapeDtypeStruct(turned.shape, q.dtype), jax.ShapeDtypeStruct(turned.shape[:3], jnp.float32))
     table = table if paged else jnp.zeros((rows, 1), jnp.int32)
     static = dict(slots=slots, scale=float(scale), softcap=float(softcap or 0.0), paged=paged)
     out, lse = call(kernel, lnc, results, turned, k, v, spans, sinks, table, **static)
@@ -123,24 +122,23 @@ def kernel(q, k, v, spans, sinks, table, slots, scale, softcap, paged):
 
     q [B, K, R, h], R = Q * G queries of a KV head, query tokens first; k, v [N, K, S, h]; spans [B, 2, Q + 1] float32:
     first slot and number of slots that each query token sees, wrapping at `slots`, and last what any of them sees;
-    sinks [K, R, 1] float32, FLOOR for none. paged: table [B, pages] int32 gives the pages of each row; else row b's
-    page is b and the table is not read. softcap: 0 for none.
-    Returns out [B, K, R, h] in q's dtype, lse [B, K, R, 1] float32. On two cores each reads half of the blocks.
+    sinks [K, R] float32 in units of the product, FLOOR for none. paged: table [B, pages] int32 gives the pages of each
+    row; else row b's page is b and the table is not read. softcap: 0 for none.
+    Returns out [B, K, R, h] in q's dtype, lse [B, K, R] float32. Of two cores each reads half of the blocks.
     """
     rows, kv_heads, queries, _ = q.shape
     out = nl.ndarray(q.shape, dtype=q.dtype, buffer=nl.shared_hbm)
-    lse = nl.ndarray((rows, kv_heads, queries, 1), dtype=nl.float32, buffer=nl.shared_hbm)
+    lse = nl.ndarray((rows, kv_heads, queries), dtype=nl.float32, buffer=nl.shared_hbm)
     cores = nl.num_programs()
     core = nl.program_id(0)
-    page = k.shape[2]
-    run = min(BLOCK_TILES, page)
+    run = min(BLOCK_TILES, k.shape[2])
     if paged:
         blocks = cut_pages(slots, run, cores, core)
     else:
         blocks = cut_slots(slots, cores, core)
-    positions = slot_positions(blocks, BLOCK_TILES)
+    positions = slot_positions(blocks)
     eye = identity(nl.bfloat16)
-    buffers = two_buffers(k, blocks) + two_buffers(v, blocks)
+    buffers = two_buffers(k, blocks, paged) + two_buffers(v, blocks, paged)
     tokens = spans.shape[2] - 1
     for row in range(rows):
         span = load_spans(spans, row)
@@ -148,28 +146,31 @@ def kernel(q, k, v, spans, sinks, table, slots, scale, softcap, paged):
         live = nl.ndarray(positions.shape, dtype=nl.int32, buffer=nl.sbuf)
         for i in range(tokens):
             mark_span(seen[:, :, i], positions, span, i, slots, 1.0)
-        mark_span(live, positions, span, tokens, slots, -1.0)
-        pages = live
+        mark_span(live, positions, span, tokens, slots, 1.0)
+        index = live
         if paged:
-            pages = find_pages(table, row, blocks, page // run, kv_heads, live)
+            index = find_pages(table, row, blocks, k.shape[2] // run, kv_heads, live)
         for head in range(kv_heads):
-            index = pages
-            if paged:
-                index = find_rows(pages, head * (page // run))
-            state = attend(q, k, v, sinks, row, head, blocks, seen, live, index, buffers, eye, scale, softcap, paged)
-            finish(out, lse, state, row, head, scale, softcap, cores, core)
+            if paged and head > 0:
+                index = next_head(index, k.shape[2] // run)
+            state = start_state(sinks, head, q.shape)
+            attend(q, k, v, row, head, blocks, seen, live, index, buffers, eye, state, scale, softcap, paged)
+            finish(out, lse, state, row, head, scale, softcap)
     return out, lse
 
 
-def two_buffers(cache, blocks):
-    """Two tiles that the blocks fill in turn, cleared once: lanes that a block leaves out then hold numbers."""
+def two_buffers(cache, blocks, paged):
+    """Two tiles that the blocks fill in turn; where blocks leave lanes out, cleared once, so that those are written."""
     tiles = 1
+    whole = not paged
     for block in blocks:
         tiles = max(tiles, block[2])
+        whole = whole and block[1] == 128
     made = []
     for _ in range(2):
         tile = nl.ndarray((128, tiles, cache.shape[3]), dtype=cache.dtype, buffer=nl.sbuf)
-        nisa.memset(dst=tile, value=0.0)
+        if not whole:
+            nisa.memset(dst=tile, value=0.0, engine=nisa.engine.gpsimd)
         made.append(tile)
     return made
 
@@ -195,7 +196,7 @@ def find_pages(table, row, blocks, per_page, kv_heads, live):
         )
         nisa.iota(dst=within[:, i : i + 1], pattern=[[1, 1]], offset=first, channel_multiplier=1)
         alive = nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_reduce(dst=alive, op=nl.minimum, data=live[:, tile : tile + tiles], axis=1)
+        nisa.tensor_reduce(dst=alive, op=nl.maximum, data=live[:, tile : tile + tiles], axis=1)
         nisa.tensor_scalar(
             dst=dead[:, i : i + 1], data=alive, op0=nl.equal, operand0=0.0, op1=nl.multiply, operand1=SKIPPED
         )
@@ -207,12 +208,12 @@ def find_pages(table, row, blocks, per_page, kv_heads, live):
     return ids
 
 
-def find_rows(pages, offset):
-    """The rows of one KV head: `pages` and a constant, exactly."""
-    step = nl.ndarray(pages.shape, dtype=nl.int32, buffer=nl.sbuf)
-    made = nl.ndarray(pages.shape, dtype=nl.int32, buffer=nl.sbuf)
-    nisa.memset(dst=step, value=offset)
-    nisa.tensor_tensor(dst=made, data1=pages, data2=step, op=nl.add)
+def next_head(index, per_page):
+    """The same rows of the next KV head: exact integers, whatever was skipped still is."""
+    step = nl.ndarray(index.shape, dtype=nl.int32, buffer=nl.sbuf)
+    made = nl.ndarray(index.shape, dtype=nl.int32, buffer=nl.sbuf)
+    nisa.memset(dst=step, value=per_page)
+    nisa.tensor_tensor(dst=made, data1=index, data2=step, op=nl.add)
     return made
 
 
@@ -236,30 +237,44 @@ def load_block(tile, cache, row, head, block, i, index, paged):
         nisa.dma_copy(dst=tile[0:lanes, 0:tiles, :], src=held.reshape((lanes, tiles, size)))
 
 
-def attend(q, k, v, sinks, row, head, blocks, seen, live, index, buffers, eye, scale, softcap, paged):
-    """(m, o): the greatest score [R, 1] in units of the product, and the sums [R, h + 1], the last of probabilities."""
-    queries, size = q.shape[2], q.shape[3]
+def unit_of(scale, softcap):
+    """What scores are multiplied by before the exponential: capped ones are tangents."""
+    if softcap > 0.0:
+        return softcap
+    return scale
+
+
+def start_state(sinks, head, shape):
+    """(top, total, sums) of no slots. All lie as [128 lanes, ..., R]: the greatest score in units of the product and
+    the sum of probabilities, the same in every lane; sums of values [h / pieces, pieces, R]. A sink counts as a slot.
+    """
+    queries, size = shape[2], shape[3]
+    pieces = (size + 127) // 128
+    top = nl.ndarray((128, queries), dtype=nl.float32, buffer=nl.sbuf)
+    total = nl.ndarray((128, queries), dtype=nl.float32, buffer=nl.sbuf)
+    sums = nl.ndarray((size // pieces, pieces, queries), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=total, value=1.0)
+    nisa.memset(dst=sums, value=0.0)
+    if nl.program_id(0) == 0:
+        nisa.dma_copy(dst=top, src=sinks.ap(pattern=[[0, 128], [1, queries]], offset=head * queries))
+    else:
+        nisa.memset(dst=top, value=FLOOR)
+    return top, total, sums
+
+
+def attend(q, k, v, row, head, blocks, seen, live, index, buffers, eye, state, scale, softcap, paged):
+    """Take the blocks of one row and KV head into the state, CHUNK_TILES tiles a step of the online softmax."""
+    top, total, sums = state
+    queries = q.shape[2]
     work = k.dtype
     if is_float8(k.dtype):
         work = nl.bfloat16
-    unit = scale
-    if softcap > 0.0:
-        unit = softcap
-    top = nl.ndarray((queries, 1), dtype=nl.float32, buffer=nl.sbuf)
-    sums = nl.ndarray((queries, size + 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=sums[:, 0:size], value=0.0)
-    nisa.memset(dst=sums[:, size : size + 1], value=1.0)
-    if nl.program_id(0) == 0:
-        nisa.dma_copy(dst=top, src=sinks[head])
-        nisa.tensor_scalar(dst=top, data=top, op0=nl.multiply, operand0=1.0 / unit, op1=nl.maximum, operand1=FLOOR)
-    else:
-        nisa.memset(dst=top, value=FLOOR)
     turned = load_queries(q, row, head, work)
     first = 0
     tile = 0
     while first < len(blocks):
-        last = first + 1
-        tiles = blocks[first][2]
+        last = first
+        tiles = 0
         while last < len(blocks) and tiles + blocks[min(last, len(blocks) - 1)][2] <= CHUNK_TILES:
             tiles = tiles + blocks[last][2]
             last = last + 1
@@ -281,16 +296,15 @@ def attend(q, k, v, sinks, row, head, blocks, seen, live, index, buffers, eye, s
                 softcap,
             )
             at = at + here
-        top, decay = raise_top(top, scores, unit)
-        weights = nl.ndarray(scores.shape, dtype=work, buffer=nl.sbuf)
-        nisa.activation(dst=weights, op=nl.exp, data=scores, scale=unit)
-        product = nl.ndarray((queries, size + 1), dtype=nl.float32, buffer=nl.psum)
+        weights = nl.ndarray((128, tiles, queries), dtype=work, buffer=nl.sbuf)
+        decay = weigh(weights, scores, top, total, unit_of(scale, softcap))
+        product = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.psum)
         at = 0
         for i in range(first, last):
             held = buffers[2 + i % 2]
             load_block(held, v, row, head, blocks[i], i, index, paged)
             here = blocks[i][2]
-            add_block(
+            add_values(
                 product,
                 held[:, 0:here, :],
                 weights[:, at : at + here, :],
@@ -298,10 +312,10 @@ def attend(q, k, v, sinks, row, head, blocks, seen, live, index, buffers, eye, s
                 at == 0,
             )
             at = at + here
-        nisa.scalar_tensor_tensor(dst=sums, data=sums, op0=nl.multiply, operand0=decay, op1=nl.add, operand1=product)
+        fade(sums, decay)
+        nisa.tensor_tensor(dst=sums, data1=sums, data2=product, op=nl.add)
         tile = tile + tiles
         first = last
-    return top, sums
 
 
 def load_queries(q, row, head, work):
@@ -372,87 +386,102 @@ def score_block(scores, held, turned, seen, live, eye, work, scale, softcap):
         )
 
 
-def raise_top(top, scores, unit):
-    """(new top, decay): take the scores [128, tiles, R] into the running maximum [R, 1] and subtract it from them."""
+def weigh(weights, scores, top, total, unit):
+    """weights = exp(unit * (scores - new maximum)), [128, tiles, R]; raise `top`, take their sum into `total`.
+
+    Returns the decay [128, R] of what was summed before, the same in every lane.
+    """
     tiles, queries = scores.shape[1], scores.shape[2]
     lanes = nl.ndarray((128, queries), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_reduce(dst=lanes, op=nl.maximum, data=scores.permute((0, 2, 1)), axis=2)
     moved = nl.ndarray((queries, 128), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_transpose(dst=moved, data=lanes, engine=nisa.engine.tensor)
-    raised = nl.ndarray((queries, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_reduce(dst=raised, op=nl.maximum, data=moved, axis=1)
-    nisa.tensor_tensor(dst=raised, data1=raised, data2=top, op=nl.maximum)
-    decay = nl.ndarray((queries, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=decay, data1=top, data2=raised, op=nl.subtract)
-    nisa.activation(dst=decay, op=nl.exp, data=decay, scale=unit)
+    greatest = nl.ndarray((queries, 1), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_reduce(dst=greatest, op=nl.maximum, data=moved, axis=1)
     everywhere = nl.ndarray((128, queries), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_transpose(dst=everywhere, data=spread(raised, 128), engine=nisa.engine.tensor)
-    nisa.tensor_tensor(dst=scores, data1=scores, data2=everywhere.expand_dim(1).broadcast(1, tiles), op=nl.subtract)
-    return raised, decay
+    nisa.nc_transpose(dst=everywhere, data=spread(greatest, 128), engine=nisa.engine.tensor)
+    decay = nl.ndarray((128, queries), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=decay, src=top)
+    nisa.tensor_tensor(dst=top, data1=top, data2=everywhere, op=nl.maximum)
+    nisa.tensor_tensor(dst=decay, data1=decay, data2=top, op=nl.subtract)
+    nisa.activation(dst=decay, op=nl.exp, data=decay, scale=unit)
+    nisa.tensor_tensor(dst=scores, data1=scores, data2=top.expand_dim(1).broadcast(1, tiles), op=nl.subtract)
+    nisa.activation(dst=weights, op=nl.exp, data=scores, scale=unit)
+    nisa.tensor_reduce(dst=lanes, op=nl.add, data=weights.permute((0, 2, 1)), axis=2)
+    # A product with ones sums over lanes, and leaves the sum in every one.
+    ones = nl.ndarray((128, 128), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0, engine=nisa.engine.gpsimd)
+    added = nl.ndarray((128, queries), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(dst=added, stationary=ones, moving=lanes, accumulate=False)
+    nisa.tensor_tensor(dst=total, data1=total, data2=decay, op=nl.multiply)
+    nisa.tensor_tensor(dst=total, data1=total, data2=added, op=nl.add)
+    return decay
 
 
-def add_block(product, held, weights, live, first):
-    """product [R, h + 1] += weights [128, tiles, R] times the values [128, tiles, h] and a column of ones."""
-    tiles, size = held.shape[1], held.shape[2]
-    # A word more than a value's size: room for the ones, and every value stays aligned.
-    pitch = size + 1
-    if is_float8(held.dtype):
-        pitch = size + 4
-    elif held.dtype != nl.float32:
-        pitch = size + 2
-    values = nl.ndarray((128, tiles, pitch), dtype=held.dtype, buffer=nl.sbuf)
-    clear_unseen(values[:, :, 0:size], held, live)
-    nisa.memset(dst=values[:, :, size : size + 1], value=1.0)
-    for i in range(tiles):
-        nisa.nc_matmul(
-            dst=product,
-            stationary=weights[:, i, :],
-            moving=values[:, i, 0 : size + 1],
-            accumulate=i > 0 or not first,
-        )
+def add_values(product, held, weights, live, first):
+    """product [h / pieces, pieces, R] += values [128, tiles, h] times weights [128, tiles, R]."""
+    part, pieces, _ = product.shape
+    values = nl.ndarray(held.shape, dtype=held.dtype, buffer=nl.sbuf)
+    clear_unseen(values, held, live)
+    for i in range(held.shape[1]):
+        for piece in range(pieces):
+            nisa.nc_matmul(
+                dst=product[:, piece, :],
+                stationary=values[:, i, piece * part : (piece + 1) * part],
+                moving=weights[:, i, :],
+                accumulate=i > 0 or not first,
+            )
 
 
-def finish(out, lse, state, row, head, scale, softcap, cores, core):
-    """Merge both cores' halves, divide, and write; of two cores the first writes `out`, the second `lse`."""
-    top, sums = state
-    queries, size = out.shape[2], out.shape[3]
-    unit = scale
-    if softcap > 0.0:
-        unit = softcap
+def fade(sums, decay):
+    """sums [h / pieces, pieces, R] *= decay [128, R]."""
+    part, pieces, _ = sums.shape
+    nisa.tensor_tensor(dst=sums, data1=sums, data2=decay[0:part].expand_dim(1).broadcast(1, pieces), op=nl.multiply)
+
+
+def finish(out, lse, state, row, head, scale, softcap):
+    """Merge both cores' states, divide, and write; of two cores the first writes `out`, the second `lse`."""
+    top, total, sums = state
+    part, pieces, queries = sums.shape
+    unit = unit_of(scale, softcap)
+    cores = nl.num_programs()
     if cores == 2:
-        top, sums = merge_cores(top, sums, unit)
-    total = sums[:, size : size + 1]
-    if core == 0:
-        share = nl.ndarray((queries, 1), dtype=nl.float32, buffer=nl.sbuf)
+        top, total, sums = merge_cores(top, total, sums, unit)
+    if nl.program_id(0) == 0:
+        share = nl.ndarray((128, queries), dtype=nl.float32, buffer=nl.sbuf)
         nisa.reciprocal(dst=share, data=total)
-        scaled = nl.ndarray((queries, size), dtype=out.dtype, buffer=nl.sbuf)
-        nisa.tensor_scalar(dst=scaled, data=sums[:, 0:size], op0=nl.multiply, operand0=share)
-        nisa.dma_copy(dst=out[row, head], src=scaled)
-    if core == cores - 1:
-        logs = nl.ndarray((queries, 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=logs, op=nl.log, data=total)
-        nisa.scalar_tensor_tensor(dst=logs, data=top, op0=nl.multiply, operand0=unit, op1=nl.add, operand1=logs)
-        nisa.dma_copy(dst=lse[row, head], src=logs)
+        fade(sums, share)
+        turned = nl.ndarray((queries, pieces * part), dtype=out.dtype, buffer=nl.sbuf)
+        for piece in range(pieces):
+            moved = nl.ndarray((queries, part), dtype=nl.float32, buffer=nl.psum)
+            nisa.nc_transpose(dst=moved, data=sums[:, piece, :], engine=nisa.engine.tensor)
+            nisa.tensor_copy(dst=turned[:, piece * part : (piece + 1) * part], src=moved)
+        nisa.dma_copy(dst=out[row, head], src=turned)
+    if nl.program_id(0) == cores - 1:
+        logs = nl.ndarray((1, queries), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.activation(dst=logs, op=nl.log, data=total[0:1])
+        nisa.scalar_tensor_tensor(dst=logs, data=top[0:1], op0=nl.multiply, operand0=unit, op1=nl.add, operand1=logs)
+        nisa.dma_copy(dst=lse[row, head : head + 1], src=logs)
 
 
-def merge_cores(top, sums, unit):
-    """Both cores' parts, the same on both: weighted by how far each maximum lies below the common one."""
-    queries, width = sums.shape
-    mine = nl.ndarray((queries, width + 1), dtype=nl.float32, buffer=nl.sbuf)
-    other = nl.ndarray((queries, width + 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=mine[:, 0:width], src=sums)
-    nisa.tensor_copy(dst=mine[:, width : width + 1], src=top)
+def merge_cores(top, total, sums, unit):
+    """Both cores' states as one, on both: weighted by how far each maximum lies below the common one."""
+    part, pieces, queries = sums.shape
+    mine = nl.ndarray((128, pieces + 2, queries), dtype=nl.float32, buffer=nl.sbuf)
+    other = nl.ndarray((128, pieces + 2, queries), dtype=nl.float32, buffer=nl.sbuf)
+    # Lanes beyond the head size carry nothing, but must be written to be sent.
+    nisa.memset(dst=mine, value=0.0)
+    nisa.tensor_copy(dst=mine[0:part, 0:pieces, :], src=sums)
+    nisa.tensor_copy(dst=mine[:, pieces, :], src=total)
+    nisa.tensor_copy(dst=mine[:, pieces + 1, :], src=top)
     peer = 1 - nl.program_id(0)
     nisa.sendrecv(src=mine, dst=other, send_to_rank=peer, recv_from_rank=peer, pipe_id=0)
-    common = nl.ndarray((queries, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.tensor_tensor(dst=common, data1=top, data2=other[:, width : width + 1], op=nl.maximum)
-    merged = nl.ndarray((queries, width), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.memset(dst=merged, value=0.0)
-    for part in (mine, other):
-        weight = nl.ndarray((queries, 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_tensor(dst=weight, data1=part[:, width : width + 1], data2=common, op=nl.subtract)
+    common = nl.ndarray((128, queries), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.tensor_tensor(dst=common, data1=top, data2=other[:, pieces + 1, :], op=nl.maximum)
+    for state in (mine, other):
+        weight = nl.ndarray((128, queries), dtype=nl.float32, buffer=nl.sbuf)
+        nisa.tensor_tensor(dst=weight, data1=state[:, pieces + 1, :], data2=common, op=nl.subtract)
         nisa.activation(dst=weight, op=nl.exp, data=weight, scale=unit)
-        nisa.scalar_tensor_tensor(
-            dst=merged, data=part[:, 0:width], op0=nl.multiply, operand0=weight, op1=nl.add, operand1=merged
-        )
-    return common, merged
+        fade(state[:, 0 : pieces + 1, :], weight)
+    nisa.tensor_tensor(dst=mine, data1=mine, data2=other, op=nl.add)
+    return common, mine[:, pieces, :], mine[0:part, 0:pieces, :]

@@ -29,8 +29,8 @@ from inferlib.nki_kernels.simulator.tensor import NkiTensor
 STATIONARY_MAX, MOVING_MAX, VECTOR_TRANSPOSE_MAX = 128, 512, 32
 MATMUL_DTYPES = ("float32", "bfloat16", "float16", *dtypes.FLOAT8)
 SCALE_DTYPES = ("uint8", "float8_e8m0fnu")
-# Loading 128 stationary columns at four a cycle.
-LOAD_CYCLES = 32
+# Stationary columns are loaded four a cycle, while the product before them runs.
+LOADED_A_CYCLE = 4
 
 
 class matmul_perf_mode(Enum):
@@ -152,11 +152,11 @@ def _one_bank(what: str, dst: NkiTensor) -> None:
 
 
 def _count(core: Core, k: int, m: int, n: int, slowdown: int, depth: int) -> None:
-    cycles = max(n, LEAST_CYCLES)
+    cycles = max(n, m / LOADED_A_CYCLE, LEAST_CYCLES)
     core.counters.matmuls += 1
-    core.counters.matmul_slots += PARTITIONS * STATIONARY_MAX * depth * cycles
+    core.counters.matmul_slots += PARTITIONS * STATIONARY_MAX * depth * max(n, LEAST_CYCLES)
     core.counters.matmul_useful += k * m * n * depth
-    busy(core, Engine.tensor, (cycles + LOAD_CYCLES) * slowdown)
+    busy(core, Engine.tensor, cycles * slowdown)
 
 
 def nc_transpose(dst, data, engine=Engine.unknown, name=None):
@@ -180,6 +180,6 @@ def nc_transpose(dst, data, engine=Engine.unknown, name=None):
     write_raw(core, what, dst, np.ascontiguousarray(read_raw(core, what, data).T))
     if tensor:
         core.counters.matmuls += 1
-        busy(core, Engine.tensor, max(p, LEAST_CYCLES) + LOAD_CYCLES)
+        busy(core, Engine.tensor, max(p, LEAST_CYCLES))
     else:
         busy(core, Engine.vector, f)
