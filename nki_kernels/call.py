@@ -20,6 +20,8 @@ def call(kernel, lnc: int, results: Sequence[jax.ShapeDtypeStruct], *arrays: jax
     if not simulator.is_injected():
         return list(kernel[lnc](*arrays, **static))
 
+    simulator.check_inputs(*arrays)
+
     def run(*values):
         return kernel[lnc](*map(np.asarray, values), **static)
 

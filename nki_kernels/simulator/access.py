@@ -21,7 +21,7 @@ def operand(core: Core, what: str, tensor: object, buffers=EITHER, kinds: tuple[
     places = " or ".join(buffer.value for buffer in buffers)
     require(tensor.buffer in buffers, "buffer", f"{what} {tensor} must lie in {places}")
     require(tensor.ndim >= 2 and tensor.shape[0] <= PARTITIONS, "partitions", f"{what} {tensor}")
-    check_generation(core, tensor.dtype)
+    check_generation(core.generation, tensor.dtype)
     start, count = tensor.offset // tensor.row, tensor.shape[0]
     legal = (0,) if count > 64 else (0, 64) if count > 32 else (0, 32, 64, 96)
     require(start in legal, "partition-start", f"{what} {tensor} starts at partition {start}")

@@ -54,7 +54,7 @@ def dma_copy(
         require(isinstance(tensor, NkiTensor), "argument", f"{what} of {type(tensor).__name__}")
         require(tensor.buffer is not MemoryRegion.psum, "dma-psum", f"{what} of {tensor}")
         require(not tensor.on_chip or tensor.shape[0] <= PARTITIONS, "partitions", f"{what} of {tensor}")
-        check_generation(core, tensor.dtype)
+        check_generation(core.generation, tensor.dtype)
     require(dst.size == src.size, "element-count", f"{what} of {src} to {dst}")
     require(not (dst.is_indirect() and src.is_indirect()), "subset", f"{what} from and to indices")
     alike = dst.dtype == src.dtype

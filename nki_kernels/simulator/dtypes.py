@@ -49,11 +49,11 @@ def itemsize(dtype: str) -> int:
     return storage_dtype(dtype).itemsize
 
 
-def name_of(array: np.ndarray) -> str:
+def name_of(dtype: np.dtype) -> str:
     """NKI's dtype of a kernel's input."""
-    name = "bool_" if array.dtype == np.bool_ else array.dtype.name
+    name = "bool_" if dtype == np.bool_ else dtype.name
     if name not in STORAGE:
-        raise RuleError("dtype", f"a kernel's input is {array.dtype}, which NKI does not have")
+        raise RuleError("dtype", f"a kernel's input is {dtype}, which NKI does not have")
     return name
 
 

@@ -23,10 +23,11 @@ from inferlib.nki_kernels.simulator.access import (
     write_raw,
 )
 from inferlib.nki_kernels.simulator.machine import Core, Engine, current
-from inferlib.nki_kernels.simulator.operators import Operator
+from inferlib.nki_kernels.simulator.operators import OPERATORS, Operator
 from inferlib.nki_kernels.simulator.rules import require
 from inferlib.nki_kernels.simulator.tensor import MemoryRegion, NkiTensor
 
+EQUAL, MAXIMUM = OPERATORS["equal"], OPERATORS["maximum"]
 COMPARES = ("equal", "less", "less_equal", "greater", "greater_equal")
 
 
@@ -274,7 +275,7 @@ def range_select(
     bound1,
     reduce_cmd=reduce_cmd.reset_reduce,
     reduce_res=None,
-    reduce_op=None,
+    reduce_op=MAXIMUM,
     range_start=0,
     on_false_value=dtypes.FP32_MIN,
     name=None,
@@ -283,7 +284,7 @@ def range_select(
     core, what = current(), "range_select"
     for op in (comp_op0, comp_op1):
         require(_operator(what, op, ("arithmetic",)).name in COMPARES, "argument", f"{what} compares with {op!r}")
-    require(reduce_op is None or reduce_op.name == "maximum", "argument", f"{what} reduces with {reduce_op!r}")
+    require(reduce_op is MAXIMUM, "argument", f"{what} reduces with {reduce_op!r}")
     require(on_false_value == dtypes.FP32_MIN, "fill-value", f"{what} fills with {on_false_value}")
     operand(core, f"{what} on_true_tile", on_true_tile, kinds=dtypes.FLOATS)
     operand(core, f"{what} dst", dst)
@@ -308,13 +309,13 @@ def select_reduce(
     on_false,
     reduce_res=None,
     reduce_cmd=reduce_cmd.idle,
-    reduce_op=None,
+    reduce_op=MAXIMUM,
     reverse_pred=False,
     name=None,
 ):
     """dst = on_true where predicate else on_false, a number or a column."""
     core, what = current(), "select_reduce"
-    plain = reduce_res is None and reduce_cmd.name == "idle" and reduce_op is None and not reverse_pred
+    plain = reduce_res is None and reduce_cmd.name == "idle" and reduce_op is MAXIMUM and not reverse_pred
     require(plain, "subset", f"{what} with a reduction or a reversed predicate")
     operand(core, f"{what} predicate", predicate, kinds=("int8", "uint8", "int16", "uint16"))
     operand(core, f"{what} on_true", on_true, kinds=dtypes.FLOATS)
@@ -363,10 +364,9 @@ def iota(dst, pattern, offset=0, channel_multiplier=0, name=None):
     busy(core, Engine.gpsimd, free_size(dst))
 
 
-def affine_select(dst, pattern, channel_multiplier, on_true_tile, on_false_value, cmp_op=None, offset=0, name=None):
+def affine_select(dst, pattern, channel_multiplier, on_true_tile, on_false_value, cmp_op=EQUAL, offset=0, name=None):
     """dst = on_true_tile where the affine value of `iota` compares true with 0, else on_false_value."""
     core, what = current(), "affine_select"
-    require(cmp_op is not None, "subset", f"{what} without cmp_op")
     require(_operator(what, cmp_op, ("arithmetic",)).name in COMPARES, "argument", f"{what} compares with {cmp_op!r}")
     operand(core, f"{what} on_true_tile", on_true_tile, SBUF)
     operand(core, f"{what} dst", dst, SBUF)

@@ -32,8 +32,8 @@ class Kernel:
         _lint(self.function)
         generation, exchange = machine.generation(), machine.Exchange(self.lnc)
         cores = [machine.Core(i, self.lnc, generation, exchange) for i in range(self.lnc)]
-        args = [_argument(cores[0], value, f"argument {i}") for i, value in enumerate(args)]
-        kwargs = {name: _argument(cores[0], value, name) for name, value in kwargs.items()}
+        args = [_argument(generation, value, f"argument {i}") for i, value in enumerate(args)]
+        kwargs = {name: _argument(generation, value, name) for name, value in kwargs.items()}
         results: list = [None] * self.lnc
         if self.lnc == 1:
             _run(self.function, cores[0], args, kwargs, results)
@@ -62,16 +62,22 @@ def jit(fn=None, **kwargs):
     return Kernel(fn)
 
 
-def _argument(core: machine.Core, value: object, name: str):
+def check_inputs(*arrays) -> None:
+    """Refuse arrays whose dtype NKI or the target lacks, before anything is launched."""
+    for array in arrays:
+        check_generation(machine.generation(), dtypes.name_of(array.dtype))
+
+
+def _argument(generation: machine.Generation, value: object, name: str):
     """Arrays become HBM tensors; numbers, strings and tuples of them pass."""
     if isinstance(value, bool | int | float | str | type(None)):
         return value
     if isinstance(value, tuple):
-        return tuple(_argument(core, part, name) for part in value)
+        return tuple(_argument(generation, part, name) for part in value)
     require(hasattr(value, "__array__"), "argument", f"{name} of a kernel is a {type(value).__name__}")
     array = np.asarray(value)
-    dtype = dtypes.name_of(array)
-    check_generation(core, dtype)
+    dtype = dtypes.name_of(array.dtype)
+    check_generation(generation, dtype)
     require(array.ndim >= 1 and array.size > 0, "shape", f"{name} of a kernel has shape {array.shape}")
     strides = np.cumprod([1, *array.shape[:0:-1]])[::-1].tolist()
     return NkiTensor(Storage.of_input(array), dtype, array.shape, strides, name=name)
@@ -82,9 +88,9 @@ def _run(function: Callable, core: machine.Core, args, kwargs, results: list) ->
     try:
         results[core.index] = function(*args, **kwargs)
     except Exception as error:
-        core.exchange.barrier.abort()
         results[core.index] = error
     finally:
+        core.exchange.leave()
         machine.set_current(None)
 
 

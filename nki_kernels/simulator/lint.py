@@ -39,7 +39,7 @@ def _check_one(function: FunctionType, decorated: bool) -> list[FunctionType]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     where = f"{function.__name__}, {inspect.getsourcefile(function).rpartition('/')[2]}"
     _Checker(function, where).run(tree, decorated)
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names = {node.id for part in tree.body for node in ast.walk(part) if isinstance(node, ast.Name)}
     known = (function.__globals__.get(name) for name in sorted(names))
     return [value for value in known if isinstance(value, FunctionType)]
 

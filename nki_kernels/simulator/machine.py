@@ -123,27 +123,35 @@ class Core:
 
 
 class Exchange:
-    """What the cores of a launch share: HBM allocations, barriers and the tiles they send each other."""
-
-    SECONDS = 60.0
+    """What the cores of a launch share: HBM allocations, meetings and the tiles they send each other."""
 
     def __init__(self, count: int):
-        self.barrier = threading.Barrier(count)
+        self.count = count
         self.lock = threading.Lock()
         self.shared: list[tuple[tuple, object]] = []
         self.mail: dict[int, np.ndarray] = {}
-        self.place: dict[int, object] = {}
+        self._met = threading.Condition()
+        self._places: list[str] = []
+        self._turn, self._alike, self._left = 0, True, False
 
     def meet(self, core: Core, place: object) -> None:
         """Wait for the other core at `place`, which both must name alike."""
-        self.place[core.index] = place
-        try:
-            self.barrier.wait(self.SECONDS)
-            alike = len({repr(p) for p in self.place.values()}) == 1
-            self.barrier.wait(self.SECONDS)
-        except threading.BrokenBarrierError:
-            raise RuleError("core-pairing", f"core {core.index} waits at {place} and the other never comes") from None
+        with self._met:
+            turn = self._turn
+            self._places.append(repr(place))
+            if len(self._places) == self.count:
+                self._alike, self._places, self._turn = len(set(self._places)) == 1, [], turn + 1
+                self._met.notify_all()
+            self._met.wait_for(lambda: self._turn > turn or self._left)
+            met, alike = self._turn > turn, self._alike
+        require(met, "core-pairing", f"core {core.index} waits at {place} and the other never comes")
         require(alike, "core-pairing", f"core {core.index} is at {place}, the other elsewhere")
+
+    def leave(self) -> None:
+        """A core is done: nobody need wait for it."""
+        with self._met:
+            self._left = True
+            self._met.notify_all()
 
 
 _local = threading.local()

@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 
 from inferlib.nki_kernels.simulator import dtypes
-from inferlib.nki_kernels.simulator.machine import PARTITIONS, PSUM_BANK_BYTES, Core
+from inferlib.nki_kernels.simulator.machine import PARTITIONS, PSUM_BANK_BYTES, Core, Generation
 from inferlib.nki_kernels.simulator.rules import RuleError, SubsetError, require
 
 # States of a byte in HBM: written by core 0 or 1 since the last barrier, or seen by both. On chip: SETTLED is written.
@@ -289,7 +289,7 @@ def allocate(core: Core, shape, dtype: str, buffer: MemoryRegion, name: str) -> 
     """A fresh tensor, as `nl.ndarray`; both cores get the same one in shared HBM."""
     require(isinstance(buffer, MemoryRegion), "argument", f"buffer {buffer!r} is no memory region of nki.language")
     require(all(isinstance(n, int) and n > 0 for n in shape), "shape", f"ndarray of shape {shape}")
-    check_generation(core, dtype)
+    check_generation(core.generation, dtype)
     size, strides = dtypes.itemsize(dtype), [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     if buffer in ON_CHIP:
         require(len(shape) >= 2, "partitions", f"ndarray {list(shape)} in {buffer.value}")
@@ -313,6 +313,6 @@ def _shared(core: Core, key: tuple, row_bytes: int) -> Storage:
         return made[at][1]
 
 
-def check_generation(core: Core, dtype: str) -> None:
-    lacks = dtype in dtypes.ONLY_GEN4 and core.generation.number < 4
-    require(not lacks, "generation", f"{core.generation.name} has no {dtype}")
+def check_generation(generation: Generation, dtype: str) -> None:
+    lacks = dtype in dtypes.ONLY_GEN4 and generation.number < 4
+    require(not lacks, "generation", f"{generation.name} has no {dtype}")
