@@ -26,6 +26,20 @@ def is_float8(dtype):
     return dtype == nl.float8_e4m3 or dtype == nl.float8_e4m3fn or dtype == nl.float8_e5m2
 
 
+def unit_of(scale, softcap):
+    """What scores are multiplied by before the exponential: capped ones are tangents."""
+    if softcap > 0.0:
+        return softcap
+    return scale
+
+
+def work_dtype(cache):
+    """What keys and weights are multiplied in: the cache's dtype, bfloat16 for float8."""
+    if is_float8(cache.dtype):
+        return nl.bfloat16
+    return cache.dtype
+
+
 def cut_slots(slots, cores, core):
     """[(start, partitions, tiles)]: the blocks of a contiguous cache that this core reads, in turn with the other."""
     tiles = slots // 128
@@ -144,3 +158,56 @@ def spread(column, width):
     made = nl.ndarray((column.shape[0], width), dtype=nl.float32, buffer=nl.sbuf)
     nisa.tensor_copy(dst=made, src=column.broadcast(1, width))
     return made
+
+
+def turn_queries(queries, work):
+    """[n, h] in HBM, n <= 128 -> [h / pieces, pieces, n] in SBUF: sizes on partitions, at most 128 of them."""
+    n, size = queries.shape
+    pieces = (size + 127) // 128
+    part = size // pieces
+    held = nl.ndarray((n, size), dtype=queries.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=held, src=queries)
+    cast = nl.ndarray((n, size), dtype=work, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=cast, src=held)
+    turned = nl.ndarray((part, pieces, n), dtype=work, buffer=nl.sbuf)
+    for piece in range(pieces):
+        moved = nl.ndarray((part, n), dtype=work, buffer=nl.psum)
+        nisa.nc_transpose(dst=moved, data=cast[:, piece * part : (piece + 1) * part], engine=nisa.engine.tensor)
+        nisa.tensor_copy(dst=turned[:, piece, :], src=moved)
+    return turned
+
+
+def guard_keys(held, live, work):
+    """Keys that `turn_keys` can take: those in float8 are turned by a product, which garbage would spread in."""
+    if held.dtype == work:
+        return held
+    keys = nl.ndarray(held.shape, dtype=held.dtype, buffer=nl.sbuf)
+    clear_unseen(keys, held, live)
+    return keys
+
+
+def keys_a_bank(keys, work):
+    """Tiles of keys whose transposes fill a PSUM bank: the keys' own dtype, or products in float32."""
+    pieces = (keys.shape[2] + 127) // 128
+    if keys.dtype == work and work != nl.float32:
+        return 8 // pieces
+    return 4 // pieces
+
+
+def turn_keys(flipped, keys, eye):
+    """flipped [h / pieces, pieces, tiles * 128] = keys [128, tiles, h] transposed, through one PSUM bank."""
+    part, pieces, _ = flipped.shape
+    exact = keys.dtype == flipped.dtype
+    kind = nl.float32
+    if exact:
+        kind = keys.dtype
+    moved = nl.ndarray(flipped.shape, dtype=kind, buffer=nl.psum)
+    for tile in range(keys.shape[1]):
+        for piece in range(pieces):
+            target = moved[:, piece, tile * 128 : (tile + 1) * 128]
+            source = keys[:, tile, piece * part : (piece + 1) * part]
+            if exact:
+                nisa.nc_transpose(dst=target, data=source, engine=nisa.engine.tensor)
+            else:
+                nisa.nc_matmul(dst=target, stationary=source, moving=eye, accumulate=False)
+    nisa.tensor_copy(dst=flipped, src=moved, engine=nisa.engine.scalar)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from inferlib.nki_kernels import simulator
+
+
+def is_gen4() -> bool:
+    """Whether kernels are compiled for trn3, as the stand-in's session or the vendor's variable says."""
+    if simulator.is_injected():
+        return simulator.generation().number == 4
+    return os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE") in ("trn3", "gen4")
 
 
 def call(kernel, lnc: int, results: Sequence[jax.ShapeDtypeStruct], *arrays: jax.Array, **static) -> list[jax.Array]:

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import jax
 import ml_dtypes
 import numpy as np
 
+from inferlib.nki_kernels import mx_pack
+from inferlib.nki_kernels.call import is_gen4
 from inferlib.nki_kernels.flash_decode import flash_decode
+from inferlib.nki_kernels.flash_prefill import flash_prefill
+from inferlib.nki_kernels.mx_matmul import mx_matmul
 
 # Of outputs of unit scale: what rounding keys' products, probabilities and results to the dtype may add up to.
 TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "float8_e4m3": 3e-2, "float8_e4m3fn": 3e-2}
@@ -110,14 +115,100 @@ def attention(q, k, v, scale, softcap, sinks) -> tuple[np.ndarray, np.ndarray]:
     return np.einsum("kgs,ksh->kgh", np.exp(s - top), v) / total[..., None], top[..., 0] + np.log(total)
 
 
-def worst(got, want: np.ndarray, tolerance: float) -> float:
-    """Greatest |got - want| / (tolerance * (1 + |want|)); infinities must agree, NaN never does."""
+@dataclass(frozen=True)
+class Prefill:
+    """flash_prefill of one chunk of `width` tokens from each start, chunk p in row P - p of the cache."""
+
+    name: str
+    starts: tuple[int, ...]
+    width: int = 20
+    kv_heads: int = 1
+    group: int = 2
+    size: int = 64
+    slots: int = 300
+    dtype: str = "float32"
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    ring: bool = False
+    limit: int | None = None
+
+    @property
+    def only_gen4(self) -> bool:
+        return self.dtype == "float8_e4m3fn"
+
+    def run(self, lnc: int, seed: int = 0) -> float:
+        """The greatest error of outputs and log-sum-exps, in units of the tolerance."""
+        rng = np.random.default_rng(seed)
+        dtype, chunks = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype)), len(self.starts)
+        kind = dtype if dtype.itemsize > 1 else ml_dtypes.bfloat16
+        heads, scale = (self.kv_heads, self.group), self.size**-0.5
+        q = rng.normal(size=(chunks, self.width, *heads, self.size)).astype(kind)
+        sinks = rng.normal(size=heads).astype(np.float32) if self.sinks else None
+        k, v = np.full((2, chunks + 1, self.kv_heads, self.slots, self.size), np.nan).astype(dtype)
+        v[..., ::2, :] = np.inf
+        want, want_lse = np.zeros(q.shape), np.zeros(q.shape[:4])
+        rows = np.arange(chunks, 0, -1, dtype=np.int32)
+        for chunk, start in enumerate(self.starts):
+            reach = start + self.width if self.window is None else self.window
+            held = range(max(0, start + 1 - reach), start + self.width)
+            keys, values = rng.normal(size=(2, self.kv_heads, len(held), self.size)).astype(dtype)
+            at = [p % self.slots if self.ring else p for p in held]
+            k[rows[chunk]][:, at], v[rows[chunk]][:, at] = keys, values
+            for i in range(self.width):
+                seen = slice(max(0, start + i + 1 - reach) - held[0], start + i + 1 - held[0])
+                want[chunk, i], want_lse[chunk, i] = attention(
+                    *(x.astype(np.float64) for x in (q[chunk, i], keys[:, seen], values[:, seen])),
+                    scale, self.softcap, sinks,
+                )  # fmt: skip
+        positions = np.array(self.starts, np.int32)[:, None] + np.arange(self.width, dtype=np.int32)
+        options = dict(scale=scale, window=self.window, softcap=self.softcap, ring=self.ring, limit=self.limit, lnc=lnc)
+        out, lse = jax.jit(partial(flash_prefill, **options))(q, k, v, rows, positions, sinks=sinks)
+        return max(worst(out, want, TOLERANCE[self.dtype]), worst(lse, want_lse, TOLERANCE[self.dtype]))
+
+
+@dataclass(frozen=True)
+class Mx:
+    """mx_matmul of `tokens` x `inner` by `inner` x `outer`; packed: activations come in this element of MX too."""
+
+    name: str
+    tokens: int
+    inner: int
+    outer: int
+    element: str
+    packed: str | None = None
+    only_gen4: ClassVar[bool] = False
+
+    def run(self, lnc: int, seed: int = 0) -> float:
+        """The greatest error in units of a bfloat16's rounding, against the product of the quantised values."""
+        rng, old = np.random.default_rng(seed), not is_gen4()
+        x = rng.normal(size=(self.tokens, self.inner)).astype(ml_dtypes.bfloat16)
+        w, scales = mx_pack.quantise(rng.normal(size=(self.inner, self.outer)), self.element)
+        w, scales = mx_pack.for_trn2(w, scales) if old else (w, scales)
+        turned, given = x.T.astype(np.float32), None
+        if self.packed:
+            given = mx_pack.quantise(turned, self.packed)
+            given = mx_pack.for_trn2(*given) if old else given
+            turned = mx_pack.dequantise(*given)
+        elif not old:
+            turned = mx_pack.dequantise(*mx_pack.quantise(turned, "float8_e4m3fn", headroom=1))
+        run = jax.jit(partial(mx_matmul, element=self.element, x_element=self.packed, lnc=lnc))
+        if given is None:
+            got = run(x, mx_pack.pack(w), scales)
+        else:
+            got = run(mx_pack.pack(given[0]), mx_pack.pack(w), scales, x_scales=given[1])
+        want = turned.astype(np.float64).T @ mx_pack.dequantise(w, scales)
+        return worst(got, want, 2.0**-8, floor=0.02 * self.inner**0.5)
+
+
+def worst(got, want: np.ndarray, tolerance: float, floor: float = 1.0) -> float:
+    """Greatest |got - want| / (tolerance * (floor + |want|)); infinities must agree, NaN never does."""
     got = np.asarray(got).astype(np.float64)
     finite = np.isfinite(want)
     if not np.array_equal(got[~finite], want[~finite]) or not np.isfinite(got[finite]).all():
         return float("inf")
     got, want = got[finite], want[finite]
-    return float((np.abs(got - want) / (tolerance * (1 + np.abs(want)))).max(initial=0))
+    return float((np.abs(got - want) / (tolerance * (floor + np.abs(want)))).max(initial=0))
 
 
 DECODE = (
@@ -151,3 +242,35 @@ DECODE = (
     Decode("pages of 4096", (4000, 8192), slots=8192, page=4096, dtype="bfloat16"),
     Decode("many pages, few live", (33, 4096), slots=4096, page=16, dtype="float8_e4m3"),
 )
+
+PREFILL = (
+    Prefill("prefill at several starts", (0, 1, 107, 280)),
+    Prefill("prefill of one token", (0, 130), width=1, group=1),
+    Prefill("prefill of several tiles of queries", (3,), width=100, group=3, kv_heads=2, slots=128),
+    Prefill("prefill, head size 128, bfloat16", (0, 200), size=128, dtype="bfloat16", softcap=20.0, sinks=True),
+    Prefill("prefill, head size 80", (5,), size=80, slots=130),
+    Prefill("prefill, head size 256", (5,), size=256, slots=64),
+    Prefill("prefill, float8_e4m3", (0, 100), dtype="float8_e4m3", size=128),
+    Prefill("prefill, float8_e4m3fn", (100,), dtype="float8_e4m3fn"),
+    Prefill("prefill, window", (0, 30, 250), window=33),
+    Prefill("prefill, ring", (0, 40, 41, 70, 1000), slots=60, window=33, ring=True),
+    Prefill("prefill, ring of several tiles", (500,), slots=200, window=170, ring=True, sinks=True),
+    Prefill("prefill, sinks", (0, 250), sinks=True),
+    Prefill("prefill, limit", (0, 100), limit=125),
+    Prefill("prefill, two steps of the online softmax", (2080,), slots=2112, dtype="bfloat16", window=1500),
+)
+FP8, E5M2, FP4 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
+MX = (
+    Mx("mxfp8, whole tiles", 128, 512, 512, FP8),
+    Mx("mxfp4, whole tiles", 128, 512, 1024, FP4),
+    Mx("mxfp8, one token, K of 32", 1, 32, 40, FP8),
+    Mx("mxfp4, odd tokens, tails everywhere", 7, 1056, 1100, FP4),
+    Mx("mxfp8 e5m2, tails everywhere", 131, 672, 513, E5M2),
+    Mx("mxfp8, more tokens than share the weights", 300, 96, 72, FP8),
+    Mx("mxfp4, K of many tiles", 2, 4640, 64, FP4),
+    Mx("mxfp8 by mxfp8", 33, 1120, 520, FP8, packed=FP8),
+    Mx("mxfp4 by mxfp8 e5m2", 5, 544, 520, FP4, packed=E5M2),
+    Mx("mxfp4 by mxfp4", 2, 512, 64, FP4, packed=FP4),
+)
+
+ALL = (*DECODE, *PREFILL, *MX)

@@ -21,12 +21,17 @@ from inferlib.nki_kernels.attention_tiles import (
     clear_unseen,
     cut_pages,
     cut_slots,
+    guard_keys,
     identity,
-    is_float8,
+    keys_a_bank,
     load_spans,
     mark_span,
     slot_positions,
     spread,
+    turn_keys,
+    turn_queries,
+    unit_of,
+    work_dtype,
 )
 from inferlib.nki_kernels.call import call
 
@@ -237,13 +242,6 @@ def load_block(tile, cache, row, head, block, i, index, paged):
         nisa.dma_copy(dst=tile[0:lanes, 0:tiles, :], src=held.reshape((lanes, tiles, size)))
 
 
-def unit_of(scale, softcap):
-    """What scores are multiplied by before the exponential: capped ones are tangents."""
-    if softcap > 0.0:
-        return softcap
-    return scale
-
-
 def start_state(sinks, head, shape):
     """(top, total, sums) of no slots. All lie as [128 lanes, ..., R]: the greatest score in units of the product and
     the sum of probabilities, the same in every lane; sums of values [h / pieces, pieces, R]. A sink counts as a slot.
@@ -266,10 +264,8 @@ def attend(q, k, v, row, head, blocks, seen, live, index, buffers, eye, state, s
     """Take the blocks of one row and KV head into the state, CHUNK_TILES tiles a step of the online softmax."""
     top, total, sums = state
     queries = q.shape[2]
-    work = k.dtype
-    if is_float8(k.dtype):
-        work = nl.bfloat16
-    turned = load_queries(q, row, head, work)
+    work = work_dtype(k)
+    turned = turn_queries(q[row, head], work)
     first = 0
     tile = 0
     while first < len(blocks):
@@ -318,52 +314,17 @@ def attend(q, k, v, row, head, blocks, seen, live, index, buffers, eye, state, s
         first = last
 
 
-def load_queries(q, row, head, work):
-    """[h / pieces, pieces, R]: the queries of a KV head, sizes on partitions, at most 128 of them."""
-    queries, size = q.shape[2], q.shape[3]
-    pieces = (size + 127) // 128
-    part = size // pieces
-    held = nl.ndarray((queries, size), dtype=q.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=q[row, head])
-    cast = nl.ndarray((queries, size), dtype=work, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=cast, src=held)
-    turned = nl.ndarray((part, pieces, queries), dtype=work, buffer=nl.sbuf)
-    for piece in range(pieces):
-        moved = nl.ndarray((part, queries), dtype=work, buffer=nl.psum)
-        nisa.nc_transpose(dst=moved, data=cast[:, piece * part : (piece + 1) * part], engine=nisa.engine.tensor)
-        nisa.tensor_copy(dst=turned[:, piece, :], src=moved)
-    return turned
-
-
 def score_block(scores, held, turned, seen, live, eye, work, scale, softcap):
     """scores [128, tiles, R] = keys [128, tiles, h] times queries, the least float32 where a query does not see."""
     tiles = held.shape[1]
     part, pieces, queries = turned.shape
     tokens = seen.shape[2]
-    keys = held
-    kind = work
-    if held.dtype != work:
-        # Keys in float8 are transposed by a product with the identity, which garbage would spread in.
-        keys = nl.ndarray(held.shape, dtype=held.dtype, buffer=nl.sbuf)
-        clear_unseen(keys, held, live)
-        kind = nl.float32
-    group = 8
-    if kind == nl.float32:
-        group = 4
-    group = max(1, min(group // pieces, 512 // queries))
+    keys = guard_keys(held, live, work)
+    group = max(1, min(keys_a_bank(keys, work), 512 // queries))
     for start in range(0, tiles, group):
         n = min(group, tiles - start)
-        moved = nl.ndarray((part, pieces, n * 128), dtype=kind, buffer=nl.psum)
-        for i in range(n):
-            for piece in range(pieces):
-                target = moved[:, piece, i * 128 : (i + 1) * 128]
-                source = keys[:, start + i, piece * part : (piece + 1) * part]
-                if held.dtype == work:
-                    nisa.nc_transpose(dst=target, data=source, engine=nisa.engine.tensor)
-                else:
-                    nisa.nc_matmul(dst=target, stationary=source, moving=eye, accumulate=False)
         flipped = nl.ndarray((part, pieces, n * 128), dtype=work, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=flipped, src=moved, engine=nisa.engine.scalar)
+        turn_keys(flipped, keys[:, start : start + n, :], eye)
         raw = nl.ndarray((128, n, queries), dtype=nl.float32, buffer=nl.psum)
         for i in range(n):
             for piece in range(pieces):

@@ -13,10 +13,20 @@ from types import ModuleType
 
 from inferlib.nki_kernels.simulator import isa, language, launch
 from inferlib.nki_kernels.simulator.launch import check_inputs
-from inferlib.nki_kernels.simulator.machine import Counters, Session, session
+from inferlib.nki_kernels.simulator.machine import Counters, Session, generation, session
 from inferlib.nki_kernels.simulator.rules import RULES, RuleError, SubsetError
 
-__all__ = ["RULES", "Counters", "RuleError", "Session", "check_inputs", "inject", "is_injected", "session"]
+__all__ = [
+    "RULES",
+    "Counters",
+    "RuleError",
+    "Session",
+    "check_inputs",
+    "generation",
+    "inject",
+    "is_injected",
+    "session",
+]
 
 
 def inject() -> None:

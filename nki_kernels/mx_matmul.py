@@ -1,0 +1,370 @@
+"""Matrix products with MXFP8 and MXFP4 weights (OCP MX v1.0), read from HBM as packed as they are stored.
+
+Trn3 multiplies packed operands (`nc_matmul_mx`); its activations are quantised to MXFP8 on the Vector engine unless
+they come in MX. Trn2 has no such product: tiles are dequantised to bfloat16 in SBUF, and HBM traffic is the same.
+
+Packed: k = 4 * row + element, element 0 in the low bits, so that a row holds 4 neighbours and 8 rows share a scale.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import nki
+import nki.isa as nisa
+import nki.language as nl
+
+from inferlib.nki_kernels.call import call
+
+ELEMENTS = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn")
+GROUP = 32
+# K of one product: 128 partitions of 4.
+TILE_K = 512
+# Tiles of K that are loaded at once, and tokens that share one reading of the weights.
+LOADED_TILES, TOKENS = 8, 256
+# A nibble with its bits in the places of an e4m3: smaller by this power of two.
+NIBBLE_SHIFT = 6.0
+
+
+def mx_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    scales: jax.Array,
+    *,
+    element: str,
+    x_scales: jax.Array | None = None,
+    x_element: str | None = None,
+    lnc: int = 1,
+) -> jax.Array:
+    """x [M, K] bfloat16 times w -> [M, N] bfloat16, accumulated in float32; K a multiple of 32.
+
+    w [K / 4, N]: four elements in uint32 (float8) or uint16 (float4), `element` one of ELEMENTS; scales [K / 32, N]
+    uint8, a factor of 2**(s - 127). For trn2 float8_e4m3fn weights are stored by `mx_pack.for_trn2`. x_scales,
+    x_element: x is in MX too, [K / 4, M] packed, scales [K / 32, M]. lnc: physical cores, each takes strips of N.
+    """
+    if element not in ELEMENTS or (x_scales is not None and x_element not in ELEMENTS):
+        raise ValueError(f"elements {element!r} and {x_element!r}: MX has {', '.join(ELEMENTS)}")
+    if (x_scales is None) != (x_element is None):
+        raise ValueError("x in MX needs both x_scales and x_element")
+    k, n = 4 * w.shape[0], w.shape[1]
+    m = x.shape[0] if x_scales is None else x.shape[1]
+    if k % GROUP or scales.shape != (k // GROUP, n) or scales.dtype != jnp.uint8:
+        raise ValueError(f"w {w.shape} of K {k} needs uint8 scales [K / 32, {n}], K a multiple of 32: {scales.shape}")
+    _check_packed("w", w, element)
+    result = (jax.ShapeDtypeStruct((m, n), jnp.bfloat16),)
+    if x_scales is None:
+        if x.shape != (m, k) or x.dtype != jnp.bfloat16:
+            raise ValueError(f"x {x.shape} {x.dtype} must be bfloat16 [M, {k}]")
+        return call(kernel, lnc, result, x, w, scales, element=element)[0]
+    _check_packed("x", x, x_element)
+    if x.shape[0] != w.shape[0] or x_scales.shape != (k // GROUP, m) or x_scales.dtype != jnp.uint8:
+        raise ValueError(f"x {x.shape} and its scales {x_scales.shape} do not match w {w.shape}")
+    return call(kernel_mx, lnc, result, x, x_scales, w, scales, x_element=x_element, element=element)[0]
+
+
+def _check_packed(name: str, packed: jax.Array, element: str) -> None:
+    want = jnp.uint16 if element == "float4_e2m1fn" else jnp.uint32
+    if packed.dtype != want:
+        raise ValueError(f"{name} of four {element} is stored in {jnp.dtype(want)}, not {packed.dtype}")
+
+
+@nki.jit
+def kernel(x, w, scales, element):
+    """x [M, K] bfloat16, w [K / 4, N], scales [K / 32, N] -> (y [M, N] bfloat16,)."""
+    tokens, features = x.shape[0], w.shape[1]
+    y = nl.ndarray((tokens, features), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    for first in range(0, tokens, TOKENS):
+        operands = []
+        for start in range(first, min(first + TOKENS, tokens), 128):
+            held = turn_activations(x, start, min(128, tokens - start))
+            if nisa.get_nc_version() == nisa.nc_version.gen4:
+                held = quantise(held)
+            operands.append(held)
+        multiply(y, first, operands, w, scales, element, nl.float8_e4m3fn_x4)
+    return (y,)
+
+
+@nki.jit
+def kernel_mx(x, x_scales, w, scales, x_element, element):
+    """x [K / 4, M] packed, x_scales [K / 32, M], w [K / 4, N], scales [K / 32, N] -> (y [M, N] bfloat16,)."""
+    tokens, features, rows = x.shape[1], w.shape[1], w.shape[0]
+    y = nl.ndarray((tokens, features), dtype=nl.bfloat16, buffer=nl.shared_hbm)
+    for first in range(0, tokens, TOKENS):
+        operands = []
+        for start in range(first, min(first + TOKENS, tokens), 128):
+            here = min(128, tokens - start)
+            tiles = (rows + 127) // 128
+            held = load_packed(x, x_scales, 0, tiles, start, here, here + here % 2)
+            if nisa.get_nc_version() != nisa.nc_version.gen4:
+                turned = nl.ndarray((128, tiles, 4, here), dtype=nl.bfloat16, buffer=nl.sbuf)
+                for tile in range(tiles):
+                    dequantise(turned[:, tile, :, :], held, tile, rows - tile * 128, x_element, group_rows())
+                held = (turned,)
+            operands.append(held)
+        multiply(y, first, operands, w, scales, element, packed_dtype(x_element))
+    return (y,)
+
+
+def packed_dtype(element):
+    if element == "float4_e2m1fn":
+        return nl.float4_e2m1fn_x4
+    if element == "float8_e5m2":
+        return nl.float8_e5m2_x4
+    return nl.float8_e4m3fn_x4
+
+
+def whole_quadrants(lanes):
+    """MX operands have a multiple of 32 partitions, at most 128."""
+    return min(128, (lanes + 31) // 32 * 32)
+
+
+def turn_activations(x, start, tokens):
+    """([128, K tiles, M, 4] bfloat16,) in SBUF: lane p of tile t holds k = 512 t + 4 p + element; zeros beyond K.
+
+    On trn2 [128, K tiles, 4, M]: each element is a stationary operand of its own.
+    """
+    size = x.shape[1]
+    tiles = (size + TILE_K - 1) // TILE_K
+    quad = nisa.get_nc_version() == nisa.nc_version.gen4
+    even = tokens + tokens % 2
+    natural = nl.ndarray((tokens, size), dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=natural, src=x[start : start + tokens, :])
+    if quad:
+        turned = nl.ndarray((128, tiles, even, 4), dtype=x.dtype, buffer=nl.sbuf)
+        if size % TILE_K > 0:
+            nisa.memset(dst=turned[:, tiles - 1, :, :], value=0.0)
+        if even > tokens:
+            nisa.memset(dst=turned[:, :, tokens:even, :], value=0.0)
+    else:
+        turned = nl.ndarray((128, tiles, 4, tokens), dtype=x.dtype, buffer=nl.sbuf)
+    for tile in range(tiles):
+        lanes = min(128, (size - tile * TILE_K) // 4)
+        moved = nl.ndarray((lanes, 4, tokens), dtype=x.dtype, buffer=nl.psum)
+        for element in range(4):
+            first = tile * TILE_K + element
+            source = natural[:, first : first + 4 * (lanes - 1) + 1 : 4]
+            nisa.nc_transpose(dst=moved[:, element, :], data=source, engine=nisa.engine.tensor)
+        if quad:
+            nisa.tensor_copy(dst=turned[0:lanes, tile, 0:tokens, :], src=moved.permute((0, 2, 1)))
+        else:
+            nisa.tensor_copy(dst=turned[0:lanes, tile, :, :], src=moved)
+    return (turned,)
+
+
+def quantise(held):
+    """([128, K tiles, M] packed MXFP8, scales of the same shape)."""
+    turned = held[0]
+    tiles, tokens = turned.shape[1], turned.shape[2]
+    data = nl.ndarray((128, tiles, tokens), dtype=nl.float8_e4m3fn_x4, buffer=nl.sbuf)
+    scale = nl.ndarray((128, tiles, tokens), dtype=nl.uint8, buffer=nl.sbuf)
+    written = turned.flatten_dims(2, 3)
+    for tile in range(tiles):
+        nisa.quantize_mx(dst=data[:, tile, :], src=written[:, tile, :], dst_scale=scale[:, tile, :])
+    return data, scale
+
+
+def load_packed(packed, scales, first, tiles, start, columns, width):
+    """(data [128, tiles, width], scales): K tiles from `first` and columns from `start`, zeros beyond either.
+
+    Scales lie as nc_matmul_mx wants them, four rows at the start of each quadrant, or on trn2 as rows 0 to 15.
+    """
+    quad = nisa.get_nc_version() == nisa.nc_version.gen4
+    rows = min(tiles * 128, packed.shape[0] - first * 128)
+    whole = rows // 128
+    data = nl.ndarray((128, tiles, width), dtype=packed.dtype, buffer=nl.sbuf)
+    scale = nl.ndarray((128, tiles, width), dtype=nl.uint8, buffer=nl.sbuf)
+    if width > columns:
+        nisa.memset(dst=data[:, :, columns:width], value=0)
+        nisa.memset(dst=scale[:, :, columns:width], value=0)
+    if rows % 128 > 0:
+        nisa.memset(dst=data[:, whole, :], value=0)
+        nisa.memset(dst=scale[:, whole, :], value=0)
+    top = first * 128
+    if whole > 0:
+        held = packed[top : top + whole * 128, start : start + columns].reshape_dim(0, (whole, 128))
+        nisa.dma_copy(dst=data[:, 0:whole, 0:columns], src=held.permute((1, 0, 2)))
+        above = scales[top // 8 : top // 8 + whole * 16, start : start + columns].reshape_dim(0, (whole, 16))
+        if quad:
+            for quadrant in range(4):
+                nisa.dma_copy(
+                    dst=scale[32 * quadrant : 32 * quadrant + 4, 0:whole, 0:columns],
+                    src=above[:, 4 * quadrant : 4 * quadrant + 4, :].permute((1, 0, 2)),
+                )
+        else:
+            nisa.dma_copy(dst=scale[0:16, 0:whole, 0:columns], src=above.permute((1, 0, 2)))
+    if rows % 128 > 0:
+        top = top + whole * 128
+        lanes = rows % 128
+        nisa.dma_copy(dst=data[0:lanes, whole, 0:columns], src=packed[top : top + lanes, start : start + columns])
+        for group in range(0, lanes // 8, 4):
+            here = min(4, lanes // 8 - group)
+            lane = group
+            if quad:
+                lane = group * 8
+            nisa.dma_copy(
+                dst=scale[lane : lane + here, whole, 0:columns],
+                src=scales[top // 8 + group : top // 8 + group + here, start : start + columns],
+            )
+    return data, scale
+
+
+def multiply(y, first, operands, w, scales, element, kind):
+    """y[first:] = operands, tiles of up to 128 tokens, times w: strips of columns, each core every other."""
+    rows, features = w.shape
+    quad = nisa.get_nc_version() == nisa.nc_version.gen4
+    strip = 512
+    if quad and element == "float4_e2m1fn":
+        strip = 1024
+    spread = group_rows()
+    tiles = (rows + 127) // 128
+    turn = 0
+    for start in range(0, features, strip):
+        columns = min(strip, features - start)
+        if turn % nl.num_programs() == nl.program_id(0):
+            sums = []
+            for _ in range(len(operands) * ((columns + 511) // 512)):
+                sums.append(nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.psum))
+            for tile in range(0, tiles, LOADED_TILES):
+                loaded = min(LOADED_TILES, tiles - tile)
+                weights = load_packed(w, scales, tile, loaded, start, columns, columns)
+                for i in range(loaded):
+                    lanes = min(128, rows - (tile + i) * 128)
+                    if quad:
+                        add_product_mx(sums, operands, weights, tile, i, lanes, columns, element, kind)
+                    else:
+                        add_product(sums, operands, weights, tile, i, lanes, columns, element, spread)
+            store(y, first, start, columns, sums, len(operands))
+        turn = turn + 1
+
+
+def add_product_mx(sums, operands, weights, tile, i, lanes, columns, element, kind):
+    """Add the product of K tile `tile + i`, packed operands and all."""
+    lanes = whole_quadrants(lanes)
+    data, scale = weights
+    packed = data.view(packed_dtype(element))
+    for m in range(len(operands)):
+        held, held_scale = operands[m]
+        stationary = held
+        if held.dtype != kind:
+            stationary = held.view(kind)
+        for at in range(0, columns, 512):
+            here = min(512, columns - at)
+            nisa.nc_matmul_mx(
+                dst=sums[at // 512 * len(operands) + m][0 : held.shape[2], 0:here],
+                stationary=stationary[0:lanes, tile + i, :],
+                moving=packed[0:lanes, i, at : at + here],
+                stationary_scale=held_scale[0:lanes, tile + i, :],
+                moving_scale=scale[0:lanes, i, at : at + here],
+                accumulate=tile + i > 0,
+            )
+
+
+def add_product(sums, operands, weights, tile, i, lanes, columns, element, spread):
+    """The same through bfloat16."""
+    values = nl.ndarray((128, 4, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
+    dequantise(values, weights, i, lanes, element, spread)
+    for m in range(len(operands)):
+        turned = operands[m][0]
+        for k in range(4):
+            nisa.nc_matmul(
+                dst=sums[m][0 : turned.shape[3], 0:columns],
+                stationary=turned[0:lanes, tile + i, k, :],
+                moving=values[0:lanes, k, :],
+                accumulate=tile + i + k > 0,
+            )
+
+
+def group_rows():
+    """[16, 128] bfloat16: one where lane p belongs to scale row p // 8. A product with it repeats rows 8 times."""
+    ones = nl.ndarray((16, 128), dtype=nl.bfloat16, buffer=nl.sbuf)
+    made = nl.ndarray((16, 128), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=ones, value=1.0)
+    nisa.affine_select(
+        dst=made,
+        pattern=[[1, 128]],
+        channel_multiplier=-8,
+        on_true_tile=ones,
+        on_false_value=0.0,
+        cmp_op=nl.greater_equal,
+        offset=0,
+    )
+    nisa.affine_select(
+        dst=made,
+        pattern=[[-1, 128]],
+        channel_multiplier=8,
+        on_true_tile=made,
+        on_false_value=0.0,
+        cmp_op=nl.greater_equal,
+        offset=7,
+    )
+    return made
+
+
+def dequantise(values, weights, tile, lanes, element, spread):
+    """values [128, 4, columns] bfloat16: K tile `tile` of loaded weights, its first `lanes` lanes, for trn2."""
+    data, scale = weights
+    lanes = min(128, lanes)
+    columns = values.shape[2]
+    groups = lanes // 8
+    shift = 0.0
+    if element == "float4_e2m1fn":
+        shift = NIBBLE_SHIFT
+    # A scale is the exponent of a bfloat16.
+    exponents = nl.ndarray((16, columns), dtype=nl.uint16, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=exponents[0:groups], data=scale[0:groups, tile, 0:columns], op0=nl.add, operand0=shift)
+    nisa.tensor_scalar(dst=exponents[0:groups], data=exponents[0:groups], op0=nl.left_shift, operand0=7)
+    factors = nl.ndarray((128, columns), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_matmul(
+        dst=factors[0:lanes, :],
+        stationary=spread[0:groups, 0:lanes],
+        moving=exponents.view(nl.bfloat16)[0:groups, :],
+        accumulate=False,
+    )
+    if element == "float4_e2m1fn":
+        even, odd = unpack_nibbles(data, tile, lanes, columns)
+        scale_elements(values[0:lanes, 0:4:2, :], even, factors, lanes, nl.float8_e4m3)
+        scale_elements(values[0:lanes, 1:4:2, :], odd, factors, lanes, nl.float8_e4m3)
+    elif element == "float8_e5m2":
+        scale_elements(values[0:lanes], data[0:lanes, tile, 0:columns], factors, lanes, nl.float8_e5m2)
+    else:
+        scale_elements(values[0:lanes], data[0:lanes, tile, 0:columns], factors, lanes, nl.float8_e4m3)
+
+
+def unpack_nibbles(data, tile, lanes, columns):
+    """Nibbles 0 and 2, and 1 and 3, of [lanes, columns] uint16 as two bytes of e4m3 each."""
+    held = data[0:lanes, tile, 0:columns]
+    made = []
+    for odd in range(2):
+        # Sign to bit 7 of its byte, exponent and mantissa to bits 4 to 2.
+        sign = nl.ndarray((lanes, columns), dtype=nl.uint16, buffer=nl.sbuf)
+        rest = nl.ndarray((lanes, columns), dtype=nl.uint16, buffer=nl.sbuf)
+        if odd == 0:
+            nisa.tensor_scalar(dst=sign, data=held, op0=nl.bitwise_and, operand0=2056, op1=nl.left_shift, operand1=4)
+            nisa.tensor_scalar(dst=rest, data=held, op0=nl.bitwise_and, operand0=1799, op1=nl.left_shift, operand1=2)
+        else:
+            nisa.tensor_scalar(dst=sign, data=held, op0=nl.bitwise_and, operand0=32896)
+            nisa.tensor_scalar(dst=rest, data=held, op0=nl.bitwise_and, operand0=28784, op1=nl.right_shift, operand1=2)
+        nisa.tensor_tensor(dst=rest, data1=rest, data2=sign, op=nl.bitwise_or)
+        made.append(rest)
+    return made[0], made[1]
+
+
+def scale_elements(values, packed, factors, lanes, kind):
+    """values [lanes, e, columns] = the e float8 elements of packed [lanes, columns] times factors [lanes, columns]."""
+    elements, columns = values.shape[1], values.shape[2]
+    split = packed.view(kind).reshape_dim(1, (columns, elements)).permute((0, 2, 1))
+    nisa.tensor_tensor(
+        dst=values, data1=split, data2=factors[0:lanes, :].expand_dim(1).broadcast(1, elements), op=nl.multiply
+    )
+
+
+def store(y, first, start, columns, sums, count):
+    """Round and write a strip of results."""
+    for at in range(0, columns, 512):
+        here = min(512, columns - at)
+        for m in range(count):
+            token = first + 128 * m
+            tokens = min(128, y.shape[0] - token)
+            rounded = nl.ndarray((tokens, here), dtype=nl.bfloat16, buffer=nl.sbuf)
+            nisa.tensor_copy(dst=rounded, src=sums[at // 512 * count + m][0:tokens, 0:here], engine=nisa.engine.scalar)
+            nisa.dma_copy(dst=y[token : token + tokens, start + at : start + at + here], src=rounded)
