@@ -18,11 +18,19 @@ def is_gen4() -> bool:
     return os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE") in ("trn3", "gen4")
 
 
-def call(kernel, lnc: int, results: Sequence[jax.ShapeDtypeStruct], *arrays: jax.Array, **static) -> list[jax.Array]:
+def logical_cores() -> int:
+    """Physical cores of a logical NeuronCore: what the host is configured for, two unless told; on the stand-in one."""
+    return int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", 1 if simulator.is_injected() else 2))
+
+
+def call(
+    kernel, lnc: int | None, results: Sequence[jax.ShapeDtypeStruct], *arrays: jax.Array, **static
+) -> list[jax.Array]:
     """Launch `kernel[lnc](*arrays, **static)`, which returns `results`; inside or outside `jax.jit`.
 
-    lnc: physical cores of a logical NeuronCore, 1 or 2, as NEURON_LOGICAL_NC_CONFIG says on a Trainium host.
+    lnc: physical cores of a logical NeuronCore, 1 or 2; None for `logical_cores()`, which a Trainium host insists on.
     """
+    lnc = logical_cores() if lnc is None else lnc
     if lnc not in (1, 2):
         raise ValueError(f"lnc {lnc}: a logical NeuronCore has 1 or 2 cores")
     if not simulator.is_injected():

@@ -53,7 +53,7 @@ def flash_decode(
     ring: bool = False,
     limit: int | None = None,
     table: jax.Array | None = None,
-    lnc: int = 1,
+    lnc: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """q [B, Q, K, G, h]: query i of row b stands at position lengths[b] - Q + i; Q * G <= 128, h <= 256.
 
@@ -61,7 +61,8 @@ def flash_decode(
     table[b] [B, M] int32 (S a power of two). lengths [B] int32: visible positions; 0 marks an inactive row. A query
     before position 0 gives out 0, lse -inf. ring: position p lives in slot p mod S. limit (static): no length exceeds
     it. sinks [K, G] float32. float8 caches have no scales of their own: that of keys belongs in `scale`, that of
-    values in the result. lnc: physical cores that share the work. Slots that no query sees may hold anything.
+    values in the result. lnc: physical cores that share the work, by default the host's. Slots that no query sees may
+    hold anything.
     Returns out [B, Q, K, G, h] in q's dtype, lse [B, Q, K, G] float32.
     """
     rows, tokens, kv_heads, group, size = q.shape

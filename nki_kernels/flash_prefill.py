@@ -46,14 +46,14 @@ def flash_prefill(
     sinks: jax.Array | None = None,
     ring: bool = False,
     limit: int | None = None,
-    lnc: int = 1,
+    lnc: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """q [P, C, K, G, h]: chunk p holds the ascending `positions[p]`, [P, C] int32, of row rows[p]; h <= 256.
 
     k, v [N, K, S, h], the chunk's own keys and values already written. window: of all queries, or [P, C] of each.
     ring: position p lives in slot p mod S; then S >= window + the span of a chunk. limit (static): no position reaches
     it. sinks [K, G]. Rows >= N (absent chunks) give garbage that the caller ignores. float8 caches as in flash_decode.
-    lnc: physical cores, which take tiles of 128 queries in turn. Slots that no query sees may hold anything.
+    lnc: physical cores, which take tiles of queries in turn. Slots that no query sees may hold anything.
     Returns out [P, C, K, G, h] in q's dtype, lse [P, C, K, G] float32.
     """
     chunks, width, kv_heads, group, size = q.shape

@@ -34,13 +34,13 @@ def mx_matmul(
     element: str,
     x_scales: jax.Array | None = None,
     x_element: str | None = None,
-    lnc: int = 1,
+    lnc: int | None = None,
 ) -> jax.Array:
     """x [M, K] bfloat16 times w -> [M, N] bfloat16, accumulated in float32; K a multiple of 32.
 
     w [K / 4, N]: four elements in uint32 (float8) or uint16 (float4), `element` one of ELEMENTS; scales [K / 32, N]
     uint8, a factor of 2**(s - 127). For trn2 float8_e4m3fn weights are stored by `mx_pack.for_trn2`. x_scales,
-    x_element: x is in MX too, [K / 4, M] packed, scales [K / 32, M]. lnc: physical cores, each takes strips of N.
+    x_element: x is in MX too, [K / 4, M] packed, scales [K / 32, M]. lnc: physical cores.
     """
     if element not in ELEMENTS or (x_scales is not None and x_element not in ELEMENTS):
         raise ValueError(f"elements {element!r} and {x_element!r}: MX has {', '.join(ELEMENTS)}")

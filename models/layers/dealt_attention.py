@@ -42,6 +42,7 @@ def attend_chunks(
         window=stripe.window(positions, window),
         ring=ring,
         limit=ctx.limit and stripe.most(ctx.limit),
+        backend=ctx.backend.prefill_attention,
         **options,
     )
 
@@ -58,7 +59,7 @@ def attend_rows(
     if not isinstance(window, jax.Array):
         return decode_attention(q, k, v, stripe.number(positions) + 1, backend=ctx.backend.decode_attention, **options)
     # A window that does not divide covers a position more on some devices; no decode kernel takes one for each row.
-    options["window"] = window[:, None]
+    options |= dict(window=window[:, None], backend=ctx.backend.prefill_attention)
     out, lse = prefill_attention(q[:, None], k, v, jnp.arange(q.shape[0]), stripe.number(positions)[:, None], **options)
     return out[:, 0], lse[:, 0]
 

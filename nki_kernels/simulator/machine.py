@@ -178,13 +178,15 @@ class Session:
     launches: int = 0
 
     def record(self, cores: list[Counters]) -> None:
-        self.launches += 1
-        self.cores += [Counters() for _ in cores[len(self.cores) :]]
-        for mine, new in zip(self.cores, cores, strict=False):
-            mine.add(new)
+        with _recording:
+            self.launches += 1
+            self.cores += [Counters() for _ in cores[len(self.cores) :]]
+            for mine, new in zip(self.cores, cores, strict=False):
+                mine.add(new)
 
 
-# One for the whole process: XLA calls kernels back on threads of its own.
+# One for the whole process: XLA calls kernels back on threads of its own, for several devices at once.
+_recording = threading.Lock()
 _sessions: list[Session] = []
 
 
