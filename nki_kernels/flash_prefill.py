@@ -269,16 +269,24 @@ def score(scores, greatest, turned, limits, keys, start, scale, softcap):
             capped = nl.ndarray((n, stop - at), dtype=nl.float32, buffer=nl.sbuf)
             nisa.activation(dst=capped, op=nl.tanh, data=raw, scale=scale / softcap)
             raw = capped
-        keep(scores[:, at:stop], raw, limits, 0, start + at)
+        command = nisa.reduce_cmd.reduce
+        if at == 0:
+            command = nisa.reduce_cmd.reset_reduce
         if limits.shape[1] == 4:
-            # The second interval of a ring; where neither keeps a score, both hold the least.
+            # Both intervals of a ring; where neither keeps a score, both hold the least.
             other = nl.ndarray((n, stop - at), dtype=nl.float32, buffer=nl.sbuf)
-            keep(other, raw, limits, 2, start + at)
+            keep(other, raw, limits, 2, start + at, nisa.reduce_cmd.reset_reduce)
+            keep(scores[:, at:stop], raw, limits, 0, start + at, nisa.reduce_cmd.reset_reduce)
             nisa.tensor_tensor(dst=scores[:, at:stop], data1=scores[:, at:stop], data2=other, op=nl.maximum)
-    nisa.tensor_reduce(dst=greatest, op=nl.maximum, data=scores, axis=1)
+        elif stop < slots:
+            keep(scores[:, at:stop], raw, limits, 0, start + at, command)
+        else:
+            keep_and_read(scores[:, at:stop], raw, limits, start + at, command, greatest)
+    if limits.shape[1] == 4:
+        nisa.tensor_reduce(dst=greatest, op=nl.maximum, data=scores, axis=1)
 
 
-def keep(dst, raw, limits, i, start):
+def keep(dst, raw, limits, i, start, command):
     """dst = raw from slot limits[:, i] up to before slot limits[:, i + 1], the least float32 elsewhere."""
     nisa.range_select(
         dst=dst,
@@ -287,6 +295,23 @@ def keep(dst, raw, limits, i, start):
         comp_op1=nl.less,
         bound0=limits[:, i : i + 1],
         bound1=limits[:, i + 1 : i + 2],
+        reduce_cmd=command,
+        range_start=start,
+        on_false_value=FP32_MIN,
+    )
+
+
+def keep_and_read(dst, raw, limits, start, command, greatest):
+    """The same of the only interval, and the greatest of all that was kept since the registers were reset."""
+    nisa.range_select(
+        dst=dst,
+        on_true_tile=raw,
+        comp_op0=nl.greater_equal,
+        comp_op1=nl.less,
+        bound0=limits[:, 0:1],
+        bound1=limits[:, 1:2],
+        reduce_cmd=command,
+        reduce_res=greatest,
         range_start=start,
         on_false_value=FP32_MIN,
     )
@@ -305,7 +330,11 @@ def add_values(product, weights, values):
             column = (start + i) * 128
             nisa.nc_transpose(dst=moved[:, i, :], data=weights[:, column : column + 128], engine=nisa.engine.tensor)
         turned = nl.ndarray((128, here, n), dtype=weights.dtype, buffer=nl.sbuf)
-        nisa.tensor_copy(dst=turned, src=moved, engine=nisa.engine.vector)
+        # Banks in turn: the Vector engine masks and the Scalar engine exponentiates as much.
+        if start // group % 2 == 0:
+            nisa.tensor_copy(dst=turned, src=moved, engine=nisa.engine.vector)
+        else:
+            nisa.tensor_copy(dst=turned, src=moved, engine=nisa.engine.scalar)
         for i in range(here):
             nisa.nc_matmul(
                 dst=product, stationary=turned[:, i, :], moving=values[:, start + i, :], accumulate=start + i > 0

@@ -313,21 +313,23 @@ def dequantise(values, weights, tile, lanes, element, spread):
     exponents = nl.ndarray((16, columns), dtype=nl.uint16, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=exponents[0:groups], data=scale[0:groups, tile, 0:columns], op0=nl.add, operand0=shift)
     nisa.tensor_scalar(dst=exponents[0:groups], data=exponents[0:groups], op0=nl.left_shift, operand0=7)
-    factors = nl.ndarray((128, columns), dtype=nl.float32, buffer=nl.psum)
+    repeated = nl.ndarray((lanes, columns), dtype=nl.float32, buffer=nl.psum)
     nisa.nc_matmul(
-        dst=factors[0:lanes, :],
+        dst=repeated,
         stationary=spread[0:groups, 0:lanes],
         moving=exponents.view(nl.bfloat16)[0:groups, :],
         accumulate=False,
     )
+    factors = nl.ndarray((lanes, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.tensor_copy(dst=factors, src=repeated, engine=nisa.engine.scalar)
     if element == "float4_e2m1fn":
         even, odd = unpack_nibbles(data, tile, lanes, columns)
-        scale_elements(values[0:lanes, 0:4:2, :], even, factors, lanes, nl.float8_e4m3)
-        scale_elements(values[0:lanes, 1:4:2, :], odd, factors, lanes, nl.float8_e4m3)
+        scale_elements(values[0:lanes, 0:4:2, :], even, factors, nl.float8_e4m3)
+        scale_elements(values[0:lanes, 1:4:2, :], odd, factors, nl.float8_e4m3)
     elif element == "float8_e5m2":
-        scale_elements(values[0:lanes], data[0:lanes, tile, 0:columns], factors, lanes, nl.float8_e5m2)
+        scale_elements(values[0:lanes], data[0:lanes, tile, 0:columns], factors, nl.float8_e5m2)
     else:
-        scale_elements(values[0:lanes], data[0:lanes, tile, 0:columns], factors, lanes, nl.float8_e4m3)
+        scale_elements(values[0:lanes], data[0:lanes, tile, 0:columns], factors, nl.float8_e4m3)
 
 
 def unpack_nibbles(data, tile, lanes, columns):
@@ -349,13 +351,30 @@ def unpack_nibbles(data, tile, lanes, columns):
     return made[0], made[1]
 
 
-def scale_elements(values, packed, factors, lanes, kind):
-    """values [lanes, e, columns] = the e float8 elements of packed [lanes, columns] times factors [lanes, columns]."""
+def scale_elements(values, packed, factors, kind):
+    """values [lanes, e, columns] = the e float8 elements of packed [lanes, columns] times factors [lanes, columns].
+
+    This bounds trn2: the Vector engine and GpSimd each take half of the columns.
+    """
     elements, columns = values.shape[1], values.shape[2]
     split = packed.view(kind).reshape_dim(1, (columns, elements)).permute((0, 2, 1))
+    spread = factors.expand_dim(1).broadcast(1, elements)
+    half = (columns + 1) // 2
     nisa.tensor_tensor(
-        dst=values, data1=split, data2=factors[0:lanes, :].expand_dim(1).broadcast(1, elements), op=nl.multiply
+        dst=values[:, :, 0:half],
+        data1=split[:, :, 0:half],
+        data2=spread[:, :, 0:half],
+        op=nl.multiply,
+        engine=nisa.engine.vector,
     )
+    if half < columns:
+        nisa.tensor_tensor(
+            dst=values[:, :, half:columns],
+            data1=split[:, :, half:columns],
+            data2=spread[:, :, half:columns],
+            op=nl.multiply,
+            engine=nisa.engine.gpsimd,
+        )
 
 
 def store(y, first, start, columns, sums, count):

@@ -192,7 +192,7 @@ _sessions: list[Session] = []
 
 @contextmanager
 def session(target: str) -> Iterator[Session]:
-    """Run the kernels of the block on "trn2" or "trn3" and count what they do."""
+    """Run the kernels of the block on "trn2" or "trn3" and count what they do. Wait for JAX's results inside it."""
     if target not in TARGETS:
         raise ValueError(f"target {target!r}: the stand-in knows {', '.join(TARGETS)}")
     made = Session(TARGETS[target])
