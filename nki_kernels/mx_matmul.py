@@ -22,8 +22,9 @@ GROUP = 32
 TILE_K = 512
 # Tiles of K that are loaded at once, and tokens that share one reading of the weights.
 LOADED_TILES, TOKENS = 8, 256
-# A nibble with its bits in the places of an e4m3: smaller by this power of two.
+# A nibble with its bits in the places of an e4m3, the sign 4 higher and the rest 2: smaller by this power of two.
 NIBBLE_SHIFT = 6.0
+SIGNS, MAGNITUDES = 0x08080808, 0x07070707
 
 
 def mx_matmul(
@@ -87,20 +88,12 @@ def kernel(x, w, scales, element):
 @nki.jit
 def kernel_mx(x, x_scales, w, scales, x_element, element):
     """x [K / 4, M] packed, x_scales [K / 32, M], w [K / 4, N], scales [K / 32, N] -> (y [M, N] bfloat16,)."""
-    tokens, features, rows = x.shape[1], w.shape[1], w.shape[0]
+    tokens, features = x.shape[1], w.shape[1]
     y = nl.ndarray((tokens, features), dtype=nl.bfloat16, buffer=nl.shared_hbm)
     for first in range(0, tokens, TOKENS):
         operands = []
         for start in range(first, min(first + TOKENS, tokens), 128):
-            here = min(128, tokens - start)
-            tiles = (rows + 127) // 128
-            held = load_packed(x, x_scales, 0, tiles, start, here, here + here % 2)
-            if nisa.get_nc_version() != nisa.nc_version.gen4:
-                turned = nl.ndarray((128, tiles, 4, here), dtype=nl.bfloat16, buffer=nl.sbuf)
-                for tile in range(tiles):
-                    dequantise(turned[:, tile, :, :], held, tile, rows - tile * 128, x_element, group_rows())
-                held = (turned,)
-            operands.append(held)
+            operands.append(take_activations(x, x_scales, start, min(128, tokens - start), x_element))
         multiply(y, first, operands, w, scales, element, packed_dtype(x_element))
     return (y,)
 
@@ -151,6 +144,24 @@ def turn_activations(x, start, tokens):
     return (turned,)
 
 
+def take_activations(x, x_scales, start, tokens, element):
+    """Activations that come in MX, as `quantise` gives them; on trn2 dequantised, as `turn_activations` gives them."""
+    rows = x.shape[0]
+    tiles = (rows + 127) // 128
+    even = tokens + tokens % 2
+    if nisa.get_nc_version() == nisa.nc_version.gen4:
+        return load_packed(x, x_scales, 0, tiles, start, tokens, even, element)
+    turned = nl.ndarray((128, tiles, 4, even), dtype=nl.bfloat16, buffer=nl.sbuf)
+    spread = group_rows()
+    for first in range(0, tiles, LOADED_TILES):
+        here = min(LOADED_TILES, tiles - first)
+        held = load_packed(x, x_scales, first, here, start, tokens, even, element)
+        for tile in range(here):
+            lanes = rows - (first + tile) * 128
+            dequantise(turned[:, first + tile, :, :], held, tile, lanes, element, spread)
+    return (turned,)
+
+
 def quantise(held):
     """([128, K tiles, M] packed MXFP8, scales of the same shape)."""
     turned = held[0]
@@ -163,49 +174,72 @@ def quantise(held):
     return data, scale
 
 
-def load_packed(packed, scales, first, tiles, start, columns, width):
+def load_packed(packed, scales, first, tiles, start, columns, width, element):
     """(data [128, tiles, width], scales): K tiles from `first` and columns from `start`, zeros beyond either.
 
-    Scales lie as nc_matmul_mx wants them, four rows at the start of each quadrant, or on trn2 as rows 0 to 15.
+    Scales lie as nc_matmul_mx wants them; on trn2, at most LOADED_TILES at once, as `load_exponents` says.
     """
-    quad = nisa.get_nc_version() == nisa.nc_version.gen4
     rows = min(tiles * 128, packed.shape[0] - first * 128)
     whole = rows // 128
+    top = first * 128
     data = nl.ndarray((128, tiles, width), dtype=packed.dtype, buffer=nl.sbuf)
-    scale = nl.ndarray((128, tiles, width), dtype=nl.uint8, buffer=nl.sbuf)
     if width > columns:
         nisa.memset(dst=data[:, :, columns:width], value=0)
-        nisa.memset(dst=scale[:, :, columns:width], value=0)
-    if rows % 128 > 0:
-        nisa.memset(dst=data[:, whole, :], value=0)
-        nisa.memset(dst=scale[:, whole, :], value=0)
-    top = first * 128
     if whole > 0:
         held = packed[top : top + whole * 128, start : start + columns].reshape_dim(0, (whole, 128))
         nisa.dma_copy(dst=data[:, 0:whole, 0:columns], src=held.permute((1, 0, 2)))
-        above = scales[top // 8 : top // 8 + whole * 16, start : start + columns].reshape_dim(0, (whole, 16))
-        if quad:
-            for quadrant in range(4):
-                nisa.dma_copy(
-                    dst=scale[32 * quadrant : 32 * quadrant + 4, 0:whole, 0:columns],
-                    src=above[:, 4 * quadrant : 4 * quadrant + 4, :].permute((1, 0, 2)),
-                )
-        else:
-            nisa.dma_copy(dst=scale[0:16, 0:whole, 0:columns], src=above.permute((1, 0, 2)))
     if rows % 128 > 0:
-        top = top + whole * 128
-        lanes = rows % 128
-        nisa.dma_copy(dst=data[0:lanes, whole, 0:columns], src=packed[top : top + lanes, start : start + columns])
-        for group in range(0, lanes // 8, 4):
-            here = min(4, lanes // 8 - group)
-            lane = group
-            if quad:
-                lane = group * 8
+        bottom = top + whole * 128
+        nisa.memset(dst=data[:, whole, :], value=0)
+        nisa.dma_copy(
+            dst=data[0 : rows % 128, whole, 0:columns],
+            src=packed[bottom : bottom + rows % 128, start : start + columns],
+        )
+    if nisa.get_nc_version() == nisa.nc_version.gen4:
+        return data, load_scales(scales, first, rows, tiles, start, columns, width)
+    return data, load_exponents(scales, first, rows, start, columns, width, element)
+
+
+def load_scales(scales, first, rows, tiles, start, columns, width):
+    """[128, tiles, width] uint8: a tile's sixteen rows, four at the start of each quadrant."""
+    whole = rows // 128
+    scale = nl.ndarray((128, tiles, width), dtype=nl.uint8, buffer=nl.sbuf)
+    if width > columns:
+        nisa.memset(dst=scale[:, :, columns:width], value=0)
+    if whole > 0:
+        top = first * 16
+        above = scales[top : top + whole * 16, start : start + columns].reshape_dim(0, (whole, 16))
+        for quadrant in range(4):
             nisa.dma_copy(
-                dst=scale[lane : lane + here, whole, 0:columns],
-                src=scales[top // 8 + group : top // 8 + group + here, start : start + columns],
+                dst=scale[32 * quadrant : 32 * quadrant + 4, 0:whole, 0:columns],
+                src=above[:, 4 * quadrant : 4 * quadrant + 4, :].permute((1, 0, 2)),
             )
-    return data, scale
+    if rows % 128 > 0:
+        nisa.memset(dst=scale[:, whole, :], value=0)
+        for group in range(0, rows % 128 // 8, 4):
+            here = min(4, rows % 128 // 8 - group)
+            top = (first + whole) * 16 + group
+            nisa.dma_copy(
+                dst=scale[8 * group : 8 * group + here, whole, 0:columns],
+                src=scales[top : top + here, start : start + columns],
+            )
+    return scale
+
+
+def load_exponents(scales, first, rows, start, columns, width, element):
+    """[rows / 8, width] bfloat16: the factors of up to 8 tiles, sixteen rows each. A scale is an exponent's bits."""
+    groups = rows // 8
+    scale = nl.ndarray((groups, width), dtype=nl.uint8, buffer=nl.sbuf)
+    if width > columns:
+        nisa.memset(dst=scale[:, columns:width], value=0)
+    nisa.dma_copy(dst=scale[:, 0:columns], src=scales[first * 16 : first * 16 + groups, start : start + columns])
+    shift = 0.0
+    if element == "float4_e2m1fn":
+        shift = NIBBLE_SHIFT
+    exponents = nl.ndarray((groups, width), dtype=nl.uint16, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=exponents, data=scale, op0=nl.add, operand0=shift)
+    nisa.tensor_scalar(dst=exponents, data=exponents, op0=nl.left_shift, operand0=7)
+    return exponents.view(nl.bfloat16)
 
 
 def multiply(y, first, operands, w, scales, element, kind):
@@ -215,7 +249,9 @@ def multiply(y, first, operands, w, scales, element, kind):
     strip = 512
     if quad and element == "float4_e2m1fn":
         strip = 1024
-    spread = group_rows()
+    spread = ()
+    if not quad:
+        spread = group_rows()
     tiles = (rows + 127) // 128
     turn = 0
     for start in range(0, features, strip):
@@ -226,7 +262,7 @@ def multiply(y, first, operands, w, scales, element, kind):
                 sums.append(nl.ndarray((128, 512), dtype=nl.float32, buffer=nl.psum))
             for tile in range(0, tiles, LOADED_TILES):
                 loaded = min(LOADED_TILES, tiles - tile)
-                weights = load_packed(w, scales, tile, loaded, start, columns, columns)
+                weights = load_packed(w, scales, tile, loaded, start, columns, columns + columns % 2, element)
                 for i in range(loaded):
                     lanes = min(128, rows - (tile + i) * 128)
                     if quad:
@@ -261,7 +297,7 @@ def add_product_mx(sums, operands, weights, tile, i, lanes, columns, element, ki
 
 def add_product(sums, operands, weights, tile, i, lanes, columns, element, spread):
     """The same through bfloat16."""
-    values = nl.ndarray((128, 4, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
+    values = nl.ndarray((128, 4, columns + columns % 2), dtype=nl.bfloat16, buffer=nl.sbuf)
     dequantise(values, weights, i, lanes, element, spread)
     for m in range(len(operands)):
         turned = operands[m][0]
@@ -269,28 +305,31 @@ def add_product(sums, operands, weights, tile, i, lanes, columns, element, sprea
             nisa.nc_matmul(
                 dst=sums[m][0 : turned.shape[3], 0:columns],
                 stationary=turned[0:lanes, tile + i, k, :],
-                moving=values[0:lanes, k, :],
+                moving=values[0:lanes, k, 0:columns],
                 accumulate=tile + i + k > 0,
             )
 
 
 def group_rows():
-    """[16, 128] bfloat16: one where lane p belongs to scale row p // 8. A product with it repeats rows 8 times."""
-    ones = nl.ndarray((16, 128), dtype=nl.bfloat16, buffer=nl.sbuf)
-    made = nl.ndarray((16, 128), dtype=nl.bfloat16, buffer=nl.sbuf)
-    nisa.memset(dst=ones, value=1.0)
+    """[128, LOADED_TILES, 128] bfloat16: one where scale row r is that of lane p of tile i, r = 16 i + p // 8.
+
+    A product with it repeats a tile's rows 8 times.
+    """
+    shape = (128, LOADED_TILES, 128)
+    made = nl.ndarray(shape, dtype=nl.bfloat16, buffer=nl.sbuf)
+    nisa.memset(dst=made, value=1.0)
     nisa.affine_select(
         dst=made,
-        pattern=[[1, 128]],
+        pattern=[[128, LOADED_TILES], [1, 128]],
         channel_multiplier=-8,
-        on_true_tile=ones,
+        on_true_tile=made,
         on_false_value=0.0,
         cmp_op=nl.greater_equal,
         offset=0,
     )
     nisa.affine_select(
         dst=made,
-        pattern=[[-1, 128]],
+        pattern=[[-128, LOADED_TILES], [-1, 128]],
         channel_multiplier=8,
         on_true_tile=made,
         on_false_value=0.0,
@@ -301,53 +340,40 @@ def group_rows():
 
 
 def dequantise(values, weights, tile, lanes, element, spread):
-    """values [128, 4, columns] bfloat16: K tile `tile` of loaded weights, its first `lanes` lanes, for trn2."""
-    data, scale = weights
+    """values [128, 4, even columns] bfloat16: K tile `tile` of loaded weights, its first `lanes` lanes, for trn2."""
+    data, exponents = weights
     lanes = min(128, lanes)
-    columns = values.shape[2]
-    groups = lanes // 8
-    shift = 0.0
-    if element == "float4_e2m1fn":
-        shift = NIBBLE_SHIFT
-    # A scale is the exponent of a bfloat16.
-    exponents = nl.ndarray((16, columns), dtype=nl.uint16, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=exponents[0:groups], data=scale[0:groups, tile, 0:columns], op0=nl.add, operand0=shift)
-    nisa.tensor_scalar(dst=exponents[0:groups], data=exponents[0:groups], op0=nl.left_shift, operand0=7)
+    groups, columns = exponents.shape
     repeated = nl.ndarray((lanes, columns), dtype=nl.float32, buffer=nl.psum)
-    nisa.nc_matmul(
-        dst=repeated,
-        stationary=spread[0:groups, 0:lanes],
-        moving=exponents.view(nl.bfloat16)[0:groups, :],
-        accumulate=False,
-    )
+    nisa.nc_matmul(dst=repeated, stationary=spread[0:groups, tile, 0:lanes], moving=exponents, accumulate=False)
     factors = nl.ndarray((lanes, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.tensor_copy(dst=factors, src=repeated, engine=nisa.engine.scalar)
+    held = data[0:lanes, tile, :]
     if element == "float4_e2m1fn":
-        even, odd = unpack_nibbles(data, tile, lanes, columns)
+        even, odd = unpack_nibbles(held)
         scale_elements(values[0:lanes, 0:4:2, :], even, factors, nl.float8_e4m3)
         scale_elements(values[0:lanes, 1:4:2, :], odd, factors, nl.float8_e4m3)
     elif element == "float8_e5m2":
-        scale_elements(values[0:lanes], data[0:lanes, tile, 0:columns], factors, nl.float8_e5m2)
+        scale_elements(values[0:lanes], held, factors, nl.float8_e5m2)
     else:
-        scale_elements(values[0:lanes], data[0:lanes, tile, 0:columns], factors, nl.float8_e4m3)
+        scale_elements(values[0:lanes], held, factors, nl.float8_e4m3)
 
 
-def unpack_nibbles(data, tile, lanes, columns):
-    """Nibbles 0 and 2, and 1 and 3, of [lanes, columns] uint16 as two bytes of e4m3 each."""
-    held = data[0:lanes, tile, 0:columns]
+def unpack_nibbles(held):
+    """Nibbles 0 and 2, and 1 and 3, of [lanes, even columns] uint16 as two bytes of e4m3, two columns at a time."""
+    even = held.view(nl.uint32)
+    odd = nl.ndarray(even.shape, dtype=nl.uint32, buffer=nl.sbuf)
+    nisa.tensor_scalar(dst=odd, data=even, op0=nl.right_shift, operand0=4)
     made = []
-    for odd in range(2):
-        # Sign to bit 7 of its byte, exponent and mantissa to bits 4 to 2.
-        sign = nl.ndarray((lanes, columns), dtype=nl.uint16, buffer=nl.sbuf)
-        rest = nl.ndarray((lanes, columns), dtype=nl.uint16, buffer=nl.sbuf)
-        if odd == 0:
-            nisa.tensor_scalar(dst=sign, data=held, op0=nl.bitwise_and, operand0=2056, op1=nl.left_shift, operand1=4)
-            nisa.tensor_scalar(dst=rest, data=held, op0=nl.bitwise_and, operand0=1799, op1=nl.left_shift, operand1=2)
-        else:
-            nisa.tensor_scalar(dst=sign, data=held, op0=nl.bitwise_and, operand0=32896)
-            nisa.tensor_scalar(dst=rest, data=held, op0=nl.bitwise_and, operand0=28784, op1=nl.right_shift, operand1=2)
-        nisa.tensor_tensor(dst=rest, data1=rest, data2=sign, op=nl.bitwise_or)
-        made.append(rest)
+    for nibbles in (even, odd):
+        sign = nl.ndarray(even.shape, dtype=nl.uint32, buffer=nl.sbuf)
+        rest = nl.ndarray(even.shape, dtype=nl.uint32, buffer=nl.sbuf)
+        nisa.tensor_scalar(dst=sign, data=nibbles, op0=nl.bitwise_and, operand0=SIGNS, op1=nl.left_shift, operand1=4)
+        nisa.tensor_scalar(
+            dst=rest, data=nibbles, op0=nl.bitwise_and, operand0=MAGNITUDES, op1=nl.left_shift, operand1=2
+        )
+        nisa.tensor_tensor(dst=rest, data1=rest, data2=sign, op=nl.bitwise_or, engine=nisa.engine.vector)
+        made.append(rest.view(nl.uint16))
     return made[0], made[1]
 
 
