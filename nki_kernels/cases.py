@@ -240,7 +240,8 @@ DECODE = (
     Decode("pages of 8, several tokens", (4, 131), slots=136, page=8, tokens=4),
     Decode("pages of 128", (0, 100, 640), slots=640, page=128, dtype="bfloat16", sinks=True),
     Decode("pages of 4096", (4000, 8192), slots=8192, page=4096, dtype="bfloat16"),
-    Decode("many pages, few live", (33, 4096), slots=4096, page=16, dtype="float8_e4m3"),
+    Decode("many pages, few live", (33, 4096), slots=4096, page=16, dtype="bfloat16"),
+    Decode("pages in float8_e4m3", (33, 128), slots=128, page=32, dtype="float8_e4m3"),
 )
 
 PREFILL = (

@@ -1,4 +1,4 @@
-"""The Python that kernels may use: what every NKI compiler since 0.4 takes, found without running anything."""
+"""The Python that kernels may use: what every NKI compiler since 0.5 takes, found without running anything."""
 
 from __future__ import annotations
 

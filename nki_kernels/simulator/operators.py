@@ -43,7 +43,6 @@ _ARITHMETIC = {
     "add": (np.add, True),
     "subtract": (np.subtract, False),
     "multiply": (np.multiply, True),
-    "divide": (np.divide, False),
     "maximum": (np.maximum, True),
     "minimum": (np.minimum, True),
     "equal": (_as_float(np.equal), False),

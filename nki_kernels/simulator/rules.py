@@ -4,7 +4,7 @@ from __future__ import annotations
 
 RULES = {
     "subset": "the stand-in runs only the part of NKI that the kernels use",
-    "language": "kernels keep to the Python that every NKI compiler since 0.4 takes",
+    "language": "kernels keep to the Python that every NKI compiler since 0.5 takes",
     "lnc": "a kernel is launched on as many cores as a logical NeuronCore has",
     "generation": "the instruction or dtype exists on this generation of NeuronCore",
     "argument": "arguments have the documented types and values",

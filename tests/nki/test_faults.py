@@ -394,15 +394,16 @@ def test_lnc_that_the_host_does_not_have_is_refused(monkeypatch):
 
 # (line of flash_decode or attention_tiles, what it becomes, the rule that then breaks)
 MUTANTS = {
-    "keys transposed on the Vector engine": ("dst=target, data=source, engine=nisa.engine.tensor",
-                                             "dst=target, data=source, engine=nisa.engine.vector", "shape"),
+    "maxima transposed on the Vector engine": ("dst=moved, data=lanes, engine=nisa.engine.tensor",
+                                               "dst=moved, data=lanes, engine=nisa.engine.vector", "shape"),
     "scores in SBUF": ("raw = nl.ndarray((128, n, queries), dtype=nl.float32, buffer=nl.psum)",
                        "raw = nl.ndarray((128, n, queries), dtype=nl.float32, buffer=nl.sbuf)", "buffer"),
     "scores in bfloat16": ("raw = nl.ndarray((128, n, queries), dtype=nl.float32",
                            "raw = nl.ndarray((128, n, queries), dtype=nl.bfloat16", "dtype"),
     "sums of values in bfloat16": ("product = nl.ndarray(sums.shape, dtype=nl.float32",
                                    "product = nl.ndarray(sums.shape, dtype=nl.bfloat16", "dtype"),
-    "keys copied by GpSimd": ("src=moved, engine=nisa.engine.scalar", "src=moved, engine=nisa.engine.gpsimd", "buffer"),
+    "output copied by GpSimd": (" : (piece + 1) * part], src=moved)",
+                                " : (piece + 1) * part], src=moved, engine=nisa.engine.gpsimd)", "buffer"),
     "accumulating from the first value": ("accumulate=i > 0 or not first", "accumulate=True", "accumulate"),
     "weights in float32": ("weights = nl.ndarray((128, tiles, queries), dtype=work",
                            "weights = nl.ndarray((128, tiles, queries), dtype=nl.float32", "fp32-pair"),

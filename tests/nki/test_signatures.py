@@ -1,4 +1,4 @@
-"""The instructions that kernels use, with the parameters that the vendor documents (NKI 0.4 to 0.7), in order."""
+"""The instructions that kernels use, with the parameters that the vendor documents (NKI 0.5 to 0.7), in order."""
 
 from __future__ import annotations
 
