@@ -12,10 +12,12 @@ from flax import nnx
 from jax import lax
 
 from inferlib.models.batch import StepContext
-from inferlib.models.config import LayerSpec, ModelConfig
+from inferlib.models.config import LayerSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.mla import Mla
 from inferlib.models.layers.mlp import Mlp
+from inferlib.models.layers.moe import Moe
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layout import Layout
@@ -29,11 +31,13 @@ if TYPE_CHECKING:
 
 class Stream(NamedTuple):
     """What layers hand on. x [T, D]: the residual, where tokens or the width are split this device's share; y [T, D]:
-    its norm, if the sum that made it brought that along; boxes: the mailboxes of such sums."""
+    its norm, if the sum that made it brought that along; boxes: the mailboxes of such sums; held [T, D]: this device's
+    part of what the next layer's feed-forward is summed with (see `MoeSpec.deferred`)."""
 
     x: jax.Array
     y: jax.Array | None = None
     boxes: Mailboxes | None = None
+    held: jax.Array | None = None
 
 
 class Block(nnx.Module):
@@ -43,14 +47,23 @@ class Block(nnx.Module):
         config = layout.config
         self.spec, self.scale = spec, config.residual_scale
         norm = lambda: Norm(config.norm, config.dim, dtype)  # noqa: E731
-        self.attn = Attention(spec.attention, layout.heads(spec.attention), config.norm, config.dim, dtype)
-        self.mlp = Mlp(spec.mlp, layout.hidden(spec.mlp.hidden), config.dim, dtype)
+        heads = layout.heads(spec.attention)
+        if isinstance(spec.attention, MlaSpec):
+            self.attn = Mla(spec.attention, heads, config.dim, dtype)
+        else:
+            self.attn = Attention(spec.attention, heads, config.norm, config.dim, dtype)
+        if isinstance(spec.mlp, MoeSpec):
+            self.mlp = Moe(spec.mlp, layout, dtype)
+        else:
+            self.mlp = Mlp(spec.mlp, layout.hidden(spec.mlp.hidden), config.dim, dtype)
         if spec.pre_norm:
             self.pre_attn_norm = norm()
             if not spec.parallel:
                 self.pre_mlp_norm = norm()
         if spec.post_norm:
             self.post_attn_norm, self.post_mlp_norm = norm(), norm()
+        if spec.scaled:
+            self.scalar = param((1,), (None,), dtype, "ones")
 
     def __call__(
         self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array | None = None
@@ -58,45 +71,50 @@ class Block(nnx.Module):
         """after [D]: the weight of the norm that follows, with mailboxes."""
         if stream.boxes is not None:
             return self.fused(stream, ctx, cache, after)
-        x, cache = self.plain(stream.x, ctx, cache)
-        return Stream(x), cache
+        return self.plain(stream, ctx, cache)
 
     def fused(self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array) -> tuple[Stream, LayerCache]:
         """Each sum over devices in one kernel with the residual's and the norm that follows; see `fuses_sums`."""
         from inferlib.pallas_kernels.all_reduce_norm_gpu import all_reduce_norm
 
-        x, y, boxes = stream
+        x, y, boxes, _ = stream
         eps = self.pre_mlp_norm.spec.eps
         with jax.named_scope("attention"):
             attn, cache = self.attn(self.pre_attn_norm(x, ctx.shards) if y is None else y, ctx, cache)
             x, y, boxes = all_reduce_norm(attn, x, self.pre_mlp_norm.weight[...], eps, boxes)
         with jax.named_scope("mlp"):
-            return Stream(*all_reduce_norm(self.mlp(y, ctx.shards), x, after, eps, boxes)), cache
+            return Stream(*all_reduce_norm(self.feed_forward(y, ctx, cache), x, after, eps, boxes)), cache
 
-    def plain(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        spec, shards = self.spec, ctx.shards
+    def plain(self, stream: Stream, ctx: StepContext, cache: LayerCache) -> tuple[Stream, LayerCache]:
+        spec, shards, x, held = self.spec, ctx.shards, stream.x, None
         with jax.named_scope("attention"):
             y = shards.all_tokens(self.pre_attn_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
             attn, cache = self.attn(y, ctx, cache)
         if spec.parallel:
             with jax.named_scope("mlp"):
-                both = shards.sum_tokens(attn + self.mlp(y, shards), axes.MLP)
-            return self.add(x, self.biased(both)), cache
-        attn = shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT)
-        if spec.attention.o_bias:
-            attn = attn + self.attn.o_bias[...]
+                both = shards.sum_tokens(attn + self.feed_forward(y, ctx, cache), axes.MLP)
+            return Stream(self.add(x, self.mlp.finish(self.biased(both)))), cache
+        attn = self.biased(shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT))
         x = self.add(x, self.post_attn_norm(attn, shards) if spec.post_norm else attn)
         with jax.named_scope("mlp"):
             y = shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
-            mlp = shards.sum_tokens(self.mlp(y, shards), axes.MLP)
-        if spec.mlp.bias:
-            mlp = mlp + self.mlp.down_bias[...]
-        return self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), cache
+            if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
+                held, mlp = self.mlp.apart(y, ctx, cache.layer)
+            else:
+                mlp = self.feed_forward(y, ctx, cache)
+            mlp = mlp if stream.held is None else mlp + stream.held
+            mlp = self.mlp.finish(shards.sum_tokens(mlp, axes.MLP))
+        x = self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp)
+        return Stream(x * self.scalar[...] if spec.scaled else x, held=held), cache
 
-    def biased(self, both: jax.Array) -> jax.Array:
-        if self.spec.attention.o_bias:
-            both = both + self.attn.o_bias[...]
-        return both + self.mlp.down_bias[...] if self.spec.mlp.bias else both
+    def feed_forward(self, y: jax.Array, ctx: StepContext, cache: LayerCache) -> jax.Array:
+        """This device's part of the sum."""
+        if isinstance(self.mlp, Moe):
+            return self.mlp(y, ctx, cache.layer)
+        return self.mlp(y, ctx.shards)
+
+    def biased(self, attn: jax.Array) -> jax.Array:
+        return attn + self.attn.o_bias[...] if self.spec.attention.o_bias else attn
 
     def add(self, x: jax.Array, branch: jax.Array) -> jax.Array:
         return x + (branch if self.scale == 1.0 else branch * self.scale)
@@ -137,10 +155,13 @@ def segments_of(layers: Sequence[LayerSpec], *, scan: bool) -> tuple[Segment, ..
 
 
 def fuses_sums(config: ModelConfig) -> bool:
-    """Whether every sum over devices is followed by the residual's and an RMS norm, and by nothing between."""
+    """Whether every sum over devices is of one layer, and followed by the residual's and an RMS norm, and by nothing
+    between."""
     plain = config.norm.kind == "rms" and not config.norm.unit_offset and config.residual_scale == 1.0
     return plain and all(
-        layer.pre_norm and not (layer.post_norm or layer.parallel or layer.attention.o_bias or layer.mlp.bias)
+        layer.pre_norm
+        and not (layer.post_norm or layer.parallel or layer.scaled or layer.attention.o_bias or layer.mlp.output_bias)
+        and not (isinstance(layer.mlp, MoeSpec) and layer.mlp.deferred)
         for layer in config.layers
     )
 
@@ -156,6 +177,8 @@ class Decoder(nnx.Module):
         config = layout.config
         self.config, self.segments = config, segments
         self.embed = param((layout.vocab, config.dim), (axes.VOCAB, axes.EMBED), dtype)
+        if config.learned_positions:
+            self.positions = param((config.context, config.dim), (axes.CONTEXT, axes.EMBED), dtype)
         blocks = []
         for segment in segments:
             for spec in segment.pattern:
@@ -165,6 +188,8 @@ class Decoder(nnx.Module):
         self.final_norm = Norm(config.norm, config.dim, dtype)
         if not config.tied:
             self.head = param((config.dim, layout.vocab), (axes.EMBED, axes.VOCAB), dtype)
+        if config.head_bias:
+            self.head_bias = param((layout.vocab,), (axes.VOCAB,), dtype, "zeros")
 
     def __call__(
         self, ctx: StepContext, cache: tuple[LayerCache, ...], boxes: Mailboxes | None = None
@@ -191,16 +216,19 @@ class Decoder(nnx.Module):
         return ctx.shards.all_tokens(stream.x, ctx.tokens), tuple(new), stream.boxes
 
     def embedding(self, ctx: StepContext) -> jax.Array:
-        """[T, D]; each device looks up the tokens of its share of the vocabulary."""
-        table, ids = self.embed[...], ctx.batch.tokens
-        if ctx.shards.size(axes.VOCAB) > 1:
+        """[T, D]; each device looks up the tokens of its share of the vocabulary, the first of them positions too."""
+        table, ids, split = self.embed[...], ctx.batch.tokens, ctx.shards.size(axes.VOCAB) > 1
+        if split:
             ids = ids - ctx.shards.index(axes.VOCAB) * table.shape[0]
             own = (ids >= 0) & (ids < table.shape[0])
             x = jnp.where(own[:, None], jnp.take(table, ids, axis=0, mode="clip"), 0)
-            x = ctx.shards.sum_tokens(x, axes.VOCAB)
         else:
             x = jnp.take(table, ids, axis=0, mode="clip")
-        return x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
+        x = x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
+        if self.config.learned_positions:
+            at = jnp.take(self.positions[...], ctx.positions, axis=0, mode="clip")
+            x = x + (jnp.where(ctx.shards.index(axes.VOCAB) == 0, at, 0) if split else at)
+        return ctx.shards.sum_tokens(x, axes.VOCAB) if split else x
 
     def logits(self, x: jax.Array, shards: Shards) -> jax.Array:
         """Hidden states [T, D] -> logits [T, V] float32, of this device's share of the vocabulary."""
@@ -209,7 +237,10 @@ class Decoder(nnx.Module):
             y = self.final_norm(x, shards)
             head, transposed = (self.embed, True) if config.tied else (self.head, False)
             logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32)
-            logits = shards.sum(logits, axes.EMBED) * config.logit_scale
+            logits = shards.sum(logits, axes.EMBED)
+            if config.head_bias:
+                logits = logits + self.head_bias[...].astype(jnp.float32)
+            logits = logits * config.logit_scale
             if config.final_softcap is not None:
                 logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
             if logits.shape[1] * shards.size(axes.VOCAB) > config.vocab:
@@ -225,8 +256,8 @@ def _unrolled(blocks, stream, ctx, caches, norms, shared):
         key = graph, cache.ring
         if key not in shared:
             shared[key] = _layer(graph, cache.ring, ctx)
-        stream, k, v = shared[key](state, stream, cache.k, cache.v, after)
-        new.append(LayerCache(k, v, cache.ring))
+        stream, arrays = shared[key](state, stream, cache.arrays, after)
+        new.append(LayerCache(arrays, cache.ring))
     return stream, new
 
 
@@ -234,30 +265,35 @@ def _layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
     """A layer as a function that is traced once for all layers alike; XLA inlines it."""
 
     @jax.jit
-    def layer(state, stream, k, v, after):
-        stream, cache = nnx.merge(graph, state)(stream, ctx, LayerCache(k, v, ring), after)
-        return stream, cache.k, cache.v
+    def layer(state, stream, arrays, after):
+        stream, cache = nnx.merge(graph, state)(stream, ctx, LayerCache(arrays, ring), after)
+        return stream, cache.arrays
 
     return layer
 
 
 def _scan(blocks, stream, ctx, caches, count: int):
-    """The cache rides in the carry: as scan inputs and outputs it would exist twice."""
-    graphs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
+    """The cache rides in the carry: as scan inputs and outputs it would exist twice. Experts stay whole, each layer
+    reads its own: a layer's slice of them would be copied, chosen or not."""
+    graphs, experts, states = zip(*(nnx.split(block, _is_expert, ...) for block in blocks), strict=True)
     rings = [cache.ring for cache in caches]
 
     def body(carry, inputs):
         stream, caches = carry
         layer, states = inputs
         new = []
-        for graph, state, (k, v), ring in zip(graphs, states, caches, rings, strict=True):
-            stream, cache = nnx.merge(graph, state)(stream, ctx, LayerCache(k, v, ring, layer))
-            new.append((cache.k, cache.v))
+        for graph, whole, state, arrays, ring in zip(graphs, experts, states, caches, rings, strict=True):
+            stream, cache = nnx.merge(graph, whole, state)(stream, ctx, LayerCache(arrays, ring, layer))
+            new.append(cache.arrays)
         return (stream, tuple(new)), None
 
-    carry = (stream, tuple((cache.k, cache.v) for cache in caches))
+    carry = (stream, tuple(cache.arrays for cache in caches))
     (stream, new), _ = lax.scan(body, carry, (jnp.arange(count), states))
-    return stream, [LayerCache(k, v, ring) for (k, v), ring in zip(new, rings, strict=True)]
+    return stream, [LayerCache(arrays, ring) for arrays, ring in zip(new, rings, strict=True)]
+
+
+def _is_expert(_path, p) -> bool:
+    return axes.EXPERTS in p.axes
 
 
 def _stacked(block: Block, count: int) -> Block:

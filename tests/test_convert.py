@@ -47,7 +47,12 @@ SHAPES = {
     # 3 KV heads, tied: on 2 devices heads are padded.
     "smollm2": ("llama", _TWO | SMOLLM2_HEADS),
     "olmo2": ("olmo2", _TWO),  # QK-norm over all heads
+    "minicpm3": ("minicpm3", _TWO),  # latent attention, 6 heads
     "cohere2": ("cohere2", _TWO),  # interleaved rotary pairs
+    # 7 experts, one by one and fused; gated shared ones, a correction in float32, dense layers between.
+    "experts": ("qwen2_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
+    "fused experts": ("granitemoe", _TWO | {"num_local_experts": 7}),
+    "corrected experts": ("glm4_moe", _TWO),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL] * 2 + [_SLIDING]}),
 }
 RESTORED = {
@@ -55,6 +60,10 @@ RESTORED = {
     "smollm2": ["", "tp=2", "tp=8"],
     "olmo2": ["tp=8"],
     "cohere2": ["tp=2"],
+    "minicpm3": ["", "tp=4,cp=2,rules=tp2d"],
+    "experts": ["", "ep=2,tp=2", "ep=4", "tp=8"],
+    "fused experts": ["", "ep=2,tp=4"],
+    "corrected experts": ["ep=2"],
 }
 
 
@@ -116,10 +125,18 @@ def test_saved_on_others(saved, checkpoint, converted):
     assert_same(converted("smollm2", parallel=saved), checkpoint("smollm2"), "float32", "tp=4")
 
 
+def test_experts_saved_where_they_do_not_divide(checkpoint, converted):
+    assert_same(converted("experts", parallel="ep=2,tp=2"), checkpoint("experts"), "float32", "ep=4")
+
+
 @pytest.mark.parametrize("parallel", ["", "tp=4"])
 def test_stacked_layers(parallel, checkpoint, converted):
     """A pattern of two that repeats, then a layer alone."""
     assert_same(converted("gemma3"), checkpoint("gemma3"), "float32", parallel, scan=True)
+
+
+def test_stacked_experts(checkpoint, converted):
+    assert_same(converted("fused experts"), checkpoint("fused experts"), "bfloat16", "ep=2", scan=True)
 
 
 @pytest.mark.parametrize("parallel", ["", "tp=4"])

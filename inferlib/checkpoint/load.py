@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -13,10 +13,11 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
-from inferlib.checkpoint.assemble import Piece, assemble, layer_pieces, top_pieces
+from inferlib.checkpoint.assemble import LoadItem, Piece, assemble, layer_pieces, piece_bytes, top_pieces
+from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec
-from inferlib.models.config import LayerSpec
+from inferlib.models.config import ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
 from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
@@ -26,28 +27,24 @@ from inferlib.sharding.shards import Shards
 _IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
-@dataclass(frozen=True)
-class LoadItem:
-    """One weight and the tensors it is made of: a tuple of pieces per layer (several if it is stacked)."""
-
-    weight: WeightSpec
-    layer: LayerSpec | None
-    pieces: tuple[tuple[Piece, ...], ...]
-
-
 def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tuple[LoadItem, ...]:
     """What to read for every weight. Raises CheckpointError for missing, misshapen or unexpected tensors."""
     items = tuple(_item(family, model, weight) for weight in model.specs)
     present = set(source.names())
-    wanted = {piece.tensor: piece.shape for item in items for layer in item.pieces for piece in layer}
+    if family.base and not any(name.startswith(family.base) for name in present):
+        items = tuple(_without(family.base, item) for item in items)
+    wanted = {piece.tensor: piece.stored for item in items for layer in item.pieces for piece in layer}
     missing = sorted(set(wanted) - present)
     wrong = [
         f"{name}: {source.shape(name)} instead of {shape}"
         for name, shape in wanted.items()
         if name in present and tuple(source.shape(name)) != shape
     ]
-    ignored = {family.top["head"] + ".weight"} if model.config.tied else set()
-    unexpected = sorted(n for n in present - set(wanted) - ignored if not n.endswith(_IGNORED))
+    ignored = set(_idle_experts(family, model.config))
+    ignored |= {family.top["head"] + ".weight"} if model.config.tied else set()
+    drafts = tuple(name.format(layers=len(model.config.layers)) for name in family.drafts)
+    left_out = lambda name: name.endswith(_IGNORED) or name.startswith(drafts)  # noqa: E731
+    unexpected = sorted(n for n in present - set(wanted) - ignored if not left_out(n))
     problems = []
     if missing:
         problems.append("missing: " + _some([f"{name} {wanted[name]}" for name in missing]))
@@ -78,7 +75,7 @@ def load_weights(
     None: where `shards` says, in the usual one. progress: show bytes and rate.
     """
     items = plan_load(source, family, model)
-    total = sum(source.nbytes(name) for name in {p.tensor for i in items for layer in i.pieces for p in layer})
+    total = sum(piece_bytes(source, piece) for item in items for layer in item.pieces for piece in layer)
     with ByteProgress("loading weights", total, show=progress) as bar:
         formats = formats or [None] * len(items)
         return tuple(
@@ -97,6 +94,9 @@ def load_item(
 ) -> jax.Array:
     """Read one weight. advance: takes the bytes read. format: as `formats` of `load_weights`."""
     weight, layers = item.weight, []
+    if axes.EXPERTS in weight.axes:
+        place = format or placement(shards, weight.axes, weight.shape)
+        return load_experts(source, item, place, advance)
     names, shape = weight.axes, weight.shape
     if stacked := len(item.pieces) > 1:
         names, shape = names[1:], shape[1:]
@@ -106,7 +106,7 @@ def load_item(
     for pieces in item.pieces:
         arrays = [_read(source, piece, weight.part, shards, split) for piece in pieces]
         layers.append(lay_out(model.layout, item.layer, names, weight.part, weight.dtype.name, *arrays))
-        advance(sum(_read_bytes(source, p) for p in pieces))
+        advance(sum(piece_bytes(source, p) for p in pieces))
     array = stack(format or shards.sharding(weight.axes), layers) if stacked else layers[0]
     # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
     return array.block_until_ready()
@@ -153,8 +153,14 @@ def _read(
     split: the mesh axes that split the weight's logical axes.
     """
     start, stop = piece.rows or (0, piece.shape[0])
+
+    def read(rows: slice | None) -> np.ndarray:
+        if piece.transposed:
+            return source.read(piece.tensor).T[rows or slice(None)]
+        return source.read(piece.tensor, rows)
+
     if shards.mesh is None:
-        return source.read(piece.tensor, slice(start, stop) if piece.rows else None)
+        return read(slice(start, stop) if piece.rows else None)
     shape = (stop - start, *piece.shape[1:])
     # Tensors are split as the result is.
     carriers = [split.get(name) for name in _axes_of(part)] if len(shape) > 1 else [None]
@@ -163,7 +169,7 @@ def _read(
     @cache  # what several devices hold is read once
     def part_of(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
         (first, last), *columns = bounds
-        rows = source.read(piece.tensor, slice(start + first, start + last))
+        rows = read(slice(start + first, start + last))
         return np.ascontiguousarray(rows[(slice(None), *(slice(*ends) for ends in columns))])
 
     def of_device(index: tuple[slice, ...]) -> np.ndarray:
@@ -174,9 +180,11 @@ def _read(
 
 def _axes_of(part: str) -> tuple[str, str]:
     """What splits the rows and the columns of a part's checkpoint tensors, [out, in]."""
-    match part:
-        case "attn.qkv":
+    match part.replace(".shared.", "."):
+        case "attn.qkv" | "attn.q" | "attn.k" | "attn.v":
             return axes.KV_HEADS, axes.EMBED
+        case "attn.down":
+            return axes.LATENT, axes.EMBED
         case "attn.o":
             return axes.EMBED, axes.KV_HEADS
         case "mlp.gate_up":
@@ -189,19 +197,43 @@ def _axes_of(part: str) -> tuple[str, str]:
 
 def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
     if weight.block is None:
-        return LoadItem(weight, None, (top_pieces(family.top, model.config, weight.part),))
+        pieces = (top_pieces(family.top, model.config, weight.part),)
+        return LoadItem(weight, None, pieces, family.fused_experts)
     layers = model.layers_of(weight.block)
     spec = model.config.layers[layers[0]]
     per_layer = []
     for i in layers:
-        names = {part: family.prefix.format(i=i) + module for part, module in family.layer.items()}
-        per_layer.append(layer_pieces(names, spec, weight.part, model.config.dim))
-    return LoadItem(weight, spec, tuple(per_layer))
+        names = _names(family, i)
+        if axes.EXPERTS in weight.axes:
+            pieces = expert_pieces(names, spec.mlp, weight.part, model.config.dim, family.fused_experts)
+        else:
+            pieces = layer_pieces(names, spec, weight.part, model.config.dim)
+        if family.transposed:
+            pieces = tuple(replace(piece, transposed=len(piece.shape) == 2) for piece in pieces)
+        per_layer.append(pieces)
+    return LoadItem(weight, spec, tuple(per_layer), family.fused_experts)
 
 
-def _read_bytes(source: TensorSource, piece: Piece) -> int:
-    share = 1.0 if piece.rows is None else (piece.rows[1] - piece.rows[0]) / piece.shape[0]
-    return int(source.nbytes(piece.tensor) * share)
+def _names(family: Family, layer: int) -> dict[str, str]:
+    """The map of parts to modules, of one layer."""
+    number, sub = divmod(layer, family.sublayers)
+    prefix = family.prefix.format(i=number)
+    return {part: prefix + module.replace("{sub}", str(sub)) for part, module in family.layer.items()}
+
+
+def _idle_experts(family: Family, config: ModelConfig) -> Iterator[str]:
+    """Weights that transformers keeps, unused, for experts that return their input."""
+    for i, layer in enumerate(config.layers):
+        if isinstance(layer.mlp, MoeSpec) and layer.mlp.identity:
+            for part, module in _names(family, i).items():
+                if part.startswith("mlp.experts."):
+                    yield from (module.format(e=e) for e in range(layer.mlp.experts, layer.mlp.router.experts))
+
+
+def _without(base: str, item: LoadItem) -> LoadItem:
+    """An item of a checkpoint whose names do not begin with `base`."""
+    layers = tuple(tuple(replace(p, tensor=p.tensor.removeprefix(base)) for p in layer) for layer in item.pieces)
+    return replace(item, pieces=layers)
 
 
 def _some(lines: list[str], most: int = 5) -> str:

@@ -21,7 +21,7 @@ from inferlib.compile.state import RowState
 from inferlib.compile.targets import Target
 from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
-from inferlib.models.config import ModelConfig
+from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
@@ -117,13 +117,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight's part on a device. elements: in all its layers; inner: those of a layer per column of the model."""
+    """A weight's part on a device. elements: in all its layers, of experts those of one; inner: those of a layer per
+    column of the model. experts: of which mixture."""
 
     elements: int
     nbytes: int
     layers: int
     inner: int
     use: Literal["tokens", "sampled", "looked up"]
+    experts: MoeSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -165,15 +167,22 @@ class Deployed:
         model, rows = self.model, batch // self.replicas
         cache, scores = 0, 0
         for block, layers in zip(self.plan(batch, max_len, chunk).blocks, model.blocks(), strict=True):
-            local = self.shards.local_shape(block.axes, block.shape)
-            *_, heads, slots, _ = local
-            cache += 2 * 2 * prod(local)
-            scores = max(scores, heads * model.layout.heads(self.config.layers[layers[0]].attention).queries * slots)
+            local = [self.shards.local_shape(block.axes, shape) for shape in block.shapes]
+            cache += 2 * sum(map(prod, local))
+            heads = self._query_heads(self.config.layers[layers[0]].attention)
+            scores = max(scores, heads * local[0][-2])
         weights = sum(m.nbytes for m in self.matrices)
         vocab = model.layout.vocab // self.shards.size(axes.VOCAB)
-        widest = max(m.inner for m in self.matrices if m.use == "tokens")
+        widest = max(self._widest(m) for m in self.matrices if m.use == "tokens")
         live = max(rows, chunk) * ((2 * self.config.dim + widest) * 2 + scores * 4) + rows * vocab * 4
         return Memory(weights, cache, _state_bytes(rows, vocab), 2 * live)
+
+    def _widest(self, matrix: Matrix) -> int:
+        """Numbers of a layer that a token takes beside a matrix. All choices of the tokens that experts are shared with
+        have room, wherever they go."""
+        if matrix.experts is None:
+            return matrix.inner
+        return self.shards.size(axes.EXPERTS) * matrix.experts.router.chosen * (matrix.inner + self.config.dim)
 
     def decode(self, rows: int, live: float) -> Work:
         """A greedy decode step of `rows` rows of each replica, `live` positions of each in the cache."""
@@ -187,22 +196,38 @@ class Deployed:
 
     def _work(self, key: ProgramKey, *, tokens: int, sampled: int, rows: int, live: float, seen: float) -> Work:
         """live: positions read of a row's cache; seen: by a query, on average."""
-        count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
-        flops = sum(2.0 * count[m.use] * m.elements for m in self.matrices)
-        moved = sum(2.0 * count[m.use] * m.layers * (self.config.dim + m.inner) for m in self.matrices)
-        weights = sum(m.nbytes for m in self.matrices if m.use != "looked up")
-        cache = 0.0
+        count, everyone = (
+            {"tokens": tokens, "sampled": sampled, "looked up": 0},
+            tokens * self.shards.size(axes.EXPERTS),
+        )
+        flops = moved = weights = cache = 0.0
+        for m in self.matrices:
+            # A device's experts take, on average, as many choices as its tokens make.
+            times = count[m.use] * (m.experts.router.chosen if m.experts else 1)
+            flops += 2.0 * times * m.elements
+            moved += 2.0 * times * m.layers * (self.config.dim + m.inner)
+            if m.use != "looked up":
+                weights += m.nbytes * (m.experts.read_share(everyone) if m.experts else 1)
+        share = 1 / self.shards.size(axes.POSITIONS)
         plan = self.plan(self.replicas, self.config.context, 1)
         for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
             spec = self.config.layers[layers[0]].attention
-            window = spec.window or float("inf")
-            *_, heads, slots, head_dim = self.shards.local_shape(block.axes, block.shape)
-            share = slots / block.shape[-2]  # of the positions, where those are split
-            queries = heads * self.model.layout.heads(spec).queries
-            flops += 4.0 * len(layers) * tokens * queries * head_dim * min(seen, window) * share
-            read = rows * min(live, window + tokens / rows) + tokens  # and what is written
-            cache += 2 * 2 * len(layers) * heads * head_dim * read * share
+            reach, heads = spec.reach or float("inf"), self._query_heads(spec)
+            width = spec.pair_width(decode=not key.chunks)
+            flops += 2.0 * len(layers) * tokens * heads * width * min(seen, reach) * share
+            if isinstance(spec, MlaSpec) and key.chunks:  # of the chunk itself with the matrices
+                expanded = (live * share - tokens) * spec.kv_rank * (spec.nope_dim + spec.value_dim)
+                flops += 2.0 * len(layers) * heads * max(expanded, 0.0)
+            read = rows * min(live, reach + tokens / rows) + tokens  # and what is written
+            for shape in block.shapes:
+                *_, cached, _, size = self.shards.local_shape(block.axes, shape)
+                cache += 2 * len(layers) * cached * size * read * share
         return Work(flops, weights, cache, moved, _collectives(self.config, self.parallel, key))
+
+    def _query_heads(self, spec: AttentionSpec | MlaSpec) -> int:
+        """Of a layer on a device."""
+        layout = self.model.layout.heads(spec)
+        return layout.groups * layout.queries // self.shards.size(axes.KV_HEADS)
 
 
 @lru_cache(maxsize=64)
@@ -223,17 +248,22 @@ def _matrices(model: AbstractModel, shards: Shards, quantization: Quantization |
     for spec in model.specs:
         local = shards.local_shape(spec.axes, spec.shape)
         names = dict(zip(spec.axes, local, strict=True))
-        layers, elements = names.pop(axes.LAYERS, 1), prod(local)
-        matrix = axes.EMBED in names and len(names) > 1
-        inner = elements // layers // names[axes.EMBED] if matrix else 0
+        layers, count, held = names.pop(axes.LAYERS, 1), names.pop(axes.EXPERTS, 1), prod(local)
+        elements, experts = held // count, None
+        if axes.EXPERTS in spec.axes:
+            experts = model.config.layers[model.layers_of(spec.block)[0]].mlp
+        matrix = spec.init == "normal" and len(names) > 1
+        inner = elements // layers // names.get(axes.EMBED, names.get(axes.LATENT)) if matrix else 0
         use = "tokens"
         if spec.block is None and axes.VOCAB in names:
             use = "sampled" if tied or spec.part != "embed" else "looked up"
-        nbytes = elements * 2
+        elif spec.part == "positions":
+            use = "looked up"
+        nbytes = held * spec.dtype.itemsize
         if quantization == "int8" and matrix and use != "looked up" and not (tied and use == "sampled"):
             outputs = names[axes.EMBED] if spec.axes[-1] == axes.EMBED else inner
-            nbytes = elements + 4 * layers * outputs
-        found.append(Matrix(elements if matrix else 0, nbytes, layers if matrix else 0, inner, use))
+            nbytes = held + 4 * layers * count * outputs
+        found.append(Matrix(elements if matrix else 0, nbytes, layers if matrix else 0, inner, use, experts))
     return tuple(found)
 
 

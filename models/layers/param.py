@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 
-def param(shape: tuple[int, ...], axes: tuple[str, ...], dtype, init: Literal["normal", "ones", "zeros"] = "normal"):
+def param(
+    shape: tuple[int, ...], axes: tuple[str | None, ...], dtype, init: Literal["normal", "ones", "zeros"] = "normal"
+):
     """A parameter with one logical axis name per dimension.
 
     Modules are built under `nnx.eval_shape`, so nothing is allocated here; `init` says how random

@@ -14,6 +14,7 @@ NKI = Backend(decode_attention="nki", prefill_attention="nki")
 FAMILIES = [
     pytest.param("llama", {"num_hidden_layers": 1}),
     pytest.param("qwen3", {"num_hidden_layers": 1}, marks=pytest.mark.slow),
+    pytest.param("gpt_oss", {"num_hidden_layers": 2}, marks=pytest.mark.slow),
     # A sliding window, whose ring wraps, and a softcap.
     pytest.param("gemma2", {"num_hidden_layers": 2, "attn_logit_softcapping": 2.0}, marks=pytest.mark.slow),
 ]
