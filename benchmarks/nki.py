@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from inferlib.nki_kernels import mx_pack, simulator
+from inferlib.nki_kernels.decode_linear import rmsnorm_matmul, rmsnorm_mlp
 from inferlib.nki_kernels.flash_decode import flash_decode
 from inferlib.nki_kernels.flash_prefill import flash_prefill
 from inferlib.nki_kernels.mx_matmul import mx_matmul
@@ -65,6 +66,23 @@ def matmul(target: str, tokens: int, inner: int, outer: int, element: str) -> tu
     return core, packed.nbytes + scales.nbytes, tokens * inner * outer / core.matmul_slots
 
 
+def linear(target: str, tokens: int) -> list[tuple[str, simulator.Counters, int]]:
+    """(name, counters, bytes of the weights) of the two kernels, Llama-3-8B on 8 cores."""
+    rng = np.random.default_rng(0)
+    shapes = dict(qkv=(4096, 768), gate=(4096, 1792), up=(4096, 1792), down=(1792, 4096))
+    w = {name: (rng.normal(size=s) / s[0] ** 0.5).astype(ml_dtypes.bfloat16) for name, s in shapes.items()}
+    x, weight = rng.normal(size=(tokens, 4096)).astype(ml_dtypes.bfloat16), np.ones(4096, np.float32)
+    found = []
+    for name, function, matrices in (
+        ("norm and projection", rmsnorm_matmul, (w["qkv"],)),
+        ("feed-forward", rmsnorm_mlp, (w["gate"], w["up"], w["down"])),
+    ):
+        with simulator.session(target) as session:
+            jax.block_until_ready(function(x, weight, *matrices, eps=1e-5, lnc=1))
+        found.append((name, session.cores[0], sum(m.nbytes for m in matrices)))
+    return found
+
+
 def main() -> None:
     console = Console(width=None if Console().is_terminal else 130)
     attention = _table("Attention: bytes / live keys and values")
@@ -87,6 +105,11 @@ def main() -> None:
                 name = f"{target} {element}, {tokens} tokens"
                 _row(products, name, core, f"{core.hbm_bytes / floor:.4f}; {100 * useful:.1f} %")
     console.print(products)
+    layers = _table("The rest of a decode layer, Llama-3-8B on 8 cores, bfloat16: bytes / weights")
+    for target in TARGETS:
+        for name, core, floor in linear(target, 8):
+            _row(layers, f"{target} {name}, 8 tokens", core, f"{core.hbm_bytes / floor:.4f}")
+    console.print(layers)
 
 
 def _table(title: str) -> Table:

@@ -15,6 +15,7 @@ import numpy as np
 
 from inferlib.nki_kernels import mx_pack
 from inferlib.nki_kernels.call import is_gen4
+from inferlib.nki_kernels.decode_linear import rmsnorm_matmul, rmsnorm_mlp
 from inferlib.nki_kernels.flash_decode import flash_decode
 from inferlib.nki_kernels.flash_prefill import flash_prefill
 from inferlib.nki_kernels.mx_matmul import mx_matmul
@@ -201,6 +202,45 @@ class Mx:
         return worst(got, want, 2.0**-8, floor=0.02 * self.inner**0.5)
 
 
+@dataclass(frozen=True)
+class Linear:
+    """rmsnorm_matmul to `outer` columns, or with an activation rmsnorm_mlp of `outer` features."""
+
+    name: str
+    tokens: int
+    width: int
+    outer: int
+    dtype: str = "bfloat16"
+    activation: str | None = None
+    only_gen4: ClassVar[bool] = False
+
+    def run(self, lnc: int, seed: int = 0) -> float:
+        """The greatest error in units of the tolerance, outputs being of unit scale."""
+        rng = np.random.default_rng(seed)
+        dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+        x, weight = rng.normal(size=(self.tokens, self.width)).astype(dtype), rng.normal(size=self.width) + 1
+
+        def matrix(inner: int, outer: int) -> np.ndarray:
+            return (rng.normal(size=(inner, outer)) / inner**0.5).astype(dtype)
+
+        exact = x.astype(np.float64)
+        exact *= weight / np.sqrt((exact**2).mean(axis=1, keepdims=True) + 1e-5)
+        weight = weight.astype(np.float32)
+        if self.activation is None:
+            w = matrix(self.width, self.outer)
+            got = jax.jit(partial(rmsnorm_matmul, eps=1e-5, lnc=lnc))(x, weight, w)
+            return worst(got, exact @ w.astype(np.float64), TOLERANCE[self.dtype])
+        gate, up, down = matrix(self.width, self.outer), matrix(self.width, self.outer), matrix(self.outer, self.width)
+        run = jax.jit(partial(rmsnorm_mlp, eps=1e-5, activation=self.activation, lnc=lnc))
+        opened = exact @ gate.astype(np.float64)
+        if self.activation == "silu":
+            opened = opened / (1 + np.exp(-opened))
+        else:
+            opened = 0.5 * opened * (1 + np.tanh(np.sqrt(2 / np.pi) * (opened + 0.044715 * opened**3)))
+        want = (opened * (exact @ up.astype(np.float64))) @ down.astype(np.float64)
+        return worst(run(x, weight, gate, up, down), want, TOLERANCE[self.dtype])
+
+
 def worst(got, want: np.ndarray, tolerance: float, floor: float = 1.0) -> float:
     """Greatest |got - want| / (tolerance * (floor + |want|)); infinities must agree, NaN never does."""
     got = np.asarray(got).astype(np.float64)
@@ -274,4 +314,12 @@ MX = (
     Mx("mxfp4 by mxfp4", 2, 512, 64, FP4, packed=FP4),
 )
 
-ALL = (*DECODE, *PREFILL, *MX)
+LINEAR = (
+    Linear("norm and projection", 8, 256, 768),
+    Linear("norm and projection, float32, odd sizes", 3, 2 * 45, 130, dtype="float32"),
+    Linear("norm and projection, many tiles, 128 tokens", 128, 2304, 520),
+    Linear("feed-forward", 8, 256, 1024, activation="silu"),
+    Linear("feed-forward, float32", 5, 96, 600, dtype="float32", activation="gelu_tanh"),
+    Linear("feed-forward, one token", 1, 576, 1536, activation="silu"),
+)
+ALL = (*DECODE, *PREFILL, *MX, *LINEAR)
