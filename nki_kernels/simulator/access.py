@@ -57,10 +57,10 @@ def same_layout(what: str, *tensors: NkiTensor) -> None:
     require(len(sizes) == 1, "shape", f"{what} of {', '.join(map(str, tensors))}")
 
 
-def check_written(tensor: NkiTensor, what: str, core: Core, offset: int = 0) -> None:
+def check_written(tensor: NkiTensor, what: str, core: Core) -> None:
     if tensor.storage.written is None:
         return
-    flags = tensor.flags(tensor.storage.written, offset)
+    flags = tensor.flags(tensor.storage.written)
     if (flags == tensor.word(SETTLED)).all():
         return
     require(bool((flags != 0).all()), "unwritten", f"{what} reads {tensor}, of which parts were never written")
@@ -68,11 +68,11 @@ def check_written(tensor: NkiTensor, what: str, core: Core, offset: int = 0) -> 
     require(bool(own.all()), "core-race", f"{what} reads {tensor}, written by the other core since the last barrier")
 
 
-def mark_written(tensor: NkiTensor, what: str, core: Core, offset: int = 0, by_matmul: bool = False) -> None:
+def mark_written(tensor: NkiTensor, what: str, core: Core, by_matmul: bool = False) -> None:
     storage = tensor.storage
     require(not storage.read_only, "read-only", f"{what} writes {tensor}, a kernel's input")
     require(0 not in _moving_strides(tensor), "access-pattern", f"{what} writes {tensor}, a broadcast view")
-    flags = tensor.flags(storage.written, offset)
+    flags = tensor.flags(storage.written)
     if tensor.on_chip or core.count == 1:
         flags[...] = tensor.word(SETTLED)
     else:
@@ -80,7 +80,7 @@ def mark_written(tensor: NkiTensor, what: str, core: Core, offset: int = 0, by_m
         require(not (flags == other).any(), "core-race", f"{what} writes {tensor}, as the other core does")
         flags[...] = tensor.word(1 + core.index)
     if tensor.buffer is MemoryRegion.psum:
-        tensor.flags(storage.by_matmul, offset)[...] = tensor.word(BY_MATMUL) if by_matmul else 0
+        tensor.flags(storage.by_matmul)[...] = tensor.word(BY_MATMUL) if by_matmul else 0
 
 
 def _moving_strides(tensor: NkiTensor) -> list[int]:

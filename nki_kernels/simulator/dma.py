@@ -57,67 +57,54 @@ def dma_copy(
         check_generation(core.generation, tensor.dtype)
     require(dst.size == src.size, "element-count", f"{what} of {src} to {dst}")
     require(not (dst.is_indirect() and src.is_indirect()), "subset", f"{what} from and to indices")
-    alike = dst.dtype == src.dtype
-    raw_bytes = dge_mode.name == "hwdge"
-    require(alike or not raw_bytes, "dtype", f"{what} of {src} to {dst}: hwdge moves bytes and does not convert")
-    if not (src.is_indirect() or dst.is_indirect()):
-        _move(core, what, dst, src)
-        return
+    by_vector = any(t.is_indirect() and t.index.per_partition for t in (dst, src))
+    plain = dst.dtype == src.dtype and not by_vector
+    hardware = dge_mode.name == "hwdge"
+    require(plain or not hardware, "dtype", f"{what} of {src} to {dst}: hwdge neither converts nor gathers")
+    moved = 0
+    for there, here in _parts(core, what, dst, src, oob_mode):
+        moved += _move(core, what, there, here)
+    core.counters.issue(Engine.dma, moved / core.generation.dma_rate / 1000)
+
+
+def _parts(core: Core, what: str, dst: NkiTensor, src: NkiTensor, mode: oob_mode) -> list[tuple[NkiTensor, NkiTensor]]:
+    """(destination, source) of every transfer: one, or one for every index of a vector that is not skipped."""
+    if not (dst.is_indirect() or src.is_indirect()):
+        return [(dst, src)]
     indirect, plain = (src, dst) if src.is_indirect() else (dst, src)
-    require(not raw_bytes or not indirect.index[3], "dtype", f"{what} by a vector of indices: hwdge cannot")
-    offsets, step, bound, per_row = indirect.index
-    check_written(offsets, what, core)
-    indices = offsets.raw()[:, 0].astype(np.int64)
-    if not per_row:
-        _guard(what, indirect, indices, bound, oob_mode)
-        _move(
-            core, what, dst, src, int(indices[0]) * step * (indirect is src), int(indices[0]) * step * (indirect is dst)
-        )
-        return
-    inside = (indices >= 0) & (indices < bound)
-    require(
-        oob_mode.name == "skip" or bool(inside.all()), "out-of-bounds", f"{what}: {indices[~inside]} of {bound} rows"
-    )
-    rows = indirect.shape[0]
-    require(plain.shape[0] == rows, "shape", f"{what} of {plain} by {rows} indices")
-    for row in np.flatnonzero(inside):
-        one = NkiTensor(
-            indirect.storage, indirect.dtype, (1, *indirect.shape[1:]), indirect.strides,
-            indirect.offset + int(indices[row]) * step, indirect.name,
-        )  # fmt: skip
-        part = NkiTensor(
-            plain.storage, plain.dtype, (1, *plain.shape[1:]), plain.strides,
-            plain.offset + int(row) * plain.strides[0], plain.name,
-        )  # fmt: skip
-        _move(core, what, *((part, one) if indirect is src else (one, part)), count=row == np.flatnonzero(inside)[0])
+    index, rows = indirect.index, indirect.shape[0]
+    check_written(index.offsets, what, core)
+    indices = index.offsets.raw()[:, 0].astype(np.int64)
+    inside = (indices >= 0) & (indices < index.bound)
+    skips = mode.name == "skip"
+    require(skips or bool(inside.all()), "out-of-bounds", f"{what}: {indices[~inside]} of {index.bound} rows")
+    if not index.per_partition:
+        require(not skips, "subset", f"{what} that skips a scalar index")
+        pairs = [(plain, indirect.moved(int(indices[0]) * index.step, rows))]
+    else:
+        require(plain.shape[0] == rows, "shape", f"{what} of {plain} by {rows} indices")
+        pairs = [
+            (plain.moved(int(row) * plain.strides[0], 1), indirect.moved(int(indices[row]) * index.step, 1))
+            for row in np.flatnonzero(inside)
+        ]
+    return pairs if indirect is src else [(there, here) for here, there in pairs]
 
 
-def _guard(what: str, tensor: NkiTensor, indices: np.ndarray, bound: int, mode) -> None:
-    inside = bool(((indices >= 0) & (indices < bound)).all())
-    require(inside, "out-of-bounds", f"{what}: index {indices} of {bound} rows of {tensor}")
-    require(mode.name == "error", "subset", f"{what} that skips a scalar index")
-
-
-def _move(core: Core, what: str, dst: NkiTensor, src: NkiTensor, src_at=0, dst_at=0, count=True) -> None:
-    check_written(src, what, core, src_at)
-    mark_written(dst, what, core, dst_at)
-    values = src.raw(src_at)
+def _move(core: Core, what: str, dst: NkiTensor, src: NkiTensor) -> int:
+    """Copy, count, and return the bytes that the DMA engines move."""
+    check_written(src, what, core)
+    mark_written(dst, what, core)
+    values = src.raw()
     if dst.dtype != src.dtype:
         values = dtypes.from_float32(dtypes.to_float32(values, src.dtype), dst.dtype)
-    dst.raw(dst_at)[...] = values.reshape(dst.shape)
-    counters, moved = core.counters, dst.size * dtypes.itemsize(dst.dtype)
-    read = src.size * dtypes.itemsize(src.dtype)
-    if not src.on_chip:
-        counters.hbm_read += read
-    if not dst.on_chip:
-        counters.hbm_written += moved
-    if min(_run(src), _run(dst)) < SHORT_BYTES:
-        counters.short_dma += max(moved, read)
-    microseconds = max(moved, read) / core.generation.dma_rate / 1000
-    if count:
-        counters.issue(Engine.dma, microseconds)
-    else:
-        counters.busy_us["dma"] += microseconds
+    dst.raw()[...] = values.reshape(dst.shape)
+    counters = core.counters
+    written, read = (t.size * dtypes.itemsize(t.dtype) for t in (dst, src))
+    counters.hbm_read += 0 if src.on_chip else read
+    counters.hbm_written += 0 if dst.on_chip else written
+    moved = max(written, read)
+    counters.short_dma += moved if min(_run(src), _run(dst)) < SHORT_BYTES else 0
+    return moved
 
 
 def _run(tensor: NkiTensor) -> int:

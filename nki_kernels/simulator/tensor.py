@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -62,13 +63,26 @@ class Storage:
             self.written[self.written != 0] = SETTLED
 
 
+@dataclass(frozen=True)
+class Indirection:
+    """Where an indirect view starts: `offsets` [rows, 1] in SBUF, in steps of `step` elements, each less than `bound`.
+
+    per_partition: each row of the view has its own offset; else the whole view one.
+    """
+
+    offsets: NkiTensor
+    step: int
+    bound: int
+    per_partition: bool
+
+
 class NkiTensor:
     """A strided view: element (i, j, ...) is at offset + i * strides[0] + j * strides[1] + ... of its storage."""
 
     def __init__(self, storage, dtype, shape, strides, offset=0, name="", index=None):
         self.storage, self.dtype, self.name = storage, dtype, name
         self.shape, self.strides, self.offset = tuple(shape), tuple(strides), offset
-        self.index = index  # of an indirect view: (offsets tensor, its stride, its bound, whether per partition)
+        self.index: Indirection | None = index
 
     @property
     def buffer(self) -> MemoryRegion:
@@ -104,15 +118,23 @@ class NkiTensor:
         """Elements of a partition (of all of HBM's storage)."""
         return self.storage.data.shape[1] // dtypes.itemsize(self.dtype)
 
-    def flags(self, array: np.ndarray, offset: int = 0) -> np.ndarray:
+    def flags(self, array: np.ndarray) -> np.ndarray:
         """A byte array of the storage's shape, viewed as one unsigned integer an element."""
         size = dtypes.itemsize(self.dtype)
-        flat = array.reshape(-1).view(f"u{size}")[self.offset + offset :]
+        flat = array.reshape(-1).view(f"u{size}")[self.offset :]
         return np.lib.stride_tricks.as_strided(flat, self.shape, [step * size for step in self.strides])
 
-    def raw(self, offset: int = 0) -> np.ndarray:
+    def raw(self) -> np.ndarray:
         """The elements as numpy sees them, aliasing the storage."""
-        return self.flags(self.storage.data, offset).view(dtypes.storage_dtype(self.dtype))
+        return self.flags(self.storage.data).view(dtypes.storage_dtype(self.dtype))
+
+    def moved(self, offset: int, rows: int) -> NkiTensor:
+        """The first `rows` rows, `offset` elements further on and no longer indirect."""
+        shape, start = (rows, *self.shape[1:]), self.offset + offset
+        last = start + sum(step * (n - 1) for step, n in zip(self.strides, shape, strict=True))
+        total = self.storage.data.size // dtypes.itemsize(self.dtype)
+        require(last < total, "out-of-bounds", f"an index leads to element {last} of {self}, which ends at {total}")
+        return NkiTensor(self.storage, self.dtype, shape, self.strides, start, self.name)
 
     def word(self, state: int) -> int:
         """A byte's state, repeated over an element."""
@@ -281,7 +303,7 @@ class NkiTensor:
             require(
                 pattern[0][0] == self.strides[0], "access-pattern", f"ap {pattern}: a row of {self} is its first step"
             )
-        made.index = (offsets, self.strides[0], self.shape[0], vector_offset is not None)
+        made.index = Indirection(offsets, self.strides[0], self.shape[0], vector_offset is not None)
         return made
 
 

@@ -296,6 +296,13 @@ def gather_out_of_bounds(x):
     return x
 
 
+@fault("out-of-bounds")
+def last_row_and_beyond(x):
+    row = tile((1, 1), nl.int32, value=127)
+    nisa.dma_copy(dst=tile((2, 4)), src=x.ap(pattern=[[4, 2], [1, 4]], scalar_offset=row, indirect_dim=0))
+    return x
+
+
 @fault("dtype")
 def float_memset_of_integers(x):
     return store(tile((128, 4), nl.int32, value=1.0))
