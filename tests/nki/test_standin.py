@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ml_dtypes
 import nki
 import nki.isa as nisa
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from inferlib.nki_kernels import simulator
+from inferlib.nki_kernels.simulator import isa
 
 
 def store(made):
@@ -308,3 +311,48 @@ def test_counters_of_a_product(rng):
     assert core.matmul_useful / core.matmul_slots == 64 * 32 / 128**2
     # 128 columns at a quarter of the rate, at 2.4 GHz.
     assert core.busy_us["tensor"] == pytest.approx(4 * 128 / 2400)
+
+
+def turn_and_choose(x, mask):
+    t, chosen_by = load(x), load(mask)
+    turned = nl.ndarray((6, 4), dtype=nl.float32, buffer=nl.psum)
+    nisa.nc_transpose(dst=turned, data=t, engine=nisa.engine.tensor)
+    small = nl.ndarray((6, 4), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.nc_transpose(dst=small, data=t, engine=nisa.engine.vector)
+    chosen = nl.ndarray((6, 4), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.select_reduce(dst=chosen, predicate=chosen_by, on_true=turned, on_false=-2.0)
+    inverse = nl.ndarray((6, 4), dtype=nl.float32, buffer=nl.sbuf)
+    nisa.reciprocal(dst=inverse, data=turned)
+    return store(small), store(chosen), store(inverse)
+
+
+def test_transposes_are_bit_exact_and_select_does_not_compute():
+    x = np.arange(1, 25, dtype=np.float32).reshape(4, 6)
+    x[0, 0], x[1, 1] = np.nan, np.inf
+    mask = (np.arange(24).reshape(6, 4) % 3 > 0).astype(np.uint8)
+    small, chosen, inverse = nki.jit(turn_and_choose)(x, mask)
+    np.testing.assert_array_equal(small, x.T)
+    np.testing.assert_array_equal(chosen, np.where(mask, x.T, -2))
+    np.testing.assert_array_equal(inverse, 1 / x.T)
+
+
+def count_up(x):
+    whole = nl.ndarray((3, 2, 4), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.iota(dst=whole, pattern=[[100, 2], [-1, 4]], offset=7, channel_multiplier=10)
+    bits = nl.ndarray((3, 8), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.tensor_scalar(
+        dst=bits, data=whole.reshape((3, 8)), op0=nl.bitwise_and, operand0=6, op1=nl.left_shift, operand1=1
+    )
+    return store(whole), store(bits)
+
+
+def test_iota_nests_its_pattern_and_bits_are_not_cast():
+    whole, bits = nki.jit(count_up)(np.ones((1, 1), np.float32))
+    want = 7 + 10 * np.arange(3)[:, None, None] + 100 * np.arange(2)[:, None] - np.arange(4)
+    np.testing.assert_array_equal(whole, want)
+    np.testing.assert_array_equal(bits, (want.reshape(3, 8) & 6) << 1)
+
+
+def test_every_instruction_is_tried_here():
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert [name for name in isa.INSTRUCTIONS if f"nisa.{name}(" not in source] == []
