@@ -19,6 +19,7 @@ from inferlib.nki_kernels.decode_linear import rmsnorm_matmul, rmsnorm_mlp
 from inferlib.nki_kernels.flash_decode import flash_decode
 from inferlib.nki_kernels.flash_prefill import flash_prefill
 from inferlib.nki_kernels.mx_matmul import mx_matmul
+from inferlib.nki_kernels.router_topk import router_topk
 
 # Of outputs of unit scale: what rounding keys' products, probabilities and results to the dtype may add up to.
 TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "float8_e4m3": 3e-2, "float8_e4m3fn": 3e-2}
@@ -241,6 +242,38 @@ class Linear:
         return worst(run(x, weight, gate, up, down), want, TOLERANCE[self.dtype])
 
 
+@dataclass(frozen=True)
+class Router:
+    """router_topk of `chosen` of `experts`."""
+
+    name: str
+    tokens: int
+    width: int
+    experts: int
+    chosen: int
+    renormalize: bool = True
+    bias: bool = False
+    dtype: str = "bfloat16"
+    only_gen4: ClassVar[bool] = False
+
+    def run(self, lnc: int, seed: int = 0) -> float:
+        """The greatest error of the weights in units of the tolerance; infinite if another expert is chosen."""
+        rng = np.random.default_rng(seed)
+        dtype = np.dtype(getattr(ml_dtypes, self.dtype, self.dtype))
+        x = rng.normal(size=(self.tokens, self.width)).astype(dtype)
+        w = (rng.normal(size=(self.width, self.experts)) / self.width**0.5).astype(dtype)
+        bias = rng.normal(size=self.experts).astype(np.float32) if self.bias else None
+        run = jax.jit(partial(router_topk, chosen=self.chosen, renormalize=self.renormalize, lnc=lnc))
+        found, weights = run(x, w, bias)
+        scores = x.astype(np.float64) @ w.astype(np.float64) + (0 if bias is None else bias)
+        want = np.argsort(-scores, axis=1)[:, : self.chosen]
+        if not np.array_equal(found, want):
+            return float("inf")
+        best = np.exp(np.take_along_axis(scores, want, axis=1))
+        total = best if self.renormalize else np.exp(scores)
+        return worst(weights, best / total.sum(axis=1, keepdims=True), TOLERANCE["float32"])
+
+
 def worst(got, want: np.ndarray, tolerance: float, floor: float = 1.0) -> float:
     """Greatest |got - want| / (tolerance * (floor + |want|)); infinities must agree, NaN never does."""
     got = np.asarray(got).astype(np.float64)
@@ -322,4 +355,9 @@ LINEAR = (
     Linear("feed-forward, float32", 5, 96, 600, dtype="float32", activation="gelu_tanh"),
     Linear("feed-forward, one token", 1, 576, 1536, activation="silu"),
 )
-ALL = (*DECODE, *PREFILL, *MX, *LINEAR)
+ROUTER = (
+    Router("router, 4 of 32", 8, 256, 32, 4),
+    Router("router, 8 of 128 with bias, over all", 5, 576, 128, 8, renormalize=False, bias=True),
+    Router("router, one of 8, float32", 128, 90, 8, 1, dtype="float32", renormalize=False),
+)
+ALL = (*DECODE, *PREFILL, *MX, *LINEAR, *ROUTER)

@@ -53,8 +53,8 @@ def rmsnorm_mlp(
         raise ValueError(f"activation {activation!r}: the kernel has {', '.join(ACTIVATIONS)}")
     cores = logical_cores() if lnc is None else lnc
     half = -(-gate.shape[1] // cores)
-    _check_width(half)
-    _check_width(gate.shape[1] - half * (cores - 1))
+    check_width(half)
+    check_width(gate.shape[1] - half * (cores - 1))
     result = (jax.ShapeDtypeStruct(x.shape, x.dtype),)
     return call(feed_forward, lnc, result, x, weight, gate, up, down, eps=float(eps), act=activation)[0]
 
@@ -67,10 +67,11 @@ def _check(x: jax.Array, weight: jax.Array, w: jax.Array) -> None:
         raise ValueError(f"norm weight {weight.shape} {weight.dtype} must be float32 [{size}]")
     if w.shape[0] != size or w.dtype != x.dtype:
         raise ValueError(f"w {w.shape} {w.dtype} must be [{size}, N] in x's dtype, {x.dtype}")
-    _check_width(size)
+    check_width(size)
 
 
-def _check_width(size: int) -> None:
+def check_width(size: int) -> None:
+    """Refuse a sum that would leave most lanes of the Tensor engine empty."""
     if size < 1 or lanes_of(size) < min(size, 32):
         raise ValueError(f"a sum over {size} has no divisor from 32 to 128: lanes would be empty; pad it")
 
@@ -179,10 +180,7 @@ def add_product(sums, turned, w, start, stop, first, last):
 def hide(turned, gate, up, first, last, act):
     """[lanes, tiles, M]: act(x gate) * (x up) of features first to last, transposed as `add_product` wants it."""
     tokens = turned.shape[2]
-    features = last - first
-    lanes = lanes_of(features)
-    tiles = features // lanes
-    hidden = nl.ndarray((tokens, features), dtype=turned.dtype, buffer=nl.sbuf)
+    hidden = nl.ndarray((tokens, last - first), dtype=turned.dtype, buffer=nl.sbuf)
     for start in range(first, last, COLUMNS):
         stop = min(start + COLUMNS, last)
         opened = nl.ndarray((tokens, stop - start), dtype=nl.float32, buffer=nl.psum)
@@ -195,10 +193,18 @@ def hide(turned, gate, up, first, last, act):
         else:
             nisa.activation(dst=gated, op=nl.gelu_apprx_tanh, data=opened)
         nisa.tensor_tensor(dst=hidden[:, start - first : stop - first], data1=gated, data2=raised, op=nl.multiply)
-    moved_features = nl.ndarray((lanes, tiles, tokens), dtype=turned.dtype, buffer=nl.sbuf)
+    return turn(hidden)
+
+
+def turn(held):
+    """[M, D] in SBUF -> [lanes, tiles, M]."""
+    tokens, size = held.shape
+    lanes = lanes_of(size)
+    tiles = size // lanes
+    turned = nl.ndarray((lanes, tiles, tokens), dtype=held.dtype, buffer=nl.sbuf)
     for tile in range(tiles):
-        moved = nl.ndarray((lanes, tokens), dtype=turned.dtype, buffer=nl.psum)
-        source = hidden[:, tile : tile + (lanes - 1) * tiles + 1 : tiles]
+        moved = nl.ndarray((lanes, tokens), dtype=held.dtype, buffer=nl.psum)
+        source = held[:, tile : tile + (lanes - 1) * tiles + 1 : tiles]
         nisa.nc_transpose(dst=moved, data=source, engine=nisa.engine.tensor)
-        nisa.tensor_copy(dst=moved_features[:, tile, :], src=moved, engine=nisa.engine.scalar)
-    return moved_features
+        nisa.tensor_copy(dst=turned[:, tile, :], src=moved, engine=nisa.engine.scalar)
+    return turned

@@ -375,3 +375,39 @@ def affine_select(dst, pattern, channel_multiplier, on_true_tile, on_false_value
     keep = cmp_op.apply(_affine(what, dst, pattern, offset, channel_multiplier), 0) != 0
     write(core, what, dst, np.where(keep, read(core, what, on_true_tile), np.float32(on_false_value)))
     busy(core, Engine.gpsimd, free_size(dst))
+
+
+def _eights(what: str, data: NkiTensor, *eights: NkiTensor) -> None:
+    require(8 <= free_size(data) <= 16384, "shape", f"{what} of {data}: 8 to 16384 elements a partition")
+    fits = all(t.shape[0] == data.shape[0] and free_size(t) == 8 for t in eights)
+    require(fits, "shape", f"{what} of {data} with {', '.join(map(str, eights))}")
+
+
+def max8(dst, src, name=None):
+    """dst [P, 8] = the greatest values of each partition, in descending order."""
+    core, what = current(), "max8"
+    operand(core, f"{what} src", src)
+    operand(core, f"{what} dst", dst)
+    _eights(what, src, dst)
+    write(core, what, dst, -np.sort(-read(core, what, src), axis=1)[:, :8])
+    busy(core, Engine.vector, free_size(src))
+
+
+def nc_find_index8(dst, data, vals, name=None):
+    """dst [P, 8] = where each of vals [P, 8] stands in data; equal values in turn, all ones for one that is absent."""
+    core, what = current(), "nc_find_index8"
+    operand(core, f"{what} data", data)
+    operand(core, f"{what} vals", vals)
+    operand(core, f"{what} dst", dst, kinds=("uint16", "uint32"))
+    _eights(what, data, dst, vals)
+    values, wanted = read(core, what, data), read(core, what, vals)
+    kind = dtypes.storage_dtype(dst.dtype)
+    found = np.full(wanted.shape, np.iinfo(kind).max, kind)
+    for p, row in enumerate(wanted):
+        for i, value in enumerate(row):
+            places = np.flatnonzero(values[p] == value)
+            earlier = int((row[:i] == value).sum())
+            if earlier < len(places):
+                found[p, i] = places[earlier]
+    write_raw(core, what, dst, found)
+    busy(core, Engine.vector, free_size(data))

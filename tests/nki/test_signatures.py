@@ -19,7 +19,9 @@ DOCUMENTED = {
     "dma_copy": "dst src priority=None oob_mode=error dge_mode=unknown engine=unknown name=None",
     "get_nc_version": "",
     "iota": "dst pattern offset=0 channel_multiplier=0 name=None",
+    "max8": "dst src name=None",
     "memset": "dst value engine=unknown name=None",
+    "nc_find_index8": "dst data vals name=None",
     "nc_matmul": "dst stationary moving is_stationary_onezero=False is_moving_onezero=False is_transpose=False"
     " accumulate=None tile_position=() tile_size=() perf_mode=none name=None",
     "nc_matmul_mx": "dst stationary moving stationary_scale moving_scale tile_position=None tile_size=None"

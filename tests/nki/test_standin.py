@@ -353,6 +353,24 @@ def test_iota_nests_its_pattern_and_bits_are_not_cast():
     np.testing.assert_array_equal(bits, (want.reshape(3, 8) & 6) << 1)
 
 
+def find_greatest(x):
+    t = load(x)
+    best = nl.ndarray((2, 8), dtype=nl.float32, buffer=nl.sbuf)
+    places = nl.ndarray((2, 8), dtype=nl.uint32, buffer=nl.sbuf)
+    nisa.max8(dst=best, src=t)
+    nisa.memset(dst=best[:, 7:8], value=99.0)
+    nisa.nc_find_index8(dst=places, data=t, vals=best)
+    return store(best), store(places)
+
+
+def test_the_greatest_eight_and_where_they_stand():
+    x = np.array([[3, 1, 3, 0, 2, 8, 9, 7, -1, 5], [0] * 10], np.float32)
+    best, places = nki.jit(find_greatest)(x)
+    np.testing.assert_array_equal(best[0], [9, 8, 7, 5, 3, 3, 2, 99])
+    # Equal values in turn; what is not there is all ones.
+    np.testing.assert_array_equal(places, [[6, 5, 7, 9, 0, 2, 4, 2**32 - 1], [*range(7), 2**32 - 1]])
+
+
 def test_every_instruction_is_tried_here():
     source = Path(__file__).read_text(encoding="utf-8")
     assert [name for name in isa.INSTRUCTIONS if f"nisa.{name}(" not in source] == []
