@@ -22,7 +22,7 @@ from inferlib.compile.aot import compile_programs
 from inferlib.compile.deployment import Deployment
 from inferlib.compile.plans import load_plan
 from inferlib.compile.report import Report
-from inferlib.explain import explain_step
+from inferlib.explain import explain
 from inferlib.sharding.mesh import Parallelism
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
@@ -100,7 +100,7 @@ def test_collectives_are_those_that_explain_promises(target, parallel):
     for p in report.programs:
         promised = _large_apart(
             (c.kind, c.nbytes, c.count)
-            for c in explain_step(planned.model, planned.plan, planned.config.shards, p.key).collectives
+            for c in explain(planned.model, planned.plan, planned.config, [p.key]).steps[0].collectives
         )
         found = _large_apart((c["kind"], c["nbytes"], c["count"]) for c in p.collectives)
         if made.parallel.tensor < 8:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
@@ -65,8 +65,8 @@ class CachePlan:
 
     def allocate(self, shards: Shards = Shards()) -> tuple[jax.Array, ...]:  # noqa: B008
         """Zeroed `arrays`, each part on its device."""
-        zeros = cache(lambda sharding: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding))
-        return tuple(zeros(shards.sharding(names))(shape, self.dtype.name) for shape, names in self.arrays)
+        dtype = self.dtype.name
+        return tuple(run(jnp.zeros, (shape, dtype), place=shards.sharding(names)) for shape, names in self.arrays)
 
     def view(self, arrays: Sequence[jax.Array]) -> tuple[LayerCache, ...]:
         """The flat arrays as one `LayerCache` per block."""
