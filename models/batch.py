@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -52,12 +53,15 @@ class StepBatch(NamedTuple):
 class Backend:
     """Which implementation of an operation a program is built with."""
 
-    decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
+    decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
+    prefill_attention: Literal["xla", "nki"] = "xla"
     all_reduce: Literal["xla", "pallas"] = "xla"
 
     @staticmethod
     def for_platform(platform: str, shards: Shards) -> Backend:
-        """The best choice on "cpu", "gpu", "tpu" or "neuron"."""
+        """The best choice on "cpu", "gpu", "tpu" or "neuron"; NKI kernels where the Neuron compiler is installed."""
+        if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
+            return Backend(decode_attention="nki", prefill_attention="nki")
         if platform == "tpu":
             return Backend(decode_attention="pallas_tpu")
         if platform != "gpu":
@@ -75,7 +79,7 @@ def _are_peers(shards: Shards) -> bool:
 
 
 def kernel_lacks(spec: AttentionSpec | MlaSpec, backend: str) -> str:
-    """What a decode kernel (see `Backend`) cannot do of a layer's attention, which XLA then does; "" if nothing."""
+    """What attention kernels (see `Backend`) cannot do of a layer, which XLA then does; "" if nothing."""
     if isinstance(spec, MlaSpec):
         return "latent attention"
     if spec.value_dim != spec.head_dim:

@@ -18,7 +18,7 @@ def decode_attention(
     lengths: jax.Array,
     *,
     scale: float,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     ring: bool = False,
@@ -34,11 +34,13 @@ def decode_attention(
     int32 counts the positions written; 0 marks an inactive row (out 0, lse -inf), and what would stand at a negative
     position sees nothing. limit (static): no length exceeds it, so slots beyond are not read. ring: position p lives in
     slot p mod S of one page, or of all; then these are at least window + C - 1. sinks [K, G]: a logit that joins the
-    softmax's denominator.
-    backend: "xla"; "pallas_gpu" (one query, rows as pages); "pallas_tpu", which reads live pages only, and is
-    interpreted on CPU.
+    softmax's denominator. window: of all queries, or [B] of each row's, which only "xla" takes.
+    backend: "xla"; "pallas_gpu" and "nki" for Trainium (rows as pages; the former one query); "pallas_tpu", which reads
+    live pages only, and is interpreted on CPU.
     Returns out in q's shape and dtype, lse [B, K, G] or [B, C, K, G] float32.
     """
+    if backend != "xla" and isinstance(window, jax.Array):
+        raise ValueError(f"backend {backend!r} takes one window for all rows; use xla")
     options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
     if backend == "pallas_gpu":
         from inferlib.pallas_kernels import decode_attention_gpu
@@ -48,6 +50,10 @@ def decode_attention(
         options |= dict(ring=ring, limit=limit, layer=layer, pages=pages, backend=backend)
         out, lse = decode_attention(q[:, None], k, v, lengths, **options)
         return out[:, 0], lse[:, 0]
+    if backend == "nki":
+        from inferlib.nki_kernels.flash_decode import flash_decode
+
+        return flash_decode(q, k, v, lengths, ring=ring, limit=limit, table=pages, **options)
     if backend == "pallas_tpu":
         from inferlib.pallas_kernels import decode_attention_tpu
 
@@ -63,6 +69,7 @@ def decode_attention(
     slots = slots if ring or limit is None else min(limit, slots)
     k, v = k[:rows, :, :slots], v[:rows, :, :slots]
     positions = lengths[:, None] - queries + jnp.arange(queries)
+    window = window[:, None] if isinstance(window, jax.Array) else window
     seen = visible(positions, slot_positions(lengths - 1, slots, ring), window)
     out, lse = masked_attention(q, k, v, seen, scale=scale, softcap=softcap, sinks=sinks)
     return out, jnp.where(lengths[:, None, None, None] > 0, lse, -jnp.inf)
