@@ -18,6 +18,7 @@ from inferlib.models.config import ModelConfig
 from inferlib.models.decoder import Decoder, Segment, segments_of
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
+from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 
@@ -74,6 +75,18 @@ class AbstractModel:
     @property
     def parameters(self) -> int:
         return sum(int(np.prod(spec.shape)) for spec in self.specs)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token uses: of experts, as many as it chooses."""
+        total = 0.0
+        for spec in self.specs:
+            share = 1.0
+            if axes.EXPERTS in spec.axes:
+                experts = self.config.layers[self.layers_of(spec.block)[0]].mlp
+                share = experts.router.chosen / experts.experts
+            total += share * int(np.prod(spec.shape))
+        return round(total)
 
     @property
     def nbytes(self) -> int:

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from inferlib.checkpoint.assemble import LoadItem, Piece, assemble, layer_pieces, piece_bytes, top_pieces
 from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.source import CheckpointError, TensorSource
+from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.config import ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
@@ -102,10 +103,10 @@ def load_item(
         names, shape = names[1:], shape[1:]
     sharding = placement(shards, names, shape)
     split = dict(zip(names, sharding.spec, strict=True)) if sharding else {}
-    lay_out = _jit_assemble(sharding if stacked else format or sharding)
+    static = (model.layout, item.layer, names, weight.part, weight.dtype.name)
     for pieces in item.pieces:
         arrays = [_read(source, piece, weight.part, shards, split) for piece in pieces]
-        layers.append(lay_out(model.layout, item.layer, names, weight.part, weight.dtype.name, *arrays))
+        layers.append(run(assemble, static, *arrays, place=sharding if stacked else format or sharding))
         advance(sum(piece_bytes(source, p) for p in pieces))
     array = stack(format or shards.sharding(weight.axes), layers) if stacked else layers[0]
     # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
@@ -132,17 +133,7 @@ def _size(shards: Shards, axis: str | tuple[str, ...] | None) -> int:
 
 def stack(place: Format | NamedSharding | None, layers: list[jax.Array]) -> jax.Array:
     """The weights of scanned layers as one array."""
-    return _jit_stack(place)(layers)
-
-
-@cache
-def _jit_assemble(place: Format | NamedSharding | None):
-    return jax.jit(assemble, static_argnums=(0, 1, 2, 3, 4), out_shardings=place)
-
-
-@cache
-def _jit_stack(place: Format | NamedSharding | None):
-    return jax.jit(jnp.stack, out_shardings=place)
+    return run(jnp.stack, (), layers, place=place)
 
 
 def _read(
