@@ -23,7 +23,7 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from inferlib.checkpoint.assemble import expand
-from inferlib.checkpoint.load import placement, stack
+from inferlib.checkpoint.load import into_stack, new_stack, placement
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
@@ -148,28 +148,29 @@ class LaidOutWeights:
                 f"{different}; convert the original again"
             )
         # A layer's weight: the target's specs are of one layer or of a stack of them.
-        targets = {(i, spec.part): spec for spec in model.specs for i in _layers(model, spec)}
-        layers = {}
+        targets = {(i, spec.part): n for n, spec in enumerate(model.specs) for i in _layers(model, spec)}
+        formats = list(formats or [None] * len(model.specs))
+        weights: list[jax.Array | None] = [None] * len(model.specs)
         with (
             _checkpointer() as checkpointer,
             ByteProgress("loading weights", stored.nbytes, show=progress) as bar,
         ):
             for block, group in groupby(stored.specs, key=lambda spec: spec.block):
                 specs = tuple(group)
-                wanted = {s.part: _wanted(s, targets[block, s.part].dtype, shards) for s in specs}
+                wanted = {s.part: _wanted(s, model.specs[targets[block, s.part]].dtype, shards) for s in specs}
                 arrays = self._restore(checkpointer, block, wanted)
                 for spec in specs:
-                    target = targets[block, spec.part]
-                    layers[block, spec.part] = _expanded(model, shards, target, block, arrays.pop(spec.part))
+                    n = targets[block, spec.part]
+                    target = model.specs[n]
+                    layer = _expanded(model, shards, target, block, arrays.pop(spec.part))
+                    if target.axes[0] == axes.LAYERS:
+                        place = formats[n] or shards.sharding(target.axes)
+                        stack = weights[n] if weights[n] is not None else new_stack(place, target)
+                        layer = into_stack(place, stack, model.layers_of(target.block).index(block), layer)
+                    elif isinstance(formats[n], Format):
+                        layer = jax.device_put(layer, formats[n])
+                    weights[n] = layer.block_until_ready()  # the next may need the memory of what it was made of
                     bar.advance(spec.nbytes)
-        weights = []
-        for spec, format in zip(model.specs, formats or [None] * len(model.specs), strict=True):
-            parts = [layers.pop((i, spec.part)) for i in _layers(model, spec)]
-            if spec.axes[0] == axes.LAYERS:
-                array = stack(format or shards.sharding(spec.axes), parts)
-            else:
-                array = jax.device_put(parts[0], format) if isinstance(format, Format) else parts[0]
-            weights.append(array.block_until_ready())  # the next stack may need the memory of these parts
         return tuple(weights)
 
     def _restore(

@@ -10,6 +10,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -94,7 +95,7 @@ def load_item(
     format: Format | NamedSharding | None = None,
 ) -> jax.Array:
     """Read one weight. advance: takes the bytes read. format: as `formats` of `load_weights`."""
-    weight, layers = item.weight, []
+    weight = item.weight
     if axes.EXPERTS in weight.axes:
         place = format or placement(shards, weight.axes, weight.shape)
         return load_experts(source, item, place, advance)
@@ -104,13 +105,16 @@ def load_item(
     sharding = placement(shards, names, shape)
     split = dict(zip(names, sharding.spec, strict=True)) if sharding else {}
     static = (model.layout, item.layer, names, weight.part, weight.dtype.name)
-    for pieces in item.pieces:
-        arrays = [_read(source, piece, weight.part, shards, split) for piece in pieces]
-        layers.append(run(assemble, static, *arrays, place=sharding if stacked else format or sharding))
+    place = format or shards.sharding(weight.axes)
+    array = new_stack(place, weight) if stacked else None
+    for number, pieces in enumerate(item.pieces):
+        tensors = [_read(source, piece, weight.part, shards, split) for piece in pieces]
+        layer = run(assemble, static, *tensors, place=sharding if stacked else format or sharding)
+        array = into_stack(place, array, number, layer) if stacked else layer
+        # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
+        array.block_until_ready()
         advance(sum(piece_bytes(source, p) for p in pieces))
-    array = stack(format or shards.sharding(weight.axes), layers) if stacked else layers[0]
-    # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
-    return array.block_until_ready()
+    return array
 
 
 def placement(shards: Shards, names: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding | None:
@@ -131,9 +135,18 @@ def _size(shards: Shards, axis: str | tuple[str, ...] | None) -> int:
     return math.prod(shards.mesh.shape[name] for name in jax.tree.leaves(axis))
 
 
-def stack(place: Format | NamedSharding | None, layers: list[jax.Array]) -> jax.Array:
-    """The weights of scanned layers as one array."""
-    return run(jnp.stack, (), layers, place=place)
+def new_stack(place: Format | NamedSharding | None, weight: WeightSpec) -> jax.Array:
+    """Room for a weight of scanned layers."""
+    return run(jnp.zeros, (weight.shape, weight.dtype.name), place=place)
+
+
+def into_stack(place: Format | NamedSharding | None, stack: jax.Array, number: int, layer: jax.Array) -> jax.Array:
+    """The stack with a layer at its place. Its memory is used again, so that the layers never exist twice."""
+    return run(_put_layer, (), stack, layer, np.int32(number), place=place, donate=True)
+
+
+def _put_layer(stack: jax.Array, layer: jax.Array, number: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(stack, layer, number, axis=0)
 
 
 def _read(
