@@ -35,7 +35,7 @@ def test_options_fit_and_the_best_comes_first():
     assert {o.deployed.parallel.tensor for o in result.options} == {1, 2, 4, 8}
     # Replicas of one chip have room for more rows when the weights are smaller.
     rows = {
-        q: max(o.batch for o in result.options if o.deployed.parallel.tensor == 1 and o.deployed.quantization == q)
+        q: max(o.batch for o in result.options if o.deployed.parallel.data == 8 and o.deployed.quantization == q)
         for q in (None, "int8")
     }
     assert rows[None] < rows["int8"]
@@ -73,6 +73,14 @@ def test_frontier_trades_one_for_the_other():
     for faster, fuller in pairwise(front):
         assert faster.itl < fuller.itl
         assert faster.throughput < fuller.throughput
+
+
+def test_every_preset_is_ranked_where_it_makes_a_difference():
+    options = ranking("llama3-70b", "v6e-16", quantizations=(None,)).options
+    found = {str(o.deployed.parallel) for o in options}
+    assert {"tp=16", "tp=16,rules=tp_sp", "tp=8,cp=2", "tp=8,cp=2,rules=helix", "tp=8,cp=2,rules=tp2d"} <= found
+    assert [mesh for mesh in found if "helix" in mesh] == ["tp=8,cp=2,rules=helix"]  # 8 KV heads
+    assert all(o.deployed.parallel.devices == 16 for o in options)
 
 
 def test_times_add_up():

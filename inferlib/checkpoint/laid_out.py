@@ -13,7 +13,6 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from inferlib.checkpoint.assemble import expand
 from inferlib.checkpoint.load import into_stack, new_stack, placement
 from inferlib.checkpoint.source import CheckpointError
+from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.progress import ByteProgress
@@ -229,12 +229,7 @@ def _expanded(model: AbstractModel, shards: Shards, target: WeightSpec, block: i
     if x.shape == shape:
         return x
     spec = None if block is None else model.config.layers[block]
-    return _jit_expand(shards.sharding(names))(model.layout, spec, names, x)
-
-
-@cache
-def _jit_expand(sharding: NamedSharding | None):
-    return jax.jit(expand, static_argnums=(0, 1, 2), out_shardings=sharding)
+    return run(expand, (model.layout, spec, names), x, place=shards.sharding(names))
 
 
 def _differences(stored: dict[str, Any], given: dict[str, Any], most: int = 5) -> str:

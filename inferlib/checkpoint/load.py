@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from inferlib.checkpoint.assemble import LoadItem, Piece, assemble, layer_pieces, piece_bytes, top_pieces
 from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.source import CheckpointError, TensorSource
+from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.config import ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
@@ -103,12 +104,12 @@ def load_item(
         names, shape = names[1:], shape[1:]
     sharding = placement(shards, names, shape)
     split = dict(zip(names, sharding.spec, strict=True)) if sharding else {}
-    lay_out = _jit_assemble(sharding if stacked else format or sharding)
+    static = (model.layout, item.layer, names, weight.part, weight.dtype.name)
     place = format or shards.sharding(weight.axes)
     array = new_stack(place, weight) if stacked else None
     for number, pieces in enumerate(item.pieces):
         tensors = [_read(source, piece, weight.part, shards, split) for piece in pieces]
-        layer = lay_out(model.layout, item.layer, names, weight.part, weight.dtype.name, *tensors)
+        layer = run(assemble, static, *tensors, place=sharding if stacked else format or sharding)
         array = into_stack(place, array, number, layer) if stacked else layer
         # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
         array.block_until_ready()
@@ -136,27 +137,12 @@ def _size(shards: Shards, axis: str | tuple[str, ...] | None) -> int:
 
 def new_stack(place: Format | NamedSharding | None, weight: WeightSpec) -> jax.Array:
     """Room for a weight of scanned layers."""
-    return _jit_zeros(place)(weight.shape, weight.dtype.name)
+    return run(jnp.zeros, (weight.shape, weight.dtype.name), place=place)
 
 
 def into_stack(place: Format | NamedSharding | None, stack: jax.Array, number: int, layer: jax.Array) -> jax.Array:
     """The stack with a layer at its place. Its memory is used again, so that the layers never exist twice."""
-    return _jit_into_stack(place)(stack, number, layer)
-
-
-@cache
-def _jit_assemble(place: Format | NamedSharding | None):
-    return jax.jit(assemble, static_argnums=(0, 1, 2, 3, 4), out_shardings=place)
-
-
-@cache
-def _jit_zeros(place: Format | NamedSharding | None):
-    return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=place)
-
-
-@cache
-def _jit_into_stack(place: Format | NamedSharding | None):
-    return jax.jit(_put_layer, donate_argnums=0, out_shardings=place)
+    return run(_put_layer, (), stack, np.int32(number), layer, place=place, donate=True)
 
 
 def _put_layer(stack: jax.Array, number: jax.Array, layer: jax.Array) -> jax.Array:

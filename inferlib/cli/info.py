@@ -146,7 +146,7 @@ def _explain(recipe: ModelConfig, parallel: str, max_batch: int, max_len: int) -
     config = EngineConfig.make("tpu", max_batch, max_len, shards=shards)
     model = abstract_model(recipe, "bfloat16", scan=True, shards=shards)
     chunk = config.buckets.prefill[-1]
-    plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, dtype="bfloat16")
+    plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, dtype="bfloat16", platform=config.platform)
     keys = [
         ProgramKey("greedy", config.rows, max_len, steps=config.decode_steps),
         ProgramKey("greedy", 0, max_len, chunks=1, chunk=chunk),
