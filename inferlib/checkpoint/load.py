@@ -142,10 +142,10 @@ def new_stack(place: Format | NamedSharding | None, weight: WeightSpec) -> jax.A
 
 def into_stack(place: Format | NamedSharding | None, stack: jax.Array, number: int, layer: jax.Array) -> jax.Array:
     """The stack with a layer at its place. Its memory is used again, so that the layers never exist twice."""
-    return run(_put_layer, (), stack, np.int32(number), layer, place=place, donate=True)
+    return run(_put_layer, (), stack, layer, np.int32(number), place=place, donate=True)
 
 
-def _put_layer(stack: jax.Array, number: jax.Array, layer: jax.Array) -> jax.Array:
+def _put_layer(stack: jax.Array, layer: jax.Array, number: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(stack, layer, number, axis=0)
 
 

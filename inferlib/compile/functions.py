@@ -21,8 +21,7 @@ _recorded: ContextVar[dict[str, jax.stages.Compiled] | None] = ContextVar("recor
 def run(function: Callable, static: tuple, *arrays: Any, place: Any = None, donate: bool = False) -> Any:
     """`function(*static, *arrays)`, its results where `place` (shardings, formats) says. Arrays may be in lists.
 
-    donate: the memory of the first array is used for the result.
-    """
+    donate: the first array's memory becomes the result's."""
     adopted, recorded = _adopted.get(), _recorded.get()
     if not adopted and recorded is None:
         return _jitted(function, len(static), place, donate)(*static, *arrays)
@@ -74,8 +73,8 @@ class _Result(jax.ShapeDtypeStruct):
 
 @cache
 def _jitted(function: Callable, static: int, place: Any, donate: bool) -> Callable:
-    donated = (static,) if donate else ()
-    return jax.jit(function, static_argnums=tuple(range(static)), donate_argnums=donated, out_shardings=place)
+    given = (static,) if donate else ()
+    return jax.jit(function, static_argnums=tuple(range(static)), donate_argnums=given, out_shardings=place)
 
 
 @cache
