@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from inferlib.checkpoint.assemble import LoadItem, Piece, piece_bytes
 from inferlib.checkpoint.source import TensorSource
+from inferlib.compile.functions import join, run
 from inferlib.models.config import MoeSpec
 from inferlib.models.families.common import FusedExperts
 from inferlib.sharding import axes
@@ -65,20 +65,22 @@ def load_experts(
         alone = SingleDeviceSharding(device)
         here = Format(place.layout, alone) if isinstance(place, Format) else alone
         places[here] = dict(zip(weight.axes, bounds, strict=True))
-    parts = {here: _jit_zeros(here)(shape, weight.dtype.name) for here in places}
+    parts = {here: run(jnp.zeros, (shape, weight.dtype.name), place=here) for here in places}
     for layer, pieces in enumerate(item.pieces):
         for expert in range(item.layer.mlp.experts):
             owners = {here: b for here, b in places.items() if b[axes.EXPERTS][0] <= expert < b[axes.EXPERTS][1]}
             own = _of_expert(pieces, kind, expert)
             tensors = _read(source, own, kind, item.fused_experts) if owners else []
             for here, bounds in owners.items():
-                at = expert - bounds[axes.EXPERTS][0]
-                at = (layer, at) if axes.LAYERS in bounds else (at,)
-                parts[here] = _jit_put(here)(parts[here], kind, at, *_cut(tensors, kind, bounds))
+                at = np.int32(expert - bounds[axes.EXPERTS][0])
+                at = (np.int32(layer), at) if axes.LAYERS in bounds else (at,)
+                own_part = _cut(tensors, kind, bounds)
+                parts[here] = run(_put, (kind,), parts[here], at, *own_part, place=here, donate=True)
             # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
-            jax.block_until_ready(list(parts.values()))
+            for part in parts.values():
+                part.block_until_ready()
             advance(sum(piece_bytes(source, piece) for piece in own))
-    return jax.make_array_from_single_device_arrays(weight.shape, sharding, list(parts.values()))
+    return join(weight.shape, sharding, list(parts.values()))
 
 
 def _of_expert(pieces: Sequence[Piece], kind: str, expert: int) -> Sequence[Piece]:
@@ -106,17 +108,7 @@ def _cut(tensors: list[np.ndarray], kind: str, bounds: Mapping[str, tuple[int, i
     return [np.ascontiguousarray(x[cut]) for x in tensors[slice(*bounds.get(axes.GATE_UP, (None,)))]]
 
 
-@cache
-def _jit_zeros(place: Format | SingleDeviceSharding):
-    return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=place)
-
-
-@cache
-def _jit_put(place: Format | SingleDeviceSharding):
-    return jax.jit(_put, static_argnums=1, donate_argnums=0, out_shardings=place)
-
-
-def _put(array: jax.Array, kind: str, at: tuple[jax.Array, ...], *tensors: jax.Array) -> jax.Array:
+def _put(kind: str, array: jax.Array, at: tuple[jax.Array, ...], *tensors: jax.Array) -> jax.Array:
     """Lay one expert out as the decoder wants it, at its place among the others."""
     match kind:
         case "gate_up":
