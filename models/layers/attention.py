@@ -127,8 +127,9 @@ class Attention(nnx.Module):
         # No kernel takes a window for each row: one that does not divide covers a position more on some devices.
         backend = Backend() if kernel_lacks(spec, ctx.backend.decode_attention) else ctx.backend
 
-        def chunks(share: Share, pages: jax.Array, stripe: Stripe) -> Attended:
-            queries, positions = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:]), ctx.chunk_positions
+        def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
+            queries = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])[which]
+            positions = ctx.chunk_positions[which]
             window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
             numbers = stripe.number(positions)
             kernel = "xla" if isinstance(window, jax.Array) else backend.prefill_attention

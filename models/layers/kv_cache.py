@@ -41,8 +41,9 @@ class LayerCache:
         pairs = zip(self.arrays, new, strict=True)
         return replace(self, arrays=tuple(cache_write(old, x, pages, slots, layer=self.layer) for old, x in pairs))
 
-    def read(self, rows: int, limit: int | None = None) -> tuple[jax.Array, ...]:
-        """The arrays of the current layer, [N, K, S, h]; of a scanned one, only what is asked for: [rows, K, limit, h].
+    def read(self, rows: int, limit: int | None = None, first: jax.Array | int = 0) -> tuple[jax.Array, ...]:
+        """The arrays of the current layer, [N, K, S, h]; of a scanned one, only what is asked for: [rows, K, limit, h],
+        the first that of page `first`.
 
         XLA fuses one slice of the stacked cache with what reads it, and copies to memory a slice of a slice.
         """
@@ -52,6 +53,6 @@ class LayerCache:
 
         def part(x: jax.Array) -> jax.Array:
             sizes = (1, rows, x.shape[2], slots, x.shape[4])
-            return lax.dynamic_slice(x, (self.layer, 0, 0, 0, 0), sizes)[0]
+            return lax.dynamic_slice(x, (self.layer, first, 0, 0, 0), sizes)[0]
 
         return tuple(part(x) for x in self.arrays)

@@ -80,11 +80,11 @@ class Mla(nnx.Module):
         spec, batch = self.spec, ctx.batch
         split = math.prod(batch.chunk_tokens.shape)
 
-        def chunks(share: Share, pages: jax.Array, stripe: Stripe) -> Attended:
+        def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
             limit = limit_of(ctx, stripe)
             latents = share[0][jnp.minimum(pages, share[0].shape[0] - 1), 0, :limit]
-            queries = q[:split].reshape(*batch.chunk_tokens.shape, q.shape[1], 1, q.shape[2])
-            own, numbers = jnp.arange(pages.size), stripe.number(ctx.chunk_positions)
+            queries = q[:split].reshape(*batch.chunk_tokens.shape, q.shape[1], 1, q.shape[2])[which]
+            own, numbers = jnp.arange(pages.size), stripe.number(ctx.chunk_positions[which])
             return prefill_attention(queries, *self.expand(latents), own, numbers, scale=spec.scale)
 
         def rows(stripe: Stripe) -> Attended:

@@ -26,16 +26,17 @@ Attended = tuple[jax.Array, jax.Array]
 def attend(
     cache: LayerCache,
     ctx: StepContext,
-    chunks: Callable[[Share, jax.Array, Stripe], Attended],
+    chunks: Callable[[Share, jax.Array, Stripe, slice], Attended],
     rows: Callable[[Stripe], Attended],
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """The step's tokens [T, K, G, h]; where the output projection takes in a share of h, that share.
 
-    chunks: the chunks' queries over the positions of a stripe, by the prefill contract: takes arrays that hold them,
-    their pages [P] and the stripe; returns out [P, C, K, G, h] and LSE. rows: the decode rows' over those of a stripe,
-    by the decode contract, from the cache itself: out [B, K, G, h]. sinks [K, G]: where positions are dealt out, a
-    logit that joins the denominator; once for all shares, so `chunks` and `rows` must leave it out.
+    chunks: the queries of some chunks over the positions of a stripe, by the prefill contract: takes arrays that hold
+    them, the chunks' pages [P] in these, the stripe and which chunks; returns out [P, C, K, G, h] and LSE. rows: the
+    decode rows' over those of a stripe, by the decode contract, from the cache itself: out [B, K, G, h]. sinks [K, G]:
+    where positions are dealt out, a logit that joins the denominator; once for all shares, so `chunks` and `rows` must
+    leave it out.
     """
     batch, shards = ctx.batch, ctx.shards
     whole, shares = [], []
@@ -43,9 +44,7 @@ def attend(
         if shards.size(axes.TOKENS) > 1:
             whole.append(_flat(_around_ring(cache, ctx, chunks, sinks)))
         else:
-            stripe = shards.stripe(axes.POSITIONS)
-            share = cache.read(cache.rows, limit_of(ctx, stripe))
-            shares.append(tuple(_flat(x) for x in chunks(share, batch.chunk_rows, stripe)))
+            shares += [tuple(map(_flat, part)) for part in _over_cache(cache, ctx, chunks)]
     if batch.decode_tokens.shape[0]:
         shares.append(rows(shards.stripe(axes.POSITIONS)))
     if shares:
@@ -57,6 +56,18 @@ def attend(
 def limit_of(ctx: StepContext, stripe: Stripe) -> int | None:
     """What no number of a position reaches on a device."""
     return ctx.limit and stripe.most(ctx.limit)
+
+
+def _over_cache(cache: LayerCache, ctx: StepContext, chunks: Callable) -> list[Attended]:
+    """Of a stacked cache one chunk after the other, each reading its row in one slice: the rows of several would be
+    copied to memory."""
+    stripe, pages = ctx.shards.stripe(axes.POSITIONS), ctx.batch.chunk_rows
+    limit, everyone = limit_of(ctx, stripe), slice(None)
+    if cache.layer is None:
+        return [chunks(cache.read(cache.rows, limit), pages, stripe, everyone)]
+    firsts = jnp.minimum(pages, cache.rows - 1)
+    own = jnp.zeros(1, jnp.int32)
+    return [chunks(cache.read(1, limit, firsts[i]), own, stripe, slice(i, i + 1)) for i in range(pages.shape[0])]
 
 
 def _around_ring(cache: LayerCache, ctx: StepContext, chunks: Callable, sinks: jax.Array | None) -> jax.Array:
@@ -73,7 +84,7 @@ def _around_ring(cache: LayerCache, ctx: StepContext, chunks: Callable, sinks: j
         current = share
         if passed < count - 1:  # asked for before the computation that hides it
             share = tuple(shards.pass_on(x, axes.POSITIONS) for x in share)
-        parts.append(chunks(current, own, shards.stripe(axes.POSITIONS, behind=passed)))
+        parts.append(chunks(current, own, shards.stripe(axes.POSITIONS, behind=passed), slice(None)))
     outs, lses = zip(*parts, strict=True)
     return merge_attention(jnp.stack(outs), jnp.stack(lses), sinks=sinks)[0]
 
