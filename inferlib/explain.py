@@ -27,6 +27,7 @@ from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import LayerSpec
+from inferlib.ops.quantized import nbytes
 from inferlib.sampling.params import MAX_LOGPROBS
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -132,7 +133,7 @@ def _place(shards: Shards, name: str, names: tuple[str | None, ...], shape: tupl
         count, names, shape = shape[0], names[1:], shape[1:]
     mesh_axes = tuple(_joined(shards.mesh_axes(n)) for n in names)
     local = shards.local_shape(names, shape)
-    return Placement(name, names, mesh_axes, shape, local, count * prod(local) * np.dtype(dtype).itemsize, count)
+    return Placement(name, names, mesh_axes, shape, local, count * nbytes(local, dtype), count)
 
 
 def _grouped(placements: Iterable[Placement]) -> tuple[Placement, ...]:
@@ -153,7 +154,7 @@ def explain_step(model: AbstractModel, plan: CachePlan, shards: Shards, key: Pro
     ledger, prompt = _Ledger(shards), key.chunks * key.chunk
     _forward(ledger, model, plan, key)
     if key.chunks:
-        ledger.reduce("last tokens of prompts", (axes.TOKENS,), (key.chunks, _width(model)), model.specs[0].dtype)
+        ledger.reduce("last tokens of prompts", (axes.TOKENS,), (key.chunks, _width(model)), model.dtype)
     _head(ledger, model, key.chunks + key.rows)
     for rows in (key.rows, key.chunks):
         if rows:
@@ -219,7 +220,7 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     """The decoder over a step's tokens."""
     shards = ledger.shards
     tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
-    hidden, dtype = (tokens, _width(model)), model.specs[0].dtype
+    hidden, dtype = (tokens, _width(model)), model.dtype
     ledger.sum_tokens("embedding", (axes.VOCAB,), hidden, dtype)
     blocks = {i: block for layers, block in zip(model.blocks(), plan.blocks, strict=True) for i in layers}
     for i, layer in enumerate(model.config.layers):
@@ -240,7 +241,7 @@ def _attention(
     ledger: _Ledger, model: AbstractModel, layer: LayerSpec, block: BlockCache, tokens: int, key: ProgramKey
 ) -> None:
     """A layer's attention before its output projection; `tokens` on a device."""
-    shards, spec, dtype = ledger.shards, layer.attention, model.specs[0].dtype
+    shards, spec, dtype = ledger.shards, layer.attention, model.dtype
     layout, h = model.layout.heads(spec), spec.head_dim
     kv_heads, g = layout.groups // shards.size(axes.KV_HEADS), layout.queries
     ledger.reduce("queries, keys and values", (axes.EMBED,), (tokens, kv_heads, g + 2, h), dtype)

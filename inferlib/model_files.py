@@ -22,6 +22,7 @@ from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf, family_of
+from inferlib.models.quantization import Quantization
 from inferlib.sharding.shards import Shards
 from inferlib.tokenizer import Tokenizer
 
@@ -61,6 +62,21 @@ class ModelFiles:
         tokenizer = Tokenizer.from_directory(path) if (path / "tokenizer.json").exists() else None
         source = LaidOutWeights(path, hf) if LaidOutWeights.are_in(path) else SafetensorsSource(path)
         return ModelFiles(path, hf, config, source, tokenizer)
+
+    def quantization(self, wanted: str | None) -> Quantization | None:
+        """How the weights are to be kept: as `wanted`, by default as they are stored.
+
+        Raises ConfigError for an unknown name, CheckpointError if they are stored quantised in another way.
+        """
+        stored = self.source.quantization if isinstance(self.source, LaidOutWeights) else None
+        if wanted is None or (stored is not None and wanted == stored.name):
+            return stored
+        if stored is not None:
+            raise CheckpointError(
+                f"{self.path} has {stored} weights, which cannot become {wanted}: quantise the original, or leave "
+                "quantization out"
+            )
+        return Quantization.named(wanted)
 
     @property
     def nbytes(self) -> int:

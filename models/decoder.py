@@ -164,7 +164,7 @@ class Decoder(nnx.Module):
         self.blocks = nnx.List(blocks)
         self.final_norm = Norm(config.norm, config.dim, dtype)
         if not config.tied:
-            self.head = param((config.dim, layout.vocab), (axes.EMBED, axes.VOCAB), dtype)
+            self.head = param((config.dim, layout.vocab), (axes.EMBED, axes.VOCAB), dtype, contracting=(0,))
 
     def __call__(
         self, ctx: StepContext, cache: tuple[LayerCache, ...], boxes: Mailboxes | None = None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.config import LayerSpec
 from inferlib.models.families.common import Family
+from inferlib.models.layout import Layout
 from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -37,7 +39,7 @@ class LoadItem:
 
 def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tuple[LoadItem, ...]:
     """What to read for every weight. Raises CheckpointError for missing, misshapen or unexpected tensors."""
-    items = tuple(_item(family, model, weight) for weight in model.specs)
+    items = tuple(_item(family, model, weight) for weight in model.weights)
     present = set(source.names())
     wanted = {piece.tensor: piece.shape for item in items for layer in item.pieces for piece in layer}
     missing = sorted(set(wanted) - present)
@@ -71,20 +73,21 @@ def load_weights(
     formats: Sequence[Format | NamedSharding | None] | None = None,
     progress: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """The weights of `model` in the order of `model.specs`, read tensor by tensor from `source`.
+    """The arrays of `model` in the order of `model.specs`, read tensor by tensor from `source`.
 
-    Tensors are moved to the device as stored and laid out there, so the host holds a few of them at a
-    time. On a mesh each device reads its own part of a tensor. formats: where each weight goes and in which layout;
-    None: where `shards` says, in the usual one. progress: show bytes and rate.
+    Tensors are moved to the device as stored, laid out there and quantised if the model says so; the host holds a few
+    of them at a time. On a mesh each device reads its own part of a tensor. formats: where each array goes and in which
+    layout; None: where `shards` says, in the usual one. progress: show bytes and rate.
     """
     items = plan_load(source, family, model)
     total = sum(source.nbytes(name) for name in {p.tensor for i in items for layer in i.pieces for p in layer})
     with ByteProgress("loading weights", total, show=progress) as bar:
-        formats = formats or [None] * len(items)
-        return tuple(
-            load_item(source, item, model, shards, bar.advance, format)
-            for item, format in zip(items, formats, strict=True)
+        rest = iter(formats or [None] * len(model.specs))
+        loaded = (
+            load_item(source, item, model, shards, bar.advance, tuple(islice(rest, len(item.weight.arrays))))
+            for item in items
         )
+        return tuple(array for arrays in loaded for array in arrays)
 
 
 def load_item(
@@ -93,23 +96,29 @@ def load_item(
     model: AbstractModel,
     shards: Shards,
     advance: Callable[[int], None],
-    format: Format | NamedSharding | None = None,
-) -> jax.Array:
-    """Read one weight. advance: takes the bytes read. format: as `formats` of `load_weights`."""
-    weight, layers = item.weight, []
-    names, shape = weight.axes, weight.shape
-    if stacked := len(item.pieces) > 1:
-        names, shape = names[1:], shape[1:]
-    sharding = placement(shards, names, shape)
-    split = dict(zip(names, sharding.spec, strict=True)) if sharding else {}
-    lay_out = _jit_assemble(sharding if stacked else format or sharding)
+    formats: Sequence[Format | NamedSharding | None],
+) -> tuple[jax.Array, ...]:
+    """Read the arrays of one weight. advance: takes the bytes read. formats: as of `load_weights`."""
+    weight, layers, stacked = item.weight, [], len(item.pieces) > 1
+    one = replace(weight.of_layer, name="", block=None)  # weights alike share a compilation
+    sharding = placement(shards, one.axes, one.shape)
+    split = dict(zip(one.axes, sharding.spec, strict=True)) if sharding else {}
+    lay_out = _jit_lay_out(layer_places(one, shards, formats, stacked=stacked))
     for pieces in item.pieces:
         arrays = [_read(source, piece, weight.part, shards, split) for piece in pieces]
-        layers.append(lay_out(model.layout, item.layer, names, weight.part, weight.dtype.name, *arrays))
+        layers.append(lay_out(model.layout, item.layer, one, *arrays))
         advance(sum(_read_bytes(source, p) for p in pieces))
-    array = stack(format or shards.sharding(weight.axes), layers) if stacked else layers[0]
+    arrays = stack(weight, shards, formats, layers) if stacked else layers[0]
     # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
-    return array.block_until_ready()
+    return jax.block_until_ready(arrays)
+
+
+def layer_places(
+    weight: WeightSpec, shards: Shards, formats: Sequence[Format | NamedSharding | None], *, stacked: bool
+) -> tuple[Format | NamedSharding | None, ...]:
+    """Where the arrays of one layer's weight are made, to be stacked or as they stay."""
+    places = [placement(shards, array.axes, array.shape) for array in weight.arrays]
+    return tuple(place if stacked else format or place for place, format in zip(places, formats, strict=True))
 
 
 def placement(shards: Shards, names: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding | None:
@@ -130,14 +139,29 @@ def _size(shards: Shards, axis: str | tuple[str, ...] | None) -> int:
     return math.prod(shards.mesh.shape[name] for name in jax.tree.leaves(axis))
 
 
-def stack(place: Format | NamedSharding | None, layers: list[jax.Array]) -> jax.Array:
-    """The weights of scanned layers as one array."""
-    return _jit_stack(place)(layers)
+def stack(
+    weight: WeightSpec,
+    shards: Shards,
+    formats: Sequence[Format | NamedSharding | None],
+    layers: Sequence[tuple[jax.Array, ...]],
+) -> tuple[jax.Array, ...]:
+    """The arrays of a weight of scanned layers, from those of each layer."""
+    return tuple(
+        _jit_stack(format or shards.sharding(array.axes))(parts)
+        for array, format, *parts in zip(weight.arrays, formats, *layers, strict=True)
+    )
+
+
+def lay_out(layout: Layout, layer: LayerSpec | None, weight: WeightSpec, *pieces: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays of one layer's weight, from the checkpoint's tensors. Traceable."""
+    dtype = weight.dtype.name if weight.scheme is None else "float32"
+    whole = assemble(layout, layer, weight.axes, weight.part, dtype, *pieces)
+    return weight.stored(whole)
 
 
 @cache
-def _jit_assemble(place: Format | NamedSharding | None):
-    return jax.jit(assemble, static_argnums=(0, 1, 2, 3, 4), out_shardings=place)
+def _jit_lay_out(places: tuple[Format | NamedSharding | None, ...]):
+    return jax.jit(lay_out, static_argnums=(0, 1, 2), out_shardings=places)
 
 
 @cache

@@ -34,7 +34,13 @@ def plan(
     output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256,
     concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 64,
     slo: Annotated[str, typer.Option(help="Seconds that must hold, such as ttft=0.5,itl=0.02.")] = "",
-    dtype: Annotated[str | None, typer.Option(help="Only these weights: bfloat16 or int8; by default both.")] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the weights: none (bfloat16), int8, int4, fp8, fp8_block, mxfp8, mxfp4 or several with commas; "
+            "by default none,int8."
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 8,
     plot: Annotated[Path | None, typer.Option(help="Write the frontier as a picture (.png, .svg, .pdf).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -45,14 +51,14 @@ def plan(
     """
     if (model is None) == (config is None):
         fail("give either a model or the name of a shape with --config")
-    if dtype not in (None, "bfloat16", "int8"):
-        fail(f"--dtype {dtype}: weights can be bfloat16 or int8")
     from inferlib.cli.info import model_config
-    from inferlib.compile.planner import Slo, Workload, rank
+    from inferlib.compile.planner import USUAL, Slo, Workload, rank
     from inferlib.compile.targets import parse_target
+    from inferlib.models.quantization import Quantization
 
     with user_errors():
-        quantizations = {None: (None, "int8"), "bfloat16": (None,), "int8": ("int8",)}[dtype]
+        names = [None if name == "none" else name for name in (quantization or "").split(",")]
+        quantizations = [name and Quantization.named(name) for name in names] if quantization else USUAL
         workload = Workload(input_len, output_len, concurrency)
         goal, slice_ = Slo.parse(slo), parse_target(target)
         ranking = rank(model_config(model, config), slice_, workload, goal, quantizations)
@@ -90,7 +96,7 @@ def _render(ranking: Ranking, model: str, top: int) -> str:
         console.print(f"[bold]Nothing meets {_slo(ranking)}[/]; the nearest:", highlight=False)
     console.print(
         f"[bold]Best[/]: --parallel {best.deployed.parallel} --max-batch {best.batch} --max-len {work.max_len}, "
-        f"{best.deployed.quantization or 'bfloat16'} weights: TTFT {_ms(best.ttft)}, ITL {_ms(best.itl)}, "
+        f"{best.deployed.weights} weights: TTFT {_ms(best.ttft)}, ITL {_ms(best.itl)}, "
         f"{best.throughput:,.0f} tokens/s",
         highlight=False,
         soft_wrap=True,
@@ -115,7 +121,7 @@ def _ranked(ranking: Ranking, top: int) -> Table:
     table.add_column("bound by")
     seen: dict[tuple[str, str], Option] = {}
     for option in ranking.options:
-        seen.setdefault((str(option.deployed.parallel), option.deployed.quantization or "bfloat16"), option)
+        seen.setdefault((str(option.deployed.parallel), option.deployed.weights), option)
     for (parallel, weights), option in list(seen.items())[:top]:
         table.add_row(
             parallel,
@@ -143,7 +149,7 @@ def _frontier(options: tuple[Option, ...]) -> Table:
     most = max(option.per_chip for option in options)
     for option in options:
         bar = "█" * max(1, round(_BAR * option.per_chip / most))
-        how = f"{option.deployed.parallel} {option.deployed.quantization or 'bfloat16'}"
+        how = f"{option.deployed.parallel} {option.deployed.weights}"
         table.add_row(
             f"{1 / option.itl:,.0f}", _ms(option.ttft), str(option.batch), how, f"{bar} {option.per_chip:,.0f}"
         )
@@ -164,10 +170,10 @@ def _plot(ranking: Ranking, model: str, path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for weights in dict.fromkeys(o.deployed.quantization for o in ranking.options):
-        options = [o for o in ranking.options if o.deployed.quantization == weights]
+    for weights in dict.fromkeys(o.deployed.weights for o in ranking.options):
+        options = [o for o in ranking.options if o.deployed.weights == weights]
         speeds, rates = [1 / o.itl for o in options], [o.per_chip for o in options]
-        axes.scatter(speeds, rates, s=12, alpha=0.4, label=f"{weights or 'bfloat16'} weights")
+        axes.scatter(speeds, rates, s=12, alpha=0.4, label=f"{weights} weights")
     front = ranking.frontier
     axes.plot([1 / o.itl for o in front], [o.per_chip for o in front], "k.-", label="frontier")
     for option in dict.fromkeys((front[0], ranking.best)):

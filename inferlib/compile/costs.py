@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import numpy as np
@@ -22,12 +22,11 @@ from inferlib.compile.targets import Target
 from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.config import ModelConfig
+from inferlib.models.quantization import Quantization
+from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
-
-Quantization = Literal["int8"]
-QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 
 @dataclass(frozen=True)
@@ -128,12 +127,17 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Deployed:
-    """A model on a mesh of a target. quantization: of the layers' matrices and the head, None for bfloat16."""
+    """A model on a mesh of a target. quantization: of the weights, None for bfloat16."""
 
     config: ModelConfig
     target: Target
     parallel: Parallelism
     quantization: Quantization | None = None
+
+    @property
+    def weights(self) -> str:
+        """What they are kept in."""
+        return str(self.quantization or "bfloat16")
 
     @cached_property
     def shards(self) -> Shards:
@@ -146,7 +150,7 @@ class Deployed:
 
     @cached_property
     def model(self) -> AbstractModel:
-        return _abstract(self.config, self.parallel)
+        return _abstract(self.config, self.parallel, self.quantization)
 
     @property
     def replicas(self) -> int:
@@ -155,7 +159,7 @@ class Deployed:
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
-        return _matrices(self.model, self.shards, self.quantization)
+        return _matrices(self.model, self.shards)
 
     def plan(self, rows: int, max_len: int, chunk: int) -> CachePlan:
         return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, dtype="bfloat16")
@@ -206,8 +210,9 @@ class Deployed:
 
 
 @lru_cache(maxsize=64)
-def _abstract(config: ModelConfig, parallel: Parallelism) -> AbstractModel:
-    return abstract_model(config, "bfloat16", scan=True, shards=planned_shards(parallel))
+def _abstract(config: ModelConfig, parallel: Parallelism, quantization: Quantization | None = None) -> AbstractModel:
+    shards = planned_shards(parallel)
+    return abstract_model(config, "bfloat16", quantization=quantization, scan=True, shards=shards)
 
 
 @lru_cache(maxsize=1024)
@@ -217,23 +222,20 @@ def _collectives(config: ModelConfig, parallel: Parallelism, key: ProgramKey) ->
     return explain_step(model, plan, planned_shards(parallel), key).collectives
 
 
-def _matrices(model: AbstractModel, shards: Shards, quantization: Quantization | None) -> tuple[Matrix, ...]:
-    """Every weight, the norms and biases as matrices of one column. int8 has a float32 scale per output channel."""
-    tied, found = model.config.tied, []
-    for spec in model.specs:
-        local = shards.local_shape(spec.axes, spec.shape)
-        names = dict(zip(spec.axes, local, strict=True))
+def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
+    """Every weight, the norms and biases as matrices of one column."""
+    found = []
+    for weight in model.weights:
+        local = shards.local_shape(weight.axes, weight.shape)
+        names = dict(zip(weight.axes, local, strict=True))
         layers, elements = names.pop(axes.LAYERS, 1), prod(local)
         matrix = axes.EMBED in names and len(names) > 1
         inner = elements // layers // names[axes.EMBED] if matrix else 0
         use = "tokens"
-        if spec.block is None and axes.VOCAB in names:
-            use = "sampled" if tied or spec.part != "embed" else "looked up"
-        nbytes = elements * 2
-        if quantization == "int8" and matrix and use != "looked up" and not (tied and use == "sampled"):
-            outputs = names[axes.EMBED] if spec.axes[-1] == axes.EMBED else inner
-            nbytes = elements + 4 * layers * outputs
-        found.append(Matrix(elements if matrix else 0, nbytes, layers if matrix else 0, inner, use))
+        if weight.block is None and axes.VOCAB in names:
+            use = "sampled" if model.config.tied or weight.part != "embed" else "looked up"
+        size = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
+        found.append(Matrix(elements if matrix else 0, size, layers if matrix else 0, inner, use))
     return tuple(found)
 
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from inferlib.compile.costs import Deployed, Memory, Quantization, StepTime, step_time
+from inferlib.compile.costs import Deployed, Memory, StepTime, step_time
 from inferlib.compile.targets import CHIPS, Target, TargetError, parse_target, target_names
 from inferlib.models.config import ModelConfig
+from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 
 _PRESETS = ("tp", "tp_sp")
 _LONGEST_CHUNK = 1024  # of a prefill: enough tokens to be bound by compute on every chip
+USUAL = (None, Quantization.named("int8"))  # what is considered by default
 _WIDEST = 64  # devices on the tensor axis, at most: beyond, a step is all latency
 
 
@@ -126,7 +128,7 @@ class Option:
         """As JSON values; times in seconds, bytes of a device."""
         return {
             "parallel": str(self.deployed.parallel),
-            "weights": self.deployed.quantization or "bfloat16",
+            "weights": self.deployed.weights,
             "batch": self.batch,
             "ttft": self.ttft,
             "itl": self.itl,
@@ -175,7 +177,7 @@ def rank(
     target: Target,
     workload: Workload,
     slo: Slo = Slo(),
-    quantizations: Sequence[Quantization | None] = (None, "int8"),
+    quantizations: Sequence[Quantization | None] = USUAL,
 ) -> Ranking:
     """Rank every mesh, preset, weight dtype and batch.
 
@@ -233,14 +235,14 @@ def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> st
     deployed, target = nearest.deployed, nearest.deployed.target
     gib = 1024**3
     text = (
-        f"the model does not fit {target}: the nearest ({deployed.parallel}, {deployed.quantization or 'bfloat16'} "
+        f"the model does not fit {target}: the nearest ({deployed.parallel}, {deployed.weights} "
         f"weights, batch {nearest.batch}) needs {nearest.memory.total / gib:.1f} GiB on each device, "
         f"{nearest.over / gib:.1f} GiB more than its {target.hbm_bytes / gib:.1f}"
     )
     chips = [chip for chip in CHIPS.values() if chip.platform == target.platform and chip.hbm_bytes]
     chips.sort(key=lambda chip: chip != target.chip)
     able = []
-    for quantization in (None, "int8"):
+    for quantization in USUAL:
         names = [target.name] if quantization not in quantizations else []
         for offered in (names, *(target_names(chip.name) for chip in chips)):
             fit = (n for n in offered if _fits(deployed.config, parse_target(n), nearest.workload, quantization))

@@ -58,7 +58,7 @@ class ProgramSet:
             rows=config.max_batch,
             max_len=config.max_len,
             chunk=config.buckets.prefill[-1],
-            dtype=model.specs[0].dtype,
+            dtype=model.dtype,
         )
         return ProgramSet(model, plan, config, layouts)
 

@@ -179,7 +179,7 @@ class _Maker:
             return None
         from inferlib.pallas_kernels.all_reduce_norm_gpu import fits, open_mailboxes
 
-        if not fits(self.key.rows, config.dim, self.model.specs[0].dtype):
+        if not fits(self.key.rows, config.dim, self.model.dtype):
             return None
         return open_mailboxes(self.key.rows, config.dim, shards.only_axis)
 

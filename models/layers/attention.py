@@ -34,8 +34,9 @@ class Attention(nnx.Module):
         self.spec, self.layout, self.norm = spec, layout, norm
         k, g, h = layout.groups, layout.queries, spec.head_dim
         heads = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM)
-        self.qkv = param((dim, k, g + 2, h), (axes.EMBED, *heads), dtype)
-        self.o = param((k, g, h, dim), (axes.KV_HEADS, axes.QUERIES, axes.HEAD_OUT, axes.EMBED), dtype)
+        self.qkv = param((dim, k, g + 2, h), (axes.EMBED, *heads), dtype, contracting=(0,))
+        outputs = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_OUT)
+        self.o = param((k, g, h, dim), (*outputs, axes.EMBED), dtype, contracting=(0, 1, 2))
         if spec.qkv_bias:
             self.qkv_bias = param((k, g + 2, h), heads, dtype, "zeros")
         if spec.o_bias:
