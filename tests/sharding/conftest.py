@@ -72,7 +72,7 @@ def shape_of(tmp_path_factory) -> Callable[[str], Path]:
 def programs_of(shape_of) -> Callable[..., ProgramSet]:
     """`programs_of(shape, parallel, scan=False)`: programs without weights; "" is a single device."""
 
-    @functools.cache
+    @functools.lru_cache(maxsize=8)  # a program is a hundred memory maps, and Linux grants a process 65530
     def build(shape: str, parallel: str, scan: bool = False) -> ProgramSet:
         shards = make_shards(Parallelism.parse(parallel))
         config = config_from_hf(json.loads((shape_of(shape) / "config.json").read_text()))
@@ -89,7 +89,7 @@ def programs_of(shape_of) -> Callable[..., ProgramSet]:
 def engine_of(shape_of, programs_of) -> Callable[..., Engine]:
     """`engine_of(shape, parallel, scan=False)`: a new engine; weights and programs are shared."""
 
-    @functools.cache
+    @functools.lru_cache(maxsize=8)
     def weights(*which) -> tuple[jax.Array, ...]:
         return load(shape_of(which[0]), programs_of(*which).model, programs_of(*which).config.shards)
 
