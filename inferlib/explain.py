@@ -26,7 +26,7 @@ from inferlib.compile.programs import Mode, ProgramKey
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.config import LayerSpec
+from inferlib.models.config import LayerSpec, MlpSpec, MoeSpec
 from inferlib.ops.quantized import nbytes
 from inferlib.sampling.params import MAX_LOGPROBS
 from inferlib.sharding import axes
@@ -64,11 +64,13 @@ class Collective:
 
 @dataclass(frozen=True)
 class Step:
-    """One program's step (of a decode program: each of its `key.steps`). tokens: of each replica."""
+    """One program's step (of a decode program: each of its `key.steps`). tokens: of each replica. expert_bytes: that a
+    device reads of its experts' weights, expected where all are equally likely (see `MoeSpec.read_share`)."""
 
     key: ProgramKey
     tokens: int
     collectives: tuple[Collective, ...]
+    expert_bytes: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -91,14 +93,20 @@ class Explanation:
         """As JSON values."""
         placed = {name: [asdict(p) for p in getattr(self, name)] for name in ("weights", "cache", "state")}
         steps = [
-            {"program": str(s.key), "tokens": s.tokens, "collectives": [asdict(c) for c in s.collectives]}
+            {
+                "program": str(s.key),
+                "tokens": s.tokens,
+                "expert_bytes": s.expert_bytes,
+                "collectives": [asdict(c) for c in s.collectives],
+            }
             for s in self.steps
         ]
         mesh = dict(self.shards.mesh.shape) if self.shards.mesh is not None else {}
         return {"mesh": mesh, **placed, "waste": self.waste, "steps": steps}
 
     def __rich__(self) -> Group:
-        return Group(_placements(self), *_waste(self.waste), *(_collectives(step) for step in self.steps))
+        steps = (part for step in self.steps for part in (_collectives(step), *_experts(step)))
+        return Group(_placements(self), *_waste(self.waste), *steps)
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -166,7 +174,8 @@ def explain_step(model: AbstractModel, plan: CachePlan, shards: Shards, key: Pro
             _score(ledger, positions, model.layout.vocab)
     if key.steps > 1:
         ledger.reduce("whether to go on", (axes.ROWS,), (2,), np.int32)
-    return Step(key, prompt + key.rows, ledger.collectives())
+    tokens = prompt // shards.size(axes.TOKENS) + key.rows
+    return Step(key, prompt + key.rows, ledger.collectives(), _expert_bytes(model, shards, tokens))
 
 
 class _Ledger:
@@ -202,6 +211,16 @@ class _Ledger:
             self._counts[Collective(kind, purpose, axis, prod(shape) * np.dtype(dtype).itemsize)] += count
 
 
+def _expert_bytes(model: AbstractModel, shards: Shards, tokens: int) -> int:
+    """tokens: of each device, which those that share the experts bring together."""
+    total, tokens = 0.0, tokens * shards.size(axes.EXPERTS)
+    for weight in model.weights:
+        if axes.EXPERTS in weight.axes:
+            held = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
+            total += held * model.config.layers[model.layers_of(weight.block)[0]].mlp.read_share(tokens)
+    return round(total)
+
+
 def _joined(mesh_axes: tuple[str, ...]) -> str | None:
     return "+".join(mesh_axes) or None
 
@@ -230,11 +249,33 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         if not layer.parallel:
             ledger.sum_tokens("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype)
             ledger.all_tokens("input of feed-forward", hidden, dtype)
-        width = 2 * model.layout.hidden(layer.mlp.hidden) // shards.size(axes.MLP)
-        ledger.reduce("gate and up", (axes.EMBED,), (tokens, width), dtype)
+        if isinstance(layer.mlp, MoeSpec):
+            _mixture(ledger, model, layer.mlp, tokens)
+        else:
+            _gate_up(ledger, model, layer.mlp, tokens)
         both = "attention and feed-forward" if layer.parallel else "feed-forward"
         ledger.sum_tokens(both, (axes.MLP,), hidden, dtype)
     ledger.all_tokens("head", hidden, dtype)
+
+
+def _gate_up(ledger: _Ledger, model: AbstractModel, spec: MlpSpec | MoeSpec, tokens: int) -> None:
+    width = 2 * model.layout.hidden(spec.hidden) // ledger.shards.size(axes.MLP)
+    ledger.reduce("gate and up", (axes.EMBED,), (tokens, width), model.dtype)
+
+
+def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) -> None:
+    """A mixture of experts before the sum over its width; `tokens` on a device."""
+    dtype, chosen = model.dtype, spec.router.chosen
+    everyone = tokens * ledger.shards.size(axes.EXPERTS)
+    ledger.reduce("router", (axes.EMBED,), (tokens, spec.router.experts), np.float32)
+    ledger.add("all-gather", "tokens to experts", (axes.EXPERTS,), (everyone, _width(model)), dtype)
+    ledger.add("all-gather", "routes", (axes.EXPERTS,), (everyone, 2 * chosen), np.float32)
+    _gate_up(ledger, model, spec, everyone * chosen)
+    ledger.add("reduce-scatter", "experts to tokens", (axes.EXPERTS,), (everyone, _width(model)), dtype)
+    if spec.shared is not None:
+        _gate_up(ledger, model, spec.shared, tokens)
+    if spec.shared_gate:
+        ledger.reduce("gate of shared experts", (axes.EMBED,), (tokens, 1), np.float32)
 
 
 def _attention(
@@ -326,6 +367,10 @@ def _placements(e: Explanation) -> Table:
 def _waste(waste: dict[str, float]) -> list[str]:
     parts = [f"{share:.1%} of {what}" for what, share in waste.items() if share]
     return [f"Padding and copies: {', '.join(parts)}"] if parts else []
+
+
+def _experts(step: Step) -> list[str]:
+    return [f"Reads {decimal(step.expert_bytes)} of experts, expected"] if step.expert_bytes else []
 
 
 def _collectives(step: Step) -> Table | str:

@@ -113,18 +113,117 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class ClampedSwiglu:
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within +-limit (gpt-oss)."""
+
+    alpha: float
+    limit: float
+
+
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+
+
+@dataclass(frozen=True)
 class MlpSpec:
     """Dense feed-forward: down(act(gate(x)) * up(x))."""
 
     hidden: int
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    activation: Activation = "silu"
     bias: bool = False
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether a bias is added to the sum over devices."""
+        return self.bias
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """Which `chosen` of `experts` a token goes to, and with which weights.
+
+    Every expert has a score; the best are chosen, and their scores are the weights. A softmax over the chosen logits
+    alone is the score "softmax" with `renormalize`. "sparsemixer" (Liu et al. 2023, Phi-3.5-MoE) chooses two, one after
+    the other, each with a softmax over the logits that are within 2 * jitter of its own, relative to the larger.
+    """
+
+    experts: int
+    chosen: int
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    renormalize: bool = False  # weights sum to 1 before `scale`
+    scale: float = 1.0
+    bias: bool = False  # of the logits
+    correction: bool = False  # a learned bias joins the scores for choosing, and not the weights (DeepSeek-V3)
+    # Only the experts of the best `chosen_groups` of `groups` can be chosen, groups compared by their best expert or by
+    # the sum of their best two.
+    groups: int = 1
+    chosen_groups: int = 1
+    group_score: Literal["max", "top2"] = "top2"
+    jitter: float = 0.0
+
+    def __post_init__(self):
+        _require(
+            0 < self.chosen <= self.experts, f"a token cannot go to {self.chosen} experts when there are {self.experts}"
+        )
+        _require(
+            self.experts % self.groups == 0, f"{self.experts} experts do not divide into {self.groups} groups of equals"
+        )
+        reach = self.experts // self.groups * self.chosen_groups
+        _require(
+            self.chosen_groups <= self.groups and self.chosen <= reach,
+            f"{self.chosen_groups} of {self.groups} groups have no {self.chosen} experts to choose",
+        )
+        alone = not (self.renormalize or self.correction) and self.groups == 1
+        _require(
+            self.score != "sparsemixer" or (self.chosen == 2 and alone),
+            "sparsemixer chooses two experts, without groups, correction or renormalisation",
+        )
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """Mixture of experts: the chosen experts' feed-forwards, weighted and summed, and shared ones that all tokens take.
+
+    hidden: of one expert. Dropless: every token reaches all experts that its router chose.
+    """
+
+    router: RouterSpec
+    hidden: int
+    activation: Activation | ClampedSwiglu = "silu"
+    bias: bool = False  # of each expert
+    shared: MlpSpec | None = None
+    shared_gate: bool = False  # the shared experts are weighted by the sigmoid of a learned projection (Qwen2-MoE)
+    scale_input: bool = False  # weights multiply what goes into the experts, not what comes out (Llama 4)
+    identity: int = 0  # the last experts of the router return their input (LongCat's zero experts)
+
+    def __post_init__(self):
+        _require(0 <= self.identity < self.router.experts, f"{self.identity} of all experts cannot be the identity")
+        _require(not self.shared_gate or self.shared is not None, "a gate needs shared experts")
+        _require(
+            not (self.shared_gate and self.shared.bias),
+            "gated shared experts with biases are not supported",
+        )
+
+    @property
+    def experts(self) -> int:
+        """Those that have weights."""
+        return self.router.experts - self.identity
+
+    @property
+    def output_bias(self) -> bool:
+        """Whether a bias is added to the sum over devices."""
+        return self.shared is not None and self.shared.bias
+
+    def read_share(self, tokens: int) -> float:
+        """Of the experts, those that any of `tokens` tokens chose, expected where all are equally likely: each is
+        passed over with probability (1 - chosen / experts)^tokens."""
+        return 1.0 - (1.0 - self.router.chosen / self.router.experts) ** tokens
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    kind: Literal["rms", "layer"] = "rms"  # layer: the mean is removed first; no bias
+    kind: Literal["rms", "layer"] = "rms"  # layer: the mean is removed first
     eps: float = 1e-6
+    bias: bool = False
     unit_offset: bool = False  # multiply by (1 + weight), as Gemma stores it
 
 
@@ -133,7 +232,7 @@ class LayerSpec:
     """One decoder layer: x + post(attention(pre(x))), then x + post(mlp(pre(x)))."""
 
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | MoeSpec
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False  # attention and MLP read the same pre-normed input (Cohere)
@@ -154,6 +253,7 @@ class ModelConfig:
     context: int
     norm: NormSpec = field(default_factory=NormSpec)
     tied: bool = False  # the output projection is the embedding
+    head_bias: bool = False
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # multiplies each branch before it is added (Granite)
     logit_scale: float = 1.0

@@ -12,10 +12,11 @@ from flax import nnx
 from jax import lax
 
 from inferlib.models.batch import StepContext
-from inferlib.models.config import LayerSpec, ModelConfig
+from inferlib.models.config import LayerSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.mlp import Mlp
+from inferlib.models.layers.moe import Moe
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layout import Layout
@@ -44,7 +45,10 @@ class Block(nnx.Module):
         self.spec, self.scale = spec, config.residual_scale
         norm = lambda: Norm(config.norm, config.dim, dtype)  # noqa: E731
         self.attn = Attention(spec.attention, layout.heads(spec.attention), config.norm, config.dim, dtype)
-        self.mlp = Mlp(spec.mlp, layout.hidden(spec.mlp.hidden), config.dim, dtype)
+        if isinstance(spec.mlp, MoeSpec):
+            self.mlp = Moe(spec.mlp, layout, dtype)
+        else:
+            self.mlp = Mlp(spec.mlp, layout.hidden(spec.mlp.hidden), config.dim, dtype)
         if spec.pre_norm:
             self.pre_attn_norm = norm()
             if not spec.parallel:
@@ -71,7 +75,7 @@ class Block(nnx.Module):
             attn, cache = self.attn(self.pre_attn_norm(x, ctx.shards) if y is None else y, ctx, cache)
             x, y, boxes = all_reduce_norm(attn, x, self.pre_mlp_norm.weight[...], eps, boxes)
         with jax.named_scope("mlp"):
-            return Stream(*all_reduce_norm(self.mlp(y, ctx.shards), x, after, eps, boxes)), cache
+            return Stream(*all_reduce_norm(self.feed_forward(y, ctx, cache), x, after, eps, boxes)), cache
 
     def plain(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         spec, shards = self.spec, ctx.shards
@@ -80,23 +84,23 @@ class Block(nnx.Module):
             attn, cache = self.attn(y, ctx, cache)
         if spec.parallel:
             with jax.named_scope("mlp"):
-                both = shards.sum_tokens(attn + self.mlp(y, shards), axes.MLP)
-            return self.add(x, self.biased(both)), cache
-        attn = shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT)
-        if spec.attention.o_bias:
-            attn = attn + self.attn.o_bias[...]
+                both = shards.sum_tokens(attn + self.feed_forward(y, ctx, cache), axes.MLP)
+            return self.add(x, self.mlp.finish(self.biased(both))), cache
+        attn = self.biased(shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT))
         x = self.add(x, self.post_attn_norm(attn, shards) if spec.post_norm else attn)
         with jax.named_scope("mlp"):
             y = shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
-            mlp = shards.sum_tokens(self.mlp(y, shards), axes.MLP)
-        if spec.mlp.bias:
-            mlp = mlp + self.mlp.down_bias[...]
+            mlp = self.mlp.finish(shards.sum_tokens(self.feed_forward(y, ctx, cache), axes.MLP))
         return self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), cache
 
-    def biased(self, both: jax.Array) -> jax.Array:
-        if self.spec.attention.o_bias:
-            both = both + self.attn.o_bias[...]
-        return both + self.mlp.down_bias[...] if self.spec.mlp.bias else both
+    def feed_forward(self, y: jax.Array, ctx: StepContext, cache: LayerCache) -> jax.Array:
+        """This device's part of the sum."""
+        if isinstance(self.mlp, Moe):
+            return self.mlp(y, ctx, cache.layer)
+        return self.mlp(y, ctx.shards)
+
+    def biased(self, attn: jax.Array) -> jax.Array:
+        return attn + self.attn.o_bias[...] if self.spec.attention.o_bias else attn
 
     def add(self, x: jax.Array, branch: jax.Array) -> jax.Array:
         return x + (branch if self.scale == 1.0 else branch * self.scale)
@@ -140,7 +144,7 @@ def fuses_sums(config: ModelConfig) -> bool:
     """Whether every sum over devices is followed by the residual's and an RMS norm, and by nothing between."""
     plain = config.norm.kind == "rms" and not config.norm.unit_offset and config.residual_scale == 1.0
     return plain and all(
-        layer.pre_norm and not (layer.post_norm or layer.parallel or layer.attention.o_bias or layer.mlp.bias)
+        layer.pre_norm and not (layer.post_norm or layer.parallel or layer.attention.o_bias or layer.mlp.output_bias)
         for layer in config.layers
     )
 
@@ -165,6 +169,8 @@ class Decoder(nnx.Module):
         self.final_norm = Norm(config.norm, config.dim, dtype)
         if not config.tied:
             self.head = param((config.dim, layout.vocab), (axes.EMBED, axes.VOCAB), dtype, contracting=(0,))
+        if config.head_bias:
+            self.head_bias = param((layout.vocab,), (axes.VOCAB,), dtype, "zeros")
 
     def __call__(
         self, ctx: StepContext, cache: tuple[LayerCache, ...], boxes: Mailboxes | None = None
@@ -209,7 +215,10 @@ class Decoder(nnx.Module):
             y = self.final_norm(x, shards)
             head, transposed = (self.embed, True) if config.tied else (self.head, False)
             logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32)
-            logits = shards.sum(logits, axes.EMBED) * config.logit_scale
+            logits = shards.sum(logits, axes.EMBED)
+            if config.head_bias:
+                logits = logits + self.head_bias[...].astype(jnp.float32)
+            logits = logits * config.logit_scale
             if config.final_softcap is not None:
                 logits = config.final_softcap * jnp.tanh(logits / config.final_softcap)
             if logits.shape[1] * shards.size(axes.VOCAB) > config.vocab:
@@ -242,22 +251,27 @@ def _layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
 
 
 def _scan(blocks, stream, ctx, caches, count: int):
-    """The cache rides in the carry: as scan inputs and outputs it would exist twice."""
-    graphs, states = zip(*(nnx.split(block) for block in blocks), strict=True)
+    """The cache rides in the carry: as scan inputs and outputs it would exist twice. Experts stay whole, each layer
+    reads its own: a layer's slice of them would be copied, chosen or not."""
+    graphs, experts, states = zip(*(nnx.split(block, _is_expert, ...) for block in blocks), strict=True)
     rings = [cache.ring for cache in caches]
 
     def body(carry, inputs):
         stream, caches = carry
         layer, states = inputs
         new = []
-        for graph, state, (k, v), ring in zip(graphs, states, caches, rings, strict=True):
-            stream, cache = nnx.merge(graph, state)(stream, ctx, LayerCache(k, v, ring, layer))
+        for graph, whole, state, (k, v), ring in zip(graphs, experts, states, caches, rings, strict=True):
+            stream, cache = nnx.merge(graph, whole, state)(stream, ctx, LayerCache(k, v, ring, layer))
             new.append((cache.k, cache.v))
         return (stream, tuple(new)), None
 
     carry = (stream, tuple((cache.k, cache.v) for cache in caches))
     (stream, new), _ = lax.scan(body, carry, (jnp.arange(count), states))
     return stream, [LayerCache(k, v, ring) for (k, v), ring in zip(new, rings, strict=True)]
+
+
+def _is_expert(_path, p) -> bool:
+    return axes.EXPERTS in p.axes
 
 
 def _stacked(block: Block, count: int) -> Block:

@@ -7,7 +7,7 @@ from math import ceil
 
 import numpy as np
 
-from inferlib.models.config import AttentionSpec, ModelConfig
+from inferlib.models.config import AttentionSpec, MlpSpec, ModelConfig, MoeSpec
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
@@ -81,6 +81,10 @@ class Layout:
         """Feed-forward width, padded with zeros."""
         return _rounded_up(size, self.shards.size(axes.MLP))
 
+    def experts(self, count: int) -> int:
+        """Experts, padded with some that no token is routed to."""
+        return _rounded_up(count, self.shards.size(axes.EXPERTS))
+
     @property
     def vocab(self) -> int:
         """Vocabulary, padded with tokens that have no probability."""
@@ -95,11 +99,20 @@ class Layout:
         used, held = np.zeros(3), np.zeros(3)
         for layer in self.config.layers:
             heads, attn = self.heads(layer.attention), layer.attention
-            used += (attn.heads, attn.kv_heads, layer.mlp.hidden)
-            held += (heads.groups * heads.queries, heads.groups, self.hidden(layer.mlp.hidden))
+            feeds = self._feeds(layer.mlp)
+            used += (attn.heads, attn.kv_heads, sum(count * hidden for count, _, hidden in feeds))
+            widths = sum(laid_out * self.hidden(hidden) for _, laid_out, hidden in feeds)
+            held += (heads.groups * heads.queries, heads.groups, widths)
         share = 1 - used / held
         names = ("query heads", "cache", "feed-forward")
         return dict(zip(names, share.tolist(), strict=True)) | {"vocabulary": 1 - self.config.vocab / self.vocab}
+
+    def _feeds(self, spec: MlpSpec | MoeSpec) -> list[tuple[int, int, int]]:
+        """A layer's feed-forwards: how many of them, how many as laid out, and their width."""
+        if isinstance(spec, MlpSpec):
+            return [(1, 1, spec.hidden)]
+        shared = [] if spec.shared is None else self._feeds(spec.shared)
+        return [(spec.experts, self.experts(spec.experts), spec.hidden), *shared]
 
 
 def _rounded_up(size: int, multiple: int) -> int:

@@ -12,6 +12,7 @@ HEAD_OUT = "head_out"  # h: a head's output, where the output projection takes i
 MLP = "mlp"  # F: feed-forward width
 GATE_UP = "gate_up"  # 2: the gate and the up half
 EXPERTS = "experts"  # E: feed-forwards that tokens are routed to
+ROUTES = "routes"  # E: a router's columns, one for each expert
 LAYERS = "layers"  # L: stacked layers of a scanned segment
 PAGES = "pages"  # N: cache pages
 POSITIONS = "positions"  # S: positions in a cache page

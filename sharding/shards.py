@@ -107,6 +107,10 @@ class Shards:
         """All-gather the shares of a logical axis along dimension `dim`."""
         return lax.all_gather(x, over, axis=dim, tiled=True) if (over := self.mesh_axes(name)) else x
 
+    def scatter(self, x: jax.Array, name: str) -> jax.Array:
+        """Reduce-scatter over a logical axis: each device gets its share of the first dimension of the sum."""
+        return lax.psum_scatter(x, over, tiled=True) if (over := self.mesh_axes(name)) else x
+
     def stack(self, x: jax.Array, name: str) -> jax.Array:
         """[...] -> [n, ...]: all-gather of what each of the n devices along a logical axis has."""
         return lax.all_gather(x, over) if (over := self.mesh_axes(name)) else x[None]

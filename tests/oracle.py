@@ -31,6 +31,15 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_EXPERTS = {"moe_intermediate_size": 40, "num_experts_per_tok": 3}
+_DEEPSEEK = {**_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2}
+_DEEPSEEK |= {"first_k_dense_replace": 1}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.15,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.25,
+}
 # What a family needs beyond the sizes to show its peculiarities at this scale.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -66,12 +75,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "olmo3": {"sliding_window": 8, "num_hidden_layers": 5},
     "smollm3": {"num_hidden_layers": 5, "tie_word_embeddings": True},
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.15,
-        "residual_multiplier": 0.6,
-        "logits_scaling": 1.25,
-    },
+    "granite": _GRANITE,
     "glm": {},
     "glm4": {},
     "cohere2": {"head_dim": None, "tie_word_embeddings": True, "sliding_window": 8, "logit_scale": 0.75},
@@ -79,6 +83,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "ernie4_5": {"tie_word_embeddings": True},
     "hunyuan_v1_dense": {},
+    # Experts few enough that some are chosen by several of a few tokens, many enough that some are not.
+    "mixtral": {"num_local_experts": 5},
+    "qwen2_moe": {**_EXPERTS, "num_experts": 7, "shared_expert_intermediate_size": 56, "head_dim": None},
+    "qwen3_moe": {**_EXPERTS, "num_local_experts": 7},
+    "olmoe": {"num_experts_per_tok": 3, "num_experts": 7, "head_dim": None},
+    "granitemoe": {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": None},
+    "phimoe": {"num_local_experts": 5, "head_dim": None},
+    "glm4_moe": {**_DEEPSEEK, "routed_scaling_factor": 1.7},
+    "dots1": {**_DEEPSEEK, "routed_scaling_factor": 0.7},
+    "ernie4_5_moe": {"moe_intermediate_size": 40, "moe_k": 3, "moe_num_experts": 7, "head_dim": None},
+    "minimax_m2": {"num_local_experts": 7, "num_experts_per_tok": 3},
 }
 
 
@@ -104,6 +119,12 @@ _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 12.0],
     "partial_rotary_factor": 0.75,
+}
+_PHIMOE_FACTORS = {
+    "short_factor": [1 + i / 8 for i in range(8)],
+    "long_factor": [1 + i for i in range(8)],
+    "short_mscale": 1.2,
+    "long_mscale": 1.2,
 }
 _PHI_LONG = {**_rope("longrope", **_LONGROPE), "original_max_position_embeddings": 32}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -201,6 +222,39 @@ CASES = [
         "hunyuan_v1_dense",
         {**_rope("dynamic", factor=3.0), "max_position_embeddings": 20, "attention_bias": True},
     ),
+    Case("mixtral", "mixtral"),
+    Case("mixtral-windows", "mixtral", {"sliding_window": 8, "tie_word_embeddings": True}),
+    Case("qwen2-moe", "qwen2_moe"),
+    Case("qwen2-moe-mixed", "qwen2_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True, "num_hidden_layers": 6}),
+    Case("qwen3-moe", "qwen3_moe"),
+    Case("olmoe", "olmoe"),
+    Case("olmoe-normed-biases", "olmoe", {"norm_topk_prob": True, "attention_bias": True}),
+    Case("granite-moe", "granitemoe"),
+    Case("phimoe", "phimoe"),
+    Case(
+        "phimoe-longrope-biases",
+        "phimoe",
+        {
+            **_rope("longrope", **_PHIMOE_FACTORS, original_max_position_embeddings=64),
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.3,
+            "sliding_window": 8,
+        },
+    ),
+    Case("glm4-moe", "glm4_moe"),
+    Case("glm4-moe-normed-biases", "glm4_moe", {"use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False}),
+    Case("dots1", "dots1"),
+    Case("dots1-windows", "dots1", {"sliding_window": 8, "max_window_layers": 2, "norm_topk_prob": True}),
+    Case("ernie4.5-moe", "ernie4_5_moe"),
+    Case(
+        "ernie4.5-moe-biases",
+        "ernie4_5_moe",
+        {"use_bias": True, "moe_layer_interval": 2, "moe_layer_end_index": 3, "num_hidden_layers": 6},
+    ),
+    Case("minimax-m2", "minimax_m2"),
+    Case("minimax-m2-partial", "minimax_m2", _rope("default", partial_rotary_factor=0.5)),
+    Case("qwen3-moe-mixed", "qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True, "attention_bias": True}),
 ]
 
 
@@ -225,6 +279,9 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, **overrides: An
         for weight in model.parameters():
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(weight + 0.2 * noise if weight.ndim == 1 else 0.16 * noise)
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
     model.save_pretrained(folder)
     return Path(folder)
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import jax
@@ -30,6 +31,8 @@ from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.quantization import Quantization
+from inferlib.ops.quantized import QuantizedTensor
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import Shards, make_shards
@@ -48,6 +51,10 @@ SHAPES = {
     "smollm2": ("llama", _TWO | SMOLLM2_HEADS),
     "olmo2": ("olmo2", _TWO),  # QK-norm over all heads
     "cohere2": ("cohere2", _TWO),  # interleaved rotary pairs
+    # 7 experts, one by one and fused; gated shared ones, a correction in float32, dense layers between.
+    "experts": ("qwen2_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
+    "fused experts": ("granitemoe", _TWO | {"num_local_experts": 7}),
+    "corrected experts": ("glm4_moe", _TWO),
     "gemma3": ("gemma3_text", {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL] * 2 + [_SLIDING]}),
 }
 RESTORED = {
@@ -55,6 +62,9 @@ RESTORED = {
     "smollm2": ["", "tp=2", "tp=8"],
     "olmo2": ["tp=8"],
     "cohere2": ["tp=2"],
+    "experts": ["", "ep=2,tp=2", "ep=4", "tp=8"],
+    "fused experts": ["", "ep=2,tp=4"],
+    "corrected experts": ["ep=2"],
 }
 
 
@@ -87,9 +97,12 @@ def copy(converted, tmp_path) -> Path:
     return Path(shutil.copytree(converted("biased"), tmp_path / "copy"))
 
 
-def load(path: Path, dtype: str, parallel: str = "", scan: bool = False) -> tuple[AbstractModel, tuple[jax.Array, ...]]:
+def load(
+    path: Path, dtype: str, parallel: str = "", scan: bool = False, quantization: str | None = None
+) -> tuple[AbstractModel, tuple[jax.Array, ...]]:
     files, shards = ModelFiles.open(path), make_shards(Parallelism.parse(parallel))
-    model = abstract_model(files.config, dtype, scan=scan, shards=shards)
+    kept = files.quantization(quantization)
+    model = abstract_model(files.config, dtype, quantization=kept, scan=scan, shards=shards)
     return model, files.load(model, shards=shards)
 
 
@@ -116,10 +129,18 @@ def test_saved_on_others(saved, checkpoint, converted):
     assert_same(converted("smollm2", parallel=saved), checkpoint("smollm2"), "float32", "tp=4")
 
 
+def test_experts_saved_where_they_do_not_divide(checkpoint, converted):
+    assert_same(converted("experts", parallel="ep=2,tp=2"), checkpoint("experts"), "float32", "ep=4")
+
+
 @pytest.mark.parametrize("parallel", ["", "tp=4"])
 def test_stacked_layers(parallel, checkpoint, converted):
     """A pattern of two that repeats, then a layer alone."""
     assert_same(converted("gemma3"), checkpoint("gemma3"), "float32", parallel, scan=True)
+
+
+def test_stacked_experts(checkpoint, converted):
+    assert_same(converted("fused experts"), checkpoint("fused experts"), "bfloat16", "ep=2", scan=True)
 
 
 @pytest.mark.parametrize("parallel", ["", "tp=4"])
@@ -303,6 +324,42 @@ def test_damaged_arrays(damage, copy):
         case "layer gone":
             shutil.rmtree(copy / "weights" / "layer0001")
     assert_refused(copy, "weights/layer0001 is damaged; convert the original again")
+
+
+# ---- quantised
+
+
+def whole_weights(model: AbstractModel, arrays: tuple[jax.Array, ...]) -> dict[str, np.ndarray]:
+    """Each weight as float32; what scale zeros have is no matter."""
+    rest, found = iter(arrays), {}
+    for weight in model.weights:
+        held = tuple(islice(rest, len(weight.arrays)))
+        if weight.scheme is not None:
+            held = [QuantizedTensor(*held, weight.scheme.group is not None).dequantized(weight.contracting, "float32")]
+        found[weight.name] = np.asarray(held[0])
+    return found
+
+
+def test_quantised_weights_are_those_made_at_load(checkpoint, tmp_path):
+    """On one device and on meshes that copy heads, pad the vocabulary, or stack layers; also made from floats."""
+    original, floats = checkpoint("smollm2"), tmp_path / "floats"
+    convert(original, floats, dtype="float32", progress=False)
+    for name in ("int8", "mxfp4"):
+        out = tmp_path / name
+        stored = convert(original, out, dtype="float32", quantization=name, progress=False)
+        assert ModelFiles.open(out).nbytes == stored < ModelFiles.open(floats).nbytes
+        for parallel, scan in (("", False), ("tp=4" if name == "int8" else "tp=5", True)):
+            _, want = load(original, "float32", parallel, scan, name)
+            for path in (out, floats):
+                model, got = load(path, "float32", parallel, scan, name)
+                for part, whole in whole_weights(model, got).items():
+                    np.testing.assert_array_equal(whole, whole_weights(model, want)[part], err_msg=part)
+        files = ModelFiles.open(out)
+        assert files.quantization(None) == files.quantization(name) == Quantization.named(name)
+        with pytest.raises(
+            CheckpointError, match=f"has {name} weights, which cannot become fp8: quantise the original"
+        ):
+            files.quantization("fp8")
 
 
 # ---- whole or not at all

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from inferlib.cache.plan import plan_cache
@@ -84,12 +86,19 @@ def test_the_last_axis_takes_the_nearest():
 # ---- bytes and operations
 
 
-@pytest.mark.parametrize("parallel", ["tp=1,dp=8", "tp=2,dp=4", "tp=8", "tp=8,rules=tp_sp"])
-@pytest.mark.parametrize("name", ["llama3-8b", "gemma3-4b", "smollm2-135m"])
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        *itertools.product(
+            ["llama3-8b", "gemma3-4b", "smollm2-135m"], ["tp=1,dp=8", "tp=2,dp=4", "tp=8", "tp=8,rules=tp_sp"]
+        ),
+        *itertools.product(["qwen3-30b-a3b", "glm-4.5"], ["tp=8", "ep=8", "tp=2,ep=2,dp=2"]),
+    ],
+)
 def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
     it, rows, max_len = deployed(name, "v5e-8", parallel), 4, 4096
     shards = planned_shards(it.parallel)
-    batch = rows * it.parallel.data
+    batch = rows * it.replicas
     model = abstract_model(it.config, "bfloat16", scan=True, shards=shards)
     plan = plan_cache(model, rows=batch, max_len=max_len, chunk=512, dtype="bfloat16")
     engine = EngineConfig.make("tpu", batch, max_len, shards=shards)
@@ -114,6 +123,29 @@ def test_a_decode_step_by_hand():
     quantized = deployed("llama3-8b", "v5e-1", "tp=1", "int8").decode(rows=4, live=1000)
     assert 0.5 < quantized.weight_bytes / work.weight_bytes < 0.502  # and the scales
     assert quantized.flops == work.flops
+
+
+def test_a_decode_step_of_experts_by_hand():
+    """8 of 128 experts; of 16 on each of 8 devices, those that any of all rows chose are read."""
+    rows, layers, expert = 4, 48, 3 * 2048 * 768
+    alone, split = (deployed("qwen3-30b-a3b", target, mesh) for target, mesh in (("v5e-1", "tp=1"), ("v5e-8", "ep=8")))
+    others = 30_532_122_624 - layers * 128 * expert - 151936 * 2048
+    for it, held, tokens in ((alone, 128, rows), (split, 16, 8 * rows)):
+        work = it.decode(rows, live=1000)
+        read = held * (1 - (120 / 128) ** tokens)
+        assert work.weight_bytes == pytest.approx(2 * (others + layers * read * expert))
+        assert work.weight_bytes < it.memory(8 * rows, 2048, 512).weights
+        norms = layers * (2 * 2048 + 2 * 128) + 2048
+        attention = 4 * rows * layers * 32 * 128 * 1000
+        assert work.flops == pytest.approx(2 * rows * (others - norms + layers * 8 * expert) + attention)
+    # What explain says of a step.
+    (step,) = explain(
+        split.model,
+        split.plan(32, 2048, 1),
+        EngineConfig.make("tpu", 32, 2048, shards=split.shards),
+        [ProgramKey("greedy", rows, 2048)],
+    ).steps
+    assert step.expert_bytes == round(2 * layers * read * expert)
 
 
 def test_windows_bound_what_is_read():

@@ -48,7 +48,19 @@ MODEL_TYPES = {
     "seed_oss": "SeedOssForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
 }
+# What configs of a family cannot leave out.
+REQUIRED = {"dots1": {"n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4}}
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -94,6 +106,11 @@ OLDER_CONFIGS = [
         "hunyuan_v1_dense",
         {"head_dim": 16, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
     ),
+    ("mixtral", {"rope_theta": 1e5, "sliding_window": 4096}),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 9}),
+    ("qwen3_moe", {"rope_theta": 1e6, "head_dim": 64, "num_experts": 32, "norm_topk_prob": True}),
+    ("glm4_moe", {"rope_theta": 1e6, "partial_rotary_factor": 0.25, "use_qk_norm": True}),
+    ("minimax_m2", {"rope_theta": 1e6, "rotary_dim": 64}),
 ]
 
 
@@ -108,7 +125,8 @@ def completed(model_type: str, options: dict) -> ModelConfig:
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_defaults_are_those_of_transformers(model_type):
-    assert recipe(model_type, SIZES) == completed(model_type, SIZES)
+    options = SIZES | REQUIRED.get(model_type, {})
+    assert recipe(model_type, options) == completed(model_type, options)
 
 
 @pytest.mark.parametrize(("model_type", "options"), OLDER_CONFIGS)
@@ -205,6 +223,14 @@ def test_context_is_what_the_rotary_embedding_is_stretched_to():
         ("llama", {"num_key_value_heads": 5}, "do not divide"),
         ("llama", {"hidden_size": None}, "lacks 'hidden_size'"),
         ("llama", {"num_hidden_layers": 0}, "at least one layer"),
+        ("mixtral", {"num_experts_per_tok": 9}, "go to 9 experts when there are 8"),
+        ("olmoe", {"clip_qkv": 8.0}, "clamped queries, keys and values"),
+        ("glm4_moe", {"n_group": 3}, "128 experts do not divide into 3 groups"),
+        ("glm4_moe", {"n_group": 32, "topk_group": 1}, "1 of 32 groups have no 8 experts to choose"),
+        ("phimoe", {"num_experts_per_tok": 4}, "num_experts_per_tok=4"),
+        ("phimoe", {"rope_scaling": {"short_mscale": 1.0, "long_mscale": 1.2}}, "only equal ones"),
+        ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min=0.1"),
+        ("dots1", {"n_routed_experts": None}, "lacks 'n_routed_experts'"),
     ],
 )
 def test_unsupported_options_are_named(model_type, options, message):

@@ -57,6 +57,17 @@ def test_slo_comes_before_throughput():
     assert hopeless.best.itl == pytest.approx(min(o.itl for o in hopeless.options), rel=0.01)
 
 
+def test_replicas_share_experts_or_have_their_own():
+    """A mixture of experts fits more rows where replicas share one set; a dense model has nothing to share."""
+    options = ranking("qwen3-30b-a3b", "v6e-8", quantizations=(None,)).options
+    meshes = {(o.deployed.parallel.expert, o.deployed.parallel.data) for o in options}
+    assert {(8, 1), (4, 1), (1, 4), (1, 1)} <= meshes
+    assert max(o.batch for o in options if o.deployed.parallel.expert == 8) == 32
+    assert (1, 8) not in meshes  # 61 GB do not fit a chip of 32
+    dense = ranking("llama3-8b", "v6e-8").options
+    assert {o.deployed.parallel.expert for o in dense} == {1}
+
+
 def test_frontier_trades_one_for_the_other():
     front = ranking("llama3-8b", "v5e-8").frontier
     assert len(front) > 3
@@ -148,6 +159,7 @@ PARAMETERS = {  # billions, as published
     "gemma3-4b": 3.88,
     "gemma3-12b": 11.8,
     "gemma3-27b": 27.0,
+    "glm-4.5": 355,
     "llama3-1b": 1.24,
     "llama3-8b": 8.03,
     "llama3-70b": 70.6,
@@ -156,6 +168,7 @@ PARAMETERS = {  # billions, as published
     "mistral-nemo-12b": 12.2,
     "mistral-small-24b": 23.6,
     "mistral-large-123b": 123,
+    "mixtral-8x7b": 46.7,
     "phi3-mini": 3.82,
     "phi3-medium": 14.0,
     "qwen3-0.6b": 0.6,
@@ -164,6 +177,8 @@ PARAMETERS = {  # billions, as published
     "qwen3-8b": 8.19,
     "qwen3-14b": 14.8,
     "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235,
     "smollm2-135m": 0.1345,
 }
 

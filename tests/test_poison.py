@@ -85,8 +85,14 @@ def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> lis
 
 @pytest.mark.parametrize(
     ("family", "scan", "params"),
-    [("llama", False, GREEDY), ("gemma2", False, GREEDY), ("ministral", True, GREEDY), ("small", False, SAMPLED)],
-    ids=["llama", "gemma2", "ministral stacked", "sampled"],
+    [
+        ("llama", False, GREEDY),
+        ("gemma2", False, GREEDY),
+        ("ministral", True, GREEDY),
+        ("qwen3_moe", True, GREEDY),
+        ("small", False, SAMPLED),
+    ],
+    ids=["llama", "gemma2", "ministral stacked", "experts stacked", "sampled"],
 )
 def test_poison_changes_no_token(family, scan, params, llm_of, small):
     """Everything invalid is poisoned at the start and again before every dispatch."""
@@ -100,7 +106,9 @@ def test_poison_changes_no_token(family, scan, params, llm_of, small):
     assert 0 < max(shares) < 0.9
 
 
-@pytest.mark.parametrize(("family", "scan"), [("llama", False), ("gemma2", False), ("ministral", True)])
+@pytest.mark.parametrize(
+    ("family", "scan"), [("llama", False), ("gemma2", False), ("ministral", True), ("qwen3_moe", True)]
+)
 def test_poison_changes_no_logit(family, scan, llm_of):
     """The logits of a prompt that takes several chunks, bit by bit."""
     llm, (prompt,) = llm_of(family, scan), random_prompts([70], seed=11)

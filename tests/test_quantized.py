@@ -22,10 +22,11 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ConfigError
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.ops.grouped_matmul import grouped_matmul
 from inferlib.ops.matmul import matmul
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, Scheme, nbytes, quantize
 from inferlib.sharding.mesh import Parallelism, ShardingError
-from inferlib.sharding.shards import planned_shards
+from inferlib.sharding.shards import make_shards, planned_shards
 from tests.conftest import random_prompts, reference
 from tests.oracle import make_checkpoint
 
@@ -199,6 +200,42 @@ def test_stacked_layers_are_quantised_one_by_one(checkpoint):
         for key, value in stacked.items():
             for i in range(2 if key.startswith("blocks.0.") else 0):
                 np.testing.assert_array_equal(value[i], unrolled[key.replace("blocks.0.", f"blocks.{i}.")], err_msg=key)
+
+
+@pytest.mark.parametrize("name", ["int8", "mxfp4"])
+@pytest.mark.parametrize("layer", [None, 1])
+@pytest.mark.parametrize("rows", [3, 40])
+def test_experts_multiply_as_their_rounded_weights(name, layer, rows):
+    rng = np.random.default_rng(rows)
+    w = rng.normal(size=(2, 4, 2, 64, 8)).astype(np.float32)
+    sizes = np.array([1, 0, rows // 2, rows - 1 - rows // 2 - 1], np.int32)
+    x, groups = rng.normal(size=(rows, 64)).astype(np.float32), np.repeat(np.arange(4), sizes)
+    held = quantize(w if layer else w[0], (3,) if layer else (2,), SCHEMES[name])
+    whole = np.asarray(held.dequantized((3,) if layer else (2,), jnp.float32)).reshape(-1, 4, 2, 64, 8)[layer or 0]
+    got = jax.jit(lambda x, w: grouped_matmul(x, w, sizes, most=rows, layer=layer and jnp.int32(layer)))(x, held)
+    expected = np.einsum("ri,rpio->rpo", x[: groups.size], whole[groups])
+    np.testing.assert_allclose(got[: groups.size], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_experts_are_quantised_one_by_one(tmp_path):
+    """Also where devices have parts of them: a channel's scale is that of the whole."""
+    path = make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1, moe_intermediate_size=64)
+    files = ModelFiles.open(path)
+    for name in ("int8", "mxfp4"):
+        loaded = []
+        for parallel in ("", "ep=2,tp=2"):
+            shards = make_shards(Parallelism.parse(parallel))
+            model = abstract_model(files.config, "float32", quantization=Quantization.named(name), shards=shards)
+            weights = {s.name: w for s, w in zip(model.specs, files.load(model, shards=shards), strict=True)}
+            loaded.append({k: np.asarray(w) for k, w in weights.items() if ".experts." in k})
+        plain = abstract_model(files.config, "float32")
+        floats = {w.part: np.asarray(x) for w, x in zip(plain.weights, files.load(plain), strict=True)}
+        for part, contracting in (("gate_up", (2,)), ("down", (1,))):
+            held = quantize(floats[f"mlp.experts.{part}"], contracting, SCHEMES[name])
+            for array, suffix in ((held.values, ""), (held.scales, ".scales")):
+                for one in loaded:
+                    got = one[f"blocks.0.mlp.experts.{part}{suffix}"]
+                    np.testing.assert_array_equal(got[:7], array, err_msg=f"{name} {part}{suffix}")
 
 
 def test_random_weights_are_quantised(checkpoint):

@@ -13,7 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inferlib.models.config import LayerSpec, ModelConfig, RopeSpec
+from inferlib.checkpoint.source import TensorSource
+from inferlib.models.abstract import WeightSpec
+from inferlib.models.config import LayerSpec, MlpSpec, ModelConfig, RopeSpec
+from inferlib.models.families.common import FusedExperts
 from inferlib.models.layout import HeadLayout, Layout
 from inferlib.sharding import axes
 
@@ -27,30 +30,59 @@ class Piece:
     rows: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True)
+class LoadItem:
+    """One weight and the tensors it is made of: a tuple of pieces per layer (several if it is stacked)."""
+
+    weight: WeightSpec
+    layer: LayerSpec | None
+    pieces: tuple[tuple[Piece, ...], ...]
+    fused_experts: FusedExperts
+
+
 def layer_pieces(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int) -> tuple[Piece, ...]:
     """The checkpoint tensors of one layer's `part` ("attn.qkv", "mlp.down_bias", "pre_attn_norm", ...).
 
     names: the family's map of parts to modules, prefix included.
     """
-    suffix = ".bias" if part.endswith("_bias") else ".weight"
+    if part == "mlp.router.correction":
+        return _correction(names[part], spec.mlp.router.experts)
+    suffix = ".bias" if part.endswith(("_bias", ".bias")) else ".weight"
     tail = () if suffix == ".bias" else (dim,)
-    module = part.removesuffix("_bias")
-    attn, mlp = spec.attention, spec.mlp
+    module = part.removesuffix("_bias").removesuffix(".bias")
+    attn = spec.attention
     q_rows, kv_rows = attn.heads * attn.head_dim, attn.kv_heads * attn.head_dim
     if module == "attn.qkv":
         return _fused(names, module, {"attn.q": q_rows, "attn.k": kv_rows, "attn.v": kv_rows}, suffix, tail)
-    if module == "mlp.gate_up":
-        return _fused(names, module, {"mlp.gate": mlp.hidden, "mlp.up": mlp.hidden}, suffix, tail)
+    if module in ("mlp.gate_up", "mlp.shared.gate_up"):
+        gate, up = (module.removesuffix("gate_up") + key for key in ("gate", "up"))
+        hidden = _mlp_spec(spec, module).hidden
+        return _fused(names, module, {gate: hidden, up: hidden}, suffix, tail)
     if module == "attn.o":
         shape = (dim,) if suffix == ".bias" else (dim, q_rows)
-    elif module == "mlp.down":
-        shape = (dim,) if suffix == ".bias" else (dim, mlp.hidden)
+    elif module in ("mlp.down", "mlp.shared.down"):
+        shape = (dim,) if suffix == ".bias" else (dim, _mlp_spec(spec, module).hidden)
+    elif module == "mlp.router":
+        shape = (spec.mlp.router.experts, *tail)
+    elif module == "mlp.shared_gate":
+        shape = (1, dim)
     elif module in ("attn.q_norm", "attn.k_norm"):
         full = q_rows if module == "attn.q_norm" else kv_rows
         shape = (full if attn.qk_norm == "full" else attn.head_dim,)
     else:
         shape = (dim,)
     return (Piece(names[module] + suffix, shape),)
+
+
+def _mlp_spec(spec: LayerSpec, module: str) -> MlpSpec:
+    return spec.mlp.shared if module.startswith("mlp.shared.") else spec.mlp
+
+
+def _correction(name: str, experts: int) -> tuple[Piece, ...]:
+    """A vector, or "...[0]": the only row of a matrix."""
+    if name.endswith("[0]"):
+        return (Piece(name.removesuffix("[0]"), (1, experts)),)
+    return (Piece(name, (experts,)),)
 
 
 def _fused(names, module: str, parts: dict[str, int], suffix: str, tail: tuple[int, ...]) -> tuple[Piece, ...]:
@@ -64,9 +96,18 @@ def _fused(names, module: str, parts: dict[str, int], suffix: str, tail: tuple[i
 
 
 def top_pieces(names: Mapping[str, str], config: ModelConfig, part: str) -> tuple[Piece, ...]:
-    """The checkpoint tensor of `embed`, `final_norm` or `head`."""
+    """The checkpoint tensor of `embed`, `final_norm` or `head`, or the bias of one of the latter two."""
+    module = part.removesuffix("_bias").removesuffix(".bias")
+    if module != part:
+        return (Piece(names[module] + ".bias", (config.vocab if module == "head" else config.dim,)),)
     shape = (config.dim,) if part == "final_norm" else (config.vocab, config.dim)
     return (Piece(names[part] + ".weight", shape),)
+
+
+def piece_bytes(source: TensorSource, piece: Piece) -> int:
+    """Of its rows, on disk."""
+    share = 1.0 if piece.rows is None else (piece.rows[1] - piece.rows[0]) / piece.shape[0]
+    return int(source.nbytes(piece.tensor) * share)
 
 
 def assemble(
@@ -83,13 +124,15 @@ def assemble(
 def expand(
     layout: Layout, spec: LayerSpec | None, names: tuple[str | None, ...], x: jax.Array, fill: float = 0.0
 ) -> jax.Array:
-    """Copy and pad, with `fill`, heads, feed-forward and vocabulary of a weight laid out for one device. Traceable."""
+    """Copy and pad, with `fill`, heads, feed-forward, experts and vocabulary of a weight laid out for one device, or of
+    its values or scales in groups. Traceable."""
     for axis, name in enumerate(names):
         if name == axes.VOCAB:
             x = _padded(x, layout.vocab, axis, fill)
         elif name == axes.MLP:
-            hidden = spec.mlp.hidden
-            x = _padded(x, layout.hidden(hidden) * x.shape[axis] // hidden, axis, fill)  # of elements or of groups
+            x = _padded(x, layout.hidden(x.shape[axis]), axis, fill)
+        elif name == axes.EXPERTS:
+            x = _padded(x, layout.experts(x.shape[axis]), axis, fill)
         elif name == axes.KV_HEADS:
             queries = names[axis + 1 : axis + 2] == (axes.QUERIES,)
             x = _heads(x, axis, queries, spec.attention.group, layout.heads(spec.attention), fill)
@@ -101,11 +144,13 @@ def _top(_spec: None, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def _mlp(_spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
-    if part == "mlp.gate_up":
+    if part.endswith("gate_up"):
         return jnp.moveaxis(jnp.stack(pieces), 2, 0)
-    if part == "mlp.gate_up_bias":
+    if part.endswith("gate_up_bias"):
         return jnp.stack(pieces)
-    return pieces[0].T if part == "mlp.down" else pieces[0]  # norms are as they are
+    if part in ("mlp.shared_gate", "mlp.router.correction"):
+        return pieces[0].reshape(-1)
+    return pieces[0].T if part.startswith("mlp.") else pieces[0]  # norms are as they are
 
 
 def _attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 
@@ -14,7 +14,8 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
-from inferlib.checkpoint.assemble import Piece, assemble, layer_pieces, top_pieces
+from inferlib.checkpoint.assemble import LoadItem, Piece, assemble, layer_pieces, piece_bytes, top_pieces
+from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.config import LayerSpec
@@ -26,15 +27,6 @@ from inferlib.sharding.shards import Shards
 
 # Tensors that checkpoints carry and no model needs.
 _IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
-
-
-@dataclass(frozen=True)
-class LoadItem:
-    """One weight and the tensors it is made of: a tuple of pieces per layer (several if it is stacked)."""
-
-    weight: WeightSpec
-    layer: LayerSpec | None
-    pieces: tuple[tuple[Piece, ...], ...]
 
 
 def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tuple[LoadItem, ...]:
@@ -49,7 +41,9 @@ def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tup
         if name in present and tuple(source.shape(name)) != shape
     ]
     ignored = {family.top["head"] + ".weight"} if model.config.tied else set()
-    unexpected = sorted(n for n in present - set(wanted) - ignored if not n.endswith(_IGNORED))
+    drafts = tuple(name.format(layers=len(model.config.layers)) for name in family.drafts)
+    left_out = lambda name: name.endswith(_IGNORED) or name.startswith(drafts)  # noqa: E731
+    unexpected = sorted(n for n in present - set(wanted) - ignored if not left_out(n))
     problems = []
     if missing:
         problems.append("missing: " + _some([f"{name} {wanted[name]}" for name in missing]))
@@ -100,6 +94,9 @@ def load_item(
 ) -> tuple[jax.Array, ...]:
     """Read the arrays of one weight. advance: takes the bytes read. formats: as of `load_weights`."""
     weight, layers, stacked = item.weight, [], len(item.pieces) > 1
+    if axes.EXPERTS in weight.axes:
+        places = layer_places(weight, shards, formats, stacked=False)
+        return load_experts(source, item, places, advance)
     one = replace(weight.of_layer, name="", block=None)  # weights alike share a compilation
     sharding = placement(shards, one.axes, one.shape)
     split = dict(zip(one.axes, sharding.spec, strict=True)) if sharding else {}
@@ -107,7 +104,7 @@ def load_item(
     for pieces in item.pieces:
         arrays = [_read(source, piece, weight.part, shards, split) for piece in pieces]
         layers.append(lay_out(model.layout, item.layer, one, *arrays))
-        advance(sum(_read_bytes(source, p) for p in pieces))
+        advance(sum(piece_bytes(source, p) for p in pieces))
     arrays = stack(weight, shards, formats, layers) if stacked else layers[0]
     # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
     return jax.block_until_ready(arrays)
@@ -198,7 +195,7 @@ def _read(
 
 def _axes_of(part: str) -> tuple[str, str]:
     """What splits the rows and the columns of a part's checkpoint tensors, [out, in]."""
-    match part:
+    match part.replace(".shared.", "."):
         case "attn.qkv":
             return axes.KV_HEADS, axes.EMBED
         case "attn.o":
@@ -213,19 +210,19 @@ def _axes_of(part: str) -> tuple[str, str]:
 
 def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
     if weight.block is None:
-        return LoadItem(weight, None, (top_pieces(family.top, model.config, weight.part),))
+        pieces = (top_pieces(family.top, model.config, weight.part),)
+        return LoadItem(weight, None, pieces, family.fused_experts)
     layers = model.layers_of(weight.block)
     spec = model.config.layers[layers[0]]
     per_layer = []
     for i in layers:
         names = {part: family.prefix.format(i=i) + module for part, module in family.layer.items()}
-        per_layer.append(layer_pieces(names, spec, weight.part, model.config.dim))
-    return LoadItem(weight, spec, tuple(per_layer))
-
-
-def _read_bytes(source: TensorSource, piece: Piece) -> int:
-    share = 1.0 if piece.rows is None else (piece.rows[1] - piece.rows[0]) / piece.shape[0]
-    return int(source.nbytes(piece.tensor) * share)
+        if axes.EXPERTS in weight.axes:
+            pieces = expert_pieces(names, spec.mlp, weight.part, model.config.dim, family.fused_experts)
+        else:
+            pieces = layer_pieces(names, spec, weight.part, model.config.dim)
+        per_layer.append(pieces)
+    return LoadItem(weight, spec, tuple(per_layer), family.fused_experts)
 
 
 def _some(lines: list[str], most: int = 5) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from inferlib.explain import Explanation
     from inferlib.models.abstract import AbstractModel
-    from inferlib.models.config import LayerSpec, ModelConfig
+    from inferlib.models.config import LayerSpec, MlpSpec, ModelConfig, MoeSpec
     from inferlib.models.decoder import Segment
 
 
@@ -206,7 +206,7 @@ def _runs(segment: Segment, kinds: list[LayerSpec]) -> str:
 
 
 def _layer(layer: LayerSpec) -> str:
-    attention, mlp = layer.attention, layer.mlp
+    attention = layer.attention
     rope = attention.rope
     parts = [f"{attention.heads} heads of {attention.head_dim}, {attention.kv_heads} for keys and values"]
     parts += [f"window {attention.window}"] if attention.window else []
@@ -217,7 +217,20 @@ def _layer(layer: LayerSpec) -> str:
         parts += [f"RoPE of {rope.dim} with base {rope.base:g}{scaling}"]
     parts += [f"QK-norm by {attention.qk_norm}"] if attention.qk_norm else []
     parts += [f"softcap {attention.softcap:g}"] if attention.softcap else []
-    parts += [f"MLP {mlp.activation} {mlp.hidden}"]
+    parts += _feed_forward(layer.mlp)
     parts += ["post-norm"] if layer.post_norm else []
     parts += ["parallel"] if layer.parallel else []
     return ", ".join(parts)
+
+
+def _feed_forward(spec: MlpSpec | MoeSpec) -> list[str]:
+    from inferlib.models.config import MlpSpec
+
+    if isinstance(spec, MlpSpec):
+        return [f"MLP {spec.activation} {spec.hidden}"]
+    activation = spec.activation if isinstance(spec.activation, str) else "clamped SwiGLU"
+    router = spec.router
+    groups = f" in {router.chosen_groups} of {router.groups} groups" if router.groups > 1 else ""
+    parts = [f"{router.chosen} of {spec.experts} experts{groups}, {activation} {spec.hidden}, by {router.score}"]
+    parts += [f"{spec.identity} experts that return their input"] if spec.identity else []
+    return [*parts, f"shared {spec.shared.hidden}"] if spec.shared else parts

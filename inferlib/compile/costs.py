@@ -21,7 +21,7 @@ from inferlib.compile.state import RowState
 from inferlib.compile.targets import Target
 from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
-from inferlib.models.config import ModelConfig
+from inferlib.models.config import ModelConfig, MoeSpec
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
@@ -116,13 +116,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight's part on a device. elements: in all its layers; inner: those of a layer per column of the model."""
+    """A weight's part on a device. elements: in all its layers, of experts those of one; inner: those of a layer per
+    column of the model. experts: of which mixture."""
 
     elements: int
     nbytes: int
     layers: int
     inner: int
     use: Literal["tokens", "sampled", "looked up"]
+    experts: MoeSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -175,9 +177,16 @@ class Deployed:
             scores = max(scores, heads * model.layout.heads(self.config.layers[layers[0]].attention).queries * slots)
         weights = sum(m.nbytes for m in self.matrices)
         vocab = model.layout.vocab // self.shards.size(axes.VOCAB)
-        widest = max(m.inner for m in self.matrices if m.use == "tokens")
+        widest = max(self._widest(m) for m in self.matrices if m.use == "tokens")
         live = max(rows, chunk) * ((2 * self.config.dim + widest) * 2 + scores * 4) + rows * vocab * 4
         return Memory(weights, cache, _state_bytes(rows, vocab), 2 * live)
+
+    def _widest(self, matrix: Matrix) -> int:
+        """Numbers of a layer that a token takes beside a matrix. All choices of the tokens that experts are shared with
+        have room, wherever they go."""
+        if matrix.experts is None:
+            return matrix.inner
+        return self.shards.size(axes.EXPERTS) * matrix.experts.router.chosen * (matrix.inner + self.config.dim)
 
     def decode(self, rows: int, live: float) -> Work:
         """A greedy decode step of `rows` rows of each replica, `live` positions of each in the cache."""
@@ -191,11 +200,18 @@ class Deployed:
 
     def _work(self, key: ProgramKey, *, tokens: int, sampled: int, rows: int, live: float, seen: float) -> Work:
         """live: positions read of a row's cache; seen: by a query, on average."""
-        count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
-        flops = sum(2.0 * count[m.use] * m.elements for m in self.matrices)
-        moved = sum(2.0 * count[m.use] * m.layers * (self.config.dim + m.inner) for m in self.matrices)
-        weights = sum(m.nbytes for m in self.matrices if m.use != "looked up")
-        cache = 0.0
+        count, everyone = (
+            {"tokens": tokens, "sampled": sampled, "looked up": 0},
+            tokens * self.shards.size(axes.EXPERTS),
+        )
+        flops = moved = weights = cache = 0.0
+        for m in self.matrices:
+            # A device's experts take, on average, as many choices as its tokens make.
+            times = count[m.use] * (m.experts.router.chosen if m.experts else 1)
+            flops += 2.0 * times * m.elements
+            moved += 2.0 * times * m.layers * (self.config.dim + m.inner)
+            if m.use != "looked up":
+                weights += m.nbytes * (m.experts.read_share(everyone) if m.experts else 1)
         plan = self.plan(self.replicas, self.config.context, 1)
         for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
             spec = self.config.layers[layers[0]].attention
@@ -228,14 +244,17 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
     for weight in model.weights:
         local = shards.local_shape(weight.axes, weight.shape)
         names = dict(zip(weight.axes, local, strict=True))
-        layers, elements = names.pop(axes.LAYERS, 1), prod(local)
+        layers, count = names.pop(axes.LAYERS, 1), names.pop(axes.EXPERTS, 1)
+        elements, experts = prod(local) // count, None
+        if axes.EXPERTS in weight.axes:
+            experts = model.config.layers[model.layers_of(weight.block)[0]].mlp
         matrix = axes.EMBED in names and len(names) > 1
         inner = elements // layers // names[axes.EMBED] if matrix else 0
         use = "tokens"
         if weight.block is None and axes.VOCAB in names:
             use = "sampled" if model.config.tied or weight.part != "embed" else "looked up"
         size = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
-        found.append(Matrix(elements if matrix else 0, size, layers if matrix else 0, inner, use))
+        found.append(Matrix(elements if matrix else 0, size, layers if matrix else 0, inner, use, experts))
     return tuple(found)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from inferlib.compile.costs import Deployed, Memory, StepTime, step_time
 from inferlib.compile.targets import CHIPS, Target, TargetError, parse_target, target_names
-from inferlib.models.config import ModelConfig
+from inferlib.models.config import ModelConfig, MoeSpec
 from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 
@@ -192,9 +192,9 @@ def rank(
         raise PlanError(f"{workload.max_len} tokens exceed the model's context of {config.context}")
     every = [
         _option(Deployed(config, target, parallel, quantization), workload, batch)
-        for parallel in meshes(target)
+        for parallel in meshes(target, config)
         for quantization in quantizations
-        for batch in _batches(workload.concurrency, parallel.data)
+        for batch in _batches(workload.concurrency, parallel.data * parallel.expert)
     ]
     options = [o for o in every if o.over <= 0]
     if not options:
@@ -203,12 +203,15 @@ def rank(
     return Ranking(workload, slo, target, tuple(options))
 
 
-def meshes(target: Target) -> list[Parallelism]:
-    """Every mesh of all the devices, with each preset that makes a difference."""
+def meshes(target: Target, config: ModelConfig) -> list[Parallelism]:
+    """Every mesh of all the devices, with each preset that makes a difference; replicas have experts of their own, or
+    all share one set."""
     sizes = [n for n in range(1, min(target.devices, _WIDEST) + 1) if target.devices % n == 0]
+    fewest = min((layer.mlp.experts for layer in config.layers if isinstance(layer.mlp, MoeSpec)), default=1)
     return [
-        Parallelism(tensor=n, data=target.devices // n, rules=rules)
+        Parallelism(tensor=n, **{axis: target.devices // n}, rules=rules)
         for n in sizes
+        for axis in ("data", *(["expert"] if 1 < target.devices // n <= fewest else []))
         for rules in (_PRESETS if n > 1 else _PRESETS[:1])
     ]
 
@@ -253,6 +256,6 @@ def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> st
 
 def _fits(config: ModelConfig, target: Target, workload: Workload, quantization: Quantization | None) -> bool:
     """Whether one row of each replica fits on some mesh."""
-    widest = meshes(target)[-1]
+    widest = meshes(target, config)[-1]
     deployed = Deployed(config, target, widest, quantization)
-    return deployed.memory(widest.data, workload.max_len, workload.chunk).total <= target.hbm_bytes
+    return deployed.memory(deployed.replicas, workload.max_len, workload.chunk).total <= target.hbm_bytes

@@ -73,6 +73,16 @@ class QuantizedTensor:
     scales: jax.Array
     grouped: bool = field(metadata={"static": True})
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values."""
+        return self.values.shape
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.values.size
+
     def __getitem__(self, index) -> QuantizedTensor:
         """As `nnx.Param` asks for its value: `w[...]`."""
         if index is not Ellipsis:

@@ -17,9 +17,11 @@ from inferlib.models.config import (
     LayerSpec,
     MlpSpec,
     ModelConfig,
+    MoeSpec,
     NormSpec,
     RopeScaling,
     RopeSpec,
+    RouterSpec,
 )
 
 Hf = Mapping[str, Any]
@@ -27,6 +29,7 @@ Hf = Mapping[str, Any]
 # Our parts of a layer -> the checkpoint's modules under `model.layers.N.`; ".weight" and ".bias" are
 # added by the loader. A part of a fused matrix (`attn.q`, `attn.k`, `attn.v`; `mlp.gate`, `mlp.up`)
 # may instead come fused: `attn.qkv` holds q, k, v rows in this order, `mlp.gate_up` gate and up rows.
+# Experts are tensors named in full, one by one ("{e}") or fused, and so is `mlp.router.correction`.
 LAYER = {
     "attn.q": "self_attn.q_proj",
     "attn.k": "self_attn.k_proj",
@@ -39,6 +42,17 @@ LAYER = {
     "mlp.down": "mlp.down_proj",
     "pre_attn_norm": "input_layernorm",
     "pre_mlp_norm": "post_attention_layernorm",
+}
+# Names that most mixtures of experts share.
+MOE_LAYER = LAYER | {
+    "mlp.router": "mlp.gate",
+    "mlp.router.correction": "mlp.gate.e_score_correction_bias",
+    "mlp.experts.gate": "mlp.experts.{e}.gate_proj.weight",
+    "mlp.experts.up": "mlp.experts.{e}.up_proj.weight",
+    "mlp.experts.down": "mlp.experts.{e}.down_proj.weight",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
 }
 TOP = {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 
@@ -64,6 +78,15 @@ _ROPE_OPTIONS = {
 
 
 @dataclass(frozen=True)
+class FusedExperts:
+    """One tensor of all experts: [E, out, in], or `transposed` [E, in, out]; gate and up are halves of `out`, or
+    `interleaved` in turn."""
+
+    transposed: bool = False
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """A recipe and a name map.
 
@@ -71,6 +94,9 @@ class Family:
     defaults: what transformers' configuration class assumes for keys that config.json lacks.
     layer: part of a layer -> checkpoint module below `prefix`; entries a config does not use are ignored.
     top: `embed`, `final_norm`, `head` -> checkpoint module.
+    fused_experts: how a checkpoint holds them, if all in one tensor.
+    drafts: beginnings of the names of tensors for predicting several tokens at once, which are left out; {layers} is
+    the number of layers.
     """
 
     name: str
@@ -80,6 +106,8 @@ class Family:
     layer: Mapping[str, str] = field(default_factory=lambda: LAYER)
     top: Mapping[str, str] = field(default_factory=lambda: TOP)
     prefix: str = "model.layers.{i}."
+    fused_experts: FusedExperts = FusedExperts()
+    drafts: tuple[str, ...] = ()
 
     def config(self, hf: Hf) -> ModelConfig:
         """The model a `config.json` describes; raises ConfigError if it is not supported."""
@@ -131,6 +159,35 @@ def attention(hf: Hf, rope: RopeSpec | None, window: int | None = None, **option
 
 def mlp(hf: Hf, activation_key: str = "hidden_act", bias_key: str = "mlp_bias") -> MlpSpec:
     return MlpSpec(need(hf, "intermediate_size"), activation(hf, activation_key), bias=bool(hf.get(bias_key)))
+
+
+def first_of(hf: Hf, *keys: str) -> Any:
+    """The value of an option that has had several names."""
+    return next((hf[key] for key in keys if hf.get(key) is not None), None) or need(hf, keys[0])
+
+
+def softmax_router(hf: Hf, experts: int, **options: Any) -> RouterSpec:
+    return RouterSpec(experts, need(hf, "num_experts_per_tok"), renormalize=bool(hf.get("norm_topk_prob")), **options)
+
+
+def grouped_sigmoid_router(hf: Hf) -> RouterSpec:
+    """DeepSeek-V3's."""
+    return RouterSpec(
+        need(hf, "n_routed_experts"),
+        need(hf, "num_experts_per_tok"),
+        score="sigmoid",
+        renormalize=need(hf, "norm_topk_prob"),
+        scale=need(hf, "routed_scaling_factor"),
+        correction=True,
+        groups=need(hf, "n_group"),
+        chosen_groups=need(hf, "topk_group"),
+    )
+
+
+def shared_and_routed(hf: Hf, router: RouterSpec) -> MoeSpec:
+    """Experts and `n_shared_experts` of the same size that all tokens take."""
+    hidden, act, shared = need(hf, "moe_intermediate_size"), activation(hf, "hidden_act"), hf.get("n_shared_experts")
+    return MoeSpec(router, hidden, act, shared=MlpSpec(hidden * shared, act) if shared else None)
 
 
 def model(

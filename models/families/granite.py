@@ -1,9 +1,19 @@
-"""Granite 3 (dense): Llama with multipliers on the embedding, the attention, the branches and the logits."""
+"""Granite 3, dense and MoE: Llama with multipliers on the embedding, the attention, the branches and the logits."""
 
 from __future__ import annotations
 
-from inferlib.models.config import LayerSpec, ModelConfig
-from inferlib.models.families.common import Family, Hf, attention, mlp, model, need, rope_spec
+from inferlib.models.config import LayerSpec, MlpSpec, ModelConfig, MoeSpec, RouterSpec
+from inferlib.models.families.common import (
+    LAYER,
+    Family,
+    Hf,
+    activation,
+    attention,
+    mlp,
+    model,
+    need,
+    rope_spec,
+)
 
 DEFAULTS = {
     "max_position_embeddings": 2048,
@@ -17,13 +27,19 @@ DEFAULTS = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+MOE_DEFAULTS = DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2}
+FUSED_LAYER = LAYER | {
+    "mlp.router": "block_sparse_moe.router.layer",
+    "mlp.experts.gate_up": "block_sparse_moe.input_linear.weight",
+    "mlp.experts.down": "block_sparse_moe.output_linear.weight",
+}
 
 
-def granite(hf: Hf) -> ModelConfig:
-    layer = LayerSpec(attention(hf, rope_spec(hf), scale=hf["attention_multiplier"]), mlp(hf))
+def _granite(hf: Hf, family: str, feed_forward: MlpSpec | MoeSpec) -> ModelConfig:
+    layer = LayerSpec(attention(hf, rope_spec(hf), scale=hf["attention_multiplier"]), feed_forward)
     return model(
         hf,
-        "granite",
+        family,
         [layer] * need(hf, "num_hidden_layers"),
         embed_scale=hf["embedding_multiplier"],
         residual_scale=hf["residual_multiplier"],
@@ -31,4 +47,14 @@ def granite(hf: Hf) -> ModelConfig:
     )
 
 
+def granite(hf: Hf) -> ModelConfig:
+    return _granite(hf, "granite", mlp(hf))
+
+
+def granite_moe(hf: Hf) -> ModelConfig:
+    router = RouterSpec(need(hf, "num_local_experts"), need(hf, "num_experts_per_tok"), renormalize=True)
+    return _granite(hf, "granitemoe", MoeSpec(router, need(hf, "intermediate_size"), activation(hf, "hidden_act")))
+
+
 GRANITE = Family("granite", ("GraniteForCausalLM",), granite, DEFAULTS)
+GRANITE_MOE = Family("granitemoe", ("GraniteMoeForCausalLM",), granite_moe, MOE_DEFAULTS, FUSED_LAYER)

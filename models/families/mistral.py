@@ -1,11 +1,13 @@
-"""Mistral, Ministral and Ministral 3."""
+"""Mistral, Ministral, Ministral 3 and Mixtral."""
 
 from __future__ import annotations
 
-from inferlib.models.config import ConfigError, LayerSpec, ModelConfig, QueryTemperature
+from inferlib.models.config import ConfigError, LayerSpec, ModelConfig, MoeSpec, QueryTemperature, RouterSpec
 from inferlib.models.families.common import (
+    LAYER,
     Family,
     Hf,
+    activation,
     attention,
     mlp,
     model,
@@ -42,6 +44,19 @@ MINISTRAL3_DEFAULTS = DEFAULTS | {
         "llama_4_scaling_beta": 0.1,
     },
 }
+MIXTRAL_DEFAULTS = DEFAULTS | {
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "rope_theta": 1e6,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+}
+MIXTRAL_LAYER = LAYER | {
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.gate": "block_sparse_moe.experts.{e}.w1.weight",
+    "mlp.experts.up": "block_sparse_moe.experts.{e}.w3.weight",
+    "mlp.experts.down": "block_sparse_moe.experts.{e}.w2.weight",
+}
 
 
 def mistral(hf: Hf) -> ModelConfig:
@@ -70,6 +85,15 @@ def ministral3(hf: Hf) -> ModelConfig:
     return model(hf, "ministral3", [layer] * need(hf, "num_hidden_layers"))
 
 
+def mixtral(hf: Hf) -> ModelConfig:
+    """Mistral, every feed-forward of which is a mixture of experts."""
+    router = RouterSpec(need(hf, "num_local_experts"), need(hf, "num_experts_per_tok"), renormalize=True)
+    experts = MoeSpec(router, need(hf, "intermediate_size"), activation(hf, "hidden_act"))
+    layer = LayerSpec(attention(hf, rope_spec(hf), hf["sliding_window"]), experts)
+    return model(hf, "mixtral", [layer] * need(hf, "num_hidden_layers"))
+
+
 MISTRAL = Family("mistral", ("MistralForCausalLM",), mistral, DEFAULTS)
 MINISTRAL = Family("ministral", ("MinistralForCausalLM",), ministral, DEFAULTS)
 MINISTRAL3 = Family("ministral3", ("Ministral3ForCausalLM",), ministral3, MINISTRAL3_DEFAULTS)
+MIXTRAL = Family("mixtral", ("MixtralForCausalLM",), mixtral, MIXTRAL_DEFAULTS, MIXTRAL_LAYER)

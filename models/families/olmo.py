@@ -1,18 +1,21 @@
-"""OLMo 2 and OLMo 3."""
+"""OLMo 2, OLMo 3 and OLMoE."""
 
 from __future__ import annotations
 
-from inferlib.models.config import LayerSpec, ModelConfig
+from inferlib.models.config import ConfigError, LayerSpec, ModelConfig, MoeSpec
 from inferlib.models.families.common import (
     LAYER,
+    MOE_LAYER,
     Family,
     Hf,
+    activation,
     attention,
     mlp,
     model,
     need,
     rope_spec,
     rope_specs,
+    softmax_router,
     windows,
 )
 
@@ -27,6 +30,12 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
     "eos_token_id": 50279,
+}
+OLMOE_DEFAULTS = DEFAULTS | {
+    "max_position_embeddings": 4096,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
 }
 OLMO3_DEFAULTS = DEFAULTS | {"sliding_window": 4096, "rope_theta": 5e5}
 
@@ -52,5 +61,16 @@ def olmo3(hf: Hf) -> ModelConfig:
     return model(hf, "olmo3", layers)
 
 
+def olmoe(hf: Hf) -> ModelConfig:
+    """A mixture of experts in every layer, with the usual norms before the branches."""
+    if hf.get("clip_qkv") is not None:
+        raise ConfigError(f"clip_qkv={hf['clip_qkv']}: clamped queries, keys and values are not supported")
+    router = softmax_router(hf, need(hf, "num_experts"))
+    experts = MoeSpec(router, need(hf, "intermediate_size"), activation(hf, "hidden_act"))
+    layer = LayerSpec(attention(hf, rope_spec(hf), qk_norm="full"), experts)
+    return model(hf, "olmoe", [layer] * need(hf, "num_hidden_layers"))
+
+
 OLMO2 = Family("olmo2", ("Olmo2ForCausalLM",), olmo2, DEFAULTS, POST_NORM)
 OLMO3 = Family("olmo3", ("Olmo3ForCausalLM",), olmo3, OLMO3_DEFAULTS, POST_NORM)
+OLMOE = Family("olmoe", ("OlmoeForCausalLM",), olmoe, OLMOE_DEFAULTS, MOE_LAYER)

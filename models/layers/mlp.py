@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from inferlib.models.config import MlpSpec
+from inferlib.models.config import Activation, ClampedSwiglu, MlpSpec
 from inferlib.models.layers.param import param
 from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
@@ -16,6 +17,14 @@ ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+
+
+def gated(activation: Activation | ClampedSwiglu, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """act(gate) * up."""
+    if isinstance(activation, ClampedSwiglu):
+        gate, up = jnp.minimum(gate, activation.limit), jnp.clip(up, -activation.limit, activation.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(activation.alpha * gate)
+    return ACTIVATIONS[activation](gate) * up
 
 
 class Mlp(nnx.Module):
@@ -36,4 +45,8 @@ class Mlp(nnx.Module):
         both = shards.sum(matmul(x, self.gate_up[...]), axes.EMBED)
         if self.spec.bias:
             both = both + self.gate_up_bias[...]
-        return matmul(ACTIVATIONS[self.spec.activation](both[:, 0]) * both[:, 1], self.down[...])
+        return matmul(gated(self.spec.activation, both[:, 0], both[:, 1]), self.down[...])
+
+    def finish(self, x: jax.Array) -> jax.Array:
+        """What follows the sum over devices."""
+        return x + self.down_bias[...] if self.spec.bias else x

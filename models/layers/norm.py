@@ -29,13 +29,16 @@ class Norm(nnx.Module):
     def __init__(self, spec: NormSpec, dim: int, dtype):
         self.spec, self.dim = spec, dim
         self.weight = param((dim,), (axes.EMBED,), dtype, "zeros" if spec.unit_offset else "ones")
+        if spec.bias:
+            self.bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 
     def __call__(self, x: jax.Array, shards: Shards) -> jax.Array:
         y = x.astype(jnp.float32)
         if self.spec.kind == "layer":
             y = y - self.mean(y, shards)
         mean = self.mean(y * y, shards)
-        return scale_norm(y, mean, self.weight[...], self.spec.eps, self.spec.unit_offset).astype(x.dtype)
+        y = scale_norm(y, mean, self.weight[...], self.spec.eps, self.spec.unit_offset)
+        return (y + self.bias[...].astype(jnp.float32) if self.spec.bias else y).astype(x.dtype)
 
     def mean(self, y: jax.Array, shards: Shards) -> jax.Array:
         return shards.sum(jnp.sum(y, axis=-1, keepdims=True), axes.EMBED) / self.dim

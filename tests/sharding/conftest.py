@@ -47,6 +47,8 @@ SHAPES = {
     "smollm2": ("llama", _LAYERS(2) | SMOLLM2_HEADS),
     "biased": ("llama", {**_LAYERS(1), "attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", _LAYERS(1)),  # RMS norm over all heads together
+    # 7 experts, which no even mesh divides, and gated shared ones; stacked, two layers.
+    "experts": ("qwen2_moe", _LAYERS(2)),
     "cohere2": ("cohere2", _LAYERS(1)),  # layer norm, attention and feed-forward in parallel
 }
 

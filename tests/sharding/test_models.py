@@ -13,9 +13,10 @@ from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, logits, requests, ru
 from tests.sharding.hlo import assert_promise_kept
 from tests.test_poison import poison
 
-FAMILIES = ["llama", "gemma3", "qwen3", "smollm2"]
+FAMILIES = ["llama", "gemma3", "qwen3", "smollm2", "experts"]
 MESHES = [
-    *("tp=2", "tp=4", "tp=8", "dp=2", "tp=2,dp=2", "ep=2", "ep=2,tp=2,dp=2", "tp=4,rules=tp_sp"),
+    *("tp=2", "tp=4", "tp=8", "dp=2", "tp=2,dp=2", "ep=2", "ep=4", "dp=2,ep=2", "ep=2,tp=2,dp=2", "tp=4,rules=tp_sp"),
+    "ep=2,tp=2,rules=tp_sp",
     *("cp=2", "cp=8", "cp=2,tp=4", "dp=2,cp=2,tp=2"),
     *("cp=2,tp=2,rules=helix", "cp=4,tp=2,rules=helix", "dp=2,cp=2,tp=2,rules=helix"),
     *("cp=2,tp=2,rules=tp2d", "cp=4,tp=2,rules=tp2d", "dp=2,cp=2,tp=2,rules=tp2d"),
@@ -30,6 +31,8 @@ QUICK = [
     ("smollm2", "cp=4,tp=2,rules=helix"),
     ("gemma3", "cp=2,tp=2,rules=helix"),
     ("gemma3", "cp=2,tp=2,rules=tp2d"),
+    ("experts", "ep=4"),
+    ("experts", "ep=2,tp=2,rules=tp_sp"),
 ]
 EVERY = [pytest.param(f, m, marks=() if (f, m) in QUICK else pytest.mark.slow) for f in FAMILIES for m in MESHES]
 

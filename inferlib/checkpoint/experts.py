@@ -1,0 +1,191 @@
+"""Experts, from checkpoint to devices: one after the other, each device taking its part of those that are its own.
+
+A layer's experts can be larger than everything else a device holds beside them, so that they are never read, nor laid
+out, together. Letters: E experts, D width, F feed-forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.layout import Format
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+
+from inferlib.checkpoint.assemble import LoadItem, Piece, piece_bytes
+from inferlib.checkpoint.source import TensorSource
+from inferlib.models.abstract import ArraySpec, WeightSpec
+from inferlib.models.config import MoeSpec
+from inferlib.models.families.common import FusedExperts
+from inferlib.ops.quantized import Scheme, quantize
+from inferlib.sharding import axes
+
+_PREFIX = "mlp.experts."
+# What the dimensions of one expert's tensors mean, [out, in], in the order of its parts.
+_DIMENSIONS = {
+    "gate_up": (axes.MLP, axes.EMBED),
+    "gate_up_bias": (axes.MLP,),
+    "down": (axes.EMBED, axes.MLP),
+    "down_bias": (axes.EMBED,),
+}
+
+
+def expert_pieces(
+    names: Mapping[str, str], spec: MoeSpec, part: str, dim: int, fused: FusedExperts
+) -> tuple[Piece, ...]:
+    """The tensors of one layer's `part` ("mlp.experts.gate_up", ...): one of all experts, or each expert's in turn."""
+    kind = part.removeprefix(_PREFIX)
+    size = {axes.MLP: spec.hidden, axes.EMBED: dim}
+    shape = tuple(size[name] for name in _DIMENSIONS[kind])
+    if "{e}" not in names.get(part, "{e}"):
+        if kind.startswith("gate_up"):
+            shape = (2 * shape[0], *shape[1:])
+        return (Piece(names[part], (spec.experts, *(shape[::-1] if fused.transposed else shape))),)
+    keys = [key + kind.removeprefix("gate_up") for key in ("gate", "up")] if kind.startswith("gate_up") else [kind]
+    return tuple(Piece(names[_PREFIX + key].format(e=e), shape) for e in range(spec.experts) for key in keys)
+
+
+def load_experts(
+    source: TensorSource,
+    item: LoadItem,
+    places: Sequence[Format | NamedSharding | None],
+    advance: Callable[[int], None],
+) -> tuple[jax.Array, ...]:
+    """Read the arrays of a weight of all experts, of one layer or of a stack of them.
+
+    places: where each array goes, None for one device.
+    """
+    weight, kind = item.weight, item.weight.part.removeprefix(_PREFIX)
+    arrays = tuple(_Parts.of(spec, place) for spec, place in zip(weight.arrays, places, strict=True))
+    for layer, pieces in enumerate(item.pieces):
+        for expert in range(item.layer.mlp.experts):
+            own = _of_expert(pieces, kind, expert)
+            if arrays[0].owners(expert):
+                tensors = _read(source, own, kind, item.fused_experts)
+                if weight.scheme is None:
+                    cut = lambda bounds, tensors=tensors: _cut(tensors, kind, bounds)  # noqa: E731
+                    arrays[0].put(layer, expert, kind, cut)
+                else:
+                    for parts, whole in zip(arrays, _quantized(weight, kind, tensors), strict=True):
+                        parts.put(layer, expert, "", partial(parts.share, whole))
+            # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
+            jax.block_until_ready([list(parts.arrays.values()) for parts in arrays])
+            advance(sum(piece_bytes(source, piece) for piece in own))
+    return tuple(parts.whole() for parts in arrays)
+
+
+@dataclass
+class _Parts:
+    """An array of all experts in the making. bounds: of each device's part, by logical axis and, where an axis has no
+    name, dimension; arrays: the parts."""
+
+    spec: ArraySpec
+    sharding: Sharding
+    bounds: dict[Format | SingleDeviceSharding, dict[str | int, tuple[int, int]]]
+    arrays: dict[Format | SingleDeviceSharding, jax.Array]
+
+    @staticmethod
+    def of(spec: ArraySpec, place: Format | NamedSharding | None) -> _Parts:
+        sharding = place.sharding if isinstance(place, Format) else place
+        if sharding is None:
+            sharding = SingleDeviceSharding(jax.devices()[0])
+        names, places = [name or i for i, name in enumerate(spec.axes)], {}
+        for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
+            bounds = [part.indices(size)[:2] for part, size in zip(index, spec.shape, strict=True)]
+            alone = SingleDeviceSharding(device)
+            here = Format(place.layout, alone) if isinstance(place, Format) else alone
+            places[here] = dict(zip(names, bounds, strict=True))
+        shape, fill = sharding.shard_shape(spec.shape), float(spec.part.endswith(".scales"))
+        return _Parts(spec, sharding, places, {here: _jit_full(here)(shape, fill, spec.dtype.name) for here in places})
+
+    def owners(self, expert: int) -> list[Format | SingleDeviceSharding]:
+        bounds = {here: b[axes.EXPERTS] for here, b in self.bounds.items()}
+        return [here for here, (first, last) in bounds.items() if first <= expert < last]
+
+    def put(self, layer: int, expert: int, kind: str, cut: Callable[[Mapping], list[np.ndarray]]) -> None:
+        """Lay out what `cut` gives of one expert for a device's bounds at its place there; see `_put`."""
+        for here in self.owners(expert):
+            bounds = self.bounds[here]
+            at = expert - bounds[axes.EXPERTS][0]
+            at = (layer, at) if axes.LAYERS in bounds else (at,)
+            self.arrays[here] = _jit_put(here)(self.arrays[here], kind, at, *cut(bounds))
+
+    def share(self, whole: np.ndarray, bounds: Mapping[str | int, tuple[int, int]]) -> list[np.ndarray]:
+        """Of one expert's array, as it is laid out."""
+        cut = tuple(slice(*b) for name, b in bounds.items() if name not in (axes.LAYERS, axes.EXPERTS))
+        return [np.ascontiguousarray(whole[cut])]
+
+    def whole(self) -> jax.Array:
+        parts = list(self.arrays.values())
+        return jax.make_array_from_single_device_arrays(self.spec.shape, self.sharding, parts)
+
+
+def _quantized(weight: WeightSpec, kind: str, tensors: list[np.ndarray]) -> list[np.ndarray]:
+    """The arrays of one expert. A device has a part of them, but scales are of whole channels."""
+    lead = sum(name in (axes.LAYERS, axes.EXPERTS) for name in weight.axes)
+    contracting = tuple(i - lead for i in weight.contracting)
+    return [np.asarray(array) for array in _jit_quantize(kind, contracting, weight.scheme)(*tensors)]
+
+
+@cache
+def _jit_quantize(kind: str, contracting: tuple[int, ...], scheme: Scheme):
+    return jax.jit(lambda *tensors: jax.tree.leaves(quantize(_laid_out(kind, tensors), contracting, scheme)))
+
+
+def _of_expert(pieces: Sequence[Piece], kind: str, expert: int) -> Sequence[Piece]:
+    """Those of one expert; of a fused tensor, its row."""
+    if len(pieces[0].shape) > len(_DIMENSIONS[kind]):
+        return [replace(pieces[0], rows=(expert, expert + 1))]
+    count = 2 if kind.startswith("gate_up") else 1
+    return pieces[expert * count : (expert + 1) * count]
+
+
+def _read(source: TensorSource, pieces: Sequence[Piece], kind: str, fused: FusedExperts) -> list[np.ndarray]:
+    """One expert's tensors, [out, in] each: gate and up, or the one."""
+    if pieces[0].rows is None:
+        return [source.read(piece.tensor) for piece in pieces]
+    whole = source.read(pieces[0].tensor, slice(*pieces[0].rows))[0]
+    whole = whole.T if fused.transposed else whole
+    if not kind.startswith("gate_up"):
+        return [whole]
+    return [whole[0::2], whole[1::2]] if fused.interleaved else np.split(whole, 2)
+
+
+def _cut(tensors: list[np.ndarray], kind: str, bounds: Mapping[str, tuple[int, int]]) -> list[np.ndarray]:
+    """What a device holds of one expert's tensors; beyond their ends is padding, which stays zero."""
+    cut = tuple(slice(*bounds[name]) for name in _DIMENSIONS[kind])
+    return [np.ascontiguousarray(x[cut]) for x in tensors[slice(*bounds.get(axes.GATE_UP, (None,)))]]
+
+
+@cache
+def _jit_full(place: Format | SingleDeviceSharding):
+    return jax.jit(jnp.full, static_argnums=(0, 1, 2), out_shardings=place)
+
+
+@cache
+def _jit_put(place: Format | SingleDeviceSharding):
+    return jax.jit(_put, static_argnums=1, donate_argnums=0, out_shardings=place)
+
+
+def _put(array: jax.Array, kind: str, at: tuple[jax.Array, ...], *tensors: jax.Array) -> jax.Array:
+    """Lay one expert out as the decoder wants it, at its place among the others. kind: "" if it is laid out."""
+    x = _laid_out(kind, tensors)
+    start = (*at, *[0] * x.ndim)
+    return lax.dynamic_update_slice(array, x.astype(array.dtype)[(None,) * len(at)], start)
+
+
+def _laid_out(kind: str, tensors: Sequence[jax.Array]) -> jax.Array:
+    match kind:
+        case "gate_up":
+            return jnp.stack([tensor.T for tensor in tensors])  # [2, D, F]
+        case "gate_up_bias":
+            return jnp.stack(tensors)
+        case "":
+            return tensors[0]
+        case _:
+            return tensors[0].T

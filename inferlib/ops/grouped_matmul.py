@@ -1,0 +1,98 @@
+"""Matrix products of groups of rows, each group with a weight of its own: the experts of a layer.
+
+`jax.lax.ragged_dot` is not among the forms: XLA:CPU multiplies every row by every group, and for a layer of a stack the
+TPU's kernel is given a copy of all its groups.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from inferlib.ops.matmul import matmul, precision_of
+from inferlib.ops.quantized import QuantizedTensor
+
+# Rows of one product: so few that the last of a group is seldom mostly empty, so many that it is bound by compute.
+_TILE = 128
+
+
+def grouped_matmul(
+    x: jax.Array, w: jax.Array | QuantizedTensor, sizes: jax.Array, *, most: int, layer: jax.Array | None = None
+) -> jax.Array:
+    """x [M, I], its rows sorted by group, times w [E, *P, I, O]: the first sizes[0] rows with w[0], and so on.
+
+    Returns [M, *P, O], accumulated in float32. sizes [E] int32 sum to at most M; rows beyond are in no group and hold
+    anything, in x and in the result. most (static): no group is larger. layer: w is [L, E, *P, I, O], of which this one
+    is used. Only the weights of groups that have rows are read.
+
+    The matrices of a group (P: an expert's gate and up) are apart in memory: merged, I would lie between them, and the
+    TPU's compiler would copy all groups to have it otherwise.
+    """
+    lead, shape = (1 if layer is None else 2), w.shape
+    if isinstance(w, QuantizedTensor) and w.grouped:
+        shape = (*w.scales.shape[:-2], x.shape[1], shape[-1])
+    *parts, inner, outer = shape[lead:]
+    if x.shape[1:] != (inner,) or shape[lead - 1 : lead] != sizes.shape or math.prod(shape) != w.size:
+        raise ValueError(f"grouped_matmul: x {x.shape}, w {w.shape} and {sizes.shape} groups do not go together")
+    first = jnp.int32(0) if layer is None else layer * sizes.size
+    count = lead + len(parts)
+    w = jax.tree.map(lambda array: array.reshape(-1, math.prod(parts), *array.shape[count:]), w)  # [L * E, P, I, O]
+    forms = {"default": partial(_by_tiles, most=most), "cuda": partial(_by_tiles, most=most, counted=True)}
+    if x.shape[0] <= sizes.size:
+        forms["cuda"] = _by_rows
+    y = lax.platform_dependent(x, w, sizes, first, **forms)
+    return y.reshape(x.shape[0], *parts, outer)
+
+
+def _by_tiles(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, *, most: int, counted: bool = False
+) -> jax.Array:
+    """One product after the other, each of up to `_TILE` rows of a group: as many as there are. Few rows are one for
+    each group that has any. Returns [M, P, O].
+
+    counted: as many as there can be, where a device loop would wait for the host to look at its condition.
+    """
+    rows, (_, parts, *_, outer), height = x.shape[0], w.shape, min(most, _TILE)
+    tiles = -(-sizes // height)  # of each group
+    ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
+    count = min(rows, sizes.size) + rows // height  # at most
+    number = jnp.arange(count, dtype=jnp.int32)
+    group = _group_of(number, tiles)
+    start = starts[group] + (number - (ends - tiles)[group]) * height
+    start = jnp.where(number < ends[-1], start, rows)
+    x, w = jnp.pad(x, ((0, height), (0, 0))), jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), w)
+
+    def product(i: jax.Array, outs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        tile, at, new = lax.dynamic_slice_in_dim(x, start[i], height), (first + group[i]) * parts, []
+        for part, out in enumerate(outs):
+            weight = jax.tree.map(lambda array, at=at + part: lax.dynamic_index_in_dim(array, at, keepdims=False), w)
+            if isinstance(weight, QuantizedTensor):
+                y = matmul(tile, weight)
+            else:
+                y = lax.dot(tile, weight, precision=precision_of(x.dtype), preferred_element_type=x.dtype)
+            # What it writes beyond its group the next one overwrites.
+            new.append(lax.dynamic_update_slice_in_dim(out, y, start[i], 0))
+        return tuple(new)
+
+    outs = tuple(jnp.zeros((rows + height, outer), x.dtype) for _ in range(parts))
+    return jnp.stack([out[:rows] for out in lax.fori_loop(0, count if counted else ends[-1], product, outs)], axis=1)
+
+
+def _by_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array) -> jax.Array:
+    """Every row with the weights of its group, all at once: XLA:GPU fuses the choice with multiplication and sum."""
+    at = first + _group_of(jnp.arange(x.shape[0], dtype=jnp.int32), sizes)
+    chosen = jax.tree.map(lambda array: array[at], w)
+    if isinstance(chosen, QuantizedTensor):
+        chosen = chosen.dequantized((2,), jnp.float32).reshape(*chosen.shape[:2], x.shape[1], -1)
+    products = chosen.astype(jnp.float32) * x.astype(jnp.float32)[:, None, :, None]
+    return jnp.sum(products, axis=2).astype(x.dtype)
+
+
+def _group_of(number: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The group that each of these numbers, counted through all groups, falls into; the last, if none."""
+    found = jnp.searchsorted(jnp.cumsum(sizes), number, side="right", method="compare_all")
+    return jnp.minimum(found, sizes.size - 1).astype(jnp.int32)

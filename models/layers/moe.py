@@ -1,0 +1,134 @@
+"""Mixture of experts: a router, feed-forwards of which each token takes a few, and shared ones."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from inferlib.models.batch import StepContext
+from inferlib.models.config import MoeSpec
+from inferlib.models.layers.mlp import Mlp, gated
+from inferlib.models.layers.param import param
+from inferlib.models.layers.router import Router
+from inferlib.models.layout import Layout
+from inferlib.ops.grouped_matmul import grouped_matmul
+from inferlib.ops.matmul import matmul
+from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
+
+
+class Moe(nnx.Module):
+    """x [T, D] -> [T, D]: this device's part of the sum over the feed-forward width; `finish` what follows that sum.
+
+    Where experts are split over devices, each takes the tokens of all through its own, and the sums of a token are
+    brought back to where it came from: an all-gather and a reduce-scatter, whatever the routing.
+    """
+
+    def __init__(self, spec: MoeSpec, layout: Layout, dtype):
+        self.spec, dim = spec, layout.config.dim
+        self.router = Router(spec.router, dim, dtype)
+        self.experts = Experts(spec, layout, dtype)
+        if spec.shared is not None:
+            self.shared = Mlp(spec.shared, layout.hidden(spec.shared.hidden), dim, dtype)
+        if spec.shared_gate:
+            self.shared_gate = param((dim,), (axes.EMBED,), dtype)
+
+    def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> jax.Array:
+        """layer: of a scanned segment, whose experts are stacked; see `Experts`."""
+        shards = ctx.shards
+        with jax.named_scope("router"):
+            experts, weights = self.router(x, shards)
+        experts = jnp.where((ctx.positions >= 0)[:, None], experts, -1)  # inactive rows need none
+        with jax.named_scope("experts"):
+            routed = self.routed(x, experts, weights, shards, layer)
+        return routed if self.spec.shared is None else routed + self.always(x, shards)
+
+    def routed(
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Shards, layer: jax.Array | None
+    ) -> jax.Array:
+        """The weighted sum of the chosen experts [T, k]; -1 is none."""
+        identity = experts >= self.spec.experts
+        everyone, ids, factors = x, jnp.where(identity, -1, experts), weights
+        if shards.size(axes.EXPERTS) > 1:
+            everyone = shards.gather(x, axes.EXPERTS, dim=0)
+            # As one array: their numbers are exact in float32.
+            routes = shards.gather(jnp.concatenate([ids.astype(jnp.float32), weights], axis=1), axes.EXPERTS, dim=0)
+            ids, factors = jnp.split(routes, 2, axis=1)
+        out = self.experts(everyone, ids.astype(jnp.int32), factors, shards, layer)
+        out = shards.scatter(out, axes.EXPERTS)
+        if not self.spec.identity:
+            return out
+        kept = jnp.sum(jnp.where(identity, weights, 0), axis=1, keepdims=True)
+        return out + once((x * kept).astype(x.dtype), shards)
+
+    def always(self, x: jax.Array, shards: Shards) -> jax.Array:
+        """The shared experts."""
+        out = self.shared(x, shards)
+        if self.spec.shared_gate:
+            gate = shards.sum(matmul(x, self.shared_gate[...][:, None], out_dtype=jnp.float32), axes.EMBED)
+            out = out * jax.nn.sigmoid(gate).astype(x.dtype)
+        return out
+
+    def finish(self, x: jax.Array) -> jax.Array:
+        """What follows the sum over devices."""
+        return x if self.spec.shared is None else self.shared.finish(x)
+
+
+def once(x: jax.Array, shards: Shards) -> jax.Array:
+    """x on one of the devices whose parts will be summed over the feed-forward width, zeros on the others."""
+    return jnp.where(shards.index(axes.MLP) == 0, x, 0) if shards.size(axes.MLP) > 1 else x
+
+
+class Experts(nnx.Module):
+    """The feed-forwards of this device's experts; gate and up are one weight. E and F are as laid out."""
+
+    def __init__(self, spec: MoeSpec, layout: Layout, dtype):
+        self.spec = spec
+        self.count, f, dim = layout.experts(spec.experts), layout.hidden(spec.hidden), layout.config.dim
+        e, names = self.count, (axes.EXPERTS, axes.GATE_UP, axes.EMBED, axes.MLP)
+        self.gate_up = param((e, 2, dim, f), names, dtype, contracting=(2,))
+        self.down = param((e, f, dim), (axes.EXPERTS, axes.MLP, axes.EMBED), dtype, contracting=(1,))
+        if spec.bias:
+            self.gate_up_bias = param((e, 2, f), (axes.EXPERTS, axes.GATE_UP, axes.MLP), dtype, "zeros")
+            self.down_bias = param((e, dim), (axes.EXPERTS, axes.EMBED), dtype, "zeros")
+
+    def __call__(
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Shards, layer: jax.Array | None
+    ) -> jax.Array:
+        """x [T, D], experts and weights [T, k] -> [T, D]: the sum of those that are this device's.
+
+        layer: with it all weights are [L, ...], and those of this layer are used.
+        """
+        (tokens, chosen), own = experts.shape, self.count // shards.size(axes.EXPERTS)
+        experts = experts - shards.index(axes.EXPERTS) * own
+        ours = (experts >= 0) & (experts < own)
+        # The (token, choice) pairs sorted by expert, those of others last.
+        ids = jnp.where(ours, experts, own).reshape(-1)
+        order = jnp.argsort(ids)
+        ids = ids[order]
+        sizes = jnp.sum(ids == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+        inputs = x[order // chosen]
+        if self.spec.scale_input:
+            inputs = (inputs * weights.reshape(-1)[order][:, None]).astype(x.dtype)
+        outputs = self.forward(inputs, ids, sizes, tokens, shards, layer)
+        # Back in the order of the tokens, whose sums then depend on nothing but themselves.
+        outputs = outputs[jnp.argsort(order)].reshape(tokens, chosen, -1)
+        if not self.spec.scale_input:
+            outputs = outputs * weights[:, :, None]
+        return jnp.sum(jnp.where(ours[:, :, None], outputs, 0), axis=1).astype(x.dtype)
+
+    def forward(
+        self, x: jax.Array, ids: jax.Array, sizes: jax.Array, most: int, shards: Shards, layer: jax.Array | None
+    ) -> jax.Array:
+        """x [M, D] sorted by expert; ids [M], the expert of each row."""
+
+        def bias(of: nnx.Param) -> jax.Array:
+            return (of[...] if layer is None else of[...][layer])[jnp.minimum(ids, sizes.size - 1)]
+
+        both = shards.sum(grouped_matmul(x, self.gate_up[...], sizes, most=most, layer=layer), axes.EMBED)
+        if self.spec.bias:
+            both = both + bias(self.gate_up_bias)
+        inner = gated(self.spec.activation, both[:, 0], both[:, 1])
+        out = grouped_matmul(inner, self.down[...], sizes, most=most, layer=layer)
+        return out + once(bias(self.down_bias), shards) if self.spec.bias else out

@@ -1,0 +1,69 @@
+"""Routers: which experts a token goes to."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from inferlib.models.config import RouterSpec
+from inferlib.models.layers.param import param
+from inferlib.ops.matmul import matmul
+from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
+
+
+class Router(nnx.Module):
+    """x [T, D] -> the chosen experts [T, k] int32 and their weights [T, k] float32, both by descending score.
+
+    Scores are float32. Every device routes its tokens to all experts, wherever they are.
+    """
+
+    def __init__(self, spec: RouterSpec, dim: int, dtype):
+        self.spec = spec
+        self.weight = param((dim, spec.experts), (axes.EMBED, axes.ROUTES), dtype)
+        if spec.bias:
+            self.bias = param((spec.experts,), (axes.ROUTES,), dtype, "zeros")
+        if spec.correction:
+            self.correction = param((spec.experts,), (axes.ROUTES,), jnp.float32, "zeros")
+
+    def __call__(self, x: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
+        spec = self.spec
+        logits = shards.sum(matmul(x, self.weight[...], out_dtype=jnp.float32), axes.EMBED)
+        if spec.bias:
+            logits = logits + self.bias[...].astype(jnp.float32)
+        if spec.score == "sparsemixer":
+            return sparsemixer(logits, spec.jitter)
+        scores = jax.nn.sigmoid(logits) if spec.score == "sigmoid" else jax.nn.softmax(logits)
+        ranks = scores + self.correction[...] if spec.correction else scores
+        if spec.groups > 1:
+            ranks = best_groups(ranks, spec)
+        _, experts = jax.lax.top_k(ranks, spec.chosen)
+        weights = jnp.take_along_axis(scores, experts, axis=1)
+        if spec.renormalize:
+            weights = weights / jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), 1e-20)
+        return experts, weights * spec.scale
+
+
+def best_groups(scores: jax.Array, spec: RouterSpec) -> jax.Array:
+    """scores [T, E] with -inf for the experts of all but the best groups (DeepSeek-V2, node-limited routing)."""
+    grouped = scores.reshape(scores.shape[0], spec.groups, -1)
+    of_groups = jnp.sum(jax.lax.top_k(grouped, {"max": 1, "top2": 2}[spec.group_score])[0], axis=-1)
+    _, best = jax.lax.top_k(of_groups, spec.chosen_groups)
+    kept = jnp.any(best[:, :, None] == jnp.arange(spec.groups), axis=1)
+    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+def sparsemixer(logits: jax.Array, jitter: float) -> tuple[jax.Array, jax.Array]:
+    """The two best experts of logits [T, E], each weighted by its softmax over those within reach of it."""
+    taken = jnp.zeros(logits.shape, bool)
+    experts, weights = [], []
+    for _ in range(2):
+        left = jnp.where(taken, -jnp.inf, logits)
+        best, expert = jnp.max(left, axis=1, keepdims=True), jnp.argmax(left, axis=1)
+        far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * jitter
+        chosen = jnp.arange(logits.shape[1]) == expert[:, None]
+        weights.append(jnp.sum(jnp.where(chosen, jax.nn.softmax(jnp.where(far, -jnp.inf, left)), 0), axis=1))
+        experts.append(expert)
+        taken = taken | chosen
+    return jnp.stack(experts, axis=1).astype(jnp.int32), jnp.stack(weights, axis=1)
