@@ -74,7 +74,7 @@ def step_bytes(config: ModelConfig, dtype, batch: int, length: int) -> int:
     table = next(spec.nbytes for spec in model.specs if spec.name == "embed")
     weights = model.nbytes - (0 if config.tied else table)
     heads = [layer.attention for layer in config.layers]
-    cache = sum(2 * a.kv_heads * a.head_dim * min(length, a.window or length) for a in heads)
+    cache = sum(a.cache_heads * sum(a.cache_sizes) * min(length, a.reach or length) for a in heads)
     return weights + batch * cache * np.dtype(dtype).itemsize
 
 
@@ -104,7 +104,7 @@ def _noise(key: jax.Array, x: jax.Array) -> jax.Array:
 
 def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int, shards: Shards) -> dict:
     """Median ms per step of the engine's own loop, and the host's share."""
-    config = EngineConfig.make(jax.default_backend(), batch, cache, shards=shards)
+    config = EngineConfig.make(jax.default_backend(), batch, cache, shards=shards, model=model.config)
     engine = Engine(model, weights, config)
     occupy(engine, cache - steps - 1)
     block, times = max(8, config.decode_steps), []

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Literal
 
-from inferlib.models.batch import Backend
+from inferlib.models.batch import Backend, kernel_lacks
+from inferlib.models.config import ModelConfig
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
+
+log = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -156,12 +160,20 @@ class EngineConfig:
         max_len: int,
         buckets: Buckets | None = None,
         shards: Shards | None = None,
+        model: ModelConfig | None = None,
     ):
         """Defaults of a platform: scanned layers and free layouts on TPU; fewer steps per dispatch on GPU, where they
-        are counted and a row that ends keeps its place until the last."""
+        are counted and a row that ends keeps its place until the last. model: what will be run; cache buckets are
+        finer where attention of its layers reads all of a bucket."""
         shards = shards or Shards()
         backend = Backend.for_platform(platform, shards)
         ragged, dealt = backend.decode_attention == "pallas", shards.size(axes.TOKENS)
+        if ragged and model is not None:
+            lacks = [kernel_lacks(layer.attention) for layer in model.layers]
+            for reason in sorted(set(filter(None, lacks))):
+                log.warning("%s: XLA decodes %d of %d layers, not the kernel", reason, lacks.count(reason), len(lacks))
+            # What is in chunks keeps a ring, read whole.
+            ragged = all(not lack or layer.attention.reach for lack, layer in zip(lacks, model.layers, strict=True))
         buckets = buckets or Buckets.default(max_batch, max_len, ragged=ragged, multiple=dealt)
         return EngineConfig(
             max_batch,

@@ -26,7 +26,7 @@ from inferlib.compile.programs import Mode, ProgramKey
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.config import LayerSpec, MlpSpec, MoeSpec
+from inferlib.models.config import LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from inferlib.ops.quantized import nbytes
 from inferlib.sampling.params import MAX_LOGPROBS
 from inferlib.sharding import axes
@@ -123,7 +123,7 @@ def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: S
         config.shards,
         weights=_grouped(place(w.part, w.axes, w.shape, w.dtype) for w in model.specs),
         cache=_grouped(
-            place("ring" if b.ring else "cache", b.axes, b.shape, plan.dtype) for b in plan.blocks for _ in "kv"
+            place("ring" if b.ring else "cache", b.axes, shape, plan.dtype) for b in plan.blocks for shape in b.shapes
         ),
         state=_grouped(place(name, names, x.shape, x.dtype) for name, names, x in fields),
         waste=model.layout.waste(),
@@ -259,7 +259,8 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
 
 
 def _gate_up(ledger: _Ledger, model: AbstractModel, spec: MlpSpec | MoeSpec, tokens: int) -> None:
-    width = 2 * model.layout.hidden(spec.hidden) // ledger.shards.size(axes.MLP)
+    halves = 1 if isinstance(spec, MlpSpec) and not spec.gated else 2
+    width = halves * model.layout.hidden(spec.hidden) // ledger.shards.size(axes.MLP)
     ledger.reduce("gate and up", (axes.EMBED,), (tokens, width), model.dtype)
 
 
@@ -285,23 +286,33 @@ def _attention(
     shards, spec, dtype = ledger.shards, layer.attention, model.dtype
     layout, h = model.layout.heads(spec), spec.head_dim
     kv_heads, g = layout.groups // shards.size(axes.KV_HEADS), layout.queries
-    ledger.reduce("queries, keys and values", (axes.EMBED,), (tokens, kv_heads, g + 2, h), dtype)
-    if spec.qk_norm == "full":
-        ledger.reduce("QK-norm", (axes.KV_HEADS,), (tokens, 1), np.float32, count=2)
+    if isinstance(spec, MlaSpec):
+        ledger.reduce("latents", (axes.EMBED,), (tokens, spec.latent_dim), dtype)
+        if spec.q_rank is None:
+            ledger.reduce("queries", (axes.EMBED,), (tokens, kv_heads, h), dtype)
+    else:
+        ledger.reduce(
+            "queries, keys and values", (axes.EMBED,), (tokens, kv_heads, g + 1 + spec.fuses_values, h), dtype
+        )
+        if not (spec.fuses_values or spec.key_is_value):
+            ledger.reduce("values", (axes.EMBED,), (tokens, kv_heads, spec.value_dim), dtype)
+        if spec.qk_norm == "full":
+            ledger.reduce("QK-norm", (axes.KV_HEADS,), (tokens, 1), np.float32, count=2)
     shares = shards.size(axes.POSITIONS)
     if shards.size(axes.TOKENS) > 1:
-        slots = block.shape[-2] if block.ring else min(block.shape[-2], -(-key.limit // shares) * shares)
-        passed = (key.chunks, kv_heads, slots // shares, h)
-        hops = 2 * (shares - 1) if key.chunks else 0
-        ledger.add("collective-permute", "keys and values", (axes.POSITIONS,), passed, dtype, hops)
+        slots = block.slots if block.ring else min(block.slots, -(-key.limit // shares) * shares)
+        for shape in block.shapes:
+            *_, heads, _, size = shards.local_shape(block.axes, shape)
+            passed, hops = (key.chunks, heads, slots // shares, size), shares - 1 if key.chunks else 0
+            ledger.add("collective-permute", "the rows' cache", (axes.POSITIONS,), passed, dtype, hops)
         tokens = key.rows
     if tokens:
         heads = (tokens, kv_heads, g)
         ledger.add("all-gather", "log-sum-exps", (axes.POSITIONS,), (shares, *heads), np.float32)
         if shards.size(axes.HEAD_OUT) > 1:
-            ledger.add("all-to-all", "parts of attention", (axes.HEAD_OUT,), (*heads, h), dtype)
+            ledger.add("all-to-all", "parts of attention", (axes.HEAD_OUT,), (*heads, spec.value_dim), dtype)
         else:
-            ledger.reduce("parts of attention", (axes.POSITIONS,), (*heads, h), dtype)
+            ledger.reduce("parts of attention", (axes.POSITIONS,), (*heads, spec.value_dim), dtype)
 
 
 def _head(ledger: _Ledger, model: AbstractModel, tokens: int) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from inferlib.models.config import ModelConfig, RopeSpec
+from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig, RopeSpec
 from inferlib.models.layers.rope import rope_angles
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -70,6 +70,15 @@ def _are_peers(shards: Shards) -> bool:
         return False
     devices = shards.mesh.devices.flat
     return jax.__version_info__ >= (0, 11) and all(float(d.compute_capability) >= 9 for d in devices)
+
+
+def kernel_lacks(spec: AttentionSpec | MlaSpec) -> str:
+    """What the decode kernel for GPUs cannot do of a layer's attention, which XLA then does; "" if nothing."""
+    if isinstance(spec, MlaSpec):
+        return "latent attention"
+    if spec.value_dim != spec.head_dim:
+        return "values of another size than keys"
+    return "chunked attention" if spec.chunk else ""
 
 
 @dataclass(frozen=True)

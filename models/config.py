@@ -7,7 +7,7 @@ A family recipe (`inferlib.models.families`) turns a Hugging Face `config.json` 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 class ConfigError(ValueError):
@@ -27,7 +27,7 @@ class RopeScaling:
     Hugging Face's `rope_parameters`.
     """
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
     factor: float = 1.0
     original_context: int = 0  # trained context, in tokens
     attention_factor: float | None = None  # multiplies cos and sin; None: the kind's default
@@ -38,6 +38,7 @@ class RopeScaling:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    partial_rotary_factor: float = 1.0  # proportional: share of the frequencies that turn at all, the highest
     alpha: float | None = None  # dynamic, HunYuan's form: base * alpha^(d / (d - 2)), at any length
     short_factor: tuple[float, ...] = ()  # longrope, [dim / 2]
     long_factor: tuple[float, ...] = ()  # longrope, [dim / 2]
@@ -75,10 +76,11 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class QueryTemperature:
-    """Queries are scaled by 1 + beta * log(1 + floor(position / context)) (Llama 4, Ministral 3)."""
+    """Queries are scaled by 1 + beta * log(1 + floor((position + first) / context)) (Llama 4, Ministral 3)."""
 
     beta: float
     context: int
+    first: int = 0  # the number of the first position
 
 
 @dataclass(frozen=True)
@@ -92,24 +94,111 @@ class AttentionSpec:
     rope: RopeSpec | None  # None: no positional embedding (NoPE)
     window: int | None = None  # a query sees itself and the window - 1 positions before it
     softcap: float | None = None  # logits -> softcap * tanh(logits / softcap)
-    qk_norm: Literal["head", "full"] | None = None  # RMS norm over a head, or over all heads together
+    # RMS norm over a head, over all heads together, or over a head without a weight.
+    qk_norm: Literal["head", "full", "unit"] | None = None
     qk_norm_after_rope: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     temperature: QueryTemperature | None = None
+    value_dim: int | None = None  # size of value heads; None: that of keys
+    value_scale: float = 1.0  # multiplies values
+    key_is_value: bool = False  # values are the projected keys, before norm and rotation (Gemma 4)
+    value_norm: bool = False  # RMS norm over a value head without a weight
+    sinks: bool = False  # a learned logit per query head joins the softmax's denominator (gpt-oss)
+    chunk: int | None = None  # a query sees no position before its own run of `chunk` positions (Llama 4)
 
     def __post_init__(self):
+        if self.value_dim is None:
+            object.__setattr__(self, "value_dim", self.head_dim)
         _require(
             self.kv_heads > 0 and self.heads % self.kv_heads == 0,
             f"{self.heads} query heads do not divide into {self.kv_heads} KV heads",
         )
-        _require(self.window is None or self.window > 0, f"window must be positive, got {self.window}")
+        _require(not self.key_is_value or self.value_dim == self.head_dim, "keys that are values have their size")
+        for name in ("window", "chunk"):
+            _require((size := getattr(self, name)) is None or size > 0, f"{name} must be positive, got {size}")
+        _require(self.window is None or self.chunk is None, "a layer has a window or chunks, not both")
         _require(self.rope is None or self.rope.dim <= self.head_dim, "rotary dimension exceeds the head size")
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
+
+    @property
+    def fuses_values(self) -> bool:
+        """Whether one matrix makes queries, keys and values."""
+        return self.value_dim == self.head_dim and not self.key_is_value
+
+    @property
+    def reach(self) -> int | None:
+        """The most positions that a query sees; None: all before it."""
+        return self.window or self.chunk
+
+    @property
+    def cache_heads(self) -> int:
+        return self.kv_heads
+
+    @property
+    def cache_sizes(self) -> tuple[int, ...]:
+        """Numbers per position and cache head of each array in the cache: a key, a value."""
+        return self.head_dim, self.value_dim
+
+    def pair_width(self, decode: bool) -> int:
+        """Multiplications per query head and key seen."""
+        return self.head_dim + self.value_dim
+
+
+@dataclass(frozen=True)
+class MlaSpec:
+    """Multi-head latent attention (MLA, DeepSeek-AI 2024: "DeepSeek-V2"): all heads' keys and values are projections
+    of one latent per token, and beside it one rotary key for all heads.
+
+    q_rank: queries are made from a latent of this size; None: from the model's width. kv_rank: size of the keys' and
+    values' latent. nope_dim, rope.dim: parts of a query and key head without and with positions. eps: of the latents'
+    RMS norms. latent_bias: of the projections to latents and rotary key.
+    """
+
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    value_dim: int
+    rope: RopeSpec
+    scale: float  # multiplies q . k
+    eps: float = 1e-6
+    latent_scale: float = 1.0  # multiplies the keys' and values' latent (LongCat)
+    latent_bias: bool = False
+    o_bias: bool = False
+    temperature: QueryTemperature | None = None
+
+    reach: ClassVar[None] = None
+    cache_heads: ClassVar[int] = 1
+    group: ClassVar[int] = 1  # expanded, every head has its own key and value
+
+    def __post_init__(self):
+        for name in ("heads", "kv_rank", "nope_dim", "value_dim"):
+            _require(getattr(self, name) > 0, f"latent attention needs a positive {name}, got {getattr(self, name)}")
+        _require(self.q_rank is None or self.q_rank > 0, f"q_rank must be positive or None, got {self.q_rank}")
+
+    @property
+    def head_dim(self) -> int:
+        """Of a query or an expanded key."""
+        return self.nope_dim + self.rope.dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Of what is projected from a token at once: the queries' latent, the keys' and values', the rotary key."""
+        return (self.q_rank or 0) + self.kv_rank + self.rope.dim
+
+    @property
+    def cache_sizes(self) -> tuple[int, ...]:
+        """The latent and the rotary key are one array."""
+        return (self.kv_rank + self.rope.dim,)
+
+    def pair_width(self, decode: bool) -> int:
+        """Multiplications per query head and key seen: decoding works on latents, prefill on what they expand to."""
+        return 2 * self.kv_rank + self.rope.dim if decode else self.head_dim + self.value_dim
 
 
 @dataclass(frozen=True)
@@ -125,11 +214,12 @@ Activation = Literal["silu", "gelu_tanh", "gelu"]
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """Dense feed-forward: down(act(gate(x)) * up(x))."""
+    """Dense feed-forward: down(act(gate(x)) * up(x)), or without a gate down(act(up(x)))."""
 
     hidden: int
     activation: Activation = "silu"
     bias: bool = False
+    gated: bool = True
 
     @property
     def output_bias(self) -> bool:
@@ -194,10 +284,14 @@ class MoeSpec:
     shared_gate: bool = False  # the shared experts are weighted by the sigmoid of a learned projection (Qwen2-MoE)
     scale_input: bool = False  # weights multiply what goes into the experts, not what comes out (Llama 4)
     identity: int = 0  # the last experts of the router return their input (LongCat's zero experts)
+    # The sum of the chosen experts is added with the next layer's feed-forward, so that its exchange of tokens can
+    # overlap attention; what is shared is added here (LongCat's shortcut).
+    deferred: bool = False
 
     def __post_init__(self):
         _require(0 <= self.identity < self.router.experts, f"{self.identity} of all experts cannot be the identity")
         _require(not self.shared_gate or self.shared is not None, "a gate needs shared experts")
+        _require(not self.deferred or self.shared is not None, "experts that are deferred need shared ones beside them")
         _require(
             not (self.shared_gate and self.shared.bias),
             "gated shared experts with biases are not supported",
@@ -231,11 +325,12 @@ class NormSpec:
 class LayerSpec:
     """One decoder layer: x + post(attention(pre(x))), then x + post(mlp(pre(x)))."""
 
-    attention: AttentionSpec
+    attention: AttentionSpec | MlaSpec
     mlp: MlpSpec | MoeSpec
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False  # attention and MLP read the same pre-normed input (Cohere)
+    scaled: bool = False  # a learned number multiplies what the layer returns (Gemma 4)
 
 
 @dataclass(frozen=True)
@@ -254,6 +349,7 @@ class ModelConfig:
     norm: NormSpec = field(default_factory=NormSpec)
     tied: bool = False  # the output projection is the embedding
     head_bias: bool = False
+    learned_positions: bool = False  # a table of `context` rows, added to the embedding (GPT-2)
     embed_scale: float = 1.0
     residual_scale: float = 1.0  # multiplies each branch before it is added (Granite)
     logit_scale: float = 1.0
@@ -263,4 +359,6 @@ class ModelConfig:
 
     def __post_init__(self):
         _require(len(self.layers) > 0, "a model needs at least one layer")
+        last = self.layers[-1].mlp
+        _require(not (isinstance(last, MoeSpec) and last.deferred), "the last layer's experts cannot be deferred")
         _require(self.vocab > 0 and self.dim > 0 and self.context > 0, "vocab, dim and context must be positive")

@@ -12,9 +12,10 @@ from flax import nnx
 from jax import lax
 
 from inferlib.models.batch import StepContext
-from inferlib.models.config import LayerSpec, ModelConfig, MoeSpec
+from inferlib.models.config import LayerSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.mla import Mla
 from inferlib.models.layers.mlp import Mlp
 from inferlib.models.layers.moe import Moe
 from inferlib.models.layers.norm import Norm
@@ -30,11 +31,13 @@ if TYPE_CHECKING:
 
 class Stream(NamedTuple):
     """What layers hand on. x [T, D]: the residual, where tokens or the width are split this device's share; y [T, D]:
-    its norm, if the sum that made it brought that along; boxes: the mailboxes of such sums."""
+    its norm, if the sum that made it brought that along; boxes: the mailboxes of such sums; held [T, D]: this device's
+    part of what the next layer's feed-forward is summed with (see `MoeSpec.deferred`)."""
 
     x: jax.Array
     y: jax.Array | None = None
     boxes: Mailboxes | None = None
+    held: jax.Array | None = None
 
 
 class Block(nnx.Module):
@@ -44,7 +47,11 @@ class Block(nnx.Module):
         config = layout.config
         self.spec, self.scale = spec, config.residual_scale
         norm = lambda: Norm(config.norm, config.dim, dtype)  # noqa: E731
-        self.attn = Attention(spec.attention, layout.heads(spec.attention), config.norm, config.dim, dtype)
+        heads = layout.heads(spec.attention)
+        if isinstance(spec.attention, MlaSpec):
+            self.attn = Mla(spec.attention, heads, config.dim, dtype)
+        else:
+            self.attn = Attention(spec.attention, heads, config.norm, config.dim, dtype)
         if isinstance(spec.mlp, MoeSpec):
             self.mlp = Moe(spec.mlp, layout, dtype)
         else:
@@ -55,6 +62,8 @@ class Block(nnx.Module):
                 self.pre_mlp_norm = norm()
         if spec.post_norm:
             self.post_attn_norm, self.post_mlp_norm = norm(), norm()
+        if spec.scaled:
+            self.scalar = param((1,), (None,), dtype, "ones")
 
     def __call__(
         self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array | None = None
@@ -62,14 +71,13 @@ class Block(nnx.Module):
         """after [D]: the weight of the norm that follows, with mailboxes."""
         if stream.boxes is not None:
             return self.fused(stream, ctx, cache, after)
-        x, cache = self.plain(stream.x, ctx, cache)
-        return Stream(x), cache
+        return self.plain(stream, ctx, cache)
 
     def fused(self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array) -> tuple[Stream, LayerCache]:
         """Each sum over devices in one kernel with the residual's and the norm that follows; see `fuses_sums`."""
         from inferlib.pallas_kernels.all_reduce_norm_gpu import all_reduce_norm
 
-        x, y, boxes = stream
+        x, y, boxes, _ = stream
         eps = self.pre_mlp_norm.spec.eps
         with jax.named_scope("attention"):
             attn, cache = self.attn(self.pre_attn_norm(x, ctx.shards) if y is None else y, ctx, cache)
@@ -77,21 +85,27 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             return Stream(*all_reduce_norm(self.feed_forward(y, ctx, cache), x, after, eps, boxes)), cache
 
-    def plain(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        spec, shards = self.spec, ctx.shards
+    def plain(self, stream: Stream, ctx: StepContext, cache: LayerCache) -> tuple[Stream, LayerCache]:
+        spec, shards, x, held = self.spec, ctx.shards, stream.x, None
         with jax.named_scope("attention"):
             y = shards.all_tokens(self.pre_attn_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
             attn, cache = self.attn(y, ctx, cache)
         if spec.parallel:
             with jax.named_scope("mlp"):
                 both = shards.sum_tokens(attn + self.feed_forward(y, ctx, cache), axes.MLP)
-            return self.add(x, self.mlp.finish(self.biased(both))), cache
+            return Stream(self.add(x, self.mlp.finish(self.biased(both)))), cache
         attn = self.biased(shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT))
         x = self.add(x, self.post_attn_norm(attn, shards) if spec.post_norm else attn)
         with jax.named_scope("mlp"):
             y = shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
-            mlp = self.mlp.finish(shards.sum_tokens(self.feed_forward(y, ctx, cache), axes.MLP))
-        return self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), cache
+            if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
+                held, mlp = self.mlp.apart(y, ctx, cache.layer)
+            else:
+                mlp = self.feed_forward(y, ctx, cache)
+            mlp = mlp if stream.held is None else mlp + stream.held
+            mlp = self.mlp.finish(shards.sum_tokens(mlp, axes.MLP))
+        x = self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp)
+        return Stream(x * self.scalar[...] if spec.scaled else x, held=held), cache
 
     def feed_forward(self, y: jax.Array, ctx: StepContext, cache: LayerCache) -> jax.Array:
         """This device's part of the sum."""
@@ -141,10 +155,13 @@ def segments_of(layers: Sequence[LayerSpec], *, scan: bool) -> tuple[Segment, ..
 
 
 def fuses_sums(config: ModelConfig) -> bool:
-    """Whether every sum over devices is followed by the residual's and an RMS norm, and by nothing between."""
+    """Whether every sum over devices is of one layer, and followed by the residual's and an RMS norm, and by nothing
+    between."""
     plain = config.norm.kind == "rms" and not config.norm.unit_offset and config.residual_scale == 1.0
     return plain and all(
-        layer.pre_norm and not (layer.post_norm or layer.parallel or layer.attention.o_bias or layer.mlp.output_bias)
+        layer.pre_norm
+        and not (layer.post_norm or layer.parallel or layer.scaled or layer.attention.o_bias or layer.mlp.output_bias)
+        and not (isinstance(layer.mlp, MoeSpec) and layer.mlp.deferred)
         for layer in config.layers
     )
 
@@ -160,6 +177,8 @@ class Decoder(nnx.Module):
         config = layout.config
         self.config, self.segments = config, segments
         self.embed = param((layout.vocab, config.dim), (axes.VOCAB, axes.EMBED), dtype)
+        if config.learned_positions:
+            self.positions = param((config.context, config.dim), (axes.CONTEXT, axes.EMBED), dtype)
         blocks = []
         for segment in segments:
             for spec in segment.pattern:
@@ -197,16 +216,19 @@ class Decoder(nnx.Module):
         return ctx.shards.all_tokens(stream.x, ctx.tokens), tuple(new), stream.boxes
 
     def embedding(self, ctx: StepContext) -> jax.Array:
-        """[T, D]; each device looks up the tokens of its share of the vocabulary."""
-        table, ids = self.embed[...], ctx.batch.tokens
-        if ctx.shards.size(axes.VOCAB) > 1:
+        """[T, D]; each device looks up the tokens of its share of the vocabulary, the first of them positions too."""
+        table, ids, split = self.embed[...], ctx.batch.tokens, ctx.shards.size(axes.VOCAB) > 1
+        if split:
             ids = ids - ctx.shards.index(axes.VOCAB) * table.shape[0]
             own = (ids >= 0) & (ids < table.shape[0])
             x = jnp.where(own[:, None], jnp.take(table, ids, axis=0, mode="clip"), 0)
-            x = ctx.shards.sum_tokens(x, axes.VOCAB)
         else:
             x = jnp.take(table, ids, axis=0, mode="clip")
-        return x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
+        x = x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
+        if self.config.learned_positions:
+            at = jnp.take(self.positions[...], ctx.positions, axis=0, mode="clip")
+            x = x + (jnp.where(ctx.shards.index(axes.VOCAB) == 0, at, 0) if split else at)
+        return ctx.shards.sum_tokens(x, axes.VOCAB) if split else x
 
     def logits(self, x: jax.Array, shards: Shards) -> jax.Array:
         """Hidden states [T, D] -> logits [T, V] float32, of this device's share of the vocabulary."""
@@ -234,8 +256,8 @@ def _unrolled(blocks, stream, ctx, caches, norms, shared):
         key = graph, cache.ring
         if key not in shared:
             shared[key] = _layer(graph, cache.ring, ctx)
-        stream, k, v = shared[key](state, stream, cache.k, cache.v, after)
-        new.append(LayerCache(k, v, cache.ring))
+        stream, arrays = shared[key](state, stream, cache.arrays, after)
+        new.append(LayerCache(arrays, cache.ring))
     return stream, new
 
 
@@ -243,9 +265,9 @@ def _layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
     """A layer as a function that is traced once for all layers alike; XLA inlines it."""
 
     @jax.jit
-    def layer(state, stream, k, v, after):
-        stream, cache = nnx.merge(graph, state)(stream, ctx, LayerCache(k, v, ring), after)
-        return stream, cache.k, cache.v
+    def layer(state, stream, arrays, after):
+        stream, cache = nnx.merge(graph, state)(stream, ctx, LayerCache(arrays, ring), after)
+        return stream, cache.arrays
 
     return layer
 
@@ -260,14 +282,14 @@ def _scan(blocks, stream, ctx, caches, count: int):
         stream, caches = carry
         layer, states = inputs
         new = []
-        for graph, whole, state, (k, v), ring in zip(graphs, experts, states, caches, rings, strict=True):
-            stream, cache = nnx.merge(graph, whole, state)(stream, ctx, LayerCache(k, v, ring, layer))
-            new.append((cache.k, cache.v))
+        for graph, whole, state, arrays, ring in zip(graphs, experts, states, caches, rings, strict=True):
+            stream, cache = nnx.merge(graph, whole, state)(stream, ctx, LayerCache(arrays, ring, layer))
+            new.append(cache.arrays)
         return (stream, tuple(new)), None
 
-    carry = (stream, tuple((cache.k, cache.v) for cache in caches))
+    carry = (stream, tuple(cache.arrays for cache in caches))
     (stream, new), _ = lax.scan(body, carry, (jnp.arange(count), states))
-    return stream, [LayerCache(k, v, ring) for (k, v), ring in zip(new, rings, strict=True)]
+    return stream, [LayerCache(arrays, ring) for arrays, ring in zip(new, rings, strict=True)]
 
 
 def _is_expert(_path, p) -> bool:

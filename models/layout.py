@@ -7,7 +7,7 @@ from math import ceil
 
 import numpy as np
 
-from inferlib.models.config import AttentionSpec, MlpSpec, ModelConfig, MoeSpec
+from inferlib.models.config import AttentionSpec, MlaSpec, MlpSpec, ModelConfig, MoeSpec
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
@@ -32,12 +32,15 @@ class HeadLayout:
         return self.copies == 1 and all(slot >= 0 for row in self.source for slot in row)
 
 
-def head_layout(spec: AttentionSpec, shards: int) -> HeadLayout:
+def head_layout(spec: AttentionSpec | MlaSpec, shards: int) -> HeadLayout:
     """Lay out the heads for `shards` devices.
 
     Key/value heads fewer than the devices are copied, their queries dealt among the copies; what does not divide is
-    padded with zero heads, whose output is zero.
+    padded with zero heads, whose output is zero. The heads of latent attention have a key and a value each, expanded.
     """
+    if isinstance(spec, MlaSpec):
+        heads = range(_rounded_up(spec.heads, shards))
+        return HeadLayout(len(heads), 1, 1, tuple((h if h < spec.heads else -1,) * 3 for h in heads))
     copies = max(1, shards // spec.kv_heads)
     queries = ceil(spec.group / copies)
     groups = ceil(spec.kv_heads * copies / shards) * shards
@@ -62,8 +65,8 @@ class Layout:
 
     def __post_init__(self):
         self._must_divide("model width", self.config.dim, axes.EMBED)
-        for head_dim in sorted({layer.attention.head_dim for layer in self.config.layers}):
-            self._must_divide("head size", head_dim, axes.HEAD_OUT)
+        for size in sorted({layer.attention.value_dim for layer in self.config.layers}):
+            self._must_divide("value head size", size, axes.HEAD_OUT)
 
     def _must_divide(self, what: str, size: int, name: str) -> None:
         count = self.shards.size(name)
@@ -74,8 +77,12 @@ class Layout:
                 f"devices of the {' and '.join(self.shards.mesh_axes(name))} axis; it does over {able}"
             )
 
-    def heads(self, spec: AttentionSpec) -> HeadLayout:
+    def heads(self, spec: AttentionSpec | MlaSpec) -> HeadLayout:
         return head_layout(spec, self.shards.size(axes.KV_HEADS))
+
+    def cache_heads(self, spec: AttentionSpec | MlaSpec) -> int:
+        """Heads of a layer's cache; that of latents has one, which every device of a split over heads holds."""
+        return spec.cache_heads if isinstance(spec, MlaSpec) else self.heads(spec).groups
 
     def hidden(self, size: int) -> int:
         """Feed-forward width, padded with zeros."""
@@ -100,9 +107,10 @@ class Layout:
         for layer in self.config.layers:
             heads, attn = self.heads(layer.attention), layer.attention
             feeds = self._feeds(layer.mlp)
-            used += (attn.heads, attn.kv_heads, sum(count * hidden for count, _, hidden in feeds))
+            used += (attn.heads, attn.cache_heads, sum(count * hidden for count, _, hidden in feeds))
             widths = sum(laid_out * self.hidden(hidden) for _, laid_out, hidden in feeds)
-            held += (heads.groups * heads.queries, heads.groups, widths)
+            copies = self.shards.size(axes.KV_HEADS) if isinstance(attn, MlaSpec) else 1
+            held += (heads.groups * heads.queries, self.cache_heads(attn) * copies, widths)
         share = 1 - used / held
         names = ("query heads", "cache", "feed-forward")
         return dict(zip(names, share.tolist(), strict=True)) | {"vocabulary": 1 - self.config.vocab / self.vocab}

@@ -28,10 +28,13 @@ class Stripe:
         """The number of the last own position up to each of these; negative if there is none."""
         return positions if self.count == 1 else (positions - self.index) // self.count
 
-    def window(self, positions: jax.Array, window: int | None) -> int | jax.Array | None:
-        """How many own positions are among the last `window` up to each of `positions`; a number if all agree."""
-        if self.count == 1 or window is None or window % self.count == 0:
-            return window and window // self.count
+    def window(self, positions: jax.Array, window: int | jax.Array | None) -> int | jax.Array | None:
+        """How many own positions are among the last `window` (of all, or of each) up to each of `positions`; a number
+        if all agree."""
+        if self.count == 1 or window is None:
+            return window
+        if isinstance(window, int) and window % self.count == 0:
+            return window // self.count
         return self.number(positions) - self.number(positions - window)
 
     def slots(self, positions: jax.Array, slots: int, *, ring: bool) -> jax.Array:

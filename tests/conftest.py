@@ -32,6 +32,10 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 2},
     "gemma2": {"num_hidden_layers": 2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
+    "minicpm3": {"num_hidden_layers": 2},
+    "gpt_oss": {"num_hidden_layers": 2},
+    # Two in chunks, then one without positions.
+    "llama4_text": {"num_hidden_layers": 3, "no_rope_layer_interval": 3},
     "qwen3_moe": {"num_hidden_layers": 2},
     # Stacked, these are a pattern of two that repeats twice, then a single layer.
     "ministral": {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING]},

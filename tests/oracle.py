@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)  # which transformers leaves out
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
@@ -30,6 +31,16 @@ SIZES = {
     "pad_token_id": None,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+# Every part of a latent head has a size of its own.
+LATENT = {
+    "head_dim": None,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 14,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
 }
 _EXPERTS = {"moe_intermediate_size": 40, "num_experts_per_tok": 3}
 _DEEPSEEK = {**_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2}
@@ -71,6 +82,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 2,
         "sliding_window": 8,
     },
+    # Heads of layers without a window are larger, and their values are their keys.
+    "gemma4_text": {"tie_word_embeddings": True, "num_hidden_layers": 7, "sliding_window": 8, "global_head_dim": 32}
+    | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
     "phi3": {"head_dim": None, "sliding_window": 8},
     "olmo2": {},
     "olmo3": {"sliding_window": 8, "num_hidden_layers": 5},
@@ -83,10 +97,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "ernie4_5": {"tie_word_embeddings": True},
     "hunyuan_v1_dense": {},
+    "minicpm3": {**LATENT, "scale_emb": 3.0, "dim_model_base": 64},
     # Experts few enough that some are chosen by several of a few tokens, many enough that some are not.
     "mixtral": {"num_local_experts": 5},
     "qwen2_moe": {**_EXPERTS, "num_experts": 7, "shared_expert_intermediate_size": 56, "head_dim": None},
     "qwen3_moe": {**_EXPERTS, "num_local_experts": 7},
+    "deepseek_v2": {**LATENT, **_DEEPSEEK},
+    "deepseek_v3": {**LATENT, **_DEEPSEEK},
+    "glm4_moe_lite": {**LATENT, **_EXPERTS, "n_routed_experts": 7},
+    "mistral4": {**LATENT, **_DEEPSEEK, "first_k_dense_replace": 0},
+    "mimo_v2_flash": {**_EXPERTS, "n_routed_experts": 7, "num_key_value_heads": 1, "v_head_dim": 20}
+    | {"sliding_window": 8, "num_hidden_layers": 7},
+    # The temperature of queries changes within a prompt.
+    "llama4_text": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size_mlp": 72}
+    | {"attention_chunk_size": 8, "floor_scale": 12, "attn_scale": 0.3, "num_hidden_layers": 5},
+    "longcat_flash": {**LATENT, "head_dim": 8, "n_routed_experts": 5, "zero_expert_num": 2, "moe_topk": 3}
+    | {"expert_ffn_hidden_size": 40, "routed_scaling_factor": 2.0},
+    "gpt2": {"tie_word_embeddings": True},
+    "gpt_oss": {**_EXPERTS, "num_local_experts": 7, "sliding_window": 8},
     "olmoe": {"num_experts_per_tok": 3, "num_experts": 7, "head_dim": None},
     "granitemoe": {**_GRANITE, "num_local_experts": 5, "num_experts_per_tok": 3, "head_dim": None},
     "phimoe": {"num_local_experts": 5, "head_dim": None},
@@ -115,6 +143,9 @@ _LLAMA3 = _rope(
     "llama3", 5e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+# The trained context is shorter than a prompt, so that the temperature of queries changes within it.
+_SHORT_YARN = {"factor": 16.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
+_SHORT_YARN |= {"llama_4_scaling_beta": 0.3}
 _LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 12.0],
@@ -175,6 +206,8 @@ CASES = [
             "num_hidden_layers": 6,
         },
     ),
+    Case("gemma4", "gemma4_text"),
+    Case("gemma4-values", "gemma4_text", {"attention_k_eq_v": False, "final_logit_softcapping": 4.0}),
     Case("phi3", "phi3"),
     Case("phi3-partial", "phi3", {**_rope("default", partial_rotary_factor=0.5), "sliding_window": None}),
     Case("phi3-longrope-short", "phi3", _PHI_LONG, length=32),
@@ -217,6 +250,34 @@ CASES = [
     Case("ernie4.5-biases", "ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
     Case("hunyuan", "hunyuan_v1_dense"),
     Case("hunyuan-alpha", "hunyuan_v1_dense", _rope("dynamic", factor=1.0, alpha=50.0)),
+    Case("deepseek-v2", "deepseek_v2"),
+    Case(
+        "deepseek-v2-groups",
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": None}
+        | {"routed_scaling_factor": 2.0},
+    ),
+    Case("deepseek-v3", "deepseek_v3", _rope("yarn", **_YARN, mscale=1.0, mscale_all_dim=1.0)),
+    Case("deepseek-v3-halves", "deepseek_v3", {"rope_interleave": False, "attention_bias": True}),
+    Case("glm4-moe-lite", "glm4_moe_lite"),
+    Case("mistral4", "mistral4", {**_rope("yarn", **_SHORT_YARN), "first_k_dense_replace": 2}),
+    Case("gpt-oss", "gpt_oss"),
+    Case("gpt-oss-plain", "gpt_oss", {**_rope("default"), "layer_types": [_FULL, _SLIDING] * 2, "swiglu_limit": 0.5}),
+    Case("mimo-v2-flash", "mimo_v2_flash"),
+    Case("mimo-v2-flash-biases", "mimo_v2_flash", {"attention_bias": True, "attention_value_scale": None}),
+    Case("llama4", "llama4_text"),
+    Case(
+        "llama4-mixed",
+        "llama4_text",
+        {"interleave_moe_layer_step": 2, "no_rope_layers": [0, 1, 1, 0, 1], "use_qk_norm": False}
+        | {"attention_bias": True, "attn_temperature_tuning": False, "attention_chunk_size": 7},
+    ),
+    Case("longcat-flash", "longcat_flash"),
+    Case("gpt2", "gpt2"),
+    Case("gpt2-scales", "gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 72, "tie_word_embeddings": False}),
+    Case("minicpm3", "minicpm3"),
+    Case("minicpm3-whole-queries", "minicpm3", {"q_lora_rank": None, "attention_bias": True}),
+    Case("minicpm3-yarn", "minicpm3", _rope("yarn", **_YARN, mscale=1.3, mscale_all_dim=0.7)),
     Case(
         "hunyuan-dynamic",
         "hunyuan_v1_dense",
@@ -280,6 +341,8 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, **overrides: An
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(weight + 0.2 * noise if weight.ndim == 1 else 0.16 * noise)
         for name, bias in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                bias.copy_(1 + 0.2 * torch.randn(bias.shape, generator=generator))
             if name.endswith("e_score_correction_bias"):
                 bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
     model.save_pretrained(folder)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 
 import jax
@@ -31,8 +30,6 @@ from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
-from inferlib.models.quantization import Quantization
-from inferlib.ops.quantized import QuantizedTensor
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import Shards, make_shards
@@ -50,6 +47,7 @@ SHAPES = {
     # 3 KV heads, tied: on 2 devices heads are padded.
     "smollm2": ("llama", _TWO | SMOLLM2_HEADS),
     "olmo2": ("olmo2", _TWO),  # QK-norm over all heads
+    "minicpm3": ("minicpm3", _TWO),  # latent attention, 6 heads
     "cohere2": ("cohere2", _TWO),  # interleaved rotary pairs
     # 7 experts, one by one and fused; gated shared ones, a correction in float32, dense layers between.
     "experts": ("qwen2_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
@@ -62,6 +60,7 @@ RESTORED = {
     "smollm2": ["", "tp=2", "tp=8"],
     "olmo2": ["tp=8"],
     "cohere2": ["tp=2"],
+    "minicpm3": ["", "tp=4,cp=2,rules=tp2d"],
     "experts": ["", "ep=2,tp=2", "ep=4", "tp=8"],
     "fused experts": ["", "ep=2,tp=4"],
     "corrected experts": ["ep=2"],
@@ -97,12 +96,9 @@ def copy(converted, tmp_path) -> Path:
     return Path(shutil.copytree(converted("biased"), tmp_path / "copy"))
 
 
-def load(
-    path: Path, dtype: str, parallel: str = "", scan: bool = False, quantization: str | None = None
-) -> tuple[AbstractModel, tuple[jax.Array, ...]]:
+def load(path: Path, dtype: str, parallel: str = "", scan: bool = False) -> tuple[AbstractModel, tuple[jax.Array, ...]]:
     files, shards = ModelFiles.open(path), make_shards(Parallelism.parse(parallel))
-    kept = files.quantization(quantization)
-    model = abstract_model(files.config, dtype, quantization=kept, scan=scan, shards=shards)
+    model = abstract_model(files.config, dtype, scan=scan, shards=shards)
     return model, files.load(model, shards=shards)
 
 
@@ -324,42 +320,6 @@ def test_damaged_arrays(damage, copy):
         case "layer gone":
             shutil.rmtree(copy / "weights" / "layer0001")
     assert_refused(copy, "weights/layer0001 is damaged; convert the original again")
-
-
-# ---- quantised
-
-
-def whole_weights(model: AbstractModel, arrays: tuple[jax.Array, ...]) -> dict[str, np.ndarray]:
-    """Each weight as float32; what scale zeros have is no matter."""
-    rest, found = iter(arrays), {}
-    for weight in model.weights:
-        held = tuple(islice(rest, len(weight.arrays)))
-        if weight.scheme is not None:
-            held = [QuantizedTensor(*held, weight.scheme.group is not None).dequantized(weight.contracting, "float32")]
-        found[weight.name] = np.asarray(held[0])
-    return found
-
-
-def test_quantised_weights_are_those_made_at_load(checkpoint, tmp_path):
-    """On one device and on meshes that copy heads, pad the vocabulary, or stack layers; also made from floats."""
-    original, floats = checkpoint("smollm2"), tmp_path / "floats"
-    convert(original, floats, dtype="float32", progress=False)
-    for name in ("int8", "mxfp4"):
-        out = tmp_path / name
-        stored = convert(original, out, dtype="float32", quantization=name, progress=False)
-        assert ModelFiles.open(out).nbytes == stored < ModelFiles.open(floats).nbytes
-        for parallel, scan in (("", False), ("tp=4" if name == "int8" else "tp=5", True)):
-            _, want = load(original, "float32", parallel, scan, name)
-            for path in (out, floats):
-                model, got = load(path, "float32", parallel, scan, name)
-                for part, whole in whole_weights(model, got).items():
-                    np.testing.assert_array_equal(whole, whole_weights(model, want)[part], err_msg=part)
-        files = ModelFiles.open(out)
-        assert files.quantization(None) == files.quantization(name) == Quantization.named(name)
-        with pytest.raises(
-            CheckpointError, match=f"has {name} weights, which cannot become fp8: quantise the original"
-        ):
-            files.quantization("fp8")
 
 
 # ---- whole or not at all

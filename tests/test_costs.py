@@ -92,7 +92,7 @@ def test_the_last_axis_takes_the_nearest():
         *itertools.product(
             ["llama3-8b", "gemma3-4b", "smollm2-135m"], ["tp=1,dp=8", "tp=2,dp=4", "tp=8", "tp=8,rules=tp_sp"]
         ),
-        *itertools.product(["qwen3-30b-a3b", "glm-4.5"], ["tp=8", "ep=8", "tp=2,ep=2,dp=2"]),
+        *itertools.product(["qwen3-30b-a3b", "glm-4.5", "deepseek-v2-lite"], ["tp=8", "ep=8", "tp=2,ep=2,dp=2"]),
     ],
 )
 def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
@@ -123,6 +123,16 @@ def test_a_decode_step_by_hand():
     quantized = deployed("llama3-8b", "v5e-1", "tp=1", "int8").decode(rows=4, live=1000)
     assert 0.5 < quantized.weight_bytes / work.weight_bytes < 0.502  # and the scales
     assert quantized.flops == work.flops
+
+
+def test_latent_attention_by_hand():
+    """Decoding reads one latent and rotary key per position, for all heads, and works on them; prefill expands them."""
+    it = deployed("deepseek-v2-lite", "v5e-1", "tp=1")
+    assert it.decode(4, 1000).cache_bytes == 2 * 27 * 576 * (4 * 1000 + 4)
+    more = it.decode(4, 2000).flops - it.decode(4, 1000).flops
+    assert more == 2 * 27 * 4 * 16 * (512 + 64 + 512) * 1000
+    more = it.prefill(512, 2000).flops - it.prefill(512, 1000).flops
+    assert more == 2 * 27 * 16 * 1000 * (512 * (128 + 64 + 128) + 512 * (128 + 128))
 
 
 def test_a_decode_step_of_experts_by_hand():

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as rotate_interleaved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_halves
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_partly
 
 from inferlib.models.config import ConfigError, ModelConfig, RopeScaling, RopeSpec
-from inferlib.models.families import FAMILIES, config_from_hf, family_of
+from inferlib.models.families import _MISSING, FAMILIES, config_from_hf, family_of
 from inferlib.models.families.common import rope_spec
 from inferlib.models.layers.rope import apply_rope, inverse_frequencies, rope_angles
 
@@ -36,6 +37,7 @@ MODEL_TYPES = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
@@ -48,6 +50,16 @@ MODEL_TYPES = {
     "seed_oss": "SeedOssForCausalLM",
     "ernie4_5": "Ernie4_5ForCausalLM",
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "mimo_v2_flash": "MiMoV2FlashForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "longcat_flash": "LongcatFlashForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -60,7 +72,11 @@ MODEL_TYPES = {
     "minimax_m2": "MiniMaxM2ForCausalLM",
 }
 # What configs of a family cannot leave out.
-REQUIRED = {"dots1": {"n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4}}
+REQUIRED = {
+    "dots1": {"n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4},
+    "deepseek_v2": {"num_experts_per_tok": 4},
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
+}
 LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
@@ -69,6 +85,7 @@ LLAMA3 = {
 }
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
 FACTORS = {"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
+LATENT_FACTORS = {**FACTORS, "original_max_position_embeddings": 32768}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 # Options as published before `rope_parameters` and `layer_types` existed, by model type.
@@ -106,11 +123,19 @@ OLDER_CONFIGS = [
         "hunyuan_v1_dense",
         {"head_dim": 16, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}},
     ),
+    ("minicpm3", {"rope_scaling": {"type": "longrope", **LATENT_FACTORS}, "qk_rope_head_dim": 16, "scale_emb": 3}),
     ("mixtral", {"rope_theta": 1e5, "sliding_window": 4096}),
     ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 9}),
     ("qwen3_moe", {"rope_theta": 1e6, "head_dim": 64, "num_experts": 32, "norm_topk_prob": True}),
     ("glm4_moe", {"rope_theta": 1e6, "partial_rotary_factor": 0.25, "use_qk_norm": True}),
     ("minimax_m2", {"rope_theta": 1e6, "rotary_dim": 64}),
+    (
+        "deepseek_v3",
+        {"rope_theta": 5e4, "rope_scaling": {"type": "yarn", **YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", **YARN, "truncate": False}, "sliding_window": 64}),
+    ("llama4_text", {"rope_theta": 1e6, "no_rope_layers": [1, 0] * 6 + [1], "interleave_moe_layer_step": 2}),
+    ("mimo_v2_flash", {"sliding_window_size": 64, "routed_scaling_factor": None}),
 ]
 
 
@@ -160,7 +185,7 @@ def test_every_family_is_known_by_a_transformers_class():
     assert known == set(MODEL_TYPES.values())
     for model_type, architecture in MODEL_TYPES.items():
         config = AutoConfig.for_model(model_type)
-        assert AutoModelForCausalLM._model_mapping[type(config)].__name__ == architecture
+        assert getattr(transformers, architecture).config_class is type(config)
 
 
 def test_patterns_of_layers():
@@ -231,6 +256,18 @@ def test_context_is_what_the_rotary_embedding_is_stretched_to():
         ("phimoe", {"rope_scaling": {"short_mscale": 1.0, "long_mscale": 1.2}}, "only equal ones"),
         ("ernie4_5_moe", {"moe_norm_min": 0.1}, "moe_norm_min=0.1"),
         ("dots1", {"n_routed_experts": None}, "lacks 'n_routed_experts'"),
+        ("minicpm3", {"kv_lora_rank": 0}, "positive kv_rank"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("deepseek_v3", {"mlp_layer_types": ["dense"] * 12}, "dense or sparse of 13 layers"),
+        ("mistral4", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "lacks 'llama_4_scaling_beta'"),
+        ("mistral4", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "contradicts qk_rope_head_dim=64"),
+        ("llama4_text", {"layer_types": [SLIDING] * 13}, "sliding_attention"),
+        ("llama4_text", {"attention_chunk_size": None}, "lacks 'attention_chunk_size'"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+        ("longcat_flash", {"zero_expert_type": "constant"}, "zero_expert_type='constant'"),
+        ("gemma4_text", {}, "no per-layer embeddings"),
+        ("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2}, "later ones attend to"),
     ],
 )
 def test_unsupported_options_are_named(model_type, options, message):
@@ -239,10 +276,16 @@ def test_unsupported_options_are_named(model_type, options, message):
 
 
 def test_unknown_architectures_list_the_known_ones():
-    with pytest.raises(ConfigError, match=r"MambaForCausalLM.*Gemma3ForCausalLM, .*Qwen3ForCausalLM"):
-        family_of({"architectures": ["MambaForCausalLM"]})
+    with pytest.raises(ConfigError, match=r"BloomForCausalLM.*Gemma3ForCausalLM, .*Qwen3ForCausalLM"):
+        family_of({"architectures": ["BloomForCausalLM"]})
     with pytest.raises(ConfigError, match="missing"):
         family_of({})
+
+
+def test_an_architecture_that_is_not_supported_names_the_idea_it_needs():
+    with pytest.raises(ConfigError, match=r"'Qwen3NextForCausalLM' .* needs a linear-attention layer"):
+        family_of({"architectures": ["Qwen3NextForCausalLM"]})
+    assert not set(MODEL_TYPES.values()) & set(_MISSING)
 
 
 ROPE_KINDS = {

@@ -164,6 +164,19 @@ def test_all_kinds_of_wrong_tensors_are_named_at_once(rewrite):
     assert "unexpected: othermodel.layers.1" in text
 
 
+def test_a_checkpoint_of_a_model_without_its_head(tmp_path):
+    """The original GPT-2: names lack what those of a model with a head begin with."""
+    path = make_checkpoint(tmp_path / "whole", "gpt2", num_hidden_layers=1)
+    tensors = load_file(path / FILE)
+    assert all(name.startswith("transformer.") for name in tensors)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    save_file({name.removeprefix("transformer."): x for name, x in tensors.items()}, bare / FILE)
+    (bare / "config.json").write_text((path / "config.json").read_text())
+    for a, b in zip(load(path)[1], load(bare)[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_leftovers_of_old_checkpoints_are_ignored(original, rewrite):
     folder = rewrite(put("model.layers.0.self_attn.rotary_emb.inv_freq", 12))
     for a, b in zip(load(original)[1], load(folder)[1], strict=True):

@@ -13,6 +13,7 @@ import pytest
 from inferlib.ops.attention import merge_attention
 from inferlib.ops.cache_write import cache_write
 from inferlib.ops.decode_attention import decode_attention
+from inferlib.ops.mla_decode_attention import mla_decode_attention
 from inferlib.ops.prefill_attention import prefill_attention
 
 TOLERANCE = 3e-6  # absolute, on outputs and log-sum-exps of order 1 in float32
@@ -146,6 +147,52 @@ def test_merging_is_associative():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_sinks_join_a_merger_once():
+    """Shares without the sinks, merged with them, are attention with them; where nothing is seen it is zero."""
+    history, q = random_history(1, 9)[:, 0], random_queries(1)[0]
+    shares = [attend(q, *history[:, :, part::2], 8) for part in (0, 1)]
+    outs, lses = (np.stack(x).astype(np.float32) for x in zip(*shares, strict=True))
+    merged = merge_attention(outs, lses, sinks=SINKS)
+    for a, b in zip(merged, attend(q, *history, 8, sinks=SINKS), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=TOLERANCE)
+    out, _ = merge_attention(outs * 0, np.full_like(lses, -np.inf), sinks=SINKS)
+    assert (out == 0).all()
+
+
+def test_values_of_another_size():
+    """Prefill and decode; the first two of four numbers of a value are the attention of values of two."""
+    history, q = random_history(2, 9), random_queries(2)
+    k, v = map(jnp.asarray, history)
+    lengths = jnp.array([9, 4])
+    for run in (
+        lambda v: decode_attention(q, k, v, lengths, scale=SCALE),
+        lambda v: prefill_attention(q[None], k, v, jnp.array([1]), jnp.array([[3, 4]]), scale=SCALE),
+    ):
+        whole, part = run(v), run(v[..., :2])
+        np.testing.assert_allclose(part[0], whole[0][..., :2], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(part[1], whole[1], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("limit", [None, 17])
+def test_latent_decode(limit):
+    """A cell is a key, and its first 6 of 8 numbers a value."""
+    rng, rank, lengths = np.random.default_rng(6), 6, [17, 1, 0, 9]
+    cells = rng.normal(size=(5, 1, 24, 8)).astype(np.float32)
+    q = rng.normal(size=(len(lengths), 3, 8)).astype(np.float32)
+    cache = cells.copy()
+    for row, length in enumerate(lengths):
+        cache[row, :, length:] = np.nan
+    run = jax.jit(partial(mla_decode_attention, rank=rank, scale=SCALE, limit=limit))
+    out, lse = map(np.asarray, run(q, cache, jnp.array(lengths)))
+    assert out.shape == (len(lengths), 3, rank)
+    for row, length in enumerate(lengths):
+        expected = (np.zeros((1, 3, rank)), np.full((1, 3), -np.inf))
+        if length:
+            expected = attend(q[row][None], cells[row], cells[row, ..., :rank], length - 1)
+        np.testing.assert_allclose(out[row], expected[0][0], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(lse[row], expected[1][0], rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("layer", [None, 1])
 def test_cache_write(layer):
     """Tokens land at their page and slot; a page of N or more, or a slot of S or more, writes nothing."""
@@ -158,16 +205,17 @@ def test_cache_write(layer):
     for token, (page, slot) in enumerate(at[:3]):
         target = expected if layer is None else expected[:, layer]
         target[:, page, :, slot] = new[:, token]
-    write = jax.jit(cache_write, donate_argnums=(0, 1))
+    write = jax.jit(cache_write, donate_argnums=0)
     where = [jnp.array(x) for x in zip(*at, strict=True)]
-    written = write(*map(jnp.array, caches), *new, *where, layer=None if layer is None else jnp.array(layer))
-    np.testing.assert_array_equal(np.stack(written), expected)
+    layer = None if layer is None else jnp.array(layer)
+    for cache, x, after in zip(caches, new, expected, strict=True):
+        np.testing.assert_array_equal(write(jnp.array(cache), x, *where, layer=layer), after)
 
 
 def test_cache_write_converts_to_the_type_of_the_cache():
     cache = jnp.zeros((1, KV, 2, SIZE), jnp.bfloat16)
     new = np.full((1, KV, SIZE), 1.001, np.float32)
-    k, _ = cache_write(cache, cache, new, new, jnp.array([0]), jnp.array([1]))
+    k = cache_write(cache, new, jnp.array([0]), jnp.array([1]))
     assert k.dtype == jnp.bfloat16
     assert (k[0, :, 1] == 1).all()
     assert (k[0, :, 0] == 0).all()

@@ -56,7 +56,7 @@ def test_logits_equal_transformers(case, tmp_path):
     np.testing.assert_allclose(one_pass(path, tokens, scan=True), expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "gemma3", "olmo3", "cohere2", "qwen2-moe-mixed"])
+@pytest.mark.parametrize("name", ["llama-biases", "gemma3", "olmo3", "cohere2", "qwen2-moe-mixed", "longcat-flash"])
 def test_unrolled_layers_equal_transformers(name, tmp_path):
     case = BY_NAME[name]
     path, tokens = make_checkpoint(tmp_path, case.family, seed=1, **case.options), prompt_of(case)
@@ -65,7 +65,11 @@ def test_unrolled_layers_equal_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["ministral3", "gemma3-linear", "phi3-longrope-long", "llama-dynamic-beyond", "mixtral-windows"]
+    "name",
+    [
+        *("ministral3", "gemma3-linear", "phi3-longrope-long", "llama-dynamic-beyond", "mixtral-windows"),
+        *("mimo-v2-flash", "mistral4"),
+    ],
 )
 def test_prompts_in_chunks_equal_transformers(name, tmp_path):
     """Chunks of 16 and windows of 8: the rings wrap, and scaling that depends on the length is constant."""

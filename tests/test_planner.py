@@ -155,6 +155,12 @@ def test_bad_input(arguments, message, tmp_path, monkeypatch):
 
 
 PARAMETERS = {  # billions, as published
+    "deepseek-v2-lite": 15.7,
+    "deepseek-v3": 671,
+    "kimi-k2": 1026,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "llama4-scout": 107.8,  # of the text model
     "gemma3-1b": 1.0,
     "gemma3-4b": 3.88,
     "gemma3-12b": 11.8,

@@ -30,12 +30,13 @@ def valid_cells(engine: Engine) -> list[np.ndarray]:
     lengths |= {row: length[row] for row in lengths if active[row]}
     masks = []
     for layers, block in zip(engine.model.blocks(), engine.plan.blocks, strict=True):
-        window, slots = engine.model.config.layers[layers[0]].attention.window, block.shape[-2]
+        spec, slots = engine.model.config.layers[layers[0]].attention, block.slots
         devices = engine.config.shards.size(axes.POSITIONS)
         mask = np.zeros((engine.plan.rows, slots), bool)
         for row, stop in lengths.items():
-            # The next query stands at `stop` and sees window - 1 positions before it.
-            first = 0 if window is None else max(stop - window + 1, 0)
+            # The next query stands at `stop` and sees its run of a chunk, or window - 1 positions before it.
+            chunk = getattr(spec, "chunk", None)
+            first = stop - stop % chunk if chunk else 0 if spec.reach is None else max(stop - spec.reach + 1, 0)
             number, device = np.divmod(np.arange(first, stop), devices)
             mask[row, device * (slots // devices) + number % (slots // devices)] = True
         masks.append(mask)
@@ -46,11 +47,9 @@ def poison(engine: Engine) -> float:
     """Fill what is not valid with NaN, with nothing in flight; returns the share of cells that stay."""
     assert not engine._in_flight
     masks = valid_cells(engine)
-    filled = []
-    for i, array in enumerate(engine.cache):
-        mask = masks[i // 2][:, None, :, None]
-        filled.append(jnp.where(mask, array, jnp.nan))
-    engine.cache = tuple(filled)
+    of_arrays = [mask for mask, block in zip(masks, engine.plan.blocks, strict=True) for _ in block.shapes]
+    pairs = zip(of_arrays, engine.cache, strict=True)
+    engine.cache = tuple(jnp.where(mask[:, None, :, None], array, jnp.nan) for mask, array in pairs)
     idle = ~np.asarray(engine.state.active)
     huge = 1 << 30
     garbage = RowState(huge, huge, False, huge, huge, huge, np.nan, huge)

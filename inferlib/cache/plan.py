@@ -1,8 +1,8 @@
-"""The cache as a plan: for every block, the shape of its key and value arrays.
+"""The cache as a plan: for every block, the shapes of its arrays: keys and values, or the latents of MLA alone.
 
 Contiguous mode: one page per row, so the arrays are [rows, K, S, h] with S the row's capacity. Layers
-with a sliding window keep a ring when that is smaller. Where positions are dealt out to several devices, each holds
-an equal number of slots, its own positions in order (see `inferlib.sharding.stripe`).
+with a sliding window or chunks keep a ring when that is smaller. Where positions are dealt out to several devices, each
+holds an equal number of slots, its own positions in order (see `inferlib.sharding.stripe`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from inferlib.models.abstract import AbstractModel
+from inferlib.models.config import MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -23,15 +25,24 @@ from inferlib.sharding.shards import Shards
 
 @dataclass(frozen=True)
 class BlockCache:
-    """One block's cache: k and v have `shape`, [N, K, S, h], or [L, N, K, S, h] if the block is scanned."""
+    """One block's cache: the shapes of its arrays, [N, K, S, h], or [L, N, K, S, h] if the block is scanned.
 
-    shape: tuple[int, ...]
+    latent: there is one, of MLA, which has one head.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
     ring: bool
+    latent: bool = False
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        names = (axes.PAGES, axes.KV_HEADS, axes.POSITIONS, axes.HEAD_DIM)
-        return names if len(self.shape) == 4 else (axes.LAYERS, *names)
+    def slots(self) -> int:
+        return self.shapes[0][-2]
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        heads, size = (None, axes.LATENT) if self.latent else (axes.KV_HEADS, axes.HEAD_DIM)
+        names = (axes.PAGES, heads, axes.POSITIONS, size)
+        return names if len(self.shapes[0]) == 4 else (axes.LAYERS, *names)
 
 
 @dataclass(frozen=True)
@@ -44,34 +55,41 @@ class CachePlan:
     dtype: np.dtype
 
     @property
+    def arrays(self) -> tuple[tuple[tuple[int, ...], tuple[str | None, ...]], ...]:
+        """Shape and logical axes of every array, those of each block in turn."""
+        return tuple((shape, block.axes) for block in self.blocks for shape in block.shapes)
+
+    @property
     def nbytes(self) -> int:
-        return sum(2 * int(np.prod(block.shape)) * self.dtype.itemsize for block in self.blocks)
+        return sum(int(np.prod(shape)) * self.dtype.itemsize for shape, _ in self.arrays)
 
     def allocate(self, shards: Shards = Shards()) -> tuple[jax.Array, ...]:  # noqa: B008
-        """Zeroed arrays (k, v of each block in turn), each part on its device."""
+        """Zeroed `arrays`, each part on its device."""
         zeros = cache(lambda sharding: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding))
-        return tuple(zeros(shards.sharding(b.axes))(b.shape, self.dtype.name) for b in self.blocks for _ in "kv")
+        return tuple(zeros(shards.sharding(names))(shape, self.dtype.name) for shape, names in self.arrays)
 
     def view(self, arrays: Sequence[jax.Array]) -> tuple[LayerCache, ...]:
         """The flat arrays as one `LayerCache` per block."""
-        pairs = zip(arrays[::2], arrays[1::2], strict=True)
-        return tuple(LayerCache(k, v, b.ring) for (k, v), b in zip(pairs, self.blocks, strict=True))
+        rest = iter(arrays)
+        return tuple(LayerCache(tuple(islice(rest, len(b.shapes))), b.ring) for b in self.blocks)
 
     @staticmethod
     def flatten(caches: Sequence[LayerCache]) -> tuple[jax.Array, ...]:
-        return tuple(array for cache in caches for array in (cache.k, cache.v))
+        return tuple(array for cache in caches for array in cache.arrays)
 
 
 def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype) -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
-    A ring must hold the window of a chunk's first query and the chunk itself: window + chunk slots.
+    A ring must hold what a chunk's first query sees and the chunk itself: window + chunk slots.
     """
     blocks = []
     for layers in model.blocks():
         spec = model.config.layers[layers[0]].attention
-        ring = spec.window is not None and spec.window + chunk < max_len
-        slots = model.layout.positions(spec.window + chunk if ring else max_len)
-        shape = (rows, model.layout.heads(spec).groups, slots, spec.head_dim)
-        blocks.append(BlockCache(shape if len(layers) == 1 else (len(layers), *shape), ring))
+        ring = spec.reach is not None and spec.reach + chunk < max_len
+        slots = model.layout.positions(spec.reach + chunk if ring else max_len)
+        stack = (len(layers),) if len(layers) > 1 else ()
+        page = (*stack, rows, model.layout.cache_heads(spec), slots)
+        shapes = tuple((*page, size) for size in spec.cache_sizes)
+        blocks.append(BlockCache(shapes, ring, latent=isinstance(spec, MlaSpec)))
     return CachePlan(rows, max_len, tuple(blocks), np.dtype(dtype))

@@ -1,7 +1,8 @@
 """From checkpoint tensors ([out, in], one per projection) to the decoder's weights.
 
 For every part of a layer: which tensors it is made of, with the shapes they must have, and the function
-that lays them out. Letters: H query heads, K KV heads, G = H / K, h head size, D width, F feed-forward.
+that lays them out. Letters: H query heads, K KV heads, G = H / K, h head size, D width, F feed-forward; of latent
+attention, R latents, n + r a query's and a key's parts without and with positions, v value head size.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from inferlib.checkpoint.source import TensorSource
 from inferlib.models.abstract import WeightSpec
-from inferlib.models.config import LayerSpec, MlpSpec, ModelConfig, RopeSpec
+from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, ModelConfig, RopeSpec
 from inferlib.models.families.common import FusedExperts
 from inferlib.models.layout import HeadLayout, Layout
 from inferlib.sharding import axes
@@ -23,11 +24,18 @@ from inferlib.sharding import axes
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows of a checkpoint tensor: `shape` is the whole tensor's; rows None means all."""
+    """Rows of a checkpoint tensor: `shape` is the whole tensor's; rows None means all. transposed: the checkpoint has
+    rows as columns."""
 
     tensor: str
     shape: tuple[int, ...]
     rows: tuple[int, int] | None = None
+    transposed: bool = False
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """The tensor's shape in the checkpoint."""
+        return self.shape[::-1] if self.transposed else self.shape
 
 
 @dataclass(frozen=True)
@@ -50,28 +58,62 @@ def layer_pieces(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int)
     suffix = ".bias" if part.endswith(("_bias", ".bias")) else ".weight"
     tail = () if suffix == ".bias" else (dim,)
     module = part.removesuffix("_bias").removesuffix(".bias")
-    attn = spec.attention
-    q_rows, kv_rows = attn.heads * attn.head_dim, attn.kv_heads * attn.head_dim
-    if module == "attn.qkv":
-        return _fused(names, module, {"attn.q": q_rows, "attn.k": kv_rows, "attn.v": kv_rows}, suffix, tail)
+    if module == "attn.o":
+        shape = (dim,) if suffix == ".bias" else (dim, spec.attention.heads * spec.attention.value_dim)
+        return (Piece(names[module] + suffix, shape),)
+    if module.startswith("attn."):
+        pieces = _latent_pieces if isinstance(spec.attention, MlaSpec) else _attention_pieces
+        return pieces(names, spec.attention, module, suffix, tail)
     if module in ("mlp.gate_up", "mlp.shared.gate_up"):
         gate, up = (module.removesuffix("gate_up") + key for key in ("gate", "up"))
         hidden = _mlp_spec(spec, module).hidden
-        return _fused(names, module, {gate: hidden, up: hidden}, suffix, tail)
-    if module == "attn.o":
-        shape = (dim,) if suffix == ".bias" else (dim, q_rows)
-    elif module in ("mlp.down", "mlp.shared.down"):
+        halves = {gate: hidden, up: hidden} if _mlp_spec(spec, module).gated else {up: hidden}
+        return _fused(names, module, halves, suffix, tail)
+    if module == "scalar":
+        return (Piece(names[module], (1,)),)
+    if module in ("mlp.down", "mlp.shared.down"):
         shape = (dim,) if suffix == ".bias" else (dim, _mlp_spec(spec, module).hidden)
     elif module == "mlp.router":
         shape = (spec.mlp.router.experts, *tail)
     elif module == "mlp.shared_gate":
         shape = (1, dim)
-    elif module in ("attn.q_norm", "attn.k_norm"):
-        full = q_rows if module == "attn.q_norm" else kv_rows
-        shape = (full if attn.qk_norm == "full" else attn.head_dim,)
     else:
         shape = (dim,)
     return (Piece(names[module] + suffix, shape),)
+
+
+def _attention_pieces(names, attn: AttentionSpec, module: str, suffix: str, tail: tuple[int, ...]):
+    q_rows, k_rows, v_rows = (
+        heads * size
+        for heads, size in (
+            (attn.heads, attn.head_dim),
+            (attn.kv_heads, attn.head_dim),
+            (attn.kv_heads, attn.value_dim),
+        )
+    )
+    if module == "attn.sinks":
+        return (Piece(names[module], (attn.heads,)),)
+    if module in ("attn.q_norm", "attn.k_norm"):
+        full = q_rows if module == "attn.q_norm" else k_rows
+        return (Piece(names[module] + suffix, (full if attn.qk_norm == "full" else attn.head_dim,)),)
+    rows = {"attn.q": q_rows, "attn.k": k_rows} | ({} if attn.key_is_value else {"attn.v": v_rows})
+    pieces = _fused(names, "attn.qkv", rows, suffix, tail)
+    if attn.fuses_values:
+        return pieces
+    return pieces[2:] if module == "attn.v" else pieces[:2]
+
+
+def _latent_pieces(names, attn: MlaSpec, module: str, suffix: str, tail: tuple[int, ...]):
+    if module == "attn.down":
+        rows = {"attn.q_a": attn.q_rank} if attn.q_rank else {}
+        return _fused(names, module, rows | {"attn.kv_a": attn.kv_rank + attn.rope.dim}, suffix, tail)
+    if module == "attn.q":
+        source, shape = ("attn.q_b", (attn.q_rank,)) if attn.q_rank else (module, tail)
+        return (Piece(names[source] + suffix, (attn.heads * attn.head_dim, *shape)),)
+    if module in ("attn.k", "attn.v"):
+        rows = attn.heads * (attn.nope_dim + attn.value_dim)
+        return (Piece(names["attn.kv_b"] + suffix, (rows, attn.kv_rank)),)
+    return (Piece(names[module] + suffix, (attn.q_rank if module == "attn.q_norm" else attn.kv_rank,)),)
 
 
 def _mlp_spec(spec: LayerSpec, module: str) -> MlpSpec:
@@ -96,11 +138,12 @@ def _fused(names, module: str, parts: dict[str, int], suffix: str, tail: tuple[i
 
 
 def top_pieces(names: Mapping[str, str], config: ModelConfig, part: str) -> tuple[Piece, ...]:
-    """The checkpoint tensor of `embed`, `final_norm` or `head`, or the bias of one of the latter two."""
+    """The checkpoint tensor of `embed`, `positions`, `final_norm` or `head`, or the bias of one of the latter two."""
     module = part.removesuffix("_bias").removesuffix(".bias")
     if module != part:
         return (Piece(names[module] + ".bias", (config.vocab if module == "head" else config.dim,)),)
-    shape = (config.dim,) if part == "final_norm" else (config.vocab, config.dim)
+    rows = {"final_norm": (), "positions": (config.context,)}.get(part, (config.vocab,))
+    shape = (*rows, config.dim)
     return (Piece(names[part] + ".weight", shape),)
 
 
@@ -117,7 +160,10 @@ def assemble(
 
     names: the logical axes of the result.
     """
-    fuse = _top if spec is None else _attention if part.startswith("attn.") else _mlp
+    if spec is None or not part.startswith("attn."):
+        fuse = _top if spec is None else _mlp
+    else:
+        fuse = _latent_attention if isinstance(spec.attention, MlaSpec) else _attention
     return expand(layout, spec, names, fuse(spec, part, pieces)).astype(dtype)
 
 
@@ -156,18 +202,39 @@ def _mlp(_spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Arra
 def _attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
     attn, h = spec.attention, spec.attention.head_dim
     if part in ("attn.qkv", "attn.qkv_bias"):
-        q, k, v = (piece.reshape(attn.kv_heads, -1, h, *piece.shape[1:]) for piece in pieces)
+        q, k, *v = (piece.reshape(attn.kv_heads, -1, h, *piece.shape[1:]) for piece in pieces)
         q, k = _half_split(q, attn.rope, axis=2), _half_split(k, attn.rope, axis=2)
-        both = jnp.concatenate([q, k, v], axis=1)  # [K, G + 2, h, D]
+        both = jnp.concatenate([q, k, *v], axis=1)  # [K, G + 2, h, D]
         return jnp.moveaxis(both, 3, 0) if part == "attn.qkv" else both
+    if part in ("attn.v", "attn.v_bias"):
+        v = pieces[0].reshape(attn.kv_heads, attn.value_dim, *pieces[0].shape[1:])
+        return jnp.moveaxis(v, 2, 0) if part == "attn.v" else v
     if part == "attn.o":
-        return pieces[0].T.reshape(attn.kv_heads, attn.group, h, -1)
+        return pieces[0].T.reshape(attn.kv_heads, attn.group, attn.value_dim, -1)
+    if part == "attn.sinks":
+        return pieces[0].reshape(attn.kv_heads, attn.group)
     if part in ("attn.q_norm", "attn.k_norm"):
         weight = pieces[0]
         if attn.qk_norm == "full":
             weight = weight.reshape(attn.kv_heads, *((attn.group,) if part == "attn.q_norm" else ()), h)
         return _half_split(weight, attn.rope, axis=weight.ndim - 1)
     return pieces[0]
+
+
+def _latent_attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
+    attn = spec.attention
+    if part in ("attn.down", "attn.down_bias"):
+        *q, kv = pieces
+        kv = jnp.concatenate([kv[: attn.kv_rank], _half_split(kv[attn.kv_rank :], attn.rope, axis=0)])
+        return jnp.concatenate([*q, kv]).T
+    if part == "attn.q":
+        heads = pieces[0].reshape(attn.heads, attn.head_dim, -1)
+        rotated = _half_split(heads[:, attn.nope_dim :], attn.rope, axis=1)
+        return jnp.moveaxis(jnp.concatenate([heads[:, : attn.nope_dim], rotated], axis=1), 2, 0)
+    if part in ("attn.k", "attn.v"):
+        heads = pieces[0].reshape(attn.heads, attn.nope_dim + attn.value_dim, -1)  # [H, n + v, R]
+        return heads[:, : attn.nope_dim] if part == "attn.k" else jnp.moveaxis(heads[:, attn.nope_dim :], 1, 2)
+    return pieces[0].T.reshape(attn.heads, attn.value_dim, -1) if part == "attn.o" else pieces[0]
 
 
 def _heads(x: jax.Array, axis: int, queries: bool, group: int, layout: HeadLayout, fill: float) -> jax.Array:

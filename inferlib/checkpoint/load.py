@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -18,7 +18,7 @@ from inferlib.checkpoint.assemble import LoadItem, Piece, assemble, layer_pieces
 from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec
-from inferlib.models.config import LayerSpec
+from inferlib.models.config import LayerSpec, ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
 from inferlib.models.layout import Layout
 from inferlib.progress import ByteProgress
@@ -33,14 +33,17 @@ def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tup
     """What to read for every weight. Raises CheckpointError for missing, misshapen or unexpected tensors."""
     items = tuple(_item(family, model, weight) for weight in model.weights)
     present = set(source.names())
-    wanted = {piece.tensor: piece.shape for item in items for layer in item.pieces for piece in layer}
+    if family.base and not any(name.startswith(family.base) for name in present):
+        items = tuple(_without(family.base, item) for item in items)
+    wanted = {piece.tensor: piece.stored for item in items for layer in item.pieces for piece in layer}
     missing = sorted(set(wanted) - present)
     wrong = [
         f"{name}: {source.shape(name)} instead of {shape}"
         for name, shape in wanted.items()
         if name in present and tuple(source.shape(name)) != shape
     ]
-    ignored = {family.top["head"] + ".weight"} if model.config.tied else set()
+    ignored = set(_idle_experts(family, model.config))
+    ignored |= {family.top["head"] + ".weight"} if model.config.tied else set()
     drafts = tuple(name.format(layers=len(model.config.layers)) for name in family.drafts)
     left_out = lambda name: name.endswith(_IGNORED) or name.startswith(drafts)  # noqa: E731
     unexpected = sorted(n for n in present - set(wanted) - ignored if not left_out(n))
@@ -74,7 +77,7 @@ def load_weights(
     layout; None: where `shards` says, in the usual one. progress: show bytes and rate.
     """
     items = plan_load(source, family, model)
-    total = sum(source.nbytes(name) for name in {p.tensor for i in items for layer in i.pieces for p in layer})
+    total = sum(piece_bytes(source, piece) for item in items for layer in item.pieces for piece in layer)
     with ByteProgress("loading weights", total, show=progress) as bar:
         rest = iter(formats or [None] * len(model.specs))
         loaded = (
@@ -174,8 +177,14 @@ def _read(
     split: the mesh axes that split the weight's logical axes.
     """
     start, stop = piece.rows or (0, piece.shape[0])
+
+    def read(rows: slice | None) -> np.ndarray:
+        if piece.transposed:
+            return source.read(piece.tensor).T[rows or slice(None)]
+        return source.read(piece.tensor, rows)
+
     if shards.mesh is None:
-        return source.read(piece.tensor, slice(start, stop) if piece.rows else None)
+        return read(slice(start, stop) if piece.rows else None)
     shape = (stop - start, *piece.shape[1:])
     # Tensors are split as the result is.
     carriers = [split.get(name) for name in _axes_of(part)] if len(shape) > 1 else [None]
@@ -184,7 +193,7 @@ def _read(
     @cache  # what several devices hold is read once
     def part_of(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
         (first, last), *columns = bounds
-        rows = source.read(piece.tensor, slice(start + first, start + last))
+        rows = read(slice(start + first, start + last))
         return np.ascontiguousarray(rows[(slice(None), *(slice(*ends) for ends in columns))])
 
     def of_device(index: tuple[slice, ...]) -> np.ndarray:
@@ -196,8 +205,10 @@ def _read(
 def _axes_of(part: str) -> tuple[str, str]:
     """What splits the rows and the columns of a part's checkpoint tensors, [out, in]."""
     match part.replace(".shared.", "."):
-        case "attn.qkv":
+        case "attn.qkv" | "attn.q" | "attn.k" | "attn.v":
             return axes.KV_HEADS, axes.EMBED
+        case "attn.down":
+            return axes.LATENT, axes.EMBED
         case "attn.o":
             return axes.EMBED, axes.KV_HEADS
         case "mlp.gate_up":
@@ -216,13 +227,37 @@ def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
     spec = model.config.layers[layers[0]]
     per_layer = []
     for i in layers:
-        names = {part: family.prefix.format(i=i) + module for part, module in family.layer.items()}
+        names = _names(family, i)
         if axes.EXPERTS in weight.axes:
             pieces = expert_pieces(names, spec.mlp, weight.part, model.config.dim, family.fused_experts)
         else:
             pieces = layer_pieces(names, spec, weight.part, model.config.dim)
+        if family.transposed:
+            pieces = tuple(replace(piece, transposed=len(piece.shape) == 2) for piece in pieces)
         per_layer.append(pieces)
     return LoadItem(weight, spec, tuple(per_layer), family.fused_experts)
+
+
+def _names(family: Family, layer: int) -> dict[str, str]:
+    """The map of parts to modules, of one layer."""
+    number, sub = divmod(layer, family.sublayers)
+    prefix = family.prefix.format(i=number)
+    return {part: prefix + module.replace("{sub}", str(sub)) for part, module in family.layer.items()}
+
+
+def _idle_experts(family: Family, config: ModelConfig) -> Iterator[str]:
+    """Weights that transformers keeps, unused, for experts that return their input."""
+    for i, layer in enumerate(config.layers):
+        if isinstance(layer.mlp, MoeSpec) and layer.mlp.identity:
+            for part, module in _names(family, i).items():
+                if part.startswith("mlp.experts."):
+                    yield from (module.format(e=e) for e in range(layer.mlp.experts, layer.mlp.router.experts))
+
+
+def _without(base: str, item: LoadItem) -> LoadItem:
+    """An item of a checkpoint whose names do not begin with `base`."""
+    layers = tuple(tuple(replace(p, tensor=p.tensor.removeprefix(base)) for p in layer) for layer in item.pieces)
+    return replace(item, pieces=layers)
 
 
 def _some(lines: list[str], most: int = 5) -> str:

@@ -126,8 +126,8 @@ def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, in
     chunk = Buckets.default(1, max_len).prefill[-1]
     plan = plan_cache(model, rows=1, max_len=max_len, chunk=chunk, dtype=dtype)
     attention = [layer.attention for layer in model.config.layers]
-    tokens = [2 * a.kv_heads * a.head_dim * plan.dtype.itemsize for a in attention]
-    beyond = sum(size for a, size in zip(attention, tokens, strict=True) if a.window is None)
+    tokens = [a.cache_heads * sum(a.cache_sizes) * plan.dtype.itemsize for a in attention]
+    beyond = sum(size for a, size in zip(attention, tokens, strict=True) if a.reach is None)
     return {"per_token": sum(tokens), "beyond_windows": beyond, "per_sequence": plan.nbytes}
 
 
@@ -176,7 +176,7 @@ def _render(facts: dict[str, Any], model: AbstractModel, explanation: Explanatio
         bits = 8 * facts["stored_bytes"] / facts["parameters"]
         recipe.add_row("in files", f"{decimal(facts['stored_bytes'])}, {bits:.1f} bits per parameter")
 
-    windows = any(layer.attention.window for layer in config.layers)
+    windows = any(layer.attention.reach for layer in config.layers)
     memory = Table(box=SIMPLE_HEAD)
     memory.add_column("loaded as")
     tokens = ("cache per token", "beyond windows") if windows else ("cache per token",)
@@ -206,17 +206,27 @@ def _runs(segment: Segment, kinds: list[LayerSpec]) -> str:
 
 
 def _layer(layer: LayerSpec) -> str:
+    from inferlib.models.config import MlaSpec
+
     attention = layer.attention
     rope = attention.rope
-    parts = [f"{attention.heads} heads of {attention.head_dim}, {attention.kv_heads} for keys and values"]
-    parts += [f"window {attention.window}"] if attention.window else []
+    parts = [f"{attention.heads} heads of {attention.head_dim}"]
+    if isinstance(attention, MlaSpec):
+        parts += [f"latents of {attention.kv_rank} + {rope.dim} for keys and values of {attention.value_dim}"]
+        parts += [f"queries' latents of {attention.q_rank}"] if attention.q_rank else []
+    else:
+        parts[0] += f", {attention.kv_heads} for keys and values"
+        parts += [f"values of {attention.value_dim}"] if attention.value_dim != attention.head_dim else []
+        parts += [f"window {attention.window}"] if attention.window else []
+        parts += [f"chunks of {attention.chunk}"] if attention.chunk else []
+        parts += [f"QK-norm by {attention.qk_norm}"] if attention.qk_norm else []
+        parts += [f"softcap {attention.softcap:g}"] if attention.softcap else []
+        parts += ["sinks"] if attention.sinks else []
     if rope is None:
         parts += ["no RoPE"]
     else:
         scaling = f" scaled by {rope.scaling.kind}" if rope.scaling else ""
         parts += [f"RoPE of {rope.dim} with base {rope.base:g}{scaling}"]
-    parts += [f"QK-norm by {attention.qk_norm}"] if attention.qk_norm else []
-    parts += [f"softcap {attention.softcap:g}"] if attention.softcap else []
     parts += _feed_forward(layer.mlp)
     parts += ["post-norm"] if layer.post_norm else []
     parts += ["parallel"] if layer.parallel else []

@@ -225,13 +225,14 @@ class ArtifactWriter:
         plan = planned.plan
         cache = [
             {
-                "shape": b.shape,
+                "shape": shape,
                 "dtype": plan.dtype.name,
                 "axes": b.axes,
                 "split": _split(planned, b.axes),
                 "ring": b.ring,
             }
             for b in plan.blocks
+            for shape in b.shapes
         ]
         target = self.deployment.slice
         manifest = {

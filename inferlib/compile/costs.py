@@ -21,7 +21,7 @@ from inferlib.compile.state import RowState
 from inferlib.compile.targets import Target
 from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
-from inferlib.models.config import ModelConfig, MoeSpec
+from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
@@ -171,10 +171,10 @@ class Deployed:
         model, rows = self.model, batch // self.replicas
         cache, scores = 0, 0
         for block, layers in zip(self.plan(batch, max_len, chunk).blocks, model.blocks(), strict=True):
-            local = self.shards.local_shape(block.axes, block.shape)
-            *_, heads, slots, _ = local
-            cache += 2 * 2 * prod(local)
-            scores = max(scores, heads * model.layout.heads(self.config.layers[layers[0]].attention).queries * slots)
+            local = [self.shards.local_shape(block.axes, shape) for shape in block.shapes]
+            cache += 2 * sum(map(prod, local))
+            heads = self._query_heads(self.config.layers[layers[0]].attention)
+            scores = max(scores, heads * local[0][-2])
         weights = sum(m.nbytes for m in self.matrices)
         vocab = model.layout.vocab // self.shards.size(axes.VOCAB)
         widest = max(self._widest(m) for m in self.matrices if m.use == "tokens")
@@ -212,17 +212,26 @@ class Deployed:
             moved += 2.0 * times * m.layers * (self.config.dim + m.inner)
             if m.use != "looked up":
                 weights += m.nbytes * (m.experts.read_share(everyone) if m.experts else 1)
+        share = 1 / self.shards.size(axes.POSITIONS)
         plan = self.plan(self.replicas, self.config.context, 1)
         for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
             spec = self.config.layers[layers[0]].attention
-            window = spec.window or float("inf")
-            *_, heads, slots, head_dim = self.shards.local_shape(block.axes, block.shape)
-            share = slots / block.shape[-2]  # of the positions, where those are split
-            queries = heads * self.model.layout.heads(spec).queries
-            flops += 4.0 * len(layers) * tokens * queries * head_dim * min(seen, window) * share
-            read = rows * min(live, window + tokens / rows) + tokens  # and what is written
-            cache += 2 * 2 * len(layers) * heads * head_dim * read * share
+            reach, heads = spec.reach or float("inf"), self._query_heads(spec)
+            width = spec.pair_width(decode=not key.chunks)
+            flops += 2.0 * len(layers) * tokens * heads * width * min(seen, reach) * share
+            if isinstance(spec, MlaSpec) and key.chunks:  # of the chunk itself with the matrices
+                expanded = (live * share - tokens) * spec.kv_rank * (spec.nope_dim + spec.value_dim)
+                flops += 2.0 * len(layers) * heads * max(expanded, 0.0)
+            read = rows * min(live, reach + tokens / rows) + tokens  # and what is written
+            for shape in block.shapes:
+                *_, cached, _, size = self.shards.local_shape(block.axes, shape)
+                cache += 2 * len(layers) * cached * size * read * share
         return Work(flops, weights, cache, moved, _collectives(self.config, self.parallel, key))
+
+    def _query_heads(self, spec: AttentionSpec | MlaSpec) -> int:
+        """Of a layer on a device."""
+        layout = self.model.layout.heads(spec)
+        return layout.groups * layout.queries // self.shards.size(axes.KV_HEADS)
 
 
 @lru_cache(maxsize=64)
@@ -248,11 +257,13 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
         elements, experts = prod(local) // count, None
         if axes.EXPERTS in weight.axes:
             experts = model.config.layers[model.layers_of(weight.block)[0]].mlp
-        matrix = axes.EMBED in names and len(names) > 1
-        inner = elements // layers // names[axes.EMBED] if matrix else 0
+        matrix = weight.init == "normal" and len(names) > 1
+        inner = elements // layers // names.get(axes.EMBED, names.get(axes.LATENT)) if matrix else 0
         use = "tokens"
         if weight.block is None and axes.VOCAB in names:
             use = "sampled" if model.config.tied or weight.part != "embed" else "looked up"
+        elif weight.part == "positions":
+            use = "looked up"
         size = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
         found.append(Matrix(elements if matrix else 0, size, layers if matrix else 0, inner, use, experts))
     return tuple(found)

@@ -76,7 +76,7 @@ class Deployment:
         return config_from_hf(dict(self.hf))
 
     def config(self, shards: Shards) -> EngineConfig:
-        return EngineConfig.make(self.slice.platform, self.max_batch, self.max_len, self.buckets, shards)
+        return EngineConfig.make(self.slice.platform, self.max_batch, self.max_len, self.buckets, shards, self.model)
 
     def shards(self, devices: Sequence[jax.Device]) -> Shards:
         """The mesh; of a single device too where the device is not one of this process's own."""

@@ -155,7 +155,7 @@ class ProgramSet:
             jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
             for spec, format in zip(self.model.specs, self.formats, strict=True)
         )
-        cache = tuple(struct(b.shape, self.plan.dtype, b.axes) for b in self.plan.blocks for _ in "kv")
+        cache = tuple(struct(shape, self.plan.dtype, names) for shape, names in self.plan.arrays)
         state = jax.eval_shape(partial(RowState.zeros, config.max_batch, self.model.layout.vocab))
         state = RowState(*(struct(x.shape, x.dtype, n) for x, n in zip(state, RowState.AXES, strict=True)))
         by_row = (axes.ROWS, None)

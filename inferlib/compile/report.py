@@ -22,6 +22,7 @@ from inferlib.compile.programs import ProgramKey
 from inferlib.compile.targets import CHIPS, parse_target, target_names
 from inferlib.config import ConfigurationError
 from inferlib.explain import explain_step
+from inferlib.models.config import MlaSpec
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
@@ -55,7 +56,7 @@ class Budget:
         def local(shape: tuple[int, ...], names: tuple[str | None, ...], dtype) -> int:
             return nbytes(shards.local_shape(names, shape), dtype)
 
-        blocks = [(2 * local(b.shape, b.axes, plan.dtype), b) for b in plan.blocks]
+        blocks = [(sum(local(shape, b.axes, plan.dtype) for shape in b.shapes), b) for b in plan.blocks]
         rows = programs.config.rows
         return Budget(
             weights=sum(local(s.shape, s.axes, s.dtype) for s in programs.model.specs),
@@ -295,16 +296,17 @@ def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
     total = 0
     for spec in model.specs:
         size = nbytes(shards.local_shape(spec.axes, spec.shape), spec.dtype)
-        looked_up = spec.name == "embed" and not model.config.tied
+        looked_up = spec.name == "positions" or (spec.name == "embed" and not model.config.tied)
         total += _tokens(shards, key) * spec.shape[1] * spec.dtype.itemsize if looked_up else size
     return total + sum(_cache_read(plan, block, shards, key) for block in plan.blocks)
 
 
 def _cache_read(plan: CachePlan, block: BlockCache, shards: Shards, key: ProgramKey) -> int:
-    *layers, _, heads, slots, size = shards.local_shape(block.axes, block.shape)
-    slots = slots if block.ring else min(slots, -(-key.limit // shards.size(axes.POSITIONS)))
-    rows = key.rows + key.chunks
-    return 2 * prod(layers) * rows * heads * slots * size * plan.dtype.itemsize
+    most, numbers = -(-key.limit // shards.size(axes.POSITIONS)), 0
+    for shape in block.shapes:
+        *layers, _, heads, slots, size = shards.local_shape(block.axes, shape)
+        numbers += prod(layers) * heads * (slots if block.ring else min(slots, most)) * size
+    return (key.rows + key.chunks) * numbers * plan.dtype.itemsize
 
 
 def _flops(programs: ProgramSet, key: ProgramKey) -> int:
@@ -318,8 +320,10 @@ def _flops(programs: ProgramSet, key: ProgramKey) -> int:
     attention = 0
     for layer in model.config.layers:
         spec, heads = layer.attention, model.layout.heads(layer.attention)
-        seen = min(key.limit, spec.window or key.limit)
-        attention += 4 * tokens * seen * heads.groups * heads.queries * spec.head_dim
+        seen = min(key.limit, spec.reach or key.limit)
+        attention += 2 * tokens * seen * heads.groups * heads.queries * spec.pair_width(decode=not key.chunks)
+        if isinstance(spec, MlaSpec) and key.chunks:
+            attention += 2 * key.chunks * seen * heads.groups * spec.kv_rank * (spec.nope_dim + spec.value_dim)
     attention //= shards.size(axes.KV_HEADS) * shards.size(axes.POSITIONS)
     return 2 * tokens * inside + 2 * ends * head + attention
 

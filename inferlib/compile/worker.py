@@ -63,7 +63,7 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
     done = time.perf_counter()
     path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
     memory, module = compiled.memory_analysis(), Module(compiled.as_text())
-    weights, cache = len(programs.model.specs), 2 * len(programs.plan.blocks)
+    weights, cache = len(programs.model.specs), len(programs.plan.arrays)
     cost = module.cost
     chosen = [layout_to_json(f.layout) for f in compiled.input_formats[0][0]] if programs.layouts is None else None
     return {

@@ -47,9 +47,9 @@ def masked_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] bool.
 
-    Returns out [B, C, K, G, h] in q's dtype and the log-sum-exp of the logits [B, C, K, G] float32.
-    sinks [K, G]: a learned logit that joins the denominator. A query that sees nothing yields 0 and
-    -inf. Softmax in float32. A value that is not finite counts as zero, even if seen; a key does not.
+    Values may have a size of their own. Returns out [B, C, K, G, h] in q's dtype and the log-sum-exp of the logits
+    [B, C, K, G] float32. sinks [K, G]: a learned logit that joins the denominator. A query that sees nothing yields 0
+    and -inf. Softmax in float32. A value that is not finite counts as zero, even if seen; a key does not.
     """
     b, c, k_heads, g, h = q.shape
     highest, slots = precision_of(q.dtype), k.shape[2]
@@ -72,18 +72,22 @@ def masked_attention(
     # mask of positions doubles a TPU's decode step: positions lie along lanes in it and along sublanes in v.
     v = jnp.where(jnp.isfinite(v), v, 0)
     out = dot(p.astype(v.dtype).reshape(b, k_heads, g * c, slots), v, (((3,), (2,)), ((0, 1), (0, 1))))
-    out = out.reshape(b, k_heads, g, c, h)
+    out = out.reshape(b, k_heads, g, c, v.shape[-1])
     out = jnp.where(total > 0, out / jnp.maximum(total, 1e-37), 0.0)
     lse = (top + jnp.log(total))[..., 0]
     return jnp.transpose(out, (0, 3, 1, 2, 4)).astype(q.dtype), jnp.transpose(lse, (0, 3, 1, 2))
 
 
-def merge_attention(outs: jax.Array, lses: jax.Array, axis: int = 0) -> tuple[jax.Array, jax.Array]:
+def merge_attention(
+    outs: jax.Array, lses: jax.Array, axis: int = 0, sinks: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Attention over a union of disjoint key sets, from the parts' outputs and LSEs.
 
     outs [M, ..., h], lses [M, ...] (M at `axis`) -> (out [..., h], lse [...]). Any split gives the same answer.
+    sinks [K, G]: a logit that joins the denominator of the whole, and is in none of the parts.
     """
     lse = jax.nn.logsumexp(lses, axis=axis)
+    lse = lse if sinks is None else jnp.logaddexp(lse, sinks.astype(jnp.float32))
     weight = jnp.exp(lses - jnp.expand_dims(jnp.where(jnp.isfinite(lse), lse, 0.0), axis))
     out = jnp.sum(outs.astype(jnp.float32) * weight[..., None], axis=axis)
     return out.astype(outs.dtype), lse

@@ -10,16 +10,26 @@ from typing import Any
 from inferlib.models.config import ConfigError, ModelConfig
 from inferlib.models.families import (
     cohere2,
+    deepseek,
     dots1,
     ernie4_5,
     exaone4,
     gemma,
+    gemma4,
     glm4,
+    glm4_moe_lite,
+    gpt2,
+    gpt_oss,
     granite,
     hunyuan,
     llama,
+    llama4,
+    longcat_flash,
+    mimo_v2_flash,
+    minicpm3,
     minimax_m2,
     mistral,
+    mistral4,
     olmo,
     phi3,
     phimoe,
@@ -43,6 +53,7 @@ FAMILIES: tuple[Family, ...] = (
     gemma.GEMMA,
     gemma.GEMMA2,
     gemma.GEMMA3,
+    gemma4.GEMMA4,
     phi3.PHI3,
     phimoe.PHIMOE,
     olmo.OLMO2,
@@ -62,8 +73,51 @@ FAMILIES: tuple[Family, ...] = (
     dots1.DOTS1,
     minimax_m2.MINIMAX_M2,
     hunyuan.HUNYUAN,
+    minicpm3.MINICPM3,
+    deepseek.DEEPSEEK_V2,
+    deepseek.DEEPSEEK_V3,
+    glm4_moe_lite.GLM4_MOE_LITE,
+    mistral4.MISTRAL4,
+    gpt_oss.GPT_OSS,
+    gpt2.GPT2,
+    longcat_flash.LONGCAT_FLASH,
+    mimo_v2_flash.MIMO_V2_FLASH,
+    llama4.LLAMA4,
 )
 
+# Architectures that are not supported, by the first of their ideas that the decoder lacks.
+_LACKING = {
+    "a linear-attention layer (gated delta rule)": (
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
+        "KimiLinearForCausalLM",
+        "OlmoHybridForCausalLM",
+    ),
+    "a linear-attention layer (lightning attention)": ("MiniMaxForCausalLM", "BailingHybridForCausalLM"),
+    "a state-space layer (Mamba)": (
+        "NemotronHForCausalLM",
+        "FalconH1ForCausalLM",
+        "BambaForCausalLM",
+        "JambaForCausalLM",
+        "GraniteMoeHybridForCausalLM",
+        "Zamba2ForCausalLM",
+        "MambaForCausalLM",
+        "Mamba2ForCausalLM",
+    ),
+    "a short convolution": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+    "attention to positions that an indexer chose": ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+    "attention to compressed positions": ("DeepseekV4ForCausalLM",),
+    "alternating updates and per-layer embeddings": ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+    "images beside text": (
+        "Gemma3ForConditionalGeneration",
+        "Gemma4ForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "KimiK25ForConditionalGeneration",
+    ),
+}
+_MISSING = {name: idea for idea, names in _LACKING.items() for name in names}
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
 
 
@@ -73,6 +127,8 @@ def family_of(hf: dict[str, Any]) -> Family:
     for name in names:
         if name in _BY_ARCHITECTURE:
             return _BY_ARCHITECTURE[name]
+        if name in _MISSING:
+            raise ConfigError(f"architecture {name!r} in config.json is not supported: it needs {_MISSING[name]}")
     known = ", ".join(sorted(_BY_ARCHITECTURE))
     raise ConfigError(f"architecture {names or 'missing'} in config.json is not supported; known: {known}")
 

@@ -73,6 +73,7 @@ _ROPE_OPTIONS = {
         (),
         ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
+    "proportional": ((), ("factor", "partial_rotary_factor")),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }
 
@@ -95,6 +96,9 @@ class Family:
     layer: part of a layer -> checkpoint module below `prefix`; entries a config does not use are ignored.
     top: `embed`, `final_norm`, `head` -> checkpoint module.
     fused_experts: how a checkpoint holds them, if all in one tensor.
+    base: what the names of tensors begin with, except in checkpoints of a model without its head.
+    transposed: matrices of layers are stored [in, out].
+    sublayers: how many layers the checkpoint holds as one; {sub} in a module is which of them.
     drafts: beginnings of the names of tensors for predicting several tokens at once, which are left out; {layers} is
     the number of layers.
     """
@@ -108,6 +112,9 @@ class Family:
     prefix: str = "model.layers.{i}."
     fused_experts: FusedExperts = FusedExperts()
     drafts: tuple[str, ...] = ()
+    base: str = ""
+    transposed: bool = False
+    sublayers: int = 1
 
     def config(self, hf: Hf) -> ModelConfig:
         """The model a `config.json` describes; raises ConfigError if it is not supported."""
@@ -246,6 +253,8 @@ def rope_spec(hf: Hf, parameters: Hf | None = None, *, partial: bool = False, in
     if any(isinstance(value, Mapping) for value in options.values()):
         raise ConfigError("rope_parameters per layer type are not supported for this architecture")
     fraction = options.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if options.get("rope_type") == "proportional":
+        fraction = 1.0  # a share of the frequencies; see `RopeScaling`
     if fraction != 1.0 and not partial:
         raise ConfigError(f"partial_rotary_factor={fraction} is not supported for this architecture")
     return RopeSpec(
@@ -256,8 +265,9 @@ def rope_spec(hf: Hf, parameters: Hf | None = None, *, partial: bool = False, in
     )
 
 
-def rope_specs(hf: Hf, sliding_theta: float) -> tuple[RopeSpec, RopeSpec]:
-    """(full, sliding): for families whose layers with a window have their own rotary embedding.
+def rope_specs(hf: Hf, sliding_theta: float, *, partial: bool = False) -> tuple[RopeSpec, RopeSpec]:
+    """(full, sliding): for families whose layers with a window have their own rotary embedding. partial: see
+    `rope_spec`.
 
     In older configs `rope_theta` and `rope_scaling` are those of the full layers; the others have the
     base `sliding_theta`, unscaled.
@@ -267,7 +277,7 @@ def rope_specs(hf: Hf, sliding_theta: float) -> tuple[RopeSpec, RopeSpec]:
         raise ConfigError(f"rope_parameters must have the keys {' and '.join(_LAYER_TYPES)}, not {sorted(nested)}")
     full = {**(nested.get("full_attention") or {}), **(hf.get("rope_scaling") or {})}
     sliding = {"rope_theta": sliding_theta, **(nested.get("sliding_attention") or {})}
-    return rope_spec(hf, full), rope_spec(hf, sliding)
+    return rope_spec(hf, full, partial=partial), rope_spec(hf, sliding, partial=partial)
 
 
 def _rope_scaling(hf: Hf, options: Hf) -> RopeScaling | None:

@@ -3,42 +3,61 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from inferlib.models.batch import StepContext
-from inferlib.models.config import AttentionSpec, NormSpec
-from inferlib.models.layers.dealt_attention import attend_around_ring, attend_chunks, attend_rows, merge_shares
+from inferlib.models.batch import StepContext, kernel_lacks
+from inferlib.models.config import AttentionSpec, NormSpec, QueryTemperature
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import rms_norm, scale_norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
+from inferlib.models.layers.step_attention import Attended, Share, attend, limit_of
 from inferlib.models.layout import HeadLayout
+from inferlib.ops.decode_attention import decode_attention
 from inferlib.ops.matmul import matmul
+from inferlib.ops.prefill_attention import prefill_attention
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
+from inferlib.sharding.stripe import Stripe
+
+
+def warmed(q: jax.Array, temperature: QueryTemperature | None, ctx: StepContext) -> jax.Array:
+    """Queries [T, ...] scaled by the temperature of their positions."""
+    if temperature is None:
+        return q
+    positions = jnp.maximum(ctx.positions, 0) + temperature.first
+    factor = 1.0 + temperature.beta * jnp.log1p(positions // temperature.context)
+    return (q * factor.reshape(-1, *(1,) * (q.ndim - 1))).astype(q.dtype)
 
 
 class Attention(nnx.Module):
     """x [T, D] -> [T, D]: this device's part of the sum over heads, without `o_bias`.
 
-    One matrix holds, for each KV head, its G queries, its key and its value: one read of x and one
-    launch, and a split over KV heads keeps every group whole. K and G are as laid out (see `HeadLayout`).
+    One matrix holds, for each KV head, its G queries, its key and, where it has their size, its value: one read of x
+    and one launch, and a split over KV heads keeps every group whole. K and G are as laid out (see `HeadLayout`).
     """
 
     def __init__(self, spec: AttentionSpec, layout: HeadLayout, norm: NormSpec, dim: int, dtype):
         self.spec, self.layout, self.norm = spec, layout, norm
-        k, g, h = layout.groups, layout.queries, spec.head_dim
+        k, g, h, value = layout.groups, layout.queries, spec.head_dim, spec.value_dim
         heads = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM)
-        self.qkv = param((dim, k, g + 2, h), (axes.EMBED, *heads), dtype, contracting=(0,))
+        slots = g + 2 if spec.fuses_values else g + 1
+        self.qkv = param((dim, k, slots, h), (axes.EMBED, *heads), dtype, contracting=(0,))
         outputs = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_OUT)
-        self.o = param((k, g, h, dim), (*outputs, axes.EMBED), dtype, contracting=(0, 1, 2))
+        self.o = param((k, g, value, dim), (*outputs, axes.EMBED), dtype, contracting=(0, 1, 2))
+        apart = not (spec.fuses_values or spec.key_is_value)
+        if apart:
+            self.v = param((dim, k, value), (axes.EMBED, axes.KV_HEADS, axes.HEAD_DIM), dtype, contracting=(0,))
         if spec.qkv_bias:
-            self.qkv_bias = param((k, g + 2, h), heads, dtype, "zeros")
+            self.qkv_bias = param((k, slots, h), heads, dtype, "zeros")
+            if apart:
+                self.v_bias = param((k, value), (axes.KV_HEADS, axes.HEAD_DIM), dtype, "zeros")
+        if spec.sinks:
+            self.sinks = param((k, g), (axes.KV_HEADS, axes.QUERIES), dtype, "zeros")
         if spec.o_bias:
             self.o_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
         neutral = "zeros" if norm.unit_offset else "ones"
@@ -51,7 +70,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         q, k, v = self.project(x, ctx)
-        cache = cache.write(k, v, ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
+        cache = cache.write((k, v), ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
         return matmul(self.attend(q, cache, ctx), self.o[...], contract=3), cache
 
     def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -60,7 +79,17 @@ class Attention(nnx.Module):
         qkv = ctx.shards.sum(matmul(x, self.qkv[...]), axes.EMBED)
         if spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
-        q, k, v = qkv[:, :, :g], qkv[:, :, g], qkv[:, :, g + 1]
+        q, k = qkv[:, :, :g], qkv[:, :, g]
+        if spec.fuses_values:
+            v = qkv[:, :, g + 1]
+        elif spec.key_is_value:
+            v = k
+        else:
+            v = ctx.shards.sum(matmul(x, self.v[...]), axes.EMBED)
+            v = v + self.v_bias[...] if spec.qkv_bias else v
+        if spec.value_norm:
+            v = rms_norm(v, jnp.ones((spec.value_dim,)), self.norm.eps)
+        v = v if spec.value_scale == 1.0 else v * jnp.asarray(spec.value_scale, v.dtype)
         if spec.qk_norm and not spec.qk_norm_after_rope:
             q, k = self.qk_norm(q, k, ctx.shards)
         if spec.rope is not None:
@@ -68,14 +97,13 @@ class Attention(nnx.Module):
             q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
         if spec.qk_norm and spec.qk_norm_after_rope:
             q, k = self.qk_norm(q, k, ctx.shards)
-        if spec.temperature is not None:
-            steps = jnp.maximum(ctx.positions, 0) // spec.temperature.context
-            factor = 1.0 + spec.temperature.beta * jnp.log1p(steps)
-            q = (q * factor[:, None, None, None]).astype(x.dtype)
-        return q, k, v
+        return warmed(q, spec.temperature, ctx), k, v
 
     def qk_norm(self, q: jax.Array, k: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
         spec, eps, offset = self.spec, self.norm.eps, self.norm.unit_offset
+        if spec.qk_norm == "unit":
+            one = jnp.ones((spec.head_dim,))
+            return rms_norm(q, one, eps), rms_norm(k, one, eps)
         q_weight, k_weight = self.q_norm[...], self.k_norm[...]
         if spec.qk_norm == "head":
             norm = partial(rms_norm, eps=eps, unit_offset=offset)
@@ -91,28 +119,38 @@ class Attention(nnx.Module):
         return over_all_heads(q, q_weight, q_count), over_all_heads(k, k_weight, k_count)
 
     def attend(self, q: jax.Array, cache: LayerCache, ctx: StepContext) -> jax.Array:
-        """The chunks' queries by the prefill contract, the rows' by the decode contract: [T, K, G, h], where the output
-        projection takes in a share of h that share."""
-        spec, batch, shards = self.spec, ctx.batch, ctx.shards
-        options = dict(scale=spec.scale, window=spec.window, softcap=spec.softcap)
+        """[T, K, G, h], where the output projection takes in a share of h that share."""
+        spec, batch = self.spec, ctx.batch
         split = math.prod(batch.chunk_tokens.shape)
-        whole, shares = [], []
-        if split:
-            chunks = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])
-            if shards.size(axes.TOKENS) > 1:
-                whole.append(attend_around_ring(chunks, cache, ctx, **options).reshape(split, *q.shape[1:]))
-            else:
-                stripe, ring = shards.stripe(axes.POSITIONS), cache.ring
-                k, v = cache.read(cache.rows, ctx.limit and stripe.most(ctx.limit))
-                out, lse = attend_chunks(chunks, k, v, batch.chunk_rows, ctx, stripe, ring=ring, **options)
-                shares.append((out.reshape(split, *q.shape[1:]), lse.reshape(split, *q.shape[1:-1])))
-        if split < q.shape[0]:
-            shares.append(attend_rows(q[split:], cache, ctx, **options))
-        if shares:
-            out, lse = (_joined(parts) for parts in zip(*shares, strict=True))
-            whole.append(merge_shares(out, lse, shards) if shards.size(axes.POSITIONS) > 1 else out)
-        return _joined(whole)
+        dealt = ctx.shards.size(axes.POSITIONS) > 1
+        sinks = self.sinks[...] if spec.sinks else None
+        options = dict(scale=spec.scale, softcap=spec.softcap, sinks=None if dealt else sinks, ring=cache.ring)
 
+        def chunks(share: Share, pages: jax.Array, stripe: Stripe) -> Attended:
+            queries, positions = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:]), ctx.chunk_positions
+            window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
+            numbers = stripe.number(positions)
+            return prefill_attention(queries, *share, pages, numbers, window=window, limit=limit, **options)
 
-def _joined(parts: Sequence[jax.Array]) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        def rows(share: Share, stripe: Stripe) -> Attended:
+            queries, positions = q[split:], batch.decode_lengths - 1
+            window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
+            numbers = stripe.number(positions)
+            if not isinstance(window, jax.Array):
+                backend = "xla" if kernel_lacks(spec) else ctx.backend.decode_attention
+                return decode_attention(
+                    queries, *share, numbers + 1, window=window, limit=limit, backend=backend, **options
+                )
+            # Chunks differ from row to row, and a window that does not divide covers a position more on some devices;
+            # no decode kernel takes a window for each row.
+            pages, window = jnp.arange(queries.shape[0]), window[:, None]
+            out, lse = prefill_attention(
+                queries[:, None], *share, pages, numbers[:, None], window=window, limit=limit, **options
+            )
+            return out[:, 0], lse[:, 0]
+
+        return attend(cache, ctx, chunks, rows, sinks if dealt else None)
+
+    def window(self, positions: jax.Array) -> int | jax.Array | None:
+        """How many positions each of these sees, itself included."""
+        return self.spec.window if self.spec.chunk is None else positions % self.spec.chunk + 1

@@ -30,21 +30,24 @@ def gated(activation: Activation | ClampedSwiglu, gate: jax.Array, up: jax.Array
 class Mlp(nnx.Module):
     """x [T, D] -> down(act(gate(x)) * up(x)) [T, D]: this device's part of the sum, without `down_bias`.
 
-    Gate and up are one matrix: one read of x, one launch. hidden: F as laid out.
+    Gate and up are one matrix: one read of x, one launch; without a gate it has one half. hidden: F as laid out.
     """
 
     def __init__(self, spec: MlpSpec, hidden: int, dim: int, dtype):
         self.spec = spec
-        self.gate_up = param((dim, 2, hidden), (axes.EMBED, axes.GATE_UP, axes.MLP), dtype, contracting=(0,))
+        halves = 2 if spec.gated else 1
+        self.gate_up = param((dim, halves, hidden), (axes.EMBED, axes.GATE_UP, axes.MLP), dtype, contracting=(0,))
         self.down = param((hidden, dim), (axes.MLP, axes.EMBED), dtype, contracting=(0,))
         if spec.bias:
-            self.gate_up_bias = param((2, hidden), (axes.GATE_UP, axes.MLP), dtype, "zeros")
+            self.gate_up_bias = param((halves, hidden), (axes.GATE_UP, axes.MLP), dtype, "zeros")
             self.down_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 
     def __call__(self, x: jax.Array, shards: Shards) -> jax.Array:
         both = shards.sum(matmul(x, self.gate_up[...]), axes.EMBED)
         if self.spec.bias:
             both = both + self.gate_up_bias[...]
+        if not self.spec.gated:
+            return matmul(ACTIVATIONS[self.spec.activation](both[:, 0]), self.down[...])
         return matmul(gated(self.spec.activation, both[:, 0], both[:, 1]), self.down[...])
 
     def finish(self, x: jax.Array) -> jax.Array:

@@ -36,13 +36,20 @@ class Moe(nnx.Module):
 
     def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> jax.Array:
         """layer: of a scanned segment, whose experts are stacked; see `Experts`."""
+        routed, shared = self.apart(x, ctx, layer)
+        return routed if shared is None else routed + shared
+
+    def apart(
+        self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The sum of the chosen experts, and that of the shared ones if there are any."""
         shards = ctx.shards
         with jax.named_scope("router"):
             experts, weights = self.router(x, shards)
         experts = jnp.where((ctx.positions >= 0)[:, None], experts, -1)  # inactive rows need none
         with jax.named_scope("experts"):
             routed = self.routed(x, experts, weights, shards, layer)
-        return routed if self.spec.shared is None else routed + self.always(x, shards)
+        return routed, None if self.spec.shared is None else self.always(x, shards)
 
     def routed(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Shards, layer: jax.Array | None

@@ -12,7 +12,7 @@ from flax import nnx
 
 def param(
     shape: tuple[int, ...],
-    axes: tuple[str, ...],
+    axes: tuple[str | None, ...],
     dtype,
     init: Literal["normal", "ones", "zeros"] = "normal",
     *,

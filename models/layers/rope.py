@@ -71,7 +71,8 @@ def _llama3(spec: RopeSpec, scaling: RopeScaling, max_len: int) -> tuple[np.ndar
     plain, factor = _frequencies(spec.base, spec.dim), np.float32(scaling.factor)
     low, high, context = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context
     wavelength = np.float32(2 * math.pi) / plain
-    blend = (np.float32(context) / wavelength - np.float32(low)) / np.float32(high - low)
+    between = high - low or 1.0  # where they are equal (Llama 4), nothing is blended
+    blend = (np.float32(context) / wavelength - np.float32(low)) / np.float32(between)
     blended = (1 - blend) * plain / factor + blend * plain
     scaled = np.where(wavelength > np.float32(context / low), plain / factor, blended)
     return np.where(wavelength < np.float32(context / high), plain, scaled), 1.0
@@ -120,4 +121,16 @@ def _longrope(spec: RopeSpec, scaling: RopeScaling, max_len: int) -> tuple[np.nd
     return np.float32(1.0) / (stretch * _wavelengths(spec.base, spec.dim)), factor
 
 
-_KINDS = {"linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+def _proportional(spec: RopeSpec, scaling: RopeScaling, max_len: int) -> tuple[np.ndarray, float]:
+    turning = np.arange(spec.dim // 2) < int(scaling.partial_rotary_factor * spec.dim // 2)
+    return np.where(turning, _frequencies(spec.base, spec.dim), np.float32(0)) / np.float32(scaling.factor), 1.0
+
+
+_KINDS = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "proportional": _proportional,
+}

@@ -44,6 +44,12 @@ SHAPES = {
     "gemma3": ("gemma3_text", _LOCAL_GLOBAL),
     "gemma3, window 5": ("gemma3_text", {**_LOCAL_GLOBAL, "sliding_window": 5}),
     "qwen3": ("qwen3", _LAYERS(1)),
+    "minicpm3": ("minicpm3", _LAYERS(1)),  # latent attention
+    "deepseek": ("deepseek_v3", _LAYERS(2)),  # the same, and experts on the second layer
+    "gpt_oss": ("gpt_oss", _LAYERS(2)),  # sinks, a window on the first layer
+    "gpt2": ("gpt2", _LAYERS(1)),  # learned positions
+    "llama4": ("llama4_text", {**_LAYERS(2), "no_rope_layers": [1, 0], "attention_chunk_size": 7}),
+    "mimo": ("mimo_v2_flash", _LAYERS(2)),  # values smaller than keys
     "smollm2": ("llama", _LAYERS(2) | SMOLLM2_HEADS),
     "biased": ("llama", {**_LAYERS(1), "attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", _LAYERS(1)),  # RMS norm over all heads together

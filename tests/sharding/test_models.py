@@ -13,7 +13,7 @@ from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, logits, requests, ru
 from tests.sharding.hlo import assert_promise_kept
 from tests.test_poison import poison
 
-FAMILIES = ["llama", "gemma3", "qwen3", "smollm2", "experts"]
+FAMILIES = ["llama", "gemma3", "qwen3", "smollm2", "minicpm3", "experts"]
 MESHES = [
     *("tp=2", "tp=4", "tp=8", "dp=2", "tp=2,dp=2", "ep=2", "ep=4", "dp=2,ep=2", "ep=2,tp=2,dp=2", "tp=4,rules=tp_sp"),
     "ep=2,tp=2,rules=tp_sp",
@@ -31,10 +31,16 @@ QUICK = [
     ("smollm2", "cp=4,tp=2,rules=helix"),
     ("gemma3", "cp=2,tp=2,rules=helix"),
     ("gemma3", "cp=2,tp=2,rules=tp2d"),
+    ("minicpm3", "tp=4"),
+    ("minicpm3", "cp=2,tp=4"),
     ("experts", "ep=4"),
     ("experts", "ep=2,tp=2,rules=tp_sp"),
 ]
 EVERY = [pytest.param(f, m, marks=() if (f, m) in QUICK else pytest.mark.slow) for f in FAMILIES for m in MESHES]
+EVERY += [
+    pytest.param("deepseek", mesh, marks=pytest.mark.slow)
+    for mesh in ("ep=2,tp=2,rules=tp_sp", "ep=2,cp=2,tp=2", "cp=2,tp=2,rules=helix", "cp=2,tp=2,rules=tp2d")
+]
 
 
 def assert_same_logits(engine, shape: str, expected) -> None:
@@ -86,10 +92,19 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
         pytest.param("cohere2", "tp=4", marks=pytest.mark.slow),
         ("cohere2", "cp=2,tp=2,rules=tp2d"),
         pytest.param("cohere2", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
+        ("gpt_oss", "cp=2,tp=2"),
+        pytest.param("gpt_oss", "tp=2", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
+        ("llama4", "cp=2"),
+        pytest.param("gpt2", "tp=4,rules=tp_sp", marks=pytest.mark.slow),
+        pytest.param("gpt2", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
+        pytest.param("mimo", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
+        pytest.param("mimo", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_logits_with_rarer_layers(shape, parallel, engine_of, expected):
-    """Biases, an RMS norm over all heads of which some are copies, layer norms, parallel blocks."""
+    """Biases, an RMS norm over all heads of which some are copies, layer norms, parallel blocks, sinks, chunks, values
+    of another size."""
     assert_same_logits(engine_of(shape, parallel), shape, expected)
 
 

@@ -1,0 +1,123 @@
+"""Multi-head latent attention (MLA; DeepSeek-AI 2024, "DeepSeek-V2")."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from inferlib.models.batch import StepContext
+from inferlib.models.config import MlaSpec
+from inferlib.models.layers.attention import warmed
+from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.norm import rms_norm
+from inferlib.models.layers.param import param
+from inferlib.models.layers.rope import apply_rope
+from inferlib.models.layers.step_attention import Attended, Share, attend, limit_of
+from inferlib.models.layout import HeadLayout
+from inferlib.ops.matmul import matmul, precision_of
+from inferlib.ops.mla_decode_attention import mla_decode_attention
+from inferlib.ops.prefill_attention import prefill_attention
+from inferlib.sharding import axes
+from inferlib.sharding.stripe import Stripe
+
+
+class Mla(nnx.Module):
+    """x [T, D] -> [T, D]: this device's part of the sum over heads, without `o_bias`.
+
+    The cache holds each token's latent [R], normed, and beside it its rotary key [r], both shared by all heads. Prefill
+    expands them to keys [n + r] and values [v] of each head; decoding takes the queries to the latents' space instead
+    and its output back, so that it reads each cell once for all heads. H heads as laid out (see `HeadLayout`).
+    """
+
+    def __init__(self, spec: MlaSpec, layout: HeadLayout, dim: int, dtype):
+        self.spec = spec
+        heads, rank, n, v = layout.groups, spec.kv_rank, spec.nope_dim, spec.value_dim
+        # One matrix for the queries' latent, the keys' and values', and the rotary key: one read of x, one launch.
+        self.down = param((dim, spec.latent_dim), (axes.EMBED, axes.LATENT), dtype, contracting=(0,))
+        if spec.latent_bias:
+            self.down_bias = param((spec.latent_dim,), (axes.LATENT,), dtype, "zeros")
+        if spec.q_rank:
+            self.q_norm = param((spec.q_rank,), (axes.LATENT,), dtype, "ones")
+        source = (spec.q_rank, axes.LATENT) if spec.q_rank else (dim, axes.EMBED)
+        names = (source[1], axes.KV_HEADS, axes.HEAD_DIM)
+        self.q = param((source[0], heads, n + spec.rope.dim), names, dtype, contracting=(0,))
+        self.kv_norm = param((rank,), (axes.LATENT,), dtype, "ones")
+        self.k = param((heads, n, rank), (axes.KV_HEADS, axes.HEAD_DIM, axes.LATENT), dtype)
+        self.v = param((heads, rank, v), (axes.KV_HEADS, axes.LATENT, axes.HEAD_DIM), dtype)
+        self.o = param((heads, v, dim), (axes.KV_HEADS, axes.HEAD_OUT, axes.EMBED), dtype, contracting=(0, 1))
+        if spec.o_bias:
+            self.o_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
+
+    def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        q, latent = self.project(x, ctx)
+        cache = cache.write((latent[:, None],), ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
+        return matmul(self.attend(q, cache, ctx)[:, :, 0], self.o[...], contract=2), cache
+
+    def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
+        """q [T, H, n + r] and what is cached [T, R + r]: normed, the last r rotated."""
+        spec, n, rank = self.spec, self.spec.nope_dim, self.spec.q_rank or 0
+        down = ctx.shards.sum(matmul(x, self.down[...]), axes.EMBED)
+        if spec.latent_bias:
+            down = down + self.down_bias[...]
+        latent, key = down[:, rank : rank + spec.kv_rank], down[:, rank + spec.kv_rank :]
+        if rank:
+            q = matmul(rms_norm(down[:, :rank], self.q_norm[...], spec.eps), self.q[...])
+        else:
+            q = ctx.shards.sum(matmul(x, self.q[...]), axes.EMBED)
+        angles = ctx.rope[spec.rope]
+        q = jnp.concatenate([q[..., :n], apply_rope(q[..., n:], *angles)], axis=-1)
+        latent = rms_norm(latent, self.kv_norm[...], spec.eps)
+        latent = latent if spec.latent_scale == 1.0 else latent * jnp.asarray(spec.latent_scale, latent.dtype)
+        return warmed(q, spec.temperature, ctx), jnp.concatenate([latent, apply_rope(key, *angles)], axis=-1)
+
+    def attend(self, q: jax.Array, cache: LayerCache, ctx: StepContext) -> jax.Array:
+        """[T, H, 1, v], where the output projection takes in a share of v that share."""
+        spec, batch = self.spec, ctx.batch
+        split = math.prod(batch.chunk_tokens.shape)
+
+        def chunks(share: Share, pages: jax.Array, stripe: Stripe) -> Attended:
+            limit = limit_of(ctx, stripe)
+            latents = share[0][jnp.minimum(pages, share[0].shape[0] - 1), 0, :limit]
+            queries = q[:split].reshape(*batch.chunk_tokens.shape, q.shape[1], 1, q.shape[2])
+            own, numbers = jnp.arange(pages.size), stripe.number(ctx.chunk_positions)
+            return prefill_attention(queries, *self.expand(latents), own, numbers, scale=spec.scale)
+
+        def rows(share: Share, stripe: Stripe) -> Attended:
+            lengths = stripe.number(batch.decode_lengths - 1) + 1
+            out, lse = mla_decode_attention(
+                self.absorb(q[split:]),
+                share[0],
+                lengths,
+                rank=spec.kv_rank,
+                scale=spec.scale,
+                limit=limit_of(ctx, stripe),
+            )
+            return self.values(out)[:, :, None], lse[..., None]
+
+        return attend(cache, ctx, chunks, rows)
+
+    def expand(self, cells: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Latents and rotary keys [P, S, R + r] -> each head's keys [P, H, S, n + r] and values [P, H, S, v]."""
+        latent, key = cells[..., : self.spec.kv_rank], cells[..., self.spec.kv_rank :]
+        k = jnp.moveaxis(_dot(latent, self.k[...], ((2,), (2,))), 1, 2)  # [P, S, H, n]
+        v = jnp.moveaxis(_dot(latent, self.v[...], ((2,), (1,))), 1, 2)
+        key = jnp.broadcast_to(key[:, None], (*k.shape[:3], key.shape[-1]))
+        return jnp.concatenate([k, key], axis=-1), v
+
+    def absorb(self, q: jax.Array) -> jax.Array:
+        """Queries [B, H, n + r] -> [B, H, R + r]: their product with a cached cell is that with its expanded key."""
+        n = self.spec.nope_dim
+        latent = jnp.moveaxis(_dot(q[..., :n], self.k[...], ((2,), (1,)), ((1,), (0,))), 0, 1)
+        return jnp.concatenate([latent, q[..., n:]], axis=-1)
+
+    def values(self, out: jax.Array) -> jax.Array:
+        """What was attended to, [B, H, R] -> [B, H, v]; linear, so that shares of positions may be merged after it."""
+        return jnp.moveaxis(_dot(out, self.v[...], ((2,), (1,)), ((1,), (0,))), 0, 1)
+
+
+def _dot(x: jax.Array, w: jax.Array, contract, batch=((), ())) -> jax.Array:
+    return lax.dot_general(x, w, (contract, batch), precision_of(x.dtype), preferred_element_type=x.dtype)
