@@ -154,17 +154,23 @@ def piece_bytes(source: TensorSource, piece: Piece) -> int:
 
 
 def assemble(
-    layout: Layout, spec: LayerSpec | None, names: tuple[str, ...], part: str, dtype: str, *pieces: jax.Array
+    layout: Layout,
+    spec: LayerSpec | None,
+    names: tuple[str, ...],
+    part: str,
+    dtype: str,
+    *pieces: jax.Array,
+    fill: float = 0.0,
 ) -> jax.Array:
     """Lay out the pieces of a part (see `layer_pieces`) as the decoder wants it. Traceable; one jit per shape.
 
-    names: the logical axes of the result.
+    names: the logical axes of the result. fill: what padding holds.
     """
     if spec is None or not part.startswith("attn."):
         fuse = _top if spec is None else _mlp
     else:
         fuse = _latent_attention if isinstance(spec.attention, MlaSpec) else _attention
-    return expand(layout, spec, names, fuse(spec, part, pieces)).astype(dtype)
+    return expand(layout, spec, names, fuse(spec, part, pieces), fill).astype(dtype)
 
 
 def expand(

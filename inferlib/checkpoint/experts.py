@@ -18,8 +18,9 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from inferlib.checkpoint.assemble import LoadItem, Piece, piece_bytes
+from inferlib.checkpoint.shipped import is_kept, kept
 from inferlib.checkpoint.source import TensorSource
-from inferlib.models.abstract import ArraySpec, WeightSpec
+from inferlib.models.abstract import ArraySpec
 from inferlib.models.config import MoeSpec
 from inferlib.models.families.common import FusedExperts
 from inferlib.ops.quantized import Scheme, quantize
@@ -66,12 +67,12 @@ def load_experts(
         for expert in range(item.layer.mlp.experts):
             own = _of_expert(pieces, kind, expert)
             if arrays[0].owners(expert):
-                tensors = _read(source, own, kind, item.fused_experts)
                 if weight.scheme is None:
+                    tensors = _read(source.read, own, kind, item.fused_experts)
                     cut = lambda bounds, tensors=tensors: _cut(tensors, kind, bounds)  # noqa: E731
                     arrays[0].put(layer, expert, kind, cut)
                 else:
-                    for parts, whole in zip(arrays, _quantized(weight, kind, tensors), strict=True):
+                    for parts, whole in zip(arrays, _quantized(source, item, own), strict=True):
                         parts.put(layer, expert, "", partial(parts.share, whole))
             # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
             jax.block_until_ready([list(parts.arrays.values()) for parts in arrays])
@@ -125,16 +126,27 @@ class _Parts:
         return jax.make_array_from_single_device_arrays(self.spec.shape, self.sharding, parts)
 
 
-def _quantized(weight: WeightSpec, kind: str, tensors: list[np.ndarray]) -> list[np.ndarray]:
+def _quantized(source: TensorSource, item: LoadItem, pieces: Sequence[Piece]) -> list[np.ndarray]:
     """The arrays of one expert. A device has a part of them, but scales are of whole channels."""
+    weight, kind = item.weight, item.weight.part.removeprefix(_PREFIX)
     lead = sum(name in (axes.LAYERS, axes.EXPERTS) for name in weight.axes)
-    contracting = tuple(i - lead for i in weight.contracting)
-    return [np.asarray(array) for array in _jit_quantize(kind, contracting, weight.scheme)(*tensors)]
+    how = kind, tuple(i - lead for i in weight.contracting), weight.scheme
+    if is_kept(source, weight, pieces):
+        stored = (_read(reader, pieces, kind, item.fused_experts) for reader in (source.values, source.scales))
+        return [np.asarray(array) for array in _jit_keep(*how)(*stored)]
+    tensors = _read(source.read, pieces, kind, item.fused_experts)
+    return [np.asarray(array) for array in _jit_quantize(*how)(*tensors)]
 
 
 @cache
 def _jit_quantize(kind: str, contracting: tuple[int, ...], scheme: Scheme):
     return jax.jit(lambda *tensors: jax.tree.leaves(quantize(_laid_out(kind, tensors), contracting, scheme)))
+
+
+@cache
+def _jit_keep(kind: str, contracting: tuple[int, ...], scheme: Scheme):
+    lay_out = lambda tensors, _: _laid_out(kind, tensors)  # noqa: E731 (there is no padding yet)
+    return jax.jit(lambda values, scales: kept(scheme, contracting, values, scales, lay_out))
 
 
 def _of_expert(pieces: Sequence[Piece], kind: str, expert: int) -> Sequence[Piece]:
@@ -145,11 +157,13 @@ def _of_expert(pieces: Sequence[Piece], kind: str, expert: int) -> Sequence[Piec
     return pieces[expert * count : (expert + 1) * count]
 
 
-def _read(source: TensorSource, pieces: Sequence[Piece], kind: str, fused: FusedExperts) -> list[np.ndarray]:
+def _read(
+    reader: Callable[[str, slice | None], np.ndarray], pieces: Sequence[Piece], kind: str, fused: FusedExperts
+) -> list[np.ndarray]:
     """One expert's tensors, [out, in] each: gate and up, or the one."""
     if pieces[0].rows is None:
-        return [source.read(piece.tensor) for piece in pieces]
-    whole = source.read(pieces[0].tensor, slice(*pieces[0].rows))[0]
+        return [reader(piece.tensor, None) for piece in pieces]
+    whole = reader(pieces[0].tensor, slice(*pieces[0].rows))[0]
     whole = whole.T if fused.transposed else whole
     if not kind.startswith("gate_up"):
         return [whole]

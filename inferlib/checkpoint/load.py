@@ -16,11 +16,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from inferlib.checkpoint.assemble import LoadItem, Piece, assemble, layer_pieces, piece_bytes, top_pieces
 from inferlib.checkpoint.experts import expert_pieces, load_experts
+from inferlib.checkpoint.shipped import QuantizedSource, is_kept, kept
 from inferlib.checkpoint.source import CheckpointError, TensorSource
-from inferlib.models.abstract import AbstractModel, WeightSpec
+from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
 from inferlib.models.config import LayerSpec, ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
 from inferlib.models.layout import Layout
+from inferlib.models.quantization import Quantization
 from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -103,10 +105,15 @@ def load_item(
     one = replace(weight.of_layer, name="", block=None)  # weights alike share a compilation
     sharding = placement(shards, one.axes, one.shape)
     split = dict(zip(one.axes, sharding.spec, strict=True)) if sharding else {}
-    lay_out = _jit_lay_out(layer_places(one, shards, formats, stacked=stacked))
+    places = layer_places(one, shards, formats, stacked=stacked)
     for pieces in item.pieces:
-        arrays = [_read(source, piece, weight.part, shards, split) for piece in pieces]
-        layers.append(lay_out(model.layout, item.layer, one, *arrays))
+        if is_kept(source, weight, pieces):
+            values = [_read(source.values, piece, weight.part, shards, split) for piece in pieces]
+            scales = [source.scales(piece.tensor, slice(*piece.rows) if piece.rows else None) for piece in pieces]
+            layers.append(_jit_keep(places)(model.layout, item.layer, one, values, scales))
+        else:
+            arrays = [_read(source.read, piece, weight.part, shards, split) for piece in pieces]
+            layers.append(_jit_lay_out(places)(model.layout, item.layer, one, *arrays))
         advance(sum(piece_bytes(source, p) for p in pieces))
     arrays = stack(weight, shards, formats, layers) if stacked else layers[0]
     # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
@@ -164,13 +171,33 @@ def _jit_lay_out(places: tuple[Format | NamedSharding | None, ...]):
     return jax.jit(lay_out, static_argnums=(0, 1, 2), out_shardings=places)
 
 
+def keep(
+    layout: Layout, layer: LayerSpec | None, weight: WeightSpec, values: list[jax.Array], scales: list[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """The arrays of one layer's weight, from values and scales as they are stored. Traceable."""
+
+    def whole(pieces: Sequence[jax.Array], fill: float) -> jax.Array:
+        return assemble(layout, layer, weight.axes, weight.part, pieces[0].dtype, *pieces, fill=fill)
+
+    return kept(weight.scheme, weight.contracting, values, scales, whole)
+
+
+@cache
+def _jit_keep(places: tuple[Format | NamedSharding | None, ...]):
+    return jax.jit(keep, static_argnums=(0, 1, 2), out_shardings=places)
+
+
 @cache
 def _jit_stack(place: Format | NamedSharding | None):
     return jax.jit(jnp.stack, out_shardings=place)
 
 
 def _read(
-    source: TensorSource, piece: Piece, part: str, shards: Shards, split: dict[str, str | tuple[str, ...] | None]
+    reader: Callable[[str, slice | None], np.ndarray],
+    piece: Piece,
+    part: str,
+    shards: Shards,
+    split: dict[str, str | tuple[str, ...] | None],
 ) -> np.ndarray | jax.Array:
     """A piece as stored: a view of the file, or on a mesh an array of which each device reads its part.
 
@@ -180,8 +207,8 @@ def _read(
 
     def read(rows: slice | None) -> np.ndarray:
         if piece.transposed:
-            return source.read(piece.tensor).T[rows or slice(None)]
-        return source.read(piece.tensor, rows)
+            return reader(piece.tensor, None).T[rows or slice(None)]
+        return reader(piece.tensor, rows)
 
     if shards.mesh is None:
         return read(slice(start, stop) if piece.rows else None)
@@ -217,6 +244,21 @@ def _axes_of(part: str) -> tuple[str, str]:
             return axes.EMBED, axes.MLP
         case _:
             return axes.VOCAB, axes.EMBED
+
+
+def shipped_quantization(source: QuantizedSource, family: Family, config: ModelConfig) -> Quantization:
+    """How a quantised checkpoint's weights are kept. Raises CheckpointError if a part of the layers mixes forms."""
+    model, quantized, plain = abstract_model(config, "float32"), set(), set()
+    for item in plan_load(source, family, model):
+        if item.weight.contracting:
+            for pieces in item.pieces:
+                for piece in pieces:
+                    (quantized if source.holds(piece.tensor) else plain).add(item.weight.part)
+    if mixed := sorted(quantized & plain):
+        raise CheckpointError(
+            f"some tensors of {', '.join(mixed)} are quantised and others are not, which layers cannot mix yet"
+        )
+    return Quantization(source.form.name, source.form.scheme, tuple(sorted(plain)))
 
 
 def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
