@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from inferlib.compile.deployment import Deployment
 from inferlib.compile.plans import load_plan
 from inferlib.compile.report import Report
 from inferlib.explain import explain_step
+from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
@@ -182,11 +184,26 @@ def test_decoding_moves_only_what_it_must(name, target, parallel, batch, most):
     assert program.moved_bytes <= most * program.floor_bytes
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "mxfp4"])
+def test_quantised_weights_are_read_packed(name):
+    """No program unpacks a weight to memory: it moves little beside its packed weights and its cache."""
+    buckets, parallel = Buckets((128,), (8,), (512,)), Parallelism.parse("tp=4")
+    made = Deployment(TINY, "v5e-4", "bfloat16", buckets, parallel, ("greedy",), Quantization.named(name))
+    report = report_of(made, made.keys()[:1])
+    assert report.ok
+    (program,) = report.programs
+    assert program.copies == []
+    unpacked = 2 * sum(math.prod(w.shape) for w in made.planned().model.weights if w.scheme is not None) // 4
+    assert program.temporaries < unpacked // 8
+    assert program.moved_bytes < program.floor_bytes + unpacked // 8
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in configs.plan_names() if load_plan(name).quantization is None])
+@pytest.mark.parametrize("name", configs.plan_names())
 def test_plans_compile(name):
     plan = load_plan(name)
     parallel = Parallelism.parse(plan.parallel)
-    made = Deployment(configs.load(plan.model), str(plan.slice), plan.dtype, plan.engine.buckets, parallel, ("greedy",))
+    sizes = (plan.dtype, plan.engine.buckets, parallel, ("greedy",), plan.stored)
+    made = Deployment(configs.load(plan.model), str(plan.slice), *sizes)
     report = report_of(made, made.keys()[:1])
     assert report.ok

@@ -17,6 +17,7 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file, save_file
 
 from inferlib import LLM, Buckets
+from inferlib.config import ConfigurationError
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ConfigError
@@ -189,6 +190,17 @@ def test_logits_are_those_of_the_rounded_model(name, checkpoint, tmp_path, quick
         scales += (1 if outputs == 131 else 2) * count * outputs
     numbers = 2 * (96 * 240 + 96 * 160 + 80 * 96 + 144 * 96) + 96 * 131
     assert sum(a.nbytes for w in matrices for a in w.arrays) == numbers * bits // 8 + scales * scale
+
+
+def test_a_mesh_gives_the_same_logits(checkpoint, quick_compilations):
+    path, (prompt,) = checkpoint("llama", num_hidden_layers=1, intermediate_size=64), random_prompts([20])
+    buckets = Buckets(prefill=(16,), batch=(1,), cache=(32,))
+    sizes = dict(dtype="float32", max_batch=1, max_len=32, buckets=buckets, progress=False)
+    for name, parallel in (("int8", "tp=4"), ("mxfp8", "tp=2"), ("int8", "tp=2,cp=2,rules=tp2d")):
+        one, several = (LLM(path, quantization=name, parallel=p, **sizes) for p in (None, parallel))
+        np.testing.assert_allclose(several.logits(prompt), one.logits(prompt), rtol=0, atol=1e-4)
+    with pytest.raises(ConfigurationError, match="float4_e2m1fn weights work on a single CPU"):
+        LLM(path, quantization="mxfp4", parallel="tp=2", **sizes)
 
 
 def test_stacked_layers_are_quantised_one_by_one(checkpoint):

@@ -31,7 +31,7 @@ from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 
-_FORMAT = 1
+_FORMAT = 2
 _MANIFEST = "manifest.json"
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.experimental.layout import Layout
 
-from inferlib.compile.program_set import ProgramSet, planned_keys
+from inferlib.compile.program_set import ProgramSet, check_packed, planned_keys
 from inferlib.compile.programs import Mode, ProgramKey
 from inferlib.compile.targets import Target, parse_target
 from inferlib.config import Buckets, ConfigurationError, EngineConfig, check_dtype
@@ -89,6 +89,7 @@ class Deployment:
         config = self.config(shards)
         options = dict(quantization=self.quantization, scan=config.scan, shards=shards)
         model = abstract_model(self.model, self.dtype, **options)
+        check_packed(model, config, placed=True)
         return ProgramSet.make(model, config, layouts)
 
     def planned(self) -> ProgramSet:

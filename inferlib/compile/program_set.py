@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.compile.state import RowState
-from inferlib.config import EngineConfig
+from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.sharding import axes
 
@@ -52,7 +52,9 @@ class ProgramSet:
 
     @staticmethod
     def make(model: AbstractModel, config: EngineConfig, layouts: Sequence[Layout] | None = None) -> ProgramSet:
-        """The programs and the cache of an engine, in the model's dtype."""
+        """The programs and the cache of an engine, in the model's dtype. Raises ConfigurationError for arrays that they
+        would not take."""
+        check_packed(model, config, placed=config.shards.mesh is not None or layouts is not None)
         plan = plan_cache(
             model,
             rows=config.max_batch,
@@ -170,6 +172,16 @@ class ProgramSet:
             floats=struct((p, state.floats.shape[1]), jnp.float32, by_row),
         )
         return weights, cache, state, control, chunk
+
+
+def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) -> None:
+    """Raise ConfigurationError for types of less than a byte where jax misreports the layout of such arrays, which
+    programs compiled ahead of their call then refuse: on CPUs, if the arrays are placed on particular devices."""
+    packed = next((spec.dtype.name for spec in model.specs if jax.dtypes.itemsize_bits(spec.dtype) < 8), None)
+    if packed and placed and config.platform == "cpu":
+        raise ConfigurationError(
+            f"{packed} weights work on a single CPU, in the process that compiles its programs: use int8, fp8 or mxfp8"
+        )
 
 
 def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[ProgramKey]:
