@@ -84,8 +84,8 @@ class EngineConfig:
 
     decode_steps: tokens per row and dispatch of a decode program. in_flight: dispatches the host runs ahead
     of the results it has seen. scan: repeating layers are stacked and scanned instead of unrolled.
-    platform: "cpu", "gpu", "tpu". free_layouts: the compiler chooses how weights lie in memory. shards: the mesh; each
-    of its replicas holds an equal share of the rows.
+    platform: "cpu", "gpu", "tpu", "neuron". free_layouts: the compiler chooses how weights lie in memory. shards: the
+    mesh; each of its replicas holds an equal share of the rows.
     """
 
     max_batch: int
@@ -155,7 +155,7 @@ class EngineConfig:
 
     @staticmethod
     def make(
-        platform: Literal["cpu", "gpu", "tpu"],
+        platform: Literal["cpu", "gpu", "tpu", "neuron"],
         max_batch: int,
         max_len: int,
         buckets: Buckets | None = None,
@@ -163,8 +163,8 @@ class EngineConfig:
         model: ModelConfig | None = None,
     ):
         """Defaults of a platform: scanned layers and free layouts on TPU; fewer steps per dispatch on GPU, where they
-        are counted and a row that ends keeps its place until the last. model: what will be run; cache buckets are
-        finer where attention of its layers reads all of a bucket."""
+        are counted and a row that ends keeps its place until the last; a single one on Trainium, which has no loops.
+        model: what will be run; cache buckets are finer where attention of its layers reads all of a bucket."""
         shards = shards or Shards()
         backend = Backend.for_platform(platform, shards)
         ragged, dealt = backend.decode_attention == "pallas", shards.size(axes.TOKENS)
@@ -180,7 +180,7 @@ class EngineConfig:
             max_len,
             buckets,
             platform=platform,
-            decode_steps=4 if platform == "gpu" else 8,
+            decode_steps={"gpu": 4, "neuron": 1}.get(platform, 8),
             scan=platform == "tpu",
             free_layouts=platform == "tpu",
             backend=backend,

@@ -22,7 +22,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from inferlib.cache.plan import BlockCache, CachePlan
-from inferlib.compile.programs import Mode, ProgramKey
+from inferlib.compile.programs import Mode, ProgramKey, fuses
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
@@ -53,9 +53,9 @@ class Placement:
 class Collective:
     """`count` collectives of a step. nbytes: of the whole array of one: what an all-reduce or an all-gather returns,
     what a reduce-scatter, an all-to-all or a permutation takes. axis: the mesh axes whose devices take part, joined
-    by "+"."""
+    by "+". A fused all-reduce is a kernel, see `programs.fuses`, and not among XLA's collectives."""
 
-    kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
+    kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute", "fused all-reduce"]
     purpose: str
     axis: str
     nbytes: int
@@ -127,7 +127,10 @@ def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: S
         ),
         state=_grouped(place(name, names, x.shape, x.dtype) for name, names, x in fields),
         waste=model.layout.waste(),
-        steps=tuple(explain_step(model, plan, config.shards, key) for key in keys),
+        steps=tuple(
+            explain_step(model, plan, config.shards, key, counted=config.counted, fused=fuses(model, config, key))
+            for key in keys
+        ),
     )
 
 
@@ -157,9 +160,19 @@ def _grouped(placements: Iterable[Placement]) -> tuple[Placement, ...]:
 # ---- collectives
 
 
-def explain_step(model: AbstractModel, plan: CachePlan, shards: Shards, key: ProgramKey) -> Step:
-    """What a step of a program will say over the mesh."""
-    ledger, prompt = _Ledger(shards), key.chunks * key.chunk
+def explain_step(
+    model: AbstractModel,
+    plan: CachePlan,
+    shards: Shards,
+    key: ProgramKey,
+    *,
+    counted: bool = False,
+    fused: bool = False,
+) -> Step:
+    """What a step of a program will say over the mesh. counted: see `EngineConfig.counted`; fused: `programs.fuses`."""
+    ledger, prompt = _Ledger(shards, fused), key.chunks * key.chunk
+    if fused:
+        ledger.reduce("mailboxes", (axes.MLP,), (1,), np.float32)
     _forward(ledger, model, plan, key)
     if key.chunks:
         ledger.reduce("last tokens of prompts", (axes.TOKENS,), (key.chunks, _width(model)), model.dtype)
@@ -172,7 +185,7 @@ def explain_step(model: AbstractModel, plan: CachePlan, shards: Shards, key: Pro
         _head(ledger, model, positions)
         if key.detail == "logprobs":
             _score(ledger, positions, model.layout.vocab)
-    if key.steps > 1:
+    if key.steps > 1 and not counted:
         ledger.reduce("whether to go on", (axes.ROWS,), (2,), np.int32)
     tokens = prompt // shards.size(axes.TOKENS) + key.rows
     return Step(key, prompt + key.rows, ledger.collectives(), _expert_bytes(model, shards, tokens))
@@ -181,8 +194,9 @@ def explain_step(model: AbstractModel, plan: CachePlan, shards: Shards, key: Pro
 class _Ledger:
     """Takes note of the collectives of `Shards`, by the same names, where those would really take place."""
 
-    def __init__(self, shards: Shards):
-        self.shards = shards
+    def __init__(self, shards: Shards, fused: bool = False):
+        self.shards, self.fused = shards, fused
+        self.times = 1  # that what is noted takes place
         self._counts: Counter[Collective] = Counter()
 
     def reduce(self, purpose: str, names: Sequence[str], shape: tuple[int, ...], dtype, count: int = 1) -> None:
@@ -192,6 +206,13 @@ class _Ledger:
     def sum_tokens(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype) -> None:
         kind = "reduce-scatter" if self.shards.splits_tokens else "all-reduce"
         self.add(kind, purpose, names, self._padded(shape), dtype)
+
+    def sum_layer(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype) -> None:
+        """The sum that ends a layer's attention or feed-forward."""
+        if self.fused:
+            self.add("fused all-reduce", purpose, names, shape, dtype)
+        else:
+            self.sum_tokens(purpose, names, shape, dtype)
 
     def all_tokens(self, purpose: str, shape: tuple[int, int], dtype) -> None:
         if self.shards.splits_tokens:
@@ -208,7 +229,8 @@ class _Ledger:
         """names: the logical axes over which the devices speak. shape: see `Collective.nbytes`."""
         axis = _joined(self.shards.mesh_axes(*names))
         if axis and count:
-            self._counts[Collective(kind, purpose, axis, prod(shape) * np.dtype(dtype).itemsize)] += count
+            nbytes = prod(shape) * np.dtype(dtype).itemsize
+            self._counts[Collective(kind, purpose, axis, nbytes)] += self.times * count
 
 
 def _expert_bytes(model: AbstractModel, shards: Shards, tokens: int) -> int:
@@ -241,20 +263,21 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
     hidden, dtype = (tokens, _width(model)), model.dtype
     ledger.sum_tokens("embedding", (axes.VOCAB,), hidden, dtype)
-    blocks = {i: block for layers, block in zip(model.blocks(), plan.blocks, strict=True) for i in layers}
-    for i, layer in enumerate(model.config.layers):
+    for layers, block in zip(model.blocks(), plan.blocks, strict=True):
+        layer, ledger.times = model.config.layers[layers[0]], len(layers)
         _norm(ledger, model, tokens, 2 * layer.post_norm + layer.pre_norm * (1 if layer.parallel else 2))
         ledger.all_tokens("input of attention", hidden, dtype)
-        _attention(ledger, model, layer, blocks[i], tokens, key)
+        _attention(ledger, model, layer, block, tokens, key)
         if not layer.parallel:
-            ledger.sum_tokens("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype)
+            ledger.sum_layer("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype)
             ledger.all_tokens("input of feed-forward", hidden, dtype)
         if isinstance(layer.mlp, MoeSpec):
             _mixture(ledger, model, layer.mlp, tokens)
         else:
             _gate_up(ledger, model, layer.mlp, tokens)
         both = "attention and feed-forward" if layer.parallel else "feed-forward"
-        ledger.sum_tokens(both, (axes.MLP,), hidden, dtype)
+        ledger.sum_layer(both, (axes.MLP,), hidden, dtype)
+    ledger.times = 1
     ledger.all_tokens("head", hidden, dtype)
 
 

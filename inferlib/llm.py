@@ -17,6 +17,7 @@ import numpy as np
 from inferlib import distributed
 from inferlib.compile.artifacts import Artifacts
 from inferlib.compile.counter import compilations
+from inferlib.compile.functions import adopted
 from inferlib.compile.program_set import ProgramSet, planned_keys
 from inferlib.config import Buckets, ConfigurationError, EngineConfig, check_dtype
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
@@ -97,22 +98,24 @@ class LLM:
         settings = dict(dtype=dtype, quantization=kept, **sizes, parallel=parallel)
         if artifacts is not None and self._channel:
             raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
+        start = {}
         with agreement({"model": files.config, "jax": jax.__version__, **settings}):
             if artifacts is None:
                 programs = _plan_programs(files.config, **settings)
             else:
                 stored = Artifacts.open(artifacts)
                 stored.check(files.config, settings)
-                programs = stored.load()
+                programs, start = stored.load(), stored.start()
             self.config = programs.config
             if self._channel and not self.config.shards.several_processes:
                 raise ShardingError(
                     f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
                 )
-        weights = files.load(
-            programs.model, shards=self.config.shards, formats=programs.formats, progress=self.progress
-        )
-        self.engine = Engine(programs.model, weights, self.config, channel=self._channel, programs=programs)
+        with adopted(start):
+            weights = files.load(
+                programs.model, shards=self.config.shards, formats=programs.formats, progress=self.progress
+            )
+            self.engine = Engine(programs.model, weights, self.config, channel=self._channel, programs=programs)
         if self._channel:
             self._channel.ready()
         self._ids = itertools.count()

@@ -131,6 +131,18 @@ class AbstractModel:
         return sum(math.prod(weight.shape) for weight in self.weights)
 
     @property
+    def active_parameters(self) -> int:
+        """Those that one token uses: of experts, as many as it chooses."""
+        total = 0.0
+        for spec in self.weights:
+            share = 1.0
+            if axes.EXPERTS in spec.axes:
+                experts = self.config.layers[self.layers_of(spec.block)[0]].mlp
+                share = experts.router.chosen / experts.experts
+            total += share * math.prod(spec.shape)
+        return round(total)
+
+    @property
     def nbytes(self) -> int:
         return sum(spec.nbytes for spec in self.specs)
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
-AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM)  # which transformers leaves out
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # which transformers leaves out
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

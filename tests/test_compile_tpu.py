@@ -23,7 +23,7 @@ from inferlib.compile.aot import compile_programs
 from inferlib.compile.deployment import Deployment
 from inferlib.compile.plans import load_plan
 from inferlib.compile.report import Report
-from inferlib.explain import explain_step
+from inferlib.explain import explain
 from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 
@@ -49,6 +49,21 @@ EXPERTS = TINY | {
     "num_experts": 16,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 256,
+}
+LATENTS = {key: value for key, value in TINY.items() if key not in ("num_key_value_heads", "head_dim")} | {
+    "architectures": ["MiniCPM3ForCausalLM"],
+    "q_lora_rank": 256,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+CHUNKS = TINY | {
+    "architectures": ["Llama4ForCausalLM"],
+    "num_hidden_layers": 8,
+    "intermediate_size_mlp": 512,
+    "num_local_experts": 4,
+    "attention_chunk_size": 128,
 }
 SLICES = [
     ("v5e-8", "tp=8"),
@@ -87,7 +102,7 @@ def test_collectives_are_those_that_explain_promises(target, parallel):
     for p in report.programs:
         promised = _large_apart(
             (c.kind, c.nbytes, c.count)
-            for c in explain_step(planned.model, planned.plan, planned.config.shards, p.key).collectives
+            for c in explain(planned.model, planned.plan, planned.config, [p.key]).steps[0].collectives
         )
         found = _large_apart((c["kind"], c["nbytes"], c["count"]) for c in p.collectives)
         if made.parallel.tensor < 8:
@@ -112,6 +127,13 @@ def test_no_program_copies_the_cache_or_lays_out_a_weight(target, parallel):
     assert report.ok
     assert [p.copies for p in report.programs] == [[]] * 3
     assert all(p.estimate > 0 and p.peak < report.capacity for p in report.programs)
+
+
+@pytest.mark.parametrize("hf", [LATENTS, pytest.param(CHUNKS, marks=pytest.mark.slow)], ids=["latents", "chunks"])
+def test_no_program_copies_a_cache_of_another_kind(hf):
+    made = replace(tiny("v5e-8", "tp=8"), hf=hf)
+    keys = [key for key in list(made.keys()) if not (key.chunks and key.rows) and not key.detail]
+    assert report_of(made, keys).ok
 
 
 def test_the_layouts_that_the_compiler_chose_hold_for_every_program(tmp_path):

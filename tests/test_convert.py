@@ -61,8 +61,8 @@ RESTORED = {
     "olmo2": ["tp=8"],
     "cohere2": ["tp=2"],
     "minicpm3": ["", "tp=4,cp=2,rules=tp2d"],
-    "experts": ["", "ep=2,tp=2", "ep=4", "tp=8"],
-    "fused experts": ["", "ep=2,tp=4"],
+    "experts": ["ep=2,tp=2"],
+    "fused experts": ["", "tp=8"],
     "corrected experts": ["ep=2"],
 }
 

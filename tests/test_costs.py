@@ -90,7 +90,8 @@ def test_the_last_axis_takes_the_nearest():
     ("name", "parallel"),
     [
         *itertools.product(
-            ["llama3-8b", "gemma3-4b", "smollm2-135m"], ["tp=1,dp=8", "tp=2,dp=4", "tp=8", "tp=8,rules=tp_sp"]
+            ["llama3-8b", "gemma3-4b", "smollm2-135m"],
+            ["tp=1,dp=8", "tp=2,dp=4", "tp=8", "tp=8,rules=tp_sp", "cp=4,tp=2", "cp=2,tp=4,rules=tp2d"],
         ),
         *itertools.product(["qwen3-30b-a3b", "glm-4.5", "deepseek-v2-lite"], ["tp=8", "ep=8", "tp=2,ep=2,dp=2"]),
     ],
@@ -100,7 +101,7 @@ def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
     shards = planned_shards(it.parallel)
     batch = rows * it.replicas
     model = abstract_model(it.config, "bfloat16", scan=True, shards=shards)
-    plan = plan_cache(model, rows=batch, max_len=max_len, chunk=512, dtype="bfloat16")
+    plan = plan_cache(model, rows=batch, max_len=max_len, chunk=512, dtype="bfloat16", platform="tpu")
     engine = EngineConfig.make("tpu", batch, max_len, shards=shards)
     told = explain(model, plan, engine, [ProgramKey("greedy", rows, max_len, steps=8)])
     memory = it.memory(batch, max_len, 512)
@@ -125,10 +126,37 @@ def test_a_decode_step_by_hand():
     assert quantized.flops == work.flops
 
 
+@pytest.mark.parametrize("parallel", ["cp=2,tp=4", "cp=8", "cp=4,tp=2,rules=helix", "cp=2,tp=4,rules=tp2d"])
+def test_a_sequence_axis_splits_what_a_tensor_axis_does(parallel):
+    """Of llama3-8b on 8 devices: 8 KV heads, so that "tp" splits everything."""
+    it, tp = deployed("llama3-8b", "v5e-8", parallel), deployed("llama3-8b", "v5e-8", "tp=8")
+    # "helix" splits queries, keys and values over two devices alone, "cp" no weights.
+    again = (1 / 2 - 1 / 8) * 32 * 4096 * (32 + 2 * 8) * 128 if "helix" in parallel else 0
+    copies = it.parallel.sequence if it.parallel.rules == "cp" else 1
+    more = it.prefill(1024, 2048).flops - tp.prefill(1024, 2048).flops
+    assert more == pytest.approx(2 * 1024 * again, rel=0.01, abs=1e10)
+    assert it.memory(4, 4096, 1024).cache == tp.memory(4, 4096, 1024).cache
+    decode = it.decode(4, 1000)
+    assert decode.cache_bytes == tp.decode(4, 1000).cache_bytes
+    assert decode.weight_bytes == pytest.approx(copies * tp.decode(4, 1000).weight_bytes + 2 * again, rel=0.01)
+    assert decode.collectives
+
+
+def test_a_ring_passes_the_cache_of_the_prompt():
+    it = deployed("llama3-8b", "v5e-8", "cp=4,tp=2")
+    ring = [c for c in it.prefill(1024, 3072).collectives if c.kind == "collective-permute"]
+    # Keys and values of a quarter of 4096 positions, 4 of 8 heads, three times in each of 32 layers.
+    assert [(c.nbytes, c.count) for c in ring] == [(4 * 1024 * 128 * 2, 2 * 3 * 32)]
+    # A device reads all of them, and writes its tokens and what it is given.
+    position = 2 * 2 * 32 * 4 * 128
+    assert it.prefill(1024, 3072).cache_bytes == position * (4096 + 256 + 3 / 4 * 4096)
+
+
 def test_latent_attention_by_hand():
-    """Decoding reads one latent and rotary key per position, for all heads, and works on them; prefill expands them."""
+    """Decoding reads one latent and rotary key per position, for all heads, and works on them; prefill expands them. A
+    TPU's cells of 576 numbers are 640."""
     it = deployed("deepseek-v2-lite", "v5e-1", "tp=1")
-    assert it.decode(4, 1000).cache_bytes == 2 * 27 * 576 * (4 * 1000 + 4)
+    assert it.decode(4, 1000).cache_bytes == 2 * 27 * 640 * (4 * 1000 + 4)
     more = it.decode(4, 2000).flops - it.decode(4, 1000).flops
     assert more == 2 * 27 * 4 * 16 * (512 + 64 + 512) * 1000
     more = it.prefill(512, 2000).flops - it.prefill(512, 1000).flops

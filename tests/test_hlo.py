@@ -88,6 +88,24 @@ def test_a_loop_counts_each_trip_and_a_slice_counts_as_itself():
     assert 0 <= cost.bytes / 4 - (weight + written + reduced) < 64  # the counters
 
 
+def test_the_loop_over_steps_counts_once():
+    """Of a decode program that counts its steps: a step reads every layer once, and loops inside run in full."""
+    layers, steps, width = 5, 3, 64
+
+    def run(weights, x):
+        def step(_, x):
+            return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+        return lax.fori_loop(0, steps, step, x)
+
+    text = jax.jit(run).lower(jnp.zeros((layers, width, width)), jnp.zeros((8, width))).compile().as_text()
+    every, one = Module(text).cost.bytes, Module(text, counted=steps).cost.bytes
+    assert layers * width * width * 4 < one
+    assert steps * one * 0.9 < every <= steps * one
+    # A loop inside another is not that over steps, whatever its trips.
+    assert Module(text, counted=layers).cost.bytes == every
+
+
 def test_collectives_inside_asynchronous_calls_are_found():
     assert loop().collectives == (CollectiveCall("all-reduce", 8 * 128 * 2, 4),)
 

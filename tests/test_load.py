@@ -241,7 +241,7 @@ def memory(kind):
 
 folder = Path(sys.argv[1])
 hf = json.loads((folder / "config.json").read_text())
-model = abstract_model(config_from_hf(hf), "bfloat16")
+model = abstract_model(config_from_hf(hf), "bfloat16", scan=sys.argv[2] == "stacked")
 jnp.zeros(8).block_until_ready()
 before = memory("VmRSS")
 weights = load_weights(SafetensorsSource(folder), family_of(hf), model)
@@ -278,15 +278,48 @@ def write_large_checkpoint(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def write_large_experts(folder: Path) -> None:
+    """About 200 MB in bfloat16, nearly all of it 64 experts; the largest tensor is 2 MB."""
+    layers, experts, shapes = 2, 32, {f"{name}.weight": (1024, 1024) for name in ("model.embed_tokens", "lm_head")}
+    shapes["model.norm.weight"] = (1024,)
+    for i in range(layers):
+        layer = f"model.layers.{i}."
+        shapes |= {f"{layer}self_attn.{x}_proj.weight": (1024 if x in "qo" else 128, 1024) for x in "qkv"}
+        shapes[f"{layer}self_attn.o_proj.weight"] = (1024, 1024)
+        shapes |= {f"{layer}{x}_layernorm.weight": (1024,) for x in ("input", "post_attention")}
+        shapes[f"{layer}block_sparse_moe.gate.weight"] = (experts, 1024)
+        for e in range(experts):
+            expert = f"{layer}block_sparse_moe.experts.{e}."
+            shapes |= {f"{expert}w{n}.weight": (1024, 512) if n == 2 else (512, 1024) for n in (1, 2, 3)}
+    noise = np.random.default_rng(0).normal(size=1 << 20).astype(np.float32).astype(ml_dtypes.bfloat16)
+    save_file({name: noise[: np.prod(shape)].reshape(shape) for name, shape in shapes.items()}, folder / FILE)
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "vocab_size": 1024,
+        "hidden_size": 1024,
+        "intermediate_size": 512,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "num_local_experts": experts,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def measured(folder: Path, how: str) -> tuple[int, int, float]:
+    """Bytes by which the process grew at most, those of the weights, and a number of the embedding."""
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder), how], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_loading_takes_the_memory_of_a_few_tensors(tmp_path):
     """On a CPU the weights themselves are host memory. Beyond them, the peak is a few of the largest tensors."""
     write_large_checkpoint(tmp_path)
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=False, timeout=120
-    )
-    assert run.returncode == 0, run.stderr
-    grown, weights, value = json.loads(run.stdout)
+    grown, weights, value = measured(tmp_path, "unrolled")
     tensors = load_file(tmp_path / FILE)
     largest, total = max(t.nbytes for t in tensors.values()), sum(t.nbytes for t in tensors.values())
     assert weights == total > 580e6
@@ -294,3 +327,16 @@ def test_loading_takes_the_memory_of_a_few_tensors(tmp_path):
     assert grown > 0.9 * weights, "the measurement misses the weights"
     print(f"peak beyond the weights: {(grown - weights) / 1e6:.0f} MB, largest tensor {largest / 1e6:.0f} MB")
     assert grown - weights < total / 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
+def test_loading_stacked_experts_takes_little_beyond_them(tmp_path):
+    """They go one by one to their place in the stack; put together at its end they would exist twice."""
+    write_large_experts(tmp_path)
+    grown, weights, value = measured(tmp_path, "stacked")
+    tensors = load_file(tmp_path / FILE)
+    assert weights == sum(t.nbytes for t in tensors.values()) > 200e6
+    assert value == float(tensors["model.embed_tokens.weight"][3, 5])
+    assert grown > 0.9 * weights, "the measurement misses the weights"
+    print(f"peak beyond the weights: {(grown - weights) / 1e6:.0f} MB")
+    assert grown - weights < weights / 3

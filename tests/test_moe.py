@@ -24,6 +24,8 @@ from inferlib.models.layers.moe import Moe
 from inferlib.models.layout import Layout
 from inferlib.ops.grouped_matmul import _by_rows, _by_tiles, grouped_matmul
 
+pytestmark = pytest.mark.usefixtures("quick_compilations")
+
 DIM, HIDDEN, EXPERTS = 12, 10, 8
 TOLERANCE = 2e-6  # absolute, on sums of order 1 in float32
 
@@ -41,10 +43,12 @@ TOLERANCE = 2e-6  # absolute, on sums of order 1 in float32
         ([128, 256, 0, 0], 384),
     ],
 )
-@pytest.mark.parametrize("form", ["default", "counted tiles", "rows"])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_grouped_matmul(sizes, rows, stacked, form, monkeypatch):
-    """Rows beyond the groups hold NaN, and so do the weights of groups without rows and those of other layers."""
+@pytest.mark.parametrize(
+    ("form", "stacked"), [("default", False), ("default", True), ("counted tiles", True), ("rows", True)]
+)
+def test_grouped_matmul(sizes, rows, form, stacked, monkeypatch):
+    """Rows beyond the groups hold NaN, and so do the weights of groups without rows and those of other layers. Stacked,
+    the rows of x are in another order."""
     rng = np.random.default_rng(rows)
     x = rng.normal(size=(rows, 6)).astype(np.float32)
     w = rng.normal(size=(len(sizes), 2, 6, 5)).astype(np.float32)
@@ -54,15 +58,17 @@ def test_grouped_matmul(sizes, rows, stacked, form, monkeypatch):
         expected[end - size : end] = np.einsum("ri,jik->rjk", x[end - size : end].astype(np.float64), w[group])
     x[ends[-1] :] = np.nan
     w[np.array(sizes) == 0] = np.nan
-    layer = None
+    options = {}
     if stacked:
-        w, layer = np.stack([np.full_like(w, np.nan), w, np.full_like(w, np.nan)]), jnp.int32(1)
+        w, options = np.stack([np.full_like(w, np.nan), w, np.full_like(w, np.nan)]), {"layer": jnp.int32(1)}
+        options["rows"] = order = rng.permutation(rows).astype(np.int32)
+        x = x[np.argsort(order)]
     most = max(*sizes, 1)
     forms = {"counted tiles": partial(_by_tiles, most=most, counted=True), "rows": _by_rows}
     with monkeypatch.context() as patch:
         if form in forms:  # those of a GPU
             patch.setattr(jax.lax, "platform_dependent", lambda *inputs, **_: forms[form](*inputs))
-        got = jax.jit(lambda *inputs: grouped_matmul(*inputs, most=most, layer=layer))(x, w, np.array(sizes, np.int32))
+        got = jax.jit(lambda *inputs: grouped_matmul(*inputs, most=most, **options))(x, w, np.array(sizes, np.int32))
     assert got.shape == (rows, 2, 5)
     np.testing.assert_allclose(got[: ends[-1]], expected, rtol=0, atol=1e-5)
 
@@ -91,11 +97,14 @@ def test_only_chosen_experts_are_read():
 # ---- the layer
 
 
+def config_of(spec: MoeSpec) -> ModelConfig:
+    attention = AttentionSpec(heads=1, kv_heads=1, head_dim=4, scale=0.5, rope=None)
+    return ModelConfig("test", vocab=8, dim=DIM, layers=(LayerSpec(attention, spec),), context=64)
+
+
 def build(spec: MoeSpec, seed: int = 0) -> tuple[Moe, dict[str, np.ndarray]]:
     """The layer with random weights, and these by name."""
-    attention = AttentionSpec(heads=1, kv_heads=1, head_dim=4, scale=0.5, rope=None)
-    config = ModelConfig("test", vocab=8, dim=DIM, layers=(LayerSpec(attention, spec),), context=64)
-    graph, state = nnx.split(nnx.eval_shape(lambda: Moe(spec, Layout(config), jnp.float32)))
+    graph, state = nnx.split(nnx.eval_shape(lambda: Moe(spec, Layout(config_of(spec)), jnp.float32)))
     rng, weights = np.random.default_rng(seed), {}
     for path, p in nnx.to_flat_state(state):
         weights[".".join(path)] = rng.normal(size=p.shape).astype(np.float32) * 0.5
@@ -192,6 +201,18 @@ def test_layer(name):
     layer, weights = build(SPECS[name])
     x = np.random.default_rng(1).normal(size=(9, DIM)).astype(np.float32)
     np.testing.assert_allclose(run(layer, x), mixture(SPECS[name], weights, x), rtol=0, atol=TOLERANCE * 5)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_types_are_kept(name):
+    """Weights and activations in bfloat16, scores and corrections in float32."""
+    spec = SPECS[name]
+    graph, state = nnx.split(nnx.eval_shape(lambda: Moe(spec, Layout(config_of(spec)), jnp.bfloat16)))
+    wide = {path[-1] for path, p in nnx.to_flat_state(state) if p.dtype != jnp.bfloat16}
+    assert wide == ({"correction"} if spec.router.correction else set())
+    x = jax.ShapeDtypeStruct((3, DIM), jnp.bfloat16)
+    out = jax.eval_shape(lambda state, x: (m := nnx.merge(graph, state)).finish(m(x, context([1] * 3))), state, x)
+    assert (out.shape, out.dtype) == (x.shape, x.dtype)
 
 
 @pytest.mark.parametrize("name", ["softmax", "clamped, with biases", "experts that return their input"])

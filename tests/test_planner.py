@@ -36,7 +36,7 @@ def test_options_fit_and_the_best_comes_first():
     assert {o.deployed.parallel.tensor for o in result.options} == {1, 2, 4, 8}
     # Replicas of one chip have room for more rows when the weights are smaller.
     rows = {
-        w: max(o.batch for o in result.options if o.deployed.parallel.tensor == 1 and o.deployed.weights == w)
+        w: max(o.batch for o in result.options if o.deployed.parallel.data == 8 and o.deployed.weights == w)
         for w in ("bfloat16", "int8")
     }
     assert rows["bfloat16"] < rows["int8"]
@@ -74,6 +74,14 @@ def test_frontier_trades_one_for_the_other():
     for faster, fuller in pairwise(front):
         assert faster.itl < fuller.itl
         assert faster.throughput < fuller.throughput
+
+
+def test_every_preset_is_ranked_where_it_makes_a_difference():
+    options = ranking("llama3-70b", "v6e-16", quantizations=(None,)).options
+    found = {str(o.deployed.parallel) for o in options}
+    assert {"tp=16", "tp=16,rules=tp_sp", "tp=8,cp=2", "tp=8,cp=2,rules=helix", "tp=8,cp=2,rules=tp2d"} <= found
+    assert [mesh for mesh in found if "helix" in mesh] == ["tp=8,cp=2,rules=helix"]  # 8 KV heads
+    assert all(o.deployed.parallel.devices == 16 for o in options)
 
 
 def test_times_add_up():
@@ -189,10 +197,26 @@ PARAMETERS = {  # billions, as published
 }
 
 
+# Likewise, for a token; some do not count the embedding.
+ACTIVE = {
+    "deepseek-v3": 37,
+    "glm-4.5": 32,
+    "kimi-k2": 32,
+    "llama4-scout": 17,
+    "mixtral-8x7b": 12.9,
+    "qwen3-30b-a3b": 3.3,
+    "qwen3-235b-a22b": 22,
+}
+
+
 @pytest.mark.parametrize("name", configs.names())
 def test_shapes_have_their_published_size(name):
     model = abstract_model(config_from_hf(configs.load(name)), "bfloat16", scan=True)
     assert model.parameters / 1e9 == pytest.approx(PARAMETERS[name], rel=0.01)
+    if name in ACTIVE:
+        assert model.active_parameters / 1e9 == pytest.approx(ACTIVE[name], rel=0.06)
+    else:
+        assert model.active_parameters <= model.parameters
 
 
 @pytest.mark.parametrize("name", configs.plan_names())

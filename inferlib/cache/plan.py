@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
@@ -65,8 +65,8 @@ class CachePlan:
 
     def allocate(self, shards: Shards = Shards()) -> tuple[jax.Array, ...]:  # noqa: B008
         """Zeroed `arrays`, each part on its device."""
-        zeros = cache(lambda sharding: jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding))
-        return tuple(zeros(shards.sharding(names))(shape, self.dtype.name) for shape, names in self.arrays)
+        dtype = self.dtype.name
+        return tuple(run(jnp.zeros, (shape, dtype), place=shards.sharding(names)) for shape, names in self.arrays)
 
     def view(self, arrays: Sequence[jax.Array]) -> tuple[LayerCache, ...]:
         """The flat arrays as one `LayerCache` per block."""
@@ -78,18 +78,22 @@ class CachePlan:
         return tuple(array for cache in caches for array in cache.arrays)
 
 
-def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype) -> CachePlan:
+def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, platform: str = "cpu") -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
+
+    A latent cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes
+    its compiler would choose another order of the dimensions, and copy the cache to it at every step.
 
     A ring must hold what a chunk's first query sees and the chunk itself: window + chunk slots.
     """
-    blocks = []
+    blocks, lanes = [], 128 if platform == "tpu" else 1
     for layers in model.blocks():
         spec = model.config.layers[layers[0]].attention
         ring = spec.reach is not None and spec.reach + chunk < max_len
         slots = model.layout.positions(spec.reach + chunk if ring else max_len)
         stack = (len(layers),) if len(layers) > 1 else ()
         page = (*stack, rows, model.layout.cache_heads(spec), slots)
-        shapes = tuple((*page, size) for size in spec.cache_sizes)
-        blocks.append(BlockCache(shapes, ring, latent=isinstance(spec, MlaSpec)))
+        latent = isinstance(spec, MlaSpec)
+        shapes = tuple((*page, -(-size // lanes) * lanes if latent else size) for size in spec.cache_sizes)
+        blocks.append(BlockCache(shapes, ring, latent))
     return CachePlan(rows, max_len, tuple(blocks), np.dtype(dtype))

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import cache
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from inferlib.checkpoint.assemble import expand
 from inferlib.checkpoint.load import placement, stack
 from inferlib.checkpoint.source import CheckpointError
+from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel, ArraySpec, WeightSpec, abstract_model
 from inferlib.models.config import LayerSpec, ModelConfig
 from inferlib.models.layout import Layout
@@ -252,21 +252,18 @@ def _expanded(
         return held
     layer = None if stored.block is None else model.config.layers[stored.block]
     places = tuple(shards.sharding(spec.axes) for spec in target.arrays)
-    return _jit_expand(places)(model.layout, layer, replace(stored, name="", block=None), target, held)
+    return run(expand_all, (model.layout, layer, replace(stored, name="", block=None), target), *held, place=places)
 
 
-@cache
-def _jit_expand(places: tuple[NamedSharding | None, ...]):
-    def expand_all(
-        layout: Layout, layer: LayerSpec | None, stored: WeightSpec, target: WeightSpec, held: tuple[jax.Array, ...]
-    ) -> tuple[jax.Array, ...]:
-        expanded = tuple(
-            expand(layout, layer, spec.axes, x, fill=float(spec.part != stored.part))  # a scale of 1 for zeros
-            for spec, x in zip(stored.arrays, held, strict=True)
-        )
-        return expanded if stored.scheme == target.scheme else target.stored(*expanded)
-
-    return jax.jit(expand_all, static_argnums=(0, 1, 2, 3), out_shardings=places)
+def expand_all(
+    layout: Layout, layer: LayerSpec | None, stored: WeightSpec, target: WeightSpec, *held: jax.Array
+) -> tuple[jax.Array, ...]:
+    """See `_expanded`. Traceable."""
+    expanded = tuple(
+        expand(layout, layer, spec.axes, x, fill=float(spec.part != stored.part))  # a scale of 1 for zeros
+        for spec, x in zip(stored.arrays, held, strict=True)
+    )
+    return expanded if stored.scheme == target.scheme else target.stored(*expanded)
 
 
 def _differences(stored: dict[str, Any], given: dict[str, Any], most: int = 5) -> str:

@@ -18,6 +18,7 @@ from inferlib.checkpoint.assemble import LoadItem, Piece, assemble, layer_pieces
 from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.shipped import QuantizedSource, is_kept, kept
 from inferlib.checkpoint.source import CheckpointError, TensorSource
+from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
 from inferlib.models.config import LayerSpec, ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
@@ -105,15 +106,15 @@ def load_item(
     one = replace(weight.of_layer, name="", block=None)  # weights alike share a compilation
     sharding = placement(shards, one.axes, one.shape)
     split = dict(zip(one.axes, sharding.spec, strict=True)) if sharding else {}
-    places = layer_places(one, shards, formats, stacked=stacked)
+    static, places = (model.layout, item.layer, one), layer_places(one, shards, formats, stacked=stacked)
     for pieces in item.pieces:
         if is_kept(source, weight, pieces):
             values = [_read(source.values, piece, weight.part, shards, split) for piece in pieces]
             scales = [source.scales(piece.tensor, slice(*piece.rows) if piece.rows else None) for piece in pieces]
-            layers.append(_jit_keep(places)(model.layout, item.layer, one, values, scales))
+            layers.append(run(keep, static, values, scales, place=places))
         else:
             arrays = [_read(source.read, piece, weight.part, shards, split) for piece in pieces]
-            layers.append(_jit_lay_out(places)(model.layout, item.layer, one, *arrays))
+            layers.append(run(lay_out, static, *arrays, place=places))
         advance(sum(piece_bytes(source, p) for p in pieces))
     arrays = stack(weight, shards, formats, layers) if stacked else layers[0]
     # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
@@ -154,7 +155,7 @@ def stack(
 ) -> tuple[jax.Array, ...]:
     """The arrays of a weight of scanned layers, from those of each layer."""
     return tuple(
-        _jit_stack(format or shards.sharding(array.axes))(parts)
+        run(jnp.stack, (), parts, place=format or shards.sharding(array.axes))
         for array, format, *parts in zip(weight.arrays, formats, *layers, strict=True)
     )
 
@@ -166,11 +167,6 @@ def lay_out(layout: Layout, layer: LayerSpec | None, weight: WeightSpec, *pieces
     return weight.stored(whole)
 
 
-@cache
-def _jit_lay_out(places: tuple[Format | NamedSharding | None, ...]):
-    return jax.jit(lay_out, static_argnums=(0, 1, 2), out_shardings=places)
-
-
 def keep(
     layout: Layout, layer: LayerSpec | None, weight: WeightSpec, values: list[jax.Array], scales: list[jax.Array]
 ) -> tuple[jax.Array, ...]:
@@ -180,16 +176,6 @@ def keep(
         return assemble(layout, layer, weight.axes, weight.part, pieces[0].dtype, *pieces, fill=fill)
 
     return kept(weight.scheme, weight.contracting, values, scales, whole)
-
-
-@cache
-def _jit_keep(places: tuple[Format | NamedSharding | None, ...]):
-    return jax.jit(keep, static_argnums=(0, 1, 2), out_shardings=places)
-
-
-@cache
-def _jit_stack(place: Format | NamedSharding | None):
-    return jax.jit(jnp.stack, out_shardings=place)
 
 
 def _read(

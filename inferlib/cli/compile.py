@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
-import sys
 import tempfile
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
+from inferlib.cli.compile_progress import CompileProgress
+from inferlib.cli.info import hf_config
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
-    from inferlib.compile.aot import Outcome
     from inferlib.compile.deployment import Deployment
-    from inferlib.compile.programs import ProgramKey
     from inferlib.models.quantization import Quantization
 
 _BUCKETS = {"prefill": "32,128,512", "batch": "1,8", "cache": "2048"}
@@ -41,7 +37,7 @@ def compile(
         typer.Option(help="Instead of all that, a deployment plan that comes with inferlib, or a .yaml file."),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="cpu, cuda or a TPU slice such as v5e-8, v6e:2x4 (see inferlib targets).")
+        str | None, typer.Option(help="cpu, cuda, trn2, trn3 or a TPU slice such as v5e-8 (see inferlib targets).")
     ] = None,
     parallel: Annotated[
         str | None, typer.Option(help="Devices to split over, such as tp=4,dp=2; by default all of a TPU's on tp.")
@@ -72,7 +68,8 @@ def compile(
 ) -> None:
     """Compile all programs of a model for a target, and report what they take and how fast they can be.
 
-    For a TPU no TPU is needed. Exits with 1 if something does not compile, does not fit or copies the cache.
+    For a TPU no TPU is needed. For Trainium the programs are lowered and checked, and compiled if neuronx-cc is there;
+    a script has its commands. Exits with 1 if something does not compile, does not fit or copies the cache.
     """
     if [model, config, plan].count(None) != 2:
         fail("give either a model, the name of a shape with --config, or a plan with --plan")
@@ -80,9 +77,9 @@ def compile(
     buckets = dict(prefill=prefill_buckets, batch=batch_buckets, cache=cache_buckets)
     if plan and any((settings | buckets).values()):
         fail("--plan says target, split, dtype, quantization and buckets: give none of them beside it")
-    from inferlib.cli.info import hf_config
-    from inferlib.compile.aot import check_compiler, compile_programs
+    from inferlib.compile.aot import check_compiler, compile_programs, file_name
     from inferlib.compile.artifacts import ArtifactWriter
+    from inferlib.compile.neuron import script
     from inferlib.compile.report import Report
     from inferlib.compile.report_html import page
     from inferlib.compile.report_text import render
@@ -103,14 +100,15 @@ def compile(
             with user_errors():
                 stack.enter_context(writer)
         folder = writer.staging if writer else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        with _Progress.shown(keys) as progress:
+        with user_errors(), CompileProgress.shown(list(map(str, keys))) as progress:
             outcomes, layouts = compile_programs(
                 deployment,
                 keys,
                 folder,
+                checkpoint=model if writer else None,
                 reuse=writer.reuse if writer else lambda key, layouts: None,
-                started=progress.started,
-                done=progress.done,
+                started=lambda key: progress.started(str(key)),
+                done=lambda outcome: progress.done(str(outcome.key), outcome),
                 workers=workers,
             )
         result = Report.of(deployment, outcomes)
@@ -120,11 +118,14 @@ def compile(
                 report.write_text(page(result, name), encoding="utf-8")
             if writer is not None and complete:
                 facts = json_module.dumps(result.facts(), indent=1)
-                writer.commit(outcomes, layouts, {"report.json": facts, "report.html": page(result, name)})
+                texts = {"report.json": facts, "report.html": page(result, name)}
+                if deployment.slice.platform == "neuron":
+                    texts["compile.sh"] = script((file_name(key, deployment.slice) for key in keys), deployment.slice)
+                writer.commit(outcomes, layouts, texts)
     write(json_line(result.facts()).decode() if json else render(result, name))
     if out is not None:
         told = f"programs, manifest and report.html are in {out}" if complete else f"nothing was written to {out}"
-        Console(stderr=True).print(told, highlight=False, soft_wrap=True)
+        Console(stderr=True, force_jupyter=False).print(told, highlight=False, soft_wrap=True)
     raise typer.Exit(0 if result.ok else 1)
 
 
@@ -189,43 +190,3 @@ def _sizes(text: str) -> tuple[int, ...]:
         return tuple(int(size) for size in text.split(","))
     except ValueError:
         raise ValueError(f"buckets are numbers with commas between them, such as 1,8,64, not {text!r}") from None
-
-
-class _Progress:
-    """A table of the programs that grows while they are compiled, on a terminal's standard error."""
-
-    def __init__(self, keys: list[ProgramKey], live: Live | None):
-        self._keys, self._live = keys, live
-        self._since: dict[ProgramKey, float] = {}
-        self._outcomes: dict[ProgramKey, Outcome] = {}
-
-    @classmethod
-    @contextlib.contextmanager
-    def shown(cls, keys: list[ProgramKey]) -> Iterator[_Progress]:
-        if not sys.stderr.isatty():
-            yield cls(keys, None)
-            return
-        with Live(console=Console(stderr=True), transient=True, refresh_per_second=4) as live:
-            progress = cls(keys, live)
-            live.get_renderable = progress._table
-            yield progress
-
-    def started(self, key: ProgramKey) -> None:
-        self._since[key] = time.monotonic()
-
-    def done(self, outcome: Outcome) -> None:
-        self._since[outcome.key] = time.monotonic() - self._since[outcome.key]
-        self._outcomes[outcome.key] = outcome
-
-    def _table(self) -> Table:
-        table = Table.grid(padding=(0, 2))
-        for key in self._keys:
-            outcome, seconds = self._outcomes.get(key), self._since.get(key)
-            if outcome is not None:
-                state, style = outcome.status, "green" if outcome.ok else "red"
-            elif seconds is not None:
-                state, style, seconds = "compiling", "yellow", time.monotonic() - seconds
-            else:
-                state, style = "waiting", "dim"
-            table.add_row(str(key), f"[{style}]{state}", "" if seconds is None else f"{seconds:.1f} s")
-        return table

@@ -102,6 +102,7 @@ def _describe(models: dict[str, AbstractModel], max_len: int, stored: int | None
     return {
         "family": config.family,
         "parameters": model.parameters,
+        "active_parameters": model.active_parameters,
         "layer_count": len(config.layers),
         "layers": [
             {"repeat": segment.count, "pattern": [asdict(layer) for layer in segment.pattern]}
@@ -145,7 +146,7 @@ def _explain(recipe: ModelConfig, parallel: str, max_batch: int, max_len: int) -
     config = EngineConfig.make("tpu", max_batch, max_len, shards=shards)
     model = abstract_model(recipe, "bfloat16", scan=True, shards=shards)
     chunk = config.buckets.prefill[-1]
-    plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, dtype="bfloat16")
+    plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, dtype="bfloat16", platform=config.platform)
     keys = [
         ProgramKey("greedy", config.rows, max_len, steps=config.decode_steps),
         ProgramKey("greedy", 0, max_len, chunks=1, chunk=chunk),
@@ -161,7 +162,9 @@ def _render(facts: dict[str, Any], model: AbstractModel, explanation: Explanatio
     recipe.add_column(style="bold")
     recipe.add_row("model", facts["model"])
     recipe.add_row("family", config.family)
-    recipe.add_row("parameters", f"{facts['parameters'] / 1e6:,.1f} million")
+    active = facts["active_parameters"]
+    some = f", {active / 1e6:,.1f} million for a token" if active < facts["parameters"] else ""
+    recipe.add_row("parameters", f"{facts['parameters'] / 1e6:,.1f} million{some}")
     if len(kinds) == 1:
         recipe.add_row("layers", f"{len(config.layers)}, all alike: {_layer(kinds[0])}")
     else:

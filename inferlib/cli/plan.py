@@ -12,10 +12,16 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from inferlib.cli.compile_progress import CompileProgress
+from inferlib.cli.info import hf_config
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from inferlib.compile.planner import Option, Ranking
+    from inferlib.compile.programs import ProgramKey
+    from inferlib.compile.verify import Check
 
 _BAR = 30  # characters of the longest
 
@@ -43,17 +49,22 @@ def plan(
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 8,
     plot: Annotated[Path | None, typer.Option(help="Write the frontier as a picture (.png, .svg, .pdf).")] = None,
+    verify: Annotated[
+        int, typer.Option(min=0, help="Compile this many of the best plans with the TPU compiler, to compare.")
+    ] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Rank meshes, presets, weight dtypes and batch sizes for a workload, by an analytical cost model.
 
-    Needs no devices and no weights. Times are estimates from published figures.
+    Needs no devices and no weights. Times are estimates from published figures. With --verify, exits with 1 if a plan
+    does not compile or does not fit.
     """
     if (model is None) == (config is None):
         fail("give either a model or the name of a shape with --config")
-    from inferlib.cli.info import model_config
     from inferlib.compile.planner import USUAL, Slo, Workload, rank
     from inferlib.compile.targets import parse_target
+    from inferlib.compile.verify import candidates
+    from inferlib.models.families import config_from_hf
     from inferlib.models.quantization import Quantization
 
     with user_errors():
@@ -61,13 +72,34 @@ def plan(
         quantizations = [name and Quantization.named(name) for name in names] if quantization else USUAL
         workload = Workload(input_len, output_len, concurrency)
         goal, slice_ = Slo.parse(slo), parse_target(target)
-        ranking = rank(model_config(model, config), slice_, workload, goal, quantizations)
+        hf = hf_config(model, config)
+        ranking = rank(config_from_hf(hf), slice_, workload, goal, quantizations)
+        chosen = candidates(ranking, verify) if verify else []
         if plot is not None:
             _plot(ranking, model or config, plot)
-    write(json_line(_facts(ranking, model or config)).decode() if json else _render(ranking, model or config, top))
+    checks = _verified(hf, chosen)
+    name = model or config
+    write(json_line(_facts(ranking, name, checks)).decode() if json else _render(ranking, name, top, checks))
+    raise typer.Exit(0 if all(check.compiled.outcome.ok for check in checks) else 1)
 
 
-def _facts(ranking: Ranking, model: str) -> dict[str, Any]:
+def _verified(hf: Mapping[str, Any], options: list[Option]) -> list[Check]:
+    from inferlib.compile.verify import deployment, programs, verify
+
+    def name(option: Option, key: ProgramKey) -> str:
+        return f"{option.deployed.parallel}, batch {option.batch}: {key}"
+
+    names = [name(option, key) for option in options for key in programs(deployment(hf, option))]
+    with CompileProgress.shown(names) as progress:
+        return verify(
+            hf,
+            options,
+            started=lambda option, key: progress.started(name(option, key)),
+            done=lambda option, outcome: progress.done(name(option, outcome.key), outcome),
+        )
+
+
+def _facts(ranking: Ranking, model: str, checks: list[Check]) -> dict[str, Any]:
     return {
         "model": model,
         "target": ranking.target.name,
@@ -77,10 +109,11 @@ def _facts(ranking: Ranking, model: str) -> dict[str, Any]:
         "best": ranking.best.facts(),
         "frontier": [option.facts() for option in ranking.frontier],
         "options": [option.facts() for option in ranking.options],
+        "verified": [check.facts() for check in checks],
     }
 
 
-def _render(ranking: Ranking, model: str, top: int) -> str:
+def _render(ranking: Ranking, model: str, top: int, checks: list[Check]) -> str:
     from inferlib.compile.network import ATTAINED
 
     text, terminal = io.StringIO(), sys.stdout.isatty()
@@ -108,7 +141,35 @@ def _render(ranking: Ranking, model: str, top: int) -> str:
         highlight=False,
         soft_wrap=True,
     )
+    if checks:
+        console.print(_compared(checks), highlight=False)
+    for line in _remarks(checks):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return text.getvalue()
+
+
+def _compared(checks: list[Check]) -> Table:
+    title = "The best plans by the TPU compiler: its cycles, and the collectives of the cost model; not measured"
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
+    for column in ("parallel", "program"):
+        table.add_column(column, no_wrap=True)
+    for column in ("batch", "model", "compiler", "memory", "compiler", "bytes", "compiler", ""):
+        table.add_column(column, justify="right")
+    for check in checks:
+        facts = check.facts()
+        cells = []
+        for figure, form in (("seconds", _ms), ("memory", _gib), ("bytes", _gib)):
+            found = facts["compiler"][figure]
+            cells += [form(facts["model"][figure]), "-" if found is None else form(found)]
+        table.add_row(
+            f"{facts['parallel']} {facts['weights']}", facts["program"], str(facts["batch"]), *cells, facts["status"]
+        )
+    return table
+
+
+def _remarks(checks: list[Check]) -> list[str]:
+    failed = [check.facts() for check in checks if not check.compiled.outcome.ok]
+    return [f"{f['parallel']}, {f['program']}: {f['error']}" for f in failed]
 
 
 def _ranked(ranking: Ranking, top: int) -> Table:
@@ -159,6 +220,10 @@ def _frontier(options: tuple[Option, ...]) -> Table:
 def _slo(ranking: Ranking) -> str:
     limits = (("TTFT", ranking.slo.ttft), ("ITL", ranking.slo.itl))
     return " and ".join(f"{name} {_ms(seconds)}" for name, seconds in limits if seconds is not None)
+
+
+def _gib(count: float) -> str:
+    return f"{count / 1024**3:.2f} GiB"
 
 
 def _ms(seconds: float) -> str:

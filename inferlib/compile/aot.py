@@ -11,17 +11,20 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from inferlib.compile.deployment import Deployment
+from inferlib.compile.neuron import HLO_SUFFIX
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.targets import Target
+from inferlib.models.config import MoeSpec
 
-Status = Literal["compiled", "reused", "too large", "failed"]
+START = "start.xla"  # see `inferlib.compile.functions`
+Status = Literal["compiled", "lowered", "reused", "too large", "failed"]
 
 
 class CompileError(ValueError):
@@ -30,7 +33,10 @@ class CompileError(ValueError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program. facts: as its worker told them (see `inferlib.compile.worker`); error: or why not."""
+    """What became of a program. facts: as its worker told them (see `inferlib.compile.worker`); error: or why not.
+
+    "lowered": ready for a compiler that is not installed here.
+    """
 
     key: ProgramKey
     status: Status
@@ -39,15 +45,13 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        return self.status in ("compiled", "reused")
+        return self.status in ("compiled", "lowered", "reused")
 
 
 def check_compiler(target: Target) -> None:
     """Raise CompileError if this machine has no compiler for the target."""
     if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
         raise CompileError('the TPU compiler is not installed (no TPU is needed): pip install "jax[tpu]"')
-    if target.platform == "neuron":
-        raise CompileError(f"{target} has no ahead-of-time executables: compile for cpu, cuda or a TPU")
 
 
 def compile_programs(
@@ -55,6 +59,7 @@ def compile_programs(
     keys: Sequence[ProgramKey],
     folder: Path,
     *,
+    checkpoint: str | None = None,
     reuse: Callable[[ProgramKey, list | None], dict[str, Any] | None] = lambda key, layouts: None,
     started: Callable[[ProgramKey], None] = lambda key: None,
     done: Callable[[Outcome], None] = lambda outcome: None,
@@ -62,11 +67,14 @@ def compile_programs(
 ) -> tuple[list[Outcome], list[dict] | None]:
     """Compile `keys` (see `Deployment.keys`) into files of `folder`, named by `file_name`.
 
+    checkpoint: a model as for `LLM`, if it will be loaded on this machine: what that takes is compiled into `START`.
     reuse: facts of a program that need not be compiled again, given the weights' layouts (None: its own choice).
     Returns the outcomes in the order of `keys` and the layouts of the weights, as in a manifest; None, with the first
-    program's outcome alone, if that failed: it decides the layouts for all.
+    program's outcome alone, if that failed: it decides the layouts for all. Raises CompileError if the checkpoint
+    cannot be loaded.
     """
-    check_compiler(deployment.slice)
+    target = deployment.slice
+    check_compiler(target)
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     pool = [_Worker(deployment) for _ in range(min(workers, len(keys)))]
     for worker in pool:
@@ -77,7 +85,11 @@ def compile_programs(
         try:
             started(key)
             facts = reuse(key, layouts)
-            outcome = Outcome(key, "reused", facts) if facts else worker.compile(key, layouts, folder / file_name(key))
+            outcome = (
+                Outcome(key, "reused", facts)
+                if facts
+                else worker.compile(key, layouts, folder / file_name(key, target))
+            )
         finally:
             idle.put(worker)
         done(outcome)
@@ -88,6 +100,10 @@ def compile_programs(
         if not first.ok:
             return [first], None
         layouts = first.facts["layouts"]
+        # Experts are put in place one by one, by functions of their own.
+        mixed = any(isinstance(layer.mlp, MoeSpec) for layer in deployment.model.layers)
+        if checkpoint is not None and target.platform in ("cpu", "gpu") and not mixed:
+            pool[0].compile_start(checkpoint, layouts, folder / START)
         with ThreadPoolExecutor(len(pool)) as threads:
             rest = threads.map(lambda key: one(key, layouts), keys[1:])
             return [first, *rest], layouts
@@ -96,12 +112,13 @@ def compile_programs(
             worker.close()
 
 
-def file_name(key: ProgramKey) -> str:
-    return re.sub(r"[^\w]+", "-", str(key)) + ".xla"
+def file_name(key: ProgramKey, target: Target) -> str:
+    return re.sub(r"[^\w]+", "-", str(key)) + (HLO_SUFFIX if target.platform == "neuron" else ".xla")
 
 
 def _environment(target: Target) -> dict[str, str]:
     settings = {"cpu": {"JAX_PLATFORMS": "cpu"}, "gpu": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}}
+    settings["neuron"] = settings["cpu"]  # only traced there
     settings["tpu"] = {
         "JAX_PLATFORMS": "cpu",
         "TPU_ACCELERATOR_TYPE": target.accelerator_type,
@@ -123,22 +140,28 @@ class _Worker:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
 
     def compile(self, key: ProgramKey, layouts: list | None, path: Path) -> Outcome:
+        answer = self._ask({"key": asdict(key), "layouts": layouts, "path": str(path)})
+        if error := answer.get("error"):
+            too_large = "RESOURCE_EXHAUSTED" in error or "Ran out of memory" in error
+            return Outcome(key, "too large" if too_large else "failed", error=error)
+        return Outcome(key, answer.pop("status"), answer)
+
+    def compile_start(self, checkpoint: str, layouts: list | None, path: Path) -> None:
+        answer = self._ask({"key": None, "model": checkpoint, "layouts": layouts, "path": str(path)})
+        if error := answer.get("error"):
+            raise CompileError(error)
+
+    def _ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """The worker's answer: "error" is in it if there is none."""
         self._errors.truncate(0)
         try:
             process = self._started()
-            job = {"key": asdict(key), "layouts": layouts, "path": str(path)}
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
             line = ""
-        if not line:
-            return Outcome(key, "failed", error=self._died())
-        answer = json.loads(line)
-        if error := answer.get("error"):
-            too_large = "RESOURCE_EXHAUSTED" in error or "Ran out of memory" in error
-            return Outcome(key, "too large" if too_large else "failed", error=error)
-        return Outcome(key, "compiled", answer)
+        return json.loads(line) if line else {"error": self._died()}
 
     def close(self) -> None:
         process, self._process = self._process, None

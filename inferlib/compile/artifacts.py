@@ -13,7 +13,7 @@ import os
 import pickle
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,14 +22,16 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from inferlib.compile.aot import Outcome, file_name
+from inferlib.compile.aot import START, Outcome, file_name
 from inferlib.compile.deployment import Deployment, layout_from_json, versions
+from inferlib.compile.functions import Compiled
 from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey
 from inferlib.config import Buckets
 from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import Shards
 
 _FORMAT = 2
 _MANIFEST = "manifest.json"
@@ -82,6 +84,8 @@ class Artifacts:
         made, target = self.deployment, self.deployment.slice
         device = jax.devices()[0]
         self._same("platform", target.platform, device.platform)
+        if target.platform == "neuron":
+            raise ArtifactError(f"{self.folder} holds programs for Neuron's own runtime, which JAX cannot load")
         self._same("device", self.manifest["device"], device_facts(device.device_kind, device.platform))
         for name, version in versions(target).items():
             self._same(f"version of {name}", self.manifest["versions"][name], version)
@@ -111,20 +115,36 @@ class Artifacts:
         shards = made.shards(jax.devices())
         layouts = [layout_from_json(weight["layout"]) for weight in self.manifest["weights"]]
         programs = made.program_set(shards, layouts)
-        devices = jax.devices()[:1] if shards.mesh is None else list(shards.mesh.devices.flat)
-        programs.adopt({ProgramKey(**entry["key"]): self._executable(entry, devices) for entry in self.programs})
+        devices = self._devices(shards)
+        made = {ProgramKey(**entry["key"]): pickle.loads(self._read(entry)) for entry in self.programs}
+        programs.adopt({key: _loaded(serialized, devices) for key, serialized in made.items()})
         return programs
 
-    def _executable(self, entry: Mapping[str, Any], devices: Sequence[jax.Device]) -> Callable:
+    def start(self) -> Compiled:
+        """What loading the checkpoint takes, if it was compiled for one; see `functions.adopted`."""
+        entry = self.manifest["start"]
+        if entry is None:
+            return {}
+        devices = self._devices(self.deployment.shards(jax.devices()))
+        return {key: _loaded(made, devices) for key, made in pickle.loads(self._read(entry)).items()}
+
+    def _devices(self, shards: Shards) -> list[jax.Device]:
+        return jax.devices()[:1] if shards.mesh is None else list(shards.mesh.devices.flat)
+
+    def _read(self, entry: Mapping[str, Any]) -> bytes:
         file = self.folder / entry["file"]
         data = file.read_bytes() if file.is_file() else b""
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             state = "damaged" if data else "missing"
             raise ArtifactError(f"{file} is {state}: run inferlib compile again")
-        payload, inputs, outputs = pickle.loads(data)
-        return serialize_executable.deserialize_and_load(
-            payload, inputs, outputs, backend=devices[0].client, execution_devices=devices
-        )
+        return data
+
+
+def _loaded(serialized: tuple, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
+    payload, inputs, outputs = serialized
+    return serialize_executable.deserialize_and_load(
+        payload, inputs, outputs, backend=devices[0].client, execution_devices=devices
+    )
 
 
 def device_facts(kind: str, name: str) -> str:
@@ -189,6 +209,8 @@ class ArtifactWriter:
                 self._replaced.rename(self.folder)  # an earlier commit was cut off between its two renames
             for leftover in (self.staging, self._replaced):
                 shutil.rmtree(leftover, ignore_errors=True)
+            if self.folder.exists() and not self.folder.is_dir():
+                raise ArtifactError(f"{self.folder} is a file: give a directory, or a name that is free")
             if self.folder.exists() and any(self.folder.iterdir()):
                 if not (self.folder / _MANIFEST).exists():
                     raise ArtifactError(f"{self.folder} exists and holds other things than compiled programs")
@@ -205,22 +227,24 @@ class ArtifactWriter:
     def reuse(self, key: ProgramKey, layouts: list | None) -> dict[str, Any] | None:
         """Facts of an unchanged program of the directory that is there, its file taken over; else None."""
         self._hashes[key] = digest = self.deployment.program_hash(key, layouts)
+        if self.deployment.slice.platform == "neuron":
+            return None  # lowering is quick, and a compiler may be there now that was not
         entry = self._previous.get(digest)
         if entry is None:
             return None
         source = self.folder / entry["file"]
         if not source.is_file() or hashlib.sha256(source.read_bytes()).hexdigest() != entry["sha256"]:
             return None
-        os.link(source, self.staging / file_name(key))
+        os.link(source, self.staging / file_name(key, self.deployment.slice))
         return entry["facts"]
 
-    def commit(self, outcomes: Sequence[Outcome], layouts: Sequence[Mapping], reports: Mapping[str, str]) -> None:
-        """Write the manifest and `reports` (text by file name), and put the directory in its place."""
+    def commit(self, outcomes: Sequence[Outcome], layouts: Sequence[Mapping] | None, texts: Mapping[str, str]) -> None:
+        """Write the manifest and `texts` (by file name), and put the directory in its place."""
         planned = self.deployment.planned()
         weights = [
             {"name": s.name, "shape": s.shape, "dtype": s.dtype.name, "axes": s.axes, "split": _split(planned, s.axes)}
             | {"layout": layout}
-            for s, layout in zip(planned.model.specs, layouts, strict=True)
+            for s, layout in zip(planned.model.specs, layouts or [None] * len(planned.model.specs), strict=True)
         ]
         plan = planned.plan
         cache = [
@@ -244,8 +268,9 @@ class ArtifactWriter:
             "weights": weights,
             "cache": cache,
             "programs": [self._entry(outcome) for outcome in outcomes],
+            "start": self._file(START) if (self.staging / START).exists() else None,
         }
-        for name, text in {_MANIFEST: json.dumps(manifest, indent=1), **reports}.items():
+        for name, text in {_MANIFEST: json.dumps(manifest, indent=1), **texts}.items():
             (self.staging / name).write_text(text, encoding="utf-8")
         if self.folder.exists():
             self.folder.rename(self._replaced)
@@ -253,11 +278,12 @@ class ArtifactWriter:
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def _entry(self, outcome: Outcome) -> dict[str, Any]:
-        name = file_name(outcome.key)
+        file = self._file(file_name(outcome.key, self.deployment.slice))
+        return {"key": asdict(outcome.key), "hash": self._hashes[outcome.key], **file, "facts": outcome.facts}
+
+    def _file(self, name: str) -> dict[str, Any]:
         data = (self.staging / name).read_bytes()
-        digest = hashlib.sha256(data).hexdigest()
-        entry = {"key": asdict(outcome.key), "hash": self._hashes[outcome.key], "file": name, "sha256": digest}
-        return {**entry, "nbytes": len(data), "facts": outcome.facts}
+        return {"file": name, "sha256": hashlib.sha256(data).hexdigest(), "nbytes": len(data)}
 
 
 def _split(programs: ProgramSet, names: Sequence[str]) -> list[list[str]]:
@@ -275,5 +301,7 @@ def _locked(folder: Path) -> Iterator[None]:
             raise ArtifactError(
                 f"another process is compiling into {folder}: wait for it, or give another directory"
             ) from None
-        yield
-        path.unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)

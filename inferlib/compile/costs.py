@@ -6,7 +6,7 @@ Weights, cache and collectives are those of the abstract model, the cache plan a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Literal
@@ -22,6 +22,7 @@ from inferlib.compile.targets import Target
 from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig, MoeSpec
+from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
@@ -128,6 +129,16 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Layers that are alike, on a device. heads: of queries; cached: numbers of a position in the cache of a layer."""
+
+    layers: int
+    attention: AttentionSpec | MlaSpec
+    heads: int
+    cached: int
+
+
+@dataclass(frozen=True)
 class Deployed:
     """A model on a mesh of a target. quantization: of the weights, None for bfloat16."""
 
@@ -152,6 +163,7 @@ class Deployed:
 
     @cached_property
     def model(self) -> AbstractModel:
+        """Raises ShardingError if it does not divide over the mesh."""
         return _abstract(self.config, self.parallel, self.quantization)
 
     @property
@@ -159,26 +171,44 @@ class Deployed:
         """Into how many shares the rows are split."""
         return self.shards.size(axes.ROWS)
 
+    @property
+    def width(self) -> int:
+        """Of the residual stream on a device."""
+        return self.config.dim // self.shards.size(axes.EMBED)
+
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
         return _matrices(self.model, self.shards)
 
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        plan, found = self.plan(self.replicas, self.config.context, 1), []
+        for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
+            spec = self.config.layers[layers[0]].attention
+            layout = self.model.layout.heads(spec)
+            local = [self.shards.local_shape(block.axes, x) for x in block.shapes]
+            heads = layout.groups * layout.queries // self.shards.size(axes.KV_HEADS)
+            cached = sum(heads * size for *_, heads, _, size in local)
+            found.append(Block(len(layers), spec, heads, cached))
+        return tuple(found)
+
     def plan(self, rows: int, max_len: int, chunk: int) -> CachePlan:
-        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, dtype="bfloat16")
+        platform = self.target.platform
+        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, dtype="bfloat16", platform=platform)
 
     def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
         """Of `batch` rows over all replicas, prefilled by chunks of `chunk` tokens."""
         model, rows = self.model, batch // self.replicas
         cache, scores = 0, 0
-        for block, layers in zip(self.plan(batch, max_len, chunk).blocks, model.blocks(), strict=True):
-            local = [self.shards.local_shape(block.axes, shape) for shape in block.shapes]
+        for block, held in zip(self.blocks, self.plan(batch, max_len, chunk).blocks, strict=True):
+            local = [self.shards.local_shape(held.axes, shape) for shape in held.shapes]
             cache += 2 * sum(map(prod, local))
-            heads = self._query_heads(self.config.layers[layers[0]].attention)
-            scores = max(scores, heads * local[0][-2])
+            scores = max(scores, block.heads * local[0][-2])
         weights = sum(m.nbytes for m in self.matrices)
         vocab = model.layout.vocab // self.shards.size(axes.VOCAB)
         widest = max(self._widest(m) for m in self.matrices if m.use == "tokens")
-        live = max(rows, chunk) * ((2 * self.config.dim + widest) * 2 + scores * 4) + rows * vocab * 4
+        tokens = max(rows, chunk // self.shards.size(axes.TOKENS))
+        live = tokens * ((2 * self.width + widest) * 2 + scores * 4) + rows * vocab * 4
         return Memory(weights, cache, _state_bytes(rows, vocab), 2 * live)
 
     def _widest(self, matrix: Matrix) -> int:
@@ -186,7 +216,7 @@ class Deployed:
         have room, wherever they go."""
         if matrix.experts is None:
             return matrix.inner
-        return self.shards.size(axes.EXPERTS) * matrix.experts.router.chosen * (matrix.inner + self.config.dim)
+        return self.shards.size(axes.EXPERTS) * matrix.experts.router.chosen * (matrix.inner + self.width)
 
     def decode(self, rows: int, live: float) -> Work:
         """A greedy decode step of `rows` rows of each replica, `live` positions of each in the cache."""
@@ -195,56 +225,65 @@ class Deployed:
 
     def prefill(self, chunk: int, start: float) -> Work:
         """A chunk of `chunk` prompt tokens of one row of each replica, the first at position `start`."""
-        key = ProgramKey("greedy", 0, limit=1, chunks=1, chunk=chunk)
-        return self._work(key, tokens=chunk, sampled=1, rows=1, live=start + chunk, seen=start + chunk / 2)
+        shares, live = self.shards.size(axes.TOKENS), start + chunk
+        key = ProgramKey("greedy", 0, limit=round(live), chunks=1, chunk=chunk)
+        return self._work(key, tokens=chunk / shares, sampled=1, rows=1, live=live, seen=start + chunk / 2, ring=shares)
 
-    def _work(self, key: ProgramKey, *, tokens: int, sampled: int, rows: int, live: float, seen: float) -> Work:
-        """live: positions read of a row's cache; seen: by a query, on average."""
-        count, everyone = (
-            {"tokens": tokens, "sampled": sampled, "looked up": 0},
-            tokens * self.shards.size(axes.EXPERTS),
-        )
+    def _work(
+        self, key: ProgramKey, *, tokens: float, sampled: int, rows: int, live: float, seen: float, ring: int = 1
+    ) -> Work:
+        """tokens: on a device. live: positions read of a row's cache; seen: by a query, on average. ring: devices that
+        pass on their shares of a row's cache, so that each reads all of it, and writes what it is given."""
+        count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
+        everyone = tokens * self.shards.size(axes.EXPERTS)
         flops = moved = weights = cache = 0.0
         for m in self.matrices:
             # A device's experts take, on average, as many choices as its tokens make.
             times = count[m.use] * (m.experts.router.chosen if m.experts else 1)
             flops += 2.0 * times * m.elements
-            moved += 2.0 * times * m.layers * (self.config.dim + m.inner)
+            moved += 2.0 * times * m.layers * (self.width + m.inner)
             if m.use != "looked up":
                 weights += m.nbytes * (m.experts.read_share(everyone) if m.experts else 1)
-        share = 1 / self.shards.size(axes.POSITIONS)
-        plan = self.plan(self.replicas, self.config.context, 1)
-        for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
-            spec = self.config.layers[layers[0]].attention
-            reach, heads = spec.reach or float("inf"), self._query_heads(spec)
-            width = spec.pair_width(decode=not key.chunks)
-            flops += 2.0 * len(layers) * tokens * heads * width * min(seen, reach) * share
+        share = ring / self.shards.size(axes.POSITIONS)  # of the positions that a device sees
+        for block in self.blocks:
+            spec, layers = block.attention, block.layers
+            reach, width = spec.reach or float("inf"), spec.pair_width(decode=not key.chunks)
+            flops += 2.0 * layers * tokens * block.heads * width * min(seen, reach) * share
             if isinstance(spec, MlaSpec) and key.chunks:  # of the chunk itself with the matrices
                 expanded = (live * share - tokens) * spec.kv_rank * (spec.nope_dim + spec.value_dim)
-                flops += 2.0 * len(layers) * heads * max(expanded, 0.0)
-            read = rows * min(live, reach + tokens / rows) + tokens  # and what is written
-            for shape in block.shapes:
-                *_, cached, _, size = self.shards.local_shape(block.axes, shape)
-                cache += 2 * len(layers) * cached * size * read * share
-        return Work(flops, weights, cache, moved, _collectives(self.config, self.parallel, key))
+                flops += 2.0 * layers * block.heads * max(expanded, 0.0)
+            read = rows * min(live, reach + tokens * ring / rows) * share
+            written = tokens * share + read * (ring - 1) / ring
+            cache += 2 * layers * block.cached * (read + written)
+        return Work(flops, weights, cache, moved, self._collectives(key))
 
-    def _query_heads(self, spec: AttentionSpec | MlaSpec) -> int:
-        """Of a layer on a device."""
-        layout = self.model.layout.heads(spec)
-        return layout.groups * layout.queries // self.shards.size(axes.KV_HEADS)
-
-
-@lru_cache(maxsize=64)
-def _abstract(config: ModelConfig, parallel: Parallelism, quantization: Quantization | None = None) -> AbstractModel:
-    shards = planned_shards(parallel)
-    return abstract_model(config, "bfloat16", quantization=quantization, scan=True, shards=shards)
+    def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
+        plan = self.plan(self.replicas, key.limit, key.chunk or 1)
+        return explain_step(self.model, plan, self.shards, key).collectives
 
 
 @lru_cache(maxsize=1024)
-def _collectives(config: ModelConfig, parallel: Parallelism, key: ProgramKey) -> tuple[Collective, ...]:
-    model, rows = _abstract(config, parallel), key.rows or 1
-    plan = plan_cache(model, rows=rows, max_len=key.limit, chunk=key.chunk or 1, dtype="bfloat16")
-    return explain_step(model, plan, planned_shards(parallel), key).collectives
+def _abstract(config: ModelConfig, parallel: Parallelism, quantization: Quantization | None) -> AbstractModel:
+    shards, names = planned_shards(parallel), (axes.KV_HEADS, axes.MLP, axes.VOCAB)
+    if quantization is not None:  # no mesh may cut its groups
+        names = (*names, axes.EMBED, axes.HEAD_OUT, axes.LATENT)
+    sizes = tuple(shards.size(name) for name in names)
+    return replace(_traced(_Sizes(config, quantization, sizes, shards)), layout=Layout(config, shards))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Meshes that split the model's padded sizes alike share its abstract weights, which take a while to trace."""
+
+    config: ModelConfig
+    quantization: Quantization | None
+    sizes: tuple[int, ...]
+    shards: Shards = field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _traced(it: _Sizes) -> AbstractModel:
+    return abstract_model(it.config, "bfloat16", quantization=it.quantization, scan=True, shards=it.shards)
 
 
 def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:

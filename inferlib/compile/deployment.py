@@ -56,6 +56,11 @@ class Deployment:
                 f"parallel={self.parallel} is {self.parallel.devices} devices, and {slice_} has {slice_.devices}: "
                 f"write for example --parallel tp={slice_.devices}"
             )
+        if slice_.platform == "neuron" and self.parallel.devices > 1:
+            raise ShardingError(
+                f"parallel={self.parallel}: programs for {slice_} are of one device so far, as Neuron's compiler takes "
+                "no module that is still to be partitioned; leave --parallel out, or take a TPU"
+            )
         preset(self.parallel.rules)
         planned_keys(self.config(planned_shards(self.parallel)), self.modes)
 

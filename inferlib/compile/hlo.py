@@ -1,7 +1,7 @@
 """Reading compiled modules: bytes moved, cycles estimated, collectives and copies of each step, out of XLA's text.
 
-What `cost_analysis` gives counts the body of a loop once; here it counts as often as it runs. A loop whose trips are
-not known when compiling (the steps of a decode program) counts once, so figures are those of one step.
+What `cost_analysis` gives counts the body of a loop once; here it counts as often as it runs. The loop over the steps
+of a decode program counts once, so figures are those of one step.
 """
 
 from __future__ import annotations
@@ -170,9 +170,13 @@ class StepCost:
 
 
 class Module:
-    """A compiled module, parsed from `compiled.as_text()`."""
+    """A compiled module, parsed from `compiled.as_text()`.
 
-    def __init__(self, text: str):
+    counted: trips of its loop over steps, which is in no other; 1 where they are not known when compiling.
+    """
+
+    def __init__(self, text: str, counted: int = 1):
+        self.counted = counted
         self.computations: dict[str, Computation] = {}
         self.entry = _parse(text, self.computations)
 
@@ -203,9 +207,12 @@ class Module:
         for i in computation.instructions.values():
             if i.op == "while":
                 body, condition = (self.computations[i.called(x)] for x in ("body", "condition"))
-                trips = times * _trips(i, condition, self.computations)
+                trips = _trips(i, condition, self.computations)
+                if times == 1 and trips == self.counted:
+                    trips = 1
                 for part in (body, condition):
-                    self._add(part, trips, {part.parameters[0].name: dict(origins.get(i.operands[0], {}))}, cost)
+                    given = {part.parameters[0].name: dict(origins.get(i.operands[0], {}))}
+                    self._add(part, times * trips, given, cost)
             elif i.op in ("call", "async-start", "call-start"):
                 called = self.computations.get(i.called("to_apply") or i.called("calls") or "")
                 if called:

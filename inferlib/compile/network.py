@@ -59,7 +59,7 @@ class Network:
             return self._permute(span, nbytes, efficiency)
         if collective.kind == "all-to-all":
             return self._all_to_all(span, nbytes, efficiency) + self._latency(span, efficiency)
-        phases = 2 if collective.kind == "all-reduce" else 1
+        phases = 2 if collective.kind.endswith("all-reduce") else 1
         return phases * (self._gather(span, nbytes, efficiency) + self._latency(span, efficiency))
 
     def _span(self, axis: str) -> Span:

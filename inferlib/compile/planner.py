@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
 from inferlib.compile.costs import Deployed, Memory, StepTime, step_time
 from inferlib.compile.targets import CHIPS, Target, TargetError, parse_target, target_names
-from inferlib.models.config import ModelConfig, MoeSpec
+from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
+from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
-from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.mesh import Parallelism, ShardingError
+from inferlib.sharding.shards import planned_shards
 
-_PRESETS = ("tp", "tp_sp")
 _LONGEST_CHUNK = 1024  # of a prefill: enough tokens to be bound by compute on every chip
 USUAL = (None, Quantization.named("int8"))  # what is considered by default
-_WIDEST = 64  # devices on the tensor axis, at most: beyond, a step is all latency
+_WIDEST = 64  # devices of a replica, at most: beyond, a step is all latency
 
 
 class PlanError(ValueError):
@@ -191,10 +192,11 @@ def rank(
     if workload.max_len > config.context:
         raise PlanError(f"{workload.max_len} tokens exceed the model's context of {config.context}")
     every = [
-        _option(Deployed(config, target, parallel, quantization), workload, batch)
-        for parallel in meshes(target, config)
+        option
+        for parallel in meshes(config, target, workload.chunk)
         for quantization in quantizations
-        for batch in _batches(workload.concurrency, parallel.data * parallel.expert)
+        if _keeps_groups(deployed := Deployed(config, target, parallel, quantization))
+        for option in _options(deployed, workload)
     ]
     options = [o for o in every if o.over <= 0]
     if not options:
@@ -203,17 +205,61 @@ def rank(
     return Ranking(workload, slo, target, tuple(options))
 
 
-def meshes(target: Target, config: ModelConfig) -> list[Parallelism]:
-    """Every mesh of all the devices, with each preset that makes a difference; replicas have experts of their own, or
-    all share one set."""
-    sizes = [n for n in range(1, min(target.devices, _WIDEST) + 1) if target.devices % n == 0]
-    fewest = min((layer.mlp.experts for layer in config.layers if isinstance(layer.mlp, MoeSpec)), default=1)
+def meshes(config: ModelConfig, target: Target, chunk: int) -> list[Parallelism]:
+    """Every mesh of all the devices that the model and its prefill chunks divide over, with each preset that makes a
+    difference, the simplest first; replicas have experts of their own, or all share one set."""
+    widths = _widths(target)
+    kv_heads = max(1 if isinstance(x.attention, MlaSpec) else x.attention.kv_heads for x in config.layers)
+    found = _tensor_meshes(config, target)
+    for width in widths:
+        for sequence in (n for n in widths if n > 1 and width % n == 0):
+            tensor = width // sequence
+            rules = ["cp"] if chunk % sequence == 0 else []
+            # For more devices than KV heads, as many as can on the tensor axis.
+            rules += ["helix"] if tensor == max(n for n in widths if n <= kv_heads and width % n == 0) else []
+            rules += ["tp2d"] if tensor > 1 else []
+            found += [
+                Parallelism(tensor=tensor, sequence=sequence, **{axis: target.devices // width}, rules=name)
+                for axis in _replica_axes(config, target.devices // width)
+                for name in rules
+            ]
+    return [parallel for parallel in found if _divides(config, parallel)]
+
+
+def _tensor_meshes(config: ModelConfig, target: Target) -> list[Parallelism]:
     return [
         Parallelism(tensor=n, **{axis: target.devices // n}, rules=rules)
-        for n in sizes
-        for axis in ("data", *(["expert"] if 1 < target.devices // n <= fewest else []))
-        for rules in (_PRESETS if n > 1 else _PRESETS[:1])
+        for n in _widths(target)
+        for axis in _replica_axes(config, target.devices // n)
+        for rules in ("tp", "tp_sp")[: 1 + (n > 1)]
     ]
+
+
+def _widths(target: Target) -> list[int]:
+    """Devices that a replica can have."""
+    return [n for n in range(1, min(target.devices, _WIDEST) + 1) if target.devices % n == 0]
+
+
+def _replica_axes(config: ModelConfig, replicas: int) -> list[str]:
+    fewest = min((layer.mlp.experts for layer in config.layers if isinstance(layer.mlp, MoeSpec)), default=1)
+    return ["data", "expert"] if 1 < replicas <= fewest else ["data"]
+
+
+def _divides(config: ModelConfig, parallel: Parallelism) -> bool:
+    try:
+        Layout(config, planned_shards(parallel))
+    except ShardingError:
+        return False
+    return True
+
+
+def _keeps_groups(deployed: Deployed) -> bool:
+    """Whether the mesh leaves quantised elements that share a scale together."""
+    try:
+        _ = deployed.model
+    except ShardingError:
+        return False
+    return True
 
 
 def _batches(concurrency: int, replicas: int) -> list[int]:
@@ -223,14 +269,16 @@ def _batches(concurrency: int, replicas: int) -> list[int]:
     return [n * replicas for n in (*rows, most)]
 
 
-def _option(deployed: Deployed, workload: Workload, batch: int) -> Option:
-    rows = -(-min(batch, workload.concurrency) // deployed.replicas)
-    decode = step_time(deployed.decode(rows, workload.input_len + workload.output_len / 2), deployed.network)
+def _options(deployed: Deployed, workload: Workload) -> Iterator[Option]:
+    """One for each batch."""
     chunk = workload.chunk
     chunks = -(-workload.input_len // chunk)
     middle = step_time(deployed.prefill(chunk, chunk * (chunks - 1) / 2), deployed.network)
-    memory = deployed.memory(batch, workload.max_len, chunk)
-    return Option(deployed, workload, batch, memory, decode, chunks * middle.seconds)
+    for batch in _batches(workload.concurrency, deployed.replicas):
+        rows = -(-min(batch, workload.concurrency) // deployed.replicas)
+        decode = step_time(deployed.decode(rows, workload.input_len + workload.output_len / 2), deployed.network)
+        memory = deployed.memory(batch, workload.max_len, chunk)
+        yield Option(deployed, workload, batch, memory, decode, chunks * middle.seconds)
 
 
 def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> str:
@@ -255,7 +303,6 @@ def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> st
 
 
 def _fits(config: ModelConfig, target: Target, workload: Workload, quantization: Quantization | None) -> bool:
-    """Whether one row of each replica fits on some mesh."""
-    widest = meshes(target, config)[-1]
-    deployed = Deployed(config, target, widest, quantization)
+    """Whether one row of each replica fits on the widest tensor axis."""
+    deployed = Deployed(config, target, _tensor_meshes(config, target)[-1], quantization)
     return deployed.memory(deployed.replicas, workload.max_len, workload.chunk).total <= target.hbm_bytes

@@ -15,6 +15,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from inferlib.cache.plan import CachePlan, plan_cache
+from inferlib.compile.functions import run
 from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.compile.state import RowState
 from inferlib.config import ConfigurationError, EngineConfig
@@ -61,6 +62,7 @@ class ProgramSet:
             max_len=config.max_len,
             chunk=config.buckets.prefill[-1],
             dtype=model.dtype,
+            platform=config.platform,
         )
         return ProgramSet(model, plan, config, layouts)
 
@@ -122,13 +124,16 @@ class ProgramSet:
         with self._lock:
             return self._compiled.setdefault(key, program)
 
-    def lower(self, key: ProgramKey) -> jax.stages.Lowered:
-        """Trace a key's program from shapes alone; cache and row state are donated."""
+    def lower(self, key: ProgramKey, platform: str | None = None) -> jax.stages.Lowered:
+        """Trace a key's program from shapes alone; cache and row state are donated.
+
+        platform: to lower for, if that is not the devices' own: JAX needs no plugin for it.
+        """
         inputs = self.inputs(key)
         # Free layouts cannot be part of a ShapeDtypeStruct.
         free = {"in_shardings": (self.formats, *[None] * (len(inputs) - 1))} if self._free else {}
         function = jax.jit(build(self.model, self.plan, self.config, key), donate_argnums=(1, 2), **free)
-        return function.lower(*inputs)
+        return function.trace(*inputs).lower(lowering_platforms=platform and (platform,))
 
     @property
     def _free(self) -> bool:
@@ -145,6 +150,11 @@ class ProgramSet:
             Format(layout, sharding or SingleDeviceSharding(jax.devices()[0]))
             for layout, sharding in zip(layouts, shardings, strict=True)
         )
+
+    def allocate_state(self) -> RowState:
+        """The state of rows that are all free."""
+        place = RowState(*(self.config.shards.sharding(names) for names in RowState.AXES))
+        return run(RowState.zeros, (self.config.max_batch, self.model.layout.vocab), place=place)
 
     def inputs(self, key: ProgramKey) -> tuple:
         """Abstract arguments of a key's program."""

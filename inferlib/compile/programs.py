@@ -153,6 +153,15 @@ def _output_specs(spec: Callable, key: ProgramKey) -> StepOutput:
     )
 
 
+def fuses(model: AbstractModel, config: EngineConfig, key: ProgramKey) -> bool:
+    """Whether the sums over devices of a program's layers take place in one kernel with the norms that follow."""
+    if config.backend.all_reduce == "xla" or config.scan or key.chunks or not fuses_sums(model.config):
+        return False
+    from inferlib.pallas_kernels.all_reduce_norm_gpu import fits
+
+    return fits(key.rows, model.config.dim, model.dtype)
+
+
 def tree_specs(spec: Callable, names: RowState) -> RowState:
     return RowState(*(spec(axes_of_field) for axes_of_field in names))
 
@@ -174,14 +183,11 @@ class _Maker:
 
     def mailboxes(self) -> Mailboxes | None:
         """Of one decode step's sums over devices, if they are fused; opened once, each step hands them on."""
-        config, shards = self.model.config, self.config.shards
-        if self.config.backend.all_reduce == "xla" or self.config.scan or not fuses_sums(config):
+        if not fuses(self.model, self.config, self.key):
             return None
-        from inferlib.pallas_kernels.all_reduce_norm_gpu import fits, open_mailboxes
+        from inferlib.pallas_kernels.all_reduce_norm_gpu import open_mailboxes
 
-        if not fits(self.key.rows, config.dim, self.model.dtype):
-            return None
-        return open_mailboxes(self.key.rows, config.dim, shards.only_axis)
+        return open_mailboxes(self.key.rows, self.model.config.dim, self.config.shards.only_axis)
 
     def run(self, weights, cache, batch: StepBatch, boxes: Mailboxes | None = None):
         """Hidden states [T, D], the decoder (for its head), the cache and the mailboxes."""

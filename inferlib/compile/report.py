@@ -21,7 +21,7 @@ from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.targets import CHIPS, parse_target, target_names
 from inferlib.config import ConfigurationError
-from inferlib.explain import explain_step
+from inferlib.explain import explain
 from inferlib.models.config import MlaSpec
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
@@ -281,8 +281,8 @@ def _network(deployment: Deployment, planned: ProgramSet, key: ProgramKey) -> fl
         return 0.0
     shards = planned.config.shards
     network = place(deployment.slice, tuple(shards.mesh.shape.items()) if shards.mesh else ())
-    promised = explain_step(planned.model, planned.plan, shards, key).collectives
-    return sum(c.count * network.seconds(c, ATTAINED) for c in promised)
+    (step,) = explain(planned.model, planned.plan, planned.config, [key]).steps
+    return sum(c.count * network.seconds(c, ATTAINED) for c in step.collectives)
 
 
 def _tokens(shards: Shards, key: ProgramKey) -> int:

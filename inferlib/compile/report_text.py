@@ -42,7 +42,8 @@ def _memory(report: Report) -> Table:
     for p in report.programs:
         share = f"{p.peak / report.capacity:.0%}" if p.peak is not None and report.capacity else "-"
         cells = [gib(budget.weights), gib(budget.cache), *(_or(v, _mib) for v in (p.temporaries, p.code))]
-        copies = str(sum(c["count"] for c in p.copies)) if p.outcome.ok else "-"
+        known = p.outcome.ok and p.outcome.status != "lowered"
+        copies = str(sum(c["count"] for c in p.copies)) if known else "-"
         table.add_row(str(p.key), p.outcome.status, *cells, _or(p.peak, gib), share, copies)
     return table
 

@@ -19,11 +19,15 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable, topologies
 
+from inferlib.compile.aot import CompileError
 from inferlib.compile.deployment import Deployment, layout_from_json, layout_to_json
+from inferlib.compile.functions import recorded
 from inferlib.compile.hlo import Copy, Module
+from inferlib.compile.neuron import compile_neuron
 from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.targets import Target
+from inferlib.model_files import ModelFiles
 
 
 def main() -> None:
@@ -31,13 +35,19 @@ def main() -> None:
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     deployment = Deployment.from_json(json.loads(sys.stdin.readline()))
-    shards = deployment.shards(_devices(deployment.slice, deployment.parallel.devices))
+    target, shards = deployment.slice, None
     for line in sys.stdin:
         job = json.loads(line)
         layouts = job["layouts"] and [layout_from_json(layout) for layout in job["layouts"]]
         try:
-            programs = deployment.program_set(shards, layouts)
-            answer = _compile(programs, ProgramKey(**job["key"]), Path(job["path"]))
+            shards = shards or deployment.shards(_devices(target, deployment.parallel.devices))
+            programs, path = deployment.program_set(shards, layouts), Path(job["path"])
+            if job["key"] is None:
+                answer = _compile_start(programs, job["model"], path)
+            elif target.platform == "neuron":
+                answer = compile_neuron(programs, ProgramKey(**job["key"]), path, target)
+            else:
+                answer = _compile(programs, ProgramKey(**job["key"]), path)
         except Exception as error:
             traceback.print_exc()
             answer = {"error": str(error) or type(error).__name__}
@@ -51,7 +61,13 @@ def _devices(target: Target, count: int) -> list[jax.Device]:
         return topologies.get_topology_desc(platform="tpu", topology_name=target.topology_name, **options).devices
     if target.platform == "cpu":
         jax.config.update("jax_num_cpu_devices", count)
-    return jax.devices()
+    devices = jax.devices()
+    if target.platform == "gpu" and devices[0].platform != "gpu":
+        raise CompileError(
+            f"programs for {target} are compiled where such GPUs are, and JAX finds none here; if there are: "
+            'pip install "jax[cuda13]"'
+        )
+    return devices
 
 
 def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any]:
@@ -62,11 +78,13 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
     compiled = lowered.compile()
     done = time.perf_counter()
     path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
-    memory, module = compiled.memory_analysis(), Module(compiled.as_text())
+    counted = key.steps if programs.config.counted else 1
+    memory, module = compiled.memory_analysis(), Module(compiled.as_text(), counted)
     weights, cache = len(programs.model.specs), len(programs.plan.arrays)
     cost = module.cost
     chosen = [layout_to_json(f.layout) for f in compiled.input_formats[0][0]] if programs.layouts is None else None
     return {
+        "status": "compiled",
         "layouts": chosen,
         "device_kind": compiled.input_shardings[0][0][0]._device_assignment[0].device_kind,
         "trace_seconds": traced - start,
@@ -85,6 +103,16 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
         "cache_copies": _named(module.copies(range(weights, weights + cache)), ["k", "v"] * cache, weights),
         "weight_copies": _named(module.copies(range(weights)), [s.name for s in programs.model.specs], 0),
     }
+
+
+def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, Any]:
+    """Compile what loading this checkpoint and an empty cache take, and write it to `path`."""
+    with recorded() as functions:
+        ModelFiles.open(model).load(programs.model, shards=programs.config.shards, formats=programs.formats)
+        programs.plan.allocate(programs.config.shards)
+        programs.allocate_state()
+    path.write_bytes(pickle.dumps({key: serialize_executable.serialize(f) for key, f in functions.items()}))
+    return {}
 
 
 def _named(copies: tuple[Copy, ...], names: list[str], first: int) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ from jax.experimental.layout import Layout
 from inferlib.compile.counter import compilations
 from inferlib.compile.program_set import ProgramSet, planned_keys
 from inferlib.compile.programs import CHUNK_COLUMNS, ChunkInput, Mode, ProgramKey, StepOutput
-from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.distributed import Channel
 from inferlib.engine.scheduler import Dispatch, Scheduler
@@ -100,9 +99,7 @@ class Engine:
         self.stats = EngineStats()
         self.scheduler = Scheduler(config)
         self.cache = self.plan.allocate(config.shards)
-        state = RowState(*(config.shards.sharding(names) for names in RowState.AXES))
-        make_state = jax.jit(RowState.zeros, static_argnums=(0, 1), out_shardings=state)
-        self.state = make_state(config.max_batch, model.layout.vocab)
+        self.state = self.programs.allocate_state()
         self._compiled_before = compilations()
         self._in_flight: deque[_InFlight] = deque()
         self._cancelled: set[int] = set()

@@ -15,7 +15,7 @@ def decode_attention(
     lengths: jax.Array,
     *,
     scale: float,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     ring: bool = False,
@@ -27,9 +27,11 @@ def decode_attention(
     k, v: [N, K, S, h] with N >= B, the new token's key and value already written. lengths [B] int32
     counts the visible positions; 0 marks an inactive row (out 0, lse -inf). limit (static): no length
     exceeds it, so slots beyond are not read. ring: position p lives in slot p mod S.
-    backend: "xla", or "pallas" for the GPU kernel.
+    window: of all queries, or [B] of each, which only "xla" takes. backend: "xla", or "pallas" for the GPU kernel.
     Returns out [B, K, G, h], lse [B, K, G] float32.
     """
+    if backend != "xla" and isinstance(window, jax.Array):
+        raise ValueError(f"backend {backend!r} takes one window for all rows; use xla")
     options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
     if backend == "pallas":
         from inferlib.pallas_kernels import decode_attention_gpu
@@ -39,6 +41,7 @@ def decode_attention(
     slots = slots if ring or limit is None else min(limit, slots)
     k, v = k[:rows, :, :slots], v[:rows, :, :slots]
     last = lengths - 1
+    window = window[:, None] if isinstance(window, jax.Array) else window
     seen = visible(last[:, None], slot_positions(last, slots, ring), window)
     out, lse = masked_attention(q[:, None], k, v, seen, scale=scale, softcap=softcap, sinks=sinks)
     return out[:, 0], jnp.where(lengths[:, None, None] > 0, lse[:, 0], -jnp.inf)

@@ -21,13 +21,20 @@ _TILE = 128
 
 
 def grouped_matmul(
-    x: jax.Array, w: jax.Array | QuantizedTensor, sizes: jax.Array, *, most: int, layer: jax.Array | None = None
+    x: jax.Array,
+    w: jax.Array | QuantizedTensor,
+    sizes: jax.Array,
+    *,
+    most: int,
+    rows: jax.Array | None = None,
+    layer: jax.Array | None = None,
 ) -> jax.Array:
     """x [M, I], its rows sorted by group, times w [E, *P, I, O]: the first sizes[0] rows with w[0], and so on.
 
     Returns [M, *P, O], accumulated in float32. sizes [E] int32 sum to at most M; rows beyond are in no group and hold
-    anything, in x and in the result. most (static): no group is larger. layer: w is [L, E, *P, I, O], of which this one
-    is used. Only the weights of groups that have rows are read.
+    anything, in x and in the result. most (static): no group is larger. rows [M] int32: x is [T, I], and x[rows[m]] is
+    the row that m stands for. layer: w is [L, E, *P, I, O], of which this one is used. Only the weights of groups that
+    have rows are read.
 
     The matrices of a group (P: an expert's gate and up) are apart in memory: merged, I would lie between them, and the
     TPU's compiler would copy all groups to have it otherwise.
@@ -42,48 +49,64 @@ def grouped_matmul(
     count = lead + len(parts)
     w = jax.tree.map(lambda array: array.reshape(-1, math.prod(parts), *array.shape[count:]), w)  # [L * E, P, I, O]
     forms = {"default": partial(_by_tiles, most=most), "cuda": partial(_by_tiles, most=most, counted=True)}
-    if x.shape[0] <= sizes.size:
+    total = x.shape[0] if rows is None else rows.size
+    if total <= sizes.size:
         forms["cuda"] = _by_rows
-    y = lax.platform_dependent(x, w, sizes, first, **forms)
-    return y.reshape(x.shape[0], *parts, outer)
+    y = lax.platform_dependent(x, w, sizes, first, *(() if rows is None else (rows,)), **forms)
+    return y.reshape(total, *parts, outer)
 
 
 def _by_tiles(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, *, most: int, counted: bool = False
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    first: jax.Array,
+    rows: jax.Array | None = None,
+    *,
+    most: int,
+    counted: bool = False,
 ) -> jax.Array:
     """One product after the other, each of up to `_TILE` rows of a group: as many as there are. Few rows are one for
     each group that has any. Returns [M, P, O].
 
     counted: as many as there can be, where a device loop would wait for the host to look at its condition.
     """
-    rows, (_, parts, *_, outer), height = x.shape[0], w.shape, min(most, _TILE)
+    total, (_, parts, *_, outer) = x.shape[0] if rows is None else rows.size, w.shape
+    height = min(most, _TILE, total)
     tiles = -(-sizes // height)  # of each group
     ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
-    count = min(rows, sizes.size) + rows // height  # at most
-    number = jnp.arange(count, dtype=jnp.int32)
+    count = min(total, sizes.size) + total // height  # at most
+    number = jnp.minimum(jnp.arange(count, dtype=jnp.int32), ends[-1] - 1)  # those too many are the last once more
     group = _group_of(number, tiles)
     start = starts[group] + (number - (ends - tiles)[group]) * height
-    start = jnp.where(number < ends[-1], start, rows)
-    x, w = jnp.pad(x, ((0, height), (0, 0))), jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), w)
+    at = jnp.minimum(start, total - height)
+    w = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), w)
 
     def product(i: jax.Array, outs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        tile, at, new = lax.dynamic_slice_in_dim(x, start[i], height), (first + group[i]) * parts, []
+        tile, new = lax.dynamic_slice_in_dim(x if rows is None else rows, at[i], height), []
+        tile = tile if rows is None else x[tile]
+        # Rows before the tile are done; what is written beyond its group the next one overwrites.
+        own = (jnp.arange(height) >= start[i] - at[i])[:, None]
         for part, out in enumerate(outs):
-            weight = jax.tree.map(lambda array, at=at + part: lax.dynamic_index_in_dim(array, at, keepdims=False), w)
+            index = (first + group[i]) * parts + part
+            weight = jax.tree.map(lambda array, index=index: lax.dynamic_index_in_dim(array, index, keepdims=False), w)
             if isinstance(weight, QuantizedTensor):
                 y = matmul(tile, weight)
             else:
                 y = lax.dot(tile, weight, precision=precision_of(x.dtype), preferred_element_type=x.dtype)
-            # What it writes beyond its group the next one overwrites.
-            new.append(lax.dynamic_update_slice_in_dim(out, y, start[i], 0))
+            y = jnp.where(own, y, lax.dynamic_slice_in_dim(out, at[i], height))
+            new.append(lax.dynamic_update_slice_in_dim(out, y, at[i], 0))
         return tuple(new)
 
-    outs = tuple(jnp.zeros((rows + height, outer), x.dtype) for _ in range(parts))
-    return jnp.stack([out[:rows] for out in lax.fori_loop(0, count if counted else ends[-1], product, outs)], axis=1)
+    outs = tuple(jnp.zeros((total, outer), x.dtype) for _ in range(parts))
+    return jnp.stack(lax.fori_loop(0, count if counted else ends[-1], product, outs), axis=1)
 
 
-def _by_rows(x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array) -> jax.Array:
+def _by_rows(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, rows: jax.Array | None = None
+) -> jax.Array:
     """Every row with the weights of its group, all at once: XLA:GPU fuses the choice with multiplication and sum."""
+    x = x if rows is None else x[rows]
     at = first + _group_of(jnp.arange(x.shape[0], dtype=jnp.int32), sizes)
     chosen = jax.tree.map(lambda array: array[at], w)
     if isinstance(chosen, QuantizedTensor):

@@ -10,11 +10,11 @@ from inferlib.ops.decode_attention import decode_attention
 def mla_decode_attention(
     q: jax.Array, cache: jax.Array, lengths: jax.Array, *, rank: int, scale: float, limit: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """q [B, H, R + r]: row b's query, at position lengths[b] - 1: H heads taken to the latents' R dimensions, and their
+    """q [B, H, c]: row b's query, at position lengths[b] - 1: H heads taken to the latents' R dimensions, and their
     rotary part.
 
-    cache: [N, 1, S, R + r] with N >= B, the new token's latent and rotary key already written; each cell is read once,
-    as key, and its first R (`rank`) numbers as value. lengths, limit: as in `decode_attention`.
+    cache: [N, 1, S, c] with N >= B, the new token's latent and rotary key already written; a cell is a key, and its
+    first R (`rank`) numbers are the value. lengths, limit: as in `decode_attention`.
     Returns out [B, H, R], lse [B, H] float32.
     """
     # The rotary part of the values is computed and dropped: cut from the cache, it would be a copy of all the rest.

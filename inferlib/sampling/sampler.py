@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.random import threefry_2x32
 
 from inferlib.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
 from inferlib.sharding import axes
@@ -252,17 +254,32 @@ def _threshold(bits: jax.Array, weights: jax.Array | float, target: jax.Array, v
         below = vocabulary.sum(jnp.where(bits < candidate, weights, 0.0))
         return jnp.where(below < target, candidate, t)
 
-    return lax.fori_loop(0, 31, settle_bit, jnp.zeros(target.shape, jnp.int32))
+    def settle(t: jax.Array, unroll: bool | None = None) -> jax.Array:
+        return lax.fori_loop(0, 31, settle_bit, t, unroll=unroll)
+
+    # Trainium has no loops.
+    return lax.platform_dependent(
+        jnp.zeros(target.shape, jnp.int32), neuron=partial(settle, unroll=True), default=settle
+    )
 
 
 def _gumbel(seed: jax.Array, generated: jax.Array, vocab: int) -> jax.Array:
     """Gumbel noise [V] that depends on the seed and the position alone."""
     # The generator is named because its default is a global setting, and seeds promise tokens.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), generated)
+    random_bits = partial(jax.random.bits, shape=(vocab,), dtype=jnp.uint32)
+    bits = lax.platform_dependent(key, neuron=partial(_bits_without_int64, size=vocab), default=random_bits)
     # All 32 bits, finest near 0, where the largest noise comes from. jax.random.gumbel uses 23 of them, too
     # coarse for tokens less likely than 1e-7, of which a large vocabulary has many.
-    uniform = (jax.random.bits(key, (vocab,), jnp.uint32).astype(jnp.float32) + 0.5) * 2.0**-32
+    uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
+
+
+def _bits_without_int64(key: jax.Array, size: int) -> jax.Array:
+    """The bits of `jax.random.bits`, which counts in 64-bit integers; Trainium has none, and XLA:CPU is slower so."""
+    count = jnp.concatenate([jnp.zeros(size, jnp.uint32), jnp.arange(size, dtype=jnp.uint32)])
+    high, low = jnp.split(threefry_2x32(jax.random.key_data(key), count), 2)
+    return high ^ low
 
 
 def _argmax(x: jax.Array, vocabulary: Vocabulary) -> jax.Array:
@@ -310,8 +327,9 @@ def count_tokens(
 ) -> jax.Array:
     """`counts` [N, V] with the tokens [N] just generated added, in the rows where `active` [N]."""
     rows, vocab = counts.shape
-    columns = vocabulary.columns(jnp.where(active, tokens, -1), vocab)
-    return counts.at[jnp.arange(rows), columns].add(1, mode="drop")
+    where = jnp.arange(rows), vocabulary.columns(jnp.where(active, tokens, -1), vocab)
+    # Read and overwritten, as Trainium cannot add integers in a scatter. Each row has one token.
+    return counts.at[where].set(counts.at[where].get(mode="fill", fill_value=0) + 1, mode="drop")
 
 
 def mark_prompt(

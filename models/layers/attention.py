@@ -132,22 +132,15 @@ class Attention(nnx.Module):
             numbers = stripe.number(positions)
             return prefill_attention(queries, *share, pages, numbers, window=window, limit=limit, **options)
 
-        def rows(share: Share, stripe: Stripe) -> Attended:
+        def rows(stripe: Stripe) -> Attended:
             queries, positions = q[split:], batch.decode_lengths - 1
             window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
             numbers = stripe.number(positions)
-            if not isinstance(window, jax.Array):
-                backend = "xla" if kernel_lacks(spec) else ctx.backend.decode_attention
-                return decode_attention(
-                    queries, *share, numbers + 1, window=window, limit=limit, backend=backend, **options
-                )
-            # Chunks differ from row to row, and a window that does not divide covers a position more on some devices;
-            # no decode kernel takes a window for each row.
-            pages, window = jnp.arange(queries.shape[0]), window[:, None]
-            out, lse = prefill_attention(
-                queries[:, None], *share, pages, numbers[:, None], window=window, limit=limit, **options
-            )
-            return out[:, 0], lse[:, 0]
+            # A window that does not divide covers a position more on some devices.
+            lacking = kernel_lacks(spec) or isinstance(window, jax.Array)
+            backend = "xla" if lacking else ctx.backend.decode_attention
+            k, v = cache.read(queries.shape[0], limit)
+            return decode_attention(queries, k, v, numbers + 1, window=window, limit=limit, backend=backend, **options)
 
         return attend(cache, ctx, chunks, rows, sinks if dealt else None)
 

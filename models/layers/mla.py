@@ -28,9 +28,10 @@ from inferlib.sharding.stripe import Stripe
 class Mla(nnx.Module):
     """x [T, D] -> [T, D]: this device's part of the sum over heads, without `o_bias`.
 
-    The cache holds each token's latent [R], normed, and beside it its rotary key [r], both shared by all heads. Prefill
-    expands them to keys [n + r] and values [v] of each head; decoding takes the queries to the latents' space instead
-    and its output back, so that it reads each cell once for all heads. H heads as laid out (see `HeadLayout`).
+    The cache holds each token's latent [R], normed, and beside it its rotary key [r], both shared by all heads; zeros
+    fill up a cell [c] that the plan makes larger. Prefill expands cells to keys [n + r] and values [v] of each head;
+    decoding takes the queries to the latents' space instead and its output back, so that it works on each cell once for
+    all heads. H heads as laid out (see `HeadLayout`).
     """
 
     def __init__(self, spec: MlaSpec, layout: HeadLayout, dim: int, dtype):
@@ -54,7 +55,8 @@ class Mla(nnx.Module):
 
     def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         q, latent = self.project(x, ctx)
-        cache = cache.write((latent[:, None],), ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
+        cells = _widened(latent, cache.arrays[0].shape[-1])
+        cache = cache.write((cells[:, None],), ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
         return matmul(self.attend(q, cache, ctx)[:, :, 0], self.o[...], contract=2), cache
 
     def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
@@ -86,23 +88,20 @@ class Mla(nnx.Module):
             own, numbers = jnp.arange(pages.size), stripe.number(ctx.chunk_positions)
             return prefill_attention(queries, *self.expand(latents), own, numbers, scale=spec.scale)
 
-        def rows(share: Share, stripe: Stripe) -> Attended:
-            lengths = stripe.number(batch.decode_lengths - 1) + 1
-            out, lse = mla_decode_attention(
-                self.absorb(q[split:]),
-                share[0],
-                lengths,
-                rank=spec.kv_rank,
-                scale=spec.scale,
-                limit=limit_of(ctx, stripe),
-            )
+        def rows(stripe: Stripe) -> Attended:
+            lengths, limit = stripe.number(batch.decode_lengths - 1) + 1, limit_of(ctx, stripe)
+            (cells,) = cache.read(lengths.shape[0], limit)
+            queries = _widened(self.absorb(q[split:]), cells.shape[-1])
+            options = dict(rank=spec.kv_rank, scale=spec.scale, limit=limit)
+            out, lse = mla_decode_attention(queries, cells, lengths, **options)
             return self.values(out)[:, :, None], lse[..., None]
 
         return attend(cache, ctx, chunks, rows)
 
     def expand(self, cells: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Latents and rotary keys [P, S, R + r] -> each head's keys [P, H, S, n + r] and values [P, H, S, v]."""
-        latent, key = cells[..., : self.spec.kv_rank], cells[..., self.spec.kv_rank :]
+        """Cells [P, S, c] -> each head's keys [P, H, S, n + r] and values [P, H, S, v]."""
+        rank = self.spec.kv_rank
+        latent, key = cells[..., :rank], cells[..., rank : rank + self.spec.rope.dim]
         k = jnp.moveaxis(_dot(latent, self.k[...], ((2,), (2,))), 1, 2)  # [P, S, H, n]
         v = jnp.moveaxis(_dot(latent, self.v[...], ((2,), (1,))), 1, 2)
         key = jnp.broadcast_to(key[:, None], (*k.shape[:3], key.shape[-1]))
@@ -117,6 +116,12 @@ class Mla(nnx.Module):
     def values(self, out: jax.Array) -> jax.Array:
         """What was attended to, [B, H, R] -> [B, H, v]; linear, so that shares of positions may be merged after it."""
         return jnp.moveaxis(_dot(out, self.v[...], ((2,), (1,)), ((1,), (0,))), 0, 1)
+
+
+def _widened(x: jax.Array, size: int) -> jax.Array:
+    """x [..., n] with zeros up to [..., size]."""
+    short = size - x.shape[-1]
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, short),)) if short else x
 
 
 def _dot(x: jax.Array, w: jax.Array, contract, batch=((), ())) -> jax.Array:

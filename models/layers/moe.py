@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -115,10 +117,8 @@ class Experts(nnx.Module):
         order = jnp.argsort(ids)
         ids = ids[order]
         sizes = jnp.sum(ids == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
-        inputs = x[order // chosen]
-        if self.spec.scale_input:
-            inputs = (inputs * weights.reshape(-1)[order][:, None]).astype(x.dtype)
-        outputs = self.forward(inputs, ids, sizes, tokens, shards, layer)
+        scales = weights.reshape(-1)[order] if self.spec.scale_input else None
+        outputs = self.forward(x, order // chosen, ids, sizes, scales, shards, layer)
         # Back in the order of the tokens, whose sums then depend on nothing but themselves.
         outputs = outputs[jnp.argsort(order)].reshape(tokens, chosen, -1)
         if not self.spec.scale_input:
@@ -126,16 +126,26 @@ class Experts(nnx.Module):
         return jnp.sum(jnp.where(ours[:, :, None], outputs, 0), axis=1).astype(x.dtype)
 
     def forward(
-        self, x: jax.Array, ids: jax.Array, sizes: jax.Array, most: int, shards: Shards, layer: jax.Array | None
+        self,
+        x: jax.Array,
+        rows: jax.Array,
+        ids: jax.Array,
+        sizes: jax.Array,
+        scales: jax.Array | None,
+        shards: Shards,
+        layer: jax.Array | None,
     ) -> jax.Array:
-        """x [M, D] sorted by expert; ids [M], the expert of each row."""
+        """x [T, D] -> [M, D] sorted by expert: of each pair the token rows [M], the expert ids [M], and what multiplies
+        its input, scales [M]."""
 
         def bias(of: nnx.Param) -> jax.Array:
             return (of[...] if layer is None else of[...][layer])[jnp.minimum(ids, sizes.size - 1)]
 
-        both = shards.sum(grouped_matmul(x, self.gate_up[...], sizes, most=most, layer=layer), axes.EMBED)
+        product = partial(grouped_matmul, sizes=sizes, most=x.shape[0], layer=layer)
+        both = shards.sum(product(x, self.gate_up[...], rows=rows), axes.EMBED)
+        if scales is not None:
+            both = (both * scales[:, None, None]).astype(x.dtype)
         if self.spec.bias:
             both = both + bias(self.gate_up_bias)
-        inner = gated(self.spec.activation, both[:, 0], both[:, 1])
-        out = grouped_matmul(inner, self.down[...], sizes, most=most, layer=layer)
+        out = product(gated(self.spec.activation, both[:, 0], both[:, 1]), self.down[...])
         return out + once(bias(self.down_bias), shards) if self.spec.bias else out

@@ -27,15 +27,15 @@ def attend(
     cache: LayerCache,
     ctx: StepContext,
     chunks: Callable[[Share, jax.Array, Stripe], Attended],
-    rows: Callable[[Share, Stripe], Attended],
+    rows: Callable[[Stripe], Attended],
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """The step's tokens [T, K, G, h]; where the output projection takes in a share of h, that share.
 
     chunks: the chunks' queries over the positions of a stripe, by the prefill contract: takes arrays that hold them,
-    their pages [P] and the stripe; returns out [P, C, K, G, h] and LSE. rows: the same of the decode rows, by the
-    decode contract: out [B, K, G, h]. sinks [K, G]: where positions are dealt out, a logit that joins the denominator;
-    once for all shares, so `chunks` and `rows` must leave it out.
+    their pages [P] and the stripe; returns out [P, C, K, G, h] and LSE. rows: the decode rows' over those of a stripe,
+    by the decode contract, from the cache itself: out [B, K, G, h]. sinks [K, G]: where positions are dealt out, a
+    logit that joins the denominator; once for all shares, so `chunks` and `rows` must leave it out.
     """
     batch, shards = ctx.batch, ctx.shards
     whole, shares = [], []
@@ -46,9 +46,8 @@ def attend(
             stripe = shards.stripe(axes.POSITIONS)
             share = cache.read(cache.rows, limit_of(ctx, stripe))
             shares.append(tuple(_flat(x) for x in chunks(share, batch.chunk_rows, stripe)))
-    if count := batch.decode_tokens.shape[0]:
-        stripe = shards.stripe(axes.POSITIONS)
-        shares.append(rows(cache.read(count, limit_of(ctx, stripe)), stripe))
+    if batch.decode_tokens.shape[0]:
+        shares.append(rows(shards.stripe(axes.POSITIONS)))
     if shares:
         out, lse = (_joined(parts) for parts in zip(*shares, strict=True))
         whole.append(_merged(out, lse, shards, sinks) if shards.size(axes.POSITIONS) > 1 else out)

@@ -8,9 +8,15 @@ from collections import Counter
 import pytest
 from typer.testing import CliRunner
 
+from inferlib import configs
 from inferlib.cli import app
+from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey
+from inferlib.config import Buckets, EngineConfig
 from inferlib.explain import explain
+from inferlib.models.abstract import abstract_model
+from inferlib.models.batch import Backend
+from inferlib.models.families import config_from_hf
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.rules import PRESETS
@@ -60,6 +66,36 @@ def test_collectives_of_stacked_layers_are_those_promised(programs_of):
     counts = assert_promise_kept(programs, ProgramKey("greedy", 2, MAX_LEN, steps=4))
     assert counts["all-reduce", "tensor", 4 * 2 * 72] == 1 + 2 * 2  # the embedding, two in each layer
     assert counts["all-reduce", "data", 4 * 2] == 1  # whether to go on
+
+
+def test_steps_that_are_counted_do_not_ask_whether_to_go_on():
+    programs = _planned("tp=2,dp=2", platform="gpu")
+    assert "whether to go on" not in purposes(programs, ProgramKey("greedy", 2, MAX_LEN, steps=4))
+
+
+@pytest.mark.parametrize(("rows", "chunks", "fused"), [(4, 0, True), (512, 0, False), (4, 1, False)])
+def test_sums_that_the_fused_kernel_makes_are_told_apart(rows, chunks, fused):
+    programs = _planned("tp=4", platform="gpu", backend=Backend(all_reduce="pallas"))
+    key = ProgramKey("greedy", rows, MAX_LEN, chunks=chunks, chunk=CHUNK * chunks)
+    (step,) = explain(programs.model, programs.plan, programs.config, [key]).steps
+    kinds = {c.purpose: c.kind for c in step.collectives if c.purpose in ("embedding", "attention", "feed-forward")}
+    layers = "fused all-reduce" if fused else "all-reduce"
+    assert kinds == {"embedding": "all-reduce", "attention": layers, "feed-forward": layers}
+    assert ("mailboxes" in purposes(programs, key)) == fused
+
+
+def _planned(parallel: str, **options) -> ProgramSet:
+    """Of a model that the fused kernel takes."""
+    shards = planned_shards(Parallelism.parse(parallel))
+    config = config_from_hf(configs.load("llama3-8b") | {"num_hidden_layers": 2})
+    model = abstract_model(config, "bfloat16", shards=shards)
+    buckets = Buckets(prefill=(CHUNK,), batch=(512,), cache=(MAX_LEN,))
+    return ProgramSet.make(model, EngineConfig(512, MAX_LEN, buckets, decode_steps=4, shards=shards, **options))
+
+
+def purposes(programs: ProgramSet, key: ProgramKey) -> set[str]:
+    (step,) = explain(programs.model, programs.plan, programs.config, [key]).steps
+    return {c.purpose for c in step.collectives}
 
 
 def test_sampling_gathers_no_logits(programs_of):

@@ -70,7 +70,10 @@ def test_waste():
             "split the model width of 576, which does not divide over 5 devices of the sequence axis",
         ),
         ("cp=5,tp=2,rules=tp2d", "it does over [1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 24, 32, 36, 48, 64, 72, 96"),
-        ("cp=3,tp=2,rules=helix", "the head size of 64, which does not divide over 3 devices of the sequence axis; it"),
+        (
+            "cp=3,tp=2,rules=helix",
+            "the value head size of 64, which does not divide over 3 devices of the sequence axis; it",
+        ),
     ],
 )
 def test_sizes_that_must_divide(parallel, message):

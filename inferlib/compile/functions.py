@@ -1,0 +1,78 @@
+"""The small functions that a start needs beside its programs: they lay out the tensors of a checkpoint, and make an
+empty cache and state. Jitted where they are called, unless they were compiled earlier for just these arguments."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+
+Compiled = Mapping[str, jax.stages.Compiled]
+_adopted: ContextVar[Compiled] = ContextVar("adopted", default={})  # noqa: B039 (never changed)
+_recorded: ContextVar[dict[str, jax.stages.Compiled] | None] = ContextVar("recorded", default=None)
+
+
+def run(function: Callable, static: tuple, *arrays: Any, place: Any = None) -> Any:
+    """`function(*static, *arrays)`, its results where `place` (shardings, formats) says. Arrays may be in lists."""
+    adopted, recorded = _adopted.get(), _recorded.get()
+    if not adopted and recorded is None:
+        return _jitted(function, len(static), place)(*static, *arrays)
+    leaves, tree = jax.tree.flatten(arrays)
+    structs = tuple(_struct(x) for x in leaves)
+    key = _key(function, static, structs, place)
+    if recorded is None:
+        compiled = adopted.get(key)
+        return compiled(*arrays) if compiled else _jitted(function, len(static), place)(*static, *arrays)
+    lowered = _jitted(function, len(static), place).lower(*static, *jax.tree.unflatten(tree, structs))
+    if key not in recorded:
+        recorded[key] = lowered.compile()
+    return jax.tree.map(lambda x: _Result(x.shape, x.dtype, sharding=x.sharding), lowered.out_info)
+
+
+@contextmanager
+def adopted(compiled: Compiled) -> Iterator[None]:
+    """Within, functions that are in `compiled` are not compiled."""
+    token = _adopted.set(compiled)
+    try:
+        yield
+    finally:
+        _adopted.reset(token)
+
+
+@contextmanager
+def recorded() -> Iterator[dict[str, jax.stages.Compiled]]:
+    """Within, functions are compiled and not run; yields what `adopted` takes."""
+    token = _recorded.set(found := {})
+    try:
+        yield found
+    finally:
+        _recorded.reset(token)
+
+
+class _Result(jax.ShapeDtypeStruct):
+    """What a recorded function would return."""
+
+    def block_until_ready(self) -> _Result:
+        return self
+
+
+@cache
+def _jitted(function: Callable, static: int, place: Any) -> Callable:
+    return jax.jit(function, static_argnums=tuple(range(static)), out_shardings=place)
+
+
+@cache
+def _key(function: Callable, static: tuple, structs: tuple[jax.ShapeDtypeStruct, ...], place: Any) -> str:
+    arrays = [(x.shape, x.dtype.name, x.sharding) for x in structs]
+    return hashlib.sha256(repr((function.__qualname__, static, arrays, place)).encode()).hexdigest()
+
+
+def _struct(x: np.ndarray | jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    sharding = getattr(x, "sharding", None)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
