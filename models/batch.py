@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -52,12 +53,15 @@ class StepBatch(NamedTuple):
 class Backend:
     """Which implementation of an operation a program is built with."""
 
-    decode_attention: Literal["xla", "pallas"] = "xla"
+    decode_attention: Literal["xla", "pallas", "nki"] = "xla"
+    prefill_attention: Literal["xla", "nki"] = "xla"
     all_reduce: Literal["xla", "pallas"] = "xla"
 
     @staticmethod
     def for_platform(platform: str, shards: Shards) -> Backend:
-        """The best choice on "cpu", "gpu", "tpu" or "neuron"."""
+        """The best choice on "cpu", "gpu", "tpu" or "neuron"; NKI kernels where the Neuron compiler is installed."""
+        if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
+            return Backend(decode_attention="nki", prefill_attention="nki")
         if platform != "gpu":
             return Backend()
         return Backend(decode_attention="pallas", all_reduce="pallas" if _are_peers(shards) else "xla")
@@ -73,7 +77,7 @@ def _are_peers(shards: Shards) -> bool:
 
 
 def kernel_lacks(spec: AttentionSpec | MlaSpec) -> str:
-    """What the decode kernel for GPUs cannot do of a layer's attention, which XLA then does; "" if nothing."""
+    """What the attention kernels of GPUs and Trainium cannot do of a layer, which XLA then does; "" if nothing."""
     if isinstance(spec, MlaSpec):
         return "latent attention"
     if spec.value_dim != spec.head_dim:

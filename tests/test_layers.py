@@ -16,6 +16,7 @@ FOLDERS = {
     "inferlib": ROOT / "inferlib",
     "inferlib.configs": ROOT / "configs",
     "inferlib.models": ROOT / "models",
+    "inferlib.nki_kernels": ROOT / "nki_kernels",
     "inferlib.pallas_kernels": ROOT / "pallas_kernels",
     "inferlib.sharding": ROOT / "sharding",
 }
@@ -23,13 +24,14 @@ FOLDERS = {
 FLOORS = {
     "inferlib.configs": 0,
     "inferlib.sharding": 0,
+    "inferlib.nki_kernels": 1,
     "inferlib.pallas_kernels": 1,
     "inferlib.ops": 2,
     "inferlib.models": 3,
     "inferlib.llm": 5,
     "inferlib.cli": 5,
 }
-KERNEL_LIBRARIES = {"einops", "jax", "jaxlib", "numpy"}
+KERNEL_LIBRARIES = {"einops", "jax", "jaxlib", "ml_dtypes", "nki", "numpy"}
 
 
 def find_modules() -> dict[str, Path]:

@@ -24,7 +24,7 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from inferlib.checkpoint.assemble import expand
-from inferlib.checkpoint.load import placement, stack
+from inferlib.checkpoint.load import into_stack, placement
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel, ArraySpec, WeightSpec, abstract_model
@@ -160,7 +160,9 @@ class LaidOutWeights:
             )
         # A layer's weight: the target's are of one layer or of a stack of them.
         targets = {(i, weight.part): weight for weight in model.weights for i in _layers(model, weight)}
-        layers = {}
+        rest = iter(formats or [None] * len(model.specs))
+        formats = {weight.name: tuple(islice(rest, len(weight.arrays))) for weight in model.weights}
+        loaded: dict[str, tuple[jax.Array, ...]] = {}
         with (
             _checkpointer() as checkpointer,
             ByteProgress("loading weights", stored.nbytes, show=progress) as bar,
@@ -174,20 +176,18 @@ class LaidOutWeights:
                 }
                 arrays = self._restore(checkpointer, block, wanted)
                 for weight in weights:
-                    held = tuple(arrays.pop(spec.part) for spec in weight.arrays)
-                    layers[block, weight.part] = _expanded(model, shards, weight, targets[block, weight.part], held)
+                    target, held = targets[block, weight.part], tuple(arrays.pop(spec.part) for spec in weight.arrays)
+                    layer, places = _expanded(model, shards, weight, target, held), formats[target.name]
+                    if target.axes[0] == axes.LAYERS:
+                        number = model.layers_of(target.block).index(block)
+                        layer = into_stack(target, shards, places, loaded.get(target.name), number, layer)
+                    else:
+                        pairs = zip(layer, places, strict=True)
+                        layer = tuple(jax.device_put(x, p) if isinstance(p, Format) else x for x, p in pairs)
+                    # The next may need the memory of what it was made of.
+                    loaded[target.name] = jax.block_until_ready(layer)
                     bar.advance(sum(spec.nbytes for spec in weight.arrays))
-        loaded, rest = [], iter(formats or [None] * len(model.specs))
-        for weight in model.weights:
-            parts = [layers.pop((i, weight.part)) for i in _layers(model, weight)]
-            places = tuple(islice(rest, len(weight.arrays)))
-            if weight.axes[0] == axes.LAYERS:
-                arrays = stack(weight, shards, places, parts)
-            else:
-                pairs = zip(parts[0], places, strict=True)
-                arrays = tuple(jax.device_put(x, place) if isinstance(place, Format) else x for x, place in pairs)
-            loaded += jax.block_until_ready(arrays)  # the next stack may need the memory of these parts
-        return tuple(loaded)
+        return tuple(array for weight in model.weights for array in loaded[weight.name])
 
     def _restore(
         self, checkpointer: ocp.Checkpointer, block: int | None, wanted: dict[str, jax.ShapeDtypeStruct]

@@ -11,6 +11,7 @@ from itertools import islice
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -99,7 +100,7 @@ def load_item(
     formats: Sequence[Format | NamedSharding | None],
 ) -> tuple[jax.Array, ...]:
     """Read the arrays of one weight. advance: takes the bytes read. formats: as of `load_weights`."""
-    weight, layers, stacked = item.weight, [], len(item.pieces) > 1
+    weight, stacked = item.weight, len(item.pieces) > 1
     if axes.EXPERTS in weight.axes:
         places = layer_places(weight, shards, formats, stacked=False)
         return load_experts(source, item, places, advance)
@@ -107,18 +108,20 @@ def load_item(
     sharding = placement(shards, one.axes, one.shape)
     split = dict(zip(one.axes, sharding.spec, strict=True)) if sharding else {}
     static, places = (model.layout, item.layer, one), layer_places(one, shards, formats, stacked=stacked)
-    for pieces in item.pieces:
+    arrays = None
+    for number, pieces in enumerate(item.pieces):
         if is_kept(source, weight, pieces):
             values = [_read(source.values, piece, weight.part, shards, split) for piece in pieces]
             scales = [source.scales(piece.tensor, slice(*piece.rows) if piece.rows else None) for piece in pieces]
-            layers.append(run(keep, static, values, scales, place=places))
+            layer = run(keep, static, values, scales, place=places)
         else:
-            arrays = [_read(source.read, piece, weight.part, shards, split) for piece in pieces]
-            layers.append(run(lay_out, static, *arrays, place=places))
+            tensors = [_read(source.read, piece, weight.part, shards, split) for piece in pieces]
+            layer = run(lay_out, static, *tensors, place=places)
+        arrays = into_stack(weight, shards, formats, arrays, number, layer) if stacked else layer
+        # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
+        jax.block_until_ready(arrays)
         advance(sum(piece_bytes(source, p) for p in pieces))
-    arrays = stack(weight, shards, formats, layers) if stacked else layers[0]
-    # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
-    return jax.block_until_ready(arrays)
+    return arrays
 
 
 def layer_places(
@@ -147,17 +150,28 @@ def _size(shards: Shards, axis: str | tuple[str, ...] | None) -> int:
     return math.prod(shards.mesh.shape[name] for name in jax.tree.leaves(axis))
 
 
-def stack(
+def into_stack(
     weight: WeightSpec,
     shards: Shards,
     formats: Sequence[Format | NamedSharding | None],
-    layers: Sequence[tuple[jax.Array, ...]],
+    stacks: Sequence[jax.Array] | None,
+    number: int,
+    layer: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
-    """The arrays of a weight of scanned layers, from those of each layer."""
+    """The arrays of a weight of scanned layers with those of one layer at its place; None: there are none yet. Their
+    memory is used again, so that the layers never exist twice."""
+    places = [format or shards.sharding(spec.axes) for spec, format in zip(weight.arrays, formats, strict=True)]
+    if stacks is None:
+        pairs = zip(weight.arrays, places, strict=True)
+        stacks = [run(jnp.zeros, (spec.shape, spec.dtype.name), place=place) for spec, place in pairs]
     return tuple(
-        run(jnp.stack, (), parts, place=format or shards.sharding(array.axes))
-        for array, format, *parts in zip(weight.arrays, formats, *layers, strict=True)
+        run(_put_layer, (), stack, part, np.int32(number), place=place, donate=True)
+        for stack, part, place in zip(stacks, layer, places, strict=True)
     )
+
+
+def _put_layer(stack: jax.Array, layer: jax.Array, number: jax.Array) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(stack, layer, number, axis=0)
 
 
 def lay_out(layout: Layout, layer: LayerSpec | None, weight: WeightSpec, *pieces: jax.Array) -> tuple[jax.Array, ...]:

@@ -18,18 +18,20 @@ _adopted: ContextVar[Compiled] = ContextVar("adopted", default={})  # noqa: B039
 _recorded: ContextVar[dict[str, jax.stages.Compiled] | None] = ContextVar("recorded", default=None)
 
 
-def run(function: Callable, static: tuple, *arrays: Any, place: Any = None) -> Any:
-    """`function(*static, *arrays)`, its results where `place` (shardings, formats) says. Arrays may be in lists."""
+def run(function: Callable, static: tuple, *arrays: Any, place: Any = None, donate: bool = False) -> Any:
+    """`function(*static, *arrays)`, its results where `place` (shardings, formats) says. Arrays may be in lists.
+
+    donate: the first array's memory becomes the result's."""
     adopted, recorded = _adopted.get(), _recorded.get()
     if not adopted and recorded is None:
-        return _jitted(function, len(static), place)(*static, *arrays)
+        return _jitted(function, len(static), place, donate)(*static, *arrays)
     leaves, tree = jax.tree.flatten(arrays)
     structs = tuple(_struct(x) for x in leaves)
     key = _key(function, static, structs, place)
     if recorded is None:
         compiled = adopted.get(key)
-        return compiled(*arrays) if compiled else _jitted(function, len(static), place)(*static, *arrays)
-    lowered = _jitted(function, len(static), place).lower(*static, *jax.tree.unflatten(tree, structs))
+        return compiled(*arrays) if compiled else _jitted(function, len(static), place, donate)(*static, *arrays)
+    lowered = _jitted(function, len(static), place, donate).lower(*static, *jax.tree.unflatten(tree, structs))
     if key not in recorded:
         recorded[key] = lowered.compile()
     return jax.tree.map(lambda x: _Result(x.shape, x.dtype, sharding=x.sharding), lowered.out_info)
@@ -63,8 +65,9 @@ class _Result(jax.ShapeDtypeStruct):
 
 
 @cache
-def _jitted(function: Callable, static: int, place: Any) -> Callable:
-    return jax.jit(function, static_argnums=tuple(range(static)), out_shardings=place)
+def _jitted(function: Callable, static: int, place: Any, donate: bool) -> Callable:
+    given = (static,) if donate else ()
+    return jax.jit(function, static_argnums=tuple(range(static)), donate_argnums=given, out_shardings=place)
 
 
 @cache

@@ -27,7 +27,8 @@ def decode_attention(
     k, v: [N, K, S, h] with N >= B, the new token's key and value already written. lengths [B] int32
     counts the visible positions; 0 marks an inactive row (out 0, lse -inf). limit (static): no length
     exceeds it, so slots beyond are not read. ring: position p lives in slot p mod S.
-    window: of all queries, or [B] of each, which only "xla" takes. backend: "xla", or "pallas" for the GPU kernel.
+    window: of all queries, or [B] of each, which only "xla" takes. backend: "xla", "pallas" for the GPU kernel, or
+    "nki" for Trainium's.
     Returns out [B, K, G, h], lse [B, K, G] float32.
     """
     if backend != "xla" and isinstance(window, jax.Array):
@@ -37,6 +38,11 @@ def decode_attention(
         from inferlib.pallas_kernels import decode_attention_gpu
 
         return decode_attention_gpu.decode_attention(q, k, v, lengths, ring=ring, limit=limit, **options)
+    if backend == "nki":
+        from inferlib.nki_kernels.flash_decode import flash_decode
+
+        out, lse = flash_decode(q[:, None], k, v, lengths, ring=ring, limit=limit, **options)
+        return out[:, 0], lse[:, 0]
     rows, slots = q.shape[0], k.shape[2]
     slots = slots if ring or limit is None else min(limit, slots)
     k, v = k[:rows, :, :slots], v[:rows, :, :slots]

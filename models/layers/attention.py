@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from inferlib.models.batch import StepContext, kernel_lacks
+from inferlib.models.batch import Backend, StepContext, kernel_lacks
 from inferlib.models.config import AttentionSpec, NormSpec, QueryTemperature
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import rms_norm, scale_norm
@@ -125,22 +125,25 @@ class Attention(nnx.Module):
         dealt = ctx.shards.size(axes.POSITIONS) > 1
         sinks = self.sinks[...] if spec.sinks else None
         options = dict(scale=spec.scale, softcap=spec.softcap, sinks=None if dealt else sinks, ring=cache.ring)
+        # No kernel takes a window for each row: one that does not divide covers a position more on some devices.
+        backend = Backend() if kernel_lacks(spec) else ctx.backend
 
         def chunks(share: Share, pages: jax.Array, stripe: Stripe) -> Attended:
             queries, positions = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:]), ctx.chunk_positions
             window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
             numbers = stripe.number(positions)
-            return prefill_attention(queries, *share, pages, numbers, window=window, limit=limit, **options)
+            kernel = "xla" if isinstance(window, jax.Array) else backend.prefill_attention
+            return prefill_attention(
+                queries, *share, pages, numbers, window=window, limit=limit, backend=kernel, **options
+            )
 
         def rows(stripe: Stripe) -> Attended:
             queries, positions = q[split:], batch.decode_lengths - 1
             window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
             numbers = stripe.number(positions)
-            # A window that does not divide covers a position more on some devices.
-            lacking = kernel_lacks(spec) or isinstance(window, jax.Array)
-            backend = "xla" if lacking else ctx.backend.decode_attention
+            kernel = "xla" if isinstance(window, jax.Array) else backend.decode_attention
             k, v = cache.read(queries.shape[0], limit)
-            return decode_attention(queries, k, v, numbers + 1, window=window, limit=limit, backend=backend, **options)
+            return decode_attention(queries, k, v, numbers + 1, window=window, limit=limit, backend=kernel, **options)
 
         return attend(cache, ctx, chunks, rows, sinks if dealt else None)
 

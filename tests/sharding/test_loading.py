@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferlib import configs
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.config import AttentionSpec
@@ -58,6 +59,10 @@ def test_waste():
     # 3 KV heads on 8 devices: two copies of each and two groups of zeros; 2 of 16 query slots per copy pair stay empty.
     assert waste("tp=8")["query heads"] == round(1 - 9 / 16, 4)
     assert waste("tp=8")["cache"] == round(1 - 3 / 8, 4)
+    # A cache of latents has one head, which each device of a split over heads holds.
+    latent = config_from_hf(configs.load("deepseek-v2-lite"))
+    assert Layout(latent, planned("tp=4,ep=2")).waste()["cache"] == 0.75
+    assert Layout(latent, planned("cp=4,ep=2,rules=helix")).waste()["cache"] == 0.0
     # The cache split along sequences instead: no copies.
     assert waste("cp=8,rules=helix")["cache"] == waste("cp=2,tp=3,rules=helix")["cache"] == 0.0
 

@@ -1,0 +1,50 @@
+"""What the kernels must reach, by the stand-in's counters and the published rates."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from benchmarks import nki as benchmark
+from inferlib.nki_kernels import simulator
+from inferlib.nki_kernels.flash_decode import flash_decode
+
+SBUF_BYTES = {"trn2": 224 * 1024, "trn3": 256 * 1024}
+
+
+@pytest.mark.parametrize("target", benchmark.TARGETS)
+def test_decode_reads_keys_and_values_once_and_hides_all_else(target):
+    core, live = benchmark.decode(target, 8192, ml_dtypes.bfloat16)
+    assert live <= core.hbm_read <= core.hbm_bytes <= 1.03 * live
+    assert max(us for engine, us in core.busy_us.items() if engine != "dma") < core.busy_us["dma"]
+    # Twice what lives at once: every tile could be loaded while its forerunner is used.
+    assert 2 * core.sbuf_peak <= SBUF_BYTES[target]
+    assert 2 * core.psum_peak <= 8
+    assert core.short_dma < 0.005 * live
+
+
+def test_pages_without_live_slots_are_not_read():
+    """One row of 1000 positions with a table for 8192: whole runs of 16 slots are read, of keys and of values."""
+    cache = np.ones((512, 1, 16, 128), ml_dtypes.bfloat16)
+    q, table = np.ones((1, 1, 1, 4, 128), ml_dtypes.bfloat16), np.arange(512, dtype=np.int32)[None]
+    with simulator.session("trn2") as session:
+        out, _ = flash_decode(q, cache, cache, np.array([1000], np.int32), scale=0.1, table=table, lnc=1)
+        np.testing.assert_allclose(np.asarray(out, np.float32), 1, rtol=0.01)
+    live = 2 * 1008 * 128 * 2
+    assert live < session.cores[0].hbm_read < 1.03 * live
+
+
+@pytest.mark.parametrize("element", ["float8_e4m3fn", "float4_e2m1fn"])
+def test_mx_products_fill_the_array_and_read_packed_weights_once(element):
+    core, _, useful = benchmark.matmul("trn3", 128, 1024, 1024, element)
+    assert useful >= 0.9
+    assert core.matmul_useful == core.matmul_slots
+    core, packed, _ = benchmark.matmul("trn3", 8, 1536, 2048, element)
+    assert packed <= core.hbm_read <= core.hbm_bytes <= 1.05 * packed
+    assert max(us for engine, us in core.busy_us.items() if engine != "dma") < core.busy_us["dma"]
+
+
+def test_trn2_reads_packed_weights_once_too():
+    core, packed, _ = benchmark.matmul("trn2", 4, 1024, 1024, "float4_e2m1fn")
+    assert packed <= core.hbm_read <= core.hbm_bytes <= 1.05 * packed

@@ -1,0 +1,54 @@
+"""Whole models with the NKI kernels, which the stand-in runs by host execution: greedy tokens as transformers'."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from inferlib import LLM, Buckets, SamplingParams
+from inferlib.config import EngineConfig
+from inferlib.models.batch import Backend
+from inferlib.nki_kernels import simulator
+from tests.conftest import assert_greedy, build_llm, random_prompts, write_tokenizer
+from tests.oracle import make_checkpoint
+
+NKI = Backend(decode_attention="nki", prefill_attention="nki")
+FAMILIES = [
+    pytest.param("llama", {"num_hidden_layers": 1}),
+    pytest.param("qwen3", {"num_hidden_layers": 1}, marks=pytest.mark.slow),
+    pytest.param("gpt_oss", {"num_hidden_layers": 2}, marks=pytest.mark.slow),
+    # A sliding window, whose ring wraps, and a softcap.
+    pytest.param("gemma2", {"num_hidden_layers": 2, "attn_logit_softcapping": 2.0}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+def test_generates_what_transformers_does(family, overrides, tmp_path, quick_compilations):
+    path = make_checkpoint(tmp_path, family, **overrides)
+    write_tokenizer(path)
+    prompts, params = random_prompts([5, 37]), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    buckets = Buckets(prefill=(16,), batch=(2,), cache=(64,))
+    with simulator.session("trn2") as session:
+        llm = build_llm(path, buckets, backend=NKI, decode_steps=2)
+        outputs = llm.generate(prompts, params)
+    # Two prompts in chunks of 16, and eleven steps of both: a launch a layer each.
+    assert session.launches >= 3 + 11
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_greedy(path, prompt, output.outputs[0].token_ids)
+
+
+@pytest.mark.slow
+def test_each_device_of_a_mesh_runs_the_kernels_on_its_heads(tmp_path, quick_compilations, monkeypatch):
+    path = make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
+    write_tokenizer(path)
+    make = EngineConfig.make
+    monkeypatch.setattr(EngineConfig, "make", staticmethod(lambda *a: dataclasses.replace(make(*a), backend=NKI)))
+    buckets = Buckets(prefill=(16,), batch=(2,), cache=(64,))
+    options = dict(dtype="float32", max_batch=2, max_len=64, buckets=buckets, progress=False, parallel="tp=2")
+    prompts, params = random_prompts([5, 19]), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with simulator.session("trn2") as session:
+        outputs = LLM(path, **options).generate(prompts, params)
+    assert session.launches >= 2 * (2 + 5)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_greedy(path, prompt, output.outputs[0].token_ids)
