@@ -81,7 +81,8 @@ def slot_positions(blocks):
     positions = nl.ndarray((128, max(1, count_tiles(blocks))), dtype=nl.float32, buffer=nl.sbuf)
     nisa.memset(dst=positions, value=float(NOWHERE))
     tile = 0
-    for start, lanes, tiles in blocks:
+    for block in blocks:
+        start, lanes, tiles = block
         nisa.iota(
             dst=positions[0:lanes, tile : tile + tiles], pattern=[[1, tiles]], offset=start, channel_multiplier=tiles
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax import lax
 
 from inferlib.nki_kernels import simulator
 
@@ -24,21 +25,27 @@ def logical_cores() -> int:
 
 
 def call(
-    kernel, lnc: int | None, results: Sequence[jax.ShapeDtypeStruct], *arrays: jax.Array, **static
+    name: str, kernel, lnc: int | None, results: Sequence[jax.ShapeDtypeStruct], *arrays: jax.Array, **static
 ) -> list[jax.Array]:
     """Launch `kernel[lnc](*arrays, **static)`, which returns `results`; inside or outside `jax.jit`.
 
-    lnc: physical cores of a logical NeuronCore, 1 or 2; None for `logical_cores()`, which a Trainium host insists on.
+    name: of the operation, which marks its place in a lowered program. lnc: physical cores of a logical NeuronCore, 1
+    or 2; None for `logical_cores()`, which a Trainium host insists on. Lowered for Trainium without NKI, the place
+    holds a custom call without the kernel's binary: programs can be checked so, not compiled.
     """
     lnc = logical_cores() if lnc is None else lnc
     if lnc not in (1, 2):
         raise ValueError(f"lnc {lnc}: a logical NeuronCore has 1 or 2 cores")
-    if not simulator.is_injected():
-        return list(kernel[lnc](*arrays, **static))
+    with jax.named_scope(f"nki_{name}"):
+        if not simulator.is_injected():
+            return list(kernel[lnc](*arrays, **static))
+        simulator.check_inputs(*arrays)
 
-    simulator.check_inputs(*arrays)
+        def run(*values):
+            return kernel[lnc](*map(np.asarray, values), **static)
 
-    def run(*values):
-        return kernel[lnc](*map(np.asarray, values), **static)
+        def on_host(*values):
+            return jax.pure_callback(run, tuple(results), *values)
 
-    return list(jax.pure_callback(run, tuple(results), *arrays))
+        place = jax.ffi.ffi_call("AwsNeuronCustomNativeKernel", tuple(results))
+        return list(lax.platform_dependent(*arrays, neuron=place, default=on_host))

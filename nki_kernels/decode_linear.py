@@ -28,7 +28,7 @@ def rmsnorm_matmul(x: jax.Array, weight: jax.Array, w: jax.Array, *, eps: float,
     """
     _check(x, weight, w)
     result = (jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype),)
-    return call(project, lnc, result, x, weight, w, eps=float(eps))[0]
+    return call("rmsnorm_matmul", project, lnc, result, x, weight, w, eps=float(eps))[0]
 
 
 def rmsnorm_mlp(
@@ -56,7 +56,7 @@ def rmsnorm_mlp(
     check_width(half)
     check_width(gate.shape[1] - half * (cores - 1))
     result = (jax.ShapeDtypeStruct(x.shape, x.dtype),)
-    return call(feed_forward, lnc, result, x, weight, gate, up, down, eps=float(eps), act=activation)[0]
+    return call("rmsnorm_mlp", feed_forward, lnc, result, x, weight, gate, up, down, eps=float(eps), act=activation)[0]
 
 
 def _check(x: jax.Array, weight: jax.Array, w: jax.Array) -> None:

@@ -81,7 +81,7 @@ def flash_decode(
     results = (jax.ShapeDtypeStruct(turned.shape, q.dtype), jax.ShapeDtypeStruct(turned.shape[:3], jnp.float32))
     table = table if paged else jnp.zeros((rows, 1), jnp.int32)
     static = dict(slots=slots, scale=float(scale), softcap=float(softcap or 0.0), paged=paged)
-    out, lse = call(kernel, lnc, results, turned, k, v, spans, sinks, table, **static)
+    out, lse = call("flash_decode", kernel, lnc, results, turned, k, v, spans, sinks, table, **static)
     out = out.reshape(rows, kv_heads, tokens, group, size).transpose(0, 2, 1, 3, 4)
     lse = lse.reshape(rows, kv_heads, tokens, group).transpose(0, 2, 1, 3)
     return out, jnp.where((spans[:, 1, :tokens] > 0)[..., None, None], lse, -jnp.inf)

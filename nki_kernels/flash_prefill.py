@@ -80,7 +80,7 @@ def flash_prefill(
     )
     chosen = jnp.minimum(rows, k.shape[0] - 1).astype(jnp.int32)[:, None]
     static = dict(slots=slots, scale=float(scale), softcap=float(softcap or 0.0))
-    out, lse = call(kernel, lnc, results, turned, k, v, chosen, bounds, spans, sinks, **static)
+    out, lse = call("flash_prefill", kernel, lnc, results, turned, k, v, chosen, bounds, spans, sinks, **static)
     out = out.reshape(chunks, kv_heads, group, width, size).transpose(0, 3, 1, 2, 4)
     return out, lse.reshape(chunks, kv_heads, group, width).transpose(0, 3, 1, 2)
 

@@ -56,11 +56,11 @@ def mx_matmul(
     if x_scales is None:
         if x.shape != (m, k) or x.dtype != jnp.bfloat16:
             raise ValueError(f"x {x.shape} {x.dtype} must be bfloat16 [M, {k}]")
-        return call(kernel, lnc, result, x, w, scales, element=element)[0]
+        return call("mx_matmul", kernel, lnc, result, x, w, scales, element=element)[0]
     _check_packed("x", x, x_element)
     if x.shape[0] != w.shape[0] or x_scales.shape != (k // GROUP, m) or x_scales.dtype != jnp.uint8:
         raise ValueError(f"x {x.shape} and its scales {x_scales.shape} do not match w {w.shape}")
-    return call(kernel_mx, lnc, result, x, x_scales, w, scales, x_element=x_element, element=element)[0]
+    return call("mx_matmul", kernel_mx, lnc, result, x, x_scales, w, scales, x_element=x_element, element=element)[0]
 
 
 def _check_packed(name: str, packed: jax.Array, element: str) -> None:

@@ -42,7 +42,7 @@ def router_topk(
         jax.ShapeDtypeStruct((tokens, chosen), jnp.float32),
     )
     static = dict(chosen=chosen, renormalize=renormalize)
-    found, weights = call(route, lnc, results, x, w, bias.astype(jnp.float32), **static)
+    found, weights = call("router_topk", route, lnc, results, x, w, bias.astype(jnp.float32), **static)
     return found.astype(jnp.int32), weights
 
 

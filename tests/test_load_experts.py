@@ -13,11 +13,14 @@ from jax.sharding import SingleDeviceSharding
 from inferlib.checkpoint.assemble import LoadItem
 from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.load import placement
+from inferlib.compile import functions
+from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, ClampedSwiglu, LayerSpec, ModelConfig, MoeSpec, RouterSpec
 from inferlib.models.families.common import FusedExperts
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import make_shards
+from tests.oracle import make_checkpoint
 
 EXPERTS, DIM, HIDDEN, LAYERS = 5, 8, 6, 2
 SPEC = MoeSpec(RouterSpec(EXPERTS, 2), HIDDEN, ClampedSwiglu(1.7, 7.0), bias=True)
@@ -107,3 +110,17 @@ def test_experts_are_laid_out(form, parallel, scan):
         np.testing.assert_array_equal(np.asarray(got), np.pad(want, room))
     assert set(source.reads.values()) == {1}
     assert sum(advanced) == sum(x.nbytes for x in source.values())
+
+
+def test_experts_load_without_compiling(tmp_path, monkeypatch):
+    """With functions that were compiled earlier; those that are recorded make nothing."""
+    path = make_checkpoint(tmp_path, "qwen2_moe", num_hidden_layers=2)
+    files, shards = ModelFiles.open(path), make_shards(Parallelism.parse("ep=2,tp=2"))
+    model = abstract_model(files.config, "float32", scan=True, shards=shards)
+    expected = files.load(model, shards=shards)
+    with functions.recorded() as compiled:
+        assert not any(isinstance(weight, jax.Array) for weight in files.load(model, shards=shards))
+    monkeypatch.setattr(functions, "_jitted", None)
+    with functions.adopted(compiled):
+        for got, want in zip(files.load(model, shards=shards), expected, strict=True):
+            np.testing.assert_array_equal(got, want)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from inferlib.checkpoint.assemble import LoadItem, Piece, piece_bytes
 from inferlib.checkpoint.shipped import is_kept, kept
 from inferlib.checkpoint.source import TensorSource
+from inferlib.compile.functions import fetched, join, run
 from inferlib.models.abstract import ArraySpec
 from inferlib.models.config import MoeSpec
 from inferlib.models.families.common import FusedExperts
@@ -75,7 +76,8 @@ def load_experts(
                     for parts, whole in zip(arrays, _quantized(source, item, own), strict=True):
                         parts.put(layer, expert, "", partial(parts.share, whole))
             # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
-            jax.block_until_ready([list(parts.arrays.values()) for parts in arrays])
+            for part in (part for parts in arrays for part in parts.arrays.values()):
+                part.block_until_ready()
             advance(sum(piece_bytes(source, piece) for piece in own))
     return tuple(parts.whole() for parts in arrays)
 
@@ -102,7 +104,9 @@ class _Parts:
             here = Format(place.layout, alone) if isinstance(place, Format) else alone
             places[here] = dict(zip(names, bounds, strict=True))
         shape, fill = sharding.shard_shape(spec.shape), float(spec.part.endswith(".scales"))
-        return _Parts(spec, sharding, places, {here: _jit_full(here)(shape, fill, spec.dtype.name) for here in places})
+        return _Parts(
+            spec, sharding, places, {here: run(jnp.full, (shape, fill, spec.dtype.name), place=here) for here in places}
+        )
 
     def owners(self, expert: int) -> list[Format | SingleDeviceSharding]:
         bounds = {here: b[axes.EXPERTS] for here, b in self.bounds.items()}
@@ -112,9 +116,9 @@ class _Parts:
         """Lay out what `cut` gives of one expert for a device's bounds at its place there; see `_put`."""
         for here in self.owners(expert):
             bounds = self.bounds[here]
-            at = expert - bounds[axes.EXPERTS][0]
-            at = (layer, at) if axes.LAYERS in bounds else (at,)
-            self.arrays[here] = _jit_put(here)(self.arrays[here], kind, at, *cut(bounds))
+            at = np.int32(expert - bounds[axes.EXPERTS][0])
+            at = (np.int32(layer), at) if axes.LAYERS in bounds else (at,)
+            self.arrays[here] = run(_put, (kind,), self.arrays[here], at, *cut(bounds), place=here, donate=True)
 
     def share(self, whole: np.ndarray, bounds: Mapping[str | int, tuple[int, int]]) -> list[np.ndarray]:
         """Of one expert's array, as it is laid out."""
@@ -122,8 +126,7 @@ class _Parts:
         return [np.ascontiguousarray(whole[cut])]
 
     def whole(self) -> jax.Array:
-        parts = list(self.arrays.values())
-        return jax.make_array_from_single_device_arrays(self.spec.shape, self.sharding, parts)
+        return join(self.spec.shape, self.sharding, list(self.arrays.values()))
 
 
 def _quantized(source: TensorSource, item: LoadItem, pieces: Sequence[Piece]) -> list[np.ndarray]:
@@ -133,20 +136,18 @@ def _quantized(source: TensorSource, item: LoadItem, pieces: Sequence[Piece]) ->
     how = kind, tuple(i - lead for i in weight.contracting), weight.scheme
     if is_kept(source, weight, pieces):
         stored = (_read(reader, pieces, kind, item.fused_experts) for reader in (source.values, source.scales))
-        return [np.asarray(array) for array in _jit_keep(*how)(*stored)]
-    tensors = _read(source.read, pieces, kind, item.fused_experts)
-    return [np.asarray(array) for array in _jit_quantize(*how)(*tensors)]
+        return fetched(run(_keep, how, *stored))
+    return fetched(run(_quantize, how, *_read(source.read, pieces, kind, item.fused_experts)))
 
 
-@cache
-def _jit_quantize(kind: str, contracting: tuple[int, ...], scheme: Scheme):
-    return jax.jit(lambda *tensors: jax.tree.leaves(quantize(_laid_out(kind, tensors), contracting, scheme)))
+def _quantize(kind: str, contracting: tuple[int, ...], scheme: Scheme, *tensors: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(jax.tree.leaves(quantize(_laid_out(kind, tensors), contracting, scheme)))
 
 
-@cache
-def _jit_keep(kind: str, contracting: tuple[int, ...], scheme: Scheme):
-    lay_out = lambda tensors, _: _laid_out(kind, tensors)  # noqa: E731 (there is no padding yet)
-    return jax.jit(lambda values, scales: kept(scheme, contracting, values, scales, lay_out))
+def _keep(
+    kind: str, contracting: tuple[int, ...], scheme: Scheme, values: list[jax.Array], scales: list[jax.Array]
+) -> tuple[jax.Array, ...]:
+    return kept(scheme, contracting, values, scales, lambda tensors, _: _laid_out(kind, tensors))  # no padding yet
 
 
 def _of_expert(pieces: Sequence[Piece], kind: str, expert: int) -> Sequence[Piece]:
@@ -176,17 +177,7 @@ def _cut(tensors: list[np.ndarray], kind: str, bounds: Mapping[str, tuple[int, i
     return [np.ascontiguousarray(x[cut]) for x in tensors[slice(*bounds.get(axes.GATE_UP, (None,)))]]
 
 
-@cache
-def _jit_full(place: Format | SingleDeviceSharding):
-    return jax.jit(jnp.full, static_argnums=(0, 1, 2), out_shardings=place)
-
-
-@cache
-def _jit_put(place: Format | SingleDeviceSharding):
-    return jax.jit(_put, static_argnums=1, donate_argnums=0, out_shardings=place)
-
-
-def _put(array: jax.Array, kind: str, at: tuple[jax.Array, ...], *tensors: jax.Array) -> jax.Array:
+def _put(kind: str, array: jax.Array, at: tuple[jax.Array, ...], *tensors: jax.Array) -> jax.Array:
     """Lay one expert out as the decoder wants it, at its place among the others. kind: "" if it is laid out."""
     x = _laid_out(kind, tensors)
     start = (*at, *[0] * x.ndim)

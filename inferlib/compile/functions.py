@@ -4,7 +4,7 @@ empty cache and state. Jitted where they are called, unless they were compiled e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -35,6 +35,18 @@ def run(function: Callable, static: tuple, *arrays: Any, place: Any = None, dona
     if key not in recorded:
         recorded[key] = lowered.compile()
     return jax.tree.map(lambda x: _Result(x.shape, x.dtype, sharding=x.sharding), lowered.out_info)
+
+
+def join(shape: tuple[int, ...], sharding: jax.sharding.Sharding, parts: Sequence[jax.Array]) -> jax.Array:
+    """An array made of its parts on the devices of this process."""
+    if _recorded.get() is not None:
+        return _Result(shape, parts[0].dtype, sharding=sharding)
+    return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
+
+
+def fetched(arrays: tuple[jax.Array, ...]) -> list[np.ndarray]:
+    """Results on the host; of recorded functions, zeros."""
+    return [np.zeros(x.shape, x.dtype) if isinstance(x, _Result) else np.asarray(x) for x in arrays]
 
 
 @contextmanager

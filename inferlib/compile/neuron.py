@@ -6,10 +6,12 @@ https://awsdocs-neuron.readthedocs-hosted.com/en/latest/compiler/neuronx-cc.html
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
@@ -19,7 +21,7 @@ import jax
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from inferlib.compile.hlo import Module
+from inferlib.compile.hlo import Computation, Module
 from inferlib.compile.neuron_lint import lint
 from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey
@@ -57,7 +59,24 @@ def compile_neuron(programs: ProgramSet, key: ProgramKey, path: Path, target: Ta
         "trace_seconds": lowered - start,
         "compile_seconds": time.perf_counter() - lowered if compiler else None,
         "instructions": sum(len(c.instructions) for c in module.computations.values()),
+        "nki": nki_kernels(module),
     }
+
+
+def nki_kernels(module: Module) -> dict[str, int]:
+    """How often a program calls each NKI kernel, by the name of its operation."""
+
+    def count(computation: Computation) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for i in computation.instructions.values():
+            if i.op == "custom-call" and "AwsNeuron" in i.rest:
+                name = re.search(r'\bop_name="[^"]*\bnki_(\w+)', i.rest)
+                found.update([name[1]] if name else [])
+            elif i.op == "call":
+                found.update(count(module.computations[i.called("to_apply")]))
+        return found
+
+    return dict(count(module.entry))
 
 
 def command(name: str, target: Target) -> list[str]:

@@ -23,7 +23,7 @@ def render(report: Report, name: str) -> str:
     made = report.deployment
     console.print(f"[bold]{name} on {made.target}[/bold], {made.parallel}, {made.dtype}", highlight=False)
     console.print(_memory(report), _time(report), highlight=False)
-    for line in (*_limits(report), *_collectives(report), *_problems(report)):
+    for line in (*_limits(report), *_collectives(report), *_kernels(report), *_problems(report)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return text.getvalue()
 
@@ -89,6 +89,17 @@ def _collectives(report: Report) -> list[str]:
 
 def collectives_text(p: ProgramReport) -> str:
     return ", ".join(f"{c['count']} {c['kind']} of {_mib(c['nbytes'])}" for c in p.collectives)
+
+
+def _kernels(report: Report) -> list[str]:
+    """For Trainium: which operations are NKI kernels, one line for programs with the same."""
+    groups: dict[str, list[str]] = {}
+    for p in report.programs:
+        found = (p.outcome.facts or {}).get("nki")
+        if found is not None:
+            calls = ", ".join(f"{count} {name}" for name, count in found.items()) or "none, XLA does all"
+            groups.setdefault(calls, []).append(str(p.key))
+    return [f"NKI kernels of {'; '.join(keys)}: {calls}" for calls, keys in groups.items()]
 
 
 def _problems(report: Report) -> list[str]:

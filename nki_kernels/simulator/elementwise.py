@@ -85,7 +85,7 @@ def memset(dst, value, engine=Engine.unknown, name=None):
         require(value == 0, "dtype", f"{what} of {dst} to {value}: packed types take 0")
         write_raw(core, what, dst, np.zeros(dst.shape, dtypes.storage_dtype(dst.dtype)))
     else:
-        fits = whole if dst.dtype in dtypes.INTEGERS else isinstance(value, float) or value == 0
+        fits = whole if dst.dtype in dtypes.INTEGERS else isinstance(value, float)
         require(fits, "dtype", f"{what} of {dst} to {value!r}, which is of another kind")
         if whole and dst.dtype in dtypes.INTEGERS:
             write_raw(core, what, dst, np.full(dst.shape, value, dtypes.storage_dtype(dst.dtype)))

@@ -16,7 +16,7 @@ STATEMENTS = (
     ast.Assert, ast.Expr, ast.Pass, ast.Break, ast.Continue, ast.Module,
 )  # fmt: skip
 EXPRESSIONS = (
-    ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.IfExp, ast.Compare, ast.Call, ast.keyword, ast.Constant, ast.Attribute,
+    ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Call, ast.keyword, ast.Constant, ast.Attribute,
     ast.Subscript, ast.Name, ast.List, ast.Tuple, ast.Slice, ast.JoinedStr, ast.FormattedValue,
     ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop,
 )  # fmt: skip
@@ -77,6 +77,8 @@ class _Checker:
             self.refuse(node, "no * or ** in a call")
         if isinstance(node, ast.For | ast.While) and node.orelse:
             self.refuse(node, "a loop with else")
+        if isinstance(node, ast.For) and not isinstance(node.target, ast.Name):
+            self.refuse(node, "a loop over anything but one name")
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in local | BUILTINS:
             self.outer(node)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

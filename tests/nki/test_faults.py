@@ -339,6 +339,20 @@ def uses_a_comprehension(x):
 
 
 @fault("language")
+def unpacks_in_a_loop(x):
+    for a, b in ((1, 2), (3, 4)):
+        print(a, b)
+    return x
+
+
+@fault("language")
+def uses_what_is_no_constant(x):
+    if len(FAULTS) > 0:
+        return x
+    return 0
+
+
+@fault("language")
 def uses_a_deprecated_range(x):
     for _ in nl.affine_range(2):
         pass

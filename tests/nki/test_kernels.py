@@ -1,4 +1,7 @@
-"""Every kernel on the stand-in against float64 numpy, with unseen slots of caches poisoned."""
+"""Every kernel on the stand-in against float64 numpy, with unseen slots of caches poisoned.
+
+126 small programs, 30 s of which most is compiling what surrounds the kernels.
+"""
 
 from __future__ import annotations
 
