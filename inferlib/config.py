@@ -167,13 +167,14 @@ class EngineConfig:
         model: what will be run; cache buckets are finer where attention of its layers reads all of a bucket."""
         shards = shards or Shards()
         backend = Backend.for_platform(platform, shards)
-        ragged, dealt = backend.decode_attention == "pallas", shards.size(axes.TOKENS)
-        if ragged and model is not None:
-            lacks = [kernel_lacks(layer.attention) for layer in model.layers]
+        ragged, dealt = backend.decode_attention == "pallas_gpu", shards.size(axes.TOKENS)
+        if backend.decode_attention != "xla" and model is not None:
+            lacks = [kernel_lacks(layer.attention, backend.decode_attention) for layer in model.layers]
             for reason in sorted(set(filter(None, lacks))):
                 log.warning("%s: XLA decodes %d of %d layers, not the kernel", reason, lacks.count(reason), len(lacks))
             # What is in chunks keeps a ring, read whole.
-            ragged = all(not lack or layer.attention.reach for lack, layer in zip(lacks, model.layers, strict=True))
+            reads_live = (not lack or layer.attention.reach for lack, layer in zip(lacks, model.layers, strict=True))
+            ragged = ragged and all(reads_live)
         buckets = buckets or Buckets.default(max_batch, max_len, ragged=ragged, multiple=dealt)
         return EngineConfig(
             max_batch,

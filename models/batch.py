@@ -53,7 +53,7 @@ class StepBatch(NamedTuple):
 class Backend:
     """Which implementation of an operation a program is built with."""
 
-    decode_attention: Literal["xla", "pallas", "nki"] = "xla"
+    decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
     prefill_attention: Literal["xla", "nki"] = "xla"
     all_reduce: Literal["xla", "pallas"] = "xla"
 
@@ -62,9 +62,11 @@ class Backend:
         """The best choice on "cpu", "gpu", "tpu" or "neuron"; NKI kernels where the Neuron compiler is installed."""
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
             return Backend(decode_attention="nki", prefill_attention="nki")
+        if platform == "tpu":
+            return Backend(decode_attention="pallas_tpu")
         if platform != "gpu":
             return Backend()
-        return Backend(decode_attention="pallas", all_reduce="pallas" if _are_peers(shards) else "xla")
+        return Backend(decode_attention="pallas_gpu", all_reduce="pallas" if _are_peers(shards) else "xla")
 
 
 def _are_peers(shards: Shards) -> bool:
@@ -76,13 +78,16 @@ def _are_peers(shards: Shards) -> bool:
     return jax.__version_info__ >= (0, 11) and all(float(d.compute_capability) >= 9 for d in devices)
 
 
-def kernel_lacks(spec: AttentionSpec | MlaSpec) -> str:
-    """What the attention kernels of GPUs and Trainium cannot do of a layer, which XLA then does; "" if nothing."""
+def kernel_lacks(spec: AttentionSpec | MlaSpec, backend: str) -> str:
+    """What attention kernels (see `Backend`) cannot do of a layer, which XLA then does; "" if nothing."""
     if isinstance(spec, MlaSpec):
         return "latent attention"
     if spec.value_dim != spec.head_dim:
         return "values of another size than keys"
-    return "chunked attention" if spec.chunk else ""
+    if spec.chunk:
+        return "chunked attention"
+    # For other sizes XLA has positions along lanes: the kernel would have the whole cache copied at every layer.
+    return f"heads of size {spec.head_dim}" if backend == "pallas_tpu" and spec.head_dim % 128 else ""
 
 
 @dataclass(frozen=True)

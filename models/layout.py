@@ -97,9 +97,9 @@ class Layout:
         """Vocabulary, padded with tokens that have no probability."""
         return _rounded_up(self.config.vocab, self.shards.size(axes.VOCAB))
 
-    def positions(self, count: int) -> int:
-        """Slots that hold `count` positions, an equal number on each device."""
-        return _rounded_up(count, self.shards.size(axes.POSITIONS))
+    def positions(self, count: int, multiple: int = 1) -> int:
+        """Slots that hold `count` positions, an equal number on each device, which is a multiple of `multiple`."""
+        return _rounded_up(count, multiple * self.shards.size(axes.POSITIONS))
 
     def waste(self) -> dict[str, float]:
         """Share of the laid-out query heads, cache heads, feed-forward and vocabulary that is padding or copies."""

@@ -55,17 +55,19 @@ def test_decoding_equals_one_pass_of_transformers(model):
 
 
 @pytest.mark.parametrize(
-    ("name", "ragged", "reasons"),
+    ("platform", "name", "ragged", "reasons"),
     [
-        ("deepseek-v2-lite", False, ["latent attention: XLA decodes 27 of 27 layers"]),
-        ("llama4-scout", True, ["chunked attention: XLA decodes 36 of 48 layers"]),
-        ("gpt-oss-20b", True, []),
+        ("gpu", "deepseek-v2-lite", False, ["latent attention: XLA decodes 27 of 27 layers"]),
+        ("gpu", "llama4-scout", True, ["chunked attention: XLA decodes 36 of 48 layers"]),
+        ("gpu", "gpt-oss-20b", True, []),
+        ("tpu", "gpt-oss-20b", False, ["heads of size 64: XLA decodes 24 of 24 layers"]),
+        ("tpu", "qwen3-8b", False, []),
     ],
 )
-def test_what_the_kernel_lacks_is_said(name, ragged, reasons, caplog):
+def test_what_the_kernel_lacks_is_said(platform, name, ragged, reasons, caplog):
     """Where XLA reads a bucket whole, there are several; layers in chunks read their ring in any case."""
-    config = EngineConfig.make("gpu", 4, 4096, model=config_from_hf(configs.load(name)))
-    assert config.backend.decode_attention == "pallas"
+    config = EngineConfig.make(platform, 4, 4096, model=config_from_hf(configs.load(name)))
+    assert config.backend.decode_attention == f"pallas_{platform}"
     assert (len(config.buckets.cache) == 1) == ragged
     assert len(caplog.messages) == len(reasons)
     assert all(found.startswith(reason) for found, reason in zip(caplog.messages, reasons, strict=True))

@@ -82,7 +82,8 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
     A latent cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes
-    its compiler would choose another order of the dimensions, and copy the cache to it at every step.
+    its compiler would choose another order of the dimensions, and copy the cache to it at every step. So are a device's
+    slots, as kernels read whole tiles.
 
     A ring must hold what a chunk's first query sees and the chunk itself: window + chunk slots.
     """
@@ -90,7 +91,7 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
     for layers in model.blocks():
         spec = model.config.layers[layers[0]].attention
         ring = spec.reach is not None and spec.reach + chunk < max_len
-        slots = model.layout.positions(spec.reach + chunk if ring else max_len)
+        slots = model.layout.positions(spec.reach + chunk if ring else max_len, lanes)
         stack = (len(layers),) if len(layers) > 1 else ()
         page = (*stack, rows, model.layout.cache_heads(spec), slots)
         latent = isinstance(spec, MlaSpec)

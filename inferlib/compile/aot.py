@@ -116,7 +116,7 @@ def file_name(key: ProgramKey, target: Target) -> str:
     return re.sub(r"[^\w]+", "-", str(key)) + (HLO_SUFFIX if target.platform == "neuron" else ".xla")
 
 
-def _environment(target: Target) -> dict[str, str]:
+def environment(target: Target) -> dict[str, str]:
     settings = {"cpu": {"JAX_PLATFORMS": "cpu"}, "gpu": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}}
     settings["neuron"] = settings["cpu"]  # only traced there
     settings["tpu"] = {
@@ -181,7 +181,7 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                env=_environment(self._deployment.slice),
+                env=environment(self._deployment.slice),
             )
             self._process.stdin.write(json.dumps(self._deployment.to_json()) + "\n")
         return self._process

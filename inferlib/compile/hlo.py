@@ -114,6 +114,14 @@ class Instruction:
         found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
         return int(found[1]) if found and int(found[1]) < 1 << 60 else None
 
+    @property
+    def declared_cost(self) -> tuple[int, int] | None:
+        """Bytes and FLOPs of a kernel that declares them."""
+        if self.op != "custom-call":
+            return None
+        found = re.search(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"', self.rest)
+        return found and (int(found[2]), int(found[1]))
+
 
 @dataclass(frozen=True)
 class Computation:
@@ -157,16 +165,27 @@ class Copy:
     count: int
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of our own that a step calls `count` times; bytes and FLOPs of one call, as it declares them."""
+
+    name: str
+    nbytes: int
+    flops: int
+    count: int
+
+
 @dataclass
 class StepCost:
     """Of one step on one device. bytes: to and from HBM. cycles: the compiler's estimate; uncosted: instructions that
-    it has none for (collectives, scatters, custom calls)."""
+    it has none for (collectives, scatters, kernels that declare no cost)."""
 
     bytes: int = 0
     cycles: int = 0
     uncosted: int = 0
     collectives: Counter = field(default_factory=Counter)  # (kind, nbytes) -> count
     copies: Counter = field(default_factory=Counter)  # (argument, instruction, nbytes) -> count
+    kernels: Counter = field(default_factory=Counter)  # (name, nbytes, flops) -> count
 
 
 class Module:
@@ -190,6 +209,10 @@ class Module:
     @property
     def collectives(self) -> tuple[CollectiveCall, ...]:
         return tuple(CollectiveCall(*key, count) for key, count in sorted(self.cost.collectives.items()))
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return tuple(Kernel(*key, count) for key, count in sorted(self.cost.kernels.items()))
 
     def copies(self, arguments: Sequence[int], smallest: int = 1 << 20) -> tuple[Copy, ...]:
         """Copies and changes of layout of these arguments of the program, of `smallest` bytes or more."""
@@ -223,6 +246,10 @@ class Module:
                     self._add(self.computations[name], times, {}, cost)
             if kind := i.collective:
                 cost.collectives[kind, self._collective_bytes(computation, i)] += times
+            if declared := i.declared_cost:
+                cost.kernels[re.sub(r"[.\d]+$", "", i.name), *declared] += times
+                cost.bytes += times * declared[0]
+                continue
             if i.cycles is not None:
                 cost.cycles += times * i.cycles
             elif i.collective or i.op in ("fusion", "custom-call", "scatter"):

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -20,6 +21,7 @@ from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, Pr
 from inferlib.compile.state import RowState
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel
+from inferlib.models.batch import kernel_lacks
 from inferlib.sharding import axes
 
 log = logging.getLogger(__name__)
@@ -54,7 +56,10 @@ class ProgramSet:
     @staticmethod
     def make(model: AbstractModel, config: EngineConfig, layouts: Sequence[Layout] | None = None) -> ProgramSet:
         """The programs and the cache of an engine, in the model's dtype. Raises ConfigurationError for arrays that they
-        would not take."""
+        would not take.
+
+        Warns where a kernel of `config.backend` does not run the model's attention, and takes XLA's form in its place.
+        """
         check_packed(model, config, placed=config.shards.mesh is not None or layouts is not None)
         plan = plan_cache(
             model,
@@ -64,7 +69,7 @@ class ProgramSet:
             dtype=model.dtype,
             platform=config.platform,
         )
-        return ProgramSet(model, plan, config, layouts)
+        return ProgramSet(model, plan, _runnable(config, model, plan), layouts)
 
     @property
     def compiled(self) -> int:
@@ -192,6 +197,25 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) ->
         raise ConfigurationError(
             f"{packed} weights work on a single CPU, in the process that compiles its programs: use int8, fp8 or mxfp8"
         )
+
+
+def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
+    """The config with a decode attention that can run its share of the model; warns if that is not the chosen one."""
+    if config.backend.decode_attention != "pallas_tpu":
+        return config
+    from inferlib.pallas_kernels import decode_attention_tpu
+
+    for block, layers in zip(plan.blocks, model.blocks(), strict=True):
+        spec = model.config.layers[layers[0]].attention
+        if kernel_lacks(spec, "pallas_tpu"):
+            continue
+        cache = config.shards.local_shape(block.axes, block.shapes[0])
+        q = (config.rows, 1, cache[-3], model.layout.heads(spec).queries, cache[-1])
+        shapes = (jax.ShapeDtypeStruct(shape, plan.dtype) for shape in (q, cache))
+        if reason := decode_attention_tpu.unsupported(*shapes, window=spec.window):
+            log.warning("decode attention is XLA's, not the TPU kernel: %s", reason)
+            return replace(config, backend=replace(config.backend, decode_attention="xla"))
+    return config
 
 
 def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[ProgramKey]:

@@ -29,7 +29,7 @@ from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
 
 # Hz, inferred: with them the compiler's cycles of large matrix products meet the chips' published peaks.
-_CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e9}
+CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e9}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ class Budget:
 class ProgramReport:
     """One program, per device and step. Bytes and seconds; None where the target or the compiler has no figure.
 
-    cycles: seconds of the compiler's estimate; network: of the collectives, modelled; estimate: both.
+    cycles: seconds of the compiler's estimate, and of kernels at the chip's peaks (see `benchmarks/kernels.py`);
+    network: of the collectives, modelled; estimate: both.
     """
 
     key: ProgramKey
@@ -102,6 +103,10 @@ class ProgramReport:
         """Copies of the cache and relayouts of weights."""
         facts = self.outcome.facts or {}
         return [*facts.get("cache_copies", ()), *facts.get("weight_copies", ())]
+
+    @property
+    def kernels(self) -> list[dict[str, Any]]:
+        return (self.outcome.facts or {}).get("kernels", [])
 
     @property
     def collectives(self) -> list[dict[str, Any]]:
@@ -223,7 +228,8 @@ class Report:
             fields = {f: v for f, v in vars(p).items() if f not in ("key", "outcome")}
             programs.append(
                 {"program": str(p.key), "key": asdict(p.key), "status": p.outcome.status, "fits": p.fits}
-                | {"error": p.outcome.error, **fields, "estimate": p.estimate, "collectives": p.collectives}
+                | {"error": p.outcome.error, **fields, "estimate": p.estimate}
+                | {"collectives": p.collectives, "kernels": p.kernels}
                 | {name: (p.outcome.facts or {}).get(name, []) for name in ("cache_copies", "weight_copies")}
                 | {name: (p.outcome.facts or {}).get(name) for name in ("trace_seconds", "compile_seconds", "uncosted")}
             )
@@ -253,8 +259,11 @@ def _program(deployment: Deployment, planned: ProgramSet, outcome: Outcome) -> P
     memory = facts.get("memory", {})
     floor_bytes, flops = _floor_bytes(planned, outcome.key), _flops(planned, outcome.key)
     bandwidth, rate = target.hbm_bandwidth, target.rate(deployment.dtype)
-    clock = _CLOCKS.get(target.chip.name)
-    cycles = facts["cycles"] / clock if clock and "cycles" in facts else None
+    clock = CLOCKS.get(target.chip.name)
+    cycles = None
+    if clock and "cycles" in facts:
+        kernels = sum(k["count"] * max(k["nbytes"] / bandwidth, k["flops"] / rate) for k in facts["kernels"])
+        cycles = facts["cycles"] / clock + kernels
     network = _network(deployment, planned, outcome.key)
     seconds = None if cycles is None else cycles + network
     floor = max(floor_bytes / bandwidth, flops / rate) if bandwidth and rate else None

@@ -100,6 +100,7 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
         "cycles": cost.cycles,
         "uncosted": cost.uncosted,
         "collectives": [asdict(c) for c in module.collectives],
+        "kernels": [asdict(k) for k in module.kernels],
         "cache_copies": _named(module.copies(range(weights, weights + cache)), ["k", "v"] * cache, weights),
         "weight_copies": _named(module.copies(range(weights)), [s.name for s in programs.model.specs], 0),
     }

@@ -1,9 +1,12 @@
-"""Attention of one new token per row over the row's cache."""
+"""Attention of each row's newest tokens over the row's cache."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from inferlib.ops.attention import masked_attention, slot_positions, visible
 
@@ -20,34 +23,53 @@ def decode_attention(
     sinks: jax.Array | None = None,
     ring: bool = False,
     limit: int | None = None,
+    layer: jax.Array | int | None = None,
+    pages: jax.Array | None = None,
     backend: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
-    """q [B, K, G, h]: row b's query is at position lengths[b] - 1; its cache is page b.
+    """q [B, K, G, h]: row b's query is at position lengths[b] - 1; or [B, C, K, G, h]: at the last C positions.
 
-    k, v: [N, K, S, h] with N >= B, the new token's key and value already written. lengths [B] int32
-    counts the visible positions; 0 marks an inactive row (out 0, lse -inf). limit (static): no length
-    exceeds it, so slots beyond are not read. ring: position p lives in slot p mod S.
-    window: of all queries, or [B] of each, which only "xla" takes. backend: "xla", "pallas" for the GPU kernel, or
-    "nki" for Trainium's.
-    Returns out [B, K, G, h], lse [B, K, G] float32.
+    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read, the new tokens' keys and values already written.
+    pages [B, M] int32: position p of row b is in page pages[b, p // S]; without, row b's cache is page b. lengths [B]
+    int32 counts the positions written; 0 marks an inactive row (out 0, lse -inf), and what would stand at a negative
+    position sees nothing. limit (static): no length exceeds it, so slots beyond are not read. ring: position p lives in
+    slot p mod S of one page, or of all; then these are at least window + C - 1. sinks [K, G]: a logit that joins the
+    softmax's denominator. window: of all queries, or [B] of each row's, which only "xla" takes.
+    backend: "xla"; "pallas_gpu" and "nki" for Trainium (rows as pages; the former one query); "pallas_tpu", which reads
+    live pages only, and is interpreted on CPU.
+    Returns out in q's shape and dtype, lse [B, K, G] or [B, C, K, G] float32.
     """
     if backend != "xla" and isinstance(window, jax.Array):
         raise ValueError(f"backend {backend!r} takes one window for all rows; use xla")
     options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
-    if backend == "pallas":
+    if backend == "pallas_gpu":
         from inferlib.pallas_kernels import decode_attention_gpu
 
         return decode_attention_gpu.decode_attention(q, k, v, lengths, ring=ring, limit=limit, **options)
+    if q.ndim == 4:
+        options |= dict(ring=ring, limit=limit, layer=layer, pages=pages, backend=backend)
+        out, lse = decode_attention(q[:, None], k, v, lengths, **options)
+        return out[:, 0], lse[:, 0]
     if backend == "nki":
         from inferlib.nki_kernels.flash_decode import flash_decode
 
-        out, lse = flash_decode(q[:, None], k, v, lengths, ring=ring, limit=limit, **options)
-        return out[:, 0], lse[:, 0]
-    rows, slots = q.shape[0], k.shape[2]
+        return flash_decode(q, k, v, lengths, ring=ring, limit=limit, table=pages, **options)
+    if backend == "pallas_tpu":
+        from inferlib.pallas_kernels import decode_attention_tpu
+
+        options |= dict(ring=ring, layer=0 if layer is None else layer, pages=pages)
+        kernel = partial(decode_attention_tpu.decode_attention, **options)
+        return lax.platform_dependent(q, k, v, lengths, cpu=partial(kernel, interpret=True), default=kernel)
+    if layer is not None:
+        k, v = k[layer], v[layer]
+    rows, queries = q.shape[:2]
+    if pages is not None:
+        k, v = (jnp.moveaxis(x[pages], 2, 1).reshape(rows, x.shape[1], -1, x.shape[3]) for x in (k, v))
+    slots = k.shape[2]
     slots = slots if ring or limit is None else min(limit, slots)
     k, v = k[:rows, :, :slots], v[:rows, :, :slots]
-    last = lengths - 1
+    positions = lengths[:, None] - queries + jnp.arange(queries)
     window = window[:, None] if isinstance(window, jax.Array) else window
-    seen = visible(last[:, None], slot_positions(last, slots, ring), window)
-    out, lse = masked_attention(q[:, None], k, v, seen, scale=scale, softcap=softcap, sinks=sinks)
-    return out[:, 0], jnp.where(lengths[:, None, None] > 0, lse[:, 0], -jnp.inf)
+    seen = visible(positions, slot_positions(lengths - 1, slots, ring), window)
+    out, lse = masked_attention(q, k, v, seen, scale=scale, softcap=softcap, sinks=sinks)
+    return out, jnp.where(lengths[:, None, None, None] > 0, lse, -jnp.inf)

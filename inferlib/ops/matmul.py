@@ -38,10 +38,14 @@ def matmul(
     inner, outer = w.shape[:contract], w.shape[contract:]
     if x.shape[1:] != inner:
         raise ValueError(f"matmul: x {x.shape} does not end in the {contract} leading dimensions of w {w.shape}")
+    if x.shape[0] > 1:  # as it is: of a reshaped weight, XLA:TPU would not fuse the slice of a stack with the product
+        summed = tuple(range(1, contract + 1)), tuple(range(contract))
+        return lax.dot_general(
+            x, w, (summed, ((), ())), precision_of(x.dtype), preferred_element_type=out_dtype or x.dtype
+        )
     forms = {name: partial(f, out_dtype=out_dtype or x.dtype) for name, f in _FORMS.items()}
-    x, w = x.reshape(x.shape[0], -1), w.reshape(math.prod(inner), math.prod(outer))
-    y = lax.platform_dependent(x, w, **forms) if x.shape[0] == 1 else forms["default"](x, w)
-    return y.reshape(x.shape[0], *outer)
+    y = lax.platform_dependent(x.reshape(1, -1), w.reshape(math.prod(inner), math.prod(outer)), **forms)
+    return y.reshape(1, *outer)
 
 
 def _product(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:

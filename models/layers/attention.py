@@ -126,7 +126,7 @@ class Attention(nnx.Module):
         sinks = self.sinks[...] if spec.sinks else None
         options = dict(scale=spec.scale, softcap=spec.softcap, sinks=None if dealt else sinks, ring=cache.ring)
         # No kernel takes a window for each row: one that does not divide covers a position more on some devices.
-        backend = Backend() if kernel_lacks(spec) else ctx.backend
+        backend = Backend() if kernel_lacks(spec, ctx.backend.decode_attention) else ctx.backend
 
         def chunks(share: Share, pages: jax.Array, stripe: Stripe) -> Attended:
             queries, positions = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:]), ctx.chunk_positions
@@ -141,9 +141,13 @@ class Attention(nnx.Module):
             queries, positions = q[split:], batch.decode_lengths - 1
             window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
             numbers = stripe.number(positions)
-            kernel = "xla" if isinstance(window, jax.Array) else backend.decode_attention
-            k, v = cache.read(queries.shape[0], limit)
-            return decode_attention(queries, k, v, numbers + 1, window=window, limit=limit, backend=kernel, **options)
+            kernel, layer = "xla" if isinstance(window, jax.Array) else backend.decode_attention, None
+            if kernel == "pallas_tpu":
+                (k, v), layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
+            else:
+                k, v = cache.read(queries.shape[0], limit)
+            kind = dict(window=window, limit=limit, layer=layer, backend=kernel)
+            return decode_attention(queries, k, v, numbers + 1, **kind, **options)
 
         return attend(cache, ctx, chunks, rows, sinks if dealt else None)
 

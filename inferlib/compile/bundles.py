@@ -1,0 +1,362 @@
+"""Executing the compiled listing of a TPU kernel, without a TPU: its cycles, its bytes, and where it waits for memory.
+
+The TPU compiler schedules statically, one bundle of instructions a cycle, and writes its bundles down when asked (see
+`dump_flags`). Here the scalar, branch and copy instructions of a listing are executed exactly, with the scalars that
+decide its way (lengths, page tables) given; vector instructions are passed over, as they take their cycle and decide
+nothing. Copies to and from HBM go one after another at the memory's bandwidth and arrive a latency later, and a wait
+for one stalls. Not modelled: bank conflicts, inefficiency of small copies, a second core. So times are estimates.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_MASK = 0xFFFFFFFF
+_GRANULE = 32  # bytes: the unit of a copy's size and of what is waited for
+_OPERAND = 1 << 24  # of the made-up addresses of operands
+_HEAD = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*[> ]*\{(.*)$")
+
+
+def dump_flags(folder: Path) -> str:
+    """The value of LIBTPU_INIT_ARGS, set before JAX is imported, that makes the compiler write listings to a folder."""
+    return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_pass_label_regex=.*packed-bundles-post-ra.*"
+
+
+def find_listing(folder: Path, kernel: str) -> Path:
+    """The listing of the kernel compiled last under this name."""
+    found = [p for p in folder.glob(f"*-{kernel}*packed-bundles-post-ra.txt") if "schedule-analysis" not in p.name]
+    if not found:
+        raise FileNotFoundError(f"{folder} holds no listing of a kernel {kernel!r}: was `dump_flags` set?")
+    return max(found, key=lambda p: p.stat().st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """cycles: bundles executed; elapsed: cycles with what waits for copies stalled; hbm_bytes: copied to and from HBM
+    by the kernel itself; copies: how many. unmet: waits for copies that were never started, and unknown: instructions
+    that were passed over, by name; where either is not empty, figures are not to be trusted."""
+
+    cycles: int
+    elapsed: float
+    hbm_bytes: int
+    copies: int
+    unmet: int
+    unknown: Mapping[str, int]
+
+
+class Listing:
+    """A kernel's bundles. `run` executes them."""
+
+    def __init__(self, text: str):
+        self._bundles: list[list[str]] = []
+        self._branches: list[tuple[int, int]] = []
+        self._labels: list[str | None] = []
+        for label, body in _bundles_of(text):
+            instructions = [_plain(part) for part in re.split(r" ;; ", body)]
+            self._bundles.append([i for i in instructions if i and not _is_vector(i)])
+            self._labels.append(label)
+        self._delay = self._delay_slots()
+
+    @property
+    def size(self) -> int:
+        """In bundles."""
+        return len(self._bundles)
+
+    def run(self, scalars: Mapping[int, np.ndarray], *, bandwidth: float, latency: float) -> Execution:
+        """Execute the listing.
+
+        scalars: by index, the operands of the kernel that it reads as scalars. bandwidth: of HBM, in bytes per cycle;
+        latency: of a copy, in cycles.
+        """
+        return _Machine(self._bundles, self._delay, scalars, bandwidth, latency).run()
+
+    def _delay_slots(self) -> int:
+        """Bundles that are still executed after a taken branch: behind those of a loop's last branch is a label."""
+        found = Counter()
+        for at, bundle in enumerate(self._bundles):
+            for target in (_branch_target(i) for i in bundle):
+                if target is not None and target <= at:
+                    after = [n for n, label in enumerate(self._labels[at + 1 : at + 12]) if label]
+                    found.update(after[:1])
+        return found.most_common(1)[0][0] if found else 4
+
+
+def _bundles_of(text: str) -> Iterator[tuple[str | None, str]]:
+    label, lines = None, None
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            if lines is not None:
+                yield label, "\n".join(lines)
+            label, lines = head[2], [head[3]]
+        elif lines is not None:
+            lines.append(line)
+    if lines is not None:
+        yield label, "\n".join(lines)
+
+
+def _plain(instruction: str) -> str:
+    """Without comments, except what a division is for and where a copy goes."""
+    instruction = re.sub(r"(sdivrem\.\w+)(.*?)/\* k(\w+) \*/", r"\1.\3\2", instruction)
+    instruction = re.sub(r"dma\.general(.*?)/\* (\w+)-to-(\w+) \*/", r"dma.\2_to_\3\1", instruction, flags=re.S)
+    return re.sub(r"\}\s*$", "", re.sub(r"/\*.*?\*/", "", instruction, flags=re.S)).strip()
+
+
+def _is_vector(instruction: str) -> bool:
+    op = re.match(r"%\w+ = ([\w.]+)", instruction)
+    if op is None:
+        return True
+    return op[1].startswith("v") or op[1] in ("shalt.err", "sfence", "strace", "snop", "sdelay")
+
+
+def _branch_target(instruction: str) -> int | None:
+    found = re.search(r"= sbr\.\w+ .*target bundleno = (\d+)", instruction)
+    return int(found[1]) if found else None
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 32) if x >> 31 else x
+
+
+_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+}
+_BINARY: dict[str, Callable[[int, int], int]] = {
+    "sadd": operator.add,
+    "ssub": operator.sub,
+    "smul": operator.mul,
+    "sand": operator.and_,
+    "sor": operator.or_,
+    "sxor": operator.xor,
+    "sshll": lambda a, b: a << (b & 31),
+    "sshrl": lambda a, b: a >> (b & 31),
+    "sshra": lambda a, b: _signed(a) >> (b & 31),
+    "scalar_lea": operator.add,
+    "por": operator.or_,
+    "pand": operator.and_,
+    "pxor": operator.xor,
+    "pnand": lambda a, b: 1 - (a & b),
+    "pnor": lambda a, b: 1 - (a | b),
+}
+_MOVES = {"smov", "pmov", "int_to_ptr", "ptr_to_int"}
+
+
+class _Machine:
+    """One execution. Registers go by their names in the listing, each written once an iteration; `_physical` holds what
+    the register of a name's suffix holds now, which is what a phi takes."""
+
+    def __init__(self, bundles, delay, scalars, bandwidth, latency):
+        self._bundles, self._delay = bundles, delay
+        self._scalars = {index: np.asarray(value).astype(np.int64) & _MASK for index, value in scalars.items()}
+        self._bandwidth, self._latency = bandwidth, latency
+        self._registers: dict[str, int] = {}
+        self._physical: dict[str, int] = {}
+        self._memory: dict[int, int] = {}
+        self._allocations: dict[str, int] = {}
+        self._quotients: deque[int] = deque()
+        self._pending: dict[int, deque[list[float]]] = defaultdict(deque)
+        self._time, self._free = 0.0, 0.0
+        self._bytes = self._copies = self._unmet = 0
+        self._unknown: Counter[str] = Counter()
+        self._code: dict[int, tuple[list[Callable[[], None]], tuple[Callable[[], int], int] | None]] = {}
+
+    def run(self) -> Execution:
+        at, cycles, target, left = 0, 0, None, 0
+        while at < len(self._bundles):
+            if at not in self._code:
+                self._code[at] = self._translate(self._bundles[at])
+            actions, branch = self._code[at]
+            for act in actions:
+                act()
+            cycles, self._time = cycles + 1, self._time + 1
+            if target is not None:
+                left -= 1
+                if left == 0:
+                    at, target = target, None
+                    continue
+            elif branch is not None and branch[0]():
+                target, left = branch[1], self._delay
+            at += 1
+        return Execution(cycles, self._time, self._bytes, self._copies, self._unmet, dict(self._unknown))
+
+    # ---- translation: each instruction becomes a function
+
+    def _translate(self, bundle: list[str]):
+        """Actions in the order of their dependences, and the branch: its condition and target."""
+        actions, branch = [], None
+        for instruction in _ordered(bundle):
+            if (target := _branch_target(instruction)) is not None:
+                if branch is None:
+                    found = re.search(r"\((!?)%(p\w+)\)", instruction)
+                    branch = (self._predicate(found) if found else lambda: 1), target
+            elif action := self._action(instruction):
+                actions.append(action)
+        return actions, branch
+
+    def _predicate(self, found: re.Match) -> Callable[[], int]:
+        value = self._value("%" + found[2])
+        return (lambda: not value()) if found[1] else value
+
+    def _action(self, instruction: str) -> Callable[[], None] | None:
+        name, op, rest = re.match(r"%(\w+) = ([\w.]+)\s*(.*)$", instruction, re.S).groups()
+        if op.startswith("inlined_call_operand"):
+            index = int(re.search(r"index: (\d+)", rest)[1])
+            if "<no memory space>" in instruction:
+                return self._set(name, lambda: int(self._scalars[index].reshape(-1)[0]))
+            offset = 128 if "kind: input" not in rest else 0  # outputs are never read
+            return self._set(name, lambda: (index + offset + 1) * _OPERAND)
+        if op in ("sphi", "pphi"):
+            suffix = name.rsplit("_", 1)[-1]
+            return self._set(name, lambda: self._physical.get(suffix, 0))
+        guard = re.search(r"\((!?)%(p\w+)(?:, (%\w+))?\),?", rest)
+        if guard:
+            rest = (rest[: guard.start()] + rest[guard.end() :]).strip().lstrip(",")
+        action = self._unguarded(name, op, _arguments(rest))
+        if action is None or guard is None:
+            return action
+        predicate = self._predicate(guard)
+        keep = self._set(name, self._value(guard[3])) if guard[3] else lambda: None
+        return lambda: action() if predicate() else keep()
+
+    def _unguarded(self, name: str, op: str, arguments: list[str]) -> Callable[[], None] | None:
+        base, _, kind = op.partition(".")
+        if base == "dma":
+            if kind == "done.wait":
+                return self._wait(*map(self._value, arguments[:2]))
+            return self._copy(*kind.split("_to_"), *map(self._value, arguments[:4]))
+        if base == "sst":
+            place, value = self._value(arguments[0]), self._value(arguments[1])
+            return lambda: self._memory.__setitem__(place(), value())
+        if base == "sld":
+            place = self._value(arguments[0])
+            return self._set(name, lambda: self._memory.get(place(), 0))
+        if base == "sdivrem":
+            a, b = map(self._value, arguments[:2])
+            part = 1 if kind.endswith("Rem") else 0
+            return lambda: self._quotients.append(divmod(a(), max(b(), 1))[part])
+        if op == "spop.drf":
+            return self._set(name, self._quotients.popleft)
+        if base in _MOVES:
+            return self._set(name, self._value(arguments[0]))
+        if base in _BINARY and not kind.endswith("f32"):
+            f, (a, b) = _BINARY[base], map(self._value, arguments[:2])
+            return self._set(name, lambda: f(a(), b()) & _MASK)
+        if base in ("smin", "smax", "scmp"):
+            f = {"smin": min, "smax": max}.get(base) or _COMPARE[kind.split(".")[0]]
+            a, b = map(self._value, arguments[:2])
+            if "u32" in kind:
+                return self._set(name, lambda: int(f(a(), b())) & _MASK)
+            return self._set(name, lambda: int(f(_signed(a()), _signed(b()))) & _MASK)
+        if base == "pneg":
+            a = self._value(arguments[0])
+            return self._set(name, lambda: 1 - a())
+        if base == "scalar_select":
+            condition, a, b = map(self._value, arguments[:3])
+            return self._set(name, lambda: a() if condition() else b())
+        self._unknown[op] += 1
+        return self._set(name, lambda: 0)
+
+    def _set(self, name: str, value: Callable[[], int]) -> Callable[[], None]:
+        registers, physical, suffix = self._registers, self._physical, name.rsplit("_", 1)[-1]
+
+        def act():
+            registers[name] = physical[suffix] = value()
+
+        return act
+
+    def _value(self, text: str) -> Callable[[], int]:
+        text = re.sub(r"^(\S+) \[#[^\]]*\]$", r"\1", text.strip())
+        if text.startswith("["):
+            parts = [self._value(part) for part in text[1:-1].split(" + ")]
+            return parts[0] if len(parts) == 1 else lambda: sum(part() for part in parts) & _MASK
+        if text.startswith("%"):
+            name, registers = text[1:], self._registers
+            return lambda: registers.get(name, 0)
+        if text.startswith("#"):
+            address = self._allocations.setdefault(text, (len(self._allocations) + 1) << 19)
+            return lambda: address
+        if text.startswith("$"):
+            number = int(text[1:], 16)
+        elif re.fullmatch(r"-?\d+", text):
+            number = int(text) & _MASK
+        else:
+            number = {"true": 1}.get(text, 0)
+        return lambda: number
+
+    # ---- copies
+
+    def _copy(self, source: str, target: str, start, size, destination, flag) -> Callable[[], None]:
+        def act():
+            count = size()
+            if target == "smem":
+                self._fill(destination(), start())
+                done = self._time
+            elif "hbm" in (source, target):
+                self._free = max(self._time, self._free) + count * _GRANULE / self._bandwidth
+                done = self._free + self._latency
+                self._bytes += count * _GRANULE
+                self._copies += 1
+            else:
+                done = self._time
+            self._pending[flag()].append([done, count])
+
+        return act
+
+    def _fill(self, at: int, address: int) -> None:
+        """Bring the operand at an address to scalar memory, its rows padded to 128."""
+        index = next(i for i in self._scalars if address in ((i + 1) * _OPERAND, ((i + 1) * _OPERAND << 4) & _MASK))
+        array = np.atleast_1d(self._scalars[index])
+        if array.ndim > 1:
+            array = np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, -array.shape[-1] % 128)])
+        self._memory.update(enumerate(array.reshape(-1).tolist(), at))
+
+    def _wait(self, flag, size) -> Callable[[], None]:
+        def act():
+            need, pending = size(), self._pending[flag()]
+            while need and pending:
+                done, count = pending[0]
+                self._time = max(self._time, done)
+                taken = min(need, count)
+                need, pending[0][1] = need - taken, count - taken
+                if not pending[0][1]:
+                    pending.popleft()
+            self._unmet += need > 0
+
+        return act
+
+
+def _arguments(text: str) -> list[str]:
+    """Split at commas outside brackets; what is not an operand is left out."""
+    text = re.sub(r"\[(?:thread|resolvable|timing)[^\]]*\]", "", text)
+    text = re.sub(r"^\[smem:(\[[^\]]*\])\]", r"\1,", text.strip())
+    found = re.findall(r"(?:\[(?:[^\[\]]|\[[^\[\]]*\])*\]|[^,\[\]])+", text)
+    return [part.strip() for part in found if part.strip()]
+
+
+def _ordered(bundle: list[str]) -> list[str]:
+    """Phis first, then each instruction after those of its bundle that define what it reads."""
+    defined = {found[1]: i for i, text in enumerate(bundle) if (found := re.match(r"%([sp]\d\w*) =", text))}
+    phis = [i for i, text in enumerate(bundle) if re.search(r"= [sp]phi ", text)]
+    order = dict.fromkeys(phis)
+
+    def visit(i: int) -> None:
+        if i not in order:
+            for used in re.findall(r"%([sp]\d\w*)", bundle[i].split("=", 1)[1]):
+                if used in defined and defined[used] != i:
+                    visit(defined[used])
+            order[i] = None
+
+    for i in range(len(bundle)):
+        visit(i)
+    return [bundle[i] for i in order]

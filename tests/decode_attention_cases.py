@@ -1,0 +1,116 @@
+"""Cases for every implementation of decode attention, and the float64 oracle they are held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """lengths [B]; slots: of a page; columns: pages of a row in a shuffled table, None: rows are pages.
+
+    layers: layers of a stacked cache, of which the last is read. queries: C; None: a row has one query and no such
+    axis. loudness: of queries.
+    """
+
+    lengths: tuple[int, ...]
+    heads: int = 2
+    group: int = 4
+    size: int = 64
+    slots: int = 256
+    queries: int | None = None
+    columns: int | None = None
+    layers: int | None = None
+    dtype: Any = jnp.float32
+    loudness: float = 1.0
+    sinks: bool = False
+    ring: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def seen(self, row: int, query: int) -> range:
+        """Positions that a row's query sees."""
+        position = self.lengths[row] - (self.queries or 1) + query
+        return range(max(position + 1 - (self.options.get("window") or position + 1), 0), position + 1)
+
+    def inputs(self, seed: int) -> dict[str, Any]:
+        """Arguments of the operation; slots that no query sees hold NaN and infinities."""
+        rng = np.random.default_rng(seed)
+        rows, queries, columns = len(self.lengths), self.queries or 1, self.columns or 1
+        q = self.loudness * rng.normal(size=(rows, queries, self.heads, self.group, self.size))
+        count = rows * columns + 2
+        k, v = np.full((2, count, self.heads, self.slots, self.size), np.nan)
+        v[..., ::2, :] = np.inf
+        table = np.arange(rows)[:, None]
+        if self.columns:
+            table = rng.permutation(count)[: rows * columns].reshape(rows, columns)
+        for row, length in enumerate(self.lengths):
+            for position in range(max(self.seen(row, 0).start, 0), length):
+                slot = position % (columns * self.slots) if self.ring else position
+                at = table[row, slot // self.slots], slice(None), slot % self.slots
+                k[at], v[at] = rng.normal(size=(2, self.heads, self.size))
+        if self.layers:
+            k, v = (np.stack([np.full_like(x, np.nan)] * (self.layers - 1) + [x]) for x in (k, v))
+        found = dict(zip("qkv", (jnp.asarray(x, self.dtype) for x in (q, k, v)), strict=True))
+        if self.queries is None:
+            found["q"] = found["q"][:, 0]
+        found["lengths"] = jnp.asarray(self.lengths, jnp.int32)
+        if self.sinks:
+            found["sinks"] = jnp.asarray(rng.normal(size=(self.heads, self.group)), jnp.float32)
+        if self.layers:
+            found["layer"] = jnp.int32(self.layers - 1)
+        if self.columns:
+            found["pages"] = jnp.asarray(table, jnp.int32)
+        return found
+
+    def static(self) -> dict[str, Any]:
+        return {"scale": self.size**-0.5, **self.options} | ({"ring": True} if self.ring else {})
+
+    def check(self, run: Callable, seed: int = 0, tolerance: float | None = None) -> tuple[jax.Array, jax.Array]:
+        """Hold `run` to the oracle; returns its output and LSE."""
+        inputs = self.inputs(seed)
+        out, lse = jax.jit(lambda inputs: run(**inputs, **self.static()))(inputs)
+        assert out.dtype == inputs["q"].dtype
+        assert lse.dtype == jnp.float32
+        want_out, want_lse = self.oracle(inputs)
+        tolerance = tolerance or TOLERANCE[jnp.dtype(self.dtype).name]
+        np.testing.assert_allclose(out.astype(jnp.float32), want_out, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(lse, want_lse, rtol=tolerance, atol=tolerance)
+        return out, lse
+
+    def oracle(self, inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Query by query in float64."""
+        q, k, v = (np.asarray(inputs[name].astype(jnp.float32), np.float64) for name in "qkv")
+        k, v = (x[-1] if self.layers else x for x in (k, v))
+        q = q if self.queries else q[:, None]
+        out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
+        for row, query, at in self._each(inputs):
+            logits = np.einsum("kgh,skh->kgs", q[row, query], k[at]) * self.static()["scale"]
+            if softcap := self.options.get("softcap"):
+                logits = softcap * np.tanh(logits / softcap)
+            top = np.max(logits, axis=-1, initial=-1e30)
+            sinks = np.asarray(inputs.get("sinks", np.full(top.shape, -np.inf)), np.float64)
+            top = np.maximum(top, sinks)
+            p = np.exp(logits - top[..., None])
+            total = p.sum(-1) + np.exp(sinks - top)
+            if total.all():
+                out[row, query] = np.einsum("kgs,skh->kgh", p, v[at]) / total[..., None]
+                lse[row, query] = np.log(total) + top
+        return (out, lse) if self.queries else (out[:, 0], lse[:, 0])
+
+    def _each(self, inputs: dict[str, Any]) -> Iterator[tuple[int, int, tuple]]:
+        """Row, query, and where the keys that it sees lie in [N, K, S, h], for every query of an active row."""
+        table = np.asarray(inputs.get("pages", np.arange(len(self.lengths))[:, None]))
+        capacity = table.shape[1] * self.slots
+        for row, length in enumerate(self.lengths):
+            for query in range(self.queries or 1) if length else ():
+                positions = np.array(self.seen(row, query), int)
+                slots = positions % capacity if self.ring else positions
+                yield row, query, (table[row, slots // self.slots], slice(None), slots % self.slots)

@@ -1,0 +1,51 @@
+"""Whole models with the TPU kernels, interpreted, against XLA's forms. A second; a minute with the slow one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from inferlib import Buckets, SamplingParams
+from inferlib.compile.program_set import ProgramSet
+from inferlib.config import EngineConfig
+from inferlib.models.abstract import abstract_model
+from inferlib.models.batch import Backend, kernel_lacks
+from inferlib.models.families import config_from_hf
+from tests.conftest import MAX_LEN, build_llm, random_prompts
+from tests.test_compile_tpu import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compilations")
+
+
+@pytest.mark.slow
+def test_a_model_decodes_the_same_tokens(checkpoint):
+    """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one; rows that start and end
+    at different times."""
+    buckets = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
+    prompts, found = random_prompts([1, 7, 20, 40, 33]), []
+    for backend in (Backend(), Backend(decode_attention="pallas_tpu")):
+        llm = build_llm(checkpoint("ministral", head_dim=128), buckets, scan=True, backend=backend)
+        assert llm.engine.programs.config.backend == backend
+        assert not any(kernel_lacks(layer.attention, "pallas_tpu") for layer in llm.model_config.layers)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
+def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_one_warning(caplog):
+    model = abstract_model(config_from_hf(TINY | {"num_attention_heads": 4096, "num_key_value_heads": 8}), "bfloat16")
+    config = EngineConfig.make("tpu", 2, 64)
+    assert config.backend.decode_attention == "pallas_tpu"
+    programs = ProgramSet.make(model, config)
+    (warning,) = caplog.messages
+    assert warning.endswith("XLA's, not the TPU kernel: 1 x 512 queries of a KV head exceed 128")
+    assert programs.config == dataclasses.replace(config, backend=Backend())
+
+
+def test_slots_are_whole_tiles_where_the_kernel_reads_them():
+    model = abstract_model(config_from_hf(TINY), jnp.bfloat16)
+    programs = ProgramSet.make(model, EngineConfig.make("tpu", 2, 300))
+    assert {shape[-2] for block in programs.plan.blocks for shape in block.shapes} == {384}
+    assert programs.plan.max_len == 300

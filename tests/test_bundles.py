@@ -1,0 +1,66 @@
+"""Executing kernel listings: on a listing written by hand, and on those of the compiler for every generation. Under a
+second; a minute with the slow ones, which are skipped without libtpu."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inferlib.compile.bundles import Listing
+
+# A loop over the operand's first number of copies of 64 KiB each, which waits for every second one, if at all.
+LISTING = """
+     0   :  { %s90_s0 = inlined_call_operand.hbm [shape: s32[8], index: 0, kind: input, shape index: {}] /* operand 0 */ }
+   0x1   :  { %s91_s1 = smov [#allocation1] }
+   0x2   :  { %2 = dma.hbm_to_smem /*hbm=*/%s90_s0, /*size_in_granules=*/16, /*smem=*/%s91_s1, /*dst_syncflagno=*/[#allocation9] }
+   0x3   :  { %3 = dma.done.wait [#allocation9], 16 }
+   0x4   :  { %s4_s2 = sld [smem:[#allocation1]]  ;;  %s5_s3 = smov 0 }
+   0x5 LB: > { %s6_s3 = sphi %s5_s3, %s7_s3  ;;  %s7_s3 = sadd.s32 1, %s6_s3  ;;  %v1_v0 = vld [vmem:[%s6_s3]] }
+   0x6   : > { %p8_p0 = scmp.lt.s32.totalorder %s7_s3, %s4_s2  ;;  %9 = sdivrem.u32 %s6_s3, 2 /* kRem */ }
+   0x7   : > { %s10_s4 = spop.drf %9 }
+   0x8   : > { %p11_p1 = scmp.eq.s32.totalorder %s10_s4, 0 }
+   0x9   : > { %12 = sbr.rel (%p8_p0) target bundleno = 5 (0x5), region = 1 }
+   0xa   : > { %13 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s90_s0, /*size_in_granules=*/2048, /*vmem=*/%s6_s3, /*dst_syncflagno=*/[#allocation8] }
+   0xb   : > { %14 = dma.done.wait (%p11_p1), [#allocation8], 2048 }
+   0xc   :  { %15 = vsyncadd [#allocation8], 4294967280 }
+   0xd PF:  { %16 = sfence }
+"""  # noqa: E501
+
+
+def test_a_listing_is_executed_with_its_scalars():
+    listing = Listing(LISTING)
+    assert listing.size == 14
+    run = listing.run({0: np.array([5])}, bandwidth=1024.0, latency=100.0)
+    assert (run.copies, run.hbm_bytes, run.unmet, run.unknown) == (5, 5 * 65536, 0, {})
+    assert run.cycles == 5 + 5 * 8 + 1
+    # Iterations 0, 2 and 4 wait for the first copy, the second, which starts when that is there, and the third.
+    assert 2 * (64 + 100) + 64 < run.elapsed < 2 * (64 + 100) + 64 + run.cycles
+
+
+def test_what_is_not_understood_is_told():
+    run = Listing(LISTING.replace("%15 = vsyncadd", "%s15_s5 = sfancy.s32").replace("2048 }", "4096 }")).run(
+        {0: np.array([1])}, bandwidth=1.0, latency=0.0
+    )
+    assert run.unknown == {"sfancy.s32": 1}
+    assert run.unmet == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+@pytest.mark.parametrize(("target", "most"), [("v5e-1", 1.03), ("v6e-1", 1.03), ("v5p:1x1x1", 1.3), ("v7x:1x1x1", 1.4)])
+def test_decode_attention_compiles_and_is_near_its_floor(target, most):
+    command = [sys.executable, "benchmarks/kernels.py", "--json", "--targets", target, "--cases"]
+    cases = "A;F;L;F, page 128;uneven, 8 heads;A, head 64;A, head 256;A, 4 queries;A, window 1024"
+    run = subprocess.run([*command, cases], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    found = {line["case"]: line for line in json.loads(run.stdout)}
+    assert len(found) == 9
+    for case in ("A", "F", "L"):
+        assert found[case]["R"] <= most, case
+        assert found[case]["bytes_to_floor"] < 1.01, case

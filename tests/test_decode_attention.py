@@ -1,0 +1,118 @@
+"""Every implementation of decode attention against one float64 oracle. About 50 s, most of it compiling."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.ops.attention import merge_attention
+from inferlib.ops.decode_attention import decode_attention
+from inferlib.pallas_kernels import decode_attention_gpu, decode_attention_tpu
+from tests.decode_attention_cases import Case
+
+pytestmark = pytest.mark.usefixtures("quick_compilations")
+
+BACKENDS = {
+    "xla": decode_attention,
+    "gpu": partial(decode_attention_gpu.decode_attention, interpret=True),
+    "tpu": partial(decode_attention, backend="pallas_tpu"),
+}
+CASES = {
+    "lengths": Case((0, 1, 127, 128, 129, 256, 0)),
+    "half precision, softcap, sinks": Case((0, 1, 200), dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}),
+    "window": Case((0, 1, 49, 50, 51, 178, 256), options={"window": 50}),
+    "ring": Case((0, 1, 128, 129, 500, 1003), slots=128, ring=True, options={"window": 100}),
+    "ring of an odd number of units": Case((300, 383, 384, 1030), slots=384, ring=True, options={"window": 300}),
+    "head size 80, odd groups": Case((33, 144), size=80, group=7, heads=3, slots=144),
+    "head size 192": Case((3, 32), size=192, slots=32),
+    "large logits": Case((1, 200), loudness=1e4, sinks=True),
+}
+# What the kernel for GPUs does not have.
+MORE_CASES = {
+    "stacked layers": Case((5, 130), layers=2),
+    "pages": Case((0, 1, 16, 17, 100, 64), slots=16, columns=7, layers=2),
+    "pages of more than a block": Case((0, 128, 129, 500), slots=128, columns=4),
+    "ring of pages": Case((0, 17, 100, 500), slots=16, columns=5, ring=True, options={"window": 60}),
+    "several queries": Case((0, 1, 3, 4, 130), queries=4, sinks=True, options={"window": 60}),
+    "several queries, pages": Case((2, 3, 47, 48, 49), queries=3, slots=16, columns=4, group=3),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So that rows have several, and their ends several parts."""
+    monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", 1 << 17)
+    monkeypatch.setattr(decode_attention_tpu, "EDGE", 64)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(name, backend):
+    CASES[name].check(BACKENDS[backend])
+
+
+@pytest.mark.parametrize("backend", ["xla", "tpu"])
+@pytest.mark.parametrize("name", MORE_CASES)
+def test_pages_layers_and_several_queries(name, backend):
+    MORE_CASES[name].check(BACKENDS[backend])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_of_a_cache_merge_to_the_whole(backend):
+    case = Case((0, 128, 129, 256))
+    whole, whole_lse = case.check(BACKENDS[backend])
+    inputs = case.inputs(0)
+    k, v, lengths = (inputs.pop(name) for name in ("k", "v", "lengths"))
+    run = jax.jit(partial(BACKENDS[backend], **inputs, **case.static()))
+    first = run(k=k[:, :, :128], v=v[:, :, :128], lengths=jnp.minimum(lengths, 128))
+    rest = run(k=k[:, :, 128:], v=v[:, :, 128:], lengths=jnp.maximum(lengths - 128, 0))
+    out, lse = merge_attention(*(jnp.stack(parts) for parts in zip(first, rest, strict=True)))
+    np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(lse, whole_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["eager", "on_wait"])
+@pytest.mark.parametrize("name", ["window", "ring of an odd number of units", "pages", "several queries"])
+def test_the_tpu_kernel_has_no_races(name, mode, capsys):
+    """Copies happen when they are started, or not before they are waited for."""
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    case = dataclasses.replace((CASES | MORE_CASES)[name], queries=(CASES | MORE_CASES)[name].queries or 1)
+    case.check(partial(decode_attention_tpu.decode_attention, interpret=params))
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": jnp.float16}, "bfloat16 or float32"),
+        ({"slots": 100}, "100 positions do not divide into tiles of 8"),
+        ({"heads": 64, "size": 256, "slots": 512}, "on-chip memory"),
+        ({"group": 40, "queries": 4}, "4 x 40 queries of a KV head exceed 128"),
+    ],
+)
+def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reason):
+    case = Case((1, 2), **changes)
+    q = jax.ShapeDtypeStruct((2, case.queries or 1, case.heads, case.group, case.size), case.dtype)
+    k = jax.ShapeDtypeStruct((2, case.heads, case.slots, case.size), case.dtype)
+    assert reason in decode_attention_tpu.unsupported(q, k)
+    with pytest.raises(ValueError, match=reason):
+        jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), q, k, k, jax.ShapeDtypeStruct((2,), jnp.int32))
+
+
+def test_a_page_table_must_fit_scalar_memory():
+    q = jax.ShapeDtypeStruct((300, 1, 1, 4, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((300 * 500, 1, 128, 128), jnp.bfloat16)
+    assert "300 x 500 pages needs 614400 bytes of scalar memory" in decode_attention_tpu.unsupported(q, k, pages=500)
+    assert decode_attention_tpu.unsupported(q, k, pages=300) is None
+
+
+def test_a_ring_needs_a_window():
+    with pytest.raises(ValueError, match="window"):
+        Case((1, 2), ring=True).check(BACKENDS["tpu"])
