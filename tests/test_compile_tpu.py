@@ -210,16 +210,16 @@ def test_decoding_moves_only_what_it_must(name, target, parallel, batch, most):
 
 @pytest.mark.parametrize("name", ["int8", "int4", "mxfp4"])
 def test_quantised_weights_are_read_packed(name):
-    """No program unpacks a weight to memory: it moves little beside its packed weights and its cache."""
+    """No program unpacks a weight to memory: it holds and moves little that one of bfloat16 weights does not."""
     buckets, parallel = Buckets((128,), (8,), (512,)), Parallelism.parse("tp=4")
-    made = Deployment(TINY, "v5e-4", "bfloat16", buckets, parallel, ("greedy",), Quantization.named(name))
-    report = report_of(made, made.keys()[:1])
-    assert report.ok
-    (program,) = report.programs
+    plain = Deployment(TINY, "v5e-4", "bfloat16", buckets, parallel, ("greedy",))
+    made = replace(plain, quantization=Quantization.named(name))
+    usual, program = (report_of(x, x.keys()[:1]).programs[0] for x in (plain, made))
+    assert program.outcome.ok
     assert program.copies == []
     unpacked = 2 * sum(math.prod(w.shape) for w in made.planned().model.weights if w.scheme is not None) // 4
-    assert program.temporaries < unpacked // 8
-    assert program.moved_bytes < program.floor_bytes + unpacked // 8
+    assert program.temporaries < usual.temporaries + unpacked // 8
+    assert program.moved_bytes - program.floor_bytes < usual.moved_bytes - usual.floor_bytes + unpacked // 8
 
 
 @pytest.mark.slow
