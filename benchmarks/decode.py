@@ -125,7 +125,7 @@ def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int, s
         "cache": cache,
         "ms": step * 1e3,
         "tokens_per_second": batch / step,
-        "gb_per_second": step_bytes(model.config, model.specs[0].dtype, batch, cache - steps // 2) / step / 1e9,
+        "gb_per_second": step_bytes(model.config, model.dtype, batch, cache - steps // 2) / step / 1e9,
         "host_us": stats.host_seconds / stats.dispatches * 1e6,
         "enqueue_us": stats.enqueue_seconds / stats.dispatches * 1e6,
     }

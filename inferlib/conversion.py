@@ -27,12 +27,14 @@ def convert(
     out: str | Path,
     *,
     dtype: str = "bfloat16",
+    quantization: str | None = None,
     parallel: str | Parallelism | None = None,
     progress: bool | None = None,
 ) -> int:
     """Write a model to the directory `out`, its weights as Orbax arrays; `LLM(out)` loads it on any mesh.
 
-    model: as for `LLM`. dtype: "float32", "bfloat16" or "float16" of the stored weights. parallel: devices to split
+    model: as for `LLM`. dtype: "float32", "bfloat16" or "float16" of the stored weights. quantization: of the matrices,
+    as for `LLM`. parallel: devices to split
     the work over; with several processes, each calls this, and `out` is on a file system that all share. The chunks
     on disk are the parts of these devices, which suits a mesh of the same size best. Returns the bytes of weights.
 
@@ -45,16 +47,23 @@ def convert(
     if isinstance(files.source, LaidOutWeights):
         raise CheckpointError(f"{files.path} is converted already; convert the original for another dtype")
     shards = make_shards(Parallelism.parse(parallel) if isinstance(parallel, str) else parallel)
-    stored = stored_model(files.config, dtype)
+    kept = files.quantization(quantization)
+    stored = stored_model(files.config, dtype, kept)
     items = plan_load(files.source, family_of(files.hf), stored)
     show = on_terminal() if progress is None else progress
     with _whole(out, stored.nbytes) as directory, ByteProgress("converting", stored.nbytes, show=show) as bar:
-        weights = ((i.weight, load_item(files.source, i, stored, shards, lambda _: None)) for i in items)
+        weights = (
+            (
+                item.weight,
+                load_item(files.source, item, stored, shards, lambda _: None, [None] * len(item.weight.arrays)),
+            )
+            for item in items
+        )
         for nbytes in save_weights(directory, weights):
             bar.advance(nbytes)
         if jax.process_index() == 0:
             files.save_description(directory)
-            write_manifest(directory, files.hf, stored)
+            write_manifest(directory, files.hf, stored, kept)
     return stored.nbytes
 
 

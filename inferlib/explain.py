@@ -27,6 +27,7 @@ from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import LayerSpec, MlaSpec, MlpSpec, MoeSpec
+from inferlib.ops.quantized import nbytes
 from inferlib.sampling.params import MAX_LOGPROBS
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -143,7 +144,7 @@ def _place(shards: Shards, name: str, names: tuple[str | None, ...], shape: tupl
         count, names, shape = shape[0], names[1:], shape[1:]
     mesh_axes = tuple(_joined(shards.mesh_axes(n)) for n in names)
     local = shards.local_shape(names, shape)
-    return Placement(name, names, mesh_axes, shape, local, count * prod(local) * np.dtype(dtype).itemsize, count)
+    return Placement(name, names, mesh_axes, shape, local, count * nbytes(local, dtype), count)
 
 
 def _grouped(placements: Iterable[Placement]) -> tuple[Placement, ...]:
@@ -174,7 +175,7 @@ def explain_step(
         ledger.reduce("mailboxes", (axes.MLP,), (1,), np.float32)
     _forward(ledger, model, plan, key)
     if key.chunks:
-        ledger.reduce("last tokens of prompts", (axes.TOKENS,), (key.chunks, _width(model)), model.specs[0].dtype)
+        ledger.reduce("last tokens of prompts", (axes.TOKENS,), (key.chunks, _width(model)), model.dtype)
     _head(ledger, model, key.chunks + key.rows)
     for rows in (key.rows, key.chunks):
         if rows:
@@ -235,9 +236,9 @@ class _Ledger:
 def _expert_bytes(model: AbstractModel, shards: Shards, tokens: int) -> int:
     """tokens: of each device, which those that share the experts bring together."""
     total, tokens = 0.0, tokens * shards.size(axes.EXPERTS)
-    for weight in model.specs:
+    for weight in model.weights:
         if axes.EXPERTS in weight.axes:
-            held = prod(shards.local_shape(weight.axes, weight.shape)) * weight.dtype.itemsize
+            held = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
             total += held * model.config.layers[model.layers_of(weight.block)[0]].mlp.read_share(tokens)
     return round(total)
 
@@ -260,7 +261,7 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     """The decoder over a step's tokens."""
     shards = ledger.shards
     tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
-    hidden, dtype = (tokens, _width(model)), model.specs[0].dtype
+    hidden, dtype = (tokens, _width(model)), model.dtype
     ledger.sum_tokens("embedding", (axes.VOCAB,), hidden, dtype)
     for layers, block in zip(model.blocks(), plan.blocks, strict=True):
         layer, ledger.times = model.config.layers[layers[0]], len(layers)
@@ -283,12 +284,12 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
 def _gate_up(ledger: _Ledger, model: AbstractModel, spec: MlpSpec | MoeSpec, tokens: int) -> None:
     halves = 1 if isinstance(spec, MlpSpec) and not spec.gated else 2
     width = halves * model.layout.hidden(spec.hidden) // ledger.shards.size(axes.MLP)
-    ledger.reduce("gate and up", (axes.EMBED,), (tokens, width), model.specs[0].dtype)
+    ledger.reduce("gate and up", (axes.EMBED,), (tokens, width), model.dtype)
 
 
 def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) -> None:
     """A mixture of experts before the sum over its width; `tokens` on a device."""
-    dtype, chosen = model.specs[0].dtype, spec.router.chosen
+    dtype, chosen = model.dtype, spec.router.chosen
     everyone = tokens * ledger.shards.size(axes.EXPERTS)
     ledger.reduce("router", (axes.EMBED,), (tokens, spec.router.experts), np.float32)
     ledger.add("all-gather", "tokens to experts", (axes.EXPERTS,), (everyone, _width(model)), dtype)
@@ -305,7 +306,7 @@ def _attention(
     ledger: _Ledger, model: AbstractModel, layer: LayerSpec, block: BlockCache, tokens: int, key: ProgramKey
 ) -> None:
     """A layer's attention before its output projection; `tokens` on a device."""
-    shards, spec, dtype = ledger.shards, layer.attention, model.specs[0].dtype
+    shards, spec, dtype = ledger.shards, layer.attention, model.dtype
     layout, h = model.layout.heads(spec), spec.head_dim
     kv_heads, g = layout.groups // shards.size(axes.KV_HEADS), layout.queries
     if isinstance(spec, MlaSpec):

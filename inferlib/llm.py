@@ -27,6 +27,7 @@ from inferlib.engine.text import OutputText
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
+from inferlib.models.quantization import Quantization
 from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sampling.params import SamplingParams
@@ -59,11 +60,12 @@ class LLM:
 
     model: a Hugging Face directory (config.json, safetensors, tokenizer.json), a `.gguf` file, a directory that
     `convert` wrote, or a known name ("smollm2"). dtype: "float32", "bfloat16" or "float16" of weights, cache and
-    activations; None: float32 on CPU, else bfloat16. max_batch: sequences decoded together, by default 8. max_len:
-    longest prompt plus output in tokens; None: the model's context, at most 2048. buckets: static shapes to compile
-    for. parallel: devices to split over, such as "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; None: one device.
-    artifacts: a directory of `inferlib compile`: its programs run and none is ever compiled; what else is given must
-    agree with it. seed: of requests that give none.
+    activations; None: float32 on CPU, else bfloat16. quantization: "int8", "int4", "fp8", "fp8_block", "mxfp8" or
+    "mxfp4" for the matrices of products (not the embedding), made on the device as they are loaded; None: as they are
+    stored. max_batch: sequences decoded together, by default 8. max_len: longest prompt plus output in tokens; None:
+    the model's context, at most 2048. buckets: static shapes to compile for. parallel: devices to split over, such as
+    "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; None: one device. artifacts: a directory of `inferlib compile`: its
+    programs run and none is ever compiled; what else is given must agree with it. seed: of requests that give none.
 
     Raises ArtifactError, CheckpointError, ConfigError, ConfigurationError, ShardingError or PeerError before device
     work.
@@ -74,6 +76,7 @@ class LLM:
         model: str | Path,
         *,
         dtype: str | None = None,
+        quantization: str | None = None,
         max_batch: int | None = None,
         max_len: int | None = None,
         buckets: Buckets | None = None,
@@ -86,11 +89,13 @@ class LLM:
         agreement = self._channel.agreement if self._channel else nullcontext
         with agreement({}):
             files = ModelFiles.open(model)
+            kept = files.quantization(quantization)
         self.model_config, self.tokenizer = files.config, files.tokenizer
         self.progress = on_terminal() if progress is None else progress
         self.seed = seed
         parallel = Parallelism.parse(parallel) if isinstance(parallel, str) else parallel
-        settings = dict(dtype=dtype, max_batch=max_batch, max_len=max_len, buckets=buckets, parallel=parallel)
+        sizes = dict(max_batch=max_batch, max_len=max_len, buckets=buckets)
+        settings = dict(dtype=dtype, quantization=kept, **sizes, parallel=parallel)
         if artifacts is not None and self._channel:
             raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
         start = {}
@@ -384,6 +389,7 @@ def _plan_programs(
     model: ModelConfig,
     *,
     dtype: str | None,
+    quantization: Quantization | None,
     max_batch: int | None,
     max_len: int | None,
     buckets: Buckets | None,
@@ -398,7 +404,8 @@ def _plan_programs(
         raise ValueError(f"max_len {max_len} exceeds the model's context of {model.context} tokens")
     shards = make_shards(parallel)
     config = EngineConfig.make(platform, 8 if max_batch is None else max_batch, max_len, buckets, shards, model)
-    programs = ProgramSet.make(abstract_model(model, dtype, scan=config.scan, shards=shards), config)
+    abstract = abstract_model(model, dtype, quantization=quantization, scan=config.scan, shards=shards)
+    programs = ProgramSet.make(abstract, config)
     programs.choose_layouts()
     return programs
 

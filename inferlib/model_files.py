@@ -16,12 +16,14 @@ from jax.sharding import NamedSharding
 from inferlib.checkpoint.gguf import GGUFCheckpoint
 from inferlib.checkpoint.known import resolve
 from inferlib.checkpoint.laid_out import LaidOutWeights
-from inferlib.checkpoint.load import load_weights
+from inferlib.checkpoint.load import load_weights, shipped_quantization
 from inferlib.checkpoint.safetensors import SafetensorsSource
+from inferlib.checkpoint.shipped import QuantizedSource, form_of
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf, family_of
+from inferlib.models.quantization import Quantization
 from inferlib.sharding.shards import Shards
 from inferlib.tokenizer import Tokenizer
 
@@ -59,8 +61,32 @@ class ModelFiles:
             raise CheckpointError(f"{file} must hold a JSON object, it holds a {type(hf).__name__}")
         config = config_from_hf(hf)
         tokenizer = Tokenizer.from_directory(path) if (path / "tokenizer.json").exists() else None
-        source = LaidOutWeights(path, hf) if LaidOutWeights.are_in(path) else SafetensorsSource(path)
+        if LaidOutWeights.are_in(path):
+            source = LaidOutWeights(path, hf)
+        else:
+            source = SafetensorsSource(path)
+            if quantized := hf.get("quantization_config"):
+                source = QuantizedSource(source, form_of(quantized))
         return ModelFiles(path, hf, config, source, tokenizer)
+
+    def quantization(self, wanted: str | None) -> Quantization | None:
+        """How the weights are to be kept: as `wanted`, by default as they are stored.
+
+        Raises ConfigError for an unknown name, CheckpointError if they are stored quantised in another way.
+        """
+        stored = None
+        if isinstance(self.source, LaidOutWeights):
+            stored = self.source.quantization
+        elif isinstance(self.source, QuantizedSource):
+            stored = shipped_quantization(self.source, family_of(self.hf), self.config)
+        if wanted is None or (stored is not None and wanted == stored.name):
+            return stored
+        if stored is not None:
+            raise CheckpointError(
+                f"{self.path} has {stored} weights, which cannot become {wanted}: quantise the original, or leave "
+                "quantization out"
+            )
+        return Quantization.named(wanted)
 
     @property
     def nbytes(self) -> int:

@@ -5,26 +5,33 @@ It is the single source that loading, random initialisation, budgets and compila
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 
 from inferlib.models.config import ModelConfig
 from inferlib.models.decoder import Decoder, Segment, segments_of
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
+from inferlib.models.quantization import Quantization
+from inferlib.ops.quantized import QuantizedTensor, Scheme, nbytes, quantize
 from inferlib.sharding import axes
+from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
 
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One weight. `block` is its index in `Decoder.blocks`, None outside the layers; `part` its name there."""
+    """One weight, as layers see it. `block` is its index in `Decoder.blocks`, None outside the layers; `part` its name
+    there. contracting: the dimensions over which products with it sum; scheme: how it is quantised, None if it is not.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -33,25 +40,72 @@ class WeightSpec:
     init: str
     block: int | None
     part: str
+    contracting: tuple[int, ...] = ()
+    scheme: Scheme | None = None
+
+    @property
+    def of_layer(self) -> WeightSpec:
+        """Of a stacked weight, one layer's; else itself."""
+        if self.axes[0] != axes.LAYERS:
+            return self
+        contracting = tuple(i - 1 for i in self.contracting)
+        return replace(self, shape=self.shape[1:], axes=self.axes[1:], contracting=contracting)
+
+    def stored(self, whole: jax.Array) -> tuple[jax.Array, ...]:
+        """Its arrays, from the weight itself. Traceable."""
+        if self.scheme is None:
+            return (whole.astype(self.dtype),)
+        return tuple(jax.tree.leaves(quantize(whole, self.contracting, self.scheme)))
+
+    @property
+    def arrays(self) -> tuple[ArraySpec, ...]:
+        """What holds it."""
+        if self.scheme is None:
+            return (ArraySpec(self.name, self.part, self.shape, self.dtype, self.axes),)
+        held = self.scheme.arrays(self.shape, self.axes, self.contracting)
+        suffixes = {name: "" if name == "values" else f".{name}" for name in held}
+        return tuple(
+            ArraySpec(self.name + suffixes[name], self.part + suffixes[name], shape, dtype, names)
+            for name, (shape, names, dtype) in held.items()
+        )
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array that programs take: a weight, or the values or scales of one (those are named "... .scales")."""
+
+    name: str
+    part: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[str | None, ...]
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return nbytes(self.shape, self.dtype)
 
 
 @dataclass(frozen=True)
 class AbstractModel:
-    """A model's structure. Programs take `weights`, a flat tuple of arrays in the order of `specs`."""
+    """A model's structure. Programs take the arrays of its weights as a flat tuple in the order of `specs`.
+
+    dtype: of activations, and of weights that are not quantised.
+    """
 
     layout: Layout
+    dtype: np.dtype
     segments: tuple[Segment, ...]
-    specs: tuple[WeightSpec, ...]
+    weights: tuple[WeightSpec, ...]
     _graph: nnx.GraphDef
     _tree: jax.tree_util.PyTreeDef
 
     @property
     def config(self) -> ModelConfig:
         return self.layout.config
+
+    @cached_property
+    def specs(self) -> tuple[ArraySpec, ...]:
+        return tuple(array for weight in self.weights for array in weight.arrays)
 
     def merge(self, weights: Sequence[jax.Array]) -> Decoder:
         """The decoder over these weights; call it inside a traced function."""
@@ -74,18 +128,18 @@ class AbstractModel:
 
     @property
     def parameters(self) -> int:
-        return sum(int(np.prod(spec.shape)) for spec in self.specs)
+        return sum(math.prod(weight.shape) for weight in self.weights)
 
     @property
     def active_parameters(self) -> int:
         """Those that one token uses: of experts, as many as it chooses."""
         total = 0.0
-        for spec in self.specs:
+        for spec in self.weights:
             share = 1.0
             if axes.EXPERTS in spec.axes:
                 experts = self.config.layers[self.layers_of(spec.block)[0]].mlp
                 share = experts.router.chosen / experts.experts
-            total += share * int(np.prod(spec.shape))
+            total += share * math.prod(spec.shape)
         return round(total)
 
     @property
@@ -94,41 +148,54 @@ class AbstractModel:
 
     def random_weights(self, seed: int = 0, shards: Shards = Shards()) -> tuple[jax.Array, ...]:  # noqa: B008
         """Random weights, drawn on their devices one by one; equal shapes share a compilation."""
-        draw = cache(lambda sharding: jax.jit(random_leaf, static_argnums=(1, 2, 3), out_shardings=sharding))
-        keys = jax.random.split(jax.random.key(seed), len(self.specs))
-        return tuple(
-            draw(shards.sharding(spec.axes))(key, spec.shape, spec.dtype.name, spec.init)
-            for key, spec in zip(keys, self.specs, strict=True)
-        )
+        keys, weights = jax.random.split(jax.random.key(seed), len(self.weights)), []
+        for key, weight in zip(keys, self.weights, strict=True):
+            places = tuple(shards.sharding(array.axes) for array in weight.arrays)
+            # Names that differ would be compilations that differ.
+            weights += _jit_random(places)(key, replace(weight, name="", part="", block=None))
+        return tuple(weights)
+
+
+@cache
+def _jit_random(places: tuple[NamedSharding | None, ...]):
+    def draw(key: jax.Array, weight: WeightSpec) -> tuple[jax.Array, ...]:
+        return weight.stored(random_leaf(key, weight.shape, weight.dtype, weight.init))
+
+    return jax.jit(draw, static_argnums=1, out_shardings=places)
 
 
 def abstract_model(
     config: ModelConfig,
     dtype,
     *,
+    quantization: Quantization | None = None,
     scan: bool = False,
     shards: Shards = Shards(),  # noqa: B008
 ) -> AbstractModel:
-    """The structure of `config` with weights of `dtype`.
+    """The structure of `config` with weights of `dtype`, or quantised.
 
     scan: stack repeating layers (see `segments_of`). shards: the mesh, over which heads, feed-forward and vocabulary
-    are made to divide (see `Layout`).
+    are made to divide (see `Layout`). Raises ShardingError if it would cut a group of quantised elements.
     """
     segments, layout = segments_of(config.layers, scan=scan), Layout(config, shards)
     model = nnx.eval_shape(lambda: Decoder(layout, segments, jnp.dtype(dtype)))
     graph, state = nnx.split(model)
     params, tree = jax.tree.flatten(state, is_leaf=lambda p: isinstance(p, nnx.Param))
-    leaves, tree = jax.tree.flatten(state)
     paths = [path for path, _ in nnx.to_flat_state(state)]
-    if [p.shape for p in params] != [leaf.shape for leaf in leaves] or len(paths) != len(leaves):
+    if [p.shape for p in params] != [leaf.shape for leaf in jax.tree.leaves(state)] or len(paths) != len(params):
         raise AssertionError("flax changed the order of a flattened state")
-    specs = tuple(_weight_spec(path, p) for path, p in zip(paths, params, strict=True))
-    return AbstractModel(layout, segments, specs, graph, tree)
+    weights = tuple(_weight_spec(path, p, quantization) for path, p in zip(paths, params, strict=True))
+    for weight in weights:
+        _must_keep_groups(weight, quantization, shards)
+    held = jax.tree.unflatten(tree, [_held(p, w) for p, w in zip(params, weights, strict=True)])
+    return AbstractModel(layout, np.dtype(dtype), segments, weights, graph, jax.tree.structure(held))
 
 
-def _weight_spec(path: tuple, p: nnx.Param) -> WeightSpec:
+def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -> WeightSpec:
     block, parts = (path[1], path[2:]) if path[0] == "blocks" else (None, path)
     part = ".".join(str(x) for x in parts).removesuffix(".weight")
+    stacked = p.axes[0] == axes.LAYERS
+    quantized = quantization is not None and p.contracting and part not in quantization.kept
     return WeightSpec(
         name=".".join(str(x) for x in path),
         shape=p.shape,
@@ -137,4 +204,29 @@ def _weight_spec(path: tuple, p: nnx.Param) -> WeightSpec:
         init=p.init,
         block=block,
         part=part,
+        contracting=tuple(i + stacked for i in p.contracting),
+        scheme=quantization.scheme if quantized else None,
     )
+
+
+def _held(p: nnx.Param, weight: WeightSpec) -> nnx.Param:
+    """The parameter, holding a `QuantizedTensor` if the weight is quantised."""
+    if weight.scheme is None:
+        return p
+    structs = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in weight.arrays)
+    return p.replace(QuantizedTensor(*structs, grouped=weight.scheme.group is not None))
+
+
+def _must_keep_groups(weight: WeightSpec, quantization: Quantization | None, shards: Shards) -> None:
+    if weight.scheme is None or weight.scheme.group is None:
+        return
+    at = weight.contracting[-1]
+    name, size = weight.axes[at], weight.shape[at]
+    group, count = weight.scheme.group_of(size), shards.size(name)
+    if size // group % count:
+        able = [n for n in range(1, min(size // group, 256) + 1) if size // group % n == 0]
+        raise ShardingError(
+            f"quantization {quantization.name!r} gives each {group} of the {size} elements of {weight.part} along "
+            f"{name!r} a scale, and {count} devices of the {' and '.join(shards.mesh_axes(name))} axis would cut such "
+            f"groups: use int8 or fp8, or one of {able} devices"
+        )

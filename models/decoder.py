@@ -187,7 +187,7 @@ class Decoder(nnx.Module):
         self.blocks = nnx.List(blocks)
         self.final_norm = Norm(config.norm, config.dim, dtype)
         if not config.tied:
-            self.head = param((config.dim, layout.vocab), (axes.EMBED, axes.VOCAB), dtype)
+            self.head = param((config.dim, layout.vocab), (axes.EMBED, axes.VOCAB), dtype, contracting=(0,))
         if config.head_bias:
             self.head_bias = param((layout.vocab,), (axes.VOCAB,), dtype, "zeros")
 

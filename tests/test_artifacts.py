@@ -116,6 +116,25 @@ def test_settings_that_differ_are_named(model, folder, settings, message):
         LLM(model, artifacts=folder, progress=False, **settings)
 
 
+def test_quantised_programs(model, tmp_path):
+    folder = tmp_path / "int8"
+    result = compile_into(folder, model, "--quantization", "int8", "--modes", "greedy")
+    assert result.exit_code == 0, result.output
+    llm = LLM(model, artifacts=folder, progress=False)
+    assert {spec.dtype.name for spec in llm.engine.model.specs} == {"float32", "int8"}
+    assert llm.engine.model.nbytes == json.loads((folder / "report.json").read_text())["weights"]
+    names = {w["name"]: w["dtype"] for w in json.loads((folder / "manifest.json").read_text())["weights"]}
+    assert (names["blocks.0.attn.o"], names["blocks.0.attn.o.scales"]) == ("int8", "float32")
+    greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    here = LLM(model, quantization="int8", max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
+    tokens = [x.generate([[5, 6, 7]], greedy)[0].outputs[0].token_ids for x in (llm, here)]
+    assert tokens[0] == tokens[1]
+    result = compile_into(tmp_path / "int4", model, "--quantization", "int4")
+    assert (result.exit_code, "int4 weights work on a single CPU" in result.output) == (2, True)
+    with pytest.raises(ArtifactError, match="quantization is int8 in its programs, and fp8 here"):
+        LLM(model, artifacts=folder, quantization="fp8", progress=False)
+
+
 def test_another_model_is_named_by_its_field(folder, tmp_path):
     other = make_checkpoint(tmp_path / "other", "llama", vocab_size=260, num_hidden_layers=2, rope_theta=5000.0)
     with pytest.raises(ArtifactError, match=r"model\.layers\[0\]\.attention\.rope\.base is"):

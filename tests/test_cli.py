@@ -68,16 +68,17 @@ class Recorder:
 def test_options_reach_the_request(inferlib, monkeypatch):
     monkeypatch.setattr(inferlib, "build", Recorder)
     words = """
-        --dtype bfloat16 --max-len 64 --artifacts compiled --parallel tp=2 --seed 7 --json --max-tokens 9 --min-tokens 2
-        --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2
-        --frequency-penalty -0.3 --logit-bias 5=-1.5 --logit-bias 6=2 --stop ab --stop c --stop-token-id 8
-        --stop-token-id 9 --ignore-eos --include-stop-str-in-output --no-skip-special-tokens --n 3 --logprobs 4
-        --prompt-logprobs 1
+        --dtype bfloat16 --quantization int8 --max-len 64 --artifacts compiled --parallel tp=2 --seed 7 --json
+        --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1
+        --presence-penalty 0.2 --frequency-penalty -0.3 --logit-bias 5=-1.5 --logit-bias 6=2 --stop ab --stop c
+        --stop-token-id 8 --stop-token-id 9 --ignore-eos --include-stop-str-in-output --no-skip-special-tokens --n 3
+        --logprobs 4 --prompt-logprobs 1
     """
     assert error_of(inferlib.generate("hello", *words.split())) == "recorded"
     assert Recorder.seen == {
         "args": (str(inferlib.model),),
         "dtype": "bfloat16",
+        "quantization": "int8",
         "max_batch": 2,
         "max_len": 64,
         "parallel": "tp=2",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from inferlib.compile.deployment import Deployment
 from inferlib.compile.plans import load_plan
 from inferlib.compile.report import Report
 from inferlib.explain import explain
+from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
@@ -206,11 +208,26 @@ def test_decoding_moves_only_what_it_must(name, target, parallel, batch, most):
     assert program.moved_bytes <= most * program.floor_bytes
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "mxfp4"])
+def test_quantised_weights_are_read_packed(name):
+    """No program unpacks a weight to memory: it holds and moves little that one of bfloat16 weights does not."""
+    buckets, parallel = Buckets((128,), (8,), (512,)), Parallelism.parse("tp=4")
+    plain = Deployment(TINY, "v5e-4", "bfloat16", buckets, parallel, ("greedy",))
+    made = replace(plain, quantization=Quantization.named(name))
+    usual, program = (report_of(x, x.keys()[:1]).programs[0] for x in (plain, made))
+    assert program.outcome.ok
+    assert program.copies == []
+    unpacked = 2 * sum(math.prod(w.shape) for w in made.planned().model.weights if w.scheme is not None) // 4
+    assert program.temporaries < usual.temporaries + unpacked // 8
+    assert program.moved_bytes - program.floor_bytes < usual.moved_bytes - usual.floor_bytes + unpacked // 8
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in configs.plan_names() if load_plan(name).quantization is None])
+@pytest.mark.parametrize("name", configs.plan_names())
 def test_plans_compile(name):
     plan = load_plan(name)
     parallel = Parallelism.parse(plan.parallel)
-    made = Deployment(configs.load(plan.model), str(plan.slice), plan.dtype, plan.engine.buckets, parallel, ("greedy",))
+    sizes = (plan.dtype, plan.engine.buckets, parallel, ("greedy",), plan.stored)
+    made = Deployment(configs.load(plan.model), str(plan.slice), *sizes)
     report = report_of(made, made.keys()[:1])
     assert report.ok

@@ -276,8 +276,8 @@ def test_config_of_another_model(copy):
 
 
 def test_another_version_of_the_format(copy):
-    edit(copy / "inferlib.json", format=2)
-    assert_refused(copy, "format 2", "reads format 1", "convert the original again")
+    edit(copy / "inferlib.json", format=1)
+    assert_refused(copy, "format 1", "reads format 2", "convert the original again")
 
 
 def test_no_manifest(copy):
@@ -285,16 +285,18 @@ def test_no_manifest(copy):
     assert_refused(copy, "no inferlib.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 1, "dtype": "x", "weights": {}}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 2, "dtype": "x", "weights": {}}'])
 def test_damaged_manifest(text, copy):
     (copy / "inferlib.json").write_text(text)
     assert_refused(copy, "inferlib.json is damaged")
 
 
 def test_manifest_of_other_weights(copy):
-    shapes = json.loads((copy / "inferlib.json").read_text())["weights"]
-    edit(copy / "inferlib.json", weights=shapes | {"embed": [131, 95], "extra": [1]})
-    assert_refused(copy, "embed was (131, 95) and is (131, 96)", "extra was (1,) and is absent")
+    arrays = json.loads((copy / "inferlib.json").read_text())["weights"]
+    edit(copy / "inferlib.json", weights=arrays | {"embed": [[131, 95], "float32"], "extra": [[1], "int8"]})
+    assert_refused(
+        copy, "embed was ((131, 95), 'float32') and is ((131, 96),", "extra was ((1,), 'int8') and is absent"
+    )
 
 
 def test_arrays_of_another_model(copy, converted):

@@ -18,12 +18,18 @@ from inferlib.explain import Collective, explain
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, RopeSpec
 from inferlib.models.families import config_from_hf
+from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
 
 
 def deployed(name: str, target: str, parallel: str, quantization=None) -> Deployed:
-    return Deployed(config_from_hf(load(name)), parse_target(target), Parallelism.parse(parallel), quantization)
+    return Deployed(
+        config_from_hf(load(name)),
+        parse_target(target),
+        Parallelism.parse(parallel),
+        quantization and Quantization.named(quantization),
+    )
 
 
 # ---- collectives
@@ -214,14 +220,14 @@ def test_palm_540b_on_64_tpu_v4():
     v4 = parse_target("v4:4x4x4")
     network = place(v4, (("yz", 16), ("x", 4)))
 
-    def stationary(*sizes, quantization=None) -> float:
-        return step_time(weight_stationary_2d(palm(), network, *sizes, quantization=quantization), network).seconds
+    def stationary(*sizes, int8=False) -> float:
+        return step_time(weight_stationary_2d(palm(), network, *sizes, int8=int8), network).seconds
 
     live = 2048 + 64 / 2
-    assert stationary(64, 1, live, quantization="int8") == pytest.approx(1.82 / 64, rel=0.25)
-    assert stationary(64, 1, live, quantization="int8") == pytest.approx(0.029, rel=0.25)
+    assert stationary(64, 1, live, int8=True) == pytest.approx(1.82 / 64, rel=0.25)
+    assert stationary(64, 1, live, int8=True) == pytest.approx(0.029, rel=0.25)
     assert stationary(512, 1, live) == pytest.approx(6.0 / 64, rel=0.25)
-    assert stationary(1, 2048, 1024, quantization="int8") == pytest.approx(0.29, rel=0.25)
+    assert stationary(1, 2048, 1024, int8=True) == pytest.approx(0.29, rel=0.25)
     prefill = step_time(weight_gathered(palm(), network, 512, 2048, 1024), network).seconds
     assert prefill == pytest.approx(85.2, rel=0.25)
     mfu = 2 * 540e9 * 512 * 2048 / (prefill * 64 * 275e12)

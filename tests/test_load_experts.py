@@ -87,7 +87,7 @@ def test_experts_are_laid_out(form, parallel, scan):
     source, (names, fused) = stored(form, weights), FORMS[form]
     shards = make_shards(Parallelism.parse(parallel))
     model, advanced = abstract_model(CONFIG, "float32", scan=scan, shards=shards), []
-    for spec in model.specs:
+    for spec in model.weights:
         if not spec.part.startswith("mlp.experts."):
             continue
         layers = model.layers_of(spec.block)
@@ -101,7 +101,7 @@ def test_experts_are_laid_out(form, parallel, scan):
         if place is None and scan:  # in another order of memory, as a TPU's compiler may ask for
             order = tuple(reversed(range(len(spec.shape))))
             place = Format(Layout(order), SingleDeviceSharding(jax.devices()[0]))
-        got = load_experts(source, item, place, advanced.append)
+        (got,) = load_experts(source, item, [place], advanced.append)
         assert got.shape == spec.shape
         assert not isinstance(place, Format) or got.format.layout.major_to_minor == order
         want = weights[spec.part.removeprefix("mlp.experts.")][list(layers)]

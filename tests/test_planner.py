@@ -18,6 +18,7 @@ from inferlib.compile.targets import TargetError, parse_target
 from inferlib.config import ConfigurationError
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
+from inferlib.models.quantization import Quantization
 
 
 def ranking(name: str, target: str, workload=None, slo="", **options):
@@ -35,10 +36,10 @@ def test_options_fit_and_the_best_comes_first():
     assert {o.deployed.parallel.tensor for o in result.options} == {1, 2, 4, 8}
     # Replicas of one chip have room for more rows when the weights are smaller.
     rows = {
-        q: max(o.batch for o in result.options if o.deployed.parallel.data == 8 and o.deployed.quantization == q)
-        for q in (None, "int8")
+        w: max(o.batch for o in result.options if o.deployed.parallel.data == 8 and o.deployed.weights == w)
+        for w in ("bfloat16", "int8")
     }
-    assert rows[None] < rows["int8"]
+    assert rows["bfloat16"] < rows["int8"]
     assert all(o.batch % o.deployed.parallel.data == 0 for o in result.options)
 
 
@@ -101,7 +102,7 @@ def test_what_does_not_fit_says_what_would():
     assert ("v5e:2x4", "int8") in able
     assert {name.split("-")[0].split(":")[0] for name, _ in able} >= {"v5e", "v5p", "v6e", "v7x"}
     for name, weights in able:
-        quantization = None if weights == "bfloat16" else weights
+        quantization = None if weights == "bfloat16" else Quantization.named(weights)
         assert ranking("llama3-70b", name, workload, quantizations=(quantization,)).options
 
 
@@ -131,7 +132,7 @@ def test_command(tmp_path):
     assert screen.exit_code == 0, screen.output
     assert "Best: --parallel" in screen.output
     assert "tokens/s per chip" in picture.read_text()
-    facts = json.loads(run(*arguments, "--dtype", "bfloat16", "--json").output)
+    facts = json.loads(run(*arguments, "--quantization", "none", "--json").output)
     assert {o["weights"] for o in facts["options"]} == {"bfloat16"}
     assert facts["best"] == facts["options"][0]
     assert facts["workload"] == {"input_len": 512, "output_len": 256, "concurrency": 16}
@@ -144,7 +145,7 @@ def test_command(tmp_path):
         (("--target", "v5e-8"), "give either a model or the name of a shape"),
         (("--config", "llama3-8b", "--target", "v5-8"), "v5e-8"),
         (("--config", "llama3-9b", "--target", "v5e-8"), "llama3-8b"),
-        (("--config", "llama3-8b", "--target", "v5e-8", "--dtype", "fp4"), "bfloat16 or int8"),
+        (("--config", "llama3-8b", "--target", "v5e-8", "--quantization", "fp4"), "known: int8, int4"),
         (("--config", "llama3-8b", "--target", "v5e-8", "--slo", "fast"), "ttft=0.5"),
         (("--config", "llama3-405b", "--target", "v5e-8"), "what would do: v5e-64"),
         (("--config", "llama3-8b", "--target", "v5e-8", "--plot", "nowhere/x.png"), "nowhere/x.png"),

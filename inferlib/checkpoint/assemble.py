@@ -154,31 +154,40 @@ def piece_bytes(source: TensorSource, piece: Piece) -> int:
 
 
 def assemble(
-    layout: Layout, spec: LayerSpec | None, names: tuple[str, ...], part: str, dtype: str, *pieces: jax.Array
+    layout: Layout,
+    spec: LayerSpec | None,
+    names: tuple[str, ...],
+    part: str,
+    dtype: str,
+    *pieces: jax.Array,
+    fill: float = 0.0,
 ) -> jax.Array:
     """Lay out the pieces of a part (see `layer_pieces`) as the decoder wants it. Traceable; one jit per shape.
 
-    names: the logical axes of the result.
+    names: the logical axes of the result. fill: what padding holds.
     """
     if spec is None or not part.startswith("attn."):
         fuse = _top if spec is None else _mlp
     else:
         fuse = _latent_attention if isinstance(spec.attention, MlaSpec) else _attention
-    return expand(layout, spec, names, fuse(spec, part, pieces)).astype(dtype)
+    return expand(layout, spec, names, fuse(spec, part, pieces), fill).astype(dtype)
 
 
-def expand(layout: Layout, spec: LayerSpec | None, names: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Copy and pad heads, feed-forward, experts and vocabulary of a weight laid out for one device. Traceable."""
+def expand(
+    layout: Layout, spec: LayerSpec | None, names: tuple[str | None, ...], x: jax.Array, fill: float = 0.0
+) -> jax.Array:
+    """Copy and pad, with `fill`, heads, feed-forward, experts and vocabulary of a weight laid out for one device, or of
+    its values or scales in groups. Traceable."""
     for axis, name in enumerate(names):
         if name == axes.VOCAB:
-            x = _padded(x, layout.vocab, axis)
+            x = _padded(x, layout.vocab, axis, fill)
         elif name == axes.MLP:
-            x = _padded(x, layout.hidden(x.shape[axis]), axis)
+            x = _padded(x, layout.hidden(x.shape[axis]), axis, fill)
         elif name == axes.EXPERTS:
-            x = _padded(x, layout.experts(x.shape[axis]), axis)
+            x = _padded(x, layout.experts(x.shape[axis]), axis, fill)
         elif name == axes.KV_HEADS:
             queries = names[axis + 1 : axis + 2] == (axes.QUERIES,)
-            x = _heads(x, axis, queries, spec.attention.group, layout.heads(spec.attention))
+            x = _heads(x, axis, queries, spec.attention.group, layout.heads(spec.attention), fill)
     return x
 
 
@@ -234,7 +243,7 @@ def _latent_attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...])
     return pieces[0].T.reshape(attn.heads, attn.value_dim, -1) if part == "attn.o" else pieces[0]
 
 
-def _heads(x: jax.Array, axis: int, queries: bool, group: int, layout: HeadLayout) -> jax.Array:
+def _heads(x: jax.Array, axis: int, queries: bool, group: int, layout: HeadLayout, fill: float) -> jax.Array:
     """Rearrange the KV heads, dimension `axis` of x, and with them the slots of their queries in the next one.
 
     group: G. The next dimension holds G queries, or G queries, the key and the value.
@@ -250,12 +259,16 @@ def _heads(x: jax.Array, axis: int, queries: bool, group: int, layout: HeadLayou
         heads = np.where(source < 0, -1, heads)[:, : layout.queries + slots - group]
         x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
     found = jnp.take(x, np.maximum(heads, 0), axis=axis)
-    return jnp.where((heads >= 0).reshape(*heads.shape, *[1] * (x.ndim - axis - 1)), found, 0)
+    return jnp.where((heads >= 0).reshape(*heads.shape, *[1] * (x.ndim - axis - 1)), found, jnp.asarray(fill, x.dtype))
 
 
-def _padded(x: jax.Array, size: int, axis: int) -> jax.Array:
+def _padded(x: jax.Array, size: int, axis: int, fill: float) -> jax.Array:
     short = size - x.shape[axis]
-    return jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)]) if short else x
+    return (
+        jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)], constant_values=jnp.asarray(fill, x.dtype))
+        if short
+        else x
+    )
 
 
 def _half_split(x: jax.Array, rope: RopeSpec | None, axis: int) -> jax.Array:

@@ -7,20 +7,24 @@ out, together. Letters: E experts, D width, F feed-forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.layout import Format
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from inferlib.checkpoint.assemble import LoadItem, Piece, piece_bytes
+from inferlib.checkpoint.shipped import is_kept, kept
 from inferlib.checkpoint.source import TensorSource
-from inferlib.compile.functions import join, run
+from inferlib.compile.functions import fetched, join, run
+from inferlib.models.abstract import ArraySpec
 from inferlib.models.config import MoeSpec
 from inferlib.models.families.common import FusedExperts
+from inferlib.ops.quantized import Scheme, quantize
 from inferlib.sharding import axes
 
 _PREFIX = "mlp.experts."
@@ -51,36 +55,99 @@ def expert_pieces(
 def load_experts(
     source: TensorSource,
     item: LoadItem,
-    place: Format | NamedSharding | None,
+    places: Sequence[Format | NamedSharding | None],
     advance: Callable[[int], None],
-) -> jax.Array:
-    """Read a weight of all experts, of one layer or of a stack of them. place: where it goes, None for one device."""
+) -> tuple[jax.Array, ...]:
+    """Read the arrays of a weight of all experts, of one layer or of a stack of them.
+
+    places: where each array goes, None for one device.
+    """
     weight, kind = item.weight, item.weight.part.removeprefix(_PREFIX)
-    sharding = place.sharding if isinstance(place, Format) else place
-    if sharding is None:
-        sharding = SingleDeviceSharding(jax.devices()[0])
-    shape, places = sharding.shard_shape(weight.shape), {}
-    for device, index in sharding.addressable_devices_indices_map(weight.shape).items():
-        bounds = [part.indices(size)[:2] for part, size in zip(index, weight.shape, strict=True)]
-        alone = SingleDeviceSharding(device)
-        here = Format(place.layout, alone) if isinstance(place, Format) else alone
-        places[here] = dict(zip(weight.axes, bounds, strict=True))
-    parts = {here: run(jnp.zeros, (shape, weight.dtype.name), place=here) for here in places}
+    arrays = tuple(_Parts.of(spec, place) for spec, place in zip(weight.arrays, places, strict=True))
     for layer, pieces in enumerate(item.pieces):
         for expert in range(item.layer.mlp.experts):
-            owners = {here: b for here, b in places.items() if b[axes.EXPERTS][0] <= expert < b[axes.EXPERTS][1]}
             own = _of_expert(pieces, kind, expert)
-            tensors = _read(source, own, kind, item.fused_experts) if owners else []
-            for here, bounds in owners.items():
-                at = np.int32(expert - bounds[axes.EXPERTS][0])
-                at = (np.int32(layer), at) if axes.LAYERS in bounds else (at,)
-                own_part = _cut(tensors, kind, bounds)
-                parts[here] = run(_put, (kind,), parts[here], at, *own_part, place=here, donate=True)
+            if arrays[0].owners(expert):
+                if weight.scheme is None:
+                    tensors = _read(source.read, own, kind, item.fused_experts)
+                    cut = lambda bounds, tensors=tensors: _cut(tensors, kind, bounds)  # noqa: E731
+                    arrays[0].put(layer, expert, kind, cut)
+                else:
+                    for parts, whole in zip(arrays, _quantized(source, item, own), strict=True):
+                        parts.put(layer, expert, "", partial(parts.share, whole))
             # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
-            for part in parts.values():
+            for part in (part for parts in arrays for part in parts.arrays.values()):
                 part.block_until_ready()
             advance(sum(piece_bytes(source, piece) for piece in own))
-    return join(weight.shape, sharding, list(parts.values()))
+    return tuple(parts.whole() for parts in arrays)
+
+
+@dataclass
+class _Parts:
+    """An array of all experts in the making. bounds: of each device's part, by logical axis and, where an axis has no
+    name, dimension; arrays: the parts."""
+
+    spec: ArraySpec
+    sharding: Sharding
+    bounds: dict[Format | SingleDeviceSharding, dict[str | int, tuple[int, int]]]
+    arrays: dict[Format | SingleDeviceSharding, jax.Array]
+
+    @staticmethod
+    def of(spec: ArraySpec, place: Format | NamedSharding | None) -> _Parts:
+        sharding = place.sharding if isinstance(place, Format) else place
+        if sharding is None:
+            sharding = SingleDeviceSharding(jax.devices()[0])
+        names, places = [name or i for i, name in enumerate(spec.axes)], {}
+        for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
+            bounds = [part.indices(size)[:2] for part, size in zip(index, spec.shape, strict=True)]
+            alone = SingleDeviceSharding(device)
+            here = Format(place.layout, alone) if isinstance(place, Format) else alone
+            places[here] = dict(zip(names, bounds, strict=True))
+        shape, fill = sharding.shard_shape(spec.shape), float(spec.part.endswith(".scales"))
+        return _Parts(
+            spec, sharding, places, {here: run(jnp.full, (shape, fill, spec.dtype.name), place=here) for here in places}
+        )
+
+    def owners(self, expert: int) -> list[Format | SingleDeviceSharding]:
+        bounds = {here: b[axes.EXPERTS] for here, b in self.bounds.items()}
+        return [here for here, (first, last) in bounds.items() if first <= expert < last]
+
+    def put(self, layer: int, expert: int, kind: str, cut: Callable[[Mapping], list[np.ndarray]]) -> None:
+        """Lay out what `cut` gives of one expert for a device's bounds at its place there; see `_put`."""
+        for here in self.owners(expert):
+            bounds = self.bounds[here]
+            at = np.int32(expert - bounds[axes.EXPERTS][0])
+            at = (np.int32(layer), at) if axes.LAYERS in bounds else (at,)
+            self.arrays[here] = run(_put, (kind,), self.arrays[here], at, *cut(bounds), place=here, donate=True)
+
+    def share(self, whole: np.ndarray, bounds: Mapping[str | int, tuple[int, int]]) -> list[np.ndarray]:
+        """Of one expert's array, as it is laid out."""
+        cut = tuple(slice(*b) for name, b in bounds.items() if name not in (axes.LAYERS, axes.EXPERTS))
+        return [np.ascontiguousarray(whole[cut])]
+
+    def whole(self) -> jax.Array:
+        return join(self.spec.shape, self.sharding, list(self.arrays.values()))
+
+
+def _quantized(source: TensorSource, item: LoadItem, pieces: Sequence[Piece]) -> list[np.ndarray]:
+    """The arrays of one expert. A device has a part of them, but scales are of whole channels."""
+    weight, kind = item.weight, item.weight.part.removeprefix(_PREFIX)
+    lead = sum(name in (axes.LAYERS, axes.EXPERTS) for name in weight.axes)
+    how = kind, tuple(i - lead for i in weight.contracting), weight.scheme
+    if is_kept(source, weight, pieces):
+        stored = (_read(reader, pieces, kind, item.fused_experts) for reader in (source.values, source.scales))
+        return fetched(run(_keep, how, *stored))
+    return fetched(run(_quantize, how, *_read(source.read, pieces, kind, item.fused_experts)))
+
+
+def _quantize(kind: str, contracting: tuple[int, ...], scheme: Scheme, *tensors: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(jax.tree.leaves(quantize(_laid_out(kind, tensors), contracting, scheme)))
+
+
+def _keep(
+    kind: str, contracting: tuple[int, ...], scheme: Scheme, values: list[jax.Array], scales: list[jax.Array]
+) -> tuple[jax.Array, ...]:
+    return kept(scheme, contracting, values, scales, lambda tensors, _: _laid_out(kind, tensors))  # no padding yet
 
 
 def _of_expert(pieces: Sequence[Piece], kind: str, expert: int) -> Sequence[Piece]:
@@ -91,11 +158,13 @@ def _of_expert(pieces: Sequence[Piece], kind: str, expert: int) -> Sequence[Piec
     return pieces[expert * count : (expert + 1) * count]
 
 
-def _read(source: TensorSource, pieces: Sequence[Piece], kind: str, fused: FusedExperts) -> list[np.ndarray]:
+def _read(
+    reader: Callable[[str, slice | None], np.ndarray], pieces: Sequence[Piece], kind: str, fused: FusedExperts
+) -> list[np.ndarray]:
     """One expert's tensors, [out, in] each: gate and up, or the one."""
     if pieces[0].rows is None:
-        return [source.read(piece.tensor) for piece in pieces]
-    whole = source.read(pieces[0].tensor, slice(*pieces[0].rows))[0]
+        return [reader(piece.tensor, None) for piece in pieces]
+    whole = reader(pieces[0].tensor, slice(*pieces[0].rows))[0]
     whole = whole.T if fused.transposed else whole
     if not kind.startswith("gate_up"):
         return [whole]
@@ -109,13 +178,19 @@ def _cut(tensors: list[np.ndarray], kind: str, bounds: Mapping[str, tuple[int, i
 
 
 def _put(kind: str, array: jax.Array, at: tuple[jax.Array, ...], *tensors: jax.Array) -> jax.Array:
-    """Lay one expert out as the decoder wants it, at its place among the others."""
-    match kind:
-        case "gate_up":
-            x = jnp.stack([tensor.T for tensor in tensors])  # [2, D, F]
-        case "gate_up_bias":
-            x = jnp.stack(tensors)
-        case _:
-            x = tensors[0].T
+    """Lay one expert out as the decoder wants it, at its place among the others. kind: "" if it is laid out."""
+    x = _laid_out(kind, tensors)
     start = (*at, *[0] * x.ndim)
     return lax.dynamic_update_slice(array, x.astype(array.dtype)[(None,) * len(at)], start)
+
+
+def _laid_out(kind: str, tensors: Sequence[jax.Array]) -> jax.Array:
+    match kind:
+        case "gate_up":
+            return jnp.stack([tensor.T for tensor in tensors])  # [2, D, F]
+        case "gate_up_bias":
+            return jnp.stack(tensors)
+        case "":
+            return tensors[0]
+        case _:
+            return tensors[0].T

@@ -13,7 +13,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import groupby
+from dataclasses import asdict, replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,14 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from inferlib.checkpoint.assemble import expand
-from inferlib.checkpoint.load import into_stack, new_stack, placement
+from inferlib.checkpoint.load import into_stack, placement
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.compile.functions import run
-from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
-from inferlib.models.config import ModelConfig
+from inferlib.models.abstract import AbstractModel, ArraySpec, WeightSpec, abstract_model
+from inferlib.models.config import LayerSpec, ModelConfig
+from inferlib.models.layout import Layout
+from inferlib.models.quantization import Quantization
+from inferlib.ops.quantized import nbytes
 from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -35,30 +39,33 @@ from inferlib.sharding.shards import Shards
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-FORMAT = 1  # of the stored layout: fused arrays and their names
+FORMAT = 2  # of the stored layout: fused arrays and their names
 _MANIFEST, _WEIGHTS = "inferlib.json", "weights"
 # Arrays are stored in chunks of at most this, so that a device reads little beyond its own part.
 _CHUNK_BYTES = 16 << 20
 
 
-def stored_model(config: ModelConfig, dtype: str) -> AbstractModel:
+def stored_model(config: ModelConfig, dtype: str, quantization: Quantization | None) -> AbstractModel:
     """The model whose weights are stored."""
-    return abstract_model(config, dtype)
+    return abstract_model(config, dtype, quantization=quantization)
 
 
-def write_manifest(directory: Path, hf: dict[str, Any], model: AbstractModel) -> None:
+def write_manifest(
+    directory: Path, hf: dict[str, Any], model: AbstractModel, quantization: Quantization | None
+) -> None:
     """Say what the directory holds. hf: the config.json that the weights were laid out by."""
     manifest = {
         "format": FORMAT,
-        "dtype": model.specs[0].dtype.name,
+        "dtype": model.dtype.name,
+        "quantization": quantization and asdict(quantization),
         "config": hf,
-        "weights": {spec.name: spec.shape for spec in model.specs},
+        "weights": _described(model),
     }
     (directory / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
-def save_weights(directory: Path, weights: Iterable[tuple[WeightSpec, jax.Array]]) -> Iterator[int]:
-    """Store weights of a `stored_model` in the order of its specs, layer by layer; yields the bytes of each.
+def save_weights(directory: Path, weights: Iterable[tuple[WeightSpec, tuple[jax.Array, ...]]]) -> Iterator[int]:
+    """Store the arrays of a `stored_model`'s weights, in their order, layer by layer; yields the bytes of each.
 
     `weights` is consumed as it goes. With several processes, each calls this with its arrays. Raises OSError if the
     writing fails.
@@ -69,7 +76,9 @@ def save_weights(directory: Path, weights: Iterable[tuple[WeightSpec, jax.Array]
     # being written when the caller cleans up.
     with _checkpointer() as checkpointer, ThreadPoolExecutor(max_workers=1) as writer:
         for block, layer in groupby(weights, key=lambda weight: weight[0].block):
-            arrays = {spec.part: array for spec, array in layer}
+            arrays = {
+                spec.part: array for weight, held in layer for spec, array in zip(weight.arrays, held, strict=True)
+            }
             options = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
             try:
                 item = ocp.args.StandardSave(arrays, options)
@@ -78,7 +87,7 @@ def save_weights(directory: Path, weights: Iterable[tuple[WeightSpec, jax.Array]
                 raise
             except Exception as error:  # the package raises nothing narrower
                 raise OSError(f"the weights could not be written: {_brief(error)}") from error
-            yield sum(array.nbytes for array in arrays.values())
+            yield sum(nbytes(array.shape, array.dtype) for array in arrays.values())
             del arrays, item  # before the next layer is read
 
 
@@ -109,7 +118,8 @@ class LaidOutWeights:
             )
         try:
             self.dtype = np.dtype(manifest["dtype"])
-            self._shapes = {name: tuple(shape) for name, shape in manifest["weights"].items()}
+            self.quantization = Quantization.from_json(manifest["quantization"])
+            self._arrays = {name: (tuple(shape), dtype) for name, (shape, dtype) in manifest["weights"].items()}
             config = dict(manifest["config"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file} is damaged ({error!r}); convert the original again") from None
@@ -124,10 +134,10 @@ class LaidOutWeights:
         return (directory / _MANIFEST).exists() or (directory / _WEIGHTS).is_dir()
 
     def names(self) -> Iterable[str]:
-        return self._shapes.keys()
+        return self._arrays.keys()
 
     def nbytes(self, name: str) -> int:
-        return int(np.prod(self._shapes[name])) * self.dtype.itemsize
+        return nbytes(*self._arrays[name])
 
     def load(
         self,
@@ -137,41 +147,47 @@ class LaidOutWeights:
         formats: Sequence[Format | NamedSharding | None] | None = None,
         progress: bool = False,
     ) -> tuple[jax.Array, ...]:
-        """The weights of `model` in the order of `model.specs`, cast to its dtype; formats as for `load_weights`.
+        """The arrays of `model` in the order of `model.specs`; formats as for `load_weights`.
 
-        Raises CheckpointError if the stored arrays are damaged or not those of its config.
+        Weights that are not stored quantised are cast to the model's dtype, or quantised if the model says so. Raises
+        CheckpointError if the stored arrays are damaged or not those of its config.
         """
-        stored = stored_model(model.config, self.dtype.name)
-        if different := _differences(self._shapes, {spec.name: spec.shape for spec in stored.specs}):
+        stored = stored_model(model.config, self.dtype.name, self.quantization)
+        if different := _differences(self._arrays, _described(stored)):
             raise CheckpointError(
                 f"the weights in {self.directory} are not those of its config.json in this version of inferlib: "
                 f"{different}; convert the original again"
             )
-        # A layer's weight: the target's specs are of one layer or of a stack of them.
-        targets = {(i, spec.part): n for n, spec in enumerate(model.specs) for i in _layers(model, spec)}
-        formats = list(formats or [None] * len(model.specs))
-        weights: list[jax.Array | None] = [None] * len(model.specs)
+        # A layer's weight: the target's are of one layer or of a stack of them.
+        targets = {(i, weight.part): weight for weight in model.weights for i in _layers(model, weight)}
+        rest = iter(formats or [None] * len(model.specs))
+        formats = {weight.name: tuple(islice(rest, len(weight.arrays))) for weight in model.weights}
+        loaded: dict[str, tuple[jax.Array, ...]] = {}
         with (
             _checkpointer() as checkpointer,
             ByteProgress("loading weights", stored.nbytes, show=progress) as bar,
         ):
-            for block, group in groupby(stored.specs, key=lambda spec: spec.block):
-                specs = tuple(group)
-                wanted = {s.part: _wanted(s, model.specs[targets[block, s.part]].dtype, shards) for s in specs}
+            for block, group in groupby(stored.weights, key=lambda weight: weight.block):
+                weights = tuple(group)
+                wanted = {
+                    spec.part: _wanted(spec, targets[block, weight.part], shards)
+                    for weight in weights
+                    for spec in weight.arrays
+                }
                 arrays = self._restore(checkpointer, block, wanted)
-                for spec in specs:
-                    n = targets[block, spec.part]
-                    target = model.specs[n]
-                    layer = _expanded(model, shards, target, block, arrays.pop(spec.part))
+                for weight in weights:
+                    target, held = targets[block, weight.part], tuple(arrays.pop(spec.part) for spec in weight.arrays)
+                    layer, places = _expanded(model, shards, weight, target, held), formats[target.name]
                     if target.axes[0] == axes.LAYERS:
-                        place = formats[n] or shards.sharding(target.axes)
-                        stack = weights[n] if weights[n] is not None else new_stack(place, target)
-                        layer = into_stack(place, stack, model.layers_of(target.block).index(block), layer)
-                    elif isinstance(formats[n], Format):
-                        layer = jax.device_put(layer, formats[n])
-                    weights[n] = layer.block_until_ready()  # the next may need the memory of what it was made of
-                    bar.advance(spec.nbytes)
-        return tuple(weights)
+                        number = model.layers_of(target.block).index(block)
+                        layer = into_stack(target, shards, places, loaded.get(target.name), number, layer)
+                    else:
+                        pairs = zip(layer, places, strict=True)
+                        layer = tuple(jax.device_put(x, p) if isinstance(p, Format) else x for x, p in pairs)
+                    # The next may need the memory of what it was made of.
+                    loaded[target.name] = jax.block_until_ready(layer)
+                    bar.advance(sum(spec.nbytes for spec in weight.arrays))
+        return tuple(array for weight in model.weights for array in loaded[weight.name])
 
     def _restore(
         self, checkpointer: ocp.Checkpointer, block: int | None, wanted: dict[str, jax.ShapeDtypeStruct]
@@ -212,24 +228,42 @@ def _folder(directory: Path, block: int | None) -> Path:
     return directory.absolute() / _WEIGHTS / ("outside" if block is None else f"layer{block:04d}")
 
 
-def _layers(model: AbstractModel, spec: WeightSpec) -> Iterable[int | None]:
-    return (None,) if spec.block is None else model.layers_of(spec.block)
+def _described(model: AbstractModel) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {spec.name: (spec.shape, spec.dtype.name) for spec in model.specs}
 
 
-def _wanted(stored: WeightSpec, dtype: np.dtype, shards: Shards) -> jax.ShapeDtypeStruct:
+def _layers(model: AbstractModel, weight: WeightSpec) -> Iterable[int | None]:
+    return (None,) if weight.block is None else model.layers_of(weight.block)
+
+
+def _wanted(stored: ArraySpec, target: WeightSpec, shards: Shards) -> jax.ShapeDtypeStruct:
+    """What to restore. Only a weight that is not quantised, and is not going to be, changes its dtype."""
+    whole = stored.part == target.part and target.scheme is None
     sharding = placement(shards, stored.axes, stored.shape) or SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(stored.shape, dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(stored.shape, target.dtype if whole else stored.dtype, sharding=sharding)
 
 
-def _expanded(model: AbstractModel, shards: Shards, target: WeightSpec, block: int | None, x: jax.Array) -> jax.Array:
-    """One layer's weight with the copies and padding of the model's layout."""
-    names, shape = target.axes, target.shape
-    if names[0] == axes.LAYERS:
-        names, shape = names[1:], shape[1:]
-    if x.shape == shape:
-        return x
-    spec = None if block is None else model.config.layers[block]
-    return run(expand, (model.layout, spec, names), x, place=shards.sharding(names))
+def _expanded(
+    model: AbstractModel, shards: Shards, stored: WeightSpec, target: WeightSpec, held: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """The arrays of one layer's weight with the copies and padding of the model's layout, quantised if it is to be."""
+    target = replace(target.of_layer, name="", block=None)  # weights alike share a compilation
+    if stored.scheme == target.scheme and [x.shape for x in held] == [spec.shape for spec in target.arrays]:
+        return held
+    layer = None if stored.block is None else model.config.layers[stored.block]
+    places = tuple(shards.sharding(spec.axes) for spec in target.arrays)
+    return run(expand_all, (model.layout, layer, replace(stored, name="", block=None), target), *held, place=places)
+
+
+def expand_all(
+    layout: Layout, layer: LayerSpec | None, stored: WeightSpec, target: WeightSpec, *held: jax.Array
+) -> tuple[jax.Array, ...]:
+    """See `_expanded`. Traceable."""
+    expanded = tuple(
+        expand(layout, layer, spec.axes, x, fill=float(spec.part != stored.part))  # a scale of 1 for zeros
+        for spec, x in zip(stored.arrays, held, strict=True)
+    )
+    return expanded if stored.scheme == target.scheme else target.stored(*expanded)
 
 
 def _differences(stored: dict[str, Any], given: dict[str, Any], most: int = 5) -> str:

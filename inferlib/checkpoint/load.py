@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import islice
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from inferlib.checkpoint.assemble import LoadItem, Piece, assemble, layer_pieces, piece_bytes, top_pieces
 from inferlib.checkpoint.experts import expert_pieces, load_experts
+from inferlib.checkpoint.shipped import QuantizedSource, is_kept, kept
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.compile.functions import run
-from inferlib.models.abstract import AbstractModel, WeightSpec
-from inferlib.models.config import ModelConfig, MoeSpec
+from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
+from inferlib.models.config import LayerSpec, ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
+from inferlib.models.layout import Layout
+from inferlib.models.quantization import Quantization
 from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -31,7 +35,7 @@ _IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tuple[LoadItem, ...]:
     """What to read for every weight. Raises CheckpointError for missing, misshapen or unexpected tensors."""
-    items = tuple(_item(family, model, weight) for weight in model.specs)
+    items = tuple(_item(family, model, weight) for weight in model.weights)
     present = set(source.names())
     if family.base and not any(name.startswith(family.base) for name in present):
         items = tuple(_without(family.base, item) for item in items)
@@ -70,20 +74,21 @@ def load_weights(
     formats: Sequence[Format | NamedSharding | None] | None = None,
     progress: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """The weights of `model` in the order of `model.specs`, read tensor by tensor from `source`.
+    """The arrays of `model` in the order of `model.specs`, read tensor by tensor from `source`.
 
-    Tensors are moved to the device as stored and laid out there, so the host holds a few of them at a
-    time. On a mesh each device reads its own part of a tensor. formats: where each weight goes and in which layout;
-    None: where `shards` says, in the usual one. progress: show bytes and rate.
+    Tensors are moved to the device as stored, laid out there and quantised if the model says so; the host holds a few
+    of them at a time. On a mesh each device reads its own part of a tensor. formats: where each array goes and in which
+    layout; None: where `shards` says, in the usual one. progress: show bytes and rate.
     """
     items = plan_load(source, family, model)
     total = sum(piece_bytes(source, piece) for item in items for layer in item.pieces for piece in layer)
     with ByteProgress("loading weights", total, show=progress) as bar:
-        formats = formats or [None] * len(items)
-        return tuple(
-            load_item(source, item, model, shards, bar.advance, format)
-            for item, format in zip(items, formats, strict=True)
+        rest = iter(formats or [None] * len(model.specs))
+        loaded = (
+            load_item(source, item, model, shards, bar.advance, tuple(islice(rest, len(item.weight.arrays))))
+            for item in items
         )
+        return tuple(array for arrays in loaded for array in arrays)
 
 
 def load_item(
@@ -92,29 +97,39 @@ def load_item(
     model: AbstractModel,
     shards: Shards,
     advance: Callable[[int], None],
-    format: Format | NamedSharding | None = None,
-) -> jax.Array:
-    """Read one weight. advance: takes the bytes read. format: as `formats` of `load_weights`."""
-    weight = item.weight
+    formats: Sequence[Format | NamedSharding | None],
+) -> tuple[jax.Array, ...]:
+    """Read the arrays of one weight. advance: takes the bytes read. formats: as of `load_weights`."""
+    weight, stacked = item.weight, len(item.pieces) > 1
     if axes.EXPERTS in weight.axes:
-        place = format or placement(shards, weight.axes, weight.shape)
-        return load_experts(source, item, place, advance)
-    names, shape = weight.axes, weight.shape
-    if stacked := len(item.pieces) > 1:
-        names, shape = names[1:], shape[1:]
-    sharding = placement(shards, names, shape)
-    split = dict(zip(names, sharding.spec, strict=True)) if sharding else {}
-    static = (model.layout, item.layer, names, weight.part, weight.dtype.name)
-    place = format or shards.sharding(weight.axes)
-    array = new_stack(place, weight) if stacked else None
+        places = layer_places(weight, shards, formats, stacked=False)
+        return load_experts(source, item, places, advance)
+    one = replace(weight.of_layer, name="", block=None)  # weights alike share a compilation
+    sharding = placement(shards, one.axes, one.shape)
+    split = dict(zip(one.axes, sharding.spec, strict=True)) if sharding else {}
+    static, places = (model.layout, item.layer, one), layer_places(one, shards, formats, stacked=stacked)
+    arrays = None
     for number, pieces in enumerate(item.pieces):
-        tensors = [_read(source, piece, weight.part, shards, split) for piece in pieces]
-        layer = run(assemble, static, *tensors, place=sharding if stacked else format or sharding)
-        array = into_stack(place, array, number, layer) if stacked else layer
+        if is_kept(source, weight, pieces):
+            values = [_read(source.values, piece, weight.part, shards, split) for piece in pieces]
+            scales = [source.scales(piece.tensor, slice(*piece.rows) if piece.rows else None) for piece in pieces]
+            layer = run(keep, static, values, scales, place=places)
+        else:
+            tensors = [_read(source.read, piece, weight.part, shards, split) for piece in pieces]
+            layer = run(lay_out, static, *tensors, place=places)
+        arrays = into_stack(weight, shards, formats, arrays, number, layer) if stacked else layer
         # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
-        array.block_until_ready()
+        jax.block_until_ready(arrays)
         advance(sum(piece_bytes(source, p) for p in pieces))
-    return array
+    return arrays
+
+
+def layer_places(
+    weight: WeightSpec, shards: Shards, formats: Sequence[Format | NamedSharding | None], *, stacked: bool
+) -> tuple[Format | NamedSharding | None, ...]:
+    """Where the arrays of one layer's weight are made, to be stacked or as they stay."""
+    places = [placement(shards, array.axes, array.shape) for array in weight.arrays]
+    return tuple(place if stacked else format or place for place, format in zip(places, formats, strict=True))
 
 
 def placement(shards: Shards, names: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding | None:
@@ -135,22 +150,54 @@ def _size(shards: Shards, axis: str | tuple[str, ...] | None) -> int:
     return math.prod(shards.mesh.shape[name] for name in jax.tree.leaves(axis))
 
 
-def new_stack(place: Format | NamedSharding | None, weight: WeightSpec) -> jax.Array:
-    """Room for a weight of scanned layers."""
-    return run(jnp.zeros, (weight.shape, weight.dtype.name), place=place)
-
-
-def into_stack(place: Format | NamedSharding | None, stack: jax.Array, number: int, layer: jax.Array) -> jax.Array:
-    """The stack with a layer at its place. Its memory is used again, so that the layers never exist twice."""
-    return run(_put_layer, (), stack, layer, np.int32(number), place=place, donate=True)
+def into_stack(
+    weight: WeightSpec,
+    shards: Shards,
+    formats: Sequence[Format | NamedSharding | None],
+    stacks: Sequence[jax.Array] | None,
+    number: int,
+    layer: Sequence[jax.Array],
+) -> tuple[jax.Array, ...]:
+    """The arrays of a weight of scanned layers with those of one layer at its place; None: there are none yet. Their
+    memory is used again, so that the layers never exist twice."""
+    places = [format or shards.sharding(spec.axes) for spec, format in zip(weight.arrays, formats, strict=True)]
+    if stacks is None:
+        pairs = zip(weight.arrays, places, strict=True)
+        stacks = [run(jnp.zeros, (spec.shape, spec.dtype.name), place=place) for spec, place in pairs]
+    return tuple(
+        run(_put_layer, (), stack, part, np.int32(number), place=place, donate=True)
+        for stack, part, place in zip(stacks, layer, places, strict=True)
+    )
 
 
 def _put_layer(stack: jax.Array, layer: jax.Array, number: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(stack, layer, number, axis=0)
 
 
+def lay_out(layout: Layout, layer: LayerSpec | None, weight: WeightSpec, *pieces: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays of one layer's weight, from the checkpoint's tensors. Traceable."""
+    dtype = weight.dtype.name if weight.scheme is None else "float32"
+    whole = assemble(layout, layer, weight.axes, weight.part, dtype, *pieces)
+    return weight.stored(whole)
+
+
+def keep(
+    layout: Layout, layer: LayerSpec | None, weight: WeightSpec, values: list[jax.Array], scales: list[jax.Array]
+) -> tuple[jax.Array, ...]:
+    """The arrays of one layer's weight, from values and scales as they are stored. Traceable."""
+
+    def whole(pieces: Sequence[jax.Array], fill: float) -> jax.Array:
+        return assemble(layout, layer, weight.axes, weight.part, pieces[0].dtype, *pieces, fill=fill)
+
+    return kept(weight.scheme, weight.contracting, values, scales, whole)
+
+
 def _read(
-    source: TensorSource, piece: Piece, part: str, shards: Shards, split: dict[str, str | tuple[str, ...] | None]
+    reader: Callable[[str, slice | None], np.ndarray],
+    piece: Piece,
+    part: str,
+    shards: Shards,
+    split: dict[str, str | tuple[str, ...] | None],
 ) -> np.ndarray | jax.Array:
     """A piece as stored: a view of the file, or on a mesh an array of which each device reads its part.
 
@@ -160,8 +207,8 @@ def _read(
 
     def read(rows: slice | None) -> np.ndarray:
         if piece.transposed:
-            return source.read(piece.tensor).T[rows or slice(None)]
-        return source.read(piece.tensor, rows)
+            return reader(piece.tensor, None).T[rows or slice(None)]
+        return reader(piece.tensor, rows)
 
     if shards.mesh is None:
         return read(slice(start, stop) if piece.rows else None)
@@ -197,6 +244,21 @@ def _axes_of(part: str) -> tuple[str, str]:
             return axes.EMBED, axes.MLP
         case _:
             return axes.VOCAB, axes.EMBED
+
+
+def shipped_quantization(source: QuantizedSource, family: Family, config: ModelConfig) -> Quantization:
+    """How a quantised checkpoint's weights are kept. Raises CheckpointError if a part of the layers mixes forms."""
+    model, quantized, plain = abstract_model(config, "float32"), set(), set()
+    for item in plan_load(source, family, model):
+        if item.weight.contracting:
+            for pieces in item.pieces:
+                for piece in pieces:
+                    (quantized if source.holds(piece.tensor) else plain).add(item.weight.part)
+    if mixed := sorted(quantized & plain):
+        raise CheckpointError(
+            f"some tensors of {', '.join(mixed)} are quantised and others are not, which layers cannot mix yet"
+        )
+    return Quantization(source.form.name, source.form.scheme, tuple(sorted(plain)))
 
 
 def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:

@@ -18,6 +18,7 @@ from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
     from inferlib.compile.deployment import Deployment
+    from inferlib.models.quantization import Quantization
 
 _BUCKETS = {"prefill": "32,128,512", "batch": "1,8", "cache": "2048"}
 
@@ -44,6 +45,9 @@ def compile(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16; by default float32 on CPU, else bfloat16.")
     ] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="Of the weights: int8, int4, fp8, fp8_block, mxfp8 or mxfp4.")
+    ] = None,
     prefill_buckets: Annotated[
         str | None, typer.Option(help="Tokens of prefill chunks, ascending; by default 32,128,512.")
     ] = None,
@@ -69,10 +73,10 @@ def compile(
     """
     if [model, config, plan].count(None) != 2:
         fail("give either a model, the name of a shape with --config, or a plan with --plan")
-    settings = dict(target=target, parallel=parallel, dtype=dtype)
+    settings = dict(target=target, parallel=parallel, dtype=dtype, quantization=quantization)
     buckets = dict(prefill=prefill_buckets, batch=batch_buckets, cache=cache_buckets)
     if plan and any((settings | buckets).values()):
-        fail("--plan says target, split, dtype and buckets: give none of them beside it")
+        fail("--plan says target, split, dtype, quantization and buckets: give none of them beside it")
     from inferlib.compile.aot import check_compiler, compile_programs, file_name
     from inferlib.compile.artifacts import ArtifactWriter
     from inferlib.compile.neuron import script
@@ -85,9 +89,11 @@ def compile(
         if plan:
             deployment = _planned(plan, words)
         else:
+            settings["quantization"] = _quantization(model, quantization)
             deployment = _deployment(hf_config(model, config), **settings, buckets=buckets, modes=words)
         check_compiler(deployment.slice)
-    keys, name = deployment.keys(), model or config or plan
+        keys = deployment.keys()
+    name = model or config or plan
     with contextlib.ExitStack() as stack:
         writer = ArtifactWriter(out, deployment) if out is not None else None
         if writer is not None:
@@ -129,6 +135,7 @@ def _deployment(
     target: str | None,
     parallel: str | None,
     dtype: str | None,
+    quantization: Quantization | None,
     buckets: Mapping[str, str | None],
     modes: tuple[str, ...],
 ) -> Deployment:
@@ -146,7 +153,18 @@ def _deployment(
         buckets=Buckets(**{name: _sizes(text or _BUCKETS[name]) for name, text in buckets.items()}),
         parallel=Parallelism(tensor=devices) if parallel is None else Parallelism.parse(parallel),
         modes=modes,
+        quantization=quantization,
     )
+
+
+def _quantization(model: str | None, wanted: str | None) -> Quantization | None:
+    """Of a model's files, or of a shape that has none."""
+    from inferlib.model_files import ModelFiles
+    from inferlib.models.quantization import Quantization
+
+    if model is not None:
+        return ModelFiles.open(model).quantization(wanted)
+    return wanted and Quantization.named(wanted)
 
 
 def _planned(name: str, modes: tuple[str, ...]) -> Deployment:
@@ -156,8 +174,6 @@ def _planned(name: str, modes: tuple[str, ...]) -> Deployment:
     from inferlib.sharding.mesh import Parallelism
 
     plan = load_plan(name)
-    if plan.quantization is not None:
-        raise ValueError(f"plan {name!r} has {plan.quantization} weights, which programs cannot hold yet")
     return Deployment(
         configs.load(plan.model),
         target=str(plan.slice),
@@ -165,6 +181,7 @@ def _planned(name: str, modes: tuple[str, ...]) -> Deployment:
         buckets=plan.engine.buckets,
         parallel=Parallelism.parse(plan.parallel),
         modes=modes,
+        quantization=plan.stored,
     )
 
 

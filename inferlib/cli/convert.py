@@ -17,6 +17,9 @@ def convert(
     out: Annotated[Path, typer.Argument(help="Directory to write; must not exist.", show_default=False)],
     *,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
+    quantization: Annotated[
+        str | None, typer.Option(help="Of the matrices: int8, int4, fp8, fp8_block, mxfp8 or mxfp4.")
+    ] = None,
     parallel: Annotated[
         str | None,
         typer.Option(help="The mesh to cut the files for, such as tp=8; others can load them too."),
@@ -36,5 +39,6 @@ def convert(
         jax.config.update("jax_platforms", "cpu")
         if mesh.devices > 1:
             jax.config.update("jax_num_cpu_devices", mesh.devices)
-        nbytes = convert(model, out, dtype=dtype, parallel=mesh)
-    Console(stderr=True).print(f"{out}: {decimal(nbytes)} of {dtype} weights", highlight=False, soft_wrap=True)
+        nbytes = convert(model, out, dtype=dtype, quantization=quantization, parallel=mesh)
+    kept = f"{dtype} and {quantization}" if quantization else dtype
+    Console(stderr=True).print(f"{out}: {decimal(nbytes)} of {kept} weights", highlight=False, soft_wrap=True)

@@ -47,6 +47,10 @@ def generate(
         str | None,
         typer.Option(help="float32, bfloat16 or float16; by default float32 on CPU, else bfloat16."),
     ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="Of the weights as they are loaded: int8, int4, fp8, fp8_block, mxfp8 or mxfp4."),
+    ] = None,
     max_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences decoded together; by default 8, or as compiled.")
     ] = None,
@@ -155,7 +159,8 @@ def generate(
         with user_errors():
             keep_compilations()
             sizes = dict(max_batch=max_batch, max_len=max_len)
-            return LLM(model, dtype=dtype, **sizes, parallel=parallel, artifacts=artifacts, seed=seed)
+            weights = dict(dtype=dtype, quantization=quantization)
+            return LLM(model, **weights, **sizes, parallel=parallel, artifacts=artifacts, seed=seed)
 
     if (distributed or given) and _join(*place) > 0:
         load().follow()

@@ -40,7 +40,13 @@ def plan(
     output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256,
     concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 64,
     slo: Annotated[str, typer.Option(help="Seconds that must hold, such as ttft=0.5,itl=0.02.")] = "",
-    dtype: Annotated[str | None, typer.Option(help="Only these weights: bfloat16 or int8; by default both.")] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the weights: none (bfloat16), int8, int4, fp8, fp8_block, mxfp8, mxfp4 or several with commas; "
+            "by default none,int8."
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 8,
     plot: Annotated[Path | None, typer.Option(help="Write the frontier as a picture (.png, .svg, .pdf).")] = None,
     verify: Annotated[
@@ -55,15 +61,15 @@ def plan(
     """
     if (model is None) == (config is None):
         fail("give either a model or the name of a shape with --config")
-    if dtype not in (None, "bfloat16", "int8"):
-        fail(f"--dtype {dtype}: weights can be bfloat16 or int8")
-    from inferlib.compile.planner import Slo, Workload, rank
+    from inferlib.compile.planner import USUAL, Slo, Workload, rank
     from inferlib.compile.targets import parse_target
     from inferlib.compile.verify import candidates
     from inferlib.models.families import config_from_hf
+    from inferlib.models.quantization import Quantization
 
     with user_errors():
-        quantizations = {None: (None, "int8"), "bfloat16": (None,), "int8": ("int8",)}[dtype]
+        names = [None if name == "none" else name for name in (quantization or "").split(",")]
+        quantizations = [name and Quantization.named(name) for name in names] if quantization else USUAL
         workload = Workload(input_len, output_len, concurrency)
         goal, slice_ = Slo.parse(slo), parse_target(target)
         hf = hf_config(model, config)
@@ -104,7 +110,6 @@ def _facts(ranking: Ranking, model: str, checks: list[Check]) -> dict[str, Any]:
         "frontier": [option.facts() for option in ranking.frontier],
         "options": [option.facts() for option in ranking.options],
         "verified": [check.facts() for check in checks],
-        "not_verified": ranking.quantized,
     }
 
 
@@ -124,7 +129,7 @@ def _render(ranking: Ranking, model: str, top: int, checks: list[Check]) -> str:
         console.print(f"[bold]Nothing meets {_slo(ranking)}[/]; the nearest:", highlight=False)
     console.print(
         f"[bold]Best[/]: --parallel {best.deployed.parallel} --max-batch {best.batch} --max-len {work.max_len}, "
-        f"{best.deployed.quantization or 'bfloat16'} weights: TTFT {_ms(best.ttft)}, ITL {_ms(best.itl)}, "
+        f"{best.deployed.weights} weights: TTFT {_ms(best.ttft)}, ITL {_ms(best.itl)}, "
         f"{best.throughput:,.0f} tokens/s",
         highlight=False,
         soft_wrap=True,
@@ -138,16 +143,13 @@ def _render(ranking: Ranking, model: str, top: int, checks: list[Check]) -> str:
     )
     if checks:
         console.print(_compared(checks), highlight=False)
-    for line in _remarks(ranking, checks):
+    for line in _remarks(checks):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return text.getvalue()
 
 
 def _compared(checks: list[Check]) -> Table:
-    title = (
-        "The best plans with bfloat16 weights by the TPU compiler: its cycles, and the collectives of the cost model; "
-        "not measured"
-    )
+    title = "The best plans by the TPU compiler: its cycles, and the collectives of the cost model; not measured"
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
     for column in ("parallel", "program"):
         table.add_column(column, no_wrap=True)
@@ -159,16 +161,15 @@ def _compared(checks: list[Check]) -> Table:
         for figure, form in (("seconds", _ms), ("memory", _gib), ("bytes", _gib)):
             found = facts["compiler"][figure]
             cells += [form(facts["model"][figure]), "-" if found is None else form(found)]
-        table.add_row(facts["parallel"], facts["program"], str(facts["batch"]), *cells, facts["status"])
+        table.add_row(
+            f"{facts['parallel']} {facts['weights']}", facts["program"], str(facts["batch"]), *cells, facts["status"]
+        )
     return table
 
 
-def _remarks(ranking: Ranking, checks: list[Check]) -> list[str]:
+def _remarks(checks: list[Check]) -> list[str]:
     failed = [check.facts() for check in checks if not check.compiled.outcome.ok]
-    lines = [f"{f['parallel']}, {f['program']}: {f['error']}" for f in failed]
-    if checks and (skipped := ranking.quantized):
-        lines.append(f"Not compiled: {skipped} of the frontier, with int8 weights, which programs cannot hold yet")
-    return lines
+    return [f"{f['parallel']}, {f['program']}: {f['error']}" for f in failed]
 
 
 def _ranked(ranking: Ranking, top: int) -> Table:
@@ -181,7 +182,7 @@ def _ranked(ranking: Ranking, top: int) -> Table:
     table.add_column("bound by")
     seen: dict[tuple[str, str], Option] = {}
     for option in ranking.options:
-        seen.setdefault((str(option.deployed.parallel), option.deployed.quantization or "bfloat16"), option)
+        seen.setdefault((str(option.deployed.parallel), option.deployed.weights), option)
     for (parallel, weights), option in list(seen.items())[:top]:
         table.add_row(
             parallel,
@@ -209,7 +210,7 @@ def _frontier(options: tuple[Option, ...]) -> Table:
     most = max(option.per_chip for option in options)
     for option in options:
         bar = "█" * max(1, round(_BAR * option.per_chip / most))
-        how = f"{option.deployed.parallel} {option.deployed.quantization or 'bfloat16'}"
+        how = f"{option.deployed.parallel} {option.deployed.weights}"
         table.add_row(
             f"{1 / option.itl:,.0f}", _ms(option.ttft), str(option.batch), how, f"{bar} {option.per_chip:,.0f}"
         )
@@ -234,10 +235,10 @@ def _plot(ranking: Ranking, model: str, path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for weights in dict.fromkeys(o.deployed.quantization for o in ranking.options):
-        options = [o for o in ranking.options if o.deployed.quantization == weights]
+    for weights in dict.fromkeys(o.deployed.weights for o in ranking.options):
+        options = [o for o in ranking.options if o.deployed.weights == weights]
         speeds, rates = [1 / o.itl for o in options], [o.per_chip for o in options]
-        axes.scatter(speeds, rates, s=12, alpha=0.4, label=f"{weights or 'bfloat16'} weights")
+        axes.scatter(speeds, rates, s=12, alpha=0.4, label=f"{weights} weights")
     front = ranking.frontier
     axes.plot([1 / o.itl for o in front], [o.per_chip for o in front], "k.-", label="frontier")
     for option in dict.fromkeys((front[0], ranking.best)):

@@ -29,6 +29,7 @@ from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey
 from inferlib.config import Buckets
 from inferlib.models.config import ModelConfig
+from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards
 
@@ -91,6 +92,7 @@ class Artifacts:
         if difference := _difference(asdict(made.model), asdict(model), "model"):
             self._same(*difference)
         settings = {**asdict(made), "parallel": made.parallel, "buckets": made.buckets}
+        settings["quantization"] = made.quantization
         settings |= {"max_batch": made.max_batch, "max_len": made.max_len}
         for name, value in wanted.items():
             if value is not None:
@@ -172,7 +174,13 @@ def _difference(made: Any, found: Any, path: str) -> tuple[str, Any, Any] | None
 def _short(value: Any) -> str:
     if isinstance(value, Buckets):
         value = "; ".join(f"{name} {','.join(map(str, sizes))}" for name, sizes in asdict(value).items())
-    text = value if isinstance(value, str) else str(value) if isinstance(value, Parallelism) else repr(value)
+    text = (
+        value
+        if isinstance(value, str)
+        else str(value)
+        if isinstance(value, Parallelism | Quantization)
+        else repr(value)
+    )
     return text if len(text) < 100 else text[:97] + "..."
 
 

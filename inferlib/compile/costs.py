@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import numpy as np
@@ -23,12 +23,11 @@ from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layout import Layout
+from inferlib.models.quantization import Quantization
+from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
-
-Quantization = Literal["int8"]
-QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 
 @dataclass(frozen=True)
@@ -141,12 +140,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Deployed:
-    """A model on a mesh of a target. quantization: of the layers' matrices and the head, None for bfloat16."""
+    """A model on a mesh of a target. quantization: of the weights, None for bfloat16."""
 
     config: ModelConfig
     target: Target
     parallel: Parallelism
     quantization: Quantization | None = None
+
+    @property
+    def weights(self) -> str:
+        """What they are kept in."""
+        return str(self.quantization or "bfloat16")
 
     @cached_property
     def shards(self) -> Shards:
@@ -160,7 +164,7 @@ class Deployed:
     @cached_property
     def model(self) -> AbstractModel:
         """Raises ShardingError if it does not divide over the mesh."""
-        return _abstract(self.config, self.parallel)
+        return _abstract(self.config, self.parallel, self.quantization)
 
     @property
     def replicas(self) -> int:
@@ -174,7 +178,7 @@ class Deployed:
 
     @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
-        return _matrices(self.model, self.shards, self.quantization)
+        return _matrices(self.model, self.shards)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -259,10 +263,12 @@ class Deployed:
 
 
 @lru_cache(maxsize=1024)
-def _abstract(config: ModelConfig, parallel: Parallelism) -> AbstractModel:
-    shards = planned_shards(parallel)
-    sizes = tuple(shards.size(name) for name in (axes.KV_HEADS, axes.MLP, axes.VOCAB))
-    return replace(_traced(_Sizes(config, sizes, shards)), layout=Layout(config, shards))
+def _abstract(config: ModelConfig, parallel: Parallelism, quantization: Quantization | None) -> AbstractModel:
+    shards, names = planned_shards(parallel), (axes.KV_HEADS, axes.MLP, axes.VOCAB)
+    if quantization is not None:  # no mesh may cut its groups
+        names = (*names, axes.EMBED, axes.HEAD_OUT, axes.LATENT)
+    sizes = tuple(shards.size(name) for name in names)
+    return replace(_traced(_Sizes(config, quantization, sizes, shards)), layout=Layout(config, shards))
 
 
 @dataclass(frozen=True)
@@ -270,37 +276,35 @@ class _Sizes:
     """Meshes that split the model's padded sizes alike share its abstract weights, which take a while to trace."""
 
     config: ModelConfig
+    quantization: Quantization | None
     sizes: tuple[int, ...]
     shards: Shards = field(compare=False)
 
 
 @lru_cache(maxsize=64)
 def _traced(it: _Sizes) -> AbstractModel:
-    return abstract_model(it.config, "bfloat16", scan=True, shards=it.shards)
+    return abstract_model(it.config, "bfloat16", quantization=it.quantization, scan=True, shards=it.shards)
 
 
-def _matrices(model: AbstractModel, shards: Shards, quantization: Quantization | None) -> tuple[Matrix, ...]:
-    """Every weight, the norms and biases as matrices of one column. int8 has a float32 scale per output channel."""
-    tied, found = model.config.tied, []
-    for spec in model.specs:
-        local = shards.local_shape(spec.axes, spec.shape)
-        names = dict(zip(spec.axes, local, strict=True))
-        layers, count, held = names.pop(axes.LAYERS, 1), names.pop(axes.EXPERTS, 1), prod(local)
-        elements, experts = held // count, None
-        if axes.EXPERTS in spec.axes:
-            experts = model.config.layers[model.layers_of(spec.block)[0]].mlp
-        matrix = spec.init == "normal" and len(names) > 1
+def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
+    """Every weight, the norms and biases as matrices of one column."""
+    found = []
+    for weight in model.weights:
+        local = shards.local_shape(weight.axes, weight.shape)
+        names = dict(zip(weight.axes, local, strict=True))
+        layers, count = names.pop(axes.LAYERS, 1), names.pop(axes.EXPERTS, 1)
+        elements, experts = prod(local) // count, None
+        if axes.EXPERTS in weight.axes:
+            experts = model.config.layers[model.layers_of(weight.block)[0]].mlp
+        matrix = weight.init == "normal" and len(names) > 1
         inner = elements // layers // names.get(axes.EMBED, names.get(axes.LATENT)) if matrix else 0
         use = "tokens"
-        if spec.block is None and axes.VOCAB in names:
-            use = "sampled" if tied or spec.part != "embed" else "looked up"
-        elif spec.part == "positions":
+        if weight.block is None and axes.VOCAB in names:
+            use = "sampled" if model.config.tied or weight.part != "embed" else "looked up"
+        elif weight.part == "positions":
             use = "looked up"
-        nbytes = held * spec.dtype.itemsize
-        if quantization == "int8" and matrix and use != "looked up" and not (tied and use == "sampled"):
-            outputs = names[axes.EMBED] if spec.axes[-1] == axes.EMBED else inner
-            nbytes = held + 4 * layers * count * outputs
-        found.append(Matrix(elements if matrix else 0, nbytes, layers if matrix else 0, inner, use, experts))
+        size = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
+        found.append(Matrix(elements if matrix else 0, size, layers if matrix else 0, inner, use, experts))
     return tuple(found)
 
 

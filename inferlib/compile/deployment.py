@@ -15,13 +15,14 @@ from typing import Any
 import jax
 from jax.experimental.layout import Layout
 
-from inferlib.compile.program_set import ProgramSet, planned_keys
+from inferlib.compile.program_set import ProgramSet, check_packed, planned_keys
 from inferlib.compile.programs import Mode, ProgramKey
 from inferlib.compile.targets import Target, parse_target
 from inferlib.config import Buckets, ConfigurationError, EngineConfig, check_dtype
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
+from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism, ShardingError, make_mesh
 from inferlib.sharding.rules import preset
 from inferlib.sharding.shards import Shards, planned_shards
@@ -31,8 +32,8 @@ from inferlib.sharding.shards import Shards, planned_shards
 class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
-    modes: sampling modes to compile. Raises ConfigurationError, ShardingError or TargetError if they do not go
-    together.
+    quantization: of the weights, None for `dtype`. modes: sampling modes to compile. Raises ConfigurationError,
+    ShardingError or TargetError if they do not go together.
     """
 
     hf: Mapping[str, Any]
@@ -41,6 +42,7 @@ class Deployment:
     buckets: Buckets
     parallel: Parallelism = field(default_factory=Parallelism)
     modes: tuple[Mode, ...] = ("greedy", "sample")
+    quantization: Quantization | None = None
 
     def __post_init__(self):
         check_dtype(self.dtype)
@@ -90,7 +92,9 @@ class Deployment:
     def program_set(self, shards: Shards, layouts: Sequence[Layout] | None = None) -> ProgramSet:
         """Its programs, traced for `shards` (see `shards`, and `planned_shards` where there are no devices)."""
         config = self.config(shards)
-        model = abstract_model(self.model, self.dtype, scan=config.scan, shards=shards)
+        options = dict(quantization=self.quantization, scan=config.scan, shards=shards)
+        model = abstract_model(self.model, self.dtype, **options)
+        check_packed(model, config, placed=True)
         return ProgramSet.make(model, config, layouts)
 
     def planned(self) -> ProgramSet:
@@ -108,10 +112,13 @@ class Deployment:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Deployment:
-        made = {"buckets": Buckets(**value["buckets"]), "parallel": Parallelism(**value["parallel"])}
-        return Deployment(
-            **{f.name: value[f.name] for f in fields(Deployment)} | made | {"modes": tuple(value["modes"])}
-        )
+        made = {
+            "buckets": Buckets(**value["buckets"]),
+            "parallel": Parallelism(**value["parallel"]),
+            "modes": tuple(value["modes"]),
+            "quantization": Quantization.from_json(value["quantization"]),
+        }
+        return Deployment(**{f.name: value[f.name] for f in fields(Deployment)} | made)
 
     def program_hash(self, key: ProgramKey, layouts: Sequence[Mapping] | None) -> str:
         """What the compiled program of a key depends on. layouts: of the weights, as in a manifest."""
@@ -127,11 +134,19 @@ class Deployment:
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
-    return {"major_to_minor": list(layout.major_to_minor), "tiling": [list(tile) for tile in layout.tiling or ()]}
+    return {
+        "major_to_minor": list(layout.major_to_minor),
+        "tiling": [list(tile) for tile in layout.tiling or ()],
+        "element_bits": layout.sub_byte_element_size_in_bits,
+    }
 
 
 def layout_from_json(value: Mapping[str, Any]) -> Layout:
-    return Layout(tuple(value["major_to_minor"]), tiling=tuple(map(tuple, value["tiling"])))
+    return Layout(
+        tuple(value["major_to_minor"]),
+        tiling=tuple(map(tuple, value["tiling"])),
+        sub_byte_element_size_in_bits=value["element_bits"],
+    )
 
 
 # ---- versions

@@ -44,6 +44,11 @@ def join(shape: tuple[int, ...], sharding: jax.sharding.Sharding, parts: Sequenc
     return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
 
 
+def fetched(arrays: tuple[jax.Array, ...]) -> list[np.ndarray]:
+    """Results on the host; of recorded functions, zeros."""
+    return [np.zeros(x.shape, x.dtype) if isinstance(x, _Result) else np.asarray(x) for x in arrays]
+
+
 @contextmanager
 def adopted(compiled: Compiled) -> Iterator[None]:
     """Within, functions that are in `compiled` are not compiled."""

@@ -7,7 +7,7 @@ times head size.
 
 from __future__ import annotations
 
-from inferlib.compile.costs import Quantization, Work
+from inferlib.compile.costs import Work
 from inferlib.compile.network import Network
 from inferlib.explain import Collective
 from inferlib.models.config import LayerSpec, ModelConfig
@@ -16,7 +16,7 @@ _BYTES = 2  # of an activation
 
 
 def weight_stationary_2d(
-    config: ModelConfig, network: Network, rows: int, chunk: int, live: float, quantization: Quantization | None = None
+    config: ModelConfig, network: Network, rows: int, chunk: int, live: float, *, int8: bool = False
 ) -> Work:
     """`rows` sequences of `chunk` new tokens each, `live` positions in the cache; mesh axes "yz" and "x".
 
@@ -44,7 +44,7 @@ def weight_stationary_2d(
                 found += [Collective("reduce-scatter", "key and value", "x", tokens * pair * _BYTES)]
             if queries and rows >= chips:
                 found += [Collective("all-to-all", "heads to rows and back", "yz+x", column * queries // x, count=2)]
-    flops, weights, cache = _whole(config, rows, chunk, live, 1 if quantization else 2)
+    flops, weights, cache = _whole(config, rows, chunk, live, 1 if int8 else 2)
     return Work(flops / chips, weights / chips, cache / min(chips, rows), collectives=tuple(found))
 
 

@@ -7,14 +7,16 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from inferlib.compile.costs import Deployed, Memory, Quantization, StepTime, step_time
+from inferlib.compile.costs import Deployed, Memory, StepTime, step_time
 from inferlib.compile.targets import CHIPS, Target, TargetError, parse_target, target_names
 from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layout import Layout
+from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import planned_shards
 
 _LONGEST_CHUNK = 1024  # of a prefill: enough tokens to be bound by compute on every chip
+USUAL = (None, Quantization.named("int8"))  # what is considered by default
 _WIDEST = 64  # devices of a replica, at most: beyond, a step is all latency
 
 
@@ -127,7 +129,7 @@ class Option:
         """As JSON values; times in seconds, bytes of a device."""
         return {
             "parallel": str(self.deployed.parallel),
-            "weights": self.deployed.quantization or "bfloat16",
+            "weights": self.deployed.weights,
             "batch": self.batch,
             "ttft": self.ttft,
             "itl": self.itl,
@@ -165,11 +167,6 @@ class Ranking:
                 found.append(option)
         return tuple(found)
 
-    @property
-    def quantized(self) -> int:
-        """How many of the frontier have quantised weights, which programs cannot hold yet."""
-        return sum(option.deployed.quantization is not None for option in self.frontier)
-
 
 def _digits(value: float) -> float:
     """To three digits: what differs by less is equal, and the simpler mesh comes first."""
@@ -181,7 +178,7 @@ def rank(
     target: Target,
     workload: Workload,
     slo: Slo = Slo(),
-    quantizations: Sequence[Quantization | None] = (None, "int8"),
+    quantizations: Sequence[Quantization | None] = USUAL,
 ) -> Ranking:
     """Rank every mesh, preset, weight dtype and batch.
 
@@ -198,7 +195,8 @@ def rank(
         option
         for parallel in meshes(config, target, workload.chunk)
         for quantization in quantizations
-        for option in _options(Deployed(config, target, parallel, quantization), workload)
+        if _keeps_groups(deployed := Deployed(config, target, parallel, quantization))
+        for option in _options(deployed, workload)
     ]
     options = [o for o in every if o.over <= 0]
     if not options:
@@ -255,6 +253,15 @@ def _divides(config: ModelConfig, parallel: Parallelism) -> bool:
     return True
 
 
+def _keeps_groups(deployed: Deployed) -> bool:
+    """Whether the mesh leaves quantised elements that share a scale together."""
+    try:
+        _ = deployed.model
+    except ShardingError:
+        return False
+    return True
+
+
 def _batches(concurrency: int, replicas: int) -> list[int]:
     """Rows over all replicas: powers of two for each of them, the last holds all that come at a time."""
     most = -(-concurrency // replicas)
@@ -279,14 +286,14 @@ def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> st
     deployed, target = nearest.deployed, nearest.deployed.target
     gib = 1024**3
     text = (
-        f"the model does not fit {target}: the nearest ({deployed.parallel}, {deployed.quantization or 'bfloat16'} "
+        f"the model does not fit {target}: the nearest ({deployed.parallel}, {deployed.weights} "
         f"weights, batch {nearest.batch}) needs {nearest.memory.total / gib:.1f} GiB on each device, "
         f"{nearest.over / gib:.1f} GiB more than its {target.hbm_bytes / gib:.1f}"
     )
     chips = [chip for chip in CHIPS.values() if chip.platform == target.platform and chip.hbm_bytes]
     chips.sort(key=lambda chip: chip != target.chip)
     able = []
-    for quantization in (None, "int8"):
+    for quantization in USUAL:
         names = [target.name] if quantization not in quantizations else []
         for offered in (names, *(target_names(chip.name) for chip in chips)):
             fit = (n for n in offered if _fits(deployed.config, parse_target(n), nearest.workload, quantization))

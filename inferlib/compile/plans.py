@@ -11,11 +11,12 @@ from typing import Any
 import yaml
 
 from inferlib import configs
-from inferlib.compile.costs import QUANTIZATIONS, Deployed, Memory, Quantization
+from inferlib.compile.costs import Deployed, Memory
 from inferlib.compile.targets import Target, parse_target
 from inferlib.config import Buckets, ConfigurationError, EngineConfig
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
+from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
 
@@ -36,22 +37,19 @@ class Plan:
     batch: tuple[int, ...]
     cache: tuple[int, ...]
     dtype: str = "bfloat16"
-    quantization: Quantization | None = None
+    quantization: str | None = None
 
     def __post_init__(self):
         if self.model not in configs.names():
             raise ConfigurationError(f"no model shape is called {self.model!r}; known: {', '.join(configs.names())}")
         if self.dtype != "bfloat16":
             raise ConfigurationError(f"plans are for bfloat16, got dtype {self.dtype!r}")
-        if self.quantization not in (None, *QUANTIZATIONS):
-            known = ", ".join(QUANTIZATIONS)
-            raise ConfigurationError(f"no quantization is called {self.quantization!r}; known: {known}")
         for name in ("prefill", "batch", "cache"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.engine.max_len > self.shape.context:
             raise ConfigurationError(f"max_len {self.max_len} exceeds {self.model}'s context of {self.shape.context}")
-        _ = self.deployed.network  # the mesh is the slice
+        _ = self.deployed.network, self.deployed.model  # the mesh is the slice, and the weights divide over it
 
     @staticmethod
     def parse(values: Mapping[str, Any]) -> Plan:
@@ -83,7 +81,11 @@ class Plan:
     @cached_property
     def deployed(self) -> Deployed:
         """For the cost model."""
-        return Deployed(self.shape, self.slice, Parallelism.parse(self.parallel), self.quantization)
+        return Deployed(self.shape, self.slice, Parallelism.parse(self.parallel), self.stored)
+
+    @cached_property
+    def stored(self) -> Quantization | None:
+        return self.quantization and Quantization.named(self.quantization)
 
     @property
     def memory(self) -> Memory:

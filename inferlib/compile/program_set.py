@@ -19,7 +19,7 @@ from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.compile.functions import run
 from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.compile.state import RowState
-from inferlib.config import EngineConfig
+from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import kernel_lacks
 from inferlib.sharding import axes
@@ -55,16 +55,18 @@ class ProgramSet:
 
     @staticmethod
     def make(model: AbstractModel, config: EngineConfig, layouts: Sequence[Layout] | None = None) -> ProgramSet:
-        """The programs and the cache of an engine, in the model's dtype.
+        """The programs and the cache of an engine, in the model's dtype. Raises ConfigurationError for arrays that they
+        would not take.
 
         Warns where a kernel of `config.backend` does not run the model's attention, and takes XLA's form in its place.
         """
+        check_packed(model, config, placed=config.shards.mesh is not None or layouts is not None)
         plan = plan_cache(
             model,
             rows=config.max_batch,
             max_len=config.max_len,
             chunk=config.buckets.prefill[-1],
-            dtype=model.specs[0].dtype,
+            dtype=model.dtype,
             platform=config.platform,
         )
         return ProgramSet(model, plan, _runnable(config, model, plan), layouts)
@@ -185,6 +187,16 @@ class ProgramSet:
             floats=struct((p, state.floats.shape[1]), jnp.float32, by_row),
         )
         return weights, cache, state, control, chunk
+
+
+def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) -> None:
+    """Raise ConfigurationError for types of less than a byte where jax misreports the layout of such arrays, which
+    programs compiled ahead of their call then refuse: on CPUs, if the arrays are placed on particular devices."""
+    packed = next((spec.dtype.name for spec in model.specs if jax.dtypes.itemsize_bits(spec.dtype) < 8), None)
+    if packed and placed and config.platform == "cpu":
+        raise ConfigurationError(
+            f"{packed} weights work on a single CPU, in the process that compiles its programs: use int8, fp8 or mxfp8"
+        )
 
 
 def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:

@@ -159,7 +159,7 @@ def fuses(model: AbstractModel, config: EngineConfig, key: ProgramKey) -> bool:
         return False
     from inferlib.pallas_kernels.all_reduce_norm_gpu import fits
 
-    return fits(key.rows, model.config.dim, model.specs[0].dtype)
+    return fits(key.rows, model.config.dim, model.dtype)
 
 
 def tree_specs(spec: Callable, names: RowState) -> RowState:

@@ -23,6 +23,7 @@ from inferlib.compile.targets import CHIPS, parse_target, target_names
 from inferlib.config import ConfigurationError
 from inferlib.explain import explain
 from inferlib.models.config import MlaSpec
+from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
@@ -52,13 +53,13 @@ class Budget:
     def of(programs: ProgramSet) -> Budget:
         shards, plan = programs.config.shards, programs.plan
 
-        def local(shape: tuple[int, ...], names: tuple[str, ...], itemsize: int) -> int:
-            return prod(shards.local_shape(names, shape)) * itemsize
+        def local(shape: tuple[int, ...], names: tuple[str | None, ...], dtype) -> int:
+            return nbytes(shards.local_shape(names, shape), dtype)
 
-        blocks = [(sum(local(shape, b.axes, plan.dtype.itemsize) for shape in b.shapes), b) for b in plan.blocks]
+        blocks = [(sum(local(shape, b.axes, plan.dtype) for shape in b.shapes), b) for b in plan.blocks]
         rows = programs.config.rows
         return Budget(
-            weights=sum(local(s.shape, s.axes, s.dtype.itemsize) for s in programs.model.specs),
+            weights=sum(local(s.shape, s.axes, s.dtype) for s in programs.model.specs),
             cache=sum(size for size, _ in blocks),
             rows=rows,
             replicas=shards.replicas,
@@ -236,6 +237,7 @@ class Report:
             "target": self.deployment.target,
             "parallel": str(self.deployment.parallel),
             "dtype": self.deployment.dtype,
+            "quantization": self.deployment.quantization and str(self.deployment.quantization),
             "ok": self.ok,
             "capacity": self.capacity,
             "weights": self.budget.weights,
@@ -302,7 +304,7 @@ def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
     model, plan, shards = programs.model, programs.plan, programs.config.shards
     total = 0
     for spec in model.specs:
-        size = prod(shards.local_shape(spec.axes, spec.shape)) * spec.dtype.itemsize
+        size = nbytes(shards.local_shape(spec.axes, spec.shape), spec.dtype)
         looked_up = spec.name == "positions" or (spec.name == "embed" and not model.config.tied)
         total += _tokens(shards, key) * spec.shape[1] * spec.dtype.itemsize if looked_up else size
     return total + sum(_cache_read(plan, block, shards, key) for block in plan.blocks)
@@ -320,8 +322,8 @@ def _flops(programs: ProgramSet, key: ProgramKey) -> int:
     """Of a step on one device: matrix products, attention over all of `key.limit` (or the window) included."""
     model, shards = programs.model, programs.config.shards
     tokens = _tokens(shards, key)
-    matrices = [s for s in model.specs if s.block is not None and not s.part.endswith("norm")]
-    inside = sum(prod(shards.local_shape(s.axes, s.shape)) for s in matrices)
+    matrices = [w for w in model.weights if w.block is not None and w.contracting]
+    inside = sum(prod(shards.local_shape(w.axes, w.shape)) for w in matrices)
     head = prod(shards.local_shape((axes.EMBED, axes.VOCAB), (model.config.dim, model.layout.vocab)))
     ends = tokens if key.detail else key.chunks + key.rows
     attention = 0

@@ -5,14 +5,14 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from inferlib.compile.aot import CompileError, Outcome, check_compiler, compile_programs
 from inferlib.compile.costs import StepTime, Work, step_time
 from inferlib.compile.deployment import Deployment
-from inferlib.compile.planner import Option, PlanError, Ranking
+from inferlib.compile.planner import Option, Ranking
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.report import ProgramReport, Report
 from inferlib.config import Buckets
@@ -35,6 +35,7 @@ class Check:
         p, option = self.compiled, self.option
         return {
             "parallel": str(option.deployed.parallel),
+            "weights": option.deployed.weights,
             "batch": option.batch,
             "program": str(p.key),
             "status": p.outcome.status,
@@ -45,24 +46,19 @@ class Check:
 
 
 def candidates(ranking: Ranking, count: int) -> list[Option]:
-    """The best plans on the frontier of those that can be compiled: with bfloat16 weights, as programs hold no others.
-
-    Raises CompileError for a target without the TPU compiler, PlanError if no plan has such weights.
-    """
+    """The best plans on the frontier. Raises CompileError for a target without the TPU compiler."""
     if ranking.target.platform != "tpu":
         raise CompileError(f"plans are verified with the TPU compiler, and {ranking.target} is no TPU slice")
     check_compiler(ranking.target)
-    options = tuple(o for o in ranking.options if o.deployed.quantization is None)
-    if not options:
-        raise PlanError("no plan has bfloat16 weights, and programs cannot hold int8 weights yet: nothing to verify")
-    return sorted(replace(ranking, options=options).frontier, key=options.index)[:count]
+    return sorted(ranking.frontier, key=ranking.options.index)[:count]
 
 
 def deployment(hf: Mapping[str, Any], option: Option) -> Deployment:
     """What to compile for a plan: one bucket of each kind. hf: the model's Hugging Face config dictionary."""
     work, deployed = option.workload, option.deployed
     buckets = Buckets((work.chunk,), (option.batch,), (max(work.max_len, work.chunk),))
-    return Deployment(hf, deployed.target.name, "bfloat16", buckets, deployed.parallel, ("greedy",))
+    weights = ("bfloat16", buckets, deployed.parallel, ("greedy",), deployed.quantization)
+    return Deployment(hf, deployed.target.name, *weights)
 
 
 def programs(made: Deployment) -> tuple[ProgramKey, ProgramKey]:

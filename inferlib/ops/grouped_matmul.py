@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inferlib.ops.matmul import precision_of
+from inferlib.ops.matmul import matmul, precision_of
+from inferlib.ops.quantized import QuantizedTensor
 
 # Rows of one product: so few that the last of a group is seldom mostly empty, so many that it is bound by compute.
 _TILE = 128
@@ -21,7 +22,7 @@ _TILE = 128
 
 def grouped_matmul(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | QuantizedTensor,
     sizes: jax.Array,
     *,
     most: int,
@@ -38,12 +39,15 @@ def grouped_matmul(
     The matrices of a group (P: an expert's gate and up) are apart in memory: merged, I would lie between them, and the
     TPU's compiler would copy all groups to have it otherwise.
     """
-    lead = 1 if layer is None else 2
-    *parts, inner, outer = w.shape[lead:]
-    if x.shape[1:] != (inner,) or w.shape[lead - 1 : lead] != sizes.shape:
+    lead, shape = (1 if layer is None else 2), w.shape
+    if isinstance(w, QuantizedTensor) and w.grouped:
+        shape = (*w.scales.shape[:-2], x.shape[1], shape[-1])
+    *parts, inner, outer = shape[lead:]
+    if x.shape[1:] != (inner,) or shape[lead - 1 : lead] != sizes.shape or math.prod(shape) != w.size:
         raise ValueError(f"grouped_matmul: x {x.shape}, w {w.shape} and {sizes.shape} groups do not go together")
     first = jnp.int32(0) if layer is None else layer * sizes.size
-    w = w.reshape(-1, math.prod(parts), inner, outer)  # [L * E, P, I, O]
+    count = lead + len(parts)
+    w = jax.tree.map(lambda array: array.reshape(-1, math.prod(parts), *array.shape[count:]), w)  # [L * E, P, I, O]
     forms = {"default": partial(_by_tiles, most=most), "cuda": partial(_by_tiles, most=most, counted=True)}
     total = x.shape[0] if rows is None else rows.size
     if total <= sizes.size:
@@ -67,7 +71,7 @@ def _by_tiles(
 
     counted: as many as there can be, where a device loop would wait for the host to look at its condition.
     """
-    total, (_, parts, inner, outer) = x.shape[0] if rows is None else rows.size, w.shape
+    total, (_, parts, *_, outer) = x.shape[0] if rows is None else rows.size, w.shape
     height = min(most, _TILE, total)
     tiles = -(-sizes // height)  # of each group
     ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
@@ -76,7 +80,7 @@ def _by_tiles(
     group = _group_of(number, tiles)
     start = starts[group] + (number - (ends - tiles)[group]) * height
     at = jnp.minimum(start, total - height)
-    w = w.reshape(-1, inner, outer)
+    w = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), w)
 
     def product(i: jax.Array, outs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tile, new = lax.dynamic_slice_in_dim(x if rows is None else rows, at[i], height), []
@@ -84,8 +88,12 @@ def _by_tiles(
         # Rows before the tile are done; what is written beyond its group the next one overwrites.
         own = (jnp.arange(height) >= start[i] - at[i])[:, None]
         for part, out in enumerate(outs):
-            weight = lax.dynamic_index_in_dim(w, (first + group[i]) * parts + part, keepdims=False)
-            y = lax.dot(tile, weight, precision=precision_of(x.dtype), preferred_element_type=x.dtype)
+            index = (first + group[i]) * parts + part
+            weight = jax.tree.map(lambda array, index=index: lax.dynamic_index_in_dim(array, index, keepdims=False), w)
+            if isinstance(weight, QuantizedTensor):
+                y = matmul(tile, weight)
+            else:
+                y = lax.dot(tile, weight, precision=precision_of(x.dtype), preferred_element_type=x.dtype)
             y = jnp.where(own, y, lax.dynamic_slice_in_dim(out, at[i], height))
             new.append(lax.dynamic_update_slice_in_dim(out, y, at[i], 0))
         return tuple(new)
@@ -99,7 +107,10 @@ def _by_rows(
 ) -> jax.Array:
     """Every row with the weights of its group, all at once: XLA:GPU fuses the choice with multiplication and sum."""
     x = x if rows is None else x[rows]
-    chosen = w[first + _group_of(jnp.arange(x.shape[0], dtype=jnp.int32), sizes)]
+    at = first + _group_of(jnp.arange(x.shape[0], dtype=jnp.int32), sizes)
+    chosen = jax.tree.map(lambda array: array[at], w)
+    if isinstance(chosen, QuantizedTensor):
+        chosen = chosen.dequantized((2,), jnp.float32).reshape(*chosen.shape[:2], x.shape[1], -1)
     products = chosen.astype(jnp.float32) * x.astype(jnp.float32)[:, None, :, None]
     return jnp.sum(products, axis=2).astype(x.dtype)
 

@@ -9,18 +9,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.quantized import QuantizedTensor
+
 
 def precision_of(dtype) -> lax.Precision | None:
     """Float32 means float32: GPUs and TPUs would otherwise round the operands to tf32 or bf16."""
     return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
-def matmul(x: jax.Array, w: jax.Array, *, contract: int = 1, transposed: bool = False, out_dtype=None) -> jax.Array:
+def matmul(
+    x: jax.Array,
+    w: jax.Array | QuantizedTensor,
+    *,
+    contract: int = 1,
+    transposed: bool = False,
+    out_dtype=None,
+) -> jax.Array:
     """x [T, *I] times w [*I, *O] -> [T, *O], accumulated in float32.
 
-    contract: how many leading dimensions of `w` (and trailing of `x`) are summed over. transposed: w is [O, I].
-    out_dtype: dtype of the result; x's by default.
+    contract: how many leading dimensions of `w` (and trailing of `x`) are summed over. transposed: w is [O, I], and not
+    quantised. out_dtype: dtype of the result; x's by default.
     """
+    if isinstance(w, QuantizedTensor):
+        return _quantized(x, w, contract, out_dtype or x.dtype)
     if transposed:
         dimensions = (((1,), (1,)), ((), ()))
         return lax.dot_general(x, w, dimensions, precision_of(x.dtype), preferred_element_type=out_dtype or x.dtype)
@@ -39,6 +50,24 @@ def matmul(x: jax.Array, w: jax.Array, *, contract: int = 1, transposed: bool = 
 
 def _product(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
     return lax.dot_general(x, w, (((1,), (0,)), ((), ())), precision_of(x.dtype), preferred_element_type=out_dtype)
+
+
+def _quantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype) -> jax.Array:
+    """Written so that XLA reads the packed weight: the values of channels are converted in the product's fusion and
+    their scales multiply its result; those of groups are scaled in the fusion, without a reshape."""
+    if not w.grouped:
+        y = matmul(x, w.values.astype(x.dtype), contract=contract, out_dtype=jnp.float32)
+        return (y * w.scales).astype(out_dtype)
+    weight = w.dequantized(range(contract), x.dtype)
+    inner = weight.shape[: contract + 1]
+    if math.prod(x.shape[1:]) != math.prod(inner):
+        raise ValueError(f"matmul: x {x.shape} does not end in the leading dimensions of w, in groups {inner}")
+    rows = x.reshape(x.shape[0], *inner)
+    if x.shape[0] == 1:  # the product of one row would be a multiplication, for which TPUs unpack the whole weight
+        rows = jnp.pad(rows, [(0, 7), *[(0, 0)] * len(inner)])
+    dimensions = ((tuple(range(1, contract + 2)), tuple(range(contract + 1))), ((), ()))
+    y = lax.dot_general(rows, weight, dimensions, precision_of(x.dtype), preferred_element_type=out_dtype)
+    return y[: x.shape[0]]
 
 
 _PARTS = 4

@@ -46,11 +46,12 @@ class Attention(nnx.Module):
         k, g, h, value = layout.groups, layout.queries, spec.head_dim, spec.value_dim
         heads = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM)
         slots = g + 2 if spec.fuses_values else g + 1
-        self.qkv = param((dim, k, slots, h), (axes.EMBED, *heads), dtype)
-        self.o = param((k, g, value, dim), (axes.KV_HEADS, axes.QUERIES, axes.HEAD_OUT, axes.EMBED), dtype)
+        self.qkv = param((dim, k, slots, h), (axes.EMBED, *heads), dtype, contracting=(0,))
+        outputs = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_OUT)
+        self.o = param((k, g, value, dim), (*outputs, axes.EMBED), dtype, contracting=(0, 1, 2))
         apart = not (spec.fuses_values or spec.key_is_value)
         if apart:
-            self.v = param((dim, k, value), (axes.EMBED, axes.KV_HEADS, axes.HEAD_DIM), dtype)
+            self.v = param((dim, k, value), (axes.EMBED, axes.KV_HEADS, axes.HEAD_DIM), dtype, contracting=(0,))
         if spec.qkv_bias:
             self.qkv_bias = param((k, slots, h), heads, dtype, "zeros")
             if apart:

@@ -38,17 +38,18 @@ class Mla(nnx.Module):
         self.spec = spec
         heads, rank, n, v = layout.groups, spec.kv_rank, spec.nope_dim, spec.value_dim
         # One matrix for the queries' latent, the keys' and values', and the rotary key: one read of x, one launch.
-        self.down = param((dim, spec.latent_dim), (axes.EMBED, axes.LATENT), dtype)
+        self.down = param((dim, spec.latent_dim), (axes.EMBED, axes.LATENT), dtype, contracting=(0,))
         if spec.latent_bias:
             self.down_bias = param((spec.latent_dim,), (axes.LATENT,), dtype, "zeros")
         if spec.q_rank:
             self.q_norm = param((spec.q_rank,), (axes.LATENT,), dtype, "ones")
         source = (spec.q_rank, axes.LATENT) if spec.q_rank else (dim, axes.EMBED)
-        self.q = param((source[0], heads, n + spec.rope.dim), (source[1], axes.KV_HEADS, axes.HEAD_DIM), dtype)
+        names = (source[1], axes.KV_HEADS, axes.HEAD_DIM)
+        self.q = param((source[0], heads, n + spec.rope.dim), names, dtype, contracting=(0,))
         self.kv_norm = param((rank,), (axes.LATENT,), dtype, "ones")
         self.k = param((heads, n, rank), (axes.KV_HEADS, axes.HEAD_DIM, axes.LATENT), dtype)
         self.v = param((heads, rank, v), (axes.KV_HEADS, axes.LATENT, axes.HEAD_DIM), dtype)
-        self.o = param((heads, v, dim), (axes.KV_HEADS, axes.HEAD_OUT, axes.EMBED), dtype)
+        self.o = param((heads, v, dim), (axes.KV_HEADS, axes.HEAD_OUT, axes.EMBED), dtype, contracting=(0, 1))
         if spec.o_bias:
             self.o_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 

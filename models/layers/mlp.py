@@ -36,8 +36,8 @@ class Mlp(nnx.Module):
     def __init__(self, spec: MlpSpec, hidden: int, dim: int, dtype):
         self.spec = spec
         halves = 2 if spec.gated else 1
-        self.gate_up = param((dim, halves, hidden), (axes.EMBED, axes.GATE_UP, axes.MLP), dtype)
-        self.down = param((hidden, dim), (axes.MLP, axes.EMBED), dtype)
+        self.gate_up = param((dim, halves, hidden), (axes.EMBED, axes.GATE_UP, axes.MLP), dtype, contracting=(0,))
+        self.down = param((hidden, dim), (axes.MLP, axes.EMBED), dtype, contracting=(0,))
         if spec.bias:
             self.gate_up_bias = param((halves, hidden), (axes.GATE_UP, axes.MLP), dtype, "zeros")
             self.down_bias = param((dim,), (axes.EMBED,), dtype, "zeros")

@@ -94,9 +94,10 @@ class Experts(nnx.Module):
 
     def __init__(self, spec: MoeSpec, layout: Layout, dtype):
         self.spec = spec
-        e, f, dim = layout.experts(spec.experts), layout.hidden(spec.hidden), layout.config.dim
-        self.gate_up = param((e, 2, dim, f), (axes.EXPERTS, axes.GATE_UP, axes.EMBED, axes.MLP), dtype)
-        self.down = param((e, f, dim), (axes.EXPERTS, axes.MLP, axes.EMBED), dtype)
+        self.count, f, dim = layout.experts(spec.experts), layout.hidden(spec.hidden), layout.config.dim
+        e, names = self.count, (axes.EXPERTS, axes.GATE_UP, axes.EMBED, axes.MLP)
+        self.gate_up = param((e, 2, dim, f), names, dtype, contracting=(2,))
+        self.down = param((e, f, dim), (axes.EXPERTS, axes.MLP, axes.EMBED), dtype, contracting=(1,))
         if spec.bias:
             self.gate_up_bias = param((e, 2, f), (axes.EXPERTS, axes.GATE_UP, axes.MLP), dtype, "zeros")
             self.down_bias = param((e, dim), (axes.EXPERTS, axes.EMBED), dtype, "zeros")
@@ -108,7 +109,7 @@ class Experts(nnx.Module):
 
         layer: with it all weights are [L, ...], and those of this layer are used.
         """
-        (tokens, chosen), own = experts.shape, self.down.shape[-3]
+        (tokens, chosen), own = experts.shape, self.count // shards.size(axes.EXPERTS)
         experts = experts - shards.index(axes.EXPERTS) * own
         ours = (experts >= 0) & (experts < own)
         # The (token, choice) pairs sorted by expert, those of others last.

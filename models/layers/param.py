@@ -11,16 +11,23 @@ from flax import nnx
 
 
 def param(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], dtype, init: Literal["normal", "ones", "zeros"] = "normal"
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    dtype,
+    init: Literal["normal", "ones", "zeros"] = "normal",
+    *,
+    contracting: tuple[int, ...] = (),
 ):
     """A parameter with one logical axis name per dimension.
+
+    contracting: the dimensions of one layer's over which products with it sum; a weight that has some may be quantised.
 
     Modules are built under `nnx.eval_shape`, so nothing is allocated here; `init` says how random
     weights are drawn (see `random_leaf`).
     """
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")
-    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, init=init)
+    return nnx.Param(jnp.zeros(shape, dtype), axes=axes, init=init, contracting=contracting)
 
 
 def random_leaf(key: jax.Array, shape: tuple[int, ...], dtype, init: str) -> jax.Array:

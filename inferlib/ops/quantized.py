@@ -1,0 +1,149 @@
+"""Weights in fewer bits: a `QuantizedTensor` stands wherever a matrix of `ops.matmul` stands.
+
+Elements share a scale along the dimensions that a product sums over ("contracting"): either all of an output channel,
+or groups of the last such dimension. Grouped elements are kept as [..., groups, group, ...], which a TPU's compiler
+fuses into the product; a reshape of the packed array would be written to memory. Sub-byte types are XLA's own, packed
+in device memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a weight is stored. values, scales: dtypes; group: elements that share a scale, None for a whole channel.
+
+    A dimension that `group` does not divide has groups of their greatest common divisor.
+    """
+
+    values: str
+    group: int | None = None
+    scales: str = "float32"
+
+    def group_of(self, size: int) -> int:
+        """Elements that share a scale, of a dimension of `size`."""
+        return math.gcd(size, self.group)
+
+    def arrays(
+        self, shape: tuple[int, ...], names: tuple[str | None, ...], contracting: tuple[int, ...]
+    ) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...], np.dtype]]:
+        """Shape, axis names and dtype of a weight's values and scales, which have the axes of what they scale."""
+        values, scales = np.dtype(self.values), np.dtype(self.scales)
+        if self.group is None:
+            rest = [i for i in range(len(shape)) if i not in contracting]
+            channel = tuple(shape[i] for i in rest), tuple(names[i] for i in rest), scales
+            return {"values": (shape, names, values), "scales": channel}
+        at = contracting[-1]
+        group = self.group_of(shape[at])
+        groups = (*shape[:at], shape[at] // group, *shape[at + 1 :])
+        grouped = (*groups[: at + 1], group, *groups[at + 1 :])
+        return {
+            "values": (grouped, (*names[: at + 1], None, *names[at + 1 :]), values),
+            "scales": (groups, names, scales),
+        }
+
+
+# By the names that users give. MX formats are those of the OCP Microscaling Formats specification v1.0.
+SCHEMES = {
+    "int8": Scheme("int8"),
+    "int4": Scheme("int4", group=128),
+    "fp8": Scheme("float8_e4m3fn"),
+    "fp8_block": Scheme("float8_e4m3fn", group=128),
+    "mxfp8": Scheme("float8_e4m3fn", group=32, scales="float8_e8m0fnu"),
+    "mxfp4": Scheme("float4_e2m1fn", group=32, scales="float8_e8m0fnu"),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A weight as values and scales (see `Scheme.arrays`); grouped: whether groups, not channels, share a scale."""
+
+    values: jax.Array
+    scales: jax.Array
+    grouped: bool = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values."""
+        return self.values.shape
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return self.values.size
+
+    def __getitem__(self, index) -> QuantizedTensor:
+        """As `nnx.Param` asks for its value: `w[...]`."""
+        if index is not Ellipsis:
+            raise TypeError("a QuantizedTensor is read whole, as w[...]")
+        return self
+
+    def dequantized(self, contracting: Sequence[int], dtype) -> jax.Array:
+        """The weight as `dtype`, rounded once; grouped values keep their shape [..., groups, group, ...].
+
+        contracting: dimensions of the weight.
+        """
+        axes = (contracting[-1] + 1,) if self.grouped else tuple(contracting)
+        scales = jnp.expand_dims(self.scales.astype(jnp.float32), axes)
+        return (self.values.astype(jnp.float32) * scales).astype(dtype)
+
+
+def nbytes(shape: Sequence[int], dtype) -> int:
+    """Bytes of a device array, in which two elements of a sub-byte type share one."""
+    return math.prod(shape) * jax.dtypes.itemsize_bits(dtype) // 8
+
+
+# ---- encoding
+
+
+def quantize(w: jax.Array, contracting: tuple[int, ...], scheme: Scheme) -> QuantizedTensor:
+    """Round a weight to a scheme, to nearest with ties to even; traceable.
+
+    The largest magnitude that shares a scale becomes the type's largest value. Scales of e8m0 are powers of two, chosen
+    as in section 6.3 of the OCP specification: what then exceeds the largest value saturates. A NaN or an infinity
+    spoils all that shares its scale.
+    """
+    shape, _, dtype = scheme.arrays(w.shape, (None,) * w.ndim, contracting)["values"]
+    w = w.astype(jnp.float32).reshape(shape)
+    shared = contracting if scheme.group is None else (contracting[-1] + 1,)
+    largest, most = jnp.max(jnp.abs(w), axis=shared, keepdims=True), largest_value(dtype)
+    if scheme.scales == "float8_e8m0fnu":
+        code = _exponent_code(largest, dtype)
+        # By the inverse, also a power of two: the smallest scale is subnormal, which devices take for zero.
+        scales, scaled = _power_of_two(code), w * _power_of_two(254 - code).astype(jnp.float32)
+    else:
+        scales = largest / most
+        scales = jnp.where(scales == 0, 1.0, scales)
+        scaled = w / scales
+    scaled = jnp.clip(scaled, -most, most)
+    values = (jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype)
+    return QuantizedTensor(values, jnp.squeeze(scales, shared), scheme.group is not None)
+
+
+def largest_value(dtype) -> float:
+    """Of an element type; integers are used symmetrically."""
+    info = ml_dtypes.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else ml_dtypes.finfo(dtype)
+    return float(info.max)
+
+
+def _exponent_code(largest: jax.Array, dtype) -> jax.Array:
+    """The e8m0 code, as uint8, of 2^(floor(log2(largest)) - emax); of zeros the smallest, of a NaN or infinity NaN."""
+    emax = math.floor(math.log2(largest_value(dtype)))
+    exponent = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127  # of a subnormal: below what e8m0 has
+    code = jnp.clip(exponent - emax, -127, 127) + 127
+    return jnp.where(jnp.isfinite(largest), code, 255).astype(jnp.uint8)
+
+
+def _power_of_two(code: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(code, jnp.float8_e8m0fnu)
