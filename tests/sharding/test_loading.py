@@ -159,7 +159,7 @@ def laid_out(read: Callable[[str], np.ndarray], spec, model: AbstractModel) -> n
 def test_loaded_weights_are_laid_out(shape, parallel, shape_of, programs_of):
     model, shards = programs_of(shape, parallel).model, programs_of(shape, parallel).config.shards
     source = SafetensorsSource(shape_of(shape))
-    for spec, weight in zip(model.specs, load(shape_of(shape), model, shards), strict=True):
+    for spec, weight in zip(model.weights, load(shape_of(shape), model, shards), strict=True):
         assert weight.sharding.is_equivalent_to(shards.sharding(spec.axes), weight.ndim), spec.name
         np.testing.assert_array_equal(np.asarray(weight), laid_out(source.read, spec, model), err_msg=spec.name)
 

@@ -1,0 +1,68 @@
+"""Every architecture against transformers, as a table: `models/README.md` holds what this prints.
+
+    python benchmarks/families.py --write
+
+Tiny random checkpoints in float32, those of the tests: the largest difference of a logit from transformers', over the
+cases of an architecture (options of its configuration), beside the standard deviation of transformers' logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+from rich.progress import track
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "models" / "README.md"
+HEADER = (
+    "| architecture | recipe | cases | largest difference of a logit | standard deviation of logits |",
+    "|---|---|---|---|---|",
+)
+
+
+def measure() -> dict[str, list[tuple[float, float]]]:
+    """Architecture -> (largest difference, standard deviation) of each case."""
+    sys.path.insert(0, str(ROOT))
+    from tests.oracle import CASES, make_checkpoint, reference_logits
+    from tests.test_parity import one_pass, prompt_of
+
+    found = defaultdict(list)
+    for case in track(CASES, "against transformers"):
+        with tempfile.TemporaryDirectory() as folder:
+            path, tokens = make_checkpoint(Path(folder), case.family, **case.options), prompt_of(case)
+            expected = reference_logits(path, tokens)
+            (name,) = json.loads((path / "config.json").read_text())["architectures"]
+            found[name].append((float(np.abs(one_pass(path, tokens, scan=True) - expected).max()), expected.std()))
+    return found
+
+
+def table(found: dict[str, list[tuple[float, float]]]) -> str:
+    from inferlib.models.families import family_of
+
+    rows = [
+        f"| {name} | {family_of({'architectures': [name]}).name} | {len(cases)} "
+        f"| {max(d for d, _ in cases):.0e} | {min(s for _, s in cases):.1f} |"
+        for name, cases in sorted(found.items())
+    ]
+    return "\n".join((*HEADER, *rows)) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the table in models/README.md")
+    arguments = parser.parse_args()
+    text = table(measure())
+    print(text)
+    if arguments.write:
+        before = PAGE.read_text(encoding="utf-8").split(HEADER[0])[0]
+        PAGE.write_text(before + text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
