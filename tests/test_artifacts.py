@@ -302,7 +302,6 @@ def test_deployments_survive_json(model):
         ([], "give either a model"),
         (["--config", "llama3-8b", "--plan", "llama3-8b-v5e-8"], "give either a model"),
         (["--plan", "llama3-8b-v5e-8", "--dtype", "bfloat16"], "--plan says"),
-        (["--plan", "llama3-70b-int8-v5e-16"], "int8 weights"),
         (["--plan", "llama9"], "no plan is called 'llama9'"),
         (["--config", "llama9"], "no model shape is called 'llama9'"),
         (["--config", "llama3-8b", "--target", "v5e-7"], "there is no target 'v5e-7'"),
