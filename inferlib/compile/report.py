@@ -85,7 +85,7 @@ class ProgramReport:
     floor_bytes: int
     flops: int
     cycles: float | None
-    network: float
+    network: float | None
     floor: float | None
     mbu: float | None
     mfu: float | None
@@ -284,10 +284,10 @@ def _program(deployment: Deployment, planned: ProgramSet, outcome: Outcome) -> P
     )
 
 
-def _network(deployment: Deployment, planned: ProgramSet, key: ProgramKey) -> float:
-    """Seconds of a step's collectives, by the cost model."""
+def _network(deployment: Deployment, planned: ProgramSet, key: ProgramKey) -> float | None:
+    """Seconds of a step's collectives, by the cost model, which knows the networks of TPUs."""
     if deployment.slice.platform != "tpu":
-        return 0.0
+        return None
     shards = planned.config.shards
     network = place(deployment.slice, tuple(shards.mesh.shape.items()) if shards.mesh else ())
     (step,) = explain(planned.model, planned.plan, planned.config, [key]).steps
