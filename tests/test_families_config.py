@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -381,3 +382,12 @@ def test_rotation_takes_any_inner_dimensions_and_keeps_the_type():
     whole = apply_rope(x.astype(jnp.float32), cos, sin)
     np.testing.assert_array_equal(y, whole.astype(jnp.bfloat16))
     np.testing.assert_array_equal(y[:, 1, 2], apply_rope(x[:, 1, 2], cos, sin))
+
+
+def test_the_table_of_models_lists_every_family():
+    """`benchmarks/families.py` makes it from what was compared with transformers."""
+    lines = (Path(__file__).parents[1] / "models" / "README.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
+    assert {row[1] for row in rows} == {family.name for family in FAMILIES}
+    assert all(family_of({"architectures": [row[0]]}).name == row[1] for row in rows)
+    assert all(float(row[3]) < 1e-4 for row in rows)

@@ -206,7 +206,9 @@ def test_stacked_layers_hold_the_same_weights(checkpoint):
 
     def by_layer(scan):
         found = {}
-        for spec, weight in zip(*[x if isinstance(x, list) else x.weights for x in load(folder, scan=scan)], strict=True):
+        for spec, weight in zip(
+            *[x if isinstance(x, list) else x.weights for x in load(folder, scan=scan)], strict=True
+        ):
             if spec.block is None:
                 found[spec.name] = weight
                 continue
