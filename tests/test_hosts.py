@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -45,7 +46,9 @@ class Processes:
 
     def __init__(self, commands: list[list[str]]):
         pipe = subprocess.PIPE
-        self._all = [subprocess.Popen(c, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) for c in commands]
+        # A TPU's library, if installed, looks for a chip and complains.
+        options = dict(stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+        self._all = [subprocess.Popen(c, **options) for c in commands]
 
     def __getitem__(self, i: int) -> subprocess.Popen:
         return self._all[i]
