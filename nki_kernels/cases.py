@@ -26,15 +26,11 @@ TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "float8_e4m3": 
 TOLERANCE["float8_e5m2"] = 3e-2
 
 
-@dataclass(frozen=True)
-class Decode:
-    """flash_decode of rows with these lengths; page: slots of a page, None for a contiguous cache."""
+@dataclass(frozen=True, kw_only=True)
+class _Attention:
+    """What a case of attention leaves at its usual value. size: of a head; slots: of a row's cache."""
 
-    name: str
-    lengths: tuple[int, ...]
-    tokens: int = 1
     kv_heads: int = 1
-    group: int = 4
     size: int = 64
     slots: int = 300
     dtype: str = "float32"
@@ -43,12 +39,22 @@ class Decode:
     sinks: bool = False
     ring: bool = False
     limit: int | None = None
-    page: int | None = None
-    gain: float = 1.0
 
     @property
     def only_gen4(self) -> bool:
         return self.dtype == "float8_e4m3fn"
+
+
+@dataclass(frozen=True)
+class Decode(_Attention):
+    """flash_decode of rows with these lengths; page: slots of a page, None for a contiguous cache."""
+
+    name: str
+    lengths: tuple[int, ...]
+    tokens: int = 1
+    group: int = 4
+    page: int | None = None
+    gain: float = 1.0
 
     def run(self, lnc: int, seed: int = 0) -> float:
         """The greatest error of outputs and log-sum-exps, in units of the tolerance."""
@@ -118,26 +124,13 @@ def attention(q, k, v, scale, softcap, sinks) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Prefill:
+class Prefill(_Attention):
     """flash_prefill of one chunk of `width` tokens from each start, chunk p in row P - p of the cache."""
 
     name: str
     starts: tuple[int, ...]
     width: int = 20
-    kv_heads: int = 1
     group: int = 2
-    size: int = 64
-    slots: int = 300
-    dtype: str = "float32"
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    ring: bool = False
-    limit: int | None = None
-
-    @property
-    def only_gen4(self) -> bool:
-        return self.dtype == "float8_e4m3fn"
 
     def run(self, lnc: int, seed: int = 0) -> float:
         """The greatest error of outputs and log-sum-exps, in units of the tolerance."""
