@@ -1,8 +1,9 @@
 """The TPU kernels by the TPU compiler's own account, without a TPU: for each target and shape, how near to the floor.
 
-python benchmarks/kernels.py [--targets v5e,v6e] [--cases A,F] [--json]
+python benchmarks/kernels.py [--kernels decode_attention] [--targets "v5e-1;v6e-1"] [--cases "A;F"] [--json]
 
-The floor is what a kernel must read, at the published bandwidth of a device. R is the larger of its cycles (bundles
+The floor is what a kernel must read and write, at the published bandwidth of a device, or where it is longer what it
+must compute, at the published rate. R is the larger of its cycles (bundles
 executed, see `inferlib/compile/bundles.py`) and its bytes, as a multiple of the floor; r adds the waits for copies that
 arrive half a microsecond after their bytes could have. Estimates, never measurements.
 """
@@ -11,17 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
+from kernel_cases import CASES, Case
 from rich.console import Console
 from rich.table import Table
 
@@ -32,121 +30,51 @@ from inferlib.compile.targets import Target, parse_target
 
 TARGETS = ("v5e-1", "v6e-1", "v5p:1x1x1", "v7x:1x1x1")
 LATENCY = 0.5e-6  # seconds, assumed
-_RNG = np.random.default_rng(0)
-UNEVEN = tuple(_RNG.integers(17, 8193, 64).tolist())
-SHORT = tuple(np.exp(_RNG.uniform(np.log(17), np.log(8192), 64)).astype(int).tolist())
-
-
-@dataclass(frozen=True)
-class DecodeAttention:
-    """Rows of `lengths` positions, `queries` new ones each; bfloat16. page: positions of one; None: rows are pages.
-    slots: of a ring."""
-
-    lengths: tuple[int, ...]
-    heads: int = 1
-    group: int = 4
-    size: int = 128
-    page: int | None = None
-    queries: int = 1
-    window: int | None = None
-    slots: int | None = None
-
-    kernel = "decode_attention"
-
-    @property
-    def floor_bytes(self) -> int:
-        seen = sum(min(length, (self.window or length) + self.queries - 1) for length in self.lengths)
-        return 4 * seen * self.heads * self.size
-
-    def function(self):
-        from inferlib.pallas_kernels.decode_attention_tpu import decode_attention
-
-        return partial(
-            decode_attention, scale=self.size**-0.5, window=self.window, ring=self.slots is not None, layer=0
-        )
-
-    @property
-    def pages(self) -> np.ndarray | None:
-        """A table of pages in no order."""
-        if self.page is None:
-            return None
-        columns = -(-max(self.lengths) // self.page)
-        count = len(self.lengths) * columns
-        return np.random.default_rng(1).permutation(count).reshape(-1, columns).astype(np.int32)
-
-    def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes."""
-        rows, slots = len(self.lengths), self.page or self.slots or -(-max(self.lengths) // 128) * 128
-        count = rows if self.page is None else self.pages.size
-        cache = (4, count, self.heads, slots, self.size), "bfloat16"
-        q = (rows, self.queries, self.heads, self.group, self.size), "bfloat16"
-        found = {"q": q, "k": cache, "v": cache, "lengths": ((rows,), "int32")}
-        return found if self.page is None else {**found, "pages": (self.pages.shape, "int32")}
-
-    def scalars(self) -> dict[int, np.ndarray]:
-        """What the kernel is given in scalar memory, in its order."""
-        given = [np.array(self.lengths), np.zeros(1, int)]
-        if self.slots is not None:
-            first = np.maximum(np.array(self.lengths) - self.queries + 1 - self.window, 0)
-            unit = math.gcd(self.slots, 128)
-            given.append(first // unit * unit % self.slots)
-        if self.page is not None:
-            given.append(self.pages)
-        return dict(enumerate(given))
-
-
-BATCH, LONG = (4096,) * 32, (131072,)
-CASES: dict[str, DecodeAttention] = {
-    "A": DecodeAttention(BATCH),
-    "F": DecodeAttention(BATCH, heads=8),
-    "L": DecodeAttention(LONG),
-    "LF": DecodeAttention(LONG, heads=8),
-    "A, page 128": DecodeAttention(BATCH, page=128),
-    "F, page 128": DecodeAttention(BATCH, heads=8, page=128),
-    "L, page 128": DecodeAttention(LONG, page=128),
-    "LF, page 128": DecodeAttention(LONG, heads=8, page=128),
-    "A, page 16": DecodeAttention(BATCH, page=16),
-    "F, page 16": DecodeAttention(BATCH, heads=8, page=16),
-    "uneven": DecodeAttention(UNEVEN),
-    "uneven, 8 heads": DecodeAttention(UNEVEN, heads=8),
-    "short": DecodeAttention(SHORT),
-    "short, 8 heads": DecodeAttention(SHORT, heads=8),
-    "A, head 64": DecodeAttention(BATCH, size=64),
-    "A, head 256": DecodeAttention(BATCH, size=256),
-    "A, 4 queries": DecodeAttention(BATCH, queries=4),
-    "F, 4 queries": DecodeAttention(BATCH, heads=8, queries=4),
-    "A, window 1024": DecodeAttention((5000,) * 32, window=1024, slots=1536),
-    "F, window 1024": DecodeAttention((5000,) * 32, heads=8, window=1024, slots=1536),
-}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default=";".join(TARGETS), help="of one chip, between semicolons")
-    parser.add_argument("--cases", default=";".join(CASES), help="between semicolons")
+    parser.add_argument("--kernels", default=";".join(CASES), help="between semicolons")
+    parser.add_argument("--cases", help="between semicolons; all, unless given")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)  # where the compiler writes its listings
     chosen = parser.parse_args()
-    targets, cases = chosen.targets.split(";"), chosen.cases.split(";")
-    if unknown := [name for name in cases if name not in CASES]:
-        parser.error(f"no cases {unknown}; there are {'; '.join(CASES)}")
+    targets, kernels = chosen.targets.split(";"), chosen.kernels.split(";")
+    if unknown := [name for name in kernels if name not in CASES]:
+        parser.error(f"no kernels {unknown}; there are {'; '.join(CASES)}")
+    wanted = {
+        kernel: [name for name in CASES[kernel] if chosen.cases is None or name in chosen.cases.split(";")]
+        for kernel in kernels
+    }
+    if unknown := set((chosen.cases or "").split(";")) - {""} - {name for names in wanted.values() for name in names}:
+        parser.error(f"no cases {sorted(unknown)}; there are {'; '.join(name for k in kernels for name in CASES[k])}")
     if chosen.child:
-        for name in cases:
-            print(
-                json.dumps({"case": name, **_measure(parse_target(targets[0]), CASES[name], chosen.child)}), flush=True
-            )
+        target = parse_target(targets[0])
+        for kernel, names in wanted.items():
+            for name in names:
+                line = {"kernel": kernel, "case": name, **_measure(target, CASES[kernel][name], chosen.child)}
+                print(json.dumps(line), flush=True)
         return
-    found = [line for target in targets for line in _in_child(parse_target(target), cases)]
+    found = [
+        line
+        for kernel, names in wanted.items()
+        if names
+        for target in targets
+        for line in _in_child(parse_target(target), kernel, names)
+    ]
     if chosen.json:
         print(json.dumps(found))
     else:
-        _show(found)
+        for kernel in kernels:
+            _show(kernel, [line for line in found if line["kernel"] == kernel])
 
 
-def _in_child(target: Target, cases: list[str]) -> list[dict[str, Any]]:
+def _in_child(target: Target, kernel: str, cases: list[str]) -> list[dict[str, Any]]:
     """In a process of its own, the only kind that the TPU compiler is loaded in."""
     with TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--child", folder, "--targets", target.name, "--cases", ";".join(cases)]
+        command = [sys.executable, __file__, "--child", folder, "--targets", target.name]
+        command += ["--kernels", kernel, "--cases", ";".join(cases)]
         env = environment(target) | {"LIBTPU_INIT_ARGS": dump_flags(Path(folder))}
         run = subprocess.run(command, env=env, capture_output=True, text=True)
     lines = [{"target": target.name, **json.loads(line)} for line in run.stdout.splitlines() if line.startswith("{")]
@@ -155,7 +83,7 @@ def _in_child(target: Target, cases: list[str]) -> list[dict[str, Any]]:
     return lines
 
 
-def _measure(target: Target, case: DecodeAttention, listings: Path) -> dict[str, Any]:
+def _measure(target: Target, case: Case, listings: Path) -> dict[str, Any]:
     """Compile a case for a target and execute its listing."""
     import jax
     from jax.experimental import topologies
@@ -171,11 +99,11 @@ def _measure(target: Target, case: DecodeAttention, listings: Path) -> dict[str,
     jax.jit(case.function()).lower(**arguments).compile()
     seconds = time.perf_counter() - start
     listing = Listing(find_listing(listings, case.kernel).read_text())
-    clock, bandwidth = CLOCKS[target.chip.name], target.hbm_bandwidth
+    clock, bandwidth, rate = CLOCKS[target.chip.name], target.hbm_bandwidth, target.rate("bfloat16")
     run = listing.run(case.scalars(), bandwidth=bandwidth / clock, latency=LATENCY * clock)
     if run.unmet or run.unknown:
         raise RuntimeError(f"the listing was not understood: {run}")
-    floor = case.floor_bytes / bandwidth
+    floor = max(case.floor_bytes / bandwidth, case.floor_flops / rate)
     return {
         "R": max(run.cycles / clock, run.hbm_bytes / bandwidth) / floor,
         "r": run.elapsed / clock / floor,
@@ -189,11 +117,11 @@ def _measure(target: Target, case: DecodeAttention, listings: Path) -> dict[str,
     }
 
 
-def _show(found: list[dict[str, Any]]) -> None:
-    table = Table(title="decode_attention, bfloat16: R (r), as multiples of the floor; bytes / floor; microseconds")
+def _show(kernel: str, found: list[dict[str, Any]]) -> None:
+    table = Table(title=f"{kernel}: R (r), as multiples of the floor; bytes / floor; microseconds")
     for column in ("case", "target", "R", "(r)", "cycles", "bytes / floor", "floor", "bundles", "compiled in"):
         table.add_column(column, justify="left" if column in ("case", "target") else "right")
-    for line in sorted(found, key=lambda line: list(CASES).index(line["case"])):
+    for line in sorted(found, key=lambda line: list(CASES[kernel]).index(line["case"])):
         table.add_row(
             line["case"],
             line["target"],

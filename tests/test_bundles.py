@@ -55,7 +55,16 @@ def test_what_is_not_understood_is_told():
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
 @pytest.mark.parametrize(("target", "most"), [("v5e-1", 1.03), ("v6e-1", 1.03), ("v5p:1x1x1", 1.3), ("v7x:1x1x1", 1.4)])
 def test_decode_attention_compiles_and_is_near_its_floor(target, most):
-    command = [sys.executable, "benchmarks/kernels.py", "--json", "--targets", target, "--cases"]
+    command = [
+        sys.executable,
+        "benchmarks/kernels.py",
+        "--json",
+        "--targets",
+        target,
+        "--kernels",
+        "decode_attention",
+        "--cases",
+    ]
     cases = "A;F;L;F, page 128;uneven, 8 heads;A, head 64;A, head 256;A, 4 queries;A, window 1024"
     run = subprocess.run([*command, cases], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr

@@ -1,0 +1,38 @@
+"""What `benchmarks/kernels.py` compiles: a module for each kernel, with `CASES` by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from kernel_cases import decode_attention
+
+
+class Case(Protocol):
+    """A kernel on arguments of some shapes."""
+
+    kernel: str  # its name in the compiler's listings
+
+    @property
+    def floor_bytes(self) -> int:
+        """What it must read and write."""
+
+    @property
+    def floor_flops(self) -> int:
+        """Operations that it must do in bfloat16, 0 if memory bounds it in any case."""
+
+    def function(self) -> Callable:
+        """Of the arguments, by name."""
+
+    def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes."""
+
+    def scalars(self) -> dict[int, np.ndarray]:
+        """What the kernel is given in scalar memory, in its order."""
+
+
+CASES: Mapping[str, Mapping[str, Case]] = {
+    "decode_attention": decode_attention.CASES,
+}

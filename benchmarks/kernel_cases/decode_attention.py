@@ -1,0 +1,97 @@
+"""Decode attention over a paged cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+_RNG = np.random.default_rng(0)
+UNEVEN = tuple(_RNG.integers(17, 8193, 64).tolist())
+SHORT = tuple(np.exp(_RNG.uniform(np.log(17), np.log(8192), 64)).astype(int).tolist())
+
+
+@dataclass(frozen=True)
+class DecodeAttention:
+    """Rows of `lengths` positions, `queries` new ones each; bfloat16. page: positions of one; None: rows are pages.
+    slots: of a ring."""
+
+    lengths: tuple[int, ...]
+    heads: int = 1
+    group: int = 4
+    size: int = 128
+    page: int | None = None
+    queries: int = 1
+    window: int | None = None
+    slots: int | None = None
+
+    kernel = "decode_attention"
+    floor_flops = 0
+
+    @property
+    def floor_bytes(self) -> int:
+        seen = sum(min(length, (self.window or length) + self.queries - 1) for length in self.lengths)
+        return 4 * seen * self.heads * self.size
+
+    def function(self):
+        from inferlib.pallas_kernels.decode_attention_tpu import decode_attention
+
+        return partial(
+            decode_attention, scale=self.size**-0.5, window=self.window, ring=self.slots is not None, layer=0
+        )
+
+    @property
+    def pages(self) -> np.ndarray | None:
+        """A table of pages in no order."""
+        if self.page is None:
+            return None
+        columns = -(-max(self.lengths) // self.page)
+        count = len(self.lengths) * columns
+        return np.random.default_rng(1).permutation(count).reshape(-1, columns).astype(np.int32)
+
+    def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes."""
+        rows, slots = len(self.lengths), self.page or self.slots or -(-max(self.lengths) // 128) * 128
+        count = rows if self.page is None else self.pages.size
+        cache = (4, count, self.heads, slots, self.size), "bfloat16"
+        q = (rows, self.queries, self.heads, self.group, self.size), "bfloat16"
+        found = {"q": q, "k": cache, "v": cache, "lengths": ((rows,), "int32")}
+        return found if self.page is None else {**found, "pages": (self.pages.shape, "int32")}
+
+    def scalars(self) -> dict[int, np.ndarray]:
+        """What the kernel is given in scalar memory, in its order."""
+        given = [np.array(self.lengths), np.zeros(1, int)]
+        if self.slots is not None:
+            first = np.maximum(np.array(self.lengths) - self.queries + 1 - self.window, 0)
+            unit = math.gcd(self.slots, 128)
+            given.append(first // unit * unit % self.slots)
+        if self.page is not None:
+            given.append(self.pages)
+        return dict(enumerate(given))
+
+
+BATCH, LONG = (4096,) * 32, (131072,)
+CASES = {
+    "A": DecodeAttention(BATCH),
+    "F": DecodeAttention(BATCH, heads=8),
+    "L": DecodeAttention(LONG),
+    "LF": DecodeAttention(LONG, heads=8),
+    "A, page 128": DecodeAttention(BATCH, page=128),
+    "F, page 128": DecodeAttention(BATCH, heads=8, page=128),
+    "L, page 128": DecodeAttention(LONG, page=128),
+    "LF, page 128": DecodeAttention(LONG, heads=8, page=128),
+    "A, page 16": DecodeAttention(BATCH, page=16),
+    "F, page 16": DecodeAttention(BATCH, heads=8, page=16),
+    "uneven": DecodeAttention(UNEVEN),
+    "uneven, 8 heads": DecodeAttention(UNEVEN, heads=8),
+    "short": DecodeAttention(SHORT),
+    "short, 8 heads": DecodeAttention(SHORT, heads=8),
+    "A, head 64": DecodeAttention(BATCH, size=64),
+    "A, head 256": DecodeAttention(BATCH, size=256),
+    "A, 4 queries": DecodeAttention(BATCH, queries=4),
+    "F, 4 queries": DecodeAttention(BATCH, heads=8, queries=4),
+    "A, window 1024": DecodeAttention((5000,) * 32, window=1024, slots=1536),
+    "F, window 1024": DecodeAttention((5000,) * 32, heads=8, window=1024, slots=1536),
+}
