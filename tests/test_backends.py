@@ -20,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("quick_compilations")
 
 
 @pytest.mark.slow
-def test_a_model_decodes_the_same_tokens(checkpoint):
+def test_a_model_generates_the_same_tokens(checkpoint):
     """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one; rows that start and end
     at different times."""
     buckets = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
     prompts, found = random_prompts([1, 7, 20, 40, 33]), []
-    for backend in (Backend(), Backend(decode_attention="pallas_tpu")):
+    for backend in (Backend(), Backend(decode_attention="pallas_tpu", prefill_attention="pallas_tpu")):
         llm = build_llm(checkpoint("ministral", head_dim=128), buckets, scan=True, backend=backend)
         assert llm.engine.programs.config.backend == backend
         assert not any(kernel_lacks(layer.attention, "pallas_tpu") for layer in llm.model_config.layers)
@@ -34,13 +34,14 @@ def test_a_model_decodes_the_same_tokens(checkpoint):
     assert found[0] == found[1]
 
 
-def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_one_warning(caplog):
+def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_a_warning(caplog):
     model = abstract_model(config_from_hf(TINY | {"num_attention_heads": 4096, "num_key_value_heads": 8}), "bfloat16")
     config = EngineConfig.make("tpu", 2, 64)
     assert config.backend.decode_attention == "pallas_tpu"
     programs = ProgramSet.make(model, config)
-    (warning,) = caplog.messages
-    assert warning.endswith("XLA's, not the TPU kernel: 1 x 512 queries of a KV head exceed 128")
+    decode, prefill = caplog.messages
+    assert decode.endswith("XLA's, not the TPU kernel: 1 x 512 queries of a KV head exceed 128")
+    assert prefill.startswith("prefill attention is XLA's, not the TPU kernel: 512 heads of size 128 need")
     assert programs.config == dataclasses.replace(config, backend=Backend())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from inferlib.compile.state import RowState
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import kernel_lacks
+from inferlib.models.config import AttentionSpec
 from inferlib.sharding import axes
 
 log = logging.getLogger(__name__)
@@ -200,22 +201,45 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) ->
 
 
 def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
-    """The config with a decode attention that can run its share of the model; warns if that is not the chosen one."""
-    if config.backend.decode_attention != "pallas_tpu":
-        return config
-    from inferlib.pallas_kernels import decode_attention_tpu
+    """The config with attention that can run its share of the model; warns where that is not the chosen kernel."""
+    for name, lacks in (("decode", _decode_lacks), ("prefill", _prefill_lacks)):
+        if getattr(config.backend, f"{name}_attention") == "pallas_tpu" and (reason := lacks(config, model, plan)):
+            log.warning("%s attention is XLA's, not the TPU kernel: %s", name, reason)
+            config = replace(config, backend=replace(config.backend, **{f"{name}_attention": "xla"}))
+    return config
 
+
+def _decode_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
+    from inferlib.pallas_kernels.decode_attention_tpu import unsupported
+
+    for spec, queries, cache in _attentions(config, model, plan):
+        q = jax.ShapeDtypeStruct((config.rows, 1, cache.shape[-3], queries, cache.shape[-1]), plan.dtype)
+        if reason := unsupported(q, cache, window=spec.window):
+            return reason
+    return None
+
+
+def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
+    from inferlib.pallas_kernels.prefill_attention_tpu import unsupported
+
+    for _, queries, cache in _attentions(config, model, plan):
+        for chunks, chunk in config.prefill_shapes():
+            tokens = chunk // config.shards.size(axes.TOKENS)
+            q = jax.ShapeDtypeStruct((chunks, tokens, cache.shape[-3], queries, cache.shape[-1]), plan.dtype)
+            if reason := unsupported(q, cache):
+                return reason
+    return None
+
+
+def _attentions(
+    config: EngineConfig, model: AbstractModel, plan: CachePlan
+) -> Iterator[tuple[AttentionSpec, int, jax.ShapeDtypeStruct]]:
+    """Every block's attention that the TPU kernels take: its spec, queries of a KV head, and a device's keys."""
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         spec = model.config.layers[layers[0]].attention
-        if kernel_lacks(spec, "pallas_tpu"):
-            continue
-        cache = config.shards.local_shape(block.axes, block.shapes[0])
-        q = (config.rows, 1, cache[-3], model.layout.heads(spec).queries, cache[-1])
-        shapes = (jax.ShapeDtypeStruct(shape, plan.dtype) for shape in (q, cache))
-        if reason := decode_attention_tpu.unsupported(*shapes, window=spec.window):
-            log.warning("decode attention is XLA's, not the TPU kernel: %s", reason)
-            return replace(config, backend=replace(config.backend, decode_attention="xla"))
-    return config
+        if not kernel_lacks(spec, "pallas_tpu"):
+            shape = config.shards.local_shape(block.axes, block.shapes[0])
+            yield spec, model.layout.heads(spec).queries, jax.ShapeDtypeStruct(shape, plan.dtype)
 
 
 def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[ProgramKey]:

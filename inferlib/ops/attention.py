@@ -45,7 +45,7 @@ def masked_attention(
     softcap: float | None,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] bool.
+    """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] or [B, K, C, S] bool.
 
     Values may have a size of their own. Returns out [B, C, K, G, h] in q's dtype and the log-sum-exp of the logits
     [B, C, K, G] float32. sinks [K, G]: a learned logit that joins the denominator. A query that sees nothing yields 0
@@ -59,7 +59,8 @@ def masked_attention(
     s = dot(rows, k, (((3,), (3,)), ((0, 1), (0, 1)))).reshape(b, k_heads, g, c, slots) * scale
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
-    s = jnp.where(seen[:, None, None], s, -jnp.inf)
+    seen = seen[:, None, None] if seen.ndim == 3 else seen[:, :, None]
+    s = jnp.where(seen, s, -jnp.inf)
     top = jnp.max(s, axis=-1, keepdims=True)  # [B, K, G, C, 1]
     if sinks is not None:
         top = jnp.maximum(top, sinks.astype(jnp.float32)[:, :, None, None])
