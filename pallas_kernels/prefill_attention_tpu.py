@@ -19,9 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES, SUBLANES = 128, 8
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences are
+# Finite, so that differences are; a maximum starts higher, so that what is masked weighs nothing even alone.
+MASKED, LOWEST = (-part * float(jnp.finfo(jnp.float32).max) for part in (0.7, 0.3))
 LOG2E = math.log2(math.e)
-BUFFERS = 3  # of blocks: one computes, one is there for the logits that are ahead, one is being copied
+BUFFERS = 4  # of blocks: one computes, one has a product left, of one logits are ahead, and one is being copied
 ROWS_BYTES = 512 << 10  # most queries of a tile, all heads of a KV head
 VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p unless told otherwise
 SMEM_BYTES = 512 << 10  # of 1 MiB
@@ -62,7 +63,7 @@ def blocks(width: int, group: int, size: int, itemsize: int) -> Blocks:
     else:  # alike, rather than full ones and a small rest
         tiles = pl.cdiv(width, most)
         queries = min(pl.cdiv(pl.cdiv(width, tiles), LANES), width // LANES) * LANES
-    return Blocks(queries, 1024)
+    return Blocks(queries, 512)
 
 
 def unsupported(
@@ -103,7 +104,7 @@ def _default(q: jax.ShapeDtypeStruct, itemsize: int) -> Blocks:
 def _vmem_bytes(q: tuple[int, ...], itemsize: int, blocks: Blocks) -> int:
     *_, group, size = q
     queries = blocks.queries * group
-    kept = queries * (5 * size * itemsize + 4 * size + 8 * LANES) + 4 * blocks.queries * LANES
+    kept = queries * (4 * size * itemsize + 4 * size + 8 * LANES) + 4 * blocks.queries * LANES
     return kept + 2 * BUFFERS * blocks.keys * size * itemsize + 3 * 4 * blocks.rows * blocks.keys
 
 
@@ -198,9 +199,10 @@ def prefill_attention(
             scratch_shapes=[
                 pltpu.VMEM((BUFFERS, blocks.keys, size), k.dtype),
                 pltpu.VMEM((BUFFERS, blocks.keys, size), v.dtype),
-                pltpu.VMEM((products, count, size), q.dtype),
                 pltpu.VMEM((parts, count, LANES), jnp.int32),
                 pltpu.VMEM((count, blocks.keys), jnp.float32),
+                pltpu.VMEM((count, blocks.keys), v.dtype),
+                pltpu.VMEM((count, LANES), jnp.float32),
                 pltpu.VMEM((products, count, LANES), jnp.float32),
                 pltpu.VMEM((products, count, LANES), jnp.float32),
                 pltpu.VMEM((products, count, size), jnp.float32),
@@ -245,10 +247,10 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
     Scalars: rows [P], -1 if absent; layer [1]; positions of the first and the last query of every product [P, T * R];
     pages of each chunk [P, M]; number of visits and these [P, K * T (* M)]. q, out [tile, G * h], positions [1, tile],
     sinks [G, 128], k, v [L, N, K, S, h] in HBM, lse [G, tile]. Scratch: copies of blocks [BUFFERS, keys, h]; for each
-    product, of some heads and a part of the tile, its queries [n, rows, h], for each part their positions [R, rows,
-    128]; the logits that are ahead [rows, keys]; the running maximum and sum [n, rows, 128] (the sum's lanes add up,
-    the maximum's are alike) and accumulator [n, rows, h]; the step and block to be copied next and the buffer to be
-    read next; semaphores.
+    part of the tile, positions of a product's queries [R, rows, 128]; the logits that are ahead [rows, keys]; what is
+    left of the block before: weights [rows, keys] and decay [rows, 128]; for each product, of some heads and a part,
+    the running maximum and sum [n, rows, 128] (the sum's lanes add up, the maximum's are alike) and accumulator
+    [n, rows, h]; the step and block to be copied next and the buffer to be read next; semaphores.
     """
     refs = list(refs)
     rows_ref, layer_ref, firsts_ref, lasts_ref = (refs.pop(0) for _ in range(4))
@@ -256,7 +258,9 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
     counts_ref, visits_ref = (refs.pop(0), refs.pop(0)) if most_visits else (None, None)
     q_ref, positions_ref = refs.pop(0), refs.pop(0)
     sinks_ref = refs.pop(0) if has_sinks else None
-    k_hbm, v_hbm, out_ref, lse_ref, k_buf, v_buf, q_s, query_s, ahead_s, top_s, sum_s, acc_s, state, sems = refs
+    k_hbm, v_hbm, out_ref, lse_ref, k_buf, v_buf, query_s, ahead_s, p_s, decay_s, top_s, sum_s, acc_s, state, sems = (
+        refs
+    )
     products, rows, size = acc_s.shape
     parts, keys, slots = query_s.shape[0], k_buf.shape[1], k_hbm.shape[3]
     part = q_ref.shape[0] // parts
@@ -282,7 +286,7 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
         if most_visits:
             count = counts_ref[at[0], at[1] * tiles + at[2]]
         else:
-            count = lax.div(last_of(at) + keys, keys) - _div(lowest_of(at), keys)
+            count = lax.div(last_of(at) + keys - start_of(at, 0), keys)
         return jnp.where(rows_ref[at[0]] < 0, 0, jnp.maximum(count, 0))
 
     def start_of(at, index):
@@ -290,7 +294,7 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
         if most_visits:
             first = (at[1] * tiles + at[2]) * most_visits
             return visits_ref[at[0], first + jnp.minimum(index, most_visits - 1)] * keys
-        return (_div(lowest_of(at), keys) + index) * keys
+        return _div(lowest_of(at), unit) * unit + index * keys
 
     # ---- copies
 
@@ -352,7 +356,7 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
         state[0] = lax.while_loop(is_empty, lambda step: step + 1, 0)
         state[1] = 0
         state[2] = 0
-        lax.fori_loop(0, BUFFERS - 1, lambda buf, _: start_next(buf), None)
+        lax.fori_loop(0, BUFFERS - 2, lambda buf, _: start_next(buf), None)
 
     # ---- computation
 
@@ -362,15 +366,12 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
         return range(first, first + stacked), pl.ds(product // per_part * part, part)
 
     def prepare():
-        for product in range(products):
-            of, tokens = heads_of(product)
-            for n, head in enumerate(of):
-                some = pl.ds(n * part, part)
-                q_s[product, some] = q_ref[tokens, head * size : (head + 1) * size]
-                if sinks_ref is not None:
-                    top_s[product, some] = jnp.broadcast_to(sinks_ref[head : head + 1], (part, LANES))
         if sinks_ref is None:
-            top_s[...] = jnp.full_like(top_s, MASKED)
+            top_s[...] = jnp.full_like(top_s, LOWEST)
+        else:
+            for product in range(products):
+                wide = [jnp.broadcast_to(sinks_ref[head : head + 1], (part, LANES)) for head in heads_of(product)[0]]
+                top_s[product] = jnp.concatenate(wide)
         lanes = lax.broadcasted_iota(jnp.int32, sum_s.shape, 2)
         sum_s[...] = jnp.where(lanes == 0, 0.0 if sinks_ref is None else 1.0, 0.0)
         acc_s[...] = jnp.zeros_like(acc_s)
@@ -382,17 +383,23 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
 
     def scores(product, buf, at):
         """Logits [rows, n] of the positions `at` in a buffer."""
+        of, tokens = heads_of(product)
+        queries = jnp.concatenate([q_ref[tokens, head * size : (head + 1) * size] for head in of])
         dimensions = (((1,), (1,)), ((), ()))
-        s = lax.dot_general(q_s[product], k_buf[buf, at], dimensions, exact, preferred_element_type=jnp.float32)
+        s = lax.dot_general(queries, k_buf[buf, at], dimensions, exact, preferred_element_type=jnp.float32)
         return s * scale if softcap is None else softcap * jnp.tanh(s * (scale / softcap))
 
-    def take_in(product, logits, values):
+    def weights(product, logits):
+        """Of the values, and of what the accumulator holds."""
         old = top_s[product]
         top = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
         p, decay = jnp.exp2(logits - _wide(top, logits.shape[1])), jnp.exp2(old - top)
         top_s[product] = top
         sum_s[product] = sum_s[product] * decay + _folded(p)
-        out = jnp.dot(p.astype(values.dtype), values, precision=exact, preferred_element_type=jnp.float32)
+        return p.astype(v_buf.dtype), decay
+
+    def accumulate(product, p, decay, values):
+        out = jnp.dot(p, values, precision=exact, preferred_element_type=jnp.float32)
         acc_s[product] = acc_s[product] * _wide(decay, size) + out
 
     def is_full(index):
@@ -402,24 +409,35 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
         return full if window is None else full & (start > last - window)
 
     def take_full(carry):
-        """Take in a block that is there; its first logits are ahead, and the next block's will be, if it is full."""
-        index, buf = carry
+        """Take in a block that is there, the last product's values of the block before, and all but those of its own.
+        Its first logits are ahead, and the next block's will be, if it is full."""
+        index, buf, previous = carry
         more, then = is_full(index + 1), _after(buf)
-        start_next(_before(buf))
+        start_next(_after(then))
         pl.when(more)(lambda: wait_block(index + 1, then))
-        values, logits = v_buf[buf], ahead_s[...]
+        logits, behind = ahead_s[...], (products - 1, p_s[...], decay_s[...], v_buf[previous])
         for product in range(products):
             following = (product + 1, buf) if product + 1 < products else (0, jnp.where(more, then, buf))
             ahead = scores(*following, slice(None))
-            take_in(product, logits, values)
-            logits = ahead
-        ahead_s[...] = logits
-        return index + 1, then
+            p, decay = weights(product, logits)
+            accumulate(*behind)
+            logits, behind = ahead, (product, p, decay, v_buf[buf])
+        ahead_s[...], p_s[...], decay_s[...] = logits, p, decay
+        return index + 1, then, buf
+
+    def take_all_full(carry):
+        index, buf = carry
+        wait_block(index, buf)
+        # Nothing is left of a block before.
+        ahead_s[...], p_s[...], decay_s[...] = scores(0, buf, slice(None)), jnp.zeros_like(p_s), jnp.ones_like(decay_s)
+        *carry, last = lax.while_loop(lambda c: is_full(c[0]), take_full, (index, buf, buf))
+        accumulate(products - 1, p_s[...], decay_s[...], v_buf[last])
+        return tuple(carry)
 
     def take_edge(carry):
         """Take in a block of which some queries do not see all, in parts."""
         index, buf = carry
-        start_next(_before(buf))
+        start_next(_after(_after(buf)))
         wait_block(index, buf)
         start, last = start_of(here, index), last_of(here)
 
@@ -448,18 +466,17 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
             logits = ahead
             if product + 1 < (p + 1) * per_part:
                 ahead = scores(product + 1, buf, at)
-            take_in(product, jnp.where(seen, logits, MASKED), values)
+            accumulate(product, *weights(product, jnp.where(seen, logits, MASKED)), values)
 
     def finish():
         some = min(part, LANES)
         square = (some, LANES)
         diagonal = lax.broadcasted_iota(jnp.int32, square, 0) == lax.broadcasted_iota(jnp.int32, square, 1)
         for product in range(products):
-            top, total = top_s[product], jnp.sum(sum_s[product], axis=1, keepdims=True)
-            empty = top <= MASKED / 2
-            total = jnp.where(empty, 1.0, jnp.broadcast_to(total, top.shape))
-            out = acc_s[product] * _wide(jnp.where(empty, 0.0, 1.0 / total), size)
-            lse = jnp.where(empty, -jnp.inf, top / LOG2E + jnp.log(total))
+            top = top_s[product]
+            total = jnp.broadcast_to(jnp.sum(sum_s[product], axis=1, keepdims=True), top.shape)
+            out = acc_s[product] * _wide(1.0 / jnp.maximum(total, 1e-37), size)
+            lse = top * (1 / LOG2E) + jnp.log(total)
             of, tokens = heads_of(product)
             for n, head in enumerate(of):
                 mine = slice(n * part, (n + 1) * part)
@@ -473,23 +490,13 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
     carry = 0, state[2]
     if window is not None:
         carry = lax.while_loop(lambda c: (c[0] < visits) & ~is_full(c[0]), take_edge, carry)
-
-    @pl.when(is_full(carry[0]))
-    def _():
-        wait_block(*carry)
-        ahead_s[...] = scores(0, carry[1], slice(None))
-
-    carry = lax.while_loop(lambda c: is_full(c[0]), take_full, carry)
+    carry = lax.cond(is_full(carry[0]), take_all_full, lambda carry: carry, carry)
     state[2] = lax.while_loop(lambda c: c[0] < visits, take_edge, carry)[1]
     finish()
 
 
 def _after(buf: jax.Array) -> jax.Array:
     return jnp.where(buf == BUFFERS - 1, 0, buf + 1)
-
-
-def _before(buf: jax.Array) -> jax.Array:
-    return jnp.where(buf == 0, BUFFERS - 1, buf - 1)
 
 
 def _div(x: jax.Array, by: int) -> jax.Array:
