@@ -126,7 +126,7 @@ def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, in
 
     chunk = Buckets.default(1, max_len).prefill[-1]
     plan = plan_cache(model, rows=1, max_len=max_len, chunk=chunk, dtype=dtype)
-    attention = [layer.attention for layer in model.config.layers]
+    attention = [layer.attention for layer in model.config.layers if layer.attention.cache_of is None]
     tokens = [a.cache_heads * sum(a.cache_sizes) * plan.dtype.itemsize for a in attention]
     beyond = sum(size for a, size in zip(attention, tokens, strict=True) if a.reach is None)
     return {"per_token": sum(tokens), "beyond_windows": beyond, "per_sequence": plan.nbytes}
