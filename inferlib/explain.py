@@ -269,6 +269,7 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         ledger.sum_tokens("per-layer embeddings", (axes.VOCAB,), numbers, dtype)
         ledger.reduce("per-layer embeddings", (axes.EMBED,), numbers, dtype)
     _streams(ledger, model, tokens, 1)
+    passed = set()  # the layers whose cache goes around outside of a scan: XLA passes it on once for all who share it
     for layers, block in zip(model.blocks(), plan.blocks, strict=True):
         layer, ledger.times = model.config.layers[layers[0]], len(layers)
         _norm(ledger, model, tokens, 2 * layer.post_norm + layer.pre_norm * (1 if layer.parallel else 2))
@@ -282,7 +283,9 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
             _norm(ledger, model, tokens)
             ledger.reduce("gate of per-layer embeddings", (axes.EMBED,), (tokens, per_layer.dim), dtype)
         ledger.all_tokens("input of attention", hidden, dtype)
-        _attention(ledger, model, layer, block, tokens, key)
+        held, alone = layers[0] if layer.attention.cache_of is None else layer.attention.cache_of, len(layers) == 1
+        _attention(ledger, model, layer, block, tokens, key, passes=not (alone and held in passed))
+        passed |= {held} if alone else set()
         if not layer.parallel:
             ledger.sum_layer("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype)
             ledger.all_tokens("input of feed-forward", hidden, dtype)
@@ -330,9 +333,16 @@ def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) 
 
 
 def _attention(
-    ledger: _Ledger, model: AbstractModel, layer: LayerSpec, block: BlockCache, tokens: int, key: ProgramKey
+    ledger: _Ledger,
+    model: AbstractModel,
+    layer: LayerSpec,
+    block: BlockCache,
+    tokens: int,
+    key: ProgramKey,
+    passes: bool,
 ) -> None:
-    """A layer's attention before its output projection; `tokens` on a device."""
+    """A layer's attention before its output projection; `tokens` on a device. passes: whether the rows' cache goes
+    around where tokens are dealt out."""
     shards, spec, dtype = ledger.shards, layer.attention, model.dtype
     layout, h = model.layout.heads(spec), spec.head_dim
     kv_heads, g = layout.groups // shards.size(axes.KV_HEADS), layout.queries
@@ -351,7 +361,7 @@ def _attention(
         slots = block.slots if block.ring else min(block.slots, -(-key.limit // shares) * shares)
         for shape in block.shapes:
             *_, heads, _, size = shards.local_shape(block.axes, shape)
-            passed, hops = (key.chunks, heads, slots // shares, size), shares - 1 if key.chunks else 0
+            passed, hops = (key.chunks, heads, slots // shares, size), shares - 1 if key.chunks and passes else 0
             ledger.add("collective-permute", "the rows' cache", (axes.POSITIONS,), passed, dtype, hops)
         tokens = key.rows
     if tokens:

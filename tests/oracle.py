@@ -213,7 +213,12 @@ CASES = [
         },
     ),
     Case("gemma3n", "gemma3n_text"),
-    Case("gemma3n-own-caches", "gemma3n_text", {"num_kv_shared_layers": 0, "final_logit_softcapping": 4.0}),
+    Case(
+        "gemma3n-own-caches",
+        "gemma3n_text",
+        {"num_hidden_layers": 3, "layer_types": [_SLIDING, _FULL, _SLIDING], "num_kv_shared_layers": 0}
+        | {"intermediate_size": 80, "activation_sparsity_pattern": None, "final_logit_softcapping": 4.0},
+    ),
     Case("gemma4", "gemma4_text"),
     Case(
         "gemma4-shared",
