@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ LANES, SUBLANES = 128, 8
 MASKED, LOWEST = (-part * float(jnp.finfo(jnp.float32).max) for part in (0.7, 0.3))
 LOG2E = math.log2(math.e)
 BUFFERS = 4  # of blocks: one computes, one has a product left, of one logits are ahead, and one is being copied
-ROWS_BYTES = 512 << 10  # most queries of a tile, all heads of a KV head
+ROWS_BYTES, MOST_TILES = 512 << 10, 8  # most queries of a tile, all heads of a KV head; most times 128 tokens
 VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p unless told otherwise
 SMEM_BYTES = 512 << 10  # of 1 MiB
 
@@ -56,14 +56,15 @@ class Blocks:
 
 def blocks(width: int, group: int, size: int, itemsize: int) -> Blocks:
     """For chunks of `width` tokens and `group` heads of `size` that share a KV head."""
-    row = group * pl.cdiv(size, LANES) * LANES * itemsize
-    most = max((ROWS_BYTES // row) // LANES, 1) * LANES
+    most = min(max(ROWS_BYTES // (group * size * itemsize * LANES), 1), MOST_TILES) * LANES
     if width <= LANES:
         queries = width
     else:  # alike, rather than full ones and a small rest
         tiles = pl.cdiv(width, most)
         queries = min(pl.cdiv(pl.cdiv(width, tiles), LANES), width // LANES) * LANES
-    return Blocks(queries, 512)
+    chosen = Blocks(queries, 512)
+    # Where there are few products, each waits for the one before: they had better be large.
+    return chosen if group // chosen.stacked(group) > 2 else replace(chosen, edge=512)
 
 
 def unsupported(

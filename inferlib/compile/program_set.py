@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -59,7 +60,7 @@ class ProgramSet:
         """The programs and the cache of an engine, in the model's dtype. Raises ConfigurationError for arrays that they
         would not take.
 
-        Warns where a kernel of `config.backend` does not run the model's attention, and takes XLA's form in its place.
+        Warns where a kernel of `config.backend` does not run its part of the model, and takes XLA's form in its place.
         """
         check_packed(model, config, placed=config.shards.mesh is not None or layouts is not None)
         plan = plan_cache(
@@ -201,11 +202,16 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) ->
 
 
 def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
-    """The config with attention that can run its share of the model; warns where that is not the chosen kernel."""
-    for name, lacks in (("decode", _decode_lacks), ("prefill", _prefill_lacks)):
-        if getattr(config.backend, f"{name}_attention") == "pallas_tpu" and (reason := lacks(config, model, plan)):
-            log.warning("%s attention is XLA's, not the TPU kernel: %s", name, reason)
-            config = replace(config, backend=replace(config.backend, **{f"{name}_attention": "xla"}))
+    """The config with kernels that can run their share of the model; warns of those chosen that cannot."""
+    checks = {
+        "decode_attention": partial(_decode_lacks, config, model, plan),
+        "prefill_attention": partial(_prefill_lacks, config, model, plan),
+        "grouped_matmul": partial(_experts_lack, config, model),
+    }
+    for name, lacks in checks.items():
+        if getattr(config.backend, name) == "pallas_tpu" and (reason := lacks()):
+            log.warning("%s is XLA's, not the TPU kernel: %s", name.replace("_", " "), reason)
+            config = replace(config, backend=replace(config.backend, **{name: "xla"}))
     return config
 
 
@@ -240,6 +246,26 @@ def _attentions(
         if not kernel_lacks(spec, "pallas_tpu"):
             shape = config.shards.local_shape(block.axes, block.shapes[0])
             yield spec, model.layout.heads(spec).queries, jax.ShapeDtypeStruct(shape, plan.dtype)
+
+
+def _experts_lack(config: EngineConfig, model: AbstractModel) -> str | None:
+    """Why the TPU kernel cannot multiply by the experts."""
+    from inferlib.pallas_kernels import grouped_matmul_tpu
+
+    tokens = config.rows + max(p * c for p, c in config.prefill_shapes())
+    for weight in model.weights:
+        if axes.EXPERTS not in weight.axes or not weight.contracting:
+            continue
+        if weight.scheme is not None:
+            return "it takes no quantised weights"
+        shape, at = config.shards.local_shape(weight.axes, weight.shape), weight.axes.index(axes.EXPERTS)
+        experts, *parts, inner, outer = shape[at:]
+        rows = tokens * model.config.layers[model.layers_of(weight.block)[0]].mlp.router.chosen
+        x = jax.ShapeDtypeStruct((rows, inner), model.dtype)
+        w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), weight.dtype)
+        if reason := grouped_matmul_tpu.unsupported(x, w):
+            return reason
+    return None
 
 
 def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[ProgramKey]:

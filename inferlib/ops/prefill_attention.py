@@ -45,6 +45,8 @@ def prefill_attention(
     layer: jax.Array | int | None = None,
     pages: jax.Array | None = None,
     listed: BlockList | None = None,
+    k_scales: jax.Array | None = None,
+    v_scales: jax.Array | None = None,
     backend: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """q [P, C, K, G, h]: chunk p holds the ascending `positions[p]`, [P, C] int32, of row rows[p].
@@ -54,11 +56,13 @@ def prefill_attention(
     all queries, or [P, C] of each, which only "xla" takes. limit (static): no position reaches it, so slots beyond are
     not read. ring: position p lives in slot p mod S of one page, or of all; then these are at least the window and the
     span of a chunk. Rows that are not there (absent chunks) give garbage that the caller ignores. listed: what queries
-    see at most.
+    see at most. k_scales, v_scales [N, K, S] or [L, N, K, S] float32: as in `decode_attention`.
     backend: "xla"; "nki" for the Trainium kernel (rows as pages); "pallas_tpu", which reads only blocks that are seen,
     and is interpreted on CPU.
     Returns out [P, C, K, G, h], lse [P, C, K, G] float32.
     """
+    if backend != "xla" and k_scales is not None:
+        raise ValueError(f"backend {backend!r} takes no scales of keys and values; use xla")
     options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, ring=ring, limit=limit)
     if backend == "nki":
         from inferlib.nki_kernels.flash_prefill import flash_prefill
@@ -73,18 +77,23 @@ def prefill_attention(
             options |= dict(visits=listed.numbers, blocks=blocks)
         kernel = partial(prefill_attention_tpu.prefill_attention, **options)
         return lax.platform_dependent(q, k, v, rows, positions, cpu=partial(kernel, interpret=True), default=kernel)
-    if layer is not None:
-        k, v = k[layer], v[layer]
-    if pages is not None:
-        own = pages[jnp.minimum(rows, pages.shape[0] - 1)]
-        k, v = (jnp.moveaxis(x[own], 2, 1).reshape(rows.size, x.shape[1], -1, x.shape[3]) for x in (k, v))
-        rows = jnp.arange(rows.size)
-    count, _, slots, _ = k.shape
-    if limit is not None and not ring and limit < slots:
-        k, v, slots = k[:, :, :limit], v[:, :, :limit], limit
-    row = jnp.minimum(rows, count - 1)
+    slots = k.shape[-2] * (1 if pages is None else pages.shape[1])
+    slots = slots if ring or limit is None else min(limit, slots)
+
+    def cells(x: jax.Array | None) -> jax.Array | None:
+        """Of the chunks' rows, [P, K, slots, ...]."""
+        if x is None:
+            return None
+        x = x if layer is None else x[layer]
+        if pages is None:
+            return x[:, :, :slots][jnp.minimum(rows, x.shape[0] - 1)]
+        x = jnp.moveaxis(x[pages[jnp.minimum(rows, pages.shape[0] - 1)]], 2, 1)
+        return x.reshape(rows.size, x.shape[1], -1, *x.shape[4:])[:, :, :slots]
+
     held = slot_positions(positions[:, -1], slots, ring)
     seen = visible(positions, held, window)
     if listed is not None:
         seen = seen[:, None] & listed.holds(held, positions.shape[1])
-    return masked_attention(q, k[row], v[row], seen, scale=scale, softcap=softcap, sinks=sinks)
+    k, v, k_scales, v_scales = map(cells, (k, v, k_scales, v_scales))
+    options = dict(scale=scale, softcap=softcap, sinks=sinks, k_scales=k_scales, v_scales=v_scales)
+    return masked_attention(q, k, v, seen, **options)
