@@ -18,7 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES, SUBLANES = 128, 8
+from inferlib.pallas_kernels.arithmetic_tpu import LANES, div, folded, rem, wide
+
 # Finite, so that differences are; a maximum starts higher, so that what is masked weighs nothing even alone.
 MASKED, LOWEST = (-part * float(jnp.finfo(jnp.float32).max) for part in (0.7, 0.3))
 LOG2E = math.log2(math.e)
@@ -72,34 +73,38 @@ def unsupported(
     k: jax.ShapeDtypeStruct,
     *,
     pages: int | None = None,
+    visits: int = 0,
     blocks: Blocks | None = None,
 ) -> str | None:
     """Why the kernel cannot run q [P, C, K, G, h] on a cache k [..., S, h], or None if it can.
 
-    pages: columns of the page table, None if rows are pages.
+    pages: columns of the page table, None if rows are pages; visits: most blocks that are listed for a tile.
     """
     dtype, slots, size = jnp.dtype(k.dtype), k.shape[-2], k.shape[-1]
     if dtype not in (jnp.bfloat16, jnp.float32) or q.dtype != dtype:
         return f"it takes queries and a cache of bfloat16 or float32, both alike, not {q.dtype} and {dtype}"
     if size % LANES:
         return f"heads of size {size} are not a multiple of {LANES}"
-    tile = SUBLANES * 4 // dtype.itemsize
+    tile = 32 // dtype.itemsize  # rows of a register
     if slots % tile:
         return f"pages of {slots} positions do not divide into tiles of {tile}"
     if q.shape[1] % tile:
         return f"chunks of {q.shape[1]} tokens do not divide into tiles of {tile}"
-    blocks = blocks or _default(q, dtype.itemsize)
-    scalars = 8 * pl.cdiv(q.shape[1], blocks.part) + 4 * (pages or 0)
-    if q.shape[0] * scalars > SMEM_BYTES:
-        return f"{q.shape[0]} chunks of {pages} pages need more than {SMEM_BYTES} bytes of scalar memory"
+    blocks = blocks or _default(q)
+    listed = q.shape[2] * pl.cdiv(q.shape[1], blocks.queries) * (visits + 1) if visits else 0
+    scalars = 4 * q.shape[0] * (2 * pl.cdiv(q.shape[1], blocks.part) + (pages or 0) + listed)
+    if scalars > SMEM_BYTES:
+        return (
+            f"pages and lists of blocks of {q.shape[0]} chunks need {scalars} bytes of scalar memory, not {SMEM_BYTES}"
+        )
     need = _vmem_bytes(q.shape, dtype.itemsize, blocks)
     if need > VMEM_BYTES:
         return f"{q.shape[3]} heads of size {size} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
     return None
 
 
-def _default(q: jax.ShapeDtypeStruct, itemsize: int) -> Blocks:
-    return blocks(q.shape[1], q.shape[3], q.shape[4], itemsize)
+def _default(q: jax.ShapeDtypeStruct) -> Blocks:
+    return blocks(q.shape[1], q.shape[3], q.shape[4], jnp.dtype(q.dtype).itemsize)
 
 
 def _vmem_bytes(q: tuple[int, ...], itemsize: int, blocks: Blocks) -> int:
@@ -143,13 +148,13 @@ def prefill_attention(
     """
     chunks, width, heads, group, size = q.shape
     columns = None if pages is None else pages.shape[1]
-    if reason := unsupported(q, k, pages=columns, blocks=blocks):
+    if reason := unsupported(q, k, pages=columns, visits=0 if visits is None else visits.shape[-1], blocks=blocks):
         raise ValueError(f"the TPU kernel does not run this prefill attention: {reason}")
     if ring and window is None:
         raise ValueError("a ring cache forgets old positions: pass the layer's window")
     if visits is not None and blocks is None:
         raise ValueError("visits are numbers of blocks: pass `blocks`, which says of what size")
-    blocks = blocks or _default(q, k.dtype.itemsize)
+    blocks = blocks or _default(q)
     k, v = (x if x.ndim == 5 else x[None] for x in (k, v))
     slots, tile, part, stacked = k.shape[3], blocks.queries, blocks.part, blocks.stacked(group)
     capacity = slots * (columns or 1)
@@ -158,6 +163,7 @@ def prefill_attention(
     tiles, parts = pl.cdiv(width, tile), tile // part
     at = jnp.arange(tiles * parts) * part
     firsts, lasts = (positions[:, jnp.minimum(x, width - 1)].astype(jnp.int32) for x in (at, at + part - 1))
+    lasts = lasts if ring else jnp.minimum(lasts, capacity - 1)
     there = rows < (k.shape[1] if pages is None else pages.shape[0])
     scalars = [jnp.where(there, rows, -1).astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1), firsts, lasts]
     if pages is not None:
@@ -168,9 +174,9 @@ def prefill_attention(
         k, v = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v))
     flat = (chunks, width, heads * group * size)
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    wide = pl.BlockSpec((None, tile, group * size), lambda p, k, t, *_: (p, t, k))
+    tokens = pl.BlockSpec((None, tile, group * size), lambda p, k, t, *_: (p, t, k))
     inputs = [q.reshape(flat), positions.astype(jnp.int32)[:, None]]
-    specs = [wide, pl.BlockSpec((None, 1, tile), lambda p, k, t, *_: (p, 0, t))]
+    specs = [tokens, pl.BlockSpec((None, 1, tile), lambda p, k, t, *_: (p, 0, t))]
     if sinks is not None:
         inputs.append(jnp.broadcast_to(sinks.astype(jnp.float32)[:, :, None] * LOG2E, (heads, group, LANES)))
         specs.append(pl.BlockSpec((None, group, LANES), lambda p, k, t, *_: (k, 0, 0)))
@@ -196,7 +202,7 @@ def prefill_attention(
             num_scalar_prefetch=len(scalars),
             grid=(chunks, heads, tiles),
             in_specs=[*specs, whole, whole],
-            out_specs=[wide, pl.BlockSpec((None, None, group, tile), lambda p, k, t, *_: (p, k, 0, t))],
+            out_specs=[tokens, pl.BlockSpec((None, None, group, tile), lambda p, k, t, *_: (p, k, 0, t))],
             scratch_shapes=[
                 pltpu.VMEM((BUFFERS, blocks.keys, size), k.dtype),
                 pltpu.VMEM((BUFFERS, blocks.keys, size), v.dtype),
@@ -228,9 +234,7 @@ def prefill_attention(
     return out.reshape(q.shape), jnp.moveaxis(lse, 3, 1)
 
 
-def _visible(
-    visits: jax.Array, first: jax.Array, last: jax.Array, window: int | None, keys: int
-) -> tuple[jax.Array, jax.Array]:
+def _visible(visits: jax.Array, first: jax.Array, last: jax.Array, window: int | None, keys: int) -> list[jax.Array]:
     """Of visits [P, K, T, M] those that some query of a tile sees, whose first and last positions are [P, T]: how many
     [P, K * T], and these in order, [P, K * T * M]."""
     first, last = first[:, None, :, None], last[:, None, :, None]
@@ -238,8 +242,7 @@ def _visible(
     if window is not None:
         seen &= (visits + 1) * keys > first - window + 1
     ordered = jnp.sort(jnp.where(seen, visits, jnp.iinfo(jnp.int32).max), axis=-1)
-    chunks = visits.shape[0]
-    return jnp.sum(seen, axis=-1, dtype=jnp.int32).reshape(chunks, -1), ordered.astype(jnp.int32).reshape(chunks, -1)
+    return [x.astype(jnp.int32).reshape(visits.shape[0], -1) for x in (jnp.sum(seen, axis=-1), ordered)]
 
 
 def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, capacity, unit, edge):
@@ -259,9 +262,8 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
     counts_ref, visits_ref = (refs.pop(0), refs.pop(0)) if most_visits else (None, None)
     q_ref, positions_ref = refs.pop(0), refs.pop(0)
     sinks_ref = refs.pop(0) if has_sinks else None
-    k_hbm, v_hbm, out_ref, lse_ref, k_buf, v_buf, query_s, ahead_s, p_s, decay_s, top_s, sum_s, acc_s, state, sems = (
-        refs
-    )
+    k_hbm, v_hbm, out_ref, lse_ref, k_buf, v_buf, *refs = refs
+    query_s, ahead_s, p_s, decay_s, top_s, sum_s, acc_s, state, sems = refs
     products, rows, size = acc_s.shape
     parts, keys, slots = query_s.shape[0], k_buf.shape[1], k_hbm.shape[3]
     part = q_ref.shape[0] // parts
@@ -275,8 +277,7 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
 
     def last_of(at):
         """The last position that a query of the tile sees."""
-        last = lasts_ref[at[0], at[2] * parts + parts - 1]
-        return last if ring else jnp.minimum(last, capacity - 1)
+        return lasts_ref[at[0], at[2] * parts + parts - 1]
 
     def lowest_of(at):
         """The first."""
@@ -295,7 +296,7 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
         if most_visits:
             first = (at[1] * tiles + at[2]) * most_visits
             return visits_ref[at[0], first + jnp.minimum(index, most_visits - 1)] * keys
-        return _div(lowest_of(at), unit) * unit + index * keys
+        return div(lowest_of(at), unit) * unit + index * keys
 
     # ---- copies
 
@@ -303,7 +304,7 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
         """Start the copies that bring `count` positions of a page to `offset` in a buffer."""
         page, slot = rows_ref[at[0]], lax.rem(position, capacity) if ring else position
         if paged:
-            page, slot = jnp.clip(table[at[0], _div(slot, slots)], 0, k_hbm.shape[1] - 1), _rem(slot, slots)
+            page, slot = jnp.clip(table[at[0], div(slot, slots)], 0, k_hbm.shape[1] - 1), rem(slot, slots)
         source, into = pl.ds(pl.multiple_of(slot, unit), count), pl.ds(pl.multiple_of(offset, unit), count)
         for n, (hbm, vmem) in enumerate(((k_hbm, k_buf), (v_hbm, v_buf))):
             source_ref = hbm.at[layer_ref[0], page, at[1], source]
@@ -311,12 +312,12 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
 
     def units_of(at, index):
         """How many units of a block there are."""
-        return jnp.minimum(_div(last_of(at) - start_of(at, index) + unit, unit), keys // unit)
+        return jnp.minimum(div(last_of(at) - start_of(at, index) + unit, unit), keys // unit)
 
     def start_block(at, index, buf):
         units, start = units_of(at, index), start_of(at, index)
         if slots >= keys:
-            whole = (units == keys // unit) & (_rem(start, slots) + keys <= slots)
+            whole = (units == keys // unit) & (rem(start, slots) + keys <= slots)
             pl.when(whole)(lambda: start_copy(at, start, 0, keys, buf))
             units = jnp.where(whole, 0, units)
         lax.fori_loop(0, units, lambda i, _: start_copy(at, start + i * unit, i * unit, unit, buf), None)
@@ -371,8 +372,8 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
             top_s[...] = jnp.full_like(top_s, LOWEST)
         else:
             for product in range(products):
-                wide = [jnp.broadcast_to(sinks_ref[head : head + 1], (part, LANES)) for head in heads_of(product)[0]]
-                top_s[product] = jnp.concatenate(wide)
+                sinks = [jnp.broadcast_to(sinks_ref[head : head + 1], (part, LANES)) for head in heads_of(product)[0]]
+                top_s[product] = jnp.concatenate(sinks)
         lanes = lax.broadcasted_iota(jnp.int32, sum_s.shape, 2)
         sum_s[...] = jnp.where(lanes == 0, 0.0 if sinks_ref is None else 1.0, 0.0)
         acc_s[...] = jnp.zeros_like(acc_s)
@@ -394,14 +395,14 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
         """Of the values, and of what the accumulator holds."""
         old = top_s[product]
         top = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
-        p, decay = jnp.exp2(logits - _wide(top, logits.shape[1])), jnp.exp2(old - top)
+        p, decay = jnp.exp2(logits - wide(top, logits.shape[1])), jnp.exp2(old - top)
         top_s[product] = top
-        sum_s[product] = sum_s[product] * decay + _folded(p)
+        sum_s[product] = sum_s[product] * decay + folded(p)
         return p.astype(v_buf.dtype), decay
 
     def accumulate(product, p, decay, values):
         out = jnp.dot(p, values, precision=exact, preferred_element_type=jnp.float32)
-        acc_s[product] = acc_s[product] * _wide(decay, size) + out
+        acc_s[product] = acc_s[product] * wide(decay, size) + out
 
     def is_full(index):
         """Whether there is such a block, and all queries of the tile see all of it."""
@@ -429,8 +430,8 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
     def take_all_full(carry):
         index, buf = carry
         wait_block(index, buf)
-        # Nothing is left of a block before.
-        ahead_s[...], p_s[...], decay_s[...] = scores(0, buf, slice(None)), jnp.zeros_like(p_s), jnp.ones_like(decay_s)
+        ahead_s[...] = scores(0, buf, slice(None))
+        p_s[...], decay_s[...] = jnp.zeros_like(p_s), jnp.ones_like(decay_s)  # nothing is left of a block before
         *carry, last = lax.while_loop(lambda c: is_full(c[0]), take_full, (index, buf, buf))
         accumulate(products - 1, p_s[...], decay_s[...], v_buf[last])
         return tuple(carry)
@@ -450,7 +451,7 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
                     seen &= start + (i + 1) * edge > firsts_ref[here[0], here[2] * parts + p] - window + 1
                 pl.when(seen)(functools.partial(take_masked, p, buf, at, start + i * edge))
 
-        lax.fori_loop(0, jnp.minimum(_div(last - start, edge) + 1, keys // edge), take_part, None)
+        lax.fori_loop(0, jnp.minimum(div(last - start, edge) + 1, keys // edge), take_part, None)
         return index + 1, _after(buf)
 
     def take_masked(p, buf, at, start):
@@ -458,7 +459,7 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
         held = start + lax.broadcasted_iota(jnp.int32, (edge, size), 0)
         held = (held >= lowest_of(here)) & (held <= last_of(here))  # 0 * NaN is NaN
         values = jnp.where(held, v_buf[buf, at].astype(jnp.float32), 0).astype(v_buf.dtype)
-        query, key = _wide(query_s[p], edge), start + lax.broadcasted_iota(jnp.int32, (rows, edge), 1)
+        query, key = wide(query_s[p], edge), start + lax.broadcasted_iota(jnp.int32, (rows, edge), 1)
         seen = (key <= query) & (key <= last_of(here))
         if window is not None:
             seen &= key > query - window
@@ -471,19 +472,18 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
 
     def finish():
         some = min(part, LANES)
-        square = (some, LANES)
-        diagonal = lax.broadcasted_iota(jnp.int32, square, 0) == lax.broadcasted_iota(jnp.int32, square, 1)
+        row, lane = (lax.broadcasted_iota(jnp.int32, (some, LANES), n) for n in (0, 1))
         for product in range(products):
             top = top_s[product]
             total = jnp.broadcast_to(jnp.sum(sum_s[product], axis=1, keepdims=True), top.shape)
-            out = acc_s[product] * _wide(1.0 / jnp.maximum(total, 1e-37), size)
+            out = acc_s[product] * wide(1.0 / jnp.maximum(total, 1e-37), size)
             lse = top * (1 / LOG2E) + jnp.log(total)
             of, tokens = heads_of(product)
             for n, head in enumerate(of):
                 mine = slice(n * part, (n + 1) * part)
                 out_ref[tokens, head * size : (head + 1) * size] = out[mine].astype(out_ref.dtype)
                 for at in range(0, part, some):
-                    column = jnp.where(diagonal, lse[mine][at : at + some], 0.0)
+                    column = jnp.where(row == lane, lse[mine][at : at + some], 0.0)
                     lse_ref[head, pl.ds(tokens.start + at, some)] = jnp.sum(column, axis=0)[:some]
 
     visits = visits_of(here)
@@ -498,23 +498,3 @@ def _kernel(*refs, paged, most_visits, has_sinks, scale, window, softcap, ring, 
 
 def _after(buf: jax.Array) -> jax.Array:
     return jnp.where(buf == BUFFERS - 1, 0, buf + 1)
-
-
-def _div(x: jax.Array, by: int) -> jax.Array:
-    """x // by, x >= 0."""
-    return lax.shift_right_logical(x, by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(x, by)
-
-
-def _rem(x: jax.Array, by: int) -> jax.Array:
-    """x mod by, x >= 0."""
-    return x & (by - 1) if by & (by - 1) == 0 else lax.rem(x, by)
-
-
-def _wide(x: jax.Array, count: int) -> jax.Array:
-    """[R, 128], all lanes alike -> [R, count]."""
-    return x if count == LANES else jnp.concatenate([x] * (count // LANES), axis=1)
-
-
-def _folded(x: jax.Array) -> jax.Array:
-    """[R, n] -> [R, 128] with the same sum over lanes."""
-    return sum(x[:, at : at + LANES] for at in range(0, x.shape[1], LANES))

@@ -102,8 +102,9 @@ def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reas
 
 def test_a_page_table_must_fit_scalar_memory():
     q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 16, 1, 4, 128), (200000, 1, 16, 128)))
-    assert "64 chunks of 3000 pages need more than 524288 bytes" in prefill_attention_tpu.unsupported(q, k, pages=3000)
-    assert prefill_attention_tpu.unsupported(q, k, pages=1000) is None
+    assert "64 chunks need 768512 bytes of scalar memory" in prefill_attention_tpu.unsupported(q, k, pages=3000)
+    assert "64 chunks need 768768 bytes of scalar memory" in prefill_attention_tpu.unsupported(q, k, visits=3000)
+    assert prefill_attention_tpu.unsupported(q, k, pages=1000, visits=1000) is None
 
 
 def test_a_ring_needs_a_window():
