@@ -13,6 +13,8 @@ from inferlib.config import EngineConfig
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import Backend, kernel_lacks
 from inferlib.models.families import config_from_hf
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import planned_shards
 from tests.conftest import MAX_LEN, build_llm, random_prompts
 from tests.test_compile_tpu import EXPERTS, TINY
 
@@ -62,6 +64,15 @@ def test_experts_that_the_kernel_cannot_multiply_by_are_xlas(caplog):
     (warning,) = caplog.messages
     assert "grouped matmul is XLA's, not the TPU kernel: weights 2 x 8192 x 8100 need" in warning
     assert programs.config.backend.grouped_matmul == "xla"
+
+
+def test_shares_that_devices_pass_on_are_whole_tiles_or_xlas(caplog):
+    shards = planned_shards(Parallelism.parse("cp=8"))
+    model = abstract_model(config_from_hf(TINY), "bfloat16", shards=shards)
+    config = EngineConfig.make("tpu", 2, 1024, Buckets((128,), (2,), (200, 1024)), shards)
+    programs = ProgramSet.make(model, config)
+    assert caplog.messages[-1].endswith("pages of 25 positions do not divide into tiles of 16")
+    assert programs.config.backend == dataclasses.replace(config.backend, prefill_attention="xla")
 
 
 def test_slots_are_whole_tiles_where_the_kernel_reads_them():

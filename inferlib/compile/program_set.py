@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -228,11 +229,14 @@ def _decode_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -
 def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
     from inferlib.pallas_kernels.prefill_attention_tpu import unsupported
 
+    dealt = config.shards.size(axes.TOKENS)
     for _, queries, cache in _attentions(config, model, plan):
-        for chunks, chunk in config.prefill_shapes():
-            tokens = chunk // config.shards.size(axes.TOKENS)
-            q = jax.ShapeDtypeStruct((chunks, tokens, cache.shape[-3], queries, cache.shape[-1]), plan.dtype)
-            if reason := unsupported(q, cache):
+        heads, slots, size = cache.shape[-3:]
+        # Where tokens are dealt out, what devices pass on of a row ends at the limit.
+        counts = {slots} if dealt == 1 else {min(slots, -(-limit // dealt)) for limit in config.buckets.cache}
+        for (chunks, chunk), count in itertools.product(config.prefill_shapes(), counts):
+            q = jax.ShapeDtypeStruct((chunks, chunk // dealt, heads, queries, size), plan.dtype)
+            if reason := unsupported(q, jax.ShapeDtypeStruct((*cache.shape[:-2], count, size), plan.dtype)):
                 return reason
     return None
 
