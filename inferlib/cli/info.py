@@ -230,6 +230,7 @@ def _layer(layer: LayerSpec) -> str:
         parts += [f"QK-norm by {attention.qk_norm}"] if attention.qk_norm else []
         parts += [f"softcap {attention.softcap:g}"] if attention.softcap else []
         parts += ["sinks"] if attention.sinks else []
+        parts += [f"{attention.gate.activation} gates"] if attention.gate else []
     parts += ["query temperature"] if attention.temperature else []
     if rope is None:
         parts += ["no RoPE"]
