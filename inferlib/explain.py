@@ -356,6 +356,9 @@ def _attention(
             ledger.reduce("values", (axes.EMBED,), (tokens, kv_heads, spec.value_dim), dtype)
         if spec.qk_norm == "full":
             ledger.reduce("QK-norm", (axes.KV_HEADS,), (tokens, 1), np.float32, count=1 + (spec.cache_of is None))
+        if spec.gate is not None:
+            numbers = 1 if spec.gate.per_head else spec.value_dim // shards.size(axes.HEAD_OUT)
+            ledger.reduce("gates of heads", (axes.EMBED,), (tokens, kv_heads, g, numbers), np.float32)
     shares = shards.size(axes.POSITIONS)
     if shards.size(axes.TOKENS) > 1:
         slots = block.slots if block.ring else min(block.slots, -(-key.limit // shares) * shares)

@@ -84,6 +84,15 @@ class QueryTemperature:
 
 
 @dataclass(frozen=True)
+class OutputGate:
+    """What attention's output is multiplied by: an activation of a projection of the layer's input, one number for each
+    query head or one for each of its numbers."""
+
+    activation: Literal["sigmoid", "softplus"]
+    per_head: bool
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Grouped-query attention (GQA): `heads` query heads share `kv_heads` key/value heads."""
 
@@ -107,6 +116,7 @@ class AttentionSpec:
     sinks: bool = False  # a learned logit per query head joins the softmax's denominator (gpt-oss)
     chunk: int | None = None  # a query sees no position before its own run of `chunk` positions (Llama 4)
     cache_of: int | None = None  # the layer whose keys and values it attends to, having none of its own (Gemma 3n)
+    gate: OutputGate | None = None
 
     def __post_init__(self):
         if self.value_dim is None:
@@ -265,6 +275,7 @@ class RouterSpec:
     chosen_groups: int = 1
     group_score: Literal["max", "top2"] = "top2"
     jitter: float = 0.0
+    softcap: float | None = None  # logits -> softcap * tanh(logits / softcap)
     # The eps of an RMS norm of the tokens with a learned weight, over the root of the width (Gemma 4); None: no norm.
     norm_eps: float | None = None
     expert_scale: bool = False  # a learned number for each expert multiplies its weights

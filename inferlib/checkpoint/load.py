@@ -235,7 +235,7 @@ def _read(
 def _axes_of(part: str) -> tuple[str, str]:
     """What splits the rows and the columns of a part's checkpoint tensors, [out, in]."""
     match part.replace(".shared.", "."):
-        case "attn.qkv" | "attn.q" | "attn.k" | "attn.v":
+        case "attn.qkv" | "attn.q" | "attn.k" | "attn.v" | "attn.gate":
             return axes.KV_HEADS, axes.EMBED
         case "attn.down":
             return axes.LATENT, axes.EMBED

@@ -65,6 +65,12 @@ SHAPES = {
         "gemma4_text",
         {**_LOCAL_GLOBAL, "enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 40},
     ),
+    # A gate on each number of a head's output.
+    "gates": (
+        "laguna",
+        {**_LAYERS(1), "gating": "per-element", "layer_types": None, "mlp_layer_types": ["dense"]}
+        | {"num_attention_heads_per_layer": None},
+    ),
     "mimo": ("mimo_v2_flash", _LAYERS(2)),  # values smaller than keys
     "smollm2": ("llama", _LAYERS(2) | SMOLLM2_HEADS),
     "biased": ("llama", {**_LAYERS(1), "attention_bias": True, "mlp_bias": True}),

@@ -104,6 +104,8 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
         ("llama4", "cp=2"),
         pytest.param("gpt2", "tp=4,rules=tp_sp", marks=pytest.mark.slow),
         pytest.param("gpt2", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
+        ("gates", "cp=2,tp=2,rules=helix"),
+        pytest.param("gates", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
         ("gemma3n", "cp=2,tp=2,rules=tp2d"),
         pytest.param("gemma3n", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
         ("gemma4", "ep=2,tp=2,rules=tp_sp"),
@@ -114,7 +116,7 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
 )
 def test_the_same_logits_with_rarer_layers(shape, parallel, engine_of, expected):
     """Biases, an RMS norm over all heads of which some are copies, layer norms, parallel blocks, sinks, chunks, values
-    of another size."""
+    of another size, gates on heads; several residuals, experts with norms of their own."""
     assert_same_logits(engine_of(shape, parallel), shape, expected)
 
 
