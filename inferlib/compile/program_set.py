@@ -204,6 +204,7 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) ->
 
 _CHECKED = {
     ("decode_attention", "pallas_tpu"): "TPU",
+    ("prefill_attention", "pallas_tpu"): "TPU",
     ("grouped_matmul", "pallas_tpu"): "TPU",
     ("grouped_matmul", "pallas_gpu"): "GPU",
 }
