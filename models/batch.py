@@ -56,6 +56,7 @@ class Backend:
     decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
     prefill_attention: Literal["xla", "nki"] = "xla"
     all_reduce: Literal["xla", "pallas"] = "xla"
+    exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
 
     @staticmethod
     def for_platform(platform: str, shards: Shards) -> Backend:
@@ -63,10 +64,11 @@ class Backend:
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
             return Backend(decode_attention="nki", prefill_attention="nki")
         if platform == "tpu":
-            return Backend(decode_attention="pallas_tpu")
+            return Backend(decode_attention="pallas_tpu", exchange="ragged")
         if platform != "gpu":
             return Backend()
-        return Backend(decode_attention="pallas_gpu", all_reduce="pallas" if _are_peers(shards) else "xla")
+        all_reduce = "pallas" if _are_peers(shards) else "xla"
+        return Backend(decode_attention="pallas_gpu", all_reduce=all_reduce, exchange="ragged")
 
 
 def _are_peers(shards: Shards) -> bool:

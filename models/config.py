@@ -7,6 +7,7 @@ A family recipe (`inferlib.models.families`) turns a Hugging Face `config.json` 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil, comb
 from typing import ClassVar, Literal
 
 
@@ -311,6 +312,12 @@ class MoeSpec:
         """Of the experts, those that any of `tokens` tokens chose, expected where all are equally likely: each is
         passed over with probability (1 - chosen / experts)^tokens."""
         return 1.0 - (1.0 - self.router.chosen / self.router.experts) ** tokens
+
+    def device_share(self, devices: int) -> float:
+        """Of `devices` devices that hold as many experts each, those that have any a token chose, expected where all
+        are equally likely."""
+        every, chosen = self.router.experts, self.router.chosen
+        return 1.0 - comb(every - ceil(self.experts / devices), chosen) / comb(every, chosen)
 
 
 @dataclass(frozen=True)

@@ -115,11 +115,27 @@ class Shards:
         """[...] -> [n, ...]: all-gather of what each of the n devices along a logical axis has."""
         return lax.all_gather(x, over) if (over := self.mesh_axes(name)) else x[None]
 
+    def all_to_all(self, x: jax.Array, name: str) -> jax.Array:
+        """[n, ...] -> [n, ...]: give x[i] to device i of the n along a logical axis, and get what each gives to this."""
+        return lax.all_to_all(x, over, 0, 0) if (over := self.mesh_axes(name)) else x
+
+    def ragged_all_to_all(
+        self,
+        x: jax.Array,
+        out: jax.Array,
+        starts: jax.Array,
+        sizes: jax.Array,
+        at: jax.Array,
+        received: jax.Array,
+        name: str,
+    ) -> jax.Array:
+        """Give device i the sizes[i] rows of x from starts[i] on, which it has from at[i] on, and get received[i] of
+        its own; rows of `out` that none are written to stay. Each of the numbers is [n] int32. Not on CPU."""
+        return lax.ragged_all_to_all(x, out, starts, sizes, at, received, axis_name=self.mesh_axes(name))
+
     def exchange(self, x: jax.Array, name: str) -> jax.Array:
         """All-to-all: [..., h] -> [n, ..., h / n], this device's share of the last dimension from each of n."""
-        over, n = self.mesh_axes(name), self.size(name)
-        parts = jnp.moveaxis(x.reshape(*x.shape[:-1], n, -1), -2, 0)
-        return lax.all_to_all(parts, over, 0, 0) if over else parts
+        return self.all_to_all(jnp.moveaxis(x.reshape(*x.shape[:-1], self.size(name), -1), -2, 0), name)
 
     def pass_on(self, x: jax.Array, name: str) -> jax.Array:
         """Collective permutation: give x to the next device along a logical axis and get the one's before."""

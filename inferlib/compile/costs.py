@@ -21,6 +21,7 @@ from inferlib.compile.state import RowState
 from inferlib.compile.targets import Target
 from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.batch import Backend
 from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
@@ -259,7 +260,8 @@ class Deployed:
 
     def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
         plan = self.plan(self.replicas, key.limit, key.chunk or 1)
-        return explain_step(self.model, plan, self.shards, key).collectives
+        backend = Backend.for_platform(self.target.platform, self.shards)
+        return explain_step(self.model, plan, self.shards, key, backend=backend).collectives
 
 
 @lru_cache(maxsize=1024)

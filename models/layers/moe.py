@@ -10,6 +10,7 @@ from flax import nnx
 
 from inferlib.models.batch import StepContext
 from inferlib.models.config import MoeSpec
+from inferlib.models.layers.exchange import exchange_of, through_experts
 from inferlib.models.layers.mlp import Mlp, gated
 from inferlib.models.layers.param import param
 from inferlib.models.layers.router import Router
@@ -23,8 +24,7 @@ from inferlib.sharding.shards import Shards
 class Moe(nnx.Module):
     """x [T, D] -> [T, D]: this device's part of the sum over the feed-forward width; `finish` what follows that sum.
 
-    Where experts are split over devices, each takes the tokens of all through its own, and the sums of a token are
-    brought back to where it came from: an all-gather and a reduce-scatter, whatever the routing.
+    Where experts are split over devices, tokens go to them and back as `exchange` says.
     """
 
     def __init__(self, spec: MoeSpec, layout: Layout, dtype):
@@ -50,22 +50,19 @@ class Moe(nnx.Module):
             experts, weights = self.router(x, shards)
         experts = jnp.where((ctx.positions >= 0)[:, None], experts, -1)  # inactive rows need none
         with jax.named_scope("experts"):
-            routed = self.routed(x, experts, weights, shards, layer)
+            routed = self.routed(x, experts, weights, ctx, layer)
         return routed, None if self.spec.shared is None else self.always(x, shards)
 
     def routed(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Shards, layer: jax.Array | None
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> jax.Array:
         """The weighted sum of the chosen experts [T, k]; -1 is none."""
+        shards, devices = ctx.shards, ctx.shards.size(axes.EXPERTS)
         identity = experts >= self.spec.experts
-        everyone, ids, factors = x, jnp.where(identity, -1, experts), weights
-        if shards.size(axes.EXPERTS) > 1:
-            everyone = shards.gather(x, axes.EXPERTS, dim=0)
-            # As one array: their numbers are exact in float32.
-            routes = shards.gather(jnp.concatenate([ids.astype(jnp.float32), weights], axis=1), axes.EXPERTS, dim=0)
-            ids, factors = jnp.split(routes, 2, axis=1)
-        out = self.experts(everyone, ids.astype(jnp.int32), factors, shards, layer)
-        out = shards.scatter(out, axes.EXPERTS)
+        row = x.shape[1] * x.dtype.itemsize
+        how = exchange_of(self.spec, x.shape[0], row, devices, ragged=ctx.backend.exchange == "ragged")
+        compute, own = partial(self.experts, shards=shards, layer=layer), self.experts.count // devices
+        out = through_experts(x, jnp.where(identity, -1, experts), weights, own, how, compute, shards)
         if not self.spec.identity:
             return out
         kept = jnp.sum(jnp.where(identity, weights, 0), axis=1, keepdims=True)
