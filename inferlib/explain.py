@@ -54,9 +54,9 @@ class Placement:
 @dataclass(frozen=True)
 class Collective:
     """`count` collectives of a step. nbytes: of the whole array of one: what an all-reduce or an all-gather returns,
-    what a reduce-scatter, an all-to-all or a permutation takes, of a ragged all-to-all what it is expected to. axis: the
-    mesh axes whose devices take part, joined by "+". A fused all-reduce is a kernel, see `programs.fuses`, and not among
-    XLA's collectives. Tokens that are exchanged with experts in rounds count once (see `models.layers.exchange`)."""
+    what a reduce-scatter, an all-to-all or a permutation takes, and a ragged all-to-all is expected to. axis: the mesh
+    axes whose devices take part, joined by "+". A fused all-reduce is a kernel, see `programs.fuses`, and not among
+    XLA's collectives. Of tokens that go to experts in rounds the first counts (see `models.layers.exchange`)."""
 
     kind: Literal[
         *("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute"),

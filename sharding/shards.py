@@ -116,7 +116,8 @@ class Shards:
         return lax.all_gather(x, over) if (over := self.mesh_axes(name)) else x[None]
 
     def all_to_all(self, x: jax.Array, name: str) -> jax.Array:
-        """[n, ...] -> [n, ...]: give x[i] to device i of the n along a logical axis, and get what each gives to this."""
+        """[n, ...] -> [n, ...]: give x[i] to device i of the n along a logical axis, and get what each gives to this
+        one."""
         return lax.all_to_all(x, over, 0, 0) if (over := self.mesh_axes(name)) else x
 
     def ragged_all_to_all(

@@ -120,7 +120,7 @@ def _padded(x: jax.Array, routes: jax.Array, trip: _Trip, how: Exchange, compute
 def _ragged(x: jax.Array, routes: jax.Array, trip: _Trip, how: Exchange, compute: Compute, shards: Shards) -> jax.Array:
     """The same in one round, sending only what there is. In memory there is room for the worst case: as a token goes to
     a device but once, a device can get no more than the tokens of all."""
-    (tokens, dim), devices, me = x.shape, trip.counts.size, shards.index(axes.EXPERTS)
+    tokens, devices, me = x.shape[0], trip.counts.size, shards.index(axes.EXPERTS)
     most = tokens * min(devices, trip.device.shape[1])
     order = jnp.argsort(~trip.goes.T.reshape(-1))[:most] % tokens  # by device
     sizes = shards.stack(trip.counts, axes.EXPERTS)  # [from, to]

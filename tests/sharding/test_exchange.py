@@ -96,7 +96,7 @@ def ragged_all_to_all(shards: Shards, x, out, starts, sizes, at, received, name)
     ],
 )
 def test_a_layer_whatever_the_routing(name, parallel, form, monkeypatch):
-    """Balanced, and all tokens to the same experts, which the padding has no room for; rows that are inactive hold NaN."""
+    """Balanced, and all tokens to the same experts, for which padding has no room; rows that are inactive hold NaN."""
     monkeypatch.setattr(Shards, "ragged_all_to_all", ragged_all_to_all)
     spec, rng = SPECS[name], np.random.default_rng(0)
     parallelism = Parallelism.parse(parallel)
