@@ -97,7 +97,8 @@ class StepContext:
     """What every layer of a step shares, computed once.
 
     limit (static): no position of this step reaches it. max_len: the longest sequence, which fixes
-    length-dependent rotary frequencies.
+    length-dependent rotary frequencies. counted [T] bool: tokens whose choices of experts are counted; None: none
+    are.
     """
 
     batch: StepBatch
@@ -106,6 +107,7 @@ class StepContext:
     limit: int | None = None
     backend: Backend = Backend()
     shards: Shards = field(default_factory=Shards)
+    counted: jax.Array | None = None
 
     @property
     def tokens(self) -> int:

@@ -369,3 +369,8 @@ class ModelConfig:
         last = self.layers[-1].mlp
         _require(not (isinstance(last, MoeSpec) and last.deferred), "the last layer's experts cannot be deferred")
         _require(self.vocab > 0 and self.dim > 0 and self.context > 0, "vocab, dim and context must be positive")
+
+    @property
+    def mixtures(self) -> tuple[MoeSpec, ...]:
+        """Of each layer that has experts, in order."""
+        return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec))

@@ -17,7 +17,7 @@ from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.mla import Mla
 from inferlib.models.layers.mlp import Mlp
-from inferlib.models.layers.moe import Moe
+from inferlib.models.layers.moe import Load, Moe
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layout import Layout
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 class Stream(NamedTuple):
     """What layers hand on. x [T, D]: the residual, where tokens or the width are split this device's share; y [T, D]:
     its norm, if the sum that made it brought that along; boxes: the mailboxes of such sums; held [T, D]: this device's
-    part of what the next layer's feed-forward is summed with (see `MoeSpec.deferred`)."""
+    part of what the next layer's feed-forward is summed with (see `MoeSpec.deferred`); load [E]: how many tokens chose
+    each of the layer's experts, if that is counted."""
 
     x: jax.Array
     y: jax.Array | None = None
     boxes: Mailboxes | None = None
     held: jax.Array | None = None
+    load: Load = None
 
 
 class Block(nnx.Module):
@@ -77,13 +79,14 @@ class Block(nnx.Module):
         """Each sum over devices in one kernel with the residual's and the norm that follows; see `fuses_sums`."""
         from inferlib.pallas_kernels.all_reduce_norm_gpu import all_reduce_norm
 
-        x, y, boxes, _ = stream
+        x, y, boxes, *_ = stream
         eps = self.pre_mlp_norm.spec.eps
         with jax.named_scope("attention"):
             attn, cache = self.attn(self.pre_attn_norm(x, ctx.shards) if y is None else y, ctx, cache)
             x, y, boxes = all_reduce_norm(attn, x, self.pre_mlp_norm.weight[...], eps, boxes)
         with jax.named_scope("mlp"):
-            return Stream(*all_reduce_norm(self.feed_forward(y, ctx, cache), x, after, eps, boxes)), cache
+            mlp, load = self.feed_forward(y, ctx, cache)
+            return Stream(*all_reduce_norm(mlp, x, after, eps, boxes), load=load), cache
 
     def plain(self, stream: Stream, ctx: StepContext, cache: LayerCache) -> tuple[Stream, LayerCache]:
         spec, shards, x, held = self.spec, ctx.shards, stream.x, None
@@ -92,26 +95,27 @@ class Block(nnx.Module):
             attn, cache = self.attn(y, ctx, cache)
         if spec.parallel:
             with jax.named_scope("mlp"):
-                both = shards.sum_tokens(attn + self.feed_forward(y, ctx, cache), axes.MLP)
-            return Stream(self.add(x, self.mlp.finish(self.biased(both)))), cache
+                mlp, load = self.feed_forward(y, ctx, cache)
+                both = shards.sum_tokens(attn + mlp, axes.MLP)
+            return Stream(self.add(x, self.mlp.finish(self.biased(both))), load=load), cache
         attn = self.biased(shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT))
         x = self.add(x, self.post_attn_norm(attn, shards) if spec.post_norm else attn)
         with jax.named_scope("mlp"):
             y = shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
             if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
-                held, mlp = self.mlp.apart(y, ctx, cache.layer)
+                held, mlp, load = self.mlp.apart(y, ctx, cache.layer)
             else:
-                mlp = self.feed_forward(y, ctx, cache)
+                mlp, load = self.feed_forward(y, ctx, cache)
             mlp = mlp if stream.held is None else mlp + stream.held
             mlp = self.mlp.finish(shards.sum_tokens(mlp, axes.MLP))
         x = self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp)
-        return Stream(x * self.scalar[...] if spec.scaled else x, held=held), cache
+        return Stream(x * self.scalar[...] if spec.scaled else x, held=held, load=load), cache
 
-    def feed_forward(self, y: jax.Array, ctx: StepContext, cache: LayerCache) -> jax.Array:
+    def feed_forward(self, y: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, Load]:
         """This device's part of the sum."""
         if isinstance(self.mlp, Moe):
             return self.mlp(y, ctx, cache.layer)
-        return self.mlp(y, ctx.shards)
+        return self.mlp(y, ctx.shards), None
 
     def biased(self, attn: jax.Array) -> jax.Array:
         return attn + self.attn.o_bias[...] if self.spec.attention.o_bias else attn
@@ -193,8 +197,9 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, ctx: StepContext, cache: tuple[LayerCache, ...], boxes: Mailboxes | None = None
-    ) -> tuple[jax.Array, tuple[LayerCache, ...], Mailboxes | None]:
-        """Run the step's tokens: last hidden states [T, D], the cache, one `LayerCache` per block, and the mailboxes.
+    ) -> tuple[jax.Array, tuple[LayerCache, ...], Mailboxes | None, jax.Array | None]:
+        """Run the step's tokens: last hidden states [T, D], the cache, one `LayerCache` per block, the mailboxes, and
+        of the layers that have experts how many tokens chose each [L, E], if that is counted.
 
         boxes: for sums over devices, where `fuses_sums` and layers are unrolled.
         """
@@ -203,17 +208,19 @@ class Decoder(nnx.Module):
         stream, norms = Stream(self.embedding(ctx), boxes=boxes), [None] * len(self.blocks)
         if boxes is not None:
             norms = [*(block.pre_attn_norm.weight[...] for block in self.blocks[1:]), self.final_norm.weight[...]]
-        new, at, shared = [], 0, {}
+        new, loads, at, shared = [], [], 0, {}
         for segment in self.segments:
             end = at + len(segment.pattern)
             blocks, caches = self.blocks[at:end], cache[at:end]
             if segment.count > 1:
-                stream, caches = _scan(blocks, stream, ctx, caches, segment.count)
+                stream, caches, load = _scan(blocks, stream, ctx, caches, segment.count)
             else:
-                stream, caches = _unrolled(blocks, stream, ctx, caches, norms[at:end], shared)
+                stream, caches, load = _unrolled(blocks, stream, ctx, caches, norms[at:end], shared)
             new += caches
+            loads += load
             at = end
-        return ctx.shards.all_tokens(stream.x, ctx.tokens), tuple(new), stream.boxes
+        hidden = ctx.shards.all_tokens(stream.x, ctx.tokens)
+        return hidden, tuple(new), stream.boxes, jnp.concatenate(loads) if loads else None
 
     def embedding(self, ctx: StepContext) -> jax.Array:
         """[T, D]; each device looks up the tokens of its share of the vocabulary, the first of them positions too."""
@@ -250,15 +257,16 @@ class Decoder(nnx.Module):
 
 
 def _unrolled(blocks, stream, ctx, caches, norms, shared):
-    new = []
+    new, loads = [], []
     for block, cache, after in zip(blocks, caches, norms, strict=True):
         graph, state = nnx.split(block)
         key = graph, cache.ring
         if key not in shared:
             shared[key] = _layer(graph, cache.ring, ctx)
-        stream, arrays = shared[key](state, stream, cache.arrays, after)
+        stream, arrays = shared[key](state, stream._replace(load=None), cache.arrays, after)
         new.append(LayerCache(arrays, cache.ring))
-    return stream, new
+        loads += [] if stream.load is None else [stream.load[None]]
+    return stream, new, loads
 
 
 def _layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
@@ -281,15 +289,18 @@ def _scan(blocks, stream, ctx, caches, count: int):
     def body(carry, inputs):
         stream, caches = carry
         layer, states = inputs
-        new = []
+        new, loads = [], []
         for graph, whole, state, arrays, ring in zip(graphs, experts, states, caches, rings, strict=True):
             stream, cache = nnx.merge(graph, whole, state)(stream, ctx, LayerCache(arrays, ring, layer))
             new.append(cache.arrays)
-        return (stream, tuple(new)), None
+            loads += [] if stream.load is None else [stream.load]
+            stream = stream._replace(load=None)
+        return (stream, tuple(new)), jnp.stack(loads) if loads else None
 
-    carry = (stream, tuple(cache.arrays for cache in caches))
-    (stream, new), _ = lax.scan(body, carry, (jnp.arange(count), states))
-    return stream, [LayerCache(arrays, ring) for arrays, ring in zip(new, rings, strict=True)]
+    carry = (stream._replace(load=None), tuple(cache.arrays for cache in caches))
+    (stream, new), loads = lax.scan(body, carry, (jnp.arange(count), states))
+    loads = [] if loads is None else [loads.reshape(-1, loads.shape[-1])]
+    return stream, [LayerCache(arrays, ring) for arrays, ring in zip(new, rings, strict=True)], loads
 
 
 def _is_expert(_path, p) -> bool:

@@ -20,30 +20,38 @@ from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
+Load = jax.Array | None  # [E] how many tokens chose each expert, if that is counted (see `StepContext.counted`)
+
 
 class Moe(nnx.Module):
     """x [T, D] -> [T, D]: this device's part of the sum over the feed-forward width; `finish` what follows that sum.
 
-    Where experts are split over devices, tokens go to them and back as `exchange` says.
+    Where experts are split over devices, tokens go to them and back as `exchange` says. Where they are placed by a
+    file, their S slots are not in the order of the E experts: `slots` [S] lists those of each expert in turn, and
+    `copies` [E] how many each has.
     """
 
     def __init__(self, spec: MoeSpec, layout: Layout, dtype):
         self.spec, dim = spec, layout.config.dim
         self.router = Router(spec.router, dim, dtype)
         self.experts = Experts(spec, layout, dtype)
+        if layout.slots is not None:
+            self.slots = param((layout.slots,), (None,), jnp.int32, "range")
+            self.copies = param((spec.experts,), (axes.ROUTES,), jnp.int32, "ones")
+        self.placed = layout.slots is not None
         if spec.shared is not None:
             self.shared = Mlp(spec.shared, layout.hidden(spec.shared.hidden), dim, dtype)
         if spec.shared_gate:
             self.shared_gate = param((dim,), (axes.EMBED,), dtype)
 
-    def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> tuple[jax.Array, Load]:
         """layer: of a scanned segment, whose experts are stacked; see `Experts`."""
-        routed, shared = self.apart(x, ctx, layer)
-        return routed if shared is None else routed + shared
+        routed, shared, load = self.apart(x, ctx, layer)
+        return routed if shared is None else routed + shared, load
 
     def apart(
         self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array, jax.Array | None, Load]:
         """The sum of the chosen experts, and that of the shared ones if there are any."""
         shards = ctx.shards
         with jax.named_scope("router"):
@@ -51,7 +59,21 @@ class Moe(nnx.Module):
         experts = jnp.where((ctx.positions >= 0)[:, None], experts, -1)  # inactive rows need none
         with jax.named_scope("experts"):
             routed = self.routed(x, experts, weights, ctx, layer)
-        return routed, None if self.spec.shared is None else self.always(x, shards)
+        shared = None if self.spec.shared is None else self.always(x, shards)
+        return routed, shared, None if ctx.counted is None else self.load(experts, ctx.counted)
+
+    def load(self, experts: jax.Array, counted: jax.Array) -> jax.Array:
+        """How many of the counted tokens [T] chose each expert."""
+        chosen = (experts[:, :, None] == jnp.arange(self.spec.experts)) & counted[:, None, None]
+        return jnp.sum(chosen, axis=(0, 1), dtype=jnp.int32)
+
+    def placement(self, experts: jax.Array, turns: jax.Array) -> jax.Array:
+        """The slots of experts [T, k], -1 for none; tokens take turns [T] at the copies of an expert."""
+        if not self.placed:
+            return experts
+        copies, slots = self.copies[...], self.slots[...]
+        at = (jnp.cumsum(copies) - copies)[experts] + turns[:, None] % copies[experts]
+        return jnp.where(experts >= 0, slots[at], -1)
 
     def routed(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
@@ -62,7 +84,9 @@ class Moe(nnx.Module):
         row = x.shape[1] * x.dtype.itemsize
         how = exchange_of(self.spec, x.shape[0], row, devices, ragged=ctx.backend.exchange == "ragged")
         compute, own = partial(self.experts, shards=shards, layer=layer), self.experts.count // devices
-        out = through_experts(x, jnp.where(identity, -1, experts), weights, own, how, compute, shards)
+        turns = jnp.arange(x.shape[0]) + shards.index(axes.ROWS)
+        slots = self.placement(jnp.where(identity, -1, experts), turns)
+        out = through_experts(x, slots, weights, own, how, compute, shards)
         if not self.spec.identity:
             return out
         kept = jnp.sum(jnp.where(identity, weights, 0), axis=1, keepdims=True)

@@ -55,7 +55,7 @@ def layer_on(spec: MoeSpec, parallel: str = "", form: str = "padded"):
         moe = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), weights))
         rows = StepBatch.of_rows(jnp.zeros(lengths.shape, jnp.int32), lengths)
         ctx = StepContext(rows, None, 64, backend=Backend(exchange=form), shards=shards)
-        return moe.finish(shards.sum(moe(x, ctx), axes.MLP))
+        return moe.finish(shards.sum(moe(x, ctx)[0], axes.MLP))
 
     if shards.mesh is not None:
         spec_of = shards.rules.spec
