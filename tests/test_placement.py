@@ -182,9 +182,8 @@ def test_from_load_to_placement_on_the_command_line(folder, tmp_path):
         return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
     sizes = ("--max-batch", "4", "--max-len", "64")
-    done = run(
-        "generate", "abc", "--model", str(folder), *sizes, "--max-tokens", "5", "--expert-load", files["load.json"]
-    )
+    plain = ("generate", "abc", "--model", str(folder), *sizes, "--max-tokens", "5")
+    done = run(*plain, "--expert-load", files["load.json"])
     assert done.exit_code == 0, done.stderr
     load = read_load(files["load.json"])
     assert load.shape == (LAYERS, EXPERTS)
@@ -198,9 +197,8 @@ def test_from_load_to_placement_on_the_command_line(folder, tmp_path):
     options = ("--expert-placement", files["placement.json"], *buckets, "--out", files["programs"])
     made = run("compile", str(folder), "--target", "cpu", *options)
     assert made.exit_code == 0, made.stderr
-    alone = run("generate", "abc", "--model", str(folder), *sizes, "--max-tokens", "5")
     run_these = ("generate", "abc", "--model", str(folder), "--artifacts", files["programs"], "--max-tokens", "5")
-    assert run(*run_these, "--expert-placement", files["placement.json"]).stdout == alone.stdout
+    assert run(*run_these, "--expert-placement", files["placement.json"]).stdout == done.stdout
     assert "for 10 expert slots, and the placement has none" in run(*run_these).stderr
     assert "do not count the experts' load" in run(*run_these, "--expert-load", files["load.json"]).stderr
     PERMUTED.write(tmp_path / "other.json")

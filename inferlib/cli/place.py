@@ -31,7 +31,6 @@ def place(
             fail(f"{out} exists; remove it or give another file")
         placement.write(out)
     worst = imbalance(counts, placement, devices).max()
-    told = (
-        f"{out}: {placement.slots} slots in each of {len(counts)} layers, the busiest device at {worst:.2f} of the mean"
-    )
+    each = f"{placement.slots} slots in each of {len(counts)} layers"
+    told = f"{out}: {each}, the busiest device at {worst:.2f} of the mean"
     Console(stderr=True).print(told, highlight=False, soft_wrap=True)
