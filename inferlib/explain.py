@@ -219,7 +219,8 @@ class _Ledger:
         self.add("all-reduce", purpose, names, shape, dtype, count)
 
     def sum_tokens(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype) -> None:
-        kind = "reduce-scatter" if self.shards.splits_tokens else "all-reduce"
+        scattered = self.shards.splits_tokens or self.shards.feeders > 1
+        kind = "reduce-scatter" if scattered else "all-reduce"
         self.add(kind, purpose, names, self._padded(shape), dtype)
 
     def sum_layer(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype) -> None:
@@ -232,6 +233,10 @@ class _Ledger:
     def all_tokens(self, purpose: str, shape: tuple[int, int], dtype) -> None:
         if self.shards.splits_tokens:
             self.add("all-gather", purpose, (axes.MLP,), self._padded(shape), dtype)
+
+    def fed(self, purpose: str, shape: tuple[int, ...], dtype) -> None:
+        if self.shards.feeders > 1:
+            self.add("all-gather", purpose, (axes.MLP,), shape, dtype)
 
     def collectives(self) -> tuple[Collective, ...]:
         return tuple(replace(c, count=count) for c, count in self._counts.items())
@@ -250,7 +255,7 @@ class _Ledger:
 
 def _expert_bytes(model: AbstractModel, shards: Shards, tokens: int) -> int:
     """tokens: of each device, which those that share the experts bring together."""
-    total, tokens = 0.0, tokens * shards.size(axes.EXPERTS)
+    total, tokens = 0.0, tokens * shards.feeders * shards.size(axes.EXPERTS)
     for weight in model.weights:
         if axes.EXPERTS in weight.axes:
             held = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
@@ -277,6 +282,9 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     shards = ledger.shards
     tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
     hidden, dtype = (tokens, _width(model)), model.dtype
+    fed = (tokens * shards.feeders, _width(model))
+    if model.config.mixtures:
+        ledger.fed("which rows are active", fed[:1], np.int32)
     ledger.sum_tokens("embedding", (axes.VOCAB,), hidden, dtype)
     for layers, block in zip(model.blocks(), plan.blocks, strict=True):
         layer, ledger.times = model.config.layers[layers[0]], len(layers)
@@ -286,12 +294,13 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         if not layer.parallel:
             ledger.sum_layer("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype)
             ledger.all_tokens("input of feed-forward", hidden, dtype)
+        ledger.fed("input of feed-forward", fed, dtype)
         if isinstance(layer.mlp, MoeSpec):
-            _mixture(ledger, model, layer.mlp, tokens)
+            _mixture(ledger, model, layer.mlp, fed[0])
         else:
-            _gate_up(ledger, model, layer.mlp, tokens)
+            _gate_up(ledger, model, layer.mlp, fed[0])
         both = "attention and feed-forward" if layer.parallel else "feed-forward"
-        ledger.sum_layer(both, (axes.MLP,), hidden, dtype)
+        ledger.sum_layer(both, (axes.MLP,), fed, dtype)
     ledger.times = 1
     ledger.all_tokens("head", hidden, dtype)
 

@@ -128,6 +128,11 @@ class StepContext:
         return jnp.concatenate([self.chunk_positions.reshape(-1), self.batch.decode_lengths - 1])
 
     @cached_property
+    def fed(self) -> jax.Array:
+        """[T] whether each token is of an active row; of all tokens that the feed-forward takes (see `Shards.fed`)."""
+        return self.shards.fed(self.positions) >= 0
+
+    @cached_property
     def pages(self) -> jax.Array:
         """[T] cache page of each token: in contiguous mode, its row."""
         rows, (_, width) = self.batch.chunk_rows, self.batch.chunk_tokens.shape

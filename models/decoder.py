@@ -95,13 +95,16 @@ class Block(nnx.Module):
             attn, cache = self.attn(y, ctx, cache)
         if spec.parallel:
             with jax.named_scope("mlp"):
-                mlp, load = self.feed_forward(y, ctx, cache)
-                both = shards.sum_tokens(attn + mlp, axes.MLP)
+                mlp, load = self.feed_forward(shards.fed(y), ctx, cache)
+                if shards.feeders > 1:  # attention is whole
+                    both = attn + shards.sum_tokens(mlp, axes.MLP)
+                else:
+                    both = shards.sum_tokens(attn + mlp, axes.MLP)
             return Stream(self.add(x, self.mlp.finish(self.biased(both))), load=load), cache
         attn = self.biased(shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT))
         x = self.add(x, self.post_attn_norm(attn, shards) if spec.post_norm else attn)
         with jax.named_scope("mlp"):
-            y = shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
+            y = shards.fed(shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens))
             if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
                 held, mlp, load = self.mlp.apart(y, ctx, cache.layer)
             else:
@@ -204,7 +207,7 @@ class Decoder(nnx.Module):
         boxes: for sums over devices, where `fuses_sums` and layers are unrolled.
         """
         # Cached now: computed in a scan's body they would not outlive it.
-        _ = ctx.positions, ctx.pages, ctx.rope
+        _ = ctx.positions, ctx.pages, ctx.rope, self.config.mixtures and ctx.fed
         stream, norms = Stream(self.embedding(ctx), boxes=boxes), [None] * len(self.blocks)
         if boxes is not None:
             norms = [*(block.pre_attn_norm.weight[...] for block in self.blocks[1:]), self.final_norm.weight[...]]

@@ -51,6 +51,12 @@ class Shards:
     def splits_tokens(self) -> bool:
         return self.rules is not None and self.rules.split_tokens and bool(self.mesh_axes(axes.MLP))
 
+    @property
+    def feeders(self) -> int:
+        """How many devices that split the feed-forward have rows of their own, whose tokens it takes together."""
+        apart = set(self.mesh_axes(axes.ROWS)) & set(self.mesh_axes(axes.MLP))
+        return self.size(axes.MLP) if apart else 1
+
     def sharding(self, names: tuple[str | None, ...]) -> NamedSharding | None:
         """Where an array with these logical axes lives; None on a single device."""
         return None if self.mesh is None else NamedSharding(self.mesh, self.rules.spec(names))
@@ -144,9 +150,10 @@ class Shards:
         return lax.ppermute(x, self.mesh_axes(name), [(i, (i + 1) % n) for i in range(n)]) if n > 1 else x
 
     def sum_tokens(self, x: jax.Array, *names: str) -> jax.Array:
-        """Sum parts [T, D] over logical axes; where tokens are split, each device keeps its share of them."""
+        """Sum parts [T, D] over logical axes; where tokens are split, each device keeps its share of them, and of those
+        that were `fed` its own."""
         over = self.mesh_axes(*names)
-        if not over or not self.splits_tokens:
+        if not over or not (self.splits_tokens or self.feeders > 1):
             return self.sum(x, *names)
         short = -x.shape[0] % self.size(axes.MLP)
         padded = jnp.pad(x, ((0, short), (0, 0))) if short else x
@@ -155,6 +162,15 @@ class Shards:
     def all_tokens(self, x: jax.Array, tokens: int) -> jax.Array:
         """Undo the split of tokens: this device's share -> [tokens, D]."""
         return self.gather(x, axes.MLP, dim=0)[:tokens] if self.splits_tokens else x
+
+    def fed(self, x: jax.Array) -> jax.Array:
+        """[T, ...] -> [n T, ...]: what the feed-forward takes of the n `feeders`."""
+        return self.gather(x, axes.MLP, dim=0) if self.feeders > 1 else x
+
+    def unfed(self, x: jax.Array) -> jax.Array:
+        """This device's part of what was `fed`."""
+        own = x.shape[0] // self.feeders
+        return lax.dynamic_slice_in_dim(x, self.index(axes.MLP) * own, own) if self.feeders > 1 else x
 
 
 def make_shards(parallel: Parallelism | None, devices: Sequence[jax.Device] | None = None) -> Shards:

@@ -56,11 +56,11 @@ class Moe(nnx.Module):
         shards = ctx.shards
         with jax.named_scope("router"):
             experts, weights = self.router(x, shards)
-        experts = jnp.where((ctx.positions >= 0)[:, None], experts, -1)  # inactive rows need none
+        experts = jnp.where(ctx.fed[:, None], experts, -1)  # inactive rows need none
         with jax.named_scope("experts"):
             routed = self.routed(x, experts, weights, ctx, layer)
         shared = None if self.spec.shared is None else self.always(x, shards)
-        return routed, shared, None if ctx.counted is None else self.load(experts, ctx.counted)
+        return routed, shared, None if ctx.counted is None else self.load(shards.unfed(experts), ctx.counted)
 
     def load(self, experts: jax.Array, counted: jax.Array) -> jax.Array:
         """How many of the counted tokens [T] chose each expert."""

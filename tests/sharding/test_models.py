@@ -20,6 +20,7 @@ MESHES = [
     *("cp=2", "cp=8", "cp=2,tp=4", "dp=2,cp=2,tp=2"),
     *("cp=2,tp=2,rules=helix", "cp=4,tp=2,rules=helix", "dp=2,cp=2,tp=2,rules=helix"),
     *("cp=2,tp=2,rules=tp2d", "cp=4,tp=2,rules=tp2d", "dp=2,cp=2,tp=2,rules=tp2d"),
+    *("tp=4,rules=dp_attention", "dp=2,tp=2,rules=dp_attention"),
 ]
 # One family or two for each preset; the rest takes minutes. gemma3 has a ring, which wraps.
 QUICK = [
@@ -34,13 +35,21 @@ QUICK = [
     ("minicpm3", "tp=4"),
     ("minicpm3", "cp=2,tp=4"),
     ("experts", "ep=2,tp=2,rules=tp_sp"),
+    ("minicpm3", "tp=4,rules=dp_attention"),
+    ("experts", "ep=2,tp=2,rules=dp_attention"),
 ]
 # Without experts ep is another dp.
 SLOW = [(f, m) for f in FAMILIES for m in MESHES if (f == "experts" or "ep=" not in m) and (f, m) not in QUICK]
 EVERY = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 EVERY += [
     pytest.param("deepseek", mesh, marks=pytest.mark.slow)
-    for mesh in ("ep=2,tp=2,rules=tp_sp", "ep=2,cp=2,tp=2", "cp=2,tp=2,rules=helix", "cp=2,tp=2,rules=tp2d")
+    for mesh in (
+        "ep=2,tp=2,rules=tp_sp",
+        "ep=2,cp=2,tp=2",
+        "cp=2,tp=2,rules=helix",
+        "cp=2,tp=2,rules=tp2d",
+        "ep=2,tp=2,rules=dp_attention",
+    )
 ]
 
 
@@ -91,6 +100,7 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
         pytest.param("olmo2", "tp=2,rules=tp_sp", marks=pytest.mark.slow),
         ("olmo2", "cp=4,tp=2,rules=helix"),
         pytest.param("cohere2", "tp=4", marks=pytest.mark.slow),
+        pytest.param("cohere2", "tp=4,rules=dp_attention", marks=pytest.mark.slow),
         ("cohere2", "cp=2,tp=2,rules=tp2d"),
         pytest.param("cohere2", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
         ("gpt_oss", "cp=2,tp=2"),
