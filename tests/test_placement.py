@@ -82,6 +82,7 @@ def test_load_is_what_transformers_routes(folder, expected):
         pytest.param(COPIED, "dp=2", True, marks=pytest.mark.slow),
         pytest.param(SIXTEEN, "ep=4,tp=2,rules=tp_sp", False, marks=pytest.mark.slow),
         pytest.param(None, "cp=2", False, marks=pytest.mark.slow),
+        pytest.param(COPIED, "tp=2,ep=2,rules=dp_attention", True, marks=pytest.mark.slow),
     ],
 )
 def test_outputs_and_load_are_the_same(placement, parallel, scan, folder, expected, tmp_path):

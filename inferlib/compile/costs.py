@@ -216,14 +216,10 @@ class Deployed:
     def _widest(self, matrix: Matrix) -> int:
         """Numbers of a layer that a token takes beside a matrix. All choices of the tokens that experts are shared with
         have room, wherever they go."""
+        devices = self._feeders(matrix)
         if matrix.experts is None:
-            return self._feeders(matrix) * matrix.inner
-        return (
-            self._feeders(matrix)
-            * self.shards.size(axes.EXPERTS)
-            * matrix.experts.router.chosen
-            * (matrix.inner + self.width)
-        )
+            return devices * matrix.inner
+        return devices * self.shards.size(axes.EXPERTS) * matrix.experts.router.chosen * (matrix.inner + self.width)
 
     def _feeders(self, matrix: Matrix) -> int:
         """Of how many devices a matrix takes the tokens."""

@@ -20,7 +20,7 @@ MESHES = [
     *("cp=2", "cp=8", "cp=2,tp=4", "dp=2,cp=2,tp=2"),
     *("cp=2,tp=2,rules=helix", "cp=4,tp=2,rules=helix", "dp=2,cp=2,tp=2,rules=helix"),
     *("cp=2,tp=2,rules=tp2d", "cp=4,tp=2,rules=tp2d", "dp=2,cp=2,tp=2,rules=tp2d"),
-    *("tp=4,rules=dp_attention", "dp=2,tp=2,rules=dp_attention"),
+    *("tp=4,rules=dp_attention", "dp=2,tp=2,rules=dp_attention", "ep=2,tp=2,rules=dp_attention"),
 ]
 # One family or two for each preset; the rest takes minutes. gemma3 has a ring, which wraps.
 QUICK = [
@@ -35,8 +35,7 @@ QUICK = [
     ("minicpm3", "tp=4"),
     ("minicpm3", "cp=2,tp=4"),
     ("experts", "ep=2,tp=2,rules=tp_sp"),
-    ("minicpm3", "tp=4,rules=dp_attention"),
-    ("experts", "ep=2,tp=2,rules=dp_attention"),
+    ("deepseek"),
 ]
 # Without experts ep is another dp.
 SLOW = [(f, m) for f in FAMILIES for m in MESHES if (f == "experts" or "ep=" not in m) and (f, m) not in QUICK]
