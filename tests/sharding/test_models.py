@@ -35,20 +35,14 @@ QUICK = [
     ("minicpm3", "tp=4"),
     ("minicpm3", "cp=2,tp=4"),
     ("experts", "ep=2,tp=2,rules=tp_sp"),
-    ("deepseek"),
+    ("deepseek", "ep=2,tp=2,rules=dp_attention"),
 ]
 # Without experts ep is another dp.
 SLOW = [(f, m) for f in FAMILIES for m in MESHES if (f == "experts" or "ep=" not in m) and (f, m) not in QUICK]
 EVERY = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 EVERY += [
     pytest.param("deepseek", mesh, marks=pytest.mark.slow)
-    for mesh in (
-        "ep=2,tp=2,rules=tp_sp",
-        "ep=2,cp=2,tp=2",
-        "cp=2,tp=2,rules=helix",
-        "cp=2,tp=2,rules=tp2d",
-        "ep=2,tp=2,rules=dp_attention",
-    )
+    for mesh in ("ep=2,tp=2,rules=tp_sp", "ep=2,cp=2,tp=2", "cp=2,tp=2,rules=helix", "cp=2,tp=2,rules=tp2d")
 ]
 
 
