@@ -12,6 +12,7 @@ from inferlib.models.batch import StepContext
 from inferlib.models.config import MoeSpec
 from inferlib.models.layers.exchange import exchange_of, through_experts
 from inferlib.models.layers.mlp import Mlp, gated
+from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.router import Router
 from inferlib.models.layout import Layout
@@ -35,14 +36,18 @@ class Moe(nnx.Module):
         self.spec, dim = spec, layout.config.dim
         self.router = Router(spec.router, dim, dtype)
         self.experts = Experts(spec, layout, dtype)
-        if layout.slots is not None:
+        self.placed = layout.slots is not None
+        if self.placed:
             self.slots = param((layout.slots,), (None,), jnp.int32, "range")
             self.copies = param((spec.experts,), (axes.ROUTES,), jnp.int32, "ones")
-        self.placed = layout.slots is not None
         if spec.shared is not None:
             self.shared = Mlp(spec.shared, layout.hidden(spec.shared.hidden), dim, dtype)
         if spec.shared_gate:
             self.shared_gate = param((dim,), (axes.EMBED,), dtype)
+        if spec.own_norms:
+            norm = layout.config.norm
+            self.pre_norm, self.post_norm = Norm(norm, dim, dtype), Norm(norm, dim, dtype)
+            self.post_shared_norm = Norm(norm, dim, dtype)
 
     def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> tuple[jax.Array, Load]:
         """layer: of a scanned segment, whose experts are stacked; see `Experts`."""
@@ -53,14 +58,32 @@ class Moe(nnx.Module):
         self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None, Load]:
         """The sum of the chosen experts, and that of the shared ones if there are any."""
-        shards = ctx.shards
+        routed, load = self.chosen(x, x, ctx, layer)
+        return routed, None if self.spec.shared is None else self.always(x, ctx.shards), load
+
+    def with_norms(
+        self, x: jax.Array, shared: jax.Array, ctx: StepContext, layer: jax.Array | None
+    ) -> tuple[jax.Array, Load]:
+        """The whole sum over devices, of this device's tokens where they are split, by experts with norms of their own.
+
+        x [T, D]: the residual; shared [T, D]: what shared experts take in.
+        """
+        shards, dim = ctx.shards, x.shape[1]
+        routed, load = self.chosen(self.pre_norm(x, shards), x, ctx, layer)
+        both = shards.sum_tokens(jnp.concatenate([routed, self.always(shared, shards)], axis=1), axes.MLP)
+        out = self.post_norm(both[:, :dim], shards) + self.post_shared_norm(self.finish(both[:, dim:]), shards)
+        return out, load
+
+    def chosen(
+        self, x: jax.Array, judged: jax.Array, ctx: StepContext, layer: jax.Array | None
+    ) -> tuple[jax.Array, Load]:
+        """The sum of the chosen experts; judged [T, D]: what the router reads."""
         with jax.named_scope("router"):
-            experts, weights = self.router(x, shards)
+            experts, weights = self.router(judged, ctx.shards)
         experts = jnp.where(ctx.fed[:, None], experts, -1)  # inactive rows need none
         with jax.named_scope("experts"):
             routed = self.routed(x, experts, weights, ctx, layer)
-        shared = None if self.spec.shared is None else self.always(x, shards)
-        return routed, shared, None if ctx.counted is None else self.load(shards.unfed(experts), ctx.counted)
+        return routed, None if ctx.counted is None else self.load(ctx.shards.unfed(experts), ctx.counted)
 
     def load(self, experts: jax.Array, counted: jax.Array) -> jax.Array:
         """How many of the counted tokens [T] chose each expert."""
@@ -83,7 +106,7 @@ class Moe(nnx.Module):
         identity = experts >= self.spec.experts
         row = x.shape[1] * x.dtype.itemsize
         how = exchange_of(self.spec, x.shape[0], row, devices, ragged=ctx.backend.exchange == "ragged")
-        compute, own = partial(self.experts, shards=shards, layer=layer), self.experts.count // devices
+        compute, own = partial(self.experts, ctx=ctx, layer=layer), self.experts.count // devices
         turns = jnp.arange(x.shape[0]) + shards.index(axes.ROWS)
         slots = self.placement(jnp.where(identity, -1, experts), turns)
         out = through_experts(x, slots, weights, own, how, compute, shards)
@@ -124,13 +147,14 @@ class Experts(nnx.Module):
             self.down_bias = param((e, dim), (axes.EXPERTS, axes.EMBED), dtype, "zeros")
 
     def __call__(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Shards, layer: jax.Array | None
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> jax.Array:
         """x [T, D], experts and weights [T, k] -> [T, D]: the sum of those that are this device's.
 
         layer: with it all weights are [L, ...], and those of this layer are used.
         """
-        (tokens, chosen), own = experts.shape, self.count // shards.size(axes.EXPERTS)
+        shards, (tokens, chosen) = ctx.shards, experts.shape
+        own = self.count // shards.size(axes.EXPERTS)
         experts = experts - shards.index(axes.EXPERTS) * own
         ours = (experts >= 0) & (experts < own)
         # The (token, choice) pairs sorted by expert, those of others last.
@@ -139,7 +163,7 @@ class Experts(nnx.Module):
         ids = ids[order]
         sizes = jnp.sum(ids == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
         scales = weights.reshape(-1)[order] if self.spec.scale_input else None
-        outputs = self.forward(x, order // chosen, ids, sizes, scales, shards, layer)
+        outputs = self.forward(x, order // chosen, ids, sizes, scales, ctx, layer)
         # Back in the order of the tokens, whose sums then depend on nothing but themselves.
         outputs = outputs[jnp.argsort(order)].reshape(tokens, chosen, -1)
         if not self.spec.scale_input:
@@ -153,7 +177,7 @@ class Experts(nnx.Module):
         ids: jax.Array,
         sizes: jax.Array,
         scales: jax.Array | None,
-        shards: Shards,
+        ctx: StepContext,
         layer: jax.Array | None,
     ) -> jax.Array:
         """x [T, D] -> [M, D] sorted by expert: of each pair the token rows [M], the expert ids [M], and what multiplies
@@ -162,7 +186,8 @@ class Experts(nnx.Module):
         def bias(of: nnx.Param) -> jax.Array:
             return (of[...] if layer is None else of[...][layer])[jnp.minimum(ids, sizes.size - 1)]
 
-        product = partial(grouped_matmul, sizes=sizes, most=x.shape[0], layer=layer)
+        shards, backend = ctx.shards, ctx.backend.grouped_matmul
+        product = partial(grouped_matmul, sizes=sizes, most=x.shape[0], layer=layer, backend=backend)
         both = shards.sum(product(x, self.gate_up[...], rows=rows), axes.EMBED)
         if scales is not None:
             both = (both * scales[:, None, None]).astype(x.dtype)
