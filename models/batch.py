@@ -55,7 +55,7 @@ class Backend:
 
     decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
     prefill_attention: Literal["xla", "nki"] = "xla"
-    grouped_matmul: Literal["xla", "pallas_tpu"] = "xla"
+    grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
     all_reduce: Literal["xla", "pallas"] = "xla"
     exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
 
@@ -69,7 +69,8 @@ class Backend:
         if platform != "gpu":
             return Backend()
         all_reduce = "pallas" if _are_peers(shards) else "xla"
-        return Backend(decode_attention="pallas_gpu", all_reduce=all_reduce, exchange="ragged")
+        kernels = dict(decode_attention="pallas_gpu", grouped_matmul="pallas_gpu")
+        return Backend(**kernels, all_reduce=all_reduce, exchange="ragged")
 
 
 def _are_peers(shards: Shards) -> bool:

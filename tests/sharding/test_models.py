@@ -47,7 +47,12 @@ EVERY += [
 ]
 EVERY += [
     pytest.param(*case, marks=pytest.mark.slow)
-    for case in (("gemma3n", "cp=2,tp=2"), ("gemma3n", "cp=2,tp=2,rules=tp2d"), ("gemma4", "ep=2,tp=2,rules=tp_sp"))
+    for case in (
+        ("gemma3n", "cp=2,tp=2"),
+        ("gemma3n", "cp=2,tp=2,rules=tp2d"),
+        ("gemma4", "ep=2,tp=2,rules=tp_sp"),
+        ("gemma4", "ep=2,tp=2,rules=dp_attention"),
+    )
 ]
 
 
