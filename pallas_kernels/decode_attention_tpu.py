@@ -32,16 +32,19 @@ SMEM_BYTES = 512 << 10  # of 1 MiB
 def unsupported(
     q: jax.ShapeDtypeStruct,
     k: jax.ShapeDtypeStruct,
+    v: jax.ShapeDtypeStruct | None = None,
     *,
     window: int | None = None,
     pages: int | None = None,
     block: int | None = None,
 ) -> str | None:
-    """Why the kernel cannot run q [B, C, K, G, h] on a cache k [..., S, h], or None if it can.
+    """Why the kernel cannot run q [B, C, K, G, h] on a cache k, v [..., S, h], or None if it can.
 
-    pages: columns of the page table, None if rows are pages.
+    v: None if keys are values too. pages: columns of the page table, None if rows are pages.
     """
     dtype, slots = jnp.dtype(k.dtype), k.shape[-2]
+    if v is not None and v.shape != k.shape:
+        return f"values of size {v.shape[-1]} are apart from keys of size {k.shape[-1]}"
     if dtype not in (jnp.bfloat16, jnp.float32) or q.dtype != dtype:
         return f"it takes queries and a cache of bfloat16 or float32, both alike, not {q.dtype} and {dtype}"
     tile = SUBLANES * 4 // dtype.itemsize
@@ -52,8 +55,9 @@ def unsupported(
     table = 4 * q.shape[0] * pl.cdiv(pages or 0, LANES) * LANES
     if table > SMEM_BYTES:
         return f"a table of {q.shape[0]} x {pages} pages needs {table} bytes of scalar memory, more than {SMEM_BYTES}"
-    block = block or _block(k.shape, dtype.itemsize, pages, window and window + q.shape[1] - 1)
-    need = _vmem_bytes(q.shape, k.shape, dtype.itemsize, block)
+    arrays = 1 if v is None else 2
+    block = block or _block(k.shape, arrays * dtype.itemsize, pages, window and window + q.shape[1] - 1)
+    need = _vmem_bytes(q.shape, k.shape, arrays, dtype.itemsize, block)
     if need > VMEM_BYTES:
         heads = f"{k.shape[-3]} KV heads of size {k.shape[-1]}"
         return f"{heads} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
@@ -65,29 +69,29 @@ def _unit(slots: int, pages: int | None) -> int:
     return slots if pages is not None and slots <= 2 * LANES else math.gcd(slots, LANES)
 
 
-def _block(cache: tuple[int, ...], itemsize: int, pages: int | None, seen: int | None) -> int:
-    """Positions of a block: all that a row's queries see together, if that is bounded and fits, or a power of two
-    units."""
+def _block(cache: tuple[int, ...], cell: int, pages: int | None, seen: int | None) -> int:
+    """Positions of a block, each of which takes `cell` bytes for every number of a key: all that a row's queries see
+    together, if that is bounded and fits, or a power of two units."""
     *_, heads, slots, size = cache
     unit = _unit(slots, pages)
-    row = heads * pl.cdiv(size, LANES) * LANES * itemsize
+    row = heads * pl.cdiv(size, LANES) * LANES * cell
     most = min(max(BLOCK_BYTES // (row * unit), 1), pl.cdiv(slots * (pages or 1), unit))
     if seen is not None and (span := _span(seen, unit)) <= most * unit:
         return span
     return unit << (most.bit_length() - 1)
 
 
-def _vmem_bytes(q: tuple[int, ...], cache: tuple[int, ...], itemsize: int, block: int) -> int:
+def _vmem_bytes(q: tuple[int, ...], cache: tuple[int, ...], arrays: int, itemsize: int, block: int) -> int:
     _, queries, heads, group, size = q
     size, rows = pl.cdiv(size, LANES) * LANES, pl.cdiv(queries * group, SUBLANES) * SUBLANES
     kept = heads * rows * (4 * (size + 2 * LANES) + 4 * size * itemsize)
-    return 2 * BUFFERS * heads * block * size * itemsize + kept + 3 * rows * block * 4
+    return arrays * BUFFERS * heads * block * size * itemsize + kept + 3 * rows * block * 4
 
 
 def decode_attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     lengths: jax.Array,
     *,
     scale: float,
@@ -102,9 +106,9 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """q [B, C, K, G, h]: row b's queries stand at the last C of its lengths[b] positions, all written in the cache.
 
-    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read. Position p of row b lives in page
-    pages[b, p // S], slot p mod S; pages [B, M] int32; without, row b is page b. ring: the positions of a row wrap
-    around its pages; then there are at least window + C - 1 slots. window: a query sees only the last `window`
+    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read; v None: keys are values too. Position p of row b
+    lives in page pages[b, p // S], slot p mod S; pages [B, M] int32; without, row b is page b. ring: the positions of a
+    row wrap around its pages; then there are at least window + C - 1 slots. window: a query sees only the last `window`
     positions up to its own. lengths [B] int32, 0 marks an inactive row (out 0, lse -inf). sinks [K, G]: a logit that
     joins the softmax's denominator. block: positions that are computed together. Only live pages are read.
     Returns out [B, C, K, G, h] in q's dtype and the log of the softmax's denominator, lse [B, C, K, G] float32.
@@ -112,21 +116,21 @@ def decode_attention(
     """
     rows, queries, heads, group, size = q.shape
     columns = None if pages is None else pages.shape[1]
-    if reason := unsupported(q, k, window=window, pages=columns, block=block):
+    if reason := unsupported(q, k, v, window=window, pages=columns, block=block):
         raise ValueError(f"the TPU kernel does not run this decode attention: {reason}")
     if ring and window is None:
         raise ValueError("a ring cache forgets old positions: pass the layer's window")
-    k, v = (x if x.ndim == 5 else x[None] for x in (k, v))
-    slots, width = k.shape[3], queries * group
+    cache = [x if x.ndim == 5 else x[None] for x in (k, v) if x is not None]
+    slots, width = k.shape[-2], queries * group
     seen = window and window + queries - 1  # by a row's queries together
-    block = block or _block(k.shape, k.dtype.itemsize, columns, seen)
+    block = block or _block(k.shape, len(cache) * k.dtype.itemsize, columns, seen)
 
     def packed(x: jax.Array) -> jax.Array:
         """[..., C, K, G, h] -> [..., K, C * G, h]."""
         return jnp.moveaxis(x, -4, -3).reshape(*x.shape[:-4], heads, width, x.shape[-1])
 
     if not interpret:  # or XLA would bring a small cache to VMEM whole
-        k, v = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v))
+        cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
     whole = pl.BlockSpec(memory_space=pl.ANY)
     inputs, specs = [packed(q)], [pl.BlockSpec((None, heads, width, size), lambda b, *_: (b, 0, 0, 0))]
     if sinks is not None:
@@ -143,6 +147,7 @@ def decode_attention(
         _kernel,
         paged=pages is not None,
         has_sinks=sinks is not None,
+        arrays=len(cache),
         queries=queries,
         group=group,
         scale=scale * LOG2E,
@@ -152,22 +157,21 @@ def decode_attention(
         unit=_unit(slots, columns),
         block=block,
     )
-    live = 2 * rows * heads * size * min(slots * (columns or 1), window or slots * (columns or 1))
+    seen = rows * heads * min(slots * (columns or 1), window or slots * (columns or 1))
     out, lse = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(rows,),
-            in_specs=[*specs, whole, whole],
+            in_specs=[*specs, *[whole] * len(cache)],
             out_specs=[specs[0], pl.BlockSpec((None, heads, LANES), lambda b, *_: (b, 0, 0))],
             scratch_shapes=[
-                pltpu.VMEM((BUFFERS, heads, block, size), k.dtype),
-                pltpu.VMEM((BUFFERS, heads, block, size), v.dtype),
+                *[pltpu.VMEM((BUFFERS, heads, block, size), k.dtype)] * len(cache),
                 pltpu.VMEM((heads, width, LANES), jnp.float32),
                 pltpu.VMEM((heads, width, LANES), jnp.float32),
                 pltpu.VMEM((heads, width, size), jnp.float32),
                 pltpu.SMEM((3,), jnp.int32),
-                pltpu.SemaphoreType.DMA((2, BUFFERS)),
+                pltpu.SemaphoreType.DMA((len(cache), BUFFERS)),
             ],
         ),
         out_shape=[
@@ -177,25 +181,26 @@ def decode_attention(
         # Checks triple what it takes to start a copy; `start_copy` and `length_of` keep them in bounds.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
         cost_estimate=pl.CostEstimate(
-            flops=2 * live * queries * group,
-            bytes_accessed=live * k.dtype.itemsize + 2 * q.size * q.dtype.itemsize,
-            transcendentals=live // (2 * size) * queries * group,
+            flops=4 * seen * size * queries * group,
+            bytes_accessed=len(cache) * seen * size * k.dtype.itemsize + 2 * q.size * q.dtype.itemsize,
+            transcendentals=seen * queries * group,
         ),
         interpret=interpret,
         name="decode_attention",
-    )(*scalars, *inputs, k, v)
+    )(*scalars, *inputs, *cache)
     out = out.reshape(rows, heads, queries, group, size)
     lse = lse[:, :, :width].reshape(rows, heads, queries, group)
     return jnp.moveaxis(out, 2, 1), jnp.moveaxis(lse, 2, 1)
 
 
-def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, ring, unit, block):
+def _kernel(*refs, paged, has_sinks, arrays, queries, group, scale, window, softcap, ring, unit, block):
     """One row. Logits are in units of log 2, as exponentials are taken with base 2.
 
     Scalars: lengths [B], layer [1]; of a ring the slot that the first position is in [B]; pages [B, M]. q, out
-    [K, R, h] with R = C * G, sinks [K, R, 128], k, v [L, N, K, S, h] in HBM, lse [K, 128]. Scratch: copies of blocks
-    [BUFFERS, K, T, h]; the running maximum and sum [K, R, 128] (the sum's lanes add up, the maximum's are alike) and
-    accumulator [K, R, h]; the row and block to be copied next and the buffer to be read next; semaphores.
+    [K, R, h] with R = C * G, sinks [K, R, 128], k, v [L, N, K, S, h] in HBM, or k alone (`arrays`), lse [K, 128].
+    Scratch: copies of their blocks [BUFFERS, K, T, h]; the running maximum and sum [K, R, 128] (the sum's lanes add up,
+    the maximum's are alike) and accumulator [K, R, h]; the row and block to be copied next and the buffer to be read
+    next; semaphores.
     """
     refs = list(refs)
     lengths_ref, layer_ref = refs.pop(0), refs.pop(0)
@@ -203,10 +208,12 @@ def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, rin
     table = refs.pop(0) if paged else None
     q_ref = refs.pop(0)
     sinks_ref = refs.pop(0) if has_sinks else None
-    k_hbm, v_hbm, out_ref, lse_ref, k_buf, v_buf, top_ref, sum_ref, acc_ref, state, sems = refs
+    in_hbm, (out_ref, lse_ref), in_vmem = refs[:arrays], refs[arrays : arrays + 2], refs[arrays + 2 : 2 * arrays + 2]
+    top_ref, sum_ref, acc_ref, state, sems = refs[2 * arrays + 2 :]
+    k_buf, v_buf = in_vmem[0], in_vmem[-1]
     row, rows = pl.program_id(0), pl.num_programs(0)
     heads, width, size = acc_ref.shape
-    slots = k_hbm.shape[3]
+    pages, slots = in_hbm[0].shape[1], in_hbm[0].shape[3]
     # Positions that are computed at once, of a block that all queries see and of others; few enough for registers.
     most = max(PART // pl.cdiv(width, SUBLANES), LANES)
     edge = min(EDGE, most) if block % min(EDGE, most) == 0 else block
@@ -238,9 +245,9 @@ def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, rin
         """Start the copies that bring `count` positions of a page to `offset` in a buffer."""
         page, slot = row, slot_of(row, index * block + offset)
         if paged:
-            page, slot = jnp.clip(table[row, _div(slot, slots)], 0, k_hbm.shape[1] - 1), _rem(slot, slots)
+            page, slot = jnp.clip(table[row, _div(slot, slots)], 0, pages - 1), _rem(slot, slots)
         at, into = pl.ds(pl.multiple_of(slot, unit), count), pl.ds(pl.multiple_of(offset, unit), count)
-        for n, (hbm, vmem) in enumerate(((k_hbm, k_buf), (v_hbm, v_buf))):
+        for n, (hbm, vmem) in enumerate(zip(in_hbm, in_vmem, strict=True)):
             source = hbm.at[layer_ref[0], page, :, at]
             pltpu.make_async_copy(source, vmem.at[buf, :, into], sems.at[n, buf]).start()
 
@@ -275,7 +282,7 @@ def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, rin
 
         def wait(i, count):
             """A wait takes only the number of bytes from its copy."""
-            for n, vmem in enumerate((k_buf, v_buf)):
+            for n, vmem in enumerate(in_vmem):
                 part = vmem.at[buf, :, pl.ds(pl.multiple_of(i * unit, unit), count)]
                 pltpu.make_async_copy(part, part, sems.at[n, buf]).wait()
 

@@ -18,7 +18,7 @@ class Case:
     """lengths [B]; slots: of a page; columns: pages of a row in a shuffled table, None: rows are pages.
 
     layers: layers of a stacked cache, of which the last is read. queries: C; None: a row has one query and no such
-    axis. loudness: of queries.
+    axis. loudness: of queries. one: keys are values too.
     """
 
     lengths: tuple[int, ...]
@@ -33,6 +33,7 @@ class Case:
     loudness: float = 1.0
     sinks: bool = False
     ring: bool = False
+    one: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def seen(self, row: int, query: int) -> range:
@@ -61,6 +62,8 @@ class Case:
         found = dict(zip("qkv", (jnp.asarray(x, self.dtype) for x in (q, k, v)), strict=True))
         if self.queries is None:
             found["q"] = found["q"][:, 0]
+        if self.one:
+            found["v"] = None
         found["lengths"] = jnp.asarray(self.lengths, jnp.int32)
         if self.sinks:
             found["sinks"] = jnp.asarray(rng.normal(size=(self.heads, self.group)), jnp.float32)
@@ -87,7 +90,8 @@ class Case:
 
     def oracle(self, inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Query by query in float64."""
-        q, k, v = (np.asarray(inputs[name].astype(jnp.float32), np.float64) for name in "qkv")
+        values = inputs["k"] if self.one else inputs["v"]
+        q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (inputs["q"], inputs["k"], values))
         k, v = (x[-1] if self.layers else x for x in (k, v))
         q = q if self.queries else q[:, None]
         out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)

@@ -35,6 +35,7 @@ CASES = {
 }
 # What the kernel for GPUs does not have.
 MORE_CASES = {
+    "keys that are values": Case((0, 1, 200, 256), one=True, size=128, sinks=True, options={"window": 150}),
     "stacked layers": Case((5, 130), layers=2),
     "pages": Case((0, 1, 16, 17, 100, 64), slots=16, columns=7, layers=2),
     "pages of more than a block": Case((0, 128, 129, 500), slots=128, columns=4),
@@ -92,18 +93,21 @@ def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     ("changes", "reason"),
     [
         ({"dtype": jnp.float16}, "bfloat16 or float32"),
+        ({"values": 32}, "values of size 32 are apart from keys of size 64"),
         ({"slots": 100}, "100 positions do not divide into tiles of 8"),
         ({"heads": 64, "size": 256, "slots": 512}, "on-chip memory"),
         ({"group": 40, "queries": 4}, "4 x 40 queries of a KV head exceed 128"),
     ],
 )
 def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reason):
+    values = changes.pop("values", None)
     case = Case((1, 2), **changes)
     q = jax.ShapeDtypeStruct((2, case.queries or 1, case.heads, case.group, case.size), case.dtype)
     k = jax.ShapeDtypeStruct((2, case.heads, case.slots, case.size), case.dtype)
-    assert reason in decode_attention_tpu.unsupported(q, k)
+    v = jax.ShapeDtypeStruct((*k.shape[:-1], values or case.size), case.dtype)
+    assert reason in decode_attention_tpu.unsupported(q, k, v)
     with pytest.raises(ValueError, match=reason):
-        jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), q, k, k, jax.ShapeDtypeStruct((2,), jnp.int32))
+        jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), q, k, v, jax.ShapeDtypeStruct((2,), jnp.int32))
 
 
 def test_a_page_table_must_fit_scalar_memory():

@@ -38,9 +38,13 @@ class DecodeAttention:
     def function(self):
         from inferlib.pallas_kernels.decode_attention_tpu import decode_attention
 
-        return partial(
-            decode_attention, scale=self.size**-0.5, window=self.window, ring=self.slots is not None, layer=0
-        )
+        options = dict(window=self.window, ring=self.slots is not None, layer=0) | ({"v": None} if self.one else {})
+        return partial(decode_attention, scale=self.size**-0.5, **options)
+
+    @property
+    def one(self) -> bool:
+        """Whether key and value lie in one cell."""
+        return self.size % 128 != 0
 
     @property
     def pages(self) -> np.ndarray | None:
@@ -55,9 +59,10 @@ class DecodeAttention:
         """Shapes and dtypes."""
         rows, slots = len(self.lengths), self.page or self.slots or -(-max(self.lengths) // 128) * 128
         count = rows if self.page is None else self.pages.size
-        cache = (4, count, self.heads, slots, self.size), "bfloat16"
-        q = (rows, self.queries, self.heads, self.group, self.size), "bfloat16"
-        found = {"q": q, "k": cache, "v": cache, "lengths": ((rows,), "int32")}
+        size = -(-2 * self.size // 128) * 128 if self.one else self.size
+        cache = (4, count, self.heads, slots, size), "bfloat16"
+        q = (rows, self.queries, self.heads, self.group, size), "bfloat16"
+        found = {"q": q, "k": cache} | ({} if self.one else {"v": cache}) | {"lengths": ((rows,), "int32")}
         return found if self.page is None else {**found, "pages": (self.pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
@@ -89,6 +94,7 @@ CASES = {
     "short": DecodeAttention(SHORT),
     "short, 8 heads": DecodeAttention(SHORT, heads=8),
     "A, head 64": DecodeAttention(BATCH, size=64),
+    "F, head 64": DecodeAttention(BATCH, heads=8, size=64),
     "A, head 256": DecodeAttention(BATCH, size=256),
     "A, 4 queries": DecodeAttention(BATCH, queries=4),
     "F, 4 queries": DecodeAttention(BATCH, heads=8, queries=4),

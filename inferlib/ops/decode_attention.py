@@ -14,7 +14,7 @@ from inferlib.ops.attention import masked_attention, slot_positions, visible
 def decode_attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     lengths: jax.Array,
     *,
     scale: float,
@@ -29,7 +29,8 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """q [B, K, G, h]: row b's query is at position lengths[b] - 1; or [B, C, K, G, h]: at the last C positions.
 
-    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read, the new tokens' keys and values already written.
+    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read, the new tokens' keys and values already written;
+    v None: keys are values too.
     pages [B, M] int32: position p of row b is in page pages[b, p // S]; without, row b's cache is page b. lengths [B]
     int32 counts the positions written; 0 marks an inactive row (out 0, lse -inf), and what would stand at a negative
     position sees nothing. limit (static): no length exceeds it, so slots beyond are not read. ring: position p lives in
@@ -41,6 +42,8 @@ def decode_attention(
     """
     if backend != "xla" and isinstance(window, jax.Array):
         raise ValueError(f"backend {backend!r} takes one window for all rows; use xla")
+    if v is None and backend != "pallas_tpu":
+        v = k
     options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
     if backend == "pallas_gpu":
         from inferlib.pallas_kernels import decode_attention_gpu
