@@ -22,7 +22,7 @@ LOG2E = math.log2(math.e)
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
 BLOCK_BYTES = 1 << 20  # most keys of a block: fewer, and waits show; more, and short rows compute what they do not have
 BUFFERS = 3
-UNROLL = 8  # copies of pages that are started together
+UNROLL = 16  # copies of pages that are started together
 PART, EDGE = 2048, 1024  # positions times heads computed at once; positions, where some are masked
 MOST_QUERIES = 128  # of a KV head: their LSEs are one row of lanes
 VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p unless told otherwise
@@ -56,7 +56,7 @@ def unsupported(
     if table > SMEM_BYTES:
         return f"a table of {q.shape[0]} x {pages} pages needs {table} bytes of scalar memory, more than {SMEM_BYTES}"
     arrays = 1 if v is None else 2
-    block = block or _block(k.shape, arrays * dtype.itemsize, pages, window and window + q.shape[1] - 1)
+    block = block or _block(k.shape, dtype.itemsize, pages, window and window + q.shape[1] - 1)
     need = _vmem_bytes(q.shape, k.shape, arrays, dtype.itemsize, block)
     if need > VMEM_BYTES:
         heads = f"{k.shape[-3]} KV heads of size {k.shape[-1]}"
@@ -69,12 +69,12 @@ def _unit(slots: int, pages: int | None) -> int:
     return slots if pages is not None and slots <= 2 * LANES else math.gcd(slots, LANES)
 
 
-def _block(cache: tuple[int, ...], cell: int, pages: int | None, seen: int | None) -> int:
-    """Positions of a block, each of which takes `cell` bytes for every number of a key: all that a row's queries see
-    together, if that is bounded and fits, or a power of two units."""
+def _block(cache: tuple[int, ...], itemsize: int, pages: int | None, seen: int | None) -> int:
+    """Positions of a block: all that a row's queries see together, if that is bounded and fits, or a power of two
+    units."""
     *_, heads, slots, size = cache
     unit = _unit(slots, pages)
-    row = heads * pl.cdiv(size, LANES) * LANES * cell
+    row = heads * pl.cdiv(size, LANES) * LANES * itemsize
     most = min(max(BLOCK_BYTES // (row * unit), 1), pl.cdiv(slots * (pages or 1), unit))
     if seen is not None and (span := _span(seen, unit)) <= most * unit:
         return span
@@ -123,7 +123,7 @@ def decode_attention(
     cache = [x if x.ndim == 5 else x[None] for x in (k, v) if x is not None]
     slots, width = k.shape[-2], queries * group
     seen = window and window + queries - 1  # by a row's queries together
-    block = block or _block(k.shape, len(cache) * k.dtype.itemsize, columns, seen)
+    block = block or _block(k.shape, k.dtype.itemsize, columns, seen)
 
     def packed(x: jax.Array) -> jax.Array:
         """[..., C, K, G, h] -> [..., K, C * G, h]."""
@@ -142,10 +142,10 @@ def decode_attention(
         first = _first(scalars[0], queries, window, _unit(slots, columns))
         scalars.append(lax.rem(first, slots * (columns or 1)))
     if pages is not None:
-        scalars.append(pages.astype(jnp.int32))
+        scalars.append(jnp.clip(pages.astype(jnp.int32), 0, cache[0].shape[1] - 1).reshape(-1))
     kernel = functools.partial(
         _kernel,
-        paged=pages is not None,
+        columns=columns,
         has_sinks=sinks is not None,
         arrays=len(cache),
         queries=queries,
@@ -193,16 +193,16 @@ def decode_attention(
     return jnp.moveaxis(out, 2, 1), jnp.moveaxis(lse, 2, 1)
 
 
-def _kernel(*refs, paged, has_sinks, arrays, queries, group, scale, window, softcap, ring, unit, block):
+def _kernel(*refs, columns, has_sinks, arrays, queries, group, scale, window, softcap, ring, unit, block):
     """One row. Logits are in units of log 2, as exponentials are taken with base 2.
 
-    Scalars: lengths [B], layer [1]; of a ring the slot that the first position is in [B]; pages [B, M]. q, out
+    Scalars: lengths [B], layer [1]; of a ring the slot that the first position is in [B]; pages [B * M]. q, out
     [K, R, h] with R = C * G, sinks [K, R, 128], k, v [L, N, K, S, h] in HBM, or k alone (`arrays`), lse [K, 128].
     Scratch: copies of their blocks [BUFFERS, K, T, h]; the running maximum and sum [K, R, 128] (the sum's lanes add up,
     the maximum's are alike) and accumulator [K, R, h]; the row and block to be copied next and the buffer to be read
     next; semaphores.
     """
-    refs = list(refs)
+    refs, paged = list(refs), columns is not None
     lengths_ref, layer_ref = refs.pop(0), refs.pop(0)
     origin_ref = refs.pop(0) if ring else None
     table = refs.pop(0) if paged else None
@@ -213,13 +213,13 @@ def _kernel(*refs, paged, has_sinks, arrays, queries, group, scale, window, soft
     k_buf, v_buf = in_vmem[0], in_vmem[-1]
     row, rows = pl.program_id(0), pl.num_programs(0)
     heads, width, size = acc_ref.shape
-    pages, slots = in_hbm[0].shape[1], in_hbm[0].shape[3]
+    slots = in_hbm[0].shape[3]
     # Positions that are computed at once, of a block that all queries see and of others; few enough for registers.
     most = max(PART // pl.cdiv(width, SUBLANES), LANES)
     edge = min(EDGE, most) if block % min(EDGE, most) == 0 else block
     exact = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
 
-    capacity = slots * (table.shape[1] if paged else 1)
+    capacity = slots * (columns or 1)
     in_one_block = window is not None and block >= _span(window + queries - 1, unit)
 
     def length_of(row):
@@ -245,7 +245,7 @@ def _kernel(*refs, paged, has_sinks, arrays, queries, group, scale, window, soft
         """Start the copies that bring `count` positions of a page to `offset` in a buffer."""
         page, slot = row, slot_of(row, index * block + offset)
         if paged:
-            page, slot = jnp.clip(table[row, _div(slot, slots)], 0, pages - 1), _rem(slot, slots)
+            page, slot = table[row * columns + _div(slot, slots)], _rem(slot, slots)
         at, into = pl.ds(pl.multiple_of(slot, unit), count), pl.ds(pl.multiple_of(offset, unit), count)
         for n, (hbm, vmem) in enumerate(zip(in_hbm, in_vmem, strict=True)):
             source = hbm.at[layer_ref[0], page, :, at]
@@ -266,15 +266,32 @@ def _kernel(*refs, paged, has_sinks, arrays, queries, group, scale, window, soft
             pl.when(whole)(lambda: start_copy(row, index, 0, block, buf))
             units = jnp.where(whole, 0, units)
 
+        def start_pages(at, count):
+            """Those of `count` pages, from number `at` of the block on."""
+            first = row * columns + _div(slot_of(row, index * block), slots) + at
+            into = pl.ds(pl.multiple_of(at * unit, count * unit), count * unit)
+            parts = [vmem.at[buf, :, into] for vmem in in_vmem]
+            for n in range(count):
+                entry = first + n
+                if ring:
+                    entry = jnp.where(entry >= (row + 1) * columns, entry - columns, entry)
+                page = table[entry]
+                for m, (hbm, part) in enumerate(zip(in_hbm, parts, strict=True)):
+                    source = hbm.at[layer_ref[0], page]
+                    pltpu.make_async_copy(source, part.at[:, pl.ds(n * unit, unit)], sems.at[m, buf]).start()
+
         def start_units(first, stop, count):
             def start_some(i, _):
+                if paged and unit == slots:
+                    return start_pages(first + i * count, count)
                 for n in range(count):
                     start_copy(row, index, (first + i * count + n) * unit, unit, buf)
 
             lax.fori_loop(0, _div(stop - first, count), start_some, None)
 
-        together = units & -UNROLL
-        start_units(0, together, UNROLL)
+        count = min(UNROLL, 1 << (block // unit).bit_length() - 1)
+        together = units & -count
+        start_units(0, together, count)
         start_units(together, units, 1)
 
     def wait_block(row, index, buf):

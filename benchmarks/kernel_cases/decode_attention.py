@@ -73,7 +73,7 @@ class DecodeAttention:
             unit = math.gcd(self.slots, 128)
             given.append(first // unit * unit % self.slots)
         if self.page is not None:
-            given.append(self.pages)
+            given.append(self.pages.reshape(-1))
         return dict(enumerate(given))
 
 
