@@ -72,11 +72,11 @@ def _copies(copy, x, loops: int) -> None:
 
 
 def step_bytes(model: AbstractModel, batch: int, length: int) -> float:
-    """Bytes that one decode step must read: all weights but the embedding table and the experts that nobody chose
+    """Bytes that one decode step must read: all weights but tables of embeddings and the experts that nobody chose
     (where all are equally likely), and the live cache."""
     config, total = model.config, 0.0
     for weight in model.weights:
-        if weight.name == "embed" and not config.tied:
+        if model.looks_up(weight.name):
             continue
         share = 1.0
         if axes.EXPERTS in weight.axes:
