@@ -82,7 +82,9 @@ def grouped_matmul(
     packed = values.dtype.name in _PACKED
     chosen = chosen or blocks(total, sizes.size, parts, inputs, outputs, values.dtype, group)
     if group is not None and (chosen.depth % group or (scales.dtype != jnp.float8_e8m0fnu and chosen.depth != group)):
-        raise ValueError(f"steps of {chosen.depth} inputs do not go with groups of {group} and scales of {scales.dtype}")
+        raise ValueError(
+            f"steps of {chosen.depth} inputs do not go with groups of {group} and scales of {scales.dtype}"
+        )
     height = chosen.rows
     tiles = -(-sizes // height)  # of each group
     count = min(total, sizes.size + total // height)  # at most

@@ -29,7 +29,7 @@ class Case:
 
     layers: layers of a stacked cache, of which the last is read. queries: C; None: a row has one query and no such
     axis. loudness: of queries. stored: keys and values are quantised, "int8" or "float8_e4m3fn". one: keys are values
-    too.
+    too. tree: the new tokens are a random one.
     """
 
     lengths: tuple[int, ...]
@@ -46,12 +46,22 @@ class Case:
     sinks: bool = False
     ring: bool = False
     one: bool = False
+    tree: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def seen(self, row: int, query: int) -> range:
-        """Positions that a row's query sees."""
+        """Positions that a row's query sees, but for new tokens that are not its ancestors in the tree."""
         position = self.lengths[row] - (self.queries or 1) + query
         return range(max(position + 1 - (self.options.get("window") or position + 1), 0), position + 1)
+
+    def mask(self, rng: np.random.Generator) -> np.ndarray:
+        """[B, C, C]: each new token's ancestors and itself; the parent of the i-th is one before it."""
+        found = np.zeros((len(self.lengths), self.queries, self.queries), bool)
+        for tree in found:
+            for i in range(self.queries):
+                tree[i] = tree[rng.integers(i)] if i else False
+                tree[i, i] = True
+        return found
 
     def inputs(self, seed: int) -> dict[str, Any]:
         """Arguments of the operation; slots that no query sees hold NaN and infinities."""
@@ -88,6 +98,8 @@ class Case:
             found["layer"] = jnp.int32(self.layers - 1)
         if self.columns:
             found["pages"] = jnp.asarray(table, jnp.int32)
+        if self.tree:
+            found["mask"] = jnp.asarray(self.mask(rng))
         return found
 
     def static(self) -> dict[str, Any]:
@@ -135,5 +147,8 @@ class Case:
         for row, length in enumerate(self.lengths):
             for query in range(self.queries or 1) if length else ():
                 positions = np.array(self.seen(row, query), int)
+                if self.tree:
+                    new = positions - (length - self.queries)
+                    positions = positions[(new < 0) | np.asarray(inputs["mask"])[row, query, np.maximum(new, 0)]]
                 slots = positions % capacity if self.ring else positions
                 yield row, query, (table[row, slots // self.slots], slice(None), slots % self.slots)
