@@ -1,4 +1,4 @@
-"""The live parts of all rows of a paged cache as one stream of blocks, copied to a TPU's on-chip memory ahead of use."""
+"""The live parts of all rows of a paged cache as a stream of blocks, copied to a TPU's on-chip memory ahead of use."""
 
 from __future__ import annotations
 
