@@ -86,12 +86,9 @@ def kernel_lacks(spec: AttentionSpec | MlaSpec, backend: str) -> str:
     """What attention kernels (see `Backend`) cannot do of a layer, which XLA then does; "" if nothing."""
     if isinstance(spec, MlaSpec):
         return "latent attention"
-    if spec.value_dim != spec.head_dim:
+    if spec.value_dim != spec.head_dim and backend != "pallas_tpu":
         return "values of another size than keys"
-    if spec.chunk:
-        return "chunked attention"
-    # For other sizes XLA has positions along lanes: the kernel would have the whole cache copied at every layer.
-    return f"heads of size {spec.head_dim}" if backend == "pallas_tpu" and spec.head_dim % 128 else ""
+    return "chunked attention" if spec.chunk else ""
 
 
 @dataclass(frozen=True)
