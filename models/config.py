@@ -7,6 +7,7 @@ A family recipe (`inferlib.models.families`) turns a Hugging Face `config.json` 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil, comb
 from typing import ClassVar, Literal
 
 
@@ -349,6 +350,12 @@ class MoeSpec:
         passed over with probability (1 - chosen / experts)^tokens."""
         return 1.0 - (1.0 - self.router.chosen / self.router.experts) ** tokens
 
+    def device_share(self, devices: int) -> float:
+        """Of `devices` devices that hold as many experts each, those that have any a token chose, expected where all
+        are equally likely."""
+        every, chosen = self.router.experts, self.router.chosen
+        return 1.0 - comb(every - ceil(self.experts / devices), chosen) / comb(every, chosen)
+
 
 @dataclass(frozen=True)
 class NormSpec:
@@ -429,6 +436,11 @@ class ModelConfig:
         last = self.layers[-1].mlp
         _require(not (isinstance(last, MoeSpec) and last.deferred), "the last layer's experts cannot be deferred")
         _require(self.vocab > 0 and self.dim > 0 and self.context > 0, "vocab, dim and context must be positive")
+
+    @property
+    def mixtures(self) -> tuple[MoeSpec, ...]:
+        """Of each layer that has experts, in order."""
+        return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec))
 
     def _require_caches(self) -> None:
         """Layers without a cache of their own follow all that have one, and attend as the layer does that holds it."""

@@ -40,12 +40,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class LoadItem:
-    """One weight and the tensors it is made of: a tuple of pieces per layer (several if it is stacked)."""
+    """One weight and the tensors it is made of: a tuple of pieces per layer (several if it is stacked). placed: of each
+    layer, the expert of each slot, if experts are placed by a file."""
 
     weight: WeightSpec
     layer: LayerSpec | None
     pieces: tuple[tuple[Piece, ...], ...]
     fused_experts: FusedExperts
+    placed: tuple[tuple[int, ...], ...] | None = None
 
 
 # Parts of a layer that are the checkpoint's tensors as they are, matrices transposed; the latter named in full.

@@ -228,9 +228,9 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
 def _decode_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
     from inferlib.pallas_kernels.decode_attention_tpu import unsupported
 
-    for spec, queries, cache in _attentions(config, model, plan):
-        q = jax.ShapeDtypeStruct((config.rows, 1, cache.shape[-3], queries, cache.shape[-1]), plan.dtype)
-        if reason := unsupported(q, cache, window=spec.window):
+    for spec, queries, caches in _attentions(config, model, plan):
+        q = jax.ShapeDtypeStruct((config.rows, 1, caches[0].shape[-3], queries, caches[0].shape[-1]), plan.dtype)
+        if reason := unsupported(q, *caches, window=spec.window):
             return reason
     return None
 
@@ -239,7 +239,7 @@ def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) 
     from inferlib.pallas_kernels.prefill_attention_tpu import unsupported
 
     dealt = config.shards.size(axes.TOKENS)
-    for _, queries, cache in _attentions(config, model, plan):
+    for _, queries, (cache, *_) in _attentions(config, model, plan):
         heads, slots, size = cache.shape[-3:]
         # Where tokens are dealt out, what devices pass on of a row ends at the limit.
         counts = {slots} if dealt == 1 else {min(slots, -(-limit // dealt)) for limit in config.buckets.cache}
@@ -252,13 +252,13 @@ def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) 
 
 def _attentions(
     config: EngineConfig, model: AbstractModel, plan: CachePlan
-) -> Iterator[tuple[AttentionSpec, int, jax.ShapeDtypeStruct]]:
-    """Every block's attention that the TPU kernels take: its spec, queries of a KV head, and a device's keys."""
+) -> Iterator[tuple[AttentionSpec, int, list[jax.ShapeDtypeStruct]]]:
+    """Every block's attention that the TPU kernels take: its spec, queries of a KV head, and a device's cache."""
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         spec = model.config.layers[layers[0]].attention
         if not kernel_lacks(spec, "pallas_tpu"):
-            shape = config.shards.local_shape(block.axes, block.shapes[0])
-            yield spec, model.layout.heads(spec).queries, jax.ShapeDtypeStruct(shape, plan.dtype)
+            shapes = (config.shards.local_shape(block.axes, shape) for shape in block.shapes)
+            yield spec, model.layout.heads(spec).queries, [jax.ShapeDtypeStruct(s, plan.dtype) for s in shapes]
 
 
 def _experts_lack(config: EngineConfig, model: AbstractModel) -> str | None:

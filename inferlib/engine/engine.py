@@ -98,6 +98,7 @@ class Engine:
         self.plan = self.programs.plan
         self.stats = EngineStats()
         self.scheduler = Scheduler(config)
+        self.expert_load: np.ndarray | int = 0  # int64 [L, E], if it is counted
         self.cache = self.plan.allocate(config.shards)
         self.state = self.programs.allocate_state()
         self._compiled_before = compilations()
@@ -245,6 +246,8 @@ class Engine:
         dispatch = flight.dispatch
         with self.stats.timed("wait"):
             output = jax.device_get(flight.output)
+        if output.load is not None:
+            self.expert_load += output.load.sum(axis=(0, 1), dtype=np.int64)
         now, advanced, steps = time.monotonic(), {}, dispatch.key.steps
         columns = output.tokens.T.tolist()  # Python's numbers: picking them out of an array one by one takes far longer
         for s in dispatch.rows:

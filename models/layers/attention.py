@@ -11,7 +11,7 @@ from flax import nnx
 
 from inferlib.models.batch import StepContext, kernel_lacks
 from inferlib.models.config import AttentionSpec, NormSpec, QueryTemperature
-from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm, scale_norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
@@ -137,6 +137,9 @@ class Attention(nnx.Module):
         spec, batch = self.spec, ctx.batch
         split = math.prod(batch.chunk_tokens.shape)
         dealt = ctx.shards.size(axes.POSITIONS) > 1
+        apart = len(cache.arrays) > 1
+        # Against a cell of key and value: zeros meet the value, and what meets the key is dropped.
+        q = q if apart else widened(q, cache.arrays[0].shape[-1])
         sinks = self.sinks[...] if spec.sinks else None
         options = dict(scale=spec.scale, softcap=spec.softcap, sinks=None if dealt else sinks, ring=cache.ring)
 
@@ -146,6 +149,9 @@ class Attention(nnx.Module):
             window = stripe.window(positions, self.window(positions))
             return window, "xla" if isinstance(window, jax.Array) or kernel_lacks(spec, kernel) else kernel
 
+        def values(out: jax.Array, lse: jax.Array) -> Attended:
+            return out if apart else out[..., spec.head_dim : spec.head_dim + spec.value_dim], lse
+
         def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
             queries = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])[which]
             positions, limit = ctx.chunk_positions[which], limit_of(ctx, stripe)
@@ -153,18 +159,19 @@ class Attention(nnx.Module):
             kind = dict(window=window, limit=limit, backend=kernel)
             if share[0].ndim == 5:
                 kind["layer"] = cache.layer
-            return prefill_attention(queries, *share, pages, stripe.number(positions), **kind, **options)
+            numbers = stripe.number(positions)
+            return values(*prefill_attention(queries, share[0], share[-1], pages, numbers, **kind, **options))
 
         def rows(stripe: Stripe) -> Attended:
             queries, positions = q[split:], batch.decode_lengths - 1
             window, kernel = reach(stripe, positions, ctx.backend.decode_attention)
             limit, numbers, layer = limit_of(ctx, stripe), stripe.number(positions), None
             if kernel == "pallas_tpu":
-                (k, v), layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
+                (k, *v), layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
             else:
-                k, v = cache.read(queries.shape[0], limit)
+                k, *v = cache.read(queries.shape[0], limit)
             kind = dict(window=window, limit=limit, layer=layer, backend=kernel)
-            return decode_attention(queries, k, v, numbers + 1, **kind, **options)
+            return values(*decode_attention(queries, k, v[0] if v else None, numbers + 1, **kind, **options))
 
         _, kernel = reach(ctx.shards.stripe(axes.POSITIONS), ctx.chunk_positions, ctx.backend.prefill_attention)
         return attend(cache, ctx, chunks, rows, sinks if dealt else None, stacked=kernel == "pallas_tpu")

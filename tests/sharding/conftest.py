@@ -77,6 +77,8 @@ SHAPES = {
     "olmo2": ("olmo2", _LAYERS(1)),  # RMS norm over all heads together
     # 7 experts, which no even mesh divides, and gated shared ones; stacked, two layers.
     "experts": ("qwen2_moe", _LAYERS(2)),
+    # So few of 8 experts for a token that all-to-all is worth it on 4 devices (test_exchange.py).
+    "exchanged": ("qwen3_moe", {**_LAYERS(1), "num_local_experts": 8, "num_experts_per_tok": 2}),
     "cohere2": ("cohere2", _LAYERS(1)),  # layer norm, attention and feed-forward in parallel
 }
 
