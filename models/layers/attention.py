@@ -56,6 +56,10 @@ class Attention(nnx.Module):
             self.qkv_bias = param((k, slots, h), heads, dtype, "zeros")
             if spec.own_values:
                 self.v_bias = param((k, value), (axes.KV_HEADS, axes.HEAD_DIM), dtype, "zeros")
+        if spec.gate is not None:
+            size, names = ((), ()) if spec.gate.per_head else ((value,), (axes.HEAD_OUT,))
+            names = (axes.EMBED, axes.KV_HEADS, axes.QUERIES, *names)
+            self.gate = param((dim, k, g, *size), names, dtype, contracting=(0,))
         if spec.sinks:
             self.sinks = param((k, g), (axes.KV_HEADS, axes.QUERIES), dtype, "zeros")
         if spec.o_bias:
@@ -71,10 +75,20 @@ class Attention(nnx.Module):
                 self.k_norm = param((k, h), (axes.KV_HEADS, axes.HEAD_DIM), dtype, neutral)
 
     def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        spec = self.spec
         q, new = self.project(x, ctx)
         if new:
             cache = cache.write(new, ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
-        return matmul(self.attend(q, cache, ctx), self.o[...], contract=3), cache
+        out = self.attend(q, cache, ctx)
+        if spec.gate is not None:
+            out = self.gated(out, x, ctx.shards)
+        return matmul(out, self.o[...], contract=3), cache
+
+    def gated(self, out: jax.Array, x: jax.Array, shards: Shards) -> jax.Array:
+        """Attention's output [T, K, G, h], or this device's share of h, by the gate of x [T, D]."""
+        gate = shards.sum(matmul(x, self.gate[...], out_dtype=jnp.float32), axes.EMBED)
+        gate = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}[self.spec.gate.activation](gate)
+        return out * gate.reshape(*out.shape[:3], -1).astype(out.dtype)
 
     def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """q [T, K, G, h], normed, rotated, scaled by the query temperature, and what is cached: k, normed and rotated,
