@@ -324,9 +324,9 @@ def _attention(
     shares = shards.size(axes.POSITIONS)
     if shards.size(axes.TOKENS) > 1:
         slots = block.slots if block.ring else min(block.slots, -(-key.limit // shares) * shares)
-        for shape in block.shapes:
+        for shape, fold in zip(block.shapes, block.folds, strict=True):
             *_, heads, _, size = shards.local_shape(block.axes, shape)
-            passed, hops = (key.chunks, heads, slots // shares, size), shares - 1 if key.chunks else 0
+            passed, hops = (key.chunks, heads, slots // shares, size // fold), shares - 1 if key.chunks else 0
             ledger.add("collective-permute", "the rows' cache", (axes.POSITIONS,), passed, dtype, hops)
         tokens = key.rows
     if tokens:

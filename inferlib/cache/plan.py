@@ -1,4 +1,4 @@
-"""The cache as a plan: for every block, the shapes of its arrays: keys and values, or the latents of MLA alone.
+"""The cache as a plan: for every block, the shapes of its arrays: keys and values, or latents and rotary keys of MLA.
 
 Contiguous mode: one page per row, so the arrays are [rows, K, S, h] with S the row's capacity. Layers
 with a sliding window or chunks keep a ring when that is smaller. Where positions are dealt out to several devices, each
@@ -27,7 +27,7 @@ from inferlib.sharding.shards import Shards
 class BlockCache:
     """One block's cache: the shapes of its arrays, [N, K, S, h], or [L, N, K, S, h] if the block is scanned.
 
-    latent: there is one, of MLA, which has one head.
+    latent: the latents of MLA and the rotary keys, which may be folded (see `inferlib.ops.cache_write`).
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -37,6 +37,11 @@ class BlockCache:
     @property
     def slots(self) -> int:
         return self.shapes[0][-2]
+
+    @property
+    def folds(self) -> tuple[int, ...]:
+        """How many positions a row of each array holds."""
+        return tuple(self.slots // shape[-2] for shape in self.shapes)
 
     @property
     def axes(self) -> tuple[str | None, ...]:
@@ -81,9 +86,9 @@ class CachePlan:
 def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, platform: str = "cpu") -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
-    A latent cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes
-    its compiler would choose another order of the dimensions, and copy the cache to it at every step. So are a device's
-    slots, as kernels read whole tiles.
+    On a "tpu", whose memory is tiled by 128 numbers, a latent is a multiple of that: for other sizes its compiler would
+    choose another order of the dimensions, and copy the cache to it at every step. Rotary keys, half or a quarter of
+    that, are folded, so that nothing is padded. A device's slots are whole tiles, as kernels read them.
 
     A ring must hold what a chunk's first query sees and the chunk itself: window + chunk slots.
     """
@@ -91,10 +96,13 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
     for layers in model.blocks():
         spec = model.config.layers[layers[0]].attention
         ring = spec.reach is not None and spec.reach + chunk < max_len
-        slots = model.layout.positions(spec.reach + chunk if ring else max_len, lanes)
-        stack = (len(layers),) if len(layers) > 1 else ()
-        page = (*stack, rows, model.layout.cache_heads(spec), slots)
         latent = isinstance(spec, MlaSpec)
-        shapes = tuple((*page, -(-size // lanes) * lanes if latent else size) for size in spec.cache_sizes)
+        folds = [lanes // size if latent and size in (lanes // 2, lanes // 4) else 1 for size in spec.cache_sizes]
+        slots = model.layout.positions(spec.reach + chunk if ring else max_len, lanes * max(folds))
+        stack = (len(layers),) if len(layers) > 1 else ()
+        page = (*stack, rows, model.layout.cache_heads(spec))
+        sizes = [size * fold for size, fold in zip(spec.cache_sizes, folds, strict=True)]
+        sizes = [-(-size // lanes) * lanes for size in sizes] if latent else sizes
+        shapes = tuple((*page, slots // fold, size) for size, fold in zip(sizes, folds, strict=True))
         blocks.append(BlockCache(shapes, ring, latent))
     return CachePlan(rows, max_len, tuple(blocks), np.dtype(dtype))

@@ -22,6 +22,7 @@ from inferlib.compile.state import RowState
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import kernel_lacks
+from inferlib.models.config import MlaSpec
 from inferlib.sharding import axes
 
 log = logging.getLogger(__name__)
@@ -203,16 +204,22 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
     """The config with a decode attention that can run its share of the model; warns if that is not the chosen one."""
     if config.backend.decode_attention != "pallas_tpu":
         return config
-    from inferlib.pallas_kernels import decode_attention_tpu
+    from inferlib.pallas_kernels import decode_attention_tpu, mla_decode_attention_tpu
 
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         spec = model.config.layers[layers[0]].attention
         if kernel_lacks(spec, "pallas_tpu"):
             continue
-        cache = config.shards.local_shape(block.axes, block.shapes[0])
-        q = (config.rows, 1, cache[-3], model.layout.heads(spec).queries, cache[-1])
-        shapes = (jax.ShapeDtypeStruct(shape, plan.dtype) for shape in (q, cache))
-        if reason := decode_attention_tpu.unsupported(*shapes, window=spec.window):
+        cache, *more = (config.shards.local_shape(block.axes, shape) for shape in block.shapes)
+        heads = model.layout.heads(spec)
+        if isinstance(spec, MlaSpec):
+            own = heads.groups // config.shards.size(axes.KV_HEADS)
+            shapes = (config.rows, 1, own, spec.kv_rank + spec.rope.dim), cache, *more
+            kernel = mla_decode_attention_tpu.unsupported
+        else:
+            shapes = (config.rows, 1, cache[-3], heads.queries, cache[-1]), cache
+            kernel = partial(decode_attention_tpu.unsupported, window=spec.window)
+        if reason := kernel(*(jax.ShapeDtypeStruct(shape, plan.dtype) for shape in shapes)):
             log.warning("decode attention is XLA's, not the TPU kernel: %s", reason)
             return replace(config, backend=replace(config.backend, decode_attention="xla"))
     return config

@@ -44,19 +44,25 @@ def masked_attention(
     scale: float,
     softcap: float | None,
     sinks: jax.Array | None,
+    rotary: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] bool.
 
-    Values may have a size of their own. Returns out [B, C, K, G, h] in q's dtype and the log-sum-exp of the logits
-    [B, C, K, G] float32. sinks [K, G]: a learned logit that joins the denominator. A query that sees nothing yields 0
-    and -inf. Softmax in float32. A value that is not finite counts as zero, even if seen; a key does not.
+    Values may have a size of their own; rotary: a part of q and of k that is held apart. Returns out [B, C, K, G, h] in
+    q's dtype and the log-sum-exp of the logits [B, C, K, G] float32. sinks [K, G]: a learned logit that joins the
+    denominator. A query that sees nothing yields 0 and -inf. Softmax in float32. A value that is not finite counts as
+    zero, even if seen; a key does not.
     """
-    b, c, k_heads, g, h = q.shape
+    b, c, k_heads, g, _ = q.shape
     highest, slots = precision_of(q.dtype), k.shape[2]
-    # The G * C queries of a head are the rows of one matrix: [B, K, G, C, ...].
-    rows = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b, k_heads, g * c, h)
     dot = partial(lax.dot_general, precision=highest, preferred_element_type=jnp.float32)
-    s = dot(rows, k, (((3,), (3,)), ((0, 1), (0, 1)))).reshape(b, k_heads, g, c, slots) * scale
+
+    def products(q: jax.Array, k: jax.Array) -> jax.Array:
+        """[B, K, G, C, S]: the G * C queries of a head are the rows of one matrix."""
+        rows = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b, k_heads, g * c, q.shape[-1])
+        return dot(rows, k, (((3,), (3,)), ((0, 1), (0, 1)))).reshape(b, k_heads, g, c, slots)
+
+    s = products(q, k) * scale if rotary is None else (products(q, k) + products(*rotary)) * scale
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
     s = jnp.where(seen[:, None, None], s, -jnp.inf)

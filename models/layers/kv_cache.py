@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 import jax
 from jax import lax
 
-from inferlib.ops.cache_write import cache_write
+from inferlib.ops.cache_write import ROWS, cache_write, unfolded
 from inferlib.sharding.stripe import Stripe
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """arrays: keys and values, or latents alone, each [N, K, S, h]; in a scanned segment [L, N, K, S, h] with `layer`
-    the current one.
+    """arrays: keys and values, or latents and rotary keys, each [N, K, S, h]; in a scanned segment [L, N, K, S, h] with
+    `layer` the current one. Rotary keys may be folded, [..., S / f, f * h] (see `inferlib.ops.cache_write`).
 
     In a ring (sliding-window layers), position p lives in slot p mod S. Where positions are dealt out to several
     devices, this is one's share and p is the number among its own (see `Stripe`).
@@ -29,6 +29,11 @@ class LayerCache:
     @property
     def slots(self) -> int:
         return self.arrays[0].shape[-2]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of a position and head in each array."""
+        return tuple(x.shape[-1] * x.shape[-2] // self.slots for x in self.arrays)
 
     @property
     def rows(self) -> int:
@@ -47,12 +52,15 @@ class LayerCache:
 
         XLA fuses one slice of the stacked cache with what reads it, and copies to memory a slice of a slice.
         """
-        if self.layer is None:
-            return self.arrays
         slots = self.slots if self.ring or limit is None else min(limit, self.slots)
 
         def part(x: jax.Array) -> jax.Array:
-            sizes = (1, rows, x.shape[2], slots, x.shape[4])
-            return lax.dynamic_slice(x, (self.layer, first, 0, 0, 0), sizes)[0]
+            fold = self.slots // x.shape[-2]
+            if self.layer is None:
+                return unfolded(x, fold)
+            held = slots if fold == 1 else -(-slots // (ROWS * fold)) * ROWS
+            sizes = (1, rows, x.shape[2], held, x.shape[4])
+            x = unfolded(lax.dynamic_slice(x, (self.layer, first, 0, 0, 0), sizes)[0], fold)
+            return x if x.shape[2] == slots else x[:, :, :slots]
 
         return tuple(part(x) for x in self.arrays)
