@@ -73,3 +73,19 @@ def test_decode_attention_compiles_and_is_near_its_floor(target, most):
     for case in ("A", "F", "L"):
         assert found[case]["R"] <= most, case
         assert found[case]["bytes_to_floor"] < 1.01, case
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+@pytest.mark.parametrize(("target", "most"), [("v5e-1", 1.1), ("v6e-1", 1.1), ("v5p:1x1x1", 2.4), ("v7x:1x1x1", 1.6)])
+def test_mla_decode_attention_compiles_and_is_near_its_floor(target, most):
+    """v5p: one of two cores, bound by what it computes."""
+    command = [sys.executable, "benchmarks/kernels.py", "--json", "--kernels", "mla_decode_attention"]
+    command += ["--targets", target, "--cases", "V3;16 heads;16 heads, uneven;16 heads, page 256"]
+    run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    found = {line["case"]: line for line in json.loads(run.stdout)}
+    assert len(found) == 4
+    assert found["V3"]["R"] <= most
+    assert found["16 heads"]["R"] <= 1.1
+    assert all(line["bytes_to_floor"] < 1.05 for line in found.values())
