@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.ops.attention import merge_attention
 from inferlib.ops.cache_write import cache_write, unfolded
 from inferlib.ops.mla_decode_attention import mla_decode_attention
+from inferlib.ops.quantized import Scheme, quantize
 from inferlib.pallas_kernels import mla_decode_attention_tpu as tpu
 from tests.decode_attention_cases import TOLERANCE
 
@@ -160,6 +161,23 @@ def test_one_query_needs_no_axis():
     alone = mla_decode_attention(**inputs | {"q": inputs["q"][:, 0]}, scale=SCALE)
     for a, b in zip(whole, alone, strict=True):
         np.testing.assert_allclose(a[:, 0], b, rtol=1e-6, atol=1e-6)
+
+
+def test_scales_of_latents_and_keys_are_folded_in():
+    """Quantised, they are numbers times the scale of their position; unseen scales are NaN too."""
+    case = Case((0, 3, 128), slots=128, fold=1)
+    inputs, held = case.inputs(), {}
+    for name in ("latents", "keys"):
+        held[name] = quantize(inputs[name], (3,), Scheme("int8"))
+        inputs[name] = held[name].dequantized((3,), jnp.float32)
+    wants = case.oracle(inputs)
+    inputs |= {name: x.values for name, x in held.items()}
+    scales = tuple(held[name].scales for name in ("latents", "keys"))
+    assert not jnp.isfinite(scales[0]).all()
+    for found, want in zip(mla_decode_attention(**inputs, scales=scales, scale=SCALE), wants, strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="no scales of latents"):
+        mla_decode_attention(**inputs, scales=scales, scale=SCALE, backend="pallas_tpu")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Write new keys, values or latents into the cache.
+"""Write new keys, values or latents, or scales of these, into the cache.
 
 Numbers fewer than the 128 by which a TPU's memory is tiled may be folded: a row of the cache then holds those of f
 positions, position p of a page in row p // (128 f) * 128 + p % 128, and there in part p // 128 % f. So 128 positions in
@@ -19,11 +19,10 @@ def cache_write(
     """Put what is new of token t at page `pages[t]`, slot `slots[t]`.
 
     cache: [N, K, S, h], or [L, N, K, S, h] with `layer` the layer to write; or folded, [..., S / f, f * h]; new:
-    [T, K, h]; pages, slots: [T] int32. A page >= N or a slot >= S writes nothing: that is how padding and inactive rows
-    are dropped. Pairs (page, slot) are distinct. A donated cache is updated in place.
+    [T, K, h]; all without h for scales. pages, slots: [T] int32. A page >= N or a slot >= S writes nothing: that is how
+    padding and inactive rows are dropped. Pairs (page, slot) are distinct. A donated cache is updated in place.
     """
-    size = new.shape[2]
-    if cache.shape[-1] != size:
+    if new.ndim == 3 and cache.shape[-1] != new.shape[2]:
         return _write_folded(cache, new, pages, slots, layer)
     # Head by head. For a slice of heads a TPU would lay the whole cache out anew; and the write of one row would become
     # a slice update, of which XLA:CPU makes two, each on a copy of the cache.

@@ -22,6 +22,7 @@ def mla_decode_attention(
     limit: int | None = None,
     layer: jax.Array | int | None = None,
     pages: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     backend: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """q [B, H, R + r]: row b's query, at position lengths[b] - 1: H heads taken to the latents' R dimensions, and their
@@ -30,13 +31,17 @@ def mla_decode_attention(
     latents [N, 1, S, R] and rotary keys [N, 1, S, r], or folded [N, 1, S / f, f * r] (see `inferlib.ops.cache_write`),
     with those of the new tokens already written; or [L, N, ...] of which `layer` is read. A latent with its rotary key
     is a key of all heads, and alone a value. pages, lengths, limit: as in `decode_attention`.
+    scales [N, 1, S] or [L, N, 1, S] float32: of latents and of rotary keys, int8 or float8_e4m3fn, which only "xla"
+    takes.
     backend: "xla"; "pallas_tpu", which reads live pages only, and is interpreted on CPU.
     Returns out [B, H, R] or [B, C, H, R] in q's dtype, lse [B, H] or [B, C, H] float32.
     """
     if q.ndim == 3:
-        options = dict(scale=scale, limit=limit, layer=layer, pages=pages, backend=backend)
+        options = dict(scale=scale, limit=limit, layer=layer, pages=pages, scales=scales, backend=backend)
         out, lse = mla_decode_attention(q[:, None], latents, keys, lengths, **options)
         return out[:, 0], lse[:, 0]
+    if backend != "xla" and scales is not None:
+        raise ValueError(f"backend {backend!r} takes no scales of latents; use xla")
     if backend == "pallas_tpu":
         from inferlib.pallas_kernels import mla_decode_attention_tpu
 
@@ -44,17 +49,18 @@ def mla_decode_attention(
         options = dict(scale=scale, layer=0 if layer is None else layer, pages=pages)
         kernel = partial(mla_decode_attention_tpu.mla_decode_attention, **options)
         return lax.platform_dependent(q, latents, keys, lengths, cpu=partial(kernel, interpret=True), default=kernel)
-    if layer is not None:
-        latents, keys = latents[layer], keys[layer]
     (rows, queries), rank = q.shape[:2], latents.shape[-1]
-    keys = unfolded(keys, latents.shape[-2] // keys.shape[-2])
+    held = (latents, unfolded(keys, latents.shape[-2] // keys.shape[-2]), *(scales or ()))
+    if layer is not None:
+        held = tuple(x[layer] for x in held)
     if pages is not None:
-        latents, keys = (x[pages].reshape(rows, 1, -1, x.shape[3]) for x in (latents, keys))
-    slots = latents.shape[2] if limit is None else min(limit, latents.shape[2])
-    latents, keys = latents[:rows, :, :slots], keys[:rows, :, :slots]
+        held = tuple(jnp.moveaxis(x[pages], 2, 1).reshape(rows, 1, -1, *x.shape[3:]) for x in held)
+    slots = held[0].shape[2] if limit is None else min(limit, held[0].shape[2])
+    latents, keys, *scales = (x[:rows, :, :slots] for x in held)
+    of_latents, of_keys = scales or (None, None)
     positions = lengths[:, None] - queries + jnp.arange(queries)
     seen = visible(positions, slot_positions(lengths - 1, slots, ring=False), None)
     q = q[:, :, None]
-    options = dict(scale=scale, softcap=None, sinks=None, rotary=(q[..., rank:], keys))
-    out, lse = masked_attention(q[..., :rank], latents, latents, seen, **options)
+    kind = dict(k_scales=of_latents, v_scales=of_latents, rotary=(q[..., rank:], keys, of_keys))
+    out, lse = masked_attention(q[..., :rank], latents, latents, seen, scale=scale, softcap=None, sinks=None, **kind)
     return out[:, :, 0], jnp.where(lengths[:, None, None] > 0, lse[:, :, 0], -jnp.inf)
