@@ -27,6 +27,7 @@ from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import LayerSpec, MlaSpec, MlpSpec, MoeSpec
+from inferlib.ops.cache_write import folded_rows
 from inferlib.ops.quantized import nbytes
 from inferlib.sampling.params import MAX_LOGPROBS
 from inferlib.sharding import axes
@@ -361,7 +362,7 @@ def _attention(
         slots = block.slots if block.ring else min(block.slots, -(-key.limit // shares) * shares)
         for shape, fold in zip(block.shapes, block.folds, strict=True):
             *_, heads, _, size = shards.local_shape(block.axes, shape)
-            passed = key.chunks, heads, slots // shares, size // fold
+            passed = key.chunks, heads, folded_rows(slots // shares, fold), size
             hops = shares - 1 if key.chunks and passes else 0
             ledger.add("collective-permute", "the rows' cache", (axes.POSITIONS,), passed, dtype, hops)
         tokens = key.rows

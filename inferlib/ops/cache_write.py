@@ -50,10 +50,16 @@ def _write_folded(
     return cache
 
 
+def folded_rows(slots: int, fold: int) -> int:
+    """Rows of a cache that hold the first `slots` positions of a page."""
+    return slots if fold == 1 else -(-slots // (ROWS * fold)) * ROWS
+
+
 def unfolded(cache: jax.Array, fold: int) -> jax.Array:
-    """[..., S / f, f * h] -> [..., S, h]."""
+    """[..., S / f, f * h] -> [..., S, h]. Parts are put together, as a TPU's compiler would copy what is transposed."""
     if fold == 1:
         return cache
     *lead, rows, width = cache.shape
-    parts = cache.reshape(*lead, rows // ROWS, ROWS, fold, width // fold)
-    return jnp.swapaxes(parts, -2, -3).reshape(*lead, rows * fold, width // fold)
+    lines = cache.reshape(*lead, rows // ROWS, ROWS, width)
+    parts = jnp.split(lines, fold, axis=-1)
+    return jnp.concatenate(parts, axis=-2).reshape(*lead, rows * fold, width // fold)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import jax
 from jax import lax
 
-from inferlib.ops.cache_write import ROWS, cache_write, unfolded
+from inferlib.ops.cache_write import cache_write, folded_rows
 from inferlib.sharding.stripe import Stripe
 
 
@@ -33,9 +33,14 @@ class LayerCache:
         return self.arrays[0].shape[-2]
 
     @property
+    def folds(self) -> tuple[int, ...]:
+        """How many positions a row of each array holds."""
+        return tuple(self.slots // x.shape[-2] for x in self.arrays)
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Numbers of a position and head in each array."""
-        return tuple(x.shape[-1] * x.shape[-2] // self.slots for x in self.arrays)
+        return tuple(x.shape[-1] // fold for x, fold in zip(self.arrays, self.folds, strict=True))
 
     @property
     def rows(self) -> int:
@@ -50,19 +55,16 @@ class LayerCache:
 
     def read(self, rows: int, limit: int | None = None, first: jax.Array | int = 0) -> tuple[jax.Array, ...]:
         """The arrays of the current layer, [N, K, S, h]; of a scanned one, only what is asked for: [rows, K, limit, h],
-        the first that of page `first`.
+        the first that of page `first`. What is folded stays so.
 
         XLA fuses one slice of the stacked cache with what reads it, and copies to memory a slice of a slice.
         """
+        if self.layer is None:
+            return self.arrays
         slots = self.slots if self.ring or limit is None else min(limit, self.slots)
 
-        def part(x: jax.Array) -> jax.Array:
-            fold = self.slots // x.shape[-2]
-            if self.layer is None:
-                return unfolded(x, fold)
-            held = slots if fold == 1 else -(-slots // (ROWS * fold)) * ROWS
-            sizes = (1, rows, x.shape[2], held, x.shape[4])
-            x = unfolded(lax.dynamic_slice(x, (self.layer, first, 0, 0, 0), sizes)[0], fold)
-            return x if x.shape[2] == slots else x[:, :, :slots]
+        def part(x: jax.Array, fold: int) -> jax.Array:
+            sizes = (1, rows, x.shape[2], folded_rows(slots, fold), x.shape[4])
+            return lax.dynamic_slice(x, (self.layer, first, 0, 0, 0), sizes)[0]
 
-        return tuple(part(x) for x in self.arrays)
+        return tuple(map(part, self.arrays, self.folds))

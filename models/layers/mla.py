@@ -18,6 +18,7 @@ from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
 from inferlib.models.layers.step_attention import Attended, Share, attend, limit_of
 from inferlib.models.layout import HeadLayout
+from inferlib.ops.cache_write import folded_rows, unfolded
 from inferlib.ops.matmul import matmul, precision_of
 from inferlib.ops.mla_decode_attention import mla_decode_attention
 from inferlib.ops.prefill_attention import prefill_attention
@@ -82,8 +83,10 @@ class Mla(nnx.Module):
         split = math.prod(batch.chunk_tokens.shape)
 
         def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
-            limit = limit_of(ctx, stripe)
-            latents, keys = (x[jnp.minimum(pages, x.shape[0] - 1), 0, :limit] for x in share)
+            (latents, keys), page = share, jnp.minimum(pages, share[0].shape[0] - 1)
+            latents, fold = latents[page, 0, : limit_of(ctx, stripe)], cache.folds[1]
+            slots = latents.shape[1]
+            keys = unfolded(keys[page, 0, : folded_rows(slots, fold)], fold)[:, :slots]
             queries = q[:split].reshape(*batch.chunk_tokens.shape, q.shape[1], 1, q.shape[2])[which]
             own, numbers = jnp.arange(pages.size), stripe.number(ctx.chunk_positions[which])
             return prefill_attention(queries, *self.expand(latents, keys), own, numbers, scale=spec.scale)
