@@ -44,12 +44,13 @@ class Blocks:
             )
 
 
-def blocks(width: int, unit: int) -> Blocks:
-    """For `width` queries of a row, on positions that are copied by the `unit`: few queries leave the matrix unit
-    little to do for a position, so that more of them make up for what it costs to start."""
-    part = max(unit, min(1024, (1 << 15) // width // LANES * LANES))
-    positions = max(part, min(4096, 1 << (19 - (width - 1).bit_length())))
-    return Blocks(positions, part, max(part, min(positions, 512)))
+def blocks(width: int, unit: int, longest: int) -> Blocks:
+    """For `width` queries of a row of at most `longest` positions, which are copied by the `unit`: few queries leave the
+    matrix unit little to do for a position, so that more of them make up for what it costs to start."""
+    row = max(unit, 1 << (longest - 1).bit_length())
+    part = min(row, max(unit, 1 << (min(1024, (1 << 15) // width).bit_length() - 1)))
+    edge = max(part, min(row, 512))
+    return Blocks(max(edge, min(row, 4096, 1 << (19 - (width - 1).bit_length()))), part, edge)
 
 
 def unsupported(
@@ -58,12 +59,12 @@ def unsupported(
     keys: jax.ShapeDtypeStruct,
     *,
     pages: int | None = None,
-    blocks: Blocks | None = None,
+    given: Blocks | None = None,
 ) -> str | None:
     """Why the kernel cannot run q [B, C, H, R + r] on latents [..., S, R] and rotary keys [..., S / f, f * r], or None
     if it can.
 
-    pages: columns of the page table, None if rows are pages.
+    pages: columns of the page table, None if rows are pages. given: blocks other than those of `blocks`.
     """
     dtype, (slots, rank), width = jnp.dtype(latents.dtype), latents.shape[-2:], q.shape[1] * q.shape[2]
     if dtype not in (jnp.bfloat16, jnp.float32) or q.dtype != dtype or keys.dtype != dtype:
@@ -77,7 +78,10 @@ def unsupported(
     table = 4 * q.shape[0] * pl.cdiv(pages or 0, LANES) * LANES
     if table > SMEM_BYTES:
         return f"a table of {q.shape[0]} x {pages} pages needs {table} bytes of scalar memory, more than {SMEM_BYTES}"
-    need = _vmem_bytes(width, rank, dtype.itemsize, _fitted(blocks, width, latents.shape, keys.shape, pages))
+    chosen = _chosen(given, width, latents.shape, keys.shape, pages)
+    if chosen.part % unit:
+        return f"a part of {chosen.part} positions is no multiple of {unit}"
+    need = _vmem_bytes(width, rank, dtype.itemsize, chosen)
     if need > VMEM_BYTES:
         return f"{width} queries of {rank} numbers need {need} bytes of on-chip memory, more than {VMEM_BYTES}"
     return None
@@ -88,13 +92,10 @@ def _unit(latents: tuple[int, ...], keys: tuple[int, ...]) -> int:
     return LANES * (latents[-2] // keys[-2])
 
 
-def _fitted(chosen: Blocks | None, width: int, latents: tuple[int, ...], keys: tuple[int, ...], pages: int | None):
-    """The blocks chosen, or those for the shapes, no longer than a row."""
-    if chosen is not None:
-        return chosen
-    found = blocks(width, _unit(latents, keys))
-    longest = pl.cdiv(latents[-2] * (pages or 1), found.edge) * found.edge
-    return Blocks(min(found.positions, longest), found.part, found.edge, found.buffers)
+def _chosen(
+    given: Blocks | None, width: int, latents: tuple[int, ...], keys: tuple[int, ...], pages: int | None
+) -> Blocks:
+    return given or blocks(width, _unit(latents, keys), latents[-2] * (pages or 1))
 
 
 def _vmem_bytes(width: int, rank: int, itemsize: int, blocks: Blocks) -> int:
@@ -128,12 +129,12 @@ def mla_decode_attention(
     """
     rows, queries, heads, size = q.shape
     columns = None if pages is None else pages.shape[1]
-    if reason := unsupported(q, latents, keys, pages=columns, blocks=blocks):
+    if reason := unsupported(q, latents, keys, pages=columns, given=blocks):
         raise ValueError(f"the TPU kernel does not run this latent attention: {reason}")
     latents, keys = (x if x.ndim == 4 else x[None] for x in (latents, keys))
     slots, rank = latents.shape[2:]
     width, fold = queries * heads, slots // keys.shape[2]
-    chosen = _fitted(blocks, width, latents.shape, keys.shape, columns)
+    chosen = _chosen(blocks, width, latents.shape, keys.shape, columns)
     q = q.reshape(rows, width, size)
     rotary = jnp.pad(q[..., rank:], ((0, 0), (0, 0), (0, LANES // fold - (size - rank))))
     # One copy of the rotary queries for each part of a row of keys, zeros against the others.

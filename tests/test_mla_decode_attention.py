@@ -130,8 +130,11 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    rule = lambda width, unit: dataclasses.replace(SMALL, part=max(unit, 256), edge=max(unit, 256))  # noqa: E731
-    monkeypatch.setattr(tpu, "blocks", rule)
+    def small(width: int, unit: int, longest: int) -> tpu.Blocks:
+        part = max(unit, 256)
+        return dataclasses.replace(SMALL, part=part, edge=part)
+
+    monkeypatch.setattr(tpu, "blocks", small)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -220,3 +223,23 @@ def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reas
 def test_blocks_are_checked():
     with pytest.raises(ValueError, match="multiple of edge"):
         tpu.Blocks(positions=768, part=256, edge=512)
+    case = Case((1,), slots=1024, fold=4, rotary=32)
+    inputs = case.inputs()
+    arrays = (jnp.squeeze(inputs[name], -3) for name in ("latents", "keys"))
+    with pytest.raises(ValueError, match="a part of 256 positions is no multiple of 512"):
+        tpu.mla_decode_attention(inputs["q"], *arrays, inputs["lengths"], scale=SCALE, blocks=SMALL)
+
+
+def test_blocks_for_any_shape(monkeypatch):
+    """They are valid, no longer than a row needs, and fit the chips with the least memory."""
+    monkeypatch.undo()
+    for width in (1, 2, 16, 70, 128, 192, 1000, 1024):
+        for unit in (128, 256, 512):
+            for slots in (unit, 3 * unit, 4096, 131072):
+                found = tpu.blocks(width, unit, slots)
+                assert found.part % unit == 0
+                assert found.positions < 2 * max(slots, unit)
+                q = jax.ShapeDtypeStruct((4, 1, width, 512 + 128 * 128 // unit), jnp.bfloat16)
+                latents = jax.ShapeDtypeStruct((4, slots, 512), jnp.bfloat16)
+                keys = jax.ShapeDtypeStruct((4, slots * 128 // unit, 128), jnp.bfloat16)
+                assert tpu.unsupported(q, latents, keys) is None
