@@ -45,8 +45,8 @@ class Blocks:
 
 
 def blocks(width: int, unit: int, longest: int) -> Blocks:
-    """For `width` queries of a row of at most `longest` positions, which are copied by the `unit`: few queries leave the
-    matrix unit little to do for a position, so that more of them make up for what it costs to start."""
+    """For `width` queries of a row of at most `longest` positions, which are copied by the `unit`. Few queries leave
+    the matrix unit little to do for a position, so that more of them make up for what it costs to start."""
     row = max(unit, 1 << (longest - 1).bit_length())
     part = min(row, max(unit, 1 << (min(1024, (1 << 15) // width).bit_length() - 1)))
     edge = max(part, min(row, 512))

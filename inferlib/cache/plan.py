@@ -27,8 +27,9 @@ from inferlib.sharding.shards import Shards
 class BlockCache:
     """One block's cache: the shapes of its arrays, [N, K, S, h], or [L, N, K, S, h] if the block is scanned.
 
-    latent: the latents of MLA and the rotary keys, which may be folded (see `inferlib.ops.cache_write`). shared: the
-    arrays are another block's, which the block's layers attend to; the shapes are those that it would have.
+    latent: of MLA, the latents and the rotary keys, which may be folded (see `inferlib.ops.cache_write`). Otherwise,
+    where there is one array, a cell is a key with its value. shared: the arrays are another block's, which the block's
+    layers attend to; the shapes are those that it would have.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -93,9 +94,11 @@ class CachePlan:
 def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, platform: str = "cpu") -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
-    On a "tpu", whose memory is tiled by 128 numbers, a latent is a multiple of that: for other sizes its compiler would
-    choose another order of the dimensions, and copy the cache to it at every step. Rotary keys, half or a quarter of
-    that, are folded, so that nothing is padded. A device's slots are whole tiles, as kernels read them.
+    A cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes its
+    compiler would choose another order of the dimensions, and copy the cache to it at every step. So where heads are of
+    other sizes, 64 above all, a value lies behind its key in one cell; and rotary keys of latents, half or a quarter of
+    128 numbers, are folded, so that nothing is padded. A device's slots are such multiples too, as
+    kernels read whole tiles.
 
     A ring must hold what a chunk's first query sees and the chunk itself: window + chunk slots.
     """
@@ -103,13 +106,14 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
     for layers in model.blocks():
         spec = model.config.layers[layers[0]].attention
         ring = spec.reach is not None and spec.reach + chunk < max_len
-        latent = isinstance(spec, MlaSpec)
-        folds = [lanes // size if latent and size in (lanes // 2, lanes // 4) else 1 for size in spec.cache_sizes]
+        latent, sizes = isinstance(spec, MlaSpec), spec.cache_sizes
+        folds = [lanes // size if latent and size in (lanes // 2, lanes // 4) else 1 for size in sizes]
+        if not latent and any(size % lanes for size in sizes):
+            sizes, folds = (sum(sizes),), [1]
         slots = model.layout.positions(spec.reach + chunk if ring else max_len, lanes * max(folds))
         stack = (len(layers),) if len(layers) > 1 else ()
         page = (*stack, rows, model.layout.cache_heads(spec))
-        sizes = [size * fold for size, fold in zip(spec.cache_sizes, folds, strict=True)]
-        sizes = [-(-size // lanes) * lanes for size in sizes] if latent else sizes
-        shapes = tuple((*page, slots // fold, size) for size, fold in zip(sizes, folds, strict=True))
+        cells = [(slots // fold, -(-size * fold // lanes) * lanes) for size, fold in zip(sizes, folds, strict=True)]
+        shapes = tuple((*page, *cell) for cell in cells)
         blocks.append(BlockCache(shapes, ring, latent, shared=spec.cache_of is not None))
     return CachePlan(rows, max_len, tuple(blocks), np.dtype(dtype))

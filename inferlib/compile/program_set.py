@@ -201,6 +201,13 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) ->
         )
 
 
+_CHECKED = {
+    ("decode_attention", "pallas_tpu"): "TPU",
+    ("grouped_matmul", "pallas_tpu"): "TPU",
+    ("grouped_matmul", "pallas_gpu"): "GPU",
+}
+
+
 def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
     """The config with kernels that can run their share of the model; warns of those chosen that cannot."""
     checks = {
@@ -208,8 +215,9 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
         "grouped_matmul": partial(_experts_lack, config, model),
     }
     for name, lacks in checks.items():
-        if getattr(config.backend, name) == "pallas_tpu" and (reason := lacks()):
-            log.warning("%s is XLA's, not the TPU kernel: %s", name.replace("_", " "), reason)
+        chosen = getattr(config.backend, name)
+        if (name, chosen) in _CHECKED and (reason := lacks()):
+            log.warning("%s is XLA's, not the %s kernel: %s", name.replace("_", " "), _CHECKED[name, chosen], reason)
             config = replace(config, backend=replace(config.backend, **{name: "xla"}))
     return config
 
@@ -222,36 +230,43 @@ def _attention_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan
         spec = model.config.layers[layers[0]].attention
         if kernel_lacks(spec, "pallas_tpu"):
             continue
-        cache, *more = (config.shards.local_shape(block.axes, shape) for shape in block.shapes)
+        cache = [config.shards.local_shape(block.axes, shape) for shape in block.shapes]
         heads = model.layout.heads(spec)
         if isinstance(spec, MlaSpec):
-            own = heads.groups // config.shards.size(axes.KV_HEADS)
-            shapes = (config.rows, 1, own, spec.kv_rank + spec.rope.dim), cache, *more
-            kernel = mla_decode_attention_tpu.unsupported
+            q = (config.rows, 1, heads.groups // config.shards.size(axes.KV_HEADS), spec.kv_rank + spec.rope.dim)
+            unsupported = mla_decode_attention_tpu.unsupported
         else:
-            shapes = (config.rows, 1, cache[-3], heads.queries, cache[-1]), cache
-            kernel = partial(decode_attention_tpu.unsupported, window=spec.window)
-        if reason := kernel(*(jax.ShapeDtypeStruct(shape, plan.dtype) for shape in shapes)):
+            q = (config.rows, 1, cache[0][-3], heads.queries, cache[0][-1])
+            unsupported = partial(decode_attention_tpu.unsupported, window=spec.window)
+        if reason := unsupported(*(jax.ShapeDtypeStruct(shape, plan.dtype) for shape in (q, *cache))):
             return reason
     return None
 
 
 def _experts_lack(config: EngineConfig, model: AbstractModel) -> str | None:
-    """Why the TPU kernel cannot multiply by the experts."""
-    from inferlib.pallas_kernels import grouped_matmul_tpu
+    """Why the chosen kernel cannot multiply by the experts."""
+    from inferlib.pallas_kernels import grouped_matmul_gpu, grouped_matmul_tpu
 
     tokens = config.rows + max(p * c for p, c in config.prefill_shapes())
     for weight in model.weights:
         if axes.EXPERTS not in weight.axes or not weight.contracting:
             continue
-        if weight.scheme is not None:
-            return "it takes no quantised weights"
         shape, at = config.shards.local_shape(weight.axes, weight.shape), weight.axes.index(axes.EXPERTS)
         experts, *parts, inner, outer = shape[at:]
-        rows = tokens * model.config.layers[model.layers_of(weight.block)[0]].mlp.router.chosen
-        x = jax.ShapeDtypeStruct((rows, inner), model.dtype)
-        w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), weight.dtype)
-        if reason := grouped_matmul_tpu.unsupported(x, w):
+        scheme = weight.scheme
+        if config.backend.grouped_matmul == "pallas_gpu":
+            dtype = weight.dtype if scheme is None else jnp.dtype(scheme.values)
+            values = jax.ShapeDtypeStruct((math.prod(shape[:-2]), inner, outer), dtype)
+            group = None if scheme is None or scheme.group is None else scheme.group_of(inner)
+            reason = grouped_matmul_gpu.unsupported(values, group, scheme is not None and bool(scheme.zeros))
+        elif scheme is not None:
+            reason = "it takes no quantised weights"
+        else:
+            rows = tokens * model.config.layers[model.layers_of(weight.block)[0]].mlp.router.chosen
+            x = jax.ShapeDtypeStruct((rows, inner), model.dtype)
+            w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), weight.dtype)
+            reason = grouped_matmul_tpu.unsupported(x, w)
+        if reason:
             return reason
     return None
 

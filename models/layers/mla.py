@@ -12,7 +12,7 @@ from jax import lax
 from inferlib.models.batch import StepContext, kernel_lacks
 from inferlib.models.config import MlaSpec
 from inferlib.models.layers.attention import warmed
-from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
@@ -56,8 +56,9 @@ class Mla(nnx.Module):
 
     def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         q, latent, key = self.project(x, ctx)
-        new = tuple(_widened(part, size)[:, None] for part, size in zip((latent, key), cache.sizes, strict=True))
-        cache = cache.write(new, ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
+        cache = cache.write(
+            (latent[:, None], key[:, None]), ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS)
+        )
         return matmul(self.attend(q, cache, ctx)[:, :, 0], self.o[...], contract=2), cache
 
     def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -99,7 +100,7 @@ class Mla(nnx.Module):
             else:
                 arrays = cache.read(lengths.shape[0], limit)
             parts = zip(self.absorb(q[split:]), cache.sizes, strict=True)
-            queries = jnp.concatenate([_widened(part, size) for part, size in parts], axis=-1)
+            queries = jnp.concatenate([widened(part, size) for part, size in parts], axis=-1)
             kind = dict(scale=spec.scale, limit=limit, layer=layer, backend=kernel)
             out, lse = mla_decode_attention(queries, *arrays, lengths, **kind)
             return self.values(out[..., : spec.kv_rank])[:, :, None], lse[..., None]
@@ -123,12 +124,6 @@ class Mla(nnx.Module):
     def values(self, out: jax.Array) -> jax.Array:
         """What was attended to, [B, H, R] -> [B, H, v]; linear, so that shares of positions may be merged after it."""
         return jnp.moveaxis(_dot(out, self.v[...], ((2,), (1,)), ((1,), (0,))), 0, 1)
-
-
-def _widened(x: jax.Array, size: int) -> jax.Array:
-    """x [..., n] with zeros up to [..., size]."""
-    short = size - x.shape[-1]
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, short),)) if short else x
 
 
 def _dot(x: jax.Array, w: jax.Array, contract, batch=((), ())) -> jax.Array:
