@@ -54,7 +54,7 @@ class Backend:
     """Which implementation of an operation a program is built with."""
 
     decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
-    prefill_attention: Literal["xla", "nki"] = "xla"
+    prefill_attention: Literal["xla", "pallas_tpu", "nki"] = "xla"
     grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
     all_reduce: Literal["xla", "pallas"] = "xla"
     exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
@@ -65,7 +65,8 @@ class Backend:
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
             return Backend(decode_attention="nki", prefill_attention="nki")
         if platform == "tpu":
-            return Backend(decode_attention="pallas_tpu", grouped_matmul="pallas_tpu", exchange="ragged")
+            kernels = ("decode_attention", "prefill_attention", "grouped_matmul")
+            return Backend(**dict.fromkeys(kernels, "pallas_tpu"), exchange="ragged")
         if platform != "gpu":
             return Backend()
         all_reduce = "pallas" if _are_peers(shards) else "xla"

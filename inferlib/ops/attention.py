@@ -48,7 +48,7 @@ def masked_attention(
     v_scales: jax.Array | None = None,
     rotary: tuple[jax.Array, jax.Array, jax.Array | None] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] bool.
+    """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] or [B, K, C, S] bool.
 
     k_scales, v_scales [B, K, S] float32: both or neither; k and v are then numbers of any type times these, which are
     folded into logits and probabilities. rotary: a part of q and of k that is held apart, and its scales or None.
@@ -73,7 +73,8 @@ def masked_attention(
     v = v if v_scales is None else v.astype(q.dtype)
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
-    s = jnp.where(seen[:, None, None], s, -jnp.inf)
+    seen = seen[:, None, None] if seen.ndim == 3 else seen[:, :, None]
+    s = jnp.where(seen, s, -jnp.inf)
     top = jnp.max(s, axis=-1, keepdims=True)  # [B, K, G, C, 1]
     if sinks is not None:
         top = jnp.maximum(top, sinks.astype(jnp.float32)[:, :, None, None])
