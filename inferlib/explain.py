@@ -29,6 +29,7 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import Backend
 from inferlib.models.config import LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from inferlib.models.layers.exchange import exchange_of
+from inferlib.ops.cache_write import folded_rows
 from inferlib.ops.quantized import nbytes
 from inferlib.sampling.params import MAX_LOGPROBS
 from inferlib.sharding import axes
@@ -396,9 +397,10 @@ def _attention(
     shares = shards.size(axes.POSITIONS)
     if shards.size(axes.TOKENS) > 1:
         slots = block.slots if block.ring else min(block.slots, -(-key.limit // shares) * shares)
-        for shape in block.shapes:
+        for shape, fold in zip(block.shapes, block.folds, strict=True):
             *_, heads, _, size = shards.local_shape(block.axes, shape)
-            passed, hops = (key.chunks, heads, slots // shares, size), shares - 1 if key.chunks and passes else 0
+            passed = key.chunks, heads, folded_rows(slots // shares, fold), size
+            hops = shares - 1 if key.chunks and passes else 0
             ledger.add("collective-permute", "the rows' cache", (axes.POSITIONS,), passed, dtype, hops)
         tokens = key.rows
     if tokens:

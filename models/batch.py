@@ -86,6 +86,9 @@ def _are_peers(shards: Shards) -> bool:
 def kernel_lacks(spec: AttentionSpec | MlaSpec, backend: str) -> str:
     """What attention kernels (see `Backend`) cannot do of a layer, which XLA then does; "" if nothing."""
     if isinstance(spec, MlaSpec):
+        tiles = spec.kv_rank % 128 == 0 and spec.rope.dim in (32, 64, 128)
+        if backend == "pallas_tpu":
+            return "" if tiles else f"latents of {spec.kv_rank} and rotary keys of {spec.rope.dim}"
         return "latent attention"
     if spec.value_dim != spec.head_dim and backend != "pallas_tpu":
         return "values of another size than keys"

@@ -213,8 +213,8 @@ class MlaSpec:
 
     @property
     def cache_sizes(self) -> tuple[int, ...]:
-        """The latent and the rotary key are one array."""
-        return (self.kv_rank + self.rope.dim,)
+        """Of the latent and of the rotary key."""
+        return self.kv_rank, self.rope.dim
 
     def pair_width(self, decode: bool) -> int:
         """Multiplications per query head and key seen: decoding works on latents, prefill on what they expand to."""

@@ -67,6 +67,7 @@ def test_decoding_equals_one_pass_of_transformers(model):
         ("gpu", "gpt-oss-20b", True, []),
         ("tpu", "gpt-oss-20b", False, []),
         ("tpu", "qwen3-8b", False, []),
+        ("tpu", "deepseek-v3", False, []),
     ],
 )
 def test_what_the_kernel_lacks_is_said(platform, name, ragged, reasons, caplog):

@@ -50,6 +50,27 @@ def test_a_model_generates_the_same_tokens(family, changes, platform, backend, c
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
+def test_a_model_of_latents_decodes_the_same_tokens(checkpoint):
+    """Rotary keys are folded as on a TPU, to rows of 128, of which prompts and new tokens fill one part after the
+    other; and plain."""
+    buckets = Buckets(prefill=(16, 64), batch=(3,), cache=(192,))
+    path = checkpoint("minicpm3", kv_lora_rank=128, qk_rope_head_dim=64, max_position_embeddings=256)
+    prompts, found, shapes = random_prompts([1, 20, 120, 140, 7]), [], set()
+    for options in (
+        {"backend": Backend(), "scan": False},
+        {"backend": Backend(), "scan": True, "platform": "tpu"},
+        {"backend": Backend(decode_attention="pallas_tpu"), "scan": True, "platform": "tpu"},
+    ):
+        llm = build_llm(path, buckets, **options)
+        assert llm.engine.programs.config.backend == options["backend"]
+        shapes |= {shape[-2:] for block in llm.engine.plan.blocks for shape in block.shapes}
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert shapes == {(192, 128), (192, 64), (256, 128), (128, 128)}
+    assert found[0] == found[1] == found[2]
+
+
 def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_a_warning(caplog):
     model = abstract_model(config_from_hf(TINY | {"num_attention_heads": 4096, "num_key_value_heads": 8}), "bfloat16")
     config = EngineConfig.make("tpu", 2, 64)

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inferlib import LLM, Buckets, SamplingParams
+from inferlib import LLM, Buckets, SamplingParams, configs
 from inferlib.cache.plan import plan_cache
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import AttentionSpec, ConfigError, LayerSpec, MlpSpec, ModelConfig
+from inferlib.models.families import config_from_hf
 from tests.conftest import MAX_LEN, assert_greedy, build_llm, new_engine, random_prompts, reference
 
 # Logits have a standard deviation of 1 to 3; float32 sums in another order differ by 3e-5 at most.
@@ -105,6 +106,17 @@ def test_layers_with_a_window_keep_a_ring(llm_of):
     assert shapes(25, chunk=16) == [((3, k, 24, h), True), full]
     assert shapes(25, chunk=17) == [full, full]
     assert [block.ring for block in llm_of("llama").engine.plan.blocks] == [False, False]
+
+
+def test_rotary_keys_of_latents_are_folded_where_memory_is_tiled():
+    """DeepSeek-V3's 576 numbers a position take no padding; a row's slots are whole tiles of folded keys."""
+    model = abstract_model(config_from_hf(configs.load("deepseek-v3") | {"num_hidden_layers": 4}), jnp.bfloat16)
+    options = dict(rows=3, max_len=600, chunk=16, dtype=jnp.bfloat16)
+    plain, tiled = (plan_cache(model, **options, platform=platform) for platform in ("cpu", "tpu"))
+    assert [(block.shapes[0][-2:], block.shapes[1][-2:]) for block in plain.blocks] == [((600, 512), (600, 64))] * 4
+    assert [(block.shapes[0][-2:], block.shapes[1][-2:]) for block in tiled.blocks] == [((768, 512), (384, 128))] * 4
+    assert {block.folds for block in tiled.blocks} == {(1, 2)}
+    assert tiled.nbytes == 4 * 3 * 768 * 576 * 2
 
 
 def test_plan_allocates_what_it_says(llm_of):

@@ -141,7 +141,13 @@ def test_no_program_copies_the_cache_or_lays_out_a_weight(target, parallel):
 def test_no_program_copies_a_cache_of_another_kind(hf):
     made = replace(tiny("v5e-8", "tp=8"), hf=hf)
     keys = [key for key in list(made.keys()) if not (key.chunks and key.rows) and not key.detail]
-    assert report_of(made, keys).ok
+    report = report_of(made, keys)
+    assert report.ok
+    if hf is LATENTS:
+        decode = [p for p in report.programs if not p.key.chunks]
+        kernels = [{k["name"]: k["count"] for k in p.kernels} for p in decode]
+        assert kernels == [{"mla_decode_attention": LATENTS["num_hidden_layers"]}] * 2
+        assert all(p.moved_bytes < 1.02 * p.floor_bytes for p in decode)
 
 
 def test_the_layouts_that_the_compiler_chose_hold_for_every_program(tmp_path):

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from inferlib.ops.attention import merge_attention
-from inferlib.ops.cache_write import cache_write
+from inferlib.ops.cache_write import cache_write, unfolded
 from inferlib.ops.decode_attention import decode_attention
-from inferlib.ops.mla_decode_attention import mla_decode_attention
 from inferlib.ops.prefill_attention import prefill_attention
 from inferlib.ops.quantized import Scheme, quantize
 
@@ -198,26 +197,6 @@ def test_values_of_another_size():
         np.testing.assert_allclose(part[1], whole[1], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("limit", [None, 17])
-def test_latent_decode(limit):
-    """A cell is a key, and its first 6 of 8 numbers a value."""
-    rng, rank, lengths = np.random.default_rng(6), 6, [17, 1, 0, 9]
-    cells = rng.normal(size=(5, 1, 24, 8)).astype(np.float32)
-    q = rng.normal(size=(len(lengths), 3, 8)).astype(np.float32)
-    cache = cells.copy()
-    for row, length in enumerate(lengths):
-        cache[row, :, length:] = np.nan
-    run = jax.jit(partial(mla_decode_attention, rank=rank, scale=SCALE, limit=limit))
-    out, lse = map(np.asarray, run(q, cache, jnp.array(lengths)))
-    assert out.shape == (len(lengths), 3, rank)
-    for row, length in enumerate(lengths):
-        expected = (np.zeros((1, 3, rank)), np.full((1, 3), -np.inf))
-        if length:
-            expected = attend(q[row][None], cells[row], cells[row, ..., :rank], length - 1)
-        np.testing.assert_allclose(out[row], expected[0][0], rtol=0, atol=TOLERANCE)
-        np.testing.assert_allclose(lse[row], expected[1][0], rtol=0, atol=TOLERANCE)
-
-
 @pytest.mark.parametrize("layer", [None, 1])
 def test_cache_write(layer):
     """Tokens land at their page and slot; a page of N or more, or a slot of S or more, writes nothing."""
@@ -235,6 +214,25 @@ def test_cache_write(layer):
     layer = None if layer is None else jnp.array(layer)
     for cache, x, after in zip(caches, new, expected, strict=True):
         np.testing.assert_array_equal(write(jnp.array(cache), x, *where, layer=layer), after)
+
+
+@pytest.mark.parametrize("layer", [None, 1])
+def test_a_folded_cache_is_written_and_unfolded(layer):
+    """Neighbours, positions that share a row, and what must write nothing; everything else keeps its value."""
+    fold, slots, size, rng = 4, 1024, 3, np.random.default_rng(5)
+    plain = rng.normal(size=(2, 3, KV, slots, size)).astype(np.float32)
+    pages, at = np.mgrid[:3, :slots].reshape(2, -1)
+    empty = jnp.zeros((3, KV, slots // fold, fold * size))
+    folded = jnp.stack([cache_write(empty, layers[pages, :, at], pages, at) for layers in plain])
+    np.testing.assert_array_equal(unfolded(folded, fold), plain)
+    where = [(0, 0), (0, 1), (0, 128), (0, 256), (2, 1023), (1, 600), (3, 1), (1, 1024), (1, 5000)]
+    new = rng.normal(size=(len(where), KV, size)).astype(np.float32)
+    folded, plain = (folded[0], plain[0]) if layer is None else (folded, plain)
+    found = cache_write(folded, new, *map(jnp.array, zip(*where, strict=True)), layer=layer)
+    target = plain if layer is None else plain[layer]
+    for token, (page, slot) in enumerate(where[:6]):
+        target[page, :, slot] = new[token]
+    np.testing.assert_array_equal(unfolded(found, fold), plain)
 
 
 def test_cache_write_converts_to_the_type_of_the_cache():

@@ -1,4 +1,4 @@
-"""The cache as a plan: for every block, the shapes of its arrays: keys and values, or the latents of MLA alone.
+"""The cache as a plan: for every block, the shapes of its arrays: keys and values, or latents and rotary keys of MLA.
 
 Contiguous mode: one page per row, so the arrays are [rows, K, S, h] with S the row's capacity. Layers
 with a sliding window or chunks keep a ring when that is smaller. Where positions are dealt out to several devices, each
@@ -27,8 +27,9 @@ from inferlib.sharding.shards import Shards
 class BlockCache:
     """One block's cache: the shapes of its arrays, [N, K, S, h], or [L, N, K, S, h] if the block is scanned.
 
-    latent: there is one, of MLA, which has one head. Otherwise, where there is one, a cell is a key with its value.
-    shared: the arrays are another block's, which the block's layers attend to; the shapes are those that it would have.
+    latent: of MLA, the latents and the rotary keys, which may be folded (see `inferlib.ops.cache_write`). Otherwise,
+    where there is one array, a cell is a key with its value. shared: the arrays are another block's, which the block's
+    layers attend to; the shapes are those that it would have.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -44,6 +45,11 @@ class BlockCache:
     @property
     def slots(self) -> int:
         return self.shapes[0][-2]
+
+    @property
+    def folds(self) -> tuple[int, ...]:
+        """How many positions a row of each array holds."""
+        return tuple(self.slots // shape[-2] for shape in self.shapes)
 
     @property
     def axes(self) -> tuple[str | None, ...]:
@@ -90,7 +96,8 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
 
     A cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes its
     compiler would choose another order of the dimensions, and copy the cache to it at every step. So where heads are of
-    other sizes, 64 above all, a value lies behind its key in one cell. A device's slots are such multiples too, as
+    other sizes, 64 above all, a value lies behind its key in one cell; and rotary keys of latents, half or a quarter of
+    128 numbers, are folded, so that nothing is padded. A device's slots are such multiples too, as
     kernels read whole tiles.
 
     A ring must hold what a chunk's first query sees and the chunk itself: window + chunk slots.
@@ -99,12 +106,14 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
     for layers in model.blocks():
         spec = model.config.layers[layers[0]].attention
         ring = spec.reach is not None and spec.reach + chunk < max_len
-        slots = model.layout.positions(spec.reach + chunk if ring else max_len, lanes)
+        latent, sizes = isinstance(spec, MlaSpec), spec.cache_sizes
+        folds = [lanes // size if latent and size in (lanes // 2, lanes // 4) else 1 for size in sizes]
+        if not latent and any(size % lanes for size in sizes):
+            sizes, folds = (sum(sizes),), [1]
+        slots = model.layout.positions(spec.reach + chunk if ring else max_len, lanes * max(folds))
         stack = (len(layers),) if len(layers) > 1 else ()
-        page = (*stack, rows, model.layout.cache_heads(spec), slots)
-        sizes = spec.cache_sizes
-        if any(size % lanes for size in sizes):
-            sizes = (-(-sum(sizes) // lanes) * lanes,)
-        shapes = tuple((*page, size) for size in sizes)
-        blocks.append(BlockCache(shapes, ring, isinstance(spec, MlaSpec), shared=spec.cache_of is not None))
+        page = (*stack, rows, model.layout.cache_heads(spec))
+        cells = [(slots // fold, -(-size * fold // lanes) * lanes) for size, fold in zip(sizes, folds, strict=True)]
+        shapes = tuple((*page, *cell) for cell in cells)
+        blocks.append(BlockCache(shapes, ring, latent, shared=spec.cache_of is not None))
     return CachePlan(rows, max_len, tuple(blocks), np.dtype(dtype))

@@ -164,7 +164,8 @@ _BINARY: dict[str, Callable[[int, int], int]] = {
     "pnand": lambda a, b: 1 - (a & b),
     "pnor": lambda a, b: 1 - (a | b),
 }
-_MOVES = {"smov", "pmov", "int_to_ptr", "ptr_to_int"}
+_MOVES = {"smov", "pmov"}
+_RENAMES = {"int_to_ptr", "ptr_to_int"}  # no instructions: the register keeps what it holds
 
 
 class _Machine:
@@ -266,6 +267,9 @@ class _Machine:
             return self._set(name, self._quotients.popleft)
         if base in _MOVES:
             return self._set(name, self._value(arguments[0]))
+        if base in _RENAMES:
+            value = self._value(arguments[0])
+            return lambda: self._registers.__setitem__(name, value())
         if base in _BINARY and not kind.endswith("f32"):
             f, (a, b) = _BINARY[base], map(self._value, arguments[:2])
             return self._set(name, lambda: f(a(), b()) & _MASK)

@@ -196,7 +196,7 @@ class Deployed:
             layout = self.model.layout.heads(spec)
             local = [self.shards.local_shape(block.axes, x) for x in block.shapes]
             heads = layout.groups * layout.queries // self.shards.size(axes.KV_HEADS)
-            cached = sum(heads * size for *_, heads, _, size in local)
+            cached = sum(k * size // fold for (*_, k, _, size), fold in zip(local, block.folds, strict=True))
             found.append(Block(len(layers), spec, heads, cached))
         return tuple(found)
 

@@ -24,7 +24,7 @@ from inferlib.compile.state import RowState
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import kernel_lacks
-from inferlib.models.config import AttentionSpec
+from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.sharding import axes
 
 log = logging.getLogger(__name__)
@@ -226,11 +226,17 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
 
 
 def _decode_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
-    from inferlib.pallas_kernels.decode_attention_tpu import unsupported
+    from inferlib.pallas_kernels import decode_attention_tpu, mla_decode_attention_tpu
 
     for spec, queries, caches in _attentions(config, model, plan):
-        q = jax.ShapeDtypeStruct((config.rows, 1, caches[0].shape[-3], queries, caches[0].shape[-1]), plan.dtype)
-        if reason := unsupported(q, *caches, window=spec.window):
+        if isinstance(spec, MlaSpec):
+            heads = model.layout.heads(spec).groups // config.shards.size(axes.KV_HEADS)
+            shape = config.rows, 1, heads, spec.kv_rank + spec.rope.dim
+            unsupported = mla_decode_attention_tpu.unsupported
+        else:
+            shape = config.rows, 1, caches[0].shape[-3], queries, caches[0].shape[-1]
+            unsupported = partial(decode_attention_tpu.unsupported, window=spec.window)
+        if reason := unsupported(jax.ShapeDtypeStruct(shape, plan.dtype), *caches):
             return reason
     return None
 
@@ -239,7 +245,9 @@ def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) 
     from inferlib.pallas_kernels.prefill_attention_tpu import unsupported
 
     dealt = config.shards.size(axes.TOKENS)
-    for _, queries, (cache, *_) in _attentions(config, model, plan):
+    for spec, queries, (cache, *_) in _attentions(config, model, plan):
+        if isinstance(spec, MlaSpec):  # prefill expands latents, for XLA
+            continue
         heads, slots, size = cache.shape[-3:]
         # Where tokens are dealt out, what devices pass on of a row ends at the limit.
         counts = {slots} if dealt == 1 else {min(slots, -(-limit // dealt)) for limit in config.buckets.cache}
@@ -252,7 +260,7 @@ def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) 
 
 def _attentions(
     config: EngineConfig, model: AbstractModel, plan: CachePlan
-) -> Iterator[tuple[AttentionSpec, int, list[jax.ShapeDtypeStruct]]]:
+) -> Iterator[tuple[AttentionSpec | MlaSpec, int, list[jax.ShapeDtypeStruct]]]:
     """Every block's attention that the TPU kernels take: its spec, queries of a KV head, and a device's cache."""
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         spec = model.config.layers[layers[0]].attention

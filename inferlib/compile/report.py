@@ -312,9 +312,9 @@ def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
 
 def _cache_read(plan: CachePlan, block: BlockCache, shards: Shards, key: ProgramKey) -> int:
     most, numbers = -(-key.limit // shards.size(axes.POSITIONS)), 0
-    for shape in block.shapes:
+    for shape, fold in zip(block.shapes, block.folds, strict=True):
         *layers, _, heads, slots, size = shards.local_shape(block.axes, shape)
-        numbers += prod(layers) * heads * (slots if block.ring else min(slots, most)) * size
+        numbers += prod(layers) * heads * (slots if block.ring else min(slots, most // fold)) * size
     return (key.rows + key.chunks) * numbers * plan.dtype.itemsize
 
 

@@ -46,25 +46,31 @@ def masked_attention(
     sinks: jax.Array | None,
     k_scales: jax.Array | None = None,
     v_scales: jax.Array | None = None,
+    rotary: tuple[jax.Array, jax.Array, jax.Array | None] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] or [B, K, C, S] bool.
 
     k_scales, v_scales [B, K, S] float32: both or neither; k and v are then numbers of any type times these, which are
-    folded into logits and probabilities. Values may have a size of their own. Returns out [B, C, K, G, h] in q's dtype
-    and the log-sum-exp of the logits [B, C, K, G] float32. sinks [K, G]: a learned logit that joins the denominator. A
-    query that sees nothing yields 0 and -inf. Softmax in float32. A value or its scale that is not finite counts as
-    zero, even if seen; a key or its scale does not.
+    folded into logits and probabilities. rotary: a part of q and of k that is held apart, and its scales or None.
+    Values may have a size of their own. Returns out [B, C, K, G, h] in q's dtype and the log-sum-exp of the logits
+    [B, C, K, G] float32. sinks [K, G]: a learned logit that joins the denominator. A query that sees nothing yields 0
+    and -inf. Softmax in float32. A value or its scale that is not finite counts as zero, even if seen; a key or its
+    scale does not.
     """
-    b, c, k_heads, g, h = q.shape
+    b, c, k_heads, g, _ = q.shape
     highest, slots = precision_of(q.dtype), k.shape[2]
-    # The G * C queries of a head are the rows of one matrix: [B, K, G, C, ...].
-    rows = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b, k_heads, g * c, h)
-    if k_scales is not None:
-        k, v = k.astype(q.dtype), v.astype(q.dtype)
     dot = partial(lax.dot_general, precision=highest, preferred_element_type=jnp.float32)
-    s = dot(rows, k, (((3,), (3,)), ((0, 1), (0, 1)))).reshape(b, k_heads, g, c, slots) * scale
-    if k_scales is not None:
-        s = s * k_scales[:, :, None, None]
+
+    def products(q: jax.Array, k: jax.Array, scales: jax.Array | None) -> jax.Array:
+        """[B, K, G, C, S]: the G * C queries of a head are the rows of one matrix."""
+        rows = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b, k_heads, g * c, q.shape[-1])
+        k = k if scales is None else k.astype(q.dtype)
+        s = dot(rows, k, (((3,), (3,)), ((0, 1), (0, 1)))).reshape(b, k_heads, g, c, slots)
+        return s if scales is None else s * scales[:, :, None, None]
+
+    s = products(q, k, k_scales)
+    s = (s if rotary is None else s + products(*rotary)) * scale
+    v = v if v_scales is None else v.astype(q.dtype)
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
     seen = seen[:, None, None] if seen.ndim == 3 else seen[:, :, None]

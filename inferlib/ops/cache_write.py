@@ -1,9 +1,16 @@
-"""Write new keys, values or latents, or scales of these, into the cache."""
+"""Write new keys, values or latents, or scales of these, into the cache.
+
+Numbers fewer than the 128 by which a TPU's memory is tiled may be folded: a row of the cache then holds those of f
+positions, position p of a page in row p // (128 f) * 128 + p % 128, and there in part p // 128 % f. So 128 positions in
+order are a part of 128 rows.
+"""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+
+ROWS = 128  # of a folded cache, whose first parts hold positions in order
 
 
 def cache_write(
@@ -11,14 +18,48 @@ def cache_write(
 ) -> jax.Array:
     """Put what is new of token t at page `pages[t]`, slot `slots[t]`.
 
-    cache: [N, K, S, h], or [L, N, K, S, h] with `layer` the layer to write; new: [T, K, h]; both without h for scales.
-    pages, slots: [T] int32.
-    A page >= N or a slot >= S writes nothing: that is how padding and inactive rows are dropped. Pairs (page, slot)
-    are distinct. A donated cache is updated in place.
+    cache: [N, K, S, h], or [L, N, K, S, h] with `layer` the layer to write; or folded, [..., S / f, f * h]; new:
+    [T, K, h]; all without h for scales. pages, slots: [T] int32. A page >= N or a slot >= S writes nothing: that is how
+    padding and inactive rows are dropped. Pairs (page, slot) are distinct. A donated cache is updated in place.
     """
+    if new.ndim == 3 and cache.shape[-1] != new.shape[2]:
+        return _write_folded(cache, new, pages, slots, layer)
     # Head by head. For a slice of heads a TPU would lay the whole cache out anew; and the write of one row would become
     # a slice update, of which XLA:CPU makes two, each on a copy of the cache.
     heads = jnp.arange(new.shape[1], dtype=jnp.int32)
     at = (pages[:, None], heads, slots[:, None])
     at = at if layer is None else (layer, *at)
     return cache.at[at].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
+
+
+def _write_folded(
+    cache: jax.Array, new: jax.Array, pages: jax.Array, slots: jax.Array, layer: jax.Array | None
+) -> jax.Array:
+    """Part by part, whole rows: a TPU's compiler would copy the cache for a write that begins within one. Positions of
+    a chunk share rows, but not parts."""
+    size, rows = new.shape[2], cache.shape[-2]
+    fold, heads = cache.shape[-1] // size, jnp.arange(new.shape[1], dtype=jnp.int32)
+    new = jnp.tile(new.astype(cache.dtype), (1, 1, fold))
+    row, part = slots // (ROWS * fold) * ROWS + slots % ROWS, slots // ROWS % fold
+    for n in range(fold):
+        at = (pages[:, None], heads, jnp.where(part == n, row, rows + slots)[:, None])
+        at = at if layer is None else (layer, *at)
+        own = jnp.arange(cache.shape[-1]) // size == n
+        merged = jnp.where(own, new, cache.at[at].get(mode="clip", unique_indices=True))
+        cache = cache.at[at].set(merged, mode="drop", unique_indices=True)
+    return cache
+
+
+def folded_rows(slots: int, fold: int) -> int:
+    """Rows of a cache that hold the first `slots` positions of a page."""
+    return slots if fold == 1 else -(-slots // (ROWS * fold)) * ROWS
+
+
+def unfolded(cache: jax.Array, fold: int) -> jax.Array:
+    """[..., S / f, f * h] -> [..., S, h]. Parts are put together, as a TPU's compiler would copy what is transposed."""
+    if fold == 1:
+        return cache
+    *lead, rows, width = cache.shape
+    lines = cache.reshape(*lead, rows // ROWS, ROWS, width)
+    parts = jnp.split(lines, fold, axis=-1)
+    return jnp.concatenate(parts, axis=-2).reshape(*lead, rows * fold, width // fold)

@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inferlib.ops.cache_write import cache_write
+from inferlib.ops.cache_write import cache_write, folded_rows
 from inferlib.sharding.stripe import Stripe
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """arrays: keys and values, or latents alone, each [N, K, S, h]; in a scanned segment [L, N, K, S, h] with `layer`
-    the current one. Where keys and values are one array, a cell holds a key, its value behind it, and padding.
+    """arrays: keys and values, or latents and rotary keys, each [N, K, S, h]; in a scanned segment [L, N, K, S, h] with
+    `layer` the current one. Rotary keys may be folded, [..., S / f, f * h] (see `inferlib.ops.cache_write`). Where keys
+    and values are one array, a cell holds a key, its value behind it, and padding.
 
     Of a layer that shares another's, the arrays of that one.
 
@@ -34,6 +35,16 @@ class LayerCache:
         return self.arrays[0].shape[-2]
 
     @property
+    def folds(self) -> tuple[int, ...]:
+        """How many positions a row of each array holds."""
+        return tuple(self.slots // x.shape[-2] for x in self.arrays)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of a position and head in each array."""
+        return tuple(x.shape[-1] // fold for x, fold in zip(self.arrays, self.folds, strict=True))
+
+    @property
     def rows(self) -> int:
         return self.arrays[0].shape[-4]
 
@@ -41,14 +52,14 @@ class LayerCache:
         """new: [T, K, h] for each array, or for cells side by side of one, at `positions` [T] of `pages` [T]; pages
         >= N, negative positions and those of other devices are dropped."""
         if len(self.arrays) == 1:
-            new = (widened(jnp.concatenate(new, axis=-1), self.arrays[0].shape[-1]),)
+            new = (jnp.concatenate(new, axis=-1),)
         slots = stripe.slots(positions, self.slots, ring=self.ring)
-        pairs = zip(self.arrays, new, strict=True)
+        pairs = zip(self.arrays, map(widened, new, self.sizes), strict=True)
         return replace(self, arrays=tuple(cache_write(old, x, pages, slots, layer=self.layer) for old, x in pairs))
 
     def read(self, rows: int, limit: int | None = None, first: jax.Array | int = 0) -> tuple[jax.Array, ...]:
         """The arrays of the current layer, [N, K, S, h]; of a scanned one, only what is asked for: [rows, K, limit, h],
-        the first that of page `first`.
+        the first that of page `first`. What is folded stays so.
 
         XLA fuses one slice of the stacked cache with what reads it, and copies to memory a slice of a slice.
         """
@@ -56,11 +67,11 @@ class LayerCache:
             return self.arrays
         slots = self.slots if self.ring or limit is None else min(limit, self.slots)
 
-        def part(x: jax.Array) -> jax.Array:
-            sizes = (1, rows, x.shape[2], slots, x.shape[4])
+        def part(x: jax.Array, fold: int) -> jax.Array:
+            sizes = (1, rows, x.shape[2], folded_rows(slots, fold), x.shape[4])
             return lax.dynamic_slice(x, (self.layer, first, 0, 0, 0), sizes)[0]
 
-        return tuple(part(x) for x in self.arrays)
+        return tuple(map(part, self.arrays, self.folds))
 
 
 def widened(x: jax.Array, size: int) -> jax.Array:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from inferlib.models.batch import StepContext
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.ops.attention import merge_attention
+from inferlib.ops.cache_write import folded_rows
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 from inferlib.sharding.stripe import Stripe
@@ -80,7 +81,8 @@ def _around_ring(cache: LayerCache, ctx: StepContext, chunks: Callable, sinks: j
     if ctx.limit is not None and not cache.ring:
         slots = min(slots, limit_of(ctx, shards.stripe(axes.POSITIONS)))
     rows = jnp.minimum(ctx.batch.chunk_rows, cache.rows - 1)
-    share = tuple(x[rows, :, :slots] for x in cache.read(cache.rows, slots))
+    held = zip(cache.read(cache.rows, slots), cache.folds, strict=True)
+    share = tuple(x[rows, :, : folded_rows(slots, fold)] for x, fold in held)
     own = jnp.arange(rows.size)
     parts = []
     for passed in range(count := shards.size(axes.POSITIONS)):

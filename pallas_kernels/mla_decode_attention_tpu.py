@@ -1,0 +1,419 @@
+"""Decode attention over latents (MLA) on TPUs: each latent is read once, as a key and as a value of all heads.
+
+The live parts of all rows are one stream of blocks, copied from HBM ahead of the computation and across rows. With the
+128 heads of DeepSeek-V3 there are 240 operations to a byte, so the matrix unit must not wait either: a block that all
+queries see is one straight line of code in which the logits of one part are computed beside the softmax of the part
+before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES, SUBLANES = 128, 8
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences are
+LOG2E = math.log2(math.e)
+UNROLL = 4  # copies of pages that are started together
+MOST_QUERIES = 1024  # of a row, heads times tokens
+VMEM_BYTES = 40 << 20  # of the 64 MiB that v5p and v7x have
+SMEM_BYTES = 512 << 10  # of 1 MiB
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """positions: of a block, computed in one go if all queries see all of it; part: whose logits are there at a time;
+    edge: computed in one go where some are not seen; buffers: blocks that are on chip."""
+
+    positions: int
+    part: int
+    edge: int
+    buffers: int = 2
+
+    def __post_init__(self):
+        if self.part % LANES or self.edge % self.part or self.positions % self.edge or self.buffers < 2:
+            raise ValueError(
+                f"positions must be a multiple of edge, that of part, that of {LANES}, buffers at least 2: {self}"
+            )
+
+
+def blocks(width: int, unit: int, longest: int) -> Blocks:
+    """For `width` queries of a row of at most `longest` positions, which are copied by the `unit`. Few queries leave
+    the matrix unit little to do for a position, so that more of them make up for what it costs to start."""
+    row = max(unit, 1 << (longest - 1).bit_length())
+    part = min(row, max(unit, 1 << (min(1024, (1 << 15) // width).bit_length() - 1)))
+    edge = max(part, min(row, 512))
+    return Blocks(max(edge, min(row, 4096, 1 << (19 - (width - 1).bit_length()))), part, edge)
+
+
+def unsupported(
+    q: jax.ShapeDtypeStruct,
+    latents: jax.ShapeDtypeStruct,
+    keys: jax.ShapeDtypeStruct,
+    *,
+    pages: int | None = None,
+    given: Blocks | None = None,
+) -> str | None:
+    """Why the kernel cannot run q [B, C, H, R + r] on latents [..., S, R] and rotary keys [..., S / f, f * r], or None
+    if it can.
+
+    pages: columns of the page table, None if rows are pages. given: blocks other than those of `blocks`.
+    """
+    dtype, (slots, rank), width = jnp.dtype(latents.dtype), latents.shape[-2:], q.shape[1] * q.shape[2]
+    if dtype not in (jnp.bfloat16, jnp.float32) or q.dtype != dtype or keys.dtype != dtype:
+        return f"it takes queries and a cache of bfloat16 or float32, both alike, not {q.dtype} and {dtype}"
+    if rank % LANES or keys.shape[-1] != LANES:
+        return f"latents of {rank} and rotary keys of {keys.shape[-1]} numbers do not fill lanes of {LANES}"
+    if slots % (unit := _unit(latents.shape, keys.shape)):
+        return f"pages of {slots} positions are no multiple of {unit}"
+    if width > MOST_QUERIES:
+        return f"{q.shape[1]} x {q.shape[2]} queries of a row exceed {MOST_QUERIES}"
+    table = 4 * q.shape[0] * pl.cdiv(pages or 0, LANES) * LANES
+    if table > SMEM_BYTES:
+        return f"a table of {q.shape[0]} x {pages} pages needs {table} bytes of scalar memory, more than {SMEM_BYTES}"
+    chosen = _chosen(given, width, latents.shape, keys.shape, pages)
+    if chosen.part % unit:
+        return f"a part of {chosen.part} positions is no multiple of {unit}"
+    need = _vmem_bytes(width, rank, dtype.itemsize, chosen)
+    if need > VMEM_BYTES:
+        return f"{width} queries of {rank} numbers need {need} bytes of on-chip memory, more than {VMEM_BYTES}"
+    return None
+
+
+def _unit(latents: tuple[int, ...], keys: tuple[int, ...]) -> int:
+    """Positions that are copied together: those of 128 rows of keys."""
+    return LANES * (latents[-2] // keys[-2])
+
+
+def _chosen(
+    given: Blocks | None, width: int, latents: tuple[int, ...], keys: tuple[int, ...], pages: int | None
+) -> Blocks:
+    return given or blocks(width, _unit(latents, keys), latents[-2] * (pages or 1))
+
+
+def _vmem_bytes(width: int, rank: int, itemsize: int, blocks: Blocks) -> int:
+    rows = pl.cdiv(width, 2 * SUBLANES) * 2 * SUBLANES
+    cells = blocks.buffers * blocks.positions * (rank + LANES) * itemsize
+    kept = rows * (4 * (rank + 2 * LANES) + 2 * (2 * rank + 4 * LANES) * itemsize)
+    return cells + kept + rows * (4 * 4 * blocks.part + 2 * 4 * rank)
+
+
+def mla_decode_attention(
+    q: jax.Array,
+    latents: jax.Array,
+    keys: jax.Array,
+    lengths: jax.Array,
+    *,
+    scale: float,
+    layer: jax.Array | int = 0,
+    pages: jax.Array | None = None,
+    blocks: Blocks | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, jax.Array]:
+    """q [B, C, H, R + r]: row b's queries stand at the last C of its lengths[b] positions, all written in the cache:
+    H heads taken to the latents' R dimensions, and their rotary part.
+
+    latents [N, S, R] and rotary keys [N, S / f, f * r], or [L, N, ...] of which `layer` is read; f * r = 128. The key
+    of position p of a page lies in row p // (128 f) * 128 + p % 128, part p // 128 % f of its lanes. Position p of row
+    b lives in page pages[b, p // S], slot p mod S; pages [B, M] int32; without, row b is page b. lengths [B] int32, 0
+    marks an inactive row (out 0, lse -inf). Only live pages are read.
+    Returns out [B, C, H, R] in q's dtype and the log of the softmax's denominator, lse [B, C, H] float32.
+    Raises ValueError where `unsupported` says why.
+    """
+    rows, queries, heads, size = q.shape
+    columns = None if pages is None else pages.shape[1]
+    if reason := unsupported(q, latents, keys, pages=columns, given=blocks):
+        raise ValueError(f"the TPU kernel does not run this latent attention: {reason}")
+    latents, keys = (x if x.ndim == 4 else x[None] for x in (latents, keys))
+    slots, rank = latents.shape[2:]
+    width, fold = queries * heads, slots // keys.shape[2]
+    chosen = _chosen(blocks, width, latents.shape, keys.shape, columns)
+    q = q.reshape(rows, width, size)
+    rotary = jnp.pad(q[..., rank:], ((0, 0), (0, 0), (0, LANES // fold - (size - rank))))
+    # One copy of the rotary queries for each part of a row of keys, zeros against the others.
+    spread = (jnp.eye(fold, dtype=q.dtype)[:, None, :, None] * rotary[:, None, :, None]).reshape(rows, -1, LANES)
+    if not interpret:  # or XLA would bring a small cache to VMEM whole
+        latents, keys = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (latents, keys))
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    scalars = [lengths.astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1)]
+    if pages is not None:
+        scalars.append(pages.astype(jnp.int32))
+    lines = pl.cdiv(width, LANES)
+
+    def of_row(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *shape), lambda b, *_: (b, 0, 0))
+
+    live = rows * slots * (columns or 1)
+    out, lse = pl.pallas_call(
+        functools.partial(
+            _kernel, paged=pages is not None, queries=queries, heads=heads, scale=scale * LOG2E, blocks=chosen
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(rows,),
+            in_specs=[of_row(width, rank), of_row(fold * width, LANES), whole, whole],
+            out_specs=[of_row(width, rank), of_row(lines, LANES)],
+            scratch_shapes=[
+                pltpu.VMEM((chosen.buffers, chosen.positions, rank), latents.dtype),
+                pltpu.VMEM((chosen.buffers, chosen.positions // fold, LANES), keys.dtype),
+                pltpu.VMEM((width, LANES), jnp.float32),
+                pltpu.VMEM((width, LANES), jnp.float32),
+                pltpu.VMEM((width, rank), jnp.float32),
+                pltpu.SMEM((3,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2, chosen.buffers)),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, width, rank), q.dtype),
+            jax.ShapeDtypeStruct((rows, lines, LANES), jnp.float32),
+        ],
+        # Checks triple what it takes to start a copy; `start_copy` and `length_of` keep them in bounds.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            disable_bounds_checks=True,
+            vmem_limit_bytes=max(_vmem_bytes(width, rank, latents.dtype.itemsize, chosen) + (4 << 20), 16 << 20),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * live * width * (size + rank),
+            bytes_accessed=(live * (rank + LANES // fold) + q.size + rows * width * rank) * q.dtype.itemsize,
+            transcendentals=live * width,
+        ),
+        interpret=interpret,
+        name="mla_decode_attention",
+    )(*scalars, q[..., :rank], spread, latents, keys)
+    shape = rows, queries, heads
+    return out.reshape(*shape, rank), lse.reshape(rows, -1)[:, :width].reshape(shape)
+
+
+def _kernel(*refs, paged, queries, heads, scale, blocks):
+    """One row. Logits are in units of log 2, as exponentials are taken with base 2.
+
+    Scalars: lengths [B], layer [1], pages [B, M]. W = C * H queries: q [W, R], their rotary parts [f * W, 128], latents
+    [L, N, S, R] and keys [L, N, S / f, 128] in HBM, out [W, R], lse [W / 128, 128]. Scratch: copies of blocks [BUFFERS,
+    T, R] and [BUFFERS, T / f, 128]; the running maximum and sum [W, 128] (the sum's lanes add up, the maximum's are
+    alike) and accumulator [W, R]; the row and block to be copied next and the buffer to be read next; semaphores.
+    """
+    refs = list(refs)
+    lengths_ref, layer_ref = refs.pop(0), refs.pop(0)
+    table = refs.pop(0) if paged else None
+    q_ref, rotary_ref, latents_hbm, keys_hbm, out_ref, lse_ref, *scratch = refs
+    latents_buf, keys_buf, top_ref, sum_ref, acc_ref, state, sems = scratch
+    row, rows = pl.program_id(0), pl.num_programs(0)
+    width, rank = acc_ref.shape
+    slots, fold = latents_hbm.shape[2], latents_hbm.shape[2] // keys_hbm.shape[2]
+    block, unit, buffers = blocks.positions, LANES * fold, blocks.buffers
+    capacity = slots * (table.shape[1] if paged else 1)
+    exact = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
+
+    def length_of(row):
+        return jnp.minimum(lengths_ref[row], capacity)
+
+    # ---- copies
+
+    def parts_of(offset, count):
+        """The rows of latents and of keys that hold `count` positions from `offset`, both multiples of a unit."""
+        return (
+            pl.ds(pl.multiple_of(offset, unit), count),
+            pl.ds(pl.multiple_of(_div(offset, fold), LANES), count // fold),
+        )
+
+    def start_copy(row, index, offset, count, buf):
+        """Start the copies that bring `count` positions of a page to `offset` in a buffer."""
+        page, slot = row, index * block + offset
+        if paged:
+            page, slot = jnp.clip(table[row, _div(slot, slots)], 0, latents_hbm.shape[1] - 1), _rem(slot, slots)
+        arrays, sources, targets = (latents_hbm, keys_hbm), parts_of(slot, count), parts_of(offset, count)
+        for n, (hbm, vmem) in enumerate(zip(arrays, (latents_buf, keys_buf), strict=True)):
+            source = hbm.at[layer_ref[0], page, sources[n]]
+            pltpu.make_async_copy(source, vmem.at[buf, targets[n]], sems.at[n, buf]).start()
+
+    def units_of(row, index):
+        """How many units of a row's block there are."""
+        return jnp.minimum(_div(length_of(row) - index * block + unit - 1, unit), block // unit)
+
+    def start_block(row, index, buf):
+        units = units_of(row, index)
+        if slots >= block:
+            whole = units == block // unit
+            if paged:
+                whole &= _rem(index * block, slots) + block <= slots
+            pl.when(whole)(lambda: start_copy(row, index, 0, block, buf))
+            units = jnp.where(whole, 0, units)
+
+        def start_units(first, stop, count):
+            def start_some(i, _):
+                for n in range(count):
+                    start_copy(row, index, (first + i * count + n) * unit, unit, buf)
+
+            lax.fori_loop(0, _div(stop - first, count), start_some, None)
+
+        together = units & -UNROLL
+        start_units(0, together, UNROLL)
+        start_units(together, units, 1)
+
+    def wait_block(row, index, buf):
+        units = units_of(row, index)
+
+        def wait(i, count):
+            """A wait takes only the number of bytes from its copy."""
+            at = parts_of(i * unit, count)
+            for n, vmem in enumerate((latents_buf, keys_buf)):
+                part = vmem.at[buf, at[n]]
+                pltpu.make_async_copy(part, part, sems.at[n, buf]).wait()
+
+        whole = units == block // unit
+        pl.when(whole)(lambda: wait(0, block))
+        lax.fori_loop(0, jnp.where(whole, 0, units), lambda i, _: wait(i, unit), None)
+
+    def blocks_of(length):
+        return _div(length + block - 1, block)
+
+    def start_next(buf):
+        """Start the copies of the block whose turn it is, if any is left."""
+        at, index = state[0], state[1]
+
+        @pl.when(at < rows)
+        def _():
+            start_block(at, index, buf)
+            ends = index + 1 == blocks_of(length_of(at))
+            state[0] = lax.while_loop(is_empty, lambda at: at + 1, at + ends.astype(jnp.int32))
+            state[1] = jnp.where(ends, 0, index + 1)
+
+    def is_empty(at):
+        return (at < rows) & (lengths_ref[jnp.minimum(at, rows - 1)] == 0)
+
+    @pl.when(row == 0)
+    def _():
+        state[0] = lax.while_loop(is_empty, lambda at: at + 1, 0)
+        state[1] = 0
+        state[2] = 0
+        lax.fori_loop(0, buffers - 1, lambda buf, _: start_next(buf), None)
+
+    # ---- computation
+
+    length = length_of(row)
+    # [W, 1] position of each query; of all, if there is one to a head.
+    query = length - queries
+    if queries > 1:
+        query = query + lax.div(lax.broadcasted_iota(jnp.int32, (width, 1), 0), heads)
+
+    def dot(x, y, contract):
+        return lax.dot_general(x, y, (((1,), (contract,)), ((), ())), exact, preferred_element_type=jnp.float32)
+
+    def scores(buf, offset):
+        """Logits [W, n] of a part of a buffer."""
+        at, at_keys = parts_of(offset, blocks.part)
+        s = dot(q_ref[...], latents_buf[buf, at], 1)
+        turned = dot(rotary_ref[...], keys_buf[buf, at_keys], 1)  # [f * W, n / f]
+        groups = range(0, blocks.part // fold, LANES)
+        turned = [turned[f * width : (f + 1) * width, g : g + LANES] for g in groups for f in range(fold)]
+        return (s + jnp.concatenate(turned, axis=1)) * scale
+
+    def take_in(buf, offset, count, fresh, start=None):
+        """Take in `count` positions of a buffer from `offset`; those that are not seen are masked if `start`, the
+        buffer's first position, is given. fresh: they are the first of the row. The row's output so far is written."""
+        ahead = scores(buf, offset)
+        for at in range(0, count, blocks.part):
+            s, old = ahead, top_ref[...]
+            if start is not None:
+                position = start + offset + at + lax.broadcasted_iota(jnp.int32, s.shape, 1)
+                s = jnp.where(position <= query, s, MASKED)
+            total, acc = sum_ref[...], acc_ref[...]
+            if at == 0:
+                old, total, acc = (jnp.where(fresh, x, y) for x, y in ((MASKED, old), (0.0, total), (0.0, acc)))
+            top = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
+            if at + blocks.part < count:
+                ahead = scores(buf, offset + at + blocks.part)
+            p = jnp.exp2(s - _wide(top, blocks.part))
+            values = latents_buf[buf, parts_of(offset + at, blocks.part)[0]]
+            decay = jnp.exp2(old - top)
+            total = total * decay + sum(p[:, i : i + LANES] for i in range(0, blocks.part, LANES))
+            acc = acc * _wide(decay, rank) + dot(p.astype(values.dtype), values, 0)
+            top_ref[...], sum_ref[...], acc_ref[...] = top, total, acc
+        total = jnp.sum(total, axis=1, keepdims=True)
+        empty = top <= MASKED / 2
+        total = jnp.where(empty, 1.0, total)
+        out_ref[...] = (acc * _wide(jnp.where(empty, 0.0, 1.0 / total), rank)).astype(out_ref.dtype)
+        write_lse(jnp.where(empty, -jnp.inf, top / LOG2E + jnp.log(total)))
+
+    def write_lse(lse):
+        """[W, 128], all lanes alike, as rows of lanes."""
+        for line in range(lse_ref.shape[0]):
+            some = lse[line * LANES : (line + 1) * LANES]
+            own = lax.broadcasted_iota(jnp.int32, some.shape, 0) == lax.broadcasted_iota(jnp.int32, some.shape, 1)
+            lse_ref[line] = jnp.sum(jnp.where(own, some, 0.0), axis=0)
+
+    def clean(buf, start, count):
+        """Zero the latents of a buffer's first `count` positions that no query sees, and their keys in rows of others:
+        0 * NaN is NaN."""
+        after = jnp.minimum(_div(length - start, LANES), _div(count, LANES) - 1)
+        at = pl.ds(pl.multiple_of(after * LANES, LANES), LANES)
+        position = start + after * LANES + lax.broadcasted_iota(jnp.int32, (LANES, rank), 0)
+        kept = jnp.where(position < length, latents_buf[buf, at].astype(jnp.float32), 0)
+        latents_buf[buf, at] = kept.astype(latents_buf.dtype)
+        if fold > 1:
+            line = _div(after, fold)
+            at = pl.ds(pl.multiple_of(line * LANES, LANES), LANES)
+            part = lax.div(lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1), LANES // fold)
+            position = start + line * unit + part * LANES + lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
+            kept = jnp.where(position < length, keys_buf[buf, at].astype(jnp.float32), 0)
+            keys_buf[buf, at] = kept.astype(keys_buf.dtype)
+
+        def zero(i, _):
+            at = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
+            latents_buf[buf, at] = jnp.zeros((LANES, rank), latents_buf.dtype)
+
+        lax.fori_loop(after + 1, _div(count, LANES), zero, None)
+
+    def step(index, buf):
+        start_next(jnp.where(buf == 0, buffers - 1, buf - 1))
+        wait_block(row, index, buf)
+        start = index * block
+        whole = start + block <= length - queries + 1
+
+        @pl.when(whole)
+        def _():
+            take_in(buf, 0, block, index == 0)
+
+        @pl.when(~whole)
+        def _():
+            parts = _div(jnp.minimum(length - start, block) + blocks.edge - 1, blocks.edge)
+            clean(buf, start, parts * blocks.edge)
+
+            def take_part(i, _):
+                take_in(buf, pl.multiple_of(i * blocks.edge, blocks.edge), blocks.edge, (index == 0) & (i == 0), start)
+
+            lax.fori_loop(0, parts, take_part, None)
+
+        return jnp.where(buf == buffers - 1, 0, buf + 1)
+
+    @pl.when(length == 0)
+    def _():
+        out_ref[...] = jnp.zeros_like(out_ref)
+        lse_ref[...] = jnp.full_like(lse_ref, -jnp.inf)
+
+    state[2] = lax.fori_loop(0, blocks_of(length), step, state[2])
+
+
+def _div(x, by: int):
+    """x // by, x >= 0."""
+    if isinstance(x, int):
+        return x // by
+    return lax.shift_right_logical(x, by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(x, by)
+
+
+def _rem(x: jax.Array, by: int) -> jax.Array:
+    """x mod by, x >= 0."""
+    return x & (by - 1) if by & (by - 1) == 0 else lax.rem(x, by)
+
+
+def _wide(x: jax.Array, count: int) -> jax.Array:
+    """[W, 128], all lanes alike -> [W, count], or of [W, 1] too."""
+    return jnp.concatenate([jnp.broadcast_to(x, (x.shape[0], LANES))] * (count // LANES), axis=1)
