@@ -25,8 +25,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilations")
     [
         ("ministral", {"head_dim": 128}, Backend(decode_attention="pallas_tpu")),
         ("qwen3_moe", {}, Backend(grouped_matmul="pallas_tpu")),
+        ("gpt_oss", {}, Backend(expert_mlp="pallas_tpu")),
     ],
-    ids=["attention", "experts"],
+    ids=["attention", "grouped products", "experts"],
 )
 def test_a_model_decodes_the_same_tokens(family, changes, backend, checkpoint):
     """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one; experts in stacked
@@ -56,9 +57,10 @@ def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_one_warning(caplo
 def test_experts_that_the_kernel_cannot_multiply_by_are_xlas(caplog):
     moe = EXPERTS | {"hidden_size": 8192, "moe_intermediate_size": 8100}
     programs = ProgramSet.make(abstract_model(config_from_hf(moe), "bfloat16"), EngineConfig.make("tpu", 2, 64))
-    (warning,) = caplog.messages
-    assert "grouped matmul is XLA's, not the TPU kernel: weights 2 x 8192 x 8100 need" in warning
-    assert programs.config.backend.grouped_matmul == "xla"
+    first, second = caplog.messages
+    assert "grouped matmul is XLA's, not the TPU kernel: weights 2 x 8192 x 8100 need" in first
+    assert "expert mlp is XLA's, not the TPU kernel: experts of 8192 x 8100 need" in second
+    assert programs.config.backend == Backend(decode_attention="pallas_tpu")
 
 
 def test_slots_are_whole_tiles_where_the_kernel_reads_them():

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kernel_cases import decode_attention, grouped_matmul
+from kernel_cases import decode_attention, expert_mlp, grouped_matmul
 
 
 class Case(Protocol):
@@ -35,5 +35,6 @@ class Case(Protocol):
 
 CASES: Mapping[str, Mapping[str, Case]] = {
     "decode_attention": decode_attention.CASES,
+    "expert_mlp": expert_mlp.CASES,
     "grouped_matmul": grouped_matmul.CASES,
 }

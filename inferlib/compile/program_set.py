@@ -13,6 +13,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
@@ -23,6 +24,7 @@ from inferlib.compile.state import RowState
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import kernel_lacks
+from inferlib.ops.expert_mlp import MOST_TOKENS
 from inferlib.sharding import axes
 
 log = logging.getLogger(__name__)
@@ -204,7 +206,8 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
     """The config with kernels that can run their share of the model; warns of those chosen that cannot."""
     checks = {
         "decode_attention": partial(_attention_lacks, config, model, plan),
-        "grouped_matmul": partial(_experts_lack, config, model),
+        "grouped_matmul": partial(_experts_lack, config, model, "grouped_matmul"),
+        "expert_mlp": partial(_experts_lack, config, model, "expert_mlp"),
     }
     for name, lacks in checks.items():
         if getattr(config.backend, name) == "pallas_tpu" and (reason := lacks()):
@@ -229,22 +232,27 @@ def _attention_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan
     return None
 
 
-def _experts_lack(config: EngineConfig, model: AbstractModel) -> str | None:
-    """Why the TPU kernel cannot multiply by the experts."""
-    from inferlib.pallas_kernels import grouped_matmul_tpu
+def _experts_lack(config: EngineConfig, model: AbstractModel, name: str) -> str | None:
+    """Why a TPU kernel cannot run the model's experts: `grouped_matmul`, or `expert_mlp` of few tokens."""
+    from inferlib.pallas_kernels import expert_mlp_tpu, grouped_matmul_tpu
 
     tokens = config.rows + max(p * c for p, c in config.prefill_shapes())
     for weight in model.weights:
         if axes.EXPERTS not in weight.axes or not weight.contracting:
             continue
-        if weight.scheme is not None:
-            return "it takes no quantised weights"
+        if weight.scheme is not None and weight.scheme.group is not None:
+            return "it takes weights quantised by channel, not in groups"
+        dtype = weight.dtype if weight.scheme is None else np.dtype(weight.scheme.values)
         shape, at = config.shards.local_shape(weight.axes, weight.shape), weight.axes.index(axes.EXPERTS)
         experts, *parts, inner, outer = shape[at:]
-        rows = tokens * model.config.layers[model.layers_of(weight.block)[0]].mlp.router.chosen
-        x = jax.ShapeDtypeStruct((rows, inner), model.dtype)
-        w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), weight.dtype)
-        if reason := grouped_matmul_tpu.unsupported(x, w):
+        w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), dtype)
+        if name == "grouped_matmul":
+            rows = tokens * model.config.layers[model.layers_of(weight.block)[0]].mlp.router.chosen
+            reason = grouped_matmul_tpu.unsupported(jax.ShapeDtypeStruct((rows, inner), model.dtype), w)
+        else:  # which gate and up decide
+            few = jax.ShapeDtypeStruct((MOST_TOKENS, inner), model.dtype)
+            reason = expert_mlp_tpu.unsupported(few, w) if parts else None
+        if reason:
             return reason
     return None
 
