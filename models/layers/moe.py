@@ -11,6 +11,7 @@ from flax import nnx
 from inferlib.models.batch import StepContext
 from inferlib.models.config import MoeSpec
 from inferlib.models.layers.mlp import Mlp, gated
+from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.router import Router
 from inferlib.models.layout import Layout
@@ -36,6 +37,10 @@ class Moe(nnx.Module):
             self.shared = Mlp(spec.shared, layout.hidden(spec.shared.hidden), dim, dtype)
         if spec.shared_gate:
             self.shared_gate = param((dim,), (axes.EMBED,), dtype)
+        if spec.own_norms:
+            norm = layout.config.norm
+            self.pre_norm, self.post_norm = Norm(norm, dim, dtype), Norm(norm, dim, dtype)
+            self.post_shared_norm = Norm(norm, dim, dtype)
 
     def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> jax.Array:
         """layer: of a scanned segment, whose experts are stacked; see `Experts`."""
@@ -46,13 +51,26 @@ class Moe(nnx.Module):
         self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """The sum of the chosen experts, and that of the shared ones if there are any."""
-        shards = ctx.shards
+        routed = self.chosen(x, x, ctx, layer)
+        return routed, None if self.spec.shared is None else self.always(x, ctx.shards)
+
+    def with_norms(self, x: jax.Array, shared: jax.Array, ctx: StepContext, layer: jax.Array | None) -> jax.Array:
+        """The whole sum over devices, of this device's tokens where they are split, by experts with norms of their own.
+
+        x [T, D]: the residual; shared [T, D]: what shared experts take in.
+        """
+        shards, dim = ctx.shards, x.shape[1]
+        parts = self.chosen(self.pre_norm(x, shards), x, ctx, layer), self.always(shared, shards)
+        both = shards.sum_tokens(jnp.concatenate(parts, axis=1), axes.MLP)
+        return self.post_norm(both[:, :dim], shards) + self.post_shared_norm(self.finish(both[:, dim:]), shards)
+
+    def chosen(self, x: jax.Array, judged: jax.Array, ctx: StepContext, layer: jax.Array | None) -> jax.Array:
+        """The sum of the chosen experts; judged [T, D]: what the router reads."""
         with jax.named_scope("router"):
-            experts, weights = self.router(x, shards)
+            experts, weights = self.router(judged, ctx.shards)
         experts = jnp.where((ctx.positions >= 0)[:, None], experts, -1)  # inactive rows need none
         with jax.named_scope("experts"):
-            routed = self.routed(x, experts, weights, ctx, layer)
-        return routed, None if self.spec.shared is None else self.always(x, shards)
+            return self.routed(x, experts, weights, ctx, layer)
 
     def routed(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
