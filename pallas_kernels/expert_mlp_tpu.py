@@ -84,6 +84,7 @@ def expert_mlp(
     down_scales: jax.Array | None = None,
     gate_up_bias: jax.Array | None = None,
     scale_input: bool = False,
+    read: float = 1.0,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
@@ -92,7 +93,8 @@ def expert_mlp(
     Row t is the sum over experts e of factors[t, e] * (activation(x gate_e, x up_e) down_e), of those whose factor is
     not 0, accumulated in float32; scale_input: factors multiply x instead. factors [T, E] float32; chosen [E] int32: 0
     for experts that no token chose, which are not read. Of this layer: scales [E, 2, F] and [E, D] float32 of quantised
-    weights, gate_up_bias [E, 2, F]. Raises ValueError where `unsupported` says why.
+    weights, gate_up_bias [E, 2, F]. read: share of experts that is expected to be chosen, for the compiler's account.
+    Raises ValueError where `unsupported` says why.
     """
     if reason := unsupported(x, gate_up, blocks=blocks):
         raise ValueError(f"the TPU kernel does not run these experts: {reason}")
@@ -106,7 +108,7 @@ def expert_mlp(
     inputs = {"x": x, "factors": factors, "gate_up_scales": gate_up_scales, "down_scales": down_scales}
     inputs = {name: a for name, a in (inputs | {"gate_up_bias": gate_up_bias}).items() if a is not None}
     inputs = {name: a.reshape(-1, a.shape[-1]) for name, a in inputs.items()}
-    read = 3 * dim * hidden * gate_up.dtype.itemsize
+    weights = read * experts * 3 * dim * hidden
     kernel = functools.partial(_kernel, names=tuple(inputs), activation=activation, scale_input=scale_input)
     out = pl.pallas_call(
         kernel,
@@ -134,9 +136,9 @@ def expert_mlp(
             vmem_limit_bytes=blocks.vmem_bytes(x, gate_up),
         ),
         cost_estimate=pl.CostEstimate(
-            flops=6 * x.shape[0] * experts * dim * hidden,
-            bytes_accessed=experts * read + 2 * x.size * x.dtype.itemsize,
-            transcendentals=x.shape[0] * experts * hidden,
+            flops=int(2 * x.shape[0] * weights),
+            bytes_accessed=int(weights * gate_up.dtype.itemsize) + 2 * x.size * x.dtype.itemsize,
+            transcendentals=int(read * x.shape[0] * experts * hidden),
         ),
         interpret=interpret,
         name="expert_mlp",

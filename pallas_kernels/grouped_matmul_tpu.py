@@ -2,8 +2,7 @@
 
 The weights of the groups that have rows are one stream of blocks, copied from HBM ahead of the computation and across
 tiles of rows. Rows stay where they are: a product takes whole sublanes from where its group starts, and those of other
-groups keep what they have. Quantised weights are copied as they are stored, and unpacked in registers as those of
-`mx_matmul_tpu`.
+groups keep what they have. Quantised weights are copied as they are stored.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-
-from inferlib.pallas_kernels import mx_matmul_tpu as mx
 
 LANES, SUBLANES = 128, 16
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
@@ -48,7 +45,7 @@ class Blocks:
             raise ValueError("copies run ahead of the computation: there are at least two buffers")
 
     def vmem_bytes(self, x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> int:
-        """What it takes to multiply x [M, I] by weights [..., E, P, I, O], or words of MXFP4 [..., E, P, I / 8, O]."""
+        """What it takes to multiply x [M, I] by weights [..., E, P, I, O]."""
         groups, parts, depth, _ = w.shape[-4:]
         wide, inner = _rounded_up(self.columns, LANES), _rounded_up(x.shape[1], LANES)
         weights = self.buffers * parts * _rounded_up(depth, SUBLANES) * wide * w.dtype.itemsize
@@ -56,9 +53,6 @@ class Blocks:
         scales = 0
         if w.dtype != x.dtype:
             scales = 2 * groups * parts * wide * 4
-        if w.dtype == jnp.int32:
-            weights += (self.buffers + 2) * parts * _rounded_up(inner // LANES, 8) * wide * 4
-            rows += self.rows * inner * x.dtype.itemsize
         return weights + rows + scales + MARGIN_BYTES
 
 
@@ -80,13 +74,13 @@ def default_blocks(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> Blocks:
 def unsupported(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct, *, blocks: Blocks | None = None) -> str | None:
     """Why the kernel cannot multiply x [M, I] by w [L, E, P, I, O], or None if it can.
 
-    w as in `grouped_matmul`: what has scales is of int8 or float8_e4m3fn, or int32 words.
+    What has scales is of int8 or float8_e4m3fn.
     """
-    quantized = w.dtype in (jnp.int8, jnp.float8_e4m3fn, jnp.int32)
+    quantized = w.dtype in (jnp.int8, jnp.float8_e4m3fn)
     if not (x.dtype == jnp.bfloat16 if quantized else x.dtype == w.dtype and x.dtype in (jnp.bfloat16, jnp.float32)):
         return (
-            "it takes rows of bfloat16 and weights of bfloat16, int8, float8_e4m3fn or words of MXFP4, or both of "
-            f"float32, not {x.dtype} and {w.dtype}"
+            "it takes rows of bfloat16 and weights of bfloat16, int8 or float8_e4m3fn, or both of float32, not "
+            f"{x.dtype} and {w.dtype}"
         )
     parts, inner, outer = w.shape[2], x.shape[1], w.shape[4]
     blocks = blocks or default_blocks(x, w)
@@ -104,53 +98,46 @@ def grouped_matmul(
     *,
     layer: jax.Array | int = 0,
     scales: jax.Array | None = None,
-    exponents: jax.Array | None = None,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
     """x [M, I], its rows sorted by group, times w [L, E, P, I, O] of a layer: the first sizes[0] rows with group 0's.
 
     Returns [P, M, O] in x's dtype, accumulated in float32. sizes [E] int32 sum to at most M; rows beyond are in no
-    group, and hold anything in x and in the result. scales [E, P, O] float32: of the columns of this layer. MXFP4 is
-    given as `mx_matmul_tpu.pack_mxfp4` packs it: words w [L, E, P, I / 8, O], exponents [L, E, P, I / 128, O], and tops
-    as scales. Only weights of groups that have rows are read, once for every `blocks.columns`. Raises ValueError where
+    group, and hold anything in x and in the result. scales [E, P, O] float32: of the columns of this layer, if w is
+    quantised. Only weights of groups that have rows are read, once for every `blocks.columns`. Raises ValueError where
     `unsupported` says why.
     """
     if reason := unsupported(x, w, blocks=blocks):
         raise ValueError(f"the TPU kernel does not run this grouped product: {reason}")
-    if (w.dtype != x.dtype) != (scales is not None) or (w.dtype == jnp.int32) != (exponents is not None):
-        raise ValueError("quantised weights need scales, and words of MXFP4 exponents; other weights have none")
-    blocks, (_, groups, parts, depth, outer) = blocks or default_blocks(x, w), w.shape
-    total, packed = x.shape[0], exponents is not None
-    wide = depth * 8 if packed else x.shape[1]
+    if (w.dtype != x.dtype) != (scales is not None):
+        raise ValueError("quantised weights need scales, and others have none")
+    blocks, (_, groups, parts, inner, outer) = blocks or default_blocks(x, w), w.shape
+    total = x.shape[0]
     height = max(_rounded_up(total, SUBLANES), blocks.height)
-    x = jnp.pad(x, ((0, height - total), (0, wide - x.shape[1])))
-    (rows, inner), count = x.shape, outer // blocks.columns
+    x = jnp.pad(x, ((0, height - total), (0, 0)))
+    rows, count = x.shape[0], outer // blocks.columns
     tile, itemsize = min(blocks.rows, rows), x.dtype.itemsize
-    stored = [w] if exponents is None else [w, exponents]
     if not interpret:  # or XLA would bring small weights to VMEM whole
-        stored = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in stored]
+        w = pltpu.with_memory_space_constraint(w, pltpu.HBM)
     inputs, specs = [x], [pl.BlockSpec((tile, inner), lambda c, t, *_: (t, 0))]
     if scales is not None:
-        inputs.append(scales.reshape(groups * parts, outer) * (mx.UNIT if packed else 1.0))
+        inputs.append(scales.reshape(groups * parts, outer))
         specs.append(pl.BlockSpec((groups * parts, blocks.columns), lambda c, t, *_: (0, c)))
-    scratch = [pltpu.VMEM((blocks.buffers, *a.shape[2:4], blocks.columns), a.dtype) for a in stored]
-    if packed:
-        scratch.append(pltpu.VMEM((tile, inner), x.dtype))
-        scratch += [pltpu.VMEM((parts, exponents.shape[3], blocks.columns), jnp.int32)] * 2
-    read = sum(a.size // (a.shape[0] * groups) * a.dtype.itemsize for a in stored)
+    read = groups * (1 - (1 - 1 / groups) ** total)  # as if each row had any group
+    weights = int(read * parts * inner * outer) * w.dtype.itemsize
     out = pl.pallas_call(
-        functools.partial(_kernel, height=blocks.height, tail=blocks.tail, packed=packed, scaled=scales is not None),
+        functools.partial(_kernel, height=blocks.height, tail=blocks.tail, scaled=scales is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(count, pl.cdiv(rows, tile)),
-            in_specs=[*specs, *[pl.BlockSpec(memory_space=pl.ANY)] * len(stored)],
+            in_specs=[*specs, pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=pl.BlockSpec((parts, tile, blocks.columns), lambda c, t, *_: (0, t, c)),
             scratch_shapes=[
-                *scratch,
+                pltpu.VMEM((blocks.buffers, parts, inner, blocks.columns), w.dtype),
                 pltpu.SMEM((blocks.buffers, 2), jnp.int32),
                 pltpu.SMEM((5,), jnp.int32),
-                pltpu.SemaphoreType.DMA((len(stored), blocks.buffers)),
+                pltpu.SemaphoreType.DMA((blocks.buffers,)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((parts, rows, outer), x.dtype),
@@ -161,46 +148,36 @@ def grouped_matmul(
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * total * inner * parts * outer,
-            bytes_accessed=min(total, groups) * read + total * (inner * count + parts * outer) * itemsize,
+            bytes_accessed=weights + total * (inner * count + parts * outer) * itemsize,
             transcendentals=0,
         ),
         interpret=interpret,
         name="grouped_matmul",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), sizes.astype(jnp.int32), *inputs, *stored)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), sizes.astype(jnp.int32), *inputs, w)
     return out[:, :total]
 
 
-def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, packed, scaled):
+def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, scaled):
     """One tile of rows, some columns. Grid: pieces of the columns, tiles.
 
-    Scalars: layer [1], sizes [E]. x [T, I]; scales [E * P, C]; w [L, E, P, I, O] in HBM, and exponents; out [P, T, C].
-    Scratch: blocks of weights [BUFFERS, P, I, C], and of exponents; of MXFP4, x with its inputs in the order of the
-    words' bytes, and what to keep of an exponent and what to add [P, I / 128, C]; of each block the group and the
-    piece of its columns; the state: group and piece to be copied next, the first group that has rows, the buffer to be
-    read next and the row where its group starts; semaphores.
+    Scalars: layer [1], sizes [E]. x [T, I]; scales [E * P, C]; w [L, E, P, I, O] in HBM; out [P, T, C]. Scratch: blocks
+    of weights [BUFFERS, P, I, C]; of each the group and the piece of its columns; the state: group and piece to be
+    copied next, the first group that has rows, the buffer to be read next and the row where its group starts;
+    semaphores.
     """
-    refs = list(refs)
-    scales_ref = refs.pop(0) if scaled else None
-    stored = [refs.pop(0) for _ in range(1 + packed)]
-    out_ref = refs.pop(0)
-    bufs = [refs.pop(0) for _ in stored]
-    xs_ref, *unpacking = [refs.pop(0) for _ in range(3)] if packed else [x_ref]
-    held, state, sems = refs
+    *scales_ref, w_hbm, out_ref, w_buf, held, state, sems = refs
     piece, tile = pl.program_id(0), pl.program_id(1)
-    rows, (groups,), (buffers, parts, _, columns) = x_ref.shape[0], sizes_ref.shape, bufs[0].shape
+    rows, (groups,), (buffers, parts, _, columns) = x_ref.shape[0], sizes_ref.shape, w_buf.shape
     pieces, base = pl.num_programs(0), tile * rows
     exact = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
-    if packed:
-        mx._permute(x_ref, xs_ref)
 
     # ---- copies
 
-    def copies(group, piece, buf):
-        for n, (hbm, vmem) in enumerate(zip(stored, bufs, strict=True)):
-            source = hbm.at[layer_ref[0], group]
-            if columns != hbm.shape[-1]:
-                source = source.at[:, :, pl.ds(pl.multiple_of(piece * columns, LANES), columns)]
-            yield pltpu.make_async_copy(source, vmem.at[buf], sems.at[n, buf])
+    def copy(group, piece, buf):
+        source = w_hbm.at[layer_ref[0], group]
+        if columns != w_hbm.shape[-1]:
+            source = source.at[:, :, pl.ds(pl.multiple_of(piece * columns, LANES), columns)]
+        return pltpu.make_async_copy(source, w_buf.at[buf], sems.at[buf])
 
     def filled(group):
         """The first group from this one on that has rows."""
@@ -217,8 +194,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, packed, scaled):
 
         @pl.when(piece < pieces)
         def _():
-            for copy in copies(group, piece, buf):
-                copy.start()
+            copy(group, piece, buf).start()
             after = filled(group + 1)
             ends = after == groups
             state[0] = jnp.where(ends, state[2], after)
@@ -238,11 +214,6 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, packed, scaled):
 
     # ---- computation
 
-    def product_with(x, buf, part):
-        if packed:
-            return mx._packed_product(x, bufs[0].at[buf, part], *(ref.at[part] for ref in unpacking))
-        return jnp.dot(x, bufs[0][buf, part], precision=exact, preferred_element_type=jnp.float32)
-
     def multiply(group, buf, first, stop):
         """The rows of the tile from `first` to before `stop`."""
         start = first & -SUBLANES
@@ -251,11 +222,11 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, packed, scaled):
             at = pl.multiple_of(jnp.minimum(at, rows - height), SUBLANES)
             row = at + lax.broadcasted_iota(jnp.int32, (height, columns), 0)
             own, at = (row >= first) & (row < stop), pl.ds(at, height)
-            x = xs_ref[at]
+            x = x_ref[at]
             for part in range(parts):
-                y = product_with(x, buf, part)
+                y = jnp.dot(x, w_buf[buf, part], precision=exact, preferred_element_type=jnp.float32)
                 if scaled:
-                    y = y * scales_ref[pl.ds(group * parts + part, 1)]
+                    y = y * scales_ref[0][pl.ds(group * parts + part, 1)]
                 out_ref[part, at] = jnp.where(own, y, out_ref[part, at].astype(jnp.float32)).astype(out_ref.dtype)
 
         least = 0 if tail == height else tail  # that another high product is taken for
@@ -273,10 +244,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, packed, scaled):
         @pl.when(start >= base)
         def _():
             start_next(jnp.where(buf == 0, buffers - 1, buf - 1))
-            for copy in copies(group, piece, buf):
-                copy.wait()
-            if packed:
-                mx._unpack_exponents(bufs[1].at[buf], *unpacking)
+            copy(group, piece, buf).wait()
 
         multiply(group, buf, jnp.maximum(start - base, 0), jnp.minimum(stop - base, rows))
         ends = stop <= base + rows

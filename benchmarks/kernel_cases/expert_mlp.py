@@ -10,8 +10,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ExpertMlp:
-    """tokens [T, D], each of which chooses `chosen` of `experts` of width `hidden`; weights of `dtype`. The floor counts
-    those of the experts that are chosen."""
+    """tokens [T, D], each of which chooses `chosen` of `experts` of width `hidden`, with weights of `dtype`. The floor
+    counts those of the experts that are chosen."""
 
     tokens: int
     dim: int = 2048

@@ -10,8 +10,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class GroupedMatmul:
-    """tokens, each of which chooses `chosen` of `experts`; weights [E, P, I, O] of a scheme. The floor counts the
-    weights of the experts that are chosen, as stored, the rows of x and the result, each once."""
+    """tokens, each of which chooses `chosen` of `experts`; weights [E, P, I, O] of `dtype`. The floor counts the
+    weights of the experts that are chosen, the rows of x and the result, each once."""
 
     tokens: int
     parts: int = 2
@@ -19,7 +19,7 @@ class GroupedMatmul:
     outer: int = 768
     experts: int = 128
     chosen: int = 8
-    scheme: str = "bfloat16"
+    dtype: str = "bfloat16"
 
     kernel = "grouped_matmul"
 
@@ -34,8 +34,7 @@ class GroupedMatmul:
     def floor_bytes(self) -> int:
         read = np.count_nonzero(self.sizes)
         rows = self.tokens * self.chosen
-        bits = {"bfloat16": 16, "int8": 8, "mxfp4": 4.25}[self.scheme]
-        weights = int(read * self.parts * self.inner * self.outer * bits / 8)
+        weights = read * self.parts * self.inner * self.outer * (2 if self.dtype == "bfloat16" else 1)
         return weights + 2 * rows * (self.inner + self.parts * self.outer)
 
     @property
@@ -49,16 +48,10 @@ class GroupedMatmul:
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes."""
-
-        def of(depth: int) -> tuple[int, ...]:
-            return 2, self.experts, self.parts, depth, self.outer
-
         x = (self.tokens * self.chosen, self.inner), "bfloat16"
-        found = {"x": x, "w": (of(self.inner), self.scheme), "sizes": ((self.experts,), "int32")}
-        if self.scheme == "mxfp4":
-            inner = -(-self.inner // 128)
-            found |= {"w": (of(inner * 16), "int32"), "exponents": (of(inner), "int32")}
-        if self.scheme != "bfloat16":
+        w = (2, self.experts, self.parts, self.inner, self.outer), self.dtype
+        found = {"x": x, "w": w, "sizes": ((self.experts,), "int32")}
+        if self.dtype != "bfloat16":
             found["scales"] = (self.experts, self.parts, self.outer), "float32"
         return found
 
@@ -74,10 +67,6 @@ CASES = {
     "gate and up, 4096 tokens": GroupedMatmul(4096),
     "down, 32 tokens": GroupedMatmul(32, **DOWN),
     "down, 4096 tokens": GroupedMatmul(4096, **DOWN),
-    "gate and up, 32 tokens, int8": GroupedMatmul(32, scheme="int8"),
-    "gate and up, 4096 tokens, int8": GroupedMatmul(4096, scheme="int8"),
-    "gate and up, 32 tokens, mxfp4": GroupedMatmul(32, scheme="mxfp4"),
-    "down, 32 tokens, mxfp4": GroupedMatmul(32, scheme="mxfp4", **DOWN),
-    "gate and up, 4096 tokens, mxfp4": GroupedMatmul(4096, scheme="mxfp4"),
-    "gpt-oss, gate and up, 32 tokens, mxfp4": GroupedMatmul(32, 2, 2880, 2880, 32, 4, "mxfp4"),
+    "gate and up, 32 tokens, int8": GroupedMatmul(32, dtype="int8"),
+    "gate and up, 4096 tokens, int8": GroupedMatmul(4096, dtype="int8"),
 }

@@ -240,7 +240,7 @@ def _experts_lack(config: EngineConfig, model: AbstractModel, name: str) -> str 
     for weight in model.weights:
         if axes.EXPERTS not in weight.axes or not weight.contracting:
             continue
-        if weight.scheme is not None and weight.scheme.group is not None:
+        if weight.scheme is not None and (weight.scheme.group is not None or weight.scheme.zeros):
             return "it takes weights quantised by channel, not in groups"
         dtype = weight.dtype if weight.scheme is None else np.dtype(weight.scheme.values)
         shape, at = config.shards.local_shape(weight.axes, weight.shape), weight.axes.index(axes.EXPERTS)

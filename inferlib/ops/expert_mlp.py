@@ -26,18 +26,21 @@ def expert_mlp(
     layer: jax.Array | None = None,
     gate_up_bias: jax.Array | None = None,
     scale_input: bool = False,
+    read: float = 1.0,
     backend: str = "xla",
 ) -> jax.Array:
     """x [T, D], gate_up [E, 2, D, F], down [E, F, D] -> [T, D], accumulated in float32.
 
     Row t is the sum over experts e of factors[t, e] * (activation(x gate_e, x up_e) down_e), of those whose factor is
     not 0; scale_input: factors multiply x instead. factors [T, E] float32; what rows without factors hold changes
-    nothing. gate_up_bias [E, 2, F]. layer: all weights are stacks [L, ...], of which this one is used.
+    nothing. gate_up_bias [E, 2, F]. layer: all weights are stacks [L, ...], of which this one is used. read (static):
+    share of experts that is expected to have factors, for the compiler's account of kernels.
     backend: "xla", which takes all tokens through all experts; "pallas_tpu", which reads only experts that have a
     factor, takes weights quantised by channel, and is interpreted on CPU.
     """
     if backend == "pallas_tpu":
-        return _by_kernel(x, gate_up, down, factors, activation, layer, gate_up_bias, scale_input)
+        static = dict(activation=activation, scale_input=scale_input, read=read)
+        return _by_kernel(x, gate_up, down, factors, layer, gate_up_bias, static)
     if layer is not None:
         gate_up, down, gate_up_bias = jax.tree.map(lambda w: w[layer], (gate_up, down, gate_up_bias))
 
@@ -55,7 +58,7 @@ def expert_mlp(
     return lax.fori_loop(0, factors.shape[1], add, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
 
 
-def _by_kernel(x, gate_up, down, factors, activation, layer, gate_up_bias, scale_input) -> jax.Array:
+def _by_kernel(x, gate_up, down, factors, layer, gate_up_bias, static) -> jax.Array:
     """By the TPU kernel, which reads the stacks where they lie."""
     from inferlib.pallas_kernels import expert_mlp_tpu
 
@@ -69,8 +72,8 @@ def _by_kernel(x, gate_up, down, factors, activation, layer, gate_up_bias, scale
 
     def kernel(x, gate_up, down, factors, layer, small, interpret=False):
         chosen = jnp.any(factors != 0, axis=0)
-        options = dict(layer=layer, scale_input=scale_input, interpret=interpret, **small)
-        return expert_mlp_tpu.expert_mlp(x, gate_up, down, factors, chosen, activation, **options)
+        options = dict(layer=layer, interpret=interpret, **static, **small)
+        return expert_mlp_tpu.expert_mlp(x, gate_up, down, factors, chosen, **options)
 
     inputs = (x, gate_up, down, factors, layer, small)
     return lax.platform_dependent(*inputs, cpu=partial(kernel, interpret=True), default=kernel)

@@ -169,6 +169,7 @@ class Experts(nnx.Module):
             layer=layer,
             gate_up_bias=self.gate_up_bias[...] if self.spec.bias else None,
             scale_input=self.spec.scale_input,
+            read=self.spec.read_share(x.shape[0]),
             backend=ctx.backend.expert_mlp,
         )
         if not self.spec.bias:
