@@ -55,7 +55,7 @@ class Backend:
 
     decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
     prefill_attention: Literal["xla", "nki"] = "xla"
-    grouped_matmul: Literal["xla", "pallas_tpu"] = "xla"
+    grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
     expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # of few tokens; "xla": as grouped products
     all_reduce: Literal["xla", "pallas"] = "xla"
 
@@ -68,7 +68,8 @@ class Backend:
             return Backend(decode_attention="pallas_tpu", grouped_matmul="pallas_tpu", expert_mlp="pallas_tpu")
         if platform != "gpu":
             return Backend()
-        return Backend(decode_attention="pallas_gpu", all_reduce="pallas" if _are_peers(shards) else "xla")
+        all_reduce = "pallas" if _are_peers(shards) else "xla"
+        return Backend(decode_attention="pallas_gpu", grouped_matmul="pallas_gpu", all_reduce=all_reduce)
 
 
 def _are_peers(shards: Shards) -> bool:

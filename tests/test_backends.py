@@ -1,4 +1,4 @@
-"""Whole models with the TPU kernels, interpreted, against XLA's forms. A second; a minute with the slow one."""
+"""Whole models with the kernels, interpreted, against XLA's forms. A second; a minute with the slow one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ pytestmark = pytest.mark.usefixtures("quick_compilations")
     [
         ("ministral", {"head_dim": 128}, Backend(decode_attention="pallas_tpu")),
         ("qwen3_moe", {}, Backend(grouped_matmul="pallas_tpu")),
+        ("qwen3_moe", {}, Backend(grouped_matmul="pallas_gpu")),
+        ("qwen3_moe", {"num_experts": 64}, Backend(grouped_matmul="pallas_gpu")),  # decoding a row: in any order
         ("gpt_oss", {}, Backend(expert_mlp="pallas_tpu")),
     ],
-    ids=["attention", "grouped products", "experts"],
+    ids=["attention", "grouped products", "experts on a GPU", "few rows on a GPU", "experts"],
 )
 def test_a_model_decodes_the_same_tokens(family, changes, backend, checkpoint):
     """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one; experts in stacked

@@ -13,7 +13,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
@@ -202,6 +201,14 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) ->
         )
 
 
+_CHECKED = {
+    ("decode_attention", "pallas_tpu"): "TPU",
+    ("grouped_matmul", "pallas_tpu"): "TPU",
+    ("grouped_matmul", "pallas_gpu"): "GPU",
+    ("expert_mlp", "pallas_tpu"): "TPU",
+}
+
+
 def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
     """The config with kernels that can run their share of the model; warns of those chosen that cannot."""
     checks = {
@@ -210,8 +217,9 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
         "expert_mlp": partial(_experts_lack, config, model, "expert_mlp"),
     }
     for name, lacks in checks.items():
-        if getattr(config.backend, name) == "pallas_tpu" and (reason := lacks()):
-            log.warning("%s is XLA's, not the TPU kernel: %s", name.replace("_", " "), reason)
+        chosen = getattr(config.backend, name)
+        if (name, chosen) in _CHECKED and (reason := lacks()):
+            log.warning("%s is XLA's, not the %s kernel: %s", name.replace("_", " "), _CHECKED[name, chosen], reason)
             config = replace(config, backend=replace(config.backend, **{name: "xla"}))
     return config
 
@@ -233,20 +241,25 @@ def _attention_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan
 
 
 def _experts_lack(config: EngineConfig, model: AbstractModel, name: str) -> str | None:
-    """Why a TPU kernel cannot run the model's experts: `grouped_matmul`, or `expert_mlp` of few tokens."""
-    from inferlib.pallas_kernels import expert_mlp_tpu, grouped_matmul_tpu
+    """Why the chosen kernel cannot run the model's experts: `grouped_matmul`, or `expert_mlp` of few tokens."""
+    from inferlib.pallas_kernels import expert_mlp_tpu, grouped_matmul_gpu, grouped_matmul_tpu
 
     tokens = config.rows + max(p * c for p, c in config.prefill_shapes())
     for weight in model.weights:
         if axes.EXPERTS not in weight.axes or not weight.contracting:
             continue
-        if weight.scheme is not None and (weight.scheme.group is not None or weight.scheme.zeros):
-            return "it takes weights quantised by channel, not in groups"
-        dtype = weight.dtype if weight.scheme is None else np.dtype(weight.scheme.values)
         shape, at = config.shards.local_shape(weight.axes, weight.shape), weight.axes.index(axes.EXPERTS)
         experts, *parts, inner, outer = shape[at:]
+        scheme = weight.scheme
+        dtype = weight.dtype if scheme is None else jnp.dtype(scheme.values)
         w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), dtype)
-        if name == "grouped_matmul":
+        if getattr(config.backend, name) == "pallas_gpu":
+            values = jax.ShapeDtypeStruct((math.prod(shape[:-2]), inner, outer), dtype)
+            group = None if scheme is None or scheme.group is None else scheme.group_of(inner)
+            reason = grouped_matmul_gpu.unsupported(values, group, scheme is not None and bool(scheme.zeros))
+        elif scheme is not None and (scheme.group is not None or scheme.zeros):
+            reason = "it takes weights quantised by channel, not in groups"
+        elif name == "grouped_matmul":
             rows = tokens * model.config.layers[model.layers_of(weight.block)[0]].mlp.router.chosen
             reason = grouped_matmul_tpu.unsupported(jax.ShapeDtypeStruct((rows, inner), model.dtype), w)
         else:  # which gate and up decide

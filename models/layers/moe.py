@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -16,7 +17,7 @@ from inferlib.models.layers.param import param
 from inferlib.models.layers.router import Router
 from inferlib.models.layout import Layout
 from inferlib.ops.expert_mlp import MOST_TOKENS, expert_mlp
-from inferlib.ops.grouped_matmul import grouped_matmul
+from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
 from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -135,15 +136,24 @@ class Experts(nnx.Module):
         ours = (experts >= 0) & (experts < own)
         if ctx.backend.expert_mlp == "pallas_tpu" and tokens <= MOST_TOKENS and shards.size(axes.EMBED) == 1:
             return self.at_once(x, jnp.where(ours, experts, own), weights, own, ctx, layer)
-        # The (token, choice) pairs sorted by expert, those of others last.
-        ids = jnp.where(ours, experts, own).reshape(-1)
-        order = jnp.argsort(ids)
-        ids = ids[order]
-        sizes = jnp.sum(ids == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
-        scales = weights.reshape(-1)[order] if self.spec.scale_input else None
-        outputs = self.forward(x, order // chosen, ids, sizes, scales, ctx, layer)
-        # Back in the order of the tokens, whose sums then depend on nothing but themselves.
-        outputs = outputs[jnp.argsort(order)].reshape(tokens, chosen, -1)
+        scales = weights.reshape(-1) if self.spec.scale_input else None
+        ids, rows = jnp.where(ours, experts, own).reshape(-1), jnp.arange(tokens * chosen, dtype=jnp.int32) // chosen
+        if ctx.backend.grouped_matmul == "pallas_gpu" and 4 * ids.size <= own:  # so few that experts are seldom shared
+            ids = jnp.where(ours.reshape(-1), ids, -1)
+            product = partial(chosen_matmul, ids=ids, layer=layer, backend=ctx.backend.grouped_matmul)
+            outputs = self.forward(x, rows, ids, product, scales, shards, layer)
+        else:
+            # The (token, choice) pairs sorted by expert, those of others last.
+            order = jnp.argsort(ids)
+            ids = ids[order]
+            sizes = jnp.sum(ids == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+            most, backend = tokens, ctx.backend.grouped_matmul
+            product = partial(grouped_matmul, sizes=sizes, most=most, layer=layer, backend=backend)
+            scales = None if scales is None else scales[order]
+            outputs = self.forward(x, rows[order], jnp.minimum(ids, own - 1), product, scales, shards, layer)
+            # Back in the order of the tokens, whose sums then depend on nothing but themselves.
+            outputs = outputs[jnp.argsort(order)]
+        outputs = outputs.reshape(tokens, chosen, -1)
         if not self.spec.scale_input:
             outputs = outputs * weights[:, :, None]
         return jnp.sum(jnp.where(ours[:, :, None], outputs, 0), axis=1).astype(x.dtype)
@@ -184,19 +194,17 @@ class Experts(nnx.Module):
         x: jax.Array,
         rows: jax.Array,
         ids: jax.Array,
-        sizes: jax.Array,
+        product: Callable[..., jax.Array],
         scales: jax.Array | None,
-        ctx: StepContext,
+        shards: Shards,
         layer: jax.Array | None,
     ) -> jax.Array:
-        """x [T, D] -> [M, D] sorted by expert: of each pair the token rows [M], the expert ids [M], and what multiplies
-        its input, scales [M]."""
+        """x [T, D] -> [M, D]: of each pair the token rows [M], the expert ids [M], and what multiplies its input,
+        scales [M]. product: of inputs [M, I], or [T, I] at `rows`, and the experts' weights."""
 
         def bias(of: nnx.Param) -> jax.Array:
-            return (of[...] if layer is None else of[...][layer])[jnp.minimum(ids, sizes.size - 1)]
+            return (of[...] if layer is None else of[...][layer])[ids]
 
-        shards, backend = ctx.shards, ctx.backend.grouped_matmul
-        product = partial(grouped_matmul, sizes=sizes, most=x.shape[0], layer=layer, backend=backend)
         both = shards.sum(product(x, self.gate_up[...], rows=rows), axes.EMBED)
         if scales is not None:
             both = (both * scales[:, None, None]).astype(x.dtype)
