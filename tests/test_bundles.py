@@ -96,3 +96,12 @@ def test_grouped_matmul_compiles_and_is_near_its_floor(target, most):
     for case in many:
         assert found[case]["R"] <= most, case
         assert found[case]["bytes_to_floor"] < 1.01, case
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+@pytest.mark.parametrize("target", ["v5e-1", "v6e-1", "v5p:1x1x1", "v7x:1x1x1"])
+def test_expert_mlp_compiles_and_is_near_its_floor(target):
+    cases = "Qwen3-30B-A3B, 1 token;Qwen3-30B-A3B, 32 tokens"
+    found = measured(target, "expert_mlp", cases).values()
+    assert [line["R"] <= 1.01 and line["bytes_to_floor"] < 1.01 for line in found] == [True] * 2
