@@ -32,8 +32,9 @@ from inferlib.sharding.shards import Shards, planned_shards
 class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
-    quantization: of the weights, None for `dtype`. modes: sampling modes to compile. Raises ConfigurationError,
-    ShardingError or TargetError if they do not go together.
+    quantization: of the weights, None for `dtype`. modes: sampling modes to compile. expert_slots: of a placement of
+    experts, whatever it is (see `inferlib.placement`). Raises ConfigurationError, ShardingError or TargetError if they
+    do not go together.
     """
 
     hf: Mapping[str, Any]
@@ -43,6 +44,7 @@ class Deployment:
     parallel: Parallelism = field(default_factory=Parallelism)
     modes: tuple[Mode, ...] = ("greedy", "sample")
     quantization: Quantization | None = None
+    expert_slots: int | None = None
 
     def __post_init__(self):
         check_dtype(self.dtype)
@@ -92,7 +94,7 @@ class Deployment:
     def program_set(self, shards: Shards, layouts: Sequence[Layout] | None = None) -> ProgramSet:
         """Its programs, traced for `shards` (see `shards`, and `planned_shards` where there are no devices)."""
         config = self.config(shards)
-        options = dict(quantization=self.quantization, scan=config.scan, shards=shards)
+        options = dict(quantization=self.quantization, scan=config.scan, shards=shards, expert_slots=self.expert_slots)
         model = abstract_model(self.model, self.dtype, **options)
         check_packed(model, config, placed=True)
         return ProgramSet.make(model, config, layouts)

@@ -232,9 +232,9 @@ def _attention_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan
         spec = model.config.layers[layers[0]].attention
         if kernel_lacks(spec, "pallas_tpu"):
             continue
-        cache = config.shards.local_shape(block.axes, block.shapes[0])
-        q = (config.rows, 1, cache[-3], model.layout.heads(spec).queries, cache[-1])
-        shapes = (jax.ShapeDtypeStruct(shape, plan.dtype) for shape in (q, cache))
+        cache = [config.shards.local_shape(block.axes, shape) for shape in block.shapes]
+        q = (config.rows, 1, cache[0][-3], model.layout.heads(spec).queries, cache[0][-1])
+        shapes = (jax.ShapeDtypeStruct(shape, plan.dtype) for shape in (q, *cache))
         if reason := decode_attention_tpu.unsupported(*shapes, window=spec.window):
             return reason
     return None
