@@ -25,6 +25,7 @@ from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import kernel_lacks
 from inferlib.models.config import AttentionSpec, MlaSpec
+from inferlib.ops.expert_mlp import MOST_TOKENS
 from inferlib.sharding import axes
 
 log = logging.getLogger(__name__)
@@ -207,6 +208,7 @@ _CHECKED = {
     ("prefill_attention", "pallas_tpu"): "TPU",
     ("grouped_matmul", "pallas_tpu"): "TPU",
     ("grouped_matmul", "pallas_gpu"): "GPU",
+    ("expert_mlp", "pallas_tpu"): "TPU",
 }
 
 
@@ -215,7 +217,8 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
     checks = {
         "decode_attention": partial(_decode_lacks, config, model, plan),
         "prefill_attention": partial(_prefill_lacks, config, model, plan),
-        "grouped_matmul": partial(_experts_lack, config, model),
+        "grouped_matmul": partial(_experts_lack, config, model, "grouped_matmul"),
+        "expert_mlp": partial(_experts_lack, config, model, "expert_mlp"),
     }
     for name, lacks in checks.items():
         chosen = getattr(config.backend, name)
@@ -269,9 +272,9 @@ def _attentions(
             yield spec, model.layout.heads(spec).queries, [jax.ShapeDtypeStruct(s, plan.dtype) for s in shapes]
 
 
-def _experts_lack(config: EngineConfig, model: AbstractModel) -> str | None:
-    """Why the chosen kernel cannot multiply by the experts."""
-    from inferlib.pallas_kernels import grouped_matmul_gpu, grouped_matmul_tpu
+def _experts_lack(config: EngineConfig, model: AbstractModel, name: str) -> str | None:
+    """Why the chosen kernel cannot run the model's experts: `grouped_matmul`, or `expert_mlp` of few tokens."""
+    from inferlib.pallas_kernels import expert_mlp_tpu, grouped_matmul_gpu, grouped_matmul_tpu
 
     tokens = config.rows + max(p * c for p, c in config.prefill_shapes())
     for weight in model.weights:
@@ -280,18 +283,20 @@ def _experts_lack(config: EngineConfig, model: AbstractModel) -> str | None:
         shape, at = config.shards.local_shape(weight.axes, weight.shape), weight.axes.index(axes.EXPERTS)
         experts, *parts, inner, outer = shape[at:]
         scheme = weight.scheme
-        if config.backend.grouped_matmul == "pallas_gpu":
-            dtype = weight.dtype if scheme is None else jnp.dtype(scheme.values)
+        dtype = weight.dtype if scheme is None else jnp.dtype(scheme.values)
+        w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), dtype)
+        if getattr(config.backend, name) == "pallas_gpu":
             values = jax.ShapeDtypeStruct((math.prod(shape[:-2]), inner, outer), dtype)
             group = None if scheme is None or scheme.group is None else scheme.group_of(inner)
             reason = grouped_matmul_gpu.unsupported(values, group, scheme is not None and bool(scheme.zeros))
-        elif scheme is not None:
-            reason = "it takes no quantised weights"
-        else:
+        elif scheme is not None and (scheme.group is not None or scheme.zeros):
+            reason = "it takes weights quantised by channel, not in groups"
+        elif name == "grouped_matmul":
             rows = tokens * model.config.layers[model.layers_of(weight.block)[0]].mlp.router.chosen
-            x = jax.ShapeDtypeStruct((rows, inner), model.dtype)
-            w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), weight.dtype)
-            reason = grouped_matmul_tpu.unsupported(x, w)
+            reason = grouped_matmul_tpu.unsupported(jax.ShapeDtypeStruct((rows, inner), model.dtype), w)
+        else:  # which gate and up decide
+            few = jax.ShapeDtypeStruct((MOST_TOKENS, inner), model.dtype)
+            reason = expert_mlp_tpu.unsupported(few, w) if parts else None
         if reason:
             return reason
     return None
