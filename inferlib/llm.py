@@ -62,8 +62,9 @@ class LLM:
     `convert` wrote, or a known name ("smollm2"). dtype: "float32", "bfloat16" or "float16" of weights, cache and
     activations; None: float32 on CPU, else bfloat16. quantization: "int8", "int4", "fp8", "fp8_block", "mxfp8" or
     "mxfp4" for the matrices of products (not the embedding), made on the device as they are loaded; None: as they are
-    stored. max_batch: sequences decoded together, by default 8. max_len: longest prompt plus output in tokens; None:
-    the model's context, at most 2048. buckets: static shapes to compile for. parallel: devices to split over, such as
+    stored. kv_cache_dtype: "int8" or "fp8" for what the cache holds, with a scale for each position and head; None:
+    dtype. max_batch: sequences decoded together, by default 8. max_len: longest prompt plus output in tokens; None: the
+    model's context, at most 2048. buckets: static shapes to compile for. parallel: devices to split over, such as
     "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; None: one device. artifacts: a directory of `inferlib compile`: its
     programs run and none is ever compiled; what else is given must agree with it. seed: of requests that give none.
 
@@ -77,6 +78,7 @@ class LLM:
         *,
         dtype: str | None = None,
         quantization: str | None = None,
+        kv_cache_dtype: str | None = None,
         max_batch: int | None = None,
         max_len: int | None = None,
         buckets: Buckets | None = None,
@@ -95,7 +97,7 @@ class LLM:
         self.seed = seed
         parallel = Parallelism.parse(parallel) if isinstance(parallel, str) else parallel
         sizes = dict(max_batch=max_batch, max_len=max_len, buckets=buckets)
-        settings = dict(dtype=dtype, quantization=kept, **sizes, parallel=parallel)
+        settings = dict(dtype=dtype, quantization=kept, kv_cache_dtype=kv_cache_dtype, **sizes, parallel=parallel)
         if artifacts is not None and self._channel:
             raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
         start = {}
@@ -390,6 +392,7 @@ def _plan_programs(
     *,
     dtype: str | None,
     quantization: Quantization | None,
+    kv_cache_dtype: str | None,
     max_batch: int | None,
     max_len: int | None,
     buckets: Buckets | None,
@@ -403,7 +406,8 @@ def _plan_programs(
     if max_len > model.context:
         raise ValueError(f"max_len {max_len} exceeds the model's context of {model.context} tokens")
     shards = make_shards(parallel)
-    config = EngineConfig.make(platform, 8 if max_batch is None else max_batch, max_len, buckets, shards, model)
+    sizes = 8 if max_batch is None else max_batch, max_len, buckets
+    config = EngineConfig.make(platform, *sizes, shards, model, kv_cache_dtype)
     abstract = abstract_model(model, dtype, quantization=quantization, scan=config.scan, shards=shards)
     programs = ProgramSet.make(abstract, config)
     programs.choose_layouts()

@@ -227,6 +227,18 @@ def test_quantised_weights_are_read_packed(quantization):
     assert program.moved_bytes - program.floor_bytes < usual.moved_bytes - usual.floor_bytes + unpacked // 8
 
 
+@pytest.mark.parametrize(("hf", "kept"), [(TINY, "int8")], ids=["heads"])
+def test_quantised_caches_are_read_as_they_are(hf, kept):
+    """No program copies the cache or writes a part of it in another type, and scales are not spread over heads."""
+    sizes = (Buckets((128,), (8,), (1024,)), Parallelism.parse("tp=4"), ("greedy",))
+    made = Deployment(hf, "v5e-4", "bfloat16", *sizes, kv_cache_dtype=kept)
+    keys = made.keys()
+    decode, prefill = report_of(made, [keys[0], next(key for key in keys if key.chunks)]).programs
+    assert decode.copies == prefill.copies == []
+    assert decode.temporaries < sum(math.prod(s) for b in made.planned().plan.blocks for s in b.shapes) // 4 // 8
+    assert decode.moved_bytes < 1.1 * decode.floor_bytes
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", configs.plan_names())
 def test_plans_compile(name):

@@ -1,4 +1,5 @@
-"""The cache as a plan: for every block, the shapes of its arrays: keys and values, or the latents of MLA alone.
+"""The cache as a plan: for every block, its arrays: keys and values, or the latents of MLA alone; in int8 or fp8 with
+the scales of each, one for a position and head, made when it is written.
 
 Contiguous mode: one page per row, so the arrays are [rows, K, S, h] with S the row's capacity. Layers
 with a sliding window or chunks keep a ring when that is smaller. Where positions are dealt out to several devices, each
@@ -19,20 +20,55 @@ from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.ops.quantized import SCHEMES, nbytes
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
+
+# What keys and values can be kept in beside floats, by the names that users give.
+KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")}
+# Of scales. In half of that, the few heads of a device would fill a TPU's tiles by half, for the same bytes.
+_SCALES = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class CacheArray:
+    """One array: of keys, values, latents, or scales of these."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: np.dtype
+
+    def nbytes(self, shards: Shards = Shards()) -> int:  # noqa: B008
+        """On a device."""
+        return nbytes(shards.local_shape(self.axes, self.shape), self.dtype)
+
+    def position_bytes(self, shards: Shards = Shards()) -> int:  # noqa: B008
+        """Of a position in one layer, on a device that holds it."""
+        local = zip(self.axes, shards.local_shape(self.axes, self.shape), strict=True)
+        cell = [size for name, size in local if name not in (axes.LAYERS, axes.PAGES, axes.POSITIONS)]
+        return nbytes(cell, self.dtype)
 
 
 @dataclass(frozen=True)
 class BlockCache:
-    """One block's cache: the shapes of its arrays, [N, K, S, h], or [L, N, K, S, h] if the block is scanned.
+    """One block's cache: the shapes of its values, [N, K, S, h], or [L, N, K, S, h] if the block is scanned.
 
-    latent: there is one, of MLA, which has one head.
+    dtype: of the values; scaled: there are scales of each, [N, K, S] or [L, N, K, S]. latent: there is one array of
+    values, of MLA, which has one head.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     ring: bool
+    dtype: np.dtype
+    scaled: bool = False
     latent: bool = False
+
+    @property
+    def arrays(self) -> tuple[CacheArray, ...]:
+        """Values, then, if `scaled`, their scales."""
+        values = tuple(CacheArray(shape, self.axes, self.dtype) for shape in self.shapes)
+        scales = tuple(CacheArray(shape[:-1], self.axes[:-1], _SCALES) for shape in self.shapes)
+        return values + scales if self.scaled else values
 
     @property
     def slots(self) -> int:
@@ -40,6 +76,7 @@ class BlockCache:
 
     @property
     def axes(self) -> tuple[str | None, ...]:
+        """Of the values."""
         heads, size = (None, axes.LATENT) if self.latent else (axes.KV_HEADS, axes.HEAD_DIM)
         names = (axes.PAGES, heads, axes.POSITIONS, size)
         return names if len(self.shapes[0]) == 4 else (axes.LAYERS, *names)
@@ -52,26 +89,24 @@ class CachePlan:
     rows: int
     max_len: int
     blocks: tuple[BlockCache, ...]
-    dtype: np.dtype
 
     @property
-    def arrays(self) -> tuple[tuple[tuple[int, ...], tuple[str | None, ...]], ...]:
-        """Shape and logical axes of every array, those of each block in turn."""
-        return tuple((shape, block.axes) for block in self.blocks for shape in block.shapes)
+    def arrays(self) -> tuple[CacheArray, ...]:
+        """Those of each block in turn."""
+        return tuple(array for block in self.blocks for array in block.arrays)
 
     @property
     def nbytes(self) -> int:
-        return sum(int(np.prod(shape)) * self.dtype.itemsize for shape, _ in self.arrays)
+        return sum(array.nbytes() for array in self.arrays)
 
     def allocate(self, shards: Shards = Shards()) -> tuple[jax.Array, ...]:  # noqa: B008
         """Zeroed `arrays`, each part on its device."""
-        dtype = self.dtype.name
-        return tuple(run(jnp.zeros, (shape, dtype), place=shards.sharding(names)) for shape, names in self.arrays)
+        return tuple(run(jnp.zeros, (x.shape, x.dtype.name), place=shards.sharding(x.axes)) for x in self.arrays)
 
     def view(self, arrays: Sequence[jax.Array]) -> tuple[LayerCache, ...]:
         """The flat arrays as one `LayerCache` per block."""
         rest = iter(arrays)
-        return tuple(LayerCache(tuple(islice(rest, len(b.shapes))), b.ring) for b in self.blocks)
+        return tuple(LayerCache(tuple(islice(rest, len(b.arrays))), b.ring) for b in self.blocks)
 
     @staticmethod
     def flatten(caches: Sequence[LayerCache]) -> tuple[jax.Array, ...]:
@@ -81,6 +116,8 @@ class CachePlan:
 def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, platform: str = "cpu") -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
+    dtype: a float type, or a name of KV_CACHE_DTYPES.
+
     A latent cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes
     its compiler would choose another order of the dimensions, and copy the cache to it at every step. So are a device's
     slots, as kernels read whole tiles.
@@ -88,6 +125,8 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
     A ring must hold what a chunk's first query sees and the chunk itself: window + chunk slots.
     """
     blocks, lanes = [], 128 if platform == "tpu" else 1
+    scaled = dtype in KV_CACHE_DTYPES
+    dtype = KV_CACHE_DTYPES[dtype] if scaled else np.dtype(dtype)
     for layers in model.blocks():
         spec = model.config.layers[layers[0]].attention
         ring = spec.reach is not None and spec.reach + chunk < max_len
@@ -96,5 +135,5 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
         page = (*stack, rows, model.layout.cache_heads(spec), slots)
         latent = isinstance(spec, MlaSpec)
         shapes = tuple((*page, -(-size // lanes) * lanes if latent else size) for size in spec.cache_sizes)
-        blocks.append(BlockCache(shapes, ring, latent))
-    return CachePlan(rows, max_len, tuple(blocks), np.dtype(dtype))
+        blocks.append(BlockCache(shapes, ring, dtype, scaled, latent))
+    return CachePlan(rows, max_len, tuple(blocks))

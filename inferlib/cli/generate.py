@@ -51,6 +51,7 @@ def generate(
         str | None,
         typer.Option(help="Of the weights as they are loaded: int8, int4, fp8, fp8_block, mxfp8 or mxfp4."),
     ] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: int8 or fp8; by default dtype.")] = None,
     max_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences decoded together; by default 8, or as compiled.")
     ] = None,
@@ -159,8 +160,8 @@ def generate(
         with user_errors():
             keep_compilations()
             sizes = dict(max_batch=max_batch, max_len=max_len)
-            weights = dict(dtype=dtype, quantization=quantization)
-            return LLM(model, **weights, **sizes, parallel=parallel, artifacts=artifacts, seed=seed)
+            kept = dict(dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+            return LLM(model, **kept, **sizes, parallel=parallel, artifacts=artifacts, seed=seed)
 
     if (distributed or given) and _join(*place) > 0:
         load().follow()

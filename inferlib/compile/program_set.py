@@ -55,7 +55,7 @@ class ProgramSet:
 
     @staticmethod
     def make(model: AbstractModel, config: EngineConfig, layouts: Sequence[Layout] | None = None) -> ProgramSet:
-        """The programs and the cache of an engine, in the model's dtype. Raises ConfigurationError for arrays that they
+        """The programs and the cache of an engine. Raises ConfigurationError for arrays that they
         would not take.
 
         Warns where a kernel of `config.backend` does not run the model's attention, and takes XLA's form in its place.
@@ -66,7 +66,7 @@ class ProgramSet:
             rows=config.max_batch,
             max_len=config.max_len,
             chunk=config.buckets.prefill[-1],
-            dtype=model.dtype,
+            dtype=config.kv_cache_dtype or model.dtype,
             platform=config.platform,
         )
         return ProgramSet(model, plan, _runnable(config, model, plan), layouts)
@@ -172,7 +172,7 @@ class ProgramSet:
             jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
             for spec, format in zip(self.model.specs, self.formats, strict=True)
         )
-        cache = tuple(struct(shape, self.plan.dtype, names) for shape, names in self.plan.arrays)
+        cache = tuple(struct(x.shape, x.dtype, x.axes) for x in self.plan.arrays)
         state = jax.eval_shape(partial(RowState.zeros, config.max_batch, self.model.layout.vocab))
         state = RowState(*(struct(x.shape, x.dtype, n) for x, n in zip(state, RowState.AXES, strict=True)))
         by_row = (axes.ROWS, None)
@@ -207,11 +207,11 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
 
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         spec = model.config.layers[layers[0]].attention
-        if kernel_lacks(spec, "pallas_tpu"):
+        if kernel_lacks(spec, "pallas_tpu", block.scaled):
             continue
         cache = config.shards.local_shape(block.axes, block.shapes[0])
         q = (config.rows, 1, cache[-3], model.layout.heads(spec).queries, cache[-1])
-        shapes = (jax.ShapeDtypeStruct(shape, plan.dtype) for shape in (q, cache))
+        shapes = jax.ShapeDtypeStruct(q, model.dtype), jax.ShapeDtypeStruct(cache, block.dtype)
         if reason := decode_attention_tpu.unsupported(*shapes, window=spec.window):
             log.warning("decode attention is XLA's, not the TPU kernel: %s", reason)
             return replace(config, backend=replace(config.backend, decode_attention="xla"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -126,17 +127,16 @@ class Attention(nnx.Module):
         sinks = self.sinks[...] if spec.sinks else None
         options = dict(scale=spec.scale, softcap=spec.softcap, sinks=None if dealt else sinks, ring=cache.ring)
         # No kernel takes a window for each row: one that does not divide covers a position more on some devices.
-        backend = Backend() if kernel_lacks(spec, ctx.backend.decode_attention) else ctx.backend
+        backend = Backend() if kernel_lacks(spec, ctx.backend.decode_attention, cache.scaled) else ctx.backend
 
         def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
             queries = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])[which]
             positions = ctx.chunk_positions[which]
             window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
-            numbers = stripe.number(positions)
+            numbers, (k, v, *scales) = stripe.number(positions), share
             kernel = "xla" if isinstance(window, jax.Array) else backend.prefill_attention
-            return prefill_attention(
-                queries, *share, pages, numbers, window=window, limit=limit, backend=kernel, **options
-            )
+            kind = dict(window=window, limit=limit, backend=kernel, **_named(scales))
+            return prefill_attention(queries, k, v, pages, numbers, **kind, **options)
 
         def rows(stripe: Stripe) -> Attended:
             queries, positions = q[split:], batch.decode_lengths - 1
@@ -144,10 +144,10 @@ class Attention(nnx.Module):
             numbers = stripe.number(positions)
             kernel, layer = "xla" if isinstance(window, jax.Array) else backend.decode_attention, None
             if kernel == "pallas_tpu":
-                (k, v), layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
+                (k, v, *scales), layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
             else:
-                k, v = cache.read(queries.shape[0], limit)
-            kind = dict(window=window, limit=limit, layer=layer, backend=kernel)
+                k, v, *scales = cache.read(queries.shape[0], limit)
+            kind = dict(window=window, limit=limit, layer=layer, backend=kernel, **_named(scales))
             return decode_attention(queries, k, v, numbers + 1, **kind, **options)
 
         return attend(cache, ctx, chunks, rows, sinks if dealt else None)
@@ -155,3 +155,8 @@ class Attention(nnx.Module):
     def window(self, positions: jax.Array) -> int | jax.Array | None:
         """How many positions each of these sees, itself included."""
         return self.spec.window if self.spec.chunk is None else positions % self.spec.chunk + 1
+
+
+def _named(scales: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    """Of keys and values, if there are any, as attention takes them."""
+    return dict(zip(("k_scales", "v_scales"), scales, strict=False))

@@ -9,6 +9,7 @@ import jax
 from jax import lax
 
 from inferlib.ops.cache_write import cache_write
+from inferlib.ops.quantized import Scheme, quantize
 from inferlib.sharding.stripe import Stripe
 
 
@@ -16,7 +17,7 @@ from inferlib.sharding.stripe import Stripe
 @dataclass(frozen=True)
 class LayerCache:
     """arrays: keys and values, or latents alone, each [N, K, S, h]; in a scanned segment [L, N, K, S, h] with `layer`
-    the current one.
+    the current one. They may be quantised; then their scales follow, each [N, K, S] or [L, N, K, S].
 
     In a ring (sliding-window layers), position p lives in slot p mod S. Where positions are dealt out to several
     devices, this is one's share and p is the number among its own (see `Stripe`).
@@ -34,16 +35,23 @@ class LayerCache:
     def rows(self) -> int:
         return self.arrays[0].shape[-4]
 
+    @property
+    def scaled(self) -> bool:
+        return self.arrays[-1].ndim < self.arrays[0].ndim
+
     def write(self, new: Sequence[jax.Array], pages: jax.Array, positions: jax.Array, stripe: Stripe) -> LayerCache:
-        """new: [T, K, h] for each array, at `positions` [T] of `pages` [T]; pages >= N, negative positions and those
-        of other devices are dropped."""
+        """new: [T, K, h] keys and values, or latents, at `positions` [T] of `pages` [T]; pages >= N, negative positions
+        and those of other devices are dropped."""
         slots = stripe.slots(positions, self.slots, ring=self.ring)
+        if self.scaled:
+            held = [quantize(x, (2,), Scheme(self.arrays[0].dtype.name)) for x in new]
+            new = [x.values for x in held] + [x.scales for x in held]
         pairs = zip(self.arrays, new, strict=True)
         return replace(self, arrays=tuple(cache_write(old, x, pages, slots, layer=self.layer) for old, x in pairs))
 
     def read(self, rows: int, limit: int | None = None, first: jax.Array | int = 0) -> tuple[jax.Array, ...]:
-        """The arrays of the current layer, [N, K, S, h]; of a scanned one, only what is asked for: [rows, K, limit, h],
-        the first that of page `first`.
+        """The arrays of the current layer, [N, K, S, ...]; of a scanned one, only what is asked for: [rows, K, limit,
+        ...], the first that of page `first`.
 
         XLA fuses one slice of the stacked cache with what reads it, and copies to memory a slice of a slice.
         """
@@ -52,7 +60,7 @@ class LayerCache:
         slots = self.slots if self.ring or limit is None else min(limit, self.slots)
 
         def part(x: jax.Array) -> jax.Array:
-            sizes = (1, rows, x.shape[2], slots, x.shape[4])
-            return lax.dynamic_slice(x, (self.layer, first, 0, 0, 0), sizes)[0]
+            sizes = (1, rows, x.shape[2], slots, *x.shape[4:])
+            return lax.dynamic_slice(x, (self.layer, first, *[0] * (x.ndim - 2)), sizes)[0]
 
         return tuple(part(x) for x in self.arrays)

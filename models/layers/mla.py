@@ -82,17 +82,19 @@ class Mla(nnx.Module):
         split = math.prod(batch.chunk_tokens.shape)
 
         def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
-            limit = limit_of(ctx, stripe)
-            latents = share[0][jnp.minimum(pages, share[0].shape[0] - 1), 0, :limit]
+            limit, page = limit_of(ctx, stripe), jnp.minimum(pages, share[0].shape[0] - 1)
+            latents, *scales = (x[page, 0, :limit] for x in share)
+            if scales:
+                latents = (latents.astype(jnp.float32) * scales[0][..., None]).astype(q.dtype)
             queries = q[:split].reshape(*batch.chunk_tokens.shape, q.shape[1], 1, q.shape[2])[which]
             own, numbers = jnp.arange(pages.size), stripe.number(ctx.chunk_positions[which])
             return prefill_attention(queries, *self.expand(latents), own, numbers, scale=spec.scale)
 
         def rows(stripe: Stripe) -> Attended:
             lengths, limit = stripe.number(batch.decode_lengths - 1) + 1, limit_of(ctx, stripe)
-            (cells,) = cache.read(lengths.shape[0], limit)
+            cells, *scales = cache.read(lengths.shape[0], limit)
             queries = _widened(self.absorb(q[split:]), cells.shape[-1])
-            options = dict(rank=spec.kv_rank, scale=spec.scale, limit=limit)
+            options = dict(rank=spec.kv_rank, scale=spec.scale, limit=limit, scales=scales[0] if scales else None)
             out, lse = mla_decode_attention(queries, cells, lengths, **options)
             return self.values(out)[:, :, None], lse[..., None]
 
