@@ -227,10 +227,11 @@ def test_quantised_weights_are_read_packed(quantization):
     assert program.moved_bytes - program.floor_bytes < usual.moved_bytes - usual.floor_bytes + unpacked // 8
 
 
-@pytest.mark.parametrize(("hf", "kept"), [(TINY, "int8")], ids=["heads"])
-def test_quantised_caches_are_read_as_they_are(hf, kept):
+@pytest.mark.parametrize(("kept", "heads"), [("int8", 8), ("fp8", 4)])
+def test_quantised_caches_are_read_as_they_are(kept, heads):
     """No program copies the cache or writes a part of it in another type, and scales are not spread over heads."""
-    sizes = (Buckets((128,), (8,), (1024,)), Parallelism.parse("tp=4"), ("greedy",))
+    hf = TINY | {"num_key_value_heads": heads, "max_position_embeddings": 8192}
+    sizes = (Buckets((128,), (32,), (8192,)), Parallelism.parse("tp=4"), ("greedy",))
     made = Deployment(hf, "v5e-4", "bfloat16", *sizes, kv_cache_dtype=kept)
     keys = made.keys()
     decode, prefill = report_of(made, [keys[0], next(key for key in keys if key.chunks)]).programs

@@ -20,6 +20,7 @@ from inferlib.compile.targets import parse_target
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.explain import explain
 from inferlib.models.abstract import abstract_model
+from inferlib.models.config import ConfigError
 from inferlib.models.families import config_from_hf
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
@@ -163,6 +164,10 @@ def test_commands_take_it():
 def test_what_cannot_be_is_named(checkpoint):
     with pytest.raises(ConfigurationError, match="kv_cache_dtype 'bfloat16' is not supported; choose one of int8, fp8"):
         LLM(checkpoint("llama"), kv_cache_dtype="bfloat16", progress=False)
+    latents = config_from_hf(json.loads((checkpoint("minicpm3") / "config.json").read_text()))
+    made = Deployed(latents, parse_target("v6e-1"), Parallelism(), kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match=r"latent attention keeps its cache .* leave kv_cache_dtype out"):
+        made.memory(1, 64, 16)
 
 
 def test_kernels_that_lack_it_are_passed_over(checkpoint, caplog):

@@ -18,7 +18,7 @@ import numpy as np
 
 from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.config import MlaSpec
+from inferlib.models.config import ConfigError, MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.ops.quantized import SCHEMES, nbytes
 from inferlib.sharding import axes
@@ -71,6 +71,12 @@ class BlockCache:
         return values + scales if self.scaled else values
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the arrays."""
+        values = ("latents",) if self.latent else ("k", "v")
+        return values + tuple(f"{name} scales" for name in values if self.scaled)
+
+    @property
     def slots(self) -> int:
         return self.shapes[0][-2]
 
@@ -116,7 +122,7 @@ class CachePlan:
 def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, platform: str = "cpu") -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
-    dtype: a float type, or a name of KV_CACHE_DTYPES.
+    dtype: a float type, or a name of KV_CACHE_DTYPES. Raises ConfigError for one of these and latents on a "tpu".
 
     A latent cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes
     its compiler would choose another order of the dimensions, and copy the cache to it at every step. So are a device's
@@ -134,6 +140,11 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
         stack = (len(layers),) if len(layers) > 1 else ()
         page = (*stack, rows, model.layout.cache_heads(spec), slots)
         latent = isinstance(spec, MlaSpec)
+        if latent and scaled and platform == "tpu":
+            raise ConfigError(
+                "latent attention keeps its cache in the model's dtype on TPUs, whose compiler would copy one of int8 "
+                "or fp8 at every layer: leave kv_cache_dtype out"
+            )
         shapes = tuple((*page, -(-size // lanes) * lanes if latent else size) for size in spec.cache_sizes)
         blocks.append(BlockCache(shapes, ring, dtype, scaled, latent))
     return CachePlan(rows, max_len, tuple(blocks))
