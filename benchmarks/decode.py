@@ -4,10 +4,11 @@
     python benchmarks/decode.py --model smollm2 --batch 1 --cache 512 --peer hf
 
 --config takes a shape from configs/ with random weights, --model a checkpoint. Every row of the cache is full but for
-the steps that are timed. --quantization stores the matrices in fewer bits, with --experts-only those of experts alone. "host us" is our own Python per dispatch, "enqueue us" the call that starts a program;
-both overlap with the device. The floor of a step is the bytes it must read (weights once, each live key and value once,
-and the experts that are chosen if all are equally likely) over the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape: static cache and torch.compile on a
-GPU, eager float32 on a CPU.
+the steps that are timed. --quantization stores the matrices in fewer bits, with --experts-only those of experts alone.
+"host us" is our own Python per dispatch, "enqueue us" the call that starts a program; both overlap with the device.
+The floor of a step is the bytes it must read (weights once, each live key and value once, and the experts that are
+chosen if all are equally likely) over the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape:
+static cache and torch.compile on a GPU, eager float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ def _copies(copy, x, loops: int) -> None:
 
 
 def step_bytes(model: AbstractModel, batch: int, length: int) -> float:
-    """Bytes that one decode step must read: all weights but the embedding table and the experts that nobody chose
+    """Bytes that one decode step must read: all weights but tables of embeddings and the experts that nobody chose
     (where all are equally likely), and the live cache."""
     config, total = model.config, 0.0
     for weight in model.weights:
-        if weight.name == "embed" and not config.tied:
+        if model.looks_up(weight.name):
             continue
         share = 1.0
         if axes.EXPERTS in weight.axes:

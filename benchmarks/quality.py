@@ -20,7 +20,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from inferlib import LLM, Buckets
-from inferlib.cache.plan import KV_CACHE_DTYPES
+from inferlib.config import KV_CACHE_DTYPES
 from inferlib.ops.quantized import SCHEMES
 
 

@@ -6,15 +6,19 @@ import logging
 from dataclasses import dataclass, field
 from typing import Literal
 
-from inferlib.cache.plan import KV_CACHE_DTYPES
+import numpy as np
+
 from inferlib.models.batch import Backend, kernel_lacks
 from inferlib.models.config import ModelConfig
+from inferlib.ops.quantized import SCHEMES
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 log = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
+# What keys and values can be kept in beside these.
+KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")}
 
 
 class ConfigurationError(ValueError):

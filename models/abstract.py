@@ -127,6 +127,10 @@ class AbstractModel:
             for offset in range(len(segment.pattern)):
                 yield segment.layers(offset)
 
+    def looks_up(self, name: str) -> bool:
+        """Whether a weight is a table of which a step reads its tokens' rows alone."""
+        return name in ("positions", "per_layer.table") or (name == "embed" and not self.config.tied)
+
     @property
     def parameters(self) -> int:
         return sum(math.prod(weight.shape) for weight in self.weights)

@@ -20,7 +20,6 @@ from inferlib.compile.targets import parse_target
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.explain import explain
 from inferlib.models.abstract import abstract_model
-from inferlib.models.config import ConfigError
 from inferlib.models.families import config_from_hf
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
@@ -166,7 +165,7 @@ def test_what_cannot_be_is_named(checkpoint):
         LLM(checkpoint("llama"), kv_cache_dtype="bfloat16", progress=False)
     latents = config_from_hf(json.loads((checkpoint("minicpm3") / "config.json").read_text()))
     made = Deployed(latents, parse_target("v6e-1"), Parallelism(), kv_cache_dtype="int8")
-    with pytest.raises(ConfigError, match=r"latent attention keeps its cache .* leave kv_cache_dtype out"):
+    with pytest.raises(ConfigurationError, match=r"latent attention keeps its cache .* leave kv_cache_dtype out"):
         made.memory(1, 64, 16)
 
 

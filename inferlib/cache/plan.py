@@ -17,15 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferlib.compile.functions import run
+from inferlib.config import KV_CACHE_DTYPES, ConfigurationError
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.config import ConfigError, MlaSpec
+from inferlib.models.config import MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
-from inferlib.ops.quantized import SCHEMES, nbytes
+from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
-# What keys and values can be kept in beside floats, by the names that users give.
-KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")}
 # Of scales. In half of that, the few heads of a device would fill a TPU's tiles by half, for the same bytes.
 _SCALES = np.dtype(np.float32)
 
@@ -54,7 +53,8 @@ class BlockCache:
     """One block's cache: the shapes of its values, [N, K, S, h], or [L, N, K, S, h] if the block is scanned.
 
     dtype: of the values; scaled: there are scales of each, [N, K, S] or [L, N, K, S]. latent: there is one array of
-    values, of MLA, which has one head.
+    values, of MLA, which has one head. shared: the arrays are another block's, which the block's layers attend to; the
+    shapes are those that it would have.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -62,10 +62,16 @@ class BlockCache:
     dtype: np.dtype
     scaled: bool = False
     latent: bool = False
+    shared: bool = False
+
+    @property
+    def held(self) -> tuple[CacheArray, ...]:
+        """Its own arrays."""
+        return () if self.shared else self.arrays
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
-        """Values, then, if `scaled`, their scales."""
+        """Values, then, if `scaled`, their scales: its own or another's."""
         values = tuple(CacheArray(shape, self.axes, self.dtype) for shape in self.shapes)
         scales = tuple(CacheArray(shape[:-1], self.axes[:-1], _SCALES) for shape in self.shapes)
         return values + scales if self.scaled else values
@@ -99,7 +105,7 @@ class CachePlan:
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
         """Those of each block in turn."""
-        return tuple(array for block in self.blocks for array in block.arrays)
+        return tuple(array for block in self.blocks for array in block.held)
 
     @property
     def nbytes(self) -> int:
@@ -110,9 +116,9 @@ class CachePlan:
         return tuple(run(jnp.zeros, (x.shape, x.dtype.name), place=shards.sharding(x.axes)) for x in self.arrays)
 
     def view(self, arrays: Sequence[jax.Array]) -> tuple[LayerCache, ...]:
-        """The flat arrays as one `LayerCache` per block."""
+        """The flat arrays as one `LayerCache` per block, without arrays where it shares another's."""
         rest = iter(arrays)
-        return tuple(LayerCache(tuple(islice(rest, len(b.arrays))), b.ring) for b in self.blocks)
+        return tuple(LayerCache(tuple(islice(rest, len(b.held))), b.ring) for b in self.blocks)
 
     @staticmethod
     def flatten(caches: Sequence[LayerCache]) -> tuple[jax.Array, ...]:
@@ -122,7 +128,7 @@ class CachePlan:
 def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, platform: str = "cpu") -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
-    dtype: a float type, or a name of KV_CACHE_DTYPES. Raises ConfigError for one of these and latents on a "tpu".
+    dtype: a float type, or a name of KV_CACHE_DTYPES. Raises ConfigurationError for one of these and latents on a "tpu".
 
     A latent cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes
     its compiler would choose another order of the dimensions, and copy the cache to it at every step. So are a device's
@@ -141,10 +147,10 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
         page = (*stack, rows, model.layout.cache_heads(spec), slots)
         latent = isinstance(spec, MlaSpec)
         if latent and scaled and platform == "tpu":
-            raise ConfigError(
+            raise ConfigurationError(
                 "latent attention keeps its cache in the model's dtype on TPUs, whose compiler would copy one of int8 "
                 "or fp8 at every layer: leave kv_cache_dtype out"
             )
         shapes = tuple((*page, -(-size // lanes) * lanes if latent else size) for size in spec.cache_sizes)
-        blocks.append(BlockCache(shapes, ring, dtype, scaled, latent))
+        blocks.append(BlockCache(shapes, ring, dtype, scaled, latent, shared=spec.cache_of is not None))
     return CachePlan(rows, max_len, tuple(blocks))

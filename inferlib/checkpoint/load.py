@@ -46,7 +46,7 @@ def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tup
         for name, shape in wanted.items()
         if name in present and tuple(source.shape(name)) != shape
     ]
-    ignored = set(_idle_experts(family, model.config))
+    ignored = {*_idle_experts(family, model.config), *_idle_keys(family, model.config)}
     ignored |= {family.top["head"] + ".weight"} if model.config.tied else set()
     drafts = tuple(name.format(layers=len(model.config.layers)) for name in family.drafts)
     spare = source.spare if isinstance(source, QuantizedSource) else lambda _: False
@@ -276,7 +276,7 @@ def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
         if axes.EXPERTS in weight.axes:
             pieces = expert_pieces(names, spec.mlp, weight.part, model.config.dim, family.fused_experts)
         else:
-            pieces = layer_pieces(names, spec, weight.part, model.config.dim)
+            pieces = layer_pieces(names, spec, weight.part, model.config.dim, weight.of_layer.shape)
         if family.transposed:
             pieces = tuple(replace(piece, transposed=len(piece.shape) == 2) for piece in pieces)
         per_layer.append(pieces)
@@ -297,6 +297,15 @@ def _idle_experts(family: Family, config: ModelConfig) -> Iterator[str]:
             for part, module in _names(family, i).items():
                 if part.startswith("mlp.experts."):
                     yield from (module.format(e=e) for e in range(layer.mlp.experts, layer.mlp.router.experts))
+
+
+def _idle_keys(family: Family, config: ModelConfig) -> Iterator[str]:
+    """Weights that checkpoints keep, unused, for the keys and values of layers that attend to another's."""
+    for i, layer in enumerate(config.layers):
+        if layer.attention.cache_of is not None:
+            names = _names(family, i)
+            for part in ("attn.k", "attn.v", "attn.k_norm"):
+                yield from (names[part] + suffix for suffix in (".weight", ".bias"))
 
 
 def _without(base: str, item: LoadItem) -> LoadItem:

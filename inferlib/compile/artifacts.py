@@ -249,7 +249,7 @@ class ArtifactWriter:
         cache = [
             {"shape": x.shape, "dtype": x.dtype.name, "axes": x.axes, "split": _split(planned, x.axes), "ring": b.ring}
             for b in planned.plan.blocks
-            for x in b.arrays
+            for x in b.held
         ]
         target = self.deployment.slice
         manifest = {

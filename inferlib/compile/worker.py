@@ -81,7 +81,7 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
     counted = key.steps if programs.config.counted else 1
     memory, module = compiled.memory_analysis(), Module(compiled.as_text(), counted)
     weights, cache = len(programs.model.specs), len(programs.plan.arrays)
-    cost, names = module.cost, [name for block in programs.plan.blocks for name in block.names]
+    cost, names = module.cost, [name for block in programs.plan.blocks if not block.shared for name in block.names]
     chosen = [layout_to_json(f.layout) for f in compiled.input_formats[0][0]] if programs.layouts is None else None
     return {
         "status": "compiled",

@@ -19,6 +19,8 @@ class LayerCache:
     """arrays: keys and values, or latents alone, each [N, K, S, h]; in a scanned segment [L, N, K, S, h] with `layer`
     the current one. They may be quantised; then their scales follow, each [N, K, S] or [L, N, K, S].
 
+    Of a layer that shares another's, the arrays of that one.
+
     In a ring (sliding-window layers), position p lives in slot p mod S. Where positions are dealt out to several
     devices, this is one's share and p is the number among its own (see `Stripe`).
     """
