@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from inferlib.ops.attention import merge_attention
-from inferlib.ops.cache_write import _by_runs, cache_write, scale_write
+from inferlib.ops.cache_write import cache_write
 from inferlib.ops.decode_attention import decode_attention
 from inferlib.ops.mla_decode_attention import mla_decode_attention
 from inferlib.ops.prefill_attention import prefill_attention
@@ -104,26 +104,6 @@ def test_prefill(name, limit):
             expected = attend(q[chunk, i], *history[:, row], start + i, **options)
             np.testing.assert_allclose(out[chunk, i], expected[0], rtol=0, atol=TOLERANCE)
             np.testing.assert_allclose(lse[chunk, i], expected[1], rtol=0, atol=TOLERANCE)
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-def test_scales_are_written_alike_by_runs(stacked):
-    """As TPUs take them: tokens that share a run of 128, that go on in the next or wrap, are dropped, or not finite."""
-    rng = np.random.default_rng(3)
-    scales = rng.uniform(1, 2, (3, 4, 2, 256)).astype(np.float32)
-    pages = np.array([0] * 5 + [1] * 6 + [2, 3, 4, 4, 2], np.int32)
-    slots = np.array([126, 127, 128, 129, 130, 254, 255, 0, 1, 2, 3, 77, 255, 5, 5, 256], np.int32)
-    new = rng.uniform(0.1, 1, (len(slots), 2)).astype(np.float32)
-    new[2, 1] = np.nan
-    layer = jnp.int32(1) if stacked else None
-    expected = scales.copy() if stacked else scales[1].copy()
-    for token, (page, slot) in enumerate(zip(pages, slots, strict=True)):
-        if page < 4 and slot < 256:
-            (expected[1] if stacked else expected)[page, :, slot] = new[token]
-    old = jnp.asarray(scales if stacked else scales[1])
-    np.testing.assert_array_equal(scale_write(old, new, pages, slots, layer=layer), expected)
-    runs = jax.jit(_by_runs)(old if stacked else old[None], new, pages, slots, jnp.int32(stacked))
-    np.testing.assert_array_equal(runs.reshape(old.shape), expected)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])

@@ -128,7 +128,7 @@ class CachePlan:
 def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, platform: str = "cpu") -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
-    dtype: a float type, or a name of KV_CACHE_DTYPES. Raises ConfigurationError for one of these and latents on a "tpu".
+    dtype: a float type, or a name of KV_CACHE_DTYPES. Raises ConfigurationError for such a one and latents on a "tpu".
 
     A latent cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes
     its compiler would choose another order of the dimensions, and copy the cache to it at every step. So are a device's

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import jax
 from jax import lax
 
-from inferlib.ops.cache_write import cache_write, scale_write
+from inferlib.ops.cache_write import cache_write
 from inferlib.ops.quantized import Scheme, quantize
 from inferlib.sharding.stripe import Stripe
 
@@ -45,14 +45,11 @@ class LayerCache:
         """new: [T, K, h] keys and values, or latents, at `positions` [T] of `pages` [T]; pages >= N, negative positions
         and those of other devices are dropped."""
         slots = stripe.slots(positions, self.slots, ring=self.ring)
-        where = dict(pages=pages, slots=slots, layer=self.layer)
-        if not self.scaled:
-            pairs = zip(self.arrays, new, strict=True)
-            return replace(self, arrays=tuple(cache_write(old, x, **where) for old, x in pairs))
-        held = [quantize(x, (2,), Scheme(self.arrays[0].dtype.name)) for x in new]
-        values = [cache_write(old, x.values, **where) for old, x in zip(self.arrays, held, strict=False)]
-        scales = [scale_write(old, x.scales, **where) for old, x in zip(self.arrays[len(held) :], held, strict=True)]
-        return replace(self, arrays=(*values, *scales))
+        if self.scaled:
+            held = [quantize(x, (2,), Scheme(self.arrays[0].dtype.name)) for x in new]
+            new = [x.values for x in held] + [x.scales for x in held]
+        pairs = zip(self.arrays, new, strict=True)
+        return replace(self, arrays=tuple(cache_write(old, x, pages, slots, layer=self.layer) for old, x in pairs))
 
     def read(self, rows: int, limit: int | None = None, first: jax.Array | int = 0) -> tuple[jax.Array, ...]:
         """The arrays of the current layer, [N, K, S, ...]; of a scanned one, only what is asked for: [rows, K, limit,
