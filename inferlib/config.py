@@ -100,7 +100,8 @@ class EngineConfig:
     of the results it has seen. scan: repeating layers are stacked and scanned instead of unrolled.
     platform: "cpu", "gpu", "tpu", "neuron". free_layouts: the compiler chooses how weights lie in memory.
     kv_cache_dtype: of keys and values, "int8" or "fp8" with a scale for each position and head, None for the model's
-    dtype. shards: the mesh; each of its replicas holds an equal share of the rows.
+    dtype. shards: the mesh; each of its replicas holds an equal share of the rows. expert_load: programs count the
+    tokens of each expert.
     """
 
     max_batch: int
@@ -114,6 +115,7 @@ class EngineConfig:
     kv_cache_dtype: str | None = None
     backend: Backend = field(default_factory=Backend)
     shards: Shards = field(default_factory=Shards)
+    expert_load: bool = False
 
     def __post_init__(self):
         check_kv_cache_dtype(self.kv_cache_dtype)

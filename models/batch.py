@@ -54,9 +54,10 @@ class Backend:
     """Which implementation of an operation a program is built with."""
 
     decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
-    prefill_attention: Literal["xla", "nki"] = "xla"
+    prefill_attention: Literal["xla", "pallas_tpu", "nki"] = "xla"
     grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
     all_reduce: Literal["xla", "pallas"] = "xla"
+    exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
 
     @staticmethod
     def for_platform(platform: str, shards: Shards) -> Backend:
@@ -64,11 +65,13 @@ class Backend:
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
             return Backend(decode_attention="nki", prefill_attention="nki")
         if platform == "tpu":
-            return Backend(decode_attention="pallas_tpu", grouped_matmul="pallas_tpu")
+            kernels = ("decode_attention", "prefill_attention", "grouped_matmul")
+            return Backend(**dict.fromkeys(kernels, "pallas_tpu"), exchange="ragged")
         if platform != "gpu":
             return Backend()
         all_reduce = "pallas" if _are_peers(shards) else "xla"
-        return Backend(decode_attention="pallas_gpu", grouped_matmul="pallas_gpu", all_reduce=all_reduce)
+        kernels = dict(decode_attention="pallas_gpu", grouped_matmul="pallas_gpu")
+        return Backend(**kernels, all_reduce=all_reduce, exchange="ragged")
 
 
 def _are_peers(shards: Shards) -> bool:
@@ -88,12 +91,9 @@ def kernel_lacks(spec: AttentionSpec | MlaSpec, backend: str, scaled: bool = Fal
         return "latent attention"
     if scaled:
         return "a cache of int8 or fp8"
-    if spec.value_dim != spec.head_dim:
+    if spec.value_dim != spec.head_dim and backend != "pallas_tpu":
         return "values of another size than keys"
-    if spec.chunk:
-        return "chunked attention"
-    # For other sizes XLA has positions along lanes: the kernel would have the whole cache copied at every layer.
-    return f"heads of size {spec.head_dim}" if backend == "pallas_tpu" and spec.head_dim % 128 else ""
+    return "chunked attention" if spec.chunk else ""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class StepContext:
     """What every layer of a step shares, computed once.
 
     limit (static): no position of this step reaches it. max_len: the longest sequence, which fixes
-    length-dependent rotary frequencies.
+    length-dependent rotary frequencies. counted [T] bool: tokens whose choices of experts are counted; None: none
+    are.
     """
 
     batch: StepBatch
@@ -110,6 +111,7 @@ class StepContext:
     limit: int | None = None
     backend: Backend = Backend()
     shards: Shards = field(default_factory=Shards)
+    counted: jax.Array | None = None
 
     @property
     def tokens(self) -> int:
@@ -128,6 +130,11 @@ class StepContext:
     def positions(self) -> jax.Array:
         """[T] position of each token; -1 for an inactive decode row."""
         return jnp.concatenate([self.chunk_positions.reshape(-1), self.batch.decode_lengths - 1])
+
+    @cached_property
+    def fed(self) -> jax.Array:
+        """[T] whether each token is of an active row; of all tokens that the feed-forward takes (see `Shards.fed`)."""
+        return self.shards.fed(self.positions) >= 0
 
     @cached_property
     def pages(self) -> jax.Array:

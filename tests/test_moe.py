@@ -118,7 +118,7 @@ def context(lengths: list[int]) -> StepContext:
 def run(layer: Moe, x: np.ndarray, lengths: list[int] | None = None) -> np.ndarray:
     graph, state = nnx.split(layer)
     ctx = context(lengths or [1] * len(x))
-    out = jax.jit(lambda state, x: (m := nnx.merge(graph, state)).finish(m(x, ctx)))(state, x)
+    out = jax.jit(lambda state, x: (m := nnx.merge(graph, state)).finish(m(x, ctx)[0]))(state, x)
     return np.asarray(out)
 
 
@@ -209,7 +209,7 @@ def test_types_are_kept(name):
     wide = {path[-1] for path, p in nnx.to_flat_state(state) if p.dtype != jnp.bfloat16}
     assert wide == ({"correction"} if spec.router.correction else set())
     x = jax.ShapeDtypeStruct((3, DIM), jnp.bfloat16)
-    out = jax.eval_shape(lambda state, x: (m := nnx.merge(graph, state)).finish(m(x, context([1] * 3))), state, x)
+    out = jax.eval_shape(lambda state, x: (m := nnx.merge(graph, state)).finish(m(x, context([1] * 3))[0]), state, x)
     assert (out.shape, out.dtype) == (x.shape, x.dtype)
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kernel_cases import decode_attention, grouped_matmul
+from kernel_cases import decode_attention, grouped_matmul, prefill_attention
 
 
 class Case(Protocol):
@@ -36,4 +36,5 @@ class Case(Protocol):
 CASES: Mapping[str, Mapping[str, Case]] = {
     "decode_attention": decode_attention.CASES,
     "grouped_matmul": grouped_matmul.CASES,
+    "prefill_attention": prefill_attention.CASES,
 }

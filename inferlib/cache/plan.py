@@ -53,8 +53,8 @@ class BlockCache:
     """One block's cache: the shapes of its values, [N, K, S, h], or [L, N, K, S, h] if the block is scanned.
 
     dtype: of the values; scaled: there are scales of each, [N, K, S] or [L, N, K, S]. latent: there is one array of
-    values, of MLA, which has one head. shared: the arrays are another block's, which the block's layers attend to; the
-    shapes are those that it would have.
+    values, of MLA, which has one head. Otherwise, where there is one, a cell is a key with its value. shared: the
+    arrays are another block's, which the block's layers attend to; the shapes are those that it would have.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -79,7 +79,7 @@ class BlockCache:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the arrays."""
-        values = ("latents",) if self.latent else ("k", "v")
+        values = ("latents",) if self.latent else ("k", "v") if len(self.shapes) == 2 else ("k and v",)
         return values + tuple(f"{name} scales" for name in values if self.scaled)
 
     @property
@@ -128,11 +128,13 @@ class CachePlan:
 def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, platform: str = "cpu") -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
-    dtype: a float type, or a name of KV_CACHE_DTYPES. Raises ConfigurationError for such a one and latents on a "tpu".
+    dtype: a float type, or a name of KV_CACHE_DTYPES. Raises ConfigurationError for such a one and cells that are made
+    larger on a "tpu".
 
-    A latent cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes
-    its compiler would choose another order of the dimensions, and copy the cache to it at every step. So are a device's
-    slots, as kernels read whole tiles.
+    A cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes its
+    compiler would choose another order of the dimensions, and copy the cache to it at every step. So where heads are of
+    other sizes, 64 above all, a value lies behind its key in one cell. A device's slots are such multiples too, as
+    kernels read whole tiles.
 
     A ring must hold what a chunk's first query sees and the chunk itself: window + chunk slots.
     """
@@ -145,12 +147,15 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
         slots = model.layout.positions(spec.reach + chunk if ring else max_len, lanes)
         stack = (len(layers),) if len(layers) > 1 else ()
         page = (*stack, rows, model.layout.cache_heads(spec), slots)
-        latent = isinstance(spec, MlaSpec)
-        if latent and scaled and platform == "tpu":
+        sizes, latent = spec.cache_sizes, isinstance(spec, MlaSpec)
+        if platform == "tpu" and scaled and (latent or any(size % lanes for size in sizes)):
+            what = "latent attention" if latent else f"attention with heads of {sizes[0]}"
             raise ConfigurationError(
-                "latent attention keeps its cache in the model's dtype on TPUs, whose compiler would copy one of int8 "
-                "or fp8 at every layer: leave kv_cache_dtype out"
+                f"{what} keeps its cache in the model's dtype on TPUs, whose compiler would copy one of int8 or fp8 at "
+                "every layer: leave kv_cache_dtype out"
             )
-        shapes = tuple((*page, -(-size // lanes) * lanes if latent else size) for size in spec.cache_sizes)
+        if any(size % lanes for size in sizes):
+            sizes = (-(-sum(sizes) // lanes) * lanes,)
+        shapes = tuple((*page, size) for size in sizes)
         blocks.append(BlockCache(shapes, ring, dtype, scaled, latent, shared=spec.cache_of is not None))
     return CachePlan(rows, max_len, tuple(blocks))

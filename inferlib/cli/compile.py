@@ -49,6 +49,10 @@ def compile(
         str | None, typer.Option(help="Of the weights: int8, int4, fp8, fp8_block, mxfp8 or mxfp4.")
     ] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: int8 or fp8; by default dtype.")] = None,
+    expert_placement: Annotated[
+        Path | None,
+        typer.Option(help="File of expert slots, as inferlib place writes it; the programs serve any with as many."),
+    ] = None,
     prefill_buckets: Annotated[
         str | None, typer.Option(help="Tokens of prefill chunks, ascending; by default 32,128,512.")
     ] = None,
@@ -77,8 +81,8 @@ def compile(
     settings = dict(target=target, parallel=parallel, dtype=dtype, quantization=quantization)
     settings["kv_cache_dtype"] = kv_cache_dtype
     buckets = dict(prefill=prefill_buckets, batch=batch_buckets, cache=cache_buckets)
-    if plan and any((settings | buckets).values()):
-        fail("--plan says target, split, dtypes, quantization and buckets: give none of them beside it")
+    if plan and any((settings | buckets | {"placement": expert_placement}).values()):
+        fail("--plan says target, split, dtypes, quantization, buckets and placement: give none of them beside it")
     from inferlib.compile.aot import check_compiler, compile_programs, file_name
     from inferlib.compile.artifacts import ArtifactWriter
     from inferlib.compile.neuron import script
@@ -92,7 +96,9 @@ def compile(
             deployment = _planned(plan, words)
         else:
             settings["quantization"] = _quantization(model, quantization)
-            deployment = _deployment(hf_config(model, config), **settings, buckets=buckets, modes=words)
+            hf = hf_config(model, config)
+            slots = _slots(hf, expert_placement)
+            deployment = _deployment(hf, **settings, buckets=buckets, modes=words, expert_slots=slots)
         check_compiler(deployment.slice)
         keys = deployment.keys()
     name = model or config or plan
@@ -141,6 +147,7 @@ def _deployment(
     kv_cache_dtype: str | None,
     buckets: Mapping[str, str | None],
     modes: tuple[str, ...],
+    expert_slots: int | None,
 ) -> Deployment:
     from inferlib.compile.deployment import Deployment
     from inferlib.compile.targets import parse_target
@@ -158,7 +165,20 @@ def _deployment(
         modes=modes,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        expert_slots=expert_slots,
     )
+
+
+def _slots(hf: Mapping[str, Any], file: Path | None) -> int | None:
+    """How many a file places experts of a model in."""
+    if file is None:
+        return None
+    from inferlib.models.families import config_from_hf
+    from inferlib.placement import ExpertPlacement
+
+    placement = ExpertPlacement.read(file)
+    placement.check(config_from_hf(hf))
+    return placement.slots
 
 
 def _quantization(model: str | None, wanted: str | None) -> Quantization | None:

@@ -121,7 +121,13 @@ def _is_vector(instruction: str) -> bool:
     op = re.match(r"%\w+ = ([\w.]+)", instruction)
     if op is None:
         return True
-    return op[1].startswith("v") or op[1] in ("shalt.err", "sfence", "strace", "snop", "sdelay")
+    return (op[1].startswith("v") and op[1] != "vsyncadd") or op[1] in (
+        "shalt.err",
+        "sfence",
+        "strace",
+        "snop",
+        "sdelay",
+    )
 
 
 def _branch_target(instruction: str) -> int | None:
@@ -244,6 +250,8 @@ class _Machine:
             if kind == "done.wait":
                 return self._wait(*map(self._value, arguments[:2]))
             return self._copy(*kind.split("_to_"), *map(self._value, arguments[:4]))
+        if base == "vsyncadd":
+            return self._signal(*map(self._value, arguments[:2]))
         if base == "sst":
             place, value = self._value(arguments[0]), self._value(arguments[1])
             return lambda: self._memory.__setitem__(place(), value())
@@ -252,8 +260,8 @@ class _Machine:
             return self._set(name, lambda: self._memory.get(place(), 0))
         if base == "sdivrem":
             a, b = map(self._value, arguments[:2])
-            part = 1 if kind.endswith("Rem") else 0
-            return lambda: self._quotients.append(divmod(a(), max(b(), 1))[part])
+            parts = {"Div": slice(1), "Rem": slice(1, 2)}.get(kind.split(".")[-1], slice(2))
+            return lambda: self._quotients.extend(divmod(a(), max(b(), 1))[parts])
         if op == "spop.drf":
             return self._set(name, self._quotients.popleft)
         if base in _MOVES:
@@ -329,6 +337,15 @@ class _Machine:
         if array.ndim > 1:
             array = np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, -array.shape[-1] % 128)])
         self._memory.update(enumerate(array.reshape(-1).tolist(), at))
+
+    def _signal(self, flag, size) -> Callable[[], None]:
+        """A copy on chip that was made of loads and stores is done. What follows a wait has a negative size."""
+
+        def act():
+            if _signed(size()) > 0:
+                self._pending[flag()].append([self._time, size()])
+
+        return act
 
     def _wait(self, flag, size) -> Callable[[], None]:
         def act():

@@ -33,7 +33,8 @@ class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
     quantization: of the weights, None for `dtype`. kv_cache_dtype: see `EngineConfig`. modes: sampling modes to
-    compile. Raises ConfigurationError, ShardingError or TargetError if they do not go together.
+    compile. expert_slots: of a placement of experts, whatever it is (see `inferlib.placement`). Raises
+    ConfigurationError, ShardingError or TargetError if they do not go together.
     """
 
     hf: Mapping[str, Any]
@@ -44,6 +45,7 @@ class Deployment:
     modes: tuple[Mode, ...] = ("greedy", "sample")
     quantization: Quantization | None = None
     kv_cache_dtype: str | None = None
+    expert_slots: int | None = None
 
     def __post_init__(self):
         check_dtype(self.dtype)
@@ -94,7 +96,7 @@ class Deployment:
     def program_set(self, shards: Shards, layouts: Sequence[Layout] | None = None) -> ProgramSet:
         """Its programs, traced for `shards` (see `shards`, and `planned_shards` where there are no devices)."""
         config = self.config(shards)
-        options = dict(quantization=self.quantization, scan=config.scan, shards=shards)
+        options = dict(quantization=self.quantization, scan=config.scan, shards=shards, expert_slots=self.expert_slots)
         model = abstract_model(self.model, self.dtype, **options)
         check_packed(model, config, placed=True)
         return ProgramSet.make(model, config, layouts)

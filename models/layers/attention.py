@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from inferlib.models.batch import Backend, StepContext, kernel_lacks
+from inferlib.models.batch import StepContext, kernel_lacks
 from inferlib.models.config import AttentionSpec, NormSpec, QueryTemperature
-from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm, scale_norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
@@ -57,6 +56,10 @@ class Attention(nnx.Module):
             self.qkv_bias = param((k, slots, h), heads, dtype, "zeros")
             if spec.own_values:
                 self.v_bias = param((k, value), (axes.KV_HEADS, axes.HEAD_DIM), dtype, "zeros")
+        if spec.gate is not None:
+            size, names = ((), ()) if spec.gate.per_head else ((value,), (axes.HEAD_OUT,))
+            names = (axes.EMBED, axes.KV_HEADS, axes.QUERIES, *names)
+            self.gate = param((dim, k, g, *size), names, dtype, contracting=(0,))
         if spec.sinks:
             self.sinks = param((k, g), (axes.KV_HEADS, axes.QUERIES), dtype, "zeros")
         if spec.o_bias:
@@ -72,10 +75,20 @@ class Attention(nnx.Module):
                 self.k_norm = param((k, h), (axes.KV_HEADS, axes.HEAD_DIM), dtype, neutral)
 
     def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        spec = self.spec
         q, new = self.project(x, ctx)
         if new:
             cache = cache.write(new, ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
-        return matmul(self.attend(q, cache, ctx), self.o[...], contract=3), cache
+        out = self.attend(q, cache, ctx)
+        if spec.gate is not None:
+            out = self.gated(out, x, ctx.shards)
+        return matmul(out, self.o[...], contract=3), cache
+
+    def gated(self, out: jax.Array, x: jax.Array, shards: Shards) -> jax.Array:
+        """Attention's output [T, K, G, h], or this device's share of h, by the gate of x [T, D]."""
+        gate = shards.sum(matmul(x, self.gate[...], out_dtype=jnp.float32), axes.EMBED)
+        gate = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}[self.spec.gate.activation](gate)
+        return out * gate.reshape(*out.shape[:3], -1).astype(out.dtype)
 
     def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """q [T, K, G, h], normed, rotated, scaled by the query temperature, and what is cached: k, normed and rotated,
@@ -124,39 +137,55 @@ class Attention(nnx.Module):
         spec, batch = self.spec, ctx.batch
         split = math.prod(batch.chunk_tokens.shape)
         dealt = ctx.shards.size(axes.POSITIONS) > 1
+        apart = len(cache.arrays) > 1
+        # Against a cell of key and value: zeros meet the value, and what meets the key is dropped.
+        q = q if apart else widened(q, cache.arrays[0].shape[-1])
         sinks = self.sinks[...] if spec.sinks else None
         options = dict(scale=spec.scale, softcap=spec.softcap, sinks=None if dealt else sinks, ring=cache.ring)
-        # No kernel takes a window for each row: one that does not divide covers a position more on some devices.
-        backend = Backend() if kernel_lacks(spec, ctx.backend.decode_attention, cache.scaled) else ctx.backend
+
+        def reach(stripe: Stripe, positions: jax.Array, kernel: str) -> tuple[int | jax.Array | None, str]:
+            """The window of these, and what implements their attention. No kernel takes a window for each row: one that
+            does not divide covers a position more on some devices."""
+            window = stripe.window(positions, self.window(positions))
+            return window, "xla" if isinstance(window, jax.Array) or kernel_lacks(
+                spec, kernel, cache.scaled
+            ) else kernel
+
+        def values(out: jax.Array, lse: jax.Array) -> Attended:
+            return out if apart else out[..., spec.head_dim : spec.head_dim + spec.value_dim], lse
 
         def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
             queries = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])[which]
-            positions = ctx.chunk_positions[which]
-            window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
-            numbers, (k, v, *scales) = stripe.number(positions), share
-            kernel = "xla" if isinstance(window, jax.Array) else backend.prefill_attention
-            kind = dict(window=window, limit=limit, backend=kernel, **_named(scales))
-            return prefill_attention(queries, k, v, pages, numbers, **kind, **options)
+            positions, limit = ctx.chunk_positions[which], limit_of(ctx, stripe)
+            window, kernel = reach(stripe, positions, ctx.backend.prefill_attention)
+            k, v, scales = _parts(share)
+            kind = dict(window=window, limit=limit, backend=kernel, **scales)
+            if k.ndim == 5:
+                kind["layer"] = cache.layer
+            numbers = stripe.number(positions)
+            return values(*prefill_attention(queries, k, k if v is None else v, pages, numbers, **kind, **options))
 
         def rows(stripe: Stripe) -> Attended:
             queries, positions = q[split:], batch.decode_lengths - 1
-            window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
-            numbers = stripe.number(positions)
-            kernel, layer = "xla" if isinstance(window, jax.Array) else backend.decode_attention, None
+            window, kernel = reach(stripe, positions, ctx.backend.decode_attention)
+            limit, numbers, layer = limit_of(ctx, stripe), stripe.number(positions), None
             if kernel == "pallas_tpu":
-                (k, v, *scales), layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
+                share, layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
             else:
-                k, v, *scales = cache.read(queries.shape[0], limit)
-            kind = dict(window=window, limit=limit, layer=layer, backend=kernel, **_named(scales))
-            return decode_attention(queries, k, v, numbers + 1, **kind, **options)
+                share = cache.read(queries.shape[0], limit)
+            k, v, scales = _parts(share)
+            kind = dict(window=window, limit=limit, layer=layer, backend=kernel, **scales)
+            return values(*decode_attention(queries, k, v, numbers + 1, **kind, **options))
 
-        return attend(cache, ctx, chunks, rows, sinks if dealt else None)
+        _, kernel = reach(ctx.shards.stripe(axes.POSITIONS), ctx.chunk_positions, ctx.backend.prefill_attention)
+        return attend(cache, ctx, chunks, rows, sinks if dealt else None, stacked=kernel == "pallas_tpu")
 
     def window(self, positions: jax.Array) -> int | jax.Array | None:
         """How many positions each of these sees, itself included."""
         return self.spec.window if self.spec.chunk is None else positions % self.spec.chunk + 1
 
 
-def _named(scales: Sequence[jax.Array]) -> dict[str, jax.Array]:
-    """Of keys and values, if there are any, as attention takes them."""
-    return dict(zip(("k_scales", "v_scales"), scales, strict=False))
+def _parts(share: Share) -> tuple[jax.Array, jax.Array | None, dict[str, jax.Array]]:
+    """Keys, values (None: they lie behind the keys) and the scales of both, as attention takes them."""
+    k, *rest = share
+    return k, rest[0] if rest else None, dict(zip(("k_scales", "v_scales"), rest[1:], strict=False))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops.cache_write import cache_write
@@ -17,7 +18,8 @@ from inferlib.sharding.stripe import Stripe
 @dataclass(frozen=True)
 class LayerCache:
     """arrays: keys and values, or latents alone, each [N, K, S, h]; in a scanned segment [L, N, K, S, h] with `layer`
-    the current one. They may be quantised; then their scales follow, each [N, K, S] or [L, N, K, S].
+    the current one. Where keys and values are one array, a cell holds a key, its value behind it, and padding. They may
+    be quantised; then their scales follow, each [N, K, S] or [L, N, K, S].
 
     Of a layer that shares another's, the arrays of that one.
 
@@ -42,8 +44,10 @@ class LayerCache:
         return self.arrays[-1].ndim < self.arrays[0].ndim
 
     def write(self, new: Sequence[jax.Array], pages: jax.Array, positions: jax.Array, stripe: Stripe) -> LayerCache:
-        """new: [T, K, h] keys and values, or latents, at `positions` [T] of `pages` [T]; pages >= N, negative positions
-        and those of other devices are dropped."""
+        """new: [T, K, h] for each array, or for cells side by side of one, at `positions` [T] of `pages` [T]; pages
+        >= N, negative positions and those of other devices are dropped."""
+        if len(self.arrays) == 1 + self.scaled:
+            new = (widened(jnp.concatenate(new, axis=-1), self.arrays[0].shape[-1]),)
         slots = stripe.slots(positions, self.slots, ring=self.ring)
         if self.scaled:
             held = [quantize(x, (2,), Scheme(self.arrays[0].dtype.name)) for x in new]
@@ -66,3 +70,9 @@ class LayerCache:
             return lax.dynamic_slice(x, (self.layer, first, *[0] * (x.ndim - 2)), sizes)[0]
 
         return tuple(part(x) for x in self.arrays)
+
+
+def widened(x: jax.Array, size: int) -> jax.Array:
+    """x [..., n] with zeros up to [..., size]."""
+    short = size - x.shape[-1]
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, short),)) if short else x

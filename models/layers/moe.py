@@ -11,6 +11,7 @@ from flax import nnx
 
 from inferlib.models.batch import StepContext
 from inferlib.models.config import MoeSpec
+from inferlib.models.layers.exchange import exchange_of, through_experts
 from inferlib.models.layers.mlp import Mlp, gated
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
@@ -21,18 +22,25 @@ from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
+Load = jax.Array | None  # [E] how many tokens chose each expert, if that is counted (see `StepContext.counted`)
+
 
 class Moe(nnx.Module):
     """x [T, D] -> [T, D]: this device's part of the sum over the feed-forward width; `finish` what follows that sum.
 
-    Where experts are split over devices, each takes the tokens of all through its own, and the sums of a token are
-    brought back to where it came from: an all-gather and a reduce-scatter, whatever the routing.
+    Where experts are split over devices, tokens go to them and back as `exchange` says. Where they are placed by a
+    file, their S slots are not in the order of the E experts: `slots` [S] lists those of each expert in turn, and
+    `copies` [E] how many each has.
     """
 
     def __init__(self, spec: MoeSpec, layout: Layout, dtype):
         self.spec, dim = spec, layout.config.dim
         self.router = Router(spec.router, dim, dtype)
         self.experts = Experts(spec, layout, dtype)
+        self.placed = layout.slots is not None
+        if self.placed:
+            self.slots = param((layout.slots,), (None,), jnp.int32, "range")
+            self.copies = param((spec.experts,), (axes.ROUTES,), jnp.int32, "ones")
         if spec.shared is not None:
             self.shared = Mlp(spec.shared, layout.hidden(spec.shared.hidden), dim, dtype)
         if spec.shared_gate:
@@ -42,50 +50,67 @@ class Moe(nnx.Module):
             self.pre_norm, self.post_norm = Norm(norm, dim, dtype), Norm(norm, dim, dtype)
             self.post_shared_norm = Norm(norm, dim, dtype)
 
-    def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> tuple[jax.Array, Load]:
         """layer: of a scanned segment, whose experts are stacked; see `Experts`."""
-        routed, shared = self.apart(x, ctx, layer)
-        return routed if shared is None else routed + shared
+        routed, shared, load = self.apart(x, ctx, layer)
+        return routed if shared is None else routed + shared, load
 
     def apart(
         self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array, jax.Array | None, Load]:
         """The sum of the chosen experts, and that of the shared ones if there are any."""
-        routed = self.chosen(x, x, ctx, layer)
-        return routed, None if self.spec.shared is None else self.always(x, ctx.shards)
+        routed, load = self.chosen(x, x, ctx, layer)
+        return routed, None if self.spec.shared is None else self.always(x, ctx.shards), load
 
-    def with_norms(self, x: jax.Array, shared: jax.Array, ctx: StepContext, layer: jax.Array | None) -> jax.Array:
+    def with_norms(
+        self, x: jax.Array, shared: jax.Array, ctx: StepContext, layer: jax.Array | None
+    ) -> tuple[jax.Array, Load]:
         """The whole sum over devices, of this device's tokens where they are split, by experts with norms of their own.
 
         x [T, D]: the residual; shared [T, D]: what shared experts take in.
         """
         shards, dim = ctx.shards, x.shape[1]
-        parts = self.chosen(self.pre_norm(x, shards), x, ctx, layer), self.always(shared, shards)
-        both = shards.sum_tokens(jnp.concatenate(parts, axis=1), axes.MLP)
-        return self.post_norm(both[:, :dim], shards) + self.post_shared_norm(self.finish(both[:, dim:]), shards)
+        routed, load = self.chosen(self.pre_norm(x, shards), x, ctx, layer)
+        both = shards.sum_tokens(jnp.concatenate([routed, self.always(shared, shards)], axis=1), axes.MLP)
+        out = self.post_norm(both[:, :dim], shards) + self.post_shared_norm(self.finish(both[:, dim:]), shards)
+        return out, load
 
-    def chosen(self, x: jax.Array, judged: jax.Array, ctx: StepContext, layer: jax.Array | None) -> jax.Array:
+    def chosen(
+        self, x: jax.Array, judged: jax.Array, ctx: StepContext, layer: jax.Array | None
+    ) -> tuple[jax.Array, Load]:
         """The sum of the chosen experts; judged [T, D]: what the router reads."""
         with jax.named_scope("router"):
             experts, weights = self.router(judged, ctx.shards)
-        experts = jnp.where((ctx.positions >= 0)[:, None], experts, -1)  # inactive rows need none
+        experts = jnp.where(ctx.fed[:, None], experts, -1)  # inactive rows need none
         with jax.named_scope("experts"):
-            return self.routed(x, experts, weights, ctx, layer)
+            routed = self.routed(x, experts, weights, ctx, layer)
+        return routed, None if ctx.counted is None else self.load(ctx.shards.unfed(experts), ctx.counted)
+
+    def load(self, experts: jax.Array, counted: jax.Array) -> jax.Array:
+        """How many of the counted tokens [T] chose each expert."""
+        chosen = (experts[:, :, None] == jnp.arange(self.spec.experts)) & counted[:, None, None]
+        return jnp.sum(chosen, axis=(0, 1), dtype=jnp.int32)
+
+    def placement(self, experts: jax.Array, turns: jax.Array) -> jax.Array:
+        """The slots of experts [T, k], -1 for none; tokens take turns [T] at the copies of an expert."""
+        if not self.placed:
+            return experts
+        copies, slots = self.copies[...], self.slots[...]
+        at = (jnp.cumsum(copies) - copies)[experts] + turns[:, None] % copies[experts]
+        return jnp.where(experts >= 0, slots[at], -1)
 
     def routed(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> jax.Array:
         """The weighted sum of the chosen experts [T, k]; -1 is none."""
-        shards = ctx.shards
+        shards, devices = ctx.shards, ctx.shards.size(axes.EXPERTS)
         identity = experts >= self.spec.experts
-        everyone, ids, factors = x, jnp.where(identity, -1, experts), weights
-        if shards.size(axes.EXPERTS) > 1:
-            everyone = shards.gather(x, axes.EXPERTS, dim=0)
-            # As one array: their numbers are exact in float32.
-            routes = shards.gather(jnp.concatenate([ids.astype(jnp.float32), weights], axis=1), axes.EXPERTS, dim=0)
-            ids, factors = jnp.split(routes, 2, axis=1)
-        out = self.experts(everyone, ids.astype(jnp.int32), factors, ctx, layer)
-        out = shards.scatter(out, axes.EXPERTS)
+        row = x.shape[1] * x.dtype.itemsize
+        how = exchange_of(self.spec, x.shape[0], row, devices, ragged=ctx.backend.exchange == "ragged")
+        compute, own = partial(self.experts, ctx=ctx, layer=layer), self.experts.count // devices
+        turns = jnp.arange(x.shape[0]) + shards.index(axes.ROWS)
+        slots = self.placement(jnp.where(identity, -1, experts), turns)
+        out = through_experts(x, slots, weights, own, how, compute, shards)
         if not self.spec.identity:
             return out
         kept = jnp.sum(jnp.where(identity, weights, 0), axis=1, keepdims=True)
