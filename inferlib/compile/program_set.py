@@ -59,7 +59,7 @@ class ProgramSet:
 
     @staticmethod
     def make(model: AbstractModel, config: EngineConfig, layouts: Sequence[Layout] | None = None) -> ProgramSet:
-        """The programs and the cache of an engine, in the model's dtype. Raises ConfigurationError for arrays that they
+        """The programs and the cache of an engine. Raises ConfigurationError for arrays that they
         would not take.
 
         Warns where a kernel of `config.backend` does not run its part of the model, and takes XLA's form in its place.
@@ -70,7 +70,7 @@ class ProgramSet:
             rows=config.max_batch,
             max_len=config.max_len,
             chunk=config.buckets.prefill[-1],
-            dtype=model.dtype,
+            dtype=config.kv_cache_dtype or model.dtype,
             platform=config.platform,
         )
         return ProgramSet(model, plan, _runnable(config, model, plan), layouts)
@@ -176,7 +176,7 @@ class ProgramSet:
             jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
             for spec, format in zip(self.model.specs, self.formats, strict=True)
         )
-        cache = tuple(struct(shape, self.plan.dtype, names) for shape, names in self.plan.arrays)
+        cache = tuple(struct(x.shape, x.dtype, x.axes) for x in self.plan.arrays)
         state = jax.eval_shape(partial(RowState.zeros, config.max_batch, self.model.layout.vocab))
         state = RowState(*(struct(x.shape, x.dtype, n) for x, n in zip(state, RowState.AXES, strict=True)))
         by_row = (axes.ROWS, None)
@@ -239,7 +239,7 @@ def _decode_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -
         else:
             shape = config.rows, 1, caches[0].shape[-3], queries, caches[0].shape[-1]
             unsupported = partial(decode_attention_tpu.unsupported, window=spec.window)
-        if reason := unsupported(jax.ShapeDtypeStruct(shape, plan.dtype), *caches):
+        if reason := unsupported(jax.ShapeDtypeStruct(shape, model.dtype), *caches):
             return reason
     return None
 
@@ -255,8 +255,8 @@ def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) 
         # Where tokens are dealt out, what devices pass on of a row ends at the limit.
         counts = {slots} if dealt == 1 else {min(slots, -(-limit // dealt)) for limit in config.buckets.cache}
         for (chunks, chunk), count in itertools.product(config.prefill_shapes(), counts):
-            q = jax.ShapeDtypeStruct((chunks, chunk // dealt, heads, queries, size), plan.dtype)
-            if reason := unsupported(q, jax.ShapeDtypeStruct((*cache.shape[:-2], count, size), plan.dtype)):
+            q = jax.ShapeDtypeStruct((chunks, chunk // dealt, heads, queries, size), model.dtype)
+            if reason := unsupported(q, jax.ShapeDtypeStruct((*cache.shape[:-2], count, size), cache.dtype)):
                 return reason
     return None
 
@@ -267,9 +267,9 @@ def _attentions(
     """Every block's attention that the TPU kernels take: its spec, queries of a KV head, and a device's cache."""
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         spec = model.config.layers[layers[0]].attention
-        if not kernel_lacks(spec, "pallas_tpu"):
+        if not kernel_lacks(spec, "pallas_tpu", block.scaled):
             shapes = (config.shards.local_shape(block.axes, shape) for shape in block.shapes)
-            yield spec, model.layout.heads(spec).queries, [jax.ShapeDtypeStruct(s, plan.dtype) for s in shapes]
+            yield spec, model.layout.heads(spec).queries, [jax.ShapeDtypeStruct(s, block.dtype) for s in shapes]
 
 
 def _experts_lack(config: EngineConfig, model: AbstractModel, name: str) -> str | None:
