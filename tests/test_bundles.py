@@ -51,6 +51,12 @@ def test_what_is_not_understood_is_told():
     assert run.unmet == 1
 
 
+def test_another_name_of_a_register_does_not_write_it():
+    cast = "%s11_s4 = scalar_lea.hbm (%p12_p2), %s91_s1, 8  ;;  %s13_s3 = int_to_ptr.vmem [resolvable:$true] %s10_s4 }"
+    listing = Listing(LISTING.replace("%s10_s4 = spop.drf %9 }", "%s10_s4 = spop.drf %9  ;;  " + cast))
+    assert listing.run({0: np.array([5])}, bandwidth=1024.0, latency=100.0).copies == 5
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
 @pytest.mark.parametrize(("target", "most"), [("v5e-1", 1.03), ("v6e-1", 1.03), ("v5p:1x1x1", 1.3), ("v7x:1x1x1", 1.4)])

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kernel_cases import decode_attention
+from kernel_cases import decode_attention, mx_matmul
 
 
 class Case(Protocol):
@@ -35,4 +35,5 @@ class Case(Protocol):
 
 CASES: Mapping[str, Mapping[str, Case]] = {
     "decode_attention": decode_attention.CASES,
+    "mx_matmul": mx_matmul.CASES,
 }
