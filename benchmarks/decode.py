@@ -4,10 +4,11 @@
     python benchmarks/decode.py --model smollm2 --batch 1 --cache 512 --peer hf
 
 --config takes a shape from configs/ with random weights, --model a checkpoint. Every row of the cache is full but for
-the steps that are timed. "host us" is our own Python per dispatch, "enqueue us" the call that starts a program;
-both overlap with the device. The floor of a step is the bytes it must read (weights once, each live key and value once)
-over the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape: static cache and torch.compile on a
-GPU, eager float32 on a CPU.
+the steps that are timed. --quantization stores the matrices in fewer bits, with --experts-only those of experts alone.
+"host us" is our own Python per dispatch, "enqueue us" the call that starts a program; both overlap with the device.
+The floor of a step is the bytes it must read (weights once, each live key and value once, and the experts that are
+chosen if all are equally likely) over the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape:
+static cache and torch.compile on a GPU, eager float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
 
@@ -33,9 +35,11 @@ from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.llm import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
-from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf, family_of
+from inferlib.models.quantization import Quantization
+from inferlib.ops.quantized import SCHEMES, nbytes
 from inferlib.sampling.params import SamplingParams
+from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 
@@ -68,14 +72,20 @@ def _copies(copy, x, loops: int) -> None:
     y.block_until_ready()
 
 
-def step_bytes(config: ModelConfig, dtype, batch: int, length: int) -> int:
-    """Bytes that one decode step must read: all weights but the embedding table, and the live cache."""
-    model = abstract_model(config, dtype)
-    table = next(spec.nbytes for spec in model.specs if spec.name == "embed")
-    weights = model.nbytes - (0 if config.tied else table)
+def step_bytes(model: AbstractModel, batch: int, length: int) -> float:
+    """Bytes that one decode step must read: all weights but tables of embeddings and the experts that nobody chose
+    (where all are equally likely), and the live cache."""
+    config, total = model.config, 0.0
+    for weight in model.weights:
+        if model.looks_up(weight.name):
+            continue
+        share = 1.0
+        if axes.EXPERTS in weight.axes:
+            share = config.layers[model.layers_of(weight.block)[0]].mlp.read_share(batch)
+        total += share * sum(nbytes(array.shape, array.dtype) for array in weight.arrays)
     heads = [layer.attention for layer in config.layers]
     cache = sum(a.cache_heads * sum(a.cache_sizes) * min(length, a.reach or length) for a in heads)
-    return weights + batch * cache * np.dtype(dtype).itemsize
+    return total + batch * cache * model.dtype.itemsize
 
 
 def occupy(engine: Engine, length: int) -> None:
@@ -84,9 +94,10 @@ def occupy(engine: Engine, length: int) -> None:
     fill = cache(lambda sharding: jax.jit(_noise, donate_argnums=1, out_shardings=sharding))
     engine.cache = tuple(fill(x.sharding)(key, x) for key, x in zip(keys, engine.cache, strict=True))
     rows, room = engine.config.max_batch, engine.config.max_len - length
-    values = {"token": 17, "length": length, "budget": room, "generated": 1, "active": 1}
+    tokens = np.random.default_rng(0).integers(0, engine.model.config.vocab, rows)  # who choose their own experts
+    values = {"token": tokens, "length": length, "budget": room, "generated": 1, "active": 1}
     fields = {
-        name: jax.device_put(np.full((rows,), value, x.dtype), x.sharding)
+        name: jax.device_put(np.broadcast_to(np.asarray(value, x.dtype), (rows,)), x.sharding)
         for name, value in values.items()
         for x in [getattr(engine.state, name)]
     }
@@ -94,7 +105,7 @@ def occupy(engine: Engine, length: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=room, ignore_eos=True)
     for row in range(rows):
         s = Sequence([0] * length, params, room, seed=0, status=Status.DECODE, row=row, prefilled=length, scheduled=1)
-        s.tokens.append(17)
+        s.tokens.append(int(tokens[row]))
         engine.scheduler.running[row] = s
 
 
@@ -125,7 +136,7 @@ def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int, s
         "cache": cache,
         "ms": step * 1e3,
         "tokens_per_second": batch / step,
-        "gb_per_second": step_bytes(model.config, model.dtype, batch, cache - steps // 2) / step / 1e9,
+        "gb_per_second": step_bytes(model, batch, cache - steps // 2) / step / 1e9,
         "host_us": stats.host_seconds / stats.dispatches * 1e6,
         "enqueue_us": stats.enqueue_seconds / stats.dispatches * 1e6,
     }
@@ -185,6 +196,8 @@ def main() -> None:
     parser.add_argument("--cache", type=int, default=2048, help="cache length in tokens")
     parser.add_argument("--steps", type=int, default=128, help="decode steps to time")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
+    parser.add_argument("--quantization", choices=SCHEMES)
+    parser.add_argument("--experts-only", action="store_true", help="quantise nothing but experts")
     parser.add_argument("--peer", choices=("hf",), help="also time this peer")
     parser.add_argument("--json", action="store_true", help="one JSON object per row instead of a table")
     args = parser.parse_args()
@@ -195,7 +208,11 @@ def main() -> None:
     on_cpu = in_child(jax.default_backend) == "cpu"
     dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     peers = [in_child(peer_hf, hf, b, args.cache, args.steps, dtype) for b in batches] if args.peer else []
-    model = abstract_model(config_from_hf(hf), dtype, scan=jax.default_backend() == "tpu")
+    config, quantization = config_from_hf(hf), args.quantization and Quantization.named(args.quantization)
+    if quantization and args.experts_only:
+        others = {w.part for w in abstract_model(config, dtype).weights if axes.EXPERTS not in w.axes}
+        quantization = replace(quantization, kept=tuple(sorted(others)))
+    model = abstract_model(config, dtype, quantization=quantization, scan=jax.default_backend() == "tpu")
     weights = load_weights(files.source, family_of(hf), model) if files else model.random_weights()
     copy = copy_bandwidth()
     rows = [measure(model, weights, b, args.cache, args.steps, Shards()) for b in batches]

@@ -123,7 +123,7 @@ def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: S
         config.shards,
         weights=_grouped(place(w.part, w.axes, w.shape, w.dtype) for w in model.specs),
         cache=_grouped(
-            place("ring" if b.ring else "cache", b.axes, shape, plan.dtype) for b in plan.blocks for shape in b.shapes
+            place("ring" if b.ring else "cache", b.axes, shape, plan.dtype) for b in plan.blocks for shape in b.held
         ),
         state=_grouped(place(name, names, x.shape, x.dtype) for name, names, x in fields),
         waste=model.layout.waste(),
@@ -263,11 +263,29 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
     hidden, dtype = (tokens, _width(model)), model.dtype
     ledger.sum_tokens("embedding", (axes.VOCAB,), hidden, dtype)
+    per_layer, streams = model.config.per_layer, model.config.streams
+    if per_layer is not None:
+        numbers = (tokens, len(model.config.layers) * per_layer.dim)
+        ledger.sum_tokens("per-layer embeddings", (axes.VOCAB,), numbers, dtype)
+        ledger.reduce("per-layer embeddings", (axes.EMBED,), numbers, dtype)
+    _streams(ledger, model, tokens, 1)
+    passed = set()  # the layers whose cache goes around outside of a scan: XLA passes it on once for all who share it
     for layers, block in zip(model.blocks(), plan.blocks, strict=True):
         layer, ledger.times = model.config.layers[layers[0]], len(layers)
         _norm(ledger, model, tokens, 2 * layer.post_norm + layer.pre_norm * (1 if layer.parallel else 2))
+        if streams > 1:  # before and after the layer
+            _norm(ledger, model, tokens, 2)
+            ledger.reduce("modalities", (axes.EMBED,), (tokens, streams), np.float32, 2)
+        if layer.laurel:
+            _norm(ledger, model, tokens)
+            ledger.reduce("learned residual", (axes.EMBED,), (tokens, layer.laurel), dtype)
+        if per_layer is not None:
+            _norm(ledger, model, tokens)
+            ledger.reduce("gate of per-layer embeddings", (axes.EMBED,), (tokens, per_layer.dim), dtype)
         ledger.all_tokens("input of attention", hidden, dtype)
-        _attention(ledger, model, layer, block, tokens, key)
+        held, alone = layers[0] if layer.attention.cache_of is None else layer.attention.cache_of, len(layers) == 1
+        _attention(ledger, model, layer, block, tokens, key, passes=not (alone and held in passed))
+        passed |= {held} if alone else set()
         if not layer.parallel:
             ledger.sum_layer("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype)
             ledger.all_tokens("input of feed-forward", hidden, dtype)
@@ -275,16 +293,27 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
             _mixture(ledger, model, layer.mlp, tokens)
         else:
             _gate_up(ledger, model, layer.mlp, tokens)
+        own_norms = isinstance(layer.mlp, MoeSpec) and layer.mlp.own_norms
         both = "attention and feed-forward" if layer.parallel else "feed-forward"
-        ledger.sum_layer(both, (axes.MLP,), hidden, dtype)
+        ledger.sum_layer(both, (axes.MLP,), (tokens, hidden[1] * (1 + own_norms)), dtype)
     ledger.times = 1
+    _streams(ledger, model, tokens, streams - 1)
     ledger.all_tokens("head", hidden, dtype)
+
+
+def _streams(ledger: _Ledger, model: AbstractModel, tokens: int, taken: int) -> None:
+    """From one residual to several, or back; `taken` of them are projected."""
+    if model.config.streams > 1:
+        ledger.add("all-gather", "parallel residuals", (axes.EMBED,), (tokens, taken, model.config.dim), model.dtype)
+        ledger.reduce("magnitudes", (axes.EMBED,), (tokens, model.config.streams), np.float32)
 
 
 def _gate_up(ledger: _Ledger, model: AbstractModel, spec: MlpSpec | MoeSpec, tokens: int) -> None:
     halves = 1 if isinstance(spec, MlpSpec) and not spec.gated else 2
     width = halves * model.layout.hidden(spec.hidden) // ledger.shards.size(axes.MLP)
     ledger.reduce("gate and up", (axes.EMBED,), (tokens, width), model.dtype)
+    if isinstance(spec, MlpSpec) and spec.sparsity:
+        ledger.reduce("mean and variance of gates", (axes.MLP,), (tokens, 2), np.float32)
 
 
 def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) -> None:
@@ -292,6 +321,7 @@ def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) 
     dtype, chosen = model.dtype, spec.router.chosen
     everyone = tokens * ledger.shards.size(axes.EXPERTS)
     ledger.reduce("router", (axes.EMBED,), (tokens, spec.router.experts), np.float32)
+    _norm(ledger, model, tokens, (spec.router.norm_eps is not None) + 3 * spec.own_norms)
     ledger.add("all-gather", "tokens to experts", (axes.EXPERTS,), (everyone, _width(model)), dtype)
     ledger.add("all-gather", "routes", (axes.EXPERTS,), (everyone, 2 * chosen), np.float32)
     _gate_up(ledger, model, spec, everyone * chosen)
@@ -303,9 +333,16 @@ def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) 
 
 
 def _attention(
-    ledger: _Ledger, model: AbstractModel, layer: LayerSpec, block: BlockCache, tokens: int, key: ProgramKey
+    ledger: _Ledger,
+    model: AbstractModel,
+    layer: LayerSpec,
+    block: BlockCache,
+    tokens: int,
+    key: ProgramKey,
+    passes: bool,
 ) -> None:
-    """A layer's attention before its output projection; `tokens` on a device."""
+    """A layer's attention before its output projection; `tokens` on a device. passes: whether the rows' cache goes
+    around where tokens are dealt out."""
     shards, spec, dtype = ledger.shards, layer.attention, model.dtype
     layout, h = model.layout.heads(spec), spec.head_dim
     kv_heads, g = layout.groups // shards.size(axes.KV_HEADS), layout.queries
@@ -314,19 +351,17 @@ def _attention(
         if spec.q_rank is None:
             ledger.reduce("queries", (axes.EMBED,), (tokens, kv_heads, h), dtype)
     else:
-        ledger.reduce(
-            "queries, keys and values", (axes.EMBED,), (tokens, kv_heads, g + 1 + spec.fuses_values, h), dtype
-        )
-        if not (spec.fuses_values or spec.key_is_value):
+        ledger.reduce("queries, keys and values", (axes.EMBED,), (tokens, kv_heads, g + spec.fused_heads, h), dtype)
+        if spec.own_values:
             ledger.reduce("values", (axes.EMBED,), (tokens, kv_heads, spec.value_dim), dtype)
         if spec.qk_norm == "full":
-            ledger.reduce("QK-norm", (axes.KV_HEADS,), (tokens, 1), np.float32, count=2)
+            ledger.reduce("QK-norm", (axes.KV_HEADS,), (tokens, 1), np.float32, count=1 + (spec.cache_of is None))
     shares = shards.size(axes.POSITIONS)
     if shards.size(axes.TOKENS) > 1:
         slots = block.slots if block.ring else min(block.slots, -(-key.limit // shares) * shares)
         for shape in block.shapes:
             *_, heads, _, size = shards.local_shape(block.axes, shape)
-            passed, hops = (key.chunks, heads, slots // shares, size), shares - 1 if key.chunks else 0
+            passed, hops = (key.chunks, heads, slots // shares, size), shares - 1 if key.chunks and passes else 0
             ledger.add("collective-permute", "the rows' cache", (axes.POSITIONS,), passed, dtype, hops)
         tokens = key.rows
     if tokens:

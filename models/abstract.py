@@ -21,7 +21,7 @@ from inferlib.models.decoder import Decoder, Segment, segments_of
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
-from inferlib.ops.quantized import QuantizedTensor, Scheme, nbytes, quantize
+from inferlib.ops.quantized import Scheme, nbytes, quantize
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
@@ -72,7 +72,8 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array that programs take: a weight, or the values or scales of one (those are named "... .scales")."""
+    """One array that programs take: a weight, or the values, scales or zero points of one (the latter are
+    named "... .scales" and "... .zeros")."""
 
     name: str
     part: str
@@ -125,6 +126,10 @@ class AbstractModel:
         for segment in self.segments:
             for offset in range(len(segment.pattern)):
                 yield segment.layers(offset)
+
+    def looks_up(self, name: str) -> bool:
+        """Whether a weight is a table of which a step reads its tokens' rows alone."""
+        return name in ("positions", "per_layer.table") or (name == "embed" and not self.config.tied)
 
     @property
     def parameters(self) -> int:
@@ -214,7 +219,7 @@ def _held(p: nnx.Param, weight: WeightSpec) -> nnx.Param:
     if weight.scheme is None:
         return p
     structs = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in weight.arrays)
-    return p.replace(QuantizedTensor(*structs, grouped=weight.scheme.group is not None))
+    return p.replace(weight.scheme.tensor(*structs))
 
 
 def _must_keep_groups(weight: WeightSpec, quantization: Quantization | None, shards: Shards) -> None:

@@ -106,6 +106,7 @@ class AttentionSpec:
     value_norm: bool = False  # RMS norm over a value head without a weight
     sinks: bool = False  # a learned logit per query head joins the softmax's denominator (gpt-oss)
     chunk: int | None = None  # a query sees no position before its own run of `chunk` positions (Llama 4)
+    cache_of: int | None = None  # the layer whose keys and values it attends to, having none of its own (Gemma 3n)
 
     def __post_init__(self):
         if self.value_dim is None:
@@ -126,9 +127,16 @@ class AttentionSpec:
         return self.heads // self.kv_heads
 
     @property
-    def fuses_values(self) -> bool:
-        """Whether one matrix makes queries, keys and values."""
-        return self.value_dim == self.head_dim and not self.key_is_value
+    def fused_heads(self) -> int:
+        """How many heads the matrix of a KV head's queries makes beside them: its key, and a value of that size."""
+        if self.cache_of is not None:
+            return 0
+        return 2 if self.value_dim == self.head_dim and not self.key_is_value else 1
+
+    @property
+    def own_values(self) -> bool:
+        """Whether values have a matrix of their own."""
+        return self.fused_heads == 1 and not self.key_is_value
 
     @property
     def reach(self) -> int | None:
@@ -173,6 +181,7 @@ class MlaSpec:
     temperature: QueryTemperature | None = None
 
     reach: ClassVar[None] = None
+    cache_of: ClassVar[None] = None
     cache_heads: ClassVar[int] = 1
     group: ClassVar[int] = 1  # expanded, every head has its own key and value
 
@@ -220,6 +229,13 @@ class MlpSpec:
     activation: Activation = "silu"
     bias: bool = False
     gated: bool = True
+    # Of the gate, what is below the quantile `sparsity` of a normal distribution with a token's mean and variance is
+    # cut off, and the rest lowered by it (Gemma 3n).
+    sparsity: float = 0.0
+
+    def __post_init__(self):
+        _require(0 <= self.sparsity < 1, f"sparsity must be at least 0 and below 1, got {self.sparsity}")
+        _require(self.gated or not self.sparsity, "only a gate can be sparse")
 
     @property
     def output_bias(self) -> bool:
@@ -249,6 +265,9 @@ class RouterSpec:
     chosen_groups: int = 1
     group_score: Literal["max", "top2"] = "top2"
     jitter: float = 0.0
+    # The eps of an RMS norm of the tokens with a learned weight, over the root of the width (Gemma 4); None: no norm.
+    norm_eps: float | None = None
+    expert_scale: bool = False  # a learned number for each expert multiplies its weights
 
     def __post_init__(self):
         _require(
@@ -287,6 +306,9 @@ class MoeSpec:
     # The sum of the chosen experts is added with the next layer's feed-forward, so that its exchange of tokens can
     # overlap attention; what is shared is added here (LongCat's shortcut).
     deferred: bool = False
+    # Chosen and shared experts have norms of their own, before them and after them, where the former and the router
+    # read the residual (Gemma 4).
+    own_norms: bool = False
 
     def __post_init__(self):
         _require(0 <= self.identity < self.router.experts, f"{self.identity} of all experts cannot be the identity")
@@ -295,6 +317,10 @@ class MoeSpec:
         _require(
             not (self.shared_gate and self.shared.bias),
             "gated shared experts with biases are not supported",
+        )
+        _require(
+            not self.own_norms or (self.shared is not None and not self.deferred),
+            "experts with norms of their own need shared ones, and cannot be deferred",
         )
 
     @property
@@ -331,6 +357,28 @@ class LayerSpec:
     post_norm: bool = False
     parallel: bool = False  # attention and MLP read the same pre-normed input (Cohere)
     scaled: bool = False  # a learned number multiplies what the layer returns (Gemma 4)
+    laurel: int = 0  # rank of a learned residual beside attention's (LAuReL, Menghani et al. 2024); 0: none
+
+    def __post_init__(self):
+        apart = self.laurel or (isinstance(self.mlp, MoeSpec) and self.mlp.own_norms)
+        _require(not (apart and self.parallel), "parallel branches have neither LAuReL nor experts with norms")
+        _require(not (apart and not self.pre_norm), "LAuReL and experts with norms need norms before the branches")
+
+
+@dataclass(frozen=True)
+class PerLayerSpec:
+    """Per-layer embeddings (Gemma 3n): for every layer a token has `dim` numbers, of a table and of a projection of its
+    embedding, which gate what the layer adds to the residual at its end.
+
+    vocab: rows of the table; tokens beyond them have the first.
+    """
+
+    dim: int
+    vocab: int
+    activation: Activation
+
+    def __post_init__(self):
+        _require(self.dim > 0 and self.vocab > 0, "per-layer embeddings need a positive size and vocabulary")
 
 
 @dataclass(frozen=True)
@@ -356,9 +404,36 @@ class ModelConfig:
     final_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    per_layer: PerLayerSpec | None = None
+    streams: int = 1  # parallel residuals, of which layers compute on the first (AltUp, Baykal et al. 2023)
 
     def __post_init__(self):
         _require(len(self.layers) > 0, "a model needs at least one layer")
+        _require(self.streams > 0, f"a model needs at least one residual, got {self.streams}")
+        _require(self.streams == 1 or self.per_layer is not None, "AltUp is supported with per-layer embeddings only")
+        _require(
+            self.per_layer is None or self.per_layer.vocab <= self.vocab, "a per-layer table exceeds the vocabulary"
+        )
+        self._require_caches()
         last = self.layers[-1].mlp
         _require(not (isinstance(last, MoeSpec) and last.deferred), "the last layer's experts cannot be deferred")
         _require(self.vocab > 0 and self.dim > 0 and self.context > 0, "vocab, dim and context must be positive")
+
+    def _require_caches(self) -> None:
+        """Layers without a cache of their own follow all that have one, and attend as the layer does that holds it."""
+        owners = [layer.attention.cache_of is None for layer in self.layers]
+        _require(owners == sorted(owners, reverse=True), "layers that share others' caches must be the last ones")
+        for i, layer in enumerate(self.layers):
+            spec = layer.attention
+            if spec.cache_of is None:
+                continue
+            ok = 0 <= spec.cache_of < owners.count(True) and isinstance(
+                held := self.layers[spec.cache_of].attention, AttentionSpec
+            )
+            _require(ok, f"layer {i} shares the cache of layer {spec.cache_of}, which has none of keys and values")
+            for name in ("kv_heads", "head_dim", "value_dim", "window", "chunk"):
+                ours, theirs = getattr(spec, name), getattr(held, name)
+                _require(
+                    ours == theirs,
+                    f"layer {i} shares the cache of layer {spec.cache_of} and has {name}={ours} instead of {theirs}",
+                )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -14,12 +14,15 @@ from jax import lax
 from inferlib.models.batch import StepContext
 from inferlib.models.config import LayerSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.attention import Attention
+from inferlib.models.layers.embedding import look_up
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.mla import Mla
 from inferlib.models.layers.mlp import Mlp
 from inferlib.models.layers.moe import Moe
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
+from inferlib.models.layers.per_layer import PerLayerEmbedding, PerLayerInput
+from inferlib.models.layers.residual import AltUp, Laurel, Streams
 from inferlib.models.layout import Layout
 from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
@@ -30,9 +33,10 @@ if TYPE_CHECKING:
 
 
 class Stream(NamedTuple):
-    """What layers hand on. x [T, D]: the residual, where tokens or the width are split this device's share; y [T, D]:
-    its norm, if the sum that made it brought that along; boxes: the mailboxes of such sums; held [T, D]: this device's
-    part of what the next layer's feed-forward is summed with (see `MoeSpec.deferred`)."""
+    """What layers hand on. x [T, D]: the residual, where tokens or the width are split this device's share, or several
+    of them [T, N, D]; y [T, D]: its norm, if the sum that made it brought that along; boxes: the mailboxes of such
+    sums; held [T, D]: this device's part of what the next layer's feed-forward is summed with (see
+    `MoeSpec.deferred`)."""
 
     x: jax.Array
     y: jax.Array | None = None
@@ -64,14 +68,36 @@ class Block(nnx.Module):
             self.post_attn_norm, self.post_mlp_norm = norm(), norm()
         if spec.scaled:
             self.scalar = param((1,), (None,), dtype, "ones")
+        if spec.laurel:
+            self.laurel = Laurel(spec.laurel, config.norm, config.dim, dtype)
+        if config.streams > 1:
+            self.altup = AltUp(config.streams, config.norm, config.dim, dtype)
+        if config.per_layer is not None:
+            self.per_layer = PerLayerInput(config.per_layer, config.norm, config.dim, dtype)
 
     def __call__(
-        self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array | None = None
+        self,
+        stream: Stream,
+        ctx: StepContext,
+        cache: LayerCache,
+        *,
+        layer: jax.Array | None = None,
+        given: jax.Array | None = None,
+        after: jax.Array | None = None,
     ) -> tuple[Stream, LayerCache]:
-        """after [D]: the weight of the norm that follows, with mailboxes."""
+        """layer: of a scanned segment, the current one. given [T, P]: per-layer embeddings, if any. after [D]: weight
+        of the norm that follows, with mailboxes."""
         if stream.boxes is not None:
             return self.fused(stream, ctx, cache, after)
-        return self.plain(stream, ctx, cache)
+        altup = stream.x.ndim > 2
+        x = self.altup.predict(stream.x, ctx.shards) if altup else stream.x
+        first, held, cache = self.plain(x[:, 0] if altup else x, stream.held, ctx, cache, layer)
+        x = self.altup.correct(x, first, ctx.shards) if altup else first
+        if given is not None and altup:
+            x = x.at[:, 1:].add(self.per_layer(x[:, 0] * self.altup.scale[...], given, ctx.shards)[:, None])
+        elif given is not None:
+            x = x + self.per_layer(x, given, ctx.shards)
+        return Stream(x * self.scalar[...] if self.spec.scaled else x, held=held), cache
 
     def fused(self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array) -> tuple[Stream, LayerCache]:
         """Each sum over devices in one kernel with the residual's and the norm that follows; see `fuses_sums`."""
@@ -83,35 +109,48 @@ class Block(nnx.Module):
             attn, cache = self.attn(self.pre_attn_norm(x, ctx.shards) if y is None else y, ctx, cache)
             x, y, boxes = all_reduce_norm(attn, x, self.pre_mlp_norm.weight[...], eps, boxes)
         with jax.named_scope("mlp"):
-            return Stream(*all_reduce_norm(self.feed_forward(y, ctx, cache), x, after, eps, boxes)), cache
+            return Stream(*all_reduce_norm(self.feed_forward(y, ctx, None), x, after, eps, boxes)), cache
 
-    def plain(self, stream: Stream, ctx: StepContext, cache: LayerCache) -> tuple[Stream, LayerCache]:
-        spec, shards, x, held = self.spec, ctx.shards, stream.x, None
+    def plain(
+        self, x: jax.Array, before: jax.Array | None, ctx: StepContext, cache: LayerCache, layer: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None, LayerCache]:
+        """The residual [T, D], what is held for the next layer, and the cache. before: what the last layer held."""
+        spec, shards, held = self.spec, ctx.shards, None
         with jax.named_scope("attention"):
-            y = shards.all_tokens(self.pre_attn_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
+            own = self.pre_attn_norm(x, shards) if spec.pre_norm else x
+            y = shards.all_tokens(own, ctx.tokens)
             attn, cache = self.attn(y, ctx, cache)
         if spec.parallel:
             with jax.named_scope("mlp"):
-                both = shards.sum_tokens(attn + self.feed_forward(y, ctx, cache), axes.MLP)
-            return Stream(self.add(x, self.mlp.finish(self.biased(both)))), cache
+                both = shards.sum_tokens(attn + self.feed_forward(y, ctx, layer), axes.MLP)
+            return self.add(x, self.mlp.finish(self.biased(both))), None, cache
         attn = self.biased(shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT))
         x = self.add(x, self.post_attn_norm(attn, shards) if spec.post_norm else attn)
+        if spec.laurel:
+            x = (x + self.laurel(own, shards)) * jnp.asarray(2**-0.5, x.dtype)
         with jax.named_scope("mlp"):
-            y = shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
-            if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
-                held, mlp = self.mlp.apart(y, ctx, cache.layer)
+            if isinstance(spec.mlp, MoeSpec) and spec.mlp.own_norms:
+                whole = shards.all_tokens(x, ctx.tokens)
+                mlp = self.mlp.with_norms(whole, self.pre_mlp_norm(whole, shards), ctx, layer)
             else:
-                mlp = self.feed_forward(y, ctx, cache)
-            mlp = mlp if stream.held is None else mlp + stream.held
-            mlp = self.mlp.finish(shards.sum_tokens(mlp, axes.MLP))
-        x = self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp)
-        return Stream(x * self.scalar[...] if spec.scaled else x, held=held), cache
+                y = shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
+                if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
+                    held, mlp = self.mlp.apart(y, ctx, layer)
+                else:
+                    mlp = self.feed_forward(y, ctx, layer)
+                mlp = mlp if before is None else mlp + before
+                mlp = self.mlp.finish(shards.sum_tokens(mlp, axes.MLP))
+        return self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), held, cache
 
-    def feed_forward(self, y: jax.Array, ctx: StepContext, cache: LayerCache) -> jax.Array:
+    def feed_forward(self, y: jax.Array, ctx: StepContext, layer: jax.Array | None) -> jax.Array:
         """This device's part of the sum."""
         if isinstance(self.mlp, Moe):
-            return self.mlp(y, ctx, cache.layer)
+            return self.mlp(y, ctx, layer)
         return self.mlp(y, ctx.shards)
+
+    @property
+    def owns_cache(self) -> bool:
+        return self.spec.attention.cache_of is None
 
     def biased(self, attn: jax.Array) -> jax.Array:
         return attn + self.attn.o_bias[...] if self.spec.attention.o_bias else attn
@@ -128,9 +167,13 @@ class Segment:
     pattern: tuple[LayerSpec, ...]
     count: int = 1
 
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.pattern) * self.count
+
     def layers(self, offset: int) -> range:
         """Indices of the layers at `offset` in the pattern."""
-        return range(self.start + offset, self.start + len(self.pattern) * self.count, len(self.pattern))
+        return range(self.start + offset, self.stop, len(self.pattern))
 
 
 def segments_of(layers: Sequence[LayerSpec], *, scan: bool) -> tuple[Segment, ...]:
@@ -154,14 +197,26 @@ def segments_of(layers: Sequence[LayerSpec], *, scan: bool) -> tuple[Segment, ..
     return tuple(segments)
 
 
+def block_of(segments: Sequence[Segment], layer: int) -> tuple[int, int | None]:
+    """The block that holds a layer, and its place there, None if it is alone."""
+    at = 0
+    for segment in segments:
+        if layer < segment.stop:
+            place, offset = divmod(layer - segment.start, len(segment.pattern))
+            return at + offset, place if segment.count > 1 else None
+        at += len(segment.pattern)
+    raise IndexError(layer)
+
+
 def fuses_sums(config: ModelConfig) -> bool:
     """Whether every sum over devices is of one layer, and followed by the residual's and an RMS norm, and by nothing
     between."""
     plain = config.norm.kind == "rms" and not config.norm.unit_offset and config.residual_scale == 1.0
-    return plain and all(
+    return (plain and config.per_layer is None) and all(
         layer.pre_norm
+        and not layer.laurel
         and not (layer.post_norm or layer.parallel or layer.scaled or layer.attention.o_bias or layer.mlp.output_bias)
-        and not (isinstance(layer.mlp, MoeSpec) and layer.mlp.deferred)
+        and not (isinstance(layer.mlp, MoeSpec) and (layer.mlp.deferred or layer.mlp.own_norms))
         for layer in config.layers
     )
 
@@ -179,6 +234,10 @@ class Decoder(nnx.Module):
         self.embed = param((layout.vocab, config.dim), (axes.VOCAB, axes.EMBED), dtype)
         if config.learned_positions:
             self.positions = param((config.context, config.dim), (axes.CONTEXT, axes.EMBED), dtype)
+        if config.per_layer is not None:
+            self.per_layer = PerLayerEmbedding(layout, dtype)
+        if config.streams > 1:
+            self.streams = Streams(config.streams, config.dim, dtype)
         blocks = []
         for segment in segments:
             for spec in segment.pattern:
@@ -200,30 +259,39 @@ class Decoder(nnx.Module):
         """
         # Cached now: computed in a scan's body they would not outlive it.
         _ = ctx.positions, ctx.pages, ctx.rope
-        stream, norms = Stream(self.embedding(ctx), boxes=boxes), [None] * len(self.blocks)
+        config, x, given = self.config, self.embedding(ctx), None
+        if config.per_layer is not None:
+            given = self.per_layer(ctx.batch.tokens, x, ctx.shards)
+        if config.streams > 1:
+            x = self.streams.spread(x, ctx.shards)
+        stream, norms = Stream(x, boxes=boxes), [None] * len(self.blocks)
         if boxes is not None:
             norms = [*(block.pre_attn_norm.weight[...] for block in self.blocks[1:]), self.final_norm.weight[...]]
         new, at, shared = [], 0, {}
         for segment in self.segments:
             end = at + len(segment.pattern)
-            blocks, caches = self.blocks[at:end], cache[at:end]
+            blocks = self.blocks[at:end]
+            caches = [self.lent(block, new) or own for block, own in zip(blocks, cache[at:end], strict=True)]
             if segment.count > 1:
-                stream, caches = _scan(blocks, stream, ctx, caches, segment.count)
+                stream, caches = _scan(blocks, stream, ctx, caches, segment, given)
             else:
-                stream, caches = _unrolled(blocks, stream, ctx, caches, norms[at:end], shared)
-            new += caches
+                stream, caches = _unrolled(blocks, stream, ctx, caches, segment, given, norms[at:end], shared)
+            new += [cache if block.owns_cache else LayerCache(()) for block, cache in zip(blocks, caches, strict=True)]
             at = end
-        return ctx.shards.all_tokens(stream.x, ctx.tokens), tuple(new), stream.boxes
+        x = self.streams.gather(stream.x, ctx.shards) if config.streams > 1 else stream.x
+        return ctx.shards.all_tokens(x, ctx.tokens), tuple(new), stream.boxes
+
+    def lent(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
+        """The cache of the layer whose keys and values a block's layers attend to, if they have none. caches: of the
+        blocks before."""
+        if block.owns_cache:
+            return None
+        number, place = block_of(self.segments, block.spec.attention.cache_of)
+        return caches[number] if place is None else replace(caches[number], layer=jnp.int32(place))
 
     def embedding(self, ctx: StepContext) -> jax.Array:
         """[T, D]; each device looks up the tokens of its share of the vocabulary, the first of them positions too."""
-        table, ids, split = self.embed[...], ctx.batch.tokens, ctx.shards.size(axes.VOCAB) > 1
-        if split:
-            ids = ids - ctx.shards.index(axes.VOCAB) * table.shape[0]
-            own = (ids >= 0) & (ids < table.shape[0])
-            x = jnp.where(own[:, None], jnp.take(table, ids, axis=0, mode="clip"), 0)
-        else:
-            x = jnp.take(table, ids, axis=0, mode="clip")
+        split, x = ctx.shards.size(axes.VOCAB) > 1, look_up(self.embed[...], ctx.batch.tokens, ctx.shards)
         x = x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
         if self.config.learned_positions:
             at = jnp.take(self.positions[...], ctx.positions, axis=0, mode="clip")
@@ -249,14 +317,15 @@ class Decoder(nnx.Module):
             return logits
 
 
-def _unrolled(blocks, stream, ctx, caches, norms, shared):
+def _unrolled(blocks, stream, ctx, caches, segment: Segment, given, norms, shared):
     new = []
-    for block, cache, after in zip(blocks, caches, norms, strict=True):
+    for number, (block, cache, after) in enumerate(zip(blocks, caches, norms, strict=True), segment.start):
         graph, state = nnx.split(block)
         key = graph, cache.ring
         if key not in shared:
             shared[key] = _layer(graph, cache.ring, ctx)
-        stream, arrays = shared[key](state, stream, cache.arrays, after)
+        own = None if given is None else given[:, number]
+        stream, arrays = shared[key](state, stream, cache.arrays, cache.layer, own, after)
         new.append(LayerCache(arrays, cache.ring))
     return stream, new
 
@@ -265,30 +334,37 @@ def _layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
     """A layer as a function that is traced once for all layers alike; XLA inlines it."""
 
     @jax.jit
-    def layer(state, stream, arrays, after):
-        stream, cache = nnx.merge(graph, state)(stream, ctx, LayerCache(arrays, ring), after)
+    def layer(state, stream, arrays, place, given, after):
+        block = nnx.merge(graph, state)
+        stream, cache = block(stream, ctx, LayerCache(arrays, ring, place), given=given, after=after)
         return stream, cache.arrays
 
     return layer
 
 
-def _scan(blocks, stream, ctx, caches, count: int):
-    """The cache rides in the carry: as scan inputs and outputs it would exist twice. Experts stay whole, each layer
-    reads its own: a layer's slice of them would be copied, chosen or not."""
+def _scan(blocks, stream, ctx, caches, segment: Segment, given):
+    """The cache rides in the carry: as scan inputs and outputs it would exist twice. What a block's layers share with
+    one before is read only and stays outside. Experts stay whole, each layer reads its own: a layer's slice of them
+    would be copied, chosen or not."""
     graphs, experts, states = zip(*(nnx.split(block, _is_expert, ...) for block in blocks), strict=True)
-    rings = [cache.ring for cache in caches]
+    owns, rings = [block.owns_cache for block in blocks], [cache.ring for cache in caches]
+    if given is not None:  # [T, L, P] -> [count, pattern, T, P]
+        given = given[:, segment.start : segment.stop]
+        given = jnp.moveaxis(given, 0, 1).reshape(segment.count, len(blocks), *given.shape[::2])
 
     def body(carry, inputs):
-        stream, caches = carry
-        layer, states = inputs
+        stream, held = carry
+        layer, states, given = inputs
         new = []
-        for graph, whole, state, arrays, ring in zip(graphs, experts, states, caches, rings, strict=True):
-            stream, cache = nnx.merge(graph, whole, state)(stream, ctx, LayerCache(arrays, ring, layer))
-            new.append(cache.arrays)
+        for i, (graph, whole, state) in enumerate(zip(graphs, experts, states, strict=True)):
+            cache = LayerCache(held[i], rings[i], layer) if owns[i] else caches[i]
+            own = None if given is None else given[i]
+            stream, cache = nnx.merge(graph, whole, state)(stream, ctx, cache, layer=layer, given=own)
+            new.append(cache.arrays if owns[i] else ())
         return (stream, tuple(new)), None
 
-    carry = (stream, tuple(cache.arrays for cache in caches))
-    (stream, new), _ = lax.scan(body, carry, (jnp.arange(count), states))
+    carry = (stream, tuple(cache.arrays if own else () for cache, own in zip(caches, owns, strict=True)))
+    (stream, new), _ = lax.scan(body, carry, (jnp.arange(segment.count), states, given))
     return stream, [LayerCache(arrays, ring) for arrays, ring in zip(new, rings, strict=True)]
 
 

@@ -107,10 +107,11 @@ class Layout:
         for layer in self.config.layers:
             heads, attn = self.heads(layer.attention), layer.attention
             feeds = self._feeds(layer.mlp)
-            used += (attn.heads, attn.cache_heads, sum(count * hidden for count, _, hidden in feeds))
+            owns = attn.cache_of is None
+            used += (attn.heads, owns * attn.cache_heads, sum(count * hidden for count, _, hidden in feeds))
             widths = sum(laid_out * self.hidden(hidden) for _, laid_out, hidden in feeds)
             copies = self.shards.size(axes.KV_HEADS) if isinstance(attn, MlaSpec) else 1
-            held += (heads.groups * heads.queries, self.cache_heads(attn) * copies, widths)
+            held += (heads.groups * heads.queries, owns * self.cache_heads(attn) * copies, widths)
         share = 1 - used / held
         names = ("query heads", "cache", "feed-forward")
         return dict(zip(names, share.tolist(), strict=True)) | {"vocabulary": 1 - self.config.vocab / self.vocab}

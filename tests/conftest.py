@@ -34,6 +34,9 @@ TINY: dict[str, dict[str, Any]] = {
     "gemma2": {"num_hidden_layers": 2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
     "minicpm3": {"num_hidden_layers": 2},
     "gpt_oss": {"num_hidden_layers": 2},
+    # Stacked, two layers, then two that attend to the second one's cache.
+    "gemma3n_text": {"num_hidden_layers": 4, "layer_types": [_FULL] * 4, "num_kv_shared_layers": 2}
+    | {"intermediate_size": 80, "activation_sparsity_pattern": [0.7] * 4},
     # Two in chunks, then one without positions.
     "llama4_text": {"num_hidden_layers": 3, "no_rope_layer_interval": 3},
     "qwen3_moe": {"num_hidden_layers": 2},

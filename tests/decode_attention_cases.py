@@ -13,12 +13,22 @@ import numpy as np
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
+def _quantized(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scales of what is finite; the scales of the rest are not, nor are values that need not be."""
+    dead = ~np.isfinite(x).all(-1)
+    most = 127 if dtype == "int8" else 448
+    scales = (np.abs(np.where(dead[..., None], 1, x)).max(-1) / most).astype(np.float32)
+    values = np.where(dead[..., None], 99 if dtype == "int8" else np.nan, x / scales[..., None])
+    values = (np.rint(values) if dtype == "int8" else values).astype(jnp.dtype(dtype))
+    return values, np.where(dead, np.where(np.arange(x.shape[-2]) % 2, np.nan, np.inf), scales).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class Case:
     """lengths [B]; slots: of a page; columns: pages of a row in a shuffled table, None: rows are pages.
 
     layers: layers of a stacked cache, of which the last is read. queries: C; None: a row has one query and no such
-    axis. loudness: of queries.
+    axis. loudness: of queries. stored: keys and values are quantised, "int8" or "float8_e4m3fn".
     """
 
     lengths: tuple[int, ...]
@@ -31,6 +41,7 @@ class Case:
     layers: int | None = None
     dtype: Any = jnp.float32
     loudness: float = 1.0
+    stored: str | None = None
     sinks: bool = False
     ring: bool = False
     options: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +69,12 @@ class Case:
                 k[at], v[at] = rng.normal(size=(2, self.heads, self.size))
         if self.layers:
             k, v = (np.stack([np.full_like(x, np.nan)] * (self.layers - 1) + [x]) for x in (k, v))
-        found = dict(zip("qkv", (jnp.asarray(x, self.dtype) for x in (q, k, v)), strict=True))
+        found = {"q": jnp.asarray(q, self.dtype)}
+        for name, x in {"k": k, "v": v}.items():
+            if self.stored:
+                found[name], found[f"{name}_scales"] = map(jnp.asarray, _quantized(x, self.stored))
+            else:
+                found[name] = jnp.asarray(x, self.dtype)
         if self.queries is None:
             found["q"] = found["q"][:, 0]
         found["lengths"] = jnp.asarray(self.lengths, jnp.int32)
@@ -88,6 +104,8 @@ class Case:
     def oracle(self, inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Query by query in float64."""
         q, k, v = (np.asarray(inputs[name].astype(jnp.float32), np.float64) for name in "qkv")
+        if self.stored:
+            k, v = (x * np.asarray(inputs[name])[..., None] for name, x in {"k_scales": k, "v_scales": v}.items())
         k, v = (x[-1] if self.layers else x for x in (k, v))
         q = q if self.queries else q[:, None]
         out, lse = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)

@@ -51,6 +51,9 @@ _GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 1.25,
 }
+# Stacked: two layers, the second of which shares its cache, one that does too, and a pattern of two twice.
+_SHARED = {"num_hidden_layers": 7, "num_kv_shared_layers": 4}
+_SHARED |= {"layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 3]}
 # What a family needs beyond the sizes to show its peculiarities at this scale.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -85,6 +88,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     # Heads of layers without a window are larger, and their values are their keys.
     "gemma4_text": {"tie_word_embeddings": True, "num_hidden_layers": 7, "sliding_window": 8, "global_head_dim": 32}
     | {"num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+    "gemma3n_text": {**_SHARED, "tie_word_embeddings": True, "sliding_window": 8, "laurel_rank": 20}
+    | {"intermediate_size": [80] * 3 + [72] * 4, "activation_sparsity_pattern": [0.7] * 2 + [0.0] * 5}
+    | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 120, "altup_num_inputs": 3},
     "phi3": {"head_dim": None, "sliding_window": 8},
     "olmo2": {},
     "olmo3": {"sliding_window": 8, "num_hidden_layers": 5},
@@ -206,7 +212,26 @@ CASES = [
             "num_hidden_layers": 6,
         },
     ),
+    Case("gemma3n", "gemma3n_text"),
+    Case(
+        "gemma3n-own-caches",
+        "gemma3n_text",
+        {"num_hidden_layers": 3, "layer_types": [_SLIDING, _FULL, _SLIDING], "num_kv_shared_layers": 0}
+        | {"intermediate_size": 80, "activation_sparsity_pattern": None, "final_logit_softcapping": 4.0},
+    ),
     Case("gemma4", "gemma4_text"),
+    Case(
+        "gemma4-shared",
+        "gemma4_text",
+        {**_SHARED, "use_double_wide_mlp": True, "attention_k_eq_v": False}
+        | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 131},
+    ),
+    Case(
+        "gemma4-experts",
+        "gemma4_text",
+        {"enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 40}
+        | {"num_hidden_layers": 4, "layer_types": [_SLIDING, _SLIDING, _SLIDING, _FULL]},
+    ),
     Case("gemma4-values", "gemma4_text", {"attention_k_eq_v": False, "final_logit_softcapping": 4.0}),
     Case("phi3", "phi3"),
     Case("phi3-partial", "phi3", {**_rope("default", partial_rotary_factor=0.5), "sliding_window": None}),

@@ -29,6 +29,7 @@ from inferlib.sharding.mesh import Parallelism, ShardingError
 from tests.cli_model import COMMAND, make_model
 from tests.oracle import make_checkpoint
 
+needs_gpu = pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs a GPU")
 BUCKETS = ("--prefill-buckets", "16", "--batch-buckets", "2", "--cache-buckets", "64")
 
 
@@ -61,7 +62,12 @@ def deployment_of(model: Path, **changes) -> Deployment:
     return replace(made, **changes)
 
 
-def test_another_process_runs_what_was_compiled_and_compiles_nothing(model, folder):
+@pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_another_process_runs_what_was_compiled_and_compiles_nothing(model, folder, tmp_path, target):
+    if target == "cuda":
+        folder = tmp_path / "artifacts"
+        result = compile_into(folder, model, "--target", "cuda")
+        assert result.exit_code == 0, result.output
     script = """
 import sys
 from inferlib import LLM, SamplingParams
@@ -73,7 +79,7 @@ tokens = [o.outputs[0].token_ids for o in outputs]
 print(tokens, compilations(), llm.stats.program_misses, llm.stats.compilations)
 """
     command = [sys.executable, "-c", script, str(model), str(folder)]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_PLATFORMS": target, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     here = LLM(model, max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)

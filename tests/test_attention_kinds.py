@@ -16,8 +16,13 @@ from tests.test_poison import before_each_dispatch, poison, tokens_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilations")
 
-# Latents; sinks, and a ring on every other layer; a ring of chunks. Programs of experts take long to compile.
-KINDS = ["minicpm3", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_oss", "llama4_text"))]
+# Latents; a cache that layers share; sinks, and a ring on every other layer; a ring of chunks. Programs of experts take
+# long to compile.
+KINDS = [
+    "minicpm3",
+    "gemma3n_text",
+    *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_oss", "llama4_text")),
+]
 TOLERANCE = 1e-4  # absolute, on logits with a standard deviation above 1
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 

@@ -14,21 +14,30 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import Backend, kernel_lacks
 from inferlib.models.families import config_from_hf
 from tests.conftest import MAX_LEN, build_llm, random_prompts
-from tests.test_compile_tpu import TINY
+from tests.test_compile_tpu import EXPERTS, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compilations")
 
 
 @pytest.mark.slow
-def test_a_model_decodes_the_same_tokens(checkpoint):
-    """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one; rows that start and end
-    at different times."""
+@pytest.mark.parametrize(
+    ("family", "changes", "backend"),
+    [
+        ("ministral", {"head_dim": 128}, Backend(decode_attention="pallas_tpu")),
+        ("qwen3_moe", {}, Backend(grouped_matmul="pallas_tpu")),
+    ],
+    ids=["attention", "experts"],
+)
+def test_a_model_decodes_the_same_tokens(family, changes, backend, checkpoint):
+    """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one; experts in stacked
+    layers; rows that start and end at different times."""
     buckets = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
     prompts, found = random_prompts([1, 7, 20, 40, 33]), []
-    for backend in (Backend(), Backend(decode_attention="pallas_tpu")):
-        llm = build_llm(checkpoint("ministral", head_dim=128), buckets, scan=True, backend=backend)
-        assert llm.engine.programs.config.backend == backend
-        assert not any(kernel_lacks(layer.attention, "pallas_tpu") for layer in llm.model_config.layers)
+    for chosen in (Backend(), backend):
+        llm = build_llm(checkpoint(family, **changes), buckets, scan=True, backend=chosen)
+        assert llm.engine.programs.config.backend == chosen
+        if chosen.decode_attention == "pallas_tpu":
+            assert not any(kernel_lacks(layer.attention, "pallas_tpu") for layer in llm.model_config.layers)
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
         found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]
@@ -41,7 +50,15 @@ def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_one_warning(caplo
     programs = ProgramSet.make(model, config)
     (warning,) = caplog.messages
     assert warning.endswith("XLA's, not the TPU kernel: 1 x 512 queries of a KV head exceed 128")
-    assert programs.config == dataclasses.replace(config, backend=Backend())
+    assert programs.config.backend == dataclasses.replace(config.backend, decode_attention="xla")
+
+
+def test_experts_that_the_kernel_cannot_multiply_by_are_xlas(caplog):
+    moe = EXPERTS | {"hidden_size": 8192, "moe_intermediate_size": 8100}
+    programs = ProgramSet.make(abstract_model(config_from_hf(moe), "bfloat16"), EngineConfig.make("tpu", 2, 64))
+    (warning,) = caplog.messages
+    assert "grouped matmul is XLA's, not the TPU kernel: weights 2 x 8192 x 8100 need" in warning
+    assert programs.config.backend.grouped_matmul == "xla"
 
 
 def test_slots_are_whole_tiles_where_the_kernel_reads_them():

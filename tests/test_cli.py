@@ -301,6 +301,21 @@ def test_info_counts_windows_as_rings(inferlib, tmp_path):
     assert "beyond windows" in table
 
 
+def test_info_counts_shared_caches_once(inferlib, tmp_path):
+    make_checkpoint(tmp_path, "gemma3n_text", max_position_embeddings=2048)
+    facts = json.loads(inferlib("info", tmp_path, "--json").stdout)
+    layer = 2 * 2 * 24 * 4  # bytes of a token in a layer in float32
+    assert facts["cache_bytes"]["float32"] == {
+        "per_token": 3 * layer,
+        "beyond_windows": layer,
+        "per_sequence": layer * (2048 + 2 * (8 + 512)),
+    }
+    table = " ".join(inferlib("info", tmp_path).stdout.split())
+    assert "2 for keys and values of layer 2" in table
+    assert "70% sparse" in table
+    assert "residuals 3, by AltUp" in table
+
+
 def test_info_of_a_shape(inferlib):
     facts = json.loads(inferlib("info", "--config", "smollm2-135m", "--json").stdout)
     assert facts["parameters"] == 134_515_008

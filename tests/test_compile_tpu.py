@@ -25,6 +25,7 @@ from inferlib.compile.plans import load_plan
 from inferlib.compile.report import Report
 from inferlib.explain import explain
 from inferlib.models.quantization import Quantization
+from inferlib.ops.quantized import Scheme
 from inferlib.sharding.mesh import Parallelism
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
@@ -208,12 +209,16 @@ def test_decoding_moves_only_what_it_must(name, target, parallel, batch, most):
     assert program.moved_bytes <= most * program.floor_bytes
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "mxfp4"])
-def test_quantised_weights_are_read_packed(name):
+@pytest.mark.parametrize(
+    "quantization",
+    [*map(Quantization.named, ("int8", "int4", "mxfp4")), Quantization("awq", Scheme("int4", 128, zeros=True))],
+    ids=str,
+)
+def test_quantised_weights_are_read_packed(quantization):
     """No program unpacks a weight to memory: it holds and moves little that one of bfloat16 weights does not."""
     buckets, parallel = Buckets((128,), (8,), (512,)), Parallelism.parse("tp=4")
     plain = Deployment(TINY, "v5e-4", "bfloat16", buckets, parallel, ("greedy",))
-    made = replace(plain, quantization=Quantization.named(name))
+    made = replace(plain, quantization=quantization)
     usual, program = (report_of(x, x.keys()[:1]).programs[0] for x in (plain, made))
     assert program.outcome.ok
     assert program.copies == []

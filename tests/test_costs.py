@@ -163,6 +163,17 @@ def test_latent_attention_by_hand():
     assert more == 2 * 27 * 16 * 1000 * (512 * (128 + 64 + 128) + 512 * (128 + 128))
 
 
+def test_shared_caches_by_hand():
+    """20 of 35 layers hold a cache, 4 of them of all positions; all layers read one. Of the tables, the one that is the
+    head is read."""
+    it, rows, live = deployed("gemma3n-e4b", "v5e-4", "tp=1,dp=4"), 3, 4000
+    position = 2 * 2 * 2 * 256
+    work = it.decode(rows, live)
+    assert work.cache_bytes == position * rows * (7 * live + 28 * (512 + 1) + 20)
+    assert it.memory(4 * rows, 8192, 512).cache == position * rows * (4 * 8192 + 16 * (512 + 512))
+    assert work.weight_bytes == it.model.nbytes - 2 * 262400 * 35 * 256
+
+
 def test_a_decode_step_of_experts_by_hand():
     """8 of 128 experts; of 16 on each of 8 devices, those that any of all rows chose are read."""
     rows, layers, expert = 4, 48, 3 * 2048 * 768

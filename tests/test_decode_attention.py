@@ -42,6 +42,17 @@ MORE_CASES = {
     "several queries": Case((0, 1, 3, 4, 130), queries=4, sinks=True, options={"window": 60}),
     "several queries, pages": Case((2, 3, 47, 48, 49), queries=3, slots=16, columns=4, group=3),
 }
+# Caches of fewer bits, which no kernel has.
+QUANTISED_CASES = {
+    "int8": Case((0, 1, 127, 128, 129, 256, 0), stored="int8"),
+    "fp8 in half precision, softcap, sinks": Case(
+        (0, 1, 200), dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}, stored="float8_e4m3fn"
+    ),
+    "int8 ring": Case((0, 1, 129, 500), slots=128, ring=True, options={"window": 100}, stored="int8"),
+    "fp8 pages of stacked layers": Case((0, 17, 100), slots=16, columns=7, layers=2, stored="float8_e4m3fn"),
+    "int8, several queries": Case((0, 1, 3, 130), queries=4, options={"window": 60}, stored="int8"),
+    "int8, large logits": Case((1, 200), loudness=1e4, sinks=True, stored="int8"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +72,18 @@ def test_equals_the_oracle(name, backend):
 @pytest.mark.parametrize("name", MORE_CASES)
 def test_pages_layers_and_several_queries(name, backend):
     MORE_CASES[name].check(BACKENDS[backend])
+
+
+@pytest.mark.parametrize("name", QUANTISED_CASES)
+def test_quantised_caches(name):
+    QUANTISED_CASES[name].check(decode_attention)
+
+
+def test_kernels_without_scales_say_so():
+    inputs = QUANTISED_CASES["int8"].inputs(0)
+    for backend in ("pallas_gpu", "pallas_tpu", "nki"):
+        with pytest.raises(ValueError, match=f"'{backend}' takes no scales"):
+            decode_attention(**inputs, scale=1.0, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

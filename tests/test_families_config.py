@@ -38,6 +38,7 @@ MODEL_TYPES = {
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -72,11 +73,14 @@ MODEL_TYPES = {
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
 }
+# Of these, the text models are.
+WITH_TEXT = {"Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration"}
 # What configs of a family cannot leave out.
 REQUIRED = {
     "dots1": {"n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4},
     "deepseek_v2": {"num_experts_per_tok": 4},
-    "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "gemma3n_text": {"vocab_size_per_layer_input": 900, "num_kv_shared_layers": 6},
+    "gemma4_text": {"vocab_size_per_layer_input": 1000},
 }
 LLAMA3 = {
     "factor": 8.0,
@@ -183,7 +187,7 @@ def test_gemma3_configs_may_leave_out_the_sizes():
 
 def test_every_family_is_known_by_a_transformers_class():
     known = {name for family in FAMILIES for name in family.architectures}
-    assert known == set(MODEL_TYPES.values())
+    assert known == set(MODEL_TYPES.values()) | WITH_TEXT
     for model_type, architecture in MODEL_TYPES.items():
         config = AutoConfig.for_model(model_type)
         assert getattr(transformers, architecture).config_class is type(config)
@@ -267,8 +271,12 @@ def test_context_is_what_the_rotary_embedding_is_stretched_to():
         ("llama4_text", {"attention_chunk_size": None}, "lacks 'attention_chunk_size'"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
         ("longcat_flash", {"zero_expert_type": "constant"}, "zero_expert_type='constant'"),
-        ("gemma4_text", {}, "no per-layer embeddings"),
-        ("gemma4_text", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2}, "later ones attend to"),
+        ("gemma3n_text", {"num_kv_shared_layers": 14}, "num_kv_shared_layers=14 of 13 layers"),
+        ("gemma3n_text", {"num_kv_shared_layers": 10}, "none of the first 3 layers"),
+        ("gemma3n_text", {"altup_active_idx": 1}, "altup_active_idx=1"),
+        ("gemma3n_text", {"intermediate_size": [300] * 12}, "12 values of intermediate_size for 13 layers"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 1001}, "vocabulary"),
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 4}, "lacks 'top_k_experts'"),
     ],
 )
 def test_unsupported_options_are_named(model_type, options, message):

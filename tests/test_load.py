@@ -197,6 +197,28 @@ def test_tied_output_projection(present, tmp_path):
     np.testing.assert_array_equal(embed, tensors["model.embed_tokens.weight"])
 
 
+def test_a_text_model_within_others(tmp_path):
+    """A checkpoint that also sees and hears, and holds keys and values of layers that attend to another's."""
+    sizes = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}
+    sizes |= {"intermediate_size": 80, "activation_sparsity_pattern": [0.7] * 2}
+    plain = make_checkpoint(tmp_path / "plain", "gemma3n_text", **sizes)
+    tensors, whole = load_file(plain / FILE), tmp_path / "whole"
+    within = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    within |= {"model.vision_tower.stem.weight": np.ones(3), "model.embed_audio.norm.weight": np.ones(3)}
+    within |= {"model.language_model.layers.1.self_attn.v_proj.weight": np.ones((48, 96))}
+    whole.mkdir()
+    save_file(within, whole / FILE)
+    text = json.loads((plain / "config.json").read_text())
+    config = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": text, "eos_token_id": [1, 106]}
+    (whole / "config.json").write_text(json.dumps(config))
+    assert config_from_hf(config).eos_token_ids == (1, 106)
+    for a, b in zip(load(plain)[1], load(whole)[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+    save_file({**within, "model.language_model.layers.0.self_attn.x.weight": np.ones(3)}, whole / FILE)
+    with pytest.raises(CheckpointError, match=r"unexpected: model.language_model.layers.0.self_attn.x.weight"):
+        load(whole)
+
+
 # ---- stacked layers
 
 

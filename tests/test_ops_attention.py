@@ -15,6 +15,7 @@ from inferlib.ops.cache_write import cache_write
 from inferlib.ops.decode_attention import decode_attention
 from inferlib.ops.mla_decode_attention import mla_decode_attention
 from inferlib.ops.prefill_attention import prefill_attention
+from inferlib.ops.quantized import Scheme, quantize
 
 TOLERANCE = 3e-6  # absolute, on outputs and log-sum-exps of order 1 in float32
 KV, GROUP, SIZE = 2, 3, 4
@@ -55,7 +56,7 @@ def attend(q, keys, values, position, window=None, softcap=None, sinks=None, rin
 
 def cache_of(history, slots, first, stop, ring):
     """A cache [N, K, S, h] that holds positions first[n] .. stop[n] - 1 of each row, and NaN elsewhere."""
-    cache = np.full((len(history), KV, slots, SIZE), np.nan, np.float32)
+    cache = np.full((len(history), KV, slots, history.shape[-1]), np.nan, np.float32)
     for row in range(len(first)):
         for position in range(first[row], stop[row]):
             cache[row, :, position % slots if ring else position] = history[row, :, position]
@@ -103,6 +104,30 @@ def test_prefill(name, limit):
             expected = attend(q[chunk, i], *history[:, row], start + i, **options)
             np.testing.assert_allclose(out[chunk, i], expected[0], rtol=0, atol=TOLERANCE)
             np.testing.assert_allclose(lse[chunk, i], expected[1], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("name", ["plain", "ring of all options"])
+def test_prefill_over_a_quantised_cache(name, dtype):
+    """Written as rows and chunks come; what is read is what the values and scales stand for."""
+    options, width, starts = OPTIONS[name], 4, [13, 0]
+    ring, q = options.get("ring", False), random_queries(2, width)
+    history = random_history(2, 24)
+    held = quantize(jnp.asarray(history), (4,), Scheme(dtype))
+    meant = np.asarray(held.dequantized((4,), jnp.float32))
+    np.testing.assert_allclose(meant, history, rtol=0, atol=0.02 if dtype == "int8" else 0.15)
+    first, stop = [max(start - 5, 0) if ring else 0 for start in starts], [start + width for start in starts]
+    values = [cache_of(np.asarray(x, np.float32), 8 if ring else 24, first, stop, ring) for x in held.values]
+    values = [np.where(np.isnan(x) & (dtype == "int8"), 77, x).astype(dtype) for x in values]
+    scales = [cache_of(x[..., None], 8 if ring else 24, first, stop, ring)[..., 0] for x in held.scales]
+    options = {**options, "scale": SCALE, "k_scales": scales[0], "v_scales": scales[1]}
+    positions = jnp.array(starts)[:, None] + jnp.arange(width)
+    out, lse = prefill_attention(q, *values, jnp.arange(2), positions, **options)
+    for row, start in enumerate(starts):
+        for i in range(width):
+            expected = attend(q[row, i], *meant[:, row], start + i, **OPTIONS[name])
+            np.testing.assert_allclose(out[row, i], expected[0], rtol=0, atol=TOLERANCE)
+            np.testing.assert_allclose(lse[row, i], expected[1], rtol=0, atol=TOLERANCE)
 
 
 def test_half_precision_accumulates_in_float32():

@@ -24,12 +24,14 @@ SAMPLED = SamplingParams(seed=7, max_tokens=20, top_p=0.9, repetition_penalty=1.
 
 
 def valid_cells(engine: Engine) -> list[np.ndarray]:
-    """For each block, which slots [R, S] of which rows the next steps may read."""
+    """For each block that has a cache, which slots [R, S] of which rows the next steps may read."""
     lengths = {row: s.prefilled for row, s in engine.scheduler.running.items()}
     active, length = np.asarray(engine.state.active), np.asarray(engine.state.length)
     lengths |= {row: length[row] for row in lengths if active[row]}
     masks = []
     for layers, block in zip(engine.model.blocks(), engine.plan.blocks, strict=True):
+        if block.shared:
+            continue
         spec, slots = engine.model.config.layers[layers[0]].attention, block.slots
         devices = engine.config.shards.size(axes.POSITIONS)
         mask = np.zeros((engine.plan.rows, slots), bool)
@@ -47,7 +49,8 @@ def poison(engine: Engine) -> float:
     """Fill what is not valid with NaN, with nothing in flight; returns the share of cells that stay."""
     assert not engine._in_flight
     masks = valid_cells(engine)
-    of_arrays = [mask for mask, block in zip(masks, engine.plan.blocks, strict=True) for _ in block.shapes]
+    blocks = (block for block in engine.plan.blocks if not block.shared)
+    of_arrays = [mask for mask, block in zip(masks, blocks, strict=True) for _ in block.shapes]
     pairs = zip(of_arrays, engine.cache, strict=True)
     engine.cache = tuple(jnp.where(mask[:, None, :, None], array, jnp.nan) for mask, array in pairs)
     idle = ~np.asarray(engine.state.active)

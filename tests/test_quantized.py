@@ -23,7 +23,7 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ConfigError
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
-from inferlib.ops.grouped_matmul import grouped_matmul
+from inferlib.ops.grouped_matmul import _by_rows, grouped_matmul
 from inferlib.ops.matmul import matmul
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, Scheme, nbytes, quantize
 from inferlib.sharding.mesh import Parallelism, ShardingError
@@ -146,6 +146,31 @@ def test_product_is_that_of_the_rounded_weight(name, tokens, shape, contract):
     np.testing.assert_allclose(got, np.tensordot(x.astype(np.float64), whole, contract), rtol=1e-5, atol=1e-4)
 
 
+def drawn(rng: np.random.Generator, scheme: Scheme, shape, contracting) -> QuantizedTensor:
+    """Of random codes, scales and zero points."""
+    arrays = {}
+    for part, (size, _, dtype) in scheme.arrays(shape, ("a",) * len(shape), contracting).items():
+        lowest = ml_dtypes.iinfo(scheme.values).min
+        drawn = rng.uniform(0.01, 0.1, size) if part == "scales" else rng.integers(lowest, -lowest, size)
+        arrays[part] = jnp.asarray(drawn.astype(dtype))
+    return scheme.tensor(**arrays)
+
+
+@pytest.mark.parametrize("scheme", [Scheme("int4", 32, zeros=True), Scheme("int8", zeros=True)])
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(("shape", "contract"), [((96, 2, 8), 1), ((2, 3, 64, 8), 3)])
+def test_zero_points_are_subtracted(scheme, tokens, shape, contract):
+    rng, contracting = np.random.default_rng(tokens), tuple(range(contract))
+    held = drawn(rng, scheme, shape, contracting)
+    values, scales, zeros = (np.asarray(x).astype(np.float64) for x in (held.values, held.scales, held.zeros))
+    axes = (contract,) if scheme.group else contracting
+    whole = ((values - np.expand_dims(zeros, axes)) * np.expand_dims(scales, axes)).reshape(shape)
+    np.testing.assert_allclose(held.dequantized(contracting, jnp.float32).reshape(shape), whole, rtol=1e-6)
+    x = rng.normal(size=(tokens, *shape[:contract])).astype(np.float32)
+    got = jax.jit(lambda x, w: matmul(x, w, contract=contract))(x, held)
+    np.testing.assert_allclose(got, np.tensordot(x.astype(np.float64), whole, contract), rtol=1e-5, atol=1e-4)
+
+
 # ---- models
 
 
@@ -214,19 +239,24 @@ def test_stacked_layers_are_quantised_one_by_one(checkpoint):
                 np.testing.assert_array_equal(value[i], unrolled[key.replace("blocks.0.", f"blocks.{i}.")], err_msg=key)
 
 
-@pytest.mark.parametrize("name", ["int8", "mxfp4"])
+@pytest.mark.parametrize("name", ["int8", "mxfp4", "zeros"])
 @pytest.mark.parametrize("layer", [None, 1])
 @pytest.mark.parametrize("rows", [3, 40])
 def test_experts_multiply_as_their_rounded_weights(name, layer, rows):
-    rng = np.random.default_rng(rows)
-    w = rng.normal(size=(2, 4, 2, 64, 8)).astype(np.float32)
+    rng, contracting = np.random.default_rng(rows), (3,) if layer else (2,)
+    shape = (2, 4, 2, 64, 8) if layer else (4, 2, 64, 8)
     sizes = np.array([1, 0, rows // 2, rows - 1 - rows // 2 - 1], np.int32)
     x, groups = rng.normal(size=(rows, 64)).astype(np.float32), np.repeat(np.arange(4), sizes)
-    held = quantize(w if layer else w[0], (3,) if layer else (2,), SCHEMES[name])
-    whole = np.asarray(held.dequantized((3,) if layer else (2,), jnp.float32)).reshape(-1, 4, 2, 64, 8)[layer or 0]
-    got = jax.jit(lambda x, w: grouped_matmul(x, w, sizes, most=rows, layer=layer and jnp.int32(layer)))(x, held)
+    if name == "zeros":
+        held = drawn(rng, Scheme("int4", 32, zeros=True), shape, contracting)
+    else:
+        held = quantize(rng.normal(size=shape).astype(np.float32), contracting, SCHEMES[name])
+    whole = np.asarray(held.dequantized(contracting, jnp.float32)).reshape(-1, 4, 2, 64, 8)[layer or 0]
     expected = np.einsum("ri,rpio->rpo", x[: groups.size], whole[groups])
+    got = jax.jit(lambda x, w: grouped_matmul(x, w, sizes, most=rows, layer=layer and jnp.int32(layer)))(x, held)
     np.testing.assert_allclose(got[: groups.size], expected, rtol=1e-4, atol=1e-4)
+    if not layer:
+        np.testing.assert_allclose(jax.jit(_by_rows)(x, held, sizes, 0)[: groups.size], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_experts_are_quantised_one_by_one(tmp_path):

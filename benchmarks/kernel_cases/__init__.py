@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kernel_cases import decode_attention, mx_matmul
+from kernel_cases import decode_attention, grouped_matmul, mx_matmul
 
 
 class Case(Protocol):
@@ -35,5 +35,6 @@ class Case(Protocol):
 
 CASES: Mapping[str, Mapping[str, Case]] = {
     "decode_attention": decode_attention.CASES,
+    "grouped_matmul": grouped_matmul.CASES,
     "mx_matmul": mx_matmul.CASES,
 }

@@ -27,12 +27,19 @@ from inferlib.sharding.shards import Shards
 class BlockCache:
     """One block's cache: the shapes of its arrays, [N, K, S, h], or [L, N, K, S, h] if the block is scanned.
 
-    latent: there is one, of MLA, which has one head.
+    latent: there is one, of MLA, which has one head. shared: the arrays are another block's, which the block's layers
+    attend to; the shapes are those that it would have.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     ring: bool
     latent: bool = False
+    shared: bool = False
+
+    @property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of its own arrays."""
+        return () if self.shared else self.shapes
 
     @property
     def slots(self) -> int:
@@ -57,7 +64,7 @@ class CachePlan:
     @property
     def arrays(self) -> tuple[tuple[tuple[int, ...], tuple[str | None, ...]], ...]:
         """Shape and logical axes of every array, those of each block in turn."""
-        return tuple((shape, block.axes) for block in self.blocks for shape in block.shapes)
+        return tuple((shape, block.axes) for block in self.blocks for shape in block.held)
 
     @property
     def nbytes(self) -> int:
@@ -69,9 +76,9 @@ class CachePlan:
         return tuple(run(jnp.zeros, (shape, dtype), place=shards.sharding(names)) for shape, names in self.arrays)
 
     def view(self, arrays: Sequence[jax.Array]) -> tuple[LayerCache, ...]:
-        """The flat arrays as one `LayerCache` per block."""
+        """The flat arrays as one `LayerCache` per block, without arrays where it shares another's."""
         rest = iter(arrays)
-        return tuple(LayerCache(tuple(islice(rest, len(b.shapes))), b.ring) for b in self.blocks)
+        return tuple(LayerCache(tuple(islice(rest, len(b.held))), b.ring) for b in self.blocks)
 
     @staticmethod
     def flatten(caches: Sequence[LayerCache]) -> tuple[jax.Array, ...]:
@@ -96,5 +103,5 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
         page = (*stack, rows, model.layout.cache_heads(spec), slots)
         latent = isinstance(spec, MlaSpec)
         shapes = tuple((*page, -(-size // lanes) * lanes if latent else size) for size in spec.cache_sizes)
-        blocks.append(BlockCache(shapes, ring, latent))
+        blocks.append(BlockCache(shapes, ring, latent, shared=spec.cache_of is not None))
     return CachePlan(rows, max_len, tuple(blocks), np.dtype(dtype))

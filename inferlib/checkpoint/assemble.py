@@ -48,11 +48,23 @@ class LoadItem:
     fused_experts: FusedExperts
 
 
-def layer_pieces(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int) -> tuple[Piece, ...]:
+# Parts of a layer that are the checkpoint's tensors as they are, matrices transposed; the latter named in full.
+_PLAIN = ("altup.", "laurel.", "per_layer.")
+_NAMED_IN_FULL = ("scalar", "altup.scale", "mlp.router.norm", "mlp.router.expert_scale")
+
+
+def layer_pieces(
+    names: Mapping[str, str], spec: LayerSpec, part: str, dim: int, shape: tuple[int, ...]
+) -> tuple[Piece, ...]:
     """The checkpoint tensors of one layer's `part` ("attn.qkv", "mlp.down_bias", "pre_attn_norm", ...).
 
-    names: the family's map of parts to modules, prefix included.
+    names: the family's map of parts to modules, prefix included. shape: of the layer's weight.
     """
+    part = part.removesuffix(".weight")
+    if part in _NAMED_IN_FULL:
+        return (Piece(names[part], shape),)
+    if part.startswith(_PLAIN):
+        return (Piece(names[part] + ".weight", shape[::-1]),)
     if part == "mlp.router.correction":
         return _correction(names[part], spec.mlp.router.experts)
     suffix = ".bias" if part.endswith(("_bias", ".bias")) else ".weight"
@@ -69,8 +81,6 @@ def layer_pieces(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int)
         hidden = _mlp_spec(spec, module).hidden
         halves = {gate: hidden, up: hidden} if _mlp_spec(spec, module).gated else {up: hidden}
         return _fused(names, module, halves, suffix, tail)
-    if module == "scalar":
-        return (Piece(names[module], (1,)),)
     if module in ("mlp.down", "mlp.shared.down"):
         shape = (dim,) if suffix == ".bias" else (dim, _mlp_spec(spec, module).hidden)
     elif module == "mlp.router":
@@ -96,11 +106,11 @@ def _attention_pieces(names, attn: AttentionSpec, module: str, suffix: str, tail
     if module in ("attn.q_norm", "attn.k_norm"):
         full = q_rows if module == "attn.q_norm" else k_rows
         return (Piece(names[module] + suffix, (full if attn.qk_norm == "full" else attn.head_dim,)),)
-    rows = {"attn.q": q_rows, "attn.k": k_rows} | ({} if attn.key_is_value else {"attn.v": v_rows})
+    rows = {"attn.q": q_rows}
+    if attn.cache_of is None:
+        rows |= {"attn.k": k_rows} | ({} if attn.key_is_value else {"attn.v": v_rows})
     pieces = _fused(names, "attn.qkv", rows, suffix, tail)
-    if attn.fuses_values:
-        return pieces
-    return pieces[2:] if module == "attn.v" else pieces[:2]
+    return pieces[2:] if module == "attn.v" else pieces[: 1 + attn.fused_heads]
 
 
 def _latent_pieces(names, attn: MlaSpec, module: str, suffix: str, tail: tuple[int, ...]):
@@ -138,10 +148,20 @@ def _fused(names, module: str, parts: dict[str, int], suffix: str, tail: tuple[i
 
 
 def top_pieces(names: Mapping[str, str], config: ModelConfig, part: str) -> tuple[Piece, ...]:
-    """The checkpoint tensor of `embed`, `positions`, `final_norm` or `head`, or the bias of one of the latter two."""
+    """The checkpoint tensors of a part outside the layers: `embed`, `positions`, `final_norm`, `head`, the bias of one
+    of the latter two, `per_layer.table`, `.projection` or `.norm`, `streams.split` or `.merge`; of the latter "{n}" in
+    a name is the number."""
     module = part.removesuffix("_bias").removesuffix(".bias")
     if module != part:
         return (Piece(names[module] + ".bias", (config.vocab if module == "head" else config.dim,)),)
+    if part.startswith("streams."):
+        tensors = (names[part].format(n=n) + ".weight" for n in range(config.streams - 1))
+        return tuple(Piece(tensor, (config.dim, config.dim)) for tensor in tensors)
+    if part.startswith("per_layer."):
+        spec = config.per_layer
+        width = len(config.layers) * spec.dim
+        shapes = {"table": (spec.vocab, width), "projection": (width, config.dim), "norm": (spec.dim,)}
+        return (Piece(names[part] + ".weight", shapes[part.removeprefix("per_layer.")]),)
     rows = {"final_norm": (), "positions": (config.context,)}.get(part, (config.vocab,))
     shape = (*rows, config.dim)
     return (Piece(names[part] + ".weight", shape),)
@@ -192,7 +212,9 @@ def expand(
 
 
 def _top(_spec: None, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
-    return pieces[0].T if part == "head" else pieces[0]
+    if part.startswith("streams."):
+        return jnp.stack([piece.T for piece in pieces])
+    return pieces[0].T if part in ("head", "per_layer.projection") else pieces[0]
 
 
 def _mlp(_spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
@@ -202,15 +224,15 @@ def _mlp(_spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Arra
         return jnp.stack(pieces)
     if part in ("mlp.shared_gate", "mlp.router.correction"):
         return pieces[0].reshape(-1)
-    return pieces[0].T if part.startswith("mlp.") else pieces[0]  # norms are as they are
+    return pieces[0].T
 
 
 def _attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
     attn, h = spec.attention, spec.attention.head_dim
     if part in ("attn.qkv", "attn.qkv_bias"):
-        q, k, *v = (piece.reshape(attn.kv_heads, -1, h, *piece.shape[1:]) for piece in pieces)
-        q, k = _half_split(q, attn.rope, axis=2), _half_split(k, attn.rope, axis=2)
-        both = jnp.concatenate([q, k, *v], axis=1)  # [K, G + 2, h, D]
+        heads = [piece.reshape(attn.kv_heads, -1, h, *piece.shape[1:]) for piece in pieces]
+        turned = [_half_split(x, attn.rope, axis=2) for x in heads[:2]]  # queries and keys
+        both = jnp.concatenate([*turned, *heads[2:]], axis=1)  # [K, G + 2, h, D]
         return jnp.moveaxis(both, 3, 0) if part == "attn.qkv" else both
     if part in ("attn.v", "attn.v_bias"):
         v = pieces[0].reshape(attn.kv_heads, attn.value_dim, *pieces[0].shape[1:])

@@ -85,30 +85,30 @@ def load_experts(
 @dataclass
 class _Parts:
     """An array of all experts in the making. bounds: of each device's part, by logical axis and, where an axis has no
-    name, dimension; arrays: the parts."""
+    name, dimension; arrays: the parts. On one device there is one part, of the place None."""
 
     spec: ArraySpec
-    sharding: Sharding
-    bounds: dict[Format | SingleDeviceSharding, dict[str | int, tuple[int, int]]]
-    arrays: dict[Format | SingleDeviceSharding, jax.Array]
+    sharding: Sharding | None
+    bounds: dict[Format | SingleDeviceSharding | None, dict[str | int, tuple[int, int]]]
+    arrays: dict[Format | SingleDeviceSharding | None, jax.Array]
 
     @staticmethod
     def of(spec: ArraySpec, place: Format | NamedSharding | None) -> _Parts:
         sharding = place.sharding if isinstance(place, Format) else place
-        if sharding is None:
-            sharding = SingleDeviceSharding(jax.devices()[0])
         names, places = [name or i for i, name in enumerate(spec.axes)], {}
-        for device, index in sharding.addressable_devices_indices_map(spec.shape).items():
+        whole = {None: (slice(None),) * len(spec.shape)}
+        for device, index in (sharding.addressable_devices_indices_map(spec.shape) if sharding else whole).items():
             bounds = [part.indices(size)[:2] for part, size in zip(index, spec.shape, strict=True)]
-            alone = SingleDeviceSharding(device)
+            alone = device and SingleDeviceSharding(device)
             here = Format(place.layout, alone) if isinstance(place, Format) else alone
             places[here] = dict(zip(names, bounds, strict=True))
-        shape, fill = sharding.shard_shape(spec.shape), float(spec.part.endswith(".scales"))
+        shape = sharding.shard_shape(spec.shape) if sharding else spec.shape
+        fill = float(spec.part.endswith(".scales"))
         return _Parts(
             spec, sharding, places, {here: run(jnp.full, (shape, fill, spec.dtype.name), place=here) for here in places}
         )
 
-    def owners(self, expert: int) -> list[Format | SingleDeviceSharding]:
+    def owners(self, expert: int) -> list[Format | SingleDeviceSharding | None]:
         bounds = {here: b[axes.EXPERTS] for here, b in self.bounds.items()}
         return [here for here, (first, last) in bounds.items() if first <= expert < last]
 
@@ -126,7 +126,7 @@ class _Parts:
         return [np.ascontiguousarray(whole[cut])]
 
     def whole(self) -> jax.Array:
-        return join(self.spec.shape, self.sharding, list(self.arrays.values()))
+        return join(self.spec.shape, self.sharding, list(self.arrays.values())) if self.sharding else self.arrays[None]
 
 
 def _quantized(source: TensorSource, item: LoadItem, pieces: Sequence[Piece]) -> list[np.ndarray]:
@@ -135,7 +135,8 @@ def _quantized(source: TensorSource, item: LoadItem, pieces: Sequence[Piece]) ->
     lead = sum(name in (axes.LAYERS, axes.EXPERTS) for name in weight.axes)
     how = kind, tuple(i - lead for i in weight.contracting), weight.scheme
     if is_kept(source, weight, pieces):
-        stored = (_read(reader, pieces, kind, item.fused_experts) for reader in (source.values, source.scales))
+        readers = (source.values, source.scales, source.zeros)[: len(weight.arrays)]
+        stored = (_read(reader, pieces, kind, item.fused_experts) for reader in readers)
         return fetched(run(_keep, how, *stored))
     return fetched(run(_quantize, how, *_read(source.read, pieces, kind, item.fused_experts)))
 
@@ -144,10 +145,8 @@ def _quantize(kind: str, contracting: tuple[int, ...], scheme: Scheme, *tensors:
     return tuple(jax.tree.leaves(quantize(_laid_out(kind, tensors), contracting, scheme)))
 
 
-def _keep(
-    kind: str, contracting: tuple[int, ...], scheme: Scheme, values: list[jax.Array], scales: list[jax.Array]
-) -> tuple[jax.Array, ...]:
-    return kept(scheme, contracting, values, scales, lambda tensors, _: _laid_out(kind, tensors))  # no padding yet
+def _keep(kind: str, contracting: tuple[int, ...], scheme: Scheme, *stored: list[jax.Array]) -> tuple[jax.Array, ...]:
+    return kept(scheme, contracting, lambda tensors, _: _laid_out(kind, tensors), *stored)  # no padding yet
 
 
 def _of_expert(pieces: Sequence[Piece], kind: str, expert: int) -> Sequence[Piece]:

@@ -260,7 +260,7 @@ def expand_all(
 ) -> tuple[jax.Array, ...]:
     """See `_expanded`. Traceable."""
     expanded = tuple(
-        expand(layout, layer, spec.axes, x, fill=float(spec.part != stored.part))  # a scale of 1 for zeros
+        expand(layout, layer, spec.axes, x, fill=float(spec.part.endswith(".scales")))
         for spec, x in zip(stored.arrays, held, strict=True)
     )
     return expanded if stored.scheme == target.scheme else target.stored(*expanded)

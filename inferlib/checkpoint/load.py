@@ -46,10 +46,11 @@ def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tup
         for name, shape in wanted.items()
         if name in present and tuple(source.shape(name)) != shape
     ]
-    ignored = set(_idle_experts(family, model.config))
+    ignored = {*_idle_experts(family, model.config), *_idle_keys(family, model.config)}
     ignored |= {family.top["head"] + ".weight"} if model.config.tied else set()
     drafts = tuple(name.format(layers=len(model.config.layers)) for name in family.drafts)
-    left_out = lambda name: name.endswith(_IGNORED) or name.startswith(drafts)  # noqa: E731
+    spare = source.spare if isinstance(source, QuantizedSource) else lambda _: False
+    left_out = lambda name: name.endswith(_IGNORED) or name.startswith(drafts) or spare(name)  # noqa: E731
     unexpected = sorted(n for n in present - set(wanted) - ignored if not left_out(n))
     problems = []
     if missing:
@@ -112,8 +113,10 @@ def load_item(
     for number, pieces in enumerate(item.pieces):
         if is_kept(source, weight, pieces):
             values = [_read(source.values, piece, weight.part, shards, split) for piece in pieces]
-            scales = [source.scales(piece.tensor, slice(*piece.rows) if piece.rows else None) for piece in pieces]
-            layer = run(keep, static, values, scales, place=places)
+            shared = (source.scales, source.zeros)[: len(places) - 1]
+            rows = [slice(*piece.rows) if piece.rows else None for piece in pieces]
+            shared = [[read(p.tensor, own) for p, own in zip(pieces, rows, strict=True)] for read in shared]
+            layer = run(keep, static, values, *shared, place=places)
         else:
             tensors = [_read(source.read, piece, weight.part, shards, split) for piece in pieces]
             layer = run(lay_out, static, *tensors, place=places)
@@ -182,14 +185,14 @@ def lay_out(layout: Layout, layer: LayerSpec | None, weight: WeightSpec, *pieces
 
 
 def keep(
-    layout: Layout, layer: LayerSpec | None, weight: WeightSpec, values: list[jax.Array], scales: list[jax.Array]
+    layout: Layout, layer: LayerSpec | None, weight: WeightSpec, *stored: list[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """The arrays of one layer's weight, from values and scales as they are stored. Traceable."""
+    """The arrays of one layer's weight, from values, scales and zero points as they are stored. Traceable."""
 
     def whole(pieces: Sequence[jax.Array], fill: float) -> jax.Array:
         return assemble(layout, layer, weight.axes, weight.part, pieces[0].dtype, *pieces, fill=fill)
 
-    return kept(weight.scheme, weight.contracting, values, scales, whole)
+    return kept(weight.scheme, weight.contracting, whole, *stored)
 
 
 def _read(
@@ -273,7 +276,7 @@ def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
         if axes.EXPERTS in weight.axes:
             pieces = expert_pieces(names, spec.mlp, weight.part, model.config.dim, family.fused_experts)
         else:
-            pieces = layer_pieces(names, spec, weight.part, model.config.dim)
+            pieces = layer_pieces(names, spec, weight.part, model.config.dim, weight.of_layer.shape)
         if family.transposed:
             pieces = tuple(replace(piece, transposed=len(piece.shape) == 2) for piece in pieces)
         per_layer.append(pieces)
@@ -294,6 +297,15 @@ def _idle_experts(family: Family, config: ModelConfig) -> Iterator[str]:
             for part, module in _names(family, i).items():
                 if part.startswith("mlp.experts."):
                     yield from (module.format(e=e) for e in range(layer.mlp.experts, layer.mlp.router.experts))
+
+
+def _idle_keys(family: Family, config: ModelConfig) -> Iterator[str]:
+    """Weights that checkpoints keep, unused, for the keys and values of layers that attend to another's."""
+    for i, layer in enumerate(config.layers):
+        if layer.attention.cache_of is not None:
+            names = _names(family, i)
+            for part in ("attn.k", "attn.v", "attn.k_norm"):
+                yield from (names[part] + suffix for suffix in (".weight", ".bias"))
 
 
 def _without(base: str, item: LoadItem) -> LoadItem:

@@ -1,13 +1,15 @@
 """Checkpoints that are quantised as they are shipped, kept as they are: what `quantization_config` says of tensors.
 
-Known are DeepSeek's fp8 (a scale for each 128 x 128), gpt-oss's MXFP4, and compressed-tensors: int8 and fp8 by channel,
-tensor or group, and packed int4 by group. Activations stay in the model's dtype whatever the file says of them.
+Known are DeepSeek's fp8 (a scale for each 128 x 128), gpt-oss's MXFP4, AWQ's int4, GPTQ's int4 and int8 without
+act-order, and compressed-tensors: int8 and fp8 by channel, tensor or group, and packed int4 and int8, also with zero
+points. Activations stay in the model's dtype whatever the file says of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,30 +25,20 @@ from inferlib.models.abstract import WeightSpec
 from inferlib.ops.quantized import SCHEMES, Scheme
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-
-
-def _as_is(raw: np.ndarray) -> np.ndarray:
-    return raw
-
-
-def _nibbles_of_int32(raw: np.ndarray) -> np.ndarray:
-    """[out, in / 8] int32, lowest nibble first, offset by 8 -> [out, in] int4."""
-    shifts = np.arange(0, 32, 4, dtype=np.uint32)
-    codes = (raw.view(np.uint32)[..., None] >> shifts & 15).astype(np.int8) - 8
-    return codes.reshape(*raw.shape[:-1], -1).astype(ml_dtypes.int4)
-
-
-def _nibbles_of_bytes(raw: np.ndarray) -> np.ndarray:
-    """[..., blocks, 16] uint8, low nibble first -> [..., blocks * 32] e2m1."""
-    codes = np.stack([raw & 15, raw >> 4], axis=-1)
-    return codes.reshape(*raw.shape[:-2], -1).view(ml_dtypes.float4_e2m1fn)
+# The columns that AWQ's eight codes of an item are of, lowest first, are 0 2 4 6 1 3 5 7; so these are their places.
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
 class Form:
     """How tensors are quantised. name: the tensor's of the values is that of the weight with the ending `whole`
-    replaced by `values`, the scales' likewise. packed: elements in one stored item of the last dimension, or in one
-    stored block of the last two. rows: that share a scale. transposed: the family has [in, out].
+    replaced by `values`, the others' likewise. rows: that share a scale. transposed: stored with the last two
+    dimensions the other way round.
+
+    Values and zero points that are not stored in their own dtype are packed: along a dimension of what is stored, codes
+    from an item's lowest bits on, or at `places`. Those of integers have an offset of half their range. `blocks`: the
+    last two dimensions of packed values are one. zeros_less: zero points are stored less this. order: a group for each
+    input channel. ignored: endings of other tensors.
     """
 
     name: str
@@ -54,24 +46,41 @@ class Form:
     whole: str = ".weight"
     values: str = ".weight"
     scales: str = ".weight_scale"
+    zeros: str = ""
+    order: str = ""
     dtype: np.dtype | None = None  # of the values, where a weight that is not quantised has the same name
-    packed: int = 1
-    unpack: Callable[[np.ndarray], np.ndarray] = _as_is
     rows: int = 1
     transposed: bool = False
+    values_along: int = -1
+    zeros_along: int = -1
+    places: tuple[int, ...] = ()
+    blocks: bool = False
+    zeros_less: int = 0
     ignored: tuple[str, ...] = (".input_scale", ".weight_shape")
 
+    @property
+    def element(self) -> np.dtype:
+        return np.dtype(self.scheme.values)
 
-_MXFP4 = Form(
-    "mxfp4",
-    SCHEMES["mxfp4"],
-    whole="",
-    values="_blocks",
-    scales="_scales",
-    packed=32,
-    unpack=_nibbles_of_bytes,
-    transposed=True,
-)
+    def unpacked(self, raw: np.ndarray, along: int, less: int = 0) -> np.ndarray:
+        """What is stored, as `element`s."""
+        if raw.dtype == self.element:
+            return raw
+        bits = jax.dtypes.itemsize_bits(self.element)
+        codes = np.ascontiguousarray(np.moveaxis(raw, along, -1)).view(np.uint8)
+        if bits == 4:
+            codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+        if self.places:
+            codes = codes.reshape(*codes.shape[:-1], -1, len(self.places))[..., self.places].reshape(codes.shape)
+        codes = np.moveaxis(codes, -1, along)
+        if jnp.issubdtype(self.element, jnp.floating):
+            return codes.view(self.element)
+        # In fewer bits than eight the sum wraps around, as a zero point of 0 that is stored less 1 does.
+        return ((codes + np.uint8(less) & (1 << bits) - 1).astype(np.int16) - (1 << bits - 1)).astype(self.element)
+
+
+_MXFP4 = Form("mxfp4", SCHEMES["mxfp4"], whole="", values="_blocks", scales="_scales", transposed=True, blocks=True)
+_INT32 = dict(values=".qweight", scales=".scales", zeros=".qzeros", order=".g_idx", transposed=True)
 
 
 def form_of(config: Mapping[str, Any]) -> Form:
@@ -84,9 +93,41 @@ def form_of(config: Mapping[str, Any]) -> Form:
             if config.get("weight_block_size") != [128, 128] or config.get("fmt", "e4m3") != "e4m3":
                 raise _unsupported(f"fp8 with weight_block_size {config.get('weight_block_size')}", "128 x 128 of e4m3")
             return Form("fp8_block", SCHEMES["fp8_block"], scales=".weight_scale_inv", dtype=_E4M3, rows=128)
+        case "awq":
+            return _awq(config)
+        case "gptq":
+            return _gptq(config)
         case "compressed-tensors":
             return _compressed_tensors(config)
-    raise _unsupported(f"quant_method {method!r}", "mxfp4, fp8, compressed-tensors")
+    raise _unsupported(f"quant_method {method!r}", "mxfp4, fp8, awq, gptq, compressed-tensors")
+
+
+def _awq(config: Mapping[str, Any]) -> Form:
+    """[in, out / 8], by AutoAWQ's GEMM kernel."""
+    for key, known in (("bits", 4), ("version", "gemm"), ("zero_point", True)):
+        value = config.get(key, known)
+        if (value.lower() if isinstance(value, str) else value) != known:
+            raise _unsupported(f"awq with {key} {value!r}", f"{known!r}")
+    return Form("awq", Scheme("int4", _group(config), zeros=True), places=_AWQ_PLACES, **_INT32)
+
+
+def _gptq(config: Mapping[str, Any]) -> Form:
+    """Values [in / 8, out], zero points [groups, out / 8]."""
+    bits, layout = config.get("bits"), config.get("checkpoint_format") or "gptq"
+    if bits not in (4, 8):
+        raise _unsupported(f"gptq with {bits} bits", "4, 8")
+    if layout not in ("gptq", "gptq_v2"):
+        raise _unsupported(f"gptq with checkpoint_format {layout!r}", "gptq, gptq_v2")
+    # Symmetric weights have the middle of the range as their zero point, which is a code of 0 here.
+    scheme = Scheme(f"int{bits}", _group(config), zeros=not config.get("sym", False))
+    return Form("gptq", scheme, values_along=-2, zeros_less=int(layout == "gptq"), **_INT32)
+
+
+def _group(config: Mapping[str, Any]) -> int | None:
+    size = config.get("group_size")
+    if not isinstance(size, int) or size < -1 or size == 0:
+        raise _unsupported(f"{config['quant_method']} with group_size {size!r}", "a positive number or -1")
+    return None if size == -1 else size
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Form:
@@ -96,25 +137,28 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Form:
     options = groups[0].get("weights") or {}
     kind, bits = options.get("type"), options.get("num_bits")
     strategy, packing = options.get("strategy"), config.get("format")
-    if not options.get("symmetric", True):
-        raise _unsupported("compressed-tensors with zero points (symmetric: false)", "symmetric weights")
-    if options.get("actorder"):
-        raise _unsupported(f"compressed-tensors with actorder {options['actorder']!r}", "weights in order")
+    if options.get("actorder") not in (None, "weight", "static"):
+        raise _unsupported(f"compressed-tensors with actorder {options['actorder']!r}", "weight, static")
     group = {"channel": None, "tensor": None, "group": options.get("group_size")}.get(strategy, 0)
     if group == 0:
         raise _unsupported(f"compressed-tensors with strategy {strategy!r}", "channel, tensor, group")
-    name = f"{kind}{bits} by {strategy}"
-    match kind, bits, packing:
-        case "int", 4, "pack-quantized":
-            scheme = Scheme("int4", group)
-            return Form(name, scheme, values=".weight_packed", packed=8, unpack=_nibbles_of_int32)
-        case "int", 8, "int-quantized" | "naive-quantized":
-            return Form(name, Scheme("int8", group), dtype=np.dtype(np.int8))
-        case "float", 8, "float-quantized" | "naive-quantized":
-            return Form(name, Scheme("float8_e4m3fn", group), dtype=_E4M3)
+    zeros = not options.get("symmetric", True)
+    form = Form(
+        f"{kind}{bits} by {strategy}{' with zero points' if zeros else ''}",
+        Scheme(f"int{bits}" if kind == "int" else "float8_e4m3fn", group, zeros=zeros),
+        zeros=".weight_zero_point" if zeros else "",
+        zeros_along=-2,
+    )
+    match kind, bits, packing, zeros:
+        case "int", 4 | 8, "pack-quantized", _:
+            return replace(form, values=".weight_packed")
+        case "int", 8, "int-quantized" | "naive-quantized", _:
+            return replace(form, dtype=np.dtype(np.int8))
+        case "float", 8, "float-quantized" | "naive-quantized", False:
+            return replace(form, dtype=_E4M3)
     raise _unsupported(
-        f"compressed-tensors of type {kind} with {bits} bits in format {packing!r}",
-        "int 4 pack-quantized, int 8 int-quantized, float 8 float-quantized",
+        f"compressed-tensors of type {kind} with {bits} bits in format {packing!r}{' with zero points' * zeros}",
+        "int 4 and 8 pack-quantized, int 8 int-quantized, float 8 float-quantized without zero points",
     )
 
 
@@ -125,15 +169,46 @@ def _unsupported(what: str, known: str) -> CheckpointError:
 class QuantizedSource:
     """A quantised checkpoint as a `TensorSource`: each weight by its own name and shape, in float32 if it is read.
 
-    `values` and `scales` are what is stored. Raises CheckpointError if a weight has no scales.
+    `values`, `scales` and `zeros` are what is stored. Raises CheckpointError if a weight lacks scales or zero points,
+    or has them for other groups.
     """
 
     def __init__(self, source: TensorSource, form: Form):
         self._source, self.form = source, form
-        missing = [self._scales(name) for name in self._quantized if self._scales(name) not in self._present]
-        if missing:
-            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise CheckpointError(f"the checkpoint lacks the scales of quantised weights: {missing[0]}{more}")
+        quantized = sorted(self._quantized)
+        for kind, ending in {"scales": form.scales, "zero points": form.zeros}.items():
+            tensors = [self._tensor(name, ending) for name in quantized if ending]
+            if missing := [tensor for tensor in tensors if tensor not in self._present]:
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                raise CheckpointError(
+                    f"the checkpoint lacks the {kind} of quantised weights: {missing[0]}{more}; fetch all its files "
+                    "again, or quantise the original again"
+                )
+        for name in quantized:
+            self._must_fit(name)
+
+    def _must_fit(self, name: str) -> None:
+        """Raise CheckpointError if its groups are not those of the form."""
+        form, group, shape = self.form, self.form.scheme.group, self.shape(name)
+        out, size = (shape[-1], shape[-2]) if form.blocks else shape[-2:]
+        tensor = self._tensor(name, form.scales)
+        count = math.prod(shape[:-2]) * -(-out // form.rows) * (1 if group is None else -(-size // group))
+        found = math.prod(self._source.shape(tensor))
+        if found != count and (group is not None or found != 1):
+            of = "each whole row" if group is None else f"groups of {group}"
+            raise CheckpointError(
+                f"{tensor} has shape {self._source.shape(tensor)}, and {of} of a weight of {out} x {size}, as "
+                f"quantization_config in config.json says, would have {count} scales: correct its group_size"
+            )
+        order = self._tensor(name, form.order)
+        if form.order and order in self._present:
+            groups = np.arange(size) // (group or size)
+            if not np.array_equal(self._source.read(order), groups):
+                raise CheckpointError(
+                    f"{order} scatters groups over the input channels (act-order, desc_act: true), so that products "
+                    "would have to gather the channels of their inputs, which is not supported: quantise the original "
+                    "with desc_act false"
+                )
 
     @cached_property
     def _present(self) -> frozenset[str]:
@@ -149,62 +224,101 @@ class QuantizedSource:
             if name.endswith(form.values) and form.dtype in (None, self._source.dtype(name))
         )
 
-    def _values(self, name: str) -> str:
-        return name.removesuffix(self.form.whole) + self.form.values
+    def _tensor(self, name: str, ending: str) -> str:
+        return name.removesuffix(self.form.whole) + ending
 
-    def _scales(self, name: str) -> str:
-        return name.removesuffix(self.form.whole) + self.form.scales
+    def _parts(self, name: str) -> list[str]:
+        """The tensors that hold a quantised weight."""
+        form = self.form
+        return [self._tensor(name, ending) for ending in (form.values, form.scales, form.zeros) if ending]
 
     def holds(self, name: str) -> bool:
         """Whether this weight is quantised."""
         return name in self._quantized
 
     def names(self) -> Iterable[str]:
-        parts = {part(name) for name in self._quantized for part in (self._values, self._scales)}
-        plain = (name for name in self._present - parts if not name.endswith(self.form.ignored))
-        return (*plain, *self._quantized)
+        form, parts = self.form, {part for name in self._quantized for part in self._parts(name)}
+        ignored = (*form.ignored, *([form.order] if form.order else []))
+        return (*(name for name in self._present - parts if not name.endswith(ignored)), *self._quantized)
+
+    def spare(self, name: str) -> bool:
+        """Whether this is a bias of zeros beside a quantised weight, which AutoGPTQ gives all of them."""
+        weight = name.removesuffix(".bias") + self.form.whole
+        return name.endswith(".bias") and self.holds(weight) and not self._source.read(name).any()
 
     def shape(self, name: str) -> tuple[int, ...]:
         if not self.holds(name):
             return self._source.shape(name)
-        shape = self._source.shape(self._values(name))
-        if self.form.packed > 1:
-            lead = shape[:-2] if self.form.unpack is _nibbles_of_bytes else shape[:-1]
-            shape = (*lead, shape[len(lead)] * self.form.packed)
-        return (*shape[:-2], shape[-1], shape[-2]) if self.form.transposed else shape
+        form, tensor = self.form, self._tensor(name, self.form.values)
+        shape = list(self._source.shape(tensor))
+        if form.blocks:
+            shape[-2:] = [shape[-2] * shape[-1]]
+        shape[form.values_along] *= self._packed(tensor)
+        return (*shape[:-2], shape[-1], shape[-2]) if form.transposed else tuple(shape)
+
+    def _packed(self, tensor: str) -> int:
+        """Elements in a stored item."""
+        return self._source.dtype(tensor).itemsize * 8 // jax.dtypes.itemsize_bits(self.form.element)
 
     def dtype(self, name: str) -> np.dtype:
         return np.dtype(np.float32) if self.holds(name) else self._source.dtype(name)
 
     def nbytes(self, name: str) -> int:
-        parts = (self._values(name), self._scales(name)) if self.holds(name) else (name,)
-        return sum(self._source.nbytes(part) for part in parts)
+        return sum(self._source.nbytes(part) for part in (self._parts(name) if self.holds(name) else [name]))
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
         if not self.holds(name):
             return self._source.read(name, rows)
-        values = self.values(name).astype(np.float32)
-        scales, axis = self.scales(name).astype(np.float32), -2 if self.form.transposed else -1
-        if self.form.scheme.group is not None:
-            scales = np.repeat(scales, self.form.scheme.group, axis=axis).take(range(values.shape[axis]), axis=axis)
-        return (values * scales)[rows or slice(None)]
+        values, scheme = self.values(name).astype(np.float32), self.form.scheme
+        axis = -2 if self.form.blocks else -1
+
+        def spread(shared: np.ndarray) -> np.ndarray:
+            shared = shared.astype(np.float32)
+            if scheme.group is None:
+                return shared
+            return np.repeat(shared, scheme.group, axis=axis).take(range(values.shape[axis]), axis=axis)
+
+        if scheme.zeros:
+            values -= spread(self.zeros(name))
+        return (values * spread(self.scales(name)))[rows or slice(None)]
 
     def values(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """[..., out, in] (or transposed) of the element type."""
-        unpacked = self.form.unpack(np.ascontiguousarray(self._source.read(self._values(name), rows)))
-        return unpacked.swapaxes(-1, -2) if self.form.transposed else unpacked
+        """[..., out, in] (or the other way round) of the element type."""
+        form, tensor = self.form, self._tensor(name, self.form.values)
+        if rows is None or form.blocks or not form.transposed:
+            raw = self._source.read(tensor, rows)
+            raw = raw.reshape(*raw.shape[:-2], -1) if form.blocks else raw
+            values = form.unpacked(raw, form.values_along)
+            return values.swapaxes(-1, -2) if form.transposed else values
+        first, last, _ = rows.indices(self.shape(name)[0])
+        per = self._packed(tensor) if form.values_along == -1 else 1
+        start, stop = first // per, -(-last // per)
+        values = form.unpacked(self._source.read(tensor)[:, start:stop], form.values_along)
+        return values.T[first - start * per : last - start * per]
 
     def scales(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """[..., out, in / group], or [..., out, 1] of channels; transposed as the values are."""
-        raw = self._source.read(self._scales(name))
-        if self.form.scheme.scales == "float8_e8m0fnu":
+        """[..., out, in / group], or [..., out, 1] of channels; the other way round if the values are."""
+        form, raw = self.form, self._source.read(self._tensor(name, self.form.scales))
+        if form.blocks:
             return raw[rows or slice(None)].view(ml_dtypes.float8_e8m0fnu).swapaxes(-1, -2)
+        if form.zeros and not form.scheme.zeros and self.zeros(name).astype(np.int8).any():
+            raise CheckpointError(
+                f"{self._tensor(name, form.zeros)} has zero points other than those of symmetric weights: set sym to "
+                "false in quantization_config of config.json"
+            )
         count, raw = self.shape(name)[0], raw.astype(np.float32)
         if raw.size == 1:
             raw = np.broadcast_to(raw.reshape(1, 1), (count, 1))
-        elif self.form.rows > 1:
-            raw = np.repeat(raw, self.form.rows, axis=0)[:count]
-        return raw.reshape(count, -1)[rows or slice(None)]
+        elif form.rows > 1:
+            raw = np.repeat(raw, form.rows, axis=0)[:count]
+        return (raw.T if form.transposed else raw).reshape(count, -1)[rows or slice(None)]
+
+    def zeros(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """As `scales`, of the element type."""
+        form, count = self.form, self.shape(name)[0]
+        zeros = form.unpacked(self._source.read(self._tensor(name, form.zeros)), form.zeros_along, form.zeros_less)
+        zeros = zeros.T if form.transposed else zeros
+        return zeros.reshape(len(zeros), -1)[:count][rows or slice(None)]
 
 
 def is_kept(source: TensorSource, weight: WeightSpec, pieces: Sequence[Piece]) -> bool:
@@ -216,32 +330,39 @@ def is_kept(source: TensorSource, weight: WeightSpec, pieces: Sequence[Piece]) -
 def kept(
     scheme: Scheme,
     contracting: tuple[int, ...],
+    lay_out: Callable[[Sequence[jax.Array], float], jax.Array],
     values: Sequence[jax.Array],
     scales: Sequence[jax.Array],
-    lay_out: Callable[[Sequence[jax.Array], float], jax.Array],
+    *zeros: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
-    """The arrays of a weight whose values and scales are stored. Traceable.
+    """The arrays of a weight whose values, scales and, if the scheme has them, zero points are stored. Traceable.
 
-    values: [out, in] each, as `lay_out` takes them with what to fill padding; scales: [out, in / group]. Every element
-    takes its scale along, so that it ends where the element does.
+    values: [out, in] each, as `lay_out` takes them with what to fill padding; scales, zeros: [out, in / group]. Every
+    element takes its scale along, so that it ends where the element does.
     """
     whole = lay_out(values, 0)
     shape = scheme.arrays(whole.shape, (None,) * whole.ndim, contracting)["values"][0]
-    exponents = scheme.scales == "float8_e8m0fnu"  # as codes: there is no zero to pad with
 
-    def spread(scale: jax.Array, like: jax.Array) -> jax.Array:
-        scale = lax.bitcast_convert_type(scale, jnp.uint8) if exponents else scale
-        if scheme.group is None:
-            return jnp.broadcast_to(scale, like.shape)
-        return jnp.repeat(scale, scheme.group, axis=1)[:, : like.shape[1]]
-
-    full = lay_out([spread(*pair) for pair in zip(scales, values, strict=True)], 127 if exponents else 1)
-    at = contracting[-1]
-    if scheme.group is None:
+    def laid_out(shared: Sequence[jax.Array], fill: float) -> jax.Array:
+        full = lay_out([spread(*pair) for pair in zip(shared, values, strict=True)], fill)
+        if scheme.group is not None:
+            return lax.slice_in_dim(full, 0, None, shape[contracting[-1] + 1], axis=contracting[-1])
         for axis in reversed(contracting):
             full = lax.index_in_dim(full, 0, axis, keepdims=False)
+        return full
+
+    def spread(shared: jax.Array, like: jax.Array) -> jax.Array:
+        if scheme.group is None:
+            return jnp.broadcast_to(shared, like.shape)
+        return jnp.repeat(shared, scheme.group, axis=1)[:, : like.shape[1]]
+
+    if scheme.scales == "float8_e8m0fnu":  # as codes: there is no zero to pad with
+        codes = laid_out([lax.bitcast_convert_type(x, jnp.uint8) for x in scales], 127)
+        full = lax.bitcast_convert_type(codes, jnp.float8_e8m0fnu)
     else:
-        full = lax.slice_in_dim(full, 0, None, shape[at + 1], axis=at)
-    if exponents:
-        full = lax.bitcast_convert_type(full, jnp.float8_e8m0fnu)
-    return whole.reshape(shape), full
+        full = laid_out(scales, 1)
+    return (
+        whole.reshape(shape),
+        full,
+        *(laid_out([x.astype(jnp.int8) for x in z], 0).astype(scheme.values) for z in zeros),
+    )

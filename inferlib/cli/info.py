@@ -126,7 +126,7 @@ def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, in
 
     chunk = Buckets.default(1, max_len).prefill[-1]
     plan = plan_cache(model, rows=1, max_len=max_len, chunk=chunk, dtype=dtype)
-    attention = [layer.attention for layer in model.config.layers]
+    attention = [layer.attention for layer in model.config.layers if layer.attention.cache_of is None]
     tokens = [a.cache_heads * sum(a.cache_sizes) * plan.dtype.itemsize for a in attention]
     beyond = sum(size for a, size in zip(attention, tokens, strict=True) if a.reach is None)
     return {"per_token": sum(tokens), "beyond_windows": beyond, "per_sequence": plan.nbytes}
@@ -173,6 +173,10 @@ def _render(facts: dict[str, Any], model: AbstractModel, explanation: Explanatio
             recipe.add_row(f"  kind {number}", _layer(kind))
     recipe.add_row("width", str(config.dim))
     recipe.add_row("norm", f"{config.norm.kind}, eps {config.norm.eps:g}")
+    if config.per_layer is not None:
+        recipe.add_row("per-layer", f"embeddings of {config.per_layer.dim}")
+    if config.streams > 1:
+        recipe.add_row("residuals", f"{config.streams}, by AltUp")
     recipe.add_row("vocabulary", f"{config.vocab}, output projection {'tied' if config.tied else 'its own'}")
     recipe.add_row("context", f"{config.context} tokens")
     if facts["stored_bytes"] is not None:
@@ -219,6 +223,7 @@ def _layer(layer: LayerSpec) -> str:
         parts += [f"queries' latents of {attention.q_rank}"] if attention.q_rank else []
     else:
         parts[0] += f", {attention.kv_heads} for keys and values"
+        parts[0] += "" if attention.cache_of is None else f" of layer {attention.cache_of + 1}"
         parts += [f"values of {attention.value_dim}"] if attention.value_dim != attention.head_dim else []
         parts += [f"window {attention.window}"] if attention.window else []
         parts += [f"chunks of {attention.chunk}"] if attention.chunk else []
@@ -233,6 +238,7 @@ def _layer(layer: LayerSpec) -> str:
         parts += [f"RoPE of {rope.dim} with base {rope.base:g}{scaling}"]
     parts += _feed_forward(layer.mlp)
     parts += ["post-norm"] if layer.post_norm else []
+    parts += [f"LAuReL {layer.laurel}"] if layer.laurel else []
     parts += ["parallel"] if layer.parallel else []
     return ", ".join(parts)
 
@@ -241,7 +247,7 @@ def _feed_forward(spec: MlpSpec | MoeSpec) -> list[str]:
     from inferlib.models.config import MlpSpec
 
     if isinstance(spec, MlpSpec):
-        return [f"MLP {spec.activation} {spec.hidden}"]
+        return [f"MLP {spec.activation} {spec.hidden}" + (f", {spec.sparsity:.0%} sparse" if spec.sparsity else "")]
     activation = spec.activation if isinstance(spec.activation, str) else "clamped SwiGLU"
     router = spec.router
     groups = f" in {router.chosen_groups} of {router.groups} groups" if router.groups > 1 else ""

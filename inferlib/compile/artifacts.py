@@ -256,7 +256,7 @@ class ArtifactWriter:
                 "ring": b.ring,
             }
             for b in plan.blocks
-            for shape in b.shapes
+            for shape in b.held
         ]
         target = self.deployment.slice
         manifest = {

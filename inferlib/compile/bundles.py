@@ -59,8 +59,9 @@ class Listing:
         self._bundles: list[list[str]] = []
         self._branches: list[tuple[int, int]] = []
         self._labels: list[str | None] = []
+        spaces = dict(re.findall(r"%(\w+) = (?:int_to_ptr|scalar_lea)\.(vmem|hbm|smem)", text))
         for label, body in _bundles_of(text):
-            instructions = [_plain(part) for part in re.split(r" ;; ", body)]
+            instructions = [_directed(_plain(part), spaces) for part in re.split(r" ;; ", body)]
             self._bundles.append([i for i in instructions if i and not _is_vector(i)])
             self._labels.append(label)
         self._delay = self._delay_slots()
@@ -107,6 +108,14 @@ def _plain(instruction: str) -> str:
     instruction = re.sub(r"(sdivrem\.\w+)(.*?)/\* k(\w+) \*/", r"\1.\3\2", instruction)
     instruction = re.sub(r"dma\.general(.*?)/\* (\w+)-to-(\w+) \*/", r"dma.\2_to_\3\1", instruction, flags=re.S)
     return re.sub(r"\}\s*$", "", re.sub(r"/\*.*?\*/", "", instruction, flags=re.S)).strip()
+
+
+def _directed(instruction: str, spaces: Mapping[str, str]) -> str:
+    """A copy that is told only by the pointers it is given (`spaces`: where each points) says where it goes."""
+    if found := re.search(r"= dma\.general[^%]*(?:\(!?%p\w+\)[^%]*)?%(\w+),[^,]*,\s*%(\w+)", instruction):
+        source, target = (spaces.get(name) for name in found.groups())
+        return instruction.replace("dma.general", f"dma.{source}_to_{target}")
+    return instruction
 
 
 def _is_vector(instruction: str) -> bool:

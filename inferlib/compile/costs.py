@@ -130,12 +130,18 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Block:
-    """Layers that are alike, on a device. heads: of queries; cached: numbers of a position in the cache of a layer."""
+    """Layers that are alike, on a device. heads: of queries; cached: numbers of a position in the cache that a layer
+    reads, its own or another's."""
 
     layers: int
     attention: AttentionSpec | MlaSpec
     heads: int
     cached: int
+
+    @property
+    def written(self) -> int:
+        """Numbers that a layer writes for a token."""
+        return self.cached if self.attention.cache_of is None else 0
 
 
 @dataclass(frozen=True)
@@ -202,7 +208,7 @@ class Deployed:
         cache, scores = 0, 0
         for block, held in zip(self.blocks, self.plan(batch, max_len, chunk).blocks, strict=True):
             local = [self.shards.local_shape(held.axes, shape) for shape in held.shapes]
-            cache += 2 * sum(map(prod, local))
+            cache += 0 if held.shared else 2 * sum(map(prod, local))
             scores = max(scores, block.heads * local[0][-2])
         weights = sum(m.nbytes for m in self.matrices)
         vocab = model.layout.vocab // self.shards.size(axes.VOCAB)
@@ -253,8 +259,8 @@ class Deployed:
                 expanded = (live * share - tokens) * spec.kv_rank * (spec.nope_dim + spec.value_dim)
                 flops += 2.0 * layers * block.heads * max(expanded, 0.0)
             read = rows * min(live, reach + tokens * ring / rows) * share
-            written = tokens * share + read * (ring - 1) / ring
-            cache += 2 * layers * block.cached * (read + written)
+            passed = read * (ring - 1) / ring
+            cache += 2 * layers * (block.cached * (read + passed) + block.written * tokens * share)
         return Work(flops, weights, cache, moved, self._collectives(key))
 
     def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
@@ -297,12 +303,14 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
         if axes.EXPERTS in weight.axes:
             experts = model.config.layers[model.layers_of(weight.block)[0]].mlp
         matrix = weight.init == "normal" and len(names) > 1
-        inner = elements // layers // names.get(axes.EMBED, names.get(axes.LATENT)) if matrix else 0
+        # Of per-layer embeddings, the table is looked up.
+        columns = next((names[n] for n in (axes.EMBED, axes.LATENT, axes.PER_LAYER) if n in names), 1)
+        inner = elements // layers // columns if matrix else 0
         use = "tokens"
-        if weight.block is None and axes.VOCAB in names:
-            use = "sampled" if model.config.tied or weight.part != "embed" else "looked up"
-        elif weight.part == "positions":
+        if model.looks_up(weight.name):
             use = "looked up"
+        elif weight.block is None and axes.VOCAB in names:
+            use = "sampled"
         size = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
         found.append(Matrix(elements if matrix else 0, size, layers if matrix else 0, inner, use, experts))
     return tuple(found)

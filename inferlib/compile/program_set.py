@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,7 +59,7 @@ class ProgramSet:
         """The programs and the cache of an engine, in the model's dtype. Raises ConfigurationError for arrays that they
         would not take.
 
-        Warns where a kernel of `config.backend` does not run the model's attention, and takes XLA's form in its place.
+        Warns where a kernel of `config.backend` does not run its part of the model, and takes XLA's form in its place.
         """
         check_packed(model, config, placed=config.shards.mesh is not None or layouts is not None)
         plan = plan_cache(
@@ -200,9 +201,20 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) ->
 
 
 def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
-    """The config with a decode attention that can run its share of the model; warns if that is not the chosen one."""
-    if config.backend.decode_attention != "pallas_tpu":
-        return config
+    """The config with kernels that can run their share of the model; warns of those chosen that cannot."""
+    checks = {
+        "decode_attention": partial(_attention_lacks, config, model, plan),
+        "grouped_matmul": partial(_experts_lack, config, model),
+    }
+    for name, lacks in checks.items():
+        if getattr(config.backend, name) == "pallas_tpu" and (reason := lacks()):
+            log.warning("%s is XLA's, not the TPU kernel: %s", name.replace("_", " "), reason)
+            config = replace(config, backend=replace(config.backend, **{name: "xla"}))
+    return config
+
+
+def _attention_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
+    """Why the TPU kernel cannot run decode attention."""
     from inferlib.pallas_kernels import decode_attention_tpu
 
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
@@ -213,9 +225,28 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
         q = (config.rows, 1, cache[-3], model.layout.heads(spec).queries, cache[-1])
         shapes = (jax.ShapeDtypeStruct(shape, plan.dtype) for shape in (q, cache))
         if reason := decode_attention_tpu.unsupported(*shapes, window=spec.window):
-            log.warning("decode attention is XLA's, not the TPU kernel: %s", reason)
-            return replace(config, backend=replace(config.backend, decode_attention="xla"))
-    return config
+            return reason
+    return None
+
+
+def _experts_lack(config: EngineConfig, model: AbstractModel) -> str | None:
+    """Why the TPU kernel cannot multiply by the experts."""
+    from inferlib.pallas_kernels import grouped_matmul_tpu
+
+    tokens = config.rows + max(p * c for p, c in config.prefill_shapes())
+    for weight in model.weights:
+        if axes.EXPERTS not in weight.axes or not weight.contracting:
+            continue
+        if weight.scheme is not None:
+            return "it takes no quantised weights"
+        shape, at = config.shards.local_shape(weight.axes, weight.shape), weight.axes.index(axes.EXPERTS)
+        experts, *parts, inner, outer = shape[at:]
+        rows = tokens * model.config.layers[model.layers_of(weight.block)[0]].mlp.router.chosen
+        x = jax.ShapeDtypeStruct((rows, inner), model.dtype)
+        w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), weight.dtype)
+        if reason := grouped_matmul_tpu.unsupported(x, w):
+            return reason
+    return None
 
 
 def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[ProgramKey]:

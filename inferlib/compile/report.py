@@ -56,7 +56,7 @@ class Budget:
         def local(shape: tuple[int, ...], names: tuple[str | None, ...], dtype) -> int:
             return nbytes(shards.local_shape(names, shape), dtype)
 
-        blocks = [(sum(local(shape, b.axes, plan.dtype) for shape in b.shapes), b) for b in plan.blocks]
+        blocks = [(sum(local(shape, b.axes, plan.dtype) for shape in b.held), b) for b in plan.blocks]
         rows = programs.config.rows
         return Budget(
             weights=sum(local(s.shape, s.axes, s.dtype) for s in programs.model.specs),
@@ -305,8 +305,8 @@ def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
     total = 0
     for spec in model.specs:
         size = nbytes(shards.local_shape(spec.axes, spec.shape), spec.dtype)
-        looked_up = spec.name == "positions" or (spec.name == "embed" and not model.config.tied)
-        total += _tokens(shards, key) * spec.shape[1] * spec.dtype.itemsize if looked_up else size
+        rows = _tokens(shards, key) * spec.shape[-1] * spec.dtype.itemsize
+        total += rows if model.looks_up(spec.name) else size
     return total + sum(_cache_read(plan, block, shards, key) for block in plan.blocks)
 
 
@@ -322,7 +322,7 @@ def _flops(programs: ProgramSet, key: ProgramKey) -> int:
     """Of a step on one device: matrix products, attention over all of `key.limit` (or the window) included."""
     model, shards = programs.model, programs.config.shards
     tokens = _tokens(shards, key)
-    matrices = [w for w in model.weights if w.block is not None and w.contracting]
+    matrices = [w for w in model.weights if w.contracting and axes.VOCAB not in w.axes]
     inside = sum(prod(shards.local_shape(w.axes, w.shape)) for w in matrices)
     head = prod(shards.local_shape((axes.EMBED, axes.VOCAB), (model.config.dim, model.layout.vocab)))
     ends = tokens if key.detail else key.chunks + key.rows

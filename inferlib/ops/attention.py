@@ -44,19 +44,27 @@ def masked_attention(
     scale: float,
     softcap: float | None,
     sinks: jax.Array | None,
+    k_scales: jax.Array | None = None,
+    v_scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] bool.
 
-    Values may have a size of their own. Returns out [B, C, K, G, h] in q's dtype and the log-sum-exp of the logits
-    [B, C, K, G] float32. sinks [K, G]: a learned logit that joins the denominator. A query that sees nothing yields 0
-    and -inf. Softmax in float32. A value that is not finite counts as zero, even if seen; a key does not.
+    k_scales, v_scales [B, K, S] float32: both or neither; k and v are then numbers of any type times these, which are
+    folded into logits and probabilities. Values may have a size of their own. Returns out [B, C, K, G, h] in q's dtype
+    and the log-sum-exp of the logits [B, C, K, G] float32. sinks [K, G]: a learned logit that joins the denominator. A
+    query that sees nothing yields 0 and -inf. Softmax in float32. A value or its scale that is not finite counts as
+    zero, even if seen; a key or its scale does not.
     """
     b, c, k_heads, g, h = q.shape
     highest, slots = precision_of(q.dtype), k.shape[2]
     # The G * C queries of a head are the rows of one matrix: [B, K, G, C, ...].
     rows = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b, k_heads, g * c, h)
+    if k_scales is not None:
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
     dot = partial(lax.dot_general, precision=highest, preferred_element_type=jnp.float32)
     s = dot(rows, k, (((3,), (3,)), ((0, 1), (0, 1)))).reshape(b, k_heads, g, c, slots) * scale
+    if k_scales is not None:
+        s = s * k_scales[:, :, None, None]
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
     s = jnp.where(seen[:, None, None], s, -jnp.inf)
@@ -71,6 +79,8 @@ def masked_attention(
     # 0 * NaN is NaN, so what unseen values hold must be finite. Asking the values themselves costs nothing, where a
     # mask of positions doubles a TPU's decode step: positions lie along lanes in it and along sublanes in v.
     v = jnp.where(jnp.isfinite(v), v, 0)
+    if v_scales is not None:
+        p = p * jnp.where(jnp.isfinite(v_scales), v_scales, 0)[:, :, None, None]
     out = dot(p.astype(v.dtype).reshape(b, k_heads, g * c, slots), v, (((3,), (2,)), ((0, 1), (0, 1))))
     out = out.reshape(b, k_heads, g, c, v.shape[-1])
     out = jnp.where(total > 0, out / jnp.maximum(total, 1e-37), 0.0)

@@ -1,4 +1,4 @@
-"""Write new keys, values or latents into the cache."""
+"""Write new keys, values or latents, or scales of these, into the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ def cache_write(
 ) -> jax.Array:
     """Put what is new of token t at page `pages[t]`, slot `slots[t]`.
 
-    cache: [N, K, S, h], or [L, N, K, S, h] with `layer` the layer to write; new: [T, K, h]; pages, slots: [T] int32.
+    cache: [N, K, S, h], or [L, N, K, S, h] with `layer` the layer to write; new: [T, K, h]; both without h for scales.
+    pages, slots: [T] int32.
     A page >= N or a slot >= S writes nothing: that is how padding and inactive rows are dropped. Pairs (page, slot)
     are distinct. A donated cache is updated in place.
     """

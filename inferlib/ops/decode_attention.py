@@ -25,6 +25,8 @@ def decode_attention(
     limit: int | None = None,
     layer: jax.Array | int | None = None,
     pages: jax.Array | None = None,
+    k_scales: jax.Array | None = None,
+    v_scales: jax.Array | None = None,
     backend: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """q [B, K, G, h]: row b's query is at position lengths[b] - 1; or [B, C, K, G, h]: at the last C positions.
@@ -34,21 +36,25 @@ def decode_attention(
     int32 counts the positions written; 0 marks an inactive row (out 0, lse -inf), and what would stand at a negative
     position sees nothing. limit (static): no length exceeds it, so slots beyond are not read. ring: position p lives in
     slot p mod S of one page, or of all; then these are at least window + C - 1. sinks [K, G]: a logit that joins the
-    softmax's denominator. window: of all queries, or [B] of each row's, which only "xla" takes.
+    softmax's denominator. window: of all queries, or [B] of each row's, which only "xla" takes. k_scales, v_scales
+    [N, K, S] or [L, N, K, S] float32: both or neither; k and v, int8 or float8_e4m3fn, are multiplied by their
+    position's and head's, which only "xla" takes. What no query sees may hold anything in all of them, NaN included.
     backend: "xla"; "pallas_gpu" and "nki" for Trainium (rows as pages; the former one query); "pallas_tpu", which reads
     live pages only, and is interpreted on CPU.
     Returns out in q's shape and dtype, lse [B, K, G] or [B, C, K, G] float32.
     """
     if backend != "xla" and isinstance(window, jax.Array):
         raise ValueError(f"backend {backend!r} takes one window for all rows; use xla")
+    if backend != "xla" and k_scales is not None:
+        raise ValueError(f"backend {backend!r} takes no scales of keys and values; use xla")
     options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
     if backend == "pallas_gpu":
         from inferlib.pallas_kernels import decode_attention_gpu
 
         return decode_attention_gpu.decode_attention(q, k, v, lengths, ring=ring, limit=limit, **options)
     if q.ndim == 4:
-        options |= dict(ring=ring, limit=limit, layer=layer, pages=pages, backend=backend)
-        out, lse = decode_attention(q[:, None], k, v, lengths, **options)
+        options |= dict(ring=ring, limit=limit, layer=layer, pages=pages, k_scales=k_scales, v_scales=v_scales)
+        out, lse = decode_attention(q[:, None], k, v, lengths, **options, backend=backend)
         return out[:, 0], lse[:, 0]
     if backend == "nki":
         from inferlib.nki_kernels.flash_decode import flash_decode
@@ -60,16 +66,24 @@ def decode_attention(
         options |= dict(ring=ring, layer=0 if layer is None else layer, pages=pages)
         kernel = partial(decode_attention_tpu.decode_attention, **options)
         return lax.platform_dependent(q, k, v, lengths, cpu=partial(kernel, interpret=True), default=kernel)
-    if layer is not None:
-        k, v = k[layer], v[layer]
     rows, queries = q.shape[:2]
-    if pages is not None:
-        k, v = (jnp.moveaxis(x[pages], 2, 1).reshape(rows, x.shape[1], -1, x.shape[3]) for x in (k, v))
-    slots = k.shape[2]
+    slots = k.shape[-2] * (1 if pages is None else pages.shape[1])
     slots = slots if ring or limit is None else min(limit, slots)
-    k, v = k[:rows, :, :slots], v[:rows, :, :slots]
+
+    def cells(x: jax.Array | None) -> jax.Array | None:
+        """Of the rows, [B, K, slots, ...]."""
+        if x is None:
+            return None
+        x = x if layer is None else x[layer]
+        if pages is not None:
+            x = jnp.moveaxis(x[pages], 2, 1)
+            x = x.reshape(rows, x.shape[1], -1, *x.shape[4:])
+        return x[:rows, :, :slots]
+
     positions = lengths[:, None] - queries + jnp.arange(queries)
     window = window[:, None] if isinstance(window, jax.Array) else window
     seen = visible(positions, slot_positions(lengths - 1, slots, ring), window)
-    out, lse = masked_attention(q, k, v, seen, scale=scale, softcap=softcap, sinks=sinks)
+    k, v, k_scales, v_scales = map(cells, (k, v, k_scales, v_scales))
+    options = dict(scale=scale, softcap=softcap, sinks=sinks, k_scales=k_scales, v_scales=v_scales)
+    out, lse = masked_attention(q, k, v, seen, **options)
     return out, jnp.where(lengths[:, None, None, None] > 0, lse, -jnp.inf)

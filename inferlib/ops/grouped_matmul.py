@@ -7,6 +7,7 @@ TPU's kernel is given a copy of all its groups.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -28,13 +29,14 @@ def grouped_matmul(
     most: int,
     rows: jax.Array | None = None,
     layer: jax.Array | None = None,
+    backend: str = "xla",
 ) -> jax.Array:
     """x [M, I], its rows sorted by group, times w [E, *P, I, O]: the first sizes[0] rows with w[0], and so on.
 
     Returns [M, *P, O], accumulated in float32. sizes [E] int32 sum to at most M; rows beyond are in no group and hold
     anything, in x and in the result. most (static): no group is larger. rows [M] int32: x is [T, I], and x[rows[m]] is
     the row that m stands for. layer: w is [L, E, *P, I, O], of which this one is used. Only the weights of groups that
-    have rows are read.
+    have rows are read. backend: "xla" or "pallas_tpu", which is interpreted on CPU.
 
     The matrices of a group (P: an expert's gate and up) are apart in memory: merged, I would lie between them, and the
     TPU's compiler would copy all groups to have it otherwise.
@@ -45,6 +47,8 @@ def grouped_matmul(
     *parts, inner, outer = shape[lead:]
     if x.shape[1:] != (inner,) or shape[lead - 1 : lead] != sizes.shape or math.prod(shape) != w.size:
         raise ValueError(f"grouped_matmul: x {x.shape}, w {w.shape} and {sizes.shape} groups do not go together")
+    if backend == "pallas_tpu":
+        return _by_kernel(x if rows is None else x[rows], w, sizes, layer, parts)
     first = jnp.int32(0) if layer is None else layer * sizes.size
     count = lead + len(parts)
     w = jax.tree.map(lambda array: array.reshape(-1, math.prod(parts), *array.shape[count:]), w)  # [L * E, P, I, O]
@@ -54,6 +58,21 @@ def grouped_matmul(
         forms["cuda"] = _by_rows
     y = lax.platform_dependent(x, w, sizes, first, *(() if rows is None else (rows,)), **forms)
     return y.reshape(total, *parts, outer)
+
+
+def _by_kernel(
+    x: jax.Array, w: jax.Array, sizes: jax.Array, layer: jax.Array | None, parts: Sequence[int]
+) -> jax.Array:
+    """By the TPU kernel, which reads the stack where it lies."""
+    from inferlib.pallas_kernels import grouped_matmul_tpu
+
+    def kernel(x, w, sizes, layer, interpret=False):
+        return grouped_matmul_tpu.grouped_matmul(x, w, sizes, layer=layer, interpret=interpret)
+
+    w = w.reshape(-1, sizes.size, math.prod(parts), *w.shape[-2:])
+    layer = jnp.int32(0) if layer is None else layer
+    y = lax.platform_dependent(x, w, sizes, layer, cpu=partial(kernel, interpret=True), default=kernel)
+    return jnp.moveaxis(y, 0, 1).reshape(x.shape[0], *parts, w.shape[-1])
 
 
 def _by_tiles(

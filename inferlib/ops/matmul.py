@@ -54,9 +54,12 @@ def _product(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
 
 def _quantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype) -> jax.Array:
     """Written so that XLA reads the packed weight: the values of channels are converted in the product's fusion and
-    their scales multiply its result; those of groups are scaled in the fusion, without a reshape."""
+    their zero points and scales change its result; those of groups are dequantised in the fusion, without a reshape."""
     if not w.grouped:
         y = matmul(x, w.values.astype(x.dtype), contract=contract, out_dtype=jnp.float32)
+        if w.zeros is not None:
+            total = jnp.sum(x.astype(jnp.float32), axis=tuple(range(1, x.ndim)))
+            y = y - total.reshape(-1, *[1] * w.zeros.ndim) * w.zeros.astype(jnp.float32)
         return (y * w.scales).astype(out_dtype)
     weight = w.dequantized(range(contract), x.dtype)
     inner = weight.shape[: contract + 1]

@@ -3,7 +3,7 @@
 Elements share a scale along the dimensions that a product sums over ("contracting"): either all of an output channel,
 or groups of the last such dimension. Grouped elements are kept as [..., groups, group, ...], which a TPU's compiler
 fuses into the product; a reshape of the packed array would be written to memory. Sub-byte types are XLA's own, packed
-in device memory.
+in device memory. What shares a scale may share a zero point: (value - zero) * scale.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from jax import lax
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a weight is stored. values, scales: dtypes; group: elements that share a scale, None for a whole channel.
+    """How a weight is stored. values, scales: dtypes; group: elements that share a scale, None for a whole channel;
+    zeros: whether they share a zero point too, of the values' dtype, an integer.
 
     A dimension that `group` does not divide has groups of their greatest common divisor.
     """
@@ -29,6 +30,7 @@ class Scheme:
     values: str
     group: int | None = None
     scales: str = "float32"
+    zeros: bool = False
 
     def group_of(self, size: int) -> int:
         """Elements that share a scale, of a dimension of `size`."""
@@ -37,20 +39,25 @@ class Scheme:
     def arrays(
         self, shape: tuple[int, ...], names: tuple[str | None, ...], contracting: tuple[int, ...]
     ) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...], np.dtype]]:
-        """Shape, axis names and dtype of a weight's values and scales, which have the axes of what they scale."""
+        """Shape, axis names and dtype of a weight's values, scales and zero points, if it has some; the latter two have
+        the axes of what they scale."""
         values, scales = np.dtype(self.values), np.dtype(self.scales)
         if self.group is None:
             rest = [i for i in range(len(shape)) if i not in contracting]
-            channel = tuple(shape[i] for i in rest), tuple(names[i] for i in rest), scales
-            return {"values": (shape, names, values), "scales": channel}
-        at = contracting[-1]
-        group = self.group_of(shape[at])
-        groups = (*shape[:at], shape[at] // group, *shape[at + 1 :])
-        grouped = (*groups[: at + 1], group, *groups[at + 1 :])
-        return {
-            "values": (grouped, (*names[: at + 1], None, *names[at + 1 :]), values),
-            "scales": (groups, names, scales),
-        }
+            held = shape, names
+            shared = tuple(shape[i] for i in rest), tuple(names[i] for i in rest)
+        else:
+            at = contracting[-1]
+            group = self.group_of(shape[at])
+            groups = (*shape[:at], shape[at] // group, *shape[at + 1 :])
+            held = (*groups[: at + 1], group, *groups[at + 1 :]), (*names[: at + 1], None, *names[at + 1 :])
+            shared = groups, names
+        arrays = {"values": (*held, values), "scales": (*shared, scales)}
+        return arrays | ({"zeros": (*shared, values)} if self.zeros else {})
+
+    def tensor(self, values: jax.Array, scales: jax.Array, zeros: jax.Array | None = None) -> QuantizedTensor:
+        """Of a weight's arrays, in the order of `arrays`."""
+        return QuantizedTensor(values, scales, self.group is not None, zeros)
 
 
 # By the names that users give. MX formats are those of the OCP Microscaling Formats specification v1.0.
@@ -67,11 +74,13 @@ SCHEMES = {
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A weight as values and scales (see `Scheme.arrays`); grouped: whether groups, not channels, share a scale."""
+    """A weight as values, scales and zero points, None if all are 0 (see `Scheme.arrays`); grouped: whether groups, not
+    channels, share a scale."""
 
     values: jax.Array
     scales: jax.Array
     grouped: bool = field(metadata={"static": True})
+    zeros: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,8 +104,10 @@ class QuantizedTensor:
         contracting: dimensions of the weight.
         """
         axes = (contracting[-1] + 1,) if self.grouped else tuple(contracting)
-        scales = jnp.expand_dims(self.scales.astype(jnp.float32), axes)
-        return (self.values.astype(jnp.float32) * scales).astype(dtype)
+        values, scales = self.values.astype(jnp.float32), jnp.expand_dims(self.scales.astype(jnp.float32), axes)
+        if self.zeros is not None:
+            values = values - jnp.expand_dims(self.zeros.astype(jnp.float32), axes)
+        return (values * scales).astype(dtype)
 
 
 def nbytes(shape: Sequence[int], dtype) -> int:
@@ -112,8 +123,10 @@ def quantize(w: jax.Array, contracting: tuple[int, ...], scheme: Scheme) -> Quan
 
     The largest magnitude that shares a scale becomes the type's largest value. Scales of e8m0 are powers of two, chosen
     as in section 6.3 of the OCP specification: what then exceeds the largest value saturates. A NaN or an infinity
-    spoils all that shares its scale.
+    spoils all that shares its scale. Raises ValueError for a scheme with zero points, which are only ever stored.
     """
+    if scheme.zeros:
+        raise ValueError("weights are not quantised with zero points; checkpoints that have some are kept as they are")
     shape, _, dtype = scheme.arrays(w.shape, (None,) * w.ndim, contracting)["values"]
     w = w.astype(jnp.float32).reshape(shape)
     shared = contracting if scheme.group is None else (contracting[-1] + 1,)
@@ -128,7 +141,7 @@ def quantize(w: jax.Array, contracting: tuple[int, ...], scheme: Scheme) -> Quan
         scaled = w / scales
     scaled = jnp.clip(scaled, -most, most)
     values = (jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype)
-    return QuantizedTensor(values, jnp.squeeze(scales, shared), scheme.group is not None)
+    return scheme.tensor(values, jnp.squeeze(scales, shared))
 
 
 def largest_value(dtype) -> float:

@@ -8,7 +8,7 @@ Both styles of rotary options are understood: `rope_parameters` (transformers 5)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inferlib.models.config import (
@@ -63,6 +63,8 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu": "gelu",
 }
+# What a configuration of several parts may say outside that of its text.
+_TOKENS = ("bos_token_id", "eos_token_id")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # What each kind of rotary scaling reads, first what it cannot do without.
 _ROPE_OPTIONS = {
@@ -99,8 +101,8 @@ class Family:
     base: what the names of tensors begin with, except in checkpoints of a model without its head.
     transposed: matrices of layers are stored [in, out].
     sublayers: how many layers the checkpoint holds as one; {sub} in a module is which of them.
-    drafts: beginnings of the names of tensors for predicting several tokens at once, which are left out; {layers} is
-    the number of layers.
+    drafts: beginnings of the names of tensors that are left out: for predicting several tokens at once, or of images
+    and sound; {layers} is the number of layers.
     """
 
     name: str
@@ -119,6 +121,23 @@ class Family:
     def config(self, hf: Hf) -> ModelConfig:
         """The model a `config.json` describes; raises ConfigError if it is not supported."""
         return self.recipe({**self.defaults, **hf})
+
+
+def text_of(family: Family, architecture: str) -> Family:
+    """The family of the text part of a model that also sees and hears, whose other parts are left out."""
+
+    def below(module: str) -> str:
+        return module.replace("model.", "model.language_model.", 1)
+
+    return replace(
+        family,
+        architectures=(architecture,),
+        recipe=lambda hf: family.config({**need(hf, "text_config"), **{k: hf[k] for k in _TOKENS if k in hf}}),
+        defaults={},
+        top={part: below(module) for part, module in family.top.items()},
+        prefix=below(family.prefix),
+        drafts=("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
+    )
 
 
 def need(hf: Hf, key: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,22 +39,22 @@ class Attention(nnx.Module):
 
     One matrix holds, for each KV head, its G queries, its key and, where it has their size, its value: one read of x
     and one launch, and a split over KV heads keeps every group whole. K and G are as laid out (see `HeadLayout`).
+    Where the cache is another layer's, there are queries alone.
     """
 
     def __init__(self, spec: AttentionSpec, layout: HeadLayout, norm: NormSpec, dim: int, dtype):
         self.spec, self.layout, self.norm = spec, layout, norm
         k, g, h, value = layout.groups, layout.queries, spec.head_dim, spec.value_dim
         heads = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM)
-        slots = g + 2 if spec.fuses_values else g + 1
+        slots = g + spec.fused_heads
         self.qkv = param((dim, k, slots, h), (axes.EMBED, *heads), dtype, contracting=(0,))
         outputs = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_OUT)
         self.o = param((k, g, value, dim), (*outputs, axes.EMBED), dtype, contracting=(0, 1, 2))
-        apart = not (spec.fuses_values or spec.key_is_value)
-        if apart:
+        if spec.own_values:
             self.v = param((dim, k, value), (axes.EMBED, axes.KV_HEADS, axes.HEAD_DIM), dtype, contracting=(0,))
         if spec.qkv_bias:
             self.qkv_bias = param((k, slots, h), heads, dtype, "zeros")
-            if apart:
+            if spec.own_values:
                 self.v_bias = param((k, value), (axes.KV_HEADS, axes.HEAD_DIM), dtype, "zeros")
         if spec.sinks:
             self.sinks = param((k, g), (axes.KV_HEADS, axes.QUERIES), dtype, "zeros")
@@ -63,60 +63,60 @@ class Attention(nnx.Module):
         neutral = "zeros" if norm.unit_offset else "ones"
         if spec.qk_norm == "head":
             self.q_norm = param((h,), (axes.HEAD_DIM,), dtype, neutral)
-            self.k_norm = param((h,), (axes.HEAD_DIM,), dtype, neutral)
+            if spec.cache_of is None:
+                self.k_norm = param((h,), (axes.HEAD_DIM,), dtype, neutral)
         elif spec.qk_norm == "full":
             self.q_norm = param((k, g, h), heads, dtype, neutral)
-            self.k_norm = param((k, h), (axes.KV_HEADS, axes.HEAD_DIM), dtype, neutral)
+            if spec.cache_of is None:
+                self.k_norm = param((k, h), (axes.KV_HEADS, axes.HEAD_DIM), dtype, neutral)
 
     def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        q, k, v = self.project(x, ctx)
-        cache = cache.write((k, v), ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
+        q, new = self.project(x, ctx)
+        if new:
+            cache = cache.write(new, ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
         return matmul(self.attend(q, cache, ctx), self.o[...], contract=3), cache
 
-    def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [T, K, G, h], k and v [T, K, h]: normed, rotated, scaled by the query temperature."""
+    def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """q [T, K, G, h], normed, rotated, scaled by the query temperature, and what is cached: k, normed and rotated,
+        and v [T, K, h]."""
         spec, g = self.spec, self.layout.queries
         qkv = ctx.shards.sum(matmul(x, self.qkv[...]), axes.EMBED)
         if spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
-        q, k = qkv[:, :, :g], qkv[:, :, g]
-        if spec.fuses_values:
+        q = warmed(self.placed(qkv[:, :, :g], "q", ctx), spec.temperature, ctx)
+        if spec.cache_of is not None:
+            return q, ()
+        k = v = qkv[:, :, g]
+        if spec.fused_heads == 2:
             v = qkv[:, :, g + 1]
-        elif spec.key_is_value:
-            v = k
-        else:
+        elif spec.own_values:
             v = ctx.shards.sum(matmul(x, self.v[...]), axes.EMBED)
             v = v + self.v_bias[...] if spec.qkv_bias else v
         if spec.value_norm:
             v = rms_norm(v, jnp.ones((spec.value_dim,)), self.norm.eps)
         v = v if spec.value_scale == 1.0 else v * jnp.asarray(spec.value_scale, v.dtype)
-        if spec.qk_norm and not spec.qk_norm_after_rope:
-            q, k = self.qk_norm(q, k, ctx.shards)
-        if spec.rope is not None:
-            cos, sin = ctx.rope[spec.rope]
-            q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        if spec.qk_norm and spec.qk_norm_after_rope:
-            q, k = self.qk_norm(q, k, ctx.shards)
-        return warmed(q, spec.temperature, ctx), k, v
+        return q, (self.placed(k, "k", ctx), v)
 
-    def qk_norm(self, q: jax.Array, k: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
+    def placed(self, x: jax.Array, which: Literal["q", "k"], ctx: StepContext) -> jax.Array:
+        """Queries or keys, normed and rotated."""
+        spec = self.spec
+        if spec.qk_norm and not spec.qk_norm_after_rope:
+            x = self.qk_norm(x, which, ctx.shards)
+        x = x if spec.rope is None else apply_rope(x, *ctx.rope[spec.rope])
+        return self.qk_norm(x, which, ctx.shards) if spec.qk_norm and spec.qk_norm_after_rope else x
+
+    def qk_norm(self, x: jax.Array, which: Literal["q", "k"], shards: Shards) -> jax.Array:
         spec, eps, offset = self.spec, self.norm.eps, self.norm.unit_offset
         if spec.qk_norm == "unit":
-            one = jnp.ones((spec.head_dim,))
-            return rms_norm(q, one, eps), rms_norm(k, one, eps)
-        q_weight, k_weight = self.q_norm[...], self.k_norm[...]
+            return rms_norm(x, jnp.ones((spec.head_dim,)), eps)
+        weight = (self.q_norm if which == "q" else self.k_norm)[...]
         if spec.qk_norm == "head":
-            norm = partial(rms_norm, eps=eps, unit_offset=offset)
-            return norm(q, q_weight), norm(k, k_weight)
-
-        def over_all_heads(x: jax.Array, weight: jax.Array, count: int) -> jax.Array:
-            y = x.astype(jnp.float32)
-            squares = jnp.sum(y * y, axis=tuple(range(1, y.ndim)), keepdims=True)
-            mean = shards.sum(squares, axes.KV_HEADS) / count
-            return scale_norm(y, mean, weight, eps, offset).astype(x.dtype)
-
-        q_count, k_count = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim * self.layout.copies
-        return over_all_heads(q, q_weight, q_count), over_all_heads(k, k_weight, k_count)
+            return rms_norm(x, weight, eps, unit_offset=offset)
+        y = x.astype(jnp.float32)
+        squares = jnp.sum(y * y, axis=tuple(range(1, y.ndim)), keepdims=True)
+        heads = spec.heads if which == "q" else spec.kv_heads * self.layout.copies
+        mean = shards.sum(squares, axes.KV_HEADS) / (heads * spec.head_dim)
+        return scale_norm(y, mean, weight, eps, offset).astype(x.dtype)
 
     def attend(self, q: jax.Array, cache: LayerCache, ctx: StepContext) -> jax.Array:
         """[T, K, G, h], where the output projection takes in a share of h that share."""

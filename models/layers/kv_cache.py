@@ -18,6 +18,8 @@ class LayerCache:
     """arrays: keys and values, or latents alone, each [N, K, S, h]; in a scanned segment [L, N, K, S, h] with `layer`
     the current one.
 
+    Of a layer that shares another's, the arrays of that one.
+
     In a ring (sliding-window layers), position p lives in slot p mod S. Where positions are dealt out to several
     devices, this is one's share and p is the number among its own (see `Stripe`).
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -48,7 +50,16 @@ class Mlp(nnx.Module):
             both = both + self.gate_up_bias[...]
         if not self.spec.gated:
             return matmul(ACTIVATIONS[self.spec.activation](both[:, 0]), self.down[...])
-        return matmul(gated(self.spec.activation, both[:, 0], both[:, 1]), self.down[...])
+        gate = self.cut(both[:, 0], shards) if self.spec.sparsity else both[:, 0]
+        return matmul(gated(self.spec.activation, gate, both[:, 1]), self.down[...])
+
+    def cut(self, gate: jax.Array, shards: Shards) -> jax.Array:
+        """The gate [T, F] less its quantile (see `MlpSpec.sparsity`), or zero where that is more."""
+        x = gate.astype(jnp.float32)
+        sums = jnp.stack([jnp.sum(x, axis=1), jnp.sum(x * x, axis=1)], axis=1)  # padding adds nothing
+        mean, square = jnp.split(shards.sum(sums, axes.MLP) / self.spec.hidden, 2, axis=1)
+        deviation = jnp.sqrt(jnp.maximum(square - mean * mean, 0))
+        return jax.nn.relu(x - (mean + deviation * NormalDist().inv_cdf(self.spec.sparsity))).astype(gate.dtype)
 
     def finish(self, x: jax.Array) -> jax.Array:
         """What follows the sum over devices."""

@@ -11,6 +11,7 @@ from flax import nnx
 from inferlib.models.batch import StepContext
 from inferlib.models.config import MoeSpec
 from inferlib.models.layers.mlp import Mlp, gated
+from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.router import Router
 from inferlib.models.layout import Layout
@@ -35,6 +36,10 @@ class Moe(nnx.Module):
             self.shared = Mlp(spec.shared, layout.hidden(spec.shared.hidden), dim, dtype)
         if spec.shared_gate:
             self.shared_gate = param((dim,), (axes.EMBED,), dtype)
+        if spec.own_norms:
+            norm = layout.config.norm
+            self.pre_norm, self.post_norm = Norm(norm, dim, dtype), Norm(norm, dim, dtype)
+            self.post_shared_norm = Norm(norm, dim, dtype)
 
     def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> jax.Array:
         """layer: of a scanned segment, whose experts are stacked; see `Experts`."""
@@ -45,18 +50,32 @@ class Moe(nnx.Module):
         self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """The sum of the chosen experts, and that of the shared ones if there are any."""
-        shards = ctx.shards
+        routed = self.chosen(x, x, ctx, layer)
+        return routed, None if self.spec.shared is None else self.always(x, ctx.shards)
+
+    def with_norms(self, x: jax.Array, shared: jax.Array, ctx: StepContext, layer: jax.Array | None) -> jax.Array:
+        """The whole sum over devices, of this device's tokens where they are split, by experts with norms of their own.
+
+        x [T, D]: the residual; shared [T, D]: what shared experts take in.
+        """
+        shards, dim = ctx.shards, x.shape[1]
+        parts = self.chosen(self.pre_norm(x, shards), x, ctx, layer), self.always(shared, shards)
+        both = shards.sum_tokens(jnp.concatenate(parts, axis=1), axes.MLP)
+        return self.post_norm(both[:, :dim], shards) + self.post_shared_norm(self.finish(both[:, dim:]), shards)
+
+    def chosen(self, x: jax.Array, judged: jax.Array, ctx: StepContext, layer: jax.Array | None) -> jax.Array:
+        """The sum of the chosen experts; judged [T, D]: what the router reads."""
         with jax.named_scope("router"):
-            experts, weights = self.router(x, shards)
+            experts, weights = self.router(judged, ctx.shards)
         experts = jnp.where((ctx.positions >= 0)[:, None], experts, -1)  # inactive rows need none
         with jax.named_scope("experts"):
-            routed = self.routed(x, experts, weights, shards, layer)
-        return routed, None if self.spec.shared is None else self.always(x, shards)
+            return self.routed(x, experts, weights, ctx, layer)
 
     def routed(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Shards, layer: jax.Array | None
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> jax.Array:
         """The weighted sum of the chosen experts [T, k]; -1 is none."""
+        shards = ctx.shards
         identity = experts >= self.spec.experts
         everyone, ids, factors = x, jnp.where(identity, -1, experts), weights
         if shards.size(axes.EXPERTS) > 1:
@@ -64,7 +83,7 @@ class Moe(nnx.Module):
             # As one array: their numbers are exact in float32.
             routes = shards.gather(jnp.concatenate([ids.astype(jnp.float32), weights], axis=1), axes.EXPERTS, dim=0)
             ids, factors = jnp.split(routes, 2, axis=1)
-        out = self.experts(everyone, ids.astype(jnp.int32), factors, shards, layer)
+        out = self.experts(everyone, ids.astype(jnp.int32), factors, ctx, layer)
         out = shards.scatter(out, axes.EXPERTS)
         if not self.spec.identity:
             return out
@@ -103,13 +122,14 @@ class Experts(nnx.Module):
             self.down_bias = param((e, dim), (axes.EXPERTS, axes.EMBED), dtype, "zeros")
 
     def __call__(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, shards: Shards, layer: jax.Array | None
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> jax.Array:
         """x [T, D], experts and weights [T, k] -> [T, D]: the sum of those that are this device's.
 
         layer: with it all weights are [L, ...], and those of this layer are used.
         """
-        (tokens, chosen), own = experts.shape, self.count // shards.size(axes.EXPERTS)
+        shards, (tokens, chosen) = ctx.shards, experts.shape
+        own = self.count // shards.size(axes.EXPERTS)
         experts = experts - shards.index(axes.EXPERTS) * own
         ours = (experts >= 0) & (experts < own)
         # The (token, choice) pairs sorted by expert, those of others last.
@@ -118,7 +138,7 @@ class Experts(nnx.Module):
         ids = ids[order]
         sizes = jnp.sum(ids == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
         scales = weights.reshape(-1)[order] if self.spec.scale_input else None
-        outputs = self.forward(x, order // chosen, ids, sizes, scales, shards, layer)
+        outputs = self.forward(x, order // chosen, ids, sizes, scales, ctx, layer)
         # Back in the order of the tokens, whose sums then depend on nothing but themselves.
         outputs = outputs[jnp.argsort(order)].reshape(tokens, chosen, -1)
         if not self.spec.scale_input:
@@ -132,7 +152,7 @@ class Experts(nnx.Module):
         ids: jax.Array,
         sizes: jax.Array,
         scales: jax.Array | None,
-        shards: Shards,
+        ctx: StepContext,
         layer: jax.Array | None,
     ) -> jax.Array:
         """x [T, D] -> [M, D] sorted by expert: of each pair the token rows [M], the expert ids [M], and what multiplies
@@ -141,7 +161,8 @@ class Experts(nnx.Module):
         def bias(of: nnx.Param) -> jax.Array:
             return (of[...] if layer is None else of[...][layer])[jnp.minimum(ids, sizes.size - 1)]
 
-        product = partial(grouped_matmul, sizes=sizes, most=x.shape[0], layer=layer)
+        shards, backend = ctx.shards, ctx.backend.grouped_matmul
+        product = partial(grouped_matmul, sizes=sizes, most=x.shape[0], layer=layer, backend=backend)
         both = shards.sum(product(x, self.gate_up[...], rows=rows), axes.EMBED)
         if scales is not None:
             both = (both * scales[:, None, None]).astype(x.dtype)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from inferlib.models.config import RouterSpec
+from inferlib.models.config import NormSpec, RouterSpec
+from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
@@ -21,6 +22,10 @@ class Router(nnx.Module):
 
     def __init__(self, spec: RouterSpec, dim: int, dtype):
         self.spec = spec
+        if spec.norm_eps is not None:
+            self.norm = Norm(NormSpec(eps=spec.norm_eps), dim, dtype)
+        if spec.expert_scale:
+            self.expert_scale = param((spec.experts,), (axes.ROUTES,), dtype, "ones")
         self.weight = param((dim, spec.experts), (axes.EMBED, axes.ROUTES), dtype)
         if spec.bias:
             self.bias = param((spec.experts,), (axes.ROUTES,), dtype, "zeros")
@@ -29,6 +34,8 @@ class Router(nnx.Module):
 
     def __call__(self, x: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
         spec = self.spec
+        if spec.norm_eps is not None:
+            x = self.norm(x, shards) * jnp.asarray(self.norm.dim**-0.5, x.dtype)
         logits = shards.sum(matmul(x, self.weight[...], out_dtype=jnp.float32), axes.EMBED)
         if spec.bias:
             logits = logits + self.bias[...].astype(jnp.float32)
@@ -42,6 +49,8 @@ class Router(nnx.Module):
         weights = jnp.take_along_axis(scores, experts, axis=1)
         if spec.renormalize:
             weights = weights / jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), 1e-20)
+        if spec.expert_scale:
+            weights = weights * self.expert_scale[...].astype(jnp.float32)[experts]
         return experts, weights * spec.scale
 
 

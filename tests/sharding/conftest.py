@@ -49,6 +49,22 @@ SHAPES = {
     "gpt_oss": ("gpt_oss", _LAYERS(2)),  # sinks, a window on the first layer
     "gpt2": ("gpt2", _LAYERS(1)),  # learned positions
     "llama4": ("llama4_text", {**_LAYERS(2), "no_rope_layers": [1, 0], "attention_chunk_size": 7}),
+    # Parallel residuals, per-layer embeddings, a sparse gate; the last layer attends to the keys of the first.
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            **_LAYERS(3),
+            "layer_types": [*_LOCAL_GLOBAL["layer_types"], "sliding_attention"],
+            "num_kv_shared_layers": 1,
+            "intermediate_size": 80,
+            "activation_sparsity_pattern": [0.7, 0.0, 0.0],
+        },
+    ),
+    # Experts beside a dense feed-forward, with norms of their own.
+    "gemma4": (
+        "gemma4_text",
+        {**_LOCAL_GLOBAL, "enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 40},
+    ),
     "mimo": ("mimo_v2_flash", _LAYERS(2)),  # values smaller than keys
     "smollm2": ("llama", _LAYERS(2) | SMOLLM2_HEADS),
     "biased": ("llama", {**_LAYERS(1), "attention_bias": True, "mlp_bias": True}),

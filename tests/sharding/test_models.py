@@ -34,6 +34,7 @@ QUICK = [
     ("minicpm3", "tp=4"),
     ("minicpm3", "cp=2,tp=4"),
     ("experts", "ep=2,tp=2,rules=tp_sp"),
+    ("gemma3n", "tp=2,rules=tp_sp"),
 ]
 # Without experts ep is another dp.
 SLOW = [(f, m) for f in FAMILIES for m in MESHES if (f == "experts" or "ep=" not in m) and (f, m) not in QUICK]
@@ -41,6 +42,10 @@ EVERY = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)
 EVERY += [
     pytest.param("deepseek", mesh, marks=pytest.mark.slow)
     for mesh in ("ep=2,tp=2,rules=tp_sp", "ep=2,cp=2,tp=2", "cp=2,tp=2,rules=helix", "cp=2,tp=2,rules=tp2d")
+]
+EVERY += [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (("gemma3n", "cp=2,tp=2"), ("gemma3n", "cp=2,tp=2,rules=tp2d"), ("gemma4", "ep=2,tp=2,rules=tp_sp"))
 ]
 
 
@@ -99,6 +104,10 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
         ("llama4", "cp=2"),
         pytest.param("gpt2", "tp=4,rules=tp_sp", marks=pytest.mark.slow),
         pytest.param("gpt2", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
+        ("gemma3n", "cp=2,tp=2,rules=tp2d"),
+        pytest.param("gemma3n", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
+        ("gemma4", "ep=2,tp=2,rules=tp_sp"),
+        pytest.param("gemma4", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
         pytest.param("mimo", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
         pytest.param("mimo", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
     ],

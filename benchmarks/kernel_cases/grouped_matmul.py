@@ -1,0 +1,65 @@
+"""Products of the experts of a layer, for tokens that choose at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class GroupedMatmul:
+    """tokens, each of which chooses `chosen` of `experts`; weights [E, P, I, O] in bfloat16. The floor counts the
+    weights of the experts that are chosen, the rows of x and the result, each once."""
+
+    tokens: int
+    parts: int = 2
+    inner: int = 2048
+    outer: int = 768
+    experts: int = 128
+    chosen: int = 8
+
+    kernel = "grouped_matmul"
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Rows of each expert."""
+        rng = np.random.default_rng(0)
+        picks = np.concatenate([rng.permutation(self.experts)[: self.chosen] for _ in range(self.tokens)])
+        return np.bincount(picks, minlength=self.experts)
+
+    @property
+    def floor_bytes(self) -> int:
+        read = np.count_nonzero(self.sizes)
+        rows = self.tokens * self.chosen
+        return 2 * (read * self.parts * self.inner * self.outer + rows * (self.inner + self.parts * self.outer))
+
+    @property
+    def floor_flops(self) -> int:
+        return 2 * self.tokens * self.chosen * self.parts * self.inner * self.outer
+
+    def function(self):
+        from inferlib.pallas_kernels.grouped_matmul_tpu import grouped_matmul
+
+        return partial(grouped_matmul, layer=1)
+
+    def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes."""
+        w = 2, self.experts, self.parts, self.inner, self.outer
+        x = self.tokens * self.chosen, self.inner
+        return {"x": (x, "bfloat16"), "w": (w, "bfloat16"), "sizes": ((self.experts,), "int32")}
+
+    def scalars(self) -> dict[int, np.ndarray]:
+        """What the kernel is given in scalar memory, in its order."""
+        return {0: np.ones(1, int), 1: self.sizes}
+
+
+DOWN = {"parts": 1, "inner": 768, "outer": 2048}
+CASES = {
+    "gate and up, 1 token": GroupedMatmul(1),
+    "gate and up, 32 tokens": GroupedMatmul(32),
+    "gate and up, 4096 tokens": GroupedMatmul(4096),
+    "down, 32 tokens": GroupedMatmul(32, **DOWN),
+    "down, 4096 tokens": GroupedMatmul(4096, **DOWN),
+}

@@ -1,0 +1,282 @@
+"""Products of a few rows with weights of many groups on NVIDIA GPUs, weights as they are stored: each is read once.
+
+XLA copies the weights of chosen experts before it multiplies, and unpacks quantised ones to memory. A program of this
+kernel takes a tile of rows of one group and some columns of its weight, and unpacks in registers. One group makes it
+the product of rows with a quantised matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+PROGRAMS = 2 * 132  # enough to fill the SMs of an H100 or H200
+TENSOR_ROWS = 16  # of a tile: what the tensor cores take at least
+_PACKED = ("int4", "float4_e2m1fn")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """rows of a tile: 1, multiplied and summed, or 16 for the tensor cores. columns of a program, depth: inputs of one
+    step; splits: programs that share the inputs of an output."""
+
+    rows: int = 16
+    columns: int = 64
+    depth: int = 64
+    splits: int = 1
+    warps: int = 4
+    stages: int = 3
+
+
+def blocks(total: int, groups: int, parts: int, inputs: int, outputs: int, dtype, group: int | None) -> Blocks:
+    """For `total` rows of `groups` groups that each multiply [P, I, O] of a dtype, `group` inputs sharing a scale."""
+    rows = 1 if total <= min(groups, 8) else TENSOR_ROWS
+    columns = 64 if jnp.dtype(dtype).itemsize > 1 else 128
+    depth = 64 if group is None else max(group, 128) if group == 32 else group
+    programs = min(total, groups) * parts * pl.cdiv(outputs, columns)
+    splits = 1
+    while programs * splits < PROGRAMS and inputs // (2 * splits) >= 512 and inputs % (2 * splits * depth) == 0:
+        splits *= 2
+    return Blocks(rows, columns, depth, splits)
+
+
+def unsupported(x: jax.ShapeDtypeStruct, values: jax.ShapeDtypeStruct, group: int | None) -> str | None:
+    """Why the kernel cannot multiply x [T, I] by values [N, I, O], `group` inputs sharing a scale; None if it can."""
+    if values.size >= 2**31:
+        return f"weights of {values.shape} have more elements than 32-bit offsets reach"
+    if group is not None and (group < 16 or group & (group - 1)):
+        return f"groups of {group} are no power of two of at least 16"
+    if values.dtype.name in _PACKED and values.shape[-1] % 2:
+        return f"{values.shape[-1]} outputs do not fill whole bytes of {values.dtype}"
+    return None
+
+
+def grouped_matmul(
+    x: jax.Array,
+    values: jax.Array,
+    scales: jax.Array | None,
+    sizes: jax.Array,
+    first: jax.Array,
+    *,
+    parts: int,
+    rows: jax.Array | None = None,
+    chosen: Blocks | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """x [M, I], its rows sorted by group, times values [N * P, I, O] -> [M, P, O] in x's dtype, accumulated in float32.
+
+    The first sizes[0] rows take the P matrices of group `first`, and so on; rows beyond all groups are not written.
+    rows [M]: x is [T, I], and row m stands for x[rows[m]]. scales: [N * P, O] of columns, or [N * P, I / g, O] of g
+    inputs each; None for values that stand for themselves. Raises ValueError where `unsupported` says why.
+    """
+    total, (inputs, outputs) = x.shape[0] if rows is None else rows.size, values.shape[1:]
+    group = None if scales is None or scales.ndim == 2 else inputs // scales.shape[1]
+    if reason := unsupported(x, values, group):
+        raise ValueError(f"the GPU kernel does not run this grouped_matmul: {reason}")
+    packed = values.dtype.name in _PACKED
+    chosen = chosen or blocks(total, sizes.size, parts, inputs, outputs, values.dtype, group)
+    if group is not None and (chosen.depth % group or (scales.dtype != jnp.float8_e8m0fnu and chosen.depth != group)):
+        raise ValueError(f"steps of {chosen.depth} inputs do not go with groups of {group}, scales of {scales.dtype}")
+    height = chosen.rows
+    tiles = -(-sizes // height)  # of each group
+    count = min(total, sizes.size + total // height)  # at most
+    ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
+    number = jnp.arange(count, dtype=jnp.int32)
+    of = jnp.minimum(jnp.sum(ends[None] <= number[:, None], axis=1, dtype=jnp.int32), sizes.size - 1)
+    begin = starts[of] + (number - (ends - tiles)[of]) * height
+    end = jnp.where(number < ends[-1], jnp.minimum(begin + height, (starts + sizes)[of]), 0)
+    of = (first + of).astype(jnp.int32)
+    kind = values.dtype.name
+    if packed:
+        values = lax.bitcast_convert_type(values.reshape(*values.shape[:2], outputs // 2, 2), jnp.uint8)
+    if scales is not None and scales.dtype == jnp.float8_e8m0fnu:
+        scales = lax.bitcast_convert_type(scales, jnp.uint8)
+    programs = pl.cdiv(values.shape[2], chosen.columns // 2 if packed else chosen.columns)
+    kernel = functools.partial(_kernel, parts=parts, chosen=chosen, kind=kind, group=group, interpret=interpret)
+    out = pl.pallas_call(
+        kernel,
+        grid=(parts * programs, count, chosen.splits),
+        in_specs=[_whole(a) for a in (of, begin, end, rows, x, values, scales)],
+        out_specs=pl.BlockSpec((None, total, parts, outputs), lambda n, t, s: (s, 0, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct(
+            (chosen.splits, total, parts, outputs), x.dtype if chosen.splits == 1 else jnp.float32
+        ),
+        compiler_params=plgpu.CompilerParams(num_warps=chosen.warps, num_stages=chosen.stages),
+        interpret=interpret,
+        name="grouped_matmul",
+    )(of, begin, end, rows, x, values, scales)
+    return out[0] if chosen.splits == 1 else jnp.sum(out, axis=0).astype(x.dtype)
+
+
+def _whole(array: jax.Array | None) -> pl.BlockSpec | None:
+    return None if array is None else pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)
+
+
+def _kernel(
+    group_ref, begin_ref, end_ref, rows_ref, x_ref, w_ref, scales_ref, out_ref, *, parts, chosen, kind, group, interpret
+):
+    """group_ref, begin_ref, end_ref [tiles]: the group of a tile and its rows; x_ref [T, I], w_ref [N * P, I, O or
+    O / 2], scales_ref [N * P, O] or [N * P, I / g, O], out_ref [M, P, O]."""
+    (inputs, stored), depth, halves = w_ref.shape[1:], chosen.depth, 2 if kind in _PACKED else 1
+    width = chosen.columns // halves
+    # Scales that are powers of two multiply weights exactly, for several groups a step; others multiply sums.
+    early = group is not None and scales_ref.dtype == jnp.uint8
+    assembly = kind in _ASSEMBLY and x_ref.dtype == jnp.bfloat16 and not interpret
+    part, tile = pl.program_id(0) // pl.cdiv(stored, width), pl.program_id(1)
+    columns = lax.rem(pl.program_id(0), pl.cdiv(stored, width)) * width + jnp.arange(width)
+    clipped = jnp.minimum(columns, stored - 1) if stored % width else columns
+    matrix = plgpu.load(group_ref.at[tile]) * parts + part
+    row, end = plgpu.load(begin_ref.at[tile]), plgpu.load(end_ref.at[tile])
+    row = row if chosen.rows == 1 else row + jnp.arange(chosen.rows)
+    real = row < end
+    source = row if rows_ref is None else plgpu.load(rows_ref.at[row], mask=real, other=0)
+
+    def load_scales(at, half):
+        found = plgpu.load(scales_ref.at[(matrix, *at, halves * clipped + half)])
+        return _power_of_two(found).astype(x_ref.dtype) if early else found.astype(jnp.float32)
+
+    def step(i, sums):
+        k = i * depth + jnp.arange(depth)
+        within = True if inputs % depth == 0 else k < inputs
+        if chosen.rows == 1:
+            xs = plgpu.load(x_ref.at[source, k], mask=real & within, other=0)
+        else:
+            within = within if within is True else within[None]
+            xs = plgpu.load(x_ref.at[source[:, None], k[None]], mask=real[:, None] & within, other=0)
+        # Where x is zero, and where no result is stored, any weight will do.
+        k = jnp.minimum(k, inputs - 1)
+        if early:
+            at = matrix, k.reshape(-1, group)[:, :, None], clipped[None, None]
+            deep = jnp.minimum(i * (depth // group) + jnp.arange(depth // group), inputs // group - 1)
+        else:
+            at = matrix, k[:, None], clipped[None]
+        new = []
+        for half, ws in enumerate(_unpacked(plgpu.load(w_ref.at[at]), kind, xs.dtype, assembly)):
+            if early:
+                ws = (ws * load_scales((deep[:, None],), half)[:, None, :]).reshape(depth, width)
+            late = None if group is None or early else load_scales((i * depth // group,), half)[None]
+            if chosen.rows == 1:
+                y = ws.astype(jnp.float32) * xs.astype(jnp.float32)[:, None]
+            else:
+                y = plgpu.dot(xs, ws, precision=lax.Precision.HIGHEST)
+            new.append(sums[half] + (y if late is None else y * late))
+        return tuple(new)
+
+    share = pl.cdiv(pl.cdiv(inputs, depth), chosen.splits)
+    start = pl.program_id(2) * share
+    stop = jnp.where(end > 0, jnp.minimum(start + share, pl.cdiv(inputs, depth)), start)
+    held = depth if chosen.rows == 1 else chosen.rows
+    sums = lax.fori_loop(start, stop, step, (jnp.zeros((held, width), jnp.float32),) * halves)
+    for half, total in enumerate(sums):
+        total = total.sum(axis=0) if chosen.rows == 1 else total
+        if scales_ref is not None and group is None:
+            total = total * (load_scales((), half) if chosen.rows == 1 else load_scales((), half)[None])
+        at, mask = halves * columns + half, columns < stored
+        if chosen.rows == 1:
+            plgpu.store(out_ref.at[row, part, at], total.astype(out_ref.dtype), mask=real & mask)
+        else:
+            mask = real[:, None] & mask[None]
+            plgpu.store(out_ref.at[row[:, None], part, at[None]], total.astype(out_ref.dtype), mask=mask)
+
+
+def _unpacked(stored, kind: str, dtype, assembly: bool) -> tuple:
+    """Stored elements as `dtype`; of packed ones first those of the lower halves of bytes, then the others."""
+    if assembly:
+        return tuple(
+            plgpu.elementwise_inline_asm(
+                text,
+                args=[stored],
+                constraints="=r,=r,r",
+                pack=4,
+                result_shape_dtypes=[jax.ShapeDtypeStruct(stored.shape, dtype)],
+            )[0]
+            for text in _ASSEMBLY[kind]
+        )
+    if kind not in _PACKED:
+        return (stored.astype(dtype),)
+    bits = stored.astype(jnp.int32)
+    if kind == "int4":
+        return tuple((((half + 8) & 15) - 8).astype(dtype) for half in (bits & 15, bits >> 4))
+    # Sign, exponent and mantissa in their places of a float16, which is then 2^-14 of the value.
+    halves = ((bits & 7) << 9) | ((bits & 8) << 12), ((bits & 0x70) << 5) | ((bits & 0x80) << 8)
+    return tuple(
+        (lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16).astype(jnp.float32) * 2.0**14).astype(dtype)
+        for half in halves
+    )
+
+
+def _power_of_two(code):
+    """e8m0 as float32; 2^-127, which is subnormal, becomes zero."""
+    bits = jnp.where(code == 255, 0x7FC00000, code.astype(jnp.int32) << 23)
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+# Four bytes, or a half of each, to bfloat16: the compiler's own conversions take twice as long. A number is made by
+# putting its bits where they stand in a number that is a known factor or sum away.
+_E2M1 = """{
+    .reg .b32 p, q, most, none;
+    mov.b32 most, 0x7E807E80;
+    mov.b32 none, 0x80008000;
+    prmt.b32 p, $2, 0, 0x1404;
+    SHIFT
+    shr.b32 q, p, 6;
+    and.b32 q, q, 0x01C001C0;
+    lop3.b32 q, p, none, q, 0xEA;
+    fma.rn.bf16x2 $0, q, most, none;
+    prmt.b32 p, $2, 0, 0x3424;
+    SHIFT
+    shr.b32 q, p, 6;
+    and.b32 q, q, 0x01C001C0;
+    lop3.b32 q, p, none, q, 0xEA;
+    fma.rn.bf16x2 $1, q, most, none;
+}"""  # 2^-126 of the value, then the product (as fma, which needs no newer chip)
+_INT4 = """{
+    .reg .b32 p, q, one, less, mask, flip;
+    mov.b32 one, 0x3F803F80;
+    mov.b32 less, 0xC308C308;
+    mov.b32 mask, 0x000F000F;
+    mov.b32 flip, 0x43084308;
+    prmt.b32 p, $2, 0, 0x4140;
+    SHIFT
+    lop3.b32 q, p, mask, flip, 0x6A;
+    fma.rn.bf16x2 $0, q, one, less;
+    prmt.b32 p, $2, 0, 0x4342;
+    SHIFT
+    lop3.b32 q, p, mask, flip, 0x6A;
+    fma.rn.bf16x2 $1, q, one, less;
+}"""  # 136 + n in the last bits of a bfloat16 of 128 to 143, less 136
+_INT8 = """{
+    .reg .b32 u, a, b, c, d;
+    .reg .f32 x, y, z, w, less;
+    mov.f32 less, 0fCB000080;
+    xor.b32 u, $2, 0x80808080;
+    prmt.b32 a, u, 0x4B000000, 0x7440;
+    prmt.b32 b, u, 0x4B000000, 0x7441;
+    prmt.b32 c, u, 0x4B000000, 0x7442;
+    prmt.b32 d, u, 0x4B000000, 0x7443;
+    mov.b32 x, a;
+    mov.b32 y, b;
+    mov.b32 z, c;
+    mov.b32 w, d;
+    add.f32 x, x, less;
+    add.f32 y, y, less;
+    add.f32 z, z, less;
+    add.f32 w, w, less;
+    mov.b32 a, x;
+    mov.b32 b, y;
+    mov.b32 c, z;
+    mov.b32 d, w;
+    prmt.b32 $0, a, b, 0x7632;
+    prmt.b32 $1, c, d, 0x7632;
+}"""  # 2^23 + 128 + n as float32, less that; its upper half is exact
+_ASSEMBLY = {
+    "float4_e2m1fn": (_E2M1.replace("SHIFT", "shl.b32 p, p, 4;"), _E2M1.replace("SHIFT", "")),
+    "int4": (_INT4.replace("SHIFT", ""), _INT4.replace("SHIFT", "shr.b32 p, p, 4;")),
+    "int8": (_INT8,),
+}

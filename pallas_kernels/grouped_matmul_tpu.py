@@ -1,0 +1,242 @@
+"""Matrix products of groups of rows on TPUs, each group with a weight of its own: the experts of a layer.
+
+The weights of the groups that have rows are one stream of blocks, copied from HBM ahead of the computation and across
+tiles of rows. Rows stay where they are: a product takes whole sublanes from where its group starts, and those of other
+groups keep what they have.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES, SUBLANES = 128, 16
+# Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
+VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x; v5e and v6e have twice as many
+MARGIN_BYTES = 8 << 20  # of VMEM, for what the compiler keeps there
+WEIGHT_BYTES = 8 << 20  # most of a block of weights: the larger, the fewer times is x read
+ROWS = 512
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of what the kernel has in VMEM.
+
+    rows: of x and of the result. columns: of a group's weight that are copied together. height: rows of a product;
+    tail: of the last one of a group, if these are enough. Rows are multiples of 16. buffers: for blocks of weights.
+    """
+
+    rows: int
+    columns: int
+    height: int
+    tail: int
+    buffers: int = 2
+
+    def __post_init__(self):
+        if self.tail % SUBLANES or self.height % SUBLANES or not self.tail <= self.height <= self.rows:
+            raise ValueError(f"not multiples of {SUBLANES} that do not exceed another: {self}")
+        if self.buffers < 2:
+            raise ValueError("copies run ahead of the computation: there are at least two buffers")
+
+    def vmem_bytes(self, parts: int, inner: int, dtype) -> int:
+        """What it takes to multiply by weights [P, I, O]."""
+        wide = pl.cdiv(self.columns, LANES) * LANES
+        weights = self.buffers * parts * pl.cdiv(inner, SUBLANES) * SUBLANES * wide
+        rows = 2 * self.rows * (pl.cdiv(inner, LANES) * LANES + parts * wide)
+        return (weights + rows) * jnp.dtype(dtype).itemsize + MARGIN_BYTES
+
+
+def default_blocks(rows: int, groups: int, parts: int, inner: int, outer: int, dtype) -> Blocks:
+    """For x [M, I] and weights [E, P, I, O]: products as high as groups are, and weights in as few pieces as fit."""
+    high = _rounded_up(rows, SUBLANES)
+    height, tail = (min(high, n) for n in ((32, 32) if rows <= 16 * groups else (128, 64)))
+    itemsize = jnp.dtype(dtype).itemsize
+    tiles = outer // LANES if outer % LANES == 0 else 1
+    pieces = [n for n in range(1, tiles + 1) if tiles % n == 0]
+    fit = [n for n in pieces if parts * inner * (outer // n) * itemsize <= WEIGHT_BYTES]
+    columns = outer // (fit or pieces[-1:])[0]
+    tile = min(ROWS, high)
+    while tile > height and Blocks(tile, columns, height, tail).vmem_bytes(parts, inner, dtype) > VMEM_BYTES:
+        tile = max(_rounded_up(tile // 2, SUBLANES), height)
+    return Blocks(tile, columns, height, tail)
+
+
+def unsupported(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct, *, blocks: Blocks | None = None) -> str | None:
+    """Why the kernel cannot multiply x [M, I] by w [L, E, P, I, O], or None if it can."""
+    dtype, (_, groups, parts, inner, outer) = jnp.dtype(w.dtype), w.shape
+    if dtype not in (jnp.bfloat16, jnp.float32) or x.dtype != dtype:
+        return f"it takes rows and weights of bfloat16 or float32, both alike, not {x.dtype} and {dtype}"
+    blocks = blocks or default_blocks(x.shape[0], groups, parts, inner, outer, dtype)
+    if outer % blocks.columns or (blocks.columns != outer and blocks.columns % LANES):
+        return f"{outer} columns do not divide into blocks of {blocks.columns}, in tiles of {LANES}"
+    if (need := blocks.vmem_bytes(parts, inner, dtype)) > VMEM_BYTES:
+        return f"weights {parts} x {inner} x {outer} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
+    return None
+
+
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    *,
+    layer: jax.Array | int = 0,
+    blocks: Blocks | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> jax.Array:
+    """x [M, I], its rows sorted by group, times w [L, E, P, I, O] of a layer: the first sizes[0] rows with group 0's.
+
+    Returns [P, M, O] in x's dtype, accumulated in float32. sizes [E] int32 sum to at most M; rows beyond are in no
+    group, and hold anything in x and in the result. Only weights of groups that have rows are read, once for every
+    `blocks.columns`. Raises ValueError where `unsupported` says why.
+    """
+    if reason := unsupported(x, w, blocks=blocks):
+        raise ValueError(f"the TPU kernel does not run this grouped product: {reason}")
+    (total, inner), (_, groups, parts, _, outer) = x.shape, w.shape
+    blocks = blocks or default_blocks(total, groups, parts, inner, outer, w.dtype)
+    x = jnp.pad(x, ((0, max(_rounded_up(total, SUBLANES), blocks.height) - total), (0, 0)))
+    rows, count = x.shape[0], outer // blocks.columns
+    tile = min(blocks.rows, rows)
+    if not interpret:  # or XLA would bring small weights to VMEM whole
+        w = pltpu.with_memory_space_constraint(w, pltpu.HBM)
+    itemsize = x.dtype.itemsize
+    out = pl.pallas_call(
+        functools.partial(_kernel, height=blocks.height, tail=blocks.tail),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(count, pl.cdiv(rows, tile)),
+            in_specs=[
+                pl.BlockSpec((tile, inner), lambda c, t, *_: (t, 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=pl.BlockSpec((parts, tile, blocks.columns), lambda c, t, *_: (0, t, c)),
+            scratch_shapes=[
+                pltpu.VMEM((blocks.buffers, parts, inner, blocks.columns), w.dtype),
+                pltpu.SMEM((blocks.buffers, 2), jnp.int32),
+                pltpu.SMEM((5,), jnp.int32),
+                pltpu.SemaphoreType.DMA((blocks.buffers,)),
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct((parts, rows, outer), x.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary"),
+            disable_bounds_checks=True,
+            vmem_limit_bytes=blocks.vmem_bytes(parts, inner, w.dtype),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * total * inner * parts * outer,
+            bytes_accessed=min(total, groups) * parts * inner * outer * itemsize
+            + total * (inner * count + parts * outer) * itemsize,
+            transcendentals=0,
+        ),
+        interpret=interpret,
+        name="grouped_matmul",
+    )(jnp.asarray(layer, jnp.int32).reshape(1), sizes.astype(jnp.int32), x, w)
+    return out[:, :total]
+
+
+def _kernel(layer_ref, sizes_ref, x_ref, w_hbm, out_ref, w_buf, held, state, sems, *, height, tail):
+    """One tile of rows, some columns. Grid: pieces of the columns, tiles.
+
+    Scalars: layer [1], sizes [E]. x [T, I]; w [L, E, P, I, O] in HBM; out [P, T, C]. Scratch: blocks of weights
+    [BUFFERS, P, I, C]; of each the group and the piece of its columns; the state: group and piece to be copied next,
+    the first group that has rows, the buffer to be read next and the row where its group starts; semaphores.
+    """
+    piece, tile = pl.program_id(0), pl.program_id(1)
+    rows, (groups,), (buffers, parts, _, columns) = x_ref.shape[0], sizes_ref.shape, w_buf.shape
+    pieces, base = pl.num_programs(0), tile * rows
+    exact = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
+
+    # ---- copies
+
+    def copy(group, piece, buf):
+        source = w_hbm.at[layer_ref[0], group]
+        if columns != w_hbm.shape[-1]:
+            source = source.at[:, :, pl.ds(pl.multiple_of(piece * columns, LANES), columns)]
+        return pltpu.make_async_copy(source, w_buf.at[buf], sems.at[buf])
+
+    def filled(group):
+        """The first group from this one on that has rows."""
+
+        def is_empty(group):
+            return (group < groups) & (sizes_ref[jnp.minimum(group, groups - 1)] == 0)
+
+        return lax.while_loop(is_empty, lambda group: group + 1, group)
+
+    def start_next(buf):
+        """Start the copy of the block whose turn it is, if any is left."""
+        group, piece = state[0], state[1]
+        held[buf, 0], held[buf, 1] = group, piece
+
+        @pl.when(piece < pieces)
+        def _():
+            copy(group, piece, buf).start()
+            after = filled(group + 1)
+            ends = after == groups
+            state[0] = jnp.where(ends, state[2], after)
+            state[1] = piece + ends.astype(jnp.int32)
+
+    @pl.when((piece == 0) & (tile == 0))
+    def _():
+        first = filled(0)
+        state[0] = state[2] = first
+        state[1] = jnp.where(first == groups, pieces, 0)
+        state[3] = 0
+        lax.fori_loop(0, buffers - 1, lambda buf, _: start_next(buf), None)
+
+    @pl.when(tile == 0)
+    def _():
+        state[4] = 0
+
+    # ---- computation
+
+    def multiply(buf, first, stop):
+        """The rows of the tile from `first` to before `stop`."""
+        start = first & -SUBLANES
+
+        def product(at, height):
+            at = pl.multiple_of(jnp.minimum(at, rows - height), SUBLANES)
+            row = at + lax.broadcasted_iota(jnp.int32, (height, columns), 0)
+            own, at = (row >= first) & (row < stop), pl.ds(at, height)
+            x = x_ref[at]
+            for part in range(parts):
+                y = jnp.dot(x, w_buf[buf, part], precision=exact, preferred_element_type=jnp.float32)
+                out_ref[part, at] = jnp.where(own, y, out_ref[part, at].astype(jnp.float32)).astype(out_ref.dtype)
+
+        least = 0 if tail == height else tail  # that another high product is taken for
+        high = lax.div(jnp.maximum(stop - start - least, 0) + height - 1, height)
+        lax.fori_loop(0, high, lambda i, _: product(start + i * height, height), None)
+        if tail != height:
+            pl.when(start + high * height < stop)(lambda: product(start + high * height, tail))
+
+    def take_group(carry):
+        """What the tile has of a group's rows. A group that goes on in the next tile keeps its buffer."""
+        start, buf, _ = carry
+        group = held[buf, 0]
+        stop = start + sizes_ref[group]
+
+        @pl.when(start >= base)
+        def _():
+            start_next(jnp.where(buf == 0, buffers - 1, buf - 1))
+            copy(group, piece, buf).wait()
+
+        multiply(buf, jnp.maximum(start - base, 0), jnp.minimum(stop - base, rows))
+        ends = stop <= base + rows
+        start = jnp.where(ends, stop, start)
+        buf = jnp.where(ends, jnp.where(buf == buffers - 1, 0, buf + 1), buf)
+        return start, buf, ends & starts_here(start, buf)
+
+    def starts_here(start, buf):
+        return (start < base + rows) & (held[buf, 1] == piece)
+
+    start, buf = state[4], state[3]
+    state[4], state[3], _ = lax.while_loop(lambda carry: carry[2], take_group, (start, buf, starts_here(start, buf)))
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return pl.cdiv(size, multiple) * multiple

@@ -1,0 +1,127 @@
+"""The TPU kernel of grouped products, interpreted, against float64 numpy. About 10 s."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.ops import grouped_matmul as contract
+from inferlib.pallas_kernels.grouped_matmul_tpu import Blocks, default_blocks, grouped_matmul, unsupported
+
+pytestmark = pytest.mark.usefixtures("quick_compilations")
+
+SMALL = Blocks(rows=64, columns=128, height=32, tail=16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """sizes of groups; rows of x, NaN beyond them. Weights of groups without rows and of other layers are NaN."""
+
+    sizes: tuple[int, ...]
+    rows: int
+    blocks: Blocks | None = SMALL
+    parts: int = 2
+    inner: int = 24
+    outer: int = 256
+    dtype: str = "float32"
+
+    def check(self, run) -> None:
+        """Hold run(x, w, sizes, layer) -> [P, M, O] to the oracle."""
+        rng, ends = np.random.default_rng(self.rows), np.cumsum(self.sizes)
+        x = rng.normal(size=(self.rows, self.inner))
+        w = np.full((3, len(self.sizes), self.parts, self.inner, self.outer), np.nan)
+        x[ends[-1] :] = np.nan
+        expected = np.zeros((self.parts, ends[-1], self.outer))
+        x, tolerance = (np.asarray(jnp.asarray(x, self.dtype), float), 2e-5 if self.dtype == "float32" else 0.1)
+        for group, (end, size) in enumerate(zip(ends, self.sizes, strict=True)):
+            if size:
+                w[1, group] = jnp.asarray(rng.normal(size=w.shape[2:]), self.dtype)
+                expected[:, end - size : end] = x[end - size : end] @ w[1, group]
+        sizes = jnp.asarray(self.sizes, jnp.int32)
+        got = jax.jit(run)(jnp.asarray(x, self.dtype), jnp.asarray(w, self.dtype), sizes, jnp.int32(1))
+        assert got.shape == (self.parts, self.rows, self.outer)
+        assert got.dtype == self.dtype
+        np.testing.assert_allclose(np.asarray(got, float)[:, : ends[-1]], expected, rtol=0, atol=tolerance)
+
+
+CASES = {
+    "around a tail": Case((0, 1, 15, 16, 17, 0), 64),
+    "around a product": Case((31, 32, 33, 0, 47, 48, 49), 256),
+    "around a tile of rows": Case((63, 64, 65, 1, 128), 336),
+    "all rows in one group": Case((0, 200, 0), 200),
+    "rows of no group": Case((3, 0, 20), 150),
+    "no rows in any group": Case((0, 0, 0), 16),
+    "more buffers than groups": Case((0, 5, 0), 5, Blocks(16, 128, 16, 16, buffers=4)),
+    "three buffers": Case((20, 0, 30, 1, 2, 3), 64, Blocks(32, 128, 16, 16, buffers=3), parts=1),
+    "usual blocks": Case((5, 0, 1, 2), 8, None, outer=40),
+    "bfloat16": Case((5, 0, 90, 17), 112, dtype="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(name):
+    case = CASES[name]
+
+    def run(x, w, sizes, layer):
+        return grouped_matmul(x, w, sizes, layer=layer, blocks=case.blocks, interpret=True)
+
+    case.check(run)
+
+
+@pytest.mark.parametrize("mode", ["eager", "on_wait"])
+@pytest.mark.parametrize("name", ["around a tile of rows", "three buffers", "rows of no group"])
+def test_it_has_no_races(name, mode, capsys):
+    """Copies happen when they are started, or not before they are waited for."""
+    params, case = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode), CASES[name]
+
+    def run(x, w, sizes, layer):
+        return grouped_matmul(x, w, sizes, layer=layer, blocks=case.blocks, interpret=params)
+
+    case.check(run)
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises
+
+
+@pytest.mark.parametrize("parts", [(), (2,)])
+def test_the_contract_gathers_rows_and_takes_a_layer_of_a_stack(parts):
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(7, 24)), rng.normal(size=(2, 3, *parts, 24, 40))
+    rows, sizes = rng.integers(0, 7, 12).astype(np.int32), np.array([4, 0, 6], np.int32)
+    product = partial(contract.grouped_matmul, sizes=sizes, most=7, backend="pallas_tpu")
+    expected = np.einsum("mi,m...io->m...o", x[rows[:10]], w[1][[0] * 4 + [2] * 6])
+    x, w = jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
+    got = jax.jit(lambda x, w: product(x, w, rows=rows, layer=jnp.int32(1)))(x, w)
+    np.testing.assert_allclose(got[:10], expected, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(jax.jit(product)(x[rows], w[1])[:10], got[:10])
+
+
+def test_what_it_cannot_run_is_refused_with_the_reason():
+    def shapes(rows=64, parts=2, inner=2048, outer=768, x="bfloat16", w="bfloat16"):
+        return jax.ShapeDtypeStruct((rows, inner), x), jax.ShapeDtypeStruct((1, 8, parts, inner, outer), w)
+
+    assert unsupported(*shapes()) is None
+    assert "not float16 and float16" in unsupported(*shapes(x="float16", w="float16"))
+    assert "not float32 and bfloat16" in unsupported(*shapes(x="float32"))
+    assert "weights 2 x 8192 x 8100 need" in unsupported(*shapes(inner=8192, outer=8100))
+    assert "768 columns do not divide into blocks of 512" in unsupported(*shapes(), blocks=Blocks(64, 512, 32, 32))
+    with pytest.raises(ValueError, match="does not run this grouped product: it takes rows"):
+        jax.eval_shape(grouped_matmul, *shapes(x="float16"), jax.ShapeDtypeStruct((8,), jnp.int32))
+    with pytest.raises(ValueError, match="do not exceed another"):
+        Blocks(64, 128, 32, 64)
+    with pytest.raises(ValueError, match="two buffers"):
+        Blocks(64, 128, 32, 32, buffers=1)
+
+
+def test_usual_blocks_fit_the_experts_of_large_models():
+    """Qwen3-30B-A3B, Mixtral 8x7B, DeepSeek-V3: gate and up, down; few tokens and many."""
+    for inner, outer in ((2048, 768), (4096, 14336), (7168, 2048)):
+        for shape in ((2, inner, outer), (1, outer, inner)):
+            for rows in (8, 256, 65536):
+                x = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16)
+                assert unsupported(x, jax.ShapeDtypeStruct((1, 64, *shape), jnp.bfloat16)) is None
+                assert default_blocks(rows, 64, *shape, jnp.bfloat16).rows <= max(rows, 16)
