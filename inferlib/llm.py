@@ -404,7 +404,8 @@ def _plan_programs(
         raise ValueError(f"max_len {max_len} exceeds the model's context of {model.context} tokens")
     shards = make_shards(parallel)
     config = EngineConfig.make(platform, 8 if max_batch is None else max_batch, max_len, buckets, shards, model)
-    abstract = abstract_model(model, dtype, quantization=quantization, scan=config.scan, shards=shards)
+    options = dict(packed=config.backend.matmul == "pallas_tpu", scan=config.scan, shards=shards)
+    abstract = abstract_model(model, dtype, quantization=quantization, **options)
     programs = ProgramSet.make(abstract, config)
     programs.choose_layouts()
     return programs

@@ -56,6 +56,7 @@ class Backend:
     decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
     prefill_attention: Literal["xla", "nki"] = "xla"
     grouped_matmul: Literal["xla", "pallas_tpu"] = "xla"
+    matmul: Literal["xla", "pallas_tpu"] = "xla"  # with quantised weights
     all_reduce: Literal["xla", "pallas"] = "xla"
 
     @staticmethod
@@ -64,7 +65,7 @@ class Backend:
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
             return Backend(decode_attention="nki", prefill_attention="nki")
         if platform == "tpu":
-            return Backend(decode_attention="pallas_tpu", grouped_matmul="pallas_tpu")
+            return Backend(decode_attention="pallas_tpu", grouped_matmul="pallas_tpu", matmul="pallas_tpu")
         if platform != "gpu":
             return Backend()
         return Backend(decode_attention="pallas_gpu", all_reduce="pallas" if _are_peers(shards) else "xla")

@@ -92,7 +92,8 @@ class Deployment:
     def program_set(self, shards: Shards, layouts: Sequence[Layout] | None = None) -> ProgramSet:
         """Its programs, traced for `shards` (see `shards`, and `planned_shards` where there are no devices)."""
         config = self.config(shards)
-        options = dict(quantization=self.quantization, scan=config.scan, shards=shards)
+        packed = config.backend.matmul == "pallas_tpu"
+        options = dict(quantization=self.quantization, packed=packed, scan=config.scan, shards=shards)
         model = abstract_model(self.model, self.dtype, **options)
         check_packed(model, config, placed=True)
         return ProgramSet.make(model, config, layouts)
