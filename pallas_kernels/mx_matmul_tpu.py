@@ -18,11 +18,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
+LANES, ROWS = 128, 16  # of a tile of bfloat16
 DEPTH = 128  # inputs that are unpacked together
 BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
 VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x, 128 MiB on v5e and v6e
-ALL_ROWS = 256  # no more are cut
+X_ELEMENTS = 1 << 22  # of x at a time
 REPEATED = 32  # rows that are repeated for their groups: more, and weights are scaled before the product
 STEP = 2048  # inputs of one iteration: what is inside one is scheduled together
 _TOP = 27  # exponent of the largest scale of a column, of 5 bits, so that 6.0 is finite
@@ -36,8 +36,8 @@ class Blocks:
     columns: int
 
     def __post_init__(self):
-        if self.rows < 1 or self.columns < 1 or self.columns % LANES:
-            raise ValueError(f"blocks need rows, and columns in multiples of {LANES}, not {self}")
+        if min(self.rows, self.columns) < 1 or self.rows % ROWS or self.columns % LANES:
+            raise ValueError(f"blocks are multiples of {ROWS} rows and {LANES} columns, not {self}")
 
 
 def blocks(rows: int, inputs: int, columns: int, bits: int) -> Blocks:
@@ -48,8 +48,10 @@ def blocks(rows: int, inputs: int, columns: int, bits: int) -> Blocks:
     most = max((2 << 23) // (inputs * bits) // LANES, 2)
     most = min(most, 8, max(columns // 8 // LANES, 2))
     steps = pl.cdiv(columns, most * LANES)
-    tall = rows if rows <= ALL_ROWS else 512 if inputs <= 8192 else 256
-    return Blocks(min(tall, rows), pl.cdiv(pl.cdiv(columns, steps), LANES) * LANES)
+    tall = max(min(X_ELEMENTS // inputs, 512) // ROWS * ROWS, ROWS)
+    return Blocks(
+        pl.cdiv(pl.cdiv(rows, pl.cdiv(rows, tall)), ROWS) * ROWS, pl.cdiv(pl.cdiv(columns, steps), LANES) * LANES
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -145,7 +147,7 @@ def _repeats(weight: Weight, rows: int) -> int:
 
 
 def _vmem_bytes(weight: Weight, chosen: Blocks) -> int:
-    parts, rows = weight.values.shape[1], pl.cdiv(chosen.rows, 16) * 16
+    parts, rows = weight.values.shape[1], chosen.rows
     repeats = _repeats(weight, chosen.rows)
     x = rows * weight.inputs * 2 * (2 + repeats * (weight.packed or repeats > 1))
     held = parts * weight.inputs * chosen.columns * weight.bits // 8 * 2
@@ -171,9 +173,10 @@ def mx_matmul(
     if reason := unsupported(x.shape[0], x.dtype, weight, blocks_):
         raise ValueError(f"the TPU kernel does not run this product: {reason}")
     inputs, (_, parts, _, columns) = weight.inputs, weight.values.shape
-    if x.shape[1] < inputs:
-        x = jnp.pad(x, ((0, 0), (0, inputs - x.shape[1])))
-    rows, out_dtype = x.shape[0], out_dtype or x.dtype
+    given, out_dtype = x.shape[0], out_dtype or x.dtype
+    if given % ROWS or x.shape[1] < inputs:
+        x = jnp.pad(x, ((0, -given % ROWS), (0, inputs - x.shape[1])))
+    rows = x.shape[0]
     chosen = blocks_ or blocks(rows, inputs, columns, weight.bits)
     tall, wide = min(chosen.rows, rows), chosen.columns
     repeats = _repeats(weight, tall)
@@ -186,13 +189,13 @@ def mx_matmul(
         arrays = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays]
     scratch = []
     if weight.packed or repeats > 1:
-        scratch.append(pltpu.VMEM((pl.cdiv(repeats * tall, 16) * 16, inputs), x.dtype))
+        scratch.append(pltpu.VMEM((repeats * tall, inputs), x.dtype))
     if weight.packed:
         scratch += [pltpu.VMEM((parts, inputs // DEPTH, wide), jnp.int32)] * 2
     elif weight.group == BLOCK:
         scratch.append(pltpu.VMEM((parts, inputs // BLOCK, wide), jnp.float32))
     nbytes = sum(a.size // a.shape[0] * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in arrays)
-    return pl.pallas_call(
+    y = pl.pallas_call(
         functools.partial(_kernel, packed=weight.packed, group=weight.group, repeats=repeats),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -215,6 +218,7 @@ def mx_matmul(
         interpret=interpret,
         name="mx_matmul",
     )(jnp.asarray(layer, jnp.int32).reshape(1), x, *arrays)
+    return y[:, :given] if given < rows else y
 
 
 def _kernel(_, x_ref, values_ref, scales_ref, *refs, packed, group, repeats):
@@ -264,7 +268,7 @@ def _kernel(_, x_ref, values_ref, scales_ref, *refs, packed, group, repeats):
         """The product over `depth` inputs."""
         x = xs_ref[:, pl.ds(pl.multiple_of(at, DEPTH), depth)]
         if packed:
-            return product(x, words(part, at, depth))[:rows]
+            return product(x, words(part, at, depth))
         w = values_ref[part, pl.ds(pl.multiple_of(at, DEPTH), depth), :]
         if group == inputs:
             return product(x, w)
@@ -287,26 +291,27 @@ def _kernel(_, x_ref, values_ref, scales_ref, *refs, packed, group, repeats):
         zero = jnp.zeros((rows, columns), jnp.float32)
         total = body(0, zero) if step == inputs else lax.fori_loop(0, inputs // step, body, zero)
         if packed:
-            total = total * 2.0 ** (14 - _TOP) * tops_ref[part]
+            total = total * tops_ref[part]
         elif group == inputs:
             total = total * scales_ref[part]
         out_ref[part] = total.astype(out_ref.dtype)
 
 
 def _permute(x_ref, xs_ref) -> None:
-    """Input 32 b + r of each 128 goes to 4 r + b, by a product with zeros and ones."""
+    """Input 32 b + r of each 128 goes to 4 r + b, by a product with what also takes `_TOP` away: multiplied by that, a
+    small scale of a column would be no normal number."""
     source, target = (lax.broadcasted_iota(jnp.int32, (DEPTH, DEPTH), axis) for axis in range(2))
-    moves = (source == BLOCK * (target & 3) + (target >> 2)).astype(x_ref.dtype)
+    goes = source == BLOCK * (target & 3) + (target >> 2)
+    moves = jnp.where(goes, 2.0 ** (14 - _TOP), 0.0).astype(x_ref.dtype)
     for at in range(0, x_ref.shape[1], DEPTH):
         moved = jnp.dot(x_ref[:, at : at + DEPTH], moves, preferred_element_type=jnp.float32)
-        xs_ref[: x_ref.shape[0], at : at + DEPTH] = moved.astype(xs_ref.dtype)
+        xs_ref[:, at : at + DEPTH] = moved.astype(xs_ref.dtype)
 
 
 def _repeat(x_ref, xs_ref, repeats: int) -> None:
     x = x_ref[...]
     block = lax.rem(lax.div(lax.broadcasted_iota(jnp.int32, x.shape, 1), BLOCK), repeats)
-    masked = [jnp.where(block == n, x, 0) for n in range(repeats)]
-    xs_ref[: repeats * x.shape[0]] = jnp.concatenate(masked)
+    xs_ref[...] = jnp.concatenate([jnp.where(block == n, x, 0) for n in range(repeats)])
 
 
 def _bytes(value: int) -> jax.Array:
