@@ -85,7 +85,7 @@ class EngineConfig:
     decode_steps: tokens per row and dispatch of a decode program. in_flight: dispatches the host runs ahead
     of the results it has seen. scan: repeating layers are stacked and scanned instead of unrolled.
     platform: "cpu", "gpu", "tpu", "neuron". free_layouts: the compiler chooses how weights lie in memory. shards: the
-    mesh; each of its replicas holds an equal share of the rows.
+    mesh; each of its replicas holds an equal share of the rows. expert_load: programs count the tokens of each expert.
     """
 
     max_batch: int
@@ -98,6 +98,7 @@ class EngineConfig:
     free_layouts: bool = False
     backend: Backend = field(default_factory=Backend)
     shards: Shards = field(default_factory=Shards)
+    expert_load: bool = False
 
     def __post_init__(self):
         for name in ("max_batch", "decode_steps", "in_flight"):

@@ -26,7 +26,9 @@ from inferlib.compile.programs import Mode, ProgramKey, fuses
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
+from inferlib.models.batch import Backend
 from inferlib.models.config import LayerSpec, MlaSpec, MlpSpec, MoeSpec
+from inferlib.models.layers.exchange import exchange_of
 from inferlib.ops.quantized import nbytes
 from inferlib.sampling.params import MAX_LOGPROBS
 from inferlib.sharding import axes
@@ -52,10 +54,14 @@ class Placement:
 @dataclass(frozen=True)
 class Collective:
     """`count` collectives of a step. nbytes: of the whole array of one: what an all-reduce or an all-gather returns,
-    what a reduce-scatter, an all-to-all or a permutation takes. axis: the mesh axes whose devices take part, joined
-    by "+". A fused all-reduce is a kernel, see `programs.fuses`, and not among XLA's collectives."""
+    what a reduce-scatter, an all-to-all or a permutation takes, and a ragged all-to-all is expected to. axis: the mesh
+    axes whose devices take part, joined by "+". A fused all-reduce is a kernel, see `programs.fuses`, and not among
+    XLA's collectives. Of tokens that go to experts in rounds the first counts (see `models.layers.exchange`)."""
 
-    kind: Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute", "fused all-reduce"]
+    kind: Literal[
+        *("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute"),
+        "fused all-reduce",
+    ]
     purpose: str
     axis: str
     nbytes: int
@@ -128,7 +134,15 @@ def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: S
         state=_grouped(place(name, names, x.shape, x.dtype) for name, names, x in fields),
         waste=model.layout.waste(),
         steps=tuple(
-            explain_step(model, plan, config.shards, key, counted=config.counted, fused=fuses(model, config, key))
+            explain_step(
+                model,
+                plan,
+                config.shards,
+                key,
+                counted=config.counted,
+                fused=fuses(model, config, key),
+                backend=config.backend,
+            )
             for key in keys
         ),
     )
@@ -168,9 +182,10 @@ def explain_step(
     *,
     counted: bool = False,
     fused: bool = False,
+    backend: Backend = Backend(),  # noqa: B008
 ) -> Step:
     """What a step of a program will say over the mesh. counted: see `EngineConfig.counted`; fused: `programs.fuses`."""
-    ledger, prompt = _Ledger(shards, fused), key.chunks * key.chunk
+    ledger, prompt = _Ledger(shards, fused, backend.exchange == "ragged"), key.chunks * key.chunk
     if fused:
         ledger.reduce("mailboxes", (axes.MLP,), (1,), np.float32)
     _forward(ledger, model, plan, key)
@@ -194,8 +209,8 @@ def explain_step(
 class _Ledger:
     """Takes note of the collectives of `Shards`, by the same names, where those would really take place."""
 
-    def __init__(self, shards: Shards, fused: bool = False):
-        self.shards, self.fused = shards, fused
+    def __init__(self, shards: Shards, fused: bool, ragged: bool):
+        self.shards, self.fused, self.ragged = shards, fused, ragged
         self.times = 1  # that what is noted takes place
         self._counts: Counter[Collective] = Counter()
 
@@ -204,7 +219,8 @@ class _Ledger:
         self.add("all-reduce", purpose, names, shape, dtype, count)
 
     def sum_tokens(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype) -> None:
-        kind = "reduce-scatter" if self.shards.splits_tokens else "all-reduce"
+        scattered = self.shards.splits_tokens or self.shards.feeders > 1
+        kind = "reduce-scatter" if scattered else "all-reduce"
         self.add(kind, purpose, names, self._padded(shape), dtype)
 
     def sum_layer(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype) -> None:
@@ -217,6 +233,10 @@ class _Ledger:
     def all_tokens(self, purpose: str, shape: tuple[int, int], dtype) -> None:
         if self.shards.splits_tokens:
             self.add("all-gather", purpose, (axes.MLP,), self._padded(shape), dtype)
+
+    def fed(self, purpose: str, shape: tuple[int, ...], dtype) -> None:
+        if self.shards.feeders > 1:
+            self.add("all-gather", purpose, (axes.MLP,), shape, dtype)
 
     def collectives(self) -> tuple[Collective, ...]:
         return tuple(replace(c, count=count) for c, count in self._counts.items())
@@ -235,7 +255,7 @@ class _Ledger:
 
 def _expert_bytes(model: AbstractModel, shards: Shards, tokens: int) -> int:
     """tokens: of each device, which those that share the experts bring together."""
-    total, tokens = 0.0, tokens * shards.size(axes.EXPERTS)
+    total, tokens = 0.0, tokens * shards.feeders * shards.size(axes.EXPERTS)
     for weight in model.weights:
         if axes.EXPERTS in weight.axes:
             held = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
@@ -262,6 +282,9 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     shards = ledger.shards
     tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
     hidden, dtype = (tokens, _width(model)), model.dtype
+    fed = (tokens * shards.feeders, _width(model))
+    if model.config.mixtures:
+        ledger.fed("which rows are active", fed[:1], np.int32)
     ledger.sum_tokens("embedding", (axes.VOCAB,), hidden, dtype)
     per_layer, streams = model.config.per_layer, model.config.streams
     if per_layer is not None:
@@ -289,13 +312,14 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         if not layer.parallel:
             ledger.sum_layer("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype)
             ledger.all_tokens("input of feed-forward", hidden, dtype)
+        ledger.fed("input of feed-forward", fed, dtype)
         if isinstance(layer.mlp, MoeSpec):
-            _mixture(ledger, model, layer.mlp, tokens)
+            _mixture(ledger, model, layer.mlp, fed[0])
         else:
-            _gate_up(ledger, model, layer.mlp, tokens)
+            _gate_up(ledger, model, layer.mlp, fed[0])
         own_norms = isinstance(layer.mlp, MoeSpec) and layer.mlp.own_norms
         both = "attention and feed-forward" if layer.parallel else "feed-forward"
-        ledger.sum_layer(both, (axes.MLP,), (tokens, hidden[1] * (1 + own_norms)), dtype)
+        ledger.sum_layer(both, (axes.MLP,), (fed[0], fed[1] * (1 + own_norms)), dtype)
     ledger.times = 1
     _streams(ledger, model, tokens, streams - 1)
     ledger.all_tokens("head", hidden, dtype)
@@ -318,14 +342,24 @@ def _gate_up(ledger: _Ledger, model: AbstractModel, spec: MlpSpec | MoeSpec, tok
 
 def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) -> None:
     """A mixture of experts before the sum over its width; `tokens` on a device."""
-    dtype, chosen = model.dtype, spec.router.chosen
-    everyone = tokens * ledger.shards.size(axes.EXPERTS)
+    dtype, chosen, width, devices = model.dtype, spec.router.chosen, _width(model), ledger.shards.size(axes.EXPERTS)
     ledger.reduce("router", (axes.EMBED,), (tokens, spec.router.experts), np.float32)
     _norm(ledger, model, tokens, (spec.router.norm_eps is not None) + 3 * spec.own_norms)
-    ledger.add("all-gather", "tokens to experts", (axes.EXPERTS,), (everyone, _width(model)), dtype)
-    ledger.add("all-gather", "routes", (axes.EXPERTS,), (everyone, 2 * chosen), np.float32)
-    _gate_up(ledger, model, spec, everyone * chosen)
-    ledger.add("reduce-scatter", "experts to tokens", (axes.EXPERTS,), (everyone, _width(model)), dtype)
+    how = exchange_of(spec, tokens, width * dtype.itemsize, devices, ragged=ledger.ragged)
+    sent = held = tokens * devices
+    there, back = "all-gather", "reduce-scatter"
+    if how is not None and how.room is None:
+        there = back = "ragged-all-to-all"
+        sent = how.rows
+        ledger.add("all-gather", "how many tokens", (axes.EXPERTS,), (devices, devices), np.int32)
+    elif how is not None:
+        there = back = "all-to-all"
+        sent = held = how.rows
+        ledger.reduce("how many rounds", (axes.ROWS,), (), np.int32)
+    ledger.add(there, "tokens to experts", (axes.EXPERTS,), (sent, width), dtype)
+    ledger.add(there, "routes", (axes.EXPERTS,), (sent, 2 * chosen), np.float32)
+    _gate_up(ledger, model, spec, held * chosen)
+    ledger.add(back, "experts to tokens", (axes.EXPERTS,), (sent, width), dtype)
     if spec.shared is not None:
         _gate_up(ledger, model, spec.shared, tokens)
     if spec.shared_gate:
@@ -356,6 +390,9 @@ def _attention(
             ledger.reduce("values", (axes.EMBED,), (tokens, kv_heads, spec.value_dim), dtype)
         if spec.qk_norm == "full":
             ledger.reduce("QK-norm", (axes.KV_HEADS,), (tokens, 1), np.float32, count=1 + (spec.cache_of is None))
+        if spec.gate is not None:
+            numbers = 1 if spec.gate.per_head else spec.value_dim // shards.size(axes.HEAD_OUT)
+            ledger.reduce("gates of heads", (axes.EMBED,), (tokens, kv_heads, g, numbers), np.float32)
     shares = shards.size(axes.POSITIONS)
     if shards.size(axes.TOKENS) > 1:
         slots = block.slots if block.ring else min(block.slots, -(-key.limit // shares) * shares)

@@ -7,7 +7,7 @@ import operator
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from inferlib.placement import ExpertPlacement
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism, ShardingError
@@ -65,7 +66,9 @@ class LLM:
     stored. max_batch: sequences decoded together, by default 8. max_len: longest prompt plus output in tokens; None:
     the model's context, at most 2048. buckets: static shapes to compile for. parallel: devices to split over, such as
     "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; None: one device. artifacts: a directory of `inferlib compile`: its
-    programs run and none is ever compiled; what else is given must agree with it. seed: of requests that give none.
+    programs run and none is ever compiled; what else is given must agree with it. expert_placement: a file that says
+    which expert lies where, see `inferlib.placement`. expert_load: count how many tokens choose each expert, for
+    `LLM.expert_load`. seed: of requests that give none.
 
     Raises ArtifactError, CheckpointError, ConfigError, ConfigurationError, ShardingError or PeerError before device
     work.
@@ -82,6 +85,8 @@ class LLM:
         buckets: Buckets | None = None,
         parallel: str | Parallelism | None = None,
         artifacts: str | Path | None = None,
+        expert_placement: str | Path | None = None,
+        expert_load: bool = False,
         seed: int = 0,
         progress: bool | None = None,
     ):
@@ -90,18 +95,24 @@ class LLM:
         with agreement({}):
             files = ModelFiles.open(model)
             kept = files.quantization(quantization)
+            placement = ExpertPlacement.read(expert_placement) if expert_placement is not None else None
+            if placement is not None:
+                placement.check(files.config)
         self.model_config, self.tokenizer = files.config, files.tokenizer
         self.progress = on_terminal() if progress is None else progress
         self.seed = seed
         parallel = Parallelism.parse(parallel) if isinstance(parallel, str) else parallel
         sizes = dict(max_batch=max_batch, max_len=max_len, buckets=buckets)
-        settings = dict(dtype=dtype, quantization=kept, **sizes, parallel=parallel)
+        slots = placement and placement.slots
+        settings = dict(dtype=dtype, quantization=kept, **sizes, parallel=parallel, expert_slots=slots)
         if artifacts is not None and self._channel:
             raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
-        start = {}
-        with agreement({"model": files.config, "jax": jax.__version__, **settings}):
+        if artifacts is not None and expert_load:
+            raise ConfigurationError("programs of artifacts do not count the experts' load: leave artifacts out")
+        start, counts = {}, {"expert_placement": placement, "expert_load": expert_load}
+        with agreement({"model": files.config, "jax": jax.__version__, **settings, **counts}):
             if artifacts is None:
-                programs = _plan_programs(files.config, **settings)
+                programs = _plan_programs(files.config, **settings, expert_load=expert_load)
             else:
                 stored = Artifacts.open(artifacts)
                 stored.check(files.config, settings)
@@ -112,9 +123,8 @@ class LLM:
                     f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
                 )
         with adopted(start):
-            weights = files.load(
-                programs.model, shards=self.config.shards, formats=programs.formats, progress=self.progress
-            )
+            options = dict(placement=placement, shards=self.config.shards, formats=programs.formats)
+            weights = files.load(programs.model, **options, progress=self.progress)
             self.engine = Engine(programs.model, weights, self.config, channel=self._channel, programs=programs)
         if self._channel:
             self._channel.ready()
@@ -242,6 +252,14 @@ class LLM:
     @property
     def stats(self) -> EngineStats:
         return self.engine.stats
+
+    def expert_load(self) -> np.ndarray:
+        """How many tokens chose each expert since the start, int64 [layers that have experts, experts]: tokens of
+        prompts and those generated. Raises ConfigurationError if it is not counted."""
+        if not self.config.expert_load:
+            raise ConfigurationError("the experts' load is not counted: build LLM(..., expert_load=True)")
+        spec = self.model_config.mixtures
+        return np.zeros((len(spec), spec[0].experts), np.int64) + self.engine.expert_load
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Tokenise and validate a prompt. Raises ValueError naming what is wrong."""
@@ -394,6 +412,8 @@ def _plan_programs(
     max_len: int | None,
     buckets: Buckets | None,
     parallel: Parallelism | None,
+    expert_slots: int | None,
+    expert_load: bool,
 ) -> ProgramSet:
     """The programs of `LLM`'s arguments; where layouts are free, they are chosen now, before weights are loaded."""
     platform = jax.devices()[0].platform
@@ -402,9 +422,13 @@ def _plan_programs(
     max_len = min(model.context, 2048) if max_len is None else max_len
     if max_len > model.context:
         raise ValueError(f"max_len {max_len} exceeds the model's context of {model.context} tokens")
+    if expert_load and len({spec.experts for spec in model.mixtures}) != 1:
+        raise ConfigurationError("expert_load counts the tokens of each expert, and the model has no experts")
     shards = make_shards(parallel)
     config = EngineConfig.make(platform, 8 if max_batch is None else max_batch, max_len, buckets, shards, model)
-    options = dict(packed=config.backend.matmul == "pallas_tpu", scan=config.scan, shards=shards)
+    config = replace(config, expert_load=expert_load)
+    packed = config.backend.matmul == "pallas_tpu"
+    options = dict(packed=packed, scan=config.scan, shards=shards, expert_slots=expert_slots)
     abstract = abstract_model(model, dtype, quantization=quantization, **options)
     programs = ProgramSet.make(abstract, config)
     programs.choose_layouts()

@@ -20,10 +20,12 @@ from inferlib.checkpoint.load import load_weights, shipped_quantization
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.shipped import QuantizedSource, form_of
 from inferlib.checkpoint.source import CheckpointError, TensorSource
+from inferlib.config import ConfigurationError
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.quantization import Quantization
+from inferlib.placement import ExpertPlacement
 from inferlib.sharding.shards import Shards
 from inferlib.tokenizer import Tokenizer
 
@@ -97,12 +99,19 @@ class ModelFiles:
         self,
         model: AbstractModel,
         *,
+        placement: ExpertPlacement | None = None,
         shards: Shards = Shards(),  # noqa: B008
         formats: Sequence[Format | NamedSharding | None] | None = None,
         progress: bool = False,
     ) -> tuple[jax.Array, ...]:
-        """The weights in the order of `model.specs`, on their devices; see `load_weights`."""
-        options = dict(shards=shards, formats=formats, progress=progress)
+        """The weights in the order of `model.specs`, on their devices; see `load_weights`. Raises ConfigurationError
+        if the model has slots for experts and there is no placement, or the other way round."""
+        if (placement and placement.slots) != model.layout.slots:
+            raise ConfigurationError(
+                f"the programs are for {model.layout.slots or 'no'} expert slots, and the placement has "
+                f"{placement.slots if placement else 'none'}: give the expert placement that they were made for"
+            )
+        options = dict(placement=placement, shards=shards, formats=formats, progress=progress)
         if isinstance(self.source, LaidOutWeights):
             return self.source.load(model, **options)
         return load_weights(self.source, family_of(self.hf), model, **options)

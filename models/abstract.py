@@ -190,14 +190,15 @@ def abstract_model(
     packed: bool = False,
     scan: bool = False,
     shards: Shards = Shards(),  # noqa: B008
+    expert_slots: int | None = None,
 ) -> AbstractModel:
     """The structure of `config` with weights of `dtype`, or quantised.
 
     packed: hold quantised weights as the TPU kernel reads them where they are `gainful` and not `unpackable`.
     scan: stack repeating layers (see `segments_of`). shards: the mesh, over which heads, feed-forward and vocabulary
-    are made to divide (see `Layout`). Raises ShardingError if it would cut a group of quantised elements.
+    are made to divide. expert_slots: see `Layout`. Raises ShardingError if it would cut a group of quantised elements.
     """
-    segments, layout = segments_of(config.layers, scan=scan), Layout(config, shards)
+    segments, layout = segments_of(config.layers, scan=scan), Layout(config, shards, expert_slots)
     model = nnx.eval_shape(lambda: Decoder(layout, segments, jnp.dtype(dtype)))
     graph, state = nnx.split(model)
     params, tree = jax.tree.flatten(state, is_leaf=lambda p: isinstance(p, nnx.Param))

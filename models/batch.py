@@ -55,9 +55,10 @@ class Backend:
 
     decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
     prefill_attention: Literal["xla", "nki"] = "xla"
-    grouped_matmul: Literal["xla", "pallas_tpu"] = "xla"
+    grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
     matmul: Literal["xla", "pallas_tpu"] = "xla"  # with quantised weights
     all_reduce: Literal["xla", "pallas"] = "xla"
+    exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
 
     @staticmethod
     def for_platform(platform: str, shards: Shards) -> Backend:
@@ -65,10 +66,13 @@ class Backend:
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
             return Backend(decode_attention="nki", prefill_attention="nki")
         if platform == "tpu":
-            return Backend(decode_attention="pallas_tpu", grouped_matmul="pallas_tpu", matmul="pallas_tpu")
+            kernels = dict(decode_attention="pallas_tpu", grouped_matmul="pallas_tpu", matmul="pallas_tpu")
+            return Backend(**kernels, exchange="ragged")
         if platform != "gpu":
             return Backend()
-        return Backend(decode_attention="pallas_gpu", all_reduce="pallas" if _are_peers(shards) else "xla")
+        all_reduce = "pallas" if _are_peers(shards) else "xla"
+        kernels = dict(decode_attention="pallas_gpu", grouped_matmul="pallas_gpu")
+        return Backend(**kernels, all_reduce=all_reduce, exchange="ragged")
 
 
 def _are_peers(shards: Shards) -> bool:
@@ -84,12 +88,9 @@ def kernel_lacks(spec: AttentionSpec | MlaSpec, backend: str) -> str:
     """What attention kernels (see `Backend`) cannot do of a layer, which XLA then does; "" if nothing."""
     if isinstance(spec, MlaSpec):
         return "latent attention"
-    if spec.value_dim != spec.head_dim:
+    if spec.value_dim != spec.head_dim and backend != "pallas_tpu":
         return "values of another size than keys"
-    if spec.chunk:
-        return "chunked attention"
-    # For other sizes XLA has positions along lanes: the kernel would have the whole cache copied at every layer.
-    return f"heads of size {spec.head_dim}" if backend == "pallas_tpu" and spec.head_dim % 128 else ""
+    return "chunked attention" if spec.chunk else ""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class StepContext:
     """What every layer of a step shares, computed once.
 
     limit (static): no position of this step reaches it. max_len: the longest sequence, which fixes
-    length-dependent rotary frequencies.
+    length-dependent rotary frequencies. counted [T] bool: tokens whose choices of experts are counted; None: none
+    are.
     """
 
     batch: StepBatch
@@ -106,6 +108,7 @@ class StepContext:
     limit: int | None = None
     backend: Backend = Backend()
     shards: Shards = field(default_factory=Shards)
+    counted: jax.Array | None = None
 
     @property
     def tokens(self) -> int:
@@ -124,6 +127,11 @@ class StepContext:
     def positions(self) -> jax.Array:
         """[T] position of each token; -1 for an inactive decode row."""
         return jnp.concatenate([self.chunk_positions.reshape(-1), self.batch.decode_lengths - 1])
+
+    @cached_property
+    def fed(self) -> jax.Array:
+        """[T] whether each token is of an active row; of all tokens that the feed-forward takes (see `Shards.fed`)."""
+        return self.shards.fed(self.positions) >= 0
 
     @cached_property
     def pages(self) -> jax.Array:

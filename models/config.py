@@ -7,6 +7,7 @@ A family recipe (`inferlib.models.families`) turns a Hugging Face `config.json` 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import ceil, comb
 from typing import ClassVar, Literal
 
 
@@ -84,6 +85,15 @@ class QueryTemperature:
 
 
 @dataclass(frozen=True)
+class OutputGate:
+    """What attention's output is multiplied by: an activation of a projection of the layer's input, one number for each
+    query head or one for each of its numbers."""
+
+    activation: Literal["sigmoid", "softplus"]
+    per_head: bool
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Grouped-query attention (GQA): `heads` query heads share `kv_heads` key/value heads."""
 
@@ -107,6 +117,7 @@ class AttentionSpec:
     sinks: bool = False  # a learned logit per query head joins the softmax's denominator (gpt-oss)
     chunk: int | None = None  # a query sees no position before its own run of `chunk` positions (Llama 4)
     cache_of: int | None = None  # the layer whose keys and values it attends to, having none of its own (Gemma 3n)
+    gate: OutputGate | None = None
 
     def __post_init__(self):
         if self.value_dim is None:
@@ -265,6 +276,7 @@ class RouterSpec:
     chosen_groups: int = 1
     group_score: Literal["max", "top2"] = "top2"
     jitter: float = 0.0
+    softcap: float | None = None  # logits -> softcap * tanh(logits / softcap)
     # The eps of an RMS norm of the tokens with a learned weight, over the root of the width (Gemma 4); None: no norm.
     norm_eps: float | None = None
     expert_scale: bool = False  # a learned number for each expert multiplies its weights
@@ -337,6 +349,12 @@ class MoeSpec:
         """Of the experts, those that any of `tokens` tokens chose, expected where all are equally likely: each is
         passed over with probability (1 - chosen / experts)^tokens."""
         return 1.0 - (1.0 - self.router.chosen / self.router.experts) ** tokens
+
+    def device_share(self, devices: int) -> float:
+        """Of `devices` devices that hold as many experts each, those that have any a token chose, expected where all
+        are equally likely."""
+        every, chosen = self.router.experts, self.router.chosen
+        return 1.0 - comb(every - ceil(self.experts / devices), chosen) / comb(every, chosen)
 
 
 @dataclass(frozen=True)
@@ -418,6 +436,11 @@ class ModelConfig:
         last = self.layers[-1].mlp
         _require(not (isinstance(last, MoeSpec) and last.deferred), "the last layer's experts cannot be deferred")
         _require(self.vocab > 0 and self.dim > 0 and self.context > 0, "vocab, dim and context must be positive")
+
+    @property
+    def mixtures(self) -> tuple[MoeSpec, ...]:
+        """Of each layer that has experts, in order."""
+        return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec))
 
     def _require_caches(self) -> None:
         """Layers without a cache of their own follow all that have one, and attend as the layer does that holds it."""

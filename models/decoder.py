@@ -19,7 +19,7 @@ from inferlib.models.layers.embedding import look_up
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.mla import Mla
 from inferlib.models.layers.mlp import Mlp
-from inferlib.models.layers.moe import Moe
+from inferlib.models.layers.moe import Load, Moe
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.per_layer import PerLayerEmbedding, PerLayerInput
@@ -38,12 +38,13 @@ class Stream(NamedTuple):
     """What layers hand on. x [T, D]: the residual, where tokens or the width are split this device's share, or several
     of them [T, N, D]; y [T, D]: its norm, if the sum that made it brought that along; boxes: the mailboxes of such
     sums; held [T, D]: this device's part of what the next layer's feed-forward is summed with (see
-    `MoeSpec.deferred`)."""
+    `MoeSpec.deferred`); load [E]: how many tokens chose each of the layer's experts, if that is counted."""
 
     x: jax.Array
     y: jax.Array | None = None
     boxes: Mailboxes | None = None
     held: jax.Array | None = None
+    load: Load = None
 
 
 class Block(nnx.Module):
@@ -93,30 +94,32 @@ class Block(nnx.Module):
             return self.fused(stream, ctx, cache, after)
         altup = stream.x.ndim > 2
         x = self.altup.predict(stream.x, ctx.shards) if altup else stream.x
-        first, held, cache = self.plain(x[:, 0] if altup else x, stream.held, ctx, cache, layer)
+        first, held, load, cache = self.plain(x[:, 0] if altup else x, stream.held, ctx, cache, layer)
         x = self.altup.correct(x, first, ctx.shards) if altup else first
         if given is not None and altup:
             x = x.at[:, 1:].add(self.per_layer(x[:, 0] * self.altup.scale[...], given, ctx.shards)[:, None])
         elif given is not None:
             x = x + self.per_layer(x, given, ctx.shards)
-        return Stream(x * self.scalar[...] if self.spec.scaled else x, held=held), cache
+        return Stream(x * self.scalar[...] if self.spec.scaled else x, held=held, load=load), cache
 
     def fused(self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array) -> tuple[Stream, LayerCache]:
         """Each sum over devices in one kernel with the residual's and the norm that follows; see `fuses_sums`."""
         from inferlib.pallas_kernels.all_reduce_norm_gpu import all_reduce_norm
 
-        x, y, boxes, _ = stream
+        x, y, boxes, *_ = stream
         eps = self.pre_mlp_norm.spec.eps
         with jax.named_scope("attention"):
             attn, cache = self.attn(self.pre_attn_norm(x, ctx.shards) if y is None else y, ctx, cache)
             x, y, boxes = all_reduce_norm(attn, x, self.pre_mlp_norm.weight[...], eps, boxes)
         with jax.named_scope("mlp"):
-            return Stream(*all_reduce_norm(self.feed_forward(y, ctx, None), x, after, eps, boxes)), cache
+            mlp, load = self.feed_forward(y, ctx, None)
+            return Stream(*all_reduce_norm(mlp, x, after, eps, boxes), load=load), cache
 
     def plain(
         self, x: jax.Array, before: jax.Array | None, ctx: StepContext, cache: LayerCache, layer: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None, LayerCache]:
-        """The residual [T, D], what is held for the next layer, and the cache. before: what the last layer held."""
+    ) -> tuple[jax.Array, jax.Array | None, Load, LayerCache]:
+        """The residual [T, D], what is held for the next layer, the experts' load, and the cache. before: what the last
+        layer held."""
         spec, shards, held = self.spec, ctx.shards, None
         with jax.named_scope("attention"):
             own = self.pre_attn_norm(x, shards) if spec.pre_norm else x
@@ -124,31 +127,35 @@ class Block(nnx.Module):
             attn, cache = self.attn(y, ctx, cache)
         if spec.parallel:
             with jax.named_scope("mlp"):
-                both = shards.sum_tokens(attn + self.feed_forward(y, ctx, layer), axes.MLP)
-            return self.add(x, self.mlp.finish(self.biased(both))), None, cache
+                mlp, load = self.feed_forward(shards.fed(y), ctx, layer)
+                if shards.feeders > 1:  # attention is whole
+                    both = attn + shards.sum_tokens(mlp, axes.MLP)
+                else:
+                    both = shards.sum_tokens(attn + mlp, axes.MLP)
+            return self.add(x, self.mlp.finish(self.biased(both))), None, load, cache
         attn = self.biased(shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT))
         x = self.add(x, self.post_attn_norm(attn, shards) if spec.post_norm else attn)
         if spec.laurel:
             x = (x + self.laurel(own, shards)) * jnp.asarray(2**-0.5, x.dtype)
         with jax.named_scope("mlp"):
             if isinstance(spec.mlp, MoeSpec) and spec.mlp.own_norms:
-                whole = shards.all_tokens(x, ctx.tokens)
-                mlp = self.mlp.with_norms(whole, self.pre_mlp_norm(whole, shards), ctx, layer)
+                whole = shards.fed(shards.all_tokens(x, ctx.tokens))
+                mlp, load = self.mlp.with_norms(whole, self.pre_mlp_norm(whole, shards), ctx, layer)
             else:
-                y = shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens)
+                y = shards.fed(shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens))
                 if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
-                    held, mlp = self.mlp.apart(y, ctx, layer)
+                    held, mlp, load = self.mlp.apart(y, ctx, layer)
                 else:
-                    mlp = self.feed_forward(y, ctx, layer)
+                    mlp, load = self.feed_forward(y, ctx, layer)
                 mlp = mlp if before is None else mlp + before
                 mlp = self.mlp.finish(shards.sum_tokens(mlp, axes.MLP))
-        return self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), held, cache
+        return self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), held, load, cache
 
-    def feed_forward(self, y: jax.Array, ctx: StepContext, layer: jax.Array | None) -> jax.Array:
+    def feed_forward(self, y: jax.Array, ctx: StepContext, layer: jax.Array | None) -> tuple[jax.Array, Load]:
         """This device's part of the sum."""
         if isinstance(self.mlp, Moe):
             return self.mlp(y, ctx, layer)
-        return self.mlp(y, ctx.shards)
+        return self.mlp(y, ctx.shards), None
 
     @property
     def owns_cache(self) -> bool:
@@ -254,13 +261,14 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, ctx: StepContext, cache: tuple[LayerCache, ...], boxes: Mailboxes | None = None
-    ) -> tuple[jax.Array, tuple[LayerCache, ...], Mailboxes | None]:
-        """Run the step's tokens: last hidden states [T, D], the cache, one `LayerCache` per block, and the mailboxes.
+    ) -> tuple[jax.Array, tuple[LayerCache, ...], Mailboxes | None, jax.Array | None]:
+        """Run the step's tokens: last hidden states [T, D], the cache, one `LayerCache` per block, the mailboxes, and
+        of the layers that have experts how many tokens chose each [L, E], if that is counted.
 
         boxes: for sums over devices, where `fuses_sums` and layers are unrolled.
         """
         # Cached now: computed in a scan's body they would not outlive it.
-        _ = ctx.positions, ctx.pages, ctx.rope
+        _ = ctx.positions, ctx.pages, ctx.rope, self.config.mixtures and ctx.fed
         config, x, given = self.config, self.embedding(ctx), None
         if config.per_layer is not None:
             given = self.per_layer(ctx.batch.tokens, x, ctx.shards)
@@ -269,19 +277,21 @@ class Decoder(nnx.Module):
         stream, norms = Stream(x, boxes=boxes), [None] * len(self.blocks)
         if boxes is not None:
             norms = [*(block.pre_attn_norm.weight[...] for block in self.blocks[1:]), self.final_norm.weight[...]]
-        new, at, shared = [], 0, {}
+        new, loads, at, shared = [], [], 0, {}
         for segment in self.segments:
             end = at + len(segment.pattern)
             blocks = self.blocks[at:end]
             caches = [self.lent(block, new) or own for block, own in zip(blocks, cache[at:end], strict=True)]
             if segment.count > 1:
-                stream, caches = _scan(blocks, stream, ctx, caches, segment, given)
+                stream, caches, load = _scan(blocks, stream, ctx, caches, segment, given)
             else:
-                stream, caches = _unrolled(blocks, stream, ctx, caches, segment, given, norms[at:end], shared)
+                stream, caches, load = _unrolled(blocks, stream, ctx, caches, segment, given, norms[at:end], shared)
+            loads += load
             new += [cache if block.owns_cache else LayerCache(()) for block, cache in zip(blocks, caches, strict=True)]
             at = end
         x = self.streams.gather(stream.x, ctx.shards) if config.streams > 1 else stream.x
-        return ctx.shards.all_tokens(x, ctx.tokens), tuple(new), stream.boxes
+        load = jnp.concatenate(loads) if loads else None
+        return ctx.shards.all_tokens(x, ctx.tokens), tuple(new), stream.boxes, load
 
     def lent(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
         """The cache of the layer whose keys and values a block's layers attend to, if they have none. caches: of the
@@ -320,16 +330,18 @@ class Decoder(nnx.Module):
 
 
 def _unrolled(blocks, stream, ctx, caches, segment: Segment, given, norms, shared):
-    new = []
+    new, loads = [], []
     for number, (block, cache, after) in enumerate(zip(blocks, caches, norms, strict=True), segment.start):
         graph, state = nnx.split(block)
         key = graph, cache.ring
         if key not in shared:
             shared[key] = _layer(graph, cache.ring, ctx)
         own = None if given is None else given[:, number]
+        stream = stream._replace(load=None)
         stream, arrays = shared[key](state, stream, cache.arrays, cache.layer, own, after)
         new.append(LayerCache(arrays, cache.ring))
-    return stream, new
+        loads += [] if stream.load is None else [stream.load[None]]
+    return stream, new, loads
 
 
 def _layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
@@ -357,18 +369,24 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
     def body(carry, inputs):
         stream, held = carry
         layer, states, given = inputs
-        new = []
+        new, loads = [], []
         for i, (graph, whole, state) in enumerate(zip(graphs, wholes, states, strict=True)):
             cache = LayerCache(held[i], rings[i], layer) if owns[i] else caches[i]
             own = None if given is None else given[i]
             whole = jax.tree.map(partial(_of_layer, layer), whole, is_leaf=lambda w: isinstance(w, PackedTensor))
             stream, cache = nnx.merge(graph, whole, state)(stream, ctx, cache, layer=layer, given=own)
             new.append(cache.arrays if owns[i] else ())
-        return (stream, tuple(new)), None
+            loads += [] if stream.load is None else [stream.load]
+            stream = stream._replace(load=None)
+        return (stream, tuple(new)), jnp.stack(loads) if loads else None
 
-    carry = (stream, tuple(cache.arrays if own else () for cache, own in zip(caches, owns, strict=True)))
-    (stream, new), _ = lax.scan(body, carry, (jnp.arange(segment.count), states, given))
-    return stream, [LayerCache(arrays, ring) for arrays, ring in zip(new, rings, strict=True)]
+    carry = (
+        stream._replace(load=None),
+        tuple(cache.arrays if own else () for cache, own in zip(caches, owns, strict=True)),
+    )
+    (stream, new), loads = lax.scan(body, carry, (jnp.arange(segment.count), states, given))
+    loads = [] if loads is None else [loads.reshape(-1, loads.shape[-1])]
+    return stream, [LayerCache(arrays, ring) for arrays, ring in zip(new, rings, strict=True)], loads
 
 
 def _is_whole(_path, p) -> bool:

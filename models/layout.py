@@ -58,13 +58,21 @@ def head_layout(spec: AttentionSpec | MlaSpec, shards: int) -> HeadLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """The padded sizes of a model on a mesh. Raises ShardingError for sizes that must divide and do not."""
+    """The padded sizes of a model on a mesh. slots: of each layer's experts, if they are placed by a file (see
+    `inferlib.placement`). Raises ShardingError for sizes that must divide and do not."""
 
     config: ModelConfig
     shards: Shards = field(default_factory=Shards)
+    slots: int | None = None
 
     def __post_init__(self):
         self._must_divide("model width", self.config.dim, axes.EMBED)
+        count = self.shards.size(axes.EXPERTS)
+        if self.slots is not None and self.slots % count:
+            raise ShardingError(
+                f"the expert placement has {self.slots} slots, which do not divide over {count} devices of the expert "
+                f"axis: give it a multiple, such as {_rounded_up(self.slots, count)}"
+            )
         for size in sorted({layer.attention.value_dim for layer in self.config.layers}):
             self._must_divide("value head size", size, axes.HEAD_OUT)
 
@@ -89,8 +97,8 @@ class Layout:
         return _rounded_up(size, self.shards.size(axes.MLP))
 
     def experts(self, count: int) -> int:
-        """Experts, padded with some that no token is routed to."""
-        return _rounded_up(count, self.shards.size(axes.EXPERTS))
+        """Experts, padded with some that no token is routed to; where they are placed by a file, its slots."""
+        return self.slots or _rounded_up(count, self.shards.size(axes.EXPERTS))
 
     @property
     def vocab(self) -> int:

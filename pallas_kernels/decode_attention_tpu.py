@@ -1,14 +1,16 @@
 """Decode attention on TPUs: flash decoding over a paged cache, one read of each visible key and value.
 
-The live parts of all rows are one stream of blocks. Copies from HBM run several blocks ahead of the computation and
-across rows, so that a row's first block is there when the row before it ends. What a block holds that a query does
-not see is read at most to the end of a unit (a page, or 128 positions) and never changes a result.
+The live parts of all rows are one stream of blocks (see `block_stream_tpu`). Copies from HBM run ahead of the
+computation and across rows, and so do logits: those of the next part, be it the next row's first, are taken while this
+part's softmax waits for its maximum, so that the matrix unit has work. What a block holds that a query does not see is
+read at most to the end of a unit (a page, or 64 or 128 positions) and never changes a result.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -16,78 +18,114 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.pallas_kernels.block_stream_tpu import SCALARS, BlockStream, Pages, div, span, unit_of
+
 LANES, SUBLANES = 128, 8
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences are
 LOG2E = math.log2(math.e)
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
 BLOCK_BYTES = 1 << 20  # most keys of a block: fewer, and waits show; more, and short rows compute what they do not have
-BUFFERS = 3
-UNROLL = 8  # copies of pages that are started together
-PART, EDGE = 2048, 1024  # positions times heads computed at once; positions, where some are masked
+PART = 4096  # positions times heads times tiles of queries that are computed at once
 MOST_QUERIES = 128  # of a KV head: their LSEs are one row of lanes
+MOST_MASKED = 32  # queries of a row where a mask says which see which: bits of a word
 VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p unless told otherwise
 SMEM_BYTES = 512 << 10  # of 1 MiB
+QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """block: positions of a row that are copied together, of all its KV heads; part: of these, what is computed at
+    once; buffers: blocks on chip."""
+
+    block: int
+    part: int
+    buffers: int = 4
+
+    def __post_init__(self):
+        if self.part < 1 or self.block % self.part or self.buffers < 3:
+            raise ValueError(f"a block is a number of parts, and there are three or more on chip: {self}")
+
+
+def default_blocks(
+    q: tuple[int, ...], cache: tuple[int, ...], itemsize: int, pages: int | None, seen: int | None
+) -> Blocks:
+    """For queries [B, C, K, G, h] and a cache [..., K, S, h]; pages: columns of the table; seen: positions that a row's
+    queries see together, None for all. A block is these, if they fit, or a power of two units."""
+    *_, heads, slots, size = cache
+    unit = _unit(slots, pages, seen)
+    most = min(
+        max(BLOCK_BYTES // (heads * pl.cdiv(size, LANES) * LANES * itemsize * unit), 1),
+        pl.cdiv(slots * (pages or 1), unit),
+    )
+    if seen is not None and span(seen, unit) <= most * unit:
+        block = span(seen, unit)
+    else:
+        block = unit << (most.bit_length() - 1)
+    part, work = block, heads * pl.cdiv(q[1] * q[3], SUBLANES)
+    while part * work > PART and part % (2 * LANES) == 0:
+        part //= 2
+    return Blocks(block, part)
+
+
+def _unit(slots: int, columns: int | None, seen: int | None) -> int:
+    return unit_of(slots, columns, LANES if seen is None else LANES // 2)
 
 
 def unsupported(
     q: jax.ShapeDtypeStruct,
     k: jax.ShapeDtypeStruct,
+    v: jax.ShapeDtypeStruct | None = None,
     *,
     window: int | None = None,
     pages: int | None = None,
-    block: int | None = None,
+    scales: bool = False,
+    mask: bool = False,
+    blocks: Blocks | None = None,
 ) -> str | None:
-    """Why the kernel cannot run q [B, C, K, G, h] on a cache k [..., S, h], or None if it can.
+    """Why the kernel cannot run q [B, C, K, G, h] on a cache k, v [..., S, h], or None if it can.
 
-    pages: columns of the page table, None if rows are pages.
+    v: None if keys are values too. pages: columns of the page table, None if rows are pages. scales: of a quantised
+    cache. mask: of the new tokens.
     """
-    dtype, slots = jnp.dtype(k.dtype), k.shape[-2]
-    if dtype not in (jnp.bfloat16, jnp.float32) or q.dtype != dtype:
-        return f"it takes queries and a cache of bfloat16 or float32, both alike, not {q.dtype} and {dtype}"
-    tile = SUBLANES * 4 // dtype.itemsize
+    dtype, slots, queries = jnp.dtype(k.dtype), k.shape[-2], q.shape[1]
+    if v is not None and v.shape != k.shape:
+        return f"values of size {v.shape[-1]} are apart from keys of size {k.shape[-1]}"
+    if q.dtype not in (jnp.bfloat16, jnp.float32) or (dtype not in QUANTISED if scales else dtype != q.dtype):
+        cache = "int8 or float8_e4m3fn" if scales else "their type"
+        return f"it takes queries of bfloat16 or float32 and a cache of {cache}, not {q.dtype} and {dtype}"
+    tile = LANES if scales else SUBLANES * 4 // dtype.itemsize
     if slots % tile:
         return f"pages of {slots} positions do not divide into tiles of {tile}"
-    if q.shape[1] * q.shape[3] > MOST_QUERIES:
-        return f"{q.shape[1]} x {q.shape[3]} queries of a KV head exceed {MOST_QUERIES}"
-    table = 4 * q.shape[0] * pl.cdiv(pages or 0, LANES) * LANES
+    if queries * q.shape[3] > MOST_QUERIES:
+        return f"{queries} x {q.shape[3]} queries of a KV head exceed {MOST_QUERIES}"
+    if mask and queries > MOST_MASKED:
+        return f"a mask of {queries} new tokens exceeds {MOST_MASKED}"
+    table = 4 * q.shape[0] * (pages or 0)
     if table > SMEM_BYTES:
         return f"a table of {q.shape[0]} x {pages} pages needs {table} bytes of scalar memory, more than {SMEM_BYTES}"
-    block = block or _block(k.shape, dtype.itemsize, pages, window and window + q.shape[1] - 1)
-    need = _vmem_bytes(q.shape, k.shape, dtype.itemsize, block)
+    blocks = blocks or default_blocks(q.shape, k.shape, dtype.itemsize, pages, window and window + queries - 1)
+    if blocks.block % (unit := _unit(slots, pages, window)):
+        return f"blocks of {blocks.block} positions do not divide into units of {unit}"
+    need = _vmem_bytes(q, k, 1 if v is None else 2, scales, blocks)
     if need > VMEM_BYTES:
         heads = f"{k.shape[-3]} KV heads of size {k.shape[-1]}"
         return f"{heads} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
     return None
 
 
-def _unit(slots: int, pages: int | None) -> int:
-    """Positions that are copied together: a small page, else what divides a page, 128 at most."""
-    return slots if pages is not None and slots <= 2 * LANES else math.gcd(slots, LANES)
-
-
-def _block(cache: tuple[int, ...], itemsize: int, pages: int | None, seen: int | None) -> int:
-    """Positions of a block: all that a row's queries see together, if that is bounded and fits, or a power of two
-    units."""
-    *_, heads, slots, size = cache
-    unit = _unit(slots, pages)
-    row = heads * pl.cdiv(size, LANES) * LANES * itemsize
-    most = min(max(BLOCK_BYTES // (row * unit), 1), pl.cdiv(slots * (pages or 1), unit))
-    if seen is not None and (span := _span(seen, unit)) <= most * unit:
-        return span
-    return unit << (most.bit_length() - 1)
-
-
-def _vmem_bytes(q: tuple[int, ...], cache: tuple[int, ...], itemsize: int, block: int) -> int:
-    _, queries, heads, group, size = q
+def _vmem_bytes(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, arrays: int, scales: bool, blocks: Blocks) -> int:
+    _, queries, heads, group, size = q.shape
     size, rows = pl.cdiv(size, LANES) * LANES, pl.cdiv(queries * group, SUBLANES) * SUBLANES
-    kept = heads * rows * (4 * (size + 2 * LANES) + 4 * size * itemsize)
-    return 2 * BUFFERS * heads * block * size * itemsize + kept + 3 * rows * block * 4
+    held = arrays * size * k.dtype.itemsize + (2 * 4 if scales else 0)
+    kept = heads * rows * (4 * (size + 4 * LANES) + (2 + blocks.buffers) * 4 * size + 2 * 4 * blocks.part)
+    return blocks.buffers * heads * blocks.block * held + kept + 3 * rows * blocks.part * 4
 
 
 def decode_attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     lengths: jax.Array,
     *,
     scale: float,
@@ -97,351 +135,283 @@ def decode_attention(
     ring: bool = False,
     layer: jax.Array | int = 0,
     pages: jax.Array | None = None,
-    block: int | None = None,
+    k_scales: jax.Array | None = None,
+    v_scales: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
     """q [B, C, K, G, h]: row b's queries stand at the last C of its lengths[b] positions, all written in the cache.
 
-    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read. Position p of row b lives in page
-    pages[b, p // S], slot p mod S; pages [B, M] int32; without, row b is page b. ring: the positions of a row wrap
-    around its pages; then there are at least window + C - 1 slots. window: a query sees only the last `window`
+    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read; v None: keys are values too. Position p of row b
+    lives in page pages[b, p // S], slot p mod S; pages [B, M] int32; without, row b is page b. ring: the positions of a
+    row wrap around its pages; then there are at least window + C - 1 slots. window: a query sees only the last `window`
     positions up to its own. lengths [B] int32, 0 marks an inactive row (out 0, lse -inf). sinks [K, G]: a logit that
-    joins the softmax's denominator. block: positions that are computed together. Only live pages are read.
+    joins the softmax's denominator. k_scales, v_scales [N, K, S] or [L, N, K, S] float32: of keys and values that are
+    int8 or float8_e4m3fn. mask [B, C, C] bool: which of the new tokens, of those up to its own, a query sees. blocks:
+    sizes, by default those of `default_blocks`. Only live pages are read.
     Returns out [B, C, K, G, h] in q's dtype and the log of the softmax's denominator, lse [B, C, K, G] float32.
     Raises ValueError where `unsupported` says why.
     """
     rows, queries, heads, group, size = q.shape
-    columns = None if pages is None else pages.shape[1]
-    if reason := unsupported(q, k, window=window, pages=columns, block=block):
+    columns, scaled = None if pages is None else pages.shape[1], k_scales is not None
+    options = dict(window=window, pages=columns, scales=scaled, mask=mask is not None)
+    if reason := unsupported(q, k, v, **options, blocks=blocks):
         raise ValueError(f"the TPU kernel does not run this decode attention: {reason}")
     if ring and window is None:
         raise ValueError("a ring cache forgets old positions: pass the layer's window")
-    k, v = (x if x.ndim == 5 else x[None] for x in (k, v))
-    slots, width = k.shape[3], queries * group
+    cache = [x if k.ndim == 5 else x[None] for x in (k, v, k_scales, v_scales) if x is not None]
+    slots, width = k.shape[-2], queries * group
     seen = window and window + queries - 1  # by a row's queries together
-    block = block or _block(k.shape, k.dtype.itemsize, columns, seen)
+    blocks = blocks or default_blocks(q.shape, k.shape, k.dtype.itemsize, columns, seen)
+    place = Pages(slots, columns, ring, seen, _unit(slots, columns, seen), blocks.block)
 
     def packed(x: jax.Array) -> jax.Array:
         """[..., C, K, G, h] -> [..., K, C * G, h]."""
         return jnp.moveaxis(x, -4, -3).reshape(*x.shape[:-4], heads, width, x.shape[-1])
 
     if not interpret:  # or XLA would bring a small cache to VMEM whole
-        k, v = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v))
+        cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    inputs, specs = [packed(q)], [pl.BlockSpec((None, heads, width, size), lambda b, *_: (b, 0, 0, 0))]
+    inputs, specs = [packed(q), *cache], [whole] * (1 + len(cache))
     if sinks is not None:
         wide = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None] * LOG2E, (queries, heads, group, LANES))
         inputs.append(packed(wide))
         specs.append(pl.BlockSpec((heads, width, LANES), lambda b, *_: (0, 0, 0)))
+    if mask is not None:
+        bits = jnp.sum(mask.astype(jnp.int32) << jnp.arange(queries), axis=-1)
+        inputs.append(jnp.broadcast_to(jnp.repeat(bits, group, axis=1)[:, :, None], (rows, width, LANES)))
+        specs.append(pl.BlockSpec((None, width, LANES), lambda b, *_: (b, 0, 0)))
     scalars = [lengths.astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1)]
     if ring:  # divided here: the scalar unit is slow at it
-        first = _first(scalars[0], queries, window, _unit(slots, columns))
-        scalars.append(lax.rem(first, slots * (columns or 1)))
+        scalars.append(lax.rem(place.first(scalars[0]), place.capacity))
     if pages is not None:
-        scalars.append(pages.astype(jnp.int32))
+        scalars.append(jnp.clip(pages.astype(jnp.int32), 0, cache[0].shape[1] - 1).reshape(-1))
     kernel = functools.partial(
         _kernel,
+        place=place,
+        part=blocks.part,
         paged=pages is not None,
         has_sinks=sinks is not None,
+        has_mask=mask is not None,
+        arrays=1 if v is None else 2,
+        scaled=scaled,
         queries=queries,
         group=group,
         scale=scale * LOG2E,
         window=window,
         softcap=softcap and softcap * LOG2E,
-        ring=ring,
-        unit=_unit(slots, columns),
-        block=block,
     )
-    live = 2 * rows * heads * size * min(slots * (columns or 1), window or slots * (columns or 1))
+    held = (blocks.buffers, heads, blocks.block)
+    live = rows * heads * min(place.capacity, window or place.capacity)
     out, lse = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(rows,),
-            in_specs=[*specs, whole, whole],
-            out_specs=[specs[0], pl.BlockSpec((None, heads, LANES), lambda b, *_: (b, 0, 0))],
+            in_specs=specs,
+            out_specs=[
+                pl.BlockSpec((None, heads, width, size), lambda b, *_: (b, 0, 0, 0)),
+                pl.BlockSpec((None, heads, LANES), lambda b, *_: (b, 0, 0)),
+            ],
             scratch_shapes=[
-                pltpu.VMEM((BUFFERS, heads, block, size), k.dtype),
-                pltpu.VMEM((BUFFERS, heads, block, size), v.dtype),
+                pltpu.VMEM((blocks.buffers, heads, width, size), q.dtype),
+                *[pltpu.VMEM((*held, *x.shape[4:]), x.dtype) for x in cache],
+                pltpu.VMEM((2, heads, width, blocks.part), jnp.float32),
                 pltpu.VMEM((heads, width, LANES), jnp.float32),
                 pltpu.VMEM((heads, width, LANES), jnp.float32),
                 pltpu.VMEM((heads, width, size), jnp.float32),
-                pltpu.SMEM((3,), jnp.int32),
-                pltpu.SemaphoreType.DMA((2, BUFFERS)),
+                pltpu.SMEM((blocks.buffers,), jnp.int32),
+                pltpu.SMEM((SCALARS + 1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((1 + len(cache), blocks.buffers)),
             ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct((rows, heads, width, size), q.dtype),
             jax.ShapeDtypeStruct((rows, heads, LANES), jnp.float32),
         ],
-        # Checks triple what it takes to start a copy; `start_copy` and `length_of` keep them in bounds.
+        # Checks triple what it takes to start a copy; `BlockStream` and the clipped table keep them in bounds.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
         cost_estimate=pl.CostEstimate(
-            flops=2 * live * queries * group,
-            bytes_accessed=live * k.dtype.itemsize + 2 * q.size * q.dtype.itemsize,
-            transcendentals=live // (2 * size) * queries * group,
+            flops=4 * live * size * width,
+            bytes_accessed=live * sum(math.prod(x.shape[4:]) * x.dtype.itemsize for x in cache)
+            + 2 * q.size * q.dtype.itemsize,
+            transcendentals=live * width,
         ),
         interpret=interpret,
         name="decode_attention",
-    )(*scalars, *inputs, k, v)
+    )(*scalars, *inputs)
     out = out.reshape(rows, heads, queries, group, size)
     lse = lse[:, :, :width].reshape(rows, heads, queries, group)
     return jnp.moveaxis(out, 2, 1), jnp.moveaxis(lse, 2, 1)
 
 
-def _kernel(*refs, paged, has_sinks, queries, group, scale, window, softcap, ring, unit, block):
+def _kernel(*refs, place, part, paged, has_sinks, has_mask, arrays, scaled, queries, group, scale, window, softcap):
     """One row. Logits are in units of log 2, as exponentials are taken with base 2.
 
-    Scalars: lengths [B], layer [1]; of a ring the slot that the first position is in [B]; pages [B, M]. q, out
-    [K, R, h] with R = C * G, sinks [K, R, 128], k, v [L, N, K, S, h] in HBM, lse [K, 128]. Scratch: copies of blocks
-    [BUFFERS, K, T, h]; the running maximum and sum [K, R, 128] (the sum's lanes add up, the maximum's are alike) and
-    accumulator [K, R, h]; the row and block to be copied next and the buffer to be read next; semaphores.
+    Scalars: lengths [B], layer [1]; of a ring the slot that the first position is in [B]; pages [B * M]. In HBM: q
+    [B, K, R, h] with R = C * G, k, v [L, N, K, S, h] (or k alone), scales [L, N, K, S]. sinks [K, R, 128]; mask
+    [R, 128], bits. out [K, R, h], lse [K, 128]. Scratch, for each buffer: q, and blocks of what is in HBM; products of
+    queries and keys of this part and the next [2, K, R, P]; the running maximum and sum [K, R, 128], lanes alike, and
+    accumulator [K, R, h]; units of each buffer; the stream's state and which of the two products is this part's;
+    semaphores.
     """
     refs = list(refs)
-    lengths_ref, layer_ref = refs.pop(0), refs.pop(0)
-    origin_ref = refs.pop(0) if ring else None
-    table = refs.pop(0) if paged else None
-    q_ref = refs.pop(0)
-    sinks_ref = refs.pop(0) if has_sinks else None
-    k_hbm, v_hbm, out_ref, lse_ref, k_buf, v_buf, top_ref, sum_ref, acc_ref, state, sems = refs
-    row, rows = pl.program_id(0), pl.num_programs(0)
+
+    def take(count: int) -> list:
+        taken, refs[:] = refs[:count], refs[count:]
+        return taken
+
+    held = arrays + 2 * scaled
+    lengths_ref, layer_ref = take(2)
+    (origin_ref,) = take(1) if place.ring else (None,)
+    (table_ref,) = take(1) if paged else (None,)
+    (q_hbm,), in_hbm = take(1), take(held)
+    (sinks_ref,) = take(1) if has_sinks else (None,)
+    (mask_ref,) = take(1) if has_mask else (None,)
+    out_ref, lse_ref, q_buf = take(3)
+    in_vmem = take(held)
+    products_ref, top_ref, sum_ref, acc_ref, counts, state, semaphores = refs
+    k_buf, v_buf = in_vmem[0], in_vmem[arrays - 1]
+    scales = in_vmem[arrays:]
+    stream = BlockStream(
+        place, lengths_ref, layer_ref, origin_ref, table_ref, q_hbm, in_hbm, q_buf, in_vmem, counts, state, semaphores
+    )
     heads, width, size = acc_ref.shape
-    slots = k_hbm.shape[3]
-    # Positions that are computed at once, of a block that all queries see and of others; few enough for registers.
-    most = max(PART // pl.cdiv(width, SUBLANES), LANES)
-    edge = min(EDGE, most) if block % min(EDGE, most) == 0 else block
-    exact = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
+    buffers = counts.shape[0]
+    exact = lax.Precision.HIGHEST if q_buf.dtype == jnp.float32 else None
+    row = pl.program_id(0)
+    length = stream.length(row)
 
-    capacity = slots * (table.shape[1] if paged else 1)
-    in_one_block = window is not None and block >= _span(window + queries - 1, unit)
+    pieces = 1 if heads > 1 or part % (2 * LANES) else 2
+    tasks = [(head, piece * (part // pieces)) for head in range(heads) for piece in range(pieces)]
 
-    def length_of(row):
-        return lengths_ref[row] if ring else jnp.minimum(lengths_ref[row], capacity)
-
-    def first_of(length):
-        """The first position that is read of a row."""
-        return _first(length, queries, window, unit)
-
-    def blocks_of(length):
-        return jnp.minimum(length, 1) if in_one_block else _div(length - first_of(length) + block - 1, block)
-
-    # ---- copies
-
-    def slot_of(row, offset):
-        """Where the position that is `offset` after the first of a row lies among its slots."""
-        if not ring:
-            return first_of(length_of(row)) + offset
-        slot = origin_ref[row] + offset
-        return jnp.where(slot >= capacity, slot - capacity, slot)
-
-    def start_copy(row, index, offset, count, buf):
-        """Start the copies that bring `count` positions of a page to `offset` in a buffer."""
-        page, slot = row, slot_of(row, index * block + offset)
-        if paged:
-            page, slot = jnp.clip(table[row, _div(slot, slots)], 0, k_hbm.shape[1] - 1), _rem(slot, slots)
-        at, into = pl.ds(pl.multiple_of(slot, unit), count), pl.ds(pl.multiple_of(offset, unit), count)
-        for n, (hbm, vmem) in enumerate(((k_hbm, k_buf), (v_hbm, v_buf))):
-            source = hbm.at[layer_ref[0], page, :, at]
-            pltpu.make_async_copy(source, vmem.at[buf, :, into], sems.at[n, buf]).start()
-
-    def units_of(row, index):
-        """How many units of a row's block there are."""
-        length = length_of(row)
-        return jnp.minimum(_div(length - first_of(length) - index * block + unit - 1, unit), block // unit)
-
-    def start_block(row, index, buf):
-        units = units_of(row, index)
-        if slots >= block:
-            whole = units == block // unit
-            if paged or ring:
-                slot = slot_of(row, index * block)
-                whole &= (_rem(slot, slots) if paged else slot) + block <= slots
-            pl.when(whole)(lambda: start_copy(row, index, 0, block, buf))
-            units = jnp.where(whole, 0, units)
-
-        def start_units(first, stop, count):
-            def start_some(i, _):
-                for n in range(count):
-                    start_copy(row, index, (first + i * count + n) * unit, unit, buf)
-
-            lax.fori_loop(0, _div(stop - first, count), start_some, None)
-
-        together = units & -UNROLL
-        start_units(0, together, UNROLL)
-        start_units(together, units, 1)
-
-    def wait_block(row, index, buf):
-        units = units_of(row, index)
-
-        def wait(i, count):
-            """A wait takes only the number of bytes from its copy."""
-            for n, vmem in enumerate((k_buf, v_buf)):
-                part = vmem.at[buf, :, pl.ds(pl.multiple_of(i * unit, unit), count)]
-                pltpu.make_async_copy(part, part, sems.at[n, buf]).wait()
-
-        whole = units == block // unit
-        pl.when(whole)(lambda: wait(0, block))
-        lax.fori_loop(0, jnp.where(whole, 0, units), lambda i, _: wait(i, unit), None)
-
-    def start_next(buf):
-        """Start the copies of the block whose turn it is, if any is left."""
-        at, index = state[0], state[1]
-
-        @pl.when(at < rows)
-        def _():
-            start_block(at, index, buf)
-            ends = index + 1 == blocks_of(length_of(at))
-            state[0] = lax.while_loop(is_empty, lambda at: at + 1, at + ends.astype(jnp.int32))
-            state[1] = jnp.where(ends, 0, index + 1)
-
-    def is_empty(at):
-        return (at < rows) & (lengths_ref[jnp.minimum(at, rows - 1)] == 0)
+    def multiply(tasks, buf, offset, into):
+        """Products of queries and keys of a part of a buffer, for some of `tasks`."""
+        for head, at in tasks:
+            count = part // pieces
+            q, keys = q_buf[buf, head], k_buf[buf, head, pl.ds(offset + at, count)].astype(q_buf.dtype)
+            s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), exact, preferred_element_type=jnp.float32)
+            products_ref[into, head, :, pl.ds(at, count)] = s
 
     @pl.when(row == 0)
     def _():
-        state[0] = lax.while_loop(is_empty, lambda at: at + 1, 0)
-        state[1] = 0
-        state[2] = 0
-        lax.fori_loop(0, BUFFERS - 1, lambda buf, _: start_next(buf), None)
+        stream.begin()
+        stream.wait(0)
+        multiply(tasks, 0, 0, 0)
+        state[SCALARS] = 0
 
-    # ---- computation
-
-    length = length_of(row)
     top_ref[...] = jnp.full_like(top_ref, MASKED) if sinks_ref is None else sinks_ref[...]
-    lanes = lax.broadcasted_iota(jnp.int32, sum_ref.shape, 2)
-    sum_ref[...] = jnp.where(lanes == 0, 0.0 if sinks_ref is None else 1.0, 0.0)
+    sum_ref[...] = jnp.full_like(sum_ref, 0.0 if sinks_ref is None else 1.0)
     acc_ref[...] = jnp.zeros_like(acc_ref)
     # [R, 1] position of each query; of all, if there is one to a row.
     query = length - queries
     if queries > 1:
         query = query + lax.div(lax.broadcasted_iota(jnp.int32, (width, 1), 0), group)
+    first = 0 if window is None else length - queries + 1 - window  # that any query sees
 
-    def scores(buf, head, at):
-        """Logits [R, n] of the positions `at` in a buffer."""
-        keys = k_buf[buf, head, at]
-        s = lax.dot_general(q_ref[head], keys, (((1,), (1,)), ((), ())), exact, preferred_element_type=jnp.float32)
-        return s * scale if softcap is None else softcap * jnp.tanh(s * (scale / softcap))
-
-    def take_in(buf, parts, count, start=None):
-        """Take `count` positions in of each of `parts` of a buffer, (head, offset); those that are not seen are masked
-        if `start`, the buffer's first position, is given. Logits are a group of parts ahead, so that the matrix unit
-        has work while softmaxes are taken."""
-        together = min(max(most // count, 1), heads)
-        groups = [parts[at : at + together] for at in range(0, len(parts), together)]
-
-        def ahead_of(group):
-            return [scores(buf, head, pl.ds(offset, count)) for head, offset in group]
-
-        ahead = ahead_of(groups[0])
-        for n, group in enumerate(groups):
-            logits = ahead
-            values = [v_buf[buf, head, pl.ds(offset, count)] for head, offset in group]
-            if start is not None:
-                logits = [masked(s, start + offset) for s, (_, offset) in zip(logits, group, strict=True)]
-            old = [top_ref[head] for head, _ in group]
-            tops = [jnp.maximum(o, jnp.max(s, axis=1, keepdims=True)) for o, s in zip(old, logits, strict=True)]
-            if n + 1 < len(groups):
-                ahead = ahead_of(groups[n + 1])
-            ps = [jnp.exp2(s - _wide(top, count)) for s, top in zip(logits, tops, strict=True)]
-            products = [
-                jnp.dot(p.astype(v.dtype), v, precision=exact, preferred_element_type=jnp.float32)
-                for p, v in zip(ps, values, strict=True)
-            ]
-            for (head, _), o, top, p, product in zip(group, old, tops, ps, products, strict=True):
-                decay = jnp.exp2(o - top)
-                top_ref[head] = top
-                sum_ref[head] = sum_ref[head] * decay + _folded(p)
-                acc_ref[head] = acc_ref[head] * _wide(decay, size) + product
-
-    def masked(logits, start):
-        position = start + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    def seen_from(start):
+        """[R, P] or [1, P]: which positions of a part each query sees."""
+        position = start + lax.broadcasted_iota(jnp.int32, (1 if queries == 1 else width, part), 1)
         seen = position <= query
         if window is not None:
             seen &= position > query - window
-        return jnp.where(seen, logits, MASKED)
+        if mask_ref is not None:
+            new = position - (length - queries)
+            bit = lax.shift_right_logical(_wide(mask_ref[...], part), jnp.clip(new, 0, MOST_MASKED - 1)) & 1
+            seen &= (new < 0) | (bit == 1)
+        return seen
 
-    def clean(buf, start, count):
-        """Zero the values of a buffer's first `count` positions that no query sees: 0 * NaN is NaN."""
-        some = math.gcd(edge, LANES)
+    def take_in(buf, offset, start, this, next_buf, next_offset):
+        """Take in the part of a buffer that begins with position `start`, while the next part's products are made."""
+        seen = seen_from(start)
+
+        def scaled_by(x, n, head):
+            return x * scales[n][buf, pl.ds(head, 1), pl.ds(offset, part)] if scaled else x
+
+        def logits_of(head):
+            s = scaled_by(products_ref[this, head] * (scale if softcap is None else scale / softcap), 0, head)
+            return jnp.where(seen, s if softcap is None else softcap * jnp.tanh(s), MASKED)
+
+        tops, decays, ps = [], [], []
+        for head in range(heads):
+            s, old = logits_of(head), top_ref[head]
+            top = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
+            p = jnp.exp2(s - _wide(top, part))
+            tops.append(top)
+            decays.append(jnp.exp2(old - top))
+            sum_ref[head] = sum_ref[head] * decays[head] + jnp.sum(_folded(p), axis=1, keepdims=True)
+            ps.append(jnp.where(seen, scaled_by(p, 1, head), 0.0) if scaled else p)
+        # The matrix unit has work while the maxima are found, and again while the last products with values arrive.
+        half = len(tasks) // 2
+        multiply(tasks[:half], next_buf, next_offset, 1 - this)
+        for head in range(heads):
+            values = v_buf[buf, head, pl.ds(offset, part)].astype(q_buf.dtype)
+            product = jnp.dot(
+                ps[head].astype(values.dtype), values, precision=exact, preferred_element_type=jnp.float32
+            )
+            top_ref[head] = tops[head]
+            acc_ref[head] = acc_ref[head] * _wide(decays[head], size) + product
+        multiply(tasks[half:], next_buf, next_offset, 1 - this)
+
+    def clean(buf, offset, start):
+        """Zero the values of a part that no query sees: 0 * NaN is NaN."""
+        some = math.gcd(part, LANES)
+
+        def at(i):
+            return pl.ds(pl.multiple_of(offset + i * some, some), some)
 
         def zero(i, _):
-            v_buf[buf, :, pl.ds(pl.multiple_of(i * some, some), some)] = jnp.zeros((heads, some, size), v_buf.dtype)
+            v_buf[buf, :, at(i)] = jnp.zeros((heads, some, size), v_buf.dtype)
 
         def trim(i):
-            at = pl.ds(pl.multiple_of(i * some, some), some)
             position = start + i * some + lax.broadcasted_iota(jnp.int32, (heads, some, size), 1)
-            held = (position >= first) & (position < length)
-            v_buf[buf, :, at] = jnp.where(held, v_buf[buf, :, at].astype(jnp.float32), 0).astype(v_buf.dtype)
+            kept = (position >= first) & (position < length)
+            v_buf[buf, :, at(i)] = jnp.where(kept, v_buf[buf, :, at(i)].astype(jnp.float32), 0).astype(v_buf.dtype)
 
-        first = 0 if window is None else length - queries + 1 - window
+        last = part // some - 1
         if window is not None:
-            before = jnp.clip(_div(jnp.maximum(first - start, 0), some), 0, _div(count, some) - 1)
+            before = jnp.clip(div(jnp.maximum(first - start, 0), some), 0, last)
             lax.fori_loop(0, before, zero, None)
             trim(before)
-        after = jnp.minimum(_div(length - start, some), _div(count, some) - 1)
+        after = jnp.clip(div(jnp.maximum(length - start, 0), some), 0, last)
         trim(after)
-        lax.fori_loop(after + 1, _div(count, some), zero, None)
+        lax.fori_loop(after + 1, last + 1, zero, None)
 
-    def step(index, buf):
-        start_next(jnp.where(buf == 0, BUFFERS - 1, buf - 1))
-        wait_block(row, index, buf)
-        start = first_of(length) + index * block
-        whole = start + block <= length - queries + 1
-        if window is not None:
-            whole &= start >= length - window
+    def take_block(index, buf):
+        before, behind = (jnp.where(buf == x, y, buf + z) for x, y, z in ((0, buffers - 1, -1), (buffers - 1, 0, 1)))
+        stream.start_next(before)
+        begin = place.first(length) + index * place.block
+        parts = div(jnp.minimum(length - begin, place.block) + part - 1, part) if part < place.block else 1
 
-        def take_whole():
-            part = most if block % most == 0 else block
-            take_in(buf, [(head, at) for at in range(0, block, part) for head in range(heads)], part)
+        def take_part(i, this):
+            start = begin + i * part
+            ends = i + 1 == parts
+            pl.when(ends)(lambda: stream.wait(behind))
+            if v_buf.dtype != jnp.int8:
+                pl.when((start + part > length) | (start < first))(lambda: clean(buf, i * part, start))
+            offset = pl.multiple_of(i * part, part)
+            next_offset = pl.multiple_of(jnp.where(ends, 0, offset + part), part)
+            take_in(buf, offset, start, this, jnp.where(ends, behind, buf), next_offset)
+            return 1 - this
 
-        def take_parts():
-            parts = 1 if edge == block else _div(jnp.minimum(length - start, block) + edge - 1, edge)
-            clean(buf, start, parts * edge)
-
-            def take_part(i, _):
-                take_in(buf, [(head, pl.multiple_of(i * edge, edge)) for head in range(heads)], edge, start)
-
-            lax.fori_loop(0, parts, take_part, None)
-
-        if in_one_block:  # there is more in it than any query sees
-            take_parts()
+        if part == place.block:
+            state[SCALARS] = take_part(0, state[SCALARS])
         else:
-            pl.when(whole)(take_whole)
-            pl.when(~whole)(take_parts)
-        return jnp.where(buf == BUFFERS - 1, 0, buf + 1)
+            state[SCALARS] = lax.fori_loop(0, parts, take_part, state[SCALARS])
+        return behind
 
-    state[2] = lax.fori_loop(0, blocks_of(length), step, state[2])
+    state[2] = lax.fori_loop(0, stream.blocks(length), take_block, state[2])
 
     diagonal = lax.broadcasted_iota(jnp.int32, (width, LANES), 0) == lax.broadcasted_iota(jnp.int32, (width, LANES), 1)
     for head in range(heads):
         top = top_ref[head]
-        total = jnp.sum(sum_ref[head], axis=1, keepdims=True)
         empty = (top <= MASKED / 2) | (length == 0)
-        total = jnp.where(empty, 1.0, jnp.broadcast_to(total, top.shape))
+        total = jnp.where(empty, 1.0, sum_ref[head])
         out = acc_ref[head] * _wide(jnp.where(empty, 0.0, 1.0 / total), size)
         out_ref[head] = out.astype(out_ref.dtype)
         lse = jnp.where(empty, -jnp.inf, top / LOG2E + jnp.log(total))
         lse_ref[head] = jnp.sum(jnp.where(diagonal, lse, 0.0), axis=0)
-
-
-def _first(length: jax.Array, queries: int, window: int | None, unit: int) -> jax.Array | int:
-    """The first position that is read of a row of this length."""
-    return 0 if window is None else _div(jnp.maximum(length - queries + 1 - window, 0), unit) * unit
-
-
-def _span(seen: int, unit: int) -> int:
-    """Positions of all units that any run of `seen` positions touches."""
-    return (pl.cdiv(seen - 1, unit) + 1) * unit
-
-
-def _div(x: jax.Array, by: int) -> jax.Array:
-    """x // by, x >= 0."""
-    return lax.shift_right_logical(x, by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(x, by)
-
-
-def _rem(x: jax.Array, by: int) -> jax.Array:
-    """x mod by, x >= 0."""
-    return x & (by - 1) if by & (by - 1) == 0 else lax.rem(x, by)
 
 
 def _wide(x: jax.Array, count: int) -> jax.Array:

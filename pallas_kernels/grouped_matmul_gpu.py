@@ -23,8 +23,8 @@ _PACKED = ("int4", "float4_e2m1fn")
 
 @dataclass(frozen=True)
 class Blocks:
-    """rows of a tile: 1, multiplied and summed, or 16 for the tensor cores. columns of a program, depth: inputs of one
-    step; splits: programs that share the inputs of an output."""
+    """rows of a tile: 1, multiplied and summed, or at least 16, for the tensor cores. columns of a program, depth:
+    inputs of one step; splits: programs that share the inputs of an output."""
 
     rows: int = 16
     columns: int = 64
@@ -36,18 +36,25 @@ class Blocks:
 
 def blocks(total: int, groups: int, parts: int, inputs: int, outputs: int, dtype, group: int | None) -> Blocks:
     """For `total` rows of `groups` groups that each multiply [P, I, O] of a dtype, `group` inputs sharing a scale."""
-    rows = 1 if total <= min(groups, 8) else TENSOR_ROWS
-    columns = 64 if jnp.dtype(dtype).itemsize > 1 else 128
-    depth = 64 if group is None else max(group, 128) if group == 32 else group
-    programs = min(total, groups) * parts * pl.cdiv(outputs, columns)
-    splits = 1
-    while programs * splits < PROGRAMS and inputs // (2 * splits) >= 512 and inputs % (2 * splits * depth) == 0:
+    packed, rows = jnp.dtype(dtype).name in _PACKED, min(max(16, 1 << (total // groups).bit_length()), 64)
+    # Of a tile for the tensor cores the unpacked weights take a detour through shared memory.
+    rows, programs = (1, 4 * PROGRAMS) if packed and total <= groups else (rows, PROGRAMS)
+    columns, depth = (128, 64) if jnp.dtype(dtype).itemsize == 1 else (64, 128)
+    if packed:
+        columns, depth = (128, 64) if rows == 1 else (64, 64)
+    if group is not None:
+        depth = max(depth, group) if group == 32 else group
+    programs, splits = programs // (min(total, groups) * parts * pl.cdiv(outputs, columns)), 1
+    while splits < programs and inputs // (2 * splits) >= 512:
         splits *= 2
     return Blocks(rows, columns, depth, splits)
 
 
-def unsupported(x: jax.ShapeDtypeStruct, values: jax.ShapeDtypeStruct, group: int | None) -> str | None:
-    """Why the kernel cannot multiply x [T, I] by values [N, I, O], `group` inputs sharing a scale; None if it can."""
+def unsupported(values: jax.ShapeDtypeStruct, group: int | None, zeros: bool) -> str | None:
+    """Why the kernel cannot multiply by values [N, I, O], `group` inputs sharing a scale, with zero points or without;
+    None if it can."""
+    if zeros:
+        return "it knows no zero points"
     if values.size >= 2**31:
         return f"weights of {values.shape} have more elements than 32-bit offsets reach"
     if group is not None and (group < 16 or group & (group - 1)):
@@ -61,37 +68,37 @@ def grouped_matmul(
     x: jax.Array,
     values: jax.Array,
     scales: jax.Array | None,
-    sizes: jax.Array,
-    first: jax.Array,
     *,
     parts: int,
+    sizes: jax.Array | None = None,
+    first: jax.Array | int = 0,
+    ids: jax.Array | None = None,
     rows: jax.Array | None = None,
     chosen: Blocks | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """x [M, I], its rows sorted by group, times values [N * P, I, O] -> [M, P, O] in x's dtype, accumulated in float32.
+    """x [M, I] times values [N * P, I, O] -> [M, P, O] in x's dtype, accumulated in float32.
 
-    The first sizes[0] rows take the P matrices of group `first`, and so on; rows beyond all groups are not written.
-    rows [M]: x is [T, I], and row m stands for x[rows[m]]. scales: [N * P, O] of columns, or [N * P, I / g, O] of g
-    inputs each; None for values that stand for themselves. Raises ValueError where `unsupported` says why.
+    sizes [E]: x is sorted by group, its first sizes[0] rows take the P matrices of group `first`, and so on. Or ids
+    [M]: row m takes those of group ids[m]. Rows beyond all groups and with negative ids are not written. rows [M]: x is
+    [T, I], and row m stands for x[rows[m]]. scales: [N * P, O] of columns, or [N * P, I / g, O] of g inputs each; None
+    for values that stand for themselves. Raises ValueError where `unsupported` says why.
     """
     total, (inputs, outputs) = x.shape[0] if rows is None else rows.size, values.shape[1:]
     group = None if scales is None or scales.ndim == 2 else inputs // scales.shape[1]
-    if reason := unsupported(x, values, group):
+    if reason := unsupported(values, group, zeros=False):
         raise ValueError(f"the GPU kernel does not run this grouped_matmul: {reason}")
     packed = values.dtype.name in _PACKED
-    chosen = chosen or blocks(total, sizes.size, parts, inputs, outputs, values.dtype, group)
+    groups = total if sizes is None else sizes.size
+    chosen = chosen or blocks(total, groups, parts, inputs, outputs, values.dtype, group)
     if group is not None and (chosen.depth % group or (scales.dtype != jnp.float8_e8m0fnu and chosen.depth != group)):
         raise ValueError(f"steps of {chosen.depth} inputs do not go with groups of {group}, scales of {scales.dtype}")
-    height = chosen.rows
-    tiles = -(-sizes // height)  # of each group
-    count = min(total, sizes.size + total // height)  # at most
-    ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
-    number = jnp.arange(count, dtype=jnp.int32)
-    of = jnp.minimum(jnp.sum(ends[None] <= number[:, None], axis=1, dtype=jnp.int32), sizes.size - 1)
-    begin = starts[of] + (number - (ends - tiles)[of]) * height
-    end = jnp.where(number < ends[-1], jnp.minimum(begin + height, (starts + sizes)[of]), 0)
-    of = (first + of).astype(jnp.int32)
+    if sizes is None:
+        of, begin = jnp.maximum(ids, 0), jnp.arange(total, dtype=jnp.int32)
+        end = jnp.where(ids < 0, 0, begin + 1)
+    else:
+        of, begin, end = _tiles(sizes, total, chosen.rows)
+        of = of + first
     kind = values.dtype.name
     if packed:
         values = lax.bitcast_convert_type(values.reshape(*values.shape[:2], outputs // 2, 2), jnp.uint8)
@@ -101,7 +108,7 @@ def grouped_matmul(
     kernel = functools.partial(_kernel, parts=parts, chosen=chosen, kind=kind, group=group, interpret=interpret)
     out = pl.pallas_call(
         kernel,
-        grid=(parts * programs, count, chosen.splits),
+        grid=(parts * programs, of.size, chosen.splits),
         in_specs=[_whole(a) for a in (of, begin, end, rows, x, values, scales)],
         out_specs=pl.BlockSpec((None, total, parts, outputs), lambda n, t, s: (s, 0, 0, 0)),
         out_shape=jax.ShapeDtypeStruct(
@@ -112,6 +119,16 @@ def grouped_matmul(
         name="grouped_matmul",
     )(of, begin, end, rows, x, values, scales)
     return out[0] if chosen.splits == 1 else jnp.sum(out, axis=0).astype(x.dtype)
+
+
+def _tiles(sizes: jax.Array, total: int, height: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Group, first row and end of each tile of up to `height` rows; of those too many the end is 0."""
+    tiles = -(-sizes // height)  # of each group
+    ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
+    number = jnp.arange(min(total, sizes.size + total // height), dtype=jnp.int32)
+    of = jnp.minimum(jnp.sum(ends[None] <= number[:, None], axis=1, dtype=jnp.int32), sizes.size - 1)
+    begin = starts[of] + (number - (ends - tiles)[of]) * height
+    return of, begin, jnp.where(number < ends[-1], jnp.minimum(begin + height, (starts + sizes)[of]), 0)
 
 
 def _whole(array: jax.Array | None) -> pl.BlockSpec | None:
@@ -138,7 +155,8 @@ def _kernel(
     source = row if rows_ref is None else plgpu.load(rows_ref.at[row], mask=real, other=0)
 
     def load_scales(at, half):
-        found = plgpu.load(scales_ref.at[(matrix, *at, halves * clipped + half)])
+        across = clipped if not early else clipped[None]
+        found = plgpu.load(scales_ref.at[(matrix, *at, halves * across + half)])
         return _power_of_two(found).astype(x_ref.dtype) if early else found.astype(jnp.float32)
 
     def step(i, sums):

@@ -49,9 +49,8 @@ def blocks(rows: int, inputs: int, columns: int, bits: int) -> Blocks:
     most = min(most, 8, max(columns // 8 // LANES, 2))
     steps = pl.cdiv(columns, most * LANES)
     tall = max(min(X_ELEMENTS // inputs, 512) // ROWS * ROWS, ROWS)
-    return Blocks(
-        pl.cdiv(pl.cdiv(rows, pl.cdiv(rows, tall)), ROWS) * ROWS, pl.cdiv(pl.cdiv(columns, steps), LANES) * LANES
-    )
+    even = lambda size, count, tile: pl.cdiv(size, count * tile) * tile  # noqa: E731
+    return Blocks(even(rows, pl.cdiv(rows, tall), ROWS), even(columns, steps, LANES))
 
 
 @jax.tree_util.register_dataclass

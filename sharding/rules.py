@@ -95,6 +95,18 @@ _PRESETS = (
     # and the cache. A layer sums queries, keys and values, the gate and the up half, and partial attention over it,
     # and a 1/n-th of two all-reduces of "tp" over the tensor axis.
     Rules("tp2d", (*_TENSOR, (axes.EMBED, SEQUENCE), (axes.POSITIONS, SEQUENCE))),
+    # Data parallel attention (DeepSeek-AI 2024, SGLang), for latents, which have one head, and few KV heads: devices of
+    # the tensor axis have rows and their cache to themselves, and the weights of attention, embedding and head whole.
+    # The feed-forward, which they split, takes the gathered tokens of all and scatters its sums.
+    Rules(
+        "dp_attention",
+        (
+            (axes.PAGES, (DATA, EXPERT, TENSOR)),
+            (axes.ROWS, (DATA, EXPERT, TENSOR)),
+            (axes.EXPERTS, EXPERT),
+            (axes.MLP, TENSOR),
+        ),
+    ),
 )
 PRESETS = {rules.name: rules for rules in _PRESETS}
 

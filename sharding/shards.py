@@ -51,6 +51,12 @@ class Shards:
     def splits_tokens(self) -> bool:
         return self.rules is not None and self.rules.split_tokens and bool(self.mesh_axes(axes.MLP))
 
+    @property
+    def feeders(self) -> int:
+        """How many devices that split the feed-forward have rows of their own, whose tokens it takes together."""
+        apart = set(self.mesh_axes(axes.ROWS)) & set(self.mesh_axes(axes.MLP))
+        return self.size(axes.MLP) if apart else 1
+
     def sharding(self, names: tuple[str | None, ...]) -> NamedSharding | None:
         """Where an array with these logical axes lives; None on a single device."""
         return None if self.mesh is None else NamedSharding(self.mesh, self.rules.spec(names))
@@ -115,11 +121,28 @@ class Shards:
         """[...] -> [n, ...]: all-gather of what each of the n devices along a logical axis has."""
         return lax.all_gather(x, over) if (over := self.mesh_axes(name)) else x[None]
 
+    def all_to_all(self, x: jax.Array, name: str) -> jax.Array:
+        """[n, ...] -> [n, ...]: give x[i] to device i of the n along a logical axis, and get what each gives to this
+        one."""
+        return lax.all_to_all(x, over, 0, 0) if (over := self.mesh_axes(name)) else x
+
+    def ragged_all_to_all(
+        self,
+        x: jax.Array,
+        out: jax.Array,
+        starts: jax.Array,
+        sizes: jax.Array,
+        at: jax.Array,
+        received: jax.Array,
+        name: str,
+    ) -> jax.Array:
+        """Give device i the sizes[i] rows of x from starts[i] on, which it has from at[i] on, and get received[i] of
+        its own; rows of `out` that none are written to stay. Each of the numbers is [n] int32. Not on CPU."""
+        return lax.ragged_all_to_all(x, out, starts, sizes, at, received, axis_name=self.mesh_axes(name))
+
     def exchange(self, x: jax.Array, name: str) -> jax.Array:
         """All-to-all: [..., h] -> [n, ..., h / n], this device's share of the last dimension from each of n."""
-        over, n = self.mesh_axes(name), self.size(name)
-        parts = jnp.moveaxis(x.reshape(*x.shape[:-1], n, -1), -2, 0)
-        return lax.all_to_all(parts, over, 0, 0) if over else parts
+        return self.all_to_all(jnp.moveaxis(x.reshape(*x.shape[:-1], self.size(name), -1), -2, 0), name)
 
     def pass_on(self, x: jax.Array, name: str) -> jax.Array:
         """Collective permutation: give x to the next device along a logical axis and get the one's before."""
@@ -127,9 +150,10 @@ class Shards:
         return lax.ppermute(x, self.mesh_axes(name), [(i, (i + 1) % n) for i in range(n)]) if n > 1 else x
 
     def sum_tokens(self, x: jax.Array, *names: str) -> jax.Array:
-        """Sum parts [T, D] over logical axes; where tokens are split, each device keeps its share of them."""
+        """Sum parts [T, D] over logical axes; where tokens are split, each device keeps its share of them, and of those
+        that were `fed` its own."""
         over = self.mesh_axes(*names)
-        if not over or not self.splits_tokens:
+        if not over or not (self.splits_tokens or self.feeders > 1):
             return self.sum(x, *names)
         short = -x.shape[0] % self.size(axes.MLP)
         padded = jnp.pad(x, ((0, short), (0, 0))) if short else x
@@ -138,6 +162,15 @@ class Shards:
     def all_tokens(self, x: jax.Array, tokens: int) -> jax.Array:
         """Undo the split of tokens: this device's share -> [tokens, D]."""
         return self.gather(x, axes.MLP, dim=0)[:tokens] if self.splits_tokens else x
+
+    def fed(self, x: jax.Array) -> jax.Array:
+        """[T, ...] -> [n T, ...]: what the feed-forward takes of the n `feeders`."""
+        return self.gather(x, axes.MLP, dim=0) if self.feeders > 1 else x
+
+    def unfed(self, x: jax.Array) -> jax.Array:
+        """This device's part of what was `fed`."""
+        own = x.shape[0] // self.feeders
+        return lax.dynamic_slice_in_dim(x, self.index(axes.MLP) * own, own) if self.feeders > 1 else x
 
 
 def make_shards(parallel: Parallelism | None, devices: Sequence[jax.Device] | None = None) -> Shards:

@@ -28,7 +28,8 @@ class Case:
     """lengths [B]; slots: of a page; columns: pages of a row in a shuffled table, None: rows are pages.
 
     layers: layers of a stacked cache, of which the last is read. queries: C; None: a row has one query and no such
-    axis. loudness: of queries. stored: keys and values are quantised, "int8" or "float8_e4m3fn".
+    axis. loudness: of queries. stored: keys and values are quantised, "int8" or "float8_e4m3fn". one: keys are values
+    too. tree: the new tokens are a random one.
     """
 
     lengths: tuple[int, ...]
@@ -44,12 +45,23 @@ class Case:
     stored: str | None = None
     sinks: bool = False
     ring: bool = False
+    one: bool = False
+    tree: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def seen(self, row: int, query: int) -> range:
-        """Positions that a row's query sees."""
+        """Positions that a row's query sees, but for new tokens that are not its ancestors in the tree."""
         position = self.lengths[row] - (self.queries or 1) + query
         return range(max(position + 1 - (self.options.get("window") or position + 1), 0), position + 1)
+
+    def mask(self, rng: np.random.Generator) -> np.ndarray:
+        """[B, C, C]: each new token's ancestors and itself; the parent of the i-th is one before it."""
+        found = np.zeros((len(self.lengths), self.queries, self.queries), bool)
+        for tree in found:
+            for i in range(self.queries):
+                tree[i] = tree[rng.integers(i)] if i else False
+                tree[i, i] = True
+        return found
 
     def inputs(self, seed: int) -> dict[str, Any]:
         """Arguments of the operation; slots that no query sees hold NaN and infinities."""
@@ -77,6 +89,8 @@ class Case:
                 found[name] = jnp.asarray(x, self.dtype)
         if self.queries is None:
             found["q"] = found["q"][:, 0]
+        if self.one:
+            found["v"] = None
         found["lengths"] = jnp.asarray(self.lengths, jnp.int32)
         if self.sinks:
             found["sinks"] = jnp.asarray(rng.normal(size=(self.heads, self.group)), jnp.float32)
@@ -84,6 +98,8 @@ class Case:
             found["layer"] = jnp.int32(self.layers - 1)
         if self.columns:
             found["pages"] = jnp.asarray(table, jnp.int32)
+        if self.tree:
+            found["mask"] = jnp.asarray(self.mask(rng))
         return found
 
     def static(self) -> dict[str, Any]:
@@ -103,7 +119,8 @@ class Case:
 
     def oracle(self, inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Query by query in float64."""
-        q, k, v = (np.asarray(inputs[name].astype(jnp.float32), np.float64) for name in "qkv")
+        values = inputs["k"] if self.one else inputs["v"]
+        q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (inputs["q"], inputs["k"], values))
         if self.stored:
             k, v = (x * np.asarray(inputs[name])[..., None] for name, x in {"k_scales": k, "v_scales": v}.items())
         k, v = (x[-1] if self.layers else x for x in (k, v))
@@ -130,5 +147,8 @@ class Case:
         for row, length in enumerate(self.lengths):
             for query in range(self.queries or 1) if length else ():
                 positions = np.array(self.seen(row, query), int)
+                if self.tree:
+                    new = positions - (length - self.queries)
+                    positions = positions[(new < 0) | np.asarray(inputs["mask"])[row, query, np.maximum(new, 0)]]
                 slots = positions % capacity if self.ring else positions
                 yield row, query, (table[row, slots // self.slots], slice(None), slots % self.slots)

@@ -128,6 +128,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "dots1": {**_DEEPSEEK, "routed_scaling_factor": 0.7},
     "ernie4_5_moe": {"moe_intermediate_size": 40, "moe_k": 3, "moe_num_experts": 7, "head_dim": None},
     "minimax_m2": {"num_local_experts": 7, "num_experts_per_tok": 3},
+    "afmoe": {**_EXPERTS, "num_experts": 7, "num_shared_experts": 2, "route_scale": 1.7, "sliding_window": 8},
+    "laguna": {**_EXPERTS, "num_experts": 7, "shared_expert_intermediate_size": 56, "sliding_window": 8}
+    | {"layer_types": ["full_attention", *["sliding_attention"] * 3], "num_attention_heads_per_layer": [6, 4, 4, 4]},
 }
 
 
@@ -340,6 +343,14 @@ CASES = [
     ),
     Case("minimax-m2", "minimax_m2"),
     Case("minimax-m2-partial", "minimax_m2", _rope("default", partial_rotary_factor=0.5)),
+    Case("afmoe", "afmoe"),
+    Case("afmoe-mup-biases", "afmoe", {"mup_enabled": True, "attention_bias": True, "num_dense_layers": 2}),
+    Case("laguna", "laguna"),
+    Case(
+        "laguna-elements",
+        "laguna",
+        {"gating": "per-element", "moe_router_logit_softcapping": 1.5, "moe_routed_scaling_factor": 1.7},
+    ),
     Case("qwen3-moe-mixed", "qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True, "attention_bias": True}),
 ]
 
@@ -368,7 +379,7 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, **overrides: An
         for name, bias in model.named_buffers():
             if name.endswith("layer_scalar"):
                 bias.copy_(1 + 0.2 * torch.randn(bias.shape, generator=generator))
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
     model.save_pretrained(folder)
     return Path(folder)

@@ -1,10 +1,11 @@
-"""Whole models with the TPU kernels, interpreted, against XLA's forms. A second; a minute with the slow one."""
+"""Whole models with the kernels, interpreted, against XLA's forms. 15 s; three minutes with the slow ones."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from inferlib import Buckets, SamplingParams
@@ -13,7 +14,7 @@ from inferlib.config import EngineConfig
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import Backend, kernel_lacks
 from inferlib.models.families import config_from_hf
-from tests.conftest import MAX_LEN, build_llm, random_prompts
+from tests.conftest import MAX_LEN, assert_greedy, build_llm, random_prompts
 from tests.test_compile_tpu import EXPERTS, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compilations")
@@ -21,23 +22,27 @@ pytestmark = pytest.mark.usefixtures("quick_compilations")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "changes", "backend"),
+    ("family", "changes", "platform", "backend"),
     [
-        ("ministral", {"head_dim": 128}, Backend(decode_attention="pallas_tpu")),
-        ("qwen3_moe", {}, Backend(grouped_matmul="pallas_tpu")),
+        ("ministral", {"head_dim": 128}, "tpu", Backend(decode_attention="pallas_tpu")),
+        ("ministral", {"head_dim": 24}, "tpu", Backend(decode_attention="pallas_tpu")),
+        ("qwen3_moe", {}, "cpu", Backend(grouped_matmul="pallas_tpu")),
+        ("qwen3_moe", {}, "cpu", Backend(grouped_matmul="pallas_gpu")),
+        ("qwen3_moe", {"num_experts": 64}, "cpu", Backend(grouped_matmul="pallas_gpu")),  # decoding a row: in any order
     ],
-    ids=["attention", "experts"],
+    ids=["attention", "attention over cells", "experts", "experts on a GPU", "few rows on a GPU"],
 )
-def test_a_model_decodes_the_same_tokens(family, changes, backend, checkpoint):
-    """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one; experts in stacked
-    layers; rows that start and end at different times."""
+def test_a_model_decodes_the_same_tokens(family, changes, platform, backend, checkpoint):
+    """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one, with keys and values
+    apart and in one cell; experts in stacked layers; rows that start and end at different times."""
     buckets = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
     prompts, found = random_prompts([1, 7, 20, 40, 33]), []
     for chosen in (Backend(), backend):
-        llm = build_llm(checkpoint(family, **changes), buckets, scan=True, backend=chosen)
+        llm = build_llm(checkpoint(family, **changes), buckets, scan=True, platform=platform, backend=chosen)
         assert llm.engine.programs.config.backend == chosen
         if chosen.decode_attention == "pallas_tpu":
             assert not any(kernel_lacks(layer.attention, "pallas_tpu") for layer in llm.model_config.layers)
+            assert {len(block.shapes) for block in llm.engine.plan.blocks} == {2 if changes["head_dim"] == 128 else 1}
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
         found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]
@@ -59,6 +64,17 @@ def test_experts_that_the_kernel_cannot_multiply_by_are_xlas(caplog):
     (warning,) = caplog.messages
     assert "grouped matmul is XLA's, not the TPU kernel: weights 2 x 8192 x 8100 need" in warning
     assert programs.config.backend.grouped_matmul == "xla"
+
+
+def test_keys_and_values_in_one_cell_change_no_logit(checkpoint):
+    buckets, (tokens,) = Buckets(prefill=(16,), batch=(2,), cache=(32,)), random_prompts([27])
+    apart, one = (
+        build_llm(checkpoint("llama", num_hidden_layers=1), buckets, platform=platform) for platform in ("cpu", "tpu")
+    )
+    assert [block.shapes for block in one.engine.plan.blocks] == [((2, 2, 128, 128),)]
+    np.testing.assert_allclose(one.logits(tokens), apart.logits(tokens), rtol=0, atol=1e-5)
+    (output,) = one.generate([tokens], SamplingParams(temperature=0, max_tokens=4))
+    assert_greedy(checkpoint("llama", num_hidden_layers=1), tokens, output.outputs[0].token_ids)
 
 
 def test_slots_are_whole_tiles_where_the_kernel_reads_them():

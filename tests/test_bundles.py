@@ -43,6 +43,18 @@ def test_a_listing_is_executed_with_its_scalars():
     assert 2 * (64 + 100) + 64 < run.elapsed < 2 * (64 + 100) + 64 + run.cycles
 
 
+def test_a_copy_on_chip_is_signalled_by_itself():
+    copied = LISTING.replace("%15 = vsyncadd [#allocation8], 4294967280", "%15 = vsyncadd [#allocation8], 2048")
+    copied = copied.replace("%16 = sfence", "%16 = dma.done.wait [#allocation8], 2048")
+    assert (
+        Listing(LISTING.replace("%16 = sfence", "%16 = dma.done.wait [#allocation8], 8192"))
+        .run({0: np.array([1])}, bandwidth=1024.0, latency=0.0)
+        .unmet
+        == 1
+    )
+    assert Listing(copied).run({0: np.array([1])}, bandwidth=1024.0, latency=0.0).unmet == 0
+
+
 def test_what_is_not_understood_is_told():
     run = Listing(LISTING.replace("%15 = vsyncadd", "%s15_s5 = sfancy.s32").replace("2048 }", "4096 }")).run(
         {0: np.array([1])}, bandwidth=1.0, latency=0.0
@@ -79,7 +91,9 @@ def measured(target: str, kernel: str, cases: str) -> dict[str, dict]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
-@pytest.mark.parametrize(("target", "most"), [("v5e-1", 1.03), ("v6e-1", 1.03), ("v5p:1x1x1", 1.3), ("v7x:1x1x1", 1.4)])
+@pytest.mark.parametrize(
+    ("target", "most"), [("v5e-1", 1.03), ("v6e-1", 1.03), ("v5p:1x1x1", 1.03), ("v7x:1x1x1", 1.1)]
+)
 def test_decode_attention_compiles_and_is_near_its_floor(target, most):
     cases = "A;F;L;F, page 128;uneven, 8 heads;A, head 64;A, head 256;A, 4 queries;A, window 1024"
     found = measured(target, "decode_attention", cases)

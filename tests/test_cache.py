@@ -16,7 +16,7 @@ from inferlib import LLM, Buckets, SamplingParams
 from inferlib.cache.plan import plan_cache
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import StepBatch, StepContext
-from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from inferlib.models.config import AttentionSpec, ConfigError, LayerSpec, MlpSpec, ModelConfig
 from tests.conftest import MAX_LEN, assert_greedy, build_llm, new_engine, random_prompts, reference
 
 # Logits have a standard deviation of 1 to 3; float32 sums in another order differ by 3e-5 at most.
@@ -115,6 +115,34 @@ def test_plan_allocates_what_it_says(llm_of):
         assert [array.shape for array in arrays] == [shape for shape, _ in plan.arrays]
         assert plan.flatten(plan.view(arrays)) == arrays
         assert all(len(names) == len(shape) for shape, names in plan.arrays)
+
+
+def test_layers_that_share_a_cache_hold_none(llm_of):
+    """Stacked: two layers with a cache, and two that attend to that of the second."""
+    llm = llm_of("gemma3n_text", True)
+    plan, spec = llm.engine.plan, llm.model_config.layers[0].attention
+    shape = (2, plan.rows, spec.kv_heads, MAX_LEN, spec.head_dim)
+    assert [(block.shared, block.held) for block in plan.blocks] == [(False, (shape, shape)), (True, ())]
+    assert [array.shape for array in llm.engine.cache] == [shape, shape]
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (({}, {"cache_of": 0}, {}), "must be the last ones"),
+        (({}, {"cache_of": 1}), "layer 1 shares the cache of layer 1, which has none"),
+        (({}, {"cache_of": 0}, {"cache_of": 1}), "layer 2 shares the cache of layer 1, which has none"),
+        (({"window": 8}, {"cache_of": 0}), "layer 1 shares the cache of layer 0 and has window=None instead of 8"),
+        (({}, {"cache_of": 0, "head_dim": 8}), "head_dim=8 instead of 4"),
+    ],
+)
+def test_caches_that_cannot_be_shared(specs, message):
+    attention = AttentionSpec(heads=2, kv_heads=1, head_dim=4, scale=0.5, rope=None)
+    layers = tuple(
+        LayerSpec(dataclasses.replace(attention, value_dim=None, **options), MlpSpec(hidden=8)) for options in specs
+    )
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig("test", vocab=16, dim=8, layers=layers, context=64)
 
 
 def test_stacked_layers_without_rotary_embedding():

@@ -311,7 +311,7 @@ def test_info_counts_shared_caches_once(inferlib, tmp_path):
         "per_sequence": layer * (2048 + 2 * (8 + 512)),
     }
     table = " ".join(inferlib("info", tmp_path).stdout.split())
-    assert "2 for keys and values of layer 2" in table
+    assert "2 for keys and values of layer 1" in table
     assert "70% sparse" in table
     assert "residuals 3, by AltUp" in table
 

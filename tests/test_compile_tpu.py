@@ -59,6 +59,7 @@ LATENTS = {key: value for key, value in TINY.items() if key not in ("num_key_val
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+SMALL_HEADS = TINY | {"head_dim": 64}
 CHUNKS = TINY | {
     "architectures": ["Llama4ForCausalLM"],
     "num_hidden_layers": 8,
@@ -132,7 +133,11 @@ def test_no_program_copies_the_cache_or_lays_out_a_weight(target, parallel):
     assert kernels == [{"decode_attention": TINY["num_hidden_layers"]}] * 2
 
 
-@pytest.mark.parametrize("hf", [LATENTS, pytest.param(CHUNKS, marks=pytest.mark.slow)], ids=["latents", "chunks"])
+@pytest.mark.parametrize(
+    "hf",
+    [LATENTS, SMALL_HEADS, pytest.param(CHUNKS, marks=pytest.mark.slow)],
+    ids=["latents", "small heads", "chunks"],
+)
 def test_no_program_copies_a_cache_of_another_kind(hf):
     made = replace(tiny("v5e-8", "tp=8"), hf=hf)
     keys = [key for key in list(made.keys()) if not (key.chunks and key.rows) and not key.detail]

@@ -93,7 +93,10 @@ def test_the_last_axis_takes_the_nearest():
             ["llama3-8b", "gemma3-4b", "smollm2-135m"],
             ["tp=1,dp=8", "tp=2,dp=4", "tp=8", "tp=8,rules=tp_sp", "cp=4,tp=2", "cp=2,tp=4,rules=tp2d"],
         ),
-        *itertools.product(["qwen3-30b-a3b", "glm-4.5", "deepseek-v2-lite"], ["tp=8", "ep=8", "tp=2,ep=2,dp=2"]),
+        *itertools.product(
+            ["qwen3-30b-a3b", "glm-4.5", "deepseek-v2-lite"],
+            ["tp=8", "ep=8", "tp=2,ep=2,dp=2", "tp=4,ep=2,rules=dp_attention"],
+        ),
     ],
 )
 def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):

@@ -35,21 +35,23 @@ CASES = {
 }
 # What the kernel for GPUs does not have.
 MORE_CASES = {
+    "keys that are values": Case((0, 1, 200, 256), one=True, size=128, sinks=True, options={"window": 150}),
     "stacked layers": Case((5, 130), layers=2),
     "pages": Case((0, 1, 16, 17, 100, 64), slots=16, columns=7, layers=2),
     "pages of more than a block": Case((0, 128, 129, 500), slots=128, columns=4),
     "ring of pages": Case((0, 17, 100, 500), slots=16, columns=5, ring=True, options={"window": 60}),
     "several queries": Case((0, 1, 3, 4, 130), queries=4, sinks=True, options={"window": 60}),
+    "a tree of new tokens": Case((0, 2, 5, 6, 130), queries=5, tree=True, options={"window": 100}),
     "several queries, pages": Case((2, 3, 47, 48, 49), queries=3, slots=16, columns=4, group=3),
 }
-# Caches of fewer bits, which no kernel has.
+# Caches of fewer bits.
 QUANTISED_CASES = {
     "int8": Case((0, 1, 127, 128, 129, 256, 0), stored="int8"),
     "fp8 in half precision, softcap, sinks": Case(
         (0, 1, 200), dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}, stored="float8_e4m3fn"
     ),
     "int8 ring": Case((0, 1, 129, 500), slots=128, ring=True, options={"window": 100}, stored="int8"),
-    "fp8 pages of stacked layers": Case((0, 17, 100), slots=16, columns=7, layers=2, stored="float8_e4m3fn"),
+    "fp8 pages of stacked layers": Case((0, 17, 300), slots=128, columns=3, layers=2, stored="float8_e4m3fn"),
     "int8, several queries": Case((0, 1, 3, 130), queries=4, options={"window": 60}, stored="int8"),
     "int8, large logits": Case((1, 200), loudness=1e4, sinks=True, stored="int8"),
 }
@@ -59,7 +61,7 @@ QUANTISED_CASES = {
 def small_blocks(monkeypatch):
     """So that rows have several, and their ends several parts."""
     monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", 1 << 17)
-    monkeypatch.setattr(decode_attention_tpu, "EDGE", 64)
+    monkeypatch.setattr(decode_attention_tpu, "PART", 256)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -74,16 +76,18 @@ def test_pages_layers_and_several_queries(name, backend):
     MORE_CASES[name].check(BACKENDS[backend])
 
 
+@pytest.mark.parametrize("backend", ["xla", "tpu"])
 @pytest.mark.parametrize("name", QUANTISED_CASES)
-def test_quantised_caches(name):
-    QUANTISED_CASES[name].check(decode_attention)
+def test_quantised_caches(name, backend):
+    QUANTISED_CASES[name].check(BACKENDS[backend])
 
 
-def test_kernels_without_scales_say_so():
-    inputs = QUANTISED_CASES["int8"].inputs(0)
-    for backend in ("pallas_gpu", "pallas_tpu", "nki"):
+def test_kernels_without_scales_or_a_mask_say_so():
+    for backend in ("pallas_gpu", "nki"):
         with pytest.raises(ValueError, match=f"'{backend}' takes no scales"):
-            decode_attention(**inputs, scale=1.0, backend=backend)
+            decode_attention(**QUANTISED_CASES["int8"].inputs(0), scale=1.0, backend=backend)
+        with pytest.raises(ValueError, match=f"'{backend}' takes no mask"):
+            decode_attention(**MORE_CASES["a tree of new tokens"].inputs(0), scale=1.0, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -102,11 +106,12 @@ def test_parts_of_a_cache_merge_to_the_whole(backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize("name", ["window", "ring of an odd number of units", "pages", "several queries"])
+@pytest.mark.parametrize("name", ["window", "ring of an odd number of units", "pages", "a tree of new tokens", "int8"])
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
-    case = dataclasses.replace((CASES | MORE_CASES)[name], queries=(CASES | MORE_CASES)[name].queries or 1)
+    case = (CASES | MORE_CASES | QUANTISED_CASES)[name]
+    case = dataclasses.replace(case, queries=case.queries or 1)
     case.check(partial(decode_attention_tpu.decode_attention, interpret=params))
     assert "RACE" not in capsys.readouterr().out  # newer jax raises
 
@@ -115,24 +120,27 @@ def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     ("changes", "reason"),
     [
         ({"dtype": jnp.float16}, "bfloat16 or float32"),
+        ({"values": 32}, "values of size 32 are apart from keys of size 64"),
         ({"slots": 100}, "100 positions do not divide into tiles of 8"),
         ({"heads": 64, "size": 256, "slots": 512}, "on-chip memory"),
         ({"group": 40, "queries": 4}, "4 x 40 queries of a KV head exceed 128"),
     ],
 )
 def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reason):
+    values = changes.pop("values", None)
     case = Case((1, 2), **changes)
     q = jax.ShapeDtypeStruct((2, case.queries or 1, case.heads, case.group, case.size), case.dtype)
     k = jax.ShapeDtypeStruct((2, case.heads, case.slots, case.size), case.dtype)
-    assert reason in decode_attention_tpu.unsupported(q, k)
+    v = jax.ShapeDtypeStruct((*k.shape[:-1], values or case.size), case.dtype)
+    assert reason in decode_attention_tpu.unsupported(q, k, v)
     with pytest.raises(ValueError, match=reason):
-        jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), q, k, k, jax.ShapeDtypeStruct((2,), jnp.int32))
+        jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), q, k, v, jax.ShapeDtypeStruct((2,), jnp.int32))
 
 
 def test_a_page_table_must_fit_scalar_memory():
     q = jax.ShapeDtypeStruct((300, 1, 1, 4, 128), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((300 * 500, 1, 128, 128), jnp.bfloat16)
-    assert "300 x 500 pages needs 614400 bytes of scalar memory" in decode_attention_tpu.unsupported(q, k, pages=500)
+    assert "300 x 500 pages needs 600000 bytes of scalar memory" in decode_attention_tpu.unsupported(q, k, pages=500)
     assert decode_attention_tpu.unsupported(q, k, pages=300) is None
 
 

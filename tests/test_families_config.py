@@ -72,6 +72,8 @@ MODEL_TYPES = {
     "dots1": "Dots1ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
+    "afmoe": "AfmoeForCausalLM",
+    "laguna": "LagunaForCausalLM",
 }
 # Of these, the text models are.
 WITH_TEXT = {"Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration"}
@@ -174,6 +176,49 @@ def test_longrope_has_older_names_in_phi3(name):
     assert config(name) == config("longrope")
 
 
+def test_mimo_has_other_names_on_the_hub():
+    """As published, layers alike in all else."""
+    published = {
+        "hybrid_layer_pattern": [0, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 1, 0],
+        "moe_layer_freq": [0, 0, *[1] * 11],
+        "layernorm_epsilon": 1e-4,
+        "rope_theta": 4e6,
+        "swa_rope_theta": 2e4,
+        "partial_rotary_factor": 0.334,
+        "head_dim": 192,
+        "v_head_dim": 128,
+        "swa_num_attention_heads": 32,
+        "swa_num_key_value_heads": 16,
+        "swa_head_dim": 192,
+        "swa_v_head_dim": 128,
+        "num_key_value_heads": 8,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "sliding_window": 128,
+        "sliding_window_size": 128,
+        "attention_chunk_size": 128,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "n_shared_experts": None,
+        "routed_scaling_factor": None,
+    }
+    rope = {"rope_type": "default", "partial_rotary_factor": 0.334}
+    transformers_own = {
+        "layer_types": [SLIDING if slides else FULL for slides in published["hybrid_layer_pattern"]],
+        "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 11,
+        "rms_norm_eps": 1e-4,
+        "rope_parameters": {FULL: {**rope, "rope_theta": 4e6}, SLIDING: {**rope, "rope_theta": 2e4}},
+        "num_key_value_heads": 8,
+        "sliding_window": 129,
+    }
+    found = recipe("mimo_v2_flash", SIZES | published)
+    assert found == completed("mimo_v2_flash", SIZES | transformers_own)
+    other = {"swa_num_attention_heads": 48, "swa_head_dim": 96, "swa_v_head_dim": 64}
+    spec = recipe("mimo_v2_flash", SIZES | published | other).layers[1].attention
+    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.value_dim, spec.rope.dim) == (48, 16, 96, 64, 32)
+    assert spec.scale == 96**-0.5
+
+
 def test_gemma3_configs_may_leave_out_the_sizes():
     """As the published 4B model: everything else is a default."""
     options = {
@@ -273,6 +318,9 @@ def test_context_is_what_the_rotary_embedding_is_stretched_to():
         ("longcat_flash", {"zero_expert_type": "constant"}, "zero_expert_type='constant'"),
         ("gemma3n_text", {"num_kv_shared_layers": 14}, "num_kv_shared_layers=14 of 13 layers"),
         ("gemma3n_text", {"num_kv_shared_layers": 10}, "none of the first 3 layers"),
+        ("mimo_v2_flash", {"attention_projection_layout": "fused_qkv"}, "attention_projection_layout='fused_qkv'"),
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input=True"),
+        ("laguna", {"num_attention_heads_per_layer": [32] * 12}, "12 num_attention_heads_per_layer for 13 layers"),
         ("gemma3n_text", {"altup_active_idx": 1}, "altup_active_idx=1"),
         ("gemma3n_text", {"intermediate_size": [300] * 12}, "12 values of intermediate_size for 13 layers"),
         ("gemma4_text", {"vocab_size_per_layer_input": 1001}, "vocabulary"),

@@ -41,7 +41,7 @@ def one_pass(path, tokens: np.ndarray, *, scan: bool) -> np.ndarray:
     def run(weights, cache, tokens):
         decoder, zero = model.merge(weights), jnp.zeros(1, jnp.int32)
         ctx = StepContext(StepBatch.of_chunks(tokens[None], zero, zero), config, plan.max_len)
-        hidden, _, _ = decoder(ctx, plan.view(cache))
+        hidden, *_ = decoder(ctx, plan.view(cache))
         return decoder.logits(hidden, ctx.shards)
 
     program = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})

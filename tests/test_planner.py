@@ -173,6 +173,11 @@ PARAMETERS = {  # billions, as published
     "gemma3-4b": 3.88,
     "gemma3-12b": 11.8,
     "gemma3-27b": 27.0,
+    # Of the text models; with those that see and hear, 7.9, 5.1 and 8.0.
+    "gemma3n-e4b": 6.84,
+    "gemma4-e2b": 4.63,
+    "gemma4-e4b": 7.46,
+    "gemma4-26b-a4b": 25.2,
     "glm-4.5": 355,
     "llama3-1b": 1.24,
     "llama3-8b": 8.03,
@@ -200,6 +205,7 @@ PARAMETERS = {  # billions, as published
 # Likewise, for a token; some do not count the embedding.
 ACTIVE = {
     "deepseek-v3": 37,
+    "gemma4-26b-a4b": 3.8,
     "glm-4.5": 32,
     "kimi-k2": 32,
     "llama4-scout": 17,

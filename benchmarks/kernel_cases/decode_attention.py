@@ -15,8 +15,8 @@ SHORT = tuple(np.exp(_RNG.uniform(np.log(17), np.log(8192), 64)).astype(int).tol
 
 @dataclass(frozen=True)
 class DecodeAttention:
-    """Rows of `lengths` positions, `queries` new ones each; bfloat16. page: positions of one; None: rows are pages.
-    slots: of a ring."""
+    """Rows of `lengths` positions, `queries` new ones each; bfloat16, or `stored` with scales. page: positions of one;
+    None: rows are pages. slots: of a ring. tree: new tokens see their ancestors only."""
 
     lengths: tuple[int, ...]
     heads: int = 1
@@ -26,6 +26,9 @@ class DecodeAttention:
     queries: int = 1
     window: int | None = None
     slots: int | None = None
+    stored: str | None = None
+    sinks: bool = False
+    tree: bool = False
 
     kernel = "decode_attention"
     floor_flops = 0
@@ -33,14 +36,19 @@ class DecodeAttention:
     @property
     def floor_bytes(self) -> int:
         seen = sum(min(length, (self.window or length) + self.queries - 1) for length in self.lengths)
-        return 4 * seen * self.heads * self.size
+        cell = 4 * self.size if self.stored is None else 2 * self.size + 8
+        return seen * self.heads * cell
 
     def function(self):
         from inferlib.pallas_kernels.decode_attention_tpu import decode_attention
 
-        return partial(
-            decode_attention, scale=self.size**-0.5, window=self.window, ring=self.slots is not None, layer=0
-        )
+        options = dict(window=self.window, ring=self.slots is not None, layer=0) | ({"v": None} if self.one else {})
+        return partial(decode_attention, scale=self.size**-0.5, **options)
+
+    @property
+    def one(self) -> bool:
+        """Whether key and value lie in one cell."""
+        return self.size % 128 != 0
 
     @property
     def pages(self) -> np.ndarray | None:
@@ -55,9 +63,16 @@ class DecodeAttention:
         """Shapes and dtypes."""
         rows, slots = len(self.lengths), self.page or self.slots or -(-max(self.lengths) // 128) * 128
         count = rows if self.page is None else self.pages.size
-        cache = (4, count, self.heads, slots, self.size), "bfloat16"
-        q = (rows, self.queries, self.heads, self.group, self.size), "bfloat16"
-        found = {"q": q, "k": cache, "v": cache, "lengths": ((rows,), "int32")}
+        size = -(-2 * self.size // 128) * 128 if self.one else self.size
+        cache = (4, count, self.heads, slots, size), self.stored or "bfloat16"
+        q = (rows, self.queries, self.heads, self.group, size), "bfloat16"
+        found = {"q": q, "k": cache} | ({} if self.one else {"v": cache}) | {"lengths": ((rows,), "int32")}
+        if self.stored:
+            found |= dict.fromkeys(("k_scales", "v_scales"), (cache[0][:-1], "float32"))
+        if self.sinks:
+            found["sinks"] = (self.heads, self.group), "bfloat16"
+        if self.tree:
+            found["mask"] = (rows, self.queries, self.queries), "bool"
         return found if self.page is None else {**found, "pages": (self.pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
@@ -65,10 +80,10 @@ class DecodeAttention:
         given = [np.array(self.lengths), np.zeros(1, int)]
         if self.slots is not None:
             first = np.maximum(np.array(self.lengths) - self.queries + 1 - self.window, 0)
-            unit = math.gcd(self.slots, 128)
+            unit = math.gcd(self.slots, 64)
             given.append(first // unit * unit % self.slots)
         if self.page is not None:
-            given.append(self.pages)
+            given.append(self.pages.reshape(-1))
         return dict(enumerate(given))
 
 
@@ -89,9 +104,16 @@ CASES = {
     "short": DecodeAttention(SHORT),
     "short, 8 heads": DecodeAttention(SHORT, heads=8),
     "A, head 64": DecodeAttention(BATCH, size=64),
+    "F, head 64": DecodeAttention(BATCH, heads=8, size=64),
     "A, head 256": DecodeAttention(BATCH, size=256),
     "A, 4 queries": DecodeAttention(BATCH, queries=4),
     "F, 4 queries": DecodeAttention(BATCH, heads=8, queries=4),
+    "A, sinks": DecodeAttention(BATCH, sinks=True),
+    "A, int8": DecodeAttention(BATCH, stored="int8"),
+    "F, int8": DecodeAttention(BATCH, heads=8, stored="int8"),
+    "A, fp8": DecodeAttention(BATCH, stored="float8_e4m3fn"),
+    "F, fp8": DecodeAttention(BATCH, heads=8, stored="float8_e4m3fn"),
+    "F, tree of 4": DecodeAttention(BATCH, heads=8, queries=4, tree=True),
     "A, window 1024": DecodeAttention((5000,) * 32, window=1024, slots=1536),
     "F, window 1024": DecodeAttention((5000,) * 32, heads=8, window=1024, slots=1536),
 }

@@ -27,8 +27,8 @@ from inferlib.sharding.shards import Shards
 class BlockCache:
     """One block's cache: the shapes of its arrays, [N, K, S, h], or [L, N, K, S, h] if the block is scanned.
 
-    latent: there is one, of MLA, which has one head. shared: the arrays are another block's, which the block's layers
-    attend to; the shapes are those that it would have.
+    latent: there is one, of MLA, which has one head. Otherwise, where there is one, a cell is a key with its value.
+    shared: the arrays are another block's, which the block's layers attend to; the shapes are those that it would have.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -88,9 +88,10 @@ class CachePlan:
 def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, platform: str = "cpu") -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
-    A latent cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes
-    its compiler would choose another order of the dimensions, and copy the cache to it at every step. So are a device's
-    slots, as kernels read whole tiles.
+    A cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes its
+    compiler would choose another order of the dimensions, and copy the cache to it at every step. So where heads are of
+    other sizes, 64 above all, a value lies behind its key in one cell. A device's slots are such multiples too, as
+    kernels read whole tiles.
 
     A ring must hold what a chunk's first query sees and the chunk itself: window + chunk slots.
     """
@@ -101,7 +102,9 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
         slots = model.layout.positions(spec.reach + chunk if ring else max_len, lanes)
         stack = (len(layers),) if len(layers) > 1 else ()
         page = (*stack, rows, model.layout.cache_heads(spec), slots)
-        latent = isinstance(spec, MlaSpec)
-        shapes = tuple((*page, -(-size // lanes) * lanes if latent else size) for size in spec.cache_sizes)
-        blocks.append(BlockCache(shapes, ring, latent, shared=spec.cache_of is not None))
+        sizes = spec.cache_sizes
+        if any(size % lanes for size in sizes):
+            sizes = (-(-sum(sizes) // lanes) * lanes,)
+        shapes = tuple((*page, size) for size in sizes)
+        blocks.append(BlockCache(shapes, ring, isinstance(spec, MlaSpec), shared=spec.cache_of is not None))
     return CachePlan(rows, max_len, tuple(blocks), np.dtype(dtype))

@@ -40,12 +40,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class LoadItem:
-    """One weight and the tensors it is made of: a tuple of pieces per layer (several if it is stacked)."""
+    """One weight and the tensors it is made of: a tuple of pieces per layer (several if it is stacked). placed: of each
+    layer, the expert of each slot, if experts are placed by a file."""
 
     weight: WeightSpec
     layer: LayerSpec | None
     pieces: tuple[tuple[Piece, ...], ...]
     fused_experts: FusedExperts
+    placed: tuple[tuple[int, ...], ...] | None = None
 
 
 # Parts of a layer that are the checkpoint's tensors as they are, matrices transposed; the latter named in full.
@@ -103,6 +105,9 @@ def _attention_pieces(names, attn: AttentionSpec, module: str, suffix: str, tail
     )
     if module == "attn.sinks":
         return (Piece(names[module], (attn.heads,)),)
+    if module == "attn.gate":
+        rows = attn.heads * (1 if attn.gate.per_head else attn.value_dim)
+        return (Piece(names[module] + suffix, (rows, *tail)),)
     if module in ("attn.q_norm", "attn.k_norm"):
         full = q_rows if module == "attn.q_norm" else k_rows
         return (Piece(names[module] + suffix, (full if attn.qk_norm == "full" else attn.head_dim,)),)
@@ -241,6 +246,9 @@ def _attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax
         return pieces[0].T.reshape(attn.kv_heads, attn.group, attn.value_dim, -1)
     if part == "attn.sinks":
         return pieces[0].reshape(attn.kv_heads, attn.group)
+    if part == "attn.gate":
+        size = () if attn.gate.per_head else (attn.value_dim,)
+        return pieces[0].T.reshape(-1, attn.kv_heads, attn.group, *size)
     if part in ("attn.q_norm", "attn.k_norm"):
         weight = pieces[0]
         if attn.qk_norm == "full":

@@ -67,14 +67,17 @@ def load_experts(
     for layer, pieces in enumerate(item.pieces):
         for expert in range(item.layer.mlp.experts):
             own = _of_expert(pieces, kind, expert)
-            if arrays[0].owners(expert):
+            slots = [slot for slot, e in enumerate(item.placed[layer]) if e == expert] if item.placed else [expert]
+            if slots := [slot for slot in slots if arrays[0].owners(slot)]:
                 if weight.scheme is None:
                     tensors = _read(source.read, own, kind, item.fused_experts)
                     cut = lambda bounds, tensors=tensors: _cut(tensors, kind, bounds)  # noqa: E731
-                    arrays[0].put(layer, expert, kind, cut)
+                    for slot in slots:
+                        arrays[0].put(layer, slot, kind, cut)
                 else:
                     for parts, whole in zip(arrays, _quantized(source, item, own), strict=True):
-                        parts.put(layer, expert, "", partial(parts.share, whole))
+                        for slot in slots:
+                            parts.put(layer, slot, "", partial(parts.share, whole))
             # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
             for part in (part for parts in arrays for part in parts.arrays.values()):
                 part.block_until_ready()
@@ -108,15 +111,15 @@ class _Parts:
             spec, sharding, places, {here: run(jnp.full, (shape, fill, spec.dtype.name), place=here) for here in places}
         )
 
-    def owners(self, expert: int) -> list[Format | SingleDeviceSharding | None]:
+    def owners(self, slot: int) -> list[Format | SingleDeviceSharding | None]:
         bounds = {here: b[axes.EXPERTS] for here, b in self.bounds.items()}
-        return [here for here, (first, last) in bounds.items() if first <= expert < last]
+        return [here for here, (first, last) in bounds.items() if first <= slot < last]
 
-    def put(self, layer: int, expert: int, kind: str, cut: Callable[[Mapping], list[np.ndarray]]) -> None:
+    def put(self, layer: int, slot: int, kind: str, cut: Callable[[Mapping], list[np.ndarray]]) -> None:
         """Lay out what `cut` gives of one expert for a device's bounds at its place there; see `_put`."""
-        for here in self.owners(expert):
+        for here in self.owners(slot):
             bounds = self.bounds[here]
-            at = np.int32(expert - bounds[axes.EXPERTS][0])
+            at = np.int32(slot - bounds[axes.EXPERTS][0])
             at = (np.int32(layer), at) if axes.LAYERS in bounds else (at,)
             self.arrays[here] = run(_put, (kind,), self.arrays[here], at, *cut(bounds), place=here, donate=True)
 

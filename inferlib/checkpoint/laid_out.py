@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from inferlib.checkpoint.assemble import expand
-from inferlib.checkpoint.load import into_stack, placement
+from inferlib.checkpoint.load import into_stack
+from inferlib.checkpoint.load import placement as placement_of
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel, ArraySpec, WeightSpec, abstract_model
@@ -32,6 +34,7 @@ from inferlib.models.config import LayerSpec, ModelConfig
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import nbytes
+from inferlib.placement import TABLES, ExpertPlacement
 from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -143,11 +146,12 @@ class LaidOutWeights:
         self,
         model: AbstractModel,
         *,
+        placement: ExpertPlacement | None = None,
         shards: Shards,
         formats: Sequence[Format | NamedSharding | None] | None = None,
         progress: bool = False,
     ) -> tuple[jax.Array, ...]:
-        """The arrays of `model` in the order of `model.specs`; formats as for `load_weights`.
+        """The arrays of `model` in the order of `model.specs`; placement and formats as for `load_weights`.
 
         Weights that are not stored quantised are cast to the model's dtype, or quantised if the model says so. Raises
         CheckpointError if the stored arrays are damaged or not those of its config.
@@ -162,7 +166,11 @@ class LaidOutWeights:
         targets = {(i, weight.part): weight for weight in model.weights for i in _layers(model, weight)}
         rest = iter(formats or [None] * len(model.specs))
         formats = {weight.name: tuple(islice(rest, len(weight.arrays))) for weight in model.weights}
-        loaded: dict[str, tuple[jax.Array, ...]] = {}
+        loaded: dict[str, tuple[jax.Array, ...]] = {
+            weight.name: placement.place(model, weight, shards, formats[weight.name])
+            for weight in model.weights
+            if weight.part in TABLES
+        }
         with (
             _checkpointer() as checkpointer,
             ByteProgress("loading weights", stored.nbytes, show=progress) as bar,
@@ -177,6 +185,9 @@ class LaidOutWeights:
                 arrays = self._restore(checkpointer, block, wanted)
                 for weight in weights:
                     target, held = targets[block, weight.part], tuple(arrays.pop(spec.part) for spec in weight.arrays)
+                    if placement is not None and axes.EXPERTS in weight.axes:
+                        number = model.layers_of(target.block).index(block)
+                        held = _placed(weight, held, placement.of(model, target)[number], shards)
                     layer, places = _expanded(model, shards, weight, target, held), formats[target.name]
                     if target.axes[0] == axes.LAYERS:
                         number = model.layers_of(target.block).index(block)
@@ -239,7 +250,7 @@ def _layers(model: AbstractModel, weight: WeightSpec) -> Iterable[int | None]:
 def _wanted(stored: ArraySpec, target: WeightSpec, shards: Shards) -> jax.ShapeDtypeStruct:
     """What to restore. Only a weight that is not quantised, and is not going to be, changes its dtype."""
     whole = stored.part == target.part and target.scheme is None
-    sharding = placement(shards, stored.axes, stored.shape) or SingleDeviceSharding(jax.devices()[0])
+    sharding = placement_of(shards, stored.axes, stored.shape) or SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(stored.shape, target.dtype if whole else stored.dtype, sharding=sharding)
 
 
@@ -254,6 +265,22 @@ def _expanded(
     layer = None if stored.block is None else model.config.layers[stored.block]
     places = tuple(shards.sharding(spec.axes) for spec in target.arrays)
     return run(expand_all, (model.layout, layer, replace(stored, name="", block=None), target), *held, place=places)
+
+
+def _placed(
+    stored: WeightSpec, held: tuple[jax.Array, ...], experts: tuple[int, ...], shards: Shards
+) -> tuple[jax.Array, ...]:
+    """The arrays of one layer's experts, in the order of their slots."""
+    order, taken = np.array(experts, np.int32), []
+    for spec, x in zip(stored.arrays, held, strict=True):
+        at = spec.axes.index(axes.EXPERTS)
+        place = placement_of(shards, spec.axes, (*x.shape[:at], order.size, *x.shape[at + 1 :]))
+        taken.append(run(_take, (at,), x, order, place=place))
+    return tuple(taken)
+
+
+def _take(axis: int, x: jax.Array, order: jax.Array) -> jax.Array:
+    return jnp.take(x, order, axis=axis)
 
 
 def expand_all(

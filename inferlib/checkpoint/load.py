@@ -25,6 +25,7 @@ from inferlib.models.config import LayerSpec, ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
+from inferlib.placement import TABLES, ExpertPlacement
 from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -34,8 +35,9 @@ _IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
 def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tuple[LoadItem, ...]:
-    """What to read for every weight. Raises CheckpointError for missing, misshapen or unexpected tensors."""
-    items = tuple(_item(family, model, weight) for weight in model.weights)
+    """What to read for every weight but the tables of `inferlib.placement`. Raises CheckpointError for missing,
+    misshapen or unexpected tensors."""
+    items = tuple(_item(family, model, weight) for weight in model.weights if weight.part not in TABLES)
     present = set(source.names())
     if family.base and not any(name.startswith(family.base) for name in present):
         items = tuple(_without(family.base, item) for item in items)
@@ -71,6 +73,7 @@ def load_weights(
     family: Family,
     model: AbstractModel,
     *,
+    placement: ExpertPlacement | None = None,
     shards: Shards = Shards(),  # noqa: B008
     formats: Sequence[Format | NamedSharding | None] | None = None,
     progress: bool = False,
@@ -78,18 +81,23 @@ def load_weights(
     """The arrays of `model` in the order of `model.specs`, read tensor by tensor from `source`.
 
     Tensors are moved to the device as stored, laid out there and quantised if the model says so; the host holds a few
-    of them at a time. On a mesh each device reads its own part of a tensor. formats: where each array goes and in which
-    layout; None: where `shards` says, in the usual one. progress: show bytes and rate.
+    of them at a time. On a mesh each device reads its own part of a tensor. placement: of experts, if the model has
+    slots for them. formats: where each array goes and in which layout; None: where `shards` says, in the usual one.
+    progress: show bytes and rate.
     """
-    items = plan_load(source, family, model)
-    total = sum(piece_bytes(source, piece) for item in items for layer in item.pieces for piece in layer)
+    items = {item.weight.name: item for item in plan_load(source, family, model)}
+    total = sum(piece_bytes(source, piece) for item in items.values() for layer in item.pieces for piece in layer)
+    rest, arrays = iter(formats or [None] * len(model.specs)), []
     with ByteProgress("loading weights", total, show=progress) as bar:
-        rest = iter(formats or [None] * len(model.specs))
-        loaded = (
-            load_item(source, item, model, shards, bar.advance, tuple(islice(rest, len(item.weight.arrays))))
-            for item in items
-        )
-        return tuple(array for arrays in loaded for array in arrays)
+        for weight in model.weights:
+            item, places = items.get(weight.name), tuple(islice(rest, len(weight.arrays)))
+            if item is None:
+                arrays += placement.place(model, weight, shards, places)
+                continue
+            if placement is not None and axes.EXPERTS in weight.axes:
+                item = replace(item, placed=placement.of(model, weight))
+            arrays += load_item(source, item, model, shards, bar.advance, places)
+    return tuple(arrays)
 
 
 def load_item(
@@ -235,7 +243,7 @@ def _read(
 def _axes_of(part: str) -> tuple[str, str]:
     """What splits the rows and the columns of a part's checkpoint tensors, [out, in]."""
     match part.replace(".shared.", "."):
-        case "attn.qkv" | "attn.q" | "attn.k" | "attn.v":
+        case "attn.qkv" | "attn.q" | "attn.k" | "attn.v" | "attn.gate":
             return axes.KV_HEADS, axes.EMBED
         case "attn.down":
             return axes.LATENT, axes.EMBED

@@ -1,4 +1,4 @@
-"""The command line: `inferlib generate`, `compile`, `info`, `convert`, `plan`, `targets`.
+"""The command line: `inferlib generate`, `compile`, `info`, `convert`, `plan`, `place`, `targets`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -11,6 +11,7 @@ from inferlib.cli.compile import compile
 from inferlib.cli.convert import convert
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
+from inferlib.cli.place import place
 from inferlib.cli.plan import plan
 from inferlib.cli.targets import targets
 
@@ -24,5 +25,6 @@ app.command()(generate)
 app.command()(info)
 app.command()(convert)
 app.command()(plan)
+app.command()(place)
 app.command()(targets)
 app.command()(compile)

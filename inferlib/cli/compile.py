@@ -48,6 +48,10 @@ def compile(
     quantization: Annotated[
         str | None, typer.Option(help="Of the weights: int8, int4, fp8, fp8_block, mxfp8 or mxfp4.")
     ] = None,
+    expert_placement: Annotated[
+        Path | None,
+        typer.Option(help="File of expert slots, as inferlib place writes it; the programs serve any with as many."),
+    ] = None,
     prefill_buckets: Annotated[
         str | None, typer.Option(help="Tokens of prefill chunks, ascending; by default 32,128,512.")
     ] = None,
@@ -75,8 +79,8 @@ def compile(
         fail("give either a model, the name of a shape with --config, or a plan with --plan")
     settings = dict(target=target, parallel=parallel, dtype=dtype, quantization=quantization)
     buckets = dict(prefill=prefill_buckets, batch=batch_buckets, cache=cache_buckets)
-    if plan and any((settings | buckets).values()):
-        fail("--plan says target, split, dtype, quantization and buckets: give none of them beside it")
+    if plan and any((settings | buckets | {"placement": expert_placement}).values()):
+        fail("--plan says target, split, dtype, quantization, buckets and placement: give none of them beside it")
     from inferlib.compile.aot import check_compiler, compile_programs, file_name
     from inferlib.compile.artifacts import ArtifactWriter
     from inferlib.compile.neuron import script
@@ -90,7 +94,9 @@ def compile(
             deployment = _planned(plan, words)
         else:
             settings["quantization"] = _quantization(model, quantization)
-            deployment = _deployment(hf_config(model, config), **settings, buckets=buckets, modes=words)
+            hf = hf_config(model, config)
+            slots = _slots(hf, expert_placement)
+            deployment = _deployment(hf, **settings, buckets=buckets, modes=words, expert_slots=slots)
         check_compiler(deployment.slice)
         keys = deployment.keys()
     name = model or config or plan
@@ -138,6 +144,7 @@ def _deployment(
     quantization: Quantization | None,
     buckets: Mapping[str, str | None],
     modes: tuple[str, ...],
+    expert_slots: int | None,
 ) -> Deployment:
     from inferlib.compile.deployment import Deployment
     from inferlib.compile.targets import parse_target
@@ -154,7 +161,20 @@ def _deployment(
         parallel=Parallelism(tensor=devices) if parallel is None else Parallelism.parse(parallel),
         modes=modes,
         quantization=quantization,
+        expert_slots=expert_slots,
     )
+
+
+def _slots(hf: Mapping[str, Any], file: Path | None) -> int | None:
+    """How many a file places experts of a model in."""
+    if file is None:
+        return None
+    from inferlib.models.families import config_from_hf
+    from inferlib.placement import ExpertPlacement
+
+    placement = ExpertPlacement.read(file)
+    placement.check(config_from_hf(hf))
+    return placement.slots
 
 
 def _quantization(model: str | None, wanted: str | None) -> Quantization | None:

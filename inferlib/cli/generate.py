@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,6 +65,12 @@ def generate(
     ] = None,
     artifacts: Annotated[
         Path | None, typer.Option(help="Directory of inferlib compile: run its programs and compile none.")
+    ] = None,
+    expert_placement: Annotated[
+        Path | None, typer.Option(help="File that says which expert lies where, as inferlib place writes it.")
+    ] = None,
+    expert_load: Annotated[
+        Path | None, typer.Option(help="Write here how many tokens chose each expert, for inferlib place.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Each prompt draws its own random numbers from this seed.")] = 0,
     chat: Annotated[
@@ -152,6 +159,7 @@ def generate(
     with user_errors():
         options = RequestOptions(_sampling_params(context.params), seed=seed, chat=chat, system=system)
 
+    @cache
     def load() -> LLM:
         from inferlib.compile.persist import keep_compilations
         from inferlib.llm import LLM
@@ -159,14 +167,23 @@ def generate(
         with user_errors():
             keep_compilations()
             sizes = dict(max_batch=max_batch, max_len=max_len)
-            weights = dict(dtype=dtype, quantization=quantization)
-            return LLM(model, **weights, **sizes, parallel=parallel, artifacts=artifacts, seed=seed)
+            weights = dict(dtype=dtype, quantization=quantization, expert_placement=expert_placement)
+            options = dict(parallel=parallel, artifacts=artifacts, expert_load=expert_load is not None, seed=seed)
+            return LLM(model, **weights, **sizes, **options)
+
+    def save_load() -> None:
+        if expert_load is not None and load.cache_info().currsize:
+            from inferlib.placement import write_load
+
+            with user_errors():
+                write_load(expert_load, load().expert_load())
 
     if (distributed or given) and _join(*place) > 0:
         load().follow()
         return
     if from_file:
         failed = run_batch(load, input_file, output_file, options, resume=resume, overwrite=overwrite)
+        save_load()
         raise typer.Exit(1 if failed else 0)
 
     texts = prompts or [_read_stdin()]
@@ -188,6 +205,7 @@ def generate(
                 write(json_line({"prompt": text, **result_fields(result)}).decode())
             else:
                 _show(text, [output.text for output in result.outputs], headings=len(texts) * n > 1)
+    save_load()
     summary.show(llm.compilations - compiled)
 
 

@@ -223,13 +223,14 @@ def _layer(layer: LayerSpec) -> str:
         parts += [f"queries' latents of {attention.q_rank}"] if attention.q_rank else []
     else:
         parts[0] += f", {attention.kv_heads} for keys and values"
-        parts[0] += "" if attention.cache_of is None else f" of layer {attention.cache_of + 1}"
+        parts[0] += "" if attention.cache_of is None else f" of layer {attention.cache_of}"
         parts += [f"values of {attention.value_dim}"] if attention.value_dim != attention.head_dim else []
         parts += [f"window {attention.window}"] if attention.window else []
         parts += [f"chunks of {attention.chunk}"] if attention.chunk else []
         parts += [f"QK-norm by {attention.qk_norm}"] if attention.qk_norm else []
         parts += [f"softcap {attention.softcap:g}"] if attention.softcap else []
         parts += ["sinks"] if attention.sinks else []
+        parts += [f"{attention.gate.activation} gates"] if attention.gate else []
     parts += ["query temperature"] if attention.temperature else []
     if rope is None:
         parts += ["no RoPE"]

@@ -122,7 +122,13 @@ def _is_vector(instruction: str) -> bool:
     op = re.match(r"%\w+ = ([\w.]+)", instruction)
     if op is None:
         return True
-    return op[1].startswith("v") or op[1] in ("shalt.err", "sfence", "strace", "snop", "sdelay")
+    return (op[1].startswith("v") and op[1] != "vsyncadd") or op[1] in (
+        "shalt.err",
+        "sfence",
+        "strace",
+        "snop",
+        "sdelay",
+    )
 
 
 def _branch_target(instruction: str) -> int | None:
@@ -246,6 +252,8 @@ class _Machine:
             if kind == "done.wait":
                 return self._wait(*map(self._value, arguments[:2]))
             return self._copy(*kind.split("_to_"), *map(self._value, arguments[:4]))
+        if base == "vsyncadd":
+            return self._signal(*map(self._value, arguments[:2]))
         if base == "sst":
             place, value = self._value(arguments[0]), self._value(arguments[1])
             return lambda: self._memory.__setitem__(place(), value())
@@ -334,6 +342,15 @@ class _Machine:
         if array.ndim > 1:
             array = np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, -array.shape[-1] % 128)])
         self._memory.update(enumerate(array.reshape(-1).tolist(), at))
+
+    def _signal(self, flag, size) -> Callable[[], None]:
+        """A copy on chip that was made of loads and stores is done. What follows a wait has a negative size."""
+
+        def act():
+            if _signed(size()) > 0:
+                self._pending[flag()].append([self._time, size()])
+
+        return act
 
     def _wait(self, flag, size) -> Callable[[], None]:
         def act():

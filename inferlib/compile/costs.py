@@ -21,6 +21,7 @@ from inferlib.compile.state import RowState
 from inferlib.compile.targets import Target
 from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.batch import Backend
 from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
@@ -118,7 +119,7 @@ class Memory:
 @dataclass(frozen=True)
 class Matrix:
     """A weight's part on a device. elements: in all its layers, of experts those of one; inner: those of a layer per
-    column of the model. experts: of which mixture."""
+    column of the model. experts: of which mixture. fed: of the feed-forward, see `Shards.feeders`."""
 
     elements: int
     nbytes: int
@@ -126,6 +127,7 @@ class Matrix:
     inner: int
     use: Literal["tokens", "sampled", "looked up"]
     experts: MoeSpec | None = None
+    fed: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,9 +222,14 @@ class Deployed:
     def _widest(self, matrix: Matrix) -> int:
         """Numbers of a layer that a token takes beside a matrix. All choices of the tokens that experts are shared with
         have room, wherever they go."""
+        devices = self._feeders(matrix)
         if matrix.experts is None:
-            return matrix.inner
-        return self.shards.size(axes.EXPERTS) * matrix.experts.router.chosen * (matrix.inner + self.width)
+            return devices * matrix.inner
+        return devices * self.shards.size(axes.EXPERTS) * matrix.experts.router.chosen * (matrix.inner + self.width)
+
+    def _feeders(self, matrix: Matrix) -> int:
+        """Of how many devices a matrix takes the tokens."""
+        return self.shards.feeders if matrix.fed else 1
 
     def decode(self, rows: int, live: float) -> Work:
         """A greedy decode step of `rows` rows of each replica, `live` positions of each in the cache."""
@@ -241,11 +248,11 @@ class Deployed:
         """tokens: on a device. live: positions read of a row's cache; seen: by a query, on average. ring: devices that
         pass on their shares of a row's cache, so that each reads all of it, and writes what it is given."""
         count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
-        everyone = tokens * self.shards.size(axes.EXPERTS)
+        everyone = tokens * self.shards.feeders * self.shards.size(axes.EXPERTS)
         flops = moved = weights = cache = 0.0
         for m in self.matrices:
             # A device's experts take, on average, as many choices as its tokens make.
-            times = count[m.use] * (m.experts.router.chosen if m.experts else 1)
+            times = count[m.use] * self._feeders(m) * (m.experts.router.chosen if m.experts else 1)
             flops += 2.0 * times * m.elements
             moved += 2.0 * times * m.layers * (self.width + m.inner)
             if m.use != "looked up":
@@ -265,7 +272,8 @@ class Deployed:
 
     def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
         plan = self.plan(self.replicas, key.limit, key.chunk or 1)
-        return explain_step(self.model, plan, self.shards, key).collectives
+        backend = Backend.for_platform(self.target.platform, self.shards)
+        return explain_step(self.model, plan, self.shards, key, backend=backend).collectives
 
 
 @lru_cache(maxsize=1024)
@@ -312,7 +320,8 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
         elif weight.block is None and axes.VOCAB in names:
             use = "sampled"
         size = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
-        found.append(Matrix(elements if matrix else 0, size, layers if matrix else 0, inner, use, experts))
+        counts = (elements, size, layers, inner) if matrix else (0, size, 0, 0)
+        found.append(Matrix(*counts, use, experts, fed=weight.part.startswith("mlp.")))
     return tuple(found)
 
 

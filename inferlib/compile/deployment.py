@@ -32,8 +32,9 @@ from inferlib.sharding.shards import Shards, planned_shards
 class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
-    quantization: of the weights, None for `dtype`. modes: sampling modes to compile. Raises ConfigurationError,
-    ShardingError or TargetError if they do not go together.
+    quantization: of the weights, None for `dtype`. modes: sampling modes to compile. expert_slots: of a placement of
+    experts, whatever it is (see `inferlib.placement`). Raises ConfigurationError, ShardingError or TargetError if they
+    do not go together.
     """
 
     hf: Mapping[str, Any]
@@ -43,6 +44,7 @@ class Deployment:
     parallel: Parallelism = field(default_factory=Parallelism)
     modes: tuple[Mode, ...] = ("greedy", "sample")
     quantization: Quantization | None = None
+    expert_slots: int | None = None
 
     def __post_init__(self):
         check_dtype(self.dtype)
@@ -93,8 +95,8 @@ class Deployment:
         """Its programs, traced for `shards` (see `shards`, and `planned_shards` where there are no devices)."""
         config = self.config(shards)
         packed = config.backend.matmul == "pallas_tpu"
-        options = dict(quantization=self.quantization, packed=packed, scan=config.scan, shards=shards)
-        model = abstract_model(self.model, self.dtype, **options)
+        options = dict(packed=packed, scan=config.scan, shards=shards, expert_slots=self.expert_slots)
+        model = abstract_model(self.model, self.dtype, quantization=self.quantization, **options)
         check_packed(model, config, placed=True)
         return ProgramSet.make(model, config, layouts)
 

@@ -57,7 +57,7 @@ class Network:
         span, nbytes = self._span(collective.axis), collective.nbytes
         if collective.kind == "collective-permute":
             return self._permute(span, nbytes, efficiency)
-        if collective.kind == "all-to-all":
+        if collective.kind.endswith("all-to-all"):
             return self._all_to_all(span, nbytes, efficiency) + self._latency(span, efficiency)
         phases = 2 if collective.kind.endswith("all-reduce") else 1
         return phases * (self._gather(span, nbytes, efficiency) + self._latency(span, efficiency))

@@ -211,6 +211,13 @@ def meshes(config: ModelConfig, target: Target, chunk: int) -> list[Parallelism]
     widths = _widths(target)
     kv_heads = max(1 if isinstance(x.attention, MlaSpec) else x.attention.kv_heads for x in config.layers)
     found = _tensor_meshes(config, target)
+    # Where tp would hold copies of the cache.
+    found += [
+        Parallelism(tensor=n, **{axis: target.devices // n}, rules="dp_attention")
+        for n in widths
+        for axis in _replica_axes(config, target.devices // n)
+        if n > kv_heads
+    ]
     for width in widths:
         for sequence in (n for n in widths if n > 1 and width % n == 0):
             tensor = width // sequence

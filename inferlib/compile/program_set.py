@@ -21,7 +21,7 @@ from inferlib.compile.functions import run
 from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.compile.state import RowState
 from inferlib.config import ConfigurationError, EngineConfig
-from inferlib.models.abstract import AbstractModel
+from inferlib.models.abstract import AbstractModel, gainful, unpackable
 from inferlib.models.batch import kernel_lacks
 from inferlib.sharding import axes
 
@@ -200,6 +200,13 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) ->
         )
 
 
+_CHECKED = {
+    ("decode_attention", "pallas_tpu"): "TPU",
+    ("grouped_matmul", "pallas_tpu"): "TPU",
+    ("grouped_matmul", "pallas_gpu"): "GPU",
+}
+
+
 def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
     """The config with kernels that can run their share of the model; warns of those chosen that cannot."""
     checks = {
@@ -207,9 +214,15 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
         "grouped_matmul": partial(_experts_lack, config, model),
     }
     for name, lacks in checks.items():
-        if getattr(config.backend, name) == "pallas_tpu" and (reason := lacks()):
-            log.warning("%s is XLA's, not the TPU kernel: %s", name.replace("_", " "), reason)
+        chosen = getattr(config.backend, name)
+        if (name, chosen) in _CHECKED and (reason := lacks()):
+            log.warning("%s is XLA's, not the %s kernel: %s", name.replace("_", " "), _CHECKED[name, chosen], reason)
             config = replace(config, backend=replace(config.backend, **{name: "xla"}))
+    if config.backend.matmul == "pallas_tpu":
+        plain = (w for w in model.weights if gainful(w) and not w.packed)
+        reasons = {w.part: unpackable(w, model.dtype, config.shards) for w in plain}
+        if part := next(filter(reasons.get, reasons), None):
+            log.warning("products with %s are XLA's, not the TPU kernel's: %s", part, reasons[part])
     return config
 
 
@@ -221,30 +234,38 @@ def _attention_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan
         spec = model.config.layers[layers[0]].attention
         if kernel_lacks(spec, "pallas_tpu"):
             continue
-        cache = config.shards.local_shape(block.axes, block.shapes[0])
-        q = (config.rows, 1, cache[-3], model.layout.heads(spec).queries, cache[-1])
-        shapes = (jax.ShapeDtypeStruct(shape, plan.dtype) for shape in (q, cache))
+        cache = [config.shards.local_shape(block.axes, shape) for shape in block.shapes]
+        q = (config.rows, 1, cache[0][-3], model.layout.heads(spec).queries, cache[0][-1])
+        shapes = (jax.ShapeDtypeStruct(shape, plan.dtype) for shape in (q, *cache))
         if reason := decode_attention_tpu.unsupported(*shapes, window=spec.window):
             return reason
     return None
 
 
 def _experts_lack(config: EngineConfig, model: AbstractModel) -> str | None:
-    """Why the TPU kernel cannot multiply by the experts."""
-    from inferlib.pallas_kernels import grouped_matmul_tpu
+    """Why the chosen kernel cannot multiply by the experts."""
+    from inferlib.pallas_kernels import grouped_matmul_gpu, grouped_matmul_tpu
 
     tokens = config.rows + max(p * c for p, c in config.prefill_shapes())
     for weight in model.weights:
         if axes.EXPERTS not in weight.axes or not weight.contracting:
             continue
-        if weight.scheme is not None:
-            return "it takes no quantised weights"
         shape, at = config.shards.local_shape(weight.axes, weight.shape), weight.axes.index(axes.EXPERTS)
         experts, *parts, inner, outer = shape[at:]
-        rows = tokens * model.config.layers[model.layers_of(weight.block)[0]].mlp.router.chosen
-        x = jax.ShapeDtypeStruct((rows, inner), model.dtype)
-        w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), weight.dtype)
-        if reason := grouped_matmul_tpu.unsupported(x, w):
+        scheme = weight.scheme
+        if config.backend.grouped_matmul == "pallas_gpu":
+            dtype = weight.dtype if scheme is None else jnp.dtype(scheme.values)
+            values = jax.ShapeDtypeStruct((math.prod(shape[:-2]), inner, outer), dtype)
+            group = None if scheme is None or scheme.group is None else scheme.group_of(inner)
+            reason = grouped_matmul_gpu.unsupported(values, group, scheme is not None and bool(scheme.zeros))
+        elif scheme is not None:
+            reason = "it takes no quantised weights"
+        else:
+            rows = tokens * model.config.layers[model.layers_of(weight.block)[0]].mlp.router.chosen
+            x = jax.ShapeDtypeStruct((rows, inner), model.dtype)
+            w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), weight.dtype)
+            reason = grouped_matmul_tpu.unsupported(x, w)
+        if reason:
             return reason
     return None
 

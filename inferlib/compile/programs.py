@@ -89,13 +89,16 @@ class ChunkInput(NamedTuple):
 class StepOutput(NamedTuple):
     """tokens [K, B]: -1 where a row was inactive; chunk_tokens [P]: first token of prompts that ended; each
     `Sampled` beside it holds log-probabilities, its leading dimensions alike. detail: `Sampled` [P, C / n, n, ...] of
-    the prompt's own tokens, or logits [P, C / n, n, V], with n the devices that a chunk's tokens are dealt out to."""
+    the prompt's own tokens, or logits [P, C / n, n, V], with n the devices that a chunk's tokens are dealt out to.
+    load [1, 1, L, E] int32: of the layers with experts, how many tokens chose each, in all steps; if that is counted,
+    and for each replica and each of the n."""
 
     tokens: jax.Array
     sampled: Sampled | None = None
     chunk_tokens: jax.Array | None = None
     chunk_sampled: Sampled | None = None
     detail: Sampled | jax.Array | None = None
+    load: jax.Array | None = None
 
 
 def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey) -> Callable:
@@ -111,7 +114,7 @@ def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: Prog
     state = tree_specs(spec, RowState.AXES)
     fixed = (tuple(spec(w.axes) for w in model.specs), tuple(spec(names) for _, names in plan.arrays), state)
     chunk = (ChunkInput(*(spec((axes.ROWS, None)) for _ in ChunkInput._fields)),) if key.chunks else ()
-    output = _output_specs(spec, key)
+    output = _output_specs(spec, key, config.expert_load)
     if config.shards.several_processes:
         function, output = _gathered(function, output, config.shards.mesh), PartitionSpec()
     return jax.shard_map(
@@ -140,7 +143,7 @@ def _gathered(function: Callable, specs: StepOutput, mesh: Mesh) -> Callable:
     return gathered
 
 
-def _output_specs(spec: Callable, key: ProgramKey) -> StepOutput:
+def _output_specs(spec: Callable, key: ProgramKey, load: bool) -> StepOutput:
     """How a program's output is put together from the devices' parts."""
     logprobs = key.mode == "logprobs"
     dealt = (axes.ROWS, None, axes.TOKENS)
@@ -150,6 +153,7 @@ def _output_specs(spec: Callable, key: ProgramKey) -> StepOutput:
         chunk_tokens=spec((axes.ROWS,)) if key.chunks else None,
         chunk_sampled=Sampled(*[spec((axes.ROWS,))] * 5) if logprobs and key.chunks else None,
         detail={"logprobs": Sampled(*[spec(dealt)] * 5), "logits": spec((*dealt, axes.VOCAB))}.get(key.detail),
+        load=spec((axes.ROWS, axes.TOKENS)) if load else None,
     )
 
 
@@ -189,13 +193,26 @@ class _Maker:
 
         return open_mailboxes(self.key.rows, self.model.config.dim, self.config.shards.only_axis)
 
-    def run(self, weights, cache, batch: StepBatch, boxes: Mailboxes | None = None):
-        """Hidden states [T, D], the decoder (for its head), the cache and the mailboxes."""
+    def run(self, weights, cache, batch: StepBatch, counted: jax.Array, boxes: Mailboxes | None = None):
+        """Hidden states [T, D], the decoder (for its head), the cache, the mailboxes and the experts' load, if it is
+        asked for: of the tokens [T] that are `counted`."""
         decoder = self.model.merge(weights)
         config = self.config
-        ctx = StepContext(batch, self.model.config, self.plan.max_len, self.key.limit, config.backend, config.shards)
-        hidden, caches, boxes = decoder(ctx, self.plan.view(cache), boxes)
-        return hidden, decoder, self.plan.flatten(caches), boxes
+        ctx = StepContext(
+            batch,
+            self.model.config,
+            self.plan.max_len,
+            self.key.limit,
+            config.backend,
+            config.shards,
+            counted if config.expert_load else None,
+        )
+        hidden, caches, boxes, load = decoder(ctx, self.plan.view(cache), boxes)
+        return hidden, decoder, self.plan.flatten(caches), boxes, None if load is None else load[None, None]
+
+    def counted_rows(self, rows: RowState) -> jax.Array:
+        """[B] those whose choices of experts count: every device that prompts are dealt out to has the rows."""
+        return rows.active & (self.config.shards.index(axes.TOKENS) == 0)
 
     def advance(self, rows: RowState, logits: jax.Array) -> tuple[RowState, Sampled]:
         """Sample the next token of every row and account for it; inactive rows yield token -1."""
@@ -223,18 +240,19 @@ class _Maker:
         rows = state.head(key.rows)
 
         def step(cache, rows, boxes):
-            lengths = jnp.where(rows.active, rows.length + 1, 0)
-            hidden, decoder, cache, boxes = self.run(weights, cache, StepBatch.of_rows(rows.token, lengths), boxes)
+            batch = StepBatch.of_rows(rows.token, jnp.where(rows.active, rows.length + 1, 0))
+            hidden, decoder, cache, boxes, load = self.run(weights, cache, batch, self.counted_rows(rows), boxes)
             rows, sampled = self.advance(rows, decoder.logits(hidden, self.config.shards))
-            return cache, rows, boxes, sampled
+            return cache, rows, boxes, sampled, load
 
         boxes = self.mailboxes()
         if key.steps == 1:
-            cache, rows, _, sampled = step(cache, rows, boxes)
+            cache, rows, _, sampled, load = step(cache, rows, boxes)
             outs = jax.tree.map(lambda x: x[None], sampled)
         else:
-            shapes = jax.eval_shape(step, cache, rows, boxes)[3]
+            *_, shapes, load = jax.eval_shape(step, cache, rows, boxes)
             outs = jax.tree.map(lambda s: jnp.full((key.steps, *s.shape), -1, s.dtype), shapes)
+            load = jax.tree.map(jnp.zeros_like, load)
             started = rows.active
 
             def more(i, rows):
@@ -242,20 +260,21 @@ class _Maker:
                 return (i < key.steps) & running & ~(control.yield_early & finished)
 
             def body(i, carry):
-                cache, rows, boxes, outs = carry
-                cache, rows, boxes, sampled = step(cache, rows, boxes)
-                return cache, rows, boxes, jax.tree.map(lambda out, x: out.at[i].set(x), outs, sampled)
+                cache, rows, boxes, outs, total = carry
+                cache, rows, boxes, sampled, load = step(cache, rows, boxes)
+                outs = jax.tree.map(lambda out, x: out.at[i].set(x), outs, sampled)
+                return cache, rows, boxes, outs, jax.tree.map(jnp.add, total, load)
 
-            carry = cache, rows, boxes, outs
+            carry = cache, rows, boxes, outs, load
             if self.config.counted:
-                cache, rows, _, outs = lax.fori_loop(0, key.steps, body, carry)
+                cache, rows, _, outs, load = lax.fori_loop(0, key.steps, body, carry)
             else:
-                _, (cache, rows, _, outs) = lax.while_loop(
+                _, (cache, rows, _, outs, load) = lax.while_loop(
                     lambda carry: more(carry[0], carry[1][1]),
                     lambda carry: (carry[0] + 1, body(*carry)),
                     (jnp.int32(0), carry),
                 )
-        output = StepOutput(outs.token, outs if key.mode == "logprobs" else None)
+        output = StepOutput(outs.token, outs if key.mode == "logprobs" else None, load=load)
         return cache, state.with_head(rows), output
 
     def step(self, weights, cache, state: RowState, packed: jax.Array, chunk: ChunkInput):
@@ -267,12 +286,14 @@ class _Maker:
         own = self.config.shards.stripe(axes.TOKENS)
         tokens = own.take(chunk.tokens, dim=1)
         batch = StepBatch(tokens, info["row"], info["start"], rows.token, jnp.where(rows.active, rows.length + 1, 0))
-        hidden, decoder, cache, _ = self.run(weights, cache, batch)
+        prompts = own.take(jnp.arange(key.chunk)[None], dim=1) < info["length"][:, None]
+        counted = jnp.concatenate([prompts.reshape(-1), self.counted_rows(rows)])
+        hidden, decoder, cache, _, load = self.run(weights, cache, batch, counted)
         split = tokens.size
         ends = self.last_hidden(hidden[:split].reshape(*tokens.shape, -1), info["length"])
         logits = decoder.logits(jnp.concatenate([ends, hidden[split:]]), self.config.shards)
 
-        output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32))
+        output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32), load=load)
         if key.rows:
             rows, sampled = self.advance(rows, logits[key.chunks :])
             output = output._replace(tokens=sampled.token[None])

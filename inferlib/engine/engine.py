@@ -98,6 +98,7 @@ class Engine:
         self.plan = self.programs.plan
         self.stats = EngineStats()
         self.scheduler = Scheduler(config)
+        self.expert_load: np.ndarray | int = 0  # int64 [L, E], if it is counted
         self.cache = self.plan.allocate(config.shards)
         self.state = self.programs.allocate_state()
         self._compiled_before = compilations()
@@ -245,25 +246,27 @@ class Engine:
         dispatch = flight.dispatch
         with self.stats.timed("wait"):
             output = jax.device_get(flight.output)
-        advanced: dict[int, Sequence] = {}
-        steps = dispatch.key.steps
+        if output.load is not None:
+            self.expert_load += output.load.sum(axis=(0, 1), dtype=np.int64)
+        now, advanced, steps = time.monotonic(), {}, dispatch.key.steps
+        columns = output.tokens.T.tolist()  # Python's numbers: picking them out of an array one by one takes far longer
         for s in dispatch.rows:
-            before = len(s.tokens)
             replica, place = divmod(s.row, self.config.rows)
             column = replica * dispatch.key.rows + place
-            for i in range(steps):
-                if s.status is Status.DECODE and output.tokens[i, column] >= 0:
-                    self._accept(s, int(output.tokens[i, column]), output.sampled, (i, column))
-                    advanced[id(s)] = s
+            taken = s.accept(columns[column], now) if s.status is Status.DECODE else 0
+            if taken:
+                advanced[id(s)] = s
+                self._account(s, output.sampled, [(i, column) for i in range(taken)])
             # The device may have returned early to let a waiting prompt in.
-            s.scheduled -= steps - (len(s.tokens) - before)
+            s.scheduled -= steps - taken
         for i, chunk in zip(self._slots(dispatch), dispatch.chunks, strict=True):
             s = chunk.sequence
             if s.detail and s.status is not Status.FINISHED:
                 s.prompt_details.append(jax.tree.map(partial(_first_positions, i, chunk.length), output.detail))
             if chunk.last and s.status is Status.DECODE:
                 if s.max_tokens:
-                    self._accept(s, int(output.chunk_tokens[i]), output.chunk_sampled, i)
+                    s.accept([int(output.chunk_tokens[i])], now)
+                    self._account(s, output.chunk_sampled, [i])
                 else:
                     s.finish("length")
                 advanced[id(s)] = s
@@ -272,8 +275,12 @@ class Engine:
                 self.scheduler.release(s)
         return list(advanced.values())
 
-    def _accept(self, s: Sequence, token: int, sampled: Sampled | None, at) -> None:
-        if s.params.logprobs is not None:
+    def _account(self, s: Sequence, sampled: Sampled | None, places: list) -> None:
+        """For tokens that were accepted, whose details are at these indices of `sampled`."""
+        self.stats.generated_tokens += len(places)
+        if s.params.logprobs is None:
+            return
+        for token, at in zip(s.tokens[-len(places) :], places, strict=True):
             s.logprobs.append(
                 TokenLogprobs(
                     token,
@@ -283,8 +290,6 @@ class Engine:
                     sampled.top_logprobs[at],
                 )
             )
-        s.accept(token)
-        self.stats.generated_tokens += 1
 
 
 def _first_positions(chunk: int, length: int, x: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -84,16 +85,24 @@ class Sequence:
         """Upper bound of the tokens in the cache after everything that was scheduled."""
         return self.prefilled + max(min(self.scheduled, self.max_tokens) - 1, 0)
 
-    def accept(self, token: int) -> None:
-        """Append a generated token; ends the sequence at a stop token or at max_tokens."""
-        now = time.monotonic()
-        if self.first_token_time is None:
+    def accept(self, tokens: Iterable[int], now: float) -> int:
+        """Append generated tokens up to the first negative one, which stands for none, and up to a stop token or
+        max_tokens, which end the sequence. Returns how many; now: the time of their arrival (time.monotonic)."""
+        before = len(self.tokens)
+        for token in tokens:
+            if token < 0:
+                break
+            self.tokens.append(token)
+            if token in self.stop_ids:
+                self.finish("stop", None if token in self.eos_ids else token)
+                break
+            if len(self.tokens) >= self.max_tokens:
+                self.finish("length")
+                break
+        taken = len(self.tokens) - before
+        if taken and self.first_token_time is None:
             self.first_token_time = now
-        self.tokens.append(token)
-        if token in self.stop_ids:
-            self.finish("stop", None if token in self.eos_ids else token)
-        elif len(self.tokens) >= self.max_tokens:
-            self.finish("length")
+        return taken
 
     def finish(self, reason: Literal["stop", "length"], stop_reason: int | str | None = None) -> None:
         self.status, self.finish_reason, self.stop_reason = Status.FINISHED, reason, stop_reason

@@ -14,7 +14,7 @@ from inferlib.ops.attention import masked_attention, slot_positions, visible
 def decode_attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     lengths: jax.Array,
     *,
     scale: float,
@@ -27,26 +27,33 @@ def decode_attention(
     pages: jax.Array | None = None,
     k_scales: jax.Array | None = None,
     v_scales: jax.Array | None = None,
+    mask: jax.Array | None = None,
     backend: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """q [B, K, G, h]: row b's query is at position lengths[b] - 1; or [B, C, K, G, h]: at the last C positions.
 
-    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read, the new tokens' keys and values already written.
+    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read, the new tokens' keys and values already written;
+    v None: keys are values too.
     pages [B, M] int32: position p of row b is in page pages[b, p // S]; without, row b's cache is page b. lengths [B]
     int32 counts the positions written; 0 marks an inactive row (out 0, lse -inf), and what would stand at a negative
     position sees nothing. limit (static): no length exceeds it, so slots beyond are not read. ring: position p lives in
     slot p mod S of one page, or of all; then these are at least window + C - 1. sinks [K, G]: a logit that joins the
     softmax's denominator. window: of all queries, or [B] of each row's, which only "xla" takes. k_scales, v_scales
     [N, K, S] or [L, N, K, S] float32: both or neither; k and v, int8 or float8_e4m3fn, are multiplied by their
-    position's and head's, which only "xla" takes. What no query sees may hold anything in all of them, NaN included.
+    position's and head's. mask [B, C, C] bool: which of a row's new tokens each of its queries sees, of those up to its
+    own; all without. Draft trees are verified with it: a token sees its ancestors. Scales and a mask are taken by "xla"
+    and "pallas_tpu". What no query sees may hold anything in all of them, NaN included.
     backend: "xla"; "pallas_gpu" and "nki" for Trainium (rows as pages; the former one query); "pallas_tpu", which reads
     live pages only, and is interpreted on CPU.
     Returns out in q's shape and dtype, lse [B, K, G] or [B, C, K, G] float32.
     """
     if backend != "xla" and isinstance(window, jax.Array):
         raise ValueError(f"backend {backend!r} takes one window for all rows; use xla")
-    if backend != "xla" and k_scales is not None:
-        raise ValueError(f"backend {backend!r} takes no scales of keys and values; use xla")
+    if backend not in ("xla", "pallas_tpu") and (k_scales is not None or mask is not None):
+        given = "mask of new tokens" if k_scales is None else "scales of keys and values"
+        raise ValueError(f"backend {backend!r} takes no {given}; use xla")
+    if v is None and backend != "pallas_tpu":
+        v = k
     options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
     if backend == "pallas_gpu":
         from inferlib.pallas_kernels import decode_attention_gpu
@@ -54,7 +61,7 @@ def decode_attention(
         return decode_attention_gpu.decode_attention(q, k, v, lengths, ring=ring, limit=limit, **options)
     if q.ndim == 4:
         options |= dict(ring=ring, limit=limit, layer=layer, pages=pages, k_scales=k_scales, v_scales=v_scales)
-        out, lse = decode_attention(q[:, None], k, v, lengths, **options, backend=backend)
+        out, lse = decode_attention(q[:, None], k, v, lengths, mask=mask, **options, backend=backend)
         return out[:, 0], lse[:, 0]
     if backend == "nki":
         from inferlib.nki_kernels.flash_decode import flash_decode
@@ -64,6 +71,7 @@ def decode_attention(
         from inferlib.pallas_kernels import decode_attention_tpu
 
         options |= dict(ring=ring, layer=0 if layer is None else layer, pages=pages)
+        options |= dict(k_scales=k_scales, v_scales=v_scales, mask=mask)
         kernel = partial(decode_attention_tpu.decode_attention, **options)
         return lax.platform_dependent(q, k, v, lengths, cpu=partial(kernel, interpret=True), default=kernel)
     rows, queries = q.shape[:2]
@@ -82,7 +90,12 @@ def decode_attention(
 
     positions = lengths[:, None] - queries + jnp.arange(queries)
     window = window[:, None] if isinstance(window, jax.Array) else window
-    seen = visible(positions, slot_positions(lengths - 1, slots, ring), window)
+    held = slot_positions(lengths - 1, slots, ring)
+    seen = visible(positions, held, window)
+    if mask is not None:
+        new = held - positions[:, :1]  # which of the new tokens a slot holds, negative if none
+        allowed = jnp.take_along_axis(mask, jnp.clip(new, 0, queries - 1)[:, None], axis=2)
+        seen &= (new < 0)[:, None] | allowed
     k, v, k_scales, v_scales = map(cells, (k, v, k_scales, v_scales))
     options = dict(scale=scale, softcap=softcap, sinks=sinks, k_scales=k_scales, v_scales=v_scales)
     out, lse = masked_attention(q, k, v, seen, **options)

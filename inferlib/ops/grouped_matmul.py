@@ -36,28 +36,90 @@ def grouped_matmul(
     Returns [M, *P, O], accumulated in float32. sizes [E] int32 sum to at most M; rows beyond are in no group and hold
     anything, in x and in the result. most (static): no group is larger. rows [M] int32: x is [T, I], and x[rows[m]] is
     the row that m stands for. layer: w is [L, E, *P, I, O], of which this one is used. Only the weights of groups that
-    have rows are read. backend: "xla" or "pallas_tpu", which is interpreted on CPU.
+    have rows are read. backend: "xla", or "pallas_tpu" and "pallas_gpu", which are interpreted on CPU.
 
     The matrices of a group (P: an expert's gate and up) are apart in memory: merged, I would lie between them, and the
     TPU's compiler would copy all groups to have it otherwise.
     """
+    parts, inner, outer = _matrices(x, w, layer, sizes.size)
+    if backend == "pallas_tpu":
+        return _by_kernel(x if rows is None else x[rows], w, sizes, layer, parts)
+    total = x.shape[0] if rows is None else rows.size
+    first = jnp.int32(0) if layer is None else layer * sizes.size
+    if backend == "pallas_gpu":
+        return _by_gpu_kernel(x, w, rows, parts, inner, outer, sizes=sizes, first=first)
+    count = (1 if layer is None else 2) + len(parts)
+    w = jax.tree.map(lambda array: array.reshape(-1, math.prod(parts), *array.shape[count:]), w)  # [L * E, P, I, O]
+    forms = {"default": partial(_by_tiles, most=most), "cuda": partial(_by_tiles, most=most, counted=True)}
+    y = lax.platform_dependent(x, w, sizes, first, *(() if rows is None else (rows,)), **forms)
+    return y.reshape(total, *parts, outer)
+
+
+def chosen_matmul(
+    x: jax.Array,
+    w: jax.Array | QuantizedTensor,
+    ids: jax.Array,
+    *,
+    rows: jax.Array | None = None,
+    layer: jax.Array | None = None,
+    backend: str = "xla",
+) -> jax.Array:
+    """As `grouped_matmul`, of few rows in any order: row m with w[ids[m]] -> [M, *P, O].
+
+    ids [M] int32; where one is negative the result is anything. Every row reads a weight, also one that another reads.
+    backend: "xla", which copies those weights, or "pallas_gpu".
+    """
+    lead = 0 if layer is None else 1
+    parts, inner, outer = _matrices(x, w, layer, w.shape[lead])
+    if backend == "pallas_gpu":
+        first = jnp.int32(0) if layer is None else layer * w.shape[lead]
+        return _by_gpu_kernel(x, w, rows, parts, inner, outer, ids=jnp.where(ids < 0, ids, ids + first))
+    of_layer = w if layer is None else jax.tree.map(lambda array: array[layer], w)
+    chosen = jax.tree.map(lambda array: array[jnp.maximum(ids, 0)], of_layer)
+    if isinstance(chosen, QuantizedTensor):
+        chosen = chosen.dequantized((1 + len(parts),), jnp.float32)
+    chosen = chosen.astype(jnp.float32).reshape(ids.size, math.prod(parts), inner, outer)
+    x = x if rows is None else x[rows]
+    y = jnp.einsum("mi,mpio->mpo", x.astype(jnp.float32), chosen, precision=lax.Precision.HIGHEST)
+    return y.astype(x.dtype).reshape(-1, *parts, outer)
+
+
+def _matrices(
+    x: jax.Array, w: jax.Array | QuantizedTensor, layer: jax.Array | None, groups: int
+) -> tuple[list[int], int, int]:
+    """P, I and O. Raises ValueError if the shapes do not go together."""
     lead, shape = (1 if layer is None else 2), w.shape
     if isinstance(w, QuantizedTensor) and w.grouped:
         shape = (*w.scales.shape[:-2], x.shape[1], shape[-1])
     *parts, inner, outer = shape[lead:]
-    if x.shape[1:] != (inner,) or shape[lead - 1 : lead] != sizes.shape or math.prod(shape) != w.size:
-        raise ValueError(f"grouped_matmul: x {x.shape}, w {w.shape} and {sizes.shape} groups do not go together")
-    if backend == "pallas_tpu":
-        return _by_kernel(x if rows is None else x[rows], w, sizes, layer, parts)
-    first = jnp.int32(0) if layer is None else layer * sizes.size
-    count = lead + len(parts)
-    w = jax.tree.map(lambda array: array.reshape(-1, math.prod(parts), *array.shape[count:]), w)  # [L * E, P, I, O]
-    forms = {"default": partial(_by_tiles, most=most), "cuda": partial(_by_tiles, most=most, counted=True)}
-    total = x.shape[0] if rows is None else rows.size
-    if total <= sizes.size:
-        forms["cuda"] = _by_rows
-    y = lax.platform_dependent(x, w, sizes, first, *(() if rows is None else (rows,)), **forms)
-    return y.reshape(total, *parts, outer)
+    if x.shape[1:] != (inner,) or shape[lead - 1] != groups or math.prod(shape) != w.size:
+        raise ValueError(f"grouped_matmul: x {x.shape}, w {w.shape} and {groups} groups do not go together")
+    return parts, inner, outer
+
+
+def _by_gpu_kernel(
+    x: jax.Array,
+    w: jax.Array | QuantizedTensor,
+    rows: jax.Array | None,
+    parts: Sequence[int],
+    inner: int,
+    outer: int,
+    **groups: jax.Array,
+) -> jax.Array:
+    from inferlib.pallas_kernels import grouped_matmul_gpu
+
+    values, scales = (w.values, w.scales) if isinstance(w, QuantizedTensor) else (w, None)
+    values = values.reshape(-1, inner, outer)
+    if scales is not None:
+        scales = scales.reshape(values.shape[0], -1, outer) if w.grouped else scales.reshape(-1, outer)
+
+    def kernel(x, values, scales, rows, groups, interpret=False):
+        of = dict(parts=math.prod(parts), rows=rows, interpret=interpret)
+        return grouped_matmul_gpu.grouped_matmul(x, values, scales, **groups, **of)
+
+    forms = dict(cpu=partial(kernel, interpret=True), default=kernel)
+    y = lax.platform_dependent(x, values, scales, rows, groups, **forms)
+    return y.reshape(-1, *parts, outer)
 
 
 def _by_kernel(
@@ -119,20 +181,6 @@ def _by_tiles(
 
     outs = tuple(jnp.zeros((total, outer), x.dtype) for _ in range(parts))
     return jnp.stack(lax.fori_loop(0, count if counted else ends[-1], product, outs), axis=1)
-
-
-def _by_rows(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, first: jax.Array, rows: jax.Array | None = None
-) -> jax.Array:
-    """Every row with the weights of its group, all at once, for XLA:GPU to fuse the choice with multiplication and sum:
-    equal on CPU, not yet profiled on a GPU."""
-    x = x if rows is None else x[rows]
-    at = first + _group_of(jnp.arange(x.shape[0], dtype=jnp.int32), sizes)
-    chosen = jax.tree.map(lambda array: array[at], w)
-    if isinstance(chosen, QuantizedTensor):
-        chosen = chosen.dequantized((2,), jnp.float32).reshape(*chosen.shape[:2], x.shape[1], -1)
-    products = chosen.astype(jnp.float32) * x.astype(jnp.float32)[:, None, :, None]
-    return jnp.sum(products, axis=2).astype(x.dtype)
 
 
 def _group_of(number: jax.Array, sizes: jax.Array) -> jax.Array:

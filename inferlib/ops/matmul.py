@@ -91,7 +91,7 @@ def _row_in_parts(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
 
 def _row_of_two(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
     """With a row of zeros: XLA:GPU makes a small product of one row a multiplication and a reduction (3x slower)."""
-    small = w.size < 2**23
+    small = w.size <= 2**23
     return _product(jnp.pad(x, ((0, 1), (0, 0))) if small else x, w, out_dtype)[:1]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from inferlib.models.config import ConfigError, ModelConfig
 from inferlib.models.families import (
+    afmoe,
     cohere2,
     deepseek,
     dots1,
@@ -23,6 +24,7 @@ from inferlib.models.families import (
     gpt_oss,
     granite,
     hunyuan,
+    laguna,
     llama,
     llama4,
     longcat_flash,
@@ -75,6 +77,8 @@ FAMILIES: tuple[Family, ...] = (
     ernie4_5.ERNIE4_5,
     ernie4_5.ERNIE4_5_MOE,
     dots1.DOTS1,
+    afmoe.AFMOE,
+    laguna.LAGUNA,
     minimax_m2.MINIMAX_M2,
     hunyuan.HUNYUAN,
     minicpm3.MINICPM3,

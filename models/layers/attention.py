@@ -11,7 +11,7 @@ from flax import nnx
 
 from inferlib.models.batch import Backend, StepContext, kernel_lacks
 from inferlib.models.config import AttentionSpec, NormSpec, QueryTemperature
-from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm, scale_norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
@@ -56,6 +56,10 @@ class Attention(nnx.Module):
             self.qkv_bias = param((k, slots, h), heads, dtype, "zeros")
             if spec.own_values:
                 self.v_bias = param((k, value), (axes.KV_HEADS, axes.HEAD_DIM), dtype, "zeros")
+        if spec.gate is not None:
+            size, names = ((), ()) if spec.gate.per_head else ((value,), (axes.HEAD_OUT,))
+            names = (axes.EMBED, axes.KV_HEADS, axes.QUERIES, *names)
+            self.gate = param((dim, k, g, *size), names, dtype, contracting=(0,))
         if spec.sinks:
             self.sinks = param((k, g), (axes.KV_HEADS, axes.QUERIES), dtype, "zeros")
         if spec.o_bias:
@@ -71,10 +75,20 @@ class Attention(nnx.Module):
                 self.k_norm = param((k, h), (axes.KV_HEADS, axes.HEAD_DIM), dtype, neutral)
 
     def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        spec = self.spec
         q, new = self.project(x, ctx)
         if new:
             cache = cache.write(new, ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
-        return matmul(self.attend(q, cache, ctx), self.o[...], contract=3), cache
+        out = self.attend(q, cache, ctx)
+        if spec.gate is not None:
+            out = self.gated(out, x, ctx.shards)
+        return matmul(out, self.o[...], contract=3), cache
+
+    def gated(self, out: jax.Array, x: jax.Array, shards: Shards) -> jax.Array:
+        """Attention's output [T, K, G, h], or this device's share of h, by the gate of x [T, D]."""
+        gate = shards.sum(matmul(x, self.gate[...], out_dtype=jnp.float32), axes.EMBED)
+        gate = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}[self.spec.gate.activation](gate)
+        return out * gate.reshape(*out.shape[:3], -1).astype(out.dtype)
 
     def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """q [T, K, G, h], normed, rotated, scaled by the query temperature, and what is cached: k, normed and rotated,
@@ -123,10 +137,16 @@ class Attention(nnx.Module):
         spec, batch = self.spec, ctx.batch
         split = math.prod(batch.chunk_tokens.shape)
         dealt = ctx.shards.size(axes.POSITIONS) > 1
+        apart = len(cache.arrays) > 1
+        # Against a cell of key and value: zeros meet the value, and what meets the key is dropped.
+        q = q if apart else widened(q, cache.arrays[0].shape[-1])
         sinks = self.sinks[...] if spec.sinks else None
         options = dict(scale=spec.scale, softcap=spec.softcap, sinks=None if dealt else sinks, ring=cache.ring)
         # No kernel takes a window for each row: one that does not divide covers a position more on some devices.
         backend = Backend() if kernel_lacks(spec, ctx.backend.decode_attention) else ctx.backend
+
+        def values(out: jax.Array, lse: jax.Array) -> Attended:
+            return out if apart else out[..., spec.head_dim : spec.head_dim + spec.value_dim], lse
 
         def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
             queries = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])[which]
@@ -134,9 +154,8 @@ class Attention(nnx.Module):
             window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
             numbers = stripe.number(positions)
             kernel = "xla" if isinstance(window, jax.Array) else backend.prefill_attention
-            return prefill_attention(
-                queries, *share, pages, numbers, window=window, limit=limit, backend=kernel, **options
-            )
+            kind = dict(window=window, limit=limit, backend=kernel)
+            return values(*prefill_attention(queries, share[0], share[-1], pages, numbers, **kind, **options))
 
         def rows(stripe: Stripe) -> Attended:
             queries, positions = q[split:], batch.decode_lengths - 1
@@ -144,11 +163,11 @@ class Attention(nnx.Module):
             numbers = stripe.number(positions)
             kernel, layer = "xla" if isinstance(window, jax.Array) else backend.decode_attention, None
             if kernel == "pallas_tpu":
-                (k, v), layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
+                (k, *v), layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
             else:
-                k, v = cache.read(queries.shape[0], limit)
+                k, *v = cache.read(queries.shape[0], limit)
             kind = dict(window=window, limit=limit, layer=layer, backend=kernel)
-            return decode_attention(queries, k, v, numbers + 1, **kind, **options)
+            return values(*decode_attention(queries, k, v[0] if v else None, numbers + 1, **kind, **options))
 
         return attend(cache, ctx, chunks, rows, sinks if dealt else None)
 

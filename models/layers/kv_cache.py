@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops.cache_write import cache_write
@@ -16,7 +17,7 @@ from inferlib.sharding.stripe import Stripe
 @dataclass(frozen=True)
 class LayerCache:
     """arrays: keys and values, or latents alone, each [N, K, S, h]; in a scanned segment [L, N, K, S, h] with `layer`
-    the current one.
+    the current one. Where keys and values are one array, a cell holds a key, its value behind it, and padding.
 
     Of a layer that shares another's, the arrays of that one.
 
@@ -37,8 +38,10 @@ class LayerCache:
         return self.arrays[0].shape[-4]
 
     def write(self, new: Sequence[jax.Array], pages: jax.Array, positions: jax.Array, stripe: Stripe) -> LayerCache:
-        """new: [T, K, h] for each array, at `positions` [T] of `pages` [T]; pages >= N, negative positions and those
-        of other devices are dropped."""
+        """new: [T, K, h] for each array, or for cells side by side of one, at `positions` [T] of `pages` [T]; pages
+        >= N, negative positions and those of other devices are dropped."""
+        if len(self.arrays) == 1:
+            new = (widened(jnp.concatenate(new, axis=-1), self.arrays[0].shape[-1]),)
         slots = stripe.slots(positions, self.slots, ring=self.ring)
         pairs = zip(self.arrays, new, strict=True)
         return replace(self, arrays=tuple(cache_write(old, x, pages, slots, layer=self.layer) for old, x in pairs))
@@ -58,3 +61,9 @@ class LayerCache:
             return lax.dynamic_slice(x, (self.layer, first, 0, 0, 0), sizes)[0]
 
         return tuple(part(x) for x in self.arrays)
+
+
+def widened(x: jax.Array, size: int) -> jax.Array:
+    """x [..., n] with zeros up to [..., size]."""
+    short = size - x.shape[-1]
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, short),)) if short else x

@@ -12,7 +12,7 @@ from jax import lax
 from inferlib.models.batch import StepContext
 from inferlib.models.config import MlaSpec
 from inferlib.models.layers.attention import warmed
-from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
@@ -55,8 +55,7 @@ class Mla(nnx.Module):
 
     def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         q, latent = self.project(x, ctx)
-        cells = _widened(latent, cache.arrays[0].shape[-1])
-        cache = cache.write((cells[:, None],), ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
+        cache = cache.write((latent[:, None],), ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
         return matmul(self.attend(q, cache, ctx)[:, :, 0], self.o[...], contract=2), cache
 
     def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
@@ -91,7 +90,7 @@ class Mla(nnx.Module):
         def rows(stripe: Stripe) -> Attended:
             lengths, limit = stripe.number(batch.decode_lengths - 1) + 1, limit_of(ctx, stripe)
             (cells,) = cache.read(lengths.shape[0], limit)
-            queries = _widened(self.absorb(q[split:]), cells.shape[-1])
+            queries = widened(self.absorb(q[split:]), cells.shape[-1])
             options = dict(rank=spec.kv_rank, scale=spec.scale, limit=limit)
             out, lse = mla_decode_attention(queries, cells, lengths, **options)
             return self.values(out)[:, :, None], lse[..., None]
@@ -116,12 +115,6 @@ class Mla(nnx.Module):
     def values(self, out: jax.Array) -> jax.Array:
         """What was attended to, [B, H, R] -> [B, H, v]; linear, so that shares of positions may be merged after it."""
         return jnp.moveaxis(_dot(out, self.v[...], ((2,), (1,)), ((1,), (0,))), 0, 1)
-
-
-def _widened(x: jax.Array, size: int) -> jax.Array:
-    """x [..., n] with zeros up to [..., size]."""
-    short = size - x.shape[-1]
-    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, short),)) if short else x
 
 
 def _dot(x: jax.Array, w: jax.Array, contract, batch=((), ())) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -10,28 +11,36 @@ from flax import nnx
 
 from inferlib.models.batch import StepContext
 from inferlib.models.config import MoeSpec
+from inferlib.models.layers.exchange import exchange_of, through_experts
 from inferlib.models.layers.mlp import Mlp, gated
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.router import Router
 from inferlib.models.layout import Layout
-from inferlib.ops.grouped_matmul import grouped_matmul
+from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
 from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
+
+Load = jax.Array | None  # [E] how many tokens chose each expert, if that is counted (see `StepContext.counted`)
 
 
 class Moe(nnx.Module):
     """x [T, D] -> [T, D]: this device's part of the sum over the feed-forward width; `finish` what follows that sum.
 
-    Where experts are split over devices, each takes the tokens of all through its own, and the sums of a token are
-    brought back to where it came from: an all-gather and a reduce-scatter, whatever the routing.
+    Where experts are split over devices, tokens go to them and back as `exchange` says. Where they are placed by a
+    file, their S slots are not in the order of the E experts: `slots` [S] lists those of each expert in turn, and
+    `copies` [E] how many each has.
     """
 
     def __init__(self, spec: MoeSpec, layout: Layout, dtype):
         self.spec, dim = spec, layout.config.dim
         self.router = Router(spec.router, dim, dtype)
         self.experts = Experts(spec, layout, dtype)
+        self.placed = layout.slots is not None
+        if self.placed:
+            self.slots = param((layout.slots,), (None,), jnp.int32, "range")
+            self.copies = param((spec.experts,), (axes.ROUTES,), jnp.int32, "ones")
         if spec.shared is not None:
             self.shared = Mlp(spec.shared, layout.hidden(spec.shared.hidden), dim, dtype)
         if spec.shared_gate:
@@ -41,50 +50,67 @@ class Moe(nnx.Module):
             self.pre_norm, self.post_norm = Norm(norm, dim, dtype), Norm(norm, dim, dtype)
             self.post_shared_norm = Norm(norm, dim, dtype)
 
-    def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> tuple[jax.Array, Load]:
         """layer: of a scanned segment, whose experts are stacked; see `Experts`."""
-        routed, shared = self.apart(x, ctx, layer)
-        return routed if shared is None else routed + shared
+        routed, shared, load = self.apart(x, ctx, layer)
+        return routed if shared is None else routed + shared, load
 
     def apart(
         self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array, jax.Array | None, Load]:
         """The sum of the chosen experts, and that of the shared ones if there are any."""
-        routed = self.chosen(x, x, ctx, layer)
-        return routed, None if self.spec.shared is None else self.always(x, ctx.shards)
+        routed, load = self.chosen(x, x, ctx, layer)
+        return routed, None if self.spec.shared is None else self.always(x, ctx.shards), load
 
-    def with_norms(self, x: jax.Array, shared: jax.Array, ctx: StepContext, layer: jax.Array | None) -> jax.Array:
+    def with_norms(
+        self, x: jax.Array, shared: jax.Array, ctx: StepContext, layer: jax.Array | None
+    ) -> tuple[jax.Array, Load]:
         """The whole sum over devices, of this device's tokens where they are split, by experts with norms of their own.
 
         x [T, D]: the residual; shared [T, D]: what shared experts take in.
         """
         shards, dim = ctx.shards, x.shape[1]
-        parts = self.chosen(self.pre_norm(x, shards), x, ctx, layer), self.always(shared, shards)
-        both = shards.sum_tokens(jnp.concatenate(parts, axis=1), axes.MLP)
-        return self.post_norm(both[:, :dim], shards) + self.post_shared_norm(self.finish(both[:, dim:]), shards)
+        routed, load = self.chosen(self.pre_norm(x, shards), x, ctx, layer)
+        both = shards.sum_tokens(jnp.concatenate([routed, self.always(shared, shards)], axis=1), axes.MLP)
+        out = self.post_norm(both[:, :dim], shards) + self.post_shared_norm(self.finish(both[:, dim:]), shards)
+        return out, load
 
-    def chosen(self, x: jax.Array, judged: jax.Array, ctx: StepContext, layer: jax.Array | None) -> jax.Array:
+    def chosen(
+        self, x: jax.Array, judged: jax.Array, ctx: StepContext, layer: jax.Array | None
+    ) -> tuple[jax.Array, Load]:
         """The sum of the chosen experts; judged [T, D]: what the router reads."""
         with jax.named_scope("router"):
             experts, weights = self.router(judged, ctx.shards)
-        experts = jnp.where((ctx.positions >= 0)[:, None], experts, -1)  # inactive rows need none
+        experts = jnp.where(ctx.fed[:, None], experts, -1)  # inactive rows need none
         with jax.named_scope("experts"):
-            return self.routed(x, experts, weights, ctx, layer)
+            routed = self.routed(x, experts, weights, ctx, layer)
+        return routed, None if ctx.counted is None else self.load(ctx.shards.unfed(experts), ctx.counted)
+
+    def load(self, experts: jax.Array, counted: jax.Array) -> jax.Array:
+        """How many of the counted tokens [T] chose each expert."""
+        chosen = (experts[:, :, None] == jnp.arange(self.spec.experts)) & counted[:, None, None]
+        return jnp.sum(chosen, axis=(0, 1), dtype=jnp.int32)
+
+    def placement(self, experts: jax.Array, turns: jax.Array) -> jax.Array:
+        """The slots of experts [T, k], -1 for none; tokens take turns [T] at the copies of an expert."""
+        if not self.placed:
+            return experts
+        copies, slots = self.copies[...], self.slots[...]
+        at = (jnp.cumsum(copies) - copies)[experts] + turns[:, None] % copies[experts]
+        return jnp.where(experts >= 0, slots[at], -1)
 
     def routed(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> jax.Array:
         """The weighted sum of the chosen experts [T, k]; -1 is none."""
-        shards = ctx.shards
+        shards, devices = ctx.shards, ctx.shards.size(axes.EXPERTS)
         identity = experts >= self.spec.experts
-        everyone, ids, factors = x, jnp.where(identity, -1, experts), weights
-        if shards.size(axes.EXPERTS) > 1:
-            everyone = shards.gather(x, axes.EXPERTS, dim=0)
-            # As one array: their numbers are exact in float32.
-            routes = shards.gather(jnp.concatenate([ids.astype(jnp.float32), weights], axis=1), axes.EXPERTS, dim=0)
-            ids, factors = jnp.split(routes, 2, axis=1)
-        out = self.experts(everyone, ids.astype(jnp.int32), factors, ctx, layer)
-        out = shards.scatter(out, axes.EXPERTS)
+        row = x.shape[1] * x.dtype.itemsize
+        how = exchange_of(self.spec, x.shape[0], row, devices, ragged=ctx.backend.exchange == "ragged")
+        compute, own = partial(self.experts, ctx=ctx, layer=layer), self.experts.count // devices
+        turns = jnp.arange(x.shape[0]) + shards.index(axes.ROWS)
+        slots = self.placement(jnp.where(identity, -1, experts), turns)
+        out = through_experts(x, slots, weights, own, how, compute, shards)
         if not self.spec.identity:
             return out
         kept = jnp.sum(jnp.where(identity, weights, 0), axis=1, keepdims=True)
@@ -132,15 +158,24 @@ class Experts(nnx.Module):
         own = self.count // shards.size(axes.EXPERTS)
         experts = experts - shards.index(axes.EXPERTS) * own
         ours = (experts >= 0) & (experts < own)
-        # The (token, choice) pairs sorted by expert, those of others last.
-        ids = jnp.where(ours, experts, own).reshape(-1)
-        order = jnp.argsort(ids)
-        ids = ids[order]
-        sizes = jnp.sum(ids == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
-        scales = weights.reshape(-1)[order] if self.spec.scale_input else None
-        outputs = self.forward(x, order // chosen, ids, sizes, scales, ctx, layer)
-        # Back in the order of the tokens, whose sums then depend on nothing but themselves.
-        outputs = outputs[jnp.argsort(order)].reshape(tokens, chosen, -1)
+        scales = weights.reshape(-1) if self.spec.scale_input else None
+        ids, rows = jnp.where(ours, experts, own).reshape(-1), jnp.arange(tokens * chosen, dtype=jnp.int32) // chosen
+        if ctx.backend.grouped_matmul == "pallas_gpu" and 4 * ids.size <= own:  # so few that experts are seldom shared
+            ids = jnp.where(ours.reshape(-1), ids, -1)
+            product = partial(chosen_matmul, ids=ids, layer=layer, backend=ctx.backend.grouped_matmul)
+            outputs = self.forward(x, rows, ids, product, scales, shards, layer)
+        else:
+            # The (token, choice) pairs sorted by expert, those of others last.
+            order = jnp.argsort(ids)
+            ids = ids[order]
+            sizes = jnp.sum(ids == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+            most, backend = tokens, ctx.backend.grouped_matmul
+            product = partial(grouped_matmul, sizes=sizes, most=most, layer=layer, backend=backend)
+            scales = None if scales is None else scales[order]
+            outputs = self.forward(x, rows[order], jnp.minimum(ids, own - 1), product, scales, shards, layer)
+            # Back in the order of the tokens, whose sums then depend on nothing but themselves.
+            outputs = outputs[jnp.argsort(order)]
+        outputs = outputs.reshape(tokens, chosen, -1)
         if not self.spec.scale_input:
             outputs = outputs * weights[:, :, None]
         return jnp.sum(jnp.where(ours[:, :, None], outputs, 0), axis=1).astype(x.dtype)
@@ -150,19 +185,17 @@ class Experts(nnx.Module):
         x: jax.Array,
         rows: jax.Array,
         ids: jax.Array,
-        sizes: jax.Array,
+        product: Callable[..., jax.Array],
         scales: jax.Array | None,
-        ctx: StepContext,
+        shards: Shards,
         layer: jax.Array | None,
     ) -> jax.Array:
-        """x [T, D] -> [M, D] sorted by expert: of each pair the token rows [M], the expert ids [M], and what multiplies
-        its input, scales [M]."""
+        """x [T, D] -> [M, D]: of each pair the token rows [M], the expert ids [M], and what multiplies its input,
+        scales [M]. product: of inputs [M, I], or [T, I] at `rows`, and the experts' weights."""
 
         def bias(of: nnx.Param) -> jax.Array:
-            return (of[...] if layer is None else of[...][layer])[jnp.minimum(ids, sizes.size - 1)]
+            return (of[...] if layer is None else of[...][layer])[ids]
 
-        shards, backend = ctx.shards, ctx.backend.grouped_matmul
-        product = partial(grouped_matmul, sizes=sizes, most=x.shape[0], layer=layer, backend=backend)
         both = shards.sum(product(x, self.gate_up[...], rows=rows), axes.EMBED)
         if scales is not None:
             both = (both * scales[:, None, None]).astype(x.dtype)

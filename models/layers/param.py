@@ -14,7 +14,7 @@ def param(
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
     dtype,
-    init: Literal["normal", "ones", "zeros"] = "normal",
+    init: Literal["normal", "ones", "zeros", "range"] = "normal",
     *,
     contracting: tuple[int, ...] = (),
 ):
@@ -31,7 +31,9 @@ def param(
 
 
 def random_leaf(key: jax.Array, shape: tuple[int, ...], dtype, init: str) -> jax.Array:
-    """One random weight: N(0, 0.02 or less) for matrices, ones or zeros for norms and biases."""
+    """One random weight: N(0, 0.02 or less) for matrices, ones or zeros for norms and biases, 0, 1, ... for tables."""
+    if init == "range":
+        return jnp.broadcast_to(jnp.arange(shape[-1], dtype=dtype), shape)
     if init != "normal":
         return jnp.full(shape, 1.0 if init == "ones" else 0.0, dtype)
     std = min(0.02, 1 / math.sqrt(max(shape[0], 1)))

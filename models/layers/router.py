@@ -39,6 +39,8 @@ class Router(nnx.Module):
         logits = shards.sum(matmul(x, self.weight[...], out_dtype=jnp.float32), axes.EMBED)
         if spec.bias:
             logits = logits + self.bias[...].astype(jnp.float32)
+        if spec.softcap is not None:
+            logits = spec.softcap * jnp.tanh(logits / spec.softcap)
         if spec.score == "sparsemixer":
             return sparsemixer(logits, spec.jitter)
         scores = jax.nn.sigmoid(logits) if spec.score == "sigmoid" else jax.nn.softmax(logits)

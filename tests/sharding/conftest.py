@@ -65,12 +65,20 @@ SHAPES = {
         "gemma4_text",
         {**_LOCAL_GLOBAL, "enable_moe_block": True, "num_experts": 7, "top_k_experts": 3, "moe_intermediate_size": 40},
     ),
+    # A gate on each number of a head's output.
+    "gates": (
+        "laguna",
+        {**_LAYERS(1), "gating": "per-element", "layer_types": None, "mlp_layer_types": ["dense"]}
+        | {"num_attention_heads_per_layer": None},
+    ),
     "mimo": ("mimo_v2_flash", _LAYERS(2)),  # values smaller than keys
     "smollm2": ("llama", _LAYERS(2) | SMOLLM2_HEADS),
     "biased": ("llama", {**_LAYERS(1), "attention_bias": True, "mlp_bias": True}),
     "olmo2": ("olmo2", _LAYERS(1)),  # RMS norm over all heads together
     # 7 experts, which no even mesh divides, and gated shared ones; stacked, two layers.
     "experts": ("qwen2_moe", _LAYERS(2)),
+    # So few of 8 experts for a token that all-to-all is worth it on 4 devices (test_exchange.py).
+    "exchanged": ("qwen3_moe", {**_LAYERS(1), "num_local_experts": 8, "num_experts_per_tok": 2}),
     "cohere2": ("cohere2", _LAYERS(1)),  # layer norm, attention and feed-forward in parallel
 }
 

@@ -20,6 +20,7 @@ MESHES = [
     *("cp=2", "cp=8", "cp=2,tp=4", "dp=2,cp=2,tp=2"),
     *("cp=2,tp=2,rules=helix", "cp=4,tp=2,rules=helix", "dp=2,cp=2,tp=2,rules=helix"),
     *("cp=2,tp=2,rules=tp2d", "cp=4,tp=2,rules=tp2d", "dp=2,cp=2,tp=2,rules=tp2d"),
+    *("tp=4,rules=dp_attention", "dp=2,tp=2,rules=dp_attention", "ep=2,tp=2,rules=dp_attention"),
 ]
 # One family or two for each preset; the rest takes minutes. gemma3 has a ring, which wraps.
 QUICK = [
@@ -34,6 +35,7 @@ QUICK = [
     ("minicpm3", "tp=4"),
     ("minicpm3", "cp=2,tp=4"),
     ("experts", "ep=2,tp=2,rules=tp_sp"),
+    ("deepseek", "ep=2,tp=2,rules=dp_attention"),
     ("gemma3n", "tp=2,rules=tp_sp"),
 ]
 # Without experts ep is another dp.
@@ -45,7 +47,12 @@ EVERY += [
 ]
 EVERY += [
     pytest.param(*case, marks=pytest.mark.slow)
-    for case in (("gemma3n", "cp=2,tp=2"), ("gemma3n", "cp=2,tp=2,rules=tp2d"), ("gemma4", "ep=2,tp=2,rules=tp_sp"))
+    for case in (
+        ("gemma3n", "cp=2,tp=2"),
+        ("gemma3n", "cp=2,tp=2,rules=tp2d"),
+        ("gemma4", "ep=2,tp=2,rules=tp_sp"),
+        ("gemma4", "ep=2,tp=2,rules=dp_attention"),
+    )
 ]
 
 
@@ -96,6 +103,7 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
         pytest.param("olmo2", "tp=2,rules=tp_sp", marks=pytest.mark.slow),
         ("olmo2", "cp=4,tp=2,rules=helix"),
         pytest.param("cohere2", "tp=4", marks=pytest.mark.slow),
+        pytest.param("cohere2", "tp=4,rules=dp_attention", marks=pytest.mark.slow),
         ("cohere2", "cp=2,tp=2,rules=tp2d"),
         pytest.param("cohere2", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
         ("gpt_oss", "cp=2,tp=2"),
@@ -104,6 +112,8 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
         ("llama4", "cp=2"),
         pytest.param("gpt2", "tp=4,rules=tp_sp", marks=pytest.mark.slow),
         pytest.param("gpt2", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
+        ("gates", "cp=2,tp=2,rules=helix"),
+        pytest.param("gates", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
         ("gemma3n", "cp=2,tp=2,rules=tp2d"),
         pytest.param("gemma3n", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
         ("gemma4", "ep=2,tp=2,rules=tp_sp"),
@@ -114,7 +124,7 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
 )
 def test_the_same_logits_with_rarer_layers(shape, parallel, engine_of, expected):
     """Biases, an RMS norm over all heads of which some are copies, layer norms, parallel blocks, sinks, chunks, values
-    of another size."""
+    of another size, gates on heads; several residuals, experts with norms of their own."""
     assert_same_logits(engine_of(shape, parallel), shape, expected)
 
 

@@ -1,0 +1,163 @@
+"""Which expert lies in which slot: experts spread over devices by how many tokens they get, the hottest several times.
+
+A layer's slots are dealt to the devices of the expert axis in runs of equal length. Weights and two small tables follow
+the placement, programs do not: they know the number of slots alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import NamedSharding
+
+from inferlib.config import ConfigurationError
+from inferlib.models.abstract import AbstractModel, WeightSpec
+from inferlib.models.config import ModelConfig, MoeSpec
+from inferlib.sharding.shards import Shards
+
+TABLES = ("mlp.slots", "mlp.copies")  # the weights of `Moe` that are made of a placement
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """layers: of each layer that has experts, in order, the expert of each slot. An expert in several slots is copied,
+    and its tokens take turns. Raises ConfigurationError if the layers differ in slots or an expert has none."""
+
+    layers: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self):
+        if not self.layers or len(lengths := {len(row) for row in self.layers}) > 1 or lengths == {0}:
+            raise ConfigurationError("an expert placement lists, for each layer, the experts of equally many slots")
+
+    @property
+    def slots(self) -> int:
+        return len(self.layers[0])
+
+    @staticmethod
+    def read(path: str | Path) -> ExpertPlacement:
+        """A file that `write` made: {"expert_placement": [[0, 1, ...], ...]}. Raises ConfigurationError."""
+        return ExpertPlacement(tuple(map(tuple, _read(path, "expert_placement"))))
+
+    def write(self, path: str | Path) -> None:
+        _write(path, "expert_placement", self.layers)
+
+    def check(self, config: ModelConfig) -> None:
+        """Raise ConfigurationError if this is not of such a model."""
+        if len(config.mixtures) != len(self.layers):
+            raise ConfigurationError(
+                f"the expert placement has {len(self.layers)} layers, and the model {len(config.mixtures)} with experts"
+            )
+        for layer, (row, spec) in enumerate(zip(self.layers, config.mixtures, strict=True)):
+            if strange := sorted(set(row) - set(range(spec.experts))):
+                raise ConfigurationError(
+                    f"layer {layer} of the expert placement has expert {strange[0]}, and the model has 0 to "
+                    f"{spec.experts - 1}"
+                )
+            if missing := sorted(set(range(spec.experts)) - set(row)):
+                raise ConfigurationError(
+                    f"layer {layer} of the expert placement has no slot for expert {missing[0]}"
+                    + (f" and {len(missing) - 1} more" if missing[1:] else "")
+                )
+
+    def of(self, model: AbstractModel, weight: WeightSpec) -> tuple[tuple[int, ...], ...]:
+        """The experts of each slot, of the layers whose weight this is."""
+        mixed = [i for i, layer in enumerate(model.config.layers) if isinstance(layer.mlp, MoeSpec)]
+        return tuple(self.layers[mixed.index(i)] for i in model.layers_of(weight.block))
+
+    def place(
+        self,
+        model: AbstractModel,
+        weight: WeightSpec,
+        shards: Shards,
+        formats: Sequence[Format | NamedSharding | None],
+    ) -> tuple[jax.Array, ...]:
+        """The array of one of TABLES, on its devices. formats: as of `load_weights`."""
+        rows = np.array(self.of(model, weight))
+        if weight.part == "mlp.slots":
+            table = np.argsort(rows, axis=1, kind="stable")
+        else:
+            table = np.stack([np.bincount(row, minlength=weight.shape[-1]) for row in rows])
+        placed = shards.place(table.reshape(weight.shape).astype(weight.dtype), weight.axes)
+        return (jax.device_put(placed, formats[0]) if isinstance(formats[0], Format) else placed,)
+
+
+def balanced(load: np.ndarray, devices: int, slots: int | None = None) -> ExpertPlacement:
+    """A placement for which `devices` devices, as far as greedy choices go, get equally many tokens.
+
+    load [layers, experts]: how many tokens chose each, as of `LLM.expert_load`. slots: how many there are, by default
+    as many as experts, rounded up to a multiple of the devices; those beyond hold copies of the experts with the most
+    tokens for each copy. Then the heaviest first goes to the device that has the fewest tokens yet. Raises
+    ConfigurationError.
+    """
+    load = np.asarray(load, np.float64)
+    if load.ndim != 2 or not load.size or not np.isfinite(load).all() or (load < 0).any():
+        raise ConfigurationError(f"an expert load is counts [layers, experts], got an array of shape {load.shape}")
+    experts = load.shape[1]
+    slots = -(-experts // devices) * devices if slots is None else slots
+    if devices < 1 or slots < experts or slots % devices:
+        raise ConfigurationError(
+            f"{slots} slots for {experts} experts do not divide over {devices} devices: take a multiple, such as "
+            f"{-(-max(slots, experts) // max(devices, 1)) * devices}"
+        )
+    return ExpertPlacement(tuple(_balanced_layer(row, devices, slots) for row in load))
+
+
+def _balanced_layer(load: np.ndarray, devices: int, slots: int) -> tuple[int, ...]:
+    copies = np.ones(load.size, np.int64)
+    for _ in range(slots - load.size):
+        copies[np.argmax(load / copies)] += 1
+    each = load / copies
+    held: list[list[int]] = [[] for _ in range(devices)]
+    total = np.zeros(devices)
+    for expert in np.argsort(-each, kind="stable").repeat(copies[np.argsort(-each, kind="stable")]):
+        free = [d for d in range(devices) if len(held[d]) < slots // devices]
+        device = min(free, key=lambda d: (expert in held[d], total[d], d))
+        held[device].append(int(expert))
+        total[device] += each[expert]
+    return tuple(expert for of_device in held for expert in of_device)
+
+
+def imbalance(load: np.ndarray, placement: ExpertPlacement, devices: int) -> np.ndarray:
+    """[layers]: how many times the mean the device with most tokens gets."""
+    found = []
+    for row, slots in zip(np.asarray(load, np.float64), placement.layers, strict=True):
+        copies = np.bincount(slots, minlength=row.size)
+        of_devices = (row / copies)[np.array(slots)].reshape(devices, -1).sum(axis=1)
+        found.append(of_devices.max() / max(of_devices.mean(), 1e-9))
+    return np.array(found)
+
+
+def read_load(path: str | Path) -> np.ndarray:
+    """The expert load [layers, experts] that `write_load` wrote. Raises ConfigurationError."""
+    rows = _read(path, "expert_load")
+    if len({len(row) for row in rows}) != 1:
+        raise ConfigurationError(f"{path} must hold one count for each expert of every layer")
+    return np.array(rows)
+
+
+def write_load(path: str | Path, load: np.ndarray) -> None:
+    _write(path, "expert_load", load.tolist())
+
+
+def _read(path: str | Path, name: str) -> list[list[int]]:
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))[name]
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigurationError(f'{path} must be a JSON object with "{name}"') from None
+    lists = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
+    if not lists or not all(type(n) is int and n >= 0 for row in rows for n in row):
+        raise ConfigurationError(f'"{name}" in {path} must be a list of whole numbers for each layer with experts')
+    return rows
+
+
+def _write(path: str | Path, name: str, rows: Sequence[Sequence[int]]) -> None:
+    lines = ",\n".join(json.dumps(list(row)) for row in rows)
+    Path(path).write_text(f'{{"{name}": [\n{lines}\n]}}\n', encoding="utf-8")

@@ -1,0 +1,226 @@
+"""The live parts of all rows of a paged cache as a stream of blocks, copied to a TPU's on-chip memory ahead of use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+UNROLL = 16  # copies of pages that are started together
+SCALARS = 3  # that `BlockStream.state` holds
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Where the positions of rows lie: page size in `slots`, and pages of a row in a table, None if rows are pages.
+
+    ring: positions wrap around a row's pages. seen: most positions that are read of a row, None for all. unit:
+    positions that are copied together. block: positions on chip together, a multiple of it.
+    """
+
+    slots: int
+    columns: int | None
+    ring: bool
+    seen: int | None
+    unit: int
+    block: int
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a row."""
+        return self.slots * (self.columns or 1)
+
+    @property
+    def in_one_block(self) -> bool:
+        return self.seen is not None and self.block >= span(self.seen, self.unit)
+
+    def first(self, length: jax.Array) -> jax.Array | int:
+        """The first position that is read of a row of this length."""
+        return 0 if self.seen is None else div(jnp.maximum(length - self.seen, 0), self.unit) * self.unit
+
+
+@dataclass
+class BlockStream:
+    """Copies of blocks in the order in which they are used, by a kernel that has a grid step for every row.
+
+    lengths [B], layer [1]; of a ring `origin` [B], the slot that a row's first position is in; table [B * M]: scalars.
+    queries [B, ...] and arrays, each [L, N, K, S, ...], in HBM; on chip `query_buffers` [n, ...] and `buffers`, each
+    [n, K, T, ...], for n blocks of T positions. counts [n]: units of the block in a buffer; state [SCALARS]: row and
+    block to be copied next, and the buffer to be read next; semaphores [1 + arrays, n].
+    """
+
+    pages: Pages
+    lengths: Any
+    layer: Any
+    origin: Any
+    table: Any
+    queries: Any
+    arrays: Sequence[Any]
+    query_buffers: Any
+    buffers: Sequence[Any]
+    counts: Any
+    state: Any
+    semaphores: Any
+
+    @property
+    def rows(self) -> int:
+        return self.lengths.shape[0]
+
+    def length(self, row: jax.Array) -> jax.Array:
+        return self.lengths[row] if self.pages.ring else jnp.minimum(self.lengths[row], self.pages.capacity)
+
+    def blocks(self, length: jax.Array) -> jax.Array:
+        """How many blocks a row of this length has."""
+        if self.pages.in_one_block:
+            return jnp.minimum(length, 1)
+        return div(length - self.pages.first(length) + self.pages.block - 1, self.pages.block)
+
+    def begin(self) -> None:
+        """Start the first copies, of as many blocks as there are buffers but one."""
+        self.state[0] = self._next_row(0)
+        self.state[1] = 0
+        self.state[2] = 0
+        lax.fori_loop(0, self.counts.shape[0] - 1, lambda buffer, _: self.start_next(buffer), None)
+
+    def start_next(self, buffer: jax.Array) -> None:
+        """Start the copies of the block whose turn it is, if any is left, to a buffer."""
+        row, index = self.state[0], self.state[1]
+        self.counts[buffer] = 0
+
+        @pl.when(row < self.rows)
+        def _():
+            length = self.length(row)
+            self._start(row, length, index, buffer)
+            ends = index + 1 == self.blocks(length)
+            self.state[0] = self._next_row(row + ends.astype(jnp.int32))
+            self.state[1] = jnp.where(ends, 0, index + 1)
+
+    def wait(self, buffer: jax.Array) -> None:
+        """For the block in a buffer, if there is one."""
+        units, most = self.counts[buffer], self.pages.block // self.pages.unit
+
+        def wait_for(i, count):
+            """A wait takes only the number of bytes from its copy."""
+            for n, held in enumerate(self.buffers):
+                part = held.at[buffer, :, self._positions(i, count)]
+                pltpu.make_async_copy(part, part, self.semaphores.at[1 + n, buffer]).wait()
+
+        @pl.when(units > 0)
+        def _():
+            held = self.query_buffers.at[buffer]
+            pltpu.make_async_copy(held, held, self.semaphores.at[0, buffer]).wait()
+
+        pl.when(units == most)(lambda: wait_for(0, most))
+        self._in_runs(jnp.where(units == most, 0, units), most - 1, wait_for)
+
+    def _next_row(self, row: jax.Array | int) -> jax.Array:
+        """The first row from this on that is not empty."""
+
+        def is_empty(row):
+            return (row < self.rows) & (self.lengths[jnp.minimum(row, self.rows - 1)] == 0)
+
+        return lax.while_loop(is_empty, lambda row: row + 1, row)
+
+    def _positions(self, first: jax.Array | int, count: int):
+        """Of units in a buffer."""
+        unit = self.pages.unit
+        return pl.ds(pl.multiple_of(first * unit, unit), count * unit)
+
+    def _in_runs(self, units: jax.Array, most: int, act) -> None:
+        """act(i, count) on runs of `units`, which are `most` at most, i the first of count."""
+        done, bit = 0, 1 << most.bit_length() >> 1
+        while bit:
+            pl.when(units & bit != 0)(lambda done=done, bit=bit: act(done, bit))
+            done, bit = done + (units & bit), bit // 2
+
+    def _start(self, row: jax.Array, length: jax.Array, index: jax.Array, buffer: jax.Array) -> None:
+        pages, unit = self.pages, self.pages.unit
+        most = pages.block // unit
+        start = pages.first(length) + index * pages.block
+        units = jnp.minimum(div(length - start + unit - 1, unit), most)
+        self.counts[buffer] = units
+        copy = pltpu.make_async_copy(self.queries.at[row], self.query_buffers.at[buffer], self.semaphores.at[0, buffer])
+        copy.start()
+        slot = start if not pages.ring else self.origin[row] + index * pages.block
+        if pages.ring:
+            slot = jnp.where(slot >= pages.capacity, slot - pages.capacity, slot)
+        if pages.columns is not None and unit == pages.slots:
+            self._start_pages(row, div(slot, unit), units, buffer)
+            return
+
+        def start_run(i, count):
+            """Of `count` units that lie behind one another, the i-th of the block and those after it."""
+            page, at = row, slot + i * unit
+            if pages.ring:
+                at = jnp.where(at >= pages.capacity, at - pages.capacity, at)
+            if pages.columns is not None:
+                page, at = self.table[row * pages.columns + div(at, pages.slots)], rem(at, pages.slots)
+            at = pl.ds(pl.multiple_of(at, unit), count * unit)
+            for n, (array, held) in enumerate(zip(self.arrays, self.buffers, strict=True)):
+                source = array.at[self.layer[0], page, :, at]
+                target = held.at[buffer, :, self._positions(i, count)]
+                pltpu.make_async_copy(source, target, self.semaphores.at[1 + n, buffer]).start()
+
+        # How many lie in the first page before its end, or before positions wrap.
+        before = jnp.minimum(
+            units, div(pages.slots - (slot if pages.columns is None else rem(slot, pages.slots)), unit)
+        )
+        few = min(most - 1, pages.slots // unit)
+        if pages.slots >= pages.block:
+            pl.when(before == most)(lambda: start_run(0, most))
+        self._in_runs(jnp.where(before == most, 0, before), few, start_run)
+        if pages.columns is not None:
+            lax.fori_loop(before, units, lambda i, _: start_run(i, 1), None)
+        elif pages.ring:
+            pl.when(before < units)(
+                lambda: self._in_runs(units - before, few, lambda i, count: start_run(before + i, count))
+            )
+
+    def _start_pages(self, row: jax.Array, column: jax.Array, units: jax.Array, buffer: jax.Array) -> None:
+        """Those of `units` pages of a row's table from this column on."""
+        pages, columns = self.pages, self.pages.columns
+        first, end = row * columns + column, (row + 1) * columns
+
+        def start_some(at, count):
+            into = [held.at[buffer, :, self._positions(at, count)] for held in self.buffers]
+            for n in range(count):
+                entry = first + at + n
+                if pages.ring:
+                    entry = jnp.where(entry >= end, entry - columns, entry)
+                page = self.table[entry]
+                for m, (array, held) in enumerate(zip(self.arrays, into, strict=True)):
+                    source, target = array.at[self.layer[0], page], held.at[:, pl.ds(n * pages.unit, pages.unit)]
+                    pltpu.make_async_copy(source, target, self.semaphores.at[1 + m, buffer]).start()
+
+        count = min(UNROLL, 1 << (pages.block // pages.unit).bit_length() - 1)
+        whole = div(units, count)
+        lax.fori_loop(0, whole, lambda i, _: start_some(i * count, count), None)
+        lax.fori_loop(whole * count, units, lambda i, _: start_some(i, 1), None)
+
+
+def unit_of(slots: int, columns: int | None, most: int = LANES) -> int:
+    """Positions that are copied together: a small page, else what divides a page, `most` at most."""
+    return slots if columns is not None and slots <= 2 * LANES else math.gcd(slots, most)
+
+
+def span(seen: int, unit: int) -> int:
+    """Positions of all units that any run of `seen` positions touches."""
+    return (pl.cdiv(seen - 1, unit) + 1) * unit
+
+
+def div(x: jax.Array, by: int) -> jax.Array:
+    """x // by, x >= 0."""
+    return lax.shift_right_logical(x, by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(x, by)
+
+
+def rem(x: jax.Array, by: int) -> jax.Array:
+    """x mod by, x >= 0."""
+    return x & (by - 1) if by & (by - 1) == 0 else lax.rem(x, by)

@@ -1,0 +1,171 @@
+"""Tokens that are exchanged with experts on other devices: the same as on one, whatever the routing. About 30 s."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+from inferlib import LLM
+from inferlib.compile.programs import ProgramKey
+from inferlib.config import Buckets
+from inferlib.models.batch import Backend, StepBatch, StepContext
+from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, RouterSpec
+from inferlib.models.layers import exchange
+from inferlib.models.layers.exchange import Exchange, exchange_of
+from inferlib.models.layers.moe import Moe
+from inferlib.models.layout import Layout
+from inferlib.sharding import axes
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import Shards, make_shards
+from tests.sharding.conftest import CHUNK, GREEDY, MAX_LEN, requests, run
+from tests.sharding.hlo import assert_promise_kept
+from tests.sharding.test_models import assert_same_logits
+
+DIM, TOKENS = 12, 48
+SPECS = {
+    "shared, scaled sigmoid": MoeSpec(RouterSpec(8, 2, "sigmoid", correction=True), 10, shared=MlpSpec(6)),
+    "experts that return their input": MoeSpec(RouterSpec(8, 2, correction=True, scale=1.5), 10, identity=2),
+    "seven, scaled inputs": MoeSpec(RouterSpec(7, 1, correction=True), 10, scale_input=True, bias=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def tiny_tokens_are_worth_it(monkeypatch):
+    """Shapes that are used here only: programs are kept."""
+    monkeypatch.setattr(exchange, "_START_BYTES", 0)
+
+
+def build(spec: MoeSpec, shards: Shards):
+    attention = AttentionSpec(heads=1, kv_heads=1, head_dim=4, scale=0.5, rope=None)
+    config = ModelConfig("test", vocab=8, dim=DIM, layers=(LayerSpec(attention, spec),), context=64)
+    return nnx.split(nnx.eval_shape(lambda: Moe(spec, Layout(config, shards), jnp.float32)))
+
+
+def layer_on(spec: MoeSpec, parallel: str = "", form: str = "padded"):
+    """(weights by name, x [T, D], lengths [T]) -> [T, D]"""
+    shards = make_shards(Parallelism.parse(parallel))
+    graph, state = build(spec, shards)
+    flat = nnx.to_flat_state(state)
+
+    def layer(weights, x, lengths):
+        moe = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), weights))
+        rows = StepBatch.of_rows(jnp.zeros(lengths.shape, jnp.int32), lengths)
+        ctx = StepContext(rows, None, 64, backend=Backend(exchange=form), shards=shards)
+        return moe.finish(shards.sum(moe(x, ctx)[0], axes.MLP))
+
+    if shards.mesh is not None:
+        spec_of = shards.rules.spec
+        ins = ([spec_of(p.axes) for _, p in flat], spec_of((axes.ROWS, None)), spec_of((axes.ROWS,)))
+        layer = jax.shard_map(layer, mesh=shards.mesh, in_specs=ins, out_specs=ins[1], check_vma=False)
+    layer = jax.jit(layer)
+
+    def call(weights: dict[str, np.ndarray], x: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        padded = [
+            np.pad(w := weights[".".join(path)], [(0, n - m) for m, n in zip(w.shape, p.shape, strict=True)])
+            for path, p in flat
+        ]
+        return np.asarray(layer(padded, x, lengths))
+
+    return call
+
+
+def ragged_all_to_all(shards: Shards, x, out, starts, sizes, at, received, name):
+    """What `jax.lax.ragged_all_to_all` is documented to do, which CPUs cannot."""
+    everyone, me = lax.all_gather((x, starts, sizes, at), shards.mesh_axes(name)), shards.index(name)
+    for i in range(shards.size(name)):
+        rows, start, size, first = (a[i] for a in everyone)
+        number = jnp.arange(out.shape[0]) - first[me]
+        here = (number >= 0) & (number < jnp.minimum(size[me], received[i]))
+        out = jnp.where(here[:, None], rows[jnp.where(here, start[me] + number, 0)], out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "form"),
+    [
+        ("shared, scaled sigmoid", "ep=8", "padded"),
+        ("shared, scaled sigmoid", "ep=4,tp=2", "ragged"),
+        ("experts that return their input", "ep=4,tp=2", "padded"),
+        ("experts that return their input", "ep=8", "ragged"),
+        ("seven, scaled inputs", "dp=2,ep=4", "padded"),
+        ("seven, scaled inputs", "dp=2,ep=4", "ragged"),
+    ],
+)
+def test_a_layer_whatever_the_routing(name, parallel, form, monkeypatch):
+    """Balanced, and all tokens to the same experts, for which padding has no room; rows that are inactive hold NaN."""
+    monkeypatch.setattr(Shards, "ragged_all_to_all", ragged_all_to_all)
+    spec, rng = SPECS[name], np.random.default_rng(0)
+    parallelism = Parallelism.parse(parallel)
+    tokens = TOKENS // (parallelism.expert * parallelism.data)
+    how = exchange_of(spec, tokens, 4 * DIM, parallelism.expert, ragged=form == "ragged")
+    assert (how.room is None) == (form == "ragged")
+    weights = {
+        ".".join(path): rng.normal(size=p.shape).astype(np.float32) * 0.5
+        for path, p in nnx.to_flat_state(build(spec, Shards())[1])
+    }
+    x = rng.normal(size=(TOKENS, DIM)).astype(np.float32)
+    lengths = np.ones(TOKENS, np.int32)
+    lengths[[3, 7, 40]], x[[3, 7, 40]] = 0, np.nan
+    active = lengths > 0
+    alone, split = layer_on(spec), layer_on(spec, parallel, form)
+    for favour in (0.0, 1e3):
+        weights["router.correction"] = favour * (np.arange(spec.router.experts) < spec.router.chosen).astype(np.float32)
+        want, got = (layer(weights, x, lengths)[active] for layer in (alone, split))
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("parallel", ["ep=4,tp=2,rules=tp_sp"])
+def test_the_same_logits_and_greedy_tokens(parallel, engine_of, expected):
+    """Every program that ran has the collectives that were promised, all-to-all among them."""
+    assert_same_logits(engine_of("exchanged", parallel), "exchanged", expected)
+    engine = engine_of("exchanged", parallel)
+    got = run(engine, requests([GREEDY], seed=2))
+    assert [s.tokens for s in got] == [s.tokens for s in expected("greedy", "exchanged")]
+    for key in engine.programs._compiled:
+        kinds = {kind for kind, axis, _ in assert_promise_kept(engine.programs, key) if axis == "expert"}
+        assert ("all-to-all" in kinds) == (key.chunks > 0), str(key)  # one row of a replica is gathered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ep=4,cp=2,rules=cp", "ep=4,cp=2,rules=tp2d"])
+def test_collectives_beside_a_sequence_axis_are_those_promised(parallel, programs_of):
+    programs = programs_of("exchanged", parallel)
+    assert_promise_kept(programs, ProgramKey("greedy", 1, MAX_LEN, chunks=1, chunk=CHUNK))
+
+
+def test_quantised_experts(shape_of):
+    options = dict(quantization="int8", max_batch=4, buckets=Buckets((CHUNK,), (4,), (MAX_LEN,)), max_len=MAX_LEN)
+    tokens = np.random.default_rng(5).integers(3, 131, 16).tolist()
+    alone, split = (
+        LLM(shape_of("exchanged"), parallel=parallel, progress=False, **options).logits(tokens)
+        for parallel in (None, "ep=4,tp=2")
+    )
+    np.testing.assert_allclose(split, alone, rtol=0, atol=2e-5 * np.abs(alone).max())
+
+
+def test_what_is_chosen(monkeypatch):
+    """By bytes: few tokens, or few devices for a token's choices, are gathered."""
+    monkeypatch.undo()
+    spec = MoeSpec(RouterSpec(256, 8), 2048)  # DeepSeek-V3's
+    ragged = dict(row_bytes=2 * 7168, ragged=True)
+    assert exchange_of(spec, 1, devices=1, **ragged) is None
+    assert exchange_of(spec, 1, devices=4, **ragged) is None
+    assert exchange_of(spec, 64, devices=4, **ragged).room is None
+    # A token goes to 7.2 of 32 devices.
+    assert exchange_of(spec, 64, devices=32, **ragged) == Exchange(rows=466, room=None)
+    assert exchange_of(spec, 64, devices=32, row_bytes=2 * 7168, ragged=False) == Exchange(rows=32 * 22, room=22)
+    everywhere = MoeSpec(RouterSpec(8, 8), 2048)
+    assert exchange_of(everywhere, 64, devices=8, **ragged) is None
+
+
+def test_devices_that_a_token_goes_to():
+    rng = np.random.default_rng(4)
+    for experts, chosen, devices in ((8, 2, 4), (7, 3, 4), (16, 1, 2)):
+        own = -(-experts // devices)
+        drawn = [any(e < own for e in rng.permutation(experts)[:chosen]) for _ in range(4000)]
+        share = MoeSpec(RouterSpec(experts, chosen), 8).device_share(devices)
+        assert share == pytest.approx(np.mean(drawn), abs=0.03)
