@@ -23,8 +23,9 @@ DEPTH = 128  # inputs that are unpacked together
 BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
 VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x, 128 MiB on v5e and v6e
 X_ELEMENTS = 1 << 22  # of x at a time
+TALL = 64  # rows from which on the MXU is what takes longest
 REPEATED = 32  # rows that are repeated for their groups: more, and weights are scaled before the product
-STEP = 2048  # inputs of one iteration: what is inside one is scheduled together
+STEP, TALL_STEP = 2048, 512  # inputs of one iteration: of many rows few, as the compiler takes longer for them
 _TOP = 27  # exponent of the largest scale of a column, of 5 bits, so that 6.0 is finite
 
 
@@ -279,7 +280,8 @@ def _kernel(_, x_ref, values_ref, scales_ref, *refs, packed, group, repeats):
         return sum(y[n * rows : (n + 1) * rows] * scale for n, scale in enumerate(scales))
 
     width = DEPTH if not packed and group < inputs else 2 * DEPTH if inputs % (2 * DEPTH) == 0 else DEPTH
-    step = next(size for size in range(STEP, 0, -width) if inputs % size == 0)
+    most = STEP if rows <= TALL else TALL_STEP
+    step = next(size for size in range(most, 0, -width) if inputs % size == 0)
     for part in range(parts):
 
         def body(i, total, part=part):
