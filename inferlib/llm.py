@@ -30,6 +30,7 @@ from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from inferlib.placement import ExpertPlacement
+from inferlib.platforms import leave_out_absent_tpu
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism, ShardingError
@@ -90,6 +91,7 @@ class LLM:
         seed: int = 0,
         progress: bool | None = None,
     ):
+        leave_out_absent_tpu()
         self._channel = distributed.channel()
         agreement = self._channel.agreement if self._channel else nullcontext
         with agreement({}):

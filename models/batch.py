@@ -54,7 +54,7 @@ class Backend:
     """Which implementation of an operation a program is built with."""
 
     decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
-    prefill_attention: Literal["xla", "nki"] = "xla"
+    prefill_attention: Literal["xla", "pallas_tpu", "nki"] = "xla"
     grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
     matmul: Literal["xla", "pallas_tpu"] = "xla"  # with quantised weights
     all_reduce: Literal["xla", "pallas"] = "xla"
@@ -66,8 +66,8 @@ class Backend:
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
             return Backend(decode_attention="nki", prefill_attention="nki")
         if platform == "tpu":
-            kernels = dict(decode_attention="pallas_tpu", grouped_matmul="pallas_tpu", matmul="pallas_tpu")
-            return Backend(**kernels, exchange="ragged")
+            kernels = ("decode_attention", "prefill_attention", "grouped_matmul", "matmul")
+            return Backend(**dict.fromkeys(kernels, "pallas_tpu"), exchange="ragged")
         if platform != "gpu":
             return Backend()
         all_reduce = "pallas" if _are_peers(shards) else "xla"

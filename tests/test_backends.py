@@ -14,6 +14,8 @@ from inferlib.config import EngineConfig
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import Backend, kernel_lacks
 from inferlib.models.families import config_from_hf
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import planned_shards
 from tests.conftest import MAX_LEN, assert_greedy, build_llm, random_prompts
 from tests.test_compile_tpu import EXPERTS, TINY
 
@@ -24,15 +26,15 @@ pytestmark = pytest.mark.usefixtures("quick_compilations")
 @pytest.mark.parametrize(
     ("family", "changes", "platform", "backend"),
     [
-        ("ministral", {"head_dim": 128}, "tpu", Backend(decode_attention="pallas_tpu")),
-        ("ministral", {"head_dim": 24}, "tpu", Backend(decode_attention="pallas_tpu")),
+        ("ministral", {"head_dim": 128}, "tpu", Backend("pallas_tpu", "pallas_tpu")),
+        ("ministral", {"head_dim": 24}, "tpu", Backend("pallas_tpu", "pallas_tpu")),
         ("qwen3_moe", {}, "cpu", Backend(grouped_matmul="pallas_tpu")),
         ("qwen3_moe", {}, "cpu", Backend(grouped_matmul="pallas_gpu")),
         ("qwen3_moe", {"num_experts": 64}, "cpu", Backend(grouped_matmul="pallas_gpu")),  # decoding a row: in any order
     ],
     ids=["attention", "attention over cells", "experts", "experts on a GPU", "few rows on a GPU"],
 )
-def test_a_model_decodes_the_same_tokens(family, changes, platform, backend, checkpoint):
+def test_a_model_generates_the_same_tokens(family, changes, platform, backend, checkpoint):
     """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one, with keys and values
     apart and in one cell; experts in stacked layers; rows that start and end at different times."""
     buckets = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
@@ -48,14 +50,17 @@ def test_a_model_decodes_the_same_tokens(family, changes, platform, backend, che
     assert found[0] == found[1]
 
 
-def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_one_warning(caplog):
+def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_a_warning(caplog):
     model = abstract_model(config_from_hf(TINY | {"num_attention_heads": 4096, "num_key_value_heads": 8}), "bfloat16")
     config = EngineConfig.make("tpu", 2, 64)
     assert config.backend.decode_attention == "pallas_tpu"
     programs = ProgramSet.make(model, config)
-    (warning,) = caplog.messages
-    assert warning.endswith("XLA's, not the TPU kernel: 1 x 512 queries of a KV head exceed 128")
-    assert programs.config.backend == dataclasses.replace(config.backend, decode_attention="xla")
+    decode, prefill = caplog.messages
+    assert decode.endswith("XLA's, not the TPU kernel: 1 x 512 queries of a KV head exceed 128")
+    assert prefill.startswith("prefill attention is XLA's, not the TPU kernel: 512 heads of size 128 need")
+    assert programs.config.backend == dataclasses.replace(
+        config.backend, decode_attention="xla", prefill_attention="xla"
+    )
 
 
 def test_experts_that_the_kernel_cannot_multiply_by_are_xlas(caplog):
@@ -75,6 +80,15 @@ def test_keys_and_values_in_one_cell_change_no_logit(checkpoint):
     np.testing.assert_allclose(one.logits(tokens), apart.logits(tokens), rtol=0, atol=1e-5)
     (output,) = one.generate([tokens], SamplingParams(temperature=0, max_tokens=4))
     assert_greedy(checkpoint("llama", num_hidden_layers=1), tokens, output.outputs[0].token_ids)
+
+
+def test_shares_that_devices_pass_on_are_whole_tiles_or_xlas(caplog):
+    shards = planned_shards(Parallelism.parse("cp=8"))
+    model = abstract_model(config_from_hf(TINY), "bfloat16", shards=shards)
+    config = EngineConfig.make("tpu", 2, 1024, Buckets((128,), (2,), (200, 1024)), shards)
+    programs = ProgramSet.make(model, config)
+    assert caplog.messages[-1].endswith("pages of 25 positions do not divide into tiles of 16")
+    assert programs.config.backend == dataclasses.replace(config.backend, prefill_attention="xla")
 
 
 def test_slots_are_whole_tiles_where_the_kernel_reads_them():

@@ -79,6 +79,21 @@ def test_a_copy_told_only_by_its_pointers_is_counted():
     assert (run.copies, run.hbm_bytes, run.unmet, run.unknown) == (3, 3 * 65536, 0, {})
 
 
+def test_a_division_that_gives_quotient_and_remainder():
+    """Copies of as many bytes as 4 * (i // 2) + i % 2 granules: 0, 1, 4, 5, 8."""
+    text = LISTING.replace("2 /* kRem */", "2 /* kDivAndRem */").replace(
+        "spop.drf %9 }", "spop.drf %9 ;; %s22_s9 = sshll.u32 %s10_s4, 2 }"
+    )
+    text = text.replace(
+        "scmp.eq.s32.totalorder %s10_s4, 0 }", "scmp.eq.s32.totalorder %s4_s2, 0 ;; %s23_s10 = spop.drf %9 }"
+    )
+    text = text.replace("%12 = sbr", "%s24_s11 = sadd.s32 %s22_s9, %s23_s10  ;;  %12 = sbr").replace(
+        "/*size_in_granules=*/2048", "/*size_in_granules=*/%s24_s11"
+    )
+    run = Listing(text).run({0: np.array([5])}, bandwidth=1024.0, latency=100.0)
+    assert (run.copies, run.hbm_bytes, run.unknown) == (5, (0 + 1 + 4 + 5 + 8) * 32, {})
+
+
 def measured(target: str, kernel: str, cases: str) -> dict[str, dict]:
     """What `benchmarks/kernels.py` finds, by case."""
     command = [sys.executable, "benchmarks/kernels.py", "--json", "--targets", target, "--kernels", kernel]
@@ -130,3 +145,14 @@ def test_mx_matmul_compiles_and_is_near_its_floor(target, four_bits, eight_bits)
     found = measured(target, "mx_matmul", "mxfp4, T 16;fp8_block, T 16" + more)
     for case, line in found.items():
         assert line["R"] <= (four_bits if "4" in case.split(",")[0] else eight_bits), case
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+@pytest.mark.parametrize(("target", "least"), [("v5e-1", 0.75), ("v6e-1", 0.3), ("v5p:1x1x1", 0.3), ("v7x:1x1x1", 0.2)])
+def test_prefill_attention_compiles_and_is_near_its_floor(target, least):
+    """least: share of the matrix units' peak."""
+    cases = "8192;8192, size 256;8192, no groups;128 behind 8064, 1 head;8192, page 16;2048 in a ring, window 1024"
+    found = measured(target, "prefill_attention", cases)
+    assert len(found) == 6
+    assert 1 / found["8192"]["R"] >= least

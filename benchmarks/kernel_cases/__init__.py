@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kernel_cases import decode_attention, grouped_matmul, mx_matmul
+from kernel_cases import decode_attention, grouped_matmul, mx_matmul, prefill_attention
 
 
 class Case(Protocol):
@@ -37,4 +37,5 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "decode_attention": decode_attention.CASES,
     "grouped_matmul": grouped_matmul.CASES,
     "mx_matmul": mx_matmul.CASES,
+    "prefill_attention": prefill_attention.CASES,
 }

@@ -262,8 +262,8 @@ class _Machine:
             return self._set(name, lambda: self._memory.get(place(), 0))
         if base == "sdivrem":
             a, b = map(self._value, arguments[:2])
-            part = 1 if kind.endswith("Rem") else 0
-            return lambda: self._quotients.append(divmod(a(), max(b(), 1))[part])
+            parts = {"Div": slice(1), "Rem": slice(1, 2)}.get(kind.split(".")[-1], slice(2))
+            return lambda: self._quotients.extend(divmod(a(), max(b(), 1))[parts])
         if op == "spop.drf":
             return self._set(name, self._quotients.popleft)
         if base in _MOVES:

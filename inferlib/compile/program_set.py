@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from inferlib.compile.state import RowState
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel, gainful, unpackable
 from inferlib.models.batch import kernel_lacks
+from inferlib.models.config import AttentionSpec
 from inferlib.sharding import axes
 
 log = logging.getLogger(__name__)
@@ -202,6 +204,7 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) ->
 
 _CHECKED = {
     ("decode_attention", "pallas_tpu"): "TPU",
+    ("prefill_attention", "pallas_tpu"): "TPU",
     ("grouped_matmul", "pallas_tpu"): "TPU",
     ("grouped_matmul", "pallas_gpu"): "GPU",
 }
@@ -210,7 +213,8 @@ _CHECKED = {
 def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
     """The config with kernels that can run their share of the model; warns of those chosen that cannot."""
     checks = {
-        "decode_attention": partial(_attention_lacks, config, model, plan),
+        "decode_attention": partial(_decode_lacks, config, model, plan),
+        "prefill_attention": partial(_prefill_lacks, config, model, plan),
         "grouped_matmul": partial(_experts_lack, config, model),
     }
     for name, lacks in checks.items():
@@ -226,20 +230,40 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
     return config
 
 
-def _attention_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
-    """Why the TPU kernel cannot run decode attention."""
-    from inferlib.pallas_kernels import decode_attention_tpu
+def _decode_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
+    from inferlib.pallas_kernels.decode_attention_tpu import unsupported
 
-    for block, layers in zip(plan.blocks, model.blocks(), strict=True):
-        spec = model.config.layers[layers[0]].attention
-        if kernel_lacks(spec, "pallas_tpu"):
-            continue
-        cache = [config.shards.local_shape(block.axes, shape) for shape in block.shapes]
-        q = (config.rows, 1, cache[0][-3], model.layout.heads(spec).queries, cache[0][-1])
-        shapes = (jax.ShapeDtypeStruct(shape, plan.dtype) for shape in (q, *cache))
-        if reason := decode_attention_tpu.unsupported(*shapes, window=spec.window):
+    for spec, queries, caches in _attentions(config, model, plan):
+        q = jax.ShapeDtypeStruct((config.rows, 1, caches[0].shape[-3], queries, caches[0].shape[-1]), plan.dtype)
+        if reason := unsupported(q, *caches, window=spec.window):
             return reason
     return None
+
+
+def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
+    from inferlib.pallas_kernels.prefill_attention_tpu import unsupported
+
+    dealt = config.shards.size(axes.TOKENS)
+    for _, queries, (cache, *_) in _attentions(config, model, plan):
+        heads, slots, size = cache.shape[-3:]
+        # Where tokens are dealt out, what devices pass on of a row ends at the limit.
+        counts = {slots} if dealt == 1 else {min(slots, -(-limit // dealt)) for limit in config.buckets.cache}
+        for (chunks, chunk), count in itertools.product(config.prefill_shapes(), counts):
+            q = jax.ShapeDtypeStruct((chunks, chunk // dealt, heads, queries, size), plan.dtype)
+            if reason := unsupported(q, jax.ShapeDtypeStruct((*cache.shape[:-2], count, size), plan.dtype)):
+                return reason
+    return None
+
+
+def _attentions(
+    config: EngineConfig, model: AbstractModel, plan: CachePlan
+) -> Iterator[tuple[AttentionSpec, int, list[jax.ShapeDtypeStruct]]]:
+    """Every block's attention that the TPU kernels take: its spec, queries of a KV head, and a device's cache."""
+    for block, layers in zip(plan.blocks, model.blocks(), strict=True):
+        spec = model.config.layers[layers[0]].attention
+        if not kernel_lacks(spec, "pallas_tpu"):
+            shapes = (config.shards.local_shape(block.axes, shape) for shape in block.shapes)
+            yield spec, model.layout.heads(spec).queries, [jax.ShapeDtypeStruct(s, plan.dtype) for s in shapes]
 
 
 def _experts_lack(config: EngineConfig, model: AbstractModel) -> str | None:

@@ -47,7 +47,7 @@ def masked_attention(
     k_scales: jax.Array | None = None,
     v_scales: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] bool.
+    """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] or [B, K, C, S] bool.
 
     k_scales, v_scales [B, K, S] float32: both or neither; k and v are then numbers of any type times these, which are
     folded into logits and probabilities. Values may have a size of their own. Returns out [B, C, K, G, h] in q's dtype
@@ -67,7 +67,8 @@ def masked_attention(
         s = s * k_scales[:, :, None, None]
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
-    s = jnp.where(seen[:, None, None], s, -jnp.inf)
+    seen = seen[:, None, None] if seen.ndim == 3 else seen[:, :, None]
+    s = jnp.where(seen, s, -jnp.inf)
     top = jnp.max(s, axis=-1, keepdims=True)  # [B, K, G, C, 1]
     if sinks is not None:
         top = jnp.maximum(top, sinks.astype(jnp.float32)[:, :, None, None])

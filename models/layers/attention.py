@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from inferlib.models.batch import Backend, StepContext, kernel_lacks
+from inferlib.models.batch import StepContext, kernel_lacks
 from inferlib.models.config import AttentionSpec, NormSpec, QueryTemperature
 from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm, scale_norm
@@ -142,26 +142,30 @@ class Attention(nnx.Module):
         q = q if apart else widened(q, cache.arrays[0].shape[-1])
         sinks = self.sinks[...] if spec.sinks else None
         options = dict(scale=spec.scale, softcap=spec.softcap, sinks=None if dealt else sinks, ring=cache.ring)
-        # No kernel takes a window for each row: one that does not divide covers a position more on some devices.
-        backend = Backend() if kernel_lacks(spec, ctx.backend.decode_attention) else ctx.backend
+
+        def reach(stripe: Stripe, positions: jax.Array, kernel: str) -> tuple[int | jax.Array | None, str]:
+            """The window of these, and what implements their attention. No kernel takes a window for each row: one that
+            does not divide covers a position more on some devices."""
+            window = stripe.window(positions, self.window(positions))
+            return window, "xla" if isinstance(window, jax.Array) or kernel_lacks(spec, kernel) else kernel
 
         def values(out: jax.Array, lse: jax.Array) -> Attended:
             return out if apart else out[..., spec.head_dim : spec.head_dim + spec.value_dim], lse
 
         def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
             queries = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])[which]
-            positions = ctx.chunk_positions[which]
-            window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
-            numbers = stripe.number(positions)
-            kernel = "xla" if isinstance(window, jax.Array) else backend.prefill_attention
+            positions, limit = ctx.chunk_positions[which], limit_of(ctx, stripe)
+            window, kernel = reach(stripe, positions, ctx.backend.prefill_attention)
             kind = dict(window=window, limit=limit, backend=kernel)
+            if share[0].ndim == 5:
+                kind["layer"] = cache.layer
+            numbers = stripe.number(positions)
             return values(*prefill_attention(queries, share[0], share[-1], pages, numbers, **kind, **options))
 
         def rows(stripe: Stripe) -> Attended:
             queries, positions = q[split:], batch.decode_lengths - 1
-            window, limit = stripe.window(positions, self.window(positions)), limit_of(ctx, stripe)
-            numbers = stripe.number(positions)
-            kernel, layer = "xla" if isinstance(window, jax.Array) else backend.decode_attention, None
+            window, kernel = reach(stripe, positions, ctx.backend.decode_attention)
+            limit, numbers, layer = limit_of(ctx, stripe), stripe.number(positions), None
             if kernel == "pallas_tpu":
                 (k, *v), layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
             else:
@@ -169,7 +173,8 @@ class Attention(nnx.Module):
             kind = dict(window=window, limit=limit, layer=layer, backend=kernel)
             return values(*decode_attention(queries, k, v[0] if v else None, numbers + 1, **kind, **options))
 
-        return attend(cache, ctx, chunks, rows, sinks if dealt else None)
+        _, kernel = reach(ctx.shards.stripe(axes.POSITIONS), ctx.chunk_positions, ctx.backend.prefill_attention)
+        return attend(cache, ctx, chunks, rows, sinks if dealt else None, stacked=kernel == "pallas_tpu")
 
     def window(self, positions: jax.Array) -> int | jax.Array | None:
         """How many positions each of these sees, itself included."""

@@ -29,6 +29,7 @@ def attend(
     chunks: Callable[[Share, jax.Array, Stripe, slice], Attended],
     rows: Callable[[Stripe], Attended],
     sinks: jax.Array | None = None,
+    stacked: bool = False,
 ) -> jax.Array:
     """The step's tokens [T, K, G, h]; where the output projection takes in a share of h, that share.
 
@@ -36,7 +37,7 @@ def attend(
     them, the chunks' pages [P] in these, the stripe and which chunks; returns out [P, C, K, G, h] and LSE. rows: the
     decode rows' over those of a stripe, by the decode contract, from the cache itself: out [B, K, G, h]. sinks [K, G]:
     where positions are dealt out, a logit that joins the denominator; once for all shares, so `chunks` and `rows` must
-    leave it out.
+    leave it out. stacked: `chunks` takes the arrays of a stacked cache, too.
     """
     batch, shards = ctx.batch, ctx.shards
     whole, shares = [], []
@@ -44,7 +45,7 @@ def attend(
         if shards.size(axes.TOKENS) > 1:
             whole.append(_flat(_around_ring(cache, ctx, chunks, sinks)))
         else:
-            shares += [tuple(map(_flat, part)) for part in _over_cache(cache, ctx, chunks)]
+            shares += [tuple(map(_flat, part)) for part in _over_cache(cache, ctx, chunks, stacked)]
     if batch.decode_tokens.shape[0]:
         shares.append(rows(shards.stripe(axes.POSITIONS)))
     if shares:
@@ -58,11 +59,13 @@ def limit_of(ctx: StepContext, stripe: Stripe) -> int | None:
     return ctx.limit and stripe.most(ctx.limit)
 
 
-def _over_cache(cache: LayerCache, ctx: StepContext, chunks: Callable) -> list[Attended]:
-    """Of a stacked cache one chunk after the other, each reading its row in one slice: the rows of several would be
-    copied to memory."""
+def _over_cache(cache: LayerCache, ctx: StepContext, chunks: Callable, stacked: bool) -> list[Attended]:
+    """Of a stacked cache one chunk after the other, each reading its row in one slice, unless `stacked`: the rows of
+    several would be copied to memory."""
     stripe, pages = ctx.shards.stripe(axes.POSITIONS), ctx.batch.chunk_rows
     limit, everyone = limit_of(ctx, stripe), slice(None)
+    if stacked:
+        return [chunks(cache.arrays, pages, stripe, everyone)]
     if cache.layer is None:
         return [chunks(cache.read(cache.rows, limit), pages, stripe, everyone)]
     firsts = jnp.minimum(pages, cache.rows - 1)

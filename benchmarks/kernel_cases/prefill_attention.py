@@ -1,0 +1,86 @@
+"""Prefill attention of a chunk over a cache that holds its prefix and itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class PrefillAttention:
+    """One chunk of `width` tokens behind `start` others in the cache; bfloat16. page: positions of one; None: rows are
+    pages. slots: of a ring."""
+
+    width: int
+    start: int = 0
+    heads: int = 8
+    group: int = 4
+    size: int = 128
+    page: int | None = None
+    window: int | None = None
+    slots: int | None = None
+
+    kernel = "prefill_attention"
+
+    @property
+    def floor_bytes(self) -> int:
+        """Queries and output, and each visible key and value once."""
+        keys = min(self.start + self.width, (self.window or self.start) + self.width)
+        return 4 * self.heads * self.size * (self.width * self.group + keys)
+
+    @property
+    def floor_flops(self) -> int:
+        """Of the two products over the keys that each query sees, itself included."""
+        seen = self.start + 1 + np.arange(self.width)
+        return 4 * self.size * self.heads * self.group * int(np.minimum(seen, self.window or seen).sum())
+
+    def function(self):
+        from inferlib.pallas_kernels.prefill_attention_tpu import prefill_attention
+
+        options = dict(scale=self.size**-0.5, window=self.window, ring=self.slots is not None)
+        return partial(prefill_attention, layer=0, **options)
+
+    @property
+    def pages(self) -> np.ndarray | None:
+        """A table of pages in no order."""
+        if self.page is None:
+            return None
+        count = -(-(self.start + self.width) // self.page)
+        return np.random.default_rng(1).permutation(count)[None].astype(np.int32)
+
+    def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes."""
+        slots = self.page or self.slots or -(-(self.start + self.width) // 1024) * 1024
+        cache = (4, 1 if self.page is None else self.pages.size, self.heads, slots, self.size), "bfloat16"
+        q = (1, self.width, self.heads, self.group, self.size), "bfloat16"
+        found = {"q": q, "k": cache, "v": cache, "rows": ((1,), "int32"), "positions": ((1, self.width), "int32")}
+        return found if self.page is None else {**found, "pages": (self.pages.shape, "int32")}
+
+    def scalars(self) -> dict[int, np.ndarray]:
+        """What the kernel is given in scalar memory, in its order."""
+        from inferlib.pallas_kernels.prefill_attention_tpu import blocks
+
+        chosen = blocks(self.width, self.group, self.size, 2)
+        first = np.arange(-(-self.width // chosen.queries) * chosen.queries, step=chosen.part)
+        last = np.minimum(first + chosen.part, self.width) - 1
+        given = [np.zeros(1, int), np.zeros(1, int), self.start + first[None], self.start + last[None]]
+        if self.page is not None:
+            given.append(self.pages)
+        return dict(enumerate(given))
+
+
+CASES = {
+    "8192": PrefillAttention(8192),
+    "8192, 1 head": PrefillAttention(8192, heads=1),
+    "8192, size 256": PrefillAttention(8192, size=256),
+    "8192, no groups": PrefillAttention(8192, heads=4, group=1),
+    "8192, groups of 8": PrefillAttention(8192, heads=2, group=8),
+    "2048 behind 6144, 1 head": PrefillAttention(2048, start=6144, heads=1),
+    "512 behind 7680, 1 head": PrefillAttention(512, start=7680, heads=1),
+    "128 behind 8064, 1 head": PrefillAttention(128, start=8064, heads=1),
+    "8192, page 128": PrefillAttention(8192, page=128),
+    "8192, page 16": PrefillAttention(8192, page=16),
+    "2048 in a ring, window 1024": PrefillAttention(2048, start=6144, window=1024, slots=3072),
+}
