@@ -21,16 +21,20 @@ from inferlib.models.decoder import Decoder, Segment, segments_of
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
+from inferlib.ops.packed import Packing, gains
 from inferlib.ops.quantized import Scheme, nbytes, quantize
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
 
+_MOST_ROWS = 512  # that the kernel of products takes at once
+
 
 @dataclass(frozen=True)
 class WeightSpec:
     """One weight, as layers see it. `block` is its index in `Decoder.blocks`, None outside the layers; `part` its name
-    there. contracting: the dimensions over which products with it sum; scheme: how it is quantised, None if it is not.
+    there. contracting: the dimensions over which products with it sum; scheme: how it is quantised, None if it is not;
+    packed: whether it is held as a kernel reads it.
     """
 
     name: str
@@ -42,6 +46,7 @@ class WeightSpec:
     part: str
     contracting: tuple[int, ...] = ()
     scheme: Scheme | None = None
+    packed: bool = False
 
     @property
     def of_layer(self) -> WeightSpec:
@@ -55,14 +60,22 @@ class WeightSpec:
         """Its arrays, from the weight itself. Traceable."""
         if self.scheme is None:
             return (whole.astype(self.dtype),)
-        return tuple(jax.tree.leaves(quantize(whole, self.contracting, self.scheme)))
+        return self.held(*jax.tree.leaves(quantize(whole, self.contracting, self.scheme)))
+
+    def held(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """Its arrays, from those of its scheme. Traceable."""
+        return self.packing.pack(*arrays) if self.packed else arrays
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.scheme, self.shape, self.axes, self.contracting)
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
         """What holds it."""
         if self.scheme is None:
             return (ArraySpec(self.name, self.part, self.shape, self.dtype, self.axes),)
-        held = self.scheme.arrays(self.shape, self.axes, self.contracting)
+        held = self.packing.arrays() if self.packed else self.scheme.arrays(self.shape, self.axes, self.contracting)
         suffixes = {name: "" if name == "values" else f".{name}" for name in held}
         return tuple(
             ArraySpec(self.name + suffixes[name], self.part + suffixes[name], shape, dtype, names)
@@ -174,12 +187,14 @@ def abstract_model(
     dtype,
     *,
     quantization: Quantization | None = None,
+    packed: bool = False,
     scan: bool = False,
     shards: Shards = Shards(),  # noqa: B008
     expert_slots: int | None = None,
 ) -> AbstractModel:
     """The structure of `config` with weights of `dtype`, or quantised.
 
+    packed: hold quantised weights as the TPU kernel reads them where they are `gainful` and not `unpackable`.
     scan: stack repeating layers (see `segments_of`). shards: the mesh, over which heads, feed-forward and vocabulary
     are made to divide. expert_slots: see `Layout`. Raises ShardingError if it would cut a group of quantised elements.
     """
@@ -193,6 +208,8 @@ def abstract_model(
     weights = tuple(_weight_spec(path, p, quantization) for path, p in zip(paths, params, strict=True))
     for weight in weights:
         _must_keep_groups(weight, quantization, shards)
+    if packed:
+        weights = tuple(replace(w, packed=gainful(w) and not unpackable(w, dtype, shards)) for w in weights)
     held = jax.tree.unflatten(tree, [_held(p, w) for p, w in zip(params, weights, strict=True)])
     return AbstractModel(layout, np.dtype(dtype), segments, weights, graph, jax.tree.structure(held))
 
@@ -216,11 +233,21 @@ def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -
 
 
 def _held(p: nnx.Param, weight: WeightSpec) -> nnx.Param:
-    """The parameter, holding a `QuantizedTensor` if the weight is quantised."""
+    """The parameter, holding a `QuantizedTensor` or `PackedTensor` if the weight is quantised."""
     if weight.scheme is None:
         return p
     structs = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in weight.arrays)
-    return p.replace(weight.scheme.tensor(*structs))
+    return p.replace((weight.packing if weight.packed else weight.scheme).tensor(*structs))
+
+
+def gainful(weight: WeightSpec) -> bool:
+    """Whether the TPU kernel is for products with a weight."""
+    return weight.scheme is not None and axes.EXPERTS not in weight.axes and gains(weight.scheme)
+
+
+def unpackable(weight: WeightSpec, dtype, shards: Shards) -> str | None:
+    """Why a gainful weight cannot be packed for the TPU kernel, None if it can."""
+    return weight.packing.lacks(jnp.dtype(dtype), shards, _MOST_ROWS)
 
 
 def _must_keep_groups(weight: WeightSpec, quantization: Quantization | None, shards: Shards) -> None:

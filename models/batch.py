@@ -57,6 +57,7 @@ class Backend:
     prefill_attention: Literal["xla", "pallas_tpu", "nki"] = "xla"
     grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
     expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # of few tokens; "xla": as grouped products
+    matmul: Literal["xla", "pallas_tpu"] = "xla"  # with quantised weights
     all_reduce: Literal["xla", "pallas"] = "xla"
     exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
 
@@ -66,7 +67,7 @@ class Backend:
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
             return Backend(decode_attention="nki", prefill_attention="nki")
         if platform == "tpu":
-            kernels = ("decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp")
+            kernels = ("decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp", "matmul")
             return Backend(**dict.fromkeys(kernels, "pallas_tpu"), exchange="ragged")
         if platform != "gpu":
             return Backend()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from inferlib.models.layers.per_layer import PerLayerEmbedding, PerLayerInput
 from inferlib.models.layers.residual import AltUp, Laurel, Streams
 from inferlib.models.layout import Layout
 from inferlib.ops.matmul import matmul
+from inferlib.ops.packed import PackedTensor
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -356,9 +358,9 @@ def _layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
 
 def _scan(blocks, stream, ctx, caches, segment: Segment, given):
     """The cache rides in the carry: as scan inputs and outputs it would exist twice. What a block's layers share with
-    one before is read only and stays outside. Experts stay whole, each layer reads its own: a layer's slice of them
-    would be copied, chosen or not."""
-    graphs, experts, states = zip(*(nnx.split(block, _is_expert, ...) for block in blocks), strict=True)
+    one before is read only and stays outside. Experts and what a kernel reads stay whole, each layer finds its own: a
+    layer's slice of them would be copied."""
+    graphs, wholes, states = zip(*(nnx.split(block, _is_whole, ...) for block in blocks), strict=True)
     owns, rings = [block.owns_cache for block in blocks], [cache.ring for cache in caches]
     if given is not None:  # [T, L, P] -> [count, pattern, T, P]
         given = given[:, segment.start : segment.stop]
@@ -368,9 +370,10 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
         stream, held = carry
         layer, states, given = inputs
         new, loads = [], []
-        for i, (graph, whole, state) in enumerate(zip(graphs, experts, states, strict=True)):
+        for i, (graph, whole, state) in enumerate(zip(graphs, wholes, states, strict=True)):
             cache = LayerCache(held[i], rings[i], layer) if owns[i] else caches[i]
             own = None if given is None else given[i]
+            whole = jax.tree.map(partial(_of_layer, layer), whole, is_leaf=lambda w: isinstance(w, PackedTensor))
             stream, cache = nnx.merge(graph, whole, state)(stream, ctx, cache, layer=layer, given=own)
             new.append(cache.arrays if owns[i] else ())
             loads += [] if stream.load is None else [stream.load]
@@ -386,8 +389,12 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
     return stream, [LayerCache(arrays, ring) for arrays, ring in zip(new, rings, strict=True)], loads
 
 
-def _is_expert(_path, p) -> bool:
-    return axes.EXPERTS in p.axes
+def _is_whole(_path, p) -> bool:
+    return axes.EXPERTS in p.axes or isinstance(p.get_value(), PackedTensor)
+
+
+def _of_layer(layer: jax.Array, w: jax.Array | PackedTensor) -> jax.Array | PackedTensor:
+    return w.of_layer(layer) if isinstance(w, PackedTensor) else w
 
 
 def _stacked(block: Block, count: int) -> Block:

@@ -63,6 +63,12 @@ def test_what_is_not_understood_is_told():
     assert run.unmet == 1
 
 
+def test_another_name_of_a_register_does_not_write_it():
+    cast = "%s11_s4 = scalar_lea.hbm (%p12_p2), %s91_s1, 8  ;;  %s13_s3 = int_to_ptr.vmem [resolvable:$true] %s10_s4 }"
+    listing = Listing(LISTING.replace("%s10_s4 = spop.drf %9 }", "%s10_s4 = spop.drf %9  ;;  " + cast))
+    assert listing.run({0: np.array([5])}, bandwidth=1024.0, latency=100.0).copies == 5
+
+
 def test_a_copy_told_only_by_its_pointers_is_counted():
     """As of strided results: here from on-chip memory to HBM, in every second iteration."""
     told = "dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s90_s0, /*size_in_granules=*/2048, /*vmem=*/%s6_s3"
@@ -144,6 +150,20 @@ def test_grouped_matmul_compiles_and_is_near_its_floor(target, most):
     for case in many:
         assert found[case]["R"] <= most, case
         assert found[case]["bytes_to_floor"] < 1.01, case
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+@pytest.mark.parametrize(
+    ("target", "four_bits", "eight_bits"),
+    [("v5e-1", 1.05, 1.03), ("v6e-1", 1.4, 1.03), ("v5p:1x1x1", 2.4, 1.03), ("v7x:1x1x1", 2.6, 1.4)],
+)
+def test_mx_matmul_compiles_and_is_near_its_floor(target, four_bits, eight_bits):
+    """With few rows, where it is bound by memory."""
+    more = "" if target.startswith("v5p") else ";int4, T 16;mxfp8, T 16;fp8, T 16"
+    found = measured(target, "mx_matmul", "mxfp4, T 16;fp8_block, T 16" + more)
+    for case, line in found.items():
+        assert line["R"] <= (four_bits if "4" in case.split(",")[0] else eight_bits), case
 
 
 @pytest.mark.slow

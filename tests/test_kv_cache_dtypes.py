@@ -77,6 +77,7 @@ def test_logits_are_those_of_a_cache_that_rounds(family, dtype, scan, checkpoint
     [
         ("llama", "int8", "cp=2,tp=2"),
         pytest.param("gemma2", "fp8", "cp=4,rules=helix", marks=pytest.mark.slow),
+        pytest.param("minicpm3", "int8", "cp=2,dp=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_mesh_gives_the_same_logits(family, dtype, parallel, checkpoint):
@@ -90,21 +91,22 @@ def test_a_mesh_gives_the_same_logits(family, dtype, parallel, checkpoint):
 
 
 def test_plans_hold_values_and_scales(checkpoint):
-    """A byte for each number, four for each position and head; ring slots included."""
-    config = config_from_hf(json.loads((checkpoint("gemma2") / "config.json").read_text()))
-    model = abstract_model(config, "float32")
-    plans = [plan_cache(model, rows=3, max_len=64, chunk=8, dtype=d) for d in ("float32", "int8", "fp8")]
-    for plan, dtype in zip(plans[1:], (jnp.int8, jnp.float8_e4m3fn), strict=True):
-        for block, whole in zip(plan.blocks, plans[0].blocks, strict=True):
-            assert block.shapes == whole.shapes
-            half = len(block.arrays) // 2
-            for values, scales in zip(block.arrays[:half], block.arrays[half:], strict=True):
-                assert (values.dtype, scales.dtype) == (dtype, jnp.float32)
-                assert (scales.shape, scales.axes) == (values.shape[:-1], values.axes[:-1])
-        assert plan.nbytes == plans[0].nbytes // 4 + sum(4 * np.prod(s[:-1]) for b in plan.blocks for s in b.shapes)
-        arrays = plan.allocate()
-        assert sum(array.nbytes for array in arrays) == plan.nbytes
-        assert plan.flatten(plan.view(arrays)) == arrays
+    """A byte for each number, four for each position and head; ring slots and latents included."""
+    for family in ("gemma2", "minicpm3"):
+        config = config_from_hf(json.loads((checkpoint(family) / "config.json").read_text()))
+        model = abstract_model(config, "float32")
+        plans = [plan_cache(model, rows=3, max_len=64, chunk=8, dtype=d) for d in ("float32", "int8", "fp8")]
+        for plan, dtype in zip(plans[1:], (jnp.int8, jnp.float8_e4m3fn), strict=True):
+            for block, whole in zip(plan.blocks, plans[0].blocks, strict=True):
+                assert block.shapes == whole.shapes
+                half = len(block.arrays) // 2
+                for values, scales in zip(block.arrays[:half], block.arrays[half:], strict=True):
+                    assert (values.dtype, scales.dtype) == (dtype, jnp.float32)
+                    assert (scales.shape, scales.axes) == (values.shape[:-1], values.axes[:-1])
+            assert plan.nbytes == plans[0].nbytes // 4 + sum(4 * np.prod(s[:-1]) for b in plan.blocks for s in b.shapes)
+            arrays = plan.allocate()
+            assert sum(array.nbytes for array in arrays) == plan.nbytes
+            assert plan.flatten(plan.view(arrays)) == arrays
 
 
 def test_the_cost_model_and_explain_count_them():

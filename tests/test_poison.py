@@ -99,9 +99,10 @@ def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> lis
         ("qwen3_moe", True, None, GREEDY),
         ("gemma2", False, "int8", GREEDY),
         ("ministral", True, "fp8", GREEDY),
+        ("minicpm3", False, "fp8", GREEDY),
         ("small", False, None, SAMPLED),
     ],
-    ids=["llama", "gemma2", "ministral stacked", "experts stacked", "int8", "fp8 stacked", "sampled"],
+    ids=["llama", "gemma2", "ministral stacked", "experts stacked", "int8", "fp8 stacked", "fp8 latents", "sampled"],
 )
 def test_poison_changes_no_token(family, scan, kept, params, llm_of, small):
     """Everything invalid is poisoned at the start and again before every dispatch."""
@@ -124,6 +125,7 @@ def test_poison_changes_no_token(family, scan, kept, params, llm_of, small):
         ("qwen3_moe", True, None),
         ("gemma2", False, "int8"),
         ("ministral", True, "fp8"),
+        ("minicpm3", False, "fp8"),
     ],
 )
 def test_poison_changes_no_logit(family, scan, kept, llm_of):

@@ -12,6 +12,7 @@ from kernel_cases import (
     expert_mlp,
     grouped_matmul,
     mla_decode_attention,
+    mx_matmul,
     prefill_attention,
 )
 
@@ -44,5 +45,6 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "expert_mlp": expert_mlp.CASES,
     "grouped_matmul": grouped_matmul.CASES,
     "mla_decode_attention": mla_decode_attention.CASES,
+    "mx_matmul": mx_matmul.CASES,
     "prefill_attention": prefill_attention.CASES,
 }

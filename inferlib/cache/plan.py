@@ -160,9 +160,12 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
             sizes, folds = (sum(sizes),), [1]
         slots = model.layout.positions(spec.reach + chunk if ring else max_len, lanes * max(folds))
         stack = (len(layers),) if len(layers) > 1 else ()
-        if scaled and (latent or any(size % lanes for size in sizes)):
-            what = "latent attention" if latent else f"attention with heads of {sizes[0]} on TPUs"
-            raise ConfigurationError(f"{what} keeps its cache in the model's dtype: leave kv_cache_dtype out")
+        if platform == "tpu" and scaled and (latent or any(size % lanes for size in sizes)):
+            what = "latent attention" if latent else f"attention with heads of {sizes[0]}"
+            raise ConfigurationError(
+                f"{what} keeps its cache in the model's dtype on TPUs, whose compiler would copy one of int8 or fp8 at "
+                "every layer: leave kv_cache_dtype out"
+            )
         page = (*stack, rows, model.layout.cache_heads(spec))
         cells = [(slots // fold, -(-size * fold // lanes) * lanes) for size, fold in zip(sizes, folds, strict=True)]
         shapes = tuple((*page, *cell) for cell in cells)

@@ -259,7 +259,8 @@ def _expanded(
 ) -> tuple[jax.Array, ...]:
     """The arrays of one layer's weight with the copies and padding of the model's layout, quantised if it is to be."""
     target = replace(target.of_layer, name="", block=None)  # weights alike share a compilation
-    if stored.scheme == target.scheme and [x.shape for x in held] == [spec.shape for spec in target.arrays]:
+    same = stored.scheme == target.scheme and not target.packed
+    if same and [x.shape for x in held] == [spec.shape for spec in target.arrays]:
         return held
     layer = None if stored.block is None else model.config.layers[stored.block]
     places = tuple(shards.sharding(spec.axes) for spec in target.arrays)
@@ -290,7 +291,7 @@ def expand_all(
         expand(layout, layer, spec.axes, x, fill=float(spec.part.endswith(".scales")))
         for spec, x in zip(stored.arrays, held, strict=True)
     )
-    return expanded if stored.scheme == target.scheme else target.stored(*expanded)
+    return target.held(*expanded) if stored.scheme == target.scheme else target.stored(*expanded)
 
 
 def _differences(stored: dict[str, Any], given: dict[str, Any], most: int = 5) -> str:

@@ -121,7 +121,7 @@ def load_item(
     for number, pieces in enumerate(item.pieces):
         if is_kept(source, weight, pieces):
             values = [_read(source.values, piece, weight.part, shards, split) for piece in pieces]
-            shared = (source.scales, source.zeros)[: len(places) - 1]
+            shared = (source.scales, source.zeros)[: 1 + weight.scheme.zeros]
             rows = [slice(*piece.rows) if piece.rows else None for piece in pieces]
             shared = [[read(p.tensor, own) for p, own in zip(pieces, rows, strict=True)] for read in shared]
             layer = run(keep, static, values, *shared, place=places)
@@ -200,7 +200,7 @@ def keep(
     def whole(pieces: Sequence[jax.Array], fill: float) -> jax.Array:
         return assemble(layout, layer, weight.axes, weight.part, pieces[0].dtype, *pieces, fill=fill)
 
-    return kept(weight.scheme, weight.contracting, whole, *stored)
+    return weight.held(*kept(weight.scheme, weight.contracting, whole, *stored))
 
 
 def _read(

@@ -21,6 +21,7 @@ import numpy as np
 _MASK = 0xFFFFFFFF
 _GRANULE = 32  # bytes: the unit of a copy's size and of what is waited for
 _OPERAND = 1 << 24  # of the made-up addresses of operands
+_DELAY = 4  # bundles executed after a taken branch, where a listing does not tell
 _HEAD = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*[> ]*\{(.*)$")
 
 
@@ -79,14 +80,14 @@ class Listing:
         return _Machine(self._bundles, self._delay, scalars, bandwidth, latency).run()
 
     def _delay_slots(self) -> int:
-        """Bundles that are still executed after a taken branch: behind those of a loop's last branch is a label."""
-        found = Counter()
+        """Bundles that are still executed after a taken branch: behind those of a loop's last branch is a label, if not
+        at once."""
+        found = []
         for at, bundle in enumerate(self._bundles):
             for target in (_branch_target(i) for i in bundle):
                 if target is not None and target <= at:
-                    after = [n for n, label in enumerate(self._labels[at + 1 : at + 12]) if label]
-                    found.update(after[:1])
-        return found.most_common(1)[0][0] if found else 4
+                    found += [n for n, label in enumerate(self._labels[at + 1 : at + 12]) if label][:1]
+        return min(found, default=_DELAY)
 
 
 def _bundles_of(text: str) -> Iterator[tuple[str | None, str]]:

@@ -22,7 +22,7 @@ from inferlib.compile.functions import run
 from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.compile.state import RowState
 from inferlib.config import ConfigurationError, EngineConfig
-from inferlib.models.abstract import AbstractModel
+from inferlib.models.abstract import AbstractModel, gainful, unpackable
 from inferlib.models.batch import kernel_lacks
 from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.ops.expert_mlp import MOST_TOKENS
@@ -225,6 +225,11 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
         if (name, chosen) in _CHECKED and (reason := lacks()):
             log.warning("%s is XLA's, not the %s kernel: %s", name.replace("_", " "), _CHECKED[name, chosen], reason)
             config = replace(config, backend=replace(config.backend, **{name: "xla"}))
+    if config.backend.matmul == "pallas_tpu":
+        plain = (w for w in model.weights if gainful(w) and not w.packed)
+        reasons = {w.part: unpackable(w, model.dtype, config.shards) for w in plain}
+        if part := next(filter(reasons.get, reasons), None):
+            log.warning("products with %s are XLA's, not the TPU kernel's: %s", part, reasons[part])
     return config
 
 

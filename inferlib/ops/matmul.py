@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.packed import PackedTensor, by_kernel
 from inferlib.ops.quantized import QuantizedTensor
 
 
@@ -19,7 +20,7 @@ def precision_of(dtype) -> lax.Precision | None:
 
 def matmul(
     x: jax.Array,
-    w: jax.Array | QuantizedTensor,
+    w: jax.Array | QuantizedTensor | PackedTensor,
     *,
     contract: int = 1,
     transposed: bool = False,
@@ -30,6 +31,8 @@ def matmul(
     contract: how many leading dimensions of `w` (and trailing of `x`) are summed over. transposed: w is [O, I], and not
     quantised. out_dtype: dtype of the result; x's by default.
     """
+    if isinstance(w, PackedTensor):
+        return by_kernel(x, w, out_dtype or x.dtype)
     if isinstance(w, QuantizedTensor):
         return _quantized(x, w, contract, out_dtype or x.dtype)
     if transposed:

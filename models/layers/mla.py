@@ -84,25 +84,33 @@ class Mla(nnx.Module):
         split = math.prod(batch.chunk_tokens.shape)
 
         def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
-            (latents, keys), page = share, jnp.minimum(pages, share[0].shape[0] - 1)
+            (latents, keys, *scales), page = share, jnp.minimum(pages, share[0].shape[0] - 1)
             latents, fold = latents[page, 0, : limit_of(ctx, stripe)], cache.folds[1]
             slots = latents.shape[1]
             keys = unfolded(keys[page, 0, : folded_rows(slots, fold)], fold)[:, :slots]
+            if scales:
+                scales = (x[page, 0, :slots, None] for x in scales)
+                pairs = zip((latents, keys), scales, strict=True)
+                latents, keys = ((x.astype(jnp.float32) * scale).astype(q.dtype) for x, scale in pairs)
             queries = q[:split].reshape(*batch.chunk_tokens.shape, q.shape[1], 1, q.shape[2])[which]
             own, numbers = jnp.arange(pages.size), stripe.number(ctx.chunk_positions[which])
             return prefill_attention(queries, *self.expand(latents, keys), own, numbers, scale=spec.scale)
 
         def rows(stripe: Stripe) -> Attended:
             lengths, limit = stripe.number(batch.decode_lengths - 1) + 1, limit_of(ctx, stripe)
-            kernel, layer = "xla" if kernel_lacks(spec, ctx.backend.decode_attention) else "pallas_tpu", None
+            kernel, layer = (
+                "xla" if kernel_lacks(spec, ctx.backend.decode_attention) else "pallas_tpu",
+                None,
+            )
             if kernel == "pallas_tpu":
                 arrays, layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
             else:
                 arrays = cache.read(lengths.shape[0], limit)
+            latents, keys, *scales = arrays
             parts = zip(self.absorb(q[split:]), cache.sizes, strict=True)
             queries = jnp.concatenate([widened(part, size) for part, size in parts], axis=-1)
-            kind = dict(scale=spec.scale, limit=limit, layer=layer, backend=kernel)
-            out, lse = mla_decode_attention(queries, *arrays, lengths, **kind)
+            kind = dict(scale=spec.scale, limit=limit, layer=layer, scales=tuple(scales) or None, backend=kernel)
+            out, lse = mla_decode_attention(queries, latents, keys, lengths, **kind)
             return self.values(out[..., : spec.kv_rank])[:, :, None], lse[..., None]
 
         return attend(cache, ctx, chunks, rows)

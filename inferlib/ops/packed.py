@@ -1,0 +1,189 @@
+"""Quantised weights as the TPU kernel of `ops.matmul` reads them: a `PackedTensor` stands where layers have a matrix.
+
+What a product sums over is one dimension, K, and its results are another, N, in front of which gate and up stay apart:
+[..., P, K, N]. It is made of a `QuantizedTensor` when weights are loaded; checkpoints hold the latter.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from inferlib.ops.quantized import Scheme
+from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
+
+if TYPE_CHECKING:
+    from inferlib.pallas_kernels.mx_matmul_tpu import Weight
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedTensor:
+    """See `mx_matmul_tpu.Weight` for values, scales and tops; those of one layer, or of a stack of which `layer` is
+    used. apart: whether the first dimension of a product is P; rest: its dimensions after that which N begins with."""
+
+    values: jax.Array
+    scales: jax.Array
+    tops: jax.Array | None = None
+    layer: jax.Array | None = None
+    apart: bool = field(default=False, metadata={"static": True})
+    rest: tuple[int, ...] = field(default=(), metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values."""
+        return self.values.shape
+
+    def __getitem__(self, index) -> PackedTensor:
+        """As `nnx.Param` asks for its value: `w[...]`."""
+        if index is not Ellipsis:
+            raise TypeError("a PackedTensor is read whole, as w[...]")
+        return self
+
+    def of_layer(self, layer: jax.Array) -> PackedTensor:
+        """Of a stack, the weight of one layer; nothing is copied."""
+        return replace(self, layer=layer)
+
+    @property
+    def stack(self) -> Weight:
+        """For the kernel, [L, P, K, N]."""
+        from inferlib.pallas_kernels.mx_matmul_tpu import Weight
+
+        arrays = (self.values, self.scales, self.tops)
+        return Weight(*(x if x is None or x.ndim == 4 else x[None] for x in arrays))
+
+
+def by_kernel(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
+    """x [T, *I] times w -> [T, *O]; the kernel is interpreted on CPU."""
+    from inferlib.pallas_kernels.mx_matmul_tpu import mx_matmul
+
+    rows = x.reshape(x.shape[0], -1)
+    layer = jnp.int32(0) if w.layer is None else w.layer
+
+    def run(rows: jax.Array, stack: Weight, layer: jax.Array, *, interpret: bool = False) -> jax.Array:
+        return mx_matmul(rows, stack, layer=layer, out_dtype=out_dtype, interpret=interpret)
+
+    y = lax.platform_dependent(rows, w.stack, layer, cpu=partial(run, interpret=True), default=run)
+    y = y.reshape(*y.shape[:2], -1, *w.rest)
+    return jnp.moveaxis(y, 0, 1) if w.apart else y[0]
+
+
+# ---- storage
+
+_DEPTH = 128  # inputs are padded to multiples of it, as `mx_matmul_tpu` takes them
+
+
+def gains(scheme: Scheme) -> bool:
+    """Whether the kernel is for a scheme; int8 by channel XLA reads at the memory's rate itself."""
+    return not scheme.zeros and (scheme.values, scheme.group) != ("int8", None)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a weight of a scheme is packed: its shape, logical axes and contracting dimensions, which are neighbours;
+    before them only that of a stack."""
+
+    scheme: Scheme
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...]
+    contracting: tuple[int, ...]
+
+    @property
+    def lead(self) -> int:
+        return self.contracting[0]
+
+    @property
+    def outer(self) -> int:
+        """The first dimension of the results."""
+        return self.contracting[-1] + 1
+
+    @property
+    def apart(self) -> bool:
+        return self.names[self.outer] == axes.GATE_UP
+
+    @property
+    def merged(self) -> int:
+        """The first dimension of N."""
+        return self.outer + self.apart
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """P, K and N."""
+        parts = self.shape[self.outer] if self.apart else 1
+        return parts, math.prod(self.shape[self.lead : self.outer]), math.prod(self.shape[self.merged :])
+
+    @property
+    def group(self) -> int | None:
+        """Elements that share a scale, None for all."""
+        return self.scheme.group and self.scheme.group_of(self.shape[self.contracting[-1]])
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.scheme.values == "float4_e2m1fn"
+
+    def arrays(self) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...], np.dtype]]:
+        """Shape, axis names and dtype of each array; as `Scheme.arrays`."""
+        parts, inputs, columns = self.sizes
+        padded = -(-inputs // _DEPTH) * _DEPTH
+        inner, outer = self.names[self.lead], self.names[self.merged]
+
+        def array(rows: int, dtype: str):
+            names = (axes.GATE_UP if self.apart else None, inner if rows > 1 else None, outer)
+            return (*self.shape[: self.lead], parts, rows, columns), (*self.names[: self.lead], *names), np.dtype(dtype)
+
+        if self.is_mxfp4:
+            words, exponents = array(padded // 8, "int32"), array(padded // _DEPTH, "int32")
+            return {"values": words, "scales": exponents, "tops": array(1, "float32")}
+        scales = "uint8" if self.scheme.scales == "float8_e8m0fnu" else self.scheme.scales
+        count = 1 if self.group is None else padded // self.group
+        return {"values": array(padded, self.scheme.values), "scales": array(count, scales)}
+
+    def tensor(self, *arrays: jax.Array) -> PackedTensor:
+        return PackedTensor(*arrays, apart=self.apart, rest=self.shape[self.merged + 1 :])
+
+    def pack(self, values: jax.Array, scales: jax.Array) -> tuple[jax.Array, ...]:
+        """The arrays, of those of the scheme. Traceable."""
+        if self.is_mxfp4:
+            from inferlib.pallas_kernels.mx_matmul_tpu import pack_mxfp4
+
+            codes = lax.bitcast_convert_type(values, jnp.uint4).astype(jnp.uint8)
+            codes, scales = self._matrix(codes), self._matrix(lax.bitcast_convert_type(scales, jnp.uint8))
+            return pack_mxfp4(codes, scales)
+        if self.scheme.scales == "float8_e8m0fnu":
+            scales = lax.bitcast_convert_type(scales, jnp.uint8)
+        values, scales = self._matrix(values), self._matrix(scales)
+        short = -values.shape[-2] % _DEPTH
+        grow = lambda x, rows: jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, rows), (0, 0)])  # noqa: E731
+        return grow(values, short), scales if self.group is None else grow(scales, short // self.group)
+
+    def _matrix(self, x: jax.Array) -> jax.Array:
+        """[..., *O] -> [..., P, rows, N]"""
+        parts, _, columns = self.sizes
+        x = x.reshape(*self.shape[: self.lead], -1, parts, columns)
+        return jnp.moveaxis(x, -2, -3)
+
+    def lacks(self, dtype, shards: Shards, rows: int) -> str | None:
+        """Why the kernel cannot run a device's share of products with `rows` activations of a dtype, None if it can."""
+        first = {self.lead, self.merged}
+        whole = {name for i, name in enumerate(self.names) if name and i >= self.lead and i not in first}
+        if split := sorted(name for name in whole if shards.size(name) > 1):
+            return f"the mesh splits {' and '.join(split)}, a dimension that is one of several of its matrix"
+        _, inputs, _ = self.sizes
+        share = inputs // shards.size(self.names[self.lead])
+        if share % _DEPTH and share < inputs:
+            return f"the {share} inputs of a device do not divide into passes of {_DEPTH}"
+        if self.group not in (None, self.scheme.group):
+            return f"groups have {self.group} inputs, not {self.scheme.group}, which do not divide theirs"
+        from inferlib.pallas_kernels.mx_matmul_tpu import Weight, unsupported
+
+        shapes = ((shards.local_shape(names, shape), kind) for shape, names, kind in self.arrays().values())
+        stack = (jax.ShapeDtypeStruct((1, *shape)[-4:], kind) for shape, kind in shapes)
+        return unsupported(rows, dtype, Weight(*stack))

@@ -1,0 +1,201 @@
+"""The TPU kernel of products with quantised weights, interpreted, against float64 products of the dequantised weights,
+and whole models with it. About 40 s."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib import LLM, Buckets, SamplingParams
+from inferlib.config import EngineConfig
+from inferlib.models.abstract import WeightSpec, unpackable
+from inferlib.models.batch import Backend
+from inferlib.ops.matmul import matmul
+from inferlib.ops.packed import PackedTensor, Packing
+from inferlib.ops.quantized import SCHEMES, Scheme
+from inferlib.pallas_kernels.mx_matmul_tpu import Blocks, Weight, blocks, mx_matmul, pack_mxfp4, unsupported
+from inferlib.sharding import axes
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import Shards, planned_shards
+from tests.conftest import random_prompts
+
+pytestmark = pytest.mark.usefixtures("quick_compilations")
+
+MODES = [pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True) for mode in ("eager", "on_wait")]
+BY_GROUP = ("mxfp4", "mxfp8", "int4", "fp8_block", "fp8")
+FORMS = {**SCHEMES, "int8_block": Scheme("int8", group=128)}
+
+
+def packed(scheme: Scheme, w: np.ndarray, spoilt: tuple[int, ...] | None = None) -> tuple[PackedTensor, np.ndarray]:
+    """A stack of weights [L, 2, K, N], packed, and their values, float64. spoilt: a scale of [L, K / g, 2, N] that is
+    made NaN."""
+    names = (axes.LAYERS, axes.EMBED, axes.GATE_UP, axes.MLP)
+    whole = jnp.moveaxis(jnp.asarray(w), 1, 2)
+    spec = WeightSpec("w", whole.shape, np.dtype("bfloat16"), names, "normal", None, "w", (1,), scheme)
+    values, scales = map(np.array, spec.stored(whole))
+    if spoilt:
+        scales[spoilt] = np.nan
+    held = scheme.tensor(jnp.asarray(values), jnp.asarray(scales)).dequantized((1,), jnp.float32).reshape(whole.shape)
+    tensor = spec.packing.tensor(*dataclasses.replace(spec, packed=True).held(jnp.asarray(values), jnp.asarray(scales)))
+    return tensor, np.moveaxis(np.asarray(held, np.float64), 2, 1)
+
+
+def check(x: jax.Array, weight: Weight, exact: np.ndarray, layer: int = 1, **options) -> np.ndarray:
+    """The kernel's product, within float32 rounding of all that is summed."""
+    y = np.asarray(mx_matmul(x, weight, layer=layer, out_dtype=jnp.float32, **options), np.float64)
+    rows = np.asarray(x, np.float64)
+    expected = np.einsum("tk,pkn->ptn", rows, exact[layer, :, : rows.shape[1]])
+    total = np.einsum("tk,pkn->ptn", np.abs(rows), np.abs(exact[layer, :, : rows.shape[1]]))
+    assert np.max(np.abs(y - expected) / np.maximum(total, 1e-30)) < 2e-6
+    return y
+
+
+def numbers(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """With block scales that differ by large factors, and a block of zeros."""
+    w = rng.standard_normal(shape).astype(np.float32)
+    w *= np.repeat(np.exp2(rng.integers(-9, 9, (*shape[:-2], shape[-2] // 32, shape[-1]))), 32, axis=-2)
+    w[..., 32:64, :7] = 0
+    return w.astype(np.float32)
+
+
+@pytest.mark.parametrize("name", [*BY_GROUP, "int8_block"])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "columns", "chosen"), [(3, 384, 200, Blocks(16, 128)), (40, 256, 136, Blocks(32, 256))]
+)
+def test_it_equals_the_dequantised_product(name, rows, inputs, columns, chosen):
+    """Odd numbers of rows and columns, whose last blocks are not full; of a stack, the layer asked for."""
+    rng = np.random.default_rng(0)
+    tensor, exact = packed(FORMS[name], numbers(rng, 2, 2, inputs, columns))
+    x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.bfloat16)
+    check(x, tensor.stack, exact, blocks_=chosen, interpret=True)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["eager", "on_wait"])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "int4"])
+def test_copies_are_awaited_and_do_not_race(name, mode):
+    rng = np.random.default_rng(1)
+    tensor, exact = packed(SCHEMES[name], numbers(rng, 2, 2, 128, 200))
+    x = jnp.asarray(rng.standard_normal((19, 128)), jnp.bfloat16)
+    check(x, tensor.stack, exact, blocks_=Blocks(16, 128), interpret=mode)
+
+
+def test_every_code_of_mxfp4_with_every_exponent():
+    """A row that picks one input at a time reads the weights themselves."""
+    values = jnp.asarray(np.arange(32) % 16, jnp.uint8)
+    codes = jnp.broadcast_to(jnp.tile(values, 8)[:, None], (256, 128))
+    scales = np.full((8, 128), 127, np.uint8)
+    scales[:, 0] = 127 - np.arange(8) * 3  # within 2^-26 of the largest, at the bottom of e8m0 and at its top
+    scales[:, 1], scales[:, 2] = 10, 250
+    weight = Weight(*(x[None, None] for x in pack_mxfp4(codes, jnp.asarray(scales))))
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    exact = np.where(codes > 7, -1, 1) * magnitudes[np.asarray(codes) & 7]
+    exact = exact * np.exp2(np.repeat(scales, 32, axis=0).astype(np.float64) - 127)
+    x = jnp.eye(256, dtype=jnp.bfloat16)
+    y = np.asarray(mx_matmul(x, weight, out_dtype=jnp.float32, interpret=True), np.float64)[0]
+    is_zero = exact == 0
+    np.testing.assert_array_equal(y[~is_zero], exact[~is_zero])
+    most = np.broadcast_to(np.abs(exact).max(0), exact.shape)
+    assert np.all(np.abs(y[is_zero]) <= most[is_zero] * 2.0**-26)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "int4"])
+def test_a_nan_scale_spoils_its_column_alone_and_padding_nothing(name):
+    rng = np.random.default_rng(2)
+    tensor, _ = packed(SCHEMES[name], numbers(rng, 1, 2, 256, 130), spoilt=(0, 1, 1, 5))
+    x = rng.standard_normal((5, 256)).astype(np.float32)
+    x[3] = np.nan
+    y = np.asarray(mx_matmul(jnp.asarray(x, jnp.bfloat16), tensor.stack, out_dtype=jnp.float32, interpret=True))
+    spoilt = np.zeros(y.shape, bool)
+    spoilt[1, :, 5], spoilt[:, 3] = True, True
+    np.testing.assert_array_equal(np.isnan(y), spoilt)
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "fp8"])
+def test_inputs_are_padded(name):
+    rng = np.random.default_rng(3)
+    tensor, exact = packed(SCHEMES[name], numbers(rng, 1, 2, 96, 64))
+    x = jnp.asarray(rng.standard_normal((4, 96)), jnp.bfloat16)
+    assert tensor.stack.inputs == 128
+    check(x, tensor.stack, exact, layer=0, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "contract"),
+    [
+        ((128, 2, 3, 64), (axes.EMBED, axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM), 1),
+        ((2, 2, 64, 96), (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM, axes.EMBED), 3),
+        ((128, 2, 96), (axes.EMBED, axes.GATE_UP, axes.MLP), 1),
+    ],
+    ids=["queries", "output", "gate and up"],
+)
+def test_layers_see_no_difference(shape, names, contract):
+    rng, scheme = np.random.default_rng(4), SCHEMES["mxfp4"]
+    w = jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    spec = WeightSpec("w", shape, np.dtype("bfloat16"), names, "normal", None, "w", tuple(range(contract)), scheme)
+    ready = dataclasses.replace(spec, packed=True)
+    arrays = ready.stored(w)
+    assert [(x.shape, x.dtype) for x in arrays] == [(a.shape, a.dtype) for a in ready.arrays]
+    x = jnp.asarray(rng.standard_normal((5, *shape[:contract])), jnp.bfloat16)
+    plain = matmul(x, scheme.tensor(*spec.stored(w)), contract=contract, out_dtype=jnp.float32)
+    found = matmul(x, ready.packing.tensor(*arrays), contract=contract, out_dtype=jnp.float32)
+    np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_model_decodes_the_same_tokens(checkpoint):
+    """Stacked layers in chunks and rows."""
+    buckets, make, found = Buckets(prefill=(16,), batch=(2,), cache=(64,)), EngineConfig.make, []
+    prompts = random_prompts([5, 20])
+    for backend in (Backend(), Backend(matmul="pallas_tpu")):
+        chosen = dict(scan=True, backend=backend)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(EngineConfig, "make", staticmethod(lambda *a, c=chosen: dataclasses.replace(make(*a), **c)))
+            options = dict(dtype="bfloat16", max_batch=2, max_len=64, buckets=buckets, progress=False)
+            llm = LLM(checkpoint("llama", num_hidden_layers=2), quantization="mxfp4", **options)
+        weights = llm.engine.programs.model.weights
+        assert any(weight.packed for weight in weights) == (backend.matmul == "pallas_tpu")
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
+def test_reasons():
+    def lacks(scheme: str, shape: tuple[int, ...] = (256, 512), shards: Shards = Shards(), dtype="bfloat16"):  # noqa: B008
+        names = (axes.MLP, axes.EMBED)
+        weight = WeightSpec("w", shape, np.dtype(dtype), names, "normal", None, "w", (0,), SCHEMES[scheme])
+        return unpackable(weight, dtype, shards)
+
+    assert lacks("mxfp4") is None
+    assert "bfloat16, not float32" in lacks("mxfp4", dtype="float32")
+    assert "groups have 64 inputs, not 128" in lacks("int4", (192, 512))
+    four = planned_shards(Parallelism(tensor=4))
+    assert lacks("mxfp4", (1024, 512), four) is None
+    assert "the 64 inputs of a device" in lacks("mxfp4", (256, 512), four)
+    assert "on-chip memory" in lacks("fp8", (1 << 18, 512))
+    packing = Packing(SCHEMES["fp8"], (4, 32, 64), (axes.KV_HEADS, axes.MLP, axes.EMBED), (0, 1))
+    assert "the mesh splits mlp" in packing.lacks(jnp.bfloat16, four, 16)
+    x, weight = (
+        jnp.zeros((4, 256), jnp.float32),
+        Weight(jnp.zeros((1, 1, 256, 128), jnp.int8), jnp.zeros((1, 1, 1, 128))),
+    )
+    with pytest.raises(ValueError, match="does not run this product: it takes activations of bfloat16"):
+        mx_matmul(x, weight)
+    assert unsupported(4, jnp.bfloat16, weight) is None
+    with pytest.raises(ValueError, match="multiples of 16 rows and 128 columns"):
+        Blocks(16, 100)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 1024])
+@pytest.mark.parametrize(("inputs", "columns"), [(4096, 14336), (1792, 4096), (512, 4096), (28672, 8192), (8192, 768)])
+def test_default_blocks_fit(rows, inputs, columns):
+    for bits in (4, 8):
+        chosen = blocks(rows, inputs, columns, bits)
+        assert chosen.columns <= max(columns, 256)
+        values = jax.ShapeDtypeStruct((1, 2, inputs, columns), jnp.int4 if bits == 4 else jnp.int8)
+        weight = Weight(values, jax.ShapeDtypeStruct((1, 2, inputs // 128, columns), jnp.float32))
+        assert unsupported(rows, jnp.bfloat16, weight) is None
