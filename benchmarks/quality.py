@@ -1,10 +1,11 @@
-"""What quantised weights cost in quality: perplexity of a model on a text for each format, beside the bytes.
+"""What quantised weights and caches cost in quality: perplexity of a model on a text for each format, beside the bytes.
 
     python benchmarks/quality.py --model smollm2 --text ARCHITECTURE.md --tokens 1024
 
 The text is cut into windows of --window tokens; perplexity is exp of the mean negative log-probability of every token
 but each window's first. "KL" is the mean Kullback-Leibler divergence of the format's next-token distribution from that
-of float32 weights, in nats: it shows what perplexity on a short text leaves in noise.
+of float32, in nats: it shows what perplexity on a short text leaves in noise. Formats "kv int8" and "kv fp8" are of
+the cache alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from inferlib import LLM, Buckets
+from inferlib.config import KV_CACHE_DTYPES
 from inferlib.ops.quantized import SCHEMES
 
 
@@ -33,9 +35,10 @@ def measure(model: str, text: str, count: int, window: int, dtype: str, formats:
     """A row for each format, "none" first."""
     rows, reference = [], None
     for name in ["none", *(f for f in formats if f != "none")]:
-        kept = None if name == "none" else name
+        option = "kv_cache_dtype" if name.startswith("kv ") else "quantization"
+        kept = {} if name == "none" else {option: name.removeprefix("kv ")}
         buckets = Buckets(prefill=(window,), batch=(1,), cache=(window,))
-        llm = LLM(model, dtype=dtype, quantization=kept, max_batch=1, max_len=window, buckets=buckets, progress=False)
+        llm = LLM(model, dtype=dtype, **kept, max_batch=1, max_len=window, buckets=buckets, progress=False)
         tokens = llm.tokenizer.encode(text)[:count]
         windows = [tokens[i : i + window] for i in range(0, len(tokens), window)]
         windows = [w for w in windows if len(w) > 1]
@@ -50,6 +53,7 @@ def measure(model: str, text: str, count: int, window: int, dtype: str, formats:
             {
                 "format": name if kept else dtype,
                 "bytes": weights.nbytes,
+                "token_bytes": llm.engine.plan.nbytes // window,
                 "bits": 8
                 * sum(a.nbytes for w in quantised for a in w.arrays)
                 / sum(int(np.prod(w.shape)) for w in quantised),
@@ -69,7 +73,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--formats", default=",".join(SCHEMES))
+    parser.add_argument("--formats", default=",".join([*SCHEMES, *(f"kv {name}" for name in KV_CACHE_DTYPES)]))
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     text = args.text.read_text(encoding="utf-8")
@@ -78,13 +82,14 @@ def main() -> None:
         print(json.dumps(rows, indent=1))
         return
     table = Table(title=f"{args.model} on {rows[0]['tokens']} tokens of {args.text.name}", title_justify="left")
-    for column in ("matrices", "bits", "bytes of weights", "perplexity", "KL"):
-        table.add_column(column, justify="left" if column == "matrices" else "right")
+    for column in ("format", "bits of a matrix", "bytes of weights", "cache of a token", "perplexity", "KL"):
+        table.add_column(column, justify="left" if column == "format" else "right")
     for row in rows:
         table.add_row(
             row["format"],
             f"{row['bits']:.2f}",
             decimal(row["bytes"]),
+            decimal(row["token_bytes"]),
             f"{row['perplexity']:.2f}",
             f"{row['kl']:.4f}",
         )

@@ -6,14 +6,19 @@ import logging
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
 from inferlib.models.batch import Backend, kernel_lacks
 from inferlib.models.config import ModelConfig
+from inferlib.ops.quantized import SCHEMES
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 log = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
+# What keys and values can be kept in beside these.
+KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")}
 
 
 class ConfigurationError(ValueError):
@@ -24,6 +29,15 @@ def check_dtype(dtype: str) -> None:
     """Raises ConfigurationError for a type that weights cannot have."""
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
+
+
+def check_kv_cache_dtype(name: str | None) -> None:
+    """Raises ConfigurationError for what keys and values cannot be kept in; None is the model's dtype."""
+    if name is not None and name not in KV_CACHE_DTYPES:
+        raise ConfigurationError(
+            f"kv_cache_dtype {name!r} is not supported; choose one of {', '.join(KV_CACHE_DTYPES)}, or leave it out "
+            "for the model's own dtype"
+        )
 
 
 @dataclass(frozen=True)
@@ -84,8 +98,10 @@ class EngineConfig:
 
     decode_steps: tokens per row and dispatch of a decode program. in_flight: dispatches the host runs ahead
     of the results it has seen. scan: repeating layers are stacked and scanned instead of unrolled.
-    platform: "cpu", "gpu", "tpu", "neuron". free_layouts: the compiler chooses how weights lie in memory. shards: the
-    mesh; each of its replicas holds an equal share of the rows. expert_load: programs count the tokens of each expert.
+    platform: "cpu", "gpu", "tpu", "neuron". free_layouts: the compiler chooses how weights lie in memory.
+    kv_cache_dtype: of keys and values, "int8" or "fp8" with a scale for each position and head, None for the model's
+    dtype. shards: the mesh; each of its replicas holds an equal share of the rows. expert_load: programs count the
+    tokens of each expert.
     """
 
     max_batch: int
@@ -96,11 +112,13 @@ class EngineConfig:
     in_flight: int = 2
     scan: bool = False
     free_layouts: bool = False
+    kv_cache_dtype: str | None = None
     backend: Backend = field(default_factory=Backend)
     shards: Shards = field(default_factory=Shards)
     expert_load: bool = False
 
     def __post_init__(self):
+        check_kv_cache_dtype(self.kv_cache_dtype)
         for name in ("max_batch", "decode_steps", "in_flight"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -162,6 +180,7 @@ class EngineConfig:
         buckets: Buckets | None = None,
         shards: Shards | None = None,
         model: ModelConfig | None = None,
+        kv_cache_dtype: str | None = None,
     ):
         """Defaults of a platform: scanned layers and free layouts on TPU; fewer steps per dispatch on GPU, where they
         are counted and a row that ends keeps its place until the last; a single one on Trainium, which has no loops.
@@ -170,7 +189,8 @@ class EngineConfig:
         backend = Backend.for_platform(platform, shards)
         ragged, dealt = backend.decode_attention == "pallas_gpu", shards.size(axes.TOKENS)
         if backend.decode_attention != "xla" and model is not None:
-            lacks = [kernel_lacks(layer.attention, backend.decode_attention) for layer in model.layers]
+            scaled = kv_cache_dtype is not None
+            lacks = [kernel_lacks(layer.attention, backend.decode_attention, scaled) for layer in model.layers]
             for reason in sorted(set(filter(None, lacks))):
                 log.warning("%s: XLA decodes %d of %d layers, not the kernel", reason, lacks.count(reason), len(lacks))
             # What is in chunks keeps a ring, read whole.
@@ -185,6 +205,7 @@ class EngineConfig:
             decode_steps={"gpu": 4, "neuron": 1}.get(platform, 8),
             scan=platform == "tpu",
             free_layouts=platform == "tpu",
+            kv_cache_dtype=kv_cache_dtype,
             backend=backend,
             shards=shards,
         )

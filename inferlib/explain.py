@@ -130,7 +130,9 @@ def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: S
         config.shards,
         weights=_grouped(place(w.part, w.axes, w.shape, w.dtype) for w in model.specs),
         cache=_grouped(
-            place("ring" if b.ring else "cache", b.axes, shape, plan.dtype) for b in plan.blocks for shape in b.held
+            place(("ring" if b.ring else "cache") + " scales" * (i >= len(b.shapes)), x.axes, x.shape, x.dtype)
+            for b in plan.blocks
+            for i, x in enumerate(b.held)
         ),
         state=_grouped(place(name, names, x.shape, x.dtype) for name, names, x in fields),
         waste=model.layout.waste(),
@@ -397,11 +399,12 @@ def _attention(
     shares = shards.size(axes.POSITIONS)
     if shards.size(axes.TOKENS) > 1:
         slots = block.slots if block.ring else min(block.slots, -(-key.limit // shares) * shares)
-        for shape, fold in zip(block.shapes, block.folds, strict=True):
-            *_, heads, _, size = shards.local_shape(block.axes, shape)
-            passed = key.chunks, heads, folded_rows(slots // shares, fold), size
+        for array in block.arrays:
+            heads = shards.local_shape(block.axes, block.shapes[0])[-3]
+            size = array.shape[len(block.axes) - 1 :]  # that of a head, none of a scale
+            passed = key.chunks, heads, folded_rows(slots // shares, array.fold), *size
             hops = shares - 1 if key.chunks and passes else 0
-            ledger.add("collective-permute", "the rows' cache", (axes.POSITIONS,), passed, dtype, hops)
+            ledger.add("collective-permute", "the rows' cache", (axes.POSITIONS,), passed, array.dtype, hops)
         tokens = key.rows
     if tokens:
         heads = (tokens, kv_heads, g)

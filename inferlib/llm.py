@@ -64,8 +64,9 @@ class LLM:
     `convert` wrote, or a known name ("smollm2"). dtype: "float32", "bfloat16" or "float16" of weights, cache and
     activations; None: float32 on CPU, else bfloat16. quantization: "int8", "int4", "fp8", "fp8_block", "mxfp8" or
     "mxfp4" for the matrices of products (not the embedding), made on the device as they are loaded; None: as they are
-    stored. max_batch: sequences decoded together, by default 8. max_len: longest prompt plus output in tokens; None:
-    the model's context, at most 2048. buckets: static shapes to compile for. parallel: devices to split over, such as
+    stored. kv_cache_dtype: "int8" or "fp8" for what the cache holds, with a scale for each position and head; None:
+    dtype. max_batch: sequences decoded together, by default 8. max_len: longest prompt plus output in tokens; None: the
+    model's context, at most 2048. buckets: static shapes to compile for. parallel: devices to split over, such as
     "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; None: one device. artifacts: a directory of `inferlib compile`: its
     programs run and none is ever compiled; what else is given must agree with it. expert_placement: a file that says
     which expert lies where, see `inferlib.placement`. expert_load: count how many tokens choose each expert, for
@@ -81,6 +82,7 @@ class LLM:
         *,
         dtype: str | None = None,
         quantization: str | None = None,
+        kv_cache_dtype: str | None = None,
         max_batch: int | None = None,
         max_len: int | None = None,
         buckets: Buckets | None = None,
@@ -106,7 +108,8 @@ class LLM:
         parallel = Parallelism.parse(parallel) if isinstance(parallel, str) else parallel
         sizes = dict(max_batch=max_batch, max_len=max_len, buckets=buckets)
         slots = placement and placement.slots
-        settings = dict(dtype=dtype, quantization=kept, **sizes, parallel=parallel, expert_slots=slots)
+        settings = dict(dtype=dtype, quantization=kept, kv_cache_dtype=kv_cache_dtype, **sizes)
+        settings |= dict(parallel=parallel, expert_slots=slots)
         if artifacts is not None and self._channel:
             raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
         if artifacts is not None and expert_load:
@@ -410,6 +413,7 @@ def _plan_programs(
     *,
     dtype: str | None,
     quantization: Quantization | None,
+    kv_cache_dtype: str | None,
     max_batch: int | None,
     max_len: int | None,
     buckets: Buckets | None,
@@ -427,7 +431,8 @@ def _plan_programs(
     if expert_load and len({spec.experts for spec in model.mixtures}) != 1:
         raise ConfigurationError("expert_load counts the tokens of each expert, and the model has no experts")
     shards = make_shards(parallel)
-    config = EngineConfig.make(platform, 8 if max_batch is None else max_batch, max_len, buckets, shards, model)
+    sizes = 8 if max_batch is None else max_batch, max_len, buckets
+    config = EngineConfig.make(platform, *sizes, shards, model, kv_cache_dtype)
     config = replace(config, expert_load=expert_load)
     options = dict(quantization=quantization, scan=config.scan, shards=shards, expert_slots=expert_slots)
     abstract = abstract_model(model, dtype, **options)

@@ -56,6 +56,7 @@ class Backend:
     decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
     prefill_attention: Literal["xla", "pallas_tpu", "nki"] = "xla"
     grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
+    expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # of few tokens; "xla": as grouped products
     all_reduce: Literal["xla", "pallas"] = "xla"
     exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
 
@@ -65,7 +66,7 @@ class Backend:
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
             return Backend(decode_attention="nki", prefill_attention="nki")
         if platform == "tpu":
-            kernels = ("decode_attention", "prefill_attention", "grouped_matmul")
+            kernels = ("decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp")
             return Backend(**dict.fromkeys(kernels, "pallas_tpu"), exchange="ragged")
         if platform != "gpu":
             return Backend()
@@ -83,13 +84,17 @@ def _are_peers(shards: Shards) -> bool:
     return jax.__version_info__ >= (0, 11) and all(float(d.compute_capability) >= 9 for d in devices)
 
 
-def kernel_lacks(spec: AttentionSpec | MlaSpec, backend: str) -> str:
-    """What attention kernels (see `Backend`) cannot do of a layer, which XLA then does; "" if nothing."""
+def kernel_lacks(spec: AttentionSpec | MlaSpec, backend: str, scaled: bool = False) -> str:
+    """What attention kernels (see `Backend`) cannot do of a layer, which XLA then does; "" if nothing.
+
+    scaled: its cache is quantised."""
     if isinstance(spec, MlaSpec):
         tiles = spec.kv_rank % 128 == 0 and spec.rope.dim in (32, 64, 128)
         if backend == "pallas_tpu":
             return "" if tiles else f"latents of {spec.kv_rank} and rotary keys of {spec.rope.dim}"
         return "latent attention"
+    if scaled:
+        return "a cache of int8 or fp8"
     if spec.value_dim != spec.head_dim and backend != "pallas_tpu":
         return "values of another size than keys"
     return "chunked attention" if spec.chunk else ""

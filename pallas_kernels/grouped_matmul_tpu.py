@@ -2,7 +2,7 @@
 
 The weights of the groups that have rows are one stream of blocks, copied from HBM ahead of the computation and across
 tiles of rows. Rows stay where they are: a product takes whole sublanes from where its group starts, and those of other
-groups keep what they have.
+groups keep what they have. Quantised weights are copied as they are stored.
 """
 
 from __future__ import annotations
@@ -44,38 +44,49 @@ class Blocks:
         if self.buffers < 2:
             raise ValueError("copies run ahead of the computation: there are at least two buffers")
 
-    def vmem_bytes(self, parts: int, inner: int, dtype) -> int:
-        """What it takes to multiply by weights [P, I, O]."""
-        wide = pl.cdiv(self.columns, LANES) * LANES
-        weights = self.buffers * parts * pl.cdiv(inner, SUBLANES) * SUBLANES * wide
-        rows = 2 * self.rows * (pl.cdiv(inner, LANES) * LANES + parts * wide)
-        return (weights + rows) * jnp.dtype(dtype).itemsize + MARGIN_BYTES
+    def vmem_bytes(self, x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> int:
+        """What it takes to multiply x [M, I] by weights [..., E, P, I, O]."""
+        groups, parts, depth, _ = w.shape[-4:]
+        wide, inner = _rounded_up(self.columns, LANES), _rounded_up(x.shape[1], LANES)
+        weights = self.buffers * parts * _rounded_up(depth, SUBLANES) * wide * w.dtype.itemsize
+        rows = 2 * self.rows * (inner + parts * wide) * x.dtype.itemsize
+        scales = 0
+        if w.dtype != x.dtype:
+            scales = 2 * groups * parts * wide * 4
+        return weights + rows + scales + MARGIN_BYTES
 
 
-def default_blocks(rows: int, groups: int, parts: int, inner: int, outer: int, dtype) -> Blocks:
-    """For x [M, I] and weights [E, P, I, O]: products as high as groups are, and weights in as few pieces as fit."""
+def default_blocks(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> Blocks:
+    """For x [M, I] and weights [..., E, P, I, O]: products as high as groups, and weights in as few pieces as fit."""
+    rows, (groups, parts, depth, outer) = x.shape[0], w.shape[-4:]
     high = _rounded_up(rows, SUBLANES)
     height, tail = (min(high, n) for n in ((32, 32) if rows <= 16 * groups else (128, 64)))
-    itemsize = jnp.dtype(dtype).itemsize
     tiles = outer // LANES if outer % LANES == 0 else 1
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0]
-    fit = [n for n in pieces if parts * inner * (outer // n) * itemsize <= WEIGHT_BYTES]
+    fit = [n for n in pieces if parts * depth * (outer // n) * w.dtype.itemsize <= WEIGHT_BYTES]
     columns = outer // (fit or pieces[-1:])[0]
     tile = min(ROWS, high)
-    while tile > height and Blocks(tile, columns, height, tail).vmem_bytes(parts, inner, dtype) > VMEM_BYTES:
+    while tile > height and Blocks(tile, columns, height, tail).vmem_bytes(x, w) > VMEM_BYTES:
         tile = max(_rounded_up(tile // 2, SUBLANES), height)
     return Blocks(tile, columns, height, tail)
 
 
 def unsupported(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct, *, blocks: Blocks | None = None) -> str | None:
-    """Why the kernel cannot multiply x [M, I] by w [L, E, P, I, O], or None if it can."""
-    dtype, (_, groups, parts, inner, outer) = jnp.dtype(w.dtype), w.shape
-    if dtype not in (jnp.bfloat16, jnp.float32) or x.dtype != dtype:
-        return f"it takes rows and weights of bfloat16 or float32, both alike, not {x.dtype} and {dtype}"
-    blocks = blocks or default_blocks(x.shape[0], groups, parts, inner, outer, dtype)
+    """Why the kernel cannot multiply x [M, I] by w [L, E, P, I, O], or None if it can.
+
+    What has scales is of int8 or float8_e4m3fn.
+    """
+    quantized = w.dtype in (jnp.int8, jnp.float8_e4m3fn)
+    if not (x.dtype == jnp.bfloat16 if quantized else x.dtype == w.dtype and x.dtype in (jnp.bfloat16, jnp.float32)):
+        return (
+            "it takes rows of bfloat16 and weights of bfloat16, int8 or float8_e4m3fn, or both of float32, not "
+            f"{x.dtype} and {w.dtype}"
+        )
+    parts, inner, outer = w.shape[2], x.shape[1], w.shape[4]
+    blocks = blocks or default_blocks(x, w)
     if outer % blocks.columns or (blocks.columns != outer and blocks.columns % LANES):
         return f"{outer} columns do not divide into blocks of {blocks.columns}, in tiles of {LANES}"
-    if (need := blocks.vmem_bytes(parts, inner, dtype)) > VMEM_BYTES:
+    if (need := blocks.vmem_bytes(x, w)) > VMEM_BYTES:
         return f"weights {parts} x {inner} x {outer} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
     return None
 
@@ -86,34 +97,41 @@ def grouped_matmul(
     sizes: jax.Array,
     *,
     layer: jax.Array | int = 0,
+    scales: jax.Array | None = None,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
     """x [M, I], its rows sorted by group, times w [L, E, P, I, O] of a layer: the first sizes[0] rows with group 0's.
 
     Returns [P, M, O] in x's dtype, accumulated in float32. sizes [E] int32 sum to at most M; rows beyond are in no
-    group, and hold anything in x and in the result. Only weights of groups that have rows are read, once for every
-    `blocks.columns`. Raises ValueError where `unsupported` says why.
+    group, and hold anything in x and in the result. scales [E, P, O] float32: of the columns of this layer, if w is
+    quantised. Only weights of groups that have rows are read, once for every `blocks.columns`. Raises ValueError where
+    `unsupported` says why.
     """
     if reason := unsupported(x, w, blocks=blocks):
         raise ValueError(f"the TPU kernel does not run this grouped product: {reason}")
-    (total, inner), (_, groups, parts, _, outer) = x.shape, w.shape
-    blocks = blocks or default_blocks(total, groups, parts, inner, outer, w.dtype)
-    x = jnp.pad(x, ((0, max(_rounded_up(total, SUBLANES), blocks.height) - total), (0, 0)))
+    if (w.dtype != x.dtype) != (scales is not None):
+        raise ValueError("quantised weights need scales, and others have none")
+    blocks, (_, groups, parts, inner, outer) = blocks or default_blocks(x, w), w.shape
+    total = x.shape[0]
+    height = max(_rounded_up(total, SUBLANES), blocks.height)
+    x = jnp.pad(x, ((0, height - total), (0, 0)))
     rows, count = x.shape[0], outer // blocks.columns
-    tile = min(blocks.rows, rows)
+    tile, itemsize = min(blocks.rows, rows), x.dtype.itemsize
     if not interpret:  # or XLA would bring small weights to VMEM whole
         w = pltpu.with_memory_space_constraint(w, pltpu.HBM)
-    itemsize = x.dtype.itemsize
+    inputs, specs = [x], [pl.BlockSpec((tile, inner), lambda c, t, *_: (t, 0))]
+    if scales is not None:
+        inputs.append(scales.reshape(groups * parts, outer))
+        specs.append(pl.BlockSpec((groups * parts, blocks.columns), lambda c, t, *_: (0, c)))
+    read = groups * (1 - (1 - 1 / groups) ** total)  # as if each row had any group
+    weights = int(read * parts * inner * outer) * w.dtype.itemsize
     out = pl.pallas_call(
-        functools.partial(_kernel, height=blocks.height, tail=blocks.tail),
+        functools.partial(_kernel, height=blocks.height, tail=blocks.tail, scaled=scales is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(count, pl.cdiv(rows, tile)),
-            in_specs=[
-                pl.BlockSpec((tile, inner), lambda c, t, *_: (t, 0)),
-                pl.BlockSpec(memory_space=pl.ANY),
-            ],
+            in_specs=[*specs, pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=pl.BlockSpec((parts, tile, blocks.columns), lambda c, t, *_: (0, t, c)),
             scratch_shapes=[
                 pltpu.VMEM((blocks.buffers, parts, inner, blocks.columns), w.dtype),
@@ -126,27 +144,28 @@ def grouped_matmul(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
             disable_bounds_checks=True,
-            vmem_limit_bytes=blocks.vmem_bytes(parts, inner, w.dtype),
+            vmem_limit_bytes=blocks.vmem_bytes(x, w),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * total * inner * parts * outer,
-            bytes_accessed=min(total, groups) * parts * inner * outer * itemsize
-            + total * (inner * count + parts * outer) * itemsize,
+            bytes_accessed=weights + total * (inner * count + parts * outer) * itemsize,
             transcendentals=0,
         ),
         interpret=interpret,
         name="grouped_matmul",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), sizes.astype(jnp.int32), x, w)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), sizes.astype(jnp.int32), *inputs, w)
     return out[:, :total]
 
 
-def _kernel(layer_ref, sizes_ref, x_ref, w_hbm, out_ref, w_buf, held, state, sems, *, height, tail):
+def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, scaled):
     """One tile of rows, some columns. Grid: pieces of the columns, tiles.
 
-    Scalars: layer [1], sizes [E]. x [T, I]; w [L, E, P, I, O] in HBM; out [P, T, C]. Scratch: blocks of weights
-    [BUFFERS, P, I, C]; of each the group and the piece of its columns; the state: group and piece to be copied next,
-    the first group that has rows, the buffer to be read next and the row where its group starts; semaphores.
+    Scalars: layer [1], sizes [E]. x [T, I]; scales [E * P, C]; w [L, E, P, I, O] in HBM; out [P, T, C]. Scratch: blocks
+    of weights [BUFFERS, P, I, C]; of each the group and the piece of its columns; the state: group and piece to be
+    copied next, the first group that has rows, the buffer to be read next and the row where its group starts;
+    semaphores.
     """
+    *scales_ref, w_hbm, out_ref, w_buf, held, state, sems = refs
     piece, tile = pl.program_id(0), pl.program_id(1)
     rows, (groups,), (buffers, parts, _, columns) = x_ref.shape[0], sizes_ref.shape, w_buf.shape
     pieces, base = pl.num_programs(0), tile * rows
@@ -195,7 +214,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, w_hbm, out_ref, w_buf, held, state, sem
 
     # ---- computation
 
-    def multiply(buf, first, stop):
+    def multiply(group, buf, first, stop):
         """The rows of the tile from `first` to before `stop`."""
         start = first & -SUBLANES
 
@@ -206,6 +225,8 @@ def _kernel(layer_ref, sizes_ref, x_ref, w_hbm, out_ref, w_buf, held, state, sem
             x = x_ref[at]
             for part in range(parts):
                 y = jnp.dot(x, w_buf[buf, part], precision=exact, preferred_element_type=jnp.float32)
+                if scaled:
+                    y = y * scales_ref[0][pl.ds(group * parts + part, 1)]
                 out_ref[part, at] = jnp.where(own, y, out_ref[part, at].astype(jnp.float32)).astype(out_ref.dtype)
 
         least = 0 if tail == height else tail  # that another high product is taken for
@@ -225,7 +246,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, w_hbm, out_ref, w_buf, held, state, sem
             start_next(jnp.where(buf == 0, buffers - 1, buf - 1))
             copy(group, piece, buf).wait()
 
-        multiply(buf, jnp.maximum(start - base, 0), jnp.minimum(stop - base, rows))
+        multiply(group, buf, jnp.maximum(start - base, 0), jnp.minimum(stop - base, rows))
         ends = stop <= base + rows
         start = jnp.where(ends, stop, start)
         buf = jnp.where(ends, jnp.where(buf == buffers - 1, 0, buf + 1), buf)

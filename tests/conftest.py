@@ -69,15 +69,15 @@ def checkpoint(tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def llm_of(checkpoint) -> Callable[..., LLM]:
-    """`llm_of(family, scan=False)`: a shared LLM of 4 rows with prefill buckets 8 and 16.
+    """`llm_of(family, scan=False, kv_cache_dtype=None)`: a shared LLM of 4 rows with prefill buckets 8 and 16.
 
     Leave it idle, and use it for greedy tokens and logits: every other mode is a dozen programs to compile.
     """
 
     @functools.cache
-    def build(family: str, scan: bool = False) -> LLM:
+    def build(family: str, scan: bool = False, kv_cache_dtype: str | None = None) -> LLM:
         buckets = Buckets(prefill=(8, 16), batch=(4,), cache=(MAX_LEN,))
-        return build_llm(checkpoint(family), buckets, scan=scan)
+        return build_llm(checkpoint(family), buckets, scan=scan, kv_cache_dtype=kv_cache_dtype)
 
     return build
 

@@ -31,8 +31,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilations")
         ("qwen3_moe", {}, "cpu", Backend(grouped_matmul="pallas_tpu")),
         ("qwen3_moe", {}, "cpu", Backend(grouped_matmul="pallas_gpu")),
         ("qwen3_moe", {"num_experts": 64}, "cpu", Backend(grouped_matmul="pallas_gpu")),  # decoding a row: in any order
+        ("gpt_oss", {}, "cpu", Backend(expert_mlp="pallas_tpu")),
     ],
-    ids=["attention", "attention over cells", "experts", "experts on a GPU", "few rows on a GPU"],
+    ids=["attention", "attention over cells", "grouped products", "experts on a GPU", "few rows on a GPU", "experts"],
 )
 def test_a_model_generates_the_same_tokens(family, changes, platform, backend, checkpoint):
     """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one, with keys and values
@@ -87,9 +88,10 @@ def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_a_warning(caplog)
 def test_experts_that_the_kernel_cannot_multiply_by_are_xlas(caplog):
     moe = EXPERTS | {"hidden_size": 8192, "moe_intermediate_size": 8100}
     programs = ProgramSet.make(abstract_model(config_from_hf(moe), "bfloat16"), EngineConfig.make("tpu", 2, 64))
-    (warning,) = caplog.messages
-    assert "grouped matmul is XLA's, not the TPU kernel: weights 2 x 8192 x 8100 need" in warning
-    assert programs.config.backend.grouped_matmul == "xla"
+    first, second = caplog.messages
+    assert "grouped matmul is XLA's, not the TPU kernel: weights 2 x 8192 x 8100 need" in first
+    assert "expert mlp is XLA's, not the TPU kernel: experts of 8192 x 8100 need" in second
+    assert (programs.config.backend.grouped_matmul, programs.config.backend.expert_mlp) == ("xla", "xla")
 
 
 def test_keys_and_values_in_one_cell_change_no_logit(checkpoint):

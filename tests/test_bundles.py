@@ -155,3 +155,12 @@ def test_prefill_attention_compiles_and_is_near_its_floor(target, least):
     found = measured(target, "prefill_attention", cases)
     assert len(found) == 6
     assert 1 / found["8192"]["R"] >= least
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+@pytest.mark.parametrize("target", ["v5e-1", "v6e-1", "v5p:1x1x1", "v7x:1x1x1"])
+def test_expert_mlp_compiles_and_is_near_its_floor(target):
+    cases = "Qwen3-30B-A3B, 1 token;Qwen3-30B-A3B, 32 tokens"
+    found = measured(target, "expert_mlp", cases).values()
+    assert [line["R"] <= 1.01 and line["bytes_to_floor"] < 1.01 for line in found] == [True] * 2

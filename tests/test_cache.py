@@ -124,9 +124,9 @@ def test_plan_allocates_what_it_says(llm_of):
         plan = llm.engine.plan
         arrays = plan.allocate()
         assert sum(array.nbytes for array in arrays) == plan.nbytes
-        assert [array.shape for array in arrays] == [shape for shape, _ in plan.arrays]
+        assert [(x.shape, x.dtype) for x in arrays] == [(x.shape, x.dtype) for x in plan.arrays]
         assert plan.flatten(plan.view(arrays)) == arrays
-        assert all(len(names) == len(shape) for shape, names in plan.arrays)
+        assert all(len(x.axes) == len(x.shape) for x in plan.arrays)
 
 
 def test_layers_that_share_a_cache_hold_none(llm_of):

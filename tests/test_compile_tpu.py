@@ -130,7 +130,8 @@ def test_no_program_copies_the_cache_or_lays_out_a_weight(target, parallel):
     assert [p.copies for p in report.programs] == [[]] * 3
     assert all(p.estimate > 0 and p.peak < report.capacity for p in report.programs)
     kernels = [{k["name"]: k["count"] for k in p.kernels} for p in report.programs if not p.key.chunks]
-    assert kernels == [{"decode_attention": TINY["num_hidden_layers"]}] * 2
+    names = ["decode_attention", "expert_mlp"] if "ep" in parallel else ["decode_attention"]
+    assert kernels == [dict.fromkeys(names, TINY["num_hidden_layers"])] * 2
 
 
 @pytest.mark.parametrize(
@@ -236,6 +237,21 @@ def test_quantised_weights_are_read_packed(quantization):
     unpacked = 2 * sum(math.prod(w.shape) for w in made.planned().model.weights if w.scheme is not None) // 4
     assert program.temporaries < usual.temporaries + unpacked // 8
     assert program.moved_bytes - program.floor_bytes < usual.moved_bytes - usual.floor_bytes + unpacked // 8
+
+
+@pytest.mark.parametrize(("kept", "heads"), [("int8", 8), ("fp8", 4)])
+def test_quantised_caches_are_read_as_they_are(kept, heads):
+    """No program copies keys or values or writes them in another type, nor are scales spread over heads; these may be
+    moved to on-chip memory and back."""
+    hf = TINY | {"num_key_value_heads": heads, "max_position_embeddings": 8192}
+    sizes = (Buckets((128,), (32,), (8192,)), Parallelism.parse("tp=4"), ("greedy",))
+    made = Deployment(hf, "v5e-4", "bfloat16", *sizes, kv_cache_dtype=kept)
+    keys = made.keys()
+    decode, prefill = report_of(made, [keys[0], next(key for key in keys if key.chunks)]).programs
+    for program in (decode, prefill):
+        assert {copy["array"] for copy in program.copies if copy["count"] > 1 or "scales" not in copy["array"]} == set()
+    assert decode.temporaries < sum(math.prod(s) for b in made.planned().plan.blocks for s in b.shapes) // 4 // 8
+    assert decode.moved_bytes < 1.2 * decode.floor_bytes
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops import grouped_matmul as contract
+from inferlib.ops.quantized import SCHEMES, quantize
 from inferlib.pallas_kernels.grouped_matmul_tpu import Blocks, default_blocks, grouped_matmul, unsupported
 
 pytestmark = pytest.mark.usefixtures("quick_compilations")
@@ -100,6 +101,18 @@ def test_the_contract_gathers_rows_and_takes_a_layer_of_a_stack(parts):
     np.testing.assert_array_equal(jax.jit(product)(x[rows], w[1])[:10], got[:10])
 
 
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_weights_quantised_by_channel(scheme):
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(12, 24)), jnp.bfloat16)
+    w = quantize(jnp.asarray(rng.normal(size=(2, 3, 2, 24, 40)), jnp.float32), (3,), SCHEMES[scheme])
+    product = partial(contract.grouped_matmul, sizes=jnp.asarray([4, 0, 6], jnp.int32), most=6, backend="pallas_tpu")
+    got = jax.jit(lambda x, w: product(x, w, layer=jnp.int32(1)))(x, w)
+    exact = np.asarray(w.dequantized((3,), jnp.float32), float)[1][[0] * 4 + [2] * 6]
+    expected = np.einsum("mi,mpio->mpo", np.asarray(x[:10], float), exact)
+    np.testing.assert_allclose(np.asarray(got[:10], float), expected, rtol=0.01, atol=0.01)
+
+
 def test_what_it_cannot_run_is_refused_with_the_reason():
     def shapes(rows=64, parts=2, inner=2048, outer=768, x="bfloat16", w="bfloat16"):
         return jax.ShapeDtypeStruct((rows, inner), x), jax.ShapeDtypeStruct((1, 8, parts, inner, outer), w)
@@ -122,6 +135,8 @@ def test_usual_blocks_fit_the_experts_of_large_models():
     for inner, outer in ((2048, 768), (4096, 14336), (7168, 2048)):
         for shape in ((2, inner, outer), (1, outer, inner)):
             for rows in (8, 256, 65536):
-                x = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16)
-                assert unsupported(x, jax.ShapeDtypeStruct((1, 64, *shape), jnp.bfloat16)) is None
-                assert default_blocks(rows, 64, *shape, jnp.bfloat16).rows <= max(rows, 16)
+                for dtype in (jnp.bfloat16, jnp.int8):
+                    x = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16)
+                    w = jax.ShapeDtypeStruct((1, 64, *shape), dtype)
+                    assert unsupported(x, w) is None
+                    assert default_blocks(x, w).rows <= max(rows, 16)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from inferlib.models.batch import StepBatch, StepContext
+from inferlib.models.batch import Backend, StepBatch, StepContext
 from inferlib.models.config import (
     AttentionSpec,
     ClampedSwiglu,
@@ -110,14 +110,19 @@ def build(spec: MoeSpec, seed: int = 0) -> tuple[Moe, dict[str, np.ndarray]]:
     return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), flat)), weights
 
 
-def context(lengths: list[int]) -> StepContext:
+def context(lengths: list[int], backend: Backend = Backend()) -> StepContext:  # noqa: B008
     rows = StepBatch.of_rows(jnp.zeros(len(lengths), jnp.int32), jnp.asarray(lengths, jnp.int32))
-    return StepContext(rows, None, 64)
+    return StepContext(rows, None, 64, backend=backend)
 
 
-def run(layer: Moe, x: np.ndarray, lengths: list[int] | None = None) -> np.ndarray:
+def run(
+    layer: Moe,
+    x: np.ndarray,
+    lengths: list[int] | None = None,
+    backend: Backend = Backend(),  # noqa: B008
+) -> np.ndarray:
     graph, state = nnx.split(layer)
-    ctx = context(lengths or [1] * len(x))
+    ctx = context(lengths or [1] * len(x), backend)
     out = jax.jit(lambda state, x: (m := nnx.merge(graph, state)).finish(m(x, ctx)[0]))(state, x)
     return np.asarray(out)
 
@@ -199,6 +204,20 @@ def test_layer(name):
     layer, weights = build(SPECS[name])
     x = np.random.default_rng(1).normal(size=(9, DIM)).astype(np.float32)
     np.testing.assert_allclose(run(layer, x), mixture(SPECS[name], weights, x), rtol=0, atol=TOLERANCE * 5)
+
+
+@pytest.mark.parametrize("kernel", ["grouped_matmul", "expert_mlp"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "clamped, with biases", "scaled inputs, shared with biases", "experts that return their input"]
+)
+def test_tpu_kernels(name, kernel):
+    """Rows of one part of the batch are inactive, and NaN."""
+    layer, weights = build(SPECS[name])
+    x, lengths = np.random.default_rng(1).normal(size=(9, DIM)).astype(np.float32), [1] * 7 + [0] * 2
+    expected = mixture(SPECS[name], weights, x)
+    x[7:] = np.nan
+    got = run(layer, x, lengths, Backend(**{kernel: "pallas_tpu"}))
+    np.testing.assert_allclose(got[:7], expected[:7], rtol=0, atol=TOLERANCE * 5)
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -46,13 +46,18 @@ def valid_cells(engine: Engine) -> list[np.ndarray]:
 
 
 def poison(engine: Engine) -> float:
-    """Fill what is not valid with NaN, with nothing in flight; returns the share of cells that stay."""
+    """Fill what is not valid with NaN, integers with another number, with nothing in flight; returns the share of cells
+    that stay."""
     assert not engine._in_flight
     masks = valid_cells(engine)
     blocks = (block for block in engine.plan.blocks if not block.shared)
-    of_arrays = [mask for mask, block in zip(masks, blocks, strict=True) for _ in block.shapes]
-    pairs = zip(of_arrays, engine.cache, strict=True)
-    engine.cache = tuple(jnp.where(mask[:, None, :, None], array, jnp.nan) for mask, array in pairs)
+    of_arrays = [(mask, x.axes) for mask, block in zip(masks, blocks, strict=True) for x in block.held]
+    spoiled = []
+    for (mask, names), array in zip(of_arrays, engine.cache, strict=True):
+        cells = mask[:, None] if names[-1] == axes.POSITIONS else mask[:, None, :, None]
+        bad = 99 if jnp.issubdtype(array.dtype, jnp.integer) else np.nan
+        spoiled.append(jnp.where(cells, array, jnp.asarray(bad, array.dtype)))
+    engine.cache = tuple(spoiled)
     idle = ~np.asarray(engine.state.active)
     huge = 1 << 30
     garbage = RowState(huge, huge, False, huge, huge, huge, np.nan, huge)
@@ -86,19 +91,21 @@ def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> lis
 
 
 @pytest.mark.parametrize(
-    ("family", "scan", "params"),
+    ("family", "scan", "kept", "params"),
     [
-        ("llama", False, GREEDY),
-        ("gemma2", False, GREEDY),
-        ("ministral", True, GREEDY),
-        ("qwen3_moe", True, GREEDY),
-        ("small", False, SAMPLED),
+        ("llama", False, None, GREEDY),
+        ("gemma2", False, None, GREEDY),
+        ("ministral", True, None, GREEDY),
+        ("qwen3_moe", True, None, GREEDY),
+        ("gemma2", False, "int8", GREEDY),
+        ("ministral", True, "fp8", GREEDY),
+        ("small", False, None, SAMPLED),
     ],
-    ids=["llama", "gemma2", "ministral stacked", "experts stacked", "sampled"],
+    ids=["llama", "gemma2", "ministral stacked", "experts stacked", "int8", "fp8 stacked", "sampled"],
 )
-def test_poison_changes_no_token(family, scan, params, llm_of, small):
+def test_poison_changes_no_token(family, scan, kept, params, llm_of, small):
     """Everything invalid is poisoned at the start and again before every dispatch."""
-    llm = small if family == "small" else llm_of(family, scan)
+    llm = small if family == "small" else llm_of(family, scan, kept)
     prompts, shares = random_prompts([20, 1, 9, 33, 16, 4], seed=10), []
     expected = tokens_of(llm, prompts, params)
     with before_each_dispatch(llm, lambda engine: shares.append(poison(engine))):
@@ -109,11 +116,19 @@ def test_poison_changes_no_token(family, scan, params, llm_of, small):
 
 
 @pytest.mark.parametrize(
-    ("family", "scan"), [("llama", False), ("gemma2", False), ("ministral", True), ("qwen3_moe", True)]
+    ("family", "scan", "kept"),
+    [
+        ("llama", False, None),
+        ("gemma2", False, None),
+        ("ministral", True, None),
+        ("qwen3_moe", True, None),
+        ("gemma2", False, "int8"),
+        ("ministral", True, "fp8"),
+    ],
 )
-def test_poison_changes_no_logit(family, scan, llm_of):
+def test_poison_changes_no_logit(family, scan, kept, llm_of):
     """The logits of a prompt that takes several chunks, bit by bit."""
-    llm, (prompt,) = llm_of(family, scan), random_prompts([70], seed=11)
+    llm, (prompt,) = llm_of(family, scan, kept), random_prompts([70], seed=11)
     expected = llm.logits(prompt)
     with before_each_dispatch(llm, poison):
         np.testing.assert_array_equal(llm.logits(prompt), expected)

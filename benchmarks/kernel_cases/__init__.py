@@ -7,7 +7,13 @@ from typing import Protocol
 
 import numpy as np
 
-from kernel_cases import decode_attention, grouped_matmul, mla_decode_attention, prefill_attention
+from kernel_cases import (
+    decode_attention,
+    expert_mlp,
+    grouped_matmul,
+    mla_decode_attention,
+    prefill_attention,
+)
 
 
 class Case(Protocol):
@@ -35,6 +41,7 @@ class Case(Protocol):
 
 CASES: Mapping[str, Mapping[str, Case]] = {
     "decode_attention": decode_attention.CASES,
+    "expert_mlp": expert_mlp.CASES,
     "grouped_matmul": grouped_matmul.CASES,
     "mla_decode_attention": mla_decode_attention.CASES,
     "prefill_attention": prefill_attention.CASES,

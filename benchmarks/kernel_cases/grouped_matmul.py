@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class GroupedMatmul:
-    """tokens, each of which chooses `chosen` of `experts`; weights [E, P, I, O] in bfloat16. The floor counts the
+    """tokens, each of which chooses `chosen` of `experts`; weights [E, P, I, O] of `dtype`. The floor counts the
     weights of the experts that are chosen, the rows of x and the result, each once."""
 
     tokens: int
@@ -19,6 +19,7 @@ class GroupedMatmul:
     outer: int = 768
     experts: int = 128
     chosen: int = 8
+    dtype: str = "bfloat16"
 
     kernel = "grouped_matmul"
 
@@ -33,7 +34,8 @@ class GroupedMatmul:
     def floor_bytes(self) -> int:
         read = np.count_nonzero(self.sizes)
         rows = self.tokens * self.chosen
-        return 2 * (read * self.parts * self.inner * self.outer + rows * (self.inner + self.parts * self.outer))
+        weights = read * self.parts * self.inner * self.outer * (2 if self.dtype == "bfloat16" else 1)
+        return weights + 2 * rows * (self.inner + self.parts * self.outer)
 
     @property
     def floor_flops(self) -> int:
@@ -46,9 +48,12 @@ class GroupedMatmul:
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes."""
-        w = 2, self.experts, self.parts, self.inner, self.outer
-        x = self.tokens * self.chosen, self.inner
-        return {"x": (x, "bfloat16"), "w": (w, "bfloat16"), "sizes": ((self.experts,), "int32")}
+        x = (self.tokens * self.chosen, self.inner), "bfloat16"
+        w = (2, self.experts, self.parts, self.inner, self.outer), self.dtype
+        found = {"x": x, "w": w, "sizes": ((self.experts,), "int32")}
+        if self.dtype != "bfloat16":
+            found["scales"] = (self.experts, self.parts, self.outer), "float32"
+        return found
 
     def scalars(self) -> dict[int, np.ndarray]:
         """What the kernel is given in scalar memory, in its order."""
@@ -62,4 +67,6 @@ CASES = {
     "gate and up, 4096 tokens": GroupedMatmul(4096),
     "down, 32 tokens": GroupedMatmul(32, **DOWN),
     "down, 4096 tokens": GroupedMatmul(4096, **DOWN),
+    "gate and up, 32 tokens, int8": GroupedMatmul(32, dtype="int8"),
+    "gate and up, 4096 tokens, int8": GroupedMatmul(4096, dtype="int8"),
 }

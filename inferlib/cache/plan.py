@@ -1,4 +1,5 @@
-"""The cache as a plan: for every block, the shapes of its arrays: keys and values, or latents and rotary keys of MLA.
+"""The cache as a plan: for every block, its arrays: keys and values, or latents and rotary keys of MLA; in int8 or fp8
+with the scales of each, one for a position and head, made when it is written.
 
 Contiguous mode: one page per row, so the arrays are [rows, K, S, h] with S the row's capacity. Layers
 with a sliding window or chunks keep a ring when that is smaller. Where positions are dealt out to several devices, each
@@ -16,31 +17,74 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferlib.compile.functions import run
+from inferlib.config import KV_CACHE_DTYPES, ConfigurationError
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
+
+# Of scales. In half of that, the few heads of a device would fill a TPU's tiles by half, for the same bytes.
+_SCALES = np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class CacheArray:
+    """One array: of keys, values, latents, or scales of these. fold: how many positions a row holds."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: np.dtype
+    fold: int = 1
+
+    def nbytes(self, shards: Shards = Shards()) -> int:  # noqa: B008
+        """On a device."""
+        return nbytes(shards.local_shape(self.axes, self.shape), self.dtype)
+
+    def position_bytes(self, shards: Shards = Shards()) -> int:  # noqa: B008
+        """Of a position in one layer, on a device that holds it."""
+        local = zip(self.axes, shards.local_shape(self.axes, self.shape), strict=True)
+        cell = [size for name, size in local if name not in (axes.LAYERS, axes.PAGES, axes.POSITIONS)]
+        return nbytes(cell, self.dtype) // self.fold
 
 
 @dataclass(frozen=True)
 class BlockCache:
-    """One block's cache: the shapes of its arrays, [N, K, S, h], or [L, N, K, S, h] if the block is scanned.
+    """One block's cache: the shapes of its values, [N, K, S, h], or [L, N, K, S, h] if the block is scanned.
 
-    latent: of MLA, the latents and the rotary keys, which may be folded (see `inferlib.ops.cache_write`). Otherwise,
-    where there is one array, a cell is a key with its value. shared: the arrays are another block's, which the block's
-    layers attend to; the shapes are those that it would have.
+    dtype: of the values; scaled: there are scales of each, [N, K, S] or [L, N, K, S]. latent: of MLA, the latents and
+    the rotary keys, which may be folded (see `inferlib.ops.cache_write`). Otherwise, where there is one array of
+    values, a cell is a key with its value. shared: the arrays are another block's, which the block's layers attend to;
+    the shapes are those that it would have.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     ring: bool
+    dtype: np.dtype
+    scaled: bool = False
     latent: bool = False
     shared: bool = False
 
     @property
-    def held(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of its own arrays."""
-        return () if self.shared else self.shapes
+    def held(self) -> tuple[CacheArray, ...]:
+        """Its own arrays."""
+        return () if self.shared else self.arrays
+
+    @property
+    def arrays(self) -> tuple[CacheArray, ...]:
+        """Values, then, if `scaled`, their scales: its own or another's."""
+        pairs = zip(self.shapes, self.folds, strict=True)
+        values = tuple(CacheArray(shape, self.axes, self.dtype, fold) for shape, fold in pairs)
+        scales = tuple(CacheArray(shape[:-1], self.axes[:-1], _SCALES) for shape in self.shapes)
+        return values + scales if self.scaled else values
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the arrays."""
+        apart = ("latents", "rotary keys") if self.latent else ("k", "v")
+        values = apart if len(self.shapes) == 2 else ("k and v",)
+        return values + tuple(f"{name} scales" for name in values if self.scaled)
 
     @property
     def slots(self) -> int:
@@ -53,6 +97,7 @@ class BlockCache:
 
     @property
     def axes(self) -> tuple[str | None, ...]:
+        """Of the values."""
         heads, size = (None, axes.LATENT) if self.latent else (axes.KV_HEADS, axes.HEAD_DIM)
         names = (axes.PAGES, heads, axes.POSITIONS, size)
         return names if len(self.shapes[0]) == 4 else (axes.LAYERS, *names)
@@ -65,21 +110,19 @@ class CachePlan:
     rows: int
     max_len: int
     blocks: tuple[BlockCache, ...]
-    dtype: np.dtype
 
     @property
-    def arrays(self) -> tuple[tuple[tuple[int, ...], tuple[str | None, ...]], ...]:
-        """Shape and logical axes of every array, those of each block in turn."""
-        return tuple((shape, block.axes) for block in self.blocks for shape in block.held)
+    def arrays(self) -> tuple[CacheArray, ...]:
+        """Those of each block in turn."""
+        return tuple(array for block in self.blocks for array in block.held)
 
     @property
     def nbytes(self) -> int:
-        return sum(int(np.prod(shape)) * self.dtype.itemsize for shape, _ in self.arrays)
+        return sum(array.nbytes() for array in self.arrays)
 
     def allocate(self, shards: Shards = Shards()) -> tuple[jax.Array, ...]:  # noqa: B008
         """Zeroed `arrays`, each part on its device."""
-        dtype = self.dtype.name
-        return tuple(run(jnp.zeros, (shape, dtype), place=shards.sharding(names)) for shape, names in self.arrays)
+        return tuple(run(jnp.zeros, (x.shape, x.dtype.name), place=shards.sharding(x.axes)) for x in self.arrays)
 
     def view(self, arrays: Sequence[jax.Array]) -> tuple[LayerCache, ...]:
         """The flat arrays as one `LayerCache` per block, without arrays where it shares another's."""
@@ -94,6 +137,9 @@ class CachePlan:
 def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, platform: str = "cpu") -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
+    dtype: a float type, or a name of KV_CACHE_DTYPES. Raises ConfigurationError for such a one and cells that are made
+    larger on a "tpu".
+
     A cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes its
     compiler would choose another order of the dimensions, and copy the cache to it at every step. So where heads are of
     other sizes, 64 above all, a value lies behind its key in one cell; and rotary keys of latents, half or a quarter of
@@ -103,6 +149,8 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
     A ring must hold what a chunk's first query sees and the chunk itself: window + chunk slots.
     """
     blocks, lanes = [], 128 if platform == "tpu" else 1
+    scaled = dtype in KV_CACHE_DTYPES
+    dtype = KV_CACHE_DTYPES[dtype] if scaled else np.dtype(dtype)
     for layers in model.blocks():
         spec = model.config.layers[layers[0]].attention
         ring = spec.reach is not None and spec.reach + chunk < max_len
@@ -112,8 +160,11 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
             sizes, folds = (sum(sizes),), [1]
         slots = model.layout.positions(spec.reach + chunk if ring else max_len, lanes * max(folds))
         stack = (len(layers),) if len(layers) > 1 else ()
+        if scaled and (latent or any(size % lanes for size in sizes)):
+            what = "latent attention" if latent else f"attention with heads of {sizes[0]} on TPUs"
+            raise ConfigurationError(f"{what} keeps its cache in the model's dtype: leave kv_cache_dtype out")
         page = (*stack, rows, model.layout.cache_heads(spec))
         cells = [(slots // fold, -(-size * fold // lanes) * lanes) for size, fold in zip(sizes, folds, strict=True)]
         shapes = tuple((*page, *cell) for cell in cells)
-        blocks.append(BlockCache(shapes, ring, latent, shared=spec.cache_of is not None))
-    return CachePlan(rows, max_len, tuple(blocks), np.dtype(dtype))
+        blocks.append(BlockCache(shapes, ring, dtype, scaled, latent, shared=spec.cache_of is not None))
+    return CachePlan(rows, max_len, tuple(blocks))

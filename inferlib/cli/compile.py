@@ -48,6 +48,7 @@ def compile(
     quantization: Annotated[
         str | None, typer.Option(help="Of the weights: int8, int4, fp8, fp8_block, mxfp8 or mxfp4.")
     ] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: int8 or fp8; by default dtype.")] = None,
     expert_placement: Annotated[
         Path | None,
         typer.Option(help="File of expert slots, as inferlib place writes it; the programs serve any with as many."),
@@ -78,9 +79,10 @@ def compile(
     if [model, config, plan].count(None) != 2:
         fail("give either a model, the name of a shape with --config, or a plan with --plan")
     settings = dict(target=target, parallel=parallel, dtype=dtype, quantization=quantization)
+    settings["kv_cache_dtype"] = kv_cache_dtype
     buckets = dict(prefill=prefill_buckets, batch=batch_buckets, cache=cache_buckets)
     if plan and any((settings | buckets | {"placement": expert_placement}).values()):
-        fail("--plan says target, split, dtype, quantization, buckets and placement: give none of them beside it")
+        fail("--plan says target, split, dtypes, quantization, buckets and placement: give none of them beside it")
     from inferlib.compile.aot import check_compiler, compile_programs, file_name
     from inferlib.compile.artifacts import ArtifactWriter
     from inferlib.compile.neuron import script
@@ -142,6 +144,7 @@ def _deployment(
     parallel: str | None,
     dtype: str | None,
     quantization: Quantization | None,
+    kv_cache_dtype: str | None,
     buckets: Mapping[str, str | None],
     modes: tuple[str, ...],
     expert_slots: int | None,
@@ -161,6 +164,7 @@ def _deployment(
         parallel=Parallelism(tensor=devices) if parallel is None else Parallelism.parse(parallel),
         modes=modes,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
         expert_slots=expert_slots,
     )
 
@@ -202,6 +206,7 @@ def _planned(name: str, modes: tuple[str, ...]) -> Deployment:
         parallel=Parallelism.parse(plan.parallel),
         modes=modes,
         quantization=plan.stored,
+        kv_cache_dtype=plan.kv_cache_dtype,
     )
 
 

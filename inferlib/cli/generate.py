@@ -52,6 +52,7 @@ def generate(
         str | None,
         typer.Option(help="Of the weights as they are loaded: int8, int4, fp8, fp8_block, mxfp8 or mxfp4."),
     ] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: int8 or fp8; by default dtype.")] = None,
     max_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences decoded together; by default 8, or as compiled.")
     ] = None,
@@ -167,9 +168,10 @@ def generate(
         with user_errors():
             keep_compilations()
             sizes = dict(max_batch=max_batch, max_len=max_len)
-            weights = dict(dtype=dtype, quantization=quantization, expert_placement=expert_placement)
+            kept = dict(dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
+            kept["expert_placement"] = expert_placement
             options = dict(parallel=parallel, artifacts=artifacts, expert_load=expert_load is not None, seed=seed)
-            return LLM(model, **weights, **sizes, **options)
+            return LLM(model, **kept, **sizes, **options)
 
     def save_load() -> None:
         if expert_load is not None and load.cache_info().currsize:

@@ -43,6 +43,9 @@ def info(
         typer.Option(help="Also show what each device of such a mesh holds and what they exchange, such as tp=4,dp=2."),
     ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="With --parallel: sequences decoded together.")] = 8,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="Of the cache: int8 or fp8; by default what the model is loaded as.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show a model's recipe, its parameters and the bytes of weights and cache.
@@ -51,11 +54,12 @@ def info(
     """
     if (model is None) == (config is None):
         fail("give either a model or the name of a shape with --config")
-    from inferlib.config import DTYPES
+    from inferlib.config import DTYPES, check_kv_cache_dtype
     from inferlib.model_files import ModelFiles
     from inferlib.models.abstract import abstract_model
 
     with user_errors():
+        check_kv_cache_dtype(kv_cache_dtype)
         recipe = model_config(model, config)
         stored = ModelFiles.open(model).nbytes if model else None
     length = max_len or min(recipe.context, 2048)
@@ -63,11 +67,11 @@ def info(
         fail(f"--max-len {length} exceeds the model's context of {recipe.context} tokens")
     # Stacked layers are quicker to trace and take the same bytes.
     models = {dtype: abstract_model(recipe, dtype, scan=True) for dtype in DTYPES}
-    facts = {"model": model or config, **_describe(models, length, stored)}
+    facts = {"model": model or config, **_describe(models, length, kv_cache_dtype, stored)}
     explanation = None
     if parallel is not None:
         with user_errors():
-            explanation = _explain(recipe, parallel, max_batch, length)
+            explanation = _explain(recipe, parallel, max_batch, length, kv_cache_dtype)
         facts["parallel"] = explanation.facts()
     write(json_line(facts).decode() if json else _render(facts, models["float32"], explanation))
 
@@ -91,7 +95,9 @@ def hf_config(model: str | None, shape: str | None) -> Mapping[str, Any]:
     return load(shape)
 
 
-def _describe(models: dict[str, AbstractModel], max_len: int, stored: int | None) -> dict[str, Any]:
+def _describe(
+    models: dict[str, AbstractModel], max_len: int, kv_cache_dtype: str | None, stored: int | None
+) -> dict[str, Any]:
     """The facts as JSON values, by dtype where they depend on it; sizes in bytes, lengths in tokens.
 
     Cache: "per_token" of one that all layers keep; "beyond_windows" of one that only the layers without a
@@ -116,7 +122,8 @@ def _describe(models: dict[str, AbstractModel], max_len: int, stored: int | None
         "stored_bytes": stored,
         "weight_bytes": {dtype: m.nbytes for dtype, m in models.items()},
         "max_len": max_len,
-        "cache_bytes": {dtype: _cache_bytes(m, dtype, max_len) for dtype, m in models.items()},
+        "kv_cache_dtype": kv_cache_dtype,
+        "cache_bytes": {dtype: _cache_bytes(m, kv_cache_dtype or dtype, max_len) for dtype, m in models.items()},
     }
 
 
@@ -126,13 +133,17 @@ def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, in
 
     chunk = Buckets.default(1, max_len).prefill[-1]
     plan = plan_cache(model, rows=1, max_len=max_len, chunk=chunk, dtype=dtype)
-    attention = [layer.attention for layer in model.config.layers if layer.attention.cache_of is None]
-    tokens = [a.cache_heads * sum(a.cache_sizes) * plan.dtype.itemsize for a in attention]
-    beyond = sum(size for a, size in zip(attention, tokens, strict=True) if a.reach is None)
-    return {"per_token": sum(tokens), "beyond_windows": beyond, "per_sequence": plan.nbytes}
+    tokens = beyond = 0
+    for block, layers in zip(plan.blocks, model.blocks(), strict=True):
+        size = len(layers) * sum(array.position_bytes() for array in block.held)
+        tokens += size
+        beyond += size if model.config.layers[layers[0]].attention.reach is None else 0
+    return {"per_token": tokens, "beyond_windows": beyond, "per_sequence": plan.nbytes}
 
 
-def _explain(recipe: ModelConfig, parallel: str, max_batch: int, max_len: int) -> Explanation:
+def _explain(
+    recipe: ModelConfig, parallel: str, max_batch: int, max_len: int, kv_cache_dtype: str | None
+) -> Explanation:
     """In bfloat16: the arrays on each device, a greedy decode step of all rows, and the longest prefill chunk."""
     from inferlib.cache.plan import plan_cache
     from inferlib.compile.programs import ProgramKey
@@ -146,7 +157,8 @@ def _explain(recipe: ModelConfig, parallel: str, max_batch: int, max_len: int) -
     config = EngineConfig.make("tpu", max_batch, max_len, shards=shards)
     model = abstract_model(recipe, "bfloat16", scan=True, shards=shards)
     chunk = config.buckets.prefill[-1]
-    plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, dtype="bfloat16", platform=config.platform)
+    kept = dict(dtype=kv_cache_dtype or "bfloat16", platform=config.platform)
+    plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, **kept)
     keys = [
         ProgramKey("greedy", config.rows, max_len, steps=config.decode_steps),
         ProgramKey("greedy", 0, max_len, chunks=1, chunk=chunk),
@@ -187,7 +199,8 @@ def _render(facts: dict[str, Any], model: AbstractModel, explanation: Explanatio
     memory = Table(box=SIMPLE_HEAD)
     memory.add_column("loaded as")
     tokens = ("cache per token", "beyond windows") if windows else ("cache per token",)
-    for title in ("weights", *tokens, f"cache of {facts['max_len']} tokens"):
+    kind = f"{facts['kv_cache_dtype']} cache" if facts["kv_cache_dtype"] else "cache"
+    for title in ("weights", *tokens, f"{kind} of {facts['max_len']} tokens"):
         memory.add_column(title, justify="right")
     for dtype, cache in facts["cache_bytes"].items():
         sizes = [cache["per_token"], *([cache["beyond_windows"]] if windows else []), cache["per_sequence"]]

@@ -47,6 +47,7 @@ def plan(
             "by default none,int8."
         ),
     ] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: int8 or fp8; by default bfloat16.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 8,
     plot: Annotated[Path | None, typer.Option(help="Write the frontier as a picture (.png, .svg, .pdf).")] = None,
     verify: Annotated[
@@ -73,7 +74,7 @@ def plan(
         workload = Workload(input_len, output_len, concurrency)
         goal, slice_ = Slo.parse(slo), parse_target(target)
         hf = hf_config(model, config)
-        ranking = rank(config_from_hf(hf), slice_, workload, goal, quantizations)
+        ranking = rank(config_from_hf(hf), slice_, workload, goal, quantizations, kv_cache_dtype)
         chosen = candidates(ranking, verify) if verify else []
         if plot is not None:
             _plot(ranking, model or config, plot)
@@ -119,16 +120,18 @@ def _render(ranking: Ranking, model: str, top: int, checks: list[Check]) -> str:
     text, terminal = io.StringIO(), sys.stdout.isatty()
     console = Console(file=text, force_terminal=terminal, width=None if terminal else 140)
     work, target, best = ranking.workload, ranking.target, ranking.best
+    kept = best.deployed.kv_cache_dtype
     console.print(
         f"{model} on {target}, devices: {target.devices}; prompts of {work.input_len} tokens, answers of "
-        f"{work.output_len}, {work.concurrency} at a time",
+        f"{work.output_len}, {work.concurrency} at a time{f'; cache of {kept}' if kept else ''}",
         highlight=False,
     )
     console.print(_ranked(ranking, top), _frontier(ranking.frontier), highlight=False)
     if not ranking.meets:
         console.print(f"[bold]Nothing meets {_slo(ranking)}[/]; the nearest:", highlight=False)
     console.print(
-        f"[bold]Best[/]: --parallel {best.deployed.parallel} --max-batch {best.batch} --max-len {work.max_len}, "
+        f"[bold]Best[/]: --parallel {best.deployed.parallel} --max-batch {best.batch} --max-len {work.max_len}"
+        f"{f' --kv-cache-dtype {kept}' if kept else ''}, "
         f"{best.deployed.weights} weights: TTFT {_ms(best.ttft)}, ITL {_ms(best.itl)}, "
         f"{best.throughput:,.0f} tokens/s",
         highlight=False,

@@ -246,17 +246,10 @@ class ArtifactWriter:
             | {"layout": layout}
             for s, layout in zip(planned.model.specs, layouts or [None] * len(planned.model.specs), strict=True)
         ]
-        plan = planned.plan
         cache = [
-            {
-                "shape": shape,
-                "dtype": plan.dtype.name,
-                "axes": b.axes,
-                "split": _split(planned, b.axes),
-                "ring": b.ring,
-            }
-            for b in plan.blocks
-            for shape in b.held
+            {"shape": x.shape, "dtype": x.dtype.name, "axes": x.axes, "split": _split(planned, x.axes), "ring": b.ring}
+            for b in planned.plan.blocks
+            for x in b.held
         ]
         target = self.deployment.slice
         manifest = {

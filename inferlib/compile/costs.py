@@ -19,6 +19,7 @@ from inferlib.compile.network import ATTAINED, IDEAL, Efficiency, Network, place
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.state import RowState
 from inferlib.compile.targets import Target
+from inferlib.config import check_kv_cache_dtype
 from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.batch import Backend
@@ -132,7 +133,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Block:
-    """Layers that are alike, on a device. heads: of queries; cached: numbers of a position in the cache that a layer
+    """Layers that are alike, on a device. heads: of queries; cached: bytes of a position in the cache that a layer
     reads, its own or another's."""
 
     layers: int
@@ -148,12 +149,18 @@ class Block:
 
 @dataclass(frozen=True)
 class Deployed:
-    """A model on a mesh of a target. quantization: of the weights, None for bfloat16."""
+    """A model on a mesh of a target. quantization: of the weights, None for bfloat16; kv_cache_dtype: likewise.
+
+    Raises ConfigurationError for an unknown one."""
 
     config: ModelConfig
     target: Target
     parallel: Parallelism
     quantization: Quantization | None = None
+    kv_cache_dtype: str | None = None
+
+    def __post_init__(self):
+        check_kv_cache_dtype(self.kv_cache_dtype)
 
     @property
     def weights(self) -> str:
@@ -194,24 +201,22 @@ class Deployed:
         for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
             spec = self.config.layers[layers[0]].attention
             layout = self.model.layout.heads(spec)
-            local = [self.shards.local_shape(block.axes, x) for x in block.shapes]
             heads = layout.groups * layout.queries // self.shards.size(axes.KV_HEADS)
-            cached = sum(k * size // fold for (*_, k, _, size), fold in zip(local, block.folds, strict=True))
+            cached = sum(array.position_bytes(self.shards) for array in block.arrays)
             found.append(Block(len(layers), spec, heads, cached))
         return tuple(found)
 
     def plan(self, rows: int, max_len: int, chunk: int) -> CachePlan:
-        platform = self.target.platform
-        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, dtype="bfloat16", platform=platform)
+        kept = dict(dtype=self.kv_cache_dtype or "bfloat16", platform=self.target.platform)
+        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, **kept)
 
     def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
         """Of `batch` rows over all replicas, prefilled by chunks of `chunk` tokens."""
         model, rows = self.model, batch // self.replicas
         cache, scores = 0, 0
-        for block, held in zip(self.blocks, self.plan(batch, max_len, chunk).blocks, strict=True):
-            local = [self.shards.local_shape(held.axes, shape) for shape in held.shapes]
-            cache += 0 if held.shared else 2 * sum(map(prod, local))
-            scores = max(scores, block.heads * local[0][-2])
+        for block, planned in zip(self.blocks, self.plan(batch, max_len, chunk).blocks, strict=True):
+            cache += sum(array.nbytes(self.shards) for array in planned.held)
+            scores = max(scores, block.heads * self.shards.local_shape(planned.axes, planned.shapes[0])[-2])
         weights = sum(m.nbytes for m in self.matrices)
         vocab = model.layout.vocab // self.shards.size(axes.VOCAB)
         widest = max(self._widest(m) for m in self.matrices if m.use == "tokens")
@@ -267,7 +272,7 @@ class Deployed:
                 flops += 2.0 * layers * block.heads * max(expanded, 0.0)
             read = rows * min(live, reach + tokens * ring / rows) * share
             passed = read * (ring - 1) / ring
-            cache += 2 * layers * (block.cached * (read + passed) + block.written * tokens * share)
+            cache += layers * (block.cached * (read + passed) + block.written * tokens * share)
         return Work(flops, weights, cache, moved, self._collectives(key))
 
     def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:

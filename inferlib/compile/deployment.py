@@ -32,9 +32,9 @@ from inferlib.sharding.shards import Shards, planned_shards
 class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
-    quantization: of the weights, None for `dtype`. modes: sampling modes to compile. expert_slots: of a placement of
-    experts, whatever it is (see `inferlib.placement`). Raises ConfigurationError, ShardingError or TargetError if they
-    do not go together.
+    quantization: of the weights, None for `dtype`. kv_cache_dtype: see `EngineConfig`. modes: sampling modes to
+    compile. expert_slots: of a placement of experts, whatever it is (see `inferlib.placement`). Raises
+    ConfigurationError, ShardingError or TargetError if they do not go together.
     """
 
     hf: Mapping[str, Any]
@@ -44,6 +44,7 @@ class Deployment:
     parallel: Parallelism = field(default_factory=Parallelism)
     modes: tuple[Mode, ...] = ("greedy", "sample")
     quantization: Quantization | None = None
+    kv_cache_dtype: str | None = None
     expert_slots: int | None = None
 
     def __post_init__(self):
@@ -83,7 +84,8 @@ class Deployment:
         return config_from_hf(dict(self.hf))
 
     def config(self, shards: Shards) -> EngineConfig:
-        return EngineConfig.make(self.slice.platform, self.max_batch, self.max_len, self.buckets, shards, self.model)
+        sizes = self.max_batch, self.max_len, self.buckets
+        return EngineConfig.make(self.slice.platform, *sizes, shards, self.model, self.kv_cache_dtype)
 
     def shards(self, devices: Sequence[jax.Device]) -> Shards:
         """The mesh; of a single device too where the device is not one of this process's own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -130,6 +130,7 @@ class Option:
         return {
             "parallel": str(self.deployed.parallel),
             "weights": self.deployed.weights,
+            "kv_cache_dtype": self.deployed.kv_cache_dtype or "bfloat16",
             "batch": self.batch,
             "ttft": self.ttft,
             "itl": self.itl,
@@ -179,8 +180,9 @@ def rank(
     workload: Workload,
     slo: Slo = Slo(),
     quantizations: Sequence[Quantization | None] = USUAL,
+    kv_cache_dtype: str | None = None,
 ) -> Ranking:
-    """Rank every mesh, preset, weight dtype and batch.
+    """Rank every mesh, preset, weight dtype and batch. kv_cache_dtype: see `EngineConfig`.
 
     Raises PlanError if nothing fits (saying by how much, and what would do) or the workload exceeds the model's
     context, and TargetError for a target whose figures are not known.
@@ -195,7 +197,7 @@ def rank(
         option
         for parallel in meshes(config, target, workload.chunk)
         for quantization in quantizations
-        if _keeps_groups(deployed := Deployed(config, target, parallel, quantization))
+        if _keeps_groups(deployed := Deployed(config, target, parallel, quantization, kv_cache_dtype))
         for option in _options(deployed, workload)
     ]
     options = [o for o in every if o.over <= 0]
@@ -303,13 +305,14 @@ def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> st
     for quantization in USUAL:
         names = [target.name] if quantization not in quantizations else []
         for offered in (names, *(target_names(chip.name) for chip in chips)):
-            fit = (n for n in offered if _fits(deployed.config, parse_target(n), nearest.workload, quantization))
+            fit = (n for n in offered if _fits(replace(deployed, quantization=quantization), n, nearest.workload))
             if name := next(fit, None):
                 able.append(f"{name} with {quantization or 'bfloat16'} weights")
     return f"{text}; what would do: {', '.join(able) or 'fewer tokens'}"
 
 
-def _fits(config: ModelConfig, target: Target, workload: Workload, quantization: Quantization | None) -> bool:
-    """Whether one row of each replica fits on the widest tensor axis."""
-    deployed = Deployed(config, target, _tensor_meshes(config, target)[-1], quantization)
+def _fits(deployed: Deployed, name: str, workload: Workload) -> bool:
+    """Whether one row of each replica fits on the widest tensor axis of a target."""
+    target = parse_target(name)
+    deployed = replace(deployed, target=target, parallel=_tensor_meshes(deployed.config, target)[-1])
     return deployed.memory(deployed.replicas, workload.max_len, workload.chunk).total <= target.hbm_bytes

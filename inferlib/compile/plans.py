@@ -26,7 +26,8 @@ class Plan:
     """What to compile a model for, as `configs/plans/*.yaml` hold it. Raises a ValueError if it cannot work.
 
     model: a shape's name. target, parallel: as the command line takes them. dtype: of weights and activations;
-    quantization: of the weights, None for `dtype`. max_len: tokens of a sequence. prefill, batch, cache: see `Buckets`.
+    quantization: of the weights, kv_cache_dtype: of the cache, None for `dtype`. max_len: tokens of a sequence.
+    prefill, batch, cache: see `Buckets`.
     """
 
     model: str
@@ -38,6 +39,7 @@ class Plan:
     cache: tuple[int, ...]
     dtype: str = "bfloat16"
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
 
     def __post_init__(self):
         if self.model not in configs.names():
@@ -72,7 +74,8 @@ class Plan:
         """Its mesh is abstract."""
         shards = planned_shards(Parallelism.parse(self.parallel))
         buckets = Buckets(self.prefill, self.batch, self.cache)
-        return EngineConfig.make(self.slice.platform, buckets.batch[-1], self.max_len, buckets, shards)
+        sizes = buckets.batch[-1], self.max_len, buckets
+        return EngineConfig.make(self.slice.platform, *sizes, shards, kv_cache_dtype=self.kv_cache_dtype)
 
     @cached_property
     def slice(self) -> Target:
@@ -81,7 +84,7 @@ class Plan:
     @cached_property
     def deployed(self) -> Deployed:
         """For the cost model."""
-        return Deployed(self.shape, self.slice, Parallelism.parse(self.parallel), self.stored)
+        return Deployed(self.shape, self.slice, Parallelism.parse(self.parallel), self.stored, self.kv_cache_dtype)
 
     @cached_property
     def stored(self) -> Quantization | None:

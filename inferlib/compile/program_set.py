@@ -25,6 +25,7 @@ from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import kernel_lacks
 from inferlib.models.config import AttentionSpec, MlaSpec
+from inferlib.ops.expert_mlp import MOST_TOKENS
 from inferlib.sharding import axes
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class ProgramSet:
 
     @staticmethod
     def make(model: AbstractModel, config: EngineConfig, layouts: Sequence[Layout] | None = None) -> ProgramSet:
-        """The programs and the cache of an engine, in the model's dtype. Raises ConfigurationError for arrays that they
+        """The programs and the cache of an engine. Raises ConfigurationError for arrays that they
         would not take.
 
         Warns where a kernel of `config.backend` does not run its part of the model, and takes XLA's form in its place.
@@ -69,7 +70,7 @@ class ProgramSet:
             rows=config.max_batch,
             max_len=config.max_len,
             chunk=config.buckets.prefill[-1],
-            dtype=model.dtype,
+            dtype=config.kv_cache_dtype or model.dtype,
             platform=config.platform,
         )
         return ProgramSet(model, plan, _runnable(config, model, plan), layouts)
@@ -175,7 +176,7 @@ class ProgramSet:
             jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
             for spec, format in zip(self.model.specs, self.formats, strict=True)
         )
-        cache = tuple(struct(shape, self.plan.dtype, names) for shape, names in self.plan.arrays)
+        cache = tuple(struct(x.shape, x.dtype, x.axes) for x in self.plan.arrays)
         state = jax.eval_shape(partial(RowState.zeros, config.max_batch, self.model.layout.vocab))
         state = RowState(*(struct(x.shape, x.dtype, n) for x, n in zip(state, RowState.AXES, strict=True)))
         by_row = (axes.ROWS, None)
@@ -207,6 +208,7 @@ _CHECKED = {
     ("prefill_attention", "pallas_tpu"): "TPU",
     ("grouped_matmul", "pallas_tpu"): "TPU",
     ("grouped_matmul", "pallas_gpu"): "GPU",
+    ("expert_mlp", "pallas_tpu"): "TPU",
 }
 
 
@@ -215,7 +217,8 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
     checks = {
         "decode_attention": partial(_decode_lacks, config, model, plan),
         "prefill_attention": partial(_prefill_lacks, config, model, plan),
-        "grouped_matmul": partial(_experts_lack, config, model),
+        "grouped_matmul": partial(_experts_lack, config, model, "grouped_matmul"),
+        "expert_mlp": partial(_experts_lack, config, model, "expert_mlp"),
     }
     for name, lacks in checks.items():
         chosen = getattr(config.backend, name)
@@ -236,7 +239,7 @@ def _decode_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -
         else:
             shape = config.rows, 1, caches[0].shape[-3], queries, caches[0].shape[-1]
             unsupported = partial(decode_attention_tpu.unsupported, window=spec.window)
-        if reason := unsupported(jax.ShapeDtypeStruct(shape, plan.dtype), *caches):
+        if reason := unsupported(jax.ShapeDtypeStruct(shape, model.dtype), *caches):
             return reason
     return None
 
@@ -252,8 +255,8 @@ def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) 
         # Where tokens are dealt out, what devices pass on of a row ends at the limit.
         counts = {slots} if dealt == 1 else {min(slots, -(-limit // dealt)) for limit in config.buckets.cache}
         for (chunks, chunk), count in itertools.product(config.prefill_shapes(), counts):
-            q = jax.ShapeDtypeStruct((chunks, chunk // dealt, heads, queries, size), plan.dtype)
-            if reason := unsupported(q, jax.ShapeDtypeStruct((*cache.shape[:-2], count, size), plan.dtype)):
+            q = jax.ShapeDtypeStruct((chunks, chunk // dealt, heads, queries, size), model.dtype)
+            if reason := unsupported(q, jax.ShapeDtypeStruct((*cache.shape[:-2], count, size), cache.dtype)):
                 return reason
     return None
 
@@ -264,14 +267,14 @@ def _attentions(
     """Every block's attention that the TPU kernels take: its spec, queries of a KV head, and a device's cache."""
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         spec = model.config.layers[layers[0]].attention
-        if not kernel_lacks(spec, "pallas_tpu"):
+        if not kernel_lacks(spec, "pallas_tpu", block.scaled):
             shapes = (config.shards.local_shape(block.axes, shape) for shape in block.shapes)
-            yield spec, model.layout.heads(spec).queries, [jax.ShapeDtypeStruct(s, plan.dtype) for s in shapes]
+            yield spec, model.layout.heads(spec).queries, [jax.ShapeDtypeStruct(s, block.dtype) for s in shapes]
 
 
-def _experts_lack(config: EngineConfig, model: AbstractModel) -> str | None:
-    """Why the chosen kernel cannot multiply by the experts."""
-    from inferlib.pallas_kernels import grouped_matmul_gpu, grouped_matmul_tpu
+def _experts_lack(config: EngineConfig, model: AbstractModel, name: str) -> str | None:
+    """Why the chosen kernel cannot run the model's experts: `grouped_matmul`, or `expert_mlp` of few tokens."""
+    from inferlib.pallas_kernels import expert_mlp_tpu, grouped_matmul_gpu, grouped_matmul_tpu
 
     tokens = config.rows + max(p * c for p, c in config.prefill_shapes())
     for weight in model.weights:
@@ -280,18 +283,20 @@ def _experts_lack(config: EngineConfig, model: AbstractModel) -> str | None:
         shape, at = config.shards.local_shape(weight.axes, weight.shape), weight.axes.index(axes.EXPERTS)
         experts, *parts, inner, outer = shape[at:]
         scheme = weight.scheme
-        if config.backend.grouped_matmul == "pallas_gpu":
-            dtype = weight.dtype if scheme is None else jnp.dtype(scheme.values)
+        dtype = weight.dtype if scheme is None else jnp.dtype(scheme.values)
+        w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), dtype)
+        if getattr(config.backend, name) == "pallas_gpu":
             values = jax.ShapeDtypeStruct((math.prod(shape[:-2]), inner, outer), dtype)
             group = None if scheme is None or scheme.group is None else scheme.group_of(inner)
             reason = grouped_matmul_gpu.unsupported(values, group, scheme is not None and bool(scheme.zeros))
-        elif scheme is not None:
-            reason = "it takes no quantised weights"
-        else:
+        elif scheme is not None and (scheme.group is not None or scheme.zeros):
+            reason = "it takes weights quantised by channel, not in groups"
+        elif name == "grouped_matmul":
             rows = tokens * model.config.layers[model.layers_of(weight.block)[0]].mlp.router.chosen
-            x = jax.ShapeDtypeStruct((rows, inner), model.dtype)
-            w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), weight.dtype)
-            reason = grouped_matmul_tpu.unsupported(x, w)
+            reason = grouped_matmul_tpu.unsupported(jax.ShapeDtypeStruct((rows, inner), model.dtype), w)
+        else:  # which gate and up decide
+            few = jax.ShapeDtypeStruct((MOST_TOKENS, inner), model.dtype)
+            reason = expert_mlp_tpu.unsupported(few, w) if parts else None
         if reason:
             return reason
     return None

@@ -112,7 +112,7 @@ def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: Prog
         return function
     spec = config.shards.rules.spec
     state = tree_specs(spec, RowState.AXES)
-    fixed = (tuple(spec(w.axes) for w in model.specs), tuple(spec(names) for _, names in plan.arrays), state)
+    fixed = (tuple(spec(w.axes) for w in model.specs), tuple(spec(array.axes) for array in plan.arrays), state)
     chunk = (ChunkInput(*(spec((axes.ROWS, None)) for _ in ChunkInput._fields)),) if key.chunks else ()
     output = _output_specs(spec, key, config.expert_load)
     if config.shards.several_processes:

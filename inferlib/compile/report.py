@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from inferlib.cache.plan import BlockCache, CachePlan
+from inferlib.cache.plan import BlockCache
 from inferlib.compile.aot import Outcome
 from inferlib.compile.deployment import Deployment
 from inferlib.compile.network import ATTAINED, place
@@ -56,7 +56,7 @@ class Budget:
         def local(shape: tuple[int, ...], names: tuple[str | None, ...], dtype) -> int:
             return nbytes(shards.local_shape(names, shape), dtype)
 
-        blocks = [(sum(local(shape, b.axes, plan.dtype) for shape in b.held), b) for b in plan.blocks]
+        blocks = [(sum(array.nbytes(shards) for array in b.held), b) for b in plan.blocks]
         rows = programs.config.rows
         return Budget(
             weights=sum(local(s.shape, s.axes, s.dtype) for s in programs.model.specs),
@@ -147,8 +147,9 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Everything compiled and fits, and nothing copies the cache."""
-        copied = any((p.outcome.facts or {}).get("cache_copies") for p in self.programs)
+        """Everything compiled and fits, and nothing copies the cache; its scales may be moved, once in and once out."""
+        copies = (copy for p in self.programs for copy in (p.outcome.facts or {}).get("cache_copies", ()))
+        copied = any(copy["count"] > 1 or not copy["array"].endswith(" scales") for copy in copies)
         return all(p.outcome.ok for p in self.programs) and not copied
 
     @cached_property
@@ -307,15 +308,14 @@ def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
         size = nbytes(shards.local_shape(spec.axes, spec.shape), spec.dtype)
         rows = _tokens(shards, key) * spec.shape[-1] * spec.dtype.itemsize
         total += rows if model.looks_up(spec.name) else size
-    return total + sum(_cache_read(plan, block, shards, key) for block in plan.blocks)
+    return total + sum(_cache_read(block, shards, key) for block in plan.blocks)
 
 
-def _cache_read(plan: CachePlan, block: BlockCache, shards: Shards, key: ProgramKey) -> int:
-    most, numbers = -(-key.limit // shards.size(axes.POSITIONS)), 0
-    for shape, fold in zip(block.shapes, block.folds, strict=True):
-        *layers, _, heads, slots, size = shards.local_shape(block.axes, shape)
-        numbers += prod(layers) * heads * (slots if block.ring else min(slots, most // fold)) * size
-    return (key.rows + key.chunks) * numbers * plan.dtype.itemsize
+def _cache_read(block: BlockCache, shards: Shards, key: ProgramKey) -> int:
+    shares = shards.size(axes.POSITIONS)
+    slots = block.slots // shares if block.ring else min(block.slots // shares, -(-key.limit // shares))
+    layers = block.shapes[0][0] if len(block.shapes[0]) > 4 else 1
+    return (key.rows + key.chunks) * layers * slots * sum(array.position_bytes(shards) for array in block.arrays)
 
 
 def _flops(programs: ProgramSet, key: ProgramKey) -> int:

@@ -81,7 +81,7 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
     counted = key.steps if programs.config.counted else 1
     memory, module = compiled.memory_analysis(), Module(compiled.as_text(), counted)
     weights, cache = len(programs.model.specs), len(programs.plan.arrays)
-    cost = module.cost
+    cost, names = module.cost, [name for block in programs.plan.blocks if not block.shared for name in block.names]
     chosen = [layout_to_json(f.layout) for f in compiled.input_formats[0][0]] if programs.layouts is None else None
     return {
         "status": "compiled",
@@ -101,7 +101,7 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
         "uncosted": cost.uncosted,
         "collectives": [asdict(c) for c in module.collectives],
         "kernels": [asdict(k) for k in module.kernels],
-        "cache_copies": _named(module.copies(range(weights, weights + cache)), ["k", "v"] * cache, weights),
+        "cache_copies": _named(module.copies(range(weights, weights + cache)), names, weights),
         "weight_copies": _named(module.copies(range(weights)), [s.name for s in programs.model.specs], 0),
     }
 

@@ -36,7 +36,8 @@ def grouped_matmul(
     Returns [M, *P, O], accumulated in float32. sizes [E] int32 sum to at most M; rows beyond are in no group and hold
     anything, in x and in the result. most (static): no group is larger. rows [M] int32: x is [T, I], and x[rows[m]] is
     the row that m stands for. layer: w is [L, E, *P, I, O], of which this one is used. Only the weights of groups that
-    have rows are read. backend: "xla", or "pallas_tpu" and "pallas_gpu", which are interpreted on CPU.
+    have rows are read. backend: "xla", or "pallas_tpu", which takes weights quantised by channel, and "pallas_gpu",
+    which are interpreted on CPU.
 
     The matrices of a group (P: an expert's gate and up) are apart in memory: merged, I would lie between them, and the
     TPU's compiler would copy all groups to have it otherwise.
@@ -123,17 +124,25 @@ def _by_gpu_kernel(
 
 
 def _by_kernel(
-    x: jax.Array, w: jax.Array, sizes: jax.Array, layer: jax.Array | None, parts: Sequence[int]
+    x: jax.Array,
+    w: jax.Array | QuantizedTensor,
+    sizes: jax.Array,
+    layer: jax.Array | None,
+    parts: Sequence[int],
 ) -> jax.Array:
     """By the TPU kernel, which reads the stack where it lies."""
     from inferlib.pallas_kernels import grouped_matmul_tpu
 
-    def kernel(x, w, sizes, layer, interpret=False):
-        return grouped_matmul_tpu.grouped_matmul(x, w, sizes, layer=layer, interpret=interpret)
+    def kernel(x, w, sizes, layer, scales, interpret=False):
+        return grouped_matmul_tpu.grouped_matmul(x, w, sizes, layer=layer, scales=scales, interpret=interpret)
 
+    scales = None
+    if isinstance(w, QuantizedTensor):
+        scales, w = w.scales if layer is None else w.scales[layer], w.values
+        scales = scales.reshape(sizes.size, math.prod(parts), -1)
     w = w.reshape(-1, sizes.size, math.prod(parts), *w.shape[-2:])
-    layer = jnp.int32(0) if layer is None else layer
-    y = lax.platform_dependent(x, w, sizes, layer, cpu=partial(kernel, interpret=True), default=kernel)
+    inputs = x, w, sizes, jnp.int32(0) if layer is None else layer, scales
+    y = lax.platform_dependent(*inputs, cpu=partial(kernel, interpret=True), default=kernel)
     return jnp.moveaxis(y, 0, 1).reshape(x.shape[0], *parts, w.shape[-1])
 
 

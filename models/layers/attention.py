@@ -147,7 +147,9 @@ class Attention(nnx.Module):
             """The window of these, and what implements their attention. No kernel takes a window for each row: one that
             does not divide covers a position more on some devices."""
             window = stripe.window(positions, self.window(positions))
-            return window, "xla" if isinstance(window, jax.Array) or kernel_lacks(spec, kernel) else kernel
+            return window, "xla" if isinstance(window, jax.Array) or kernel_lacks(
+                spec, kernel, cache.scaled
+            ) else kernel
 
         def values(out: jax.Array, lse: jax.Array) -> Attended:
             return out if apart else out[..., spec.head_dim : spec.head_dim + spec.value_dim], lse
@@ -156,22 +158,24 @@ class Attention(nnx.Module):
             queries = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])[which]
             positions, limit = ctx.chunk_positions[which], limit_of(ctx, stripe)
             window, kernel = reach(stripe, positions, ctx.backend.prefill_attention)
-            kind = dict(window=window, limit=limit, backend=kernel)
-            if share[0].ndim == 5:
+            k, v, scales = _parts(share)
+            kind = dict(window=window, limit=limit, backend=kernel, **scales)
+            if k.ndim == 5:
                 kind["layer"] = cache.layer
             numbers = stripe.number(positions)
-            return values(*prefill_attention(queries, share[0], share[-1], pages, numbers, **kind, **options))
+            return values(*prefill_attention(queries, k, k if v is None else v, pages, numbers, **kind, **options))
 
         def rows(stripe: Stripe) -> Attended:
             queries, positions = q[split:], batch.decode_lengths - 1
             window, kernel = reach(stripe, positions, ctx.backend.decode_attention)
             limit, numbers, layer = limit_of(ctx, stripe), stripe.number(positions), None
             if kernel == "pallas_tpu":
-                (k, *v), layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
+                share, layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
             else:
-                k, *v = cache.read(queries.shape[0], limit)
-            kind = dict(window=window, limit=limit, layer=layer, backend=kernel)
-            return values(*decode_attention(queries, k, v[0] if v else None, numbers + 1, **kind, **options))
+                share = cache.read(queries.shape[0], limit)
+            k, v, scales = _parts(share)
+            kind = dict(window=window, limit=limit, layer=layer, backend=kernel, **scales)
+            return values(*decode_attention(queries, k, v, numbers + 1, **kind, **options))
 
         _, kernel = reach(ctx.shards.stripe(axes.POSITIONS), ctx.chunk_positions, ctx.backend.prefill_attention)
         return attend(cache, ctx, chunks, rows, sinks if dealt else None, stacked=kernel == "pallas_tpu")
@@ -179,3 +183,9 @@ class Attention(nnx.Module):
     def window(self, positions: jax.Array) -> int | jax.Array | None:
         """How many positions each of these sees, itself included."""
         return self.spec.window if self.spec.chunk is None else positions % self.spec.chunk + 1
+
+
+def _parts(share: Share) -> tuple[jax.Array, jax.Array | None, dict[str, jax.Array]]:
+    """Keys, values (None: they lie behind the keys) and the scales of both, as attention takes them."""
+    k, *rest = share
+    return k, rest[0] if rest else None, dict(zip(("k_scales", "v_scales"), rest[1:], strict=False))

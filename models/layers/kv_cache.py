@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops.cache_write import cache_write, folded_rows
+from inferlib.ops.quantized import Scheme, quantize
 from inferlib.sharding.stripe import Stripe
 
 
@@ -18,7 +19,8 @@ from inferlib.sharding.stripe import Stripe
 class LayerCache:
     """arrays: keys and values, or latents and rotary keys, each [N, K, S, h]; in a scanned segment [L, N, K, S, h] with
     `layer` the current one. Rotary keys may be folded, [..., S / f, f * h] (see `inferlib.ops.cache_write`). Where keys
-    and values are one array, a cell holds a key, its value behind it, and padding.
+    and values are one array, a cell holds a key, its value behind it, and padding. They may be quantised; then their
+    scales follow, each [N, K, S] or [L, N, K, S].
 
     Of a layer that shares another's, the arrays of that one.
 
@@ -37,29 +39,38 @@ class LayerCache:
     @property
     def folds(self) -> tuple[int, ...]:
         """How many positions a row of each array holds."""
-        return tuple(self.slots // x.shape[-2] for x in self.arrays)
+        return tuple(self.slots // x.shape[-2] if x.ndim == self.arrays[0].ndim else 1 for x in self.arrays)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of a position and head in each array."""
-        return tuple(x.shape[-1] // fold for x, fold in zip(self.arrays, self.folds, strict=True))
+        """Numbers of a position and head in each array but those of scales."""
+        pairs = zip(self.arrays, self.folds, strict=True)
+        return tuple(x.shape[-1] // fold for x, fold in pairs if x.ndim == self.arrays[0].ndim)
 
     @property
     def rows(self) -> int:
         return self.arrays[0].shape[-4]
 
+    @property
+    def scaled(self) -> bool:
+        return self.arrays[-1].ndim < self.arrays[0].ndim
+
     def write(self, new: Sequence[jax.Array], pages: jax.Array, positions: jax.Array, stripe: Stripe) -> LayerCache:
         """new: [T, K, h] for each array, or for cells side by side of one, at `positions` [T] of `pages` [T]; pages
         >= N, negative positions and those of other devices are dropped."""
-        if len(self.arrays) == 1:
+        if len(self.sizes) == 1:
             new = (jnp.concatenate(new, axis=-1),)
+        new = list(map(widened, new, self.sizes))
         slots = stripe.slots(positions, self.slots, ring=self.ring)
-        pairs = zip(self.arrays, map(widened, new, self.sizes), strict=True)
+        if self.scaled:
+            held = [quantize(x, (2,), Scheme(self.arrays[0].dtype.name)) for x in new]
+            new = [x.values for x in held] + [x.scales for x in held]
+        pairs = zip(self.arrays, new, strict=True)
         return replace(self, arrays=tuple(cache_write(old, x, pages, slots, layer=self.layer) for old, x in pairs))
 
     def read(self, rows: int, limit: int | None = None, first: jax.Array | int = 0) -> tuple[jax.Array, ...]:
-        """The arrays of the current layer, [N, K, S, h]; of a scanned one, only what is asked for: [rows, K, limit, h],
-        the first that of page `first`. What is folded stays so.
+        """The arrays of the current layer, [N, K, S, ...]; of a scanned one, only what is asked for: [rows, K, limit,
+        ...], the first that of page `first`. What is folded stays so.
 
         XLA fuses one slice of the stacked cache with what reads it, and copies to memory a slice of a slice.
         """
@@ -68,8 +79,8 @@ class LayerCache:
         slots = self.slots if self.ring or limit is None else min(limit, self.slots)
 
         def part(x: jax.Array, fold: int) -> jax.Array:
-            sizes = (1, rows, x.shape[2], folded_rows(slots, fold), x.shape[4])
-            return lax.dynamic_slice(x, (self.layer, first, 0, 0, 0), sizes)[0]
+            sizes = (1, rows, x.shape[2], folded_rows(slots, fold), *x.shape[4:])
+            return lax.dynamic_slice(x, (self.layer, first, *[0] * (x.ndim - 2)), sizes)[0]
 
         return tuple(map(part, self.arrays, self.folds))
 

@@ -17,6 +17,7 @@ from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.router import Router
 from inferlib.models.layout import Layout
+from inferlib.ops.expert_mlp import MOST_TOKENS, expert_mlp
 from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
 from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
@@ -158,6 +159,8 @@ class Experts(nnx.Module):
         own = self.count // shards.size(axes.EXPERTS)
         experts = experts - shards.index(axes.EXPERTS) * own
         ours = (experts >= 0) & (experts < own)
+        if ctx.backend.expert_mlp == "pallas_tpu" and tokens <= MOST_TOKENS and shards.size(axes.EMBED) == 1:
+            return self.at_once(x, jnp.where(ours, experts, own), weights, own, ctx, layer)
         scales = weights.reshape(-1) if self.spec.scale_input else None
         ids, rows = jnp.where(ours, experts, own).reshape(-1), jnp.arange(tokens * chosen, dtype=jnp.int32) // chosen
         if ctx.backend.grouped_matmul == "pallas_gpu" and 4 * ids.size <= own:  # so few that experts are seldom shared
@@ -179,6 +182,37 @@ class Experts(nnx.Module):
         if not self.spec.scale_input:
             outputs = outputs * weights[:, :, None]
         return jnp.sum(jnp.where(ours[:, :, None], outputs, 0), axis=1).astype(x.dtype)
+
+    def at_once(
+        self,
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        own: int,
+        ctx: StepContext,
+        layer: jax.Array | None,
+    ) -> jax.Array:
+        """All tokens through each expert that one of them chose: nothing is sorted, gathered and brought back."""
+        chosen = experts[:, :, None] == jnp.arange(own, dtype=jnp.int32)
+        factors = jnp.sum(jnp.where(chosen, weights[:, :, None], 0), axis=1)
+        out = expert_mlp(
+            x,
+            self.gate_up[...],
+            self.down[...],
+            factors,
+            partial(gated, self.spec.activation),
+            layer=layer,
+            gate_up_bias=self.gate_up_bias[...] if self.spec.bias else None,
+            scale_input=self.spec.scale_input,
+            read=self.spec.read_share(x.shape[0]),
+            backend=ctx.backend.expert_mlp,
+        )
+        if not self.spec.bias:
+            return out
+        if self.spec.scale_input:
+            factors = jnp.any(chosen, axis=1).astype(factors.dtype)
+        down_bias = self.down_bias[...] if layer is None else self.down_bias[...][layer]
+        return out + once(matmul(factors, down_bias.astype(jnp.float32)), ctx.shards).astype(x.dtype)
 
     def forward(
         self,

@@ -1,0 +1,173 @@
+"""Caches of int8 and fp8 in whole models: against transformers with a cache that rounds alike, and what they take.
+About 40 s."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from inferlib import LLM, Buckets, SamplingParams, configs
+from inferlib.cache.plan import plan_cache
+from inferlib.cli import app
+from inferlib.compile.costs import Deployed
+from inferlib.compile.deployment import Deployment
+from inferlib.compile.targets import parse_target
+from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.explain import explain
+from inferlib.models.abstract import abstract_model
+from inferlib.models.families import config_from_hf
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import planned_shards
+from tests.conftest import random_prompts
+
+pytestmark = pytest.mark.usefixtures("quick_compilations")
+
+BUCKETS = Buckets((8, 16), (2,), (64,))
+TOLERANCE = 0.03  # of logits of order 1: where float32 rounds otherwise, a number of the cache may be another
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Heads [..., h] in a dtype, with a scale each."""
+    most = 127 if dtype == "int8" else 448
+    scales = np.abs(x).max(-1, keepdims=True) / np.float32(most)
+    values = x / np.where(scales == 0, 1, scales)
+    values = np.rint(values) if dtype == "int8" else values.astype(jnp.float8_e4m3fn).astype(np.float32)
+    return values * scales
+
+
+def reference(path, tokens: list[int], dtype: str) -> np.ndarray:
+    """Logits [T, V] of one full pass of transformers, whose cache rounds what it is given."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    class Rounded(DynamicCache):
+        def update(self, keys, values, *args, **kwargs):
+            pair = (torch.from_numpy(rounded(x.numpy(), dtype)) for x in (keys, values))
+            return super().update(*pair, *args, **kwargs)
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        cache = Rounded(config=model.config)
+        return model(input_ids=torch.tensor([tokens]), past_key_values=cache).logits[0].numpy()
+
+
+@pytest.mark.parametrize(("family", "dtype", "scan"), [("gemma2", "int8", False), ("ministral", "fp8", True)])
+def test_logits_are_those_of_a_cache_that_rounds(family, dtype, scan, checkpoint, llm_of):
+    """Chunk by chunk and token by token, in whole rows and in rings that wrap."""
+    path, (prompt,) = checkpoint(family), random_prompts([45])
+    llm, plain = llm_of(family, scan, dtype), llm_of(family, scan).logits(prompt)
+    expected, found = reference(path, prompt, dtype), llm.logits(prompt)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+    assert np.abs(expected - plain).max() > 3 * np.abs(found - expected).max()
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    for output in llm.generate([prompt[:20], prompt[20:27]], params):
+        tokens = output.outputs[0].token_ids
+        sequence = [*output.prompt_token_ids, *tokens[:-1]]
+        logits = reference(path, sequence, dtype)[len(output.prompt_token_ids) - 1 :]
+        assert (logits.max(-1) - logits[np.arange(len(tokens)), tokens]).max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "parallel"),
+    [
+        ("llama", "int8", "cp=2,tp=2"),
+        pytest.param("gemma2", "fp8", "cp=4,rules=helix", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_gives_the_same_logits(family, dtype, parallel, checkpoint):
+    path, (prompt,) = checkpoint(family), random_prompts([40])
+    sizes = dict(dtype="float32", max_batch=2, max_len=64, buckets=BUCKETS, progress=False)
+    one, several = (LLM(path, kv_cache_dtype=dtype, parallel=p, **sizes) for p in (None, parallel))
+    np.testing.assert_allclose(several.logits(prompt), one.logits(prompt), rtol=0, atol=TOLERANCE)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    tokens = [llm.generate([prompt[:20]], params)[0].outputs[0].token_ids for llm in (one, several)]
+    assert tokens[0] == tokens[1]
+
+
+def test_plans_hold_values_and_scales(checkpoint):
+    """A byte for each number, four for each position and head; ring slots included."""
+    config = config_from_hf(json.loads((checkpoint("gemma2") / "config.json").read_text()))
+    model = abstract_model(config, "float32")
+    plans = [plan_cache(model, rows=3, max_len=64, chunk=8, dtype=d) for d in ("float32", "int8", "fp8")]
+    for plan, dtype in zip(plans[1:], (jnp.int8, jnp.float8_e4m3fn), strict=True):
+        for block, whole in zip(plan.blocks, plans[0].blocks, strict=True):
+            assert block.shapes == whole.shapes
+            half = len(block.arrays) // 2
+            for values, scales in zip(block.arrays[:half], block.arrays[half:], strict=True):
+                assert (values.dtype, scales.dtype) == (dtype, jnp.float32)
+                assert (scales.shape, scales.axes) == (values.shape[:-1], values.axes[:-1])
+        assert plan.nbytes == plans[0].nbytes // 4 + sum(4 * np.prod(s[:-1]) for b in plan.blocks for s in b.shapes)
+        arrays = plan.allocate()
+        assert sum(array.nbytes for array in arrays) == plan.nbytes
+        assert plan.flatten(plan.view(arrays)) == arrays
+
+
+def test_the_cost_model_and_explain_count_them():
+    config, target = config_from_hf(configs.load("llama3-8b")), parse_target("v5e-8")
+    plain = Deployed(config, target, Parallelism.parse("tp=4,cp=2"))
+    made = dataclasses.replace(plain, kv_cache_dtype="int8")
+    # Of a KV head of 128 in each half: two bytes a number, or one and a scale.
+    assert [d.blocks[0].cached for d in (plain, made)] == [2 * 2 * 2 * 128, 2 * 2 * (128 + 4)]
+    assert made.memory(8, 4096, 512).cache * 256 == plain.memory(8, 4096, 512).cache * 132
+    assert made.decode(8, 2048).cache_bytes * 256 == pytest.approx(plain.decode(8, 2048).cache_bytes * 132)
+    shards = planned_shards(Parallelism.parse("tp=4,cp=2"))
+    sizes = EngineConfig.make("cpu", 2, 64, Buckets((16,), (2,), (64,)), shards, kv_cache_dtype="int8")
+    model = abstract_model(config, "bfloat16", scan=True, shards=shards)
+    plan = plan_cache(model, rows=2, max_len=64, chunk=16, dtype="int8")
+    explained = explain(model, plan, sizes, [])
+    assert {p.name: p.local_shape for p in explained.cache} == {
+        "cache": (2, 2, 32, 128),
+        "cache scales": (2, 2, 32),
+    }
+    assert sum(p.nbytes for p in explained.cache) == plan.nbytes // 8
+    with pytest.raises(ConfigurationError, match="kv_cache_dtype 'int4' is not supported; choose one of int8, fp8"):
+        dataclasses.replace(plain, kv_cache_dtype="int4")
+
+
+def test_deployments_say_it(checkpoint):
+    hf = json.loads((checkpoint("llama") / "config.json").read_text())
+    made = Deployment(hf, "cpu", "float32", BUCKETS, kv_cache_dtype="fp8")
+    assert Deployment.from_json(json.loads(json.dumps(made.to_json()))).kv_cache_dtype == "fp8"
+    key = made.keys()[0]
+    assert made.program_hash(key, None) != dataclasses.replace(made, kv_cache_dtype=None).program_hash(key, None)
+    assert {array.dtype.name for array in made.planned().inputs(key)[1]} == {"float8_e4m3fn", "float32"}
+
+
+def test_commands_take_it():
+    run = CliRunner().invoke
+    shown = [
+        json.loads(run(app, ["info", "--config", "llama3-8b", "--json", *more]).stdout)["cache_bytes"]["bfloat16"]
+        for more in ([], ["--kv-cache-dtype", "int8"])
+    ]
+    assert [x["per_token"] for x in shown] == [32 * 8 * 2 * 128 * 2, 32 * 8 * 2 * (128 + 4)]
+    arguments = ["plan", "--config", "llama3-8b", "--target", "v6e-1", "--input-len", "8192", "--concurrency", "16"]
+    plain, less = (
+        json.loads(run(app, [*arguments, "--json", *more]).stdout)["best"] for more in ([], ["--kv-cache-dtype", "fp8"])
+    )
+    assert (plain["kv_cache_dtype"], less["kv_cache_dtype"]) == ("bfloat16", "fp8")
+    assert less["tokens_per_second"] > plain["tokens_per_second"]
+    assert "--kv-cache-dtype fp8" in run(app, [*arguments, "--kv-cache-dtype", "fp8"]).stdout
+    for command in (["info", "--config", "llama3-8b"], arguments, ["compile", "--config", "llama3-8b"]):
+        result = run(app, [*command, "--kv-cache-dtype", "int3"])
+        assert result.exit_code
+        assert "choose one of int8, fp8" in result.output
+
+
+def test_what_cannot_be_is_named(checkpoint):
+    with pytest.raises(ConfigurationError, match="kv_cache_dtype 'bfloat16' is not supported; choose one of int8, fp8"):
+        LLM(checkpoint("llama"), kv_cache_dtype="bfloat16", progress=False)
+    latents = config_from_hf(json.loads((checkpoint("minicpm3") / "config.json").read_text()))
+    made = Deployed(latents, parse_target("v6e-1"), Parallelism(), kv_cache_dtype="int8")
+    with pytest.raises(ConfigurationError, match=r"latent attention keeps its cache .* leave kv_cache_dtype out"):
+        made.memory(1, 64, 16)
+
+
+def test_kernels_that_lack_it_are_passed_over(checkpoint, caplog):
+    config = config_from_hf(json.loads((checkpoint("llama") / "config.json").read_text()))
+    EngineConfig.make("gpu", 2, 64, model=config, kv_cache_dtype="int8")
+    assert caplog.messages == ["a cache of int8 or fp8: XLA decodes 2 of 2 layers, not the kernel"]
