@@ -5,7 +5,8 @@
 
 --config takes a shape from configs/ with random weights, --model a checkpoint. Every row of the cache is full but for
 the steps that are timed. --quantization stores the matrices in fewer bits, with --experts-only those of experts alone.
-"host us" is our own Python per dispatch, "enqueue us" the call that starts a program; both overlap with the device.
+"host us" is our own Python per dispatch, "enqueue us" the call that starts a program; both overlap with the device,
+and are medians, as pauses of Python's garbage collector fall on either by chance.
 The floor of a step is the bytes it must read (weights once, each live key and value once, and the experts that are
 chosen if all are equally likely) over the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape:
 static cache and torch.compile on a GPU, eager float32 on a CPU.
@@ -118,27 +119,28 @@ def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int, s
     config = EngineConfig.make(jax.default_backend(), batch, cache, shards=shards, model=model.config)
     engine = Engine(model, weights, config)
     occupy(engine, cache - steps - 1)
-    block, times = max(8, config.decode_steps), []
+    block, times, hosts, enqueues = max(8, config.decode_steps), [], [], []
     engine.advance()
     engine.advance()
-    engine.stats = EngineStats()
     while engine.busy:
-        start, done = time.perf_counter(), engine.stats.generated_tokens
-        while engine.busy and engine.stats.generated_tokens - done < block * batch:
+        engine.stats = EngineStats()
+        start = time.perf_counter()
+        while engine.busy and engine.stats.generated_tokens < block * batch:
             engine.advance()
-        taken = engine.stats.generated_tokens - done
-        if taken >= block * batch:
-            times.append((time.perf_counter() - start) * batch / taken)
+        stats = engine.stats
+        if stats.generated_tokens >= block * batch and stats.dispatches:
+            times.append((time.perf_counter() - start) * batch / stats.generated_tokens)
+            hosts.append(stats.host_seconds / stats.dispatches)
+            enqueues.append(stats.enqueue_seconds / stats.dispatches)
     step = statistics.median(times)
-    stats = engine.stats
     return {
         "batch": batch,
         "cache": cache,
         "ms": step * 1e3,
         "tokens_per_second": batch / step,
         "gb_per_second": step_bytes(model, batch, cache - steps // 2) / step / 1e9,
-        "host_us": stats.host_seconds / stats.dispatches * 1e6,
-        "enqueue_us": stats.enqueue_seconds / stats.dispatches * 1e6,
+        "host_us": statistics.median(hosts) * 1e6,
+        "enqueue_us": statistics.median(enqueues) * 1e6,
     }
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -45,19 +45,31 @@ class EngineStats:
     wait_seconds: float = 0.0
     host_seconds: float = 0.0
 
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `<name>_seconds`; a block inside another counts for itself alone."""
-        start, others = time.perf_counter(), self._others()
-        try:
-            yield
-        finally:
-            inner = self._others() - others
-            total = getattr(self, f"{name}_seconds") + time.perf_counter() - start - inner
-            setattr(self, f"{name}_seconds", total)
+    def timed(self, name: str) -> _Timed:
+        """Add the time of a block to `<name>_seconds`; a block inside another counts for itself alone."""
+        return _Timed(self, f"{name}_seconds")
 
-    def _others(self) -> float:
+    @property
+    def others(self) -> float:
+        """Seconds that are not the host's."""
         return self.compile_seconds + self.enqueue_seconds + self.wait_seconds
+
+
+class _Timed:
+    """A context; as a class, since one made of a generator takes several microseconds of every dispatch."""
+
+    __slots__ = ("name", "others", "start", "stats")
+
+    def __init__(self, stats: EngineStats, name: str):
+        self.stats, self.name = stats, name
+
+    def __enter__(self) -> None:
+        self.others, self.start = self.stats.others, time.perf_counter()
+
+    def __exit__(self, *_) -> None:
+        stats = self.stats
+        own = time.perf_counter() - self.start - (stats.others - self.others)
+        setattr(stats, self.name, getattr(stats, self.name) + own)
 
 
 class _Call(NamedTuple):
