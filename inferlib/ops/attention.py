@@ -65,11 +65,12 @@ def masked_attention(
         """[B, K, G, C, S]: the G * C queries of a head are the rows of one matrix."""
         rows = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b, k_heads, g * c, q.shape[-1])
         k = k if scales is None else k.astype(q.dtype)
-        s = dot(rows, k, (((3,), (3,)), ((0, 1), (0, 1)))).reshape(b, k_heads, g, c, slots)
+        # Times `scale` first: after the scales, XLA would multiply those by it, and write them to memory.
+        s = dot(rows, k, (((3,), (3,)), ((0, 1), (0, 1)))).reshape(b, k_heads, g, c, slots) * scale
         return s if scales is None else s * scales[:, :, None, None]
 
     s = products(q, k, k_scales)
-    s = (s if rotary is None else s + products(*rotary)) * scale
+    s = s if rotary is None else s + products(*rotary)
     v = v if v_scales is None else v.astype(q.dtype)
     if softcap is not None:
         s = softcap * jnp.tanh(s / softcap)
