@@ -127,13 +127,16 @@ def test_decode_attention_compiles_and_is_near_its_floor(target, most):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
-@pytest.mark.parametrize(("target", "most"), [("v5e-1", 1.1), ("v6e-1", 1.1), ("v5p:1x1x1", 2.4), ("v7x:1x1x1", 1.6)])
-def test_mla_decode_attention_compiles_and_is_near_its_floor(target, most):
-    """v5p: one of two cores, bound by what it computes."""
+@pytest.mark.parametrize(
+    ("target", "most", "few"),
+    [("v5e-1", 1.1, 1.1), ("v6e-1", 1.1, 1.1), ("v5p:1x1x1", 2.4, 1.3), ("v7x:1x1x1", 1.9, 1.45)],
+)
+def test_mla_decode_attention_compiles_and_is_near_its_floor(target, most, few):
+    """few: with 16 heads instead of 128. v5p: one of two cores, bound by what it computes."""
     found = measured(target, "mla_decode_attention", "V3;16 heads;16 heads, uneven;16 heads, page 256")
     assert len(found) == 4
     assert found["V3"]["R"] <= most
-    assert found["16 heads"]["R"] <= 1.1
+    assert found["16 heads"]["R"] <= few
     assert all(line["bytes_to_floor"] < 1.05 for line in found.values())
 
 
