@@ -50,7 +50,7 @@ def mla_decode_attention(
         kernel = partial(mla_decode_attention_tpu.mla_decode_attention, **options)
         return lax.platform_dependent(q, latents, keys, lengths, cpu=partial(kernel, interpret=True), default=kernel)
     (rows, queries), rank = q.shape[:2], latents.shape[-1]
-    held = (latents, unfolded(keys, latents.shape[-2] // keys.shape[-2]), *(scales or ()))
+    held = (latents, unfolded(keys, keys.shape[-1] // (q.shape[-1] - rank)), *(scales or ()))
     if layer is not None:
         held = tuple(x[layer] for x in held)
     if pages is not None:
