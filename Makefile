@@ -16,7 +16,7 @@ test-fast: .venv/.dev
 
 # Real weights, notebooks, many compilations.
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

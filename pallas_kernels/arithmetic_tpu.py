@@ -9,8 +9,10 @@ from jax import lax
 LANES = 128
 
 
-def div(x: jax.Array, by: int) -> jax.Array:
+def div(x: jax.Array | int, by: int) -> jax.Array | int:
     """x // by, x >= 0; the scalar unit is slow at divisions."""
+    if isinstance(x, int):
+        return x // by
     return lax.shift_right_logical(x, by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(x, by)
 
 
@@ -20,10 +22,15 @@ def rem(x: jax.Array, by: int) -> jax.Array:
 
 
 def wide(x: jax.Array, count: int) -> jax.Array:
-    """[R, 128], all lanes alike -> [R, count], a multiple of 128."""
-    return x if count == LANES else jnp.concatenate([x] * (count // LANES), axis=1)
+    """[R, 128], all lanes alike, or [R, 1] -> [R, count]."""
+    x, (tiles, rest) = jnp.broadcast_to(x, (x.shape[0], LANES)), divmod(count, LANES)
+    parts = [x] * tiles + ([x[:, :rest]] if rest else [])
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
 def folded(x: jax.Array) -> jax.Array:
-    """[R, n], n a multiple of 128 -> [R, 128] with the same sum over lanes."""
-    return sum(x[:, at : at + LANES] for at in range(0, x.shape[1], LANES))
+    """[R, n] -> [R, 128] with the same sum over lanes."""
+    size = x.shape[1]
+    if size % LANES:
+        x = jnp.concatenate([x, jnp.zeros((x.shape[0], -size % LANES), x.dtype)], axis=1)
+    return sum(x[:, at : at + LANES] for at in range(0, size, LANES))

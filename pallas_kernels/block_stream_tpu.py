@@ -13,6 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.pallas_kernels.arithmetic_tpu import div, rem
+
 LANES = 128
 UNROLL = 16  # copies of pages that are started together
 SCALARS = 3  # that `BlockStream.state` holds
@@ -214,13 +216,3 @@ def unit_of(slots: int, columns: int | None, most: int = LANES) -> int:
 def span(seen: int, unit: int) -> int:
     """Positions of all units that any run of `seen` positions touches."""
     return (pl.cdiv(seen - 1, unit) + 1) * unit
-
-
-def div(x: jax.Array, by: int) -> jax.Array:
-    """x // by, x >= 0."""
-    return lax.shift_right_logical(x, by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(x, by)
-
-
-def rem(x: jax.Array, by: int) -> jax.Array:
-    """x mod by, x >= 0."""
-    return x & (by - 1) if by & (by - 1) == 0 else lax.rem(x, by)

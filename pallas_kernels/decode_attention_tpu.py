@@ -18,7 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from inferlib.pallas_kernels.block_stream_tpu import SCALARS, BlockStream, Pages, div, span, unit_of
+from inferlib.pallas_kernels.arithmetic_tpu import div, folded, wide
+from inferlib.pallas_kernels.block_stream_tpu import SCALARS, BlockStream, Pages, span, unit_of
 
 LANES, SUBLANES = 128, 8
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences are
@@ -318,7 +319,7 @@ def _kernel(*refs, place, part, paged, has_sinks, has_mask, arrays, scaled, quer
             seen &= position > query - window
         if mask_ref is not None:
             new = position - (length - queries)
-            bit = lax.shift_right_logical(_wide(mask_ref[...], part), jnp.clip(new, 0, MOST_MASKED - 1)) & 1
+            bit = lax.shift_right_logical(wide(mask_ref[...], part), jnp.clip(new, 0, MOST_MASKED - 1)) & 1
             seen &= (new < 0) | (bit == 1)
         return seen
 
@@ -337,10 +338,10 @@ def _kernel(*refs, place, part, paged, has_sinks, has_mask, arrays, scaled, quer
         for head in range(heads):
             s, old = logits_of(head), top_ref[head]
             top = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
-            p = jnp.exp2(s - _wide(top, part))
+            p = jnp.exp2(s - wide(top, part))
             tops.append(top)
             decays.append(jnp.exp2(old - top))
-            sum_ref[head] = sum_ref[head] * decays[head] + jnp.sum(_folded(p), axis=1, keepdims=True)
+            sum_ref[head] = sum_ref[head] * decays[head] + jnp.sum(folded(p), axis=1, keepdims=True)
             ps.append(jnp.where(seen, scaled_by(p, 1, head), 0.0) if scaled else p)
         # The matrix unit has work while the maxima are found, and again while the last products with values arrive.
         half = len(tasks) // 2
@@ -351,7 +352,7 @@ def _kernel(*refs, place, part, paged, has_sinks, has_mask, arrays, scaled, quer
                 ps[head].astype(values.dtype), values, precision=exact, preferred_element_type=jnp.float32
             )
             top_ref[head] = tops[head]
-            acc_ref[head] = acc_ref[head] * _wide(decays[head], size) + product
+            acc_ref[head] = acc_ref[head] * wide(decays[head], size) + product
         multiply(tasks[half:], next_buf, next_offset, 1 - this)
 
     def clean(buf, offset, start):
@@ -408,22 +409,7 @@ def _kernel(*refs, place, part, paged, has_sinks, has_mask, arrays, scaled, quer
         top = top_ref[head]
         empty = (top <= MASKED / 2) | (length == 0)
         total = jnp.where(empty, 1.0, sum_ref[head])
-        out = acc_ref[head] * _wide(jnp.where(empty, 0.0, 1.0 / total), size)
+        out = acc_ref[head] * wide(jnp.where(empty, 0.0, 1.0 / total), size)
         out_ref[head] = out.astype(out_ref.dtype)
         lse = jnp.where(empty, -jnp.inf, top / LOG2E + jnp.log(total))
         lse_ref[head] = jnp.sum(jnp.where(diagonal, lse, 0.0), axis=0)
-
-
-def _wide(x: jax.Array, count: int) -> jax.Array:
-    """[R, 128], all lanes alike -> [R, count]."""
-    tiles, rest = divmod(count, LANES)
-    parts = [x] * tiles + ([x[:, :rest]] if rest else [])
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-
-
-def _folded(x: jax.Array) -> jax.Array:
-    """[R, n] -> [R, 128] with the same sum over lanes."""
-    size = x.shape[1]
-    if size % LANES:
-        x = jnp.concatenate([x, jnp.zeros((x.shape[0], -size % LANES), x.dtype)], axis=1)
-    return sum(x[:, at : at + LANES] for at in range(0, size, LANES))

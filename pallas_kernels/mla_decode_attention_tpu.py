@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.pallas_kernels.arithmetic_tpu import div, rem, wide
+
 LANES, SUBLANES = 128, 8
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences are
 LOG2E = math.log2(math.e)
@@ -221,14 +223,14 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
         """The rows of latents and of keys that hold `count` positions from `offset`, both multiples of a unit."""
         return (
             pl.ds(pl.multiple_of(offset, unit), count),
-            pl.ds(pl.multiple_of(_div(offset, fold), LANES), count // fold),
+            pl.ds(pl.multiple_of(div(offset, fold), LANES), count // fold),
         )
 
     def start_copy(row, index, offset, count, buf):
         """Start the copies that bring `count` positions of a page to `offset` in a buffer."""
         page, slot = row, index * block + offset
         if paged:
-            page, slot = jnp.clip(table[row, _div(slot, slots)], 0, latents_hbm.shape[1] - 1), _rem(slot, slots)
+            page, slot = jnp.clip(table[row, div(slot, slots)], 0, latents_hbm.shape[1] - 1), rem(slot, slots)
         arrays, sources, targets = (latents_hbm, keys_hbm), parts_of(slot, count), parts_of(offset, count)
         for n, (hbm, vmem) in enumerate(zip(arrays, (latents_buf, keys_buf), strict=True)):
             source = hbm.at[layer_ref[0], page, sources[n]]
@@ -236,14 +238,14 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
 
     def units_of(row, index):
         """How many units of a row's block there are."""
-        return jnp.minimum(_div(length_of(row) - index * block + unit - 1, unit), block // unit)
+        return jnp.minimum(div(length_of(row) - index * block + unit - 1, unit), block // unit)
 
     def start_block(row, index, buf):
         units = units_of(row, index)
         if slots >= block:
             whole = units == block // unit
             if paged:
-                whole &= _rem(index * block, slots) + block <= slots
+                whole &= rem(index * block, slots) + block <= slots
             pl.when(whole)(lambda: start_copy(row, index, 0, block, buf))
             units = jnp.where(whole, 0, units)
 
@@ -252,7 +254,7 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
                 for n in range(count):
                     start_copy(row, index, (first + i * count + n) * unit, unit, buf)
 
-            lax.fori_loop(0, _div(stop - first, count), start_some, None)
+            lax.fori_loop(0, div(stop - first, count), start_some, None)
 
         together = units & -UNROLL
         start_units(0, together, UNROLL)
@@ -273,7 +275,7 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
         lax.fori_loop(0, jnp.where(whole, 0, units), lambda i, _: wait(i, unit), None)
 
     def blocks_of(length):
-        return _div(length + block - 1, block)
+        return div(length + block - 1, block)
 
     def start_next(buf):
         """Start the copies of the block whose turn it is, if any is left."""
@@ -331,16 +333,16 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
             top = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
             if at + blocks.part < count:
                 ahead = scores(buf, offset + at + blocks.part)
-            p = jnp.exp2(s - _wide(top, blocks.part))
+            p = jnp.exp2(s - wide(top, blocks.part))
             values = latents_buf[buf, parts_of(offset + at, blocks.part)[0]]
             decay = jnp.exp2(old - top)
             total = total * decay + sum(p[:, i : i + LANES] for i in range(0, blocks.part, LANES))
-            acc = acc * _wide(decay, rank) + dot(p.astype(values.dtype), values, 0)
+            acc = acc * wide(decay, rank) + dot(p.astype(values.dtype), values, 0)
             top_ref[...], sum_ref[...], acc_ref[...] = top, total, acc
         total = jnp.sum(total, axis=1, keepdims=True)
         empty = top <= MASKED / 2
         total = jnp.where(empty, 1.0, total)
-        out_ref[...] = (acc * _wide(jnp.where(empty, 0.0, 1.0 / total), rank)).astype(out_ref.dtype)
+        out_ref[...] = (acc * wide(jnp.where(empty, 0.0, 1.0 / total), rank)).astype(out_ref.dtype)
         write_lse(jnp.where(empty, -jnp.inf, top / LOG2E + jnp.log(total)))
 
     def write_lse(lse):
@@ -353,13 +355,13 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
     def clean(buf, start, count):
         """Zero the latents of a buffer's first `count` positions that no query sees, and their keys in rows of others:
         0 * NaN is NaN."""
-        after = jnp.minimum(_div(length - start, LANES), _div(count, LANES) - 1)
+        after = jnp.minimum(div(length - start, LANES), div(count, LANES) - 1)
         at = pl.ds(pl.multiple_of(after * LANES, LANES), LANES)
         position = start + after * LANES + lax.broadcasted_iota(jnp.int32, (LANES, rank), 0)
         kept = jnp.where(position < length, latents_buf[buf, at].astype(jnp.float32), 0)
         latents_buf[buf, at] = kept.astype(latents_buf.dtype)
         if fold > 1:
-            line = _div(after, fold)
+            line = div(after, fold)
             at = pl.ds(pl.multiple_of(line * LANES, LANES), LANES)
             part = lax.div(lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1), LANES // fold)
             position = start + line * unit + part * LANES + lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
@@ -370,7 +372,7 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
             at = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
             latents_buf[buf, at] = jnp.zeros((LANES, rank), latents_buf.dtype)
 
-        lax.fori_loop(after + 1, _div(count, LANES), zero, None)
+        lax.fori_loop(after + 1, div(count, LANES), zero, None)
 
     def step(index, buf):
         start_next(jnp.where(buf == 0, buffers - 1, buf - 1))
@@ -384,7 +386,7 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
 
         @pl.when(~whole)
         def _():
-            parts = _div(jnp.minimum(length - start, block) + blocks.edge - 1, blocks.edge)
+            parts = div(jnp.minimum(length - start, block) + blocks.edge - 1, blocks.edge)
             clean(buf, start, parts * blocks.edge)
 
             def take_part(i, _):
@@ -400,20 +402,3 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
         lse_ref[...] = jnp.full_like(lse_ref, -jnp.inf)
 
     state[2] = lax.fori_loop(0, blocks_of(length), step, state[2])
-
-
-def _div(x, by: int):
-    """x // by, x >= 0."""
-    if isinstance(x, int):
-        return x // by
-    return lax.shift_right_logical(x, by.bit_length() - 1) if by & (by - 1) == 0 else lax.div(x, by)
-
-
-def _rem(x: jax.Array, by: int) -> jax.Array:
-    """x mod by, x >= 0."""
-    return x & (by - 1) if by & (by - 1) == 0 else lax.rem(x, by)
-
-
-def _wide(x: jax.Array, count: int) -> jax.Array:
-    """[W, 128], all lanes alike -> [W, count], or of [W, 1] too."""
-    return jnp.concatenate([jnp.broadcast_to(x, (x.shape[0], LANES))] * (count // LANES), axis=1)
