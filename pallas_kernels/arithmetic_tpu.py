@@ -21,6 +21,15 @@ def rem(x: jax.Array, by: int) -> jax.Array:
     return x & (by - 1) if by & (by - 1) == 0 else lax.rem(x, by)
 
 
+def first_nonzero(ref, start: jax.Array | int, count: int) -> jax.Array:
+    """The first index from `start` on at which ref [count], in scalar memory, is not 0; `count` if there is none."""
+
+    def is_zero(index: jax.Array) -> jax.Array:
+        return (index < count) & (ref[jnp.minimum(index, count - 1)] == 0)
+
+    return lax.while_loop(is_zero, lambda index: index + 1, start)
+
+
 def wide(x: jax.Array, count: int) -> jax.Array:
     """[R, 128], all lanes alike, or [R, 1] -> [R, count]."""
     x, (tiles, rest) = jnp.broadcast_to(x, (x.shape[0], LANES)), divmod(count, LANES)

@@ -16,6 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
+
 LANES, SUBLANES = 128, 16
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
 VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x; v5e and v6e have twice as many
@@ -171,14 +173,6 @@ def _kernel(layer_ref, chosen_ref, *refs, names, activation, scale_input):
             pltpu.make_async_copy(down.at[at(piece)], down_buf.at[buf], sems.at[1, buf]),
         )
 
-    def chosen_from(expert):
-        """The first expert from this one on that is chosen; E if none is."""
-
-        def passed_over(expert):
-            return (expert < experts) & (chosen_ref[jnp.minimum(expert, experts - 1)] == 0)
-
-        return lax.while_loop(passed_over, lambda expert: expert + 1, expert)
-
     def start_next(buf):
         expert, piece = state[0], state[1]
         held[buf, 0], held[buf, 1] = expert, piece
@@ -188,7 +182,7 @@ def _kernel(layer_ref, chosen_ref, *refs, names, activation, scale_input):
             for copy in copies(expert, piece, buf):
                 copy.start()
             ends = piece + 1 == pieces
-            state[0] = chosen_from(expert + ends.astype(jnp.int32))
+            state[0] = first_nonzero(chosen_ref, expert + ends.astype(jnp.int32), experts)
             state[1] = jnp.where(ends, 0, piece + 1)
 
     def product(x, w):
@@ -225,7 +219,7 @@ def _kernel(layer_ref, chosen_ref, *refs, names, activation, scale_input):
         return buf, held[buf, 0] < experts
 
     sum_ref[...] = jnp.zeros_like(sum_ref)
-    state[0], state[1] = chosen_from(0), 0
+    state[0], state[1] = first_nonzero(chosen_ref, 0, experts), 0
     lax.fori_loop(0, buffers - 1, lambda buf, _: start_next(buf), None)
     lax.while_loop(lambda carry: carry[1], step, (0, held[0, 0] < experts))
     out_ref[...] = sum_ref[...].astype(out_ref.dtype)

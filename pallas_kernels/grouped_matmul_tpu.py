@@ -16,6 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
+
 LANES, SUBLANES = 128, 16
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
 VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x; v5e and v6e have twice as many
@@ -179,14 +181,6 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, scaled):
             source = source.at[:, :, pl.ds(pl.multiple_of(piece * columns, LANES), columns)]
         return pltpu.make_async_copy(source, w_buf.at[buf], sems.at[buf])
 
-    def filled(group):
-        """The first group from this one on that has rows."""
-
-        def is_empty(group):
-            return (group < groups) & (sizes_ref[jnp.minimum(group, groups - 1)] == 0)
-
-        return lax.while_loop(is_empty, lambda group: group + 1, group)
-
     def start_next(buf):
         """Start the copy of the block whose turn it is, if any is left."""
         group, piece = state[0], state[1]
@@ -195,14 +189,14 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, scaled):
         @pl.when(piece < pieces)
         def _():
             copy(group, piece, buf).start()
-            after = filled(group + 1)
+            after = first_nonzero(sizes_ref, group + 1, groups)
             ends = after == groups
             state[0] = jnp.where(ends, state[2], after)
             state[1] = piece + ends.astype(jnp.int32)
 
     @pl.when((piece == 0) & (tile == 0))
     def _():
-        first = filled(0)
+        first = first_nonzero(sizes_ref, 0, groups)
         state[0] = state[2] = first
         state[1] = jnp.where(first == groups, pieces, 0)
         state[3] = 0

@@ -14,6 +14,9 @@ import pytest
 
 from inferlib.compile.bundles import Listing
 
+# There is no TPU compiler but on Linux for x86-64.
+needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+
 # A loop over the operand's first number of copies of 64 KiB each, which waits for every second one, if at all.
 LISTING = """
      0   :  { %s90_s0 = inlined_call_operand.hbm [shape: s32[8], index: 0, kind: input, shape index: {}] /* operand 0 */ }
@@ -112,7 +115,7 @@ def measured(target: str, kernel: str, cases: str) -> dict[str, dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+@needs_compiler
 @pytest.mark.parametrize(
     ("target", "most"), [("v5e-1", 1.03), ("v6e-1", 1.03), ("v5p:1x1x1", 1.03), ("v7x:1x1x1", 1.1)]
 )
@@ -126,7 +129,7 @@ def test_decode_attention_compiles_and_is_near_its_floor(target, most):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+@needs_compiler
 @pytest.mark.parametrize(
     ("target", "most", "few"),
     [("v5e-1", 1.1, 1.1), ("v6e-1", 1.1, 1.1), ("v5p:1x1x1", 2.4, 1.3), ("v7x:1x1x1", 1.9, 1.45)],
@@ -141,7 +144,7 @@ def test_mla_decode_attention_compiles_and_is_near_its_floor(target, most, few):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+@needs_compiler
 @pytest.mark.parametrize(
     ("target", "most"), [("v5e-1", 1.04), ("v6e-1", 1.01), ("v5p:1x1x1", 3.0), ("v7x:1x1x1", 1.15)]
 )
@@ -156,7 +159,7 @@ def test_grouped_matmul_compiles_and_is_near_its_floor(target, most):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+@needs_compiler
 @pytest.mark.parametrize(
     ("target", "four_bits", "eight_bits"),
     [("v5e-1", 1.05, 1.03), ("v6e-1", 1.4, 1.03), ("v5p:1x1x1", 2.4, 1.03), ("v7x:1x1x1", 2.6, 1.4)],
@@ -170,7 +173,7 @@ def test_mx_matmul_compiles_and_is_near_its_floor(target, four_bits, eight_bits)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+@needs_compiler
 @pytest.mark.parametrize(("target", "least"), [("v5e-1", 0.75), ("v6e-1", 0.3), ("v5p:1x1x1", 0.3), ("v7x:1x1x1", 0.2)])
 def test_prefill_attention_compiles_and_is_near_its_floor(target, least):
     """least: share of the matrix units' peak."""
@@ -181,7 +184,7 @@ def test_prefill_attention_compiles_and_is_near_its_floor(target, least):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+@needs_compiler
 @pytest.mark.parametrize("target", ["v5e-1", "v6e-1", "v5p:1x1x1", "v7x:1x1x1"])
 def test_expert_mlp_compiles_and_is_near_its_floor(target):
     cases = "Qwen3-30B-A3B, 1 token;Qwen3-30B-A3B, 32 tokens"

@@ -104,6 +104,17 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
         )
 
 
+def test_zero_points_are_refused_and_not_dropped():
+    held = quantize(jnp.ones((2, 64, 32)), (1,), SCHEMES["int8"])
+    held = QuantizedTensor(held.values, held.scales, held.grouped, jnp.ones((2, 32), jnp.int8))
+    x, sizes, ids = jnp.ones((3, 64)), jnp.array([1, 2], jnp.int32), jnp.zeros(3, jnp.int32)
+    for backend in ("pallas_gpu", "pallas_tpu"):
+        with pytest.raises(ValueError, match="no experts with zero points; use xla"):
+            grouped_matmul(x, held, sizes, most=2, backend=backend)
+    with pytest.raises(ValueError, match="no experts with zero points; use xla"):
+        chosen_matmul(x, held, ids, backend="pallas_gpu")
+
+
 def test_blocks_of_usual_shapes():
     """Qwen3-30B-A3B for one token and for many, gpt-oss-20b for one."""
     assert blocks(8, 8, 2, 2048, 768, jnp.bfloat16, None).splits == 1

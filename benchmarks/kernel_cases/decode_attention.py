@@ -8,6 +8,8 @@ from functools import partial
 
 import numpy as np
 
+from kernel_cases.draws import shuffled_pages
+
 _RNG = np.random.default_rng(0)
 UNEVEN = tuple(_RNG.integers(17, 8193, 64).tolist())
 SHORT = tuple(np.exp(_RNG.uniform(np.log(17), np.log(8192), 64)).astype(int).tolist())
@@ -52,12 +54,7 @@ class DecodeAttention:
 
     @property
     def pages(self) -> np.ndarray | None:
-        """A table of pages in no order."""
-        if self.page is None:
-            return None
-        columns = -(-max(self.lengths) // self.page)
-        count = len(self.lengths) * columns
-        return np.random.default_rng(1).permutation(count).reshape(-1, columns).astype(np.int32)
+        return None if self.page is None else shuffled_pages(self.lengths, self.page)
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes."""

@@ -7,6 +7,8 @@ from functools import cached_property, partial
 
 import numpy as np
 
+from kernel_cases.draws import tokens_of_experts
+
 
 @dataclass(frozen=True)
 class GroupedMatmul:
@@ -26,9 +28,7 @@ class GroupedMatmul:
     @cached_property
     def sizes(self) -> np.ndarray:
         """Rows of each expert."""
-        rng = np.random.default_rng(0)
-        picks = np.concatenate([rng.permutation(self.experts)[: self.chosen] for _ in range(self.tokens)])
-        return np.bincount(picks, minlength=self.experts)
+        return tokens_of_experts(self.tokens, self.experts, self.chosen)
 
     @property
     def floor_bytes(self) -> int:

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from kernel_cases.decode_attention import UNEVEN
+from kernel_cases.draws import shuffled_pages
 
 RANK, ROTARY = 512, 64
 
@@ -39,12 +40,7 @@ class MlaDecodeAttention:
 
     @property
     def pages(self) -> np.ndarray | None:
-        """A table of pages in no order."""
-        if self.page is None:
-            return None
-        columns = -(-max(self.lengths) // self.page)
-        count = len(self.lengths) * columns
-        return np.random.default_rng(1).permutation(count).reshape(-1, columns).astype(np.int32)
+        return None if self.page is None else shuffled_pages(self.lengths, self.page)
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes."""

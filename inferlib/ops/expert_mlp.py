@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.grouped_matmul import check_kernel_takes
 from inferlib.ops.matmul import matmul
 from inferlib.ops.quantized import QuantizedTensor
 
@@ -38,6 +39,8 @@ def expert_mlp(
     backend: "xla", which takes all tokens through all experts; "pallas_tpu", which reads only experts that have a
     factor, takes weights quantised by channel, and is interpreted on CPU.
     """
+    check_kernel_takes(gate_up, backend)
+    check_kernel_takes(down, backend)
     if backend == "pallas_tpu":
         static = dict(activation=activation, scale_input=scale_input, read=read)
         return _by_kernel(x, gate_up, down, factors, layer, gate_up_bias, static)

@@ -43,6 +43,7 @@ def grouped_matmul(
     TPU's compiler would copy all groups to have it otherwise.
     """
     parts, inner, outer = _matrices(x, w, layer, sizes.size)
+    check_kernel_takes(w, backend)
     if backend == "pallas_tpu":
         return _by_kernel(x if rows is None else x[rows], w, sizes, layer, parts)
     total = x.shape[0] if rows is None else rows.size
@@ -72,6 +73,7 @@ def chosen_matmul(
     """
     lead = 0 if layer is None else 1
     parts, inner, outer = _matrices(x, w, layer, w.shape[lead])
+    check_kernel_takes(w, backend)
     if backend == "pallas_gpu":
         first = jnp.int32(0) if layer is None else layer * w.shape[lead]
         return _by_gpu_kernel(x, w, rows, parts, inner, outer, ids=jnp.where(ids < 0, ids, ids + first))
@@ -83,6 +85,15 @@ def chosen_matmul(
     x = x if rows is None else x[rows]
     y = jnp.einsum("mi,mpio->mpo", x.astype(jnp.float32), chosen, precision=lax.Precision.HIGHEST)
     return y.astype(x.dtype).reshape(-1, *parts, outer)
+
+
+def check_kernel_takes(w: jax.Array | QuantizedTensor, backend: str) -> None:
+    """Raise ValueError for experts that a kernel does not know how to unpack."""
+    if backend == "xla" or not isinstance(w, QuantizedTensor):
+        return
+    if w.zeros is not None or (w.grouped and backend == "pallas_tpu"):
+        what = "zero points" if w.zeros is not None else "groups that share a scale"
+        raise ValueError(f"backend {backend!r} takes no experts with {what}; use xla")
 
 
 def _matrices(
