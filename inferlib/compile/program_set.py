@@ -88,10 +88,13 @@ class ProgramSet:
                 "inferlib compile"
             )
 
+    def ready(self, key: ProgramKey) -> Callable | None:
+        """The program of a key, if it is compiled."""
+        return self._compiled.get(key)
+
     def get(self, key: ProgramKey) -> Callable:
         """The compiled program of a key."""
-        program = self._compiled.get(key)
-        if program is not None:
+        if (program := self.ready(key)) is not None:
             return program
         if key not in self._planned:
             raise UnplannedProgramError(f"no bucket holds '{key}'; buckets are {self.config.buckets}")
