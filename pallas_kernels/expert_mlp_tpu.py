@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
+from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 16
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
@@ -45,6 +46,7 @@ class Blocks:
         return weights + scales + tokens * (4 * row * x.dtype.itemsize + 8 * row + 16 * wide) + MARGIN_BYTES
 
 
+@tuned("expert_mlp", Blocks)
 def default_blocks(gate_up: jax.ShapeDtypeStruct) -> Blocks:
     """For gate_up [..., E, 2, D, F]: an expert in as few pieces as are not waited for long."""
     dim, hidden = gate_up.shape[-2:]

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import div, rem, wide
+from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 8
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences are
@@ -46,6 +47,7 @@ class Blocks:
             )
 
 
+@tuned("mla_decode_attention", Blocks)
 def blocks(width: int, unit: int, longest: int) -> Blocks:
     """For `width` queries of a row of at most `longest` positions, which are copied by the `unit`. Few queries leave
     the matrix unit little to do for a position, so that more of them make up for what it costs to start."""

@@ -7,6 +7,8 @@ from functools import partial
 
 import numpy as np
 
+POSITIONS = 8192  # of a chunk and what is before it
+
 
 @dataclass(frozen=True)
 class PrefillAttention:
@@ -23,6 +25,13 @@ class PrefillAttention:
     slots: int | None = None
 
     kernel = "prefill_attention"
+
+    @staticmethod
+    def of(width, group, size, itemsize) -> PrefillAttention:
+        """See `blocks`."""
+        if itemsize != 2:
+            raise ValueError("there are cases of bfloat16")
+        return PrefillAttention(width, max(POSITIONS - width, 0), heads=1, group=group, size=size)
 
     @property
     def floor_bytes(self) -> int:

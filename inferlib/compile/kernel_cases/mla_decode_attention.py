@@ -7,10 +7,12 @@ from functools import partial
 
 import numpy as np
 
-from kernel_cases.decode_attention import UNEVEN
-from kernel_cases.draws import shuffled_pages
+from inferlib.compile.kernel_cases.decode_attention import UNEVEN
+from inferlib.compile.kernel_cases.draws import shuffled_pages
 
 RANK, ROTARY = 512, 64
+
+POSITIONS = 131072  # of a batch
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,11 @@ class MlaDecodeAttention:
     queries: int = 1
 
     kernel = "mla_decode_attention"
+
+    @staticmethod
+    def of(width, unit, longest) -> MlaDecodeAttention:
+        """See `blocks`."""
+        return MlaDecodeAttention((longest,) * max(POSITIONS // longest, 1), heads=width)
 
     @property
     def floor_bytes(self) -> int:

@@ -21,6 +21,12 @@ class MxMatmul:
 
     kernel = "mx_matmul"
 
+    @staticmethod
+    def of(rows, inputs, columns, bits, group) -> MxMatmul:
+        """See `blocks`."""
+        schemes = {(4, 32): "mxfp4", (4, 128): "int4", (8, 32): "mxfp8", (8, 128): "fp8_block", (8, inputs): "fp8"}
+        return MxMatmul(schemes[bits, group], rows, inputs, columns)
+
     @property
     def floor_bytes(self) -> int:
         weights = self.parts * self.inputs * self.outputs

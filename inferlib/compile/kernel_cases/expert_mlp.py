@@ -7,7 +7,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from kernel_cases.draws import tokens_of_experts
+from inferlib.compile.kernel_cases.draws import tokens_of_experts
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,12 @@ class ExpertMlp:
 
     kernel = "expert_mlp"
     floor_flops = 0
+
+    @staticmethod
+    def of(gate_up) -> ExpertMlp:
+        """See `default_blocks`."""
+        dtype, experts, _, dim, hidden = gate_up
+        return ExpertMlp(32, dim, hidden, experts, min(8, experts), dtype)
 
     @cached_property
     def counts(self) -> np.ndarray:
