@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 # Replicas of the whole model; replicas whose experts differ; the split of sequences (or, in two dimensions, of
 # the model's width); the split of heads, feed-forward and vocabulary. The last are the closest neighbours.
@@ -98,3 +98,8 @@ def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None
         placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(placed, MESH_AXES)
     return Mesh(np.array(devices[: parallel.devices]).reshape(shape), MESH_AXES)
+
+
+def alone(device: jax.Device) -> AbstractMesh:
+    """A mesh of one device. What is traced under it (`jax.sharding.use_abstract_mesh`) can tell what that device is."""
+    return Mesh(np.array([device]), ("device",)).abstract_mesh

@@ -15,6 +15,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
 from inferlib.compile.aot import CompileError, check_compiler, environment
 from inferlib.compile.bundles import Listing, dump_flags, find_listing
 from inferlib.compile.child import Answer, Child, serve
@@ -22,6 +26,7 @@ from inferlib.compile.kernel_cases import Case
 from inferlib.compile.report import CLOCKS
 from inferlib.compile.targets import Target, parse_target
 from inferlib.pallas_kernels.tuned_tpu import Asked, trying
+from inferlib.sharding.mesh import alone
 
 LATENCY = 0.5e-6  # seconds, assumed
 
@@ -96,8 +101,6 @@ class KernelCompiler:
 
 
 def _prepared(first: Mapping[str, Any]) -> Answer:
-    from jax.experimental import topologies
-
     target, folder = parse_target(first["target"]), Path(first["folder"])
     name, options = target.topology_name, target.topology_options
     device = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices[0]
@@ -106,7 +109,7 @@ def _prepared(first: Mapping[str, Any]) -> Answer:
         case = pickle.loads(bytes.fromhex(job["case"]))
         trial: AbstractContextManager = trying(job["blocks"]) if "blocks" in job else nullcontext([])
         try:
-            with trial as asked, _traced_for(device):
+            with trial as asked, jax.sharding.use_abstract_mesh(alone(device)):
                 scalars, seconds = case.scalars(), _compile(case, device)
             text = find_listing(folder, case.kernel).read_text()
         finally:
@@ -118,18 +121,8 @@ def _prepared(first: Mapping[str, Any]) -> Answer:
     return answer
 
 
-def _traced_for(device) -> AbstractContextManager:
-    import jax
-    import numpy as np
-
-    return jax.sharding.use_abstract_mesh(jax.sharding.Mesh(np.array([device]), "device").abstract_mesh)
-
-
 def _compile(case: Case, device) -> float:
     """How many seconds it took."""
-    import jax
-    from jax.sharding import SingleDeviceSharding
-
     sharding = SingleDeviceSharding(device)
     arguments = {
         key: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for key, (shape, dtype) in case.arguments().items()
