@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -72,6 +73,8 @@ def tune(
             raise ValueError(f"kernels are tuned for TPUs, not for {', '.join(others)}")
         if twice := [name for name, count in Counter(one.chip.name for one in targets).items() if count > 1]:
             raise ValueError(f"{twice[0]} is named twice, and there is one table for it")
+        if not dry_run and not os.access(FOLDER if FOLDER.exists() else FOLDER.parent, os.W_OK):
+            raise ValueError(f"{FOLDER} cannot be written: add --dry-run, or use an installation of your own")
         hf, stored = (None, None) if config is None else (hf_config(None, config), quantization_of(None, quantization))
         for one in targets:
             cases, unknown = _named(kernels, case), []
