@@ -96,9 +96,7 @@ def unsupported(
     listed = q.shape[2] * pl.cdiv(q.shape[1], blocks.queries) * (visits + 1) if visits else 0
     scalars = 4 * q.shape[0] * (2 * pl.cdiv(q.shape[1], blocks.part) + (pages or 0) + listed)
     if scalars > SMEM_BYTES:
-        return (
-            f"pages and lists of blocks of {q.shape[0]} chunks need {scalars} bytes of scalar memory, not {SMEM_BYTES}"
-        )
+        return f"tables of {q.shape[0]} chunks need {scalars} bytes of scalar memory, not {SMEM_BYTES}"
     need = _vmem_bytes(q.shape, dtype.itemsize, blocks)
     if need > VMEM_BYTES:
         return f"{q.shape[3]} heads of size {size} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
