@@ -30,7 +30,7 @@ from inferlib.pallas_kernels.prefill_attention_tpu import Blocks, blocks
 from inferlib.pallas_kernels.tuned_tpu import FOLDER, Entry, read, trying
 from inferlib.sharding.mesh import Parallelism
 from tests.cli_model import error_of
-from tests.test_compile_tpu import EXPERTS, LATENTS
+from tests.test_compile_tpu import EXPERTS
 
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
 
@@ -187,21 +187,13 @@ def test_a_shape_has_a_case_that_asks_for_it(kernel, shape):
     assert tune._asked_by(standing_for(kernel, shape)).shape == shape
 
 
-@pytest.mark.parametrize(
-    ("hf", "kernels"),
-    [
-        (EXPERTS, {"decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp"}),
-        (LATENTS, {"mla_decode_attention"}),
-    ],
-    ids=["experts", "latents"],
-)
-def test_what_a_deployment_needs(hf, kernels):
-    made = Deployment(hf, "v5e-4", "bfloat16", Buckets((128,), (4,), (512,)), Parallelism(tensor=4), ("greedy",))
+def test_what_a_deployment_needs():
+    made = Deployment(EXPERTS, "v5e-4", "bfloat16", Buckets((128,), (4,), (512,)), Parallelism(tensor=4), ("greedy",))
     cases, failed = tune.needed(made)
-    assert (cases.keys(), failed) == (kernels, [])
-    if "decode_attention" in cases:
-        assert cases["decode_attention"]["decode_attention: q 4 x 1 x 2 x 2 x 128, cache 2 x 512 x 128, arrays 2, "
-                                         "itemsize 2"] == DecodeAttention((512,) * 4, 2, 2)  # fmt: skip
+    assert cases.keys() == {"decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp"}
+    name = "q 4 x 1 x 2 x 2 x 128, cache 2 x 512 x 128, arrays 2, itemsize 2"
+    assert cases["decode_attention"][name] == DecodeAttention((512,) * 4, 2, 2)
+    assert failed == []
 
 
 def test_a_child_that_is_late_is_killed_and_the_next_job_gets_another(tmp_path):

@@ -96,18 +96,20 @@ def needed(deployment: Deployment) -> tuple[dict[str, dict[str, Case]], list[Fai
             if not key.detail:
                 function = build(programs.model, programs.plan, programs.config, key)
                 jax.eval_shape(function, *programs.inputs(key))
-    shapes = {_name(x): x for x in asked}
+    shapes = {(x.kernel, _name(x)): x for x in asked}
     cases: dict[str, dict[str, Case]] = {}
     failed = []
-    for name, wanted in shapes.items():
+    for (kernel, name), wanted in shapes.items():
         try:
-            case = standing_for(wanted.kernel, wanted.shape)
+            case = standing_for(kernel, wanted.shape)
             found = _name(_asked_by(case))
         except ValueError as error:
-            failed.append(Failed(wanted.kernel, name, str(error)))
+            failed.append(Failed(kernel, name, str(error)))
             continue
-        if found in shapes:  # or it was asked for only to see whether the kernel can run
-            cases.setdefault(wanted.kernel, {})[found] = case
+        if (kernel, found) in shapes:  # it need not be this one, which may be asked for before rows are padded
+            cases.setdefault(kernel, {})[found] = case
+        else:
+            failed.append(Failed(kernel, name, f"the case that stands for it asks for {found}"))
     return cases, failed
 
 
@@ -123,7 +125,7 @@ def _name(asked: Asked) -> str:
     for name, value in asked.shape.items():
         if value is not None:
             parts.append(f"{name} {' x '.join(map(str, value)) if isinstance(value, Sequence) else value}")
-    return f"{asked.kernel}: {', '.join(parts)}"
+    return ", ".join(parts)
 
 
 # ---- the search

@@ -25,6 +25,8 @@ class MxMatmul:
     def of(rows, inputs, columns, bits, group) -> MxMatmul:
         """See `blocks`."""
         schemes = {(4, 32): "mxfp4", (4, 128): "int4", (8, 32): "mxfp8", (8, 128): "fp8_block", (8, inputs): "fp8"}
+        if (bits, group) not in schemes:
+            raise ValueError(f"there are no cases of {bits} bits in groups of {group}")
         return MxMatmul(schemes[bits, group], rows, inputs, columns)
 
     @property
