@@ -126,43 +126,43 @@ def test_the_tables_of_the_library_fit_its_kernels(file):
 # ---- the search
 
 
-def search(seconds_of, floors=(0.0,), **rule) -> tuple:
-    return climb("prefill_attention", {**WIDE, **rule}, seconds_of(WIDE | rule), floors, seconds_of)
+def search(*cases, floor: float = 0.0, **sizes) -> tuple:
+    """cases: functions of sizes."""
+    rule = WIDE | sizes
+    seconds = [case(rule) for case in cases]
+    return climb("prefill_attention", rule, seconds, [floor] * len(cases), lambda number, sizes: cases[number](sizes))
 
 
 def test_it_finds_sizes_that_depend_on_each_other():
     """Of a function that is least where a block of 2048 keys has parts of 1024."""
 
-    def seconds_of(sizes):
-        return [1 + abs(sizes["keys"] - 2048) / 2048 + abs(sizes["edge"] - sizes["keys"] / 2) / 512]
+    def seconds(sizes):
+        return 1 + abs(sizes["keys"] - 2048) / 2048 + abs(sizes["edge"] - sizes["keys"] / 2) / 512
 
-    best, seconds, tried, refused = search(seconds_of, keys=256, edge=256)
-    assert (best["keys"], best["edge"], seconds) == (2048, 1024, [1.0])
+    best, found, tried, refused = search(seconds, keys=256, edge=256)
+    assert (best["keys"], best["edge"], found) == (2048, 1024, [1.0])
     assert tried <= tune.MOST
     assert refused == []
 
 
 def test_what_does_not_compile_is_told_and_left_out():
-    def seconds_of(sizes):
+    def seconds(sizes):
         if sizes["keys"] > 1024:
             raise CompileError("Ran out of memory in memory space vmem")
-        return [1 / sizes["keys"]]
+        return 1 / sizes["keys"]
 
-    best, _, _, refused = search(seconds_of)
+    best, _, _, refused = search(seconds)
     assert best["keys"] == 1024
     assert {"Ran out of memory in memory space vmem"} == {one.reason for one in refused}
     assert all(one.blocks["keys"] > 1024 for one in refused)
 
 
 def test_no_case_of_a_shape_pays_for_another():
-    def seconds_of(sizes):
-        return [10.0 / sizes["keys"], 1.0 + sizes["keys"] / 1024]
-
-    assert search(seconds_of, floors=(0.0, 0.0))[0] == WIDE
+    assert search(lambda sizes: 10 / sizes["keys"], lambda sizes: 1 + sizes["keys"] / 1024)[0] == WIDE
 
 
 def test_nothing_is_compiled_where_the_floor_leaves_nothing_to_gain():
-    best, _, tried, _ = climb("prefill_attention", WIDE, [1.0], [0.985], lambda sizes: pytest.fail("compiled"))
+    best, _, tried, _ = climb("prefill_attention", WIDE, [1.0], [0.985], lambda *_: pytest.fail("compiled"))
     assert (best, tried) == (WIDE, 0)
 
 
@@ -171,11 +171,11 @@ SHAPES = [
     ("decode_attention", {"q": [4, 1, 2, 4, 128], "cache": [2, 512, 128], "arrays": 1, "itemsize": 2}),
     ("decode_attention", {"q": [2, 2, 1, 4, 128], "cache": [1, 128, 128], "arrays": 2, "itemsize": 2, "pages": 3}),
     ("decode_attention", {"q": [2, 2, 1, 4, 128], "cache": [1, 512, 128], "arrays": 2, "itemsize": 1, "seen": 257}),
-    ("expert_mlp", {"gate_up": ["bfloat16", 16, 2, 256, 128]}),
+    ("expert_mlp", {"x": ["bfloat16", 8, 256], "gate_up": ["bfloat16", 16, 2, 256, 128]}),
     ("grouped_matmul", {"x": ["bfloat16", 48, 256], "w": ["int8", 16, 2, 256, 128]}),
-    ("mla_decode_attention", {"width": 16, "unit": 256, "longest": 4096}),
-    ("mx_matmul", {"rows": 16, "inputs": 256, "columns": 512, "bits": 4, "group": 32}),
-    ("mx_matmul", {"rows": 64, "inputs": 256, "columns": 512, "bits": 8, "group": 256}),
+    ("mla_decode_attention", {"width": 16, "unit": 256, "longest": 4096, "rank": 512, "itemsize": 2}),
+    ("mx_matmul", {"rows": 16, "parts": 2, "inputs": 256, "columns": 512, "bits": 4, "group": 32}),
+    ("mx_matmul", {"rows": 64, "parts": 1, "inputs": 256, "columns": 512, "bits": 8, "group": 256}),
     ("prefill_attention", {"width": 256, "group": 4, "size": 128, "itemsize": 2}),
 ]
 
@@ -184,7 +184,8 @@ SHAPES = [
 def test_a_shape_has_a_case_that_asks_for_it(kernel, shape):
     if kernel == "decode_attention":
         shape = shape | {name: shape.get(name) for name in ("pages", "seen")}
-    assert tune._asked_by(standing_for(kernel, shape)).shape == shape
+    for case in standing_for(kernel, shape).values():
+        assert tune._asked_by(case).shape == shape
 
 
 def test_what_a_deployment_needs():
@@ -192,7 +193,8 @@ def test_what_a_deployment_needs():
     cases, failed = tune.needed(made)
     assert cases.keys() == {"decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp"}
     name = "q 4 x 1 x 2 x 2 x 128, cache 2 x 512 x 128, arrays 2, itemsize 2"
-    assert cases["decode_attention"][name] == DecodeAttention((512,) * 4, 2, 2)
+    assert cases["decode_attention"][f"{name}: full rows"] == DecodeAttention((512,) * 4, 2, 2)
+    assert cases["decode_attention"][f"{name}: unequal rows"] == DecodeAttention((128, 256, 384, 512), 2, 2)
     assert failed == []
 
 

@@ -133,6 +133,8 @@ def _facts(found: list[Found], failed: list[Failed]) -> dict[str, Any]:
 
 
 def _render(target: Target, found: list[Found], failed: list[Failed]) -> str:
+    from inferlib.compile.tune import sizes_text
+
     text, terminal = io.StringIO(), sys.stdout.isatty()
     console = Console(file=text, force_terminal=terminal, width=None if terminal else 140)
     table = Table(box=SIMPLE_HEAD, title=f"{target}: modelled times, with waits for copies", title_justify="left")
@@ -141,11 +143,12 @@ def _render(target: Target, found: list[Found], failed: list[Failed]) -> str:
     for title in ("floor", "rule", "best", "gain", "tried", "refused"):
         table.add_column(title, justify="right")
     for one in found:
+        changed = {name: size for name, size in one.best.items() if size != one.rule[name]}
         table.add_row(
             one.kernel,
             "\n".join(one.cases),
-            _sizes(one.rule),
-            _sizes({name: size for name, size in one.best.items() if size != one.rule[name]}) or "as it is",
+            sizes_text(one.rule, "\n"),
+            sizes_text(changed, "\n") or "as it is",
             *(f"{1e6 * seconds:.1f} us" for seconds in (one.floor_seconds, one.rule_seconds, one.seconds)),
             f"[bold]{one.gain:.1%}[/]" if one.kept else f"{one.gain:.1%}",
             str(one.tried),
@@ -154,7 +157,7 @@ def _render(target: Target, found: list[Found], failed: list[Failed]) -> str:
     console.print(table, highlight=False)
     for one in found:
         for refused in one.refused:
-            _tell(console, f"{one.kernel}, {one.cases[0]}: {_sizes(refused.blocks, ' ')}", refused.reason)
+            _tell(console, f"{one.kernel}, {one.cases[0]}: {sizes_text(refused.blocks)}", refused.reason)
     for one in failed:
         _tell(console, f"{one.kernel}, {one.case}, not tuned", one.reason)
     return text.getvalue()
@@ -162,7 +165,3 @@ def _render(target: Target, found: list[Found], failed: list[Failed]) -> str:
 
 def _tell(console: Console, what: str, why: str) -> None:
     console.print(f"{what}: {why.splitlines()[0][:200]}", style="dim", markup=False, highlight=False, soft_wrap=True)
-
-
-def _sizes(blocks: Mapping[str, int], between: str = "\n") -> str:
-    return between.join(f"{name}={size}" for name, size in blocks.items())

@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import queue
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -101,15 +100,15 @@ def needed(deployment: Deployment) -> tuple[dict[str, dict[str, Case]], list[Fai
     failed = []
     for (kernel, name), wanted in shapes.items():
         try:
-            case = standing_for(kernel, wanted.shape)
-            found = _name(_asked_by(case))
+            some = standing_for(kernel, wanted.shape)
+            found = {_name(_asked_by(case)) for case in some.values()}
         except ValueError as error:
             failed.append(Failed(kernel, name, str(error)))
             continue
-        if (kernel, found) in shapes:  # it need not be this one, which may be asked for before rows are padded
-            cases.setdefault(kernel, {})[found] = case
-        else:
-            failed.append(Failed(kernel, name, f"the case that stands for it asks for {found}"))
+        if found == {name}:
+            cases.setdefault(kernel, {}).update({f"{name}: {data}": case for data, case in some.items()})
+        elif any((kernel, other) not in shapes for other in found):  # else it was asked for before rows were padded
+            failed.append(Failed(kernel, name, f"the cases that stand for it ask for {' and '.join(found)}"))
     return cases, failed
 
 
@@ -140,7 +139,8 @@ def tune(
     told: Callable[[str], None] = lambda text: None,
     done: Callable[[int], None] = lambda cases: None,
 ) -> tuple[list[Found], list[Failed]]:
-    """Search blocks for cases by kernel and name, on a device of the target; those of one shape are searched together.
+    """Search blocks for cases by kernel and name, on a device of the target; those of one shape are searched together,
+    and with those that stand for it (see `standing_for`).
 
     limit: most seconds for a candidate. workers: child processes that compile. told: what is compiled; done: of
     how many cases the search has ended. Raises CompileError if there is no compiler.
@@ -149,65 +149,77 @@ def tune(
     idle: queue.SimpleQueue[KernelCompiler] = queue.SimpleQueue()
     for compiler in pool:
         idle.put(compiler)
-    lock, found, failed, groups = threading.Lock(), [], [], {}
+    named = [(kernel, name) for kernel in cases for name in cases[kernel]]
+    failed: list[Failed] = []
 
-    def measure(kernel: str, name: str, blocks: Sizes | None):
+    def measured(name: str, kernel: str, case: Case, blocks: Sizes | None) -> tuple[float, Asked]:
         compiler = idle.get()
         try:
-            sizes = "" if blocks is None else " ".join(f"{field}={size}" for field, size in blocks.items())
-            told(f"{kernel}, {name} {sizes}")
-            return compiler.trial(cases[kernel][name], blocks)
+            told(f"{kernel}, {name} {sizes_text(blocks or {})}")
+            figures, asked = compiler.trial(case, blocks)
+            return figures.whole, asked
         finally:
             idle.put(compiler)
 
-    def by_rule(at: tuple[str, str]) -> None:
+    def by_rule(kernel: str, name: str, case: Case) -> _Member | None:
         try:
-            figures, asked = measure(*at, None)
+            return _Member(name, case, *measured(name, kernel, case, None))
         except CompileError as error:
-            with lock:
-                failed.append(Failed(*at, str(error)))
-            done(1)
-            return
-        with lock:
-            groups.setdefault(json.dumps([asked.kernel, asked.shape]), []).append((*at, asked, figures.whole))
+            failed.append(Failed(kernel, name, str(error)))
+            return None
 
-    def search(group: Sequence[tuple[str, str, Asked, float]]) -> None:
-        kernel, _, asked, _ = group[0]
-        rule = [seconds for *_, seconds in group]
-        floors = [pool[0].floor(cases[kernel][name]) for _, name, *_ in group]
+    def search(members: list[_Member]) -> Found:
+        first = members[0]
+        kernel, shape, rule = first.asked.kernel, first.asked.shape, first.asked.blocks
+        others = [by_rule(kernel, name, case) for name, case in _standing_beside(members).items()]
+        everyone = [*members, *(one for one in others if one and one.asked.shape == shape)]
+        rule_seconds = [one.seconds for one in everyone]
+        floors = [pool[0].floor(one.case) for one in everyone]
 
-        def seconds_of(blocks: Sizes) -> list[float]:
-            return [measure(kernel, name, blocks)[0].whole for _, name, *_ in group]
+        def seconds_of(number: int, blocks: Sizes) -> float:
+            return measured(everyone[number].name, kernel, everyone[number].case, blocks)[0]
 
-        best, seconds, tried, refused = climb(kernel, asked.blocks, rule, floors, seconds_of)
-        with lock:
-            found.append(
-                Found(
-                    kernel,
-                    tuple(name for _, name, *_ in group),
-                    asked.shape,
-                    asked.blocks,
-                    best,
-                    sum(rule),
-                    sum(seconds),
-                    sum(floors),
-                    1 - _mean_ratio(seconds, rule),
-                    tried,
-                    tuple(refused),
-                )
-            )
-        done(len(group))
+        best, seconds, tried, refused = climb(kernel, rule, rule_seconds, floors, seconds_of)
+        done(len(members))
+        names, gain = tuple(one.name for one in everyone), 1 - _mean_ratio(seconds, rule_seconds)
+        sums = sum(rule_seconds), sum(seconds), sum(floors)
+        return Found(kernel, names, shape, rule, best, *sums, gain, tried, tuple(refused))
 
     try:
         with ThreadPoolExecutor(workers) as threads:
-            list(threads.map(by_rule, [(kernel, name) for kernel in cases for name in cases[kernel]]))
-            list(threads.map(search, groups.values()))
+            members = list(threads.map(lambda at: by_rule(*at, cases[at[0]][at[1]]), named))
+            done(members.count(None))
+            groups: dict[str, list[_Member]] = {}
+            for one in filter(None, members):
+                groups.setdefault(json.dumps([one.asked.kernel, one.asked.shape]), []).append(one)
+            return list(threads.map(search, groups.values())), failed
     finally:
         for compiler in pool:
             compiler.close()
-    order = {(kernel, name): i for i, (kernel, name) in enumerate((k, n) for k in cases for n in cases[k])}
-    found.sort(key=lambda one: order[one.kernel, one.cases[0]])
-    return found, failed
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A case of a search. seconds, asked: with the blocks of the rule."""
+
+    name: str
+    case: Case
+    seconds: float
+    asked: Asked
+
+
+def _standing_beside(members: Sequence[_Member]) -> dict[str, Case]:
+    """Cases that stand for their shape and are not among them; none for types that no case has."""
+    asked = members[0].asked
+    try:
+        standing = standing_for(asked.kernel, asked.shape)
+    except ValueError:
+        return {}
+    return {name: case for name, case in standing.items() if all(case != one.case for one in members)}
+
+
+def sizes_text(blocks: Sizes, between: str = " ") -> str:
+    return between.join(f"{name}={size}" for name, size in blocks.items())
 
 
 def blocks_of(kernel: str) -> type:
@@ -220,13 +232,13 @@ def climb(
     rule: Sizes,
     rule_seconds: Sequence[float],
     floors: Sequence[float],
-    seconds_of: Callable[[Sizes], Sequence[float]],
+    seconds_of: Callable[[int, Sizes], float],
 ) -> tuple[Sizes, Sequence[float], int, list[Refused]]:
     """The best blocks, the seconds of each case with them, how many others have figures, and those that were refused.
 
-    rule_seconds, floors: of each case, with the rule's blocks and at best. seconds_of: of each case with some blocks;
-    raises CompileError where they cannot be compiled. Ends where no neighbour gains, all cases are at their floors or
-    MOST candidates were tried.
+    rule_seconds, floors: of each case, with the rule's blocks and at best. seconds_of: of a case by number, with some
+    blocks; raises CompileError where they cannot be compiled. Ends where no neighbour gains, all cases are at their
+    floors or MOST candidates were tried.
     """
     made = blocks_of(kernel)
     best, seconds, seen, refused = rule, rule_seconds, {made(**rule)}, []
@@ -244,15 +256,26 @@ def climb(
                     break
                 seen.add(valid)
                 try:
-                    found = seconds_of(blocks)
+                    found = _seconds_if_none_loses(blocks, rule_seconds, seconds_of)
                 except CompileError as error:
                     refused.append(Refused(blocks, str(error)))
                     break
-                loses = any(new > (1 + WORSE) * old for new, old in zip(found, rule_seconds, strict=True))
-                if loses or _mean_ratio(found, rule_seconds) > _mean_ratio(seconds, rule_seconds) - STEP:
+                if not found or _mean_ratio(found, rule_seconds) > _mean_ratio(seconds, rule_seconds) - STEP:
                     break
                 best, seconds, improved = blocks, found, True
     return best, seconds, len(seen) - 1 - len(refused), refused
+
+
+def _seconds_if_none_loses(
+    blocks: Sizes, rule_seconds: Sequence[float], seconds_of: Callable[[int, Sizes], float]
+) -> list[float]:
+    """Of all cases, or none if one takes longer than it may."""
+    found = []
+    for number, rule in enumerate(rule_seconds):
+        found.append(seconds_of(number, blocks))
+        if found[-1] > (1 + WORSE) * rule:
+            return []
+    return found
 
 
 def _mean_ratio(some: Sequence[float], others: Sequence[float]) -> float:
@@ -260,11 +283,17 @@ def _mean_ratio(some: Sequence[float], others: Sequence[float]) -> float:
 
 
 def _moves(blocks: Sizes) -> Iterator[Callable[[Sizes], Sizes]]:
-    """To neighbours: one size or all of them times a factor, a buffer more or less."""
+    """To neighbours: one size or all of them times a factor, a buffer more or less. ValueError where there is none."""
     sizes = [name for name in blocks if name != "buffers"]
 
     def scaled(names: Sequence[str], factor: Fraction) -> Callable[[Sizes], Sizes]:
-        return lambda at: {**at, **{name: int(at[name] * factor) for name in names}}
+        def move(at: Sizes) -> Sizes:
+            moved = {name: at[name] * factor for name in names}
+            if any(size.denominator > 1 for size in moved.values()):
+                raise ValueError("no whole sizes")
+            return {**at, **{name: int(size) for name, size in moved.items()}}
+
+        return move
 
     for name in sizes:
         yield from (scaled([name], factor) for factor in FACTORS)

@@ -73,7 +73,9 @@ def chosen_cases(kernels: Sequence[str], names: Collection[str] | None) -> dict[
     return {kernel: some for kernel, some in found.items() if some}
 
 
-def standing_for(kernel: str, shape: Mapping[str, Any]) -> Case:
-    """A case in which the kernel asks for blocks of a shape (see `tuned_tpu.Entry`), with data that make it work:
-    caches are full, tokens choose experts at random. Raises ValueError if there is none."""
+def standing_for(kernel: str, shape: Mapping[str, Any]) -> dict[str, Case]:
+    """Cases by name in which the kernel asks for blocks of a shape (see `tuned_tpu.Entry`), with data as different as
+    it must do well on: full and unequal rows, first and last chunks. Raises ValueError if there are none."""
+    if kernel not in _KINDS:
+        raise ValueError(f"no cases stand for shapes of {kernel}")
     return _KINDS[kernel].of(**shape)

@@ -26,10 +26,10 @@ class ExpertMlp:
     floor_flops = 0
 
     @staticmethod
-    def of(gate_up) -> ExpertMlp:
-        """See `default_blocks`."""
+    def of(x, gate_up) -> dict[str, ExpertMlp]:
+        """Of the arguments of `default_blocks`."""
         dtype, experts, _, dim, hidden = gate_up
-        return ExpertMlp(32, dim, hidden, experts, min(8, experts), dtype)
+        return {"at random": ExpertMlp(x[1], dim, hidden, experts, min(8, experts), dtype)}
 
     @cached_property
     def counts(self) -> np.ndarray:

@@ -26,10 +26,10 @@ class GroupedMatmul:
     kernel = "grouped_matmul"
 
     @staticmethod
-    def of(x, w) -> GroupedMatmul:
-        """See `default_blocks`."""
+    def of(x, w) -> dict[str, GroupedMatmul]:
+        """Of the arguments of `default_blocks`."""
         (_, rows, _), (dtype, experts, parts, inner, outer) = x, w
-        return GroupedMatmul(rows, parts, inner, outer, experts, chosen=1, dtype=dtype)
+        return {"at random": GroupedMatmul(rows, parts, inner, outer, experts, chosen=1, dtype=dtype)}
 
     @cached_property
     def sizes(self) -> np.ndarray:

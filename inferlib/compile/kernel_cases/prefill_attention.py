@@ -27,11 +27,12 @@ class PrefillAttention:
     kernel = "prefill_attention"
 
     @staticmethod
-    def of(width, group, size, itemsize) -> PrefillAttention:
-        """See `blocks`."""
+    def of(width, group, size, itemsize) -> dict[str, PrefillAttention]:
+        """Of the arguments of `blocks`."""
         if itemsize != 2:
             raise ValueError("there are cases of bfloat16")
-        return PrefillAttention(width, max(POSITIONS - width, 0), heads=1, group=group, size=size)
+        starts = {"first chunk": 0, "in the middle": (POSITIONS - width) // 2, "last chunk": POSITIONS - width}
+        return {name: PrefillAttention(width, max(n, 0), 1, group, size) for name, n in starts.items()}
 
     @property
     def floor_bytes(self) -> int:
