@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from inferlib import Buckets
 from inferlib.cli import app
-from inferlib.compile import child, tune
+from inferlib.compile import child, program_set, tune
 from inferlib.compile.aot import CompileError
 from inferlib.compile.child import Child
 from inferlib.compile.deployment import Deployment
@@ -29,6 +29,7 @@ from inferlib.pallas_kernels import tuned_tpu
 from inferlib.pallas_kernels.prefill_attention_tpu import Blocks, blocks
 from inferlib.pallas_kernels.tuned_tpu import FOLDER, Entry, read, trying
 from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import Shards
 from tests.cli_model import error_of
 from tests.test_compile_tpu import EXPERTS
 
@@ -71,6 +72,22 @@ def test_kernels_take_what_the_table_of_their_generation_has_for_their_shape(fol
 def traced_for(monkeypatch, kind: str) -> None:
     mesh = SimpleNamespace(abstract_device=SimpleNamespace(device_kind=kind))
     monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
+
+
+@pytest.mark.parametrize(("platform", "kind"), [("cpu", None), ("tpu", jax.devices()[0].device_kind)])
+def test_programs_of_a_single_tpu_are_traced_for_it(platform, kind, monkeypatch):
+    made = Deployment(EXPERTS, "cpu", "float32", Buckets((16,), (1,), (32,)), modes=("greedy",))
+    programs = made.program_set(Shards())
+    programs.config = replace(programs.config, platform=platform)
+    seen = []
+
+    def program(weights, cache, state, control):
+        seen.append(jax.sharding.get_abstract_mesh().abstract_device)
+        return cache, state
+
+    monkeypatch.setattr(program_set, "build", lambda *_: program)
+    programs.lower(programs.decisive)
+    assert [device and device.device_kind for device in seen] == [kind]
 
 
 def test_a_file_that_is_no_table_is_named(tmp_path):
