@@ -77,6 +77,11 @@ class Parallelism:
         return ",".join(used if self.rules == self._usual_rules else [*used, f"rules={self.rules}"])
 
 
+def alone(device: jax.Device) -> AbstractMesh:
+    """A mesh of one device. What is traced under it (`jax.sharding.use_abstract_mesh`) can tell what that device is."""
+    return Mesh(np.array([device]), ("device",)).abstract_mesh
+
+
 def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with the axes MESH_AXES; on TPU, neighbours on an axis are neighbours on the torus.
 
@@ -98,8 +103,3 @@ def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None
         placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(placed, MESH_AXES)
     return Mesh(np.array(devices[: parallel.devices]).reshape(shape), MESH_AXES)
-
-
-def alone(device: jax.Device) -> AbstractMesh:
-    """A mesh of one device. What is traced under it (`jax.sharding.use_abstract_mesh`) can tell what that device is."""
-    return Mesh(np.array([device]), ("device",)).abstract_mesh
