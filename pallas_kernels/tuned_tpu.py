@@ -26,14 +26,15 @@ _GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TP
 @dataclass(frozen=True)
 class Entry:
     """A line of a table. shape: the arguments of the kernel's function that picks blocks; blocks: fields of its
-    `Blocks`. microseconds, rule_microseconds: modelled times of the searched cases with these and with the rule's;
-    compiler: whose listings gave them."""
+    `Blocks`. microseconds, rule_microseconds: modelled times of all searched cases together, with these and with the
+    rule's; gain: share of the rule's, the mean of the cases; compiler: whose listings gave them."""
 
     kernel: str
     shape: Mapping[str, Any]
     blocks: Mapping[str, int]
     microseconds: float
     rule_microseconds: float
+    gain: float
     compiler: str
 
     @property

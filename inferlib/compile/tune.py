@@ -316,7 +316,7 @@ def updated(entries: Iterable[Entry], found: Iterable[Found], compiler: str) -> 
     table = {entry.key: entry for entry in entries}
     for one in found:
         times = (round(1e6 * seconds, 3) for seconds in (one.seconds, one.rule_seconds))
-        entry = Entry(one.kernel, one.shape, one.best, *times, compiler)
+        entry = Entry(one.kernel, one.shape, one.best, *times, round(one.gain, 3), compiler)
         table.pop(entry.key, None)
         if one.kept:
             table[entry.key] = entry
