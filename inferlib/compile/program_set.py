@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +28,7 @@ from inferlib.models.batch import kernel_lacks
 from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.ops.expert_mlp import MOST_TOKENS
 from inferlib.sharding import axes
+from inferlib.sharding.mesh import alone
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +147,14 @@ class ProgramSet:
         # Free layouts cannot be part of a ShapeDtypeStruct.
         free = {"in_shardings": (self.formats, *[None] * (len(inputs) - 1))} if self._free else {}
         function = jax.jit(build(self.model, self.plan, self.config, key), donate_argnums=(1, 2), **free)
-        return function.trace(*inputs).lower(lowering_platforms=platform and (platform,))
+        with self._known_device():
+            return function.trace(*inputs).lower(lowering_platforms=platform and (platform,))
+
+    def _known_device(self) -> AbstractContextManager:
+        """Around a trace without a mesh, says what the device is: blocks of TPU kernels depend on it."""
+        if self.config.platform != "tpu" or self.config.shards.mesh is not None:
+            return nullcontext()
+        return jax.sharding.use_abstract_mesh(alone(jax.devices()[0]))
 
     @property
     def _free(self) -> bool:
