@@ -44,7 +44,9 @@ def test_a_model_generates_the_same_tokens(family, changes, platform, backend, c
         llm = build_llm(checkpoint(family, **changes), buckets, scan=True, platform=platform, backend=chosen)
         assert llm.engine.programs.config.backend == chosen
         if chosen.decode_attention == "pallas_tpu":
-            assert not any(kernel_lacks(layer.attention, "pallas_tpu") for layer in llm.model_config.layers)
+            assert not any(
+                kernel_lacks(layer.attention, chosen, "decode_attention") for layer in llm.model_config.layers
+            )
             assert {len(block.shapes) for block in llm.engine.plan.blocks} == {2 if changes["head_dim"] == 128 else 1}
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
         found.append([output.outputs[0].token_ids for output in outputs])

@@ -7,10 +7,23 @@ order are a part of 128 rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
+from inferlib.ops.quantized import Scheme, quantize
+
 ROWS = 128  # of a folded cache, whose first parts hold positions in order
+
+
+def rounded(new: Sequence[jax.Array], dtype, *, scaled: bool) -> list[jax.Array]:
+    """What a cache of this dtype holds of `new`, [T, K, h] each: the same, or if it is scaled quantised values of each,
+    then the scales [T, K] of each."""
+    if not scaled:
+        return list(new)
+    held = [quantize(x, (2,), Scheme(jnp.dtype(dtype).name)) for x in new]
+    return [x.values for x in held] + [x.scales for x in held]
 
 
 def cache_write(
