@@ -182,11 +182,12 @@ class Attention(nnx.Module):
             return values(out, lse), tuple(share)
 
         window, kernel = reach(own, batch.decode_lengths - 1, "decode_attention")
-        fresh, attended = None, None
+        fresh, attended, run = None, None, 1
         if new and kernel == "pallas_tpu" and split < q.shape[0]:  # it writes the cells of decode rows
             fresh, new = [x[split:] for x in cache.cells(new)], [x[:split] for x in new]
+            run = batch.chunk_tokens.shape[1]
         if new and (count := new[0].shape[0]):
-            cache = cache.write(new, ctx.pages[:count], ctx.positions[:count], own)
+            cache = cache.write(new, ctx.pages[:count], ctx.positions[:count], own, run)
         if fresh is not None:  # before chunks read the cache, so that it is written in place
             attended, arrays = rows(own)
             cache = replace(cache, arrays=arrays)
