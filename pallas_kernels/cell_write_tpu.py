@@ -90,12 +90,15 @@ class CellWriter:
     def _if_any(self, buffer: jax.Array, act: Callable) -> None:
         """act(row, first) if a buffer's block has new cells, of which the first is, or were, at `first` in it."""
         stream = self.stream
-        row, start = stream.owners[0, buffer], stream.owners[1, buffer]
-        first = stream.length(row) - self.new - start
-        holds = (stream.counts[buffer] > 0) & (first < stream.pages.block)
-        if self.written is not None:
-            holds &= self.written[row] > 0
-        pl.when(holds)(lambda: act(row, first))
+
+        @pl.when(stream.counts[buffer] > 0)
+        def _():
+            row, start = stream.owners[0, buffer], stream.owners[1, buffer]
+            first = stream.length(row) - self.new - start
+            holds = first < stream.pages.block
+            if self.written is not None:
+                holds &= self.written[row] > 0
+            pl.when(holds)(lambda: act(row, first))
 
     def _each_tile(self, first: jax.Array, act: Callable) -> None:
         """act(n, j, start): of each array the j-th tile with cells, which begins at `start` in the block."""

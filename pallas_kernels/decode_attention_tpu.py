@@ -329,11 +329,15 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
     pieces = 1 if heads > 1 or part % (2 * LANES) else 2
     tasks = [(head, piece * (part // pieces)) for head in range(heads) for piece in range(pieces)]
 
+    def operand(x):
+        """The matrix unit takes fp8 beside bfloat16."""
+        return x if q_buf.dtype == jnp.bfloat16 and x.dtype == jnp.float8_e4m3fn else x.astype(q_buf.dtype)
+
     def multiply(tasks, buf, offset, into):
         """Products of queries and keys of a part of a buffer, for some of `tasks`."""
         for head, at in tasks:
             count = part // pieces
-            q, keys = q_buf[buf, head, :width], k_buf[buf, head, pl.ds(offset + at, count)].astype(q_buf.dtype)
+            q, keys = q_buf[buf, head, :width], operand(k_buf[buf, head, pl.ds(offset + at, count)])
             s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), exact, preferred_element_type=jnp.float32)
             products_ref[into, head, :, pl.ds(at, count)] = s
 
@@ -394,10 +398,8 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
         half = len(tasks) // 2
         multiply(tasks[:half], next_buf, next_offset, 1 - this)
         for head in range(heads):
-            values = v_buf[buf, head, pl.ds(offset, part)].astype(q_buf.dtype)
-            product = jnp.dot(
-                ps[head].astype(values.dtype), values, precision=exact, preferred_element_type=jnp.float32
-            )
+            values = operand(v_buf[buf, head, pl.ds(offset, part)])
+            product = jnp.dot(ps[head].astype(q_buf.dtype), values, precision=exact, preferred_element_type=jnp.float32)
             top_ref[head] = tops[head]
             acc_ref[head] = acc_ref[head] * wide(decays[head], size) + product
         multiply(tasks[half:], next_buf, next_offset, 1 - this)

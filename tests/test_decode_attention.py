@@ -134,13 +134,20 @@ def test_parts_of_a_cache_merge_to_the_whole(backend):
     np.testing.assert_allclose(lse, whole_lse, rtol=1e-5, atol=1e-5)
 
 
+RACES = (
+    *("window", "ring of an odd number of units", "pages", "a tree of new tokens", "int8"),
+    *("written in half precision, stacked", "written to a full ring", "several written to a ring of pages"),
+    *("several written to ends of blocks", "fp8, written to a ring"),
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize("name", ["window", "ring of an odd number of units", "pages", "a tree of new tokens", "int8"])
+@pytest.mark.parametrize("name", RACES)
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
-    case = (CASES | MORE_CASES | QUANTISED_CASES)[name]
+    case = (CASES | MORE_CASES | QUANTISED_CASES | WRITING_CASES)[name]
     case = dataclasses.replace(case, queries=case.queries or 1)
     case.check(partial(decode_attention_tpu.decode_attention, interpret=params))
     assert "RACE" not in capsys.readouterr().out  # newer jax raises

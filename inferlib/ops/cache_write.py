@@ -28,7 +28,13 @@ def rounded(new: Sequence[jax.Array], dtype, *, scaled: bool) -> list[jax.Array]
 
 
 def cache_write(
-    cache: jax.Array, new: jax.Array, pages: jax.Array, slots: jax.Array, *, layer: jax.Array | None = None, run: int = 1
+    cache: jax.Array,
+    new: jax.Array,
+    pages: jax.Array,
+    slots: jax.Array,
+    *,
+    layer: jax.Array | None = None,
+    run: int = 1,
 ) -> jax.Array:
     """Put what is new of token t at page `pages[t]`, slot `slots[t]`.
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from inferlib.models.batch import StepContext, kernel_lacks
@@ -97,7 +98,12 @@ class Attention(nnx.Module):
         qkv = ctx.shards.sum(matmul(x, self.qkv[...]), axes.EMBED)
         if spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
-        q = warmed(self.placed(qkv[:, :, :g], "q", ctx), spec.temperature, ctx)
+        rotated = spec.rope is not None and not spec.qk_norm
+        if rotated:  # all at once but values: a few heads at a time are so many fusions for a TPU
+            turned = np.arange(qkv.shape[2]) < g + (spec.cache_of is None)
+            qkv = jnp.where(turned[:, None], apply_rope(qkv, *ctx.rope[spec.rope]), qkv)
+        place = (lambda x, *_: x) if rotated else self.placed
+        q = warmed(place(qkv[:, :, :g], "q", ctx), spec.temperature, ctx)
         if spec.cache_of is not None:
             return q, ()
         k = v = qkv[:, :, g]
@@ -109,7 +115,7 @@ class Attention(nnx.Module):
         if spec.value_norm:
             v = rms_norm(v, jnp.ones((spec.value_dim,)), self.norm.eps)
         v = v if spec.value_scale == 1.0 else v * jnp.asarray(spec.value_scale, v.dtype)
-        return q, (self.placed(k, "k", ctx), v)
+        return q, (place(k, "k", ctx), v)
 
     def placed(self, x: jax.Array, which: Literal["q", "k"], ctx: StepContext) -> jax.Array:
         """Queries or keys, normed and rotated."""
