@@ -32,6 +32,7 @@ TPU = {"platform": "tpu"}
         ("ministral", {"head_dim": 128}, TPU, Backend("pallas_tpu", "pallas_tpu")),
         ("ministral", {"head_dim": 24}, TPU, Backend("pallas_tpu", "pallas_tpu")),
         ("ministral", {"head_dim": 128}, TPU | {"kv_cache_dtype": "int8"}, Backend("pallas_tpu", "pallas_tpu")),
+        ("llama", {"head_dim": 128}, TPU | {"parallel": "cp=2"}, Backend("pallas_tpu")),
         ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_tpu")),
         ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_gpu")),
         ("qwen3_moe", {"num_experts": 64}, {}, Backend(grouped_matmul="pallas_gpu")),  # decoding a row: in any order
@@ -41,6 +42,7 @@ TPU = {"platform": "tpu"}
         "attention",
         "attention over cells",
         "attention over int8",
+        "attention over dealt positions",
         "grouped products",
         "experts on a GPU",
         "few rows on a GPU",
