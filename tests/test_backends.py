@@ -37,6 +37,7 @@ TPU = {"platform": "tpu"}
         ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_gpu")),
         ("qwen3_moe", {"num_experts": 64}, {}, Backend(grouped_matmul="pallas_gpu")),  # decoding a row: in any order
         ("gpt_oss", {}, {}, Backend(expert_mlp="pallas_tpu")),
+        ("llama", {}, {"platform": "gpu", "scan": False}, Backend(add_norm="pallas_gpu")),
     ],
     ids=[
         "attention",
@@ -47,15 +48,17 @@ TPU = {"platform": "tpu"}
         "experts on a GPU",
         "few rows on a GPU",
         "experts",
+        "norms",
     ],
 )
 def test_a_model_generates_the_same_tokens(family, changes, options, backend, checkpoint):
     """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one, with keys and values
-    apart, in one cell and quantised; experts in stacked layers; rows that start and end at different times."""
+    apart, in one cell, quantised and dealt out to devices; experts in stacked layers; rows that start and end at
+    different times."""
     buckets = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
     prompts, found = random_prompts([1, 7, 20, 40, 33]), []
     for chosen in (Backend(), backend):
-        llm = build_llm(checkpoint(family, **changes), buckets, scan=True, backend=chosen, **options)
+        llm = build_llm(checkpoint(family, **changes), buckets, backend=chosen, **{"scan": True} | options)
         assert llm.engine.programs.config.backend == chosen
         if chosen.decode_attention == "pallas_tpu":
             lacks = partial(
