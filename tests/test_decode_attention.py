@@ -1,4 +1,4 @@
-"""Every implementation of decode attention against one float64 oracle. About 50 s, most of it compiling."""
+"""Every implementation of decode attention against one float64 oracle. About 95 s, most of it compiling."""
 
 from __future__ import annotations
 
@@ -57,13 +57,11 @@ QUANTISED_CASES = {
 }
 # New cells are written by the operation, where lengths end in the middle of tiles and at their ends.
 WRITING_CASES = {
-    "written": Case((0, 1, 16, 17, 250, 256), writes=True),
     "written in half precision, stacked": Case((0, 1, 16, 17, 200, 256), dtype=jnp.bfloat16, layers=2, writes=True),
     "written to some rows": Case((5, 130, 0, 77), dtype=jnp.bfloat16, writes=(True, False, True, True)),
     "written to a full ring": Case(
         (1, 64, 128, 129, 500, 1003), slots=128, ring=True, options={"window": 128}, writes=True
     ),
-    "several written to pages": Case((2, 3, 16, 17, 47, 48, 49), queries=3, slots=16, columns=4, layers=2, writes=True),
     "several written to a ring of pages": Case(
         (0, 3, 63, 66, 100, 163), queries=5, slots=16, columns=5, ring=True, options={"window": 60}, writes=True
     ),
