@@ -18,7 +18,8 @@ from inferlib.models.batch import Backend
 from inferlib.ops.matmul import matmul
 from inferlib.ops.packed import PackedTensor, Packing
 from inferlib.ops.quantized import SCHEMES, Scheme
-from inferlib.pallas_kernels.mx_matmul_tpu import Blocks, Weight, blocks, mx_matmul, pack_mxfp4, unsupported
+from inferlib.pallas_kernels.mx_matmul_tpu import Blocks, blocks, mx_matmul, unsupported
+from inferlib.pallas_kernels.packed_weights_tpu import Weight, pack_mxfp4
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards

@@ -21,14 +21,15 @@ from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 if TYPE_CHECKING:
-    from inferlib.pallas_kernels.mx_matmul_tpu import Weight
+    from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedTensor:
-    """See `mx_matmul_tpu.Weight` for values, scales and tops; those of one layer, or of a stack of which `layer` is
-    used. apart: whether the first dimension of a product is P; rest: its dimensions after that which N begins with."""
+    """See `packed_weights_tpu.Weight` for values, scales and tops; those of one layer, or of a stack of which `layer`
+    is used. apart: whether the first dimension of a product is P; rest: its dimensions after that which N begins with.
+    """
 
     values: jax.Array
     scales: jax.Array
@@ -55,7 +56,7 @@ class PackedTensor:
     @property
     def stack(self) -> Weight:
         """For the kernel, [L, P, K, N]."""
-        from inferlib.pallas_kernels.mx_matmul_tpu import Weight
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
         arrays = (self.values, self.scales, self.tops)
         return Weight(*(x if x is None or x.ndim == 4 else x[None] for x in arrays))
@@ -152,7 +153,7 @@ class Packing:
     def pack(self, values: jax.Array, scales: jax.Array) -> tuple[jax.Array, ...]:
         """The arrays, of those of the scheme. Traceable."""
         if self.is_mxfp4:
-            from inferlib.pallas_kernels.mx_matmul_tpu import pack_mxfp4
+            from inferlib.pallas_kernels.packed_weights_tpu import pack_mxfp4
 
             codes = lax.bitcast_convert_type(values, jnp.uint4).astype(jnp.uint8)
             codes, scales = self._matrix(codes), self._matrix(lax.bitcast_convert_type(scales, jnp.uint8))
@@ -182,7 +183,8 @@ class Packing:
             return f"the {share} inputs of a device do not divide into passes of {_DEPTH}"
         if self.group not in (None, self.scheme.group):
             return f"groups have {self.group} inputs, not {self.scheme.group}, which do not divide theirs"
-        from inferlib.pallas_kernels.mx_matmul_tpu import Weight, unsupported
+        from inferlib.pallas_kernels.mx_matmul_tpu import unsupported
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
         shapes = ((shards.local_shape(names, shape), kind) for shape, names, kind in self.arrays().values())
         stack = (jax.ShapeDtypeStruct((1, *shape)[-4:], kind) for shape, kind in shapes)
