@@ -18,19 +18,17 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.pallas_kernels.packed_weights_tpu import (
     BLOCK,
     DEPTH,
+    STEP,
     Held,
     Weight,
     permute,
-    power_of_two,
-    unpack_exponents,
+    unpack_scales,
 )
 
 LANES, ROWS = 128, 16  # of a tile of bfloat16
 VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x, 128 MiB on v5e and v6e
 X_ELEMENTS = 1 << 22  # of x at a time
-TALL = 64  # rows from which on the MXU is what takes longest
 REPEATED = 32  # rows that are repeated for their groups: more, and weights are scaled before the product
-STEP, TALL_STEP = 2048, 512  # inputs of one iteration: of many rows few, as the compiler takes longer for them
 
 
 @dataclass(frozen=True)
@@ -121,11 +119,7 @@ def mx_matmul(
     scratch = []
     if weight.packed or repeats > 1:
         scratch.append(pltpu.VMEM((repeats * tall, inputs), x.dtype))
-    if weight.packed:
-        scratch += [pltpu.VMEM((parts, inputs // DEPTH, wide), jnp.int32)] * 2
-    elif weight.group == BLOCK:
-        scratch.append(pltpu.VMEM((parts, inputs // BLOCK, wide), jnp.float32))
-    nbytes = sum(a.size // a.shape[0] * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in arrays)
+    scratch += [pltpu.VMEM((parts, depth, wide), dtype) for depth, dtype in weight.unpacked]
     y = pl.pallas_call(
         functools.partial(_kernel, packed=weight.packed, group=weight.group, repeats=repeats),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -141,7 +135,7 @@ def mx_matmul(
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * inputs * parts * columns,
-            bytes_accessed=pl.cdiv(rows, tall) * nbytes
+            bytes_accessed=pl.cdiv(rows, tall) * parts * weight.nbytes
             + x.size * x.dtype.itemsize
             + parts * rows * columns * jnp.dtype(out_dtype).itemsize,
             transcendentals=0,
@@ -163,8 +157,7 @@ def _kernel(_, x_ref, values_ref, scales_ref, *refs, packed, group, repeats):
     tops_ref = refs.pop(0) if packed else None
     out_ref = refs.pop(0)
     xs_ref = refs.pop(0) if packed or repeats > 1 else x_ref
-    parts, rows, _ = out_ref.shape
-    inputs = x_ref.shape[1]
+    parts = out_ref.shape[0]
 
     @pl.when(pl.program_id(1) == 0)
     def _():
@@ -173,22 +166,11 @@ def _kernel(_, x_ref, values_ref, scales_ref, *refs, packed, group, repeats):
         elif repeats > 1:
             _repeat(x_ref, xs_ref, repeats)
 
-    if packed:
-        unpack_exponents(scales_ref[...], *refs)
-        unpacked = refs
-    elif group == BLOCK:
-        refs[0][...] = power_of_two(scales_ref[...].astype(jnp.int32))
-        unpacked = refs
-    else:
-        unpacked = [scales_ref]
+    unpacked = unpack_scales(scales_ref, refs)
     for part in range(parts):
-        held = Held(group, *(ref.at[part] for ref in (values_ref, *unpacked)))
-        total = held.product(xs_ref, step=STEP if rows <= TALL else TALL_STEP, repeats=repeats)
-        if packed:
-            total = total * tops_ref[part]
-        elif group == inputs:
-            total = total * scales_ref[part]
-        out_ref[part] = total.astype(out_ref.dtype)
+        tops = tops_ref.at[part] if packed else None
+        held = Held(group, values_ref.at[part], [ref.at[part] for ref in unpacked], tops)
+        out_ref[part] = held.product(xs_ref, repeats=repeats).astype(out_ref.dtype)
 
 
 def _repeat(x_ref, xs_ref, repeats: int) -> None:

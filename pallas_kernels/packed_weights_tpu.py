@@ -8,6 +8,8 @@ other formats multiply partial sums.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +19,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+LANES = 128
 DEPTH = 128  # inputs that are unpacked together
 BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
+TALL = 64  # rows from which on the MXU is what takes longest
+STEP, TALL_STEP = 2048, 512  # inputs of one iteration: of many rows few, as the compiler takes longer for them
+ELEMENTS = 1 << 21  # that are unpacked in one iteration, at most
 _TOP = 27  # exponent of the largest scale of a column, of 5 bits, so that 6.0 is finite
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Weight:
-    """A stack of weights [L, P, K, N] as the kernel reads them, K a multiple of 128.
+    """Weights [..., K, N] as kernels read them, K a multiple of 128.
 
-    values: int8, int4 or e4m3 [L, P, K, N], scales float32 [L, P, K / g, N], or e8m0 codes as uint8 for g = 32; or of
+    values: int8, int4 or e4m3 [..., K, N], scales float32 [..., K / g, N], or e8m0 codes as uint8 for g = 32; or of
     MXFP4 what `pack_mxfp4` returns, tops included.
     """
 
@@ -53,6 +59,19 @@ class Weight:
     def bits(self) -> int:
         """Of an element."""
         return 4 if self.packed else jax.dtypes.itemsize_bits(self.values.dtype)
+
+    @property
+    def unpacked(self) -> list[tuple[int, jnp.dtype]]:
+        """Rows and dtype of what `unpack_scales` needs for N columns of each matrix."""
+        if self.packed:
+            return [(self.inputs // DEPTH, jnp.int32)] * 2
+        return [(self.inputs // BLOCK, jnp.float32)] if self.group == BLOCK else []
+
+    @property
+    def nbytes(self) -> int:
+        """Of one of its matrices."""
+        count = math.prod(self.values.shape[:-2])
+        return sum(a.size * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in jax.tree.leaves(self)) // count
 
 
 # ---- storage
@@ -97,29 +116,29 @@ def power_of_two(code: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Held:
-    """A matrix of a `Weight` on chip: refs of values [K, N] and of float32 scales [K / g, N]; or of MXFP4's words
-    [K / 8, N] and, instead of scales, of what to keep of an exponent and what to add [K / 128, N] (`unpack_exponents`).
-    """
+    """A matrix of a `Weight` on chip: refs of values [K, N] or MXFP4's words [K / 8, N], of what `unpack_scales` gives,
+    and of the latter's tops [1, N]. start: of its inputs among those of the scales."""
 
     group: int
     values: Any
-    scales: Any
-    add: Any = None
+    scales: Sequence
+    tops: Any = None
+    start: jax.Array | int = 0
 
     @property
     def packed(self) -> bool:
-        return self.add is not None
+        return self.tops is not None
 
     @property
     def inputs(self) -> int:
         """K"""
         return self.values.shape[0] * (8 if self.packed else 1)
 
-    def product(self, x_ref, *, step: int, repeats: int = 1) -> jax.Array:
-        """x [T, K] times the matrix -> float32 [T, N], to be multiplied by the scales or tops of columns.
+    def product(self, x_ref, *, repeats: int = 1) -> jax.Array:
+        """x [T, K] times the matrix -> float32 [T, N].
 
-        MXFP4: x is as `permute` leaves it. step: inputs of one iteration. repeats: x is [4 T, K], repeated for the
-        blocks of MXFP8 (see `repeat`).
+        For MXFP4 x is as `permute` leaves it. repeats: x is [repeats * T, K], each time with what is multiplied by one
+        of the scales of 128 inputs, and zeros.
         """
         by_group = not self.packed and self.group < self.inputs
         width, rows = DEPTH if by_group else 2 * DEPTH, x_ref.shape[0] // repeats
@@ -129,12 +148,21 @@ class Held:
                 total = total + self._partial(x_ref, start + at, min(width, count - at), repeats)
             return total
 
+        step = min(STEP if rows <= TALL else TALL_STEP, ELEMENTS // self.values.shape[1] // width * width)
         whole, rest = divmod(self.inputs, step)
         total = jnp.zeros((rows, self.values.shape[1]), jnp.float32)
         if whole <= 1:
-            return add(jnp.int32(0), self.inputs, total)
-        total = lax.fori_loop(0, whole, lambda i, total: add(i * step, step, total), total)
-        return add(jnp.int32(whole * step), rest, total)
+            total = add(jnp.int32(0), self.inputs, total)
+        else:
+            total = lax.fori_loop(0, whole, lambda i, total: add(i * step, step, total), total)
+            total = add(jnp.int32(whole * step), rest, total)
+        if by_group:
+            return total
+        return total * (self.tops[...] if self.packed else self._scale(jnp.int32(0)))
+
+    def _scale(self, at: jax.Array) -> jax.Array:
+        """Of the group of an input, [1, N]."""
+        return self.scales[0][pl.ds(lax.div(at + self.start, self.group), 1)]
 
     def _partial(self, x_ref, at: jax.Array, depth: int, repeats: int) -> jax.Array:
         """The product over `depth` inputs."""
@@ -145,7 +173,7 @@ class Held:
         w = self.values[inputs]
         if self.group == self.inputs:
             return _dot(x, w)
-        scales = [self.scales[pl.ds(lax.div(at, self.group) + n, 1)] for n in range(depth // self.group)]
+        scales = [self._scale(at + n) for n in range(0, depth, self.group)]
         if repeats < len(scales):
             wide = jnp.concatenate([jnp.broadcast_to(scale, (self.group, w.shape[1])) for scale in scales])
             return _dot(x, (w.astype(jnp.float32) * wide).astype(x.dtype))
@@ -157,9 +185,9 @@ class Held:
         """`depth` inputs as e5m2."""
         found = []
         for n in range(depth // DEPTH):
-            row = lax.div(at, DEPTH) + n
-            word = self.values[pl.ds(pl.multiple_of(row * 16, 16), 16)]
-            keep, add = (jnp.broadcast_to(ref[pl.ds(row, 1)], word.shape) for ref in (self.scales, self.add))
+            word = self.values[pl.ds(pl.multiple_of(lax.div(at, 8) + n * 16, 16), 16)]
+            row = lax.div(at + self.start, DEPTH) + n
+            keep, add = (jnp.broadcast_to(ref[pl.ds(row, 1)], word.shape) for ref in self.scales)
             found += [_floats(word, half, keep, add) for half in range(2)]
         return pltpu.bitcast(jnp.concatenate(found), jnp.float8_e5m2)
 
@@ -168,21 +196,30 @@ def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.dot(x, w, preferred_element_type=jnp.float32)
 
 
-def unpack_exponents(exponents: jax.Array, keep_ref, add_ref) -> None:
-    """What `Held` needs, of the exponents' bytes."""
-    scaled = exponents << 2
-    keep_ref[...] = scaled & _bytes(0x70) | _bytes(0x0E)
-    add_ref[...] = scaled & _bytes(0x0C)
+def unpack_scales(scales_ref, refs: Sequence) -> Sequence:
+    """What `Held` multiplies by, of scales as they are stored: float32 [..., K / g, N]; of MXFP4's exponents what to
+    keep of them and what to add, [..., K / 128, N]. refs: room for it, as `Weight.unpacked` says."""
+    if len(refs) == 2:
+        keep_ref, add_ref = refs
+        scaled = scales_ref[...] << 2
+        keep_ref[...] = scaled & _bytes(0x70) | _bytes(0x0E)
+        add_ref[...] = scaled & _bytes(0x0C)
+    elif refs:
+        refs[0][...] = power_of_two(scales_ref[...].astype(jnp.int32))
+    return refs or [scales_ref]
 
 
-def permute(x_ref, xs_ref) -> None:
-    """Input 32 b + r of each 128 goes to 4 r + b, by a product with what also takes `_TOP` away: multiplied by that, a
-    small scale of a column would be no normal number."""
+def permute(x, xs_ref) -> None:
+    """x [T, K], or a ref, with its inputs in the order of MXFP4's bytes: input 32 b + r of each 128 goes to 4 r + b.
+
+    It is a product with what also takes `_TOP` away: multiplied by that, a small scale of a column would be no normal
+    number.
+    """
     source, target = (lax.broadcasted_iota(jnp.int32, (DEPTH, DEPTH), axis) for axis in range(2))
     goes = source == BLOCK * (target & 3) + (target >> 2)
-    moves = jnp.where(goes, 2.0 ** (14 - _TOP), 0.0).astype(x_ref.dtype)
-    for at in range(0, x_ref.shape[1], DEPTH):
-        moved = jnp.dot(x_ref[:, at : at + DEPTH], moves, preferred_element_type=jnp.float32)
+    moves = jnp.where(goes, 2.0 ** (14 - _TOP), 0.0).astype(x.dtype)
+    for at in range(0, x.shape[1], DEPTH):
+        moved = jnp.dot(x[:, at : at + DEPTH], moves, preferred_element_type=jnp.float32)
         xs_ref[:, at : at + DEPTH] = moved.astype(xs_ref.dtype)
 
 

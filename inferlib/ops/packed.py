@@ -1,7 +1,8 @@
-"""Quantised weights as the TPU kernel of `ops.matmul` reads them: a `PackedTensor` stands where layers have a matrix.
+"""Quantised weights as the TPU kernels of products read them: a `PackedTensor` stands where layers have a matrix.
 
 What a product sums over is one dimension, K, and its results are another, N, in front of which gate and up stay apart:
-[..., P, K, N]. It is made of a `QuantizedTensor` when weights are loaded; checkpoints hold the latter.
+[..., P, K, N]; experts come before them. It is made of a `QuantizedTensor` when weights are loaded; checkpoints hold
+the latter.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ class PackedTensor:
         """Of the values."""
         return self.values.shape
 
+    @property
+    def bits(self) -> int:
+        """Of an element."""
+        return 4 if self.tops is not None else jax.dtypes.itemsize_bits(self.values.dtype)
+
     def __getitem__(self, index) -> PackedTensor:
         """As `nnx.Param` asks for its value: `w[...]`."""
         if index is not Ellipsis:
@@ -60,6 +66,19 @@ class PackedTensor:
 
         arrays = (self.values, self.scales, self.tops)
         return Weight(*(x if x is None or x.ndim == 4 else x[None] for x in arrays))
+
+    def of_experts(self, stacked: bool) -> Weight:
+        """For the kernels of experts, [L, E, P, K, N]. stacked: whether there is a dimension of layers."""
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
+
+        arrays = (self.values, self.scales, self.tops)
+        return Weight(*(x if x is None else x.reshape(_of_experts(x.shape, stacked)) for x in arrays))
+
+
+def _of_experts(shape: tuple[int, ...], stacked: bool) -> tuple[int, ...]:
+    """[(L,) E, (2,) 1, K, N] -> [L, E, P, K, N]"""
+    lead = shape[: 1 + stacked] if stacked else (1, shape[0])
+    return *lead, math.prod(shape[1 + stacked : -2]), *shape[-2:]
 
 
 def by_kernel(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
@@ -90,7 +109,7 @@ def gains(scheme: Scheme) -> bool:
 @dataclass(frozen=True)
 class Packing:
     """How a weight of a scheme is packed: its shape, logical axes and contracting dimensions, which are neighbours;
-    before them only that of a stack."""
+    before them are those of a stack and of experts."""
 
     scheme: Scheme
     shape: tuple[int, ...]
@@ -183,9 +202,20 @@ class Packing:
             return f"the {share} inputs of a device do not divide into passes of {_DEPTH}"
         if self.group not in (None, self.scheme.group):
             return f"groups have {self.group} inputs, not {self.scheme.group}, which do not divide theirs"
-        from inferlib.pallas_kernels.mx_matmul_tpu import unsupported
+        from inferlib.pallas_kernels import grouped_matmul_tpu, mx_matmul_tpu
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
+
+        if axes.EXPERTS in self.names:
+            x = jax.ShapeDtypeStruct((rows, share), dtype)
+            return grouped_matmul_tpu.unsupported(x, self.local_experts(shards))
+        shapes = ((shards.local_shape(names, shape), kind) for shape, names, kind in self.arrays().values())
+        stack = (jax.ShapeDtypeStruct((1, *shape)[-4:], kind) for shape, kind in shapes)
+        return mx_matmul_tpu.unsupported(rows, dtype, Weight(*stack))
+
+    def local_experts(self, shards: Shards) -> Weight:
+        """Shapes of a device's share of experts, for kernels (see `PackedTensor.of_experts`)."""
         from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
         shapes = ((shards.local_shape(names, shape), kind) for shape, names, kind in self.arrays().values())
-        stack = (jax.ShapeDtypeStruct((1, *shape)[-4:], kind) for shape, kind in shapes)
-        return unsupported(rows, dtype, Weight(*stack))
+        stacked = self.names[0] == axes.LAYERS
+        return Weight(*(jax.ShapeDtypeStruct(_of_experts(shape, stacked), kind) for shape, kind in shapes))
