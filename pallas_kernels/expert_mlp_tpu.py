@@ -124,7 +124,8 @@ def expert_mlp(
     stored = [in_hbm(w, interpret) for w in (gate_up, down)]
     given = {"x": x, "factors": factors, "gate_up_scales": gate_up_scales, "down_scales": down_scales}
     given = {name: a for name, a in (given | {"gate_up_bias": gate_up_bias}).items() if a is not None}
-    given = {name: a.reshape(-1, a.shape[-1]) for name, a in given.items()}
+    # A row of float32 can be read wherever it lies.
+    given = {n: a.reshape(-1, a.shape[-1]).astype(x.dtype if n == "x" else jnp.float32) for n, a in given.items()}
     rows, count = x.shape[0], len(stored[0])
     scratch = [
         pltpu.VMEM((rows, dim), jnp.float32),
@@ -223,7 +224,7 @@ def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, sc
             if scale_input:
                 y = y * factor
             if "gate_up_bias" in given:
-                y = y + given["gate_up_bias"][row, at(piece)].astype(jnp.float32)
+                y = y + given["gate_up_bias"][row, at(piece)]
             both.append(y)
         inner = activation(*both).astype(x_ref.dtype)
         if weights[1].depth > columns:

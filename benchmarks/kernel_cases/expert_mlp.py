@@ -21,6 +21,7 @@ class ExpertMlp:
     experts: int = 128
     chosen: int = 8
     scheme: str = "bfloat16"
+    bias: bool = False
 
     kernel = "expert_mlp"
     floor_flops = 0
@@ -60,6 +61,8 @@ class ExpertMlp:
             "factors": ((self.tokens, experts), "float32"),
             "chosen": ((experts,), "int32"),
         }
+        if self.bias:
+            found["gate_up_bias"] = (experts, 2, hidden), "bfloat16"
         for part, shape in (("gate_up", (2, dim, hidden)), ("down", (1, hidden, dim))):
             arrays = stored(self.scheme, 2, experts, *shape)
             found |= {f"{part}.{name}": array for name, array in arrays.items()}
@@ -73,7 +76,7 @@ class ExpertMlp:
 
 
 _NAMES = ("values", "scales", "tops")
-GPT_OSS = {"dim": 2880, "hidden": 2880, "experts": 32, "chosen": 4}
+GPT_OSS = {"dim": 2880, "hidden": 2880, "experts": 32, "chosen": 4, "bias": True}
 MIXTRAL = {"dim": 4096, "hidden": 3584, "experts": 8, "chosen": 2}
 CASES = {
     "Qwen3-30B-A3B, 1 token": ExpertMlp(1),
