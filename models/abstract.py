@@ -275,8 +275,9 @@ def _must_keep_groups(weight: WeightSpec, quantization: Quantization | None, sha
     group, count = weight.scheme.group_of(size), shards.size(name)
     if size // group % count:
         able = [n for n in range(1, min(size // group, 256) + 1) if size // group % n == 0]
+        whole = f"ep={count} for whole experts, " if axes.EXPERTS in weight.axes else ""
         raise ShardingError(
             f"quantization {quantization.name!r} gives each {group} of the {size} elements of {weight.part} along "
             f"{name!r} a scale, and {count} devices of the {' and '.join(shards.mesh_axes(name))} axis would cut such "
-            f"groups: use int8 or fp8, or one of {able} devices"
+            f"groups: use {whole}int8 or fp8, or one of {able} devices"
         )
