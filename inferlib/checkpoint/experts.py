@@ -139,7 +139,7 @@ def _quantized(source: TensorSource, item: LoadItem, pieces: Sequence[Piece]) ->
     lead = sum(name in (axes.LAYERS, axes.EXPERTS) for name in weight.axes)
     how = kind, tuple(i - lead for i in weight.contracting), weight.scheme, weight.packed
     if is_kept(source, weight, pieces):
-        readers = (source.values, source.scales, source.zeros)[: len(weight.arrays)]
+        readers = (source.values, source.scales, source.zeros)[: 2 + weight.scheme.zeros]
         stored = (_read(reader, pieces, kind, item.fused_experts) for reader in readers)
         return fetched(run(_keep, how, *stored))
     return fetched(run(_quantize, how, *_read(source.read, pieces, kind, item.fused_experts)))
