@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
 from inferlib.pallas_kernels.expert_weights_tpu import ExpertBlocks, Stored, in_hbm, matrix_bytes, shape_of, unfit
 from inferlib.pallas_kernels.packed_weights_tpu import Weight, permute
+from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 16
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
@@ -58,8 +59,9 @@ class Blocks:
         return sum(held.nbytes for held in self.of(gate_up, down)) + scales + tokens * rows + MARGIN_BYTES
 
 
-def default_blocks(gate_up: Stored, down: Stored) -> Blocks:
-    """For gate_up [L, E, 2, D, F] and down [L, E, 1, F, D]: an expert in as few pieces as are not waited for long."""
+@tuned("expert_mlp", Blocks)
+def default_blocks(x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored) -> Blocks:
+    """For x [T, D], gate_up [L, E, 2, D, F], down [L, E, 1, F, D]: as few pieces as are not waited for long."""
     hidden, whole = shape_of(gate_up)[-1], 2 * matrix_bytes(gate_up) + matrix_bytes(down)
     tiles = hidden // LANES if hidden % LANES == 0 else 1
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0 and not _lacks(Blocks(hidden // n), gate_up, down)]
@@ -73,7 +75,7 @@ def unsupported(x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored, *, block
         return reason
     if isinstance(gate_up, Weight) != isinstance(down, Weight):
         return "it takes experts whose matrices are all packed, or none"
-    blocks = blocks or default_blocks(gate_up, down)
+    blocks = blocks or default_blocks(x, gate_up, down)
     if reason := _lacks(blocks, gate_up, down):
         return reason
     if (need := blocks.vmem_bytes(x, gate_up, down)) > VMEM_BYTES:
@@ -117,7 +119,7 @@ def expert_mlp(
     by_channel = not isinstance(gate_up, Weight) and gate_up.dtype != x.dtype
     if len({by_channel, gate_up_scales is not None, down_scales is not None}) != 1:
         raise ValueError("weights quantised by channel need scales, and others have none")
-    blocks, (_, experts, _, inner, hidden) = blocks or default_blocks(gate_up, down), shape_of(gate_up)
+    blocks, (_, experts, _, inner, hidden) = blocks or default_blocks(x, gate_up, down), shape_of(gate_up)
     weights, (tokens, dim) = blocks.of(gate_up, down), x.shape
     x = jnp.pad(x, ((0, -tokens % SUBLANES), (0, inner - dim)))
     factors = jnp.pad(factors.astype(jnp.float32), ((0, -tokens % SUBLANES), (0, 0)))

@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
 from inferlib.pallas_kernels.expert_weights_tpu import ExpertBlocks, Stored, in_hbm, matrix_bytes, shape_of, unfit
 from inferlib.pallas_kernels.packed_weights_tpu import Weight, permute
+from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 16
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
@@ -62,6 +63,7 @@ class Blocks:
         return held.nbytes + rows + scales + MARGIN_BYTES
 
 
+@tuned("grouped_matmul", Blocks)
 def default_blocks(x: jax.ShapeDtypeStruct, w: Stored) -> Blocks:
     """For x [M, I] and weights [L, E, P, I, O]: products as high as groups, and weights in as few pieces as fit."""
     rows, (groups, parts, _, outer) = x.shape[0], shape_of(w)[1:]

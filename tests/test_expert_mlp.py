@@ -19,8 +19,6 @@ from inferlib.pallas_kernels.expert_mlp_tpu import Blocks, unsupported
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
 from tests.packed_experts import packed
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 
 def activation(gate, up):
     return gate / (1 + jnp.exp(-gate)) * up

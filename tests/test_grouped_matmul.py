@@ -20,8 +20,6 @@ from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 from tests.packed_experts import packed
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 SMALL = Blocks(rows=64, columns=128, height=32, tail=16)
 TALL = Blocks(rows=112, columns=128, height=80, tail=80)
 

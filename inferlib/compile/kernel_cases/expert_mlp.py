@@ -7,7 +7,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from kernel_cases.draws import bits, stored, tokens_of_experts
+from inferlib.compile.kernel_cases.draws import bits, scheme_of, stored, tokens_of_experts
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,12 @@ class ExpertMlp:
 
     kernel = "expert_mlp"
     floor_flops = 0
+
+    @staticmethod
+    def of(x, gate_up, down) -> dict[str, ExpertMlp]:
+        """Of the arguments of `default_blocks`."""
+        scheme, (experts, _, _, hidden) = scheme_of(gate_up)
+        return {"at random": ExpertMlp(x[1], x[2], hidden, experts, min(8, experts), scheme)}
 
     @cached_property
     def counts(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What several kernels' cases draw at random, the same each time."""
+"""What several kernels' cases draw, at random or not, the same each time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ def shuffled_pages(lengths: Sequence[int], page: int) -> np.ndarray:
     """A table [rows, columns] int32 of pages of `page` positions in no order, as long as the longest row needs."""
     columns = -(-max(lengths) // page)
     return np.random.default_rng(1).permutation(len(lengths) * columns).reshape(-1, columns).astype(np.int32)
+
+
+def unequal(most: int, rows: int) -> tuple[int, ...]:
+    """Lengths of rows, in even steps up to the largest."""
+    return tuple(most * (row + 1) // rows for row in range(rows))
 
 
 def tokens_of_experts(tokens: int, experts: int, chosen: int) -> np.ndarray:
@@ -40,3 +45,13 @@ def stored(scheme: str, *shape: int) -> dict[str, tuple[tuple[int, ...], str]]:
 def bits(scheme: str) -> float:
     """Of an element with its share of a group's scale."""
     return {"bfloat16": 16, "mxfp4": 4.25, "mxfp8": 8.25, "int4": 4.25, "fp8_block": 8.25}.get(scheme, 8)
+
+
+def scheme_of(weight: list | dict) -> tuple[str, list[int]]:
+    """The scheme and the shape of experts' weights [E, P, K, N], of what `tuned_tpu` knows them by."""
+    if isinstance(weight, list):
+        return {"float8_e4m3fn": "fp8"}.get(weight[0], weight[0]), weight[1:]
+    (dtype, *shape), (scales, *_) = weight["values"], weight["scales"]
+    if "tops" in weight:
+        return "mxfp4", [*shape[:2], 8 * shape[2], shape[3]]
+    return ("mxfp8" if scales == "uint8" else "fp8_block" if dtype == "float8_e4m3fn" else dtype), shape

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kernel_cases.draws import bits, stored, tokens_of_experts
+from inferlib.compile.kernel_cases.draws import bits, scheme_of, stored, tokens_of_experts
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,12 @@ class GroupedMatmul:
     scheme: str = "bfloat16"
 
     kernel = "grouped_matmul"
+
+    @staticmethod
+    def of(x, w) -> dict[str, GroupedMatmul]:
+        """Of the arguments of `default_blocks`."""
+        scheme, (experts, parts, inner, outer) = scheme_of(w)
+        return {"at random": GroupedMatmul(x[1], parts, inner, outer, experts, chosen=1, scheme=scheme)}
 
     @cached_property
     def sizes(self) -> np.ndarray:
