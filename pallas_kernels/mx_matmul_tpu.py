@@ -1,10 +1,7 @@
 """Products with quantised weights on TPUs: packed elements are read once and unpacked in registers.
 
-The MXU takes bfloat16 rows against weights of 8-bit floats, so that is what elements become. Those of 4 bits with a
-power of two for each 32 (MXFP4) become e5m2 with their scale in the exponent, four at a time in a 32-bit word, relative
-to the largest scale of their column: what is 2^-26 of that or less vanishes, as it does in a float32 sum. Scales of
-other formats multiply partial sums; where groups are shorter than a pass of the MXU, rows are repeated, each with the
-elements of one group.
+What is stored is `packed_weights_tpu.Weight`. Where groups are shorter than a pass of the MXU, few rows are repeated,
+each with the elements of one group.
 """
 
 from __future__ import annotations
@@ -18,17 +15,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.pallas_kernels.packed_weights_tpu import (
+    BLOCK,
+    DEPTH,
+    STEP,
+    Held,
+    Weight,
+    permute,
+    unpack_scales,
+)
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, ROWS = 128, 16  # of a tile of bfloat16
-DEPTH = 128  # inputs that are unpacked together
-BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
 VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x, 128 MiB on v5e and v6e
 X_ELEMENTS = 1 << 22  # of x at a time
-TALL = 64  # rows from which on the MXU is what takes longest
 REPEATED = 32  # rows that are repeated for their groups: more, and weights are scaled before the product
-STEP, TALL_STEP = 2048, 512  # inputs of one iteration: of many rows few, as the compiler takes longer for them
-_TOP = 27  # exponent of the largest scale of a column, of 5 bits, so that 6.0 is finite
 
 
 @dataclass(frozen=True)
@@ -55,79 +56,6 @@ def blocks(rows: int, parts: int, inputs: int, columns: int, bits: int, group: i
     tall = max(min(X_ELEMENTS // inputs, 512) // ROWS * ROWS, ROWS)
     even = lambda size, count, tile: pl.cdiv(size, count * tile) * tile  # noqa: E731
     return Blocks(even(rows, pl.cdiv(rows, tall), ROWS), even(columns, steps, LANES))
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Weight:
-    """A stack of weights [L, P, K, N] as the kernel reads them, K a multiple of 128.
-
-    values: int8, int4 or e4m3 [L, P, K, N], scales float32 [L, P, K / g, N], or e8m0 codes as uint8 for g = 32; or of
-    MXFP4 what `pack_mxfp4` returns, tops included.
-    """
-
-    values: jax.Array
-    scales: jax.Array
-    tops: jax.Array | None = None
-
-    @property
-    def packed(self) -> bool:
-        return self.tops is not None
-
-    @property
-    def inputs(self) -> int:
-        """K"""
-        return self.values.shape[2] * (8 if self.packed else 1)
-
-    @property
-    def group(self) -> int:
-        """Inputs that share a scale."""
-        return BLOCK if self.packed else self.inputs // self.scales.shape[2]
-
-    @property
-    def bits(self) -> int:
-        """Of an element."""
-        return 4 if self.packed else jax.dtypes.itemsize_bits(self.values.dtype)
-
-
-# ---- storage
-
-
-def pack_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """e2m1 codes uint8 [..., K, N] and e8m0 codes uint8 [..., K / 32, N] as the kernel reads them; traceable.
-
-    K, a multiple of 32, is padded to one of 128. Returns words int32 [..., K / 8, N], exponents int32
-    [..., K / 128, N] and tops float32 [..., 1, N].
-
-    Of each 128 inputs, nibble 2 b + h of word r holds input 32 b + 16 h + r: so byte b is of block b, as is byte b of
-    its exponents. A nibble has, from above, the exponent (0.5 is 0) and the inverses of mantissa and sign, less 1; all
-    ones are zero, for which the addition of that 1 carries into what then takes the rest away.
-    """
-    inputs, columns = codes.shape[-2:]
-    pad = [(0, 0)] * (codes.ndim - 2)
-    codes = jnp.pad(codes, [*pad, (0, -inputs % DEPTH), (0, 0)])
-    scales = jnp.pad(scales, [*pad, (0, codes.shape[-2] // BLOCK - scales.shape[-2]), (0, 0)])
-    float_ = jnp.maximum(codes & 7, 1) - (codes & 7 == 1)  # of 0.5, 1, 1.5, ... exponent and mantissa
-    nibbles = ((float_ ^ 1) << 1 | 1 - (codes >> 3)) - 1
-    nibbles = jnp.where(codes & 7 == 0, 15, nibbles).astype(jnp.uint32)
-    nibbles = nibbles.reshape(*codes.shape[:-2], -1, 4, 2, 16, columns)
-    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32).reshape(4, 2, 1, 1)
-    words = jnp.sum(nibbles << shifts, axis=(-4, -3), dtype=jnp.uint32)
-    words = lax.bitcast_convert_type(words, jnp.int32).reshape(*codes.shape[:-2], -1, columns)
-    top = jnp.max(scales, axis=-2, keepdims=True).astype(jnp.int32)
-    exponents = jnp.maximum(_TOP + scales.astype(jnp.int32) - top, 0).astype(jnp.uint32)
-    exponents = exponents.reshape(*scales.shape[:-2], -1, 4, columns)
-    exponents = jnp.sum(exponents << jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None], axis=-2, dtype=jnp.uint32)
-    return words, lax.bitcast_convert_type(exponents, jnp.int32), _power_of_two(top)
-
-
-def _power_of_two(code: jax.Array) -> jax.Array:
-    """float32 of an e8m0 code, int32; 2^-127 as zero, which devices take it for."""
-    bits = lax.bitcast_convert_type(code << 23, jnp.float32)
-    return jnp.where(code == 255, jnp.nan, bits)
-
-
-# ---- the product
 
 
 def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None) -> str | None:
@@ -195,11 +123,7 @@ def mx_matmul(
     scratch = []
     if weight.packed or repeats > 1:
         scratch.append(pltpu.VMEM((repeats * tall, inputs), x.dtype))
-    if weight.packed:
-        scratch += [pltpu.VMEM((parts, inputs // DEPTH, wide), jnp.int32)] * 2
-    elif weight.group == BLOCK:
-        scratch.append(pltpu.VMEM((parts, inputs // BLOCK, wide), jnp.float32))
-    nbytes = sum(a.size // a.shape[0] * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in arrays)
+    scratch += [pltpu.VMEM((parts, depth, wide), dtype) for depth, dtype in weight.unpacked]
     y = pl.pallas_call(
         functools.partial(_kernel, packed=weight.packed, group=weight.group, repeats=repeats),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -215,7 +139,7 @@ def mx_matmul(
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * inputs * parts * columns,
-            bytes_accessed=pl.cdiv(rows, tall) * nbytes
+            bytes_accessed=pl.cdiv(rows, tall) * parts * weight.nbytes
             + x.size * x.dtype.itemsize
             + parts * rows * columns * jnp.dtype(out_dtype).itemsize,
             transcendentals=0,
@@ -237,99 +161,23 @@ def _kernel(_, x_ref, values_ref, scales_ref, *refs, packed, group, repeats):
     tops_ref = refs.pop(0) if packed else None
     out_ref = refs.pop(0)
     xs_ref = refs.pop(0) if packed or repeats > 1 else x_ref
-    parts, rows, columns = out_ref.shape
-    inputs = x_ref.shape[1]
+    parts = out_ref.shape[0]
 
     @pl.when(pl.program_id(1) == 0)
     def _():
         if packed:
-            _permute(x_ref, xs_ref)
+            permute(x_ref, xs_ref)
         elif repeats > 1:
             _repeat(x_ref, xs_ref, repeats)
 
-    if packed:
-        keep_ref, add_ref = refs
-        scaled = scales_ref[...] << 2
-        keep_ref[...] = scaled & _bytes(0x70) | _bytes(0x0E)
-        add_ref[...] = scaled & _bytes(0x0C)
-    elif group == BLOCK:
-        (wide_ref,) = refs
-        wide_ref[...] = _power_of_two(scales_ref[...].astype(jnp.int32))
-        scales_ref = wide_ref
-
-    def product(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-    def words(part: int, at: jax.Array, depth: int) -> jax.Array:
-        found = []
-        for n in range(depth // DEPTH):
-            row = lax.div(at, DEPTH) + n
-            word = values_ref[part, pl.ds(pl.multiple_of(row * 16, 16), 16), :]
-            keep, add = (jnp.broadcast_to(ref[part, pl.ds(row, 1), :], word.shape) for ref in (keep_ref, add_ref))
-            found += [_floats(word, half, keep, add) for half in range(2)]
-        return pltpu.bitcast(jnp.concatenate(found), jnp.float8_e5m2)
-
-    def part_of(part: int, at: jax.Array, depth: int) -> jax.Array:
-        """The product over `depth` inputs."""
-        x = xs_ref[:, pl.ds(pl.multiple_of(at, DEPTH), depth)]
-        if packed:
-            return product(x, words(part, at, depth))
-        w = values_ref[part, pl.ds(pl.multiple_of(at, DEPTH), depth), :]
-        if group == inputs:
-            return product(x, w)
-        scales = [scales_ref[part, pl.ds(lax.div(at, group) + n, 1), :] for n in range(depth // group)]
-        if repeats < len(scales):
-            wide = jnp.concatenate([jnp.broadcast_to(scale, (group, columns)) for scale in scales])
-            return product(x, (w.astype(jnp.float32) * wide).astype(x.dtype))
-        y = product(x, w)
-        return sum(y[n * rows : (n + 1) * rows] * scale for n, scale in enumerate(scales))
-
-    width = DEPTH if not packed and group < inputs else 2 * DEPTH if inputs % (2 * DEPTH) == 0 else DEPTH
-    most = STEP if rows <= TALL else TALL_STEP
-    step = next(size for size in range(most, 0, -width) if inputs % size == 0)
+    unpacked = unpack_scales(scales_ref, refs)
     for part in range(parts):
-
-        def body(i, total, part=part):
-            for at in range(0, step, width):
-                total = total + part_of(part, jnp.int32(i * step + at), width)
-            return total
-
-        zero = jnp.zeros((rows, columns), jnp.float32)
-        total = body(0, zero) if step == inputs else lax.fori_loop(0, inputs // step, body, zero)
-        if packed:
-            total = total * tops_ref[part]
-        elif group == inputs:
-            total = total * scales_ref[part]
-        out_ref[part] = total.astype(out_ref.dtype)
-
-
-def _permute(x_ref, xs_ref) -> None:
-    """Input 32 b + r of each 128 goes to 4 r + b, by a product with what also takes `_TOP` away: multiplied by that, a
-    small scale of a column would be no normal number."""
-    source, target = (lax.broadcasted_iota(jnp.int32, (DEPTH, DEPTH), axis) for axis in range(2))
-    goes = source == BLOCK * (target & 3) + (target >> 2)
-    moves = jnp.where(goes, 2.0 ** (14 - _TOP), 0.0).astype(x_ref.dtype)
-    for at in range(0, x_ref.shape[1], DEPTH):
-        moved = jnp.dot(x_ref[:, at : at + DEPTH], moves, preferred_element_type=jnp.float32)
-        xs_ref[:, at : at + DEPTH] = moved.astype(xs_ref.dtype)
+        tops = tops_ref.at[part] if packed else None
+        held = Held(group, values_ref.at[part], [ref.at[part] for ref in unpacked], tops)
+        out_ref[part] = held.product(xs_ref, repeats=repeats).astype(out_ref.dtype)
 
 
 def _repeat(x_ref, xs_ref, repeats: int) -> None:
     x = x_ref[...]
     block = lax.rem(lax.div(lax.broadcasted_iota(jnp.int32, x.shape, 1), BLOCK), repeats)
     xs_ref[...] = jnp.concatenate([jnp.where(block == n, x, 0) for n in range(repeats)])
-
-
-def _bytes(value: int) -> jax.Array:
-    """A word of four equal bytes."""
-    word = value * 0x01010101
-    return jnp.int32(word - (1 << 32) if word >> 31 else word)
-
-
-def _floats(word: jax.Array, half: int, keep: jax.Array, add: jax.Array) -> jax.Array:
-    """The nibbles of one half of each byte as e5m2; see `pack_mxfp4`."""
-    nibble = lax.shift_right_logical(word, jnp.int32(4)) if half else word
-    # An exponent of 28 or more, of which the scale keeps a part; of zero, a byte of nothing but the highest bit.
-    magnitude = ((nibble & _bytes(0x0F)) + _bytes(0x71)) & keep
-    sign = (word << (3 if half else 7)) & _bytes(0x80)
-    return (magnitude ^ (sign | _bytes(0x02))) + add

@@ -1,7 +1,8 @@
-"""Quantised weights as the TPU kernel of `ops.matmul` reads them: a `PackedTensor` stands where layers have a matrix.
+"""Quantised weights as the TPU kernels of products read them: a `PackedTensor` stands where layers have a matrix.
 
 What a product sums over is one dimension, K, and its results are another, N, in front of which gate and up stay apart:
-[..., P, K, N]. It is made of a `QuantizedTensor` when weights are loaded; checkpoints hold the latter.
+[..., P, K, N]; experts come before them. It is made of a `QuantizedTensor` when weights are loaded; checkpoints hold
+the latter.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 if TYPE_CHECKING:
-    from inferlib.pallas_kernels.mx_matmul_tpu import Weight
+    from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedTensor:
-    """See `mx_matmul_tpu.Weight` for values, scales and tops; those of one layer, or of a stack of which `layer` is
-    used. apart: whether the first dimension of a product is P; rest: its dimensions after that which N begins with."""
+    """See `packed_weights_tpu.Weight` for values, scales and tops; those of one layer, or of a stack of which `layer`
+    is used. apart: whether the first dimension of a product is P; rest: its dimensions after that which N begins with.
+    """
 
     values: jax.Array
     scales: jax.Array
@@ -41,6 +43,11 @@ class PackedTensor:
     def shape(self) -> tuple[int, ...]:
         """Of the values."""
         return self.values.shape
+
+    @property
+    def bits(self) -> int:
+        """Of an element."""
+        return 4 if self.tops is not None else jax.dtypes.itemsize_bits(self.values.dtype)
 
     def __getitem__(self, index) -> PackedTensor:
         """As `nnx.Param` asks for its value: `w[...]`."""
@@ -55,10 +62,31 @@ class PackedTensor:
     @property
     def stack(self) -> Weight:
         """For the kernel, [L, P, K, N]."""
-        from inferlib.pallas_kernels.mx_matmul_tpu import Weight
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
         arrays = (self.values, self.scales, self.tops)
         return Weight(*(x if x is None or x.ndim == 4 else x[None] for x in arrays))
+
+    def of_experts(self, stacked: bool) -> Weight:
+        """For the kernels of experts, [L, E, P, K, N]. stacked: whether there is a dimension of layers."""
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
+
+        arrays = (self.values, self.scales, self.tops)
+        return Weight(*(x if x is None else x.reshape(_of_experts(x.shape, stacked)) for x in arrays))
+
+
+def _codes(values: jax.Array) -> jax.Array:
+    """Of e2m1, as uint8. By arithmetic: XLA:CPU does not always know how to take the type for integers."""
+    x = values.astype(jnp.float32)
+    size = jnp.abs(x)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    code = jnp.where(size <= 2, 2 * size, jnp.where(size <= 4, size + 2, 7))
+    return code.astype(jnp.uint8) | (jnp.signbit(x).astype(jnp.uint8) << 3)
+
+
+def _of_experts(shape: tuple[int, ...], stacked: bool) -> tuple[int, ...]:
+    """[(L,) E, (2,) 1, K, N] -> [L, E, P, K, N]"""
+    lead = shape[: 1 + stacked] if stacked else (1, shape[0])
+    return *lead, math.prod(shape[1 + stacked : -2]), *shape[-2:]
 
 
 def by_kernel(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
@@ -89,7 +117,7 @@ def gains(scheme: Scheme) -> bool:
 @dataclass(frozen=True)
 class Packing:
     """How a weight of a scheme is packed: its shape, logical axes and contracting dimensions, which are neighbours;
-    before them only that of a stack."""
+    before them are those of a stack and of experts."""
 
     scheme: Scheme
     shape: tuple[int, ...]
@@ -152,10 +180,9 @@ class Packing:
     def pack(self, values: jax.Array, scales: jax.Array) -> tuple[jax.Array, ...]:
         """The arrays, of those of the scheme. Traceable."""
         if self.is_mxfp4:
-            from inferlib.pallas_kernels.mx_matmul_tpu import pack_mxfp4
+            from inferlib.pallas_kernels.packed_weights_tpu import pack_mxfp4
 
-            codes = lax.bitcast_convert_type(values, jnp.uint4).astype(jnp.uint8)
-            codes, scales = self._matrix(codes), self._matrix(lax.bitcast_convert_type(scales, jnp.uint8))
+            codes, scales = self._matrix(_codes(values)), self._matrix(lax.bitcast_convert_type(scales, jnp.uint8))
             return pack_mxfp4(codes, scales)
         if self.scheme.scales == "float8_e8m0fnu":
             scales = lax.bitcast_convert_type(scales, jnp.uint8)
@@ -182,8 +209,20 @@ class Packing:
             return f"the {share} inputs of a device do not divide into passes of {_DEPTH}"
         if self.group not in (None, self.scheme.group):
             return f"groups have {self.group} inputs, not {self.scheme.group}, which do not divide theirs"
-        from inferlib.pallas_kernels.mx_matmul_tpu import Weight, unsupported
+        from inferlib.pallas_kernels import grouped_matmul_tpu, mx_matmul_tpu
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
+        if axes.EXPERTS in self.names:
+            x = jax.ShapeDtypeStruct((rows, share), dtype)
+            return grouped_matmul_tpu.unsupported(x, self.local_experts(shards))
         shapes = ((shards.local_shape(names, shape), kind) for shape, names, kind in self.arrays().values())
         stack = (jax.ShapeDtypeStruct((1, *shape)[-4:], kind) for shape, kind in shapes)
-        return unsupported(rows, dtype, Weight(*stack))
+        return mx_matmul_tpu.unsupported(rows, dtype, Weight(*stack))
+
+    def local_experts(self, shards: Shards) -> Weight:
+        """Shapes of a device's share of experts, for kernels (see `PackedTensor.of_experts`)."""
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
+
+        shapes = ((shards.local_shape(names, shape), kind) for shape, names, kind in self.arrays().values())
+        stacked = self.names[0] == axes.LAYERS
+        return Weight(*(jax.ShapeDtypeStruct(_of_experts(shape, stacked), kind) for shape, kind in shapes))

@@ -41,7 +41,8 @@ class MxMatmul:
         return 2 * self.rows * self.parts * self.inputs * self.outputs
 
     def function(self):
-        from inferlib.pallas_kernels.mx_matmul_tpu import Weight, mx_matmul
+        from inferlib.pallas_kernels.mx_matmul_tpu import mx_matmul
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
         return lambda x, **arrays: mx_matmul(x, Weight(**arrays))
 
