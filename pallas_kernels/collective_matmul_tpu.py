@@ -70,7 +70,9 @@ def unsupported(
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"they take rows and weights of bfloat16, or both of float32, not {x.dtype} and {w.dtype}"
     if rows % SUBLANES or rows < 2 * SUBLANES:
-        return f"a device has {rows} rows, not a multiple of {SUBLANES} from {2 * SUBLANES} on: half of them go each way"
+        return (
+            f"a device has {rows} rows, not a multiple of {SUBLANES} from {2 * SUBLANES} on: half of them go each way"
+        )
     chosen = blocks_ or blocks(rows, w, scatters=scatters)
     *_, inner, outer = w.shape
     if inner % LANES or outer % chosen.columns:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +40,24 @@ def on_mesh(devices: int, f, ins, outs):
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("8")])
 def test_equal_the_oracle_without_races(name, capsys):
+    check(name)
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("8")])
+def test_equal_the_oracle_without_races_on_eight_devices(name):
+    """In a process of its own, as its devices wait for each other in more threads than JAX has by default."""
+    root = str(Path(__file__).parents[1])
+    env = os.environ | {"NPROC": "32", "JAX_PLATFORMS": "cpu", "PYTHONPATH": root}
+    run = subprocess.run([sys.executable, __file__, name], env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout == "equal\n"
+
+
+def check(name: str) -> None:
     """One after the other: all-gather and two products side by side, then a product and the reduce-scatter. Other
     layers' weights are NaN, and so is on-chip memory that nothing was copied to."""
     devices, mode, sizes, rows, dtype = CASES[name]
@@ -63,7 +83,6 @@ def test_equal_the_oracle_without_races(name, capsys):
     tolerance = 1e-5 if dtype == "float32" else 0.1
     np.testing.assert_allclose(np.asarray(y, float), expected, rtol=0, atol=tolerance)
     np.testing.assert_allclose(np.asarray(z, float), expected.sum(0) @ down[1], rtol=0, atol=tolerance)
-    assert "RACE" not in capsys.readouterr().out  # newer jax raises
 
 
 def test_sums_are_made_in_the_order_stated():
@@ -126,11 +145,9 @@ def test_what_they_cannot_run_is_refused_with_the_reason():
 
 
 def test_bad_calls_raise_before_anything_runs():
-    def call(rows, devices=2, kernel=kernels.all_gather_matmul, **options):
-        x, w = jnp.zeros((devices * rows, 128)), jnp.zeros((1, 1, 128, 128))
-        if kernel is kernels.matmul_reduce_scatter:
-            return on_mesh(devices, partial(kernel, axis="x", **options), (P(), P()), P("x"))(x, w[0])
-        return on_mesh(devices, partial(kernel, axis="x", **options), (P("x"), P()), P())(x, w)
+    def call(rows, devices=2, **options):
+        run = partial(kernels.all_gather_matmul, axis="x", **options)
+        return on_mesh(devices, run, (P("x"), P()), P())(jnp.zeros((devices * rows, 128)), jnp.zeros((1, 1, 128, 128)))
 
     with pytest.raises(ValueError, match="does not run this product with its collective: a device has 40 rows"):
         call(40)
@@ -139,9 +156,8 @@ def test_bad_calls_raise_before_anything_runs():
     with pytest.raises(ValueError, match="it needs no collective"):
         call(32, devices=1)
     with pytest.raises(ValueError, match="splits 61 rows over 2 devices: pad them"):
-        call(30.5, kernel=kernels.matmul_reduce_scatter) if False else on_mesh(
-            2, partial(kernels.matmul_reduce_scatter, axis="x"), (P(), P()), P("x")
-        )(jnp.zeros((61, 128)), jnp.zeros((1, 128, 128)))
+        run = partial(kernels.matmul_reduce_scatter, axis="x")
+        on_mesh(2, run, (P(), P()), P("x"))(jnp.zeros((61, 128)), jnp.zeros((1, 128, 128)))
 
 
 def test_usual_blocks_keep_weights_on_chip_where_they_fit():
@@ -151,3 +167,9 @@ def test_usual_blocks_keep_weights_on_chip_where_they_fit():
     assert chosen(256, 2, 4096, 1792, scatters=False) == Blocks(256, 14, 256)  # llama3-8b on 8
     assert chosen(260 + 12, 1, 1792, 4096, scatters=True) == Blocks(512, 8, 272)
     assert chosen(1024, 2, 8192, 3584, scatters=False) == Blocks(512, 2, 512)  # llama3-70b on 8
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    check(sys.argv[1])
+    print("equal")
