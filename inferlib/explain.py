@@ -29,6 +29,7 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import Backend
 from inferlib.models.config import LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from inferlib.models.layers.exchange import exchange_of
+from inferlib.models.layers.ring import in_ring, rings
 from inferlib.ops.cache_write import folded_rows
 from inferlib.ops.quantized import nbytes
 from inferlib.sampling.params import MAX_LOGPROBS
@@ -56,17 +57,19 @@ class Placement:
 class Collective:
     """`count` collectives of a step. nbytes: of the whole array of one: what an all-reduce or an all-gather returns,
     what a reduce-scatter, an all-to-all or a permutation takes, and a ragged all-to-all is expected to. axis: the mesh
-    axes whose devices take part, joined by "+". A fused all-reduce is a kernel, see `programs.fuses`, and not among
-    XLA's collectives. Of tokens that go to experts in rounds the first counts (see `models.layers.exchange`)."""
+    axes whose devices take part, joined by "+". A fused one is part of a kernel and not among XLA's collectives: see
+    `programs.fuses` and, for a gather or a reduce-scatter during a product of so many `flops` on a device,
+    `models.layers.ring`. Of tokens that go to experts in rounds the first counts (see `models.layers.exchange`)."""
 
     kind: Literal[
         *("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute"),
-        "fused all-reduce",
+        *("fused all-reduce", "fused all-gather", "fused reduce-scatter"),
     ]
     purpose: str
     axis: str
     nbytes: int
     count: int = 1
+    flops: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,7 @@ def explain_step(
     ledger, prompt = _Ledger(shards, fused, backend.exchange == "ragged"), key.chunks * key.chunk
     if fused:
         ledger.reduce("mailboxes", (axes.MLP,), (1,), np.float32)
-    _forward(ledger, model, plan, key)
+    _forward(ledger, model, plan, key, backend)
     if key.chunks:
         ledger.reduce("last tokens of prompts", (axes.TOKENS,), (key.chunks, _width(model)), model.dtype)
     _head(ledger, model, key.chunks + key.rows)
@@ -226,16 +229,20 @@ class _Ledger:
         kind = "reduce-scatter" if scattered else "all-reduce"
         self.add(kind, purpose, names, self._padded(shape), dtype)
 
-    def sum_layer(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype) -> None:
-        """The sum that ends a layer's attention or feed-forward."""
-        if self.fused:
+    def sum_layer(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype, flops: int = 0) -> None:
+        """The sum that ends a layer's attention or feed-forward. flops: of the product that it takes place with."""
+        if flops:
+            self.add("fused reduce-scatter", purpose, names, shape, dtype, flops=flops)
+        elif self.fused:
             self.add("fused all-reduce", purpose, names, shape, dtype)
         else:
             self.sum_tokens(purpose, names, shape, dtype)
 
-    def all_tokens(self, purpose: str, shape: tuple[int, int], dtype) -> None:
+    def all_tokens(self, purpose: str, shape: tuple[int, int], dtype, flops: int = 0) -> None:
+        """flops: of the product that it takes place with."""
         if self.shards.splits_tokens:
-            self.add("all-gather", purpose, (axes.MLP,), self._padded(shape), dtype)
+            kind = "fused all-gather" if flops else "all-gather"
+            self.add(kind, purpose, (axes.MLP,), self._padded(shape), dtype, flops=flops)
 
     def fed(self, purpose: str, shape: tuple[int, ...], dtype) -> None:
         if self.shards.feeders > 1:
@@ -248,12 +255,21 @@ class _Ledger:
         share = self.shards.size(axes.MLP) if self.shards.splits_tokens else 1
         return -(-shape[0] // share) * share, shape[1]
 
-    def add(self, kind: str, purpose: str, names: Sequence[str], shape: tuple[int, ...], dtype, count: int = 1) -> None:
+    def add(
+        self,
+        kind: str,
+        purpose: str,
+        names: Sequence[str],
+        shape: tuple[int, ...],
+        dtype,
+        count: int = 1,
+        flops: int = 0,
+    ) -> None:
         """names: the logical axes over which the devices speak. shape: see `Collective.nbytes`."""
         axis = _joined(self.shards.mesh_axes(*names))
         if axis and count:
             nbytes = prod(shape) * np.dtype(dtype).itemsize
-            self._counts[Collective(kind, purpose, axis, nbytes)] += self.times * count
+            self._counts[Collective(kind, purpose, axis, nbytes, flops=flops)] += self.times * count
 
 
 def _expert_bytes(model: AbstractModel, shards: Shards, tokens: int) -> int:
@@ -280,7 +296,7 @@ def _norm(ledger: _Ledger, model: AbstractModel, tokens: int, count: int = 1) ->
     ledger.reduce("norms", (axes.EMBED,), (tokens, 1), np.float32, count * numbers)
 
 
-def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: ProgramKey) -> None:
+def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: ProgramKey, backend: Backend) -> None:
     """The decoder over a step's tokens."""
     shards = ledger.shards
     tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
@@ -296,8 +312,9 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         ledger.reduce("per-layer embeddings", (axes.EMBED,), numbers, dtype)
     _streams(ledger, model, tokens, 1)
     passed = set()  # the layers whose cache goes around outside of a scan: XLA passes it on once for all who share it
-    for layers, block in zip(model.blocks(), plan.blocks, strict=True):
+    for number, (layers, block) in enumerate(zip(model.blocks(), plan.blocks, strict=True)):
         layer, ledger.times = model.config.layers[layers[0]], len(layers)
+        flops = _in_ring(model, shards, number, layer, tokens, backend)
         _norm(ledger, model, tokens, 2 * layer.post_norm + layer.pre_norm * (1 if layer.parallel else 2))
         if streams > 1:  # before and after the layer
             _norm(ledger, model, tokens, 2)
@@ -308,13 +325,13 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         if per_layer is not None:
             _norm(ledger, model, tokens)
             ledger.reduce("gate of per-layer embeddings", (axes.EMBED,), (tokens, per_layer.dim), dtype)
-        ledger.all_tokens("input of attention", hidden, dtype)
+        ledger.all_tokens("input of attention", hidden, dtype, flops["attn.qkv"])
         held, alone = layers[0] if layer.attention.cache_of is None else layer.attention.cache_of, len(layers) == 1
         _attention(ledger, model, layer, block, tokens, key, passes=not (alone and held in passed))
         passed |= {held} if alone else set()
         if not layer.parallel:
-            ledger.sum_layer("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype)
-            ledger.all_tokens("input of feed-forward", hidden, dtype)
+            ledger.sum_layer("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype, flops["attn.o"])
+            ledger.all_tokens("input of feed-forward", hidden, dtype, flops["mlp.gate_up"])
         ledger.fed("input of feed-forward", fed, dtype)
         if isinstance(layer.mlp, MoeSpec):
             _mixture(ledger, model, layer.mlp, fed[0])
@@ -322,10 +339,21 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
             _gate_up(ledger, model, layer.mlp, fed[0])
         own_norms = isinstance(layer.mlp, MoeSpec) and layer.mlp.own_norms
         both = "attention and feed-forward" if layer.parallel else "feed-forward"
-        ledger.sum_layer(both, (axes.MLP,), (fed[0], fed[1] * (1 + own_norms)), dtype)
+        ledger.sum_layer(both, (axes.MLP,), (fed[0], fed[1] * (1 + own_norms)), dtype, flops["mlp.down"])
     ledger.times = 1
     _streams(ledger, model, tokens, streams - 1)
     ledger.all_tokens("head", hidden, dtype)
+
+
+def _in_ring(
+    model: AbstractModel, shards: Shards, block: int, layer: LayerSpec, tokens: int, backend: Backend
+) -> Counter[str]:
+    """Operations on a device of the products of a block's layer that take place with their collective, by weight."""
+    names = in_ring(model.config, layer)
+    weights = (w.of_layer for w in model.weights if w.block == block and w.part in names and w.scheme is None)
+    shapes = {w.part: shards.local_shape(w.axes, w.shape) for w in weights}
+    chosen = rings(model.config, layer, shapes, model.dtype, tokens, shards, backend)
+    return Counter({name: 2 * tokens * prod(shapes[name]) for name in chosen})
 
 
 def _streams(ledger: _Ledger, model: AbstractModel, tokens: int, taken: int) -> None:

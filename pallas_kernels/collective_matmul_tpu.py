@@ -54,7 +54,7 @@ class Blocks:
 
 
 def blocks(rows: int, w: jax.ShapeDtypeStruct, *, scatters: bool) -> Blocks:
-    """For `rows` of a device and weights [L, P, K, N]: the weight stays on chip if it fits, else two blocks of it do."""
+    """For `rows` of a device and weights [L, P, K, N], which stay on chip if they fit, else two blocks of them do."""
     _, parts, _, outer = w.shape
     columns = next((n for n in range(COLUMNS, LANES, -LANES) if outer % n == 0), LANES)
     height = next((n for n in range(ROWS, SUBLANES, -SUBLANES) if rows % n == 0), SUBLANES)
@@ -208,7 +208,6 @@ def _call(kernel, name, inputs, axis, ring, out, *, scratch, remote, weights, vm
     around = np.stack([order[(places - steps) % devices], order[(places + steps) % devices]], axis=1)
     if not interpret:  # or XLA would bring small weights to VMEM whole
         w = pltpu.with_memory_space_constraint(w, pltpu.HBM)
-    moved = weights + x.size * (devices if name == "all_gather_matmul" else 1) + out.size
     return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -220,11 +219,11 @@ def _call(kernel, name, inputs, axis, ring, out, *, scratch, remote, weights, vm
         ),
         out_shape=out,
         compiler_params=pltpu.CompilerParams(
-            collective_id=collective_id, disable_bounds_checks=True, vmem_limit_bytes=vmem, has_side_effects=True
+            collective_id=collective_id, disable_bounds_checks=True, vmem_limit_bytes=vmem
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * x.size * w.shape[1] * w.shape[3] * (devices if name == "all_gather_matmul" else 1),
-            bytes_accessed=moved * x.dtype.itemsize,
+            bytes_accessed=(weights + x.size + out.size) * x.dtype.itemsize,
             transcendentals=0,
             remote_bytes_transferred=(devices - 1) * remote * x.dtype.itemsize,
         ),
@@ -318,7 +317,7 @@ def _gather_kernel(
     axis,
     height,
 ):
-    """In step s: the first half of the rows of the device s places to the left, the second half of the one to the right.
+    """In step s: the first half of the rows of the device s places to the left, the second of the one to the right.
 
     Scalars: layer [1], ring [2, n] (see `_call`). x [R, K], w [L, P, K, N], out [P, n R, N] in HBM. Scratch: rows
     [2, R, K]; blocks of weights [BUFFERS, K, C]; results [2, R, C]; semaphores: of sent rows for each side, of received
@@ -421,8 +420,8 @@ def _scatter_kernel(
     axis,
     height,
 ):
-    """In step s: what the first half of the rows of the device s + 1 places to the left gets, and the second half of the
-    one to the right; in the last these are its own.
+    """In step s: what the first half of the rows of the device s + 1 places to the left gets, and the second half of
+    the one to the right; in the last these are its own.
 
     Scalars: layer [1], ring [2, n] (see `_call`). x [n R, K], w [L, 1, K, N], out [R, N] in HBM. Scratch: rows
     [2, R, K]; blocks of weights [BUFFERS, K, C]; sums [2, N / C, R, C]; semaphores: of sent blocks for each side, of

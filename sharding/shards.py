@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from inferlib.sharding import axes
-from inferlib.sharding.mesh import MESH_AXES, Parallelism, ShardingError, make_mesh
+from inferlib.sharding.mesh import MESH_AXES, Parallelism, ShardingError, make_mesh, ring_of
 from inferlib.sharding.rules import PRESETS, Rules, preset
 from inferlib.sharding.stripe import Stripe
 
@@ -66,6 +66,11 @@ class Shards:
         """Whether other processes hold some of the devices."""
         return isinstance(self.mesh, Mesh) and self.mesh.is_multi_process
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether CPU devices are the mesh."""
+        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+
     def place(self, x: np.ndarray, names: tuple[str | None, ...]) -> jax.Array:
         """A host array, the same on every process, as an array on the mesh; each process transfers its own part."""
         if not self.several_processes:
@@ -87,6 +92,13 @@ class Shards:
     def size(self, name: str) -> int:
         """Into how many shares a logical axis is split."""
         return prod(self.mesh.shape[axis] for axis in self.mesh_axes(name))
+
+    def ring(self, axis: str) -> tuple[int, ...]:
+        """The places along a mesh axis, each near to the next; see `ring_of`."""
+        if not isinstance(self.mesh, Mesh):
+            return tuple(range(self.mesh.shape[axis]))
+        line = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(axis), -1).reshape(-1, self.mesh.shape[axis])
+        return ring_of(line[0])
 
     # ---- inside a program: this device's share, and collectives
 

@@ -110,8 +110,9 @@ def test_the_contract_takes_weights_as_layers_have_them(heads):
     down = rng.normal(size=(2, *up.shape[2:], 128))
 
     def run(x, up, down, layer, backend):
-        y = contract.all_gather_matmul(x, up, axis="x", layer=layer, backend=backend)
-        return y, contract.matmul_reduce_scatter(y, down, axis="x", layer=layer, backend=backend)
+        kind = dict(axis="x", layer=layer, backend=backend, interpret=True)
+        y = contract.all_gather_matmul(x, up, **kind)
+        return y, contract.matmul_reduce_scatter(y, down, **kind)
 
     expected = np.tensordot(x, up[1], 1)
     split = P(None, None, *[None] * (up.ndim - 3), "x")
@@ -155,9 +156,9 @@ def test_bad_calls_raise_before_anything_runs():
         call(32, ring=(0, 0))
     with pytest.raises(ValueError, match="it needs no collective"):
         call(32, devices=1)
+    run = on_mesh(2, partial(kernels.matmul_reduce_scatter, axis="x"), (P(), P()), P("x"))
     with pytest.raises(ValueError, match="splits 61 rows over 2 devices: pad them"):
-        run = partial(kernels.matmul_reduce_scatter, axis="x")
-        on_mesh(2, run, (P(), P()), P("x"))(jnp.zeros((61, 128)), jnp.zeros((1, 128, 128)))
+        run(jnp.zeros((61, 128)), jnp.zeros((1, 128, 128)))
 
 
 def test_usual_blocks_keep_weights_on_chip_where_they_fit():

@@ -25,6 +25,7 @@ from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel, gainful, unpackable
 from inferlib.models.batch import kernel_lacks
 from inferlib.models.config import AttentionSpec, MlaSpec
+from inferlib.models.layers.ring import rings
 from inferlib.ops.expert_mlp import MOST_TOKENS
 from inferlib.sharding import axes
 
@@ -154,7 +155,8 @@ class ProgramSet:
         shardings = [self.config.shards.sharding(spec.axes) for spec in self.model.specs]
         if self.layouts is None and not self._free:
             return tuple(shardings)
-        layouts = self.layouts or [Layout.AUTO] * len(shardings)
+        demanded = {} if self.layouts else _demanded(self.model, self.config)
+        layouts = self.layouts or [demanded.get(spec.name, Layout.AUTO) for spec in self.model.specs]
         return tuple(
             Format(layout, sharding or SingleDeviceSharding(jax.devices()[0]))
             for layout, sharding in zip(layouts, shardings, strict=True)
@@ -201,6 +203,25 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) ->
         raise ConfigurationError(
             f"{packed} weights work on a single CPU, in the process that compiles its programs: use int8, fp8 or mxfp8"
         )
+
+
+def _demanded(model: AbstractModel, config: EngineConfig) -> dict[str, Layout]:
+    """Layouts of the weights that a prefill multiplies together with its collective, by name: in any other each step
+    would copy them. A layer's parts (heads, gate and up) are apart, and in each the rows that are summed over."""
+    found, shards = {}, config.shards
+    steps = {p * c + rows for p, c in config.prefill_shapes() for rows in (0, config.rows)}
+    for weight in model.weights:
+        one = weight.of_layer
+        if weight.block is None or weight.scheme is not None:
+            continue
+        layer = model.config.layers[model.layers_of(weight.block)[0]]
+        shapes = {one.part: shards.local_shape(one.axes, one.shape)}
+        kind = model.config, layer, shapes, model.dtype
+        if any(rings(*kind, tokens, shards, config.backend) for tokens in steps):
+            dims, stack = list(range(len(one.shape))), len(weight.shape) - len(one.shape)
+            order = dims if one.axes[-1] == axes.EMBED else [*dims[1:-1], 0, dims[-1]]
+            found[weight.name] = Layout((*range(stack), *(stack + dim for dim in order)))
+    return found
 
 
 _CHECKED = {
