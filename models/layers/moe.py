@@ -18,7 +18,7 @@ from inferlib.models.layers.param import param
 from inferlib.models.layers.router import Router
 from inferlib.models.layout import Layout
 from inferlib.ops.expert_mlp import MOST_TOKENS, expert_mlp
-from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
+from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul, unsorted_pays
 from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -163,7 +163,7 @@ class Experts(nnx.Module):
             return self.at_once(x, jnp.where(ours, experts, own), weights, own, ctx, layer)
         scales = weights.reshape(-1) if self.spec.scale_input else None
         ids, rows = jnp.where(ours, experts, own).reshape(-1), jnp.arange(tokens * chosen, dtype=jnp.int32) // chosen
-        if ctx.backend.grouped_matmul == "pallas_gpu" and 4 * ids.size <= own:  # so few that experts are seldom shared
+        if unsorted_pays(self.gate_up[...], ids.size, own, ctx.backend.grouped_matmul):
             ids = jnp.where(ours.reshape(-1), ids, -1)
             product = partial(chosen_matmul, ids=ids, layer=layer, backend=ctx.backend.grouped_matmul)
             outputs = self.forward(x, rows, ids, product, scales, shards, layer)
