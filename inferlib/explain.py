@@ -232,7 +232,7 @@ class _Ledger:
     def sum_layer(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype, flops: int = 0) -> None:
         """The sum that ends a layer's attention or feed-forward. flops: of the product that it takes place with."""
         if flops:
-            self.add("fused reduce-scatter", purpose, names, shape, dtype, flops=flops)
+            self.add("fused reduce-scatter", purpose, names, self._padded(shape), dtype, flops=flops)
         elif self.fused:
             self.add("fused all-reduce", purpose, names, shape, dtype)
         else:
@@ -252,8 +252,7 @@ class _Ledger:
         return tuple(replace(c, count=count) for c, count in self._counts.items())
 
     def _padded(self, shape: tuple[int, int]) -> tuple[int, int]:
-        share = self.shards.size(axes.MLP) if self.shards.splits_tokens else 1
-        return -(-shape[0] // share) * share, shape[1]
+        return (self.shards.padded(shape[0]), shape[1]) if self.shards.splits_tokens else shape
 
     def add(
         self,

@@ -415,6 +415,7 @@ def _split(block: Block, ctx: StepContext, *, stacked: bool) -> tuple[nnx.GraphD
             return p
         values, axis = p.get_value() if stacked else p.get_value()[None], ring_axis(shards)
         kind = dict(scatters=p.axes[-1] == axes.EMBED, interpret=shards.on_cpu)
+        kind |= dict(tokens=ctx.tokens, padded=shards.padded(ctx.tokens))
         return p.replace(RingWeight(values, jnp.int32(0), axis, shards.ring(axis), **kind))
 
     graph, whole, state = nnx.split(block, is_whole, ...)

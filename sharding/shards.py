@@ -21,6 +21,8 @@ from inferlib.sharding.mesh import MESH_AXES, Parallelism, ShardingError, make_m
 from inferlib.sharding.rules import PRESETS, Rules, preset
 from inferlib.sharding.stripe import Stripe
 
+_TILE = 16  # rows of bfloat16
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -167,9 +169,15 @@ class Shards:
         over = self.mesh_axes(*names)
         if not over or not (self.splits_tokens or self.feeders > 1):
             return self.sum(x, *names)
-        short = -x.shape[0] % self.size(axes.MLP)
+        short = self.padded(x.shape[0]) - x.shape[0] if self.splits_tokens else 0
         padded = jnp.pad(x, ((0, short), (0, 0))) if short else x
         return lax.psum_scatter(padded, over, scatter_dimension=0, tiled=True)
+
+    def padded(self, tokens: int) -> int:
+        """Tokens with those that fill up the devices' equal shares; large ones are of whole tiles of a TPU's rows."""
+        devices = self.size(axes.MLP)
+        share = -(-tokens // devices)
+        return devices * (share if share < 8 * _TILE else -(-share // _TILE) * _TILE)
 
     def all_tokens(self, x: jax.Array, tokens: int) -> jax.Array:
         """Undo the split of tokens: this device's share -> [tokens, D]."""

@@ -18,13 +18,16 @@ Backend = Literal["xla", "pallas_tpu"]
 class RingWeight:
     """A stack of weights [L, ...] of which `layer` is used, and whose product takes place with its collective over a
     mesh axis: it stands where layers have a matrix, and `matmul` knows it. scatters: whether a reduce-scatter follows,
-    or an all-gather precedes. ring, interpret: see `all_gather_matmul`."""
+    or an all-gather precedes. tokens: rows of the whole, which are `padded` to so many. ring, interpret: see
+    `all_gather_matmul`."""
 
     values: jax.Array
     layer: jax.Array
     axis: str = field(metadata={"static": True})
     ring: tuple[int, ...] = field(metadata={"static": True})
     scatters: bool = field(metadata={"static": True})
+    tokens: int = field(metadata={"static": True})
+    padded: int = field(metadata={"static": True})
     interpret: bool = field(metadata={"static": True})
 
     @property
@@ -42,10 +45,13 @@ class RingWeight:
         return replace(self, layer=layer)
 
     def times(self, x: jax.Array) -> jax.Array:
-        """The product with x by the kernel."""
-        product = matmul_reduce_scatter if self.scatters else all_gather_matmul
-        kind = dict(axis=self.axis, ring=self.ring, layer=self.layer, interpret=self.interpret)
-        return product(x, self.values, backend="pallas_tpu", **kind)
+        """The product with x by the kernel: of a share [padded / n, K] -> [tokens, *P, N], or of [tokens, *K] -> a share
+        [padded / n, N]."""
+        kind = dict(axis=self.axis, ring=self.ring, layer=self.layer, backend="pallas_tpu", interpret=self.interpret)
+        if not self.scatters:
+            return all_gather_matmul(x, self.values, **kind)[: self.tokens]
+        x = jnp.pad(x, [(0, self.padded - self.tokens), *[(0, 0)] * (x.ndim - 1)])
+        return matmul_reduce_scatter(x, self.values, **kind)
 
 
 def all_gather_matmul(

@@ -39,9 +39,8 @@ def in_ring(config: ModelConfig, spec: LayerSpec) -> frozenset[str]:
 def rows_of(tokens: int, shards: Shards) -> int | None:
     """How many of a step's tokens a device has, if that is enough for the kernels."""
     axis = ring_axis(shards)
-    if axis is None or tokens % (devices := shards.mesh.shape[axis]):
-        return None
-    return rows if (rows := tokens // devices) >= LEAST_ROWS else None
+    rows = shards.padded(tokens) // shards.mesh.shape[axis] if axis else 0
+    return rows if rows >= LEAST_ROWS else None
 
 
 def lacks(name: str, shape: tuple[int, ...], dtype, rows: int) -> str | None:
