@@ -25,7 +25,8 @@ from inferlib.pallas_kernels.arithmetic_tpu import div, rem
 LANES, SUBLANES = 128, 16
 VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x; v5e and v6e have twice as many
 MARGIN_BYTES = 4 << 20  # of VMEM, for what the compiler keeps there
-COLUMNS, ROWS = 512, 512
+COLUMNS = 512
+_HEIGHTS = (*range(256, 112, -SUBLANES), *range(1024, 256, -SUBLANES), *range(112, 0, -SUBLANES))  # the best first
 # Neighbours meet before they write to each other. One that has left a call needed this device's rows for it, so this
 # one had met both of its neighbours: who comes early to the next call is not mistaken for another in this.
 _GATHER_ID, _SCATTER_ID = 0, 1
@@ -50,14 +51,19 @@ class Blocks:
         """With `rows` of a device and weights [L, P, K, N]."""
         *_, inner, outer = w.shape
         kept = 2 * rows * (inner + (outer if scatters else self.columns))
-        return (self.buffers * inner * self.columns + kept) * w.dtype.itemsize + MARGIN_BYTES
+        product = self.rows * (inner * w.dtype.itemsize + 4 * self.columns)  # what the compiler keeps of one
+        return (self.buffers * inner * self.columns + kept) * w.dtype.itemsize + product + MARGIN_BYTES
+
+    def keeps(self, w: jax.ShapeDtypeStruct) -> bool:
+        """Whether all of a layer's weight [L, P, K, N] stays on chip: else it is read in each step."""
+        return self.buffers * self.columns >= w.shape[1] * w.shape[3]
 
 
 def blocks(rows: int, w: jax.ShapeDtypeStruct, *, scatters: bool) -> Blocks:
     """For `rows` of a device and weights [L, P, K, N], which stay on chip if they fit, else two blocks of them do."""
     _, parts, _, outer = w.shape
     columns = next((n for n in range(COLUMNS, LANES, -LANES) if outer % n == 0), LANES)
-    height = next((n for n in range(ROWS, SUBLANES, -SUBLANES) if rows % n == 0), SUBLANES)
+    height = next((n for n in _HEIGHTS if rows % n == 0), SUBLANES)
     whole = Blocks(columns, max(parts * outer // columns, 1), height)
     return whole if whole.vmem_bytes(rows, w, scatters=scatters) <= VMEM_BYTES else Blocks(columns, 2, height)
 
@@ -124,7 +130,7 @@ def all_gather_matmul(
             pltpu.SemaphoreType.REGULAR((2,)),
         ],
         remote=rows * inner,
-        weights=_reads(chosen, parts * outer, devices) * inner * parts * outer,
+        weights=(1 if chosen.keeps(w) else devices) * inner * parts * outer,
         vmem=chosen.vmem_bytes(rows, w, scatters=False),
         collective_id=_GATHER_ID,
         interpret=interpret,
@@ -175,7 +181,7 @@ def matmul_reduce_scatter(
             pltpu.SemaphoreType.REGULAR((2,)),
         ],
         remote=rows * outer,
-        weights=_reads(chosen, outer, devices) * inner * outer,
+        weights=(1 if chosen.keeps(w) else devices) * inner * outer,
         vmem=chosen.vmem_bytes(rows, w, scatters=True),
         collective_id=_SCATTER_ID,
         interpret=interpret,
@@ -188,11 +194,6 @@ def _checked(rows: int, x: jax.Array, w: jax.Array, chosen: Blocks | None, *, sc
     if reason := unsupported(rows, x, w, scatters=scatters, blocks_=chosen):
         raise ValueError(f"the TPU kernel does not run this product with its collective: {reason}")
     return chosen or blocks(rows, w, scatters=scatters)
-
-
-def _reads(chosen: Blocks, columns: int, devices: int) -> int:
-    """How many times the weight is read."""
-    return 1 if chosen.buffers * chosen.columns >= columns else devices
 
 
 def _call(kernel, name, inputs, axis, ring, out, *, scratch, remote, weights, vmem, collective_id, interpret):

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from kernel_cases import (
+    collective_matmul,
     decode_attention,
     expert_mlp,
     grouped_matmul,
@@ -18,7 +19,8 @@ from kernel_cases import (
 
 
 class Case(Protocol):
-    """A kernel on arguments of some shapes."""
+    """A kernel on arguments of some shapes. Of one on several devices there are also their number, `devices`, the bytes
+    that each sends (`sent_bytes`), and `specs` of arguments and result over the mesh axis "x"."""
 
     kernel: str  # its name in the compiler's listings
 
@@ -41,6 +43,7 @@ class Case(Protocol):
 
 
 CASES: Mapping[str, Mapping[str, Case]] = {
+    "collective_matmul": collective_matmul.CASES,
     "decode_attention": decode_attention.CASES,
     "expert_mlp": expert_mlp.CASES,
     "grouped_matmul": grouped_matmul.CASES,

@@ -45,8 +45,8 @@ class RingWeight:
         return replace(self, layer=layer)
 
     def times(self, x: jax.Array) -> jax.Array:
-        """The product with x by the kernel: of a share [padded / n, K] -> [tokens, *P, N], or of [tokens, *K] -> a share
-        [padded / n, N]."""
+        """The product with x by the kernel: of a share [padded / n, K] -> [tokens, *P, N], or of [tokens, *K] -> a
+        share [padded / n, N]."""
         kind = dict(axis=self.axis, ring=self.ring, layer=self.layer, backend="pallas_tpu", interpret=self.interpret)
         if not self.scatters:
             return all_gather_matmul(x, self.values, **kind)[: self.tokens]

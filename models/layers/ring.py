@@ -14,6 +14,8 @@ from inferlib.sharding.shards import Shards
 # Of a device, from which on a product that is made in as many steps as there are devices takes little longer than one
 # in a single step, by the TPU compiler's account: with fewer the matrix unit waits for its weights in each.
 LEAST_ROWS = 128
+# The same where the weight does not stay on chip: with fewer, reading it in each step takes longer than its products.
+LEAST_STREAMED_ROWS = 512
 
 
 def ring_axis(shards: Shards) -> str | None:
@@ -44,15 +46,18 @@ def rows_of(tokens: int, shards: Shards) -> int | None:
 
 
 def lacks(name: str, shape: tuple[int, ...], dtype, rows: int) -> str | None:
-    """Why the kernels do not run the product with a device's part of one of `in_ring`, [...] without layers; None if
+    """Why the kernels do not multiply so many rows of a device by its part of one of `in_ring`, without layers; None if
     they do."""
-    from inferlib.pallas_kernels.collective_matmul_tpu import unsupported
+    from inferlib.pallas_kernels.collective_matmul_tpu import blocks, unsupported
 
     scatters = name in ("attn.o", "mlp.down")
     *lead, outer = shape
     parts, inner = (1, math.prod(lead)) if scatters else (math.prod(lead[1:]), lead[0])
-    x, w = ((rows, inner), dtype), ((1, parts, inner, outer), dtype)
-    return unsupported(rows, jax.ShapeDtypeStruct(*x), jax.ShapeDtypeStruct(*w), scatters=scatters)
+    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, inner), (1, parts, inner, outer)))
+    reason = unsupported(rows, x, w, scatters=scatters)
+    if reason is None and rows < LEAST_STREAMED_ROWS and not blocks(rows, w, scatters=scatters).keeps(w):
+        return f"{parts * inner} x {outer} do not stay on chip, and {rows} rows take less time than reading them anew"
+    return reason
 
 
 def rings(
@@ -68,4 +73,4 @@ def rings(
     the weights, without layers; of those that are quantised none."""
     rows = rows_of(tokens, shards) if backend.collective_matmul == "pallas_tpu" else None
     names = in_ring(config, spec) & shapes.keys() if rows else ()
-    return frozenset(name for name in names if not lacks(name, shapes[name], dtype, rows))
+    return frozenset(name for name in names if lacks(name, shapes[name], dtype, rows) is None)
