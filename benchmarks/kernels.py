@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from inferlib.compile.aot import environment
-from inferlib.compile.bundles import Listing, dump_flags, find_listing
+from inferlib.compile.bundles import DELAYS, Listing, dump_flags, find_listing
 from inferlib.compile.report import CLOCKS
 from inferlib.compile.targets import Target, parse_target
 
@@ -110,7 +110,7 @@ def _measure(target: Target, case: Case, listings: Path) -> dict[str, Any]:
     start = time.perf_counter()
     jax.jit(function).lower(**arguments).compile()
     seconds = time.perf_counter() - start
-    listing = Listing(find_listing(listings, case.kernel).read_text())
+    listing = Listing(find_listing(listings, case.kernel).read_text(), DELAYS[chip.name])
     clock, bandwidth, rate = CLOCKS[chip.name], target.hbm_bandwidth, target.rate("bfloat16")
     link = chip.link_bandwidth / clock, chip.hop_latency * clock
     run = listing.run(case.scalars(), bandwidth=bandwidth / clock, latency=LATENCY * clock, link=link)

@@ -24,6 +24,7 @@ _GRANULE = 32  # bytes: the unit of a copy's size and of what is waited for
 _OPERAND = 1 << 24  # of the made-up addresses of operands
 _FLAG = (1 << 19) - (1 << 10)  # bits of a semaphore's address that say whose it is
 _DELAY = 4  # bundles executed after a taken branch, where a listing does not tell
+DELAYS = {"v5e": 4, "v5p": 4, "v6e": 4, "v7x": 6}  # as listings with loops behind loops show
 _HEAD = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*[> ]*\{(.*)$")
 
 
@@ -43,8 +44,9 @@ def find_listing(folder: Path, kernel: str) -> Path:
 @dataclass(frozen=True)
 class Execution:
     """cycles: bundles executed; elapsed: cycles with what waits for copies stalled; hbm_bytes: copied to and from HBM
-    by the kernel itself; copies: how many; sent: bytes copied to other devices. unmet: waits for copies that were never started, and unknown: instructions
-    that were passed over, by name; where either is not empty, figures are not to be trusted."""
+    by the kernel itself; copies: how many; sent: bytes copied to other devices. unmet: waits for copies that were never
+    started, and unknown: instructions that were passed over, by name; where either is not empty, figures are not to be
+    trusted."""
 
     cycles: int
     elapsed: float
@@ -56,9 +58,10 @@ class Execution:
 
 
 class Listing:
-    """A kernel's bundles. `run` executes them."""
+    """A kernel's bundles. `run` executes them. delay: how many are still executed after a taken branch, as `DELAYS` has
+    it for a chip; None: what the listing tells of it."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, delay: int | None = None):
         self._bundles: list[list[str]] = []
         self._branches: list[tuple[int, int]] = []
         self._labels: list[str | None] = []
@@ -67,7 +70,7 @@ class Listing:
             instructions = [_directed(_plain(part), spaces) for part in re.split(r" ;; ", body)]
             self._bundles.append([i for i in instructions if i and not _is_vector(i)])
             self._labels.append(label)
-        self._delay = self._delay_slots()
+        self._delay = delay or self._delay_slots()
 
     @property
     def size(self) -> int:
