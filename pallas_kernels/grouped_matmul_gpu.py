@@ -90,8 +90,7 @@ def grouped_matmul(
     if group is not None and (chosen.depth % group or (scales.dtype != jnp.float8_e8m0fnu and chosen.depth != group)):
         raise ValueError(f"steps of {chosen.depth} inputs do not go with groups of {group}, scales of {scales.dtype}")
     if sizes is None:
-        of, begin = jnp.maximum(ids, 0), jnp.arange(total, dtype=jnp.int32)
-        end = jnp.where(ids < 0, 0, begin + 1)
+        of, begin, end = ids, None, None
     else:
         of, begin, end = _tiles(sizes, total, chosen.rows)
         of = of + first
@@ -134,8 +133,8 @@ def _whole(array: jax.Array | None) -> pl.BlockSpec | None:
 def _kernel(
     group_ref, begin_ref, end_ref, rows_ref, x_ref, w_ref, scales_ref, out_ref, *, parts, chosen, kind, group, interpret
 ):
-    """group_ref, begin_ref, end_ref [tiles]: the group of a tile and its rows; x_ref [T, I], w_ref [N * P, I, O or
-    O / 2], scales_ref [N * P, O] or [N * P, I / g, O], out_ref [M, P, O]."""
+    """group_ref, begin_ref, end_ref [tiles]: the group of a tile and its rows, or only of each row its group; x_ref
+    [T, I], w_ref [N * P, I, O or O / 2], scales_ref [N * P, O] or [N * P, I / g, O], out_ref [M, P, O]."""
     (inputs, stored), depth, halves = w_ref.shape[1:], chosen.depth, 2 if kind in _PACKED else 1
     width = chosen.columns // halves
     # Scales that are powers of two multiply weights exactly, for several groups a step; others multiply sums.
@@ -144,8 +143,12 @@ def _kernel(
     part, tile = pl.program_id(0) // pl.cdiv(stored, width), pl.program_id(1)
     columns = lax.rem(pl.program_id(0), pl.cdiv(stored, width)) * width + jnp.arange(width)
     clipped = jnp.minimum(columns, stored - 1) if stored % width else columns
-    matrix = plgpu.load(group_ref.at[tile]) * parts + part
-    row, end = plgpu.load(begin_ref.at[tile]), plgpu.load(end_ref.at[tile])
+    group_of = plgpu.load(group_ref.at[tile])
+    matrix = jnp.maximum(group_of, 0) * parts + part
+    if begin_ref is None:
+        row, end = tile, jnp.where(group_of < 0, 0, tile + 1)
+    else:
+        row, end = plgpu.load(begin_ref.at[tile]), plgpu.load(end_ref.at[tile])
     row = row + jnp.arange(chosen.rows)
     real = row < end
     source = row if rows_ref is None else plgpu.load(rows_ref.at[row], mask=real, other=0)

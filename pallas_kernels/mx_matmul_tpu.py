@@ -18,6 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.pallas_kernels.tuned_tpu import tuned
+
 LANES, ROWS = 128, 16  # of a tile of bfloat16
 DEPTH = 128  # inputs that are unpacked together
 BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
@@ -41,8 +43,9 @@ class Blocks:
             raise ValueError(f"blocks are multiples of {ROWS} rows and {LANES} columns, not {self}")
 
 
-def blocks(rows: int, inputs: int, columns: int, bits: int) -> Blocks:
-    """The default blocks of x [rows, inputs] times a weight of `columns` with elements of `bits`.
+@tuned("mx_matmul", Blocks)
+def blocks(rows: int, parts: int, inputs: int, columns: int, bits: int, group: int) -> Blocks:
+    """The default blocks of x [rows, inputs] times a weight [parts, inputs, columns] of `bits`, `group` to a scale.
 
     About 2 MiB of a weight come at a time, at least eight times, so that little is waited for at the start.
     """
@@ -135,7 +138,9 @@ def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None) 
         return f"{weight.inputs} inputs do not divide into passes of {DEPTH}"
     if weight.group not in (BLOCK, DEPTH, weight.inputs):
         return f"groups are of {BLOCK} or {DEPTH} inputs or of all, not {weight.group}"
-    chosen = chosen or blocks(rows, weight.inputs, weight.values.shape[3], weight.bits)
+    chosen = chosen or blocks(
+        rows, weight.values.shape[1], weight.inputs, weight.values.shape[3], weight.bits, weight.group
+    )
     need = _vmem_bytes(weight, chosen)
     if need > VMEM_BYTES:
         return f"{weight.inputs} inputs need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
@@ -177,7 +182,7 @@ def mx_matmul(
     if given % ROWS or x.shape[1] < inputs:
         x = jnp.pad(x, ((0, -given % ROWS), (0, inputs - x.shape[1])))
     rows = x.shape[0]
-    chosen = blocks_ or blocks(rows, inputs, columns, weight.bits)
+    chosen = blocks_ or blocks(rows, parts, inputs, columns, weight.bits, weight.group)
     tall, wide = min(chosen.rows, rows), chosen.columns
     repeats = _repeats(weight, tall)
 

@@ -103,7 +103,7 @@ def row_matmul(
     words = _as_words(values, _KINDS[kind].outputs)
     if scales.dtype == jnp.float8_e8m0fnu:
         scales = _as_words(scales, 4) if outputs % 4 == 0 else lax.bitcast_convert_type(scales, jnp.uint8)
-    rows = jnp.arange(ids.size, dtype=jnp.int32) if rows is None else rows
+    rows = np.arange(ids.size, dtype=np.int32) if rows is None else rows  # a constant takes no kernel to make
     operands = ids, rows, _as_words(x, 2), words, scales
     out = pl.pallas_call(
         functools.partial(_kernel, kind=kind, parts=parts, chosen=chosen, group=group, interpret=interpret),

@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from inferlib.models.batch import StepContext
@@ -162,7 +163,9 @@ class Experts(nnx.Module):
         if ctx.backend.expert_mlp == "pallas_tpu" and tokens <= MOST_TOKENS and shards.size(axes.EMBED) == 1:
             return self.at_once(x, jnp.where(ours, experts, own), weights, own, ctx, layer)
         scales = weights.reshape(-1) if self.spec.scale_input else None
-        ids, rows = jnp.where(ours, experts, own).reshape(-1), jnp.arange(tokens * chosen, dtype=jnp.int32) // chosen
+        # A constant of few rows: to make it would take a kernel.
+        rows = (np if tokens * chosen <= 1024 else jnp).arange(tokens * chosen, dtype=np.int32) // chosen
+        ids = jnp.where(ours, experts, own).reshape(-1)
         if unsorted_pays(self.gate_up[...], ids.size, own, ctx.backend.grouped_matmul):
             ids = jnp.where(ours.reshape(-1), ids, -1)
             product = partial(chosen_matmul, ids=ids, layer=layer, backend=ctx.backend.grouped_matmul)
@@ -175,13 +178,16 @@ class Experts(nnx.Module):
             most, backend = tokens, ctx.backend.grouped_matmul
             product = partial(grouped_matmul, sizes=sizes, most=most, layer=layer, backend=backend)
             scales = None if scales is None else scales[order]
-            outputs = self.forward(x, rows[order], jnp.minimum(ids, own - 1), product, scales, shards, layer)
+            outputs = self.forward(
+                x, jnp.asarray(rows)[order], jnp.minimum(ids, own - 1), product, scales, shards, layer
+            )
             # Back in the order of the tokens, whose sums then depend on nothing but themselves.
             outputs = outputs[jnp.argsort(order)]
         outputs = outputs.reshape(tokens, chosen, -1)
         if not self.spec.scale_input:
             outputs = outputs * weights[:, :, None]
-        return jnp.sum(jnp.where(ours[:, :, None], outputs, 0), axis=1).astype(x.dtype)
+        # One by one: XLA:GPU writes what a sum over a dimension takes in to memory first.
+        return sum(jnp.where(ours[:, i, None], outputs[:, i], 0) for i in range(chosen)).astype(x.dtype)
 
     def at_once(
         self,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from inferlib.pallas_kernels import collective_matmul_tpu
 
 
 @dataclass(frozen=True)
@@ -19,6 +25,7 @@ class CollectiveMatmul:
     parts: int = 1
     scatters: bool = False
     devices: int = 8
+    axis: str = "x"
 
     @property
     def kernel(self) -> str:
@@ -40,10 +47,16 @@ class CollectiveMatmul:
         travels = self.outer if self.scatters else self.inner
         return 2 * self.tokens // self.devices * (self.devices - 1) * travels
 
-    def function(self):
-        from inferlib.pallas_kernels import collective_matmul_tpu
+    def function(self) -> Callable:
+        """Of a device's parts of the arguments."""
+        return partial(getattr(collective_matmul_tpu, self.kernel), axis=self.axis, layer=1)
 
-        return partial(getattr(collective_matmul_tpu, self.kernel), axis="x", layer=1)
+    def on(self, mesh: Mesh) -> Callable:
+        """Of whole arguments, by name."""
+        specs, out = self.specs()
+        part = self.function()
+        run = jax.shard_map(part, mesh=mesh, in_specs=tuple(specs.values()), out_specs=out, check_vma=False)
+        return lambda **values: run(*(values[key] for key in specs))
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of all devices together."""
@@ -54,10 +67,8 @@ class CollectiveMatmul:
             shapes = {"x": (self.tokens, self.inner), "w": (2, self.parts, self.inner, n * self.outer)}
         return {name: (shape, "bfloat16") for name, shape in shapes.items()}
 
-    def specs(self):
+    def specs(self) -> tuple[dict[str, P], P]:
         """How the arguments and the result are split."""
-        from jax.sharding import PartitionSpec as P
-
         if self.scatters:
             return {"x": P(None, "x"), "w": P(None, "x")}, P("x")
         return {"x": P("x"), "w": P(None, None, None, "x")}, P(None, None, "x")

@@ -21,6 +21,14 @@ class MxMatmul:
 
     kernel = "mx_matmul"
 
+    @staticmethod
+    def of(rows, parts, inputs, columns, bits, group) -> dict[str, MxMatmul]:
+        """Of the arguments of `blocks`."""
+        schemes = {(4, 32): "mxfp4", (4, 128): "int4", (8, 32): "mxfp8", (8, 128): "fp8_block", (8, inputs): "fp8"}
+        if (bits, group) not in schemes:
+            raise ValueError(f"there are no cases of {bits} bits in groups of {group}")
+        return {"product": MxMatmul(schemes[bits, group], rows, inputs, columns, parts)}
+
     @property
     def floor_bytes(self) -> int:
         weights = self.parts * self.inputs * self.outputs
