@@ -317,8 +317,11 @@ class Decoder(nnx.Module):
         return ctx.shards.all_tokens(x, ctx.tokens), tuple(new), stream.boxes, load
 
     def adds_norms(self, ctx: StepContext) -> bool:
-        """Whether sums that are one device's own take place in one kernel with the norms that follow."""
+        """Whether sums that are one device's own take place in one kernel with the norms that follow: where there are
+        experts, whose sums XLA:GPU does not add to the residual in the product's own kernel, as it does dense ones."""
         if ctx.backend.add_norm == "xla" or ctx.shards.mesh is not None or not fuses_sums(self.config):
+            return False
+        if not self.config.mixtures:
             return False
         unrolled = all(segment.count == 1 for segment in self.segments)
         return unrolled and add_norm_fits(ctx.batch.tokens.size, self.config.dim)
@@ -397,8 +400,8 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
         given = jnp.moveaxis(given, 0, 1).reshape(segment.count, len(blocks), *given.shape[::2])
 
     def body(carry, inputs):
-        stream, held = carry
-        layer, states, given = inputs
+        layer, stream, held = carry
+        states, given = inputs
         new, loads = [], []
         for i, (graph, whole, state) in enumerate(zip(graphs, wholes, states, strict=True)):
             cache = LayerCache(held[i], rings[i], layer) if owns[i] else caches[i]
@@ -408,13 +411,14 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
             new.append(cache.arrays if owns[i] else ())
             loads += [] if stream.load is None else [stream.load]
             stream = stream._replace(load=None)
-        return (stream, tuple(new)), jnp.stack(loads) if loads else None
+        return (layer + 1, stream, tuple(new)), jnp.stack(loads) if loads else None
 
     carry = (
+        jnp.int32(0),  # the layer; as an input it would be sliced from memory at each
         stream._replace(load=None),
         tuple(cache.arrays if own else () for cache, own in zip(caches, owns, strict=True)),
     )
-    (stream, new), loads = lax.scan(body, carry, (jnp.arange(segment.count), states, given))
+    (_, stream, new), loads = lax.scan(body, carry, (states, given), length=segment.count)
     loads = [] if loads is None else [loads.reshape(-1, loads.shape[-1])]
     return stream, [LayerCache(arrays, ring) for arrays, ring in zip(new, rings, strict=True)], loads
 

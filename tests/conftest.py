@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +50,11 @@ TINY: dict[str, dict[str, Any]] = {
     # Stacked, these are a pattern of two that repeats twice, then a single layer.
     "ministral": {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING]},
 }
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is not searched for in torch, transformers and JAX again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +106,7 @@ def small(checkpoint) -> LLM:
     return build_llm(checkpoint("llama", num_hidden_layers=1), buckets, decode_steps=2)
 
 
-def build_llm(path: Path, buckets: Buckets, **options: Any) -> LLM:
+def build_llm(path: Path, buckets: Buckets, *, parallel: str | None = None, **options: Any) -> LLM:
     """An LLM in float32; `options` replace what `EngineConfig.make` chooses for this platform."""
     make = EngineConfig.make
     with pytest.MonkeyPatch.context() as patch:
@@ -111,6 +117,7 @@ def build_llm(path: Path, buckets: Buckets, **options: Any) -> LLM:
             max_batch=buckets.batch[-1],
             max_len=buckets.cache[-1],
             buckets=buckets,
+            parallel=parallel,
             progress=False,
         )
 
