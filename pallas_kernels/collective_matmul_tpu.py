@@ -299,31 +299,14 @@ def _half(side, rows):
 # ---- kernels
 
 
-def _gather_kernel(
-    layer_ref,
-    ring_ref,
-    x_hbm,
-    w_hbm,
-    out_hbm,
-    gathered,
-    w_buf,
-    staged,
-    x_sem,
-    w_sems,
-    out_sems,
-    send_sems,
-    recv_sems,
-    free_sems,
-    *,
-    axis,
-    height,
-):
+def _gather_kernel(layer_ref, ring_ref, x_hbm, w_hbm, out_hbm, *scratch, axis, height):
     """In step s: the first half of the rows of the device s places to the left, the second of the one to the right.
 
     Scalars: layer [1], ring [2, n] (see `_call`). x [R, K], w [L, P, K, N], out [P, n R, N] in HBM. Scratch: rows
     [2, R, K]; blocks of weights [BUFFERS, K, C]; results [2, R, C]; semaphores: of sent rows for each side, of received
     ones for each copy and side, and how often the neighbour's next copy is free.
     """
+    gathered, w_buf, staged, x_sem, w_sems, out_sems, send_sems, recv_sems, free_sems = scratch
     steps, (_, rows, _) = ring_ref.shape[1], gathered.shape
     weights = _Weights(layer_ref, w_hbm, w_buf, w_sems, steps)
 
@@ -402,25 +385,7 @@ def _gather_kernel(
         stored(at)
 
 
-def _scatter_kernel(
-    layer_ref,
-    ring_ref,
-    x_hbm,
-    w_hbm,
-    out_hbm,
-    x_buf,
-    w_buf,
-    sums,
-    x_sems,
-    w_sems,
-    out_sem,
-    send_sems,
-    recv_sems,
-    free_sems,
-    *,
-    axis,
-    height,
-):
+def _scatter_kernel(layer_ref, ring_ref, x_hbm, w_hbm, out_hbm, *scratch, axis, height):
     """In step s: what the first half of the rows of the device s + 1 places to the left gets, and the second half of
     the one to the right; in the last these are its own.
 
@@ -428,6 +393,7 @@ def _scatter_kernel(
     [2, R, K]; blocks of weights [BUFFERS, K, C]; sums [2, N / C, R, C]; semaphores: of sent blocks for each side, of
     received ones for each copy and side, and how often the neighbour's next block is free.
     """
+    x_buf, w_buf, sums, x_sems, w_sems, out_sem, send_sems, recv_sems, free_sems = scratch
     steps, (_, _, rows, columns) = ring_ref.shape[1], sums.shape
     weights = _Weights(layer_ref, w_hbm, w_buf, w_sems, steps)
 
