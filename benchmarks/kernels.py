@@ -3,9 +3,10 @@
 python benchmarks/kernels.py [--kernels decode_attention] [--targets "v5e-1;v6e-1"] [--cases "A;F"] [--json]
 
 The floor is what a kernel must read and write, at the published bandwidth of a device, or where it is longer what it
-must compute, at the published rate. R is the larger of its cycles (bundles
+must compute, or send to its neighbours in a ring, at the published rates. R is the larger of its cycles (bundles
 executed, see `inferlib/compile/bundles.py`) and its bytes, as a multiple of the floor; r adds the waits for copies that
-arrive half a microsecond after their bytes could have. Estimates, never measurements.
+arrive half a microsecond (from a neighbour a hop's latency) after their bytes could have. Estimates, never
+measurements.
 """
 
 from __future__ import annotations
@@ -18,26 +19,33 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from inferlib.compile.kernel_cases import CASES, chosen_cases
+from inferlib.compile.kernel_cases import CASES, RINGS, chosen_cases
 from inferlib.compile.kernels import KernelCompiler
 from inferlib.compile.targets import Target, parse_target
 
 TARGETS = ("v5e-1", "v6e-1", "v5p:1x1x1", "v7x:1x1x1")
+SLICES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2", "v7x:2x2x1")  # of kernels on eight devices
+ALL = {**CASES, **RINGS}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", default=";".join(TARGETS), help="of one chip, between semicolons")
-    parser.add_argument("--kernels", default=";".join(CASES), help="between semicolons")
+    parser.add_argument("--targets", help="of as many devices as the kernels are for, between semicolons")
+    parser.add_argument("--kernels", default=";".join(ALL), help="between semicolons")
     parser.add_argument("--cases", help="between semicolons; all, unless given")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     try:
-        targets = [parse_target(name) for name in given.targets.split(";")]
-        cases = chosen_cases(given.kernels.split(";"), given.cases and given.cases.split(";"))
+        targets = given.targets and [parse_target(name) for name in given.targets.split(";")]
+        cases = chosen_cases(given.kernels.split(";"), given.cases and given.cases.split(";"), ALL)
     except ValueError as error:
         parser.error(str(error))
-    found = [line for kernel, names in cases.items() for target in targets for line in _measured(target, kernel, names)]
+    found = [
+        line
+        for kernel, names in cases.items()
+        for target in targets or map(parse_target, SLICES if kernel in RINGS else TARGETS)
+        for line in _measured(target, kernel, names)
+    ]
     if given.json:
         print(json.dumps(found))
     else:
@@ -49,7 +57,7 @@ def _measured(target: Target, kernel: str, names: Sequence[str]) -> list[dict[st
     lines = []
     with KernelCompiler(target) as compiler:
         for name in names:
-            case = CASES[kernel][name]
+            case = ALL[kernel][name]
             found, floor = compiler.measure(case), compiler.floor(case)
             lines.append(
                 {
@@ -74,7 +82,7 @@ def _show(kernel: str, found: list[dict[str, Any]]) -> None:
     table = Table(title=f"{kernel}: R (r), as multiples of the floor; bytes / floor; microseconds")
     for column in ("case", "target", "R", "(r)", "cycles", "bytes / floor", "floor", "bundles", "compiled in"):
         table.add_column(column, justify="left" if column in ("case", "target") else "right")
-    for line in sorted(found, key=lambda line: list(CASES[kernel]).index(line["case"])):
+    for line in sorted(found, key=lambda line: list(ALL[kernel]).index(line["case"])):
         table.add_row(
             line["case"],
             line["target"],

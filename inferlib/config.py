@@ -182,12 +182,14 @@ class EngineConfig:
         shards: Shards | None = None,
         model: ModelConfig | None = None,
         kv_cache_dtype: str | None = None,
+        cores: int = 1,
     ):
         """Defaults of a platform: scanned layers and free layouts on TPU; fewer steps per dispatch on GPU, where they
         are counted and a row that ends keeps its place until the last; a single one on Trainium, which has no loops.
-        model: what will be run; cache buckets are finer where attention of its layers reads all of a bucket."""
+        model: what will be run; cache buckets are finer where attention of its layers reads all of a bucket. cores: of
+        a device."""
         shards = shards or Shards()
-        backend = Backend.for_platform(platform, shards)
+        backend = Backend.for_platform(platform, shards, cores)
         ragged, dealt = backend.decode_attention == "pallas_gpu", shards.size(axes.TOKENS)
         if backend.decode_attention != "xla" and model is not None:
             scaled = kv_cache_dtype is not None

@@ -16,10 +16,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
-from rich.filesize import decimal
-from rich.table import Table
 
 from inferlib.cache.plan import BlockCache, CachePlan
 from inferlib.compile.programs import Mode, ProgramKey, fuses
@@ -29,6 +26,7 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import Backend
 from inferlib.models.config import LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from inferlib.models.layers.exchange import exchange_of
+from inferlib.models.layers.ring import in_ring, rings
 from inferlib.ops.cache_write import folded_rows
 from inferlib.ops.quantized import nbytes
 from inferlib.sampling.params import MAX_LOGPROBS
@@ -56,17 +54,19 @@ class Placement:
 class Collective:
     """`count` collectives of a step. nbytes: of the whole array of one: what an all-reduce or an all-gather returns,
     what a reduce-scatter, an all-to-all or a permutation takes, and a ragged all-to-all is expected to. axis: the mesh
-    axes whose devices take part, joined by "+". A fused all-reduce is a kernel, see `programs.fuses`, and not among
-    XLA's collectives. Of tokens that go to experts in rounds the first counts (see `models.layers.exchange`)."""
+    axes whose devices take part, joined by "+". A fused one is part of a kernel and not among XLA's collectives: see
+    `programs.fuses` and, for a gather or a reduce-scatter during a product of so many `flops` on a device,
+    `models.layers.ring`. Of tokens that go to experts in rounds the first counts (see `models.layers.exchange`)."""
 
     kind: Literal[
         *("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute"),
-        "fused all-reduce",
+        *("fused all-reduce", "fused all-gather", "fused reduce-scatter"),
     ]
     purpose: str
     axis: str
     nbytes: int
     count: int = 1
+    flops: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,9 @@ class Explanation:
         return {"mesh": mesh, **placed, "waste": self.waste, "steps": steps}
 
     def __rich__(self) -> Group:
-        steps = (part for step in self.steps for part in (_collectives(step), *_experts(step)))
-        return Group(_placements(self), *_waste(self.waste), *steps)
+        from inferlib.explain_text import tables
+
+        return Group(*tables(self))
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -191,7 +192,7 @@ def explain_step(
     ledger, prompt = _Ledger(shards, fused, backend.exchange == "ragged"), key.chunks * key.chunk
     if fused:
         ledger.reduce("mailboxes", (axes.MLP,), (1,), np.float32)
-    _forward(ledger, model, plan, key)
+    _forward(ledger, model, plan, key, backend)
     if key.chunks:
         ledger.reduce("last tokens of prompts", (axes.TOKENS,), (key.chunks, _width(model)), model.dtype)
     _head(ledger, model, key.chunks + key.rows)
@@ -226,16 +227,20 @@ class _Ledger:
         kind = "reduce-scatter" if scattered else "all-reduce"
         self.add(kind, purpose, names, self._padded(shape), dtype)
 
-    def sum_layer(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype) -> None:
-        """The sum that ends a layer's attention or feed-forward."""
-        if self.fused:
+    def sum_layer(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype, flops: int = 0) -> None:
+        """The sum that ends a layer's attention or feed-forward. flops: of the product that it takes place with."""
+        if flops:
+            self.add("fused reduce-scatter", purpose, names, self._padded(shape), dtype, flops=flops)
+        elif self.fused:
             self.add("fused all-reduce", purpose, names, shape, dtype)
         else:
             self.sum_tokens(purpose, names, shape, dtype)
 
-    def all_tokens(self, purpose: str, shape: tuple[int, int], dtype) -> None:
+    def all_tokens(self, purpose: str, shape: tuple[int, int], dtype, flops: int = 0) -> None:
+        """flops: of the product that it takes place with."""
         if self.shards.splits_tokens:
-            self.add("all-gather", purpose, (axes.MLP,), self._padded(shape), dtype)
+            kind = "fused all-gather" if flops else "all-gather"
+            self.add(kind, purpose, (axes.MLP,), self._padded(shape), dtype, flops=flops)
 
     def fed(self, purpose: str, shape: tuple[int, ...], dtype) -> None:
         if self.shards.feeders > 1:
@@ -245,15 +250,23 @@ class _Ledger:
         return tuple(replace(c, count=count) for c, count in self._counts.items())
 
     def _padded(self, shape: tuple[int, int]) -> tuple[int, int]:
-        share = self.shards.size(axes.MLP) if self.shards.splits_tokens else 1
-        return -(-shape[0] // share) * share, shape[1]
+        return (self.shards.padded(shape[0]), shape[1]) if self.shards.splits_tokens else shape
 
-    def add(self, kind: str, purpose: str, names: Sequence[str], shape: tuple[int, ...], dtype, count: int = 1) -> None:
+    def add(
+        self,
+        kind: str,
+        purpose: str,
+        names: Sequence[str],
+        shape: tuple[int, ...],
+        dtype,
+        count: int = 1,
+        flops: int = 0,
+    ) -> None:
         """names: the logical axes over which the devices speak. shape: see `Collective.nbytes`."""
         axis = _joined(self.shards.mesh_axes(*names))
         if axis and count:
             nbytes = prod(shape) * np.dtype(dtype).itemsize
-            self._counts[Collective(kind, purpose, axis, nbytes)] += self.times * count
+            self._counts[Collective(kind, purpose, axis, nbytes, flops=flops)] += self.times * count
 
 
 def _expert_bytes(model: AbstractModel, shards: Shards, tokens: int) -> int:
@@ -280,7 +293,7 @@ def _norm(ledger: _Ledger, model: AbstractModel, tokens: int, count: int = 1) ->
     ledger.reduce("norms", (axes.EMBED,), (tokens, 1), np.float32, count * numbers)
 
 
-def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: ProgramKey) -> None:
+def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: ProgramKey, backend: Backend) -> None:
     """The decoder over a step's tokens."""
     shards = ledger.shards
     tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
@@ -296,8 +309,9 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         ledger.reduce("per-layer embeddings", (axes.EMBED,), numbers, dtype)
     _streams(ledger, model, tokens, 1)
     passed = set()  # the layers whose cache goes around outside of a scan: XLA passes it on once for all who share it
-    for layers, block in zip(model.blocks(), plan.blocks, strict=True):
+    for number, (layers, block) in enumerate(zip(model.blocks(), plan.blocks, strict=True)):
         layer, ledger.times = model.config.layers[layers[0]], len(layers)
+        flops = _in_ring(model, shards, number, layer, tokens, backend)
         _norm(ledger, model, tokens, 2 * layer.post_norm + layer.pre_norm * (1 if layer.parallel else 2))
         if streams > 1:  # before and after the layer
             _norm(ledger, model, tokens, 2)
@@ -308,13 +322,13 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         if per_layer is not None:
             _norm(ledger, model, tokens)
             ledger.reduce("gate of per-layer embeddings", (axes.EMBED,), (tokens, per_layer.dim), dtype)
-        ledger.all_tokens("input of attention", hidden, dtype)
+        ledger.all_tokens("input of attention", hidden, dtype, flops["attn.qkv"])
         held, alone = layers[0] if layer.attention.cache_of is None else layer.attention.cache_of, len(layers) == 1
         _attention(ledger, model, layer, block, tokens, key, passes=not (alone and held in passed))
         passed |= {held} if alone else set()
         if not layer.parallel:
-            ledger.sum_layer("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype)
-            ledger.all_tokens("input of feed-forward", hidden, dtype)
+            ledger.sum_layer("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype, flops["attn.o"])
+            ledger.all_tokens("input of feed-forward", hidden, dtype, flops["mlp.gate_up"])
         ledger.fed("input of feed-forward", fed, dtype)
         if isinstance(layer.mlp, MoeSpec):
             _mixture(ledger, model, layer.mlp, fed[0])
@@ -322,10 +336,21 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
             _gate_up(ledger, model, layer.mlp, fed[0])
         own_norms = isinstance(layer.mlp, MoeSpec) and layer.mlp.own_norms
         both = "attention and feed-forward" if layer.parallel else "feed-forward"
-        ledger.sum_layer(both, (axes.MLP,), (fed[0], fed[1] * (1 + own_norms)), dtype)
+        ledger.sum_layer(both, (axes.MLP,), (fed[0], fed[1] * (1 + own_norms)), dtype, flops["mlp.down"])
     ledger.times = 1
     _streams(ledger, model, tokens, streams - 1)
     ledger.all_tokens("head", hidden, dtype)
+
+
+def _in_ring(
+    model: AbstractModel, shards: Shards, block: int, layer: LayerSpec, tokens: int, backend: Backend
+) -> Counter[str]:
+    """Operations on a device of the products of a block's layer that take place with their collective, by weight."""
+    names = in_ring(model.config, layer)
+    weights = (w.of_layer for w in model.weights if w.block == block and w.part in names and w.scheme is None)
+    shapes = {w.part: shards.local_shape(w.axes, w.shape) for w in weights}
+    chosen = rings(model.config, layer, shapes, model.dtype, tokens, shards, backend)
+    return Counter({name: 2 * tokens * prod(shapes[name]) for name in chosen})
 
 
 def _streams(ledger: _Ledger, model: AbstractModel, tokens: int, taken: int) -> None:
@@ -444,56 +469,3 @@ def _score(ledger: _Ledger, rows: int, vocab: int) -> None:
     candidates = shares * min(MAX_LOGPROBS, vocab // shares)
     for dtype in (np.float32, np.int32):
         ledger.add("all-gather", "most likely tokens", (axes.VOCAB,), (rows, candidates), dtype)
-
-
-# ---- tables
-
-
-def _placements(e: Explanation) -> Table:
-    shards = e.shards
-    mesh = "a device"
-    if shards.mesh is not None:
-        sizes = (f"{axis} {size}" for axis, size in shards.mesh.shape.items() if size > 1)
-        mesh = f"{' x '.join(sizes)}, rules {shards.rules.name}"
-    table = Table(box=SIMPLE_HEAD, title=f"Arrays on {mesh}", title_justify="left", show_footer=True)
-    everything = (*e.weights, *e.cache, *e.state)
-    table.add_column("array", footer="all", no_wrap=True)
-    table.add_column("count", justify="right")
-    table.add_column("dimensions")
-    table.add_column("shape", justify="right")
-    table.add_column("on a device", justify="right")
-    table.add_column("bytes", justify="right", footer=decimal(sum(p.nbytes for p in everything)), no_wrap=True)
-    for title, placements in (("weights", e.weights), ("cache", e.cache), ("rows", e.state)):
-        table.add_row(f"[bold]{title}", *[""] * 4, f"[bold]{decimal(sum(p.nbytes for p in placements))}")
-        for p in placements:
-            dimensions = [
-                (name or "-") + (f"/{axis}" if axis else "") for name, axis in zip(p.axes, p.mesh_axes, strict=True)
-            ]
-            shapes = (" x ".join(map(str, s)) for s in (p.shape, p.local_shape))
-            table.add_row(f"  {p.name}", str(p.count), ", ".join(dimensions), *shapes, decimal(p.nbytes))
-        table.add_section()
-    return table
-
-
-def _waste(waste: dict[str, float]) -> list[str]:
-    parts = [f"{share:.1%} of {what}" for what, share in waste.items() if share]
-    return [f"Padding and copies: {', '.join(parts)}"] if parts else []
-
-
-def _experts(step: Step) -> list[str]:
-    return [f"Reads {decimal(step.expert_bytes)} of experts, expected"] if step.expert_bytes else []
-
-
-def _collectives(step: Step) -> Table | str:
-    if not step.collectives:
-        return f"A step of {step.key} takes no collectives"
-    table = Table(box=SIMPLE_HEAD, title=f"A step of {step.key}", title_justify="left", show_footer=True)
-    table.add_column("collective", footer="all", no_wrap=True)
-    table.add_column("over")
-    table.add_column("for", footer=f"{decimal(step.nbytes // step.tokens)} per token")
-    table.add_column("count", justify="right", footer=str(sum(c.count for c in step.collectives)))
-    table.add_column("bytes of one", justify="right")
-    table.add_column("bytes", justify="right", footer=decimal(step.nbytes))
-    for c in step.collectives:
-        table.add_row(c.kind, c.axis, c.purpose, str(c.count), decimal(c.nbytes), decimal(c.count * c.nbytes))
-    return table

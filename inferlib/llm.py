@@ -432,7 +432,8 @@ def _plan_programs(
         raise ConfigurationError("expert_load counts the tokens of each expert, and the model has no experts")
     shards = make_shards(parallel)
     sizes = 8 if max_batch is None else max_batch, max_len, buckets
-    config = EngineConfig.make(platform, *sizes, shards, model, kv_cache_dtype)
+    cores = getattr(jax.devices()[0], "num_cores", None) or 1
+    config = EngineConfig.make(platform, *sizes, shards, model, kv_cache_dtype, cores)
     config = replace(config, expert_load=expert_load)
     options = dict(backend=config.backend, scan=config.scan, shards=shards, expert_slots=expert_slots)
     abstract = abstract_model(model, dtype, quantization=quantization, **options)

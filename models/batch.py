@@ -60,15 +60,19 @@ class Backend:
     matmul: Literal["xla", "pallas_tpu"] = "xla"  # with quantised weights
     add_norm: Literal["xla", "pallas_gpu"] = "xla"  # residual sums and the norms of few rows, on one device
     all_reduce: Literal["xla", "pallas"] = "xla"
+    collective_matmul: Literal["xla", "pallas_tpu"] = "xla"  # where tokens are split, see `models.layers.ring`
     exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
 
     @staticmethod
-    def for_platform(platform: str, shards: Shards) -> Backend:
-        """The best choice on "cpu", "gpu", "tpu" or "neuron"; NKI kernels where the Neuron compiler is installed."""
+    def for_platform(platform: str, shards: Shards, cores: int = 1) -> Backend:
+        """The best choice on "cpu", "gpu", "tpu" or "neuron"; NKI kernels where the Neuron compiler is installed.
+
+        cores: of a device. XLA multiplies on both of those that v4 and v5p have, kernels on one."""
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
             return Backend(decode_attention="nki", prefill_attention="nki")
         if platform == "tpu":
-            kernels = ("decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp", "matmul")
+            kernels = ["decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp", "matmul"]
+            kernels += ["collective_matmul"] * (shards.splits_tokens and cores == 1)
             return Backend(**dict.fromkeys(kernels, "pallas_tpu"), exchange="ragged")
         if platform != "gpu":
             return Backend()

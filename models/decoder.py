@@ -24,8 +24,10 @@ from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.per_layer import PerLayerEmbedding, PerLayerInput
 from inferlib.models.layers.residual import AltUp, Laurel, Streams
+from inferlib.models.layers.ring import in_ring, ring_axis, rings
 from inferlib.models.layout import Layout
 from inferlib.ops.add_norm import add_norm, add_norm_fits
+from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.matmul import matmul
 from inferlib.ops.packed import PackedTensor
 from inferlib.sharding import axes
@@ -33,6 +35,9 @@ from inferlib.sharding.shards import Shards
 
 if TYPE_CHECKING:
     from inferlib.pallas_kernels.all_reduce_norm_gpu import Mailboxes
+
+
+_STACKS = PackedTensor, RingWeight  # know which layer of theirs is used
 
 
 class Stream(NamedTuple):
@@ -132,7 +137,7 @@ class Block(nnx.Module):
         spec, shards, held = self.spec, ctx.shards, None
         with jax.named_scope("attention"):
             own = self.pre_attn_norm(x, shards) if spec.pre_norm else x
-            y = shards.all_tokens(own, ctx.tokens)
+            y = own if _travels(self.attn, "qkv") else shards.all_tokens(own, ctx.tokens)
             attn, cache = self.attn(y, ctx, cache)
         if spec.parallel:
             with jax.named_scope("mlp"):
@@ -142,7 +147,8 @@ class Block(nnx.Module):
                 else:
                     both = shards.sum_tokens(attn + mlp, axes.MLP)
             return self.add(x, self.mlp.finish(self.biased(both))), None, load, cache
-        attn = self.biased(shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT))
+        summed = attn if _travels(self.attn, "o") else shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT)
+        attn = self.biased(summed)
         x = self.add(x, self.post_attn_norm(attn, shards) if spec.post_norm else attn)
         if spec.laurel:
             x = (x + self.laurel(own, shards)) * jnp.asarray(2**-0.5, x.dtype)
@@ -151,13 +157,14 @@ class Block(nnx.Module):
                 whole = shards.fed(shards.all_tokens(x, ctx.tokens))
                 mlp, load = self.mlp.with_norms(whole, self.pre_mlp_norm(whole, shards), ctx, layer)
             else:
-                y = shards.fed(shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens))
+                y = self.pre_mlp_norm(x, shards) if spec.pre_norm else x
+                y = y if _travels(self.mlp, "gate_up") else shards.fed(shards.all_tokens(y, ctx.tokens))
                 if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
                     held, mlp, load = self.mlp.apart(y, ctx, layer)
                 else:
                     mlp, load = self.feed_forward(y, ctx, layer)
                 mlp = mlp if before is None else mlp + before
-                mlp = self.mlp.finish(shards.sum_tokens(mlp, axes.MLP))
+                mlp = self.mlp.finish(mlp if _travels(self.mlp, "down") else shards.sum_tokens(mlp, axes.MLP))
         return self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), held, load, cache
 
     def feed_forward(self, y: jax.Array, ctx: StepContext, layer: jax.Array | None) -> tuple[jax.Array, Load]:
@@ -175,6 +182,12 @@ class Block(nnx.Module):
 
     def add(self, x: jax.Array, branch: jax.Array) -> jax.Array:
         return x + (branch if self.scale == 1.0 else branch * self.scale)
+
+
+def _travels(module: nnx.Module, name: str) -> bool:
+    """Whether the product with a weight is made with its collective."""
+    weight = getattr(module, name, None)
+    return weight is not None and isinstance(weight.get_value(), RingWeight)
 
 
 @dataclass(frozen=True)
@@ -352,13 +365,13 @@ class Decoder(nnx.Module):
 def _unrolled(blocks, stream, ctx, caches, segment: Segment, given, norms, shared):
     new, loads = [], []
     for number, (block, cache, after) in enumerate(zip(blocks, caches, norms, strict=True), segment.start):
-        graph, state = nnx.split(block)
+        graph, *states = _split(block, ctx, stacked=False)
         key = graph, cache.ring
         if key not in shared:
             shared[key] = _layer(graph, cache.ring, ctx)
         own = None if given is None else given[:, number]
         stream = stream._replace(load=None)
-        stream, arrays = shared[key](state, stream, cache.arrays, cache.layer, own, after)
+        stream, arrays = shared[key](states, stream, cache.arrays, cache.layer, own, after)
         new.append(LayerCache(arrays, cache.ring))
         loads += [] if stream.load is None else [stream.load[None]]
     return stream, new, loads
@@ -368,8 +381,8 @@ def _layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
     """A layer as a function that is traced once for all layers alike; XLA inlines it."""
 
     @jax.jit
-    def layer(state, stream, arrays, place, given, after):
-        block = nnx.merge(graph, state)
+    def layer(states, stream, arrays, place, given, after):
+        block = nnx.merge(graph, *states)
         stream, cache = block(stream, ctx, LayerCache(arrays, ring, place), given=given, after=after)
         return stream, cache.arrays
 
@@ -380,7 +393,7 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
     """The cache rides in the carry: as scan inputs and outputs it would exist twice. What a block's layers share with
     one before is read only and stays outside. Experts and what a kernel reads stay whole, each layer finds its own: a
     layer's slice of them would be copied."""
-    graphs, wholes, states = zip(*(nnx.split(block, _is_whole, ...) for block in blocks), strict=True)
+    graphs, wholes, states = zip(*(_split(block, ctx, stacked=True) for block in blocks), strict=True)
     owns, rings = [block.owns_cache for block in blocks], [cache.ring for cache in caches]
     if given is not None:  # [T, L, P] -> [count, pattern, T, P]
         given = given[:, segment.start : segment.stop]
@@ -393,7 +406,7 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
         for i, (graph, whole, state) in enumerate(zip(graphs, wholes, states, strict=True)):
             cache = LayerCache(held[i], rings[i], layer) if owns[i] else caches[i]
             own = None if given is None else given[i]
-            whole = jax.tree.map(partial(_of_layer, layer), whole, is_leaf=lambda w: isinstance(w, PackedTensor))
+            whole = jax.tree.map(partial(_of_layer, layer), whole, is_leaf=lambda w: isinstance(w, _STACKS))
             stream, cache = nnx.merge(graph, whole, state)(stream, ctx, cache, layer=layer, given=own)
             new.append(cache.arrays if owns[i] else ())
             loads += [] if stream.load is None else [stream.load]
@@ -410,12 +423,39 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
     return stream, [LayerCache(arrays, ring) for arrays, ring in zip(new, rings, strict=True)], loads
 
 
-def _is_whole(_path, p) -> bool:
-    return axes.EXPERTS in p.axes or isinstance(p.get_value(), PackedTensor)
+def _split(block: Block, ctx: StepContext, *, stacked: bool) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
+    """A block's graph, the weights that layers find their own in by number, and the others."""
+    ringed, shards = _ringed(block, ctx, stacked), ctx.shards
+
+    def is_whole(path, p) -> bool:
+        kept = stacked and (axes.EXPERTS in p.axes or isinstance(p.get_value(), PackedTensor))
+        return kept or ".".join(path) in ringed
+
+    def travelling(path, p):
+        if ".".join(path) not in ringed:
+            return p
+        values, axis = p.get_value() if stacked else p.get_value()[None], ring_axis(shards)
+        kind = dict(scatters=p.axes[-1] == axes.EMBED, interpret=shards.on_cpu)
+        kind |= dict(tokens=ctx.tokens, padded=shards.padded(ctx.tokens))
+        return p.replace(RingWeight(values, jnp.int32(0), axis, shards.ring(axis), **kind))
+
+    graph, whole, state = nnx.split(block, is_whole, ...)
+    return graph, nnx.map_state(travelling, whole), state
 
 
-def _of_layer(layer: jax.Array, w: jax.Array | PackedTensor) -> jax.Array | PackedTensor:
-    return w.of_layer(layer) if isinstance(w, PackedTensor) else w
+def _ringed(block: Block, ctx: StepContext, stacked: bool) -> frozenset[str]:
+    """See `models.layers.ring.rings`."""
+    shapes = {}
+    for name in in_ring(ctx.config, block.spec):
+        module, weight = name.split(".")
+        value = getattr(getattr(block, module), weight).get_value()
+        if isinstance(value, jax.Array):
+            shapes[name], dtype = value.shape[stacked:], value.dtype
+    return rings(ctx.config, block.spec, shapes, dtype, ctx.tokens, ctx.shards, ctx.backend) if shapes else frozenset()
+
+
+def _of_layer(layer: jax.Array, w: jax.Array | PackedTensor | RingWeight) -> jax.Array | PackedTensor | RingWeight:
+    return w.of_layer(layer) if isinstance(w, _STACKS) else w
 
 
 def _stacked(block: Block, count: int) -> Block:

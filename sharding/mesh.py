@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import prod
 
 import jax
 import numpy as np
@@ -103,3 +104,40 @@ def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None
         placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
         return Mesh(placed, MESH_AXES)
     return Mesh(np.array(devices[: parallel.devices]).reshape(shape), MESH_AXES)
+
+
+def ring_of(devices: Sequence[jax.Device]) -> tuple[int, ...]:
+    """The devices' indices in an order in which each is a neighbour of the next on a TPU's network, and the last of the
+    first, as far as that is possible. Devices of a chip come one after the other; others than TPUs stay as they are.
+
+    Chips that fill a box of two or more dimensions, one of them even, are a ring without any wrap-around link. On a
+    line that does not close, the last link leads back through all others.
+    """
+    if any(getattr(device, "coords", None) is None for device in devices):
+        return tuple(range(len(devices)))
+    places = {}
+    for index, device in enumerate(devices):
+        places.setdefault(tuple(device.coords), []).append(index)
+    corners = [sorted(set(values)) for values in zip(*places, strict=True)]
+    sizes = [len(values) for values in corners]
+    if prod(sizes) != len(places):
+        return tuple(range(len(devices)))
+    long = [dim for dim, size in enumerate(sizes) if size > 1]
+    first = next((dim for dim in long if sizes[dim] % 2 == 0), next(iter(long), 0))
+    rest = [dim for dim in range(len(sizes)) if dim != first]
+    path = [(0,) * len(rest)]  # through the other dimensions, to and fro
+    for at, dim in enumerate(rest):
+        path = [
+            (*place[:at], step, *place[at + 1 :])
+            for step in range(sizes[dim])
+            for place in (path if step % 2 == 0 else path[::-1])
+        ]
+    # Along the first dimension at the start of that path, and back to and fro over all the rest of it.
+    rows, order = range(sizes[first]), []
+    back = [(row, place) for row in rows for place in (path[1:] if row % 2 == 0 else path[:0:-1])]
+    for row, place in [*((row, path[0]) for row in rows), *back[::-1]]:
+        coords = [0] * len(sizes)
+        for dim, step in ((first, row), *zip(rest, place, strict=True)):
+            coords[dim] = corners[dim][step]
+        order += places[tuple(coords)]
+    return tuple(order)

@@ -17,9 +17,11 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from inferlib.sharding import axes
-from inferlib.sharding.mesh import MESH_AXES, Parallelism, ShardingError, make_mesh
+from inferlib.sharding.mesh import MESH_AXES, Parallelism, ShardingError, make_mesh, ring_of
 from inferlib.sharding.rules import PRESETS, Rules, preset
 from inferlib.sharding.stripe import Stripe
+
+_TILE = 16  # rows of bfloat16
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,11 @@ class Shards:
         """Whether other processes hold some of the devices."""
         return isinstance(self.mesh, Mesh) and self.mesh.is_multi_process
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether CPU devices are the mesh."""
+        return isinstance(self.mesh, Mesh) and self.mesh.devices.flat[0].platform == "cpu"
+
     def place(self, x: np.ndarray, names: tuple[str | None, ...]) -> jax.Array:
         """A host array, the same on every process, as an array on the mesh; each process transfers its own part."""
         if not self.several_processes:
@@ -87,6 +94,13 @@ class Shards:
     def size(self, name: str) -> int:
         """Into how many shares a logical axis is split."""
         return prod(self.mesh.shape[axis] for axis in self.mesh_axes(name))
+
+    def ring(self, axis: str) -> tuple[int, ...]:
+        """The places along a mesh axis, each near to the next; see `ring_of`."""
+        if not isinstance(self.mesh, Mesh):
+            return tuple(range(self.mesh.shape[axis]))
+        line = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(axis), -1).reshape(-1, self.mesh.shape[axis])
+        return ring_of(line[0])
 
     # ---- inside a program: this device's share, and collectives
 
@@ -155,9 +169,15 @@ class Shards:
         over = self.mesh_axes(*names)
         if not over or not (self.splits_tokens or self.feeders > 1):
             return self.sum(x, *names)
-        short = -x.shape[0] % self.size(axes.MLP)
+        short = self.padded(x.shape[0]) - x.shape[0] if self.splits_tokens else 0
         padded = jnp.pad(x, ((0, short), (0, 0))) if short else x
         return lax.psum_scatter(padded, over, scatter_dimension=0, tiled=True)
+
+    def padded(self, tokens: int) -> int:
+        """Tokens with those that fill up the devices' equal shares; large ones are of whole tiles of a TPU's rows."""
+        devices = self.size(axes.MLP)
+        share = -(-tokens // devices)
+        return devices * (share if share < 8 * _TILE else -(-share // _TILE) * _TILE)
 
     def all_tokens(self, x: jax.Array, tokens: int) -> jax.Array:
         """Undo the split of tokens: this device's share -> [tokens, D]."""

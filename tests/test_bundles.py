@@ -82,6 +82,22 @@ def test_a_copy_told_only_by_its_pointers_is_counted():
     assert (run.copies, run.hbm_bytes, run.unmet, run.unknown) == (3, 3 * 65536, 0, {})
 
 
+def test_devices_of_a_ring_get_what_they_send():
+    """In every second iteration 64 KiB to a neighbour, and a wait for the same from the other one."""
+    told = "dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s90_s0, /*size_in_granules=*/2048, /*vmem=*/%s6_s3"
+    remote = "dma.general (%p11_p1), /*src=*/%s90_s0, /*size_in_granules=*/2048, /*dst=*/%s6_s3"
+    text = LISTING.replace(told, remote)
+    text = text.replace(
+        "/*dst_syncflagno=*/[#allocation8] }", "/*dst_syncflagno=*/%s20_s7, [#allocation7] /* vmem-to-vmem */ }"
+    )
+    text = text.replace("%s4_s2 = sld", "%s20_s7 = sor.u32 16384, [#allocation8]  ;;  %s4_s2 = sld")
+    kind = dict(bandwidth=1.0, latency=1e6)
+    run = Listing(text).run({0: np.array([5])}, link=(1024.0, 100.0), **kind)
+    assert (run.sent, run.copies, run.unmet, run.unknown) == (3 * 65536, 0, 0, {})
+    assert 3 * (64 + 100) < run.elapsed < 3 * (64 + 100) + run.cycles
+    assert Listing(text).run({0: np.array([5])}, **kind).unmet == 3
+
+
 def test_a_register_that_is_renamed_keeps_what_it_holds():
     """The name of a pointer, made under a guard that does not hold, in the register that counts iterations."""
     renamed = "%s20_s3 = sshll.u32 (%p21_p2), %s4_s2, 4  ;;  %s22_s3 = int_to_ptr.hbm %s20_s3  ;;  "
@@ -195,3 +211,17 @@ def test_expert_mlp_compiles_and_is_near_its_floor(target):
     assert found[packed]["R"] <= {"v5e-1": 1.06, "v6e-1": 1.5}.get(target, 3)
     found = [found[case] for case in cases.split(";")]
     assert [line["R"] <= 1.01 and line["bytes_to_floor"] < 1.01 for line in found] == [True] * 2
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize(
+    ("target", "most"), [("v5e:2x4", 1.1), ("v6e:2x4", 1.2), ("v5p:2x2x2", 2.15), ("v7x:2x2x1", 1.05)]
+)
+def test_products_with_their_collective_compile_and_are_near_their_floor(target, most):
+    """Whichever is longer of product and ring. v5p: one of two cores, which XLA does not idle."""
+    found = measured(target, "collective_matmul", "8b qkv, 2048;8b o, 2048;8b gate and up, 2048;70b down, 4096")
+    assert len(found) == 4
+    for case, line in found.items():
+        assert line["R"] <= most, case
+        assert line["r"] <= 1.3 * most, case

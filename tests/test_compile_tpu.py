@@ -284,3 +284,28 @@ def test_plans_compile(name):
     made = Deployment(configs.load(plan.model), str(plan.slice), *sizes)
     report = report_of(made, made.keys()[:1])
     assert report.ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "kernels"), [("v5e:2x4", 4), ("v5p:2x2x2", 0)])
+def test_products_take_place_with_their_collective_as_explain_promises(target, kernels):
+    """The kernels read weights where they lie. v5p has two cores a device, and XLA's products are faster."""
+    hf = TINY | {"hidden_size": 1024, "intermediate_size": 2048}
+    made = Deployment(
+        hf, target, "bfloat16", Buckets((1024,), (32,), (2048,)), Parallelism.parse("tp=8,rules=tp_sp"), ("greedy",)
+    )
+    decode, *others = made.keys()
+    keys, planned = [decode, *(key for key in others if key.chunks == 1 and not key.detail)], made.planned()
+    for program in report_of(made, keys).programs[1:]:
+        (step,) = explain(planned.model, planned.plan, planned.config, [program.key]).steps
+        fused = [c for c in step.collectives if c.kind.startswith("fused")]
+        assert len(fused) == kernels
+        found, promised, padded = Counter(), Counter(), planned.config.shards.padded(step.tokens)
+        for k in program.kernels:
+            found[k["sent"], k["flops"]] += k["count"] * bool(k["sent"])
+        for c in fused:
+            promised[c.nbytes * 7 // 8, c.flops * padded // step.tokens] += c.count
+        assert +found == promised
+        assert program.copies == []
+        apart = {(c["kind"], c["nbytes"]): c["count"] for c in program.collectives if c["nbytes"] > 1 << 16}
+        assert sum(apart.values()) == (2 if kernels else 2 + 4 * 3)

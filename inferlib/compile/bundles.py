@@ -4,7 +4,8 @@ The TPU compiler schedules statically, one bundle of instructions a cycle, and w
 `dump_flags`). Here the scalar, branch and copy instructions of a listing are executed exactly, with the scalars that
 decide its way (lengths, page tables) given; vector instructions are passed over, as they take their cycle and decide
 nothing. Copies to and from HBM go one after another at the memory's bandwidth and arrive a latency later, and a wait
-for one stalls. Not modelled: bank conflicts, inefficiency of small copies, a second core. So times are estimates.
+for one stalls. Devices of a ring do the same at the same time: what one sends to a neighbour, it gets from the other.
+Not modelled: bank conflicts, inefficiency of small copies, a second core. So times are estimates.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import numpy as np
 _MASK = 0xFFFFFFFF
 _GRANULE = 32  # bytes: the unit of a copy's size and of what is waited for
 _OPERAND = 1 << 24  # of the made-up addresses of operands
+_FLAG = (1 << 19) - (1 << 10)  # bits of a semaphore's address that say whose it is
 _DELAY = 4  # bundles executed after a taken branch, where a listing does not tell
+DELAYS = {"v5e": 4, "v5p": 4, "v6e": 4, "v7x": 6}  # as listings with loops behind loops show
 _HEAD = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*[> ]*\{(.*)$")
 
 
@@ -41,21 +44,24 @@ def find_listing(folder: Path, kernel: str) -> Path:
 @dataclass(frozen=True)
 class Execution:
     """cycles: bundles executed; elapsed: cycles with what waits for copies stalled; hbm_bytes: copied to and from HBM
-    by the kernel itself; copies: how many. unmet: waits for copies that were never started, and unknown: instructions
-    that were passed over, by name; where either is not empty, figures are not to be trusted."""
+    by the kernel itself; copies: how many; sent: bytes copied to other devices. unmet: waits for copies that were never
+    started, and unknown: instructions that were passed over, by name; where either is not empty, figures are not to be
+    trusted."""
 
     cycles: int
     elapsed: float
     hbm_bytes: int
     copies: int
+    sent: int
     unmet: int
     unknown: Mapping[str, int]
 
 
 class Listing:
-    """A kernel's bundles. `run` executes them."""
+    """A kernel's bundles. `run` executes them. delay: how many are still executed after a taken branch, as `DELAYS` has
+    it for a chip; None: what the listing tells of it."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, delay: int | None = None):
         self._bundles: list[list[str]] = []
         self._branches: list[tuple[int, int]] = []
         self._labels: list[str | None] = []
@@ -64,20 +70,28 @@ class Listing:
             instructions = [_directed(_plain(part), spaces) for part in re.split(r" ;; ", body)]
             self._bundles.append([i for i in instructions if i and not _is_vector(i)])
             self._labels.append(label)
-        self._delay = self._delay_slots()
+        self._delay = delay or self._delay_slots()
 
     @property
     def size(self) -> int:
         """In bundles."""
         return len(self._bundles)
 
-    def run(self, scalars: Mapping[int, np.ndarray], *, bandwidth: float, latency: float) -> Execution:
+    def run(
+        self,
+        scalars: Mapping[int, np.ndarray],
+        *,
+        bandwidth: float,
+        latency: float,
+        link: tuple[float, float] | None = None,
+    ) -> Execution:
         """Execute the listing.
 
         scalars: by index, the operands of the kernel that it reads as scalars. bandwidth: of HBM, in bytes per cycle;
-        latency: of a copy, in cycles.
+        latency: of a copy, in cycles. link: both of a copy to a neighbour; each instruction that makes some has a link
+        to itself.
         """
-        return _Machine(self._bundles, self._delay, scalars, bandwidth, latency).run()
+        return _Machine(self._bundles, self._delay, scalars, bandwidth, latency, link).run()
 
     def _delay_slots(self) -> int:
         """Bundles that are still executed after a taken branch: behind those of a loop's last branch is a label, if not
@@ -152,6 +166,7 @@ _BINARY: dict[str, Callable[[int, int], int]] = {
     "sadd": operator.add,
     "ssub": operator.sub,
     "smul": operator.mul,
+    "smulhi": lambda a, b: (a * b) >> 32,
     "sand": operator.and_,
     "sor": operator.or_,
     "sxor": operator.xor,
@@ -174,10 +189,10 @@ class _Machine:
     """One execution. Registers go by their names in the listing, each written once an iteration; `_physical` holds what
     the register of a name's suffix holds now, which is what a phi takes."""
 
-    def __init__(self, bundles, delay, scalars, bandwidth, latency):
+    def __init__(self, bundles, delay, scalars, bandwidth, latency, link):
         self._bundles, self._delay = bundles, delay
         self._scalars = {index: np.asarray(value).astype(np.int64) & _MASK for index, value in scalars.items()}
-        self._bandwidth, self._latency = bandwidth, latency
+        self._bandwidth, self._latency, self._link = bandwidth, latency, link
         self._registers: dict[str, int] = {}
         self._physical: dict[str, int] = {}
         self._memory: dict[int, int] = {}
@@ -185,7 +200,7 @@ class _Machine:
         self._quotients: deque[int] = deque()
         self._pending: dict[int, deque[list[float]]] = defaultdict(deque)
         self._time, self._free = 0.0, 0.0
-        self._bytes = self._copies = self._unmet = 0
+        self._bytes = self._copies = self._sent = self._unmet = 0
         self._unknown: Counter[str] = Counter()
         self._code: dict[int, tuple[list[Callable[[], None]], tuple[Callable[[], int], int] | None]] = {}
 
@@ -206,7 +221,8 @@ class _Machine:
             elif branch is not None and branch[0]():
                 target, left = branch[1], self._delay
             at += 1
-        return Execution(cycles, self._time, self._bytes, self._copies, self._unmet, dict(self._unknown))
+        traffic = self._bytes, self._copies, self._sent
+        return Execution(cycles, self._time, *traffic, self._unmet, dict(self._unknown))
 
     # ---- translation: each instruction becomes a function
 
@@ -252,6 +268,8 @@ class _Machine:
         if base == "dma":
             if kind == "done.wait":
                 return self._wait(*map(self._value, arguments[:2]))
+            if kind == "vmem_to_vmem" and self._link:  # within a device those are loads and stores
+                return self._send(*map(self._value, (arguments[1], *arguments[3:5])))
             return self._copy(*kind.split("_to_"), *map(self._value, arguments[:4]))
         if base == "vsyncadd":
             return self._signal(*map(self._value, arguments[:2]))
@@ -333,6 +351,21 @@ class _Machine:
             else:
                 done = self._time
             self._pending[flag()].append([done, count])
+
+        return act
+
+    def _send(self, size, there, here) -> Callable[[], None]:
+        """Signals the semaphore `here` when it has left, and `there` when it arrives."""
+        bandwidth, latency = self._link
+        free = 0.0
+
+        def act():
+            nonlocal free
+            count = size()
+            free = max(self._time, free) + count * _GRANULE / bandwidth
+            self._sent += count * _GRANULE
+            self._pending[here() & ~_FLAG].append([free, count])
+            self._pending[there() & ~_FLAG].append([free + latency, count])
 
         return act
 

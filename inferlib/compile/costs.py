@@ -277,7 +277,7 @@ class Deployed:
 
     def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
         plan = self.plan(self.replicas, key.limit, key.chunk or 1)
-        backend = Backend.for_platform(self.target.platform, self.shards)
+        backend = Backend.for_platform(self.target.platform, self.shards, self.target.chip.cores)
         return explain_step(self.model, plan, self.shards, key, backend=backend).collectives
 
 

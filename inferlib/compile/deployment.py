@@ -85,7 +85,10 @@ class Deployment:
 
     def config(self, shards: Shards) -> EngineConfig:
         sizes = self.max_batch, self.max_len, self.buckets
-        return EngineConfig.make(self.slice.platform, *sizes, shards, self.model, self.kv_cache_dtype)
+        target = self.slice
+        return EngineConfig.make(
+            target.platform, *sizes, shards, self.model, self.kv_cache_dtype, cores=target.chip.cores
+        )
 
     def shards(self, devices: Sequence[jax.Device]) -> Shards:
         """The mesh; of a single device too where the device is not one of this process's own."""

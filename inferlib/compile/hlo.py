@@ -115,12 +115,13 @@ class Instruction:
         return int(found[1]) if found and int(found[1]) < 1 << 60 else None
 
     @property
-    def declared_cost(self) -> tuple[int, int] | None:
-        """Bytes and FLOPs of a kernel that declares them."""
+    def declared_cost(self) -> tuple[int, int, int] | None:
+        """Bytes, FLOPs and bytes sent of a kernel that declares them."""
         if self.op != "custom-call":
             return None
-        found = re.search(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"', self.rest)
-        return found and (int(found[2]), int(found[1]))
+        found = re.search(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"([^}]*)', self.rest)
+        sent = found and re.search(r'"remote_bytes_transferred":"(\d+)"', found[3])
+        return found and (int(found[2]), int(found[1]), int(sent[1]) if sent else 0)
 
 
 @dataclass(frozen=True)
@@ -167,11 +168,13 @@ class Copy:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of our own that a step calls `count` times; bytes and FLOPs of one call, as it declares them."""
+    """A kernel of our own that a step calls `count` times; of one call, as it declares them: bytes to and from HBM,
+    FLOPs, and bytes that it sends to other devices."""
 
     name: str
     nbytes: int
     flops: int
+    sent: int
     count: int
 
 
@@ -185,7 +188,7 @@ class StepCost:
     uncosted: int = 0
     collectives: Counter = field(default_factory=Counter)  # (kind, nbytes) -> count
     copies: Counter = field(default_factory=Counter)  # (argument, instruction, nbytes) -> count
-    kernels: Counter = field(default_factory=Counter)  # (name, nbytes, flops) -> count
+    kernels: Counter = field(default_factory=Counter)  # (name, nbytes, flops, sent) -> count
 
 
 class Module:
@@ -423,6 +426,8 @@ _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 def _parse(text: str, computations: dict[str, Computation]) -> Computation:
     """Fill `computations`; returns the entry."""
     entry, name, instructions = None, None, {}
+    # What a kernel says of itself is written over several lines.
+    text = re.sub(r"kernel_metadata=\{\n([^}]*)\n\}", r"kernel_metadata={\1}", text)
     for line in text.splitlines():
         if head := _HEAD.match(line):
             name, instructions, is_entry = head[2], {}, bool(head[1])

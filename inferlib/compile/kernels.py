@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,12 +17,13 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from inferlib.compile.aot import CompileError, check_compiler, environment
-from inferlib.compile.bundles import Listing, dump_flags, find_listing
+from inferlib.compile.bundles import DELAYS, Listing, dump_flags, find_listing
 from inferlib.compile.child import Answer, Child, serve
 from inferlib.compile.kernel_cases import Case
+from inferlib.compile.kernel_cases.collective_matmul import CollectiveMatmul
 from inferlib.compile.report import CLOCKS
 from inferlib.compile.targets import Target, parse_target
 from inferlib.pallas_kernels.tuned_tpu import Asked, trying
@@ -34,9 +35,9 @@ LATENCY = 0.5e-6  # seconds, assumed
 @dataclass(frozen=True)
 class Figures:
     """Of a case on a device. cycles: bundles executed; hbm_bytes: copied; copies: how many; bundles: of the listing.
-    Seconds: of the cycles; busy: of cycles or bytes at the published bandwidth, whichever is longer; whole: with waits
-    for copies, which arrive `LATENCY` after their bytes could have; compile_seconds: of the compiler, on this
-    machine."""
+    Seconds: of the cycles; busy: of cycles, or bytes or those sent at the published bandwidth, whichever is longer;
+    whole: with waits for copies, which arrive `LATENCY`, or a hop's, after their bytes could have; compile_seconds: of
+    the compiler, on this machine."""
 
     cycles: int
     hbm_bytes: int
@@ -84,10 +85,12 @@ class KernelCompiler:
         return Figures(**answer["figures"]), Asked(**answer["asked"][-1])
 
     def floor(self, case: Case) -> float:
-        """Seconds for what a case must read and write, or compute, whichever takes longer."""
+        """Seconds for what a case must read and write, compute, or send around a ring, whichever takes longer."""
+        sent = case.sent_bytes if isinstance(case, CollectiveMatmul) else 0
         return max(
             case.floor_bytes / self.target.hbm_bandwidth,
             case.floor_flops / self.target.rate("bfloat16"),
+            _sending(self.target, sent),
         )
 
     def _ask(self, case: Case, **trial: Any) -> dict[str, Any]:
@@ -103,41 +106,55 @@ class KernelCompiler:
 def _prepared(first: Mapping[str, Any]) -> Answer:
     target, folder = parse_target(first["target"]), Path(first["folder"])
     name, options = target.topology_name, target.topology_options
-    device = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices[0]
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
 
     def answer(job: Mapping[str, Any]) -> dict[str, Any]:
         case = pickle.loads(bytes.fromhex(job["case"]))
         trial: AbstractContextManager = trying(job["blocks"]) if "blocks" in job else nullcontext([])
         try:
-            with trial as asked, jax.sharding.use_abstract_mesh(alone(device)):
-                scalars, seconds = case.scalars(), _compile(case, device)
+            with trial as asked:
+                scalars, seconds = case.scalars(), _compile(case, devices)
             text = find_listing(folder, case.kernel).read_text()
         finally:
             for file in folder.iterdir():
                 file.unlink()
-        figures = _figures(target, Listing(text), scalars, seconds)
+        figures = _figures(target, Listing(text, DELAYS.get(target.chip.name)), scalars, seconds)
         return {"figures": asdict(figures), "asked": [asdict(x) for x in asked]}
 
     return answer
 
 
-def _compile(case: Case, device) -> float:
+def _compile(case: Case, devices: Sequence[jax.Device]) -> float:
     """How many seconds it took."""
-    sharding = SingleDeviceSharding(device)
+    arguments = case.arguments()
+    if isinstance(case, CollectiveMatmul):
+        mesh = Mesh(devices[: case.devices], (case.axis,))
+        function, context = case.on(mesh), nullcontext()
+        shardings = {key: NamedSharding(mesh, spec) for key, spec in case.specs()[0].items()}
+    else:
+        function, context = case.function(), jax.sharding.use_abstract_mesh(alone(devices[0]))
+        shardings = dict.fromkeys(arguments, SingleDeviceSharding(devices[0]))
     arguments = {
-        key: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for key, (shape, dtype) in case.arguments().items()
+        key: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[key]) for key, (shape, dtype) in arguments.items()
     }
     start = time.perf_counter()
-    jax.jit(case.function()).lower(**arguments).compile()
+    with context:
+        jax.jit(function).lower(**arguments).compile()
     return time.perf_counter() - start
+
+
+def _sending(target: Target, sent: int) -> float:
+    """Seconds to send so many bytes, half of them to each neighbour."""
+    return sent / 2 / target.chip.link_bandwidth
 
 
 def _figures(target: Target, listing: Listing, scalars: Mapping[int, Any], compile_seconds: float) -> Figures:
     clock, bandwidth = CLOCKS[target.chip.name], target.hbm_bandwidth
-    run = listing.run(scalars, bandwidth=bandwidth / clock, latency=LATENCY * clock)
+    link = target.chip.link_bandwidth / clock, target.chip.hop_latency * clock
+    run = listing.run(scalars, bandwidth=bandwidth / clock, latency=LATENCY * clock, link=link)
     if run.unmet or run.unknown:
         raise CompileError(f"the listing was not understood: {run}")
-    busy = max(run.cycles / clock, run.hbm_bytes / bandwidth)
+    busy = max(run.cycles / clock, run.hbm_bytes / bandwidth, _sending(target, run.sent))
     return Figures(
         cycles=run.cycles,
         hbm_bytes=run.hbm_bytes,

@@ -7,7 +7,7 @@ reduce-scatter) moves (n - 1) / n of the whole array over every link of the axis
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, prod
 
@@ -53,7 +53,10 @@ class Network:
     spans: Mapping[str, Span]
 
     def seconds(self, collective: Collective, efficiency: Efficiency) -> float:
-        """Of one of a collective's `count`."""
+        """Of one of a collective's `count`; of one that takes place with a product, what that does not hide."""
+        if collective.flops:
+            hidden = collective.flops / (self.target.rate("bfloat16") * efficiency.compute)
+            return max(self.seconds(replace(collective, flops=0), efficiency) - hidden, 0.0)
         span, nbytes = self._span(collective.axis), collective.nbytes
         if collective.kind == "collective-permute":
             return self._permute(span, nbytes, efficiency)

@@ -75,7 +75,8 @@ class Plan:
         shards = planned_shards(Parallelism.parse(self.parallel))
         buckets = Buckets(self.prefill, self.batch, self.cache)
         sizes = buckets.batch[-1], self.max_len, buckets
-        return EngineConfig.make(self.slice.platform, *sizes, shards, kv_cache_dtype=self.kv_cache_dtype)
+        options = dict(kv_cache_dtype=self.kv_cache_dtype, cores=self.slice.chip.cores)
+        return EngineConfig.make(self.slice.platform, *sizes, shards, **options)
 
     @cached_property
     def slice(self) -> Target:

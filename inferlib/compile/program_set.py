@@ -27,6 +27,7 @@ from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel, WeightSpec, gainful, unpackable
 from inferlib.models.batch import kernel_lacks
 from inferlib.models.config import AttentionSpec, MlaSpec
+from inferlib.models.layers.ring import in_ring, lacks, rows_of
 from inferlib.ops.expert_mlp import most_tokens
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import alone
@@ -171,7 +172,8 @@ class ProgramSet:
         shardings = [self.config.shards.sharding(spec.axes) for spec in self.model.specs]
         if self.layouts is None and not self._free:
             return tuple(shardings)
-        layouts = self.layouts or [Layout.AUTO] * len(shardings)
+        demanded = {} if self.layouts else _demanded(self.model, self.config)
+        layouts = self.layouts or [demanded.get(spec.name, Layout.AUTO) for spec in self.model.specs]
         return tuple(
             Format(layout, sharding or SingleDeviceSharding(jax.devices()[0]))
             for layout, sharding in zip(layouts, shardings, strict=True)
@@ -220,6 +222,35 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) ->
         )
 
 
+def _demanded(model: AbstractModel, config: EngineConfig) -> dict[str, Layout]:
+    """Layouts of the weights that a prefill multiplies together with its collective, by name: in any other each step
+    would copy them. A layer's parts (heads, gate and up) are apart, and in each the rows that are summed over."""
+    found = {}
+    for weight, reasons in _in_ring(model, config):
+        if None in reasons:
+            one = weight.of_layer
+            dims, stack = list(range(len(one.shape))), len(weight.shape) - len(one.shape)
+            order = dims if one.axes[-1] == axes.EMBED else [*dims[1:-1], 0, dims[-1]]
+            found[weight.name] = Layout((*range(stack), *(stack + dim for dim in order)))
+    return found
+
+
+def _in_ring(model: AbstractModel, config: EngineConfig) -> Iterator[tuple[WeightSpec, list[str | None]]]:
+    """The weights that could be multiplied together with their collective, if that is chosen, and for each step that
+    has tokens enough why they are not, None if they are."""
+    shards, steps = config.shards, {p * c + n for p, c in config.prefill_shapes() for n in (0, config.rows)}
+    if config.backend.collective_matmul == "xla":
+        return
+    rows = sorted({n for tokens in steps if (n := rows_of(tokens, shards))})
+    for weight in model.weights:
+        if weight.block is None or weight.scheme is not None:
+            continue
+        one, layer = weight.of_layer, model.config.layers[model.layers_of(weight.block)[0]]
+        if weight.part in in_ring(model.config, layer):
+            shape = shards.local_shape(one.axes, one.shape)
+            yield weight, [lacks(weight.part, shape, model.dtype, n) for n in rows]
+
+
 _CHECKED = {
     ("decode_attention", "pallas_tpu"): "TPU",
     ("prefill_attention", "pallas_tpu"): "TPU",
@@ -237,9 +268,9 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
         "grouped_matmul": partial(_experts_lack, config, model, "grouped_matmul"),
         "expert_mlp": partial(_experts_lack, config, model, "expert_mlp"),
     }
-    for name, lacks in checks.items():
+    for name, reason_of in checks.items():
         chosen = getattr(config.backend, name)
-        if (name, chosen) in _CHECKED and (reason := lacks()):
+        if (name, chosen) in _CHECKED and (reason := reason_of()):
             log.warning("%s is XLA's, not the %s kernel: %s", name.replace("_", " "), _CHECKED[name, chosen], reason)
             config = replace(config, backend=replace(config.backend, **{name: "xla"}))
     if config.backend.matmul == "pallas_tpu":
@@ -247,6 +278,9 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
         reasons = {w.part: unpackable(w, model.dtype, config.shards) for w in plain}
         if part := next(filter(reasons.get, reasons), None):
             log.warning("products with %s are XLA's, not the TPU kernel's: %s", part, reasons[part])
+    reasons = {w.part: found[-1] for w, found in _in_ring(model, config) if found and None not in found}
+    if part := next(iter(reasons), None):
+        log.warning("products with %s and their collective are XLA's, not the TPU kernel's: %s", part, reasons[part])
     return config
 
 

@@ -31,6 +31,7 @@ class Chip:
     hbm_bytes: what a program may use. vmem_bytes: on-chip memory of one core that kernels address; scratch_bytes: what
     the compiler sets aside of it, the rest holds weights fetched ahead. flops: FLOP/s by dtype of the operands; a dtype
     that is not listed runs at the rate of bfloat16. devices: JAX devices per chip, which share its figures equally.
+    cores: of a device that compute, each with an on-chip memory of its own.
     links, link_bandwidth: ports to neighbours and the bandwidth of one in one direction. torus: dimensions of the
     network, 0 for a switch. ring: an axis closes to a ring when its size is a multiple of this (0: never).
     die_bandwidth: between the devices of a chip, one direction. hop_latency: of a neighbour exchange, or of one phase
@@ -46,6 +47,7 @@ class Chip:
     scratch_bytes: int = 0
     flops: Mapping[str, float] = field(default_factory=dict, hash=False)
     devices: int = 1
+    cores: int = 1
     links: int = 0
     link_bandwidth: float = 0.0
     torus: int = 0
@@ -149,6 +151,7 @@ CHIPS = {
             vmem_bytes=16 * _MIB,
             scratch_bytes=16 * _MIB,
             flops={"bfloat16": 275e12, "int8": 275e12},
+            cores=2,
             links=6,
             link_bandwidth=45e9,
             torus=3,
@@ -180,6 +183,7 @@ CHIPS = {
             vmem_bytes=64 * _MIB,
             scratch_bytes=16 * _MIB,
             flops={"bfloat16": 459e12, "int8": 918e12, "float8": 459e12},
+            cores=2,
             links=6,
             link_bandwidth=100e9,
             torus=3,

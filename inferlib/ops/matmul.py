@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.packed import PackedTensor, by_kernel
 from inferlib.ops.quantized import QuantizedTensor
 
@@ -21,7 +22,7 @@ def precision_of(dtype) -> lax.Precision | None:
 
 def matmul(
     x: jax.Array,
-    w: jax.Array | QuantizedTensor | PackedTensor,
+    w: jax.Array | QuantizedTensor | PackedTensor | RingWeight,
     *,
     contract: int = 1,
     transposed: bool = False,
@@ -30,8 +31,10 @@ def matmul(
     """x [T, *I] times w [*I, *O] -> [T, *O], accumulated in float32.
 
     contract: how many leading dimensions of `w` (and trailing of `x`) are summed over. transposed: w is [O, I], and not
-    quantised. out_dtype: dtype of the result; x's by default.
+    quantised. out_dtype: dtype of the result; x's by default. With a RingWeight x or the result is a device's share.
     """
+    if isinstance(w, RingWeight):
+        return w.times(x)
     if isinstance(w, PackedTensor):
         return by_kernel(x, w, out_dtype or x.dtype)
     if isinstance(w, QuantizedTensor):

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from inferlib.compile.kernel_cases import (
+    collective_matmul,
     decode_attention,
     expert_mlp,
     grouped_matmul,
@@ -21,7 +22,7 @@ from inferlib.compile.kernel_cases import (
 
 
 class Case(Protocol):
-    """A kernel on arguments of some shapes."""
+    """A kernel on arguments of some shapes. One on several devices is a `collective_matmul.CollectiveMatmul`."""
 
     kernel: str  # its name in the compiler's listings
 
@@ -51,6 +52,8 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "mx_matmul": mx_matmul.CASES,
     "prefill_attention": prefill_attention.CASES,
 }
+# On several devices; their blocks are not searched.
+RINGS: Mapping[str, Mapping[str, Case]] = {"collective_matmul": collective_matmul.CASES}
 _KINDS = {
     "decode_attention": decode_attention.DecodeAttention,
     "expert_mlp": expert_mlp.ExpertMlp,
@@ -61,15 +64,17 @@ _KINDS = {
 }
 
 
-def chosen_cases(kernels: Sequence[str], names: Collection[str] | None) -> dict[str, list[str]]:
+def chosen_cases(
+    kernels: Sequence[str], names: Collection[str] | None, cases: Mapping[str, Mapping[str, Case]] = CASES
+) -> dict[str, list[str]]:
     """The names of those cases of some kernels, all if None; for kernels that have any. Raises ValueError for unknown
     ones."""
-    if unknown := [kernel for kernel in kernels if kernel not in CASES]:
-        raise ValueError(f"no kernels {unknown}; there are {'; '.join(CASES)}")
-    known = [name for kernel in kernels for name in CASES[kernel]]
+    if unknown := [kernel for kernel in kernels if kernel not in cases]:
+        raise ValueError(f"no kernels {unknown}; there are {'; '.join(cases)}")
+    known = [name for kernel in kernels for name in cases[kernel]]
     if unknown := [name for name in names or () if name not in known]:
         raise ValueError(f"no cases {unknown}; there are {'; '.join(known)}")
-    found = {kernel: [name for name in CASES[kernel] if names is None or name in names] for kernel in kernels}
+    found = {kernel: [name for name in cases[kernel] if names is None or name in names] for kernel in kernels}
     return {kernel: some for kernel, some in found.items() if some}
 
 

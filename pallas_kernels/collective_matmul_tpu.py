@@ -1,0 +1,470 @@
+"""Matrix products that overlap with their collective on TPUs: all-gather before, or reduce-scatter after.
+
+The devices of a mesh axis form a ring. In each of n steps a device multiplies the rows that it has while the next ones
+travel: half of them go to the right and half to the left, so both directions of the links are busy. What travels lies
+in on-chip memory, twice: one copy is computed with and passed on while a neighbour writes the other, once it was told
+that this one is free. Weights stay on chip for all steps if they fit.
+(Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition".)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.pallas_kernels.arithmetic_tpu import div, rem
+
+LANES, SUBLANES = 128, 16
+VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x; v5e and v6e have twice as many
+MARGIN_BYTES = 4 << 20  # of VMEM, for what the compiler keeps there
+COLUMNS = 512
+_HEIGHTS = (*range(256, 112, -SUBLANES), *range(1024, 256, -SUBLANES), *range(112, 0, -SUBLANES))  # the best first
+# Neighbours meet before they write to each other. One that has left a call needed this device's rows for it, so this
+# one had met both of its neighbours: who comes early to the next call is not mistaken for another in this.
+_GATHER_ID, _SCATTER_ID = 0, 1
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """columns: of the weight that are copied together; buffers: for these, as many as there are if the weight is to
+    stay on chip for all steps; rows: of a product."""
+
+    columns: int
+    buffers: int
+    rows: int
+
+    def __post_init__(self):
+        if self.columns % LANES or self.rows % SUBLANES or min(self.columns, self.rows) < 1:
+            raise ValueError(f"columns are multiples of {LANES} and rows of {SUBLANES}, not as in {self}")
+        if self.buffers < 1:
+            raise ValueError(f"there is at least one buffer, not {self.buffers}")
+
+    def vmem_bytes(self, rows: int, w: jax.ShapeDtypeStruct, *, scatters: bool) -> int:
+        """With `rows` of a device and weights [L, P, K, N]."""
+        *_, inner, outer = w.shape
+        kept = 2 * rows * (inner + (outer if scatters else self.columns))
+        product = self.rows * (inner * w.dtype.itemsize + 4 * self.columns)  # what the compiler keeps of one
+        return (self.buffers * inner * self.columns + kept) * w.dtype.itemsize + product + MARGIN_BYTES
+
+    def keeps(self, w: jax.ShapeDtypeStruct) -> bool:
+        """Whether all of a layer's weight [L, P, K, N] stays on chip: else it is read in each step."""
+        return self.buffers * self.columns >= w.shape[1] * w.shape[3]
+
+
+def blocks(rows: int, w: jax.ShapeDtypeStruct, *, scatters: bool) -> Blocks:
+    """For `rows` of a device and weights [L, P, K, N], which stay on chip if they fit, else two blocks of them do."""
+    _, parts, _, outer = w.shape
+    columns = next((n for n in range(COLUMNS, LANES, -LANES) if outer % n == 0), LANES)
+    height = next((n for n in _HEIGHTS if rows % n == 0), SUBLANES)
+    whole = Blocks(columns, max(parts * outer // columns, 1), height)
+    return whole if whole.vmem_bytes(rows, w, scatters=scatters) <= VMEM_BYTES else Blocks(columns, 2, height)
+
+
+def unsupported(
+    rows: int, x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct, *, scatters: bool, blocks_: Blocks | None = None
+) -> str | None:
+    """Why the kernels cannot multiply x [..., K], of which each device has or gets `rows`, by w [L, P, K, N], or None
+    if they can. scatters: by `matmul_reduce_scatter`."""
+    if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"they take rows and weights of bfloat16, or both of float32, not {x.dtype} and {w.dtype}"
+    if rows % SUBLANES or rows < 2 * SUBLANES:
+        return (
+            f"a device has {rows} rows, not a multiple of {SUBLANES} from {2 * SUBLANES} on: half of them go each way"
+        )
+    chosen = blocks_ or blocks(rows, w, scatters=scatters)
+    *_, inner, outer = w.shape
+    if inner % LANES or outer % chosen.columns:
+        return f"weights of {inner} x {outer} do not divide into tiles of {LANES} and columns of {chosen.columns}"
+    if rows % chosen.rows:
+        return f"{rows} rows do not divide into products of {chosen.rows}"
+    if (need := chosen.vmem_bytes(rows, w, scatters=scatters)) > VMEM_BYTES:
+        return f"{rows} rows and weights {inner} x {outer} need {need} bytes on chip, and there are {VMEM_BYTES}"
+    return None
+
+
+def all_gather_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis: str,
+    ring: Sequence[int] | None = None,
+    layer: jax.Array | int = 0,
+    blocks: Blocks | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> jax.Array:
+    """x [T / n, K] of each of the n devices along a mesh axis, together [T, K], times this device's w [L, P, K, N] of a
+    layer -> [P, T, N] in x's dtype; inside `shard_map`. Products are summed over K in float32.
+
+    ring: the devices' indices on the axis in an order in which neighbours are near to each other, the last to the first
+    too; 0, 1, ... if None. The same rows times the same weight give the same bits on every device, in any ring.
+    Raises ValueError where `unsupported` says why.
+    """
+    rows, inner = x.shape
+    chosen = _checked(rows, x, w, blocks, scatters=False)
+    devices, (_, parts, _, outer) = lax.axis_size(axis), w.shape
+    kernel = functools.partial(_gather_kernel, axis=axis, height=chosen.rows)
+    return _call(
+        kernel,
+        "all_gather_matmul",
+        (x, w, layer),
+        axis,
+        ring,
+        jax.ShapeDtypeStruct((parts, devices * rows, outer), x.dtype),
+        scratch=[
+            pltpu.VMEM((2, rows, inner), x.dtype),
+            pltpu.VMEM((chosen.buffers, inner, chosen.columns), w.dtype),
+            pltpu.VMEM((2, rows, chosen.columns), x.dtype),
+            pltpu.SemaphoreType.DMA,
+            pltpu.SemaphoreType.DMA((chosen.buffers,)),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA((2, 2)),
+            pltpu.SemaphoreType.REGULAR((2,)),
+        ],
+        remote=rows * inner,
+        weights=(1 if chosen.keeps(w) else devices) * inner * parts * outer,
+        vmem=chosen.vmem_bytes(rows, w, scatters=False),
+        collective_id=_GATHER_ID,
+        interpret=interpret,
+    )
+
+
+def matmul_reduce_scatter(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis: str,
+    ring: Sequence[int] | None = None,
+    layer: jax.Array | int = 0,
+    blocks: Blocks | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> jax.Array:
+    """This device's x [T, K] times its w [L, K, N] of a layer, summed over the n devices along a mesh axis; of the sum
+    [T, N] each gets its share [T / n, N], in x's dtype; inside `shard_map`.
+
+    ring: as of `all_gather_matmul`. Order of summation: over K in float32, then along the ring, the first half of a
+    device's rows from its right neighbour on to the right, all around to itself, the second half from its left one on
+    to the left; each addition is in float32, and what travels to the next is rounded to x's dtype.
+    Raises ValueError where `unsupported` says why.
+    """
+    devices, (total, inner), outer = lax.axis_size(axis), x.shape, w.shape[-1]
+    if total % devices:
+        raise ValueError(f"the reduce-scatter of a product splits {total} rows over {devices} devices: pad them")
+    rows, w = total // devices, w[:, None]
+    chosen = _checked(rows, x, w, blocks, scatters=True)
+    count = outer // chosen.columns
+    kernel = functools.partial(_scatter_kernel, axis=axis, height=chosen.rows)
+    return _call(
+        kernel,
+        "matmul_reduce_scatter",
+        (x, w, layer),
+        axis,
+        ring,
+        jax.ShapeDtypeStruct((rows, outer), x.dtype),
+        scratch=[
+            pltpu.VMEM((2, rows, inner), x.dtype),
+            pltpu.VMEM((chosen.buffers, inner, chosen.columns), w.dtype),
+            pltpu.VMEM((2, count, rows, chosen.columns), x.dtype),
+            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA((chosen.buffers,)),
+            pltpu.SemaphoreType.DMA,
+            pltpu.SemaphoreType.DMA((2, count)),
+            pltpu.SemaphoreType.DMA((2, 2, count)),
+            pltpu.SemaphoreType.REGULAR((2,)),
+        ],
+        remote=rows * outer,
+        weights=(1 if chosen.keeps(w) else devices) * inner * outer,
+        vmem=chosen.vmem_bytes(rows, w, scatters=True),
+        collective_id=_SCATTER_ID,
+        interpret=interpret,
+    )
+
+
+def _checked(rows: int, x: jax.Array, w: jax.Array, chosen: Blocks | None, *, scatters: bool) -> Blocks:
+    if x.shape[-1] != w.shape[-2]:
+        raise ValueError(f"x {x.shape} and a layer's weight {w.shape[1:]} do not go together")
+    if reason := unsupported(rows, x, w, scatters=scatters, blocks_=chosen):
+        raise ValueError(f"the TPU kernel does not run this product with its collective: {reason}")
+    return chosen or blocks(rows, w, scatters=scatters)
+
+
+def _call(kernel, name, inputs, axis, ring, out, *, scratch, remote, weights, vmem, collective_id, interpret):
+    x, w, layer = inputs
+    devices, me = lax.axis_size(axis), lax.axis_index(axis)
+    order = np.arange(devices) if ring is None else np.asarray(ring)
+    if sorted(order.tolist()) != list(range(devices)):
+        raise ValueError(f"a ring of {devices} devices names each once, not {order.tolist()}")
+    if devices < 2:
+        raise ValueError(f"there is one device along {axis!r}: it needs no collective")
+    # [n, 2, n]: of each device, those 0, 1, ... places to its left, and to its right.
+    places, steps = np.argsort(order)[:, None], np.arange(devices)
+    around = np.stack([order[(places - steps) % devices], order[(places + steps) % devices]], axis=1)
+    if not interpret:  # or XLA would bring small weights to VMEM whole
+        w = pltpu.with_memory_space_constraint(w, pltpu.HBM)
+    return pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=scratch,
+        ),
+        out_shape=out,
+        compiler_params=pltpu.CompilerParams(
+            collective_id=collective_id, disable_bounds_checks=True, vmem_limit_bytes=vmem
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * x.size * w.shape[1] * w.shape[3] * (devices if name == "all_gather_matmul" else 1),
+            bytes_accessed=(weights + x.size + out.size) * x.dtype.itemsize,
+            transcendentals=0,
+            remote_bytes_transferred=(devices - 1) * remote * x.dtype.itemsize,
+        ),
+        interpret=interpret,
+        name=name,
+    )(jnp.asarray(layer, jnp.int32).reshape(1), jnp.asarray(around, jnp.int32)[me], x, w)
+
+
+# ---- parts of both kernels
+
+
+class _Weights:
+    """The blocks of a layer's weight in the order in which every step takes them."""
+
+    def __init__(self, layer_ref, w_hbm, buf, sems, steps):
+        self.layer, self.w_hbm, self.buf, self.sems, self.steps = layer_ref[0], w_hbm, buf, sems, steps
+        (self.buffers, _, self.columns), (_, parts, _, outer) = buf.shape, w_hbm.shape
+        self.pieces = outer // self.columns
+        self.count = parts * self.pieces
+        self.stays = self.buffers >= self.count
+
+    def place(self, block):
+        """Part and first column of a block."""
+        return div(block, self.pieces), pl.multiple_of(rem(block, self.pieces) * self.columns, LANES)
+
+    def copy(self, at):
+        """Of the block that is `at`-th in all steps."""
+        part, column = self.place(rem(at, self.count))
+        source = self.w_hbm.at[self.layer, part, :, pl.ds(column, self.columns)]
+        slot = rem(at, self.buffers)
+        return pltpu.make_async_copy(source, self.buf.at[slot], self.sems.at[slot])
+
+    def begin(self):
+        lax.fori_loop(0, min(self.buffers, self.count), lambda at, _: self.copy(at).start(), None)
+
+    def of(self, step, block):
+        """The ref of a block, which has come."""
+        at = step * self.count + block
+        pl.when((step == 0) | (not self.stays))(lambda: self.copy(at).wait())
+        return self.buf.at[block if self.stays else rem(at, self.buffers)]
+
+    def done(self, step, block):
+        """A block's buffer is for the next."""
+        if not self.stays:
+            at = step * self.count + block + self.buffers
+            pl.when(at < self.steps * self.count)(lambda: self.copy(at).start())
+
+
+def _meet(ring_ref, axis):
+    """Wait until both neighbours run this kernel."""
+    barrier = pltpu.get_barrier_semaphore()
+    for side in range(2):
+        _signal(barrier, ring_ref[side, 1], axis)
+    pl.semaphore_wait(barrier, 2)
+
+
+def _signal(sem, device, axis):
+    pl.semaphore_signal(sem, 1, device_id={axis: device}, device_id_type=pl.DeviceIdType.MESH)
+
+
+def _product(x, w):
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, w, precision=exact, preferred_element_type=jnp.float32)
+
+
+def _half(side, rows):
+    """Start and count of a device's rows that travel to the right (side 0) or to the left."""
+    first = pl.cdiv(rows, 2 * SUBLANES) * SUBLANES
+    return (0, first) if side == 0 else (first, rows - first)
+
+
+# ---- kernels
+
+
+def _gather_kernel(layer_ref, ring_ref, x_hbm, w_hbm, out_hbm, *scratch, axis, height):
+    """In step s: the first half of the rows of the device s places to the left, the second of the one to the right.
+
+    Scalars: layer [1], ring [2, n] (see `_call`). x [R, K], w [L, P, K, N], out [P, n R, N] in HBM. Scratch: rows
+    [2, R, K]; blocks of weights [BUFFERS, K, C]; results [2, R, C]; semaphores: of sent rows for each side, of received
+    ones for each copy and side, and how often the neighbour's next copy is free.
+    """
+    gathered, w_buf, staged, x_sem, w_sems, out_sems, send_sems, recv_sems, free_sems = scratch
+    steps, (_, rows, _) = ring_ref.shape[1], gathered.shape
+    weights = _Weights(layer_ref, w_hbm, w_buf, w_sems, steps)
+
+    def send(step, side):
+        here, there, at = rem(step, 2), rem(step + 1, 2), pl.ds(*_half(side, rows))
+        return pltpu.make_async_remote_copy(
+            gathered.at[here, at],
+            gathered.at[there, at],
+            send_sems.at[side],
+            recv_sems.at[there, side],
+            device_id={axis: ring_ref[1 - side, 1]},
+            device_id_type=pl.DeviceIdType.MESH,
+        )
+
+    def store(at, side):
+        """Of the `at`-th block's results, a half."""
+        step, slot, (start, count) = div(at, weights.count), rem(at, 2), _half(side, rows)
+        part, column = weights.place(rem(at, weights.count))
+        row = pl.multiple_of(ring_ref[side, step] * rows + start, SUBLANES)
+        target = out_hbm.at[part, pl.ds(row, count), pl.ds(column, weights.columns)]
+        return pltpu.make_async_copy(staged.at[slot, pl.ds(start, count)], target, out_sems.at[slot])
+
+    def stored(at):
+        for side in range(2):
+            store(at, side).wait()
+
+    own = pltpu.make_async_copy(x_hbm, gathered.at[0], x_sem)
+    own.start()
+    weights.begin()
+    _meet(ring_ref, axis)
+    own.wait()
+
+    def take_step(step, _):
+        for side in range(2):
+
+            @pl.when(step > 0)
+            def _(side=side):
+                send(step - 1, side).wait_recv()
+
+            @pl.when((step > 0) & (step < steps - 1))
+            def _(side=side):
+                pl.semaphore_wait(free_sems.at[side], 1)
+
+            @pl.when(step < steps - 1)
+            def _(side=side):
+                send(step, side).start()
+
+        def take_block(block, _):
+            at, w = step * weights.count + block, weights.of(step, block)
+            pl.when(at >= 2)(lambda: stored(at - 2))
+
+            def multiply(tile, _):
+                these = pl.ds(pl.multiple_of(tile * height, SUBLANES), height)
+                y = _product(gathered[rem(step, 2), these], w[...])
+                staged[rem(at, 2), these] = y.astype(staged.dtype)
+
+            lax.fori_loop(0, rows // height, multiply, None)
+            for side in range(2):
+                store(at, side).start()
+            weights.done(step, block)
+
+        lax.fori_loop(0, weights.count, take_block, None)
+        for side in range(2):
+
+            @pl.when(step < steps - 1)
+            def _(side=side):
+                send(step, side).wait_send()
+
+            @pl.when(step < steps - 2)
+            def _(side=side):
+                _signal(free_sems.at[side], ring_ref[side, 1], axis)
+
+    lax.fori_loop(0, steps, take_step, None)
+    last = steps * weights.count
+    for at in range(last - min(2, last), last):
+        stored(at)
+
+
+def _scatter_kernel(layer_ref, ring_ref, x_hbm, w_hbm, out_hbm, *scratch, axis, height):
+    """In step s: what the first half of the rows of the device s + 1 places to the left gets, and the second half of
+    the one to the right; in the last these are its own.
+
+    Scalars: layer [1], ring [2, n] (see `_call`). x [n R, K], w [L, 1, K, N], out [R, N] in HBM. Scratch: rows
+    [2, R, K]; blocks of weights [BUFFERS, K, C]; sums [2, N / C, R, C]; semaphores: of sent blocks for each side, of
+    received ones for each copy and side, and how often the neighbour's next block is free.
+    """
+    x_buf, w_buf, sums, x_sems, w_sems, out_sem, send_sems, recv_sems, free_sems = scratch
+    steps, (_, _, rows, columns) = ring_ref.shape[1], sums.shape
+    weights = _Weights(layer_ref, w_hbm, w_buf, w_sems, steps)
+
+    def read(step, side):
+        device = ring_ref[side, jnp.where(step == steps - 1, 0, step + 1)]
+        slot, (start, count) = rem(step, 2), _half(side, rows)
+        source = x_hbm.at[pl.ds(pl.multiple_of(device * rows + start, SUBLANES), count)]
+        return pltpu.make_async_copy(source, x_buf.at[slot, pl.ds(start, count)], x_sems.at[slot])
+
+    def send(step, block, side):
+        here, there, at = rem(step, 2), rem(step + 1, 2), pl.ds(*_half(side, rows))
+        return pltpu.make_async_remote_copy(
+            sums.at[here, block, at],
+            sums.at[there, block, at],
+            send_sems.at[side, block],
+            recv_sems.at[there, side, block],
+            device_id={axis: ring_ref[1 - side, 1]},
+            device_id_type=pl.DeviceIdType.MESH,
+        )
+
+    def store(block):
+        target = out_hbm.at[:, pl.ds(pl.multiple_of(block * columns, LANES), columns)]
+        return pltpu.make_async_copy(sums.at[(steps - 1) % 2, block], target, out_sem)
+
+    for side in range(2):
+        read(0, side).start()
+    weights.begin()
+    _meet(ring_ref, axis)
+
+    def take_step(step, _):
+        for side in range(2):
+            read(step, side).wait()
+            pl.when(step < steps - 1)(lambda side=side: read(step + 1, side).start())
+
+        def take_block(block, _):
+            w, slot = weights.of(step, block), rem(step, 2)
+            for side in range(2):
+
+                @pl.when(step > 0)
+                def _(side=side):
+                    send(step - 1, block, side).wait_send()
+
+                @pl.when((step > 0) & (step < steps - 1))
+                def _(side=side):
+                    _signal(free_sems.at[side], ring_ref[side, 1], axis)
+
+                @pl.when(step > 0)
+                def _(side=side):
+                    send(step - 1, block, side).wait_recv()
+
+            def multiply(tile, _):
+                these = pl.ds(pl.multiple_of(tile * height, SUBLANES), height)
+                y = _product(x_buf[slot, these], w[...])
+                before = sums[slot, block, these].astype(jnp.float32)  # none in the first step
+                sums[slot, block, these] = jnp.where(step > 0, y + before, y).astype(sums.dtype)
+
+            lax.fori_loop(0, rows // height, multiply, None)
+            for side in range(2):
+
+                @pl.when((step > 0) & (step < steps - 1))
+                def _(side=side):
+                    pl.semaphore_wait(free_sems.at[side], 1)
+
+                @pl.when(step < steps - 1)
+                def _(side=side):
+                    send(step, block, side).start()
+
+            pl.when(step == steps - 1)(lambda: store(block).start())
+            weights.done(step, block)
+
+        lax.fori_loop(0, weights.count, take_block, None)
+
+    lax.fori_loop(0, steps, take_step, None)
+    lax.fori_loop(0, weights.count, lambda block, _: store(block).wait(), None)
