@@ -64,7 +64,7 @@ class Weight:
     """
 
     values: jax.Array
-    scales: jax.Array
+    scales: jax.Array | None = None
     tops: jax.Array | None = None
 
     @property
@@ -79,7 +79,7 @@ class Weight:
     @property
     def group(self) -> int:
         """Inputs that share a scale."""
-        return BLOCK if self.packed else self.inputs // self.scales.shape[2]
+        return BLOCK if self.packed else self.inputs // (1 if self.scales is None else self.scales.shape[2])
 
     @property
     def bits(self) -> int:
@@ -196,7 +196,7 @@ def mx_matmul(
         scratch.append(pltpu.VMEM((parts, inputs // BLOCK, wide), jnp.float32))
     nbytes = sum(a.size // a.shape[0] * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in arrays)
     y = pl.pallas_call(
-        functools.partial(_kernel, packed=weight.packed, group=weight.group, repeats=repeats),
+        functools.partial(_kernel, packed=weight.packed, scaled=weight.scales is not None, group=weight.group, repeats=repeats),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(rows, tall), pl.cdiv(columns, wide)),
@@ -221,7 +221,7 @@ def mx_matmul(
     return y[:, :given] if given < rows else y
 
 
-def _kernel(_, x_ref, values_ref, scales_ref, *refs, packed, group, repeats):
+def _kernel(_, x_ref, values_ref, *refs, packed, scaled, group, repeats):
     """Some columns of the weight times some rows of x [T, K].
 
     values [P, K, N], scales [P, K / g, N], tops [P, 1, N] and out [P, T, N] hold those columns. Scratch: x with its
@@ -229,6 +229,7 @@ def _kernel(_, x_ref, values_ref, scales_ref, *refs, packed, group, repeats):
     to keep of an exponent and what to add [P, K / 128, N]; of MXFP8 scales [P, K / 32, N].
     """
     refs = list(refs)
+    scales_ref = refs.pop(0) if scaled else None
     tops_ref = refs.pop(0) if packed else None
     out_ref = refs.pop(0)
     xs_ref = refs.pop(0) if packed or repeats > 1 else x_ref
@@ -293,7 +294,7 @@ def _kernel(_, x_ref, values_ref, scales_ref, *refs, packed, group, repeats):
         total = body(0, zero) if step == inputs else lax.fori_loop(0, inputs // step, body, zero)
         if packed:
             total = total * tops_ref[part]
-        elif group == inputs:
+        elif scaled and group == inputs:
             total = total * scales_ref[part]
         out_ref[part] = total.astype(out_ref.dtype)
 

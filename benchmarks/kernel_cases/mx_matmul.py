@@ -24,8 +24,9 @@ class MxMatmul:
     @property
     def floor_bytes(self) -> int:
         weights = self.parts * self.inputs * self.outputs
-        scales = {"mxfp8": weights // 32, "mxfp4": weights // 32, "fp8": 4 * self.parts * self.outputs}
-        bits = 4 if self.scheme in ("mxfp4", "int4") else 8
+        by_channel = 4 * self.parts * self.outputs
+        scales = {"mxfp8": weights // 32, "mxfp4": weights // 32, "fp8": by_channel, "int8": by_channel, "bfloat16": 0}
+        bits = {"mxfp4": 4, "int4": 4, "bfloat16": 16}.get(self.scheme, 8)
         return weights * bits // 8 + scales.get(self.scheme, weights // 128 * 4)
 
     @property
@@ -47,8 +48,10 @@ class MxMatmul:
         if self.scheme == "mxfp4":
             words, exponents = (of(self.inputs // 8), "int32"), (of(self.inputs // 128), "int32")
             return {"x": x, "values": words, "scales": exponents, "tops": (of(1), "float32")}
-        scales = {"mxfp8": (of(self.inputs // 32), "uint8"), "fp8": (of(1), "float32")}
-        values = of(self.inputs), _DTYPES.get(self.scheme, self.scheme)
+        values, by_channel = (of(self.inputs), _DTYPES.get(self.scheme, self.scheme)), (of(1), "float32")
+        if self.scheme == "bfloat16":
+            return {"x": x, "values": values}
+        scales = {"mxfp8": (of(self.inputs // 32), "uint8"), "fp8": by_channel, "int8": by_channel}
         return {"x": x, "values": values, "scales": scales.get(self.scheme, (of(self.inputs // 128), "float32"))}
 
     def scalars(self) -> dict[int, np.ndarray]:
@@ -56,11 +59,18 @@ class MxMatmul:
         return {0: np.zeros(1, int)}
 
 
-SCHEMES = ("mxfp4", "int4", "mxfp8", "fp8_block", "fp8")
+SCHEMES = ("bfloat16", "int8", "mxfp4", "int4", "mxfp8", "fp8_block", "fp8")
 CASES = {
     **{f"{scheme}, T 16": MxMatmul(scheme) for scheme in SCHEMES},
     **{f"{scheme}, T 64": MxMatmul(scheme, rows=64) for scheme in SCHEMES},
     **{f"{scheme}, T 1024": MxMatmul(scheme, rows=1024) for scheme in SCHEMES},
+    "bfloat16, T 32, gate and up, tp 8": MxMatmul("bfloat16", rows=32, outputs=1792, parts=2),
+    "bfloat16, T 32, qkv, tp 8": MxMatmul("bfloat16", rows=32, outputs=768),
+    "bfloat16, T 32, o, tp 8": MxMatmul("bfloat16", rows=32, inputs=512, outputs=4096),
+    "bfloat16, T 32, down, tp 8": MxMatmul("bfloat16", rows=32, inputs=1792, outputs=4096),
+    "bfloat16, T 32, head, tp 8": MxMatmul("bfloat16", rows=32, inputs=4096, outputs=16032),
+    "int8, T 32, gate and up, tp 8": MxMatmul("int8", rows=32, outputs=1792, parts=2),
+    "int8, T 32, qkv, tp 8": MxMatmul("int8", rows=32, outputs=768),
     "mxfp4, gate and up, tp 8": MxMatmul("mxfp4", outputs=1792, parts=2),
     "mxfp4, down, tp 8": MxMatmul("mxfp4", inputs=1792, outputs=4096),
 }
