@@ -21,7 +21,7 @@ from inferlib.models.decoder import Decoder, Segment, segments_of
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
-from inferlib.ops.packed import Packing, gains
+from inferlib.ops.packed import Packing
 from inferlib.ops.quantized import Scheme, nbytes, quantize
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
@@ -59,7 +59,7 @@ class WeightSpec:
     def stored(self, whole: jax.Array) -> tuple[jax.Array, ...]:
         """Its arrays, from the weight itself. Traceable."""
         if self.scheme is None:
-            return (whole.astype(self.dtype),)
+            return self.held(whole.astype(self.dtype))
         return self.held(*jax.tree.leaves(quantize(whole, self.contracting, self.scheme)))
 
     def held(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -68,12 +68,12 @@ class WeightSpec:
 
     @property
     def packing(self) -> Packing:
-        return Packing(self.scheme, self.shape, self.axes, self.contracting)
+        return Packing(self.scheme, self.shape, self.axes, self.contracting, self.dtype)
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
         """What holds it."""
-        if self.scheme is None:
+        if self.scheme is None and not self.packed:
             return (ArraySpec(self.name, self.part, self.shape, self.dtype, self.axes),)
         held = self.packing.arrays() if self.packed else self.scheme.arrays(self.shape, self.axes, self.contracting)
         suffixes = {name: "" if name == "values" else f".{name}" for name in held}
@@ -194,7 +194,7 @@ def abstract_model(
 ) -> AbstractModel:
     """The structure of `config` with weights of `dtype`, or quantised.
 
-    packed: hold quantised weights as the TPU kernel reads them where they are `gainful` and not `unpackable`.
+    packed: hold weights of products as the TPU kernel reads them where they are `gainful` and not `unpackable`.
     scan: stack repeating layers (see `segments_of`). shards: the mesh, over which heads, feed-forward and vocabulary
     are made to divide. expert_slots: see `Layout`. Raises ShardingError if it would cut a group of quantised elements.
     """
@@ -233,8 +233,8 @@ def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -
 
 
 def _held(p: nnx.Param, weight: WeightSpec) -> nnx.Param:
-    """The parameter, holding a `QuantizedTensor` or `PackedTensor` if the weight is quantised."""
-    if weight.scheme is None:
+    """The parameter, holding a `QuantizedTensor` or `PackedTensor` if the weight is quantised or packed."""
+    if weight.scheme is None and not weight.packed:
         return p
     structs = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in weight.arrays)
     return p.replace((weight.packing if weight.packed else weight.scheme).tensor(*structs))
@@ -242,7 +242,7 @@ def _held(p: nnx.Param, weight: WeightSpec) -> nnx.Param:
 
 def gainful(weight: WeightSpec) -> bool:
     """Whether the TPU kernel is for products with a weight."""
-    return weight.scheme is not None and axes.EXPERTS not in weight.axes and gains(weight.scheme)
+    return bool(weight.contracting) and axes.EXPERTS not in weight.axes and weight.packing.gains
 
 
 def unpackable(weight: WeightSpec, dtype, shards: Shards) -> str | None:

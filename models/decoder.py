@@ -25,7 +25,7 @@ from inferlib.models.layers.param import param
 from inferlib.models.layers.per_layer import PerLayerEmbedding, PerLayerInput
 from inferlib.models.layers.residual import AltUp, Laurel, Streams
 from inferlib.models.layout import Layout
-from inferlib.ops.matmul import matmul
+from inferlib.ops.matmul import Normed, matmul
 from inferlib.ops.packed import PackedTensor
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -124,7 +124,8 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             own = self.pre_attn_norm(x, shards) if spec.pre_norm else x
             y = shards.all_tokens(own, ctx.tokens)
-            attn, cache = self.attn(y, ctx, cache)
+            given = self.pre_attn_norm.for_products(x, y, shards) if spec.pre_norm else y
+            attn, cache = self.attn(given, ctx, cache)
         if spec.parallel:
             with jax.named_scope("mlp"):
                 mlp, load = self.feed_forward(shards.fed(y), ctx, layer)
@@ -143,6 +144,8 @@ class Block(nnx.Module):
                 mlp, load = self.mlp.with_norms(whole, self.pre_mlp_norm(whole, shards), ctx, layer)
             else:
                 y = shards.fed(shards.all_tokens(self.pre_mlp_norm(x, shards) if spec.pre_norm else x, ctx.tokens))
+                if spec.pre_norm and isinstance(self.mlp, Mlp):
+                    y = self.pre_mlp_norm.for_products(x, y, shards)
                 if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
                     held, mlp, load = self.mlp.apart(y, ctx, layer)
                 else:
@@ -151,7 +154,7 @@ class Block(nnx.Module):
                 mlp = self.mlp.finish(shards.sum_tokens(mlp, axes.MLP))
         return self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), held, load, cache
 
-    def feed_forward(self, y: jax.Array, ctx: StepContext, layer: jax.Array | None) -> tuple[jax.Array, Load]:
+    def feed_forward(self, y: jax.Array | Normed, ctx: StepContext, layer: jax.Array | None) -> tuple[jax.Array, Load]:
         """This device's part of the sum."""
         if isinstance(self.mlp, Moe):
             return self.mlp(y, ctx, layer)
@@ -316,6 +319,7 @@ class Decoder(nnx.Module):
         with jax.named_scope("head"):
             y = self.final_norm(x, shards)
             head, transposed = (self.embed, True) if config.tied else (self.head, False)
+            y = y if transposed else self.final_norm.for_products(x, y, shards)
             logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32)
             logits = shards.sum(logits, axes.EMBED)
             if config.head_bias:
@@ -367,8 +371,8 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
         given = jnp.moveaxis(given, 0, 1).reshape(segment.count, len(blocks), *given.shape[::2])
 
     def body(carry, inputs):
-        stream, held = carry
-        layer, states, given = inputs
+        stream, held, layer = carry
+        states, given = inputs
         new, loads = [], []
         for i, (graph, whole, state) in enumerate(zip(graphs, wholes, states, strict=True)):
             cache = LayerCache(held[i], rings[i], layer) if owns[i] else caches[i]
@@ -378,13 +382,14 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
             new.append(cache.arrays if owns[i] else ())
             loads += [] if stream.load is None else [stream.load]
             stream = stream._replace(load=None)
-        return (stream, tuple(new)), jnp.stack(loads) if loads else None
+        return (stream, tuple(new), layer + 1), jnp.stack(loads) if loads else None
 
     carry = (
         stream._replace(load=None),
         tuple(cache.arrays if own else () for cache, own in zip(caches, owns, strict=True)),
+        jnp.int32(0),
     )
-    (stream, new), loads = lax.scan(body, carry, (jnp.arange(segment.count), states, given))
+    (stream, new, _), loads = lax.scan(body, carry, (states, given), length=segment.count)
     loads = [] if loads is None else [loads.reshape(-1, loads.shape[-1])]
     return stream, [LayerCache(arrays, ring) for arrays, ring in zip(new, rings, strict=True)], loads
 

@@ -1,16 +1,18 @@
-"""Products with quantised weights on TPUs: packed elements are read once and unpacked in registers.
+"""Products with weights on TPUs: a weight is one stream of blocks from memory, unpacked in registers if it is packed.
 
-The MXU takes bfloat16 rows against weights of 8-bit floats, so that is what elements become. Those of 4 bits with a
-power of two for each 32 (MXFP4) become e5m2 with their scale in the exponent, four at a time in a 32-bit word, relative
-to the largest scale of their column: what is 2^-26 of that or less vanishes, as it does in a float32 sum. Scales of
-other formats multiply partial sums; where groups are shorter than a pass of the MXU, rows are repeated, each with the
-elements of one group.
+Part of a product may be what comes before and behind it: an RMS norm of the rows, the activation that makes one of gate
+and up. The MXU takes bfloat16 rows against weights of 8-bit floats too, so that is what packed elements become. Those
+of 4 bits with a power of two for each 32 (MXFP4) become e5m2 with their scale in the exponent, four at a time in a
+32-bit word, relative to the largest scale of their column: what is 2^-26 of that or less vanishes, as it does in a
+float32 sum. Scales of other formats multiply partial sums; where groups are shorter than a pass of the MXU, rows are
+repeated, each with the elements of one group.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +61,8 @@ def blocks(rows: int, inputs: int, columns: int, bits: int) -> Blocks:
 class Weight:
     """A stack of weights [L, P, K, N] as the kernel reads them, K a multiple of 128.
 
-    values: int8, int4 or e4m3 [L, P, K, N], scales float32 [L, P, K / g, N], or e8m0 codes as uint8 for g = 32; or of
-    MXFP4 what `pack_mxfp4` returns, tops included.
+    values: bfloat16 without scales; int8, int4 or e4m3 [L, P, K, N], scales float32 [L, P, K / g, N], or e8m0 codes as
+    uint8 for g = 32; or of MXFP4 what `pack_mxfp4` returns, tops included.
     """
 
     values: jax.Array
@@ -78,13 +80,23 @@ class Weight:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
+        """Inputs that share a scale, if there are some."""
         return BLOCK if self.packed else self.inputs // (1 if self.scales is None else self.scales.shape[2])
 
     @property
     def bits(self) -> int:
         """Of an element."""
         return 4 if self.packed else jax.dtypes.itemsize_bits(self.values.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RmsNorm:
+    """Of the rows of x [T, K], before a product: over the root of their mean square, times weight [K] + offset."""
+
+    weight: jax.Array
+    eps: float = field(metadata={"static": True})
+    offset: float = field(default=0.0, metadata={"static": True})
 
 
 # ---- storage
@@ -127,8 +139,9 @@ def _power_of_two(code: jax.Array) -> jax.Array:
 # ---- the product
 
 
-def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None) -> str | None:
-    """Why the kernel cannot multiply x [rows, K] by a weight (of arrays or their shapes), or None if it can."""
+def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None, *, normed: bool = False) -> str | None:
+    """Why the kernel cannot multiply x [rows, K], or its norm, by a weight (of arrays or their shapes), or None if it
+    can."""
     if dtype != jnp.bfloat16:
         return f"it takes activations of bfloat16, not {jnp.dtype(dtype)}"
     if weight.inputs % DEPTH:
@@ -136,7 +149,7 @@ def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None) 
     if weight.group not in (BLOCK, DEPTH, weight.inputs):
         return f"groups are of {BLOCK} or {DEPTH} inputs or of all, not {weight.group}"
     chosen = chosen or blocks(rows, weight.inputs, weight.values.shape[3], weight.bits)
-    need = _vmem_bytes(weight, chosen)
+    need = _vmem_bytes(weight, chosen, normed)
     if need > VMEM_BYTES:
         return f"{weight.inputs} inputs need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
     return None
@@ -146,10 +159,10 @@ def _repeats(weight: Weight, rows: int) -> int:
     return DEPTH // BLOCK if weight.group == BLOCK and not weight.packed and rows <= REPEATED else 1
 
 
-def _vmem_bytes(weight: Weight, chosen: Blocks) -> int:
+def _vmem_bytes(weight: Weight, chosen: Blocks, normed: bool) -> int:
     parts, rows = weight.values.shape[1], chosen.rows
-    repeats = _repeats(weight, chosen.rows)
-    x = rows * weight.inputs * 2 * (2 + repeats * (weight.packed or repeats > 1))
+    repeats = _repeats(weight, rows)
+    x = rows * weight.inputs * 2 * (2 + repeats * (normed or weight.packed or repeats > 1))
     held = parts * weight.inputs * chosen.columns * weight.bits // 8 * 2
     scales = 4 * parts * pl.cdiv(weight.inputs, weight.group) * chosen.columns * 2
     out = rows * chosen.columns * (4 * parts + 4 * parts + 4 * repeats)
@@ -161,97 +174,116 @@ def mx_matmul(
     weight: Weight,
     *,
     layer: jax.Array | int = 0,
+    norm: RmsNorm | None = None,
+    activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     out_dtype=None,
     blocks_: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
     """x [T, K] times layer `layer` of a weight [L, P, K, N] -> [P, T, N], accumulated in float32.
 
-    x may have fewer than K columns where K is padded. out_dtype: x's by default. Raises ValueError where `unsupported`
-    says why.
+    x may have fewer than K columns where K is padded. norm: of x, rounded to its dtype. activation: of the products,
+    float32, with the two parts of a weight, P = 2, of which it makes one [1, T, N]. out_dtype: x's by default. Raises
+    ValueError where `unsupported` says why.
     """
-    if reason := unsupported(x.shape[0], x.dtype, weight, blocks_):
+    if reason := unsupported(x.shape[0], x.dtype, weight, blocks_, normed=norm is not None):
         raise ValueError(f"the TPU kernel does not run this product: {reason}")
     inputs, (_, parts, _, columns) = weight.inputs, weight.values.shape
-    given, out_dtype = x.shape[0], out_dtype or x.dtype
-    if given % ROWS or x.shape[1] < inputs:
-        x = jnp.pad(x, ((0, -given % ROWS), (0, inputs - x.shape[1])))
-    rows = x.shape[0]
+    (given, width), out_dtype = x.shape, out_dtype or x.dtype
+    pad = ((0, -given % ROWS), (0, inputs - width))
+    operands = {"x": jnp.pad(x, pad)}
+    if norm is not None:
+        operands["norm"] = jnp.pad(norm.weight[None], ((0, 0), pad[1]))
+    rows = given + pad[0][1]
     chosen = blocks_ or blocks(rows, inputs, columns, weight.bits)
     tall, wide = min(chosen.rows, rows), chosen.columns
-    repeats = _repeats(weight, tall)
+    repeats, results = _repeats(weight, tall), parts if activation is None else 1
 
     def of_weight(array: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((None, parts, array.shape[2], wide), lambda t, n, layer: (layer[0], 0, 0, n))
 
-    arrays = jax.tree.leaves(weight)
+    specs = [pl.BlockSpec((tall, inputs), lambda t, n, *_: (t, 0))]
+    specs += [] if norm is None else [pl.BlockSpec((1, inputs), lambda *_: (0, 0))]
+    arrays = {"values": weight.values, "scales": weight.scales, "tops": weight.tops}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    nbytes = sum(a.size // a.shape[0] * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in arrays.values())
     if not interpret:  # or XLA would bring a small weight to VMEM whole
-        arrays = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays]
-    scratch = []
-    if weight.packed or repeats > 1:
-        scratch.append(pltpu.VMEM((repeats * tall, inputs), x.dtype))
+        arrays = {name: pltpu.with_memory_space_constraint(array, pltpu.HBM) for name, array in arrays.items()}
+    scratch = {}
+    if norm is not None or weight.packed or repeats > 1:
+        scratch["xs"] = pltpu.VMEM((repeats * tall, inputs), x.dtype)
     if weight.packed:
-        scratch += [pltpu.VMEM((parts, inputs // DEPTH, wide), jnp.int32)] * 2
-    elif weight.group == BLOCK:
-        scratch.append(pltpu.VMEM((parts, inputs // BLOCK, wide), jnp.float32))
-    nbytes = sum(a.size // a.shape[0] * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in arrays)
+        scratch["keep"] = scratch["add"] = pltpu.VMEM((parts, inputs // DEPTH, wide), jnp.int32)
+    elif weight.scales is not None and weight.group == BLOCK:
+        scratch["wide"] = pltpu.VMEM((parts, inputs // BLOCK, wide), jnp.float32)
     y = pl.pallas_call(
-        functools.partial(_kernel, packed=weight.packed, scaled=weight.scales is not None, group=weight.group, repeats=repeats),
+        functools.partial(
+            _kernel,
+            names=(*operands, *arrays, "out", *scratch),
+            width=width,
+            eps=norm and norm.eps,
+            offset=norm and norm.offset,
+            activation=activation,
+            group=weight.group,
+            repeats=repeats,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(rows, tall), pl.cdiv(columns, wide)),
-            in_specs=[pl.BlockSpec((tall, inputs), lambda t, n, *_: (t, 0)), *map(of_weight, arrays)],
-            out_specs=pl.BlockSpec((parts, tall, wide), lambda t, n, *_: (0, t, n)),
-            scratch_shapes=scratch,
+            in_specs=[*specs, *map(of_weight, arrays.values())],
+            out_specs=pl.BlockSpec((results, tall, wide), lambda t, n, *_: (0, t, n)),
+            scratch_shapes=list(scratch.values()),
         ),
-        out_shape=jax.ShapeDtypeStruct((parts, rows, columns), out_dtype),
+        out_shape=jax.ShapeDtypeStruct((results, rows, columns), out_dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=max(_vmem_bytes(weight, chosen), 14 << 20)
+            dimension_semantics=("arbitrary", "arbitrary"),
+            vmem_limit_bytes=max(_vmem_bytes(weight, chosen, norm is not None), 14 << 20),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * inputs * parts * columns,
             bytes_accessed=pl.cdiv(rows, tall) * nbytes
-            + x.size * x.dtype.itemsize
-            + parts * rows * columns * jnp.dtype(out_dtype).itemsize,
-            transcendentals=0,
+            + rows * inputs * x.dtype.itemsize
+            + results * rows * columns * jnp.dtype(out_dtype).itemsize,
+            transcendentals=0 if activation is None else rows * columns,
         ),
         interpret=interpret,
         name="mx_matmul",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), x, *arrays)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), *operands.values(), *arrays.values())
     return y[:, :given] if given < rows else y
 
 
-def _kernel(_, x_ref, values_ref, *refs, packed, scaled, group, repeats):
-    """Some columns of the weight times some rows of x [T, K].
+def _kernel(_, *refs, names, width, eps, offset, activation, group, repeats):
+    """Some columns of the weight times some rows of x [T, K], of which `width` columns are x's.
 
-    values [P, K, N], scales [P, K / g, N], tops [P, 1, N] and out [P, T, N] hold those columns. Scratch: x with its
-    inputs in the order of the words' bytes, or repeated [4 T, K], each time with one block of each 128; of MXFP4, what
-    to keep of an exponent and what to add [P, K / 128, N]; of MXFP8 scales [P, K / 32, N].
+    norm [1, K], values [P, K, N], scales [P, K / g, N], tops [P, 1, N] and out [P, T, N] hold those columns. Scratch:
+    xs, what is multiplied, if not x itself: normed, with its inputs in the order of the words' bytes, or repeated
+    [4 T, K], each time with one block of each 128; of MXFP4, what to keep of an exponent and what to add [P, K / 128,
+    N]; of MXFP8 scales as float32, wide [P, K / 32, N].
     """
-    refs = list(refs)
-    scales_ref = refs.pop(0) if scaled else None
-    tops_ref = refs.pop(0) if packed else None
-    out_ref = refs.pop(0)
-    xs_ref = refs.pop(0) if packed or repeats > 1 else x_ref
-    parts, rows, columns = out_ref.shape
+    refs = dict(zip(names, refs, strict=True))
+    x_ref, values_ref, out_ref = refs["x"], refs["values"], refs["out"]
+    xs_ref, scales_ref, packed = refs.get("xs", x_ref), refs.get("scales"), "keep" in refs
+    (parts, _, columns), rows = values_ref.shape, x_ref.shape[0]
     inputs = x_ref.shape[1]
 
     @pl.when(pl.program_id(1) == 0)
     def _():
+        source = x_ref
+        if "norm" in refs:
+            source = xs_ref.at[:rows]
+            _normalize(x_ref, refs["norm"], source, width, eps, offset)
         if packed:
-            _permute(x_ref, xs_ref)
+            _permute(source, xs_ref)
         elif repeats > 1:
-            _repeat(x_ref, xs_ref, repeats)
+            _repeat(source, xs_ref, repeats)
 
     if packed:
-        keep_ref, add_ref = refs
         scaled = scales_ref[...] << 2
-        keep_ref[...] = scaled & _bytes(0x70) | _bytes(0x0E)
-        add_ref[...] = scaled & _bytes(0x0C)
-    elif group == BLOCK:
-        (wide_ref,) = refs
-        wide_ref[...] = _power_of_two(scales_ref[...].astype(jnp.int32))
-        scales_ref = wide_ref
+        refs["keep"][...] = scaled & _bytes(0x70) | _bytes(0x0E)
+        refs["add"][...] = scaled & _bytes(0x0C)
+    elif "wide" in refs:
+        refs["wide"][...] = _power_of_two(scales_ref[...].astype(jnp.int32))
+        scales_ref = refs["wide"]
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
@@ -261,7 +293,8 @@ def _kernel(_, x_ref, values_ref, *refs, packed, scaled, group, repeats):
         for n in range(depth // DEPTH):
             row = lax.div(at, DEPTH) + n
             word = values_ref[part, pl.ds(pl.multiple_of(row * 16, 16), 16), :]
-            keep, add = (jnp.broadcast_to(ref[part, pl.ds(row, 1), :], word.shape) for ref in (keep_ref, add_ref))
+            kept = (refs[name][part, pl.ds(row, 1), :] for name in ("keep", "add"))
+            keep, add = (jnp.broadcast_to(x, word.shape) for x in kept)
             found += [_floats(word, half, keep, add) for half in range(2)]
         return pltpu.bitcast(jnp.concatenate(found), jnp.float8_e5m2)
 
@@ -280,23 +313,38 @@ def _kernel(_, x_ref, values_ref, *refs, packed, scaled, group, repeats):
         y = product(x, w)
         return sum(y[n * rows : (n + 1) * rows] * scale for n, scale in enumerate(scales))
 
-    width = DEPTH if not packed and group < inputs else 2 * DEPTH if inputs % (2 * DEPTH) == 0 else DEPTH
+    deep = DEPTH if not packed and group < inputs else 2 * DEPTH if inputs % (2 * DEPTH) == 0 else DEPTH
     most = STEP if rows <= TALL else TALL_STEP
-    step = next(size for size in range(most, 0, -width) if inputs % size == 0)
-    for part in range(parts):
+    step = next(size for size in range(most, 0, -deep) if inputs % size == 0)
 
-        def body(i, total, part=part):
-            for at in range(0, step, width):
-                total = total + part_of(part, jnp.int32(i * step + at), width)
+    def total_of(part: int) -> jax.Array:
+        def body(i, total):
+            for at in range(0, step, deep):
+                total = total + part_of(part, jnp.int32(i * step + at), deep)
             return total
 
         zero = jnp.zeros((rows, columns), jnp.float32)
         total = body(0, zero) if step == inputs else lax.fori_loop(0, inputs // step, body, zero)
         if packed:
-            total = total * tops_ref[part]
-        elif scaled and group == inputs:
-            total = total * scales_ref[part]
-        out_ref[part] = total.astype(out_ref.dtype)
+            return total * refs["tops"][part]
+        return total * scales_ref[part] if scales_ref is not None and group == inputs else total
+
+    if activation is not None:
+        out_ref[0] = activation(total_of(0), total_of(1)).astype(out_ref.dtype)
+        return
+    for part in range(parts):
+        out_ref[part] = total_of(part).astype(out_ref.dtype)
+
+
+def _normalize(x_ref, weight_ref, out_ref, width: int, eps: float, offset: float) -> None:
+    weight = weight_ref[...].astype(jnp.float32) + offset
+
+    @pl.loop(0, x_ref.shape[0], step=ROWS)
+    def _(at):
+        few = pl.ds(pl.multiple_of(at, ROWS), ROWS)
+        x = x_ref[few, :].astype(jnp.float32)
+        mean = jnp.sum(x * x, axis=1, keepdims=True) / width
+        out_ref[few, :] = (x * lax.rsqrt(mean + eps) * weight).astype(out_ref.dtype)
 
 
 def _permute(x_ref, xs_ref) -> None:

@@ -1,4 +1,4 @@
-"""Products of bfloat16 activations with quantised weights."""
+"""Products of bfloat16 activations with weights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ _DTYPES = {"mxfp8": "float8_e4m3fn", "fp8": "float8_e4m3fn", "fp8_block": "float
 
 @dataclass(frozen=True)
 class MxMatmul:
-    """x [rows, inputs] times one of two layers' weights [parts, inputs, outputs] of a scheme."""
+    """x [rows, inputs] times one of two layers' weights [parts, inputs, outputs] of a scheme. normed: behind an RMS
+    norm; gated: the two parts are a gate and what goes through it."""
 
     scheme: str
     rows: int = 16
     inputs: int = 4096
     outputs: int = 14336
     parts: int = 1
+    normed: bool = False
+    gated: bool = False
 
     kernel = "mx_matmul"
 
@@ -34,9 +37,16 @@ class MxMatmul:
         return 2 * self.rows * self.parts * self.inputs * self.outputs
 
     def function(self):
-        from inferlib.pallas_kernels.mx_matmul_tpu import Weight, mx_matmul
+        import jax
 
-        return lambda x, **arrays: mx_matmul(x, Weight(**arrays))
+        from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm, Weight, mx_matmul
+
+        def run(x, norm=None, **arrays):
+            norm = RmsNorm(norm, 1e-5) if self.normed else None
+            activation = (lambda gate, up: jax.nn.silu(gate) * up) if self.gated else None
+            return mx_matmul(x, Weight(**arrays), norm=norm, activation=activation)
+
+        return run
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes."""
@@ -44,15 +54,16 @@ class MxMatmul:
         def of(rows: int) -> tuple[int, ...]:
             return 2, self.parts, rows, self.outputs
 
-        x = (self.rows, self.inputs), "bfloat16"
+        x = {"x": ((self.rows, self.inputs), "bfloat16")}
+        x |= {"norm": ((self.inputs,), "bfloat16")} if self.normed else {}
         if self.scheme == "mxfp4":
             words, exponents = (of(self.inputs // 8), "int32"), (of(self.inputs // 128), "int32")
-            return {"x": x, "values": words, "scales": exponents, "tops": (of(1), "float32")}
+            return x | {"values": words, "scales": exponents, "tops": (of(1), "float32")}
         values, by_channel = (of(self.inputs), _DTYPES.get(self.scheme, self.scheme)), (of(1), "float32")
         if self.scheme == "bfloat16":
-            return {"x": x, "values": values}
+            return x | {"values": values}
         scales = {"mxfp8": (of(self.inputs // 32), "uint8"), "fp8": by_channel, "int8": by_channel}
-        return {"x": x, "values": values, "scales": scales.get(self.scheme, (of(self.inputs // 128), "float32"))}
+        return x | {"values": values, "scales": scales.get(self.scheme, (of(self.inputs // 128), "float32"))}
 
     def scalars(self) -> dict[int, np.ndarray]:
         """What the kernel is given in scalar memory, in its order."""
@@ -64,13 +75,13 @@ CASES = {
     **{f"{scheme}, T 16": MxMatmul(scheme) for scheme in SCHEMES},
     **{f"{scheme}, T 64": MxMatmul(scheme, rows=64) for scheme in SCHEMES},
     **{f"{scheme}, T 1024": MxMatmul(scheme, rows=1024) for scheme in SCHEMES},
-    "bfloat16, T 32, gate and up, tp 8": MxMatmul("bfloat16", rows=32, outputs=1792, parts=2),
-    "bfloat16, T 32, qkv, tp 8": MxMatmul("bfloat16", rows=32, outputs=768),
-    "bfloat16, T 32, o, tp 8": MxMatmul("bfloat16", rows=32, inputs=512, outputs=4096),
-    "bfloat16, T 32, down, tp 8": MxMatmul("bfloat16", rows=32, inputs=1792, outputs=4096),
-    "bfloat16, T 32, head, tp 8": MxMatmul("bfloat16", rows=32, inputs=4096, outputs=16032),
-    "int8, T 32, gate and up, tp 8": MxMatmul("int8", rows=32, outputs=1792, parts=2),
-    "int8, T 32, qkv, tp 8": MxMatmul("int8", rows=32, outputs=768),
-    "mxfp4, gate and up, tp 8": MxMatmul("mxfp4", outputs=1792, parts=2),
-    "mxfp4, down, tp 8": MxMatmul("mxfp4", inputs=1792, outputs=4096),
+    "bfloat16, norm and qkv, tp 8": MxMatmul("bfloat16", rows=32, outputs=768, normed=True),
+    "bfloat16, o, tp 8": MxMatmul("bfloat16", rows=32, inputs=512, outputs=4096),
+    **{
+        f"{scheme}, norm, gate and up, tp 8": MxMatmul(scheme, rows=32, outputs=1792, parts=2, normed=True, gated=True)
+        for scheme in ("bfloat16", "int8", "mxfp4")
+    },
+    "bfloat16, down, tp 8": MxMatmul("bfloat16", rows=32, inputs=1792, outputs=4096),
+    "bfloat16, head, tp 8": MxMatmul("bfloat16", rows=32, outputs=16032),
+    "mxfp4, down, tp 8": MxMatmul("mxfp4", rows=32, inputs=1792, outputs=4096),
 }
