@@ -21,7 +21,7 @@ from inferlib.models.layers.mla import Mla
 from inferlib.models.layers.mlp import Mlp
 from inferlib.models.layers.moe import Load, Moe
 from inferlib.models.layers.norm import Norm
-from inferlib.models.layers.param import param
+from inferlib.models.layers.param import OfStack, param
 from inferlib.models.layers.per_layer import PerLayerEmbedding, PerLayerInput
 from inferlib.models.layers.residual import AltUp, Laurel, Streams
 from inferlib.models.layout import Layout
@@ -362,8 +362,8 @@ def _layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
 
 def _scan(blocks, stream, ctx, caches, segment: Segment, given):
     """The cache rides in the carry: as scan inputs and outputs it would exist twice. What a block's layers share with
-    one before is read only and stays outside. Experts and what a kernel reads stay whole, each layer finds its own: a
-    layer's slice of them would be copied."""
+    one before is read only and stays outside. Experts and what a kernel may read stay whole, each layer finds its own:
+    a layer's slice of them would be copied."""
     graphs, wholes, states = zip(*(nnx.split(block, _is_whole, ...) for block in blocks), strict=True)
     owns, rings = [block.owns_cache for block in blocks], [cache.ring for cache in caches]
     if given is not None:  # [T, L, P] -> [count, pattern, T, P]
@@ -377,7 +377,7 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
         for i, (graph, whole, state) in enumerate(zip(graphs, wholes, states, strict=True)):
             cache = LayerCache(held[i], rings[i], layer) if owns[i] else caches[i]
             own = None if given is None else given[i]
-            whole = jax.tree.map(partial(_of_layer, layer), whole, is_leaf=lambda w: isinstance(w, PackedTensor))
+            whole = jax.tree.map(partial(_of_layer, layer), whole, is_leaf=lambda p: isinstance(p, nnx.Param))
             stream, cache = nnx.merge(graph, whole, state)(stream, ctx, cache, layer=layer, given=own)
             new.append(cache.arrays if owns[i] else ())
             loads += [] if stream.load is None else [stream.load]
@@ -395,11 +395,17 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
 
 
 def _is_whole(_path, p) -> bool:
-    return axes.EXPERTS in p.axes or isinstance(p.get_value(), PackedTensor)
+    return axes.EXPERTS in p.axes or p.axes == _OF_NORMS or isinstance(p.get_value(), PackedTensor)
 
 
-def _of_layer(layer: jax.Array, w: jax.Array | PackedTensor) -> jax.Array | PackedTensor:
-    return w.of_layer(layer) if isinstance(w, PackedTensor) else w
+_OF_NORMS = axes.LAYERS, axes.EMBED
+
+
+def _of_layer(layer: jax.Array, p: nnx.Param) -> nnx.Param:
+    w = p.get_value()
+    if isinstance(w, PackedTensor):
+        return p.replace(w.of_layer(layer))
+    return p.replace(OfStack(w, layer)) if p.axes == _OF_NORMS else p
 
 
 def _stacked(block: Block, count: int) -> Block:

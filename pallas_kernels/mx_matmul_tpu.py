@@ -92,7 +92,8 @@ class Weight:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RmsNorm:
-    """Of the rows of x [T, K], before a product: over the root of their mean square, times weight [K] + offset."""
+    """Of the rows of x [T, K], before a product: over the root of their mean square, times weight + offset. weight
+    [L, K]: of the product's layers."""
 
     weight: jax.Array
     eps: float = field(metadata={"static": True})
@@ -193,7 +194,7 @@ def mx_matmul(
     pad = ((0, -given % ROWS), (0, inputs - width))
     operands = {"x": jnp.pad(x, pad)}
     if norm is not None:
-        operands["norm"] = jnp.pad(norm.weight[None], ((0, 0), pad[1]))
+        operands["norm"] = jnp.pad(norm.weight, ((0, 0), pad[1]))
     rows = given + pad[0][1]
     chosen = blocks_ or blocks(rows, inputs, columns, weight.bits)
     tall, wide = min(chosen.rows, rows), chosen.columns
@@ -203,7 +204,9 @@ def mx_matmul(
         return pl.BlockSpec((None, parts, array.shape[2], wide), lambda t, n, layer: (layer[0], 0, 0, n))
 
     specs = [pl.BlockSpec((tall, inputs), lambda t, n, *_: (t, 0))]
-    specs += [] if norm is None else [pl.BlockSpec((1, inputs), lambda *_: (0, 0))]
+    if norm is not None:
+        few = min(norm.weight.shape[0], ROWS)
+        specs.append(pl.BlockSpec((few, inputs), lambda t, n, layer: (lax.div(layer[0], few), 0)))
     arrays = {"values": weight.values, "scales": weight.scales, "tops": weight.tops}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     nbytes = sum(a.size // a.shape[0] * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in arrays.values())
@@ -243,6 +246,7 @@ def mx_matmul(
             flops=2 * rows * inputs * parts * columns,
             bytes_accessed=pl.cdiv(rows, tall) * nbytes
             + rows * inputs * x.dtype.itemsize
+            + (0 if norm is None else few * inputs * norm.weight.dtype.itemsize)
             + results * rows * columns * jnp.dtype(out_dtype).itemsize,
             transcendentals=0 if activation is None else rows * columns,
         ),
@@ -252,13 +256,13 @@ def mx_matmul(
     return y[:, :given] if given < rows else y
 
 
-def _kernel(_, *refs, names, width, eps, offset, activation, group, repeats):
+def _kernel(layer_ref, *refs, names, width, eps, offset, activation, group, repeats):
     """Some columns of the weight times some rows of x [T, K], of which `width` columns are x's.
 
-    norm [1, K], values [P, K, N], scales [P, K / g, N], tops [P, 1, N] and out [P, T, N] hold those columns. Scratch:
-    xs, what is multiplied, if not x itself: normed, with its inputs in the order of the words' bytes, or repeated
-    [4 T, K], each time with one block of each 128; of MXFP4, what to keep of an exponent and what to add [P, K / 128,
-    N]; of MXFP8 scales as float32, wide [P, K / 32, N].
+    norm [16, K] has the layer's weight among others; values [P, K, N], scales [P, K / g, N], tops [P, 1, N] and out
+    [P, T, N] hold those columns. Scratch: xs, what is multiplied, if not x itself: normed, with its inputs in the order
+    of the words' bytes, or repeated [4 T, K], each time with one block of each 128; of MXFP4, what to keep of an
+    exponent and what to add [P, K / 128, N]; of MXFP8 scales as float32, wide [P, K / 32, N].
     """
     refs = dict(zip(names, refs, strict=True))
     x_ref, values_ref, out_ref = refs["x"], refs["values"], refs["out"]
@@ -271,7 +275,8 @@ def _kernel(_, *refs, names, width, eps, offset, activation, group, repeats):
         source = x_ref
         if "norm" in refs:
             source = xs_ref.at[:rows]
-            _normalize(x_ref, refs["norm"], source, width, eps, offset)
+            layer = lax.rem(layer_ref[0], refs["norm"].shape[0])
+            _normalize(x_ref, refs["norm"], layer, source, width, eps, offset)
         if packed:
             _permute(source, xs_ref)
         elif repeats > 1:
@@ -336,8 +341,9 @@ def _kernel(_, *refs, names, width, eps, offset, activation, group, repeats):
         out_ref[part] = total_of(part).astype(out_ref.dtype)
 
 
-def _normalize(x_ref, weight_ref, out_ref, width: int, eps: float, offset: float) -> None:
-    weight = weight_ref[...].astype(jnp.float32) + offset
+def _normalize(x_ref, weights_ref, layer: jax.Array, out_ref, width: int, eps: float, offset: float) -> None:
+    own = lax.broadcasted_iota(jnp.int32, weights_ref.shape, 0) == layer
+    weight = jnp.sum(jnp.where(own, weights_ref[...].astype(jnp.float32), 0), axis=0, keepdims=True) + offset
 
     @pl.loop(0, x_ref.shape[0], step=ROWS)
     def _(at):

@@ -55,7 +55,7 @@ class MxMatmul:
             return 2, self.parts, rows, self.outputs
 
         x = {"x": ((self.rows, self.inputs), "bfloat16")}
-        x |= {"norm": ((self.inputs,), "bfloat16")} if self.normed else {}
+        x |= {"norm": ((2, self.inputs), "bfloat16")} if self.normed else {}
         if self.scheme == "mxfp4":
             words, exponents = (of(self.inputs // 8), "int32"), (of(self.inputs // 128), "int32")
             return x | {"values": words, "scales": exponents, "tops": (of(1), "float32")}

@@ -23,8 +23,8 @@ def precision_of(dtype) -> lax.Precision | None:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Normed:
-    """y [T, D], the RMS norm of x with weight [D] + offset, for products, which make it themselves where their kernel
-    can: then nothing computes y."""
+    """y [T, D], the RMS norm of x with weight + offset, for products, which make it themselves where their kernel can:
+    then nothing computes y. weight [L, D]: of all layers where those of the products are stacked, else of one."""
 
     x: jax.Array
     y: jax.Array

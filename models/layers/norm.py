@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from inferlib.models.config import NormSpec
-from inferlib.models.layers.param import param
+from inferlib.models.layers.param import OfStack, param
 from inferlib.ops.matmul import Normed
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -45,7 +45,9 @@ class Norm(nnx.Module):
         """y, the norm of x, or of the tokens of more devices, for what does nothing with it but products."""
         if self.spec.kind != "rms" or self.spec.bias or shards.size(axes.EMBED) > 1 or x.shape != y.shape:
             return y
-        return Normed(x, y, self.weight[...], self.spec.eps, float(self.spec.unit_offset))
+        weight = self.weight.get_value()
+        stack = weight.stack if isinstance(weight, OfStack) else weight[None]
+        return Normed(x, y, stack, self.spec.eps, float(self.spec.unit_offset))
 
     def mean(self, y: jax.Array, shards: Shards) -> jax.Array:
         return shards.sum(jnp.sum(y, axis=-1, keepdims=True), axes.EMBED) / self.dim
