@@ -136,7 +136,7 @@ def test_no_program_copies_the_cache_or_lays_out_a_weight(target, parallel):
     assert [p.copies for p in report.programs] == [[]] * 3
     assert all(p.estimate > 0 and p.peak < report.capacity for p in report.programs)
     kernels = [{k["name"]: k["count"] for k in p.kernels} for p in report.programs if not p.key.chunks]
-    names = ["decode_attention", "expert_mlp"] if "ep" in parallel else ["decode_attention"]
+    names = ["decode_attention", "mx_matmul"] + (["expert_mlp"] if "ep" in parallel else [])
     assert kernels == [dict.fromkeys(names, TINY["num_hidden_layers"])] * 2
 
 
