@@ -58,6 +58,7 @@ class Backend:
     grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
     expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # of few tokens; "xla": as grouped products
     matmul: Literal["xla", "pallas_tpu"] = "xla"  # with weights
+    add_norm: Literal["xla", "pallas_gpu"] = "xla"  # residual sums and the norms of few rows, on one device
     all_reduce: Literal["xla", "pallas"] = "xla"
     exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
 
@@ -72,7 +73,7 @@ class Backend:
         if platform != "gpu":
             return Backend()
         all_reduce = "pallas" if _are_peers(shards) else "xla"
-        kernels = dict(decode_attention="pallas_gpu", grouped_matmul="pallas_gpu")
+        kernels = dict.fromkeys(("decode_attention", "grouped_matmul", "add_norm"), "pallas_gpu")
         return Backend(**kernels, all_reduce=all_reduce, exchange="ragged")
 
 

@@ -25,6 +25,7 @@ from inferlib.models.layers.param import OfStack, param
 from inferlib.models.layers.per_layer import PerLayerEmbedding, PerLayerInput
 from inferlib.models.layers.residual import AltUp, Laurel, Streams
 from inferlib.models.layout import Layout
+from inferlib.ops.add_norm import add_norm, add_norm_fits
 from inferlib.ops.matmul import Normed, matmul
 from inferlib.ops.packed import PackedTensor
 from inferlib.sharding import axes
@@ -89,8 +90,8 @@ class Block(nnx.Module):
         after: jax.Array | None = None,
     ) -> tuple[Stream, LayerCache]:
         """layer: of a scanned segment, the current one. given [T, P]: per-layer embeddings, if any. after [D]: weight
-        of the norm that follows, with mailboxes."""
-        if stream.boxes is not None:
+        of the norm that follows, where one kernel computes it with the sum before."""
+        if after is not None:
             return self.fused(stream, ctx, cache, after)
         altup = stream.x.ndim > 2
         x = self.altup.predict(stream.x, ctx.shards) if altup else stream.x
@@ -103,17 +104,25 @@ class Block(nnx.Module):
         return Stream(x * self.scalar[...] if self.spec.scaled else x, held=held, load=load), cache
 
     def fused(self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array) -> tuple[Stream, LayerCache]:
-        """Each sum over devices in one kernel with the residual's and the norm that follows; see `fuses_sums`."""
-        from inferlib.pallas_kernels.all_reduce_norm_gpu import all_reduce_norm
-
+        """Each sum, over devices if there are several, in one kernel with the residual's and the norm that follows; see
+        `fuses_sums`."""
         x, y, boxes, *_ = stream
-        eps = self.pre_mlp_norm.spec.eps
         with jax.named_scope("attention"):
             attn, cache = self.attn(self.pre_attn_norm(x, ctx.shards) if y is None else y, ctx, cache)
-            x, y, boxes = all_reduce_norm(attn, x, self.pre_mlp_norm.weight[...], eps, boxes)
+            x, y, boxes = self.sum_and_norm(attn, x, self.pre_mlp_norm.weight[...], boxes)
         with jax.named_scope("mlp"):
             mlp, load = self.feed_forward(y, ctx, None)
-            return Stream(*all_reduce_norm(mlp, x, after, eps, boxes), load=load), cache
+            return Stream(*self.sum_and_norm(mlp, x, after, boxes), load=load), cache
+
+    def sum_and_norm(
+        self, branch: jax.Array, x: jax.Array, weight: jax.Array, boxes: Mailboxes | None
+    ) -> tuple[jax.Array, jax.Array, Mailboxes | None]:
+        eps = self.pre_mlp_norm.spec.eps
+        if boxes is None:
+            return *add_norm(branch, x, weight, eps), None
+        from inferlib.pallas_kernels.all_reduce_norm_gpu import all_reduce_norm
+
+        return all_reduce_norm(branch, x, weight, eps, boxes)
 
     def plain(
         self, x: jax.Array, before: jax.Array | None, ctx: StepContext, cache: LayerCache, layer: jax.Array | None
@@ -270,6 +279,7 @@ class Decoder(nnx.Module):
 
         boxes: for sums over devices, where `fuses_sums` and layers are unrolled.
         """
+        fused = boxes is not None or self.adds_norms(ctx)
         # Cached now: computed in a scan's body they would not outlive it.
         _ = ctx.positions, ctx.pages, ctx.rope, self.config.mixtures and ctx.fed
         config, x, given = self.config, self.embedding(ctx), None
@@ -278,7 +288,7 @@ class Decoder(nnx.Module):
         if config.streams > 1:
             x = self.streams.spread(x, ctx.shards)
         stream, norms = Stream(x, boxes=boxes), [None] * len(self.blocks)
-        if boxes is not None:
+        if fused:
             norms = [*(block.pre_attn_norm.weight[...] for block in self.blocks[1:]), self.final_norm.weight[...]]
         new, loads, at, shared = [], [], 0, {}
         for segment in self.segments:
@@ -295,6 +305,13 @@ class Decoder(nnx.Module):
         x = self.streams.gather(stream.x, ctx.shards) if config.streams > 1 else stream.x
         load = jnp.concatenate(loads) if loads else None
         return ctx.shards.all_tokens(x, ctx.tokens), tuple(new), stream.boxes, load
+
+    def adds_norms(self, ctx: StepContext) -> bool:
+        """Whether sums that are one device's own take place in one kernel with the norms that follow."""
+        if ctx.backend.add_norm == "xla" or ctx.shards.mesh is not None or not fuses_sums(self.config):
+            return False
+        unrolled = all(segment.count == 1 for segment in self.segments)
+        return unrolled and add_norm_fits(ctx.batch.tokens.size, self.config.dim)
 
     def lent(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
         """The cache of the layer whose keys and values a block's layers attend to, if they have none. caches: of the

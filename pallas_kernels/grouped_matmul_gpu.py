@@ -1,8 +1,7 @@
 """Products of a few rows with weights of many groups on NVIDIA GPUs, weights as they are stored: each is read once.
 
 XLA copies the weights of chosen experts before it multiplies, and unpacks quantised ones to memory. A program of this
-kernel takes a tile of rows of one group and some columns of its weight, and unpacks in registers. One group makes it
-the product of rows with a quantised matrix.
+kernel takes a tile of rows of one group and some columns of its weight, and unpacks in registers.
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 PROGRAMS = 2 * 132  # enough to fill the SMs of an H100 or H200
-TENSOR_ROWS = 16  # of a tile: what the tensor cores take at least
 _PACKED = ("int4", "float4_e2m1fn")
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """rows of a tile: 1, multiplied and summed, or at least 16, for the tensor cores. columns of a program, depth:
-    inputs of one step; splits: programs that share the inputs of an output."""
+    """rows of a tile: at least 16, for the tensor cores. columns of a program, depth: inputs of one step; splits:
+    programs that share the inputs of an output."""
 
     rows: int = 16
     columns: int = 64
@@ -37,14 +35,12 @@ class Blocks:
 def blocks(total: int, groups: int, parts: int, inputs: int, outputs: int, dtype, group: int | None) -> Blocks:
     """For `total` rows of `groups` groups that each multiply [P, I, O] of a dtype, `group` inputs sharing a scale."""
     packed, rows = jnp.dtype(dtype).name in _PACKED, min(max(16, 1 << (total // groups).bit_length()), 64)
-    # Of a tile for the tensor cores the unpacked weights take a detour through shared memory.
-    rows, programs = (1, 4 * PROGRAMS) if packed and total <= groups else (rows, PROGRAMS)
     columns, depth = (128, 64) if jnp.dtype(dtype).itemsize == 1 else (64, 128)
     if packed:
-        columns, depth = (128, 64) if rows == 1 else (64, 64)
+        columns, depth = (64, 64)
     if group is not None:
         depth = max(depth, group) if group == 32 else group
-    programs, splits = programs // (min(total, groups) * parts * pl.cdiv(outputs, columns)), 1
+    programs, splits = PROGRAMS // (min(total, groups) * parts * pl.cdiv(outputs, columns)), 1
     while splits < programs and inputs // (2 * splits) >= 512:
         splits *= 2
     return Blocks(rows, columns, depth, splits)
@@ -94,8 +90,7 @@ def grouped_matmul(
     if group is not None and (chosen.depth % group or (scales.dtype != jnp.float8_e8m0fnu and chosen.depth != group)):
         raise ValueError(f"steps of {chosen.depth} inputs do not go with groups of {group}, scales of {scales.dtype}")
     if sizes is None:
-        of, begin = jnp.maximum(ids, 0), jnp.arange(total, dtype=jnp.int32)
-        end = jnp.where(ids < 0, 0, begin + 1)
+        of, begin, end = ids, None, None
     else:
         of, begin, end = _tiles(sizes, total, chosen.rows)
         of = of + first
@@ -138,8 +133,8 @@ def _whole(array: jax.Array | None) -> pl.BlockSpec | None:
 def _kernel(
     group_ref, begin_ref, end_ref, rows_ref, x_ref, w_ref, scales_ref, out_ref, *, parts, chosen, kind, group, interpret
 ):
-    """group_ref, begin_ref, end_ref [tiles]: the group of a tile and its rows; x_ref [T, I], w_ref [N * P, I, O or
-    O / 2], scales_ref [N * P, O] or [N * P, I / g, O], out_ref [M, P, O]."""
+    """group_ref, begin_ref, end_ref [tiles]: the group of a tile and its rows, or only of each row its group; x_ref
+    [T, I], w_ref [N * P, I, O or O / 2], scales_ref [N * P, O] or [N * P, I / g, O], out_ref [M, P, O]."""
     (inputs, stored), depth, halves = w_ref.shape[1:], chosen.depth, 2 if kind in _PACKED else 1
     width = chosen.columns // halves
     # Scales that are powers of two multiply weights exactly, for several groups a step; others multiply sums.
@@ -148,9 +143,13 @@ def _kernel(
     part, tile = pl.program_id(0) // pl.cdiv(stored, width), pl.program_id(1)
     columns = lax.rem(pl.program_id(0), pl.cdiv(stored, width)) * width + jnp.arange(width)
     clipped = jnp.minimum(columns, stored - 1) if stored % width else columns
-    matrix = plgpu.load(group_ref.at[tile]) * parts + part
-    row, end = plgpu.load(begin_ref.at[tile]), plgpu.load(end_ref.at[tile])
-    row = row if chosen.rows == 1 else row + jnp.arange(chosen.rows)
+    group_of = plgpu.load(group_ref.at[tile])
+    matrix = jnp.maximum(group_of, 0) * parts + part
+    if begin_ref is None:
+        row, end = tile, jnp.where(group_of < 0, 0, tile + 1)
+    else:
+        row, end = plgpu.load(begin_ref.at[tile]), plgpu.load(end_ref.at[tile])
+    row = row + jnp.arange(chosen.rows)
     real = row < end
     source = row if rows_ref is None else plgpu.load(rows_ref.at[row], mask=real, other=0)
 
@@ -162,11 +161,8 @@ def _kernel(
     def step(i, sums):
         k = i * depth + jnp.arange(depth)
         within = True if inputs % depth == 0 else k < inputs
-        if chosen.rows == 1:
-            xs = plgpu.load(x_ref.at[source, k], mask=real & within, other=0)
-        else:
-            within = within if within is True else within[None]
-            xs = plgpu.load(x_ref.at[source[:, None], k[None]], mask=real[:, None] & within, other=0)
+        within = within if within is True else within[None]
+        xs = plgpu.load(x_ref.at[source[:, None], k[None]], mask=real[:, None] & within, other=0)
         # Where x is zero, and where no result is stored, any weight will do.
         k = jnp.minimum(k, inputs - 1)
         if early:
@@ -179,28 +175,19 @@ def _kernel(
             if early:
                 ws = (ws * load_scales((deep[:, None],), half)[:, None, :]).reshape(depth, width)
             late = None if group is None or early else load_scales((i * depth // group,), half)[None]
-            if chosen.rows == 1:
-                y = ws.astype(jnp.float32) * xs.astype(jnp.float32)[:, None]
-            else:
-                y = plgpu.dot(xs, ws, precision=lax.Precision.HIGHEST)
+            y = plgpu.dot(xs, ws, precision=lax.Precision.HIGHEST)
             new.append(sums[half] + (y if late is None else y * late))
         return tuple(new)
 
     share = pl.cdiv(pl.cdiv(inputs, depth), chosen.splits)
     start = pl.program_id(2) * share
     stop = jnp.where(end > 0, jnp.minimum(start + share, pl.cdiv(inputs, depth)), start)
-    held = depth if chosen.rows == 1 else chosen.rows
-    sums = lax.fori_loop(start, stop, step, (jnp.zeros((held, width), jnp.float32),) * halves)
+    sums = lax.fori_loop(start, stop, step, (jnp.zeros((chosen.rows, width), jnp.float32),) * halves)
     for half, total in enumerate(sums):
-        total = total.sum(axis=0) if chosen.rows == 1 else total
         if scales_ref is not None and group is None:
-            total = total * (load_scales((), half) if chosen.rows == 1 else load_scales((), half)[None])
-        at, mask = halves * columns + half, columns < stored
-        if chosen.rows == 1:
-            plgpu.store(out_ref.at[row, part, at], total.astype(out_ref.dtype), mask=real & mask)
-        else:
-            mask = real[:, None] & mask[None]
-            plgpu.store(out_ref.at[row[:, None], part, at[None]], total.astype(out_ref.dtype), mask=mask)
+            total = total * load_scales((), half)[None]
+        at, mask = halves * columns + half, real[:, None] & (columns < stored)[None]
+        plgpu.store(out_ref.at[row[:, None], part, at[None]], total.astype(out_ref.dtype), mask=mask)
 
 
 def _unpacked(stored, kind: str, dtype, assembly: bool) -> tuple:

@@ -32,8 +32,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilations")
         ("qwen3_moe", {}, "cpu", Backend(grouped_matmul="pallas_gpu")),
         ("qwen3_moe", {"num_experts": 64}, "cpu", Backend(grouped_matmul="pallas_gpu")),  # decoding a row: in any order
         ("gpt_oss", {}, "cpu", Backend(expert_mlp="pallas_tpu")),
+        ("llama", {}, "gpu", Backend(add_norm="pallas_gpu")),
     ],
-    ids=["attention", "attention over cells", "grouped products", "experts on a GPU", "few rows on a GPU", "experts"],
+    ids=["attention", "over cells", "grouped products", "experts on a GPU", "few rows on a GPU", "experts", "norms"],
 )
 def test_a_model_generates_the_same_tokens(family, changes, platform, backend, checkpoint):
     """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one, with keys and values
@@ -41,7 +42,9 @@ def test_a_model_generates_the_same_tokens(family, changes, platform, backend, c
     buckets = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
     prompts, found = random_prompts([1, 7, 20, 40, 33]), []
     for chosen in (Backend(), backend):
-        llm = build_llm(checkpoint(family, **changes), buckets, scan=True, platform=platform, backend=chosen)
+        llm = build_llm(
+            checkpoint(family, **changes), buckets, scan=platform != "gpu", platform=platform, backend=chosen
+        )
         assert llm.engine.programs.config.backend == chosen
         if chosen.decode_attention == "pallas_tpu":
             assert not any(kernel_lacks(layer.attention, "pallas_tpu") for layer in llm.model_config.layers)

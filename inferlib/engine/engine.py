@@ -260,17 +260,21 @@ class Engine:
             output = jax.device_get(flight.output)
         if output.load is not None:
             self.expert_load += output.load.sum(axis=(0, 1), dtype=np.int64)
-        now, advanced, steps = time.monotonic(), {}, dispatch.key.steps
+        now, advanced, generated = time.monotonic(), [], 0
+        key, rows = dispatch.key, self.config.rows
         columns = output.tokens.T.tolist()  # Python's numbers: picking them out of an array one by one takes far longer
         for s in dispatch.rows:
-            replica, place = divmod(s.row, self.config.rows)
-            column = replica * dispatch.key.rows + place
+            replica, place = divmod(s.row, rows)
+            column = replica * key.rows + place
             taken = s.accept(columns[column], now) if s.status is Status.DECODE else 0
             if taken:
-                advanced[id(s)] = s
-                self._account(s, output.sampled, [(i, column) for i in range(taken)])
-            # The device may have returned early to let a waiting prompt in.
-            s.scheduled -= steps - taken
+                advanced.append(s)
+                generated += taken
+                if s.params.logprobs is not None:
+                    _add_logprobs(s, output.sampled, [(i, column) for i in range(taken)])
+            if taken < key.steps:
+                # The row ended, or the device returned early to let a waiting prompt in.
+                s.scheduled -= key.steps - taken
         for i, chunk in zip(self._slots(dispatch), dispatch.chunks, strict=True):
             s = chunk.sequence
             if s.detail and s.status is not Status.FINISHED:
@@ -278,30 +282,31 @@ class Engine:
             if chunk.last and s.status is Status.DECODE:
                 if s.max_tokens:
                     s.accept([int(output.chunk_tokens[i])], now)
-                    self._account(s, output.chunk_sampled, [i])
+                    generated += 1
+                    if s.params.logprobs is not None:
+                        _add_logprobs(s, output.chunk_sampled, [i])
                 else:
                     s.finish("length")
-                advanced[id(s)] = s
-        for s in advanced.values():
+                advanced.append(s)
+        self.stats.generated_tokens += generated
+        for s in advanced:
             if s.status is Status.FINISHED:
                 self.scheduler.release(s)
-        return list(advanced.values())
+        return advanced
 
-    def _account(self, s: Sequence, sampled: Sampled | None, places: list) -> None:
-        """For tokens that were accepted, whose details are at these indices of `sampled`."""
-        self.stats.generated_tokens += len(places)
-        if s.params.logprobs is None:
-            return
-        for token, at in zip(s.tokens[-len(places) :], places, strict=True):
-            s.logprobs.append(
-                TokenLogprobs(
-                    token,
-                    float(sampled.logprob[at]),
-                    int(sampled.rank[at]),
-                    sampled.top_ids[at],
-                    sampled.top_logprobs[at],
-                )
+
+def _add_logprobs(s: Sequence, sampled: Sampled, places: list) -> None:
+    """Of the sequence's last tokens, whose log-probabilities are at these indices of `sampled`."""
+    for token, at in zip(s.tokens[-len(places) :], places, strict=True):
+        s.logprobs.append(
+            TokenLogprobs(
+                token,
+                float(sampled.logprob[at]),
+                int(sampled.rank[at]),
+                sampled.top_ids[at],
+                sampled.top_logprobs[at],
             )
+        )
 
 
 def _first_positions(chunk: int, length: int, x: np.ndarray) -> np.ndarray:

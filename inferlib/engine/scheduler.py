@@ -6,7 +6,7 @@ import heapq
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from inferlib.compile.programs import MODES, ProgramKey
+from inferlib.compile.programs import MODES, Mode, ProgramKey
 from inferlib.config import EngineConfig, pick
 from inferlib.engine.sequence import Sequence, Status
 
@@ -26,8 +26,8 @@ class Dispatch:
     """One program call. rows: the sequences whose rows it may advance, up to `key.steps` tokens each."""
 
     key: ProgramKey
-    chunks: tuple[Chunk, ...]
-    rows: tuple[Sequence, ...]
+    chunks: list[Chunk]
+    rows: list[Sequence]
 
 
 class Scheduler:
@@ -65,11 +65,13 @@ class Scheduler:
             _, sequence.row = heapq.heappop(self._free)
             sequence.status = Status.PREFILL
             self.running[sequence.row] = sequence
-        decoding = tuple(s for s in self.running.values() if s.may_be_active)
-        chunks, shape = self._chunks([s for s in self.running.values() if s.status is Status.PREFILL])
-        if chunks:
-            return self._step(chunks, shape, decoding)
-        return self._decode(decoding, max_steps) if any(s.may_decode for s in decoding) else None
+        decoding = [s for s in self.running.values() if s.may_be_active]
+        prefilling = [s for s in self.running.values() if s.status is Status.PREFILL]
+        # Rows that may yield another token, as far as the host knows.
+        going_on = [s for s in decoding if s.scheduled < s.max_tokens]
+        if prefilling:
+            return self._step(*self._chunks(prefilling), decoding if going_on else [])
+        return self._decode(decoding, going_on, max_steps) if going_on else None
 
     def _chunks(self, prefilling: list[Sequence]) -> tuple[list[Chunk], tuple[int, int]]:
         """As many chunks as one step's tokens hold, oldest prompts first, and the (P, C) they need."""
@@ -86,14 +88,12 @@ class Scheduler:
             taken[replica] += 1
             length = min(left, longest)
             chunks.append(Chunk(s, s.prefilled, length, length == left))
-        if not chunks:
-            return [], (0, 0)
         return chunks, (1 if max(taken.values()) == 1 else self.config.most_chunks(width), width)
 
-    def _step(self, chunks: list[Chunk], shape: tuple[int, int], decoding: tuple[Sequence, ...]) -> Dispatch:
+    def _step(self, chunks: list[Chunk], shape: tuple[int, int], decoding: list[Sequence]) -> Dispatch:
         detail = chunks[0].sequence.detail
-        if detail or not any(s.may_decode for s in decoding):
-            decoding = ()
+        if detail:
+            decoding = []
         limit = max(c.start + c.length for c in chunks)
         for chunk in chunks:
             s = chunk.sequence
@@ -108,18 +108,19 @@ class Scheduler:
         key = ProgramKey(
             mode, rows, pick(self.config.buckets.cache, limit), chunks=shape[0], chunk=shape[1], detail=detail
         )
-        return Dispatch(key, tuple(chunks), decoding)
+        return Dispatch(key, chunks, decoding)
 
-    def _decode(self, decoding: tuple[Sequence, ...], max_steps: int) -> Dispatch:
+    def _decode(self, decoding: list[Sequence], going_on: list[Sequence], max_steps: int) -> Dispatch:
         steps = self.config.decode_steps if max_steps >= self.config.decode_steps else 1
         place = self.config.rows
-        rows = pick(self.config.row_buckets, 1 + max(s.row % place for s in decoding if s.may_decode))
-        decoding = tuple(s for s in decoding if s.row % place < rows)
+        rows = pick(self.config.row_buckets, 1 + max([s.row % place for s in going_on]))
+        if rows < place:
+            decoding = [s for s in decoding if s.row % place < rows]
         for s in decoding:
             s.scheduled += steps
-        limit = pick(self.config.buckets.cache, max(s.max_length for s in decoding))
-        return Dispatch(ProgramKey(self._mode(decoding), rows, limit, steps), (), decoding)
+        limit = pick(self.config.buckets.cache, max([s.max_length for s in decoding]))
+        return Dispatch(ProgramKey(self._mode(decoding), rows, limit, steps), [], decoding)
 
     @staticmethod
-    def _mode(sequences) -> str:
-        return max((s.mode for s in sequences), key=MODES.index)
+    def _mode(sequences: list[Sequence]) -> Mode:
+        return max({s.mode for s in sequences}, key=MODES.index)

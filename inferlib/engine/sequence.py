@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 import numpy as np
 
+from inferlib.compile.programs import Mode
 from inferlib.sampling.params import SamplingParams
 
 
@@ -31,12 +31,13 @@ class TokenLogprobs:
     top_logprobs: np.ndarray
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A prompt and the tokens generated after it.
 
     max_tokens: resolved bound, 0 if only the prompt is scored. detail: what every prompt position returns.
     prefilled: prompt tokens sent to the device; scheduled: output tokens received plus steps in flight.
+    mode: what sampling this sequence needs from a program. stop_ids: tokens that end it.
     """
 
     prompt: list[int]
@@ -57,22 +58,16 @@ class Sequence:
     arrival: float = field(default_factory=time.monotonic)
     first_token_time: float | None = None
     finished_time: float | None = None
+    mode: Mode = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self):
         ids = set(self.params.stop_token_ids or ())
         self.stop_ids = frozenset(ids if self.params.ignore_eos else ids | set(self.eos_ids))
-
-    @property
-    def mode(self) -> Literal["greedy", "sample", "logprobs"]:
-        """What sampling this sequence needs from a program."""
         if self.params.logprobs is not None or self.detail == "logprobs":
-            return "logprobs"
-        return "greedy" if self.params.plain else "sample"
-
-    @property
-    def may_decode(self) -> bool:
-        """Whether another decode step may yield a token, as far as the host knows."""
-        return self.status is Status.DECODE and self.scheduled < self.max_tokens
+            self.mode = "logprobs"
+        else:
+            self.mode = "greedy" if self.params.plain else "sample"
 
     @property
     def may_be_active(self) -> bool:
@@ -83,12 +78,19 @@ class Sequence:
     @property
     def max_length(self) -> int:
         """Upper bound of the tokens in the cache after everything that was scheduled."""
-        return self.prefilled + max(min(self.scheduled, self.max_tokens) - 1, 0)
+        scheduled = self.scheduled if self.scheduled < self.max_tokens else self.max_tokens
+        return self.prefilled + scheduled - 1 if scheduled else self.prefilled
 
-    def accept(self, tokens: Iterable[int], now: float) -> int:
+    def accept(self, tokens: list[int], now: float) -> int:
         """Append generated tokens up to the first negative one, which stands for none, and up to a stop token or
         max_tokens, which end the sequence. Returns how many; now: the time of their arrival (time.monotonic)."""
         before = len(self.tokens)
+        # Nothing ends here: nearly always, and some hundred times in every dispatch of a large batch.
+        if tokens[-1] >= 0 and before + len(tokens) < self.max_tokens and self.stop_ids.isdisjoint(tokens):
+            self.tokens += tokens
+            if not before:
+                self.first_token_time = now
+            return len(tokens)
         for token in tokens:
             if token < 0:
                 break
@@ -100,7 +102,7 @@ class Sequence:
                 self.finish("length")
                 break
         taken = len(self.tokens) - before
-        if taken and self.first_token_time is None:
+        if taken and not before:
             self.first_token_time = now
         return taken
 

@@ -87,6 +87,12 @@ def chosen_matmul(
     return y.astype(x.dtype).reshape(-1, *parts, outer)
 
 
+def unsorted_pays(w: jax.Array | QuantizedTensor, rows: int, groups: int, backend: str) -> bool:
+    """Whether so few rows choose among these groups that `chosen_matmul` costs less than sorting them: weights are
+    seldom read twice, or, quantised, are sooner read twice than unpacked for the tensor cores."""
+    return backend == "pallas_gpu" and rows <= (groups if isinstance(w, QuantizedTensor) else groups // 4)
+
+
 def check_kernel_takes(w: jax.Array | QuantizedTensor, backend: str) -> None:
     """Raise ValueError for experts that a kernel does not know how to unpack."""
     if backend == "xla" or not isinstance(w, QuantizedTensor):
@@ -118,15 +124,21 @@ def _by_gpu_kernel(
     outer: int,
     **groups: jax.Array,
 ) -> jax.Array:
-    from inferlib.pallas_kernels import grouped_matmul_gpu
+    from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
 
     values, scales = (w.values, w.scales) if isinstance(w, QuantizedTensor) else (w, None)
     values = values.reshape(-1, inner, outer)
     if scales is not None:
         scales = scales.reshape(values.shape[0], -1, outer) if w.grouped else scales.reshape(-1, outer)
 
+    # Few rows in any order are multiplied one by one if the weight is quantised: tiles would be bound by unpacking it.
+    group = inner // scales.shape[1] if scales is not None and w.grouped else None
+    singly = "ids" in groups and row_matmul_gpu.unsupported(x.dtype, values, group) is None
+
     def kernel(x, values, scales, rows, groups, interpret=False):
         of = dict(parts=math.prod(parts), rows=rows, interpret=interpret)
+        if singly:
+            return row_matmul_gpu.row_matmul(x, values, scales, groups["ids"], **of).astype(x.dtype)
         return grouped_matmul_gpu.grouped_matmul(x, values, scales, **groups, **of)
 
     forms = dict(cpu=partial(kernel, interpret=True), default=kernel)

@@ -91,6 +91,33 @@ def _product(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
 
 
 def _quantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype) -> jax.Array:
+    if x.shape[0] == 1 and w.zeros is None:
+        forms = dict(default=partial(_dequantized, contract=contract, out_dtype=out_dtype))
+        return lax.platform_dependent(x, w, **forms, **_row_form(x, w, contract, out_dtype))
+    return _dequantized(x, w, contract, out_dtype)
+
+
+def _row_form(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype) -> dict[str, Callable]:
+    """On NVIDIA GPUs the kernel for single rows, if it takes them: XLA unpacks more slowly than it reads."""
+    from inferlib.pallas_kernels import row_matmul_gpu
+
+    grouped = 1 if w.grouped else 0
+    inner, outer = math.prod(w.shape[: contract + grouped]), w.shape[contract + grouped :]
+    group = w.shape[contract] if w.grouped else None
+    values = jax.ShapeDtypeStruct((1, inner, math.prod(outer)), w.values.dtype)
+    if row_matmul_gpu.unsupported(x.dtype, values, group):
+        return {}
+
+    def kernel(x: jax.Array, w: QuantizedTensor) -> jax.Array:
+        scales = w.scales.reshape(1, *((inner // group,) if w.grouped else ()), values.shape[2])
+        ids = jnp.zeros(1, jnp.int32)
+        y = row_matmul_gpu.row_matmul(x.reshape(1, -1), w.values.reshape(values.shape), scales, ids)
+        return y.astype(out_dtype).reshape(1, *outer)
+
+    return {"cuda": kernel}
+
+
+def _dequantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype) -> jax.Array:
     """Written so that XLA reads the packed weight: the values of channels are converted in the product's fusion and
     their zero points and scales change its result; those of groups are dequantised in the fusion, without a reshape."""
     if not w.grouped:

@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from inferlib.models.batch import StepContext
@@ -18,7 +19,7 @@ from inferlib.models.layers.param import param
 from inferlib.models.layers.router import Router
 from inferlib.models.layout import Layout
 from inferlib.ops.expert_mlp import MOST_TOKENS, expert_mlp
-from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
+from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul, unsorted_pays
 from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -162,8 +163,10 @@ class Experts(nnx.Module):
         if ctx.backend.expert_mlp == "pallas_tpu" and tokens <= MOST_TOKENS and shards.size(axes.EMBED) == 1:
             return self.at_once(x, jnp.where(ours, experts, own), weights, own, ctx, layer)
         scales = weights.reshape(-1) if self.spec.scale_input else None
-        ids, rows = jnp.where(ours, experts, own).reshape(-1), jnp.arange(tokens * chosen, dtype=jnp.int32) // chosen
-        if ctx.backend.grouped_matmul == "pallas_gpu" and 4 * ids.size <= own:  # so few that experts are seldom shared
+        # A constant of few rows: to make it would take a kernel.
+        rows = (np if tokens * chosen <= 1024 else jnp).arange(tokens * chosen, dtype=np.int32) // chosen
+        ids = jnp.where(ours, experts, own).reshape(-1)
+        if unsorted_pays(self.gate_up[...], ids.size, own, ctx.backend.grouped_matmul):
             ids = jnp.where(ours.reshape(-1), ids, -1)
             product = partial(chosen_matmul, ids=ids, layer=layer, backend=ctx.backend.grouped_matmul)
             outputs = self.forward(x, rows, ids, product, scales, shards, layer)
@@ -175,7 +178,9 @@ class Experts(nnx.Module):
             most, backend = tokens, ctx.backend.grouped_matmul
             product = partial(grouped_matmul, sizes=sizes, most=most, layer=layer, backend=backend)
             scales = None if scales is None else scales[order]
-            outputs = self.forward(x, rows[order], jnp.minimum(ids, own - 1), product, scales, shards, layer)
+            outputs = self.forward(
+                x, jnp.asarray(rows)[order], jnp.minimum(ids, own - 1), product, scales, shards, layer
+            )
             # Back in the order of the tokens, whose sums then depend on nothing but themselves.
             outputs = outputs[jnp.argsort(order)]
         outputs = outputs.reshape(tokens, chosen, -1)

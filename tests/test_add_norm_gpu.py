@@ -1,0 +1,41 @@
+"""Residual sums with norms on NVIDIA GPUs: interpreted elsewhere. About 5 s."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferlib.ops.add_norm import add_norm, add_norm_fits
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 2880), (3, 96), (64, 4096)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_equals_a_sum_and_a_norm(tokens, width, dtype):
+    rng = np.random.default_rng(0)
+    branch, residual = (jnp.asarray(rng.normal(size=(tokens, width)) * size, dtype) for size in (1, 30))
+    weight = jnp.asarray(rng.normal(size=width), dtype)
+    x, y = jax.jit(lambda *arrays: add_norm(*arrays, 1e-5))(branch, residual, weight)
+    assert x.dtype == y.dtype == dtype
+    np.testing.assert_array_equal(x, branch + residual)
+    exact = np.asarray(x, np.float64)
+    exact = exact / np.sqrt(np.mean(exact**2, axis=1, keepdims=True) + 1e-5) * np.asarray(weight, np.float64)
+    within = {"bfloat16": 2.0**-8, "float32": 3e-6}[dtype]
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=within, atol=0)
+
+
+def test_a_row_does_not_touch_another():
+    branch, residual = jnp.zeros((2, 64)), jnp.ones((2, 64)).at[1, 5].set(jnp.nan)
+    x, y = add_norm(branch, residual, jnp.ones(64), 0.0)
+    np.testing.assert_array_equal(y[0], np.ones(64))
+    assert np.isnan(y[1]).all()
+    assert np.isnan(x[1]).sum() == 1
+
+
+def test_rows_it_is_not_for():
+    assert add_norm_fits(256, 16384)
+    assert not add_norm_fits(257, 64)
+    assert not add_norm_fits(1, 16385)
+    with pytest.raises(ValueError, match="at most 256 rows of 16384 numbers"):
+        add_norm(jnp.ones((300, 8)), jnp.ones((300, 8)), jnp.ones(8), 0.0)
