@@ -12,24 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import time
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Sequence
 from typing import Any
 
-from kernel_cases import CASES, Case
 from rich.console import Console
 from rich.table import Table
 
-from inferlib.compile.aot import environment
-from inferlib.compile.bundles import Listing, dump_flags, find_listing
-from inferlib.compile.report import CLOCKS
+from inferlib.compile.kernel_cases import CASES, chosen_cases
+from inferlib.compile.kernels import KernelCompiler
 from inferlib.compile.targets import Target, parse_target
 
 TARGETS = ("v5e-1", "v6e-1", "v5p:1x1x1", "v7x:1x1x1")
-LATENCY = 0.5e-6  # seconds, assumed
 
 
 def main() -> None:
@@ -38,83 +31,43 @@ def main() -> None:
     parser.add_argument("--kernels", default=";".join(CASES), help="between semicolons")
     parser.add_argument("--cases", help="between semicolons; all, unless given")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)  # where the compiler writes its listings
-    chosen = parser.parse_args()
-    targets, kernels = chosen.targets.split(";"), chosen.kernels.split(";")
-    if unknown := [name for name in kernels if name not in CASES]:
-        parser.error(f"no kernels {unknown}; there are {'; '.join(CASES)}")
-    wanted = {
-        kernel: [name for name in CASES[kernel] if chosen.cases is None or name in chosen.cases.split(";")]
-        for kernel in kernels
-    }
-    if unknown := set((chosen.cases or "").split(";")) - {""} - {name for names in wanted.values() for name in names}:
-        parser.error(f"no cases {sorted(unknown)}; there are {'; '.join(name for k in kernels for name in CASES[k])}")
-    if chosen.child:
-        target = parse_target(targets[0])
-        for kernel, names in wanted.items():
-            for name in names:
-                line = {"kernel": kernel, "case": name, **_measure(target, CASES[kernel][name], chosen.child)}
-                print(json.dumps(line), flush=True)
-        return
-    found = [
-        line
-        for kernel, names in wanted.items()
-        if names
-        for target in targets
-        for line in _in_child(parse_target(target), kernel, names)
-    ]
-    if chosen.json:
+    given = parser.parse_args()
+    try:
+        targets = [parse_target(name) for name in given.targets.split(";")]
+        cases = chosen_cases(given.kernels.split(";"), given.cases and given.cases.split(";"))
+    except ValueError as error:
+        parser.error(str(error))
+    found = [line for kernel, names in cases.items() for target in targets for line in _measured(target, kernel, names)]
+    if given.json:
         print(json.dumps(found))
     else:
-        for kernel in kernels:
+        for kernel in cases:
             _show(kernel, [line for line in found if line["kernel"] == kernel])
 
 
-def _in_child(target: Target, kernel: str, cases: list[str]) -> list[dict[str, Any]]:
-    """In a process of its own, the only kind that the TPU compiler is loaded in."""
-    with TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--child", folder, "--targets", target.name]
-        command += ["--kernels", kernel, "--cases", ";".join(cases)]
-        env = environment(target) | {"LIBTPU_INIT_ARGS": dump_flags(Path(folder))}
-        run = subprocess.run(command, env=env, capture_output=True, text=True)
-    lines = [{"target": target.name, **json.loads(line)} for line in run.stdout.splitlines() if line.startswith("{")]
-    if run.returncode:
-        raise RuntimeError(f"{target} after {len(lines)} of {len(cases)} cases: {run.stderr[-3000:]}")
+def _measured(target: Target, kernel: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    lines = []
+    with KernelCompiler(target) as compiler:
+        for name in names:
+            case = CASES[kernel][name]
+            found, floor = compiler.measure(case), compiler.floor(case)
+            lines.append(
+                {
+                    "target": target.name,
+                    "kernel": kernel,
+                    "case": name,
+                    "R": found.busy / floor,
+                    "r": found.whole / floor,
+                    "cycles": found.cycles,
+                    "cycles_us": 1e6 * found.cycles_seconds,
+                    "bytes_to_floor": found.hbm_bytes / case.floor_bytes,
+                    "floor_us": 1e6 * floor,
+                    "copies": found.copies,
+                    "bundles": found.bundles,
+                    "compile_seconds": found.compile_seconds,
+                }
+            )
     return lines
-
-
-def _measure(target: Target, case: Case, listings: Path) -> dict[str, Any]:
-    """Compile a case for a target and execute its listing."""
-    import jax
-    from jax.experimental import topologies
-    from jax.sharding import SingleDeviceSharding
-
-    name, options = target.topology_name, target.topology_options
-    device = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices[0]
-    sharding = SingleDeviceSharding(device)
-    arguments = {
-        key: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for key, (shape, dtype) in case.arguments().items()
-    }
-    start = time.perf_counter()
-    jax.jit(case.function()).lower(**arguments).compile()
-    seconds = time.perf_counter() - start
-    listing = Listing(find_listing(listings, case.kernel).read_text())
-    clock, bandwidth, rate = CLOCKS[target.chip.name], target.hbm_bandwidth, target.rate("bfloat16")
-    run = listing.run(case.scalars(), bandwidth=bandwidth / clock, latency=LATENCY * clock)
-    if run.unmet or run.unknown:
-        raise RuntimeError(f"the listing was not understood: {run}")
-    floor = max(case.floor_bytes / bandwidth, case.floor_flops / rate)
-    return {
-        "R": max(run.cycles / clock, run.hbm_bytes / bandwidth) / floor,
-        "r": run.elapsed / clock / floor,
-        "cycles": run.cycles,
-        "cycles_us": 1e6 * run.cycles / clock,
-        "bytes_to_floor": run.hbm_bytes / case.floor_bytes,
-        "floor_us": 1e6 * floor,
-        "copies": run.copies,
-        "bundles": listing.size,
-        "compile_seconds": seconds,
-    }
 
 
 def _show(kernel: str, found: list[dict[str, Any]]) -> None:

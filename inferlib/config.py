@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -153,12 +154,12 @@ class EngineConfig:
         """Decode programs run all their steps: where a device loop would wait for the host to look at its condition."""
         return self.platform == "gpu"
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of each replica."""
         return self.max_batch // self.shards.replicas
 
-    @property
+    @cached_property
     def row_buckets(self) -> tuple[int, ...]:
         """Batch buckets of each replica."""
         return tuple(sorted({-(-size // self.shards.replicas) for size in self.buckets.batch}))

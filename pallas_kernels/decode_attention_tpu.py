@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import div, folded, wide
 from inferlib.pallas_kernels.block_stream_tpu import SCALARS, BlockStream, Pages, span, unit_of
+from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 8
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences are
@@ -48,12 +49,13 @@ class Blocks:
             raise ValueError(f"a block is a number of parts, and there are three or more on chip: {self}")
 
 
+@tuned("decode_attention", Blocks)
 def default_blocks(
-    q: tuple[int, ...], cache: tuple[int, ...], itemsize: int, pages: int | None, seen: int | None
+    q: tuple[int, ...], cache: tuple[int, ...], arrays: int, itemsize: int, pages: int | None, seen: int | None
 ) -> Blocks:
-    """For queries [B, C, K, G, h] and a cache [..., K, S, h]; pages: columns of the table; seen: positions that a row's
-    queries see together, None for all. A block is these, if they fit, or a power of two units."""
-    *_, heads, slots, size = cache
+    """For queries [B, C, K, G, h] and `arrays` of a cache, each [K, S, h]; pages: columns of the table; seen: positions
+    that a row's queries see together, None for all. A block is these, if they fit, or a power of two units."""
+    heads, slots, size = cache
     unit = _unit(slots, pages, seen)
     most = min(
         max(BLOCK_BYTES // (heads * pl.cdiv(size, LANES) * LANES * itemsize * unit), 1),
@@ -105,10 +107,11 @@ def unsupported(
     table = 4 * q.shape[0] * (pages or 0)
     if table > SMEM_BYTES:
         return f"a table of {q.shape[0]} x {pages} pages needs {table} bytes of scalar memory, more than {SMEM_BYTES}"
-    blocks = blocks or default_blocks(q.shape, k.shape, dtype.itemsize, pages, window and window + queries - 1)
+    arrays, seen = 1 if v is None else 2, window and window + queries - 1
+    blocks = blocks or default_blocks(q.shape, k.shape[-3:], arrays, dtype.itemsize, pages, seen)
     if blocks.block % (unit := _unit(slots, pages, window)):
         return f"blocks of {blocks.block} positions do not divide into units of {unit}"
-    need = _vmem_bytes(q, k, 1 if v is None else 2, scales, blocks)
+    need = _vmem_bytes(q, k, arrays, scales, blocks)
     if need > VMEM_BYTES:
         heads = f"{k.shape[-3]} KV heads of size {k.shape[-1]}"
         return f"{heads} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
@@ -164,7 +167,8 @@ def decode_attention(
     cache = [x if k.ndim == 5 else x[None] for x in (k, v, k_scales, v_scales) if x is not None]
     slots, width = k.shape[-2], queries * group
     seen = window and window + queries - 1  # by a row's queries together
-    blocks = blocks or default_blocks(q.shape, k.shape, k.dtype.itemsize, columns, seen)
+    arrays = 1 if v is None else 2
+    blocks = blocks or default_blocks(q.shape, k.shape[-3:], arrays, k.dtype.itemsize, columns, seen)
     place = Pages(slots, columns, ring, seen, _unit(slots, columns, seen), blocks.block)
 
     def packed(x: jax.Array) -> jax.Array:
@@ -195,7 +199,7 @@ def decode_attention(
         paged=pages is not None,
         has_sinks=sinks is not None,
         has_mask=mask is not None,
-        arrays=1 if v is None else 2,
+        arrays=arrays,
         scaled=scaled,
         queries=queries,
         group=group,

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
+from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 16
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
@@ -45,8 +46,9 @@ class Blocks:
         return weights + scales + tokens * (4 * row * x.dtype.itemsize + 8 * row + 16 * wide) + MARGIN_BYTES
 
 
-def default_blocks(gate_up: jax.ShapeDtypeStruct) -> Blocks:
-    """For gate_up [..., E, 2, D, F]: an expert in as few pieces as are not waited for long."""
+@tuned("expert_mlp", Blocks)
+def default_blocks(x: jax.ShapeDtypeStruct, gate_up: jax.ShapeDtypeStruct) -> Blocks:
+    """For x [T, D] and gate_up [..., E, 2, D, F]: an expert in as few pieces as are not waited for long."""
     dim, hidden = gate_up.shape[-2:]
     tiles = hidden // LANES if hidden % LANES == 0 else 1
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0]
@@ -64,7 +66,7 @@ def unsupported(x: jax.ShapeDtypeStruct, gate_up: jax.ShapeDtypeStruct, *, block
             "it takes tokens of bfloat16 and weights of bfloat16, int8 or float8_e4m3fn, or both of float32, not "
             f"{x.dtype} and {gate_up.dtype}"
         )
-    blocks, hidden = blocks or default_blocks(gate_up), gate_up.shape[-1]
+    blocks, hidden = blocks or default_blocks(x, gate_up), gate_up.shape[-1]
     if hidden % blocks.columns or (blocks.columns != hidden and blocks.columns % LANES):
         return f"a width of {hidden} does not divide into blocks of {blocks.columns}, in tiles of {LANES}"
     if (need := blocks.vmem_bytes(x, gate_up)) > VMEM_BYTES:
@@ -102,7 +104,7 @@ def expert_mlp(
         raise ValueError(f"the TPU kernel does not run these experts: {reason}")
     if len({gate_up.dtype != x.dtype, gate_up_scales is not None, down_scales is not None}) != 1:
         raise ValueError("quantised weights need scales, and others have none")
-    blocks, (_, experts, _, dim, hidden) = blocks or default_blocks(gate_up), gate_up.shape
+    blocks, (_, experts, _, dim, hidden) = blocks or default_blocks(x, gate_up), gate_up.shape
     tokens, columns = x.shape[0], blocks.columns
     x, factors = (jnp.pad(a, ((0, -tokens % SUBLANES), (0, 0))) for a in (x, factors.astype(jnp.float32)))
     if not interpret:  # or XLA would bring small weights to VMEM whole

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
+from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 16
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
@@ -58,6 +59,7 @@ class Blocks:
         return weights + rows + scales + MARGIN_BYTES
 
 
+@tuned("grouped_matmul", Blocks)
 def default_blocks(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> Blocks:
     """For x [M, I] and weights [..., E, P, I, O]: products as high as groups, and weights in as few pieces as fit."""
     rows, (groups, parts, depth, outer) = x.shape[0], w.shape[-4:]

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import div, rem, wide
+from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 8
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences are
@@ -46,9 +47,11 @@ class Blocks:
             )
 
 
-def blocks(width: int, unit: int, longest: int) -> Blocks:
-    """For `width` queries of a row of at most `longest` positions, which are copied by the `unit`. Few queries leave
-    the matrix unit little to do for a position, so that more of them make up for what it costs to start."""
+@tuned("mla_decode_attention", Blocks)
+def blocks(width: int, unit: int, longest: int, rank: int, itemsize: int) -> Blocks:
+    """For `width` queries of a row of at most `longest` latents of `rank` numbers, which are copied by the `unit`. Few
+    queries leave the matrix unit little to do for a position, so that more of them make up for what it costs to
+    start."""
     row = max(unit, 1 << (longest - 1).bit_length())
     part = min(row, max(unit, 1 << (min(1024, (1 << 15) // width).bit_length() - 1)))
     edge = max(part, min(row, 512))
@@ -80,7 +83,7 @@ def unsupported(
     table = 4 * q.shape[0] * pl.cdiv(pages or 0, LANES) * LANES
     if table > SMEM_BYTES:
         return f"a table of {q.shape[0]} x {pages} pages needs {table} bytes of scalar memory, more than {SMEM_BYTES}"
-    chosen = _chosen(given, width, latents.shape, keys.shape, pages)
+    chosen = _chosen(given, width, latents, keys, pages)
     if chosen.part % unit:
         return f"a part of {chosen.part} positions is no multiple of {unit}"
     need = _vmem_bytes(width, rank, dtype.itemsize, chosen)
@@ -95,9 +98,15 @@ def _unit(latents: tuple[int, ...], keys: tuple[int, ...]) -> int:
 
 
 def _chosen(
-    given: Blocks | None, width: int, latents: tuple[int, ...], keys: tuple[int, ...], pages: int | None
+    given: Blocks | None,
+    width: int,
+    latents: jax.ShapeDtypeStruct,
+    keys: jax.ShapeDtypeStruct,
+    pages: int | None,
 ) -> Blocks:
-    return given or blocks(width, _unit(latents, keys), latents[-2] * (pages or 1))
+    slots, rank = latents.shape[-2:]
+    unit = _unit(latents.shape, keys.shape)
+    return given or blocks(width, unit, slots * (pages or 1), rank, latents.dtype.itemsize)
 
 
 def _vmem_bytes(width: int, rank: int, itemsize: int, blocks: Blocks) -> int:
@@ -136,7 +145,7 @@ def mla_decode_attention(
     latents, keys = (x if x.ndim == 4 else x[None] for x in (latents, keys))
     slots, rank = latents.shape[2:]
     width, fold = queries * heads, slots // keys.shape[2]
-    chosen = _chosen(blocks, width, latents.shape, keys.shape, columns)
+    chosen = _chosen(blocks, width, latents, keys, columns)
     q = q.reshape(rows, width, size)
     rotary = jnp.pad(q[..., rank:], ((0, 0), (0, 0), (0, LANES // fold - (size - rank))))
     # One copy of the rotary queries for each part of a row of keys, zeros against the others.

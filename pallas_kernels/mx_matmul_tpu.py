@@ -20,6 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.pallas_kernels.tuned_tpu import tuned
+
 LANES, ROWS = 128, 16  # of a tile of bfloat16
 DEPTH = 128  # inputs that are unpacked together
 BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
@@ -43,8 +45,9 @@ class Blocks:
             raise ValueError(f"blocks are multiples of {ROWS} rows and {LANES} columns, not {self}")
 
 
-def blocks(rows: int, inputs: int, columns: int, bits: int) -> Blocks:
-    """The default blocks of x [rows, inputs] times a weight of `columns` with elements of `bits`.
+@tuned("mx_matmul", Blocks)
+def blocks(rows: int, parts: int, inputs: int, columns: int, bits: int, group: int) -> Blocks:
+    """The default blocks of x [rows, inputs] times a weight [parts, inputs, columns] of `bits`, `group` to a scale.
 
     About 2 MiB of a weight come at a time, at least eight times, so that little is waited for at the start.
     """
@@ -109,20 +112,22 @@ def pack_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arra
     K, a multiple of 32, is padded to one of 128. Returns words int32 [..., K / 8, N], exponents int32
     [..., K / 128, N] and tops float32 [..., 1, N].
 
-    Of each 128 inputs, nibble 2 b + h of word r holds input 32 b + 16 h + r: so byte b is of block b, as is byte b of
-    its exponents. A nibble has, from above, the exponent (0.5 is 0) and the inverses of mantissa and sign, less 1; all
-    ones are zero, for which the addition of that 1 carries into what then takes the rest away.
+    Of each 128 inputs, byte b of word r holds inputs 32 b + r and 32 b + 16 + r: so it is of block b, as is byte b of
+    the exponents. Three bits of an input are its exponent (0.5 is 0) and its mantissa inverted, less 1; all ones are
+    zero, for which the addition of that 1 carries into what then takes the rest away. They are bits 1 to 3 of the
+    first, whose sign is bit 7, and 4 to 6 of the second, whose sign is bit 0.
     """
     inputs, columns = codes.shape[-2:]
     pad = [(0, 0)] * (codes.ndim - 2)
     codes = jnp.pad(codes, [*pad, (0, -inputs % DEPTH), (0, 0)])
     scales = jnp.pad(scales, [*pad, (0, codes.shape[-2] // BLOCK - scales.shape[-2]), (0, 0)])
     float_ = jnp.maximum(codes & 7, 1) - (codes & 7 == 1)  # of 0.5, 1, 1.5, ... exponent and mantissa
-    nibbles = ((float_ ^ 1) << 1 | 1 - (codes >> 3)) - 1
-    nibbles = jnp.where(codes & 7 == 0, 15, nibbles).astype(jnp.uint32)
-    nibbles = nibbles.reshape(*codes.shape[:-2], -1, 4, 2, 16, columns)
-    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32).reshape(4, 2, 1, 1)
-    words = jnp.sum(nibbles << shifts, axis=(-4, -3), dtype=jnp.uint32)
+    is_zero = codes & 7 == 0
+    magnitudes, signs = jnp.where(is_zero, 7, (float_ ^ 1) - 1), jnp.where(is_zero, 0, codes >> 3)
+    pairs = (x.astype(jnp.uint32).reshape(*codes.shape[:-2], -1, 4, 2, 16, columns) for x in (magnitudes, signs))
+    magnitudes, signs = (jnp.moveaxis(x, -3, 0) for x in pairs)
+    held = magnitudes[0] << 1 | signs[0] << 7 | magnitudes[1] << 4 | signs[1]
+    words = jnp.sum(held << jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None, None], axis=-3, dtype=jnp.uint32)
     words = lax.bitcast_convert_type(words, jnp.int32).reshape(*codes.shape[:-2], -1, columns)
     top = jnp.max(scales, axis=-2, keepdims=True).astype(jnp.int32)
     exponents = jnp.maximum(_TOP + scales.astype(jnp.int32) - top, 0).astype(jnp.uint32)
@@ -149,7 +154,9 @@ def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None, 
         return f"{weight.inputs} inputs do not divide into passes of {DEPTH}"
     if weight.group not in (BLOCK, DEPTH, weight.inputs):
         return f"groups are of {BLOCK} or {DEPTH} inputs or of all, not {weight.group}"
-    chosen = chosen or blocks(rows, weight.inputs, weight.values.shape[3], weight.bits)
+    chosen = chosen or blocks(
+        rows, weight.values.shape[1], weight.inputs, weight.values.shape[3], weight.bits, weight.group
+    )
     need = _vmem_bytes(weight, chosen, normed)
     if need > VMEM_BYTES:
         return f"{weight.inputs} inputs need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
@@ -196,7 +203,7 @@ def mx_matmul(
     if norm is not None:
         operands["norm"] = jnp.pad(norm.weight, ((0, 0), pad[1]))
     rows = given + pad[0][1]
-    chosen = blocks_ or blocks(rows, inputs, columns, weight.bits)
+    chosen = blocks_ or blocks(rows, parts, inputs, columns, weight.bits, weight.group)
     tall, wide = min(chosen.rows, rows), chosen.columns
     repeats, results = _repeats(weight, tall), parts if activation is None else 1
 
@@ -284,7 +291,7 @@ def _kernel(layer_ref, *refs, names, width, eps, offset, activation, group, repe
 
     if packed:
         scaled = scales_ref[...] << 2
-        refs["keep"][...] = scaled & _bytes(0x70) | _bytes(0x0E)
+        refs["keep"][...] = scaled & _bytes(0x70) | _bytes(0x8E)
         refs["add"][...] = scaled & _bytes(0x0C)
     elif "wide" in refs:
         refs["wide"][...] = _power_of_two(scales_ref[...].astype(jnp.int32))
@@ -377,9 +384,11 @@ def _bytes(value: int) -> jax.Array:
 
 
 def _floats(word: jax.Array, half: int, keep: jax.Array, add: jax.Array) -> jax.Array:
-    """The nibbles of one half of each byte as e5m2; see `pack_mxfp4`."""
-    nibble = lax.shift_right_logical(word, jnp.int32(4)) if half else word
+    """The first or the second inputs of each byte as e5m2; see `pack_mxfp4`."""
+    if half:
+        magnitude = lax.shift_right_logical(word, jnp.int32(3)) & _bytes(0x0E)
+        word = magnitude | (word << 7) & _bytes(0x80)
+    else:
+        word = word & _bytes(0x8E)
     # An exponent of 28 or more, of which the scale keeps a part; of zero, a byte of nothing but the highest bit.
-    magnitude = ((nibble & _bytes(0x0F)) + _bytes(0x71)) & keep
-    sign = (word << (3 if half else 7)) & _bytes(0x80)
-    return (magnitude ^ (sign | _bytes(0x02))) + add
+    return (((word + _bytes(0x72)) & keep) ^ _bytes(0x02)) + add

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, div, folded, rem, wide
+from inferlib.pallas_kernels.tuned_tpu import tuned
 
 # Finite, so that differences are; a maximum starts higher, so that what is masked weighs nothing even alone.
 MASKED, LOWEST = (-part * float(jnp.finfo(jnp.float32).max) for part in (0.7, 0.3))
@@ -55,6 +56,7 @@ class Blocks:
         return max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * self.part <= self.rows))
 
 
+@tuned("prefill_attention", Blocks)
 def blocks(width: int, group: int, size: int, itemsize: int) -> Blocks:
     """For chunks of `width` tokens and `group` heads of `size` that share a KV head."""
     most = min(max(ROWS_BYTES // (group * size * itemsize * LANES), 1), MOST_TILES) * LANES
@@ -94,9 +96,7 @@ def unsupported(
     listed = q.shape[2] * pl.cdiv(q.shape[1], blocks.queries) * (visits + 1) if visits else 0
     scalars = 4 * q.shape[0] * (2 * pl.cdiv(q.shape[1], blocks.part) + (pages or 0) + listed)
     if scalars > SMEM_BYTES:
-        return (
-            f"pages and lists of blocks of {q.shape[0]} chunks need {scalars} bytes of scalar memory, not {SMEM_BYTES}"
-        )
+        return f"tables of {q.shape[0]} chunks need {scalars} bytes of scalar memory, not {SMEM_BYTES}"
     need = _vmem_bytes(q.shape, dtype.itemsize, blocks)
     if need > VMEM_BYTES:
         return f"{q.shape[3]} heads of size {size} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"

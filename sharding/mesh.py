@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 # Replicas of the whole model; replicas whose experts differ; the split of sequences (or, in two dimensions, of
 # the model's width); the split of heads, feed-forward and vocabulary. The last are the closest neighbours.
@@ -75,6 +75,11 @@ class Parallelism:
         sizes = [f"{short}={getattr(self, name)}" for short, name in reversed(_SHORT.items())]
         used = [size for size in sizes if not size.endswith("=1")] or ["tp=1"]
         return ",".join(used if self.rules == self._usual_rules else [*used, f"rules={self.rules}"])
+
+
+def alone(device: jax.Device) -> AbstractMesh:
+    """A mesh of one device. What is traced under it (`jax.sharding.use_abstract_mesh`) can tell what that device is."""
+    return Mesh(np.array([device]), ("device",)).abstract_mesh
 
 
 def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.cli import app
-from inferlib.compile import aot
+from inferlib.compile import aot, child
 from inferlib.compile.aot import CompileError, check_compiler, compile_programs
 from inferlib.compile.artifacts import ArtifactError, Artifacts, ArtifactWriter
 from inferlib.compile.deployment import Deployment
@@ -262,7 +262,7 @@ def test_a_compiler_that_dies_fails_its_program_only(model, tmp_path, monkeypatc
     )
     popen = subprocess.Popen
     monkeypatch.setattr(
-        aot.subprocess, "Popen", lambda command, **options: popen([sys.executable, str(script)], **options)
+        child.subprocess, "Popen", lambda command, **options: popen([sys.executable, str(script)], **options)
     )
     made = deployment_of(model)
     outcomes, _ = compile_programs(made, made.keys(), tmp_path)

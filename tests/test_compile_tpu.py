@@ -153,12 +153,12 @@ def test_no_program_copies_a_cache_of_another_kind(hf):
     if hf is LATENTS:
         decode = [p for p in report.programs if not p.key.chunks]
         kernels = [{k["name"]: k["count"] for k in p.kernels} for p in decode]
-        assert kernels == [{"mla_decode_attention": LATENTS["num_hidden_layers"]}] * 2
+        assert kernels == [dict.fromkeys(("mla_decode_attention", "mx_matmul"), LATENTS["num_hidden_layers"])] * 2
         assert all(p.moved_bytes < 1.02 * p.floor_bytes for p in decode)
 
 
 def test_the_layouts_that_the_compiler_chose_hold_for_every_program(tmp_path):
-    made = tiny("v5e-8", "tp=8")
+    made = replace(tiny("v5e-8", "tp=8"), dtype="float32")  # others are packed
     keys = made.keys()
     outcomes, layouts = compile_programs(made, keys[:2], tmp_path)
     names = [spec.name for spec in made.planned().model.specs]

@@ -73,7 +73,7 @@ class ScriptedDevice:
         self.replicas, self.places = config.shards.replicas, config.rows
         self.scheduler: Scheduler | None = None
 
-    def get(self, key: ProgramKey):
+    def ready(self, key: ProgramKey):
         assert key in self.planned
         assert not (self.scheduler.waiting and self.scheduler._free), "a prompt waits beside a free row"
         return functools.partial(self.run, key)

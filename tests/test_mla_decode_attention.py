@@ -130,7 +130,7 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    def small(width: int, unit: int, longest: int) -> tpu.Blocks:
+    def small(width: int, unit: int, *_) -> tpu.Blocks:
         part = max(unit, 256)
         return dataclasses.replace(SMALL, part=part, edge=part)
 
@@ -236,7 +236,7 @@ def test_blocks_for_any_shape(monkeypatch):
     for width in (1, 2, 16, 70, 128, 192, 1000, 1024):
         for unit in (128, 256, 512):
             for slots in (unit, 3 * unit, 4096, 131072):
-                found = tpu.blocks(width, unit, slots)
+                found = tpu.blocks(width, unit, slots, 512, 2)
                 assert found.part % unit == 0
                 assert found.positions < 2 * max(slots, unit)
                 q = jax.ShapeDtypeStruct((4, 1, width, 512 + 128 * 128 // unit), jnp.bfloat16)

@@ -241,7 +241,7 @@ def test_reasons():
 @pytest.mark.parametrize(("inputs", "columns"), [(4096, 14336), (1792, 4096), (512, 4096), (28672, 8192), (8192, 768)])
 def test_default_blocks_fit(rows, inputs, columns):
     for bits in (4, 8):
-        chosen = blocks(rows, inputs, columns, bits)
+        chosen = blocks(rows, 2, inputs, columns, bits, 128)
         assert chosen.columns <= max(columns, 256)
         values = jax.ShapeDtypeStruct((1, 2, inputs, columns), jnp.int4 if bits == 4 else jnp.int8)
         weight = Weight(values, jax.ShapeDtypeStruct((1, 2, inputs // 128, columns), jnp.float32))

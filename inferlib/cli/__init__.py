@@ -1,4 +1,4 @@
-"""The command line: `inferlib generate`, `compile`, `info`, `convert`, `plan`, `place`, `targets`.
+"""The command line: `inferlib generate`, `compile`, `info`, `convert`, `plan`, `place`, `targets`, `tune`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -14,6 +14,7 @@ from inferlib.cli.info import info
 from inferlib.cli.place import place
 from inferlib.cli.plan import plan
 from inferlib.cli.targets import targets
+from inferlib.cli.tune import tune
 
 app = typer.Typer(
     help="Generate text with large language models, in JAX.",
@@ -28,3 +29,4 @@ app.command()(plan)
 app.command()(place)
 app.command()(targets)
 app.command()(compile)
+app.command()(tune)

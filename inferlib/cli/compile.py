@@ -95,10 +95,10 @@ def compile(
         if plan:
             deployment = _planned(plan, words)
         else:
-            settings["quantization"] = _quantization(model, quantization)
+            settings["quantization"] = quantization_of(model, quantization)
             hf = hf_config(model, config)
             slots = _slots(hf, expert_placement)
-            deployment = _deployment(hf, **settings, buckets=buckets, modes=words, expert_slots=slots)
+            deployment = deployment_of(hf, **settings, buckets=buckets, modes=words, expert_slots=slots)
         check_compiler(deployment.slice)
         keys = deployment.keys()
     name = model or config or plan
@@ -137,7 +137,7 @@ def compile(
     raise typer.Exit(0 if result.ok else 1)
 
 
-def _deployment(
+def deployment_of(
     hf: Mapping[str, Any],
     *,
     target: str | None,
@@ -147,8 +147,9 @@ def _deployment(
     kv_cache_dtype: str | None,
     buckets: Mapping[str, str | None],
     modes: tuple[str, ...],
-    expert_slots: int | None,
+    expert_slots: int | None = None,
 ) -> Deployment:
+    """What a command's options say, with their defaults."""
     from inferlib.compile.deployment import Deployment
     from inferlib.compile.targets import parse_target
     from inferlib.config import Buckets
@@ -181,7 +182,7 @@ def _slots(hf: Mapping[str, Any], file: Path | None) -> int | None:
     return placement.slots
 
 
-def _quantization(model: str | None, wanted: str | None) -> Quantization | None:
+def quantization_of(model: str | None, wanted: str | None) -> Quantization | None:
     """Of a model's files, or of a shape that has none."""
     from inferlib.model_files import ModelFiles
     from inferlib.models.quantization import Quantization

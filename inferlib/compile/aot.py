@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import os
 import queue
 import re
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from inferlib.compile.child import Child
 from inferlib.compile.deployment import Deployment
 from inferlib.compile.neuron import HLO_SUFFIX
 from inferlib.compile.programs import ProgramKey
@@ -132,64 +128,22 @@ def environment(target: Target) -> dict[str, str]:
 
 
 class _Worker:
-    """A child process, started at its first job and again after it died."""
+    """A child process that compiles programs."""
 
     def __init__(self, deployment: Deployment):
-        self._deployment = deployment
-        self._process: subprocess.Popen | None = None
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+        self._child = Child("inferlib.compile.worker", deployment.to_json(), environment(deployment.slice))
 
     def compile(self, key: ProgramKey, layouts: list | None, path: Path) -> Outcome:
-        answer = self._ask({"key": asdict(key), "layouts": layouts, "path": str(path)})
+        answer = self._child.ask({"key": asdict(key), "layouts": layouts, "path": str(path)})
         if error := answer.get("error"):
             too_large = "RESOURCE_EXHAUSTED" in error or "Ran out of memory" in error
             return Outcome(key, "too large" if too_large else "failed", error=error)
         return Outcome(key, answer.pop("status"), answer)
 
     def compile_start(self, checkpoint: str, layouts: list | None, path: Path) -> None:
-        answer = self._ask({"key": None, "model": checkpoint, "layouts": layouts, "path": str(path)})
+        answer = self._child.ask({"key": None, "model": checkpoint, "layouts": layouts, "path": str(path)})
         if error := answer.get("error"):
             raise CompileError(error)
 
-    def _ask(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """The worker's answer: "error" is in it if there is none."""
-        self._errors.truncate(0)
-        try:
-            process = self._started()
-            process.stdin.write(json.dumps(job) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        return json.loads(line) if line else {"error": self._died()}
-
     def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            process.stdout.close()
-            process.terminate()
-            process.wait()
-        self._errors.close()
-
-    def _started(self) -> subprocess.Popen:
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "inferlib.compile.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-                env=environment(self._deployment.slice),
-            )
-            self._process.stdin.write(json.dumps(self._deployment.to_json()) + "\n")
-        return self._process
-
-    def _died(self) -> str:
-        process, self._process = self._process, None
-        code = process.wait()
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return "\n".join([f"the compiler's process {how}", *lines[-12:]])
+        self._child.close()

@@ -158,6 +158,7 @@ _BINARY: dict[str, Callable[[int, int], int]] = {
     "sshll": lambda a, b: a << (b & 31),
     "sshrl": lambda a, b: a >> (b & 31),
     "sshra": lambda a, b: _signed(a) >> (b & 31),
+    "smulhi.u32": lambda a, b: a * b >> 32,
     "scalar_lea": operator.add,
     "por": operator.or_,
     "pand": operator.and_,
@@ -271,8 +272,8 @@ class _Machine:
         if base in _RENAMES:
             value = self._value(arguments[0])
             return lambda: self._registers.__setitem__(name, value())
-        if base in _BINARY and not kind.endswith("f32"):
-            f, (a, b) = _BINARY[base], map(self._value, arguments[:2])
+        if (f := _BINARY.get(op) or _BINARY.get(base)) and not kind.endswith("f32"):
+            a, b = map(self._value, arguments[:2])
             return self._set(name, lambda: f(a(), b()) & _MASK)
         if base in ("smin", "smax", "scmp"):
             f = {"smin": min, "smax": max}.get(base) or _COMPARE[kind.split(".")[0]]

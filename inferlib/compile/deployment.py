@@ -171,7 +171,8 @@ def code_version() -> str:
     for name in _SOURCES:
         spec = importlib.util.find_spec(name)
         folder = Path(spec.origin).parent
-        for file in sorted(folder.rglob("*.py")) if spec.submodule_search_locations else [Path(spec.origin)]:
+        files = [f for f in folder.rglob("*") if f.suffix in (".py", ".json")]  # .json: blocks of kernels
+        for file in sorted(files) if spec.submodule_search_locations else [Path(spec.origin)]:
             digest.update(f"{name} {file.relative_to(folder)}\n".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 

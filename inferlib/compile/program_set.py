@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +28,7 @@ from inferlib.models.batch import kernel_lacks
 from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.ops.expert_mlp import MOST_TOKENS
 from inferlib.sharding import axes
+from inferlib.sharding.mesh import alone
 
 log = logging.getLogger(__name__)
 
@@ -88,10 +90,13 @@ class ProgramSet:
                 "inferlib compile"
             )
 
+    def ready(self, key: ProgramKey) -> Callable | None:
+        """The program of a key, if it is compiled."""
+        return self._compiled.get(key)
+
     def get(self, key: ProgramKey) -> Callable:
         """The compiled program of a key."""
-        program = self._compiled.get(key)
-        if program is not None:
+        if (program := self.ready(key)) is not None:
             return program
         if key not in self._planned:
             raise UnplannedProgramError(f"no bucket holds '{key}'; buckets are {self.config.buckets}")
@@ -142,7 +147,14 @@ class ProgramSet:
         # Free layouts cannot be part of a ShapeDtypeStruct.
         free = {"in_shardings": (self.formats, *[None] * (len(inputs) - 1))} if self._free else {}
         function = jax.jit(build(self.model, self.plan, self.config, key), donate_argnums=(1, 2), **free)
-        return function.trace(*inputs).lower(lowering_platforms=platform and (platform,))
+        with self._known_device():
+            return function.trace(*inputs).lower(lowering_platforms=platform and (platform,))
+
+    def _known_device(self) -> AbstractContextManager:
+        """Around a trace without a mesh, says what the device is: blocks of TPU kernels depend on it."""
+        if self.config.platform != "tpu" or self.config.shards.mesh is not None:
+            return nullcontext()
+        return jax.sharding.use_abstract_mesh(alone(jax.devices()[0]))
 
     @property
     def _free(self) -> bool:

@@ -6,13 +6,11 @@ dies takes this process with it and nothing else; only here is a TPU's compiler 
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import sys
 import time
-import traceback
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import jax
 from jax.experimental import serialize_executable, topologies
 
 from inferlib.compile.aot import CompileError
+from inferlib.compile.child import Answer, serve
 from inferlib.compile.deployment import Deployment, layout_from_json, layout_to_json
 from inferlib.compile.functions import recorded
 from inferlib.compile.hlo import Copy, Module
@@ -28,31 +27,28 @@ from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.targets import Target
 from inferlib.model_files import ModelFiles
+from inferlib.sharding.shards import Shards
 
 
-def main() -> None:
-    # Compilers print; answers keep a channel of their own.
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    deployment = Deployment.from_json(json.loads(sys.stdin.readline()))
-    target, shards = deployment.slice, None
-    for line in sys.stdin:
-        job = json.loads(line)
+def _prepared(first: Mapping[str, Any]) -> Answer:
+    deployment = Deployment.from_json(first)
+    target = deployment.slice
+
+    @cache
+    def shards() -> Shards:
+        return deployment.shards(_devices(target, deployment.parallel.devices))
+
+    def answer(job: Mapping[str, Any]) -> dict[str, Any]:
         layouts = job["layouts"] and [layout_from_json(layout) for layout in job["layouts"]]
-        try:
-            shards = shards or deployment.shards(_devices(target, deployment.parallel.devices))
-            programs, path = deployment.program_set(shards, layouts), Path(job["path"])
-            if job["key"] is None:
-                answer = _compile_start(programs, job["model"], path)
-            elif target.platform == "neuron":
-                answer = compile_neuron(programs, ProgramKey(**job["key"]), path, target)
-            else:
-                answer = _compile(programs, ProgramKey(**job["key"]), path)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": str(error) or type(error).__name__}
-        channel.write(json.dumps(answer) + "\n")
-        channel.flush()
+        programs, path = deployment.program_set(shards(), layouts), Path(job["path"])
+        if job["key"] is None:
+            return _compile_start(programs, job["model"], path)
+        key = ProgramKey(**job["key"])
+        if target.platform == "neuron":
+            return compile_neuron(programs, key, path, target)
+        return _compile(programs, key, path)
+
+    return answer
 
 
 def _devices(target: Target, count: int) -> list[jax.Device]:
@@ -121,4 +117,4 @@ def _named(copies: tuple[Copy, ...], names: list[str], first: int) -> list[dict[
 
 
 if __name__ == "__main__":
-    main()
+    serve(_prepared)

@@ -184,15 +184,14 @@ class Engine:
         self._cancelled.clear()
         with nullcontext() if self.channel is None else self.channel.together(call):
             output = self._start(call)
-        with self.stats.timed("enqueue"):
-            for leaf in jax.tree.leaves(output):
-                leaf.copy_to_host_async()
         self.stats.dispatches += 1
         self._in_flight.append(_InFlight(dispatch, output))
 
     def _start(self, call: _Call) -> StepOutput:
-        with self.stats.timed("compile"):
-            program = self.programs.get(call.key)
+        program = self.programs.ready(call.key)
+        if program is None:
+            with self.stats.timed("compile"):
+                program = self.programs.get(call.key)
         self.stats.program_misses = self.programs.misses
         self.stats.compilations = compilations() - self._compiled_before
         inputs = [self._control(call)]
@@ -200,6 +199,9 @@ class Engine:
             inputs.append(jax.tree.map(self._input, call.chunk))
         with self.stats.timed("enqueue"):
             self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
+            if self.channel is None or self.channel.leads:
+                for leaf in jax.tree.leaves(output):
+                    leaf.copy_to_host_async()
         return output
 
     def _input(self, x: np.ndarray) -> jax.Array | np.ndarray:
@@ -275,7 +277,7 @@ class Engine:
             if taken < key.steps:
                 # The row ended, or the device returned early to let a waiting prompt in.
                 s.scheduled -= key.steps - taken
-        for i, chunk in zip(self._slots(dispatch), dispatch.chunks, strict=True):
+        for i, chunk in zip(self._slots(dispatch), dispatch.chunks, strict=True) if dispatch.chunks else ():
             s = chunk.sequence
             if s.detail and s.status is not Status.FINISHED:
                 s.prompt_details.append(jax.tree.map(partial(_first_positions, i, chunk.length), output.detail))

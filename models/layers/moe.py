@@ -186,7 +186,8 @@ class Experts(nnx.Module):
         outputs = outputs.reshape(tokens, chosen, -1)
         if not self.spec.scale_input:
             outputs = outputs * weights[:, :, None]
-        return jnp.sum(jnp.where(ours[:, :, None], outputs, 0), axis=1).astype(x.dtype)
+        # One by one: XLA:GPU writes what a sum over a dimension takes in to memory first.
+        return sum(jnp.where(ours[:, i, None], outputs[:, i], 0) for i in range(chosen)).astype(x.dtype)
 
     def at_once(
         self,

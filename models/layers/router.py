@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,6 +11,7 @@ from flax import nnx
 from inferlib.models.config import NormSpec, RouterSpec
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
+from inferlib.ops.choose_experts import choose_experts
 from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -43,14 +46,11 @@ class Router(nnx.Module):
             logits = spec.softcap * jnp.tanh(logits / spec.softcap)
         if spec.score == "sparsemixer":
             return sparsemixer(logits, spec.jitter)
-        scores = jax.nn.sigmoid(logits) if spec.score == "sigmoid" else jax.nn.softmax(logits)
-        ranks = scores + self.correction[...] if spec.correction else scores
-        if spec.groups > 1:
-            ranks = best_groups(ranks, spec)
-        _, experts = jax.lax.top_k(ranks, spec.chosen)
-        weights = jnp.take_along_axis(scores, experts, axis=1)
-        if spec.renormalize:
-            weights = weights / jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), 1e-20)
+        correction = self.correction[...] if spec.correction else None
+        groups = None if spec.groups == 1 else partial(best_groups, spec=spec)
+        experts, weights = choose_experts(
+            logits, correction, count=spec.chosen, score=spec.score, renormalize=spec.renormalize, among=groups
+        )
         if spec.expert_scale:
             weights = weights * self.expert_scale[...].astype(jnp.float32)[experts]
         return experts, weights * spec.scale

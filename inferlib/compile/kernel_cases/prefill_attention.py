@@ -7,6 +7,8 @@ from functools import partial
 
 import numpy as np
 
+POSITIONS = 8192  # of a chunk and what is before it
+
 
 @dataclass(frozen=True)
 class PrefillAttention:
@@ -23,6 +25,14 @@ class PrefillAttention:
     slots: int | None = None
 
     kernel = "prefill_attention"
+
+    @staticmethod
+    def of(width, group, size, itemsize) -> dict[str, PrefillAttention]:
+        """Of the arguments of `blocks`."""
+        if itemsize != 2:
+            raise ValueError("there are cases of bfloat16")
+        starts = {"first chunk": 0, "in the middle": (POSITIONS - width) // 2, "last chunk": POSITIONS - width}
+        return {name: PrefillAttention(width, max(n, 0), 1, group, size) for name, n in starts.items()}
 
     @property
     def floor_bytes(self) -> int:

@@ -7,10 +7,12 @@ from functools import partial
 
 import numpy as np
 
-from kernel_cases.decode_attention import UNEVEN
-from kernel_cases.draws import shuffled_pages
+from inferlib.compile.kernel_cases.decode_attention import UNEVEN
+from inferlib.compile.kernel_cases.draws import shuffled_pages, unequal
 
 RANK, ROTARY = 512, 64
+
+POSITIONS = 131072  # of a batch
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,15 @@ class MlaDecodeAttention:
     queries: int = 1
 
     kernel = "mla_decode_attention"
+
+    @staticmethod
+    def of(width, unit, longest, rank, itemsize) -> dict[str, MlaDecodeAttention]:
+        """Of the arguments of `blocks`."""
+        if (rank, itemsize) != (RANK, 2):
+            raise ValueError(f"there are cases of {RANK} numbers in bfloat16")
+        rows = max(POSITIONS // longest, 1)
+        lengths = {"full rows": (longest,) * rows, "unequal rows": unequal(longest, rows)}
+        return {name: MlaDecodeAttention(some, heads=width) for name, some in lengths.items()}
 
     @property
     def floor_bytes(self) -> int:

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from kernel_cases.draws import tokens_of_experts
+from inferlib.compile.kernel_cases.draws import tokens_of_experts
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,12 @@ class ExpertMlp:
 
     kernel = "expert_mlp"
     floor_flops = 0
+
+    @staticmethod
+    def of(x, gate_up) -> dict[str, ExpertMlp]:
+        """Of the arguments of `default_blocks`."""
+        dtype, experts, _, dim, hidden = gate_up
+        return {"at random": ExpertMlp(x[1], dim, hidden, experts, min(8, experts), dtype)}
 
     @cached_property
     def counts(self) -> np.ndarray:

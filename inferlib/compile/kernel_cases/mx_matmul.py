@@ -24,6 +24,15 @@ class MxMatmul:
 
     kernel = "mx_matmul"
 
+    @staticmethod
+    def of(rows, parts, inputs, columns, bits, group) -> dict[str, MxMatmul]:
+        """Of the arguments of `blocks`."""
+        schemes = {(4, 32): "mxfp4", (4, 128): "int4", (8, 32): "mxfp8", (8, 128): "fp8_block", (8, inputs): "fp8"}
+        schemes |= {(16, inputs): "bfloat16"}
+        if (bits, group) not in schemes:
+            raise ValueError(f"there are no cases of {bits} bits in groups of {group}")
+        return {"product": MxMatmul(schemes[bits, group], rows, inputs, columns, parts)}
+
     @property
     def floor_bytes(self) -> int:
         weights = self.parts * self.inputs * self.outputs
@@ -71,10 +80,12 @@ class MxMatmul:
 
 
 SCHEMES = ("bfloat16", "int8", "mxfp4", "int4", "mxfp8", "fp8_block", "fp8")
+READABLE = ("bfloat16", "int8", "fp8")  # by XLA, which multiplies more rows by them
 CASES = {
     **{f"{scheme}, T 16": MxMatmul(scheme) for scheme in SCHEMES},
     **{f"{scheme}, T 64": MxMatmul(scheme, rows=64) for scheme in SCHEMES},
-    **{f"{scheme}, T 1024": MxMatmul(scheme, rows=1024) for scheme in SCHEMES},
+    **{f"{scheme}, T 128": MxMatmul(scheme, rows=128) for scheme in READABLE},
+    **{f"{scheme}, T 1024": MxMatmul(scheme, rows=1024) for scheme in SCHEMES if scheme not in READABLE},
     "bfloat16, norm and qkv, tp 8": MxMatmul("bfloat16", rows=32, outputs=768, normed=True),
     "bfloat16, o, tp 8": MxMatmul("bfloat16", rows=32, inputs=512, outputs=4096),
     **{

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from kernel_cases.draws import tokens_of_experts
+from inferlib.compile.kernel_cases.draws import tokens_of_experts
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,12 @@ class GroupedMatmul:
     dtype: str = "bfloat16"
 
     kernel = "grouped_matmul"
+
+    @staticmethod
+    def of(x, w) -> dict[str, GroupedMatmul]:
+        """Of the arguments of `default_blocks`."""
+        (_, rows, _), (dtype, experts, parts, inner, outer) = x, w
+        return {"at random": GroupedMatmul(rows, parts, inner, outer, experts, chosen=1, dtype=dtype)}
 
     @cached_property
     def sizes(self) -> np.ndarray:

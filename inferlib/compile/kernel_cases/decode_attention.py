@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from kernel_cases.draws import shuffled_pages
+from inferlib.compile.kernel_cases.draws import shuffled_pages, unequal
 
 _RNG = np.random.default_rng(0)
 UNEVEN = tuple(_RNG.integers(17, 8193, 64).tolist())
@@ -34,6 +34,26 @@ class DecodeAttention:
 
     kernel = "decode_attention"
     floor_flops = 0
+
+    @staticmethod
+    def of(q, cache, arrays, itemsize, pages, seen) -> dict[str, DecodeAttention]:
+        """Of the arguments of `default_blocks`."""
+        (rows, queries, heads, group, size), slots = q, cache[1]
+        if itemsize > 2:
+            raise ValueError("there are cases of bfloat16 and of quantised caches")
+        most = 4 * slots if seen else slots * (pages or 1)
+        case = DecodeAttention(
+            (most,) * rows,
+            heads,
+            group,
+            size * arrays // 2,
+            page=slots if pages else None,
+            queries=queries,
+            window=seen and seen - queries + 1,
+            slots=slots if seen and not pages else None,
+            stored="int8" if itemsize == 1 else None,
+        )
+        return {"full rows": case, "unequal rows": replace(case, lengths=unequal(most, rows))}
 
     @property
     def floor_bytes(self) -> int:

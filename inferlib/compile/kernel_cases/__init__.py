@@ -1,0 +1,81 @@
+"""What TPU kernels are compiled for to see how good they are: a module for each kernel, with `CASES` by name.
+
+`benchmarks/kernels.py` shows them, `inferlib tune` searches their blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from inferlib.compile.kernel_cases import (
+    decode_attention,
+    expert_mlp,
+    grouped_matmul,
+    mla_decode_attention,
+    mx_matmul,
+    prefill_attention,
+)
+
+
+class Case(Protocol):
+    """A kernel on arguments of some shapes."""
+
+    kernel: str  # its name in the compiler's listings
+
+    @property
+    def floor_bytes(self) -> int:
+        """What it must read and write."""
+
+    @property
+    def floor_flops(self) -> int:
+        """Operations that it must do in bfloat16, 0 if memory bounds it in any case."""
+
+    def function(self) -> Callable:
+        """Of the arguments, by name."""
+
+    def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes."""
+
+    def scalars(self) -> dict[int, np.ndarray]:
+        """What the kernel is given in scalar memory, in its order."""
+
+
+CASES: Mapping[str, Mapping[str, Case]] = {
+    "decode_attention": decode_attention.CASES,
+    "expert_mlp": expert_mlp.CASES,
+    "grouped_matmul": grouped_matmul.CASES,
+    "mla_decode_attention": mla_decode_attention.CASES,
+    "mx_matmul": mx_matmul.CASES,
+    "prefill_attention": prefill_attention.CASES,
+}
+_KINDS = {
+    "decode_attention": decode_attention.DecodeAttention,
+    "expert_mlp": expert_mlp.ExpertMlp,
+    "grouped_matmul": grouped_matmul.GroupedMatmul,
+    "mla_decode_attention": mla_decode_attention.MlaDecodeAttention,
+    "mx_matmul": mx_matmul.MxMatmul,
+    "prefill_attention": prefill_attention.PrefillAttention,
+}
+
+
+def chosen_cases(kernels: Sequence[str], names: Collection[str] | None) -> dict[str, list[str]]:
+    """The names of those cases of some kernels, all if None; for kernels that have any. Raises ValueError for unknown
+    ones."""
+    if unknown := [kernel for kernel in kernels if kernel not in CASES]:
+        raise ValueError(f"no kernels {unknown}; there are {'; '.join(CASES)}")
+    known = [name for kernel in kernels for name in CASES[kernel]]
+    if unknown := [name for name in names or () if name not in known]:
+        raise ValueError(f"no cases {unknown}; there are {'; '.join(known)}")
+    found = {kernel: [name for name in CASES[kernel] if names is None or name in names] for kernel in kernels}
+    return {kernel: some for kernel, some in found.items() if some}
+
+
+def standing_for(kernel: str, shape: Mapping[str, Any]) -> dict[str, Case]:
+    """Cases by name in which the kernel asks for blocks of a shape (see `tuned_tpu.Entry`), with data as different as
+    it must do well on: full and unequal rows, first and last chunks. Raises ValueError if there are none."""
+    if kernel not in _KINDS:
+        raise ValueError(f"no cases stand for shapes of {kernel}")
+    return _KINDS[kernel].of(**shape)

@@ -1,0 +1,154 @@
+"""TPU kernels by the TPU compiler's own account, without a TPU: what a case takes, by the listing that is executed.
+
+A case is compiled and its listing executed (see `inferlib.compile.bundles`) in a child process, which is this module
+run as a program, the only kind that the compiler is loaded in. Estimates, never measurements.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from inferlib.compile.aot import CompileError, check_compiler, environment
+from inferlib.compile.bundles import Listing, dump_flags, find_listing
+from inferlib.compile.child import Answer, Child, serve
+from inferlib.compile.kernel_cases import Case
+from inferlib.compile.report import CLOCKS
+from inferlib.compile.targets import Target, parse_target
+from inferlib.pallas_kernels.tuned_tpu import Asked, trying
+from inferlib.sharding.mesh import alone
+
+LATENCY = 0.5e-6  # seconds, assumed
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a case on a device. cycles: bundles executed; hbm_bytes: copied; copies: how many; bundles: of the listing.
+    Seconds: of the cycles; busy: of cycles or bytes at the published bandwidth, whichever is longer; whole: with waits
+    for copies, which arrive `LATENCY` after their bytes could have; compile_seconds: of the compiler, on this
+    machine."""
+
+    cycles: int
+    hbm_bytes: int
+    copies: int
+    bundles: int
+    cycles_seconds: float
+    busy: float
+    whole: float
+    compile_seconds: float
+
+
+class KernelCompiler:
+    """Compiles kernels for a device of a TPU target. Close it after use, or use it as a context.
+
+    limit: most seconds for a case. Raises CompileError if the compiler is not installed.
+    """
+
+    def __init__(self, target: Target, limit: float | None = None):
+        check_compiler(target)
+        self.target, self._limit = target, limit
+        self._folder = TemporaryDirectory()
+        flags = {"LIBTPU_INIT_ARGS": dump_flags(Path(self._folder.name))}
+        first = {"target": target.name, "folder": self._folder.name}
+        self._child = Child("inferlib.compile.kernels", first, environment(target) | flags)
+
+    def __enter__(self) -> KernelCompiler:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._child.close()
+        self._folder.cleanup()
+
+    def measure(self, case: Case) -> Figures:
+        """With the blocks that the library takes. Raises CompileError, which says why there are none."""
+        return Figures(**self._ask(case)["figures"])
+
+    def trial(self, case: Case, blocks: Mapping[str, int] | None) -> tuple[Figures, Asked]:
+        """With these fields of the kernel's `Blocks`, None: by its rule; and what it asked for. Raises CompileError."""
+        answer = self._ask(case, blocks=blocks)
+        if not answer["asked"]:
+            raise CompileError("the kernel has no blocks to choose")
+        return Figures(**answer["figures"]), Asked(**answer["asked"][-1])
+
+    def floor(self, case: Case) -> float:
+        """Seconds for what a case must read and write, or compute, whichever takes longer."""
+        return max(
+            case.floor_bytes / self.target.hbm_bandwidth,
+            case.floor_flops / self.target.rate("bfloat16"),
+        )
+
+    def _ask(self, case: Case, **trial: Any) -> dict[str, Any]:
+        answer = self._child.ask({"case": pickle.dumps(case).hex(), **trial}, self._limit)
+        if error := answer.get("error"):
+            raise CompileError(error)
+        return answer
+
+
+# ---- in the child
+
+
+def _prepared(first: Mapping[str, Any]) -> Answer:
+    target, folder = parse_target(first["target"]), Path(first["folder"])
+    name, options = target.topology_name, target.topology_options
+    device = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices[0]
+
+    def answer(job: Mapping[str, Any]) -> dict[str, Any]:
+        case = pickle.loads(bytes.fromhex(job["case"]))
+        trial: AbstractContextManager = trying(job["blocks"]) if "blocks" in job else nullcontext([])
+        try:
+            with trial as asked, jax.sharding.use_abstract_mesh(alone(device)):
+                scalars, seconds = case.scalars(), _compile(case, device)
+            text = find_listing(folder, case.kernel).read_text()
+        finally:
+            for file in folder.iterdir():
+                file.unlink()
+        figures = _figures(target, Listing(text), scalars, seconds)
+        return {"figures": asdict(figures), "asked": [asdict(x) for x in asked]}
+
+    return answer
+
+
+def _compile(case: Case, device) -> float:
+    """How many seconds it took."""
+    sharding = SingleDeviceSharding(device)
+    arguments = {
+        key: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for key, (shape, dtype) in case.arguments().items()
+    }
+    start = time.perf_counter()
+    jax.jit(case.function()).lower(**arguments).compile()
+    return time.perf_counter() - start
+
+
+def _figures(target: Target, listing: Listing, scalars: Mapping[int, Any], compile_seconds: float) -> Figures:
+    clock, bandwidth = CLOCKS[target.chip.name], target.hbm_bandwidth
+    run = listing.run(scalars, bandwidth=bandwidth / clock, latency=LATENCY * clock)
+    if run.unmet or run.unknown:
+        raise CompileError(f"the listing was not understood: {run}")
+    busy = max(run.cycles / clock, run.hbm_bytes / bandwidth)
+    return Figures(
+        cycles=run.cycles,
+        hbm_bytes=run.hbm_bytes,
+        copies=run.copies,
+        bundles=listing.size,
+        cycles_seconds=run.cycles / clock,
+        busy=busy,
+        whole=max(busy, run.elapsed / clock),
+        compile_seconds=compile_seconds,
+    )
+
+
+if __name__ == "__main__":
+    serve(_prepared)

@@ -1,0 +1,135 @@
+"""Block sizes of TPU kernels that a search found better than their rule: a table for each generation, in `tuned/`.
+
+A kernel's function that picks blocks is wrapped in `tuned`: where the table of the generation that is traced for has
+its arguments, blocks are the table's, else the function's. `inferlib tune` writes the tables.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+
+FOLDER = Path(__file__).parent / "tuned"
+# As the TPU compiler names devices.
+_GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a table. shape: the arguments of the kernel's function that picks blocks; blocks: fields of its
+    `Blocks`. microseconds, rule_microseconds: modelled times of all searched cases together, with these and with the
+    rule's; gain: share of the rule's, the mean of the cases; compiler: whose listings gave them."""
+
+    kernel: str
+    shape: Mapping[str, Any]
+    blocks: Mapping[str, int]
+    microseconds: float
+    rule_microseconds: float
+    gain: float
+    compiler: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return _key(self.kernel, self.shape)
+
+
+def _key(kernel: str, shape: Mapping[str, Any]) -> tuple[str, str]:
+    return kernel, json.dumps(shape, sort_keys=True)
+
+
+def read(file: Path) -> list[Entry]:
+    """The entries of a table, none if there is no such file. Raises ValueError if it is not one."""
+    try:
+        return [Entry(**entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
+    except FileNotFoundError:
+        return []
+    except (TypeError, ValueError) as error:
+        names = ", ".join(field.name for field in fields(Entry))
+        raise ValueError(f"{file} is not a list of objects with {names}: {error}") from error
+
+
+@functools.cache
+def _table(generation: str) -> dict[tuple[str, str], Mapping[str, int]]:
+    return {entry.key: entry.blocks for entry in read(FOLDER / f"{generation}.json")}
+
+
+def generation() -> str | None:
+    """Of the TPU that is traced for, as its mesh says, be the TPU here or not. None for others, and without a mesh."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None else _GENERATIONS.get(device.device_kind)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """That a kernel's blocks were asked for, and what they were."""
+
+    kernel: str
+    shape: Mapping[str, Any]
+    blocks: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    blocks: Mapping[str, int] | None
+    asked: list[Asked]
+
+
+_trial: ContextVar[_Trial | None] = ContextVar("trial", default=None)
+
+
+@contextmanager
+def trying(blocks: Mapping[str, int] | None) -> Iterator[list[Asked]]:
+    """Whatever the tables say, kernels that are traced take these fields of their `Blocks`; None: those of the rule.
+
+    Gives the list of what they ask for.
+    """
+    trial = _Trial(blocks, [])
+    token = _trial.set(trial)
+    try:
+        yield trial.asked
+    finally:
+        _trial.reset(token)
+
+
+def tuned(kernel: str, blocks: type) -> Callable[[Callable], Callable]:
+    """Around the function that picks a kernel's blocks, of the dataclass `blocks`, by rule.
+
+    Its arguments are what the table knows cases by: numbers, tuples of them, and arrays, of which dtype and the last
+    four dimensions count (before them are only a stack's).
+    """
+
+    def wrap(rule: Callable) -> Callable:
+        signature = inspect.signature(rule)
+
+        @functools.wraps(rule)
+        def choose(*args, **kwargs):
+            shape = {name: _plain(value) for name, value in signature.bind(*args, **kwargs).arguments.items()}
+            trial = _trial.get()
+            if trial is None:
+                found = _table(at).get(_key(kernel, shape)) if (at := generation()) else None
+            else:
+                found = trial.blocks
+            chosen = rule(*args, **kwargs) if found is None else blocks(**found)
+            if trial is not None:
+                trial.asked.append(Asked(kernel, shape, vars(chosen)))
+            return chosen
+
+        return choose
+
+    return wrap
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    if hasattr(value, "dtype"):
+        return [str(value.dtype), *value.shape[-4:]]
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,52 @@
+"""The choice of experts on NVIDIA GPUs: interpreted elsewhere. About 5 s."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferlib.ops.choose_experts import choose_experts
+from inferlib.pallas_kernels.choose_experts_gpu import choose_experts as kernel
+
+interpreted = partial(kernel, interpret=jax.default_backend() == "cpu")
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("experts", "count"), [(8, 2), (60, 6), (384, 8)])
+def test_equals_xla(experts, count, score, renormalize):
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(5, experts)) * 3, jnp.float32)
+    for correction in (None, jnp.asarray(rng.normal(size=experts), jnp.float32)):
+        options = dict(count=count, score=score, renormalize=renormalize)
+        found = interpreted(logits, correction, **options)
+        expected = choose_experts(logits, correction, **options, among=lambda ranks: ranks)
+        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_allclose(found[1], expected[1], rtol=2e-6, atol=1e-9)
+
+
+def test_the_first_of_equals_and_extreme_logits():
+    logits = jnp.array([[1e4, 1e4, -1e4, 1e4], [0, 0, 0, 0], [-jnp.inf, 3, -jnp.inf, -jnp.inf]], jnp.float32)
+    experts, weights = interpreted(logits, None, count=3, score="softmax", renormalize=False)
+    np.testing.assert_array_equal(experts, [[0, 1, 3], [0, 1, 2], [1, 0, 2]])
+    np.testing.assert_allclose(weights, [[1 / 3] * 3, [0.25] * 3, [1, 0, 0]], rtol=1e-6)
+
+
+def test_experts_exist_whatever_the_logits():
+    experts, _ = interpreted(jnp.full((2, 6), jnp.nan), None, count=2, score="sigmoid", renormalize=True)
+    assert ((experts >= 0) & (experts < 6)).all()
+
+
+def test_few_tokens_take_it_on_gpus():
+    def lowered(tokens, **options):
+        run = partial(choose_experts, correction=None, count=2, score="softmax", renormalize=True, **options)
+        return jax.jit(run).trace(jnp.ones((tokens, 8))).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "choose_experts" in lowered(256)
+    assert "__gpu$xla.gpu.triton" not in lowered(257)
+    assert "__gpu$xla.gpu.triton" in lowered(1)
+    assert "__gpu$xla.gpu.triton" not in lowered(1, among=lambda ranks: ranks)
