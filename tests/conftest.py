@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,11 @@ from inferlib.engine.engine import Engine
 
 # Devices of the sharding tests; everything else runs on the first.
 jax.config.update("jax_num_cpu_devices", 8)
+# Programs are compiled in a third of the time, and run slower. XLA reads its flags once, with the first program; child
+# processes inherit them.
+jax.config.update("jax_disable_most_optimizations", True)
+FLAGS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 
 VOCAB = 131
 MAX_LEN = 96
@@ -46,11 +52,11 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def quick_compilations() -> Iterator[None]:
-    """Programs are compiled in half the time, and run slower."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
+def optimized_programs() -> Iterator[None]:
+    """Programs are compiled as a user's are: for those that compute much."""
     jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="session")

@@ -14,8 +14,6 @@ from inferlib.models.families import config_from_hf
 from tests.conftest import MAX_LEN, assert_greedy, build_llm, random_prompts, reference
 from tests.test_poison import before_each_dispatch, poison, tokens_of
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 # Latents; a cache that layers share; sinks, and a ring on every other layer; a ring of chunks. Programs of experts take
 # long to compile.
 KINDS = [

@@ -19,8 +19,6 @@ from inferlib.sharding.shards import planned_shards
 from tests.conftest import MAX_LEN, assert_greedy, build_llm, random_prompts
 from tests.test_compile_tpu import EXPERTS, TINY
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(

@@ -37,8 +37,6 @@ from tests.cli_model import COMMAND, TEMPLATE, Commands, error_of, make_model
 from tests.oracle import SMOLLM2_HEADS, make_checkpoint
 from tests.test_gguf import write as write_gguf
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 _TWO = {"num_hidden_layers": 2}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 # 6 query and 2 KV heads, feed-forward 80, 131 tokens: on 4 and 8 devices heads are copied, the vocabulary is padded.

@@ -16,8 +16,6 @@ from inferlib.ops.decode_attention import decode_attention
 from inferlib.pallas_kernels import decode_attention_gpu, decode_attention_tpu
 from tests.decode_attention_cases import Case
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 BACKENDS = {
     "xla": decode_attention,
     "gpu": partial(decode_attention_gpu.decode_attention, interpret=True),

@@ -16,8 +16,6 @@ from inferlib.ops.quantized import SCHEMES, QuantizedTensor, quantize
 from inferlib.pallas_kernels import expert_mlp_tpu
 from inferlib.pallas_kernels.expert_mlp_tpu import Blocks, unsupported
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 
 def activation(gate, up):
     return gate / (1 + jnp.exp(-gate)) * up

@@ -15,8 +15,6 @@ from inferlib.ops import grouped_matmul as contract
 from inferlib.ops.quantized import SCHEMES, quantize
 from inferlib.pallas_kernels.grouped_matmul_tpu import Blocks, default_blocks, grouped_matmul, unsupported
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 SMALL = Blocks(rows=64, columns=128, height=32, tail=16)
 
 

@@ -25,8 +25,6 @@ from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
 from tests.conftest import random_prompts
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 BUCKETS = Buckets((8, 16), (2,), (64,))
 TOLERANCE = 0.03  # of logits of order 1: where float32 rounds otherwise, a number of the cache may be another
 

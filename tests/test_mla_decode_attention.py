@@ -21,8 +21,6 @@ from inferlib.ops.quantized import Scheme, quantize
 from inferlib.pallas_kernels import mla_decode_attention_tpu as tpu
 from tests.decode_attention_cases import TOLERANCE
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 SCALE = 0.07
 
 

@@ -24,8 +24,6 @@ from inferlib.models.layers.moe import Moe
 from inferlib.models.layout import Layout
 from inferlib.ops.grouped_matmul import _by_tiles, grouped_matmul
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 DIM, HIDDEN, EXPERTS = 12, 10, 8
 TOLERANCE = 2e-6  # absolute, on sums of order 1 in float32
 

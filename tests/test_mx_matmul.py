@@ -33,8 +33,6 @@ from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
 from tests.conftest import random_prompts
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 MODES = [pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True) for mode in ("eager", "on_wait")]
 BY_GROUP = ("mxfp4", "mxfp8", "int4", "fp8_block", "fp8")
 FORMS = {**SCHEMES, "int8_block": Scheme("int8", group=128), "bfloat16": None}

@@ -44,8 +44,7 @@ def one_pass(path, tokens: np.ndarray, *, scan: bool) -> np.ndarray:
         hidden, *_ = decoder(ctx, plan.view(cache))
         return decoder.logits(hidden, ctx.shards)
 
-    program = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
-    return np.asarray(program(weights, plan.allocate(), tokens))
+    return np.asarray(jax.jit(run)(weights, plan.allocate(), tokens))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -18,8 +18,6 @@ from inferlib.placement import ExpertPlacement, balanced, imbalance, read_load, 
 from inferlib.sharding.mesh import ShardingError
 from tests.conftest import random_prompts
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 BUCKETS = Buckets(prefill=(16,), batch=(4,), cache=(64,))
 EXPERTS, CHOSEN, LAYERS = 7, 3, 2
 # A permutation; and copies of two experts, in other slots in each layer.

@@ -17,8 +17,6 @@ from inferlib.ops.prefill_attention import BlockList, prefill_attention
 from inferlib.pallas_kernels import prefill_attention_tpu
 from tests.prefill_attention_cases import Case
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 BACKENDS = {"xla": prefill_attention, "tpu": partial(prefill_attention, backend="pallas_tpu")}
 CASES = {
     "starts at edges of blocks": Case((0, 1, 255, -1, 256, 257, 480)),

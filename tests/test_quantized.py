@@ -190,7 +190,7 @@ def rounded_checkpoint(path, out, scheme: Scheme, head_dim: int):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_logits_are_those_of_the_rounded_model(name, checkpoint, tmp_path, quick_compilations):
+def test_logits_are_those_of_the_rounded_model(name, checkpoint, tmp_path):
     """Of which the model is made too: where a quotient is between two codes, its rounding in float32 decides."""
     original, (prompt,) = checkpoint("llama"), random_prompts([20])
     path = rounded_checkpoint(original, tmp_path / "rounded", SCHEMES[name], 24)
@@ -217,7 +217,7 @@ def test_logits_are_those_of_the_rounded_model(name, checkpoint, tmp_path, quick
     assert sum(a.nbytes for w in matrices for a in w.arrays) == numbers * bits // 8 + scales * scale
 
 
-def test_a_mesh_gives_the_same_logits(checkpoint, quick_compilations):
+def test_a_mesh_gives_the_same_logits(checkpoint):
     path, (prompt,) = checkpoint("llama", num_hidden_layers=1, intermediate_size=64), random_prompts([20])
     buckets = Buckets(prefill=(16,), batch=(1,), cache=(32,))
     sizes = dict(dtype="float32", max_batch=1, max_len=32, buckets=buckets, progress=False)

@@ -25,8 +25,6 @@ from inferlib.sharding.shards import make_shards
 from tests.conftest import random_prompts
 from tests.oracle import SMOLLM2_HEADS, make_checkpoint
 
-pytestmark = pytest.mark.usefixtures("quick_compilations")
-
 
 def load(
     path: Path, quantization: str | None = None, parallel: str = "", scan: bool = False

@@ -1,4 +1,4 @@
-"""The sampler against plain numpy: what is kept, how it is penalised, how often each token is drawn."""
+"""The sampler against plain numpy: how logits are penalised, how often each token is drawn."""
 
 from __future__ import annotations
 
@@ -11,11 +11,8 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from inferlib.sampling import (
-    PROMPT_FLAG,
     SamplingParams,
     count_tokens,
     is_stop,
@@ -24,7 +21,8 @@ from inferlib.sampling import (
     sample,
     unpack,
 )
-from inferlib.sampling.sampler import _gumbel, keep, process
+from inferlib.sampling.sampler import _gumbel, process
+from tests.sampler_reference import counts_of, reference_probs, reference_process
 
 
 @functools.partial(jax.jit, static_argnames="mode")
@@ -42,11 +40,6 @@ def draw_row(logits, ints, floats, counts, seeds, generated):
     return sample(batch[0], params, batch[3], generated, mode="sample").token
 
 
-@jax.jit
-def jit_keep(distance, ints, floats):
-    return keep(distance, unpack(ints, floats))
-
-
 def draw(logits, rows, *, counts=None, generated=None, mode="sample"):
     """Sampled (as numpy) for logits [N, V] and N entries of `pack`."""
     logits = np.asarray(logits, np.float32)
@@ -54,49 +47,6 @@ def draw(logits, rows, *, counts=None, generated=None, mode="sample"):
     generated = np.zeros(len(logits), np.int32) if generated is None else np.asarray(generated, np.int32)
     out = jit_sample(logits, *pack(rows), counts, generated, mode=mode)
     return jax.tree.map(np.asarray, out)
-
-
-def reference_process(logits, params, prompt, output, eos=()):
-    """Processed logits [V] in float64, one rule after the other."""
-    logits = np.asarray(logits, np.float64).copy()
-    for token, bias in params.logit_bias.items():
-        logits[token] += bias
-    if len(output) < params.min_tokens:
-        logits[list(params.stop_ids(eos))] = -np.inf
-    for token in {*prompt, *output}:
-        positive = logits[token] > 0
-        logits[token] *= 1 / params.repetition_penalty if positive else params.repetition_penalty
-    for token in output:
-        logits[token] -= params.frequency_penalty
-    for token in set(output):
-        logits[token] -= params.presence_penalty
-    return logits
-
-
-def reference_keep(distance, top_k=0, top_p=1.0, min_p=0.0):
-    """Mask [V] of kept tokens from sorted distances; tokens tied with the last one kept are kept."""
-    distance = np.asarray(distance, np.float64)
-    kept = np.exp(-distance) >= min_p
-    if top_k:
-        kept &= distance <= np.sort(distance[kept])[:top_k][-1]
-    if top_p < 1:
-        order = np.sort(distance[kept])
-        mass = np.cumsum(np.exp(-order))
-        kept &= distance <= order[np.searchsorted(mass, top_p * mass[-1])]
-    return kept
-
-
-def reference_probs(processed, params):
-    """Probabilities [V] of drawing each token."""
-    distance = (processed.max() - processed) / params.temperature
-    kept = reference_keep(distance, max(params.top_k, 0), params.top_p, params.min_p)
-    return scipy.special.softmax(np.where(kept, -distance, -np.inf))
-
-
-def counts_of(vocab, prompt, output):
-    counts = np.bincount(np.asarray(output, int), minlength=vocab).astype(np.int32)
-    counts[list(prompt)] |= PROMPT_FLAG
-    return counts
 
 
 # --- Greedy ---------------------------------------------------------------------------------------
@@ -198,84 +148,6 @@ def test_noise_is_gumbel_with_a_fine_tail():
     assert len(np.unique(np.sort(noise)[-2000:])) >= 1998
 
 
-# --- Thresholds -----------------------------------------------------------------------------------
-
-
-def keep_masks(distance, requests):
-    """Masks [N, V] of `keep` for one row of distances under N requests."""
-    rows = np.broadcast_to(np.float32(distance), (len(requests), len(distance)))
-    return np.asarray(jit_keep(rows, *pack([(request, 0, ()) for request in requests])))
-
-
-LOGITS = st.one_of(
-    st.floats(-1e4, 1e4, width=32),
-    st.sampled_from([0.0, -0.0, 1.0, 1.0, 2.0, -np.inf, 1e4, -1e4, 1e-30]),
-    st.integers(-3, 3).map(float),
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    logits=st.lists(LOGITS, min_size=24, max_size=24).filter(lambda x: max(x) > -np.inf),
-    top_k=st.integers(0, 30),
-    top_p=st.one_of(st.floats(1e-9, 1.0), st.sampled_from([1e-40, 0.5, 1.0])),
-    min_p=st.one_of(st.floats(1e-30, 1.0), st.sampled_from([0.0, 1.0])),
-)
-def test_filters_on_adversarial_logits(logits, top_k, top_p, min_p):
-    logits = np.float32(logits)
-    distance = logits.max() - logits
-    by_k, by_p, by_min_p, by_all = keep_masks(
-        distance,
-        [
-            SamplingParams(top_k=top_k),
-            SamplingParams(top_p=top_p),
-            SamplingParams(min_p=min_p),
-            SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p),
-        ],
-    )
-    np.testing.assert_array_equal(by_k, reference_keep(distance, top_k=top_k))
-    sure = np.abs(np.exp(-np.float64(distance)) - min_p) > 1e-6 * min_p
-    np.testing.assert_array_equal(by_min_p[sure], reference_keep(distance, min_p=min_p)[sure])
-
-    for kept, allowed in ((by_p, np.ones(24, bool)), (by_all, by_k & by_min_p)):
-        assert kept[logits.argmax()]
-        assert not (kept & ~allowed).any()
-        last = distance[kept].max()
-        np.testing.assert_array_equal(kept, allowed & (distance <= last))
-        if top_p == 1:
-            np.testing.assert_array_equal(kept, allowed)
-            continue
-        # Smallest set that reaches top_p, up to the rounding of a float32 sum.
-        probs = np.where(allowed, np.exp(-np.float64(distance)), 0)
-        assert probs[kept].sum() >= (top_p - 1e-6) * probs.sum()
-        assert probs[kept & (distance < last)].sum() < (top_p + 1e-6) * probs.sum()
-
-
-def test_filters_equal_sorting_on_a_real_vocabulary():
-    rng = np.random.default_rng(4)
-    vocab = 50_000
-    logits = (rng.normal(size=vocab) * 3).astype(np.float32)
-    logits[rng.integers(vocab, size=1000)] = -np.inf
-    distance = logits.max() - logits
-    requests = [
-        *({"top_k": k} for k in (1, 2, 50, 48_000, vocab, vocab + 7)),
-        *({"top_p": p} for p in (1e-12, 0.1, 0.5, 0.9, 0.99)),
-        {"min_p": 0.02},
-        {"top_k": 200, "top_p": 0.7, "min_p": 0.001},
-        {},
-    ]
-    masks = keep_masks(distance, [SamplingParams(**fields) for fields in requests])
-    for mask, fields in zip(masks, requests, strict=True):
-        np.testing.assert_array_equal(mask, reference_keep(distance, **fields), err_msg=str(fields))
-    assert masks[-1].all()
-
-
-def test_ties_at_the_threshold_are_all_kept():
-    distance = np.float32([0, 1, 1, 1, 2, np.inf])
-    by_k, by_p = keep_masks(distance, [SamplingParams(top_k=2), SamplingParams(top_p=0.6)])
-    assert by_k.tolist() == by_p.tolist() == [True, True, True, True, False, False]
-
-
 def test_extreme_temperatures_and_logits_stay_finite():
     logits = np.tile(np.float32([1e4, 1e4 - 1, -1e4, -np.inf]), (3, 1))
     rows = [(SamplingParams(temperature=t, top_p=0.99), 1, ()) for t in (1e-5, 1.0, 100.0)]
@@ -284,7 +156,7 @@ def test_extreme_temperatures_and_logits_stay_finite():
     assert set(tokens[1]) == set(tokens[2]) == {0, 1}
 
 
-# --- Logit processing -----------------------------------------------------------------------------
+# --- Logit processing ----------------------------------------------------------------------------
 
 
 def test_processing_equals_a_direct_implementation():

@@ -11,7 +11,7 @@ import pytest
 
 from inferlib import LLM, Buckets, SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized_programs")]
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "smollm2_135m.json").read_text())
 PROMPTS = GOLDEN["prompts"]

@@ -24,7 +24,7 @@ from inferlib.sharding.shards import Shards
 if TYPE_CHECKING:
     from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm, Weight
 
-FEW_ROWS = 128  # up to which the kernel multiplies by what XLA can read itself: then it is memory that takes time
+FEW_ROWS = 64  # up to which the kernel multiplies by what XLA can read itself: then it is memory that takes time
 
 
 @jax.tree_util.register_dataclass

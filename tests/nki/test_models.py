@@ -24,7 +24,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
-def test_generates_what_transformers_does(family, overrides, tmp_path, quick_compilations):
+def test_generates_what_transformers_does(family, overrides, tmp_path):
     path = make_checkpoint(tmp_path, family, **overrides)
     write_tokenizer(path)
     prompts, params = random_prompts([5, 37]), SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -39,7 +39,7 @@ def test_generates_what_transformers_does(family, overrides, tmp_path, quick_com
 
 
 @pytest.mark.slow
-def test_each_device_of_a_mesh_runs_the_kernels_on_its_heads(tmp_path, quick_compilations, monkeypatch):
+def test_each_device_of_a_mesh_runs_the_kernels_on_its_heads(tmp_path, monkeypatch):
     path = make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     write_tokenizer(path)
     make = EngineConfig.make

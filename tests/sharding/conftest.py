@@ -83,11 +83,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick(quick_compilations):
-    """Everywhere here: the collectives are the same."""
-
-
 @pytest.fixture(scope="session")
 def shape_of(tmp_path_factory) -> Callable[[str], Path]:
     """`shape_of(name)`: the folder of a checkpoint of one of SHAPES."""

@@ -13,15 +13,6 @@ from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, logits, requests, ru
 from tests.sharding.hlo import assert_promise_kept
 from tests.test_poison import poison
 
-FAMILIES = ["gemma3", "smollm2", "minicpm3", "experts"]  # a ring, heads that do not divide, latents, experts
-MESHES = [
-    *("tp=2", "tp=4", "tp=8", "dp=2", "tp=2,dp=2", "ep=2", "ep=4", "dp=2,ep=2", "ep=2,tp=2,dp=2", "tp=4,rules=tp_sp"),
-    "ep=2,tp=2,rules=tp_sp",
-    *("cp=2", "cp=8", "cp=2,tp=4", "dp=2,cp=2,tp=2"),
-    *("cp=2,tp=2,rules=helix", "cp=4,tp=2,rules=helix", "dp=2,cp=2,tp=2,rules=helix"),
-    *("cp=2,tp=2,rules=tp2d", "cp=4,tp=2,rules=tp2d", "dp=2,cp=2,tp=2,rules=tp2d"),
-    *("tp=4,rules=dp_attention", "dp=2,tp=2,rules=dp_attention", "ep=2,tp=2,rules=dp_attention"),
-]
 # One family or two for each preset; the rest takes minutes. gemma3 has a ring, which wraps.
 QUICK = [
     ("smollm2", "tp=8"),
@@ -38,22 +29,21 @@ QUICK = [
     ("deepseek", "ep=2,tp=2,rules=dp_attention"),
     ("gemma3n", "tp=2,rules=tp_sp"),
 ]
-# Without experts ep is another dp.
-SLOW = [(f, m) for f in FAMILIES for m in MESHES if (f == "experts" or "ep=" not in m) and (f, m) not in QUICK]
-EVERY = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-EVERY += [
-    pytest.param("deepseek", mesh, marks=pytest.mark.slow)
-    for mesh in ("ep=2,tp=2,rules=tp_sp", "ep=2,cp=2,tp=2", "cp=2,tp=2,rules=helix", "cp=2,tp=2,rules=tp2d")
-]
-EVERY += [
-    pytest.param(*case, marks=pytest.mark.slow)
-    for case in (
-        ("gemma3n", "cp=2,tp=2"),
-        ("gemma3n", "cp=2,tp=2,rules=tp2d"),
-        ("gemma4", "ep=2,tp=2,rules=tp_sp"),
-        ("gemma4", "ep=2,tp=2,rules=dp_attention"),
-    )
-]
+# Each preset with a ring (gemma3), with heads that do not divide (smollm2), with latents and with experts; each mesh
+# with one of them at least.
+SLOW = {
+    "gemma3": "tp=8 tp=2,dp=2 tp=4,rules=tp_sp cp=8 cp=2,tp=4 dp=2,cp=2,tp=2,rules=helix cp=4,tp=2,rules=tp2d "
+    "tp=4,rules=dp_attention",
+    "smollm2": "tp=2 dp=2 tp=4,rules=tp_sp cp=2,tp=4 cp=4,tp=2,rules=tp2d dp=2,tp=2,rules=dp_attention",
+    "minicpm3": "tp=8 tp=4,rules=tp_sp cp=8 dp=2,cp=2,tp=2 cp=4,tp=2,rules=helix dp=2,cp=2,tp=2,rules=tp2d "
+    "tp=4,rules=dp_attention",
+    "experts": "tp=4 ep=4 dp=2,ep=2 ep=2,tp=2,dp=2 tp=4,rules=tp_sp cp=2 dp=2,cp=2,tp=2 cp=4,tp=2,rules=helix "
+    "cp=4,tp=2,rules=tp2d dp=2,tp=2,rules=dp_attention ep=2,tp=2,rules=dp_attention",
+    "deepseek": "ep=2,tp=2,rules=tp_sp ep=2,cp=2,tp=2 cp=2,tp=2,rules=helix cp=2,tp=2,rules=tp2d",
+    "gemma3n": "cp=2,tp=2 cp=2,tp=2,rules=tp2d",
+    "gemma4": "ep=2,tp=2,rules=tp_sp ep=2,tp=2,rules=dp_attention",
+}
+EVERY = [*QUICK, *(pytest.param(f, mesh, marks=pytest.mark.slow) for f in SLOW for mesh in SLOW[f].split())]
 
 
 def assert_same_logits(engine, shape: str, expected) -> None:
@@ -114,7 +104,6 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
         pytest.param("gpt2", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
         ("gates", "cp=2,tp=2,rules=helix"),
         pytest.param("gates", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
-        ("gemma3n", "cp=2,tp=2,rules=tp2d"),
         pytest.param("gemma3n", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
         ("gemma4", "ep=2,tp=2,rules=tp_sp"),
         pytest.param("gemma4", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),

@@ -1,0 +1,51 @@
+"""What the sampler has to do, rule by rule in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import scipy.special
+
+from inferlib.sampling import PROMPT_FLAG
+
+
+def reference_process(logits, params, prompt, output, eos=()):
+    """Processed logits [V] in float64, one rule after the other."""
+    logits = np.asarray(logits, np.float64).copy()
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    if len(output) < params.min_tokens:
+        logits[list(params.stop_ids(eos))] = -np.inf
+    for token in {*prompt, *output}:
+        positive = logits[token] > 0
+        logits[token] *= 1 / params.repetition_penalty if positive else params.repetition_penalty
+    for token in output:
+        logits[token] -= params.frequency_penalty
+    for token in set(output):
+        logits[token] -= params.presence_penalty
+    return logits
+
+
+def reference_keep(distance, top_k=0, top_p=1.0, min_p=0.0):
+    """Mask [V] of kept tokens from sorted distances; tokens tied with the last one kept are kept."""
+    distance = np.asarray(distance, np.float64)
+    kept = np.exp(-distance) >= min_p
+    if top_k:
+        kept &= distance <= np.sort(distance[kept])[:top_k][-1]
+    if top_p < 1:
+        order = np.sort(distance[kept])
+        mass = np.cumsum(np.exp(-order))
+        kept &= distance <= order[np.searchsorted(mass, top_p * mass[-1])]
+    return kept
+
+
+def reference_probs(processed, params):
+    """Probabilities [V] of drawing each token."""
+    distance = (processed.max() - processed) / params.temperature
+    kept = reference_keep(distance, max(params.top_k, 0), params.top_p, params.min_p)
+    return scipy.special.softmax(np.where(kept, -distance, -np.inf))
+
+
+def counts_of(vocab, prompt, output):
+    counts = np.bincount(np.asarray(output, int), minlength=vocab).astype(np.int32)
+    counts[list(prompt)] |= PROMPT_FLAG
+    return counts
