@@ -434,8 +434,7 @@ def _plan_programs(
     sizes = 8 if max_batch is None else max_batch, max_len, buckets
     config = EngineConfig.make(platform, *sizes, shards, model, kv_cache_dtype)
     config = replace(config, expert_load=expert_load)
-    packed = config.backend.matmul == "pallas_tpu"
-    options = dict(packed=packed, scan=config.scan, shards=shards, expert_slots=expert_slots)
+    options = dict(backend=config.backend, scan=config.scan, shards=shards, expert_slots=expert_slots)
     abstract = abstract_model(model, dtype, quantization=quantization, **options)
     programs = ProgramSet.make(abstract, config)
     programs.choose_layouts()

@@ -16,13 +16,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from inferlib.models.batch import Backend
 from inferlib.models.config import ModelConfig
 from inferlib.models.decoder import Decoder, Segment, segments_of
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
-from inferlib.ops.packed import Packing
-from inferlib.ops.quantized import Scheme, nbytes, quantize
+from inferlib.ops.packed import PackedTensor, Packing
+from inferlib.ops.quantized import QuantizedTensor, Scheme, nbytes, quantize
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
@@ -65,6 +66,14 @@ class WeightSpec:
     def held(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         """Its arrays, from those of its scheme. Traceable."""
         return self.packing.pack(*arrays) if self.packed else arrays
+
+    @property
+    def value(self) -> jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor:
+        """What layers see, of shapes."""
+        structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays]
+        if self.scheme is None and not self.packed:
+            return structs[0]
+        return (self.packing if self.packed else self.scheme).tensor(*structs)
 
     @property
     def packing(self) -> Packing:
@@ -187,14 +196,14 @@ def abstract_model(
     dtype,
     *,
     quantization: Quantization | None = None,
-    packed: bool = False,
+    backend: Backend = Backend(),  # noqa: B008
     scan: bool = False,
     shards: Shards = Shards(),  # noqa: B008
     expert_slots: int | None = None,
 ) -> AbstractModel:
     """The structure of `config` with weights of `dtype`, or quantised.
 
-    packed: hold weights of products as the TPU kernel reads them where they are `gainful` and not `unpackable`.
+    backend: its kernels' weights are held as they read them where they are `gainful` and not `unpackable`.
     scan: stack repeating layers (see `segments_of`). shards: the mesh, over which heads, feed-forward and vocabulary
     are made to divide. expert_slots: see `Layout`. Raises ShardingError if it would cut a group of quantised elements.
     """
@@ -208,8 +217,15 @@ def abstract_model(
     weights = tuple(_weight_spec(path, p, quantization) for path, p in zip(paths, params, strict=True))
     for weight in weights:
         _must_keep_groups(weight, quantization, shards)
-    if packed:
-        weights = tuple(replace(w, packed=gainful(w) and not unpackable(w, dtype, shards)) for w in weights)
+    experts = [w for w in weights if gainful(w) and axes.EXPERTS in w.axes]
+    kernels = {
+        True: backend.grouped_matmul == "pallas_tpu" and not any(unpackable(w, dtype, shards) for w in experts),
+        False: backend.matmul == "pallas_tpu",
+    }
+    weights = tuple(
+        replace(w, packed=kernels[axes.EXPERTS in w.axes] and gainful(w) and not unpackable(w, dtype, shards))
+        for w in weights
+    )
     held = jax.tree.unflatten(tree, [_held(p, w) for p, w in zip(params, weights, strict=True)])
     return AbstractModel(layout, np.dtype(dtype), segments, weights, graph, jax.tree.structure(held))
 
@@ -236,13 +252,14 @@ def _held(p: nnx.Param, weight: WeightSpec) -> nnx.Param:
     """The parameter, holding a `QuantizedTensor` or `PackedTensor` if the weight is quantised or packed."""
     if weight.scheme is None and not weight.packed:
         return p
-    structs = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in weight.arrays)
-    return p.replace((weight.packing if weight.packed else weight.scheme).tensor(*structs))
+    return p.replace(weight.value)
 
 
 def gainful(weight: WeightSpec) -> bool:
-    """Whether the TPU kernel is for products with a weight."""
-    return bool(weight.contracting) and axes.EXPERTS not in weight.axes and weight.packing.gains
+    """Whether a TPU kernel wants a weight packed; experts by channel it reads as they are."""
+    if not weight.contracting or not weight.packing.gains:
+        return False
+    return axes.EXPERTS not in weight.axes or (weight.scheme is not None and weight.scheme.group is not None)
 
 
 def unpackable(weight: WeightSpec, dtype, shards: Shards) -> str | None:
@@ -258,8 +275,9 @@ def _must_keep_groups(weight: WeightSpec, quantization: Quantization | None, sha
     group, count = weight.scheme.group_of(size), shards.size(name)
     if size // group % count:
         able = [n for n in range(1, min(size // group, 256) + 1) if size // group % n == 0]
+        whole = f"ep={count} for whole experts, " if axes.EXPERTS in weight.axes else ""
         raise ShardingError(
             f"quantization {quantization.name!r} gives each {group} of the {size} elements of {weight.part} along "
             f"{name!r} a scale, and {count} devices of the {' and '.join(shards.mesh_axes(name))} axis would cut such "
-            f"groups: use int8 or fp8, or one of {able} devices"
+            f"groups: use {whole}int8 or fp8, or one of {able} devices"
         )

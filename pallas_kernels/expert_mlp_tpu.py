@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
+from inferlib.pallas_kernels.expert_weights_tpu import ExpertBlocks, Stored, in_hbm, matrix_bytes, shape_of, unfit
+from inferlib.pallas_kernels.packed_weights_tpu import Weight, permute
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 16
@@ -37,48 +39,60 @@ class Blocks:
         if self.buffers < 2:
             raise ValueError("copies run ahead of the computation: there are at least two buffers")
 
-    def vmem_bytes(self, x: jax.ShapeDtypeStruct, gate_up: jax.ShapeDtypeStruct) -> int:
-        """What it takes for x [T, D] and gate_up [..., E, 2, D, F]."""
-        (experts, _, dim, hidden), tokens = gate_up.shape[-4:], _rounded_up(x.shape[0], SUBLANES)
+    def of(self, gate_up: Stored, down: Stored) -> tuple[ExpertBlocks, ExpertBlocks]:
+        """Of gate_up [L, E, 2, D, F] and down [L, E, 1, F, D]. Of a packed F that is padded, all is one piece."""
+        (dim, hidden), (inputs, outer) = shape_of(gate_up)[-2:], shape_of(down)[-2:]
+        depth = inputs if self.columns == hidden else self.columns
+        return (
+            ExpertBlocks.of(gate_up, dim, self.columns, self.buffers),
+            ExpertBlocks.of(down, depth, outer, self.buffers),
+        )
+
+    def vmem_bytes(self, x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored) -> int:
+        """What it takes for x [T, D], gate_up [L, E, 2, D, F] and down [L, E, 1, F, D]."""
+        (_, experts, _, dim, hidden), tokens = shape_of(gate_up), _rounded_up(x.shape[0], SUBLANES)
         wide, row = _rounded_up(self.columns, LANES), _rounded_up(dim, LANES)
-        weights = 3 * self.buffers * _rounded_up(dim, LANES) * wide * gate_up.dtype.itemsize
         scales = 4 * experts * (4 * _rounded_up(hidden, LANES) + row) * 2
-        return weights + scales + tokens * (4 * row * x.dtype.itemsize + 8 * row + 16 * wide) + MARGIN_BYTES
+        rows = 4 * row * x.dtype.itemsize + 8 * row + 16 * wide
+        if isinstance(gate_up, Weight):
+            rows += (row + wide) * x.dtype.itemsize
+        return sum(held.nbytes for held in self.of(gate_up, down)) + scales + tokens * rows + MARGIN_BYTES
 
 
 @tuned("expert_mlp", Blocks)
-def default_blocks(x: jax.ShapeDtypeStruct, gate_up: jax.ShapeDtypeStruct) -> Blocks:
-    """For x [T, D] and gate_up [..., E, 2, D, F]: an expert in as few pieces as are not waited for long."""
-    dim, hidden = gate_up.shape[-2:]
+def default_blocks(x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored) -> Blocks:
+    """For x [T, D], gate_up [L, E, 2, D, F], down [L, E, 1, F, D]: as few pieces as are not waited for long."""
+    hidden, whole = shape_of(gate_up)[-1], 2 * matrix_bytes(gate_up) + matrix_bytes(down)
     tiles = hidden // LANES if hidden % LANES == 0 else 1
-    pieces = [n for n in range(1, tiles + 1) if tiles % n == 0]
-    fit = [n for n in pieces if 3 * dim * (hidden // n) * gate_up.dtype.itemsize <= WEIGHT_BYTES]
+    pieces = [n for n in range(1, tiles + 1) if tiles % n == 0 and not _lacks(Blocks(hidden // n), gate_up, down)]
+    fit = [n for n in pieces if whole <= n * WEIGHT_BYTES]
     return Blocks(hidden // (fit or pieces[-1:])[0])
 
 
-def unsupported(x: jax.ShapeDtypeStruct, gate_up: jax.ShapeDtypeStruct, *, blocks: Blocks | None = None) -> str | None:
-    """Why the kernel cannot take x [T, D] through gate_up [L, E, 2, D, F] and a down of the same dtype, or None."""
-    quantized = gate_up.dtype in (jnp.int8, jnp.float8_e4m3fn)
-    if x.dtype not in (jnp.bfloat16, jnp.float32) or (
-        x.dtype != jnp.bfloat16 if quantized else x.dtype != gate_up.dtype
-    ):
-        return (
-            "it takes tokens of bfloat16 and weights of bfloat16, int8 or float8_e4m3fn, or both of float32, not "
-            f"{x.dtype} and {gate_up.dtype}"
-        )
-    blocks, hidden = blocks or default_blocks(x, gate_up), gate_up.shape[-1]
-    if hidden % blocks.columns or (blocks.columns != hidden and blocks.columns % LANES):
-        return f"a width of {hidden} does not divide into blocks of {blocks.columns}, in tiles of {LANES}"
-    if (need := blocks.vmem_bytes(x, gate_up)) > VMEM_BYTES:
-        size = " x ".join(map(str, gate_up.shape[-2:]))
+def unsupported(x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored, *, blocks: Blocks | None = None) -> str | None:
+    """Why the kernel cannot take x [T, D] through gate_up [L, E, 2, D, F] and down [L, E, 1, F, D], or None."""
+    if reason := unfit(x.dtype, gate_up) or unfit(x.dtype, down):
+        return reason
+    if isinstance(gate_up, Weight) != isinstance(down, Weight):
+        return "it takes experts whose matrices are all packed, or none"
+    blocks = blocks or default_blocks(x, gate_up, down)
+    if reason := _lacks(blocks, gate_up, down):
+        return reason
+    if (need := blocks.vmem_bytes(x, gate_up, down)) > VMEM_BYTES:
+        size = " x ".join(map(str, shape_of(gate_up)[-2:]))
         return f"experts of {size} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
     return None
 
 
+def _lacks(blocks: Blocks, gate_up: Stored, down: Stored) -> str | None:
+    first, second = blocks.of(gate_up, down)
+    return first.lacks or second.lacks
+
+
 def expert_mlp(
     x: jax.Array,
-    gate_up: jax.Array,
-    down: jax.Array,
+    gate_up: jax.Array | Weight,
+    down: jax.Array | Weight,
     factors: jax.Array,
     chosen: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
@@ -92,88 +106,98 @@ def expert_mlp(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """x [T, D], gate_up [L, E, 2, D, F], down [L, E, F, D] of a layer -> [T, D] in x's dtype.
+    """x [T, D], gate_up [L, E, 2, D, F], down [L, E, 1, F, D] of a layer -> [T, D] in x's dtype.
 
     Row t is the sum over experts e of factors[t, e] * (activation(x gate_e, x up_e) down_e), of those whose factor is
     not 0, accumulated in float32; scale_input: factors multiply x instead. factors [T, E] float32; chosen [E] int32: 0
-    for experts that no token chose, which are not read. Of this layer: scales [E, 2, F] and [E, D] float32 of quantised
-    weights, gate_up_bias [E, 2, F]. read: share of experts that is expected to be chosen, for the compiler's account.
-    Raises ValueError where `unsupported` says why.
+    for experts that no token chose, which are not read. Of this layer: gate_up_bias [E, 2, F], and scales [E, 2, F] and
+    [E, D] float32 of weights that are quantised by channel; a `Weight` has its own. read: share of experts that is
+    expected to be chosen, for the compiler's account. Raises ValueError where `unsupported` says why.
     """
-    if reason := unsupported(x, gate_up, blocks=blocks):
+    if reason := unsupported(x, gate_up, down, blocks=blocks):
         raise ValueError(f"the TPU kernel does not run these experts: {reason}")
-    if len({gate_up.dtype != x.dtype, gate_up_scales is not None, down_scales is not None}) != 1:
-        raise ValueError("quantised weights need scales, and others have none")
-    blocks, (_, experts, _, dim, hidden) = blocks or default_blocks(x, gate_up), gate_up.shape
-    tokens, columns = x.shape[0], blocks.columns
-    x, factors = (jnp.pad(a, ((0, -tokens % SUBLANES), (0, 0))) for a in (x, factors.astype(jnp.float32)))
-    if not interpret:  # or XLA would bring small weights to VMEM whole
-        gate_up, down = (pltpu.with_memory_space_constraint(w, pltpu.HBM) for w in (gate_up, down))
-    inputs = {"x": x, "factors": factors, "gate_up_scales": gate_up_scales, "down_scales": down_scales}
-    inputs = {name: a for name, a in (inputs | {"gate_up_bias": gate_up_bias}).items() if a is not None}
-    inputs = {name: a.reshape(-1, a.shape[-1]) for name, a in inputs.items()}
-    weights = read * experts * 3 * dim * hidden
-    kernel = functools.partial(_kernel, names=tuple(inputs), activation=activation, scale_input=scale_input)
+    by_channel = not isinstance(gate_up, Weight) and gate_up.dtype != x.dtype
+    if len({by_channel, gate_up_scales is not None, down_scales is not None}) != 1:
+        raise ValueError("weights quantised by channel need scales, and others have none")
+    blocks, (_, experts, _, inner, hidden) = blocks or default_blocks(x, gate_up, down), shape_of(gate_up)
+    weights, (tokens, dim) = blocks.of(gate_up, down), x.shape
+    x = jnp.pad(x, ((0, -tokens % SUBLANES), (0, inner - dim)))
+    factors = jnp.pad(factors.astype(jnp.float32), ((0, -tokens % SUBLANES), (0, 0)))
+    stored = [in_hbm(w, interpret) for w in (gate_up, down)]
+    given = {"x": x, "factors": factors, "gate_up_scales": gate_up_scales, "down_scales": down_scales}
+    given = {name: a for name, a in (given | {"gate_up_bias": gate_up_bias}).items() if a is not None}
+    # A row of float32 can be read wherever it lies.
+    given = {n: a.reshape(-1, a.shape[-1]).astype(x.dtype if n == "x" else jnp.float32) for n, a in given.items()}
+    rows, count = x.shape[0], len(stored[0])
+    scratch = [
+        pltpu.VMEM((rows, dim), jnp.float32),
+        pltpu.SMEM((blocks.buffers, 2), jnp.int32),
+        pltpu.SMEM((2,), jnp.int32),
+        *[pltpu.SemaphoreType.DMA((count, blocks.buffers))] * 2,
+        pltpu.VMEM((rows, weights[1].depth), x.dtype),
+        *[ref for held in weights for ref in held.room],
+        *[ref for held in weights for ref in held.unpacked],
+    ]
+    if weights[0].packed:
+        scratch.append(pltpu.VMEM(x.shape, x.dtype))
+    names = dict(names=tuple(given), weights=weights, stored=count)
     out = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, **names, activation=activation, scale_input=scale_input),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(1,),
             in_specs=[
-                *[pl.BlockSpec(a.shape, lambda *_: (0, 0)) for a in inputs.values()],
-                *[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+                *[pl.BlockSpec(a.shape, lambda *_: (0, 0)) for a in given.values()],
+                *[pl.BlockSpec(memory_space=pl.ANY)] * 2 * count,
             ],
-            out_specs=pl.BlockSpec(x.shape, lambda *_: (0, 0)),
-            scratch_shapes=[
-                pltpu.VMEM((blocks.buffers, 2, dim, columns), gate_up.dtype),
-                pltpu.VMEM((blocks.buffers, columns, dim), down.dtype),
-                pltpu.VMEM(x.shape, jnp.float32),
-                pltpu.SMEM((blocks.buffers, 2), jnp.int32),
-                pltpu.SMEM((2,), jnp.int32),
-                pltpu.SemaphoreType.DMA((2, blocks.buffers)),
-            ],
+            out_specs=pl.BlockSpec((rows, dim), lambda *_: (0, 0)),
+            scratch_shapes=scratch,
         ),
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        out_shape=jax.ShapeDtypeStruct((rows, dim), x.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=True,
-            vmem_limit_bytes=blocks.vmem_bytes(x, gate_up),
+            vmem_limit_bytes=blocks.vmem_bytes(x, gate_up, down),
         ),
         cost_estimate=pl.CostEstimate(
-            flops=int(2 * x.shape[0] * weights),
-            bytes_accessed=int(weights * gate_up.dtype.itemsize) + 2 * x.size * x.dtype.itemsize,
-            transcendentals=int(read * x.shape[0] * experts * hidden),
+            flops=int(read * experts * 6 * rows * dim * hidden),
+            bytes_accessed=int(read * experts * (2 * matrix_bytes(gate_up) + matrix_bytes(down)))
+            + 2 * x.size * x.dtype.itemsize,
+            transcendentals=int(read * rows * experts * hidden),
         ),
         interpret=interpret,
         name="expert_mlp",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), chosen.astype(jnp.int32), *inputs.values(), gate_up, down)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), chosen.astype(jnp.int32), *given.values(), *stored[0], *stored[1])
     return out[:tokens]
 
 
-def _kernel(layer_ref, chosen_ref, *refs, names, activation, scale_input):
+def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, scale_input):
     """All tokens through all chosen experts.
 
     Scalars: layer [1], chosen [E]. By name x [T, D], factors [T, E], scales [E * 2, F] and [E, D], gate_up_bias
-    [E * 2, F]; gate_up [L, E, 2, D, F] and down [L, E, F, D] in HBM; out [T, D]. Scratch: blocks of weights
-    [BUFFERS, 2, D, C] and [BUFFERS, C, D]; the sum [T, D]; of each block the expert (E: none) and the piece of its
-    width; the expert and the piece to be copied next; semaphores.
+    [E * 2, F]; the `stored` arrays each of gate_up [L, E, 2, D, F] and down [L, E, 1, F, D] in HBM; out [T, D].
+    Scratch: the sum [T, D]; of each block the expert (E: none) and the piece of its width; the expert and the piece to
+    be copied next; semaphores; what down multiplies [T, C]; room for blocks, and for unpacked scales of one; for MXFP4,
+    x in the order of its bytes.
     """
-    given = dict(zip(names, refs, strict=False))
-    gate_up_hbm, down_hbm, out_ref, gate_up_buf, down_buf, sum_ref, held, state, sems = refs[len(names) :]
+    given, refs = dict(zip(names, refs, strict=False)), list(refs[len(names) :])
+    hbm, (out_ref, sum_ref, held, state, *refs) = (refs[:stored], refs[stored : 2 * stored]), refs[2 * stored :]
+    sems, (inner_ref, *refs) = refs[:2], refs[2:]
     x_ref, factors_ref = given["x"], given["factors"]
-    (experts,), (buffers, columns, _) = chosen_ref.shape, down_buf.shape
-    pieces = down_hbm.shape[2] // columns
-    exact = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
+    xs_ref = refs.pop() if weights[0].packed else x_ref
+    rooms, refs = (refs[:stored], refs[stored : 2 * stored]), refs[2 * stored :]
+    unpacked = refs[: len(refs) // 2], refs[len(refs) // 2 :]
+    (experts,), (buffers, _, _, columns) = chosen_ref.shape, rooms[0][0].shape
+    pieces = hbm[0][0].shape[-1] // columns
+    if weights[0].packed:
+        permute(x_ref, xs_ref)
 
     def at(piece):
         return pl.ds(pl.multiple_of(piece * columns, columns), columns) if pieces > 1 else slice(None)
 
     def copies(expert, piece, buf):
-        gate_up, down = gate_up_hbm.at[layer_ref[0], expert], down_hbm.at[layer_ref[0], expert]
-        return (
-            pltpu.make_async_copy(gate_up.at[:, :, at(piece)], gate_up_buf.at[buf], sems.at[0, buf]),
-            pltpu.make_async_copy(down.at[at(piece)], down_buf.at[buf], sems.at[1, buf]),
-        )
+        for n in range(2):
+            yield from weights[n].copies(hbm[n], rooms[n], sems[n], layer_ref[0], expert, piece, buf)
 
     def start_next(buf):
         expert, piece = state[0], state[1]
@@ -187,25 +211,31 @@ def _kernel(layer_ref, chosen_ref, *refs, names, activation, scale_input):
             state[0] = first_nonzero(chosen_ref, expert + ends.astype(jnp.int32), experts)
             state[1] = jnp.where(ends, 0, piece + 1)
 
-    def product(x, w):
-        return jnp.dot(x, w, precision=exact, preferred_element_type=jnp.float32)
-
     def take(expert, piece, buf):
         """Add what all tokens have of a piece of an expert."""
-        x = x_ref[...]
+        for n in range(2):
+            weights[n].unpack(rooms[n], unpacked[n], buf)
         lanes = lax.broadcasted_iota(jnp.int32, factors_ref.shape, 1)
         factor = jnp.sum(jnp.where(lanes == expert, factors_ref[...], 0.0), axis=1, keepdims=True)
         both = []
         for part in range(2):
-            y, row = product(x, gate_up_buf[buf, part]), pl.ds(expert * 2 + part, 1)
+            y = weights[0].product(xs_ref, rooms[0], unpacked[0], piece, buf, part)
+            row = pl.ds(expert * 2 + part, 1)
             if "gate_up_scales" in given:
                 y = y * given["gate_up_scales"][row, at(piece)]
             if scale_input:
                 y = y * factor
             if "gate_up_bias" in given:
-                y = y + given["gate_up_bias"][row, at(piece)].astype(jnp.float32)
+                y = y + given["gate_up_bias"][row, at(piece)]
             both.append(y)
-        y = product(activation(*both).astype(x.dtype), down_buf[buf])
+        inner = activation(*both).astype(x_ref.dtype)
+        if weights[1].depth > columns:
+            inner = jnp.concatenate([inner, jnp.zeros((inner.shape[0], weights[1].depth - columns), inner.dtype)], 1)
+        if weights[1].packed:
+            permute(inner, inner_ref)
+        else:
+            inner_ref[...] = inner
+        y = weights[1].product(inner_ref, rooms[1], unpacked[1], piece, buf, 0)
         if "down_scales" in given:
             y = y * given["down_scales"][pl.ds(expert, 1)]
         sum_ref[...] += jnp.where(factor != 0, y if scale_input else y * factor, 0.0)

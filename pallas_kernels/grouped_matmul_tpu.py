@@ -2,7 +2,7 @@
 
 The weights of the groups that have rows are one stream of blocks, copied from HBM ahead of the computation and across
 tiles of rows. Rows stay where they are: a product takes whole sublanes from where its group starts, and those of other
-groups keep what they have. Quantised weights are copied as they are stored.
+groups keep what they have. Quantised weights are copied as they are stored, and unpacked in registers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
+from inferlib.pallas_kernels.expert_weights_tpu import ExpertBlocks, Stored, in_hbm, matrix_bytes, shape_of, unfit
+from inferlib.pallas_kernels.packed_weights_tpu import Weight, permute
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 16
@@ -47,27 +49,29 @@ class Blocks:
         if self.buffers < 2:
             raise ValueError("copies run ahead of the computation: there are at least two buffers")
 
-    def vmem_bytes(self, x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> int:
-        """What it takes to multiply x [M, I] by weights [..., E, P, I, O]."""
-        groups, parts, depth, _ = w.shape[-4:]
+    def of(self, w: Stored) -> ExpertBlocks:
+        return ExpertBlocks.of(w, shape_of(w)[-2], self.columns, self.buffers)
+
+    def vmem_bytes(self, x: jax.ShapeDtypeStruct, w: Stored) -> int:
+        """What it takes to multiply x [M, I] by weights [L, E, P, I, O]."""
+        held, (groups, parts) = self.of(w), shape_of(w)[1:3]
         wide, inner = _rounded_up(self.columns, LANES), _rounded_up(x.shape[1], LANES)
-        weights = self.buffers * parts * _rounded_up(depth, SUBLANES) * wide * w.dtype.itemsize
         rows = 2 * self.rows * (inner + parts * wide) * x.dtype.itemsize
-        scales = 0
-        if w.dtype != x.dtype:
-            scales = 2 * groups * parts * wide * 4
-        return weights + rows + scales + MARGIN_BYTES
+        if held.packed:
+            rows += self.rows * inner * x.dtype.itemsize
+        scales = 0 if isinstance(w, Weight) or w.dtype == x.dtype else 2 * groups * parts * wide * 4
+        return held.nbytes + rows + scales + MARGIN_BYTES
 
 
 @tuned("grouped_matmul", Blocks)
-def default_blocks(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> Blocks:
-    """For x [M, I] and weights [..., E, P, I, O]: products as high as groups, and weights in as few pieces as fit."""
-    rows, (groups, parts, depth, outer) = x.shape[0], w.shape[-4:]
+def default_blocks(x: jax.ShapeDtypeStruct, w: Stored) -> Blocks:
+    """For x [M, I] and weights [L, E, P, I, O]: products as high as groups, and weights in as few pieces as fit."""
+    rows, (groups, parts, _, outer) = x.shape[0], shape_of(w)[1:]
     high = _rounded_up(rows, SUBLANES)
     height, tail = (min(high, n) for n in ((32, 32) if rows <= 16 * groups else (128, 64)))
     tiles = outer // LANES if outer % LANES == 0 else 1
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0]
-    fit = [n for n in pieces if parts * depth * (outer // n) * w.dtype.itemsize <= WEIGHT_BYTES]
+    fit = [n for n in pieces if parts * matrix_bytes(w) <= n * WEIGHT_BYTES]
     columns = outer // (fit or pieces[-1:])[0]
     tile = min(ROWS, high)
     while tile > height and Blocks(tile, columns, height, tail).vmem_bytes(x, w) > VMEM_BYTES:
@@ -75,21 +79,13 @@ def default_blocks(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct) -> Blocks:
     return Blocks(tile, columns, height, tail)
 
 
-def unsupported(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct, *, blocks: Blocks | None = None) -> str | None:
-    """Why the kernel cannot multiply x [M, I] by w [L, E, P, I, O], or None if it can.
-
-    What has scales is of int8 or float8_e4m3fn.
-    """
-    quantized = w.dtype in (jnp.int8, jnp.float8_e4m3fn)
-    if not (x.dtype == jnp.bfloat16 if quantized else x.dtype == w.dtype and x.dtype in (jnp.bfloat16, jnp.float32)):
-        return (
-            "it takes rows of bfloat16 and weights of bfloat16, int8 or float8_e4m3fn, or both of float32, not "
-            f"{x.dtype} and {w.dtype}"
-        )
-    parts, inner, outer = w.shape[2], x.shape[1], w.shape[4]
-    blocks = blocks or default_blocks(x, w)
-    if outer % blocks.columns or (blocks.columns != outer and blocks.columns % LANES):
-        return f"{outer} columns do not divide into blocks of {blocks.columns}, in tiles of {LANES}"
+def unsupported(x: jax.ShapeDtypeStruct, w: Stored, *, blocks: Blocks | None = None) -> str | None:
+    """Why the kernel cannot multiply x [M, I] by w [L, E, P, I, O], or None if it can."""
+    if reason := unfit(x.dtype, w):
+        return reason
+    blocks, (parts, inner, outer) = blocks or default_blocks(x, w), shape_of(w)[2:]
+    if reason := blocks.of(w).lacks:
+        return reason
     if (need := blocks.vmem_bytes(x, w)) > VMEM_BYTES:
         return f"weights {parts} x {inner} x {outer} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
     return None
@@ -97,7 +93,7 @@ def unsupported(x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct, *, blocks: Blo
 
 def grouped_matmul(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | Weight,
     sizes: jax.Array,
     *,
     layer: jax.Array | int = 0,
@@ -109,40 +105,43 @@ def grouped_matmul(
 
     Returns [P, M, O] in x's dtype, accumulated in float32. sizes [E] int32 sum to at most M; rows beyond are in no
     group, and hold anything in x and in the result. scales [E, P, O] float32: of the columns of this layer, if w is
-    quantised. Only weights of groups that have rows are read, once for every `blocks.columns`. Raises ValueError where
-    `unsupported` says why.
+    quantised by channel. A `Weight` has its own, and may have more inputs than x, where they are padded. Only weights
+    of groups that have rows are read, once for every `blocks.columns`. Raises ValueError where `unsupported` says why.
     """
     if reason := unsupported(x, w, blocks=blocks):
         raise ValueError(f"the TPU kernel does not run this grouped product: {reason}")
-    if (w.dtype != x.dtype) != (scales is not None):
-        raise ValueError("quantised weights need scales, and others have none")
-    blocks, (_, groups, parts, inner, outer) = blocks or default_blocks(x, w), w.shape
-    total = x.shape[0]
+    if (not isinstance(w, Weight) and w.dtype != x.dtype) != (scales is not None):
+        raise ValueError("weights quantised by channel need scales, and others have none")
+    blocks, (_, groups, parts, inner, outer) = blocks or default_blocks(x, w), shape_of(w)
+    total, held = x.shape[0], blocks.of(w)
     height = max(_rounded_up(total, SUBLANES), blocks.height)
-    x = jnp.pad(x, ((0, height - total), (0, 0)))
-    rows, count = x.shape[0], outer // blocks.columns
+    x = jnp.pad(x, ((0, height - total), (0, inner - x.shape[1])))
+    rows, count, stored = x.shape[0], outer // blocks.columns, in_hbm(w, interpret)
     tile, itemsize = min(blocks.rows, rows), x.dtype.itemsize
-    if not interpret:  # or XLA would bring small weights to VMEM whole
-        w = pltpu.with_memory_space_constraint(w, pltpu.HBM)
     inputs, specs = [x], [pl.BlockSpec((tile, inner), lambda c, t, *_: (t, 0))]
     if scales is not None:
         inputs.append(scales.reshape(groups * parts, outer))
         specs.append(pl.BlockSpec((groups * parts, blocks.columns), lambda c, t, *_: (0, c)))
+    scratch = [
+        pltpu.SMEM((blocks.buffers, 2), jnp.int32),
+        pltpu.SMEM((5,), jnp.int32),
+        pltpu.SemaphoreType.DMA((len(stored), blocks.buffers)),
+        *held.room,
+        *held.unpacked,
+    ]
+    if held.packed:
+        scratch.append(pltpu.VMEM((tile, inner), x.dtype))
     read = groups * (1 - (1 - 1 / groups) ** total)  # as if each row had any group
-    weights = int(read * parts * inner * outer) * w.dtype.itemsize
     out = pl.pallas_call(
-        functools.partial(_kernel, height=blocks.height, tail=blocks.tail, scaled=scales is not None),
+        functools.partial(
+            _kernel, height=blocks.height, tail=blocks.tail, weights=held, stored=len(stored), scaled=scales is not None
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(count, pl.cdiv(rows, tile)),
-            in_specs=[*specs, pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[*specs, *[pl.BlockSpec(memory_space=pl.ANY)] * len(stored)],
             out_specs=pl.BlockSpec((parts, tile, blocks.columns), lambda c, t, *_: (0, t, c)),
-            scratch_shapes=[
-                pltpu.VMEM((blocks.buffers, parts, inner, blocks.columns), w.dtype),
-                pltpu.SMEM((blocks.buffers, 2), jnp.int32),
-                pltpu.SMEM((5,), jnp.int32),
-                pltpu.SemaphoreType.DMA((blocks.buffers,)),
-            ],
+            scratch_shapes=scratch,
         ),
         out_shape=jax.ShapeDtypeStruct((parts, rows, outer), x.dtype),
         compiler_params=pltpu.CompilerParams(
@@ -152,36 +151,38 @@ def grouped_matmul(
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * total * inner * parts * outer,
-            bytes_accessed=weights + total * (inner * count + parts * outer) * itemsize,
+            bytes_accessed=int(read * parts * matrix_bytes(w)) + total * (inner * count + parts * outer) * itemsize,
             transcendentals=0,
         ),
         interpret=interpret,
         name="grouped_matmul",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), sizes.astype(jnp.int32), *inputs, w)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), sizes.astype(jnp.int32), *inputs, *stored)
     return out[:, :total]
 
 
-def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, scaled):
+def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, weights, stored, scaled):
     """One tile of rows, some columns. Grid: pieces of the columns, tiles.
 
-    Scalars: layer [1], sizes [E]. x [T, I]; scales [E * P, C]; w [L, E, P, I, O] in HBM; out [P, T, C]. Scratch: blocks
-    of weights [BUFFERS, P, I, C]; of each the group and the piece of its columns; the state: group and piece to be
-    copied next, the first group that has rows, the buffer to be read next and the row where its group starts;
-    semaphores.
+    Scalars: layer [1], sizes [E]. x [T, I]; scales [E * P, C]; the `stored` arrays of w [L, E, P, I, O] in HBM; out
+    [P, T, C]. Scratch: of each block of weights the group and the piece of its columns; the state: group and piece to
+    be copied next, the first group that has rows, the buffer to be read next and the row where its group starts;
+    semaphores; room for blocks, and for unpacked scales of one; for MXFP4, x in the order of its bytes.
     """
-    *scales_ref, w_hbm, out_ref, w_buf, held, state, sems = refs
+    refs = list(refs)
+    scales_ref = refs.pop(0) if scaled else None
+    hbm, (out_ref, held, state, sems, *refs) = refs[:stored], refs[stored:]
+    xs_ref = refs.pop() if weights.packed else x_ref
+    room, unpacked = refs[:stored], refs[stored:]
     piece, tile = pl.program_id(0), pl.program_id(1)
-    rows, (groups,), (buffers, parts, _, columns) = x_ref.shape[0], sizes_ref.shape, w_buf.shape
+    rows, (groups,), (buffers, parts, _, columns) = x_ref.shape[0], sizes_ref.shape, room[0].shape
     pieces, base = pl.num_programs(0), tile * rows
-    exact = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
+    if weights.packed:
+        permute(x_ref, xs_ref)
 
     # ---- copies
 
-    def copy(group, piece, buf):
-        source = w_hbm.at[layer_ref[0], group]
-        if columns != w_hbm.shape[-1]:
-            source = source.at[:, :, pl.ds(pl.multiple_of(piece * columns, LANES), columns)]
-        return pltpu.make_async_copy(source, w_buf.at[buf], sems.at[buf])
+    def copies(group, piece, buf):
+        return weights.copies(hbm, room, sems, layer_ref[0], group, piece, buf)
 
     def start_next(buf):
         """Start the copy of the block whose turn it is, if any is left."""
@@ -190,7 +191,8 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, scaled):
 
         @pl.when(piece < pieces)
         def _():
-            copy(group, piece, buf).start()
+            for copy in copies(group, piece, buf):
+                copy.start()
             after = first_nonzero(sizes_ref, group + 1, groups)
             ends = after == groups
             state[0] = jnp.where(ends, state[2], after)
@@ -218,11 +220,10 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, scaled):
             at = pl.multiple_of(jnp.minimum(at, rows - height), SUBLANES)
             row = at + lax.broadcasted_iota(jnp.int32, (height, columns), 0)
             own, at = (row >= first) & (row < stop), pl.ds(at, height)
-            x = x_ref[at]
             for part in range(parts):
-                y = jnp.dot(x, w_buf[buf, part], precision=exact, preferred_element_type=jnp.float32)
+                y = weights.product(xs_ref.at[at], room, unpacked, piece, buf, part)
                 if scaled:
-                    y = y * scales_ref[0][pl.ds(group * parts + part, 1)]
+                    y = y * scales_ref[pl.ds(group * parts + part, 1)]
                 out_ref[part, at] = jnp.where(own, y, out_ref[part, at].astype(jnp.float32)).astype(out_ref.dtype)
 
         least = 0 if tail == height else tail  # that another high product is taken for
@@ -240,7 +241,9 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, scaled):
         @pl.when(start >= base)
         def _():
             start_next(jnp.where(buf == 0, buffers - 1, buf - 1))
-            copy(group, piece, buf).wait()
+            for copy in copies(group, piece, buf):
+                copy.wait()
+            weights.unpack(room, unpacked, buf)
 
         multiply(group, buf, jnp.maximum(start - base, 0), jnp.minimum(stop - base, rows))
         ends = stop <= base + rows

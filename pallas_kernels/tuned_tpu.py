@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +103,8 @@ def trying(blocks: Mapping[str, int] | None) -> Iterator[list[Asked]]:
 def tuned(kernel: str, blocks: type) -> Callable[[Callable], Callable]:
     """Around the function that picks a kernel's blocks, of the dataclass `blocks`, by rule.
 
-    Its arguments are what the table knows cases by: numbers, tuples of them, and arrays, of which dtype and the last
-    four dimensions count (before them are only a stack's).
+    Its arguments are what the table knows cases by: numbers, tuples of them, and arrays or dataclasses of arrays, of
+    which dtype and the last four dimensions count (before them are only a stack's).
     """
 
     def wrap(rule: Callable) -> Callable:
@@ -130,6 +130,8 @@ def tuned(kernel: str, blocks: type) -> Callable[[Callable], Callable]:
 
 def _plain(value: Any) -> Any:
     """As JSON has it."""
+    if is_dataclass(value):  # arrays that belong together
+        return {name: _plain(part) for name, part in vars(value).items() if part is not None}
     if hasattr(value, "dtype"):
         return [str(value.dtype), *value.shape[-4:]]
     return list(value) if isinstance(value, tuple) else value

@@ -151,8 +151,11 @@ def test_mla_decode_attention_compiles_and_is_near_its_floor(target, most, few):
 def test_grouped_matmul_compiles_and_is_near_its_floor(target, most):
     """most: with thousands of tokens, where it is bound by compute."""
     few, many = "gate and up, 32 tokens", ("gate and up, 4096 tokens", "down, 4096 tokens")
-    found = measured(target, "grouped_matmul", ";".join([few, *many]))
+    packed = f"{few}, mxfp4", f"gpt-oss, {few}, mxfp4"
+    found = measured(target, "grouped_matmul", ";".join([few, *many, *packed]))
     assert found[few]["R"] <= 1.01
+    for case in packed:  # unpacking takes longer than reading where memory is fast
+        assert found[case]["R"] <= {"v5e-1": 1.05, "v6e-1": 1.5}.get(target, 3), case
     for case in many:
         assert found[case]["R"] <= most, case
         assert found[case]["bytes_to_floor"] < 1.01, case
@@ -187,6 +190,8 @@ def test_prefill_attention_compiles_and_is_near_its_floor(target, least):
 @needs_compiler
 @pytest.mark.parametrize("target", ["v5e-1", "v6e-1", "v5p:1x1x1", "v7x:1x1x1"])
 def test_expert_mlp_compiles_and_is_near_its_floor(target):
-    cases = "Qwen3-30B-A3B, 1 token;Qwen3-30B-A3B, 32 tokens"
-    found = measured(target, "expert_mlp", cases).values()
+    cases, packed = "Qwen3-30B-A3B, 1 token;Qwen3-30B-A3B, 32 tokens", "gpt-oss-20b, 32 tokens, mxfp4"
+    found = measured(target, "expert_mlp", f"{cases};{packed}")
+    assert found[packed]["R"] <= {"v5e-1": 1.06, "v6e-1": 1.5}.get(target, 3)
+    found = [found[case] for case in cases.split(";")]
     assert [line["R"] <= 1.01 and line["bytes_to_floor"] < 1.01 for line in found] == [True] * 2

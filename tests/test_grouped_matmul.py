@@ -12,10 +12,16 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops import grouped_matmul as contract
+from inferlib.ops.packed import Packing
 from inferlib.ops.quantized import SCHEMES, quantize
 from inferlib.pallas_kernels.grouped_matmul_tpu import Blocks, default_blocks, grouped_matmul, unsupported
+from inferlib.pallas_kernels.packed_weights_tpu import Weight
+from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
+from tests.packed_experts import packed
 
 SMALL = Blocks(rows=64, columns=128, height=32, tail=16)
+TALL = Blocks(rows=112, columns=128, height=80, tail=80)
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class Case:
     inner: int = 24
     outer: int = 256
     dtype: str = "float32"
+    scheme: str | None = None  # of weights in groups, of which those that are NaN have scales that are
 
     def check(self, run) -> None:
         """Hold run(x, w, sizes, layer) -> [P, M, O] to the oracle."""
@@ -42,11 +49,22 @@ class Case:
             if size:
                 w[1, group] = jnp.asarray(rng.normal(size=w.shape[2:]), self.dtype)
                 expected[:, end - size : end] = x[end - size : end] @ w[1, group]
-        sizes = jnp.asarray(self.sizes, jnp.int32)
-        got = jax.jit(run)(jnp.asarray(x, self.dtype), jnp.asarray(w, self.dtype), sizes, jnp.int32(1))
+        sizes, weights = jnp.asarray(self.sizes, jnp.int32), jnp.asarray(w, self.dtype)
+        if self.scheme:
+            held = quantize(weights, (3,), SCHEMES[self.scheme])
+            w = np.asarray(held.dequantized((3,), jnp.float32), float).reshape(w.shape)
+            weights = packed(held, self.scheme).of_experts(stacked=True)
+            for group, (end, size) in enumerate(zip(ends, self.sizes, strict=True)):
+                expected[:, end - size : end] = x[end - size : end] @ w[1, group] if size else 0
+        got = jax.jit(run)(jnp.asarray(x, self.dtype), weights, sizes, jnp.int32(1))
         assert got.shape == (self.parts, self.rows, self.outer)
         assert got.dtype == self.dtype
-        np.testing.assert_allclose(np.asarray(got, float)[:, : ends[-1]], expected, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(
+            np.asarray(got, float)[:, : ends[-1]],
+            expected,
+            rtol=0 if self.dtype == "float32" else 0.005,
+            atol=tolerance,
+        )
 
 
 CASES = {
@@ -60,6 +78,10 @@ CASES = {
     "three buffers": Case((20, 0, 30, 1, 2, 3), 64, Blocks(32, 128, 16, 16, buffers=3), parts=1),
     "usual blocks": Case((5, 0, 1, 2), 8, None, outer=40),
     "bfloat16": Case((5, 0, 90, 17), 112, dtype="bfloat16"),
+    "mxfp4": Case((5, 0, 40, 17), 80, parts=1, inner=160, dtype="bfloat16", scheme="mxfp4"),
+    "mxfp4, tall": Case((100, 3), 112, TALL, parts=1, inner=1024, outer=128, dtype="bfloat16", scheme="mxfp4"),
+    "mxfp8": Case((5, 0, 20, 17), 48, None, parts=1, inner=96, outer=40, dtype="bfloat16", scheme="mxfp8"),
+    "int4": Case((5, 0, 20, 7), 48, None, inner=256, outer=40, dtype="bfloat16", scheme="int4"),
 }
 
 
@@ -74,7 +96,7 @@ def test_equals_the_oracle(name):
 
 
 @pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize("name", ["around a tile of rows", "three buffers", "rows of no group"])
+@pytest.mark.parametrize("name", ["around a tile of rows", "three buffers", "rows of no group", "mxfp4"])
 def test_it_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params, case = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode), CASES[name]
@@ -99,14 +121,16 @@ def test_the_contract_gathers_rows_and_takes_a_layer_of_a_stack(parts):
     np.testing.assert_array_equal(jax.jit(product)(x[rows], w[1])[:10], got[:10])
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8"])
-def test_weights_quantised_by_channel(scheme):
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "mxfp4"])
+def test_quantised_weights(scheme):
+    """By channel and packed; of the latter, inputs are padded."""
     rng = np.random.default_rng(1)
-    x = jnp.asarray(rng.normal(size=(12, 24)), jnp.bfloat16)
-    w = quantize(jnp.asarray(rng.normal(size=(2, 3, 2, 24, 40)), jnp.float32), (3,), SCHEMES[scheme])
+    x = jnp.asarray(rng.normal(size=(12, 32)), jnp.bfloat16)
+    w = quantize(jnp.asarray(rng.normal(size=(2, 3, 2, 32, 40)), jnp.float32), (3,), SCHEMES[scheme])
+    exact = np.asarray(w.dequantized((3,), jnp.float32), float).reshape(2, 3, 2, 32, 40)[1][[0] * 4 + [2] * 6]
+    w = packed(w, scheme) if w.grouped else w
     product = partial(contract.grouped_matmul, sizes=jnp.asarray([4, 0, 6], jnp.int32), most=6, backend="pallas_tpu")
     got = jax.jit(lambda x, w: product(x, w, layer=jnp.int32(1)))(x, w)
-    exact = np.asarray(w.dequantized((3,), jnp.float32), float)[1][[0] * 4 + [2] * 6]
     expected = np.einsum("mi,mpio->mpo", np.asarray(x[:10], float), exact)
     np.testing.assert_allclose(np.asarray(got[:10], float), expected, rtol=0.01, atol=0.01)
 
@@ -118,6 +142,9 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
     assert unsupported(*shapes()) is None
     assert "not float16 and float16" in unsupported(*shapes(x="float16", w="float16"))
     assert "not float32 and bfloat16" in unsupported(*shapes(x="float32"))
+    words = Weight(*(jax.ShapeDtypeStruct((1, 8, 2, rows, 768), "int32") for rows in (256, 16, 1)))
+    assert unsupported(shapes()[0], words) is None
+    assert "packed weights by rows of bfloat16, not float32" in unsupported(shapes(x="float32")[0], words)
     assert "weights 2 x 8192 x 8100 need" in unsupported(*shapes(inner=8192, outer=8100))
     assert "768 columns do not divide into blocks of 512" in unsupported(*shapes(), blocks=Blocks(64, 512, 32, 32))
     with pytest.raises(ValueError, match="does not run this grouped product: it takes rows"):
@@ -138,3 +165,6 @@ def test_usual_blocks_fit_the_experts_of_large_models():
                     w = jax.ShapeDtypeStruct((1, 64, *shape), dtype)
                     assert unsupported(x, w) is None
                     assert default_blocks(x, w).rows <= max(rows, 16)
+                names = (axes.LAYERS, axes.EXPERTS, None, axes.EMBED, axes.MLP)
+                packing = Packing(SCHEMES["mxfp4"], (1, 64, *shape), names, (3,))
+                assert packing.lacks(jnp.bfloat16, Shards(), rows) is None

@@ -19,15 +19,8 @@ from inferlib.models.layers.norm import rms_norm
 from inferlib.ops.matmul import matmul
 from inferlib.ops.packed import FEW_ROWS, PackedTensor, Packing
 from inferlib.ops.quantized import SCHEMES, Scheme
-from inferlib.pallas_kernels.mx_matmul_tpu import (
-    Blocks,
-    RmsNorm,
-    Weight,
-    blocks,
-    mx_matmul,
-    pack_mxfp4,
-    unsupported,
-)
+from inferlib.pallas_kernels.mx_matmul_tpu import Blocks, RmsNorm, blocks, mx_matmul, unsupported
+from inferlib.pallas_kernels.packed_weights_tpu import Weight, pack_mxfp4
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
@@ -190,23 +183,42 @@ def test_layers_see_no_difference(shape, names, contract):
     np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-5)
 
 
+def built(path, backend: Backend, quantization: str | None = "mxfp4") -> LLM:
+    """A model in bfloat16, in stacked layers."""
+    buckets, make = Buckets(prefill=(16,), batch=(2,), cache=(64,)), EngineConfig.make
+    chosen = dict(scan=True, backend=backend)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineConfig, "make", staticmethod(lambda *a: dataclasses.replace(make(*a), **chosen)))
+        options = dict(dtype="bfloat16", max_batch=2, max_len=64, buckets=buckets, progress=False)
+        llm = LLM(path, quantization=quantization, **options)
+    assert llm.engine.programs.config.backend == backend
+    return llm
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, "mxfp4"])
 def test_a_model_decodes_the_same_tokens(checkpoint, quantization):
     """Stacked layers in chunks and rows."""
-    buckets, make, found = Buckets(prefill=(16,), batch=(2,), cache=(64,)), EngineConfig.make, []
-    prompts = random_prompts([5, 20])
+    path, prompts, found = checkpoint("llama", num_hidden_layers=2), random_prompts([5, 20]), []
     for backend in (Backend(), Backend(matmul="pallas_tpu")):
-        chosen = dict(scan=True, backend=backend)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(EngineConfig, "make", staticmethod(lambda *a, c=chosen: dataclasses.replace(make(*a), **c)))
-            options = dict(dtype="bfloat16", max_batch=2, max_len=64, buckets=buckets, progress=False)
-            llm = LLM(checkpoint("llama", num_hidden_layers=2), quantization=quantization, **options)
+        llm = built(path, backend, quantization)
         weights = llm.engine.programs.model.weights
         assert any(weight.packed for weight in weights) == (backend.matmul == "pallas_tpu")
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8))
         found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_a_model_of_experts_has_the_same_logits(checkpoint):
+    """But for bfloat16: as grouped products, and all at once."""
+    path = checkpoint("gpt_oss", hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    (tokens,), kernels = random_prompts([12]), ("grouped_matmul", "expert_mlp")
+    plain = built(path, Backend()).logits(tokens)
+    for count in (1, 2):
+        llm = built(path, Backend(**dict.fromkeys(kernels[:count], "pallas_tpu")))
+        assert {axes.EXPERTS in w.axes for w in llm.engine.programs.model.weights if w.packed} == {True}
+        np.testing.assert_allclose(llm.logits(tokens), plain, rtol=0, atol=0.1 * np.std(plain))
 
 
 def test_reasons():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from inferlib.checkpoint.shipped import QuantizedSource, form_of
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.batch import Backend
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding.mesh import Parallelism
@@ -27,11 +29,12 @@ from tests.oracle import SMOLLM2_HEADS, make_checkpoint
 
 
 def load(
-    path: Path, quantization: str | None = None, parallel: str = "", scan: bool = False
+    path: Path, quantization: str | None = None, parallel: str = "", scan: bool = False, **options
 ) -> tuple[AbstractModel, tuple[jax.Array, ...]]:
     files, shards = ModelFiles.open(path), make_shards(Parallelism.parse(parallel))
     kept = files.quantization(quantization)
-    model = abstract_model(files.config, "float32", quantization=kept, scan=scan, shards=shards)
+    options = {"dtype": "float32", "quantization": kept, "scan": scan, "shards": shards} | options
+    model = abstract_model(files.config, **options)
     return model, files.load(model, shards=shards)
 
 
@@ -195,7 +198,7 @@ SHIPPED = {
         fp8_block,
         [""],
     ),
-    "gpt-oss": (("gpt_oss", ONE), {"quant_method": "mxfp4"}, EXPERTS, mxfp4, ["", "ep=2,tp=2"]),
+    "gpt-oss": (("gpt_oss", ONE | {"hidden_size": 64}), {"quant_method": "mxfp4"}, EXPERTS, mxfp4, ["", "ep=2,tp=2"]),
     "int8 by channel": (
         ("llama", ONE),
         compressed("int", 8, "channel", "int-quantized"),
@@ -319,6 +322,31 @@ def test_shipped_weights_are_kept(case, tmp_path):
     assert stored.nbytes < 0.7 * ModelFiles.open(plain).nbytes
     with pytest.raises(CheckpointError, match="quantise the original"):
         stored.quantization("mxfp8")
+
+
+def test_experts_are_packed_for_kernels_as_they_are_loaded(tmp_path):
+    """From a checkpoint as it is shipped and a converted one, on one device and on two."""
+    path, converted, backend = (
+        ship("gpt-oss", tmp_path)[0],
+        tmp_path / "converted",
+        Backend(grouped_matmul="pallas_tpu"),
+    )
+    convert(path, converted, dtype="float32", progress=False)
+    model, arrays = load(path)
+    rest, plain = iter(arrays), {}
+    for weight in model.weights:
+        plain[weight.name] = tuple(islice(rest, len(weight.arrays)))
+    for source, parallel in ((path, ""), (path, "ep=2"), (converted, "ep=2")):
+        model, arrays = load(source, parallel=parallel, dtype="bfloat16", backend=backend)
+        assert [(x.shape, x.dtype) for x in arrays] == [(spec.shape, spec.dtype) for spec in model.specs]
+        rest = iter(arrays)
+        for weight in model.weights:
+            held = tuple(islice(rest, len(weight.arrays)))
+            assert weight.packed == (weight.scheme is not None)
+            if weight.packed:
+                of_one = weight if not parallel else replace(weight, shape=(7, *weight.shape[1:]))
+                for got, want in zip(held, of_one.packing.pack(*plain[weight.name]), strict=True):
+                    np.testing.assert_array_equal(got[: len(want)], want, err_msg=f"{source.name} {weight.name}")
 
 
 @pytest.mark.parametrize("case", ["awq experts", "int8 by channel with zero points"])

@@ -24,6 +24,7 @@ from inferlib.compile.functions import fetched, join, run
 from inferlib.models.abstract import ArraySpec
 from inferlib.models.config import MoeSpec
 from inferlib.models.families.common import FusedExperts
+from inferlib.ops.packed import Packing
 from inferlib.ops.quantized import Scheme, quantize
 from inferlib.sharding import axes
 
@@ -136,20 +137,33 @@ def _quantized(source: TensorSource, item: LoadItem, pieces: Sequence[Piece]) ->
     """The arrays of one expert. A device has a part of them, but scales are of whole channels."""
     weight, kind = item.weight, item.weight.part.removeprefix(_PREFIX)
     lead = sum(name in (axes.LAYERS, axes.EXPERTS) for name in weight.axes)
-    how = kind, tuple(i - lead for i in weight.contracting), weight.scheme
+    how = kind, tuple(i - lead for i in weight.contracting), weight.scheme, weight.packed
     if is_kept(source, weight, pieces):
-        readers = (source.values, source.scales, source.zeros)[: len(weight.arrays)]
+        readers = (source.values, source.scales, source.zeros)[: 2 + weight.scheme.zeros]
         stored = (_read(reader, pieces, kind, item.fused_experts) for reader in readers)
         return fetched(run(_keep, how, *stored))
     return fetched(run(_quantize, how, *_read(source.read, pieces, kind, item.fused_experts)))
 
 
-def _quantize(kind: str, contracting: tuple[int, ...], scheme: Scheme, *tensors: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(jax.tree.leaves(quantize(_laid_out(kind, tensors), contracting, scheme)))
+def _quantize(
+    kind: str, contracting: tuple[int, ...], scheme: Scheme, packed: bool, *tensors: jax.Array
+) -> tuple[jax.Array, ...]:
+    arrays = tuple(jax.tree.leaves(quantize(_laid_out(kind, tensors), contracting, scheme)))
+    return _packed(scheme, contracting, arrays) if packed else arrays
 
 
-def _keep(kind: str, contracting: tuple[int, ...], scheme: Scheme, *stored: list[jax.Array]) -> tuple[jax.Array, ...]:
-    return kept(scheme, contracting, lambda tensors, _: _laid_out(kind, tensors), *stored)  # no padding yet
+def _keep(
+    kind: str, contracting: tuple[int, ...], scheme: Scheme, packed: bool, *stored: list[jax.Array]
+) -> tuple[jax.Array, ...]:
+    arrays = kept(scheme, contracting, lambda tensors, _: _laid_out(kind, tensors), *stored)  # no padding yet
+    return _packed(scheme, contracting, arrays) if packed else arrays
+
+
+def _packed(scheme: Scheme, contracting: tuple[int, ...], arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Arrays of a scheme in groups as kernels read them."""
+    *lead, groups, group, columns = arrays[0].shape
+    shape = (*lead, groups * group, columns)
+    return Packing(scheme, shape, (None,) * len(shape), contracting).pack(*arrays)
 
 
 def _of_expert(pieces: Sequence[Piece], kind: str, expert: int) -> Sequence[Piece]:

@@ -96,8 +96,7 @@ class Deployment:
     def program_set(self, shards: Shards, layouts: Sequence[Layout] | None = None) -> ProgramSet:
         """Its programs, traced for `shards` (see `shards`, and `planned_shards` where there are no devices)."""
         config = self.config(shards)
-        packed = config.backend.matmul == "pallas_tpu"
-        options = dict(packed=packed, scan=config.scan, shards=shards, expert_slots=self.expert_slots)
+        options = dict(backend=config.backend, scan=config.scan, shards=shards, expert_slots=self.expert_slots)
         model = abstract_model(self.model, self.dtype, quantization=self.quantization, **options)
         check_packed(model, config, placed=True)
         return ProgramSet.make(model, config, layouts)

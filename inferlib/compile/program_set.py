@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,16 @@ from inferlib.compile.functions import run
 from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.compile.state import RowState
 from inferlib.config import ConfigurationError, EngineConfig
-from inferlib.models.abstract import AbstractModel, gainful, unpackable
+from inferlib.models.abstract import AbstractModel, WeightSpec, gainful, unpackable
 from inferlib.models.batch import kernel_lacks
 from inferlib.models.config import AttentionSpec, MlaSpec
-from inferlib.ops.expert_mlp import MOST_TOKENS
+from inferlib.ops.expert_mlp import most_tokens
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import alone
+from inferlib.sharding.shards import Shards
+
+if TYPE_CHECKING:
+    from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +243,7 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
             log.warning("%s is XLA's, not the %s kernel: %s", name.replace("_", " "), _CHECKED[name, chosen], reason)
             config = replace(config, backend=replace(config.backend, **{name: "xla"}))
     if config.backend.matmul == "pallas_tpu":
-        plain = (w for w in model.weights if gainful(w) and not w.packed)
+        plain = (w for w in model.weights if gainful(w) and not w.packed and axes.EXPERTS not in w.axes)
         reasons = {w.part: unpackable(w, model.dtype, config.shards) for w in plain}
         if part := next(filter(reasons.get, reasons), None):
             log.warning("products with %s are XLA's, not the TPU kernel's: %s", part, reasons[part])
@@ -292,31 +297,47 @@ def _attentions(
 def _experts_lack(config: EngineConfig, model: AbstractModel, name: str) -> str | None:
     """Why the chosen kernel cannot run the model's experts: `grouped_matmul`, or `expert_mlp` of few tokens."""
     from inferlib.pallas_kernels import expert_mlp_tpu, grouped_matmul_gpu, grouped_matmul_tpu
+    from inferlib.pallas_kernels.expert_weights_tpu import shape_of
 
     tokens = config.rows + max(p * c for p, c in config.prefill_shapes())
-    for weight in model.weights:
-        if axes.EXPERTS not in weight.axes or not weight.contracting:
+    weights = [w for w in model.weights if axes.EXPERTS in w.axes and w.contracting]
+    if getattr(config.backend, name) == "pallas_gpu":
+        for weight in weights:
+            shape, scheme = config.shards.local_shape(weight.axes, weight.shape), weight.scheme
+            dtype = weight.dtype if scheme is None else jnp.dtype(scheme.values)
+            values = jax.ShapeDtypeStruct((math.prod(shape[:-2]), *shape[-2:]), dtype)
+            group = None if scheme is None or scheme.group is None else scheme.group_of(shape[-2])
+            if reason := grouped_matmul_gpu.unsupported(values, group, scheme is not None and bool(scheme.zeros)):
+                return reason
+        return None
+    unpacked = [w for w in weights if w.scheme and not w.packed and (w.scheme.zeros or w.scheme.group)]
+    if unpacked:
+        reasons = (unpackable(w, model.dtype, config.shards) for w in unpacked if gainful(w))
+        return next(filter(None, reasons), "it takes groups that are packed, without zero points")
+    for block, of_block in itertools.groupby(weights, key=lambda weight: weight.block):
+        parts = {weight.part.rpartition(".")[2]: weight for weight in of_block}
+        held = {part: _local_experts(weight, config.shards) for part, weight in parts.items()}
+        if name == "expert_mlp":
+            few = most_tokens(parts["gate_up"].value), shape_of(held["gate_up"])[-2]
+            few = jax.ShapeDtypeStruct(few, model.dtype)
+            reason = expert_mlp_tpu.unsupported(few, held["gate_up"], held["down"])
+            if reason:
+                return reason
             continue
-        shape, at = config.shards.local_shape(weight.axes, weight.shape), weight.axes.index(axes.EXPERTS)
-        experts, *parts, inner, outer = shape[at:]
-        scheme = weight.scheme
-        dtype = weight.dtype if scheme is None else jnp.dtype(scheme.values)
-        w = jax.ShapeDtypeStruct((1, experts, math.prod(parts), inner, outer), dtype)
-        if getattr(config.backend, name) == "pallas_gpu":
-            values = jax.ShapeDtypeStruct((math.prod(shape[:-2]), inner, outer), dtype)
-            group = None if scheme is None or scheme.group is None else scheme.group_of(inner)
-            reason = grouped_matmul_gpu.unsupported(values, group, scheme is not None and bool(scheme.zeros))
-        elif scheme is not None and (scheme.group is not None or scheme.zeros):
-            reason = "it takes weights quantised by channel, not in groups"
-        elif name == "grouped_matmul":
-            rows = tokens * model.config.layers[model.layers_of(weight.block)[0]].mlp.router.chosen
-            reason = grouped_matmul_tpu.unsupported(jax.ShapeDtypeStruct((rows, inner), model.dtype), w)
-        else:  # which gate and up decide
-            few = jax.ShapeDtypeStruct((MOST_TOKENS, inner), model.dtype)
-            reason = expert_mlp_tpu.unsupported(few, w) if parts else None
-        if reason:
-            return reason
+        rows = tokens * model.config.layers[model.layers_of(block)[0]].mlp.router.chosen
+        for w in held.values():
+            if reason := grouped_matmul_tpu.unsupported(jax.ShapeDtypeStruct((rows, shape_of(w)[-2]), model.dtype), w):
+                return reason
     return None
+
+
+def _local_experts(weight: WeightSpec, shards: Shards) -> jax.ShapeDtypeStruct | Weight:
+    """Shapes of a device's share of experts, as the TPU kernels take them: [L, E, P, K, N]."""
+    if weight.packed:
+        return weight.packing.local_experts(shards)
+    shape, at = shards.local_shape(weight.axes, weight.shape), weight.axes.index(axes.EXPERTS)
+    dtype = weight.dtype if weight.scheme is None else jnp.dtype(weight.scheme.values)
+    return jax.ShapeDtypeStruct((1, shape[at], math.prod(shape[at + 1 : -2]), *shape[-2:]), dtype)
 
 
 def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[ProgramKey]:

@@ -11,16 +11,20 @@ from jax import lax
 
 from inferlib.ops.grouped_matmul import check_kernel_takes
 from inferlib.ops.matmul import matmul
+from inferlib.ops.packed import PackedTensor
 from inferlib.ops.quantized import QuantizedTensor
 
-# With more, an expert's products with all tokens take longer than reading its weights: they are for `grouped_matmul`.
-MOST_TOKENS = 128
+
+def most_tokens(gate_up: jax.Array | QuantizedTensor | PackedTensor) -> int:
+    """With more, products of all tokens with an expert take longer than reading its weights, and tokens are for
+    `grouped_matmul`."""
+    return 32 if isinstance(gate_up, PackedTensor) and gate_up.bits == 4 else 128
 
 
 def expert_mlp(
     x: jax.Array,
-    gate_up: jax.Array | QuantizedTensor,
-    down: jax.Array | QuantizedTensor,
+    gate_up: jax.Array | QuantizedTensor | PackedTensor,
+    down: jax.Array | QuantizedTensor | PackedTensor,
     factors: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     *,
@@ -37,7 +41,7 @@ def expert_mlp(
     nothing. gate_up_bias [E, 2, F]. layer: all weights are stacks [L, ...], of which this one is used. read (static):
     share of experts that is expected to have factors, for the compiler's account of kernels.
     backend: "xla", which takes all tokens through all experts; "pallas_tpu", which reads only experts that have a
-    factor, takes weights quantised by channel, and is interpreted on CPU.
+    factor, takes weights quantised by channel or packed, and is interpreted on CPU.
     """
     check_kernel_takes(gate_up, backend)
     check_kernel_takes(down, backend)
@@ -64,14 +68,19 @@ def expert_mlp(
 def _by_kernel(x, gate_up, down, factors, layer, gate_up_bias, static) -> jax.Array:
     """By the TPU kernel, which reads the stacks where they lie."""
     from inferlib.pallas_kernels import expert_mlp_tpu
+    from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
+    gate_up, down = (w.of_experts(layer is not None) if isinstance(w, PackedTensor) else w for w in (gate_up, down))
     if layer is None:
-        gate_up, down, gate_up_bias = jax.tree.map(lambda w: w[None], (gate_up, down, gate_up_bias))
-        layer = jnp.int32(0)
+        if not isinstance(gate_up, Weight):
+            gate_up, down = jax.tree.map(lambda w: w[None], (gate_up, down))
+        gate_up_bias, layer = None if gate_up_bias is None else gate_up_bias[None], jnp.int32(0)
     small = {} if gate_up_bias is None else {"gate_up_bias": gate_up_bias[layer]}
     if isinstance(gate_up, QuantizedTensor):
         small |= {"gate_up_scales": gate_up.scales[layer], "down_scales": down.scales[layer]}
         gate_up, down = gate_up.values, down.values
+    if not isinstance(down, Weight):
+        down = down[:, :, None]
 
     def kernel(x, gate_up, down, factors, layer, small, interpret=False):
         chosen = jnp.any(factors != 0, axis=0)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops.matmul import matmul, precision_of
+from inferlib.ops.packed import PackedTensor
 from inferlib.ops.quantized import QuantizedTensor
 
 # Rows of one product: so few that the last of a group is seldom mostly empty, so many that it is bound by compute.
@@ -23,7 +24,7 @@ _TILE = 128
 
 def grouped_matmul(
     x: jax.Array,
-    w: jax.Array | QuantizedTensor,
+    w: jax.Array | QuantizedTensor | PackedTensor,
     sizes: jax.Array,
     *,
     most: int,
@@ -36,8 +37,8 @@ def grouped_matmul(
     Returns [M, *P, O], accumulated in float32. sizes [E] int32 sum to at most M; rows beyond are in no group and hold
     anything, in x and in the result. most (static): no group is larger. rows [M] int32: x is [T, I], and x[rows[m]] is
     the row that m stands for. layer: w is [L, E, *P, I, O], of which this one is used. Only the weights of groups that
-    have rows are read. backend: "xla", or "pallas_tpu", which takes weights quantised by channel, and "pallas_gpu",
-    which are interpreted on CPU.
+    have rows are read. backend: "xla", or "pallas_tpu", which takes weights quantised by channel or packed, and
+    "pallas_gpu", which are interpreted on CPU.
 
     The matrices of a group (P: an expert's gate and up) are apart in memory: merged, I would lie between them, and the
     TPU's compiler would copy all groups to have it otherwise.
@@ -93,8 +94,10 @@ def unsorted_pays(w: jax.Array | QuantizedTensor, rows: int, groups: int, backen
     return backend == "pallas_gpu" and rows <= (groups if isinstance(w, QuantizedTensor) else groups // 4)
 
 
-def check_kernel_takes(w: jax.Array | QuantizedTensor, backend: str) -> None:
-    """Raise ValueError for experts that a kernel does not know how to unpack."""
+def check_kernel_takes(w: jax.Array | QuantizedTensor | PackedTensor, backend: str) -> None:
+    """Raise ValueError for experts that an implementation does not know how to unpack."""
+    if isinstance(w, PackedTensor) and backend != "pallas_tpu":
+        raise ValueError(f"backend {backend!r} takes no experts that are packed for TPU kernels; use pallas_tpu")
     if backend == "xla" or not isinstance(w, QuantizedTensor):
         return
     if w.zeros is not None or (w.grouped and backend == "pallas_tpu"):
@@ -103,10 +106,14 @@ def check_kernel_takes(w: jax.Array | QuantizedTensor, backend: str) -> None:
 
 
 def _matrices(
-    x: jax.Array, w: jax.Array | QuantizedTensor, layer: jax.Array | None, groups: int
+    x: jax.Array, w: jax.Array | QuantizedTensor | PackedTensor, layer: jax.Array | None, groups: int
 ) -> tuple[list[int], int, int]:
     """P, I and O. Raises ValueError if the shapes do not go together."""
     lead, shape = (1 if layer is None else 2), w.shape
+    if isinstance(w, PackedTensor):  # its inputs may be padded
+        if shape[lead - 1] != groups or len(shape) < lead + 3:
+            raise ValueError(f"grouped_matmul: packed w {shape} is not of {groups} groups")
+        return list(shape[lead:-3]), x.shape[1], shape[-1]
     if isinstance(w, QuantizedTensor) and w.grouped:
         shape = (*w.scales.shape[:-2], x.shape[1], shape[-1])
     *parts, inner, outer = shape[lead:]
@@ -148,7 +155,7 @@ def _by_gpu_kernel(
 
 def _by_kernel(
     x: jax.Array,
-    w: jax.Array | QuantizedTensor,
+    w: jax.Array | QuantizedTensor | PackedTensor,
     sizes: jax.Array,
     layer: jax.Array | None,
     parts: Sequence[int],
@@ -163,10 +170,13 @@ def _by_kernel(
     if isinstance(w, QuantizedTensor):
         scales, w = w.scales if layer is None else w.scales[layer], w.values
         scales = scales.reshape(sizes.size, math.prod(parts), -1)
-    w = w.reshape(-1, sizes.size, math.prod(parts), *w.shape[-2:])
+    if isinstance(w, PackedTensor):
+        w = w.of_experts(layer is not None)
+    else:
+        w = w.reshape(-1, sizes.size, math.prod(parts), *w.shape[-2:])
     inputs = x, w, sizes, jnp.int32(0) if layer is None else layer, scales
     y = lax.platform_dependent(*inputs, cpu=partial(kernel, interpret=True), default=kernel)
-    return jnp.moveaxis(y, 0, 1).reshape(x.shape[0], *parts, w.shape[-1])
+    return jnp.moveaxis(y, 0, 1).reshape(x.shape[0], *parts, -1)
 
 
 def _by_tiles(

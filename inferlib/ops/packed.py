@@ -1,7 +1,8 @@
-"""Weights as the TPU kernel of `ops.matmul` reads them: a `PackedTensor` stands where layers have a matrix.
+"""Weights as the TPU kernels of products read them: a `PackedTensor` stands where layers have a matrix.
 
 What a product sums over is one dimension, K, and its results are another, N, in front of which gate and up stay apart:
-[..., P, K, N]. It is made of a matrix or a `QuantizedTensor` when weights are loaded; checkpoints hold those.
+[..., P, K, N]; experts come before them. It is made of a matrix or a `QuantizedTensor` when weights are loaded;
+checkpoints hold those.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 if TYPE_CHECKING:
-    from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm, Weight
+    from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm
+    from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
 FEW_ROWS = 64  # up to which the kernel multiplies by what XLA can read itself: then it is memory that takes time
 
@@ -30,8 +32,9 @@ FEW_ROWS = 64  # up to which the kernel multiplies by what XLA can read itself: 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedTensor:
-    """See `mx_matmul_tpu.Weight` for values, scales and tops; those of one layer, or of a stack of which `layer` is
-    used. apart: whether the first dimension of a product is P; rest: its dimensions after that which N begins with."""
+    """See `packed_weights_tpu.Weight` for values, scales and tops; those of one layer, or of a stack of which `layer`
+    is used. apart: whether the first dimension of a product is P; rest: its dimensions after that which N begins with.
+    """
 
     values: jax.Array
     scales: jax.Array | None = None
@@ -44,6 +47,11 @@ class PackedTensor:
     def shape(self) -> tuple[int, ...]:
         """Of the values."""
         return self.values.shape
+
+    @property
+    def bits(self) -> int:
+        """Of an element."""
+        return 4 if self.tops is not None else jax.dtypes.itemsize_bits(self.values.dtype)
 
     def __getitem__(self, index) -> PackedTensor:
         """As `nnx.Param` asks for its value: `w[...]`."""
@@ -63,10 +71,23 @@ class PackedTensor:
     @property
     def stack(self) -> Weight:
         """For the kernel, [L, P, K, N]."""
-        from inferlib.pallas_kernels.mx_matmul_tpu import Weight
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
         arrays = (self.values, self.scales, self.tops)
         return Weight(*(x if x is None or x.ndim == 4 else x[None] for x in arrays))
+
+    def of_experts(self, stacked: bool) -> Weight:
+        """For the kernels of experts, [L, E, P, K, N]. stacked: whether there is a dimension of layers."""
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
+
+        arrays = (self.values, self.scales, self.tops)
+        return Weight(*(x if x is None else x.reshape(_of_experts(x.shape, stacked)) for x in arrays))
+
+
+def _of_experts(shape: tuple[int, ...], stacked: bool) -> tuple[int, ...]:
+    """[(L,) E, (2,) 1, K, N] -> [L, E, P, K, N]"""
+    lead = shape[: 1 + stacked] if stacked else (1, shape[0])
+    return *lead, math.prod(shape[1 + stacked : -2]), *shape[-2:]
 
 
 def by_kernel(
@@ -117,7 +138,7 @@ _DEPTH = 128  # inputs are padded to multiples of it, as `mx_matmul_tpu` takes t
 @dataclass(frozen=True)
 class Packing:
     """How a weight of a scheme, or None and a dtype, is packed: its shape, logical axes and contracting dimensions,
-    which are neighbours; before them only that of a stack."""
+    which are neighbours; before them are those of a stack and of experts."""
 
     scheme: Scheme | None
     shape: tuple[int, ...]
@@ -153,7 +174,7 @@ class Packing:
     def gains(self) -> bool:
         """Whether the kernel is for it. Fewer results than a tile has lanes would be padded in memory."""
         known = self.dtype == jnp.bfloat16 if self.scheme is None else not self.scheme.zeros
-        return known and self.sizes[2] >= _DEPTH
+        return known and (axes.EXPERTS in self.names or self.sizes[2] >= _DEPTH)
 
     @property
     def group(self) -> int | None:
@@ -190,7 +211,7 @@ class Packing:
     def pack(self, values: jax.Array, scales: jax.Array | None = None) -> tuple[jax.Array, ...]:
         """The arrays, of those of the scheme. Traceable."""
         if self.is_mxfp4:
-            from inferlib.pallas_kernels.mx_matmul_tpu import pack_mxfp4
+            from inferlib.pallas_kernels.packed_weights_tpu import pack_mxfp4
 
             codes = lax.bitcast_convert_type(values, jnp.uint4).astype(jnp.uint8)
             codes, scales = self._matrix(codes), self._matrix(lax.bitcast_convert_type(scales, jnp.uint8))
@@ -223,8 +244,20 @@ class Packing:
             return f"the {share} inputs of a device do not divide into passes of {_DEPTH}"
         if self.group is not None and self.group != self.scheme.group:
             return f"groups have {self.group} inputs, not {self.scheme.group}, which do not divide theirs"
-        from inferlib.pallas_kernels.mx_matmul_tpu import Weight, unsupported
+        from inferlib.pallas_kernels import grouped_matmul_tpu, mx_matmul_tpu
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
+        if axes.EXPERTS in self.names:
+            x = jax.ShapeDtypeStruct((rows, share), dtype)
+            return grouped_matmul_tpu.unsupported(x, self.local_experts(shards))
         shapes = ((shards.local_shape(names, shape), kind) for shape, names, kind in self.arrays().values())
         stack = (jax.ShapeDtypeStruct((1, *shape)[-4:], kind) for shape, kind in shapes)
-        return unsupported(rows, dtype, Weight(*stack))
+        return mx_matmul_tpu.unsupported(rows, dtype, Weight(*stack))
+
+    def local_experts(self, shards: Shards) -> Weight:
+        """Shapes of a device's share of experts, for kernels (see `PackedTensor.of_experts`)."""
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
+
+        shapes = ((shards.local_shape(names, shape), kind) for shape, names, kind in self.arrays().values())
+        stacked = self.names[0] == axes.LAYERS
+        return Weight(*(jax.ShapeDtypeStruct(_of_experts(shape, stacked), kind) for shape, kind in shapes))

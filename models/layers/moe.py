@@ -18,7 +18,7 @@ from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.router import Router
 from inferlib.models.layout import Layout
-from inferlib.ops.expert_mlp import MOST_TOKENS, expert_mlp
+from inferlib.ops.expert_mlp import expert_mlp, most_tokens
 from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul, unsorted_pays
 from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
@@ -160,7 +160,8 @@ class Experts(nnx.Module):
         own = self.count // shards.size(axes.EXPERTS)
         experts = experts - shards.index(axes.EXPERTS) * own
         ours = (experts >= 0) & (experts < own)
-        if ctx.backend.expert_mlp == "pallas_tpu" and tokens <= MOST_TOKENS and shards.size(axes.EMBED) == 1:
+        few = tokens <= most_tokens(self.gate_up[...])
+        if ctx.backend.expert_mlp == "pallas_tpu" and few and shards.size(axes.EMBED) == 1:
             return self.at_once(x, jnp.where(ours, experts, own), weights, own, ctx, layer)
         scales = weights.reshape(-1) if self.spec.scale_input else None
         # A constant of few rows: to make it would take a kernel.

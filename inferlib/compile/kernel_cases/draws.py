@@ -23,3 +23,35 @@ def tokens_of_experts(tokens: int, experts: int, chosen: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     picks = np.concatenate([rng.permutation(experts)[:chosen] for _ in range(tokens)])
     return np.bincount(picks, minlength=experts)
+
+
+def stored(scheme: str, *shape: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of a stack of experts' matrices [..., K, N] as kernels read them: quantised by channel without
+    their scales, and by group as a `Weight`'s arrays."""
+    *lead, inputs, columns = shape
+    rows = -(-inputs // 128)
+    if scheme == "mxfp4":
+        parts = {"values": (rows * 16, "int32"), "scales": (rows, "int32"), "tops": (1, "float32")}
+    else:
+        dtype = {"fp8": "float8_e4m3fn", "fp8_block": "float8_e4m3fn", "mxfp8": "float8_e4m3fn"}.get(scheme, scheme)
+        parts = {"values": (inputs, dtype)}
+        if scheme in ("int4", "fp8_block"):
+            parts["scales"] = rows, "float32"
+        elif scheme == "mxfp8":
+            parts["scales"] = rows * 4, "uint8"
+    return {name: ((*lead, depth, columns), dtype) for name, (depth, dtype) in parts.items()}
+
+
+def bits(scheme: str) -> float:
+    """Of an element with its share of a group's scale."""
+    return {"bfloat16": 16, "mxfp4": 4.25, "mxfp8": 8.25, "int4": 4.25, "fp8_block": 8.25}.get(scheme, 8)
+
+
+def scheme_of(weight: list | dict) -> tuple[str, list[int]]:
+    """The scheme and the shape of experts' weights [E, P, K, N], of what `tuned_tpu` knows them by."""
+    if isinstance(weight, list):
+        return {"float8_e4m3fn": "fp8"}.get(weight[0], weight[0]), weight[1:]
+    (dtype, *shape), (scales, *_) = weight["values"], weight["scales"]
+    if "tops" in weight:
+        return "mxfp4", [*shape[:2], 8 * shape[2], shape[3]]
+    return ("mxfp8" if scales == "uint8" else "fp8_block" if dtype == "float8_e4m3fn" else dtype), shape

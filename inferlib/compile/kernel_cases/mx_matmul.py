@@ -48,7 +48,8 @@ class MxMatmul:
     def function(self):
         import jax
 
-        from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm, Weight, mx_matmul
+        from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm, mx_matmul
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
         def run(x, norm=None, **arrays):
             norm = RmsNorm(norm, 1e-5) if self.normed else None

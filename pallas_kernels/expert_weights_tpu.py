@@ -1,0 +1,154 @@
+"""Blocks of experts' weights in a TPU's on-chip memory, whatever the weights are stored as: room, copies, products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.pallas_kernels.arithmetic_tpu import div, rem
+from inferlib.pallas_kernels.packed_weights_tpu import BLOCK, DEPTH, LANES, Held, Weight, unpack_scales
+
+SCALED = 1024  # inputs whose scales are rows of whole tiles
+
+Stored = jax.Array | jax.ShapeDtypeStruct | Weight
+
+
+def shape_of(w: Stored) -> tuple[int, ...]:
+    """[..., K, N]"""
+    return (*w.values.shape[:-2], w.inputs, w.values.shape[-1]) if isinstance(w, Weight) else w.shape
+
+
+def matrix_bytes(w: Stored) -> int:
+    """Of a matrix [K, N] as it is stored."""
+    arrays = jax.tree.leaves(w)
+    return sum(math.prod(a.shape[-2:]) * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in arrays)
+
+
+def unfit(x_dtype, w: Stored) -> str | None:
+    """Why rows of a dtype are not multiplied by experts' weights, None if they are.
+
+    What has scales by channel is of int8 or float8_e4m3fn; what has them by group is a `Weight`.
+    """
+    if isinstance(w, Weight):
+        if x_dtype != jnp.bfloat16:
+            return f"it multiplies packed weights by rows of bfloat16, not {jnp.dtype(x_dtype)}"
+        if w.inputs % DEPTH or w.group not in (BLOCK, DEPTH):
+            return f"it takes groups of {BLOCK} or {DEPTH} of a multiple of {DEPTH}, not of {w.group} of {w.inputs}"
+        return None
+    alike = jnp.bfloat16 if w.dtype in (jnp.int8, jnp.float8_e4m3fn) else w.dtype
+    if x_dtype == alike and alike in (jnp.bfloat16, jnp.float32):
+        return None
+    return (
+        "it takes rows of bfloat16 and weights of bfloat16, int8 or float8_e4m3fn, or both of float32, not "
+        f"{jnp.dtype(x_dtype)} and {w.dtype}"
+    )
+
+
+def in_hbm(w: jax.Array | Weight, interpret) -> list[jax.Array]:
+    """The arrays of weights, which XLA would bring to VMEM whole if they are small."""
+    arrays = jax.tree.leaves(w)
+    return arrays if interpret else [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays]
+
+
+@dataclass(frozen=True)
+class ExpertBlocks:
+    """Blocks of weights [L, E, P, K, N]: `depth` inputs by `columns` columns of an expert's matrices, of which one is
+    whole. buffers: for blocks. Make them with `of`."""
+
+    weight: jax.ShapeDtypeStruct | Weight
+    depth: int
+    columns: int
+    buffers: int
+
+    @staticmethod
+    def of(w: Stored, depth: int, columns: int, buffers: int) -> ExpertBlocks:
+        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), w)
+        return ExpertBlocks(shapes, depth, columns, buffers)
+
+    @property
+    def packed(self) -> bool:
+        """Whether x is multiplied in the order of MXFP4's bytes (see `packed_weights_tpu.permute`)."""
+        return isinstance(self.weight, Weight) and self.weight.packed
+
+    @property
+    def lacks(self) -> str | None:
+        """Why there cannot be such blocks, None if there can."""
+        *_, inputs, columns = shape_of(self.weight)
+        for what, size, block in (("columns", columns, self.columns), ("inputs", inputs, self.depth)):
+            if size % block or (block != size and block % LANES):
+                return f"{size} {what} do not divide into blocks of {block}, in tiles of {LANES}"
+        return None
+
+    @property
+    def scaled(self) -> int:
+        """Inputs whose scales come with a block: whole tiles of them, of which all are in use or one in turn, or all of
+        an expert's."""
+        inputs = shape_of(self.weight)[-2]
+        if inputs % SCALED or (SCALED % self.depth and self.depth % SCALED):
+            return inputs
+        return max(self.depth, SCALED)
+
+    @property
+    def room(self) -> list[pltpu.MemoryRef]:
+        """Buffers [n, P, rows, columns] for each array of the weight."""
+        return [
+            pltpu.VMEM((self.buffers, a.shape[2], self._rows(n, a.shape[-2]), self.columns), a.dtype)
+            for n, a in enumerate(jax.tree.leaves(self.weight))
+        ]
+
+    @property
+    def unpacked(self) -> list[pltpu.MemoryRef]:
+        """Room for what the scales of the block in use are unpacked to."""
+        if not isinstance(self.weight, Weight):
+            return []
+        parts = self.weight.values.shape[2]
+        return [pltpu.VMEM((parts, self._rows(1, rows), self.columns), dtype) for rows, dtype in self.weight.unpacked]
+
+    @property
+    def nbytes(self) -> int:
+        """Of `room` and `unpacked`."""
+        total = 0
+        for ref in self.room + self.unpacked:
+            (*lead, rows, columns), bits = ref.shape, jax.dtypes.itemsize_bits(ref.dtype)
+            total += math.prod(lead) * pl.cdiv(rows, 256 // bits) * 32 * pl.cdiv(columns, LANES) * LANES
+        return total
+
+    def copies(self, arrays: Sequence, room: Sequence, semaphores, layer, expert, piece, buffer) -> Iterator:
+        """Of a piece of an expert to a buffer. semaphores [arrays, n]."""
+        inputs = shape_of(self.weight)[-2]
+        for n, (array, into) in enumerate(zip(arrays, room, strict=True)):
+            source, rows = array.at[layer, expert], into.shape[2]
+            if self.columns < array.shape[-1]:
+                source = source.at[:, :, pl.ds(pl.multiple_of(piece * self.columns, LANES), self.columns)]
+            elif rows < array.shape[3]:
+                start = div(piece, rows * inputs // array.shape[3] // self.depth) * rows  # the latter a power of two
+                source = source.at[:, pl.ds(pl.multiple_of(start, rows), rows)]
+            yield pltpu.make_async_copy(source, into.at[buffer], semaphores.at[n, buffer])
+
+    def unpack(self, room: Sequence, unpacked: Sequence, buffer) -> None:
+        """The scales of a block, before its products."""
+        if unpacked:
+            unpack_scales(room[1].at[buffer], unpacked)
+
+    def product(self, x_ref, room: Sequence, unpacked: Sequence, piece, buffer, part: int) -> jax.Array:
+        """x [T, depth] times a matrix of a block -> float32 [T, columns], to be multiplied by scales of channels."""
+        if not isinstance(self.weight, Weight):
+            exact = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
+            return jnp.dot(x_ref[...], room[0][buffer, part], precision=exact, preferred_element_type=jnp.float32)
+        scales, inputs = unpacked or [room[1].at[buffer]], shape_of(self.weight)[-2]
+        among = piece if self.scaled == inputs else rem(piece, self.scaled // self.depth)
+        start = 0 if self.depth == inputs else among * self.depth
+        tops = room[2].at[buffer, part] if self.packed else None
+        block = room[0].at[buffer, part], [ref.at[part] for ref in scales], tops
+        return Held(self.weight.group, *block, start).product(x_ref)
+
+    def _rows(self, number: int, whole: int) -> int:
+        """Of the `whole` rows of the values, the scales or the tops, those that belong to a block."""
+        return whole if number == 2 else whole * (self.scaled if number else self.depth) // shape_of(self.weight)[-2]

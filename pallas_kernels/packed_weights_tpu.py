@@ -1,0 +1,242 @@
+"""Weights as TPU kernels read them: how they are stored, and those in few bits unpacked in registers.
+
+The MXU takes bfloat16 rows against weights of 8-bit floats, so that is what elements become. Those of 4 bits with a
+power of two for each 32 (MXFP4) become e5m2 with their scale in the exponent, four at a time in a 32-bit word, relative
+to the largest scale of their column: what is 2^-26 of that or less vanishes, as it does in a float32 sum. Scales of
+other formats multiply partial sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+DEPTH = 128  # inputs that are unpacked together
+BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
+TALL = 64  # rows from which on the MXU is what takes longest
+STEP, TALL_STEP = 2048, 512  # inputs of one iteration: of many rows few, as the compiler takes longer for them
+ELEMENTS = 1 << 21  # that are unpacked in one iteration, at most
+_TOP = 27  # exponent of the largest scale of a column, of 5 bits, so that 6.0 is finite
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Weight:
+    """Weights [..., K, N] as kernels read them, K a multiple of 128.
+
+    values: bfloat16 without scales; int8, int4 or e4m3 [..., K, N], scales float32 [..., K / g, N], or e8m0 codes as
+    uint8 for g = 32; or of MXFP4 what `pack_mxfp4` returns, tops included.
+    """
+
+    values: jax.Array
+    scales: jax.Array | None = None
+    tops: jax.Array | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.tops is not None
+
+    @property
+    def inputs(self) -> int:
+        """K"""
+        return self.values.shape[-2] * (8 if self.packed else 1)
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale, if there are some."""
+        return BLOCK if self.packed else self.inputs // (1 if self.scales is None else self.scales.shape[-2])
+
+    @property
+    def bits(self) -> int:
+        """Of an element."""
+        return 4 if self.packed else jax.dtypes.itemsize_bits(self.values.dtype)
+
+    @property
+    def unpacked(self) -> list[tuple[int, jnp.dtype]]:
+        """Rows and dtype of what `unpack_scales` needs for N columns of each matrix."""
+        if self.packed:
+            return [(self.inputs // DEPTH, jnp.int32)] * 2
+        return [(self.inputs // BLOCK, jnp.float32)] if self.scales is not None and self.group == BLOCK else []
+
+    @property
+    def nbytes(self) -> int:
+        """Of one of its matrices."""
+        count = math.prod(self.values.shape[:-2])
+        return sum(a.size * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in jax.tree.leaves(self)) // count
+
+
+# ---- storage
+
+
+def pack_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """e2m1 codes uint8 [..., K, N] and e8m0 codes uint8 [..., K / 32, N] as the kernel reads them; traceable.
+
+    K, a multiple of 32, is padded to one of 128. Returns words int32 [..., K / 8, N], exponents int32
+    [..., K / 128, N] and tops float32 [..., 1, N].
+
+    Of each 128 inputs, byte b of word r holds inputs 32 b + r and 32 b + 16 + r: so it is of block b, as is byte b of
+    the exponents. Three bits of an input are its exponent (0.5 is 0) and its mantissa inverted, less 1; all ones are
+    zero, for which the addition of that 1 carries into what then takes the rest away. They are bits 1 to 3 of the
+    first, whose sign is bit 7, and 4 to 6 of the second, whose sign is bit 0.
+    """
+    inputs, columns = codes.shape[-2:]
+    pad = [(0, 0)] * (codes.ndim - 2)
+    codes = jnp.pad(codes, [*pad, (0, -inputs % DEPTH), (0, 0)])
+    scales = jnp.pad(scales, [*pad, (0, codes.shape[-2] // BLOCK - scales.shape[-2]), (0, 0)])
+    float_ = jnp.maximum(codes & 7, 1) - (codes & 7 == 1)  # of 0.5, 1, 1.5, ... exponent and mantissa
+    is_zero = codes & 7 == 0
+    magnitudes, signs = jnp.where(is_zero, 7, (float_ ^ 1) - 1), jnp.where(is_zero, 0, codes >> 3)
+    pairs = (x.astype(jnp.uint32).reshape(*codes.shape[:-2], -1, 4, 2, 16, columns) for x in (magnitudes, signs))
+    magnitudes, signs = (jnp.moveaxis(x, -3, 0) for x in pairs)
+    held = magnitudes[0] << 1 | signs[0] << 7 | magnitudes[1] << 4 | signs[1]
+    words = jnp.sum(held << jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None, None], axis=-3, dtype=jnp.uint32)
+    words = lax.bitcast_convert_type(words, jnp.int32).reshape(*codes.shape[:-2], -1, columns)
+    top = jnp.max(scales, axis=-2, keepdims=True).astype(jnp.int32)
+    exponents = jnp.maximum(_TOP + scales.astype(jnp.int32) - top, 0).astype(jnp.uint32)
+    exponents = exponents.reshape(*scales.shape[:-2], -1, 4, columns)
+    exponents = jnp.sum(exponents << jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None], axis=-2, dtype=jnp.uint32)
+    return words, lax.bitcast_convert_type(exponents, jnp.int32), power_of_two(top)
+
+
+def power_of_two(code: jax.Array) -> jax.Array:
+    """float32 of an e8m0 code, int32; 2^-127 as zero, which devices take it for."""
+    bits = lax.bitcast_convert_type(code << 23, jnp.float32)
+    return jnp.where(code == 255, jnp.nan, bits)
+
+
+# ---- in kernels
+
+
+@dataclass(frozen=True)
+class Held:
+    """A matrix of a `Weight` on chip: refs of values [K, N] or MXFP4's words [K / 8, N], of what `unpack_scales` gives
+    if it has scales, and of the latter's tops [1, N]. start: of its inputs among those of the scales."""
+
+    group: int
+    values: Any
+    scales: Sequence
+    tops: Any = None
+    start: jax.Array | int = 0
+
+    @property
+    def packed(self) -> bool:
+        return self.tops is not None
+
+    @property
+    def inputs(self) -> int:
+        """K"""
+        return self.values.shape[0] * (8 if self.packed else 1)
+
+    def product(self, x_ref, *, repeats: int = 1) -> jax.Array:
+        """x [T, K] times the matrix -> float32 [T, N].
+
+        For MXFP4 x is as `permute` leaves it. repeats: x is [repeats * T, K], each time with what is multiplied by one
+        of the scales of 128 inputs, and zeros.
+        """
+        by_group = not self.packed and self.group < self.inputs
+        width, rows = DEPTH if by_group else 2 * DEPTH, x_ref.shape[0] // repeats
+
+        def add(start: jax.Array, count: int, total: jax.Array) -> jax.Array:
+            for at in range(0, count, width):
+                total = total + self._partial(x_ref, start + at, min(width, count - at), repeats)
+            return total
+
+        step = min(STEP if rows <= TALL else TALL_STEP, ELEMENTS // self.values.shape[1] // width * width)
+        whole, rest = divmod(self.inputs, step)
+        total = jnp.zeros((rows, self.values.shape[1]), jnp.float32)
+        if whole <= 1:
+            total = add(jnp.int32(0), self.inputs, total)
+        else:
+            total = lax.fori_loop(0, whole, lambda i, total: add(i * step, step, total), total)
+            total = add(jnp.int32(whole * step), rest, total)
+        if by_group or not self.scales:
+            return total
+        return total * (self.tops[...] if self.packed else self._scale(jnp.int32(0)))
+
+    def _scale(self, at: jax.Array) -> jax.Array:
+        """Of the group of an input, [1, N]."""
+        return self.scales[0][pl.ds(lax.div(at + self.start, self.group), 1)]
+
+    def _partial(self, x_ref, at: jax.Array, depth: int, repeats: int) -> jax.Array:
+        """The product over `depth` inputs."""
+        inputs = pl.ds(pl.multiple_of(at, DEPTH), depth)
+        x = x_ref[:, inputs]
+        if self.packed:
+            return _dot(x, self._words(at, depth))
+        w = self.values[inputs]
+        if self.group == self.inputs:
+            return _dot(x, w)
+        scales = [self._scale(at + n) for n in range(0, depth, self.group)]
+        if repeats < len(scales):
+            wide = jnp.concatenate([jnp.broadcast_to(scale, (self.group, w.shape[1])) for scale in scales])
+            return _dot(x, (w.astype(jnp.float32) * wide).astype(x.dtype))
+        y = _dot(x, w)
+        rows = y.shape[0] // repeats
+        return sum(y[n * rows : (n + 1) * rows] * scale for n, scale in enumerate(scales))
+
+    def _words(self, at: jax.Array, depth: int) -> jax.Array:
+        """`depth` inputs as e5m2."""
+        found = []
+        for n in range(depth // DEPTH):
+            word = self.values[pl.ds(pl.multiple_of(lax.div(at, 8) + n * 16, 16), 16)]
+            row = lax.div(at + self.start, DEPTH) + n
+            keep, add = (jnp.broadcast_to(ref[pl.ds(row, 1)], word.shape) for ref in self.scales)
+            found += [_floats(word, half, keep, add) for half in range(2)]
+        return pltpu.bitcast(jnp.concatenate(found), jnp.float8_e5m2)
+
+
+def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.dot(x, w, preferred_element_type=jnp.float32)
+
+
+def unpack_scales(scales_ref, refs: Sequence) -> Sequence:
+    """What `Held` multiplies by, of scales as they are stored: float32 [..., K / g, N]; of MXFP4's exponents what to
+    keep of them and what to add, [..., K / 128, N]. refs: room for it, as `Weight.unpacked` says."""
+    if len(refs) == 2:
+        keep_ref, add_ref = refs
+        scaled = scales_ref[...] << 2
+        keep_ref[...] = scaled & _bytes(0x70) | _bytes(0x8E)
+        add_ref[...] = scaled & _bytes(0x0C)
+    elif refs:
+        refs[0][...] = power_of_two(scales_ref[...].astype(jnp.int32))
+    return refs or [scales_ref]
+
+
+def permute(x, xs_ref) -> None:
+    """x [T, K], or a ref, with its inputs in the order of MXFP4's bytes: input 32 b + r of each 128 goes to 4 r + b.
+
+    It is a product with what also takes `_TOP` away: multiplied by that, a small scale of a column would be no normal
+    number.
+    """
+    source, target = (lax.broadcasted_iota(jnp.int32, (DEPTH, DEPTH), axis) for axis in range(2))
+    goes = source == BLOCK * (target & 3) + (target >> 2)
+    moves = jnp.where(goes, 2.0 ** (14 - _TOP), 0.0).astype(x.dtype)
+    for at in range(0, x.shape[1], DEPTH):
+        moved = jnp.dot(x[:, at : at + DEPTH], moves, preferred_element_type=jnp.float32)
+        xs_ref[:, at : at + DEPTH] = moved.astype(xs_ref.dtype)
+
+
+def _bytes(value: int) -> jax.Array:
+    """A word of four equal bytes."""
+    word = value * 0x01010101
+    return jnp.int32(word - (1 << 32) if word >> 31 else word)
+
+
+def _floats(word: jax.Array, half: int, keep: jax.Array, add: jax.Array) -> jax.Array:
+    """The first or the second inputs of each byte as e5m2; see `pack_mxfp4`."""
+    if half:
+        magnitude = lax.shift_right_logical(word, jnp.int32(3)) & _bytes(0x0E)
+        word = magnitude | (word << 7) & _bytes(0x80)
+    else:
+        word = word & _bytes(0x8E)
+    # An exponent of 28 or more, of which the scale keeps a part; of zero, a byte of nothing but the highest bit.
+    return (((word + _bytes(0x72)) & keep) ^ _bytes(0x02)) + add
