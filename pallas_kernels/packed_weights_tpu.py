@@ -93,12 +93,12 @@ def pack_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arra
     codes = jnp.pad(codes, [*pad, (0, -inputs % DEPTH), (0, 0)])
     scales = jnp.pad(scales, [*pad, (0, codes.shape[-2] // BLOCK - scales.shape[-2]), (0, 0)])
     float_ = jnp.maximum(codes & 7, 1) - (codes & 7 == 1)  # of 0.5, 1, 1.5, ... exponent and mantissa
-    is_zero = codes & 7 == 0
-    magnitudes, signs = jnp.where(is_zero, 7, (float_ ^ 1) - 1), jnp.where(is_zero, 0, codes >> 3)
-    pairs = (x.astype(jnp.uint32).reshape(*codes.shape[:-2], -1, 4, 2, 16, columns) for x in (magnitudes, signs))
-    magnitudes, signs = (jnp.moveaxis(x, -3, 0) for x in pairs)
-    held = magnitudes[0] << 1 | signs[0] << 7 | magnitudes[1] << 4 | signs[1]
-    words = jnp.sum(held << jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None, None], axis=-3, dtype=jnp.uint32)
+    nibbles = jnp.where(codes & 7 == 0, 7, (float_ ^ 1) - 1 | codes & 8).astype(jnp.uint32)
+    nibbles = nibbles.reshape(*codes.shape[:-2], -1, 4, 2, 16, columns)
+    starts = jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None]
+    magnitude_at, sign_at = ((starts + jnp.array(x, jnp.uint32))[..., None, None] for x in ((1, 4), (7, 0)))
+    held = (nibbles & 7) << magnitude_at | nibbles >> 3 << sign_at
+    words = jnp.sum(held, axis=(-4, -3), dtype=jnp.uint32)
     words = lax.bitcast_convert_type(words, jnp.int32).reshape(*codes.shape[:-2], -1, columns)
     top = jnp.max(scales, axis=-2, keepdims=True).astype(jnp.int32)
     exponents = jnp.maximum(_TOP + scales.astype(jnp.int32) - top, 0).astype(jnp.uint32)

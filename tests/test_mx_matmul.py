@@ -234,7 +234,7 @@ def test_reasons():
     assert lacks("mxfp4", (1024, 512), four) is None
     assert "the 64 inputs of a device" in lacks("mxfp4", (256, 512), four)
     assert "on-chip memory" in lacks("fp8", (1 << 18, 512))
-    packing = Packing(SCHEMES["fp8"], (4, 32, 64), (axes.KV_HEADS, axes.MLP, axes.EMBED), (0, 1), np.dtype("bfloat16"))
+    packing = Packing(SCHEMES["fp8"], (4, 32, 64), (axes.KV_HEADS, axes.MLP, axes.EMBED), (0, 1))
     assert "the mesh splits mlp" in packing.lacks(jnp.bfloat16, four, 16)
     x, weight = (
         jnp.zeros((4, 256), jnp.float32),

@@ -144,7 +144,7 @@ class Packing:
     shape: tuple[int, ...]
     names: tuple[str | None, ...]
     contracting: tuple[int, ...]
-    dtype: np.dtype
+    dtype: np.dtype = np.dtype(jnp.bfloat16)
 
     @property
     def lead(self) -> int:
