@@ -144,7 +144,7 @@ class Packing:
     shape: tuple[int, ...]
     names: tuple[str | None, ...]
     contracting: tuple[int, ...]
-    dtype: np.dtype = np.dtype(jnp.bfloat16)
+    dtype: np.dtype | str = "bfloat16"
 
     @property
     def lead(self) -> int:
@@ -173,7 +173,7 @@ class Packing:
     @property
     def gains(self) -> bool:
         """Whether the kernel is for it. Fewer results than a tile has lanes would be padded in memory."""
-        known = self.dtype == jnp.bfloat16 if self.scheme is None else not self.scheme.zeros
+        known = np.dtype(self.dtype) == jnp.bfloat16 if self.scheme is None else not self.scheme.zeros
         return known and (axes.EXPERTS in self.names or self.sizes[2] >= _DEPTH)
 
     @property
