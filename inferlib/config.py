@@ -191,7 +191,7 @@ class EngineConfig:
         ragged, dealt = backend.decode_attention == "pallas_gpu", shards.size(axes.TOKENS)
         if backend.decode_attention != "xla" and model is not None:
             scaled = kv_cache_dtype is not None
-            lacks = [kernel_lacks(layer.attention, backend.decode_attention, scaled) for layer in model.layers]
+            lacks = [kernel_lacks(layer.attention, backend, "decode_attention", scaled) for layer in model.layers]
             for reason in sorted(set(filter(None, lacks))):
                 log.warning("%s: XLA decodes %d of %d layers, not the kernel", reason, lacks.count(reason), len(lacks))
             # What is in chunks keeps a ring, read whole.

@@ -86,18 +86,20 @@ def _are_peers(shards: Shards) -> bool:
     return jax.__version_info__ >= (0, 11) and all(float(d.compute_capability) >= 9 for d in devices)
 
 
-def kernel_lacks(spec: AttentionSpec | MlaSpec, backend: str, scaled: bool = False) -> str:
-    """What attention kernels (see `Backend`) cannot do of a layer, which XLA then does; "" if nothing.
+def kernel_lacks(spec: AttentionSpec | MlaSpec, backend: Backend, operation: str, scaled: bool = False) -> str:
+    """What the kernel of an attention, "decode_attention" or "prefill_attention", cannot do of a layer, which XLA then
+    does; "" if nothing.
 
     scaled: its cache is quantised."""
+    kernel = getattr(backend, operation)
     if isinstance(spec, MlaSpec):
         tiles = spec.kv_rank % 128 == 0 and spec.rope.dim in (32, 64, 128)
-        if backend == "pallas_tpu":
+        if kernel == "pallas_tpu":
             return "" if tiles else f"latents of {spec.kv_rank} and rotary keys of {spec.rope.dim}"
         return "latent attention"
-    if scaled:
+    if scaled and (kernel != "pallas_tpu" or operation != "decode_attention"):
         return "a cache of int8 or fp8"
-    if spec.value_dim != spec.head_dim and backend != "pallas_tpu":
+    if spec.value_dim != spec.head_dim and kernel != "pallas_tpu":
         return "values of another size than keys"
     return "chunked attention" if spec.chunk else ""
 

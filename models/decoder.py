@@ -388,7 +388,7 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
         given = jnp.moveaxis(given, 0, 1).reshape(segment.count, len(blocks), *given.shape[::2])
 
     def body(carry, inputs):
-        stream, held, layer = carry
+        layer, stream, held = carry
         states, given = inputs
         new, loads = [], []
         for i, (graph, whole, state) in enumerate(zip(graphs, wholes, states, strict=True)):
@@ -399,14 +399,14 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
             new.append(cache.arrays if owns[i] else ())
             loads += [] if stream.load is None else [stream.load]
             stream = stream._replace(load=None)
-        return (stream, tuple(new), layer + 1), jnp.stack(loads) if loads else None
+        return (layer + 1, stream, tuple(new)), jnp.stack(loads) if loads else None
 
     carry = (
+        jnp.int32(0),  # the layer; as an input it would be sliced from memory at each
         stream._replace(load=None),
         tuple(cache.arrays if own else () for cache, own in zip(caches, owns, strict=True)),
-        jnp.int32(0),
     )
-    (stream, new, _), loads = lax.scan(body, carry, (states, given), length=segment.count)
+    (_, stream, new), loads = lax.scan(body, carry, (states, given), length=segment.count)
     loads = [] if loads is None else [loads.reshape(-1, loads.shape[-1])]
     return stream, [LayerCache(arrays, ring) for arrays, ring in zip(new, rings, strict=True)], loads
 

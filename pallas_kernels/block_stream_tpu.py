@@ -56,7 +56,8 @@ class BlockStream:
     lengths [B], layer [1]; of a ring `origin` [B], the slot that a row's first position is in; table [B * M]: scalars.
     queries [B, ...] and arrays, each [L, N, K, S, ...], in HBM; on chip `query_buffers` [n, ...] and `buffers`, each
     [n, K, T, ...], for n blocks of T positions. counts [n]: units of the block in a buffer; state [SCALARS]: row and
-    block to be copied next, and the buffer to be read next; semaphores [1 + arrays, n].
+    block to be copied next, and the buffer to be read next; semaphores [1 + arrays, n]. owners [2, n]: row and first
+    position of the block in a buffer, for a kernel that asks for them.
     """
 
     pages: Pages
@@ -71,6 +72,7 @@ class BlockStream:
     counts: Any
     state: Any
     semaphores: Any
+    owners: Any = None
 
     @property
     def rows(self) -> int:
@@ -149,6 +151,8 @@ class BlockStream:
         start = pages.first(length) + index * pages.block
         units = jnp.minimum(div(length - start + unit - 1, unit), most)
         self.counts[buffer] = units
+        if self.owners is not None:
+            self.owners[0, buffer], self.owners[1, buffer] = row, start
         copy = pltpu.make_async_copy(self.queries.at[row], self.query_buffers.at[buffer], self.semaphores.at[0, buffer])
         copy.start()
         slot = start if not pages.ring else self.origin[row] + index * pages.block

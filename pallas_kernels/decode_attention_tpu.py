@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -20,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import div, folded, wide
 from inferlib.pallas_kernels.block_stream_tpu import SCALARS, BlockStream, Pages, span, unit_of
+from inferlib.pallas_kernels.cell_write_tpu import CellWriter, tile_of, tiles_of
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 8
@@ -56,7 +58,7 @@ def default_blocks(
     """For queries [B, C, K, G, h] and `arrays` of a cache, each [K, S, h]; pages: columns of the table; seen: positions
     that a row's queries see together, None for all. A block is these, if they fit, or a power of two units."""
     heads, slots, size = cache
-    unit = _unit(slots, pages, seen)
+    unit = _unit(slots, pages, seen, itemsize == 1)
     most = min(
         max(BLOCK_BYTES // (heads * pl.cdiv(size, LANES) * LANES * itemsize * unit), 1),
         pl.cdiv(slots * (pages or 1), unit),
@@ -71,8 +73,9 @@ def default_blocks(
     return Blocks(block, part)
 
 
-def _unit(slots: int, columns: int | None, seen: int | None) -> int:
-    return unit_of(slots, columns, LANES if seen is None else LANES // 2)
+def _unit(slots: int, columns: int | None, seen: int | None, scaled: bool) -> int:
+    """Scales are tiled by 128 positions."""
+    return unit_of(slots, columns, LANES if seen is None or scaled else LANES // 2)
 
 
 def unsupported(
@@ -84,12 +87,13 @@ def unsupported(
     pages: int | None = None,
     scales: bool = False,
     mask: bool = False,
+    new: bool = False,
     blocks: Blocks | None = None,
 ) -> str | None:
     """Why the kernel cannot run q [B, C, K, G, h] on a cache k, v [..., S, h], or None if it can.
 
     v: None if keys are values too. pages: columns of the page table, None if rows are pages. scales: of a quantised
-    cache. mask: of the new tokens.
+    cache. mask: of the new tokens. new: it writes their cells.
     """
     dtype, slots, queries = jnp.dtype(k.dtype), k.shape[-2], q.shape[1]
     if v is not None and v.shape != k.shape:
@@ -109,21 +113,27 @@ def unsupported(
         return f"a table of {q.shape[0]} x {pages} pages needs {table} bytes of scalar memory, more than {SMEM_BYTES}"
     arrays, seen = 1 if v is None else 2, window and window + queries - 1
     blocks = blocks or default_blocks(q.shape, k.shape[-3:], arrays, dtype.itemsize, pages, seen)
-    if blocks.block % (unit := _unit(slots, pages, window)):
+    if blocks.block % (unit := _unit(slots, pages, window, scales)):
         return f"blocks of {blocks.block} positions do not divide into units of {unit}"
-    need = _vmem_bytes(q, k, arrays, scales, blocks)
+    need = _vmem_bytes(q, k, arrays, scales, new, blocks)
     if need > VMEM_BYTES:
         heads = f"{k.shape[-3]} KV heads of size {k.shape[-1]}"
         return f"{heads} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
     return None
 
 
-def _vmem_bytes(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, arrays: int, scales: bool, blocks: Blocks) -> int:
+def _vmem_bytes(
+    q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, arrays: int, scales: bool, new: bool, blocks: Blocks
+) -> int:
     _, queries, heads, group, size = q.shape
     size, rows = pl.cdiv(size, LANES) * LANES, pl.cdiv(queries * group, SUBLANES) * SUBLANES
     held = arrays * size * k.dtype.itemsize + (2 * 4 if scales else 0)
     kept = heads * rows * (4 * (size + 4 * LANES) + (2 + blocks.buffers) * 4 * size + 2 * 4 * blocks.part)
-    return blocks.buffers * heads * blocks.block * held + kept + 3 * rows * blocks.part * 4
+    need = blocks.buffers * heads * blocks.block * held + kept + 3 * rows * blocks.part * 4
+    if new:
+        tiles = arrays * tiles_of(queries, tile := tile_of(5, k.dtype)) * tile * size * k.dtype.itemsize
+        need += blocks.buffers * heads * (tiles + 4 * size * arrays * queries + (8 * 2 * LANES * 4 if scales else 0))
+    return need
 
 
 def decode_attention(
@@ -142,24 +152,30 @@ def decode_attention(
     k_scales: jax.Array | None = None,
     v_scales: jax.Array | None = None,
     mask: jax.Array | None = None,
+    new: Sequence[jax.Array] | None = None,
+    written: jax.Array | None = None,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> tuple[jax.Array, jax.Array]:
-    """q [B, C, K, G, h]: row b's queries stand at the last C of its lengths[b] positions, all written in the cache.
+) -> tuple[jax.Array, ...]:
+    """q [B, C, K, G, h]: row b's queries stand at the last C of its lengths[b] positions, all written in the cache
+    unless `new` has what is cached of them.
 
     k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read; v None: keys are values too. Position p of row b
     lives in page pages[b, p // S], slot p mod S; pages [B, M] int32; without, row b is page b. ring: the positions of a
     row wrap around its pages; then there are at least window + C - 1 slots. window: a query sees only the last `window`
     positions up to its own. lengths [B] int32, 0 marks an inactive row (out 0, lse -inf). sinks [K, G]: a logit that
     joins the softmax's denominator. k_scales, v_scales [N, K, S] or [L, N, K, S] float32: of keys and values that are
-    int8 or float8_e4m3fn. mask [B, C, C] bool: which of the new tokens, of those up to its own, a query sees. blocks:
-    sizes, by default those of `default_blocks`. Only live pages are read.
-    Returns out [B, C, K, G, h] in q's dtype and the log of the softmax's denominator, lse [B, C, K, G] float32.
+    int8 or float8_e4m3fn. mask [B, C, C] bool: which of the new tokens, of those up to its own, a query sees. new: the
+    keys and values of the last C positions, [B, C, K, h] each (or of keys alone), to be written in place; no other row
+    has a page that a row's are written to. written [B] bool: of which rows they are; without, of all. blocks: sizes, by
+    default those of `default_blocks`. Only live pages are read.
+    Returns out [B, C, K, G, h] in q's dtype and the log of the softmax's denominator, lse [B, C, K, G] float32; with
+    `new` also k, v if it is given, and the scales if there are any, which take the buffers of those passed in.
     Raises ValueError where `unsupported` says why.
     """
     rows, queries, heads, group, size = q.shape
     columns, scaled = None if pages is None else pages.shape[1], k_scales is not None
-    options = dict(window=window, pages=columns, scales=scaled, mask=mask is not None)
+    options = dict(window=window, pages=columns, scales=scaled, mask=mask is not None, new=new is not None)
     if reason := unsupported(q, k, v, **options, blocks=blocks):
         raise ValueError(f"the TPU kernel does not run this decode attention: {reason}")
     if ring and window is None:
@@ -169,16 +185,21 @@ def decode_attention(
     seen = window and window + queries - 1  # by a row's queries together
     arrays = 1 if v is None else 2
     blocks = blocks or default_blocks(q.shape, k.shape[-3:], arrays, k.dtype.itemsize, columns, seen)
-    place = Pages(slots, columns, ring, seen, _unit(slots, columns, seen), blocks.block)
+    place = Pages(slots, columns, ring, seen, _unit(slots, columns, seen, scaled), blocks.block)
 
     def packed(x: jax.Array) -> jax.Array:
         """[..., C, K, G, h] -> [..., K, C * G, h]."""
         return jnp.moveaxis(x, -4, -3).reshape(*x.shape[:-4], heads, width, x.shape[-1])
 
+    def cells(x: jax.Array) -> jax.Array:
+        """[B, C, K, h] -> [B, K, C, h]."""
+        return jnp.moveaxis(x, 1, 2).astype(q.dtype)
+
     if not interpret:  # or XLA would bring a small cache to VMEM whole
         cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    inputs, specs = [packed(q), *cache], [whole] * (1 + len(cache))
+    inputs = [packed(q) if new is None else jnp.concatenate([packed(q), *map(cells, new)], axis=2), *cache]
+    specs = [whole] * (1 + len(cache))
     if sinks is not None:
         wide = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None] * LOG2E, (queries, heads, group, LANES))
         inputs.append(packed(wide))
@@ -192,15 +213,19 @@ def decode_attention(
         scalars.append(lax.rem(place.first(scalars[0]), place.capacity))
     if pages is not None:
         scalars.append(jnp.clip(pages.astype(jnp.int32), 0, cache[0].shape[1] - 1).reshape(-1))
+    if written is not None:
+        scalars.append(written.astype(jnp.int32))
+    optional = {"pages": pages, "written": written, "sinks": sinks, "mask": mask}
+    targets = cache if new is not None else []
+    tiles = [tile_of(x.ndim, x.dtype) for x in targets]
     kernel = functools.partial(
         _kernel,
         place=place,
         part=blocks.part,
-        paged=pages is not None,
-        has_sinks=sinks is not None,
-        has_mask=mask is not None,
         arrays=arrays,
         scaled=scaled,
+        writes=new is not None,
+        has={name for name, x in optional.items() if x is not None},
         queries=queries,
         group=group,
         scale=scale * LOG2E,
@@ -209,7 +234,7 @@ def decode_attention(
     )
     held = (blocks.buffers, heads, blocks.block)
     live = rows * heads * min(place.capacity, window or place.capacity)
-    out, lse = pl.pallas_call(
+    out, lse, *cache = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -218,9 +243,10 @@ def decode_attention(
             out_specs=[
                 pl.BlockSpec((None, heads, width, size), lambda b, *_: (b, 0, 0, 0)),
                 pl.BlockSpec((None, heads, LANES), lambda b, *_: (b, 0, 0)),
+                *[whole] * len(targets),
             ],
             scratch_shapes=[
-                pltpu.VMEM((blocks.buffers, heads, width, size), q.dtype),
+                pltpu.VMEM((blocks.buffers, *inputs[0].shape[1:]), q.dtype),
                 *[pltpu.VMEM((*held, *x.shape[4:]), x.dtype) for x in cache],
                 pltpu.VMEM((2, heads, width, blocks.part), jnp.float32),
                 pltpu.VMEM((heads, width, LANES), jnp.float32),
@@ -229,18 +255,30 @@ def decode_attention(
                 pltpu.SMEM((blocks.buffers,), jnp.int32),
                 pltpu.SMEM((SCALARS + 1,), jnp.int32),
                 pltpu.SemaphoreType.DMA((1 + len(cache), blocks.buffers)),
+                *[
+                    pltpu.VMEM((blocks.buffers, tiles_of(queries, tile), heads, tile, *x.shape[4:]), x.dtype)
+                    for x, tile in zip(targets, tiles, strict=True)
+                ],
+                *([pltpu.SMEM((2, blocks.buffers), jnp.int32)] if targets else []),
+                *([pltpu.SemaphoreType.DMA((len(cache), blocks.buffers))] if targets else []),
             ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct((rows, heads, width, size), q.dtype),
             jax.ShapeDtypeStruct((rows, heads, LANES), jnp.float32),
+            *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in targets],
         ],
+        input_output_aliases={len(scalars) + 1 + n: 2 + n for n in range(len(targets))},
         # Checks triple what it takes to start a copy; `BlockStream` and the clipped table keep them in bounds.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
         cost_estimate=pl.CostEstimate(
             flops=4 * live * size * width,
             bytes_accessed=live * sum(math.prod(x.shape[4:]) * x.dtype.itemsize for x in cache)
-            + 2 * q.size * q.dtype.itemsize,
+            + 2 * q.size * q.dtype.itemsize
+            + sum(
+                rows * heads * tile * math.prod(x.shape[4:]) * x.dtype.itemsize
+                for x, tile in zip(targets, tiles, strict=True)
+            ),
             transcendentals=live * width,
         ),
         interpret=interpret,
@@ -248,18 +286,19 @@ def decode_attention(
     )(*scalars, *inputs)
     out = out.reshape(rows, heads, queries, group, size)
     lse = lse[:, :, :width].reshape(rows, heads, queries, group)
-    return jnp.moveaxis(out, 2, 1), jnp.moveaxis(lse, 2, 1)
+    return jnp.moveaxis(out, 2, 1), jnp.moveaxis(lse, 2, 1), *(x if k.ndim == 5 else x[0] for x in cache)
 
 
-def _kernel(*refs, place, part, paged, has_sinks, has_mask, arrays, scaled, queries, group, scale, window, softcap):
+def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, scale, window, softcap):
     """One row. Logits are in units of log 2, as exponentials are taken with base 2.
 
-    Scalars: lengths [B], layer [1]; of a ring the slot that the first position is in [B]; pages [B * M]. In HBM: q
-    [B, K, R, h] with R = C * G, k, v [L, N, K, S, h] (or k alone), scales [L, N, K, S]. sinks [K, R, 128]; mask
-    [R, 128], bits. out [K, R, h], lse [K, 128]. Scratch, for each buffer: q, and blocks of what is in HBM; products of
-    queries and keys of this part and the next [2, K, R, P]; the running maximum and sum [K, R, 128], lanes alike, and
-    accumulator [K, R, h]; units of each buffer; the stream's state and which of the two products is this part's;
-    semaphores.
+    Scalars: lengths [B], layer [1]; of a ring the slot that the first position is in [B]; pages [B * M]; whose cells
+    are written [B]. In HBM: q [B, K, R, h] with R = C * G, and new cells behind them, k, v [L, N, K, S, h] (or k
+    alone), scales [L, N, K, S]. sinks [K, R, 128]; mask [R, 128], bits. out [K, R, h], lse [K, 128]; the cache again if
+    it is written. Scratch, for each buffer: q, and blocks of what is in HBM; products of queries and keys of this part
+    and the next [2, K, R, P]; the running maximum and sum [K, R, 128], lanes alike, and accumulator [K, R, h]; units of
+    each buffer; the stream's state and which of the two products is this part's; semaphores; of a `CellWriter` what is
+    staged, owners of buffers, and semaphores.
     """
     refs = list(refs)
 
@@ -270,18 +309,21 @@ def _kernel(*refs, place, part, paged, has_sinks, has_mask, arrays, scaled, quer
     held = arrays + 2 * scaled
     lengths_ref, layer_ref = take(2)
     (origin_ref,) = take(1) if place.ring else (None,)
-    (table_ref,) = take(1) if paged else (None,)
+    (table_ref,) = take(1) if "pages" in has else (None,)
+    (written_ref,) = take(1) if "written" in has else (None,)
     (q_hbm,), in_hbm = take(1), take(held)
-    (sinks_ref,) = take(1) if has_sinks else (None,)
-    (mask_ref,) = take(1) if has_mask else (None,)
-    out_ref, lse_ref, q_buf = take(3)
-    in_vmem = take(held)
-    products_ref, top_ref, sum_ref, acc_ref, counts, state, semaphores = refs
+    (sinks_ref,) = take(1) if "sinks" in has else (None,)
+    (mask_ref,) = take(1) if "mask" in has else (None,)
+    out_ref, lse_ref = take(2)
+    in_hbm = take(held) if writes else in_hbm  # the same memory
+    (q_buf,), in_vmem = take(1), take(held)
+    products_ref, top_ref, sum_ref, acc_ref, counts, state, semaphores = take(7)
     k_buf, v_buf = in_vmem[0], in_vmem[arrays - 1]
-    scales = in_vmem[arrays:]
-    stream = BlockStream(
-        place, lengths_ref, layer_ref, origin_ref, table_ref, q_hbm, in_hbm, q_buf, in_vmem, counts, state, semaphores
-    )
+    scales, staged = in_vmem[arrays:], take(held if writes else 0)
+    owners, write_semaphores = refs or (None, None)
+    scalars = place, lengths_ref, layer_ref, origin_ref, table_ref
+    stream = BlockStream(*scalars, q_hbm, in_hbm, q_buf, in_vmem, counts, state, semaphores, owners)
+    writer = CellWriter(stream, queries, queries * group, scaled, written_ref, staged, write_semaphores)
     heads, width, size = acc_ref.shape
     buffers = counts.shape[0]
     exact = lax.Precision.HIGHEST if q_buf.dtype == jnp.float32 else None
@@ -291,18 +333,27 @@ def _kernel(*refs, place, part, paged, has_sinks, has_mask, arrays, scaled, quer
     pieces = 1 if heads > 1 or part % (2 * LANES) else 2
     tasks = [(head, piece * (part // pieces)) for head in range(heads) for piece in range(pieces)]
 
+    def operand(x):
+        """The matrix unit takes fp8 beside bfloat16."""
+        return x if q_buf.dtype == jnp.bfloat16 and x.dtype == jnp.float8_e4m3fn else x.astype(q_buf.dtype)
+
     def multiply(tasks, buf, offset, into):
         """Products of queries and keys of a part of a buffer, for some of `tasks`."""
         for head, at in tasks:
             count = part // pieces
-            q, keys = q_buf[buf, head], k_buf[buf, head, pl.ds(offset + at, count)].astype(q_buf.dtype)
+            q, keys = q_buf[buf, head, :width], operand(k_buf[buf, head, pl.ds(offset + at, count)])
             s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), exact, preferred_element_type=jnp.float32)
             products_ref[into, head, :, pl.ds(at, count)] = s
+
+    def arrive(buf):
+        stream.wait(buf)
+        if writes:
+            writer.put(buf)
 
     @pl.when(row == 0)
     def _():
         stream.begin()
-        stream.wait(0)
+        arrive(0)
         multiply(tasks, 0, 0, 0)
         state[SCALARS] = 0
 
@@ -351,10 +402,8 @@ def _kernel(*refs, place, part, paged, has_sinks, has_mask, arrays, scaled, quer
         half = len(tasks) // 2
         multiply(tasks[:half], next_buf, next_offset, 1 - this)
         for head in range(heads):
-            values = v_buf[buf, head, pl.ds(offset, part)].astype(q_buf.dtype)
-            product = jnp.dot(
-                ps[head].astype(values.dtype), values, precision=exact, preferred_element_type=jnp.float32
-            )
+            values = operand(v_buf[buf, head, pl.ds(offset, part)])
+            product = jnp.dot(ps[head].astype(q_buf.dtype), values, precision=exact, preferred_element_type=jnp.float32)
             top_ref[head] = tops[head]
             acc_ref[head] = acc_ref[head] * wide(decays[head], size) + product
         multiply(tasks[half:], next_buf, next_offset, 1 - this)
@@ -392,7 +441,7 @@ def _kernel(*refs, place, part, paged, has_sinks, has_mask, arrays, scaled, quer
         def take_part(i, this):
             start = begin + i * part
             ends = i + 1 == parts
-            pl.when(ends)(lambda: stream.wait(behind))
+            pl.when(ends)(lambda: arrive(behind))
             if v_buf.dtype != jnp.int8:
                 pl.when((start + part > length) | (start < first))(lambda: clean(buf, i * part, start))
             offset = pl.multiple_of(i * part, part)
@@ -404,6 +453,8 @@ def _kernel(*refs, place, part, paged, has_sinks, has_mask, arrays, scaled, quer
             state[SCALARS] = take_part(0, state[SCALARS])
         else:
             state[SCALARS] = lax.fori_loop(0, parts, take_part, state[SCALARS])
+        if writes:
+            writer.wait(buf)
         return behind
 
     state[2] = lax.fori_loop(0, stream.blocks(length), take_block, state[2])

@@ -37,6 +37,10 @@ class Stripe:
             return window // self.count
         return self.number(positions) - self.number(positions - window)
 
+    def owns(self, positions: jax.Array) -> jax.Array:
+        """Whether each of these is an own position; negative ones are nobody's."""
+        return (positions >= 0) & (positions % self.count == self.index)
+
     def slots(self, positions: jax.Array, slots: int, *, ring: bool) -> jax.Array:
         """Where each position is held in a cache of `slots`; what is another device's, or negative, is out of range.
 
@@ -46,8 +50,7 @@ class Stripe:
         slot = number % slots if ring else number
         if self.count == 1:
             return jnp.where(positions >= 0, slot, slots)
-        own = (positions >= 0) & (positions % self.count == self.index)
-        return jnp.where(own, slot, slots + jnp.maximum(positions, 0))
+        return jnp.where(self.owns(positions), slot, slots + jnp.maximum(positions, 0))
 
     def take(self, x: jax.Array, dim: int) -> jax.Array:
         """The own entries of x along a dimension of n times as many."""

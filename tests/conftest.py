@@ -100,7 +100,7 @@ def small(checkpoint) -> LLM:
     return build_llm(checkpoint("llama", num_hidden_layers=1), buckets, decode_steps=2)
 
 
-def build_llm(path: Path, buckets: Buckets, **options: Any) -> LLM:
+def build_llm(path: Path, buckets: Buckets, *, parallel: str | None = None, **options: Any) -> LLM:
     """An LLM in float32; `options` replace what `EngineConfig.make` chooses for this platform."""
     make = EngineConfig.make
     with pytest.MonkeyPatch.context() as patch:
@@ -111,6 +111,7 @@ def build_llm(path: Path, buckets: Buckets, **options: Any) -> LLM:
             max_batch=buckets.batch[-1],
             max_len=buckets.cache[-1],
             buckets=buckets,
+            parallel=parallel,
             progress=False,
         )
 

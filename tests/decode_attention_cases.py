@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -23,13 +23,23 @@ def _quantized(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return values, np.where(dead, np.where(np.arange(x.shape[-2]) % 2, np.nan, np.inf), scales).astype(np.float32)
 
 
+def _check_written(found: jax.Array, want: jax.Array, stale: jax.Array) -> None:
+    """New cells, the only ones in which `want` and `stale` differ, may be rounded otherwise if they are quantised; all
+    other bits are the same."""
+    found, want, stale = map(np.asarray, (found, want, stale))
+    same = want.view(f"u{want.itemsize}") == stale.view(f"u{want.itemsize}")
+    np.testing.assert_array_equal(*(x.view(f"u{x.itemsize}")[same] for x in (found, want)))
+    rtol, atol = {"float8_e4m3fn": (1 / 8, 0), "int8": (0, 1)}.get(want.dtype.name, (1e-6, 0))
+    np.testing.assert_allclose(*(x.astype(np.float32)[~same] for x in (found, want)), rtol, atol)
+
+
 @dataclass(frozen=True)
 class Case:
     """lengths [B]; slots: of a page; columns: pages of a row in a shuffled table, None: rows are pages.
 
     layers: layers of a stacked cache, of which the last is read. queries: C; None: a row has one query and no such
     axis. loudness: of queries. stored: keys and values are quantised, "int8" or "float8_e4m3fn". one: keys are values
-    too. tree: the new tokens are a random one.
+    too. tree: the new tokens are a random one. writes: their cells are passed in to be written, of all rows or of some.
     """
 
     lengths: tuple[int, ...]
@@ -47,6 +57,7 @@ class Case:
     ring: bool = False
     one: bool = False
     tree: bool = False
+    writes: bool | tuple[bool, ...] = False
     options: dict[str, Any] = field(default_factory=dict)
 
     def seen(self, row: int, query: int) -> range:
@@ -78,7 +89,9 @@ class Case:
             for position in range(max(self.seen(row, 0).start, 0), length):
                 slot = position % (columns * self.slots) if self.ring else position
                 at = table[row, slot // self.slots], slice(None), slot % self.slots
-                k[at], v[at] = rng.normal(size=(2, self.heads, self.size))
+                drawn = rng.normal(size=(2, self.heads, self.size))
+                k[at], v[at] = drawn.astype(jnp.dtype(self.dtype)).astype(float)
+        plain = k, v
         if self.layers:
             k, v = (np.stack([np.full_like(x, np.nan)] * (self.layers - 1) + [x]) for x in (k, v))
         found = {"q": jnp.asarray(q, self.dtype)}
@@ -98,20 +111,43 @@ class Case:
             found["layer"] = jnp.int32(self.layers - 1)
         if self.columns:
             found["pages"] = jnp.asarray(table, jnp.int32)
+        if self.writes:
+            self._take_out(found, plain)
         if self.tree:
             found["mask"] = jnp.asarray(self.mask(rng))
         return found
+
+    def _take_out(self, inputs: dict[str, Any], plain: Sequence[np.ndarray]) -> None:
+        """Pass the new tokens' cells, [N, K, S, h] in `plain`, apart from the cache."""
+        names = ["k"] if self.one else ["k", "v"]
+        shape = len(self.lengths), self.queries or 1, self.heads, self.size
+        new = {name: np.full(shape, np.nan) for name in names}
+        own = np.broadcast_to(self.writes, shape[0])
+        for row, query, at in self._new(inputs):
+            for name, x in zip(names, plain, strict=False) if own[row] else ():
+                new[name][row, query] = x[at]
+                for held in {name, f"{name}_scales"} & set(inputs):
+                    stale = 77 if inputs[held].dtype == jnp.int8 else jnp.nan
+                    inputs[held] = inputs[held].at[(-1, *at) if self.layers else at].set(stale)
+        inputs["new"] = [jnp.asarray(x if self.queries else x[:, 0], self.dtype) for x in new.values()]
+        if not isinstance(self.writes, bool):
+            inputs["written"] = jnp.asarray(self.writes)
 
     def static(self) -> dict[str, Any]:
         return {"scale": self.size**-0.5, **self.options} | ({"ring": True} if self.ring else {})
 
     def check(self, run: Callable, seed: int = 0, tolerance: float | None = None) -> tuple[jax.Array, jax.Array]:
         """Hold `run` to the oracle; returns its output and LSE."""
-        inputs = self.inputs(seed)
-        out, lse = jax.jit(lambda inputs: run(**inputs, **self.static()))(inputs)
+        inputs = whole = self.inputs(seed)
+        out, lse, *cache = jax.jit(lambda inputs: run(**inputs, **self.static()))(inputs)
         assert out.dtype == inputs["q"].dtype
         assert lse.dtype == jnp.float32
-        want_out, want_lse = self.oracle(inputs)
+        if self.writes:
+            whole = replace(self, writes=False).inputs(seed)
+            names = [name for name in ("k", "v", "k_scales", "v_scales") if whole.get(name) is not None]
+            for name, found in zip(names, cache, strict=True):
+                _check_written(found, whole[name], inputs[name])
+        want_out, want_lse = self.oracle(whole)
         tolerance = tolerance or TOLERANCE[jnp.dtype(self.dtype).name]
         np.testing.assert_allclose(out.astype(jnp.float32), want_out, rtol=tolerance, atol=tolerance)
         np.testing.assert_allclose(lse, want_lse, rtol=tolerance, atol=tolerance)
@@ -139,6 +175,16 @@ class Case:
                 out[row, query] = np.einsum("kgs,skh->kgh", p, v[at]) / total[..., None]
                 lse[row, query] = np.log(total) + top
         return (out, lse) if self.queries else (out[:, 0], lse[:, 0])
+
+    def _new(self, inputs: dict[str, Any]) -> Iterator[tuple[int, int, tuple]]:
+        """Row, query, and where its cell lies in [N, K, S, h], for every new token at a position."""
+        table = np.asarray(inputs.get("pages", np.arange(len(self.lengths))[:, None]))
+        for row, length in enumerate(self.lengths):
+            for query in range(self.queries or 1) if length else ():
+                position = length - (self.queries or 1) + query
+                slot = position % (table.shape[1] * self.slots) if self.ring else position
+                if position >= 0:
+                    yield row, query, (table[row, slot // self.slots], slice(None), slot % self.slots)
 
     def _each(self, inputs: dict[str, Any]) -> Iterator[tuple[int, int, tuple]]:
         """Row, query, and where the keys that it sees lie in [N, K, S, h], for every query of an active row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,33 +20,49 @@ from inferlib.sharding.shards import planned_shards
 from tests.conftest import MAX_LEN, assert_greedy, build_llm, random_prompts
 from tests.test_compile_tpu import EXPERTS, TINY
 
+TPU = {"platform": "tpu"}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "changes", "platform", "backend"),
+    ("family", "changes", "options", "backend"),
     [
-        ("ministral", {"head_dim": 128}, "tpu", Backend("pallas_tpu", "pallas_tpu")),
-        ("ministral", {"head_dim": 24}, "tpu", Backend("pallas_tpu", "pallas_tpu")),
-        ("qwen3_moe", {}, "cpu", Backend(grouped_matmul="pallas_tpu")),
-        ("qwen3_moe", {}, "cpu", Backend(grouped_matmul="pallas_gpu")),
-        ("qwen3_moe", {"num_experts": 64}, "cpu", Backend(grouped_matmul="pallas_gpu")),  # decoding a row: in any order
-        ("gpt_oss", {}, "cpu", Backend(expert_mlp="pallas_tpu")),
-        ("llama", {}, "gpu", Backend(add_norm="pallas_gpu")),
+        ("ministral", {"head_dim": 128}, TPU, Backend("pallas_tpu", "pallas_tpu")),
+        ("ministral", {"head_dim": 24}, TPU, Backend("pallas_tpu", "pallas_tpu")),
+        ("ministral", {"head_dim": 128}, TPU | {"kv_cache_dtype": "int8"}, Backend("pallas_tpu", "pallas_tpu")),
+        ("llama", {"head_dim": 128}, TPU | {"parallel": "cp=2"}, Backend("pallas_tpu")),
+        ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_tpu")),
+        ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_gpu")),
+        ("qwen3_moe", {"num_experts": 64}, {}, Backend(grouped_matmul="pallas_gpu")),  # decoding a row: in any order
+        ("gpt_oss", {}, {}, Backend(expert_mlp="pallas_tpu")),
+        ("llama", {}, {"platform": "gpu", "scan": False}, Backend(add_norm="pallas_gpu")),
     ],
-    ids=["attention", "over cells", "grouped products", "experts on a GPU", "few rows on a GPU", "experts", "norms"],
+    ids=[
+        "attention",
+        "attention over cells",
+        "attention over int8",
+        "attention over dealt positions",
+        "grouped products",
+        "experts on a GPU",
+        "few rows on a GPU",
+        "experts",
+        "norms",
+    ],
 )
-def test_a_model_generates_the_same_tokens(family, changes, platform, backend, checkpoint):
+def test_a_model_generates_the_same_tokens(family, changes, options, backend, checkpoint):
     """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one, with keys and values
-    apart and in one cell; experts in stacked layers; rows that start and end at different times."""
+    apart, in one cell, quantised and dealt out to devices; experts in stacked layers; rows that start and end at
+    different times."""
     buckets = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
     prompts, found = random_prompts([1, 7, 20, 40, 33]), []
     for chosen in (Backend(), backend):
-        llm = build_llm(
-            checkpoint(family, **changes), buckets, scan=platform != "gpu", platform=platform, backend=chosen
-        )
+        llm = build_llm(checkpoint(family, **changes), buckets, backend=chosen, **{"scan": True} | options)
         assert llm.engine.programs.config.backend == chosen
         if chosen.decode_attention == "pallas_tpu":
-            assert not any(kernel_lacks(layer.attention, "pallas_tpu") for layer in llm.model_config.layers)
+            lacks = partial(
+                kernel_lacks, backend=chosen, operation="decode_attention", scaled="kv_cache_dtype" in options
+            )
+            assert not any(lacks(layer.attention) for layer in llm.model_config.layers)
             assert {len(block.shapes) for block in llm.engine.plan.blocks} == {2 if changes["head_dim"] == 128 else 1}
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
         found.append([output.outputs[0].token_ids for output in outputs])

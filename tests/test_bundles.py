@@ -120,10 +120,10 @@ def measured(target: str, kernel: str, cases: str) -> dict[str, dict]:
     ("target", "most"), [("v5e-1", 1.03), ("v6e-1", 1.03), ("v5p:1x1x1", 1.03), ("v7x:1x1x1", 1.1)]
 )
 def test_decode_attention_compiles_and_is_near_its_floor(target, most):
-    cases = "A;F;L;F, page 128;uneven, 8 heads;A, head 64;A, head 256;A, 4 queries;A, window 1024"
-    found = measured(target, "decode_attention", cases)
-    assert len(found) == 9
-    for case in ("A", "F", "L"):
+    cases = "A;F;L;F, page 128;uneven, 8 heads;A, head 64;A, head 256;A, 4 queries;A, window 1024;F, written"
+    found = measured(target, "decode_attention", f"{cases};F, fp8, written;F, int8, window 1024, written")
+    assert len(found) == 12
+    for case in ("A", "F", "L", "F, written"):
         assert found[case]["R"] <= most, case
         assert found[case]["bytes_to_floor"] < 1.01, case
 

@@ -139,6 +139,17 @@ def test_no_program_copies_the_cache_or_lays_out_a_weight(target, parallel):
     assert kernels == [dict.fromkeys(names, TINY["num_hidden_layers"])] * 2
 
 
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_no_program_copies_a_quantised_cache(dtype):
+    """Its scales least of all, which chunks and decode rows write in different ways."""
+    made = replace(tiny("v5e-8", "tp=8"), kv_cache_dtype=dtype)
+    keys = made.keys()
+    report = report_of(made, [key for key in keys if not key.detail])
+    assert report.ok
+    decoding = [p for p in report.programs if p.key.rows]
+    assert [{k["name"]: k["count"] for k in p.kernels} for p in decoding] == [{"decode_attention": 3}] * len(decoding)
+
+
 @pytest.mark.parametrize(
     "hf",
     [LATENTS, SMALL_HEADS, pytest.param(CHUNKS, marks=pytest.mark.slow)],

@@ -183,13 +183,18 @@ def test_nothing_is_compiled_where_the_floor_leaves_nothing_to_gain():
     assert (best, tried) == (WIDE, 0)
 
 
+MXFP4 = {"values": ["int32", 16, 2, 32, 128], "scales": ["int32", 16, 2, 2, 128], "tops": ["float32", 16, 2, 1, 128]}
 SHAPES = [
     ("decode_attention", {"q": [4, 1, 2, 4, 128], "cache": [2, 512, 128], "arrays": 2, "itemsize": 2}),
     ("decode_attention", {"q": [4, 1, 2, 4, 128], "cache": [2, 512, 128], "arrays": 1, "itemsize": 2}),
     ("decode_attention", {"q": [2, 2, 1, 4, 128], "cache": [1, 128, 128], "arrays": 2, "itemsize": 2, "pages": 3}),
     ("decode_attention", {"q": [2, 2, 1, 4, 128], "cache": [1, 512, 128], "arrays": 2, "itemsize": 1, "seen": 257}),
-    ("expert_mlp", {"x": ["bfloat16", 8, 256], "gate_up": ["bfloat16", 16, 2, 256, 128]}),
+    (
+        "expert_mlp",
+        {"x": ["bfloat16", 8, 256], "gate_up": ["bfloat16", 16, 2, 256, 128], "down": ["bfloat16", 16, 1, 128, 256]},
+    ),
     ("grouped_matmul", {"x": ["bfloat16", 48, 256], "w": ["int8", 16, 2, 256, 128]}),
+    ("grouped_matmul", {"x": ["bfloat16", 48, 256], "w": MXFP4}),
     ("mla_decode_attention", {"width": 16, "unit": 256, "longest": 4096, "rank": 512, "itemsize": 2}),
     ("mx_matmul", {"rows": 16, "parts": 2, "inputs": 256, "columns": 512, "bits": 4, "group": 32}),
     ("mx_matmul", {"rows": 64, "parts": 1, "inputs": 256, "columns": 512, "bits": 8, "group": 256}),

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from inferlib.cache.plan import CachePlan, plan_cache
+from inferlib.cache.plan import BlockCache, CachePlan, plan_cache
 from inferlib.compile.functions import run
 from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.compile.state import RowState
@@ -253,14 +253,15 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
 def _decode_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
     from inferlib.pallas_kernels import decode_attention_tpu, mla_decode_attention_tpu
 
-    for spec, queries, caches in _attentions(config, model, plan):
+    for spec, queries, block, caches in _attentions(config, model, plan, "decode_attention"):
         if isinstance(spec, MlaSpec):
             heads = model.layout.heads(spec).groups // config.shards.size(axes.KV_HEADS)
             shape = config.rows, 1, heads, spec.kv_rank + spec.rope.dim
             unsupported = mla_decode_attention_tpu.unsupported
         else:
             shape = config.rows, 1, caches[0].shape[-3], queries, caches[0].shape[-1]
-            unsupported = partial(decode_attention_tpu.unsupported, window=spec.window)
+            options = dict(window=spec.window, scales=block.scaled, new=not block.shared)
+            unsupported = partial(decode_attention_tpu.unsupported, **options)
         if reason := unsupported(jax.ShapeDtypeStruct(shape, model.dtype), *caches):
             return reason
     return None
@@ -270,7 +271,7 @@ def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) 
     from inferlib.pallas_kernels.prefill_attention_tpu import unsupported
 
     dealt = config.shards.size(axes.TOKENS)
-    for spec, queries, (cache, *_) in _attentions(config, model, plan):
+    for spec, queries, _, (cache, *_) in _attentions(config, model, plan, "prefill_attention"):
         if isinstance(spec, MlaSpec):  # prefill expands latents, for XLA
             continue
         heads, slots, size = cache.shape[-3:]
@@ -284,14 +285,16 @@ def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) 
 
 
 def _attentions(
-    config: EngineConfig, model: AbstractModel, plan: CachePlan
-) -> Iterator[tuple[AttentionSpec | MlaSpec, int, list[jax.ShapeDtypeStruct]]]:
-    """Every block's attention that the TPU kernels take: its spec, queries of a KV head, and a device's cache."""
+    config: EngineConfig, model: AbstractModel, plan: CachePlan, operation: str
+) -> Iterator[tuple[AttentionSpec | MlaSpec, int, BlockCache, list[jax.ShapeDtypeStruct]]]:
+    """Every block's attention that the kernel of an operation takes: its spec, queries of a KV head, and its cache,
+    planned and as a device has it."""
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         spec = model.config.layers[layers[0]].attention
-        if not kernel_lacks(spec, "pallas_tpu", block.scaled):
+        if not kernel_lacks(spec, config.backend, operation, block.scaled):
             shapes = (config.shards.local_shape(block.axes, shape) for shape in block.shapes)
-            yield spec, model.layout.heads(spec).queries, [jax.ShapeDtypeStruct(s, block.dtype) for s in shapes]
+            held = [jax.ShapeDtypeStruct(s, block.dtype) for s in shapes]
+            yield spec, model.layout.heads(spec).queries, block, held
 
 
 def _experts_lack(config: EngineConfig, model: AbstractModel, name: str) -> str | None:

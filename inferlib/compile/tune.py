@@ -123,7 +123,9 @@ def _name(asked: Asked) -> str:
     parts = []
     for name, value in asked.shape.items():
         if value is not None:
-            parts.append(f"{name} {' x '.join(map(str, value)) if isinstance(value, Sequence) else value}")
+            arrays = value.values() if isinstance(value, Mapping) else [value]
+            texts = (" x ".join(map(str, a)) if isinstance(a, Sequence) else str(a) for a in arrays)
+            parts.append(f"{name} {' + '.join(texts)}")
     return ", ".join(parts)
 
 

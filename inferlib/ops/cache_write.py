@@ -7,21 +7,44 @@ order are a part of 128 rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from inferlib.ops.quantized import Scheme, quantize
 
 ROWS = 128  # of a folded cache, whose first parts hold positions in order
 
 
+def rounded(new: Sequence[jax.Array], dtype, *, scaled: bool) -> list[jax.Array]:
+    """What a cache of this dtype holds of `new`, [T, K, h] each: the same, or if it is scaled quantised values of each,
+    then the scales [T, K] of each."""
+    if not scaled:
+        return list(new)
+    held = [quantize(x, (2,), Scheme(jnp.dtype(dtype).name)) for x in new]
+    return [x.values for x in held] + [x.scales for x in held]
+
+
 def cache_write(
-    cache: jax.Array, new: jax.Array, pages: jax.Array, slots: jax.Array, *, layer: jax.Array | None = None
+    cache: jax.Array,
+    new: jax.Array,
+    pages: jax.Array,
+    slots: jax.Array,
+    *,
+    layer: jax.Array | None = None,
+    run: int = 1,
 ) -> jax.Array:
     """Put what is new of token t at page `pages[t]`, slot `slots[t]`.
 
     cache: [N, K, S, h], or [L, N, K, S, h] with `layer` the layer to write; or folded, [..., S / f, f * h]; new:
     [T, K, h]; all without h for scales. pages, slots: [T] int32. A page >= N or a slot >= S writes nothing: that is how
-    padding and inactive rows are dropped. Pairs (page, slot) are distinct. A donated cache is updated in place.
+    padding and inactive rows are dropped. Pairs (page, slot) are distinct. A donated cache is updated in place. run: so
+    many tokens in turn are of one page; if several, scales are written page by page.
     """
+    if new.ndim == 2 and run > 1:
+        return _write_pages(cache, new.reshape(-1, run, new.shape[1]), pages[::run], slots.reshape(-1, run), layer)
     if new.ndim == 3 and cache.shape[-1] != new.shape[2]:
         return _write_folded(cache, new, pages, slots, layer)
     # Head by head. For a slice of heads a TPU would lay the whole cache out anew; and the write of one row would become
@@ -30,6 +53,22 @@ def cache_write(
     at = (pages[:, None], heads, slots[:, None])
     at = at if layer is None else (layer, *at)
     return cache.at[at].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
+
+
+def _write_pages(
+    cache: jax.Array, new: jax.Array, pages: jax.Array, slots: jax.Array, layer: jax.Array | None
+) -> jax.Array:
+    """Whole pages of scales: for a write of single numbers a TPU's compiler lays the whole cache out anew, at every
+    layer where a kernel, which takes it as it is, stands beside it."""
+    count, (heads, size) = cache.shape[-3], cache.shape[-2:]
+    for x, page, at in zip(new, pages, slots, strict=True):
+        start = (jnp.minimum(page, count - 1), 0, 0)
+        start = start if layer is None else (layer, *start)
+        held = lax.dynamic_slice(cache, start, (1,) * (cache.ndim - 2) + (heads, size))
+        at = jnp.where(page < count, at, size)
+        held = held.at[..., at].set(x.T, mode="drop", unique_indices=True)
+        cache = lax.dynamic_update_slice(cache, held, start)
+    return cache
 
 
 def _write_folded(

@@ -84,6 +84,14 @@ class PackedTensor:
         return Weight(*(x if x is None else x.reshape(_of_experts(x.shape, stacked)) for x in arrays))
 
 
+def _codes(values: jax.Array) -> jax.Array:
+    """Of e2m1, as uint8. By arithmetic: XLA:CPU does not always know how to take the type for integers."""
+    x = values.astype(jnp.float32)
+    size = jnp.abs(x)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    code = jnp.where(size <= 2, 2 * size, jnp.where(size <= 4, size + 2, 7))
+    return code.astype(jnp.uint8) | (jnp.signbit(x).astype(jnp.uint8) << 3)
+
+
 def _of_experts(shape: tuple[int, ...], stacked: bool) -> tuple[int, ...]:
     """[(L,) E, (2,) 1, K, N] -> [L, E, P, K, N]"""
     lead = shape[: 1 + stacked] if stacked else (1, shape[0])
@@ -213,8 +221,7 @@ class Packing:
         if self.is_mxfp4:
             from inferlib.pallas_kernels.packed_weights_tpu import pack_mxfp4
 
-            codes = lax.bitcast_convert_type(values, jnp.uint4).astype(jnp.uint8)
-            codes, scales = self._matrix(codes), self._matrix(lax.bitcast_convert_type(scales, jnp.uint8))
+            codes, scales = self._matrix(_codes(values)), self._matrix(lax.bitcast_convert_type(scales, jnp.uint8))
             return pack_mxfp4(codes, scales)
         values = self._matrix(values)
         short = -values.shape[-2] % _DEPTH

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from inferlib.models.batch import StepContext, kernel_lacks
@@ -77,9 +80,7 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         spec = self.spec
         q, new = self.project(x, ctx)
-        if new:
-            cache = cache.write(new, ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS))
-        out = self.attend(q, cache, ctx)
+        out, cache = self.attend(q, new, cache, ctx)
         if spec.gate is not None:
             out = self.gated(out, x, ctx.shards)
         return matmul(out, self.o[...], contract=3), cache
@@ -97,7 +98,12 @@ class Attention(nnx.Module):
         qkv = ctx.shards.sum(matmul(x, self.qkv[...]), axes.EMBED)
         if spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
-        q = warmed(self.placed(qkv[:, :, :g], "q", ctx), spec.temperature, ctx)
+        rotated = spec.rope is not None and not spec.qk_norm
+        if rotated:  # all at once but values: a few heads at a time are so many fusions for a TPU
+            turned = np.arange(qkv.shape[2]) < g + (spec.cache_of is None)
+            qkv = jnp.where(turned[:, None], apply_rope(qkv, *ctx.rope[spec.rope]), qkv)
+        place = (lambda x, *_: x) if rotated else self.placed
+        q = warmed(place(qkv[:, :, :g], "q", ctx), spec.temperature, ctx)
         if spec.cache_of is not None:
             return q, ()
         k = v = qkv[:, :, g]
@@ -109,7 +115,7 @@ class Attention(nnx.Module):
         if spec.value_norm:
             v = rms_norm(v, jnp.ones((spec.value_dim,)), self.norm.eps)
         v = v if spec.value_scale == 1.0 else v * jnp.asarray(spec.value_scale, v.dtype)
-        return q, (self.placed(k, "k", ctx), v)
+        return q, (place(k, "k", ctx), v)
 
     def placed(self, x: jax.Array, which: Literal["q", "k"], ctx: StepContext) -> jax.Array:
         """Queries or keys, normed and rotated."""
@@ -132,9 +138,12 @@ class Attention(nnx.Module):
         mean = shards.sum(squares, axes.KV_HEADS) / (heads * spec.head_dim)
         return scale_norm(y, mean, weight, eps, offset).astype(x.dtype)
 
-    def attend(self, q: jax.Array, cache: LayerCache, ctx: StepContext) -> jax.Array:
-        """[T, K, G, h], where the output projection takes in a share of h that share."""
-        spec, batch = self.spec, ctx.batch
+    def attend(
+        self, q: jax.Array, new: Sequence[jax.Array], cache: LayerCache, ctx: StepContext
+    ) -> tuple[jax.Array, LayerCache]:
+        """[T, K, G, h], where the output projection takes in a share of h that share; and the cache with what is new
+        of all tokens [T, K, h]."""
+        spec, batch, own = self.spec, ctx.batch, ctx.shards.stripe(axes.POSITIONS)
         split = math.prod(batch.chunk_tokens.shape)
         dealt = ctx.shards.size(axes.POSITIONS) > 1
         apart = len(cache.arrays) > 1
@@ -143,13 +152,12 @@ class Attention(nnx.Module):
         sinks = self.sinks[...] if spec.sinks else None
         options = dict(scale=spec.scale, softcap=spec.softcap, sinks=None if dealt else sinks, ring=cache.ring)
 
-        def reach(stripe: Stripe, positions: jax.Array, kernel: str) -> tuple[int | jax.Array | None, str]:
+        def reach(stripe: Stripe, positions: jax.Array, operation: str) -> tuple[int | jax.Array | None, str]:
             """The window of these, and what implements their attention. No kernel takes a window for each row: one that
             does not divide covers a position more on some devices."""
             window = stripe.window(positions, self.window(positions))
-            return window, "xla" if isinstance(window, jax.Array) or kernel_lacks(
-                spec, kernel, cache.scaled
-            ) else kernel
+            lacks = isinstance(window, jax.Array) or kernel_lacks(spec, ctx.backend, operation, cache.scaled)
+            return window, "xla" if lacks else getattr(ctx.backend, operation)
 
         def values(out: jax.Array, lse: jax.Array) -> Attended:
             return out if apart else out[..., spec.head_dim : spec.head_dim + spec.value_dim], lse
@@ -157,7 +165,7 @@ class Attention(nnx.Module):
         def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
             queries = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])[which]
             positions, limit = ctx.chunk_positions[which], limit_of(ctx, stripe)
-            window, kernel = reach(stripe, positions, ctx.backend.prefill_attention)
+            window, kernel = reach(stripe, positions, "prefill_attention")
             k, v, scales = _parts(share)
             kind = dict(window=window, limit=limit, backend=kernel, **scales)
             if k.ndim == 5:
@@ -165,9 +173,8 @@ class Attention(nnx.Module):
             numbers = stripe.number(positions)
             return values(*prefill_attention(queries, k, k if v is None else v, pages, numbers, **kind, **options))
 
-        def rows(stripe: Stripe) -> Attended:
+        def rows(stripe: Stripe) -> tuple[Attended, Share]:
             queries, positions = q[split:], batch.decode_lengths - 1
-            window, kernel = reach(stripe, positions, ctx.backend.decode_attention)
             limit, numbers, layer = limit_of(ctx, stripe), stripe.number(positions), None
             if kernel == "pallas_tpu":
                 share, layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
@@ -175,10 +182,26 @@ class Attention(nnx.Module):
                 share = cache.read(queries.shape[0], limit)
             k, v, scales = _parts(share)
             kind = dict(window=window, limit=limit, layer=layer, backend=kernel, **scales)
-            return values(*decode_attention(queries, k, v, numbers + 1, **kind, **options))
+            if fresh is not None:
+                kind |= dict(new=fresh, written=stripe.owns(positions) if dealt else None)
+            out, lse, *share = decode_attention(queries, k, v, numbers + 1, **kind, **options)
+            return values(out, lse), tuple(share)
 
-        _, kernel = reach(ctx.shards.stripe(axes.POSITIONS), ctx.chunk_positions, ctx.backend.prefill_attention)
-        return attend(cache, ctx, chunks, rows, sinks if dealt else None, stacked=kernel == "pallas_tpu")
+        window, kernel = reach(own, batch.decode_lengths - 1, "decode_attention")
+        fresh, attended, run = None, None, 1
+        if new and kernel == "pallas_tpu" and split < q.shape[0]:  # it writes the cells of decode rows
+            fresh, new = [x[split:] for x in cache.cells(new)], [x[:split] for x in new]
+            run = batch.chunk_tokens.shape[1]
+        if new and (count := new[0].shape[0]):
+            cache = cache.write(new, ctx.pages[:count], ctx.positions[:count], own, run)
+        if fresh is not None:  # before chunks read the cache, so that it is written in place
+            attended, arrays = rows(own)
+            cache = replace(cache, arrays=arrays)
+        by_kernel = reach(own, ctx.chunk_positions, "prefill_attention")[1] == "pallas_tpu"
+        out = attend(
+            cache, ctx, chunks, lambda stripe: attended or rows(stripe)[0], sinks if dealt else None, stacked=by_kernel
+        )
+        return out, cache
 
     def window(self, positions: jax.Array) -> int | jax.Array | None:
         """How many positions each of these sees, itself included."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inferlib.ops.cache_write import cache_write, folded_rows
-from inferlib.ops.quantized import Scheme, quantize
+from inferlib.ops.cache_write import cache_write, folded_rows, rounded
 from inferlib.sharding.stripe import Stripe
 
 
@@ -55,18 +55,22 @@ class LayerCache:
     def scaled(self) -> bool:
         return self.arrays[-1].ndim < self.arrays[0].ndim
 
-    def write(self, new: Sequence[jax.Array], pages: jax.Array, positions: jax.Array, stripe: Stripe) -> LayerCache:
+    def write(
+        self, new: Sequence[jax.Array], pages: jax.Array, positions: jax.Array, stripe: Stripe, run: int = 1
+    ) -> LayerCache:
         """new: [T, K, h] for each array, or for cells side by side of one, at `positions` [T] of `pages` [T]; pages
-        >= N, negative positions and those of other devices are dropped."""
+        >= N, negative positions and those of other devices are dropped. run: so many tokens in turn are of one page."""
+        new = self.cells(new)
+        slots = stripe.slots(positions, self.slots, ring=self.ring)
+        pairs = zip(self.arrays, rounded(new, self.arrays[0].dtype, scaled=self.scaled), strict=True)
+        write = partial(cache_write, pages=pages, slots=slots, layer=self.layer, run=run)
+        return replace(self, arrays=tuple(write(old, x) for old, x in pairs))
+
+    def cells(self, new: Sequence[jax.Array]) -> list[jax.Array]:
+        """What is cached of tokens, as `write` takes it, in the shape of cells, before it is rounded."""
         if len(self.sizes) == 1:
             new = (jnp.concatenate(new, axis=-1),)
-        new = list(map(widened, new, self.sizes))
-        slots = stripe.slots(positions, self.slots, ring=self.ring)
-        if self.scaled:
-            held = [quantize(x, (2,), Scheme(self.arrays[0].dtype.name)) for x in new]
-            new = [x.values for x in held] + [x.scales for x in held]
-        pairs = zip(self.arrays, new, strict=True)
-        return replace(self, arrays=tuple(cache_write(old, x, pages, slots, layer=self.layer) for old, x in pairs))
+        return list(map(widened, new, self.sizes))
 
     def read(self, rows: int, limit: int | None = None, first: jax.Array | int = 0) -> tuple[jax.Array, ...]:
         """The arrays of the current layer, [N, K, S, ...]; of a scanned one, only what is asked for: [rows, K, limit,

@@ -98,7 +98,7 @@ class Mla(nnx.Module):
 
         def rows(stripe: Stripe) -> Attended:
             lengths, limit = stripe.number(batch.decode_lengths - 1) + 1, limit_of(ctx, stripe)
-            kernel, layer = "xla" if kernel_lacks(spec, ctx.backend.decode_attention) else "pallas_tpu", None
+            kernel, layer = "xla" if kernel_lacks(spec, ctx.backend, "decode_attention") else "pallas_tpu", None
             if kernel == "pallas_tpu":
                 arrays, layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
             else:

@@ -18,7 +18,8 @@ SHORT = tuple(np.exp(_RNG.uniform(np.log(17), np.log(8192), 64)).astype(int).tol
 @dataclass(frozen=True)
 class DecodeAttention:
     """Rows of `lengths` positions, `queries` new ones each; bfloat16, or `stored` with scales. page: positions of one;
-    None: rows are pages. slots: of a ring. tree: new tokens see their ancestors only."""
+    None: rows are pages. slots: of a ring. tree: new tokens see their ancestors only. writes: the kernel
+    writes their cells."""
 
     lengths: tuple[int, ...]
     heads: int = 1
@@ -31,6 +32,7 @@ class DecodeAttention:
     stored: str | None = None
     sinks: bool = False
     tree: bool = False
+    writes: bool = False
 
     kernel = "decode_attention"
     floor_flops = 0
@@ -65,7 +67,14 @@ class DecodeAttention:
         from inferlib.pallas_kernels.decode_attention_tpu import decode_attention
 
         options = dict(window=self.window, ring=self.slots is not None, layer=0) | ({"v": None} if self.one else {})
-        return partial(decode_attention, scale=self.size**-0.5, **options)
+        if not self.writes:
+            return partial(decode_attention, scale=self.size**-0.5, **options)
+
+        def writing(new_k, new_v=None, **inputs):
+            new = [x for x in (new_k, new_v) if x is not None]
+            return decode_attention(**inputs, new=new, scale=self.size**-0.5, **options)
+
+        return writing
 
     @property
     def one(self) -> bool:
@@ -88,6 +97,9 @@ class DecodeAttention:
             found |= dict.fromkeys(("k_scales", "v_scales"), (cache[0][:-1], "float32"))
         if self.sinks:
             found["sinks"] = (self.heads, self.group), "bfloat16"
+        if self.writes:
+            names = ("new_k",) if self.one else ("new_k", "new_v")
+            found |= dict.fromkeys(names, ((rows, self.queries, self.heads, size), "bfloat16"))
         if self.tree:
             found["mask"] = (rows, self.queries, self.queries), "bool"
         return found if self.page is None else {**found, "pages": (self.pages.shape, "int32")}
@@ -97,7 +109,7 @@ class DecodeAttention:
         given = [np.array(self.lengths), np.zeros(1, int)]
         if self.slots is not None:
             first = np.maximum(np.array(self.lengths) - self.queries + 1 - self.window, 0)
-            unit = math.gcd(self.slots, 64)
+            unit = math.gcd(self.slots, 128 if self.stored else 64)
             given.append(first // unit * unit % self.slots)
         if self.page is not None:
             given.append(self.pages.reshape(-1))
@@ -130,6 +142,17 @@ CASES = {
     "F, int8": DecodeAttention(BATCH, heads=8, stored="int8"),
     "A, fp8": DecodeAttention(BATCH, stored="float8_e4m3fn"),
     "F, fp8": DecodeAttention(BATCH, heads=8, stored="float8_e4m3fn"),
+    "A, written": DecodeAttention(BATCH, writes=True),
+    "F, written": DecodeAttention(BATCH, heads=8, writes=True),
+    "A, int8, written": DecodeAttention(BATCH, stored="int8", writes=True),
+    "F, int8, written": DecodeAttention(BATCH, heads=8, stored="int8", writes=True),
+    "F, fp8, written": DecodeAttention(BATCH, heads=8, stored="float8_e4m3fn", writes=True),
+    "A, page 16, written": DecodeAttention(BATCH, page=16, writes=True),
+    "F, 4 queries, written": DecodeAttention(BATCH, heads=8, queries=4, writes=True),
+    "F, head 64, written": DecodeAttention(BATCH, heads=8, size=64, writes=True),
+    "F, int8, window 1024, written": DecodeAttention(
+        (5000,) * 32, heads=8, window=1024, slots=1536, stored="int8", writes=True
+    ),
     "F, tree of 4": DecodeAttention(BATCH, heads=8, queries=4, tree=True),
     "A, window 1024": DecodeAttention((5000,) * 32, window=1024, slots=1536),
     "F, window 1024": DecodeAttention((5000,) * 32, heads=8, window=1024, slots=1536),

@@ -1,0 +1,156 @@
+"""New cells of a paged cache, written by a TPU kernel that has the blocks they belong to on chip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.pallas_kernels.arithmetic_tpu import div, rem
+from inferlib.pallas_kernels.block_stream_tpu import BlockStream
+
+LANES, SUBLANES = 128, 8
+
+
+def tile_of(ndim: int, dtype) -> int:
+    """Positions of a tile of memory, of cells [L, N, K, S, h] or of scales [L, N, K, S]."""
+    return LANES if ndim == 4 else SUBLANES * 4 // jnp.dtype(dtype).itemsize
+
+
+def tiles_of(cells: int, tile: int) -> int:
+    """Tiles that a run of cells touches at most."""
+    return (cells + tile - 2) // tile + 1
+
+
+@dataclass
+class CellWriter:
+    """Puts the last `new` cells of rows into the blocks of a stream, and from there into the cache.
+
+    Memory is written tile by tile; what else is in a cell's tile has just been read with its block. Cells lie behind
+    the `width` queries of a row, [K, width + new * n, h]: keys, then values if they are apart. Of a quantised cache
+    (`scaled`) they are rounded here, as by `inferlib.ops.quantized.quantize`. written [B]: 0 for rows whose last cells
+    are in the cache already; None: there are none. staged: what is on its way from a buffer to each array of the
+    stream, [n, tiles, K, tile, ...], since blocks are changed once they are used; semaphores [arrays, n].
+    """
+
+    stream: BlockStream
+    new: int
+    width: int
+    scaled: bool
+    written: Any
+    staged: Sequence[Any]
+    semaphores: Any
+
+    def put(self, buffer: jax.Array) -> None:
+        """The cells of the block in a buffer, which has arrived; copies of their tiles to the cache are started."""
+        stream, heads = self.stream, self.stream.query_buffers.shape[1]
+        arrays = len(self.staged) // (1 + self.scaled)
+
+        def put_all(row: jax.Array, first: jax.Array) -> None:
+            cells = [self._cells(buffer, head, arrays) for head in range(heads)]
+
+            def put_tile(n: int, j: int, start: jax.Array) -> None:
+                held, staged = stream.buffers[n], self.staged[n]
+                tile = staged.shape[3]
+                inside = [first + c - start for c in range(self.new)]
+                mine = slice(n % arrays * self.new, (n % arrays + 1) * self.new)
+                for head in range(heads):
+                    cell = cells[head][n // arrays][mine]
+                    if n < arrays:
+                        at = buffer, head, pl.ds(start, tile)
+                        merged = _merged(held[at], cell, inside)
+                        staged[buffer, j, head] = merged
+                    else:
+                        at = buffer, pl.ds(head, 1), pl.ds(start, tile)
+                        merged, lane = held[at], lax.broadcasted_iota(jnp.int32, (1, tile), 1)
+                        for x, place in zip(cell, inside, strict=True):
+                            merged = jnp.where(lane == place, x, merged)
+                        staged[buffer, j, pl.ds(head, 1)] = merged
+                    held[at] = merged
+                self._copy(n, j, buffer, row, start).start()
+
+            self._each_tile(first, put_tile)
+
+        self._if_any(buffer, put_all)
+
+    def wait(self, buffer: jax.Array) -> None:
+        """Until the tiles of a buffer's block are in the cache."""
+
+        def wait_for(row: jax.Array, first: jax.Array) -> None:
+            self._each_tile(first, lambda n, j, start: self._copy(n, j, buffer, row, start).wait())
+
+        self._if_any(buffer, wait_for)
+
+    def _if_any(self, buffer: jax.Array, act: Callable) -> None:
+        """act(row, first) if a buffer's block has new cells, of which the first is, or were, at `first` in it."""
+        stream = self.stream
+
+        @pl.when(stream.counts[buffer] > 0)
+        def _():
+            row, start = stream.owners[0, buffer], stream.owners[1, buffer]
+            first = stream.length(row) - self.new - start
+            holds = first < stream.pages.block
+            if self.written is not None:
+                holds &= self.written[row] > 0
+            pl.when(holds)(lambda: act(row, first))
+
+    def _each_tile(self, first: jax.Array, act: Callable) -> None:
+        """act(n, j, start): of each array the j-th tile with cells, which begins at `start` in the block."""
+        for n, staged in enumerate(self.staged):
+            tile, begin = staged.shape[3], jnp.maximum(first, 0)
+            for j in range(staged.shape[1]):
+                start = pl.multiple_of((div(begin, tile) + j) * tile, tile)
+                if j == 0:
+                    act(n, j, start)
+                else:
+                    inside = (start < first + self.new) & (start < self.stream.pages.block)
+                    pl.when(inside)(lambda n=n, j=j, start=start: act(n, j, start))
+
+    def _cells(self, buffer: jax.Array, head: int, arrays: int) -> tuple[list[jax.Array], ...]:
+        """[1, h] each, and if they are quantised their scales, [1, 1]."""
+        rows = self.stream.query_buffers[buffer, head].astype(jnp.float32)
+        each = [slice(self.width + c, self.width + c + 1) for c in range(arrays * self.new)]
+        if not self.scaled:
+            return ([rows[at] for at in each],)
+        dtype = self.staged[0].dtype
+        whole = jnp.issubdtype(dtype, jnp.integer)
+        most = float((jnp.iinfo if whole else jnp.finfo)(dtype).max)
+        scales = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / most
+        scales = jnp.where(scales == 0, 1.0, scales)
+        values = jnp.clip(rows / scales, -most, most)
+        values = jnp.round(values) if whole else values
+        return [values[at] for at in each], [scales[at] for at in each]
+
+    def _copy(self, n: int, j: int, buffer: jax.Array, row: jax.Array, start: jax.Array):
+        """Of an array's j-th staged tile, which begins at `start` in its row's block, to the cache."""
+        stream, pages = self.stream, self.stream.pages
+        at = stream.owners[1, buffer] + start
+        if pages.ring:
+            at = stream.origin[row] + at - pages.first(stream.length(row))
+            at = jnp.where(at >= pages.capacity, at - pages.capacity, at)
+        page = row
+        if pages.columns is not None:
+            page, at = stream.table[row * pages.columns + div(at, pages.slots)], rem(at, pages.slots)
+        tile = self.staged[n].shape[3]
+        target = stream.arrays[n].at[stream.layer[0], page, :, pl.ds(pl.multiple_of(at, tile), tile)]
+        return pltpu.make_async_copy(self.staged[n].at[buffer, j], target, self.semaphores.at[n, buffer])
+
+
+def _merged(tile: jax.Array, cells: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Array:
+    """tile [t, h] with cells [1, h] of float32 at places, of which those outside are left out; in words of 32 bits."""
+    words = pltpu.bitcast(tile, jnp.int32)
+    packed = tile.shape[0] // words.shape[0]
+    bits = 32 // packed
+    row = lax.broadcasted_iota(jnp.int32, words.shape, 0)
+    for cell, place in zip(cells, places, strict=True):
+        new = pltpu.bitcast(jnp.broadcast_to(cell, tile.shape).astype(tile.dtype), jnp.int32)
+        mask = jnp.int32(-1) if packed == 1 else jnp.int32((1 << bits) - 1) << (place & (packed - 1)) * bits
+        mask = jnp.where(row == place >> packed.bit_length() - 1, mask, 0)
+        words = (words & ~mask) | (new & mask)
+    return pltpu.bitcast(words, tile.dtype)
