@@ -12,11 +12,11 @@ test: test-fast test-slow
 
 # Everything quick: no real weights.
 test-fast: .venv/.dev
-	$(BIN)/python -m pytest -m "not slow" -n 2
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
 # Real weights, notebooks, many compilations.
 test-slow: .venv/.dev
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

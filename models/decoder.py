@@ -307,8 +307,11 @@ class Decoder(nnx.Module):
         return ctx.shards.all_tokens(x, ctx.tokens), tuple(new), stream.boxes, load
 
     def adds_norms(self, ctx: StepContext) -> bool:
-        """Whether sums that are one device's own take place in one kernel with the norms that follow."""
+        """Whether sums that are one device's own take place in one kernel with the norms that follow: where there are
+        experts, whose sums XLA:GPU does not add to the residual in the product's own kernel, as it does dense ones."""
         if ctx.backend.add_norm == "xla" or ctx.shards.mesh is not None or not fuses_sums(self.config):
+            return False
+        if not self.config.mixtures:
             return False
         unrolled = all(segment.count == 1 for segment in self.segments)
         return unrolled and add_norm_fits(ctx.batch.tokens.size, self.config.dim)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +50,11 @@ TINY: dict[str, dict[str, Any]] = {
     # Stacked, these are a pattern of two that repeats twice, then a single layer.
     "ministral": {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING]},
 }
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is not searched for in torch, transformers and JAX again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
