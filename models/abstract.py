@@ -22,7 +22,7 @@ from inferlib.models.decoder import Decoder, Segment, segments_of
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
-from inferlib.ops.packed import PackedTensor, Packing, gains
+from inferlib.ops.packed import PackedTensor, Packing
 from inferlib.ops.quantized import QuantizedTensor, Scheme, nbytes, quantize
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
@@ -60,7 +60,7 @@ class WeightSpec:
     def stored(self, whole: jax.Array) -> tuple[jax.Array, ...]:
         """Its arrays, from the weight itself. Traceable."""
         if self.scheme is None:
-            return (whole.astype(self.dtype),)
+            return self.held(whole.astype(self.dtype))
         return self.held(*jax.tree.leaves(quantize(whole, self.contracting, self.scheme)))
 
     def held(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -71,18 +71,18 @@ class WeightSpec:
     def value(self) -> jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor:
         """What layers see, of shapes."""
         structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays]
-        if self.scheme is None:
+        if self.scheme is None and not self.packed:
             return structs[0]
         return (self.packing if self.packed else self.scheme).tensor(*structs)
 
     @property
     def packing(self) -> Packing:
-        return Packing(self.scheme, self.shape, self.axes, self.contracting)
+        return Packing(self.scheme, self.shape, self.axes, self.contracting, self.dtype)
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
         """What holds it."""
-        if self.scheme is None:
+        if self.scheme is None and not self.packed:
             return (ArraySpec(self.name, self.part, self.shape, self.dtype, self.axes),)
         held = self.packing.arrays() if self.packed else self.scheme.arrays(self.shape, self.axes, self.contracting)
         suffixes = {name: "" if name == "values" else f".{name}" for name in held}
@@ -249,17 +249,17 @@ def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -
 
 
 def _held(p: nnx.Param, weight: WeightSpec) -> nnx.Param:
-    """The parameter, holding a `QuantizedTensor` or `PackedTensor` if the weight is quantised."""
-    if weight.scheme is None:
+    """The parameter, holding a `QuantizedTensor` or `PackedTensor` if the weight is quantised or packed."""
+    if weight.scheme is None and not weight.packed:
         return p
     return p.replace(weight.value)
 
 
 def gainful(weight: WeightSpec) -> bool:
     """Whether a TPU kernel wants a weight packed; experts by channel it reads as they are."""
-    if weight.scheme is None or not gains(weight.scheme):
+    if not weight.contracting or not weight.packing.gains:
         return False
-    return axes.EXPERTS not in weight.axes or weight.scheme.group is not None
+    return axes.EXPERTS not in weight.axes or (weight.scheme is not None and weight.scheme.group is not None)
 
 
 def unpackable(weight: WeightSpec, dtype, shards: Shards) -> str | None:

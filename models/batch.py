@@ -57,7 +57,7 @@ class Backend:
     prefill_attention: Literal["xla", "pallas_tpu", "nki"] = "xla"
     grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
     expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # of few tokens; "xla": as grouped products
-    matmul: Literal["xla", "pallas_tpu"] = "xla"  # with quantised weights
+    matmul: Literal["xla", "pallas_tpu"] = "xla"  # with weights
     add_norm: Literal["xla", "pallas_gpu"] = "xla"  # residual sums and the norms of few rows, on one device
     all_reduce: Literal["xla", "pallas"] = "xla"
     collective_matmul: Literal["xla", "pallas_tpu"] = "xla"  # where tokens are split, see `models.layers.ring`

@@ -21,23 +21,20 @@ from inferlib.models.layers.mla import Mla
 from inferlib.models.layers.mlp import Mlp
 from inferlib.models.layers.moe import Load, Moe
 from inferlib.models.layers.norm import Norm
-from inferlib.models.layers.param import param
+from inferlib.models.layers.param import OfStack, param
 from inferlib.models.layers.per_layer import PerLayerEmbedding, PerLayerInput
 from inferlib.models.layers.residual import AltUp, Laurel, Streams
 from inferlib.models.layers.ring import in_ring, ring_axis, rings
 from inferlib.models.layout import Layout
 from inferlib.ops.add_norm import add_norm, add_norm_fits
 from inferlib.ops.collective_matmul import RingWeight
-from inferlib.ops.matmul import matmul
+from inferlib.ops.matmul import Normed, matmul
 from inferlib.ops.packed import PackedTensor
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 if TYPE_CHECKING:
     from inferlib.pallas_kernels.all_reduce_norm_gpu import Mailboxes
-
-
-_STACKS = PackedTensor, RingWeight  # know which layer of theirs is used
 
 
 class Stream(NamedTuple):
@@ -138,7 +135,8 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             own = self.pre_attn_norm(x, shards) if spec.pre_norm else x
             y = own if _travels(self.attn, "qkv") else shards.all_tokens(own, ctx.tokens)
-            attn, cache = self.attn(y, ctx, cache)
+            given = self.pre_attn_norm.for_products(x, y, shards) if spec.pre_norm else y
+            attn, cache = self.attn(given, ctx, cache)
         if spec.parallel:
             with jax.named_scope("mlp"):
                 mlp, load = self.feed_forward(shards.fed(y), ctx, layer)
@@ -159,6 +157,8 @@ class Block(nnx.Module):
             else:
                 y = self.pre_mlp_norm(x, shards) if spec.pre_norm else x
                 y = y if _travels(self.mlp, "gate_up") else shards.fed(shards.all_tokens(y, ctx.tokens))
+                if spec.pre_norm and isinstance(self.mlp, Mlp):
+                    y = self.pre_mlp_norm.for_products(x, y, shards)
                 if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
                     held, mlp, load = self.mlp.apart(y, ctx, layer)
                 else:
@@ -167,7 +167,7 @@ class Block(nnx.Module):
                 mlp = self.mlp.finish(mlp if _travels(self.mlp, "down") else shards.sum_tokens(mlp, axes.MLP))
         return self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), held, load, cache
 
-    def feed_forward(self, y: jax.Array, ctx: StepContext, layer: jax.Array | None) -> tuple[jax.Array, Load]:
+    def feed_forward(self, y: jax.Array | Normed, ctx: StepContext, layer: jax.Array | None) -> tuple[jax.Array, Load]:
         """This device's part of the sum."""
         if isinstance(self.mlp, Moe):
             return self.mlp(y, ctx, layer)
@@ -349,6 +349,7 @@ class Decoder(nnx.Module):
         with jax.named_scope("head"):
             y = self.final_norm(x, shards)
             head, transposed = (self.embed, True) if config.tied else (self.head, False)
+            y = y if transposed else self.final_norm.for_products(x, y, shards)
             logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32)
             logits = shards.sum(logits, axes.EMBED)
             if config.head_bias:
@@ -391,8 +392,8 @@ def _layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
 
 def _scan(blocks, stream, ctx, caches, segment: Segment, given):
     """The cache rides in the carry: as scan inputs and outputs it would exist twice. What a block's layers share with
-    one before is read only and stays outside. Experts and what a kernel reads stay whole, each layer finds its own: a
-    layer's slice of them would be copied."""
+    one before is read only and stays outside. Experts and what a kernel may read stay whole, each layer finds its own:
+    a layer's slice of them would be copied."""
     graphs, wholes, states = zip(*(_split(block, ctx, stacked=True) for block in blocks), strict=True)
     owns, rings = [block.owns_cache for block in blocks], [cache.ring for cache in caches]
     if given is not None:  # [T, L, P] -> [count, pattern, T, P]
@@ -406,7 +407,7 @@ def _scan(blocks, stream, ctx, caches, segment: Segment, given):
         for i, (graph, whole, state) in enumerate(zip(graphs, wholes, states, strict=True)):
             cache = LayerCache(held[i], rings[i], layer) if owns[i] else caches[i]
             own = None if given is None else given[i]
-            whole = jax.tree.map(partial(_of_layer, layer), whole, is_leaf=lambda w: isinstance(w, _STACKS))
+            whole = jax.tree.map(partial(_of_layer, layer), whole, is_leaf=lambda p: isinstance(p, nnx.Param))
             stream, cache = nnx.merge(graph, whole, state)(stream, ctx, cache, layer=layer, given=own)
             new.append(cache.arrays if owns[i] else ())
             loads += [] if stream.load is None else [stream.load]
@@ -428,8 +429,8 @@ def _split(block: Block, ctx: StepContext, *, stacked: bool) -> tuple[nnx.GraphD
     ringed, shards = _ringed(block, ctx, stacked), ctx.shards
 
     def is_whole(path, p) -> bool:
-        kept = stacked and (axes.EXPERTS in p.axes or isinstance(p.get_value(), PackedTensor))
-        return kept or ".".join(path) in ringed
+        kept = axes.EXPERTS in p.axes or p.axes == _OF_NORMS or isinstance(p.get_value(), PackedTensor)
+        return (stacked and kept) or ".".join(path) in ringed
 
     def travelling(path, p):
         if ".".join(path) not in ringed:
@@ -454,8 +455,14 @@ def _ringed(block: Block, ctx: StepContext, stacked: bool) -> frozenset[str]:
     return rings(ctx.config, block.spec, shapes, dtype, ctx.tokens, ctx.shards, ctx.backend) if shapes else frozenset()
 
 
-def _of_layer(layer: jax.Array, w: jax.Array | PackedTensor | RingWeight) -> jax.Array | PackedTensor | RingWeight:
-    return w.of_layer(layer) if isinstance(w, _STACKS) else w
+_OF_NORMS = axes.LAYERS, axes.EMBED
+
+
+def _of_layer(layer: jax.Array, p: nnx.Param) -> nnx.Param:
+    w = p.get_value()
+    if isinstance(w, (PackedTensor, RingWeight)):
+        return p.replace(w.of_layer(layer))
+    return p.replace(OfStack(w, layer)) if p.axes == _OF_NORMS else p
 
 
 def _stacked(block: Block, count: int) -> Block:

@@ -1,13 +1,15 @@
-"""Products with quantised weights on TPUs: packed elements are read once and unpacked in registers.
+"""Products with weights on TPUs: a weight is one stream of blocks from memory, unpacked in registers if it is packed.
 
-What is stored is `packed_weights_tpu.Weight`. Where groups are shorter than a pass of the MXU, few rows are repeated,
-each with the elements of one group.
+Part of a product may be what comes before and behind it: an RMS norm of the rows, the activation that makes one of gate
+and up. What is stored is `packed_weights_tpu.Weight`. Where groups are shorter than a pass of the MXU, few rows are
+repeated, each with the elements of one group.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.pallas_kernels.packed_weights_tpu import (
     BLOCK,
     DEPTH,
+    LANES,
     STEP,
     Held,
     Weight,
@@ -26,7 +29,7 @@ from inferlib.pallas_kernels.packed_weights_tpu import (
 )
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
-LANES, ROWS = 128, 16  # of a tile of bfloat16
+ROWS = 16  # of a tile of bfloat16
 VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x, 128 MiB on v5e and v6e
 X_ELEMENTS = 1 << 22  # of x at a time
 REPEATED = 32  # rows that are repeated for their groups: more, and weights are scaled before the product
@@ -58,8 +61,20 @@ def blocks(rows: int, parts: int, inputs: int, columns: int, bits: int, group: i
     return Blocks(even(rows, pl.cdiv(rows, tall), ROWS), even(columns, steps, LANES))
 
 
-def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None) -> str | None:
-    """Why the kernel cannot multiply x [rows, K] by a weight (of arrays or their shapes), or None if it can."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RmsNorm:
+    """Of the rows of x [T, K], before a product: over the root of their mean square, times weight + offset. weight
+    [L, K]: of the product's layers."""
+
+    weight: jax.Array
+    eps: float = field(metadata={"static": True})
+    offset: float = field(default=0.0, metadata={"static": True})
+
+
+def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None, *, normed: bool = False) -> str | None:
+    """Why the kernel cannot multiply x [rows, K], or its norm, by a weight (of arrays or their shapes), or None if it
+    can."""
     if dtype != jnp.bfloat16:
         return f"it takes activations of bfloat16, not {jnp.dtype(dtype)}"
     if weight.inputs % DEPTH:
@@ -69,7 +84,7 @@ def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None) 
     chosen = chosen or blocks(
         rows, weight.values.shape[1], weight.inputs, weight.values.shape[3], weight.bits, weight.group
     )
-    need = _vmem_bytes(weight, chosen)
+    need = _vmem_bytes(weight, chosen, normed)
     if need > VMEM_BYTES:
         return f"{weight.inputs} inputs need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
     return None
@@ -79,10 +94,10 @@ def _repeats(weight: Weight, rows: int) -> int:
     return DEPTH // BLOCK if weight.group == BLOCK and not weight.packed and rows <= REPEATED else 1
 
 
-def _vmem_bytes(weight: Weight, chosen: Blocks) -> int:
+def _vmem_bytes(weight: Weight, chosen: Blocks, normed: bool) -> int:
     parts, rows = weight.values.shape[1], chosen.rows
-    repeats = _repeats(weight, chosen.rows)
-    x = rows * weight.inputs * 2 * (2 + repeats * (weight.packed or repeats > 1))
+    repeats = _repeats(weight, rows)
+    x = rows * weight.inputs * 2 * (2 + repeats * (normed or weight.packed or repeats > 1))
     held = parts * weight.inputs * chosen.columns * weight.bits // 8 * 2
     scales = 4 * parts * pl.cdiv(weight.inputs, weight.group) * chosen.columns * 2
     out = rows * chosen.columns * (4 * parts + 4 * parts + 4 * repeats)
@@ -94,87 +109,130 @@ def mx_matmul(
     weight: Weight,
     *,
     layer: jax.Array | int = 0,
+    norm: RmsNorm | None = None,
+    activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     out_dtype=None,
     blocks_: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
     """x [T, K] times layer `layer` of a weight [L, P, K, N] -> [P, T, N], accumulated in float32.
 
-    x may have fewer than K columns where K is padded. out_dtype: x's by default. Raises ValueError where `unsupported`
-    says why.
+    x may have fewer than K columns where K is padded. norm: of x, rounded to its dtype. activation: of the products,
+    float32, with the two parts of a weight, P = 2, of which it makes one [1, T, N]. out_dtype: x's by default. Raises
+    ValueError where `unsupported` says why.
     """
-    if reason := unsupported(x.shape[0], x.dtype, weight, blocks_):
+    if reason := unsupported(x.shape[0], x.dtype, weight, blocks_, normed=norm is not None):
         raise ValueError(f"the TPU kernel does not run this product: {reason}")
     inputs, (_, parts, _, columns) = weight.inputs, weight.values.shape
-    given, out_dtype = x.shape[0], out_dtype or x.dtype
-    if given % ROWS or x.shape[1] < inputs:
-        x = jnp.pad(x, ((0, -given % ROWS), (0, inputs - x.shape[1])))
-    rows = x.shape[0]
+    (given, width), out_dtype = x.shape, out_dtype or x.dtype
+    pad = ((0, -given % ROWS), (0, inputs - width))
+    operands = {"x": jnp.pad(x, pad)}
+    if norm is not None:
+        operands["norm"] = jnp.pad(norm.weight, ((0, 0), pad[1]))
+    rows = given + pad[0][1]
     chosen = blocks_ or blocks(rows, parts, inputs, columns, weight.bits, weight.group)
     tall, wide = min(chosen.rows, rows), chosen.columns
-    repeats = _repeats(weight, tall)
+    repeats, results = _repeats(weight, tall), parts if activation is None else 1
 
     def of_weight(array: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((None, parts, array.shape[2], wide), lambda t, n, layer: (layer[0], 0, 0, n))
 
-    arrays = jax.tree.leaves(weight)
+    specs = [pl.BlockSpec((tall, inputs), lambda t, n, *_: (t, 0))]
+    if norm is not None:
+        few = min(norm.weight.shape[0], ROWS)
+        specs.append(pl.BlockSpec((few, inputs), lambda t, n, layer: (lax.div(layer[0], few), 0)))
+    arrays = {"values": weight.values, "scales": weight.scales, "tops": weight.tops}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
     if not interpret:  # or XLA would bring a small weight to VMEM whole
-        arrays = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays]
-    scratch = []
-    if weight.packed or repeats > 1:
-        scratch.append(pltpu.VMEM((repeats * tall, inputs), x.dtype))
+        arrays = {name: pltpu.with_memory_space_constraint(array, pltpu.HBM) for name, array in arrays.items()}
+    normed = norm is not None or weight.packed or repeats > 1
+    scratch = [pltpu.VMEM((repeats * tall, inputs), x.dtype)] if normed else []
     scratch += [pltpu.VMEM((parts, depth, wide), dtype) for depth, dtype in weight.unpacked]
     y = pl.pallas_call(
-        functools.partial(_kernel, packed=weight.packed, group=weight.group, repeats=repeats),
+        functools.partial(
+            _kernel,
+            names=(*operands, *arrays, "out", *["xs"] * normed),
+            width=width,
+            eps=norm and norm.eps,
+            offset=norm and norm.offset,
+            activation=activation,
+            group=weight.group,
+            repeats=repeats,
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(rows, tall), pl.cdiv(columns, wide)),
-            in_specs=[pl.BlockSpec((tall, inputs), lambda t, n, *_: (t, 0)), *map(of_weight, arrays)],
-            out_specs=pl.BlockSpec((parts, tall, wide), lambda t, n, *_: (0, t, n)),
+            in_specs=[*specs, *map(of_weight, arrays.values())],
+            out_specs=pl.BlockSpec((results, tall, wide), lambda t, n, *_: (0, t, n)),
             scratch_shapes=scratch,
         ),
-        out_shape=jax.ShapeDtypeStruct((parts, rows, columns), out_dtype),
+        out_shape=jax.ShapeDtypeStruct((results, rows, columns), out_dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=max(_vmem_bytes(weight, chosen), 14 << 20)
+            dimension_semantics=("arbitrary", "arbitrary"),
+            vmem_limit_bytes=max(_vmem_bytes(weight, chosen, norm is not None), 14 << 20),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * inputs * parts * columns,
             bytes_accessed=pl.cdiv(rows, tall) * parts * weight.nbytes
-            + x.size * x.dtype.itemsize
-            + parts * rows * columns * jnp.dtype(out_dtype).itemsize,
-            transcendentals=0,
+            + rows * inputs * x.dtype.itemsize
+            + (0 if norm is None else few * inputs * norm.weight.dtype.itemsize)
+            + results * rows * columns * jnp.dtype(out_dtype).itemsize,
+            transcendentals=0 if activation is None else rows * columns,
         ),
         interpret=interpret,
         name="mx_matmul",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), x, *arrays)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), *operands.values(), *arrays.values())
     return y[:, :given] if given < rows else y
 
 
-def _kernel(_, x_ref, values_ref, scales_ref, *refs, packed, group, repeats):
-    """Some columns of the weight times some rows of x [T, K].
+def _kernel(layer_ref, *refs, names, width, eps, offset, activation, group, repeats):
+    """Some columns of the weight times some rows of x [T, K], of which `width` columns are x's.
 
-    values [P, K, N], scales [P, K / g, N], tops [P, 1, N] and out [P, T, N] hold those columns. Scratch: x with its
-    inputs in the order of the words' bytes, or repeated [4 T, K], each time with one block of each 128; of MXFP4, what
-    to keep of an exponent and what to add [P, K / 128, N]; of MXFP8 scales [P, K / 32, N].
+    norm [16, K] has the layer's weight among others; values [P, K, N], scales [P, K / g, N], tops [P, 1, N] and out
+    [P, T, N] hold those columns. Scratch: xs, what is multiplied, if not x itself: normed, with its inputs in the order
+    of the words' bytes, or repeated [4 T, K], each time with one block of each 128; and what scales are unpacked to.
     """
-    refs = list(refs)
-    tops_ref = refs.pop(0) if packed else None
-    out_ref = refs.pop(0)
-    xs_ref = refs.pop(0) if packed or repeats > 1 else x_ref
-    parts = out_ref.shape[0]
+    room = refs[len(names) :]
+    refs = dict(zip(names, refs, strict=False))
+    x_ref, values_ref, out_ref, tops_ref = refs["x"], refs["values"], refs["out"], refs.get("tops")
+    xs_ref = refs.get("xs", x_ref)
 
     @pl.when(pl.program_id(1) == 0)
     def _():
-        if packed:
-            permute(x_ref, xs_ref)
+        source = x_ref
+        if "norm" in refs:
+            source = xs_ref.at[: x_ref.shape[0]]
+            layer = lax.rem(layer_ref[0], refs["norm"].shape[0])
+            _normalize(x_ref, refs["norm"], layer, source, width, eps, offset)
+        if tops_ref is not None:
+            permute(source, xs_ref)
         elif repeats > 1:
-            _repeat(x_ref, xs_ref, repeats)
+            _repeat(source, xs_ref, repeats)
 
-    unpacked = unpack_scales(scales_ref, refs)
-    for part in range(parts):
-        tops = tops_ref.at[part] if packed else None
+    unpacked = unpack_scales(refs["scales"], room) if "scales" in refs else []
+
+    def product(part: int) -> jax.Array:
+        tops = None if tops_ref is None else tops_ref.at[part]
         held = Held(group, values_ref.at[part], [ref.at[part] for ref in unpacked], tops)
-        out_ref[part] = held.product(xs_ref, repeats=repeats).astype(out_ref.dtype)
+        return held.product(xs_ref, repeats=repeats)
+
+    if activation is not None:
+        out_ref[0] = activation(product(0), product(1)).astype(out_ref.dtype)
+        return
+    for part in range(values_ref.shape[0]):
+        out_ref[part] = product(part).astype(out_ref.dtype)
+
+
+def _normalize(x_ref, weights_ref, layer: jax.Array, out_ref, width: int, eps: float, offset: float) -> None:
+    own = lax.broadcasted_iota(jnp.int32, weights_ref.shape, 0) == layer
+    weight = jnp.sum(jnp.where(own, weights_ref[...].astype(jnp.float32), 0), axis=0, keepdims=True) + offset
+
+    @pl.loop(0, x_ref.shape[0], step=ROWS)
+    def _(at):
+        few = pl.ds(pl.multiple_of(at, ROWS), ROWS)
+        x = x_ref[few, :].astype(jnp.float32)
+        mean = jnp.sum(x * x, axis=1, keepdims=True) / width
+        out_ref[few, :] = (x * lax.rsqrt(mean + eps) * weight).astype(out_ref.dtype)
 
 
 def _repeat(x_ref, xs_ref, repeats: int) -> None:

@@ -1,4 +1,4 @@
-"""Weights in few bits as TPU kernels read them: how they are stored, and unpacked in registers.
+"""Weights as TPU kernels read them: how they are stored, and those in few bits unpacked in registers.
 
 The MXU takes bfloat16 rows against weights of 8-bit floats, so that is what elements become. Those of 4 bits with a
 power of two for each 32 (MXFP4) become e5m2 with their scale in the exponent, four at a time in a 32-bit word, relative
@@ -33,12 +33,12 @@ _TOP = 27  # exponent of the largest scale of a column, of 5 bits, so that 6.0 i
 class Weight:
     """Weights [..., K, N] as kernels read them, K a multiple of 128.
 
-    values: int8, int4 or e4m3 [..., K, N], scales float32 [..., K / g, N], or e8m0 codes as uint8 for g = 32; or of
-    MXFP4 what `pack_mxfp4` returns, tops included.
+    values: bfloat16 without scales; int8, int4 or e4m3 [..., K, N], scales float32 [..., K / g, N], or e8m0 codes as
+    uint8 for g = 32; or of MXFP4 what `pack_mxfp4` returns, tops included.
     """
 
     values: jax.Array
-    scales: jax.Array
+    scales: jax.Array | None = None
     tops: jax.Array | None = None
 
     @property
@@ -52,8 +52,8 @@ class Weight:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale."""
-        return BLOCK if self.packed else self.inputs // self.scales.shape[-2]
+        """Inputs that share a scale, if there are some."""
+        return BLOCK if self.packed else self.inputs // (1 if self.scales is None else self.scales.shape[-2])
 
     @property
     def bits(self) -> int:
@@ -65,7 +65,7 @@ class Weight:
         """Rows and dtype of what `unpack_scales` needs for N columns of each matrix."""
         if self.packed:
             return [(self.inputs // DEPTH, jnp.int32)] * 2
-        return [(self.inputs // BLOCK, jnp.float32)] if self.group == BLOCK else []
+        return [(self.inputs // BLOCK, jnp.float32)] if self.scales is not None and self.group == BLOCK else []
 
     @property
     def nbytes(self) -> int:
@@ -83,20 +83,22 @@ def pack_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arra
     K, a multiple of 32, is padded to one of 128. Returns words int32 [..., K / 8, N], exponents int32
     [..., K / 128, N] and tops float32 [..., 1, N].
 
-    Of each 128 inputs, nibble 2 b + h of word r holds input 32 b + 16 h + r: so byte b is of block b, as is byte b of
-    its exponents. A nibble has, from above, the exponent (0.5 is 0) and the inverses of mantissa and sign, less 1; all
-    ones are zero, for which the addition of that 1 carries into what then takes the rest away.
+    Of each 128 inputs, byte b of word r holds inputs 32 b + r and 32 b + 16 + r: so it is of block b, as is byte b of
+    the exponents. Three bits of an input are its exponent (0.5 is 0) and its mantissa inverted, less 1; all ones are
+    zero, for which the addition of that 1 carries into what then takes the rest away. They are bits 1 to 3 of the
+    first, whose sign is bit 7, and 4 to 6 of the second, whose sign is bit 0.
     """
     inputs, columns = codes.shape[-2:]
     pad = [(0, 0)] * (codes.ndim - 2)
     codes = jnp.pad(codes, [*pad, (0, -inputs % DEPTH), (0, 0)])
     scales = jnp.pad(scales, [*pad, (0, codes.shape[-2] // BLOCK - scales.shape[-2]), (0, 0)])
     float_ = jnp.maximum(codes & 7, 1) - (codes & 7 == 1)  # of 0.5, 1, 1.5, ... exponent and mantissa
-    nibbles = ((float_ ^ 1) << 1 | 1 - (codes >> 3)) - 1
-    nibbles = jnp.where(codes & 7 == 0, 15, nibbles).astype(jnp.uint32)
+    nibbles = jnp.where(codes & 7 == 0, 7, (float_ ^ 1) - 1 | codes & 8).astype(jnp.uint32)
     nibbles = nibbles.reshape(*codes.shape[:-2], -1, 4, 2, 16, columns)
-    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32).reshape(4, 2, 1, 1)
-    words = jnp.sum(nibbles << shifts, axis=(-4, -3), dtype=jnp.uint32)
+    starts = jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None]
+    magnitude_at, sign_at = ((starts + jnp.array(x, jnp.uint32))[..., None, None] for x in ((1, 4), (7, 0)))
+    held = (nibbles & 7) << magnitude_at | nibbles >> 3 << sign_at
+    words = jnp.sum(held, axis=(-4, -3), dtype=jnp.uint32)
     words = lax.bitcast_convert_type(words, jnp.int32).reshape(*codes.shape[:-2], -1, columns)
     top = jnp.max(scales, axis=-2, keepdims=True).astype(jnp.int32)
     exponents = jnp.maximum(_TOP + scales.astype(jnp.int32) - top, 0).astype(jnp.uint32)
@@ -116,8 +118,8 @@ def power_of_two(code: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Held:
-    """A matrix of a `Weight` on chip: refs of values [K, N] or MXFP4's words [K / 8, N], of what `unpack_scales` gives,
-    and of the latter's tops [1, N]. start: of its inputs among those of the scales."""
+    """A matrix of a `Weight` on chip: refs of values [K, N] or MXFP4's words [K / 8, N], of what `unpack_scales` gives
+    if it has scales, and of the latter's tops [1, N]. start: of its inputs among those of the scales."""
 
     group: int
     values: Any
@@ -156,7 +158,7 @@ class Held:
         else:
             total = lax.fori_loop(0, whole, lambda i, total: add(i * step, step, total), total)
             total = add(jnp.int32(whole * step), rest, total)
-        if by_group:
+        if by_group or not self.scales:
             return total
         return total * (self.tops[...] if self.packed else self._scale(jnp.int32(0)))
 
@@ -202,7 +204,7 @@ def unpack_scales(scales_ref, refs: Sequence) -> Sequence:
     if len(refs) == 2:
         keep_ref, add_ref = refs
         scaled = scales_ref[...] << 2
-        keep_ref[...] = scaled & _bytes(0x70) | _bytes(0x0E)
+        keep_ref[...] = scaled & _bytes(0x70) | _bytes(0x8E)
         add_ref[...] = scaled & _bytes(0x0C)
     elif refs:
         refs[0][...] = power_of_two(scales_ref[...].astype(jnp.int32))
@@ -230,9 +232,11 @@ def _bytes(value: int) -> jax.Array:
 
 
 def _floats(word: jax.Array, half: int, keep: jax.Array, add: jax.Array) -> jax.Array:
-    """The nibbles of one half of each byte as e5m2; see `pack_mxfp4`."""
-    nibble = lax.shift_right_logical(word, jnp.int32(4)) if half else word
+    """The first or the second inputs of each byte as e5m2; see `pack_mxfp4`."""
+    if half:
+        magnitude = lax.shift_right_logical(word, jnp.int32(3)) & _bytes(0x0E)
+        word = magnitude | (word << 7) & _bytes(0x80)
+    else:
+        word = word & _bytes(0x8E)
     # An exponent of 28 or more, of which the scale keeps a part; of zero, a byte of nothing but the highest bit.
-    magnitude = ((nibble & _bytes(0x0F)) + _bytes(0x71)) & keep
-    sign = (word << (3 if half else 7)) & _bytes(0x80)
-    return (magnitude ^ (sign | _bytes(0x02))) + add
+    return (((word + _bytes(0x72)) & keep) ^ _bytes(0x02)) + add

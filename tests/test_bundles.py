@@ -31,7 +31,7 @@ LISTING = """
    0x9   : > { %12 = sbr.rel (%p8_p0) target bundleno = 5 (0x5), region = 1 }
    0xa   : > { %13 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s90_s0, /*size_in_granules=*/2048, /*vmem=*/%s6_s3, /*dst_syncflagno=*/[#allocation8] }
    0xb   : > { %14 = dma.done.wait (%p11_p1), [#allocation8], 2048 }
-   0xc   :  { %15 = vsyncadd [#allocation8], 4294967280 }
+   0xc   :  { %15 = vsyncadd [#allocation8], 4294967280 } /* End region 1 */
    0xd PF:  { %16 = sfence }
 """  # noqa: E501
 

@@ -23,9 +23,9 @@ _MASK = 0xFFFFFFFF
 _GRANULE = 32  # bytes: the unit of a copy's size and of what is waited for
 _OPERAND = 1 << 24  # of the made-up addresses of operands
 _FLAG = (1 << 19) - (1 << 10)  # bits of a semaphore's address that say whose it is
-_DELAY = 4  # bundles executed after a taken branch, where a listing does not tell
+_DELAY, _MOST_DELAY = 4, 8  # bundles executed after a taken branch: where a listing does not tell, and the most
 DELAYS = {"v5e": 4, "v5p": 4, "v6e": 4, "v7x": 6}  # as listings with loops behind loops show
-_HEAD = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*[> ]*\{(.*)$")
+_HEAD = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*[> ]*\{(.*)$")
 
 
 def dump_flags(folder: Path) -> str:
@@ -64,12 +64,12 @@ class Listing:
     def __init__(self, text: str, delay: int | None = None):
         self._bundles: list[list[str]] = []
         self._branches: list[tuple[int, int]] = []
-        self._labels: list[str | None] = []
+        self._ends: list[bool] = []
         spaces = dict(re.findall(r"%(\w+) = (?:int_to_ptr|scalar_lea)\.(vmem|hbm|smem)", text))
-        for label, body in _bundles_of(text):
+        for body in _bundles_of(text):
             instructions = [_directed(_plain(part), spaces) for part in re.split(r" ;; ", body)]
             self._bundles.append([i for i in instructions if i and not _is_vector(i)])
-            self._labels.append(label)
+            self._ends.append("End region" in body)
         self._delay = delay or self._delay_slots()
 
     @property
@@ -94,27 +94,27 @@ class Listing:
         return _Machine(self._bundles, self._delay, scalars, bandwidth, latency, link).run()
 
     def _delay_slots(self) -> int:
-        """Bundles that are still executed after a taken branch: behind those of a loop's last branch is a label, if not
-        at once."""
+        """Bundles that are still executed after a taken branch: of those of a loop's last branch, the last one is where
+        regions end."""
         found = []
         for at, bundle in enumerate(self._bundles):
-            for target in (_branch_target(i) for i in bundle):
-                if target is not None and target <= at:
-                    found += [n for n, label in enumerate(self._labels[at + 1 : at + 12]) if label][:1]
+            if any(target is not None and target <= at for target in map(_branch_target, bundle)):
+                ends = self._ends[at + 1 : at + 1 + _MOST_DELAY]
+                found += [max(n for n, end in enumerate(ends, 1) if end)] if any(ends) else []
         return min(found, default=_DELAY)
 
 
-def _bundles_of(text: str) -> Iterator[tuple[str | None, str]]:
-    label, lines = None, None
+def _bundles_of(text: str) -> Iterator[str]:
+    lines = None
     for line in text.splitlines():
         if head := _HEAD.match(line):
             if lines is not None:
-                yield label, "\n".join(lines)
-            label, lines = head[2], [head[3]]
+                yield "\n".join(lines)
+            lines = [head[1]]
         elif lines is not None:
             lines.append(line)
     if lines is not None:
-        yield label, "\n".join(lines)
+        yield "\n".join(lines)
 
 
 def _plain(instruction: str) -> str:

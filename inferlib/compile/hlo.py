@@ -168,8 +168,8 @@ class Copy:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of our own that a step calls `count` times; of one call, as it declares them: bytes to and from HBM,
-    FLOPs, and bytes that it sends to other devices."""
+    """A kernel of our own that a step calls `count` times; of one call, as it declares them: bytes to and from HBM
+    without those of what is on chip, FLOPs, and bytes that it sends to other devices."""
 
     name: str
     nbytes: int
@@ -250,8 +250,10 @@ class Module:
             if kind := i.collective:
                 cost.collectives[kind, self._collective_bytes(computation, i)] += times
             if declared := i.declared_cost:
-                cost.kernels[re.sub(r"[.\d]+$", "", i.name), *declared] += times
-                cost.bytes += times * declared[0]
+                nbytes, flops = declared
+                nbytes = max(nbytes - self._on_chip(computation, i), 0)
+                cost.kernels[re.sub(r"[.\d]+$", "", i.name), nbytes, flops] += times
+                cost.bytes += times * nbytes
                 continue
             if i.cycles is not None:
                 cost.cycles += times * i.cycles
@@ -330,6 +332,11 @@ class Module:
         elif i.op == "all-reduce-start":
             shapes = shapes[: len(i.operands)]
         return sum(s.nbytes for s in shapes)
+
+    def _on_chip(self, computation: Computation, i: Instruction) -> int:
+        """Bytes of the operands and results of a kernel that are on chip before and after it."""
+        inputs = (s for o in i.operands for s in computation.instructions[o].shapes[:1])
+        return sum(s.nbytes for s in (*inputs, *i.shapes) if s.space)
 
     def _moved(self, computation: Computation, i: Instruction) -> Iterator[int]:
         """Bytes that an instruction reads from HBM and writes to it."""

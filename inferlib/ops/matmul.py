@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops.collective_matmul import RingWeight
-from inferlib.ops.packed import PackedTensor, by_kernel
+from inferlib.ops.packed import FEW_ROWS, PackedTensor, by_kernel, by_xla
 from inferlib.ops.quantized import QuantizedTensor
 
 
@@ -20,23 +21,42 @@ def precision_of(dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Normed:
+    """y [T, D], the RMS norm of x with weight + offset, for products, which make it themselves where their kernel can:
+    then nothing computes y. weight [L, D]: of all layers where those of the products are stacked, else of one."""
+
+    x: jax.Array
+    y: jax.Array
+    weight: jax.Array
+    eps: float = field(metadata={"static": True})
+    offset: float = field(metadata={"static": True})
+
+
 def matmul(
-    x: jax.Array,
+    x: jax.Array | Normed,
     w: jax.Array | QuantizedTensor | PackedTensor | RingWeight,
     *,
     contract: int = 1,
     transposed: bool = False,
+    activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     out_dtype=None,
 ) -> jax.Array:
     """x [T, *I] times w [*I, *O] -> [T, *O], accumulated in float32.
 
     contract: how many leading dimensions of `w` (and trailing of `x`) are summed over. transposed: w is [O, I], and not
-    quantised. out_dtype: dtype of the result; x's by default. With a RingWeight x or the result is a device's share.
+    quantised. activation: of w's two results [T, 2, F], what makes one [T, F] of them. out_dtype: dtype of the result;
+    x's by default. With a RingWeight x or the result is a device's share.
     """
+    if isinstance(w, PackedTensor):
+        return _packed(x, w, activation, out_dtype)
+    x = x.y if isinstance(x, Normed) else x
+    if activation is not None:
+        y = matmul(x, w, contract=contract, out_dtype=out_dtype)
+        return activation(y[:, 0], y[:, 1])
     if isinstance(w, RingWeight):
         return w.times(x)
-    if isinstance(w, PackedTensor):
-        return by_kernel(x, w, out_dtype or x.dtype)
     if isinstance(w, QuantizedTensor):
         return _quantized(x, w, contract, out_dtype or x.dtype)
     if transposed:
@@ -53,6 +73,20 @@ def matmul(
     forms = {name: partial(f, out_dtype=out_dtype or x.dtype) for name, f in _FORMS.items()}
     y = lax.platform_dependent(x.reshape(1, -1), w.reshape(math.prod(inner), math.prod(outer)), **forms)
     return y.reshape(1, *outer)
+
+
+def _packed(x: jax.Array | Normed, w: PackedTensor, activation, out_dtype) -> jax.Array:
+    normed, x = (x, x.y) if isinstance(x, Normed) else (None, x)
+    out_dtype = out_dtype or x.dtype
+    if w.readable and x.shape[0] > FEW_ROWS:
+        y = by_xla(x, w, out_dtype)
+        return y if activation is None else activation(y[:, 0], y[:, 1])
+    from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm, unsupported
+
+    if normed is None or unsupported(x.shape[0], x.dtype, w.stack, normed=True):
+        return by_kernel(x, w, out_dtype, activation=activation)
+    norm = RmsNorm(normed.weight, normed.eps, normed.offset)
+    return by_kernel(normed.x, w, out_dtype, norm=norm, activation=activation)
 
 
 def _product(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:

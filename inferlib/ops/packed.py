@@ -1,13 +1,14 @@
-"""Quantised weights as the TPU kernels of products read them: a `PackedTensor` stands where layers have a matrix.
+"""Weights as the TPU kernels of products read them: a `PackedTensor` stands where layers have a matrix.
 
 What a product sums over is one dimension, K, and its results are another, N, in front of which gate and up stay apart:
-[..., P, K, N]; experts come before them. It is made of a `QuantizedTensor` when weights are loaded; checkpoints hold
-the latter.
+[..., P, K, N]; experts come before them. It is made of a matrix or a `QuantizedTensor` when weights are loaded;
+checkpoints hold those.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,7 +23,10 @@ from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 if TYPE_CHECKING:
+    from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm
     from inferlib.pallas_kernels.packed_weights_tpu import Weight
+
+FEW_ROWS = 64  # up to which the kernel multiplies by what XLA can read itself: then it is memory that takes time
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +37,7 @@ class PackedTensor:
     """
 
     values: jax.Array
-    scales: jax.Array
+    scales: jax.Array | None = None
     tops: jax.Array | None = None
     layer: jax.Array | None = None
     apart: bool = field(default=False, metadata={"static": True})
@@ -58,6 +62,11 @@ class PackedTensor:
     def of_layer(self, layer: jax.Array) -> PackedTensor:
         """Of a stack, the weight of one layer; nothing is copied."""
         return replace(self, layer=layer)
+
+    @property
+    def readable(self) -> bool:
+        """Whether XLA reads it at the memory's rate: its values alone, or with a scale for each channel."""
+        return self.tops is None and (self.scales is None or self.scales.shape[-2] == 1)
 
     @property
     def stack(self) -> Weight:
@@ -89,19 +98,44 @@ def _of_experts(shape: tuple[int, ...], stacked: bool) -> tuple[int, ...]:
     return *lead, math.prod(shape[1 + stacked : -2]), *shape[-2:]
 
 
-def by_kernel(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
-    """x [T, *I] times w -> [T, *O]; the kernel is interpreted on CPU."""
+def by_kernel(
+    x: jax.Array,
+    w: PackedTensor,
+    out_dtype,
+    *,
+    norm: RmsNorm | None = None,
+    activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+) -> jax.Array:
+    """x [T, *I], or its norm, times w -> [T, *O]; activation: of the two results [T, 2, ...] that it makes one of. The
+    kernel is interpreted on CPU."""
     from inferlib.pallas_kernels.mx_matmul_tpu import mx_matmul
 
     rows = x.reshape(x.shape[0], -1)
     layer = jnp.int32(0) if w.layer is None else w.layer
 
-    def run(rows: jax.Array, stack: Weight, layer: jax.Array, *, interpret: bool = False) -> jax.Array:
-        return mx_matmul(rows, stack, layer=layer, out_dtype=out_dtype, interpret=interpret)
+    def run(rows: jax.Array, stack: Weight, layer: jax.Array, norm: RmsNorm | None, *, interpret: bool = False):
+        options = dict(norm=norm, activation=activation, out_dtype=out_dtype, interpret=interpret)
+        return mx_matmul(rows, stack, layer=layer, **options)
 
-    y = lax.platform_dependent(rows, w.stack, layer, cpu=partial(run, interpret=True), default=run)
+    y = lax.platform_dependent(rows, w.stack, layer, norm, cpu=partial(run, interpret=True), default=run)
     y = y.reshape(*y.shape[:2], -1, *w.rest)
-    return jnp.moveaxis(y, 0, 1) if w.apart else y[0]
+    return jnp.moveaxis(y, 0, 1) if w.apart and activation is None else y[0]
+
+
+def by_xla(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
+    """x [T, *I] times w, `readable`, -> [T, *O]."""
+    values, scales = (
+        a if a is None or a.ndim == 3 else lax.dynamic_index_in_dim(a, w.layer, keepdims=False)
+        for a in (w.values, w.scales)
+    )
+    rows = x.reshape(x.shape[0], -1)
+    rows = jnp.pad(rows, ((0, 0), (0, values.shape[1] - rows.shape[1])))
+    accumulated = out_dtype if scales is None else jnp.float32
+    y = lax.dot_general(rows, values.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=accumulated)
+    y = y if scales is None else (y * scales[:, 0]).astype(out_dtype)
+    y = lax.optimization_barrier(y) if w.rest else y  # or XLA:TPU would reshape the weight, and so copy it
+    y = y.reshape(*y.shape[:2], -1, *w.rest)
+    return y if w.apart else y[:, 0]
 
 
 # ---- storage
@@ -109,20 +143,16 @@ def by_kernel(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
 _DEPTH = 128  # inputs are padded to multiples of it, as `mx_matmul_tpu` takes them
 
 
-def gains(scheme: Scheme) -> bool:
-    """Whether the kernel is for a scheme; int8 by channel XLA reads at the memory's rate itself."""
-    return not scheme.zeros and (scheme.values, scheme.group) != ("int8", None)
-
-
 @dataclass(frozen=True)
 class Packing:
-    """How a weight of a scheme is packed: its shape, logical axes and contracting dimensions, which are neighbours;
-    before them are those of a stack and of experts."""
+    """How a weight of a scheme, or None and a dtype, is packed: its shape, logical axes and contracting dimensions,
+    which are neighbours; before them are those of a stack and of experts."""
 
-    scheme: Scheme
+    scheme: Scheme | None
     shape: tuple[int, ...]
     names: tuple[str | None, ...]
     contracting: tuple[int, ...]
+    dtype: np.dtype | str = "bfloat16"
 
     @property
     def lead(self) -> int:
@@ -149,13 +179,20 @@ class Packing:
         return parts, math.prod(self.shape[self.lead : self.outer]), math.prod(self.shape[self.merged :])
 
     @property
+    def gains(self) -> bool:
+        """Whether the kernel is for it. Fewer results than a tile has lanes would be padded in memory."""
+        known = np.dtype(self.dtype) == jnp.bfloat16 if self.scheme is None else not self.scheme.zeros
+        return known and (axes.EXPERTS in self.names or self.sizes[2] >= _DEPTH)
+
+    @property
     def group(self) -> int | None:
         """Elements that share a scale, None for all."""
-        return self.scheme.group and self.scheme.group_of(self.shape[self.contracting[-1]])
+        group = self.scheme and self.scheme.group
+        return group and self.scheme.group_of(self.shape[self.contracting[-1]])
 
     @property
     def is_mxfp4(self) -> bool:
-        return self.scheme.values == "float4_e2m1fn"
+        return self.scheme is not None and self.scheme.values == "float4_e2m1fn"
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...], np.dtype]]:
         """Shape, axis names and dtype of each array; as `Scheme.arrays`."""
@@ -170,6 +207,8 @@ class Packing:
         if self.is_mxfp4:
             words, exponents = array(padded // 8, "int32"), array(padded // _DEPTH, "int32")
             return {"values": words, "scales": exponents, "tops": array(1, "float32")}
+        if self.scheme is None:
+            return {"values": array(padded, self.dtype)}
         scales = "uint8" if self.scheme.scales == "float8_e8m0fnu" else self.scheme.scales
         count = 1 if self.group is None else padded // self.group
         return {"values": array(padded, self.scheme.values), "scales": array(count, scales)}
@@ -177,18 +216,21 @@ class Packing:
     def tensor(self, *arrays: jax.Array) -> PackedTensor:
         return PackedTensor(*arrays, apart=self.apart, rest=self.shape[self.merged + 1 :])
 
-    def pack(self, values: jax.Array, scales: jax.Array) -> tuple[jax.Array, ...]:
+    def pack(self, values: jax.Array, scales: jax.Array | None = None) -> tuple[jax.Array, ...]:
         """The arrays, of those of the scheme. Traceable."""
         if self.is_mxfp4:
             from inferlib.pallas_kernels.packed_weights_tpu import pack_mxfp4
 
             codes, scales = self._matrix(_codes(values)), self._matrix(lax.bitcast_convert_type(scales, jnp.uint8))
             return pack_mxfp4(codes, scales)
-        if self.scheme.scales == "float8_e8m0fnu":
-            scales = lax.bitcast_convert_type(scales, jnp.uint8)
-        values, scales = self._matrix(values), self._matrix(scales)
+        values = self._matrix(values)
         short = -values.shape[-2] % _DEPTH
         grow = lambda x, rows: jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, rows), (0, 0)])  # noqa: E731
+        if self.scheme is None:
+            return (grow(values, short),)
+        if self.scheme.scales == "float8_e8m0fnu":
+            scales = lax.bitcast_convert_type(scales, jnp.uint8)
+        scales = self._matrix(scales)
         return grow(values, short), scales if self.group is None else grow(scales, short // self.group)
 
     def _matrix(self, x: jax.Array) -> jax.Array:
@@ -207,7 +249,7 @@ class Packing:
         share = inputs // shards.size(self.names[self.lead])
         if share % _DEPTH and share < inputs:
             return f"the {share} inputs of a device do not divide into passes of {_DEPTH}"
-        if self.group not in (None, self.scheme.group):
+        if self.group is not None and self.group != self.scheme.group:
             return f"groups have {self.group} inputs, not {self.scheme.group}, which do not divide theirs"
         from inferlib.pallas_kernels import grouped_matmul_tpu, mx_matmul_tpu
         from inferlib.pallas_kernels.packed_weights_tpu import Weight

@@ -21,7 +21,7 @@ from inferlib.models.layers.rope import apply_rope
 from inferlib.models.layers.step_attention import Attended, Share, attend, limit_of
 from inferlib.models.layout import HeadLayout
 from inferlib.ops.decode_attention import decode_attention
-from inferlib.ops.matmul import matmul
+from inferlib.ops.matmul import Normed, matmul
 from inferlib.ops.prefill_attention import prefill_attention
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -77,7 +77,7 @@ class Attention(nnx.Module):
             if spec.cache_of is None:
                 self.k_norm = param((k, h), (axes.KV_HEADS, axes.HEAD_DIM), dtype, neutral)
 
-    def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+    def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         spec = self.spec
         q, new = self.project(x, ctx)
         out, cache = self.attend(q, new, cache, ctx)
@@ -85,13 +85,13 @@ class Attention(nnx.Module):
             out = self.gated(out, x, ctx.shards)
         return matmul(out, self.o[...], contract=3), cache
 
-    def gated(self, out: jax.Array, x: jax.Array, shards: Shards) -> jax.Array:
+    def gated(self, out: jax.Array, x: jax.Array | Normed, shards: Shards) -> jax.Array:
         """Attention's output [T, K, G, h], or this device's share of h, by the gate of x [T, D]."""
         gate = shards.sum(matmul(x, self.gate[...], out_dtype=jnp.float32), axes.EMBED)
         gate = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}[self.spec.gate.activation](gate)
         return out * gate.reshape(*out.shape[:3], -1).astype(out.dtype)
 
-    def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def project(self, x: jax.Array | Normed, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """q [T, K, G, h], normed, rotated, scaled by the query temperature, and what is cached: k, normed and rotated,
         and v [T, K, h]."""
         spec, g = self.spec, self.layout.queries

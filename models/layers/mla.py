@@ -19,7 +19,7 @@ from inferlib.models.layers.rope import apply_rope
 from inferlib.models.layers.step_attention import Attended, Share, attend, limit_of
 from inferlib.models.layout import HeadLayout
 from inferlib.ops.cache_write import folded_rows, unfolded
-from inferlib.ops.matmul import matmul, precision_of
+from inferlib.ops.matmul import Normed, matmul, precision_of
 from inferlib.ops.mla_decode_attention import mla_decode_attention
 from inferlib.ops.prefill_attention import prefill_attention
 from inferlib.sharding import axes
@@ -54,14 +54,14 @@ class Mla(nnx.Module):
         if spec.o_bias:
             self.o_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 
-    def __call__(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+    def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         q, latent, key = self.project(x, ctx)
         cache = cache.write(
             (latent[:, None], key[:, None]), ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS)
         )
         return matmul(self.attend(q, cache, ctx)[:, :, 0], self.o[...], contract=2), cache
 
-    def project(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array | Normed, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [T, H, n + r], the normed latent [T, R], and the rotated key [T, r]."""
         spec, n, rank = self.spec, self.spec.nope_dim, self.spec.q_rank or 0
         down = ctx.shards.sum(matmul(x, self.down[...]), axes.EMBED)

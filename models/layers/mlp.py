@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import NormalDist
 
 import jax
@@ -10,13 +11,13 @@ from flax import nnx
 
 from inferlib.models.config import Activation, ClampedSwiglu, MlpSpec
 from inferlib.models.layers.param import param
-from inferlib.ops.matmul import matmul
+from inferlib.ops.matmul import Normed, matmul
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": lambda x: x * (0.5 + 0.5 * jax.lax.erf(x * jnp.asarray(0.5**0.5, x.dtype))),  # kernels have no erfc
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
 
@@ -44,7 +45,11 @@ class Mlp(nnx.Module):
             self.gate_up_bias = param((halves, hidden), (axes.GATE_UP, axes.MLP), dtype, "zeros")
             self.down_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 
-    def __call__(self, x: jax.Array, shards: Shards) -> jax.Array:
+    def __call__(self, x: jax.Array | Normed, shards: Shards) -> jax.Array:
+        spec = self.spec
+        if spec.gated and not (spec.bias or spec.sparsity or shards.size(axes.EMBED) > 1):
+            hidden = matmul(x, self.gate_up[...], activation=partial(gated, spec.activation))
+            return matmul(hidden, self.down[...])
         both = shards.sum(matmul(x, self.gate_up[...]), axes.EMBED)
         if self.spec.bias:
             both = both + self.gate_up_bias[...]

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from inferlib.models.config import NormSpec
-from inferlib.models.layers.param import param
+from inferlib.models.layers.param import OfStack, param
+from inferlib.ops.matmul import Normed
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -39,6 +40,14 @@ class Norm(nnx.Module):
         mean = self.mean(y * y, shards)
         y = scale_norm(y, mean, self.weight[...], self.spec.eps, self.spec.unit_offset)
         return (y + self.bias[...].astype(jnp.float32) if self.spec.bias else y).astype(x.dtype)
+
+    def for_products(self, x: jax.Array, y: jax.Array, shards: Shards) -> jax.Array | Normed:
+        """y, the norm of x, or of the tokens of more devices, for what does nothing with it but products."""
+        if self.spec.kind != "rms" or self.spec.bias or shards.size(axes.EMBED) > 1 or x.shape != y.shape:
+            return y
+        weight = self.weight.get_value()
+        stack = weight.stack if isinstance(weight, OfStack) else weight[None]
+        return Normed(x, y, stack, self.spec.eps, float(self.spec.unit_offset))
 
     def mean(self, y: jax.Array, shards: Shards) -> jax.Array:
         return shards.sum(jnp.sum(y, axis=-1, keepdims=True), axes.EMBED) / self.dim

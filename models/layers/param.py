@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 
 def param(
@@ -28,6 +30,21 @@ def param(
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")
     return nnx.Param(jnp.zeros(shape, dtype), axes=axes, init=init, contracting=contracting)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class OfStack:
+    """That of a layer, of a stack [L, ...] which what takes it may rather have whole: as a parameter's value, w[...] is
+    the layer's."""
+
+    stack: jax.Array
+    layer: jax.Array
+
+    def __getitem__(self, index) -> jax.Array:
+        if index is not Ellipsis:
+            raise TypeError("a layer's parameter is read whole, as w[...]")
+        return lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False)
 
 
 def random_leaf(key: jax.Array, shape: tuple[int, ...], dtype, init: str) -> jax.Array:
