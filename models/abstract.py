@@ -226,6 +226,8 @@ def abstract_model(
         replace(w, packed=kernels[axes.EXPERTS in w.axes] and gainful(w) and not unpackable(w, dtype, shards))
         for w in weights
     )
+    if shards.splits_tokens:  # products may take place in a ring, whose kernels read plain weights as they are
+        weights = tuple(replace(w, packed=w.packed and w.scheme is not None) for w in weights)
     held = jax.tree.unflatten(tree, [_held(p, w) for p, w in zip(params, weights, strict=True)])
     return AbstractModel(layout, np.dtype(dtype), segments, weights, graph, jax.tree.structure(held))
 

@@ -250,9 +250,9 @@ class Module:
             if kind := i.collective:
                 cost.collectives[kind, self._collective_bytes(computation, i)] += times
             if declared := i.declared_cost:
-                nbytes, flops = declared
+                nbytes, flops, sent = declared
                 nbytes = max(nbytes - self._on_chip(computation, i), 0)
-                cost.kernels[re.sub(r"[.\d]+$", "", i.name), nbytes, flops] += times
+                cost.kernels[re.sub(r"[.\d]+$", "", i.name), nbytes, flops, sent] += times
                 cost.bytes += times * nbytes
                 continue
             if i.cycles is not None:
