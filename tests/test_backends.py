@@ -95,9 +95,10 @@ def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_a_warning(caplog)
     config = EngineConfig.make("tpu", 2, 64)
     assert config.backend.decode_attention == "pallas_tpu"
     programs = ProgramSet.make(model, config)
-    decode, prefill = caplog.messages
+    decode, prefill, products = caplog.messages
     assert decode.endswith("XLA's, not the TPU kernel: 1 x 512 queries of a KV head exceed 128")
     assert prefill.startswith("prefill attention is XLA's, not the TPU kernel: 512 heads of size 128 need")
+    assert products.startswith("products with attn.o are XLA's, not the TPU kernel's: 524288 inputs need")
     assert programs.config.backend == dataclasses.replace(
         config.backend, decode_attention="xla", prefill_attention="xla"
     )
