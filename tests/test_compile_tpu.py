@@ -230,7 +230,7 @@ def test_few_rows_are_reduced_whole():
     [
         ("llama3-8b", "v5e:2x4", "tp=8", 32, 1.01),
         ("llama3-8b", "v5e:2x2", "tp=4", 16, 1.05),  # two KV heads a device
-        ("llama3-70b", "v6e:2x4", "tp=8", 32, 1.01),
+        ("llama3-70b", "v6e:2x4", "tp=8", 32, 1.02),  # the residual goes by way of HBM to kernels
         ("llama3-70b", "v5p:16x16x16", "tp=8,dp=512", 16384, 1.08),  # attention scores leave its smaller VMEM
     ],
 )
