@@ -207,7 +207,7 @@ def explain_step(
     if key.steps > 1 and not counted:
         ledger.reduce("whether to go on", (axes.ROWS,), (2,), np.int32)
     tokens = prompt // shards.size(axes.TOKENS) + key.rows
-    return Step(key, prompt + key.rows, ledger.collectives(), _expert_bytes(model, shards, tokens))
+    return Step(key, prompt + key.rows, ledger.collectives(), expert_bytes(model, shards, tokens))
 
 
 class _Ledger:
@@ -269,8 +269,9 @@ class _Ledger:
             self._counts[Collective(kind, purpose, axis, nbytes, flops=flops)] += self.times * count
 
 
-def _expert_bytes(model: AbstractModel, shards: Shards, tokens: int) -> int:
-    """tokens: of each device, which those that share the experts bring together."""
+def expert_bytes(model: AbstractModel, shards: Shards, tokens: int) -> int:
+    """Of a device's experts, bytes that a step reads if all are equally likely. tokens: of each device, which those
+    that share the experts bring together."""
     total, tokens = 0.0, tokens * shards.feeders * shards.size(axes.EXPERTS)
     for weight in model.weights:
         if axes.EXPERTS in weight.axes:

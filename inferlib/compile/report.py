@@ -21,7 +21,7 @@ from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.targets import CHIPS, parse_target, target_names
 from inferlib.config import ConfigurationError
-from inferlib.explain import explain
+from inferlib.explain import expert_bytes, explain
 from inferlib.models.config import MlaSpec
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
@@ -301,13 +301,16 @@ def _tokens(shards: Shards, key: ProgramKey) -> int:
 
 
 def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
-    """Bytes that a step must read on one device: its weights once, and the cache of the rows it serves once."""
+    """Bytes that a step must read on one device: its weights once, of experts those that are chosen if all are equally
+    likely, and the cache of the rows it serves once."""
     model, plan, shards = programs.model, programs.plan, programs.config.shards
-    total = 0
-    for spec in model.specs:
-        size = nbytes(shards.local_shape(spec.axes, spec.shape), spec.dtype)
-        rows = _tokens(shards, key) * spec.shape[-1] * spec.dtype.itemsize
-        total += rows if model.looks_up(spec.name) else size
+    tokens, total = _tokens(shards, key), expert_bytes(model, shards, _tokens(shards, key))
+    for weight in model.weights:
+        if axes.EXPERTS in weight.axes:
+            continue
+        for spec in weight.arrays:
+            size = nbytes(shards.local_shape(spec.axes, spec.shape), spec.dtype)
+            total += tokens * spec.shape[-1] * spec.dtype.itemsize if model.looks_up(weight.name) else size
     return total + sum(_cache_read(block, shards, key) for block in plan.blocks)
 
 
