@@ -42,11 +42,11 @@ def test_experts_exist_whatever_the_logits():
 
 
 def test_few_tokens_take_it_on_gpus():
-    def lowered(tokens, **options):
+    def taken(tokens, **options):
         run = partial(choose_experts, correction=None, count=2, score="softmax", renormalize=True, **options)
-        return jax.jit(run).trace(jnp.ones((tokens, 8))).lower(lowering_platforms=("cuda",)).as_text()
+        return "pallas_call" in str(jax.make_jaxpr(run)(jnp.ones((tokens, 8))))
 
-    assert "choose_experts" in lowered(256)
-    assert "__gpu$xla.gpu.triton" not in lowered(257)
-    assert "__gpu$xla.gpu.triton" in lowered(1)
-    assert "__gpu$xla.gpu.triton" not in lowered(1, among=lambda ranks: ranks)
+    assert taken(1)
+    assert taken(256)
+    assert not taken(257)
+    assert not taken(1, among=lambda ranks: ranks)
