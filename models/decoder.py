@@ -319,12 +319,10 @@ class Decoder(nnx.Module):
     def adds_norms(self, ctx: StepContext) -> bool:
         """Whether sums that are one device's own take place in one kernel with the norms that follow: where there are
         experts, whose sums XLA:GPU does not add to the residual in the product's own kernel, as it does dense ones."""
-        if ctx.backend.add_norm == "xla" or ctx.shards.mesh is not None or not fuses_sums(self.config):
-            return False
-        if not self.config.mixtures:
+        if ctx.backend.add_norm == "xla" or ctx.shards.mesh is not None or not self.config.mixtures:
             return False
         unrolled = all(segment.count == 1 for segment in self.segments)
-        return unrolled and add_norm_fits(ctx.batch.tokens.size, self.config.dim)
+        return unrolled and fuses_sums(self.config) and add_norm_fits(ctx.batch.tokens.size, self.config.dim)
 
     def lent(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
         """The cache of the layer whose keys and values a block's layers attend to, if they have none. caches: of the

@@ -156,7 +156,7 @@ def _kernel(
     def load_scales(at, half):
         across = clipped if not early else clipped[None]
         found = plgpu.load(scales_ref.at[(matrix, *at, halves * across + half)])
-        return _power_of_two(found).astype(x_ref.dtype) if early else found.astype(jnp.float32)
+        return power_of_two(found).astype(x_ref.dtype) if early else found.astype(jnp.float32)
 
     def step(i, sums):
         k = i * depth + jnp.arange(depth)
@@ -216,7 +216,7 @@ def _unpacked(stored, kind: str, dtype, assembly: bool) -> tuple:
     )
 
 
-def _power_of_two(code):
+def power_of_two(code):
     """e8m0 as float32; 2^-127, which is subnormal, becomes zero."""
     bits = jnp.where(code == 255, 0x7FC00000, code.astype(jnp.int32) << 23)
     return lax.bitcast_convert_type(bits, jnp.float32)

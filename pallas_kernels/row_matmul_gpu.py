@@ -8,8 +8,8 @@ norm, is below that of rounding it to bfloat16.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from inferlib.pallas_kernels.grouped_matmul_gpu import power_of_two
+
 PROGRAMS = 27 * 132  # of one warp each: nearly what the SMs of an H100 or H200 hold at a time
 _TERMS = 8
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """words: of 32 bits, side by side; units: of `depth` inputs each, of one step; splits: programs that share the
-    inputs of an output."""
+    """words: of 32 bits, side by side; units: of `depth` inputs each, of one step, both powers of two; splits: programs
+    that share the inputs of an output."""
 
     words: int = 16
     units: int = 4
     depth: int = 16
     splits: int = 1
     warps: int = 1
+
+    def __post_init__(self):
+        if self.words & (self.words - 1) or self.units & (self.units - 1) or self.depth % _TERMS:
+            raise ValueError(f"words and units are powers of two, the depth a multiple of {_TERMS}, not {self}")
 
 
 @dataclass(frozen=True)
@@ -66,13 +72,12 @@ def blocks(matrices: int, inputs: int, outputs: int, dtype) -> Blocks:
     return Blocks(splits=pl.cdiv(steps, per_program))
 
 
-def unsupported(x_dtype, values: jax.ShapeDtypeStruct, group: int | None) -> str | None:
-    """Why the kernel cannot multiply rows of a dtype by values [N, I, O], `group` inputs sharing a scale; None if it
-    can."""
+def unsupported(x_dtype, values: jax.ShapeDtypeStruct, group: int | None, depth: int = Blocks.depth) -> str | None:
+    """Why the kernel cannot multiply rows of a dtype by values [N, I, O], `group` inputs sharing a scale, `depth` at
+    a time; None if it can."""
     kind, (inputs, outputs) = _KINDS.get(values.dtype.name), values.shape[1:]
     if kind is None or jnp.dtype(x_dtype) != jnp.bfloat16:
         return f"products of {jnp.dtype(x_dtype).name} with {values.dtype.name}"
-    depth = Blocks().depth
     if inputs % depth or outputs % kind.outputs or (group or depth) % depth:
         return f"{inputs} inputs in groups of {group} or {outputs} outputs do not fill units of {depth} and words"
     return f"{values.shape} has more words than 32-bit offsets reach" if values.size // 4 >= 2**31 else None
@@ -96,17 +101,17 @@ def row_matmul(
     """
     inputs, outputs = values.shape[1:]
     group = None if scales.ndim == 2 else inputs // scales.shape[1]
-    if reason := unsupported(x.dtype, values, group):
-        raise ValueError(f"the GPU kernel for single rows does not run {reason}")
     kind = values.dtype.name
+    if reason := unsupported(x.dtype, values, group, Blocks.depth if chosen is None else chosen.depth):
+        raise ValueError(f"the GPU kernel for single rows does not run {reason}")
     chosen = chosen or blocks(ids.size * parts, inputs, outputs, kind)
     words = _as_words(values, _KINDS[kind].outputs)
     if scales.dtype == jnp.float8_e8m0fnu:
-        scales = _as_words(scales, 4) if outputs % 4 == 0 else lax.bitcast_convert_type(scales, jnp.uint8)
+        scales = _as_words(scales, 4)
     rows = np.arange(ids.size, dtype=np.int32) if rows is None else rows  # a constant takes no kernel to make
     operands = ids, rows, _as_words(x, 2), words, scales
     out = pl.pallas_call(
-        functools.partial(_kernel, kind=kind, parts=parts, chosen=chosen, group=group, interpret=interpret),
+        partial(_kernel, kind=kind, parts=parts, chosen=chosen, group=group, interpret=interpret),
         grid=(parts * pl.cdiv(words.shape[2], chosen.words), ids.size, chosen.splits),
         in_specs=[pl.BlockSpec(a.shape, lambda *_, rank=a.ndim: (0,) * rank) for a in operands],
         out_specs=pl.BlockSpec((None, ids.size, parts, outputs), lambda n, m, s: (s, 0, 0, 0)),
@@ -175,7 +180,7 @@ def _kernel(ids_ref, rows_ref, x_ref, w_ref, scales_ref, out_ref, *, kind, parts
             new = some if new is None else [a + b for a, b in zip(new, some, strict=True)]
         if group is not None:
             each = (
-                [_power_of_two(lax.shift_right_logical(scales[n // 4], 8 * (n % 4)) & 255) for n in range(number)]
+                [power_of_two(lax.shift_right_logical(scales[n // 4], 8 * (n % 4)) & 255) for n in range(number)]
                 if powers
                 else [scale.astype(jnp.float32) for scale in scales]
             )
@@ -207,16 +212,14 @@ def _dot(spec: _Kind, words, xs, interpret: bool) -> list:
 
 def _fields(spec: _Kind, word) -> tuple:
     """Words of four bytes, each a number as `spec.fields` has it."""
-    low, mask = lambda x, bits: x & _bits(bits), lax.shift_right_logical
     if spec.outputs == 4:
         return (word if spec.fields == "e4m3" else word ^ _bits(0x80808080),)
+    right = partial(lax.shift_right_logical, word)
     if spec.fields == "integer":
-        return tuple(low(x, 0x0F0F0F0F) ^ _bits(0x08080808) for x in (word, mask(word, 4)))
+        return tuple(x & _bits(0x0F0F0F0F) ^ _bits(0x08080808) for x in (word, right(4)))
     # Sign, exponent and mantissa of e2m1 in their places of an e4m3, which is then 2^-6 of the value.
-    return (
-        low(word << 4, 0x80808080) | low(word << 2, 0x1C1C1C1C),
-        low(word, 0x80808080) | low(mask(word, 2), 0x1C1C1C1C),
-    )
+    sign, size = _bits(0x80808080), _bits(0x1C1C1C1C)
+    return ((word << 4) & sign) | ((word << 2) & size), (word & sign) | (right(2) & size)
 
 
 def _bits(pattern: int) -> np.int32:
@@ -225,11 +228,6 @@ def _bits(pattern: int) -> np.int32:
 
 def _float(bits):
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _power_of_two(code):
-    """e8m0 as float32; 2^-127, which is subnormal, becomes zero."""
-    return _float(jnp.where(code == 255, 0x7FC00000, code << 23))
 
 
 # ---- what has no name in JAX: pairs of float16 in words, by the GPU's instructions or, interpreted, by their meaning

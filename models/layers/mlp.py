@@ -15,9 +15,16 @@ from inferlib.ops.matmul import Normed, matmul
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
+
+def exact_gelu(x: jax.Array) -> jax.Array:
+    """By erf, as kernels have no erfc; in float32, since 1 + erf(x) cancels where x is negative."""
+    y = x.astype(jnp.float32)
+    return (y * (0.5 + 0.5 * jax.lax.erf(y * 0.5**0.5))).astype(x.dtype)
+
+
 ACTIVATIONS = {
     "silu": jax.nn.silu,
-    "gelu": lambda x: x * (0.5 + 0.5 * jax.lax.erf(x * jnp.asarray(0.5**0.5, x.dtype))),  # kernels have no erfc
+    "gelu": exact_gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
 
