@@ -197,7 +197,7 @@ def traffic(draw):
     return config, jobs, draw(st.lists(st.sampled_from([None, None, 1]), min_size=1, max_size=4))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(traffic())
 def test_any_traffic_is_served_completely_and_in_order(case):
     config, jobs, bounds = case

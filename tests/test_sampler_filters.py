@@ -30,7 +30,7 @@ LOGITS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     logits=st.lists(LOGITS, min_size=24, max_size=24).filter(lambda x: max(x) > -np.inf),
     top_k=st.integers(0, 30),

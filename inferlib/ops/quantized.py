@@ -140,7 +140,7 @@ def quantize(w: jax.Array, contracting: tuple[int, ...], scheme: Scheme) -> Quan
         scales = jnp.where(scales == 0, 1.0, scales)
         scaled = w / scales
     scaled = jnp.clip(scaled, -most, most)
-    values = (jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled).astype(dtype)
+    values = (jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else _nearest(scaled, dtype)).astype(dtype)
     return scheme.tensor(values, jnp.squeeze(scales, shared))
 
 
@@ -148,6 +148,17 @@ def largest_value(dtype) -> float:
     """Of an element type; integers are used symmetrically."""
     info = ml_dtypes.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else ml_dtypes.finfo(dtype)
     return float(info.max)
+
+
+def _nearest(x: jax.Array, dtype) -> jax.Array:
+    """float32 values rounded to those of a narrower float type, as float32; ties to even.
+
+    A conversion alone would not do: some of XLA's convert to four bits by way of float16, which rounds twice.
+    """
+    info = ml_dtypes.finfo(dtype)
+    exponent = jnp.maximum((lax.bitcast_convert_type(x, jnp.int32) >> 23 & 255) - 127, info.minexp)
+    step = lax.bitcast_convert_type((exponent - info.nmant + 127) << 23, jnp.float32)
+    return jnp.round(x / step) * step
 
 
 def _exponent_code(largest: jax.Array, dtype) -> jax.Array:
