@@ -32,8 +32,9 @@ jax.config.update("jax_disable_most_optimizations", True)
 FLAGS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 
-# The same examples each time, so that a change is judged by what it changes; `--hypothesis-profile=default` draws others.
+# The same examples each time: a change is judged by what it changes. `--hypothesis-profile=fresh` draws others.
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("fresh", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 VOCAB = 131
