@@ -1,8 +1,7 @@
 """Products with weights on TPUs: a weight is one stream of blocks from memory, unpacked in registers if it is packed.
 
 Part of a product may be what comes before and behind it: an RMS norm of the rows, the activation that makes one of gate
-and up. What is stored is `packed_weights_tpu.Weight`. Where groups are shorter than a pass of the MXU, few rows are
-repeated, each with the elements of one group.
+and up. What is stored is `packed_weights_tpu.Weight`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from inferlib.pallas_kernels.tuned_tpu import tuned
 ROWS = 16  # of a tile of bfloat16
 VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x, 128 MiB on v5e and v6e
 X_ELEMENTS = 1 << 22  # of x at a time
-REPEATED = 32  # rows that are repeated for their groups: more, and weights are scaled before the product
 
 
 @dataclass(frozen=True)
@@ -90,17 +88,12 @@ def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None, 
     return None
 
 
-def _repeats(weight: Weight, rows: int) -> int:
-    return DEPTH // BLOCK if weight.group == BLOCK and not weight.packed and rows <= REPEATED else 1
-
-
 def _vmem_bytes(weight: Weight, chosen: Blocks, normed: bool) -> int:
     parts, rows = weight.values.shape[1], chosen.rows
-    repeats = _repeats(weight, rows)
-    x = rows * weight.inputs * 2 * (2 + repeats * (normed or weight.packed or repeats > 1))
+    x = rows * weight.inputs * 2 * (2 + (normed or weight.packed))
     held = parts * weight.inputs * chosen.columns * weight.bits // 8 * 2
     scales = 4 * parts * pl.cdiv(weight.inputs, weight.group) * chosen.columns * 2
-    out = rows * chosen.columns * (4 * parts + 4 * parts + 4 * repeats)
+    out = rows * chosen.columns * (4 * parts + 4 * parts + 4)
     return x + held + scales + out + STEP * chosen.columns * 2 + (2 << 20)
 
 
@@ -132,7 +125,7 @@ def mx_matmul(
     rows = given + pad[0][1]
     chosen = blocks_ or blocks(rows, parts, inputs, columns, weight.bits, weight.group)
     tall, wide = min(chosen.rows, rows), chosen.columns
-    repeats, results = _repeats(weight, tall), parts if activation is None else 1
+    results = parts if activation is None else 1
 
     def of_weight(array: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((None, parts, array.shape[2], wide), lambda t, n, layer: (layer[0], 0, 0, n))
@@ -145,8 +138,8 @@ def mx_matmul(
     arrays = {name: array for name, array in arrays.items() if array is not None}
     if not interpret:  # or XLA would bring a small weight to VMEM whole
         arrays = {name: pltpu.with_memory_space_constraint(array, pltpu.HBM) for name, array in arrays.items()}
-    normed = norm is not None or weight.packed or repeats > 1
-    scratch = [pltpu.VMEM((repeats * tall, inputs), x.dtype)] if normed else []
+    normed = norm is not None or weight.packed
+    scratch = [pltpu.VMEM((tall, inputs), x.dtype)] if normed else []
     scratch += [pltpu.VMEM((parts, depth, wide), dtype) for depth, dtype in weight.unpacked]
     y = pl.pallas_call(
         functools.partial(
@@ -157,7 +150,6 @@ def mx_matmul(
             offset=norm and norm.offset,
             activation=activation,
             group=weight.group,
-            repeats=repeats,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -185,12 +177,12 @@ def mx_matmul(
     return y[:, :given] if given < rows else y
 
 
-def _kernel(layer_ref, *refs, names, width, eps, offset, activation, group, repeats):
+def _kernel(layer_ref, *refs, names, width, eps, offset, activation, group):
     """Some columns of the weight times some rows of x [T, K], of which `width` columns are x's.
 
     norm [16, K] has the layer's weight among others; values [P, K, N], scales [P, K / g, N], tops [P, 1, N] and out
-    [P, T, N] hold those columns. Scratch: xs, what is multiplied, if not x itself: normed, with its inputs in the order
-    of the words' bytes, or repeated [4 T, K], each time with one block of each 128; and what scales are unpacked to.
+    [P, T, N] hold those columns. Scratch: xs, what is multiplied, if not x itself: normed, or with its inputs in the
+    order of the words' bytes; and what scales are unpacked to.
     """
     room = refs[len(names) :]
     refs = dict(zip(names, refs, strict=False))
@@ -201,20 +193,18 @@ def _kernel(layer_ref, *refs, names, width, eps, offset, activation, group, repe
     def _():
         source = x_ref
         if "norm" in refs:
-            source = xs_ref.at[: x_ref.shape[0]]
+            source = xs_ref
             layer = lax.rem(layer_ref[0], refs["norm"].shape[0])
             _normalize(x_ref, refs["norm"], layer, source, width, eps, offset)
         if tops_ref is not None:
             permute(source, xs_ref)
-        elif repeats > 1:
-            _repeat(source, xs_ref, repeats)
 
     unpacked = unpack_scales(refs["scales"], room) if "scales" in refs else []
 
     def product(part: int) -> jax.Array:
         tops = None if tops_ref is None else tops_ref.at[part]
         held = Held(group, values_ref.at[part], [ref.at[part] for ref in unpacked], tops)
-        return held.product(xs_ref, repeats=repeats)
+        return held.product(xs_ref)
 
     if activation is not None:
         out_ref[0] = activation(product(0), product(1)).astype(out_ref.dtype)
@@ -233,9 +223,3 @@ def _normalize(x_ref, weights_ref, layer: jax.Array, out_ref, width: int, eps: f
         x = x_ref[few, :].astype(jnp.float32)
         mean = jnp.sum(x * x, axis=1, keepdims=True) / width
         out_ref[few, :] = (x * lax.rsqrt(mean + eps) * weight).astype(out_ref.dtype)
-
-
-def _repeat(x_ref, xs_ref, repeats: int) -> None:
-    x = x_ref[...]
-    block = lax.rem(lax.div(lax.broadcasted_iota(jnp.int32, x.shape, 1), BLOCK), repeats)
-    xs_ref[...] = jnp.concatenate([jnp.where(block == n, x, 0) for n in range(repeats)])

@@ -19,12 +19,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.pallas_kernels.arithmetic_tpu import div
+
 LANES = 128
 DEPTH = 128  # inputs that are unpacked together
 BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
 TALL = 64  # rows from which on the MXU is what takes longest
-STEP, TALL_STEP = 2048, 512  # inputs of one iteration: of many rows few, as the compiler takes longer for them
-ELEMENTS = 1 << 21  # that are unpacked in one iteration, at most
+REPEATED = 32  # rows that are repeated for groups shorter than DEPTH: more, and weights are scaled before the product
+STEP, TALL_STEP = 4096, 1024  # inputs of one iteration: of many rows few, as the compiler takes longer for them
+ELEMENTS = 1 << 22  # that are unpacked in one iteration, at most
 _TOP = 27  # exponent of the largest scale of a column, of 5 bits, so that 6.0 is finite
 
 
@@ -136,62 +139,79 @@ class Held:
         """K"""
         return self.values.shape[0] * (8 if self.packed else 1)
 
-    def product(self, x_ref, *, repeats: int = 1) -> jax.Array:
-        """x [T, K] times the matrix -> float32 [T, N].
-
-        For MXFP4 x is as `permute` leaves it. repeats: x is [repeats * T, K], each time with what is multiplied by one
-        of the scales of 128 inputs, and zeros.
-        """
+    def product(self, x_ref) -> jax.Array:
+        """x [T, K] times the matrix -> float32 [T, N]. For MXFP4 x is as `permute` leaves it."""
         by_group = not self.packed and self.group < self.inputs
-        width, rows = DEPTH if by_group else 2 * DEPTH, x_ref.shape[0] // repeats
+        width, rows = DEPTH if by_group else 2 * DEPTH, x_ref.shape[0]
 
-        def add(start: jax.Array, count: int, total: jax.Array) -> jax.Array:
+        def add(start: jax.Array | int, count: int, total: jax.Array) -> jax.Array:
+            scales = self._scales(start, count) if count else []
             for at in range(0, count, width):
-                total = total + self._partial(x_ref, start + at, min(width, count - at), repeats)
+                depth = min(width, count - at)
+                inputs = pl.ds(_multiple_of(start + at, DEPTH), depth)
+                per = [rows[at // unit : (at + depth) // unit] for unit, rows in scales]
+                total = total + self._partial(x_ref[:, inputs], start + at, depth, per)
             return total
 
-        step = min(STEP if rows <= TALL else TALL_STEP, ELEMENTS // self.values.shape[1] // width * width)
+        columns = self.values.shape[1]
+        step = min(STEP if rows <= TALL else TALL_STEP, max(ELEMENTS // columns // TALL_STEP, 1) * TALL_STEP)
         whole, rest = divmod(self.inputs, step)
-        total = jnp.zeros((rows, self.values.shape[1]), jnp.float32)
+        total = jnp.zeros((rows, columns), jnp.float32)
         if whole <= 1:
-            total = add(jnp.int32(0), self.inputs, total)
+            total = add(0, self.inputs, total)
         else:
             total = lax.fori_loop(0, whole, lambda i, total: add(i * step, step, total), total)
-            total = add(jnp.int32(whole * step), rest, total)
+            total = add(whole * step, rest, total)
         if by_group or not self.scales:
             return total
-        return total * (self.tops[...] if self.packed else self._scale(jnp.int32(0)))
+        return total * (self.tops[...] if self.packed else self.scales[0][pl.ds(div(self.start, self.group), 1)])
 
-    def _scale(self, at: jax.Array) -> jax.Array:
-        """Of the group of an input, [1, N]."""
-        return self.scales[0][pl.ds(lax.div(at + self.start, self.group), 1)]
+    def _scales(self, start: jax.Array | int, count: int) -> list[tuple[int, list[jax.Array]]]:
+        """Of `count` inputs, rows [1, N], and how many inputs each is of."""
+        if not self.packed and self.group == self.inputs:
+            return []
+        unit = DEPTH if self.packed else self.group
+        first, rows = div(start + self.start, unit), count // unit
+        if isinstance(self.start, int) and (isinstance(start, int) or rows % 8 == 0):
+            # Of what is loaded by whole tiles, a row is spread over sublanes by one instruction instead of two.
+            tiles = [ref[pl.ds(_multiple_of(first, 8), rows)] for ref in self.scales]
+            return [(unit, [tile[n : n + 1] for n in range(rows)]) for tile in tiles]
+        return [(unit, [ref[pl.ds(first + n, 1)] for n in range(rows)]) for ref in self.scales]
 
-    def _partial(self, x_ref, at: jax.Array, depth: int, repeats: int) -> jax.Array:
-        """The product over `depth` inputs."""
-        inputs = pl.ds(pl.multiple_of(at, DEPTH), depth)
-        x = x_ref[:, inputs]
+    def _partial(self, x: jax.Array, at: jax.Array | int, depth: int, scales: Sequence[list[jax.Array]]) -> jax.Array:
+        """The product over `depth` inputs from `at` on, whose scales are given."""
         if self.packed:
-            return _dot(x, self._words(at, depth))
-        w = self.values[inputs]
-        if self.group == self.inputs:
+            return _dot(x, self._words(at, depth, *scales))
+        w = self.values[pl.ds(_multiple_of(at, DEPTH), depth)]
+        if not scales:
             return _dot(x, w)
-        scales = [self._scale(at + n) for n in range(0, depth, self.group)]
-        if repeats < len(scales):
+        (scales,), rows = scales, x.shape[0]
+        if len(scales) > 1 and rows > REPEATED:
             wide = jnp.concatenate([jnp.broadcast_to(scale, (self.group, w.shape[1])) for scale in scales])
             return _dot(x, (w.astype(jnp.float32) * wide).astype(x.dtype))
-        y = _dot(x, w)
-        rows = y.shape[0] // repeats
+        y = _dot(_repeated(x, len(scales)), w)
         return sum(y[n * rows : (n + 1) * rows] * scale for n, scale in enumerate(scales))
 
-    def _words(self, at: jax.Array, depth: int) -> jax.Array:
+    def _words(self, at: jax.Array | int, depth: int, keeps: list[jax.Array], adds: list[jax.Array]) -> jax.Array:
         """`depth` inputs as e5m2."""
         found = []
         for n in range(depth // DEPTH):
-            word = self.values[pl.ds(pl.multiple_of(lax.div(at, 8) + n * 16, 16), 16)]
-            row = lax.div(at + self.start, DEPTH) + n
-            keep, add = (jnp.broadcast_to(ref[pl.ds(row, 1)], word.shape) for ref in self.scales)
+            word = self.values[pl.ds(_multiple_of(div(at, 8) + n * 16, 16), 16)]
+            keep, add = (jnp.broadcast_to(rows[n], word.shape) for rows in (keeps, adds))
             found += [_floats(word, half, keep, add) for half in range(2)]
         return pltpu.bitcast(jnp.concatenate(found), jnp.float8_e5m2)
+
+
+def _multiple_of(x: jax.Array | int, n: int) -> jax.Array | int:
+    return x if isinstance(x, int) else pl.multiple_of(x, n)
+
+
+def _repeated(x: jax.Array, count: int) -> jax.Array:
+    """x [T, I] -> [count * T, I], each time with what is multiplied by one of as many scales, and zeros."""
+    if count == 1:
+        return x
+    group = div(lax.broadcasted_iota(jnp.int32, x.shape, 1), x.shape[1] // count)
+    return jnp.concatenate([jnp.where(group == n, x, 0) for n in range(count)])
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
