@@ -183,13 +183,14 @@ class EngineConfig:
         model: ModelConfig | None = None,
         kv_cache_dtype: str | None = None,
         cores: int = 1,
+        generation: str | None = None,
     ):
         """Defaults of a platform: scanned layers and free layouts on TPU; fewer steps per dispatch on GPU, where they
         are counted and a row that ends keeps its place until the last; a single one on Trainium, which has no loops.
         model: what will be run; cache buckets are finer where attention of its layers reads all of a bucket. cores: of
-        a device."""
+        a device; generation: of TPUs, such as v7x."""
         shards = shards or Shards()
-        backend = Backend.for_platform(platform, shards, cores)
+        backend = Backend.for_platform(platform, shards, cores, generation)
         ragged, dealt = backend.decode_attention == "pallas_gpu", shards.size(axes.TOKENS)
         if backend.decode_attention != "xla" and model is not None:
             scaled = kv_cache_dtype is not None

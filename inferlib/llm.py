@@ -29,6 +29,7 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from inferlib.pallas_kernels.tuned_tpu import GENERATIONS
 from inferlib.placement import ExpertPlacement
 from inferlib.platforms import leave_out_absent_tpu
 from inferlib.progress import CountProgress, on_terminal
@@ -422,7 +423,8 @@ def _plan_programs(
     expert_load: bool,
 ) -> ProgramSet:
     """The programs of `LLM`'s arguments; where layouts are free, they are chosen now, before weights are loaded."""
-    platform = jax.devices()[0].platform
+    device = jax.devices()[0]
+    platform = device.platform
     dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
     check_dtype(dtype)
     max_len = min(model.context, 2048) if max_len is None else max_len
@@ -432,8 +434,8 @@ def _plan_programs(
         raise ConfigurationError("expert_load counts the tokens of each expert, and the model has no experts")
     shards = make_shards(parallel)
     sizes = 8 if max_batch is None else max_batch, max_len, buckets
-    cores = getattr(jax.devices()[0], "num_cores", None) or 1
-    config = EngineConfig.make(platform, *sizes, shards, model, kv_cache_dtype, cores)
+    chip = getattr(device, "num_cores", None) or 1, GENERATIONS.get(device.device_kind)
+    config = EngineConfig.make(platform, *sizes, shards, model, kv_cache_dtype, *chip)
     config = replace(config, expert_load=expert_load)
     options = dict(backend=config.backend, scan=config.scan, shards=shards, expert_slots=expert_slots)
     abstract = abstract_model(model, dtype, quantization=quantization, **options)

@@ -35,7 +35,7 @@ _MOST_ROWS = 512  # that the kernel of products takes at once
 class WeightSpec:
     """One weight, as layers see it. `block` is its index in `Decoder.blocks`, None outside the layers; `part` its name
     there. contracting: the dimensions over which products with it sum; scheme: how it is quantised, None if it is not;
-    packed: whether it is held as a kernel reads it.
+    packed: whether it is held as a kernel reads it, float4: that of a TPU which converts float4.
     """
 
     name: str
@@ -48,6 +48,7 @@ class WeightSpec:
     contracting: tuple[int, ...] = ()
     scheme: Scheme | None = None
     packed: bool = False
+    float4: bool = False
 
     @property
     def of_layer(self) -> WeightSpec:
@@ -77,7 +78,7 @@ class WeightSpec:
 
     @property
     def packing(self) -> Packing:
-        return Packing(self.scheme, self.shape, self.axes, self.contracting, self.dtype)
+        return Packing(self.scheme, self.shape, self.axes, self.contracting, self.dtype, self.float4)
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
@@ -215,6 +216,9 @@ def abstract_model(
     if [p.shape for p in params] != [leaf.shape for leaf in jax.tree.leaves(state)] or len(paths) != len(params):
         raise AssertionError("flax changed the order of a flattened state")
     weights = tuple(_weight_spec(path, p, quantization) for path, p in zip(paths, params, strict=True))
+    if backend.float4:  # whose parts must be of more inputs than those of the other form
+        forms = ((w, replace(w, float4=True)) for w in weights)
+        weights = tuple(form if gainful(w) and not unpackable(form, dtype, shards) else w for w, form in forms)
     for weight in weights:
         _must_keep_groups(weight, quantization, shards)
     experts = [w for w in weights if gainful(w) and axes.EXPERTS in w.axes]

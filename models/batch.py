@@ -58,22 +58,26 @@ class Backend:
     grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
     expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # of few tokens; "xla": as grouped products
     matmul: Literal["xla", "pallas_tpu"] = "xla"  # with weights
+    float4: bool = False  # whether MXFP4 is packed for a TPU that converts it
     add_norm: Literal["xla", "pallas_gpu"] = "xla"  # residual sums and the norms of few rows, on one device
     all_reduce: Literal["xla", "pallas"] = "xla"
     collective_matmul: Literal["xla", "pallas_tpu"] = "xla"  # where tokens are split, see `models.layers.ring`
     exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
 
     @staticmethod
-    def for_platform(platform: str, shards: Shards, cores: int = 1) -> Backend:
+    def for_platform(platform: str, shards: Shards, cores: int = 1, generation: str | None = None) -> Backend:
         """The best choice on "cpu", "gpu", "tpu" or "neuron"; NKI kernels where the Neuron compiler is installed.
 
-        cores: of a device. XLA multiplies on both of those that v4 and v5p have, kernels on one."""
+        cores: of a device. XLA multiplies on both of those that v4 and v5p have, kernels on one. generation: of a TPU,
+        such as v7x."""
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
             return Backend(decode_attention="nki", prefill_attention="nki")
         if platform == "tpu":
+            from inferlib.pallas_kernels.packed_weights_tpu import FLOAT4
+
             kernels = ["decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp", "matmul"]
             kernels += ["collective_matmul"] * (shards.splits_tokens and cores == 1)
-            return Backend(**dict.fromkeys(kernels, "pallas_tpu"), exchange="ragged")
+            return Backend(**dict.fromkeys(kernels, "pallas_tpu"), float4=generation in FLOAT4, exchange="ragged")
         if platform != "gpu":
             return Backend()
         all_reduce = "pallas" if _are_peers(shards) else "xla"

@@ -186,11 +186,12 @@ def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, sc
     x_ref, factors_ref = given["x"], given["factors"]
     xs_ref = refs.pop() if weights[0].packed else x_ref
     rooms, refs = (refs[:stored], refs[stored : 2 * stored]), refs[2 * stored :]
-    unpacked = refs[: len(refs) // 2], refs[len(refs) // 2 :]
+    first = len(weights[0].unpacked)
+    unpacked = refs[:first], refs[first:]
     (experts,), (buffers, _, _, columns) = chosen_ref.shape, rooms[0][0].shape
     pieces = hbm[0][0].shape[-1] // columns
     if weights[0].packed:
-        permute(x_ref, xs_ref)
+        permute(x_ref, xs_ref, weights[0].weight)
 
     def at(piece):
         return pl.ds(pl.multiple_of(piece * columns, columns), columns) if pieces > 1 else slice(None)
@@ -232,7 +233,7 @@ def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, sc
         if weights[1].depth > columns:
             inner = jnp.concatenate([inner, jnp.zeros((inner.shape[0], weights[1].depth - columns), inner.dtype)], 1)
         if weights[1].packed:
-            permute(inner, inner_ref)
+            permute(inner, inner_ref, weights[1].weight)
         else:
             inner_ref[...] = inner
         y = weights[1].product(inner_ref, rooms[1], unpacked[1], piece, buf, 0)

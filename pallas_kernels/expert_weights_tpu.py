@@ -39,8 +39,8 @@ def unfit(x_dtype, w: Stored) -> str | None:
     if isinstance(w, Weight):
         if x_dtype != jnp.bfloat16:
             return f"it multiplies packed weights by rows of bfloat16, not {jnp.dtype(x_dtype)}"
-        if w.inputs % DEPTH or w.group not in (BLOCK, DEPTH):
-            return f"it takes groups of {BLOCK} or {DEPTH} of a multiple of {DEPTH}, not of {w.group} of {w.inputs}"
+        if w.inputs % w.depth or w.group not in (BLOCK, DEPTH):
+            return f"it takes groups of {BLOCK} or {DEPTH} of a multiple of {w.depth}, not of {w.group} of {w.inputs}"
         return None
     alike = jnp.bfloat16 if w.dtype in (jnp.int8, jnp.float8_e4m3fn) else w.dtype
     if x_dtype == alike and alike in (jnp.bfloat16, jnp.float32):
@@ -81,9 +81,13 @@ class ExpertBlocks:
     def lacks(self) -> str | None:
         """Why there cannot be such blocks, None if there can."""
         *_, inputs, columns = shape_of(self.weight)
-        for what, size, block in (("columns", columns, self.columns), ("inputs", inputs, self.depth)):
-            if size % block or (block != size and block % LANES):
-                return f"{size} {what} do not divide into blocks of {block}, in tiles of {LANES}"
+        deep = self.weight.depth if isinstance(self.weight, Weight) else LANES
+        for what, size, block, tile in (
+            ("columns", columns, self.columns, LANES),
+            ("inputs", inputs, self.depth, deep),
+        ):
+            if size % block or (block != size and block % tile):
+                return f"{size} {what} do not divide into blocks of {block}, in tiles of {tile}"
         return None
 
     @property
@@ -147,7 +151,7 @@ class ExpertBlocks:
         start = 0 if self.depth == inputs else among * self.depth
         tops = room[2].at[buffer, part] if self.packed else None
         block = room[0].at[buffer, part], [ref.at[part] for ref in scales], tops
-        return Held(self.weight.group, *block, start).product(x_ref)
+        return Held(self.weight, *block, start).product(x_ref)
 
     def _rows(self, number: int, whole: int) -> int:
         """Of the `whole` rows of the values, the scales or the tops, those that belong to a block."""

@@ -177,7 +177,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, weights, stored, s
     rows, (groups,), (buffers, parts, _, columns) = x_ref.shape[0], sizes_ref.shape, room[0].shape
     pieces, base = pl.num_programs(0), tile * rows
     if weights.packed:
-        permute(x_ref, xs_ref)
+        permute(x_ref, xs_ref, weights.weight)
 
     # ---- copies
 

@@ -75,8 +75,8 @@ def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None, 
     can."""
     if dtype != jnp.bfloat16:
         return f"it takes activations of bfloat16, not {jnp.dtype(dtype)}"
-    if weight.inputs % DEPTH:
-        return f"{weight.inputs} inputs do not divide into passes of {DEPTH}"
+    if weight.inputs % weight.depth:
+        return f"{weight.inputs} inputs do not divide into passes of {weight.depth}"
     if weight.group not in (BLOCK, DEPTH, weight.inputs):
         return f"groups are of {BLOCK} or {DEPTH} inputs or of all, not {weight.group}"
     chosen = chosen or blocks(
@@ -149,7 +149,7 @@ def mx_matmul(
             eps=norm and norm.eps,
             offset=norm and norm.offset,
             activation=activation,
-            group=weight.group,
+            weight=jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), weight),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -177,7 +177,7 @@ def mx_matmul(
     return y[:, :given] if given < rows else y
 
 
-def _kernel(layer_ref, *refs, names, width, eps, offset, activation, group):
+def _kernel(layer_ref, *refs, names, width, eps, offset, activation, weight):
     """Some columns of the weight times some rows of x [T, K], of which `width` columns are x's.
 
     norm [16, K] has the layer's weight among others; values [P, K, N], scales [P, K / g, N], tops [P, 1, N] and out
@@ -197,13 +197,13 @@ def _kernel(layer_ref, *refs, names, width, eps, offset, activation, group):
             layer = lax.rem(layer_ref[0], refs["norm"].shape[0])
             _normalize(x_ref, refs["norm"], layer, source, width, eps, offset)
         if tops_ref is not None:
-            permute(source, xs_ref)
+            permute(source, xs_ref, weight)
 
     unpacked = unpack_scales(refs["scales"], room) if "scales" in refs else []
 
     def product(part: int) -> jax.Array:
         tops = None if tops_ref is None else tops_ref.at[part]
-        held = Held(group, values_ref.at[part], [ref.at[part] for ref in unpacked], tops)
+        held = Held(weight, values_ref.at[part], [ref.at[part] for ref in unpacked], tops)
         return held.product(xs_ref)
 
     if activation is not None:

@@ -2,8 +2,9 @@
 
 The MXU takes bfloat16 rows against weights of 8-bit floats, so that is what elements become. Those of 4 bits with a
 power of two for each 32 (MXFP4) become e5m2 with their scale in the exponent, four at a time in a 32-bit word, relative
-to the largest scale of their column: what is 2^-26 of that or less vanishes, as it does in a float32 sum. Scales of
-other formats multiply partial sums.
+to the largest scale of their column: what is 2^-26 of that or less vanishes, as it does in a float32 sum. Chips that
+convert them to e5m2 themselves take them in another form (`pack_float4`) than others (`pack_mxfp4`). Scales of other
+formats multiply partial sums.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from inferlib.pallas_kernels.arithmetic_tpu import div
 LANES = 128
 DEPTH = 128  # inputs that are unpacked together
 BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
+FLOAT4 = ("v7x",)  # generations that convert float4_e2m1fn
+FLOAT4_DEPTH = 8 * BLOCK  # inputs that are unpacked together there: a block in each sublane
 TALL = 64  # rows from which on the MXU is what takes longest
 REPEATED = 32  # rows that are repeated for groups shorter than DEPTH: more, and weights are scaled before the product
 STEP, TALL_STEP = 4096, 1024  # inputs of one iteration: of many rows few, as the compiler takes longer for them
 ELEMENTS = 1 << 22  # that are unpacked in one iteration, at most
 _TOP = 27  # exponent of the largest scale of a column, of 5 bits, so that 6.0 is finite
+_MIDDLE = 14  # the exponent of 0.5 in e5m2
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +41,7 @@ class Weight:
     """Weights [..., K, N] as kernels read them, K a multiple of 128.
 
     values: bfloat16 without scales; int8, int4 or e4m3 [..., K, N], scales float32 [..., K / g, N], or e8m0 codes as
-    uint8 for g = 32; or of MXFP4 what `pack_mxfp4` returns, tops included.
+    uint8 for g = 32; or of MXFP4 what `pack_mxfp4` or `pack_float4` returns, tops included.
     """
 
     values: jax.Array
@@ -47,6 +51,16 @@ class Weight:
     @property
     def packed(self) -> bool:
         return self.tops is not None
+
+    @property
+    def float4(self) -> bool:
+        """Whether it is what `pack_float4` returns."""
+        return self.packed and self.scales.dtype == jnp.int8
+
+    @property
+    def depth(self) -> int:
+        """Inputs that are unpacked together, and that K is a multiple of."""
+        return FLOAT4_DEPTH if self.float4 else DEPTH
 
     @property
     def inputs(self) -> int:
@@ -67,7 +81,7 @@ class Weight:
     def unpacked(self) -> list[tuple[int, jnp.dtype]]:
         """Rows and dtype of what `unpack_scales` needs for N columns of each matrix."""
         if self.packed:
-            return [(self.inputs // DEPTH, jnp.int32)] * 2
+            return [(self.scales.shape[-2], jnp.int32)] * (1 if self.float4 else 2)
         return [(self.inputs // BLOCK, jnp.float32)] if self.scales is not None and self.group == BLOCK else []
 
     @property
@@ -103,11 +117,36 @@ def pack_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arra
     held = (nibbles & 7) << magnitude_at | nibbles >> 3 << sign_at
     words = jnp.sum(held, axis=(-4, -3), dtype=jnp.uint32)
     words = lax.bitcast_convert_type(words, jnp.int32).reshape(*codes.shape[:-2], -1, columns)
-    top = jnp.max(scales, axis=-2, keepdims=True).astype(jnp.int32)
-    exponents = jnp.maximum(_TOP + scales.astype(jnp.int32) - top, 0).astype(jnp.uint32)
-    exponents = exponents.reshape(*scales.shape[:-2], -1, 4, columns)
+    exponents, top = _exponents(scales)
+    exponents = exponents.astype(jnp.uint32).reshape(*scales.shape[:-2], -1, 4, columns)
     exponents = jnp.sum(exponents << jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None], axis=-2, dtype=jnp.uint32)
     return words, lax.bitcast_convert_type(exponents, jnp.int32), power_of_two(top)
+
+
+def pack_float4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `pack_mxfp4`, for chips in FLOAT4. K is padded to a multiple of 256. Returns words int32 [..., K / 8, N],
+    shifts int8 [..., K / 32, N] and tops float32 [..., 1, N].
+
+    A word is eight codes as they are. Of each 256 inputs, 32 s + 4 j + b is element 32 j + 4 s + b: converted, it is
+    byte b of sublane s of the j-th register, so that a tile of eight blocks' shifts is as it is added. A shift is what
+    is taken from a byte to have the scale in its exponent, 0 of all codes of zero.
+    """
+    inputs, columns = codes.shape[-2:]
+    pad = [(0, 0)] * (codes.ndim - 2)
+    codes = jnp.pad(codes, [*pad, (0, -inputs % FLOAT4_DEPTH), (0, 0)])
+    scales = jnp.pad(scales, [*pad, (0, codes.shape[-2] // BLOCK - scales.shape[-2]), (0, 0)])
+    codes = jnp.where(codes & 7 == 0, 0, codes).reshape(*codes.shape[:-2], -1, 8, 8, 4, columns)
+    codes = jnp.swapaxes(codes, -4, -3).reshape(*codes.shape[:-5], -1, 8, columns).astype(jnp.uint32)
+    words = jnp.sum(codes << jnp.arange(0, 32, 4, dtype=jnp.uint32)[:, None], axis=-2, dtype=jnp.uint32)
+    exponents, top = _exponents(scales)
+    shifts = (4 * (_MIDDLE - exponents)).astype(jnp.int8)
+    return lax.bitcast_convert_type(words, jnp.int32), shifts, power_of_two(top)
+
+
+def _exponents(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int32 [..., B, N] of e8m0 codes, such that the largest of a column is _TOP, and that one's code [..., 1, N]."""
+    top = jnp.max(scales, axis=-2, keepdims=True).astype(jnp.int32)
+    return jnp.maximum(_TOP + scales.astype(jnp.int32) - top, 0), top
 
 
 def power_of_two(code: jax.Array) -> jax.Array:
@@ -121,28 +160,29 @@ def power_of_two(code: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Held:
-    """A matrix of a `Weight` on chip: refs of values [K, N] or MXFP4's words [K / 8, N], of what `unpack_scales` gives
-    if it has scales, and of the latter's tops [1, N]. start: of its inputs among those of the scales."""
+    """A matrix of a `weight`, or some inputs of one, on chip: refs of values [K, N] or MXFP4's words [K / 8, N], of
+    what `unpack_scales` gives if it has scales, and of the latter's tops [1, N]. start: of its inputs among those of
+    the scales."""
 
-    group: int
+    weight: Weight
     values: Any
     scales: Sequence
     tops: Any = None
     start: jax.Array | int = 0
 
     @property
-    def packed(self) -> bool:
-        return self.tops is not None
-
-    @property
     def inputs(self) -> int:
         """K"""
-        return self.values.shape[0] * (8 if self.packed else 1)
+        return self.values.shape[0] * (8 if self.weight.packed else 1)
+
+    @property
+    def by_group(self) -> bool:
+        """Whether scales multiply partial sums."""
+        return not self.weight.packed and self.weight.group < self.inputs
 
     def product(self, x_ref) -> jax.Array:
         """x [T, K] times the matrix -> float32 [T, N]. For MXFP4 x is as `permute` leaves it."""
-        by_group = not self.packed and self.group < self.inputs
-        width, rows = DEPTH if by_group else 2 * DEPTH, x_ref.shape[0]
+        width, rows = DEPTH if self.by_group else 2 * DEPTH, x_ref.shape[0]
 
         def add(start: jax.Array | int, count: int, total: jax.Array) -> jax.Array:
             scales = self._scales(start, count) if count else []
@@ -162,15 +202,17 @@ class Held:
         else:
             total = lax.fori_loop(0, whole, lambda i, total: add(i * step, step, total), total)
             total = add(whole * step, rest, total)
-        if by_group or not self.scales:
+        if self.tops is not None:
+            return total * self.tops[...]
+        if self.by_group or not self.scales:
             return total
-        return total * (self.tops[...] if self.packed else self.scales[0][pl.ds(div(self.start, self.group), 1)])
+        return total * self.scales[0][pl.ds(div(self.start, self.weight.group), 1)]
 
     def _scales(self, start: jax.Array | int, count: int) -> list[tuple[int, list[jax.Array]]]:
         """Of `count` inputs, rows [1, N], and how many inputs each is of."""
-        if not self.packed and self.group == self.inputs:
+        if self.weight.float4 or not (self.weight.packed or self.by_group):
             return []
-        unit = DEPTH if self.packed else self.group
+        unit = DEPTH if self.weight.packed else self.weight.group
         first, rows = div(start + self.start, unit), count // unit
         if isinstance(self.start, int) and (isinstance(start, int) or rows % 8 == 0):
             # Of what is loaded by whole tiles, a row is spread over sublanes by one instruction instead of two.
@@ -180,14 +222,14 @@ class Held:
 
     def _partial(self, x: jax.Array, at: jax.Array | int, depth: int, scales: Sequence[list[jax.Array]]) -> jax.Array:
         """The product over `depth` inputs from `at` on, whose scales are given."""
-        if self.packed:
-            return _dot(x, self._words(at, depth, *scales))
+        if self.weight.packed:
+            return _dot(x, self._float4(at, depth) if self.weight.float4 else self._words(at, depth, *scales))
         w = self.values[pl.ds(_multiple_of(at, DEPTH), depth)]
         if not scales:
             return _dot(x, w)
         (scales,), rows = scales, x.shape[0]
         if len(scales) > 1 and rows > REPEATED:
-            wide = jnp.concatenate([jnp.broadcast_to(scale, (self.group, w.shape[1])) for scale in scales])
+            wide = jnp.concatenate([jnp.broadcast_to(scale, (self.weight.group, w.shape[1])) for scale in scales])
             return _dot(x, (w.astype(jnp.float32) * wide).astype(x.dtype))
         y = _dot(_repeated(x, len(scales)), w)
         return sum(y[n * rows : (n + 1) * rows] * scale for n, scale in enumerate(scales))
@@ -200,6 +242,18 @@ class Held:
             keep, add = (jnp.broadcast_to(rows[n], word.shape) for rows in (keeps, adds))
             found += [_floats(word, half, keep, add) for half in range(2)]
         return pltpu.bitcast(jnp.concatenate(found), jnp.float8_e5m2)
+
+    def _float4(self, at: jax.Array | int, depth: int) -> jax.Array:
+        """The same of `pack_float4`."""
+        words = self.values[pl.ds(_multiple_of(div(at, 8), 32), depth // 8)]
+        found = pltpu.bitcast(pltpu.bitcast(words, jnp.float4_e2m1fn).astype(jnp.float8_e5m2), jnp.int8)
+        shift = self.scales[0][pl.ds(_multiple_of(div(at + self.start, BLOCK), 8), depth // BLOCK)]
+        # To take a negative number from a word borrows from each of its bytes, and so must those of zero: of these 255
+        # is taken, which leaves 0, or in the first one 2^-16.
+        of_zero = lax.shift_right_arithmetic(shift, jnp.int32(31))
+        shift, of_zero = (pltpu.bitcast(jnp.concatenate([tile] * 8), jnp.int8) for tile in (shift, of_zero))
+        shift = jnp.where(found != 0, shift, of_zero)
+        return pltpu.bitcast(pltpu.bitcast(found, jnp.int32) - pltpu.bitcast(shift, jnp.int32), jnp.float8_e5m2)
 
 
 def _multiple_of(x: jax.Array | int, n: int) -> jax.Array | int:
@@ -220,8 +274,11 @@ def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def unpack_scales(scales_ref, refs: Sequence) -> Sequence:
     """What `Held` multiplies by, of scales as they are stored: float32 [..., K / g, N]; of MXFP4's exponents what to
-    keep of them and what to add, [..., K / 128, N]. refs: room for it, as `Weight.unpacked` says."""
-    if len(refs) == 2:
+    keep of them and what to add, [..., K / 128, N]; its shifts for each byte of a word, int32 [..., K / 32, N]. refs:
+    room for it, as `Weight.unpacked` says."""
+    if scales_ref.dtype == jnp.int8 and refs:
+        refs[0][...] = scales_ref[...].astype(jnp.int32) * 0x01010101
+    elif len(refs) == 2:
         keep_ref, add_ref = refs
         scaled = scales_ref[...] << 2
         keep_ref[...] = scaled & _bytes(0x70) | _bytes(0x8E)
@@ -231,18 +288,22 @@ def unpack_scales(scales_ref, refs: Sequence) -> Sequence:
     return refs or [scales_ref]
 
 
-def permute(x, xs_ref) -> None:
-    """x [T, K], or a ref, with its inputs in the order of MXFP4's bytes: input 32 b + r of each 128 goes to 4 r + b.
+def permute(x, xs_ref, weight: Weight) -> None:
+    """x [T, K], or a ref, with its inputs in the order of a packed weight's bytes.
 
     It is a product with what also takes `_TOP` away: multiplied by that, a small scale of a column would be no normal
     number.
     """
-    source, target = (lax.broadcasted_iota(jnp.int32, (DEPTH, DEPTH), axis) for axis in range(2))
-    goes = source == BLOCK * (target & 3) + (target >> 2)
-    moves = jnp.where(goes, 2.0 ** (14 - _TOP), 0.0).astype(x.dtype)
-    for at in range(0, x.shape[1], DEPTH):
-        moved = jnp.dot(x[:, at : at + DEPTH], moves, preferred_element_type=jnp.float32)
-        xs_ref[:, at : at + DEPTH] = moved.astype(xs_ref.dtype)
+    depth = weight.depth
+    source, at = (lax.broadcasted_iota(jnp.int32, (depth, depth), axis) for axis in range(2))
+    if weight.float4:  # at 32 j + 4 s + b is 32 s + 4 j + b
+        goes = source == (at & 3) + (at >> 5 << 2) + ((at >> 2 & 7) << 5)
+    else:  # at 4 r + b is 32 b + r
+        goes = source == BLOCK * (at & 3) + (at >> 2)
+    moves = jnp.where(goes, 2.0 ** (_MIDDLE - _TOP), 0.0).astype(x.dtype)
+    for at in range(0, x.shape[1], depth):
+        moved = jnp.dot(x[:, at : at + depth], moves, preferred_element_type=jnp.float32)
+        xs_ref[:, at : at + depth] = moved.astype(xs_ref.dtype)
 
 
 def _bytes(value: int) -> jax.Array:

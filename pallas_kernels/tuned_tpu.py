@@ -20,7 +20,7 @@ import jax
 
 FOLDER = Path(__file__).parent / "tuned"
 # As the TPU compiler names devices.
-_GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
+GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _table(generation: str) -> dict[tuple[str, str], Mapping[str, int]]:
 def generation() -> str | None:
     """Of the TPU that is traced for, as its mesh says, be the TPU here or not. None for others, and without a mesh."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return None if device is None else _GENERATIONS.get(device.device_kind)
+    return None if device is None else GENERATIONS.get(device.device_kind)
 
 
 @dataclass(frozen=True)

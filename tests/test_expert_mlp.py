@@ -34,6 +34,7 @@ class Case:
     dim: int = 24
     hidden: int = 40
     scheme: str | None = None
+    float4: bool = False
     bias: bool = False
     scale_input: bool = False
     stacked: bool = True
@@ -57,7 +58,7 @@ class Case:
                 summed = (len(shapes[name]) + self.stacked - 1,)
                 held = quantize(weights[name], summed, SCHEMES[self.scheme])
                 exact[name] = np.asarray(held.dequantized(summed, jnp.float32), float).reshape(exact[name].shape)
-                weights[name] = packed(held, self.scheme) if held.grouped and pack else held
+                weights[name] = packed(held, self.scheme, float4=self.float4) if held.grouped and pack else held
         expected = np.zeros((tokens, self.dim))
         for token, expert in np.argwhere(factors):
             w_in, w_out, bias = (exact[n][1, expert] if self.stacked else exact[n][expert] for n in shapes)
@@ -93,6 +94,7 @@ WIDE = {
     "pieces": Case(((0, 2), (2,), ()), hidden=384),
     "pieces, int8": Case(((0, 2), (2,), ()), hidden=256, scheme="int8", bias=True),
     "pieces, mxfp4": Case(((0, 2), (2,), ()), dim=32, hidden=384, scheme="mxfp4", bias=True),
+    "float4": Case(((1, 3), ()), dim=288, hidden=128, scheme="mxfp4", float4=True),
     "pieces, fp8_block": Case(((0, 2), (2,), ()), dim=128, hidden=1024, scheme="fp8_block", scale_input=True),
 }
 

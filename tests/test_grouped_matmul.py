@@ -36,6 +36,7 @@ class Case:
     outer: int = 256
     dtype: str = "float32"
     scheme: str | None = None  # of weights in groups, of which those that are NaN have scales that are
+    float4: bool = False
 
     def check(self, run) -> None:
         """Hold run(x, w, sizes, layer) -> [P, M, O] to the oracle."""
@@ -53,7 +54,7 @@ class Case:
         if self.scheme:
             held = quantize(weights, (3,), SCHEMES[self.scheme])
             w = np.asarray(held.dequantized((3,), jnp.float32), float).reshape(w.shape)
-            weights = packed(held, self.scheme).of_experts(stacked=True)
+            weights = packed(held, self.scheme, float4=self.float4).of_experts(stacked=True)
             for group, (end, size) in enumerate(zip(ends, self.sizes, strict=True)):
                 expected[:, end - size : end] = x[end - size : end] @ w[1, group] if size else 0
         got = jax.jit(run)(jnp.asarray(x, self.dtype), weights, sizes, jnp.int32(1))
@@ -79,6 +80,7 @@ CASES = {
     "usual blocks": Case((5, 0, 1, 2), 8, None, outer=40),
     "bfloat16": Case((5, 0, 90, 17), 112, dtype="bfloat16"),
     "mxfp4": Case((5, 0, 40, 17), 80, parts=1, inner=160, dtype="bfloat16", scheme="mxfp4"),
+    "float4": Case((5, 0, 40), 48, inner=288, outer=128, dtype="bfloat16", scheme="mxfp4", float4=True),
     "mxfp4, tall": Case((100, 3), 112, TALL, parts=1, inner=1024, outer=128, dtype="bfloat16", scheme="mxfp4"),
     "mxfp8": Case((5, 0, 20, 17), 48, None, parts=1, inner=96, outer=40, dtype="bfloat16", scheme="mxfp8"),
     "int4": Case((5, 0, 20, 7), 48, None, inner=256, outer=40, dtype="bfloat16", scheme="int4"),

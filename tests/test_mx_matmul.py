@@ -20,22 +20,22 @@ from inferlib.ops.matmul import matmul
 from inferlib.ops.packed import FEW_ROWS, PackedTensor, Packing
 from inferlib.ops.quantized import SCHEMES, Scheme
 from inferlib.pallas_kernels.mx_matmul_tpu import Blocks, RmsNorm, blocks, mx_matmul, unsupported
-from inferlib.pallas_kernels.packed_weights_tpu import Weight, pack_mxfp4
+from inferlib.pallas_kernels.packed_weights_tpu import Weight, pack_float4, pack_mxfp4
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
 from tests.conftest import random_prompts
 
 MODES = [pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True) for mode in ("eager", "on_wait")]
-BY_GROUP = ("mxfp4", "mxfp8", "int4", "fp8_block", "fp8")
-FORMS = {**SCHEMES, "int8_block": Scheme("int8", group=128), "bfloat16": None}
+BY_GROUP = ("mxfp4", "mxfp4 by float4", "mxfp8", "int4", "fp8_block", "fp8")
+FLOAT4 = "mxfp4 by float4"  # as v7x takes it
+FORMS = {**SCHEMES, FLOAT4: SCHEMES["mxfp4"], "int8_block": Scheme("int8", group=128), "bfloat16": None}
 
 
-def packed(
-    scheme: Scheme | None, w: np.ndarray, spoilt: tuple[int, ...] | None = None
-) -> tuple[PackedTensor, np.ndarray]:
-    """A stack of weights [L, 2, K, N], packed, and their values, float64. spoilt: a scale of [L, K / g, 2, N] that is
-    made NaN."""
+def packed(name: str, w: np.ndarray, spoilt: tuple[int, ...] | None = None) -> tuple[PackedTensor, np.ndarray]:
+    """A stack of weights [L, 2, K, N] in one of FORMS, and their values, float64. spoilt: a scale of [L, K / g, 2, N]
+    that is made NaN."""
+    scheme = FORMS[name]
     names = (axes.LAYERS, axes.EMBED, axes.GATE_UP, axes.MLP)
     whole = jnp.moveaxis(jnp.asarray(w), 1, 2)
     spec = WeightSpec("w", whole.shape, np.dtype("bfloat16"), names, "normal", None, "w", (1,), scheme)
@@ -44,7 +44,8 @@ def packed(
         arrays[1][spoilt] = np.nan
     arrays = [jnp.asarray(array) for array in arrays]
     held = arrays[0] if scheme is None else scheme.tensor(*arrays).dequantized((1,), jnp.float32).reshape(whole.shape)
-    tensor = spec.packing.tensor(*dataclasses.replace(spec, packed=True).held(*arrays))
+    spec = dataclasses.replace(spec, packed=True, float4=name == FLOAT4)
+    tensor = spec.packing.tensor(*spec.held(*arrays))
     return tensor, np.moveaxis(np.asarray(held, np.float64), 2, 1)
 
 
@@ -73,17 +74,17 @@ def numbers(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def test_it_equals_the_dequantised_product(name, rows, inputs, columns, chosen):
     """Odd numbers of rows and columns, whose last blocks are not full; of a stack, the layer asked for."""
     rng = np.random.default_rng(0)
-    tensor, exact = packed(FORMS[name], numbers(rng, 2, 2, inputs, columns))
+    tensor, exact = packed(name, numbers(rng, 2, 2, inputs, columns))
     x = jnp.asarray(rng.standard_normal((rows, inputs)), jnp.bfloat16)
     check(x, tensor.stack, exact, blocks_=chosen, interpret=True)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "int4", "bfloat16"])
+@pytest.mark.parametrize("name", ["mxfp4", FLOAT4, "mxfp8", "int4", "bfloat16"])
 @pytest.mark.parametrize(("rows", "layer"), [(3, 1), (40, 18)])
 def test_norm_and_activation_are_part_of_it(name, rows, layer):
     """Of a stack, by the norm's weight of the layer asked for; no mean counts inputs that are padding."""
     rng = np.random.default_rng(5)
-    tensor, _ = packed(FORMS[name], np.repeat(numbers(rng, 1, 2, 288, 136), 20, axis=0))
+    tensor, _ = packed(name, np.repeat(numbers(rng, 1, 2, 288, 136), 20, axis=0))
     x = jnp.asarray(rng.standard_normal((rows, 288)), jnp.bfloat16)
     weights = jnp.asarray(rng.standard_normal((20, 288)), jnp.bfloat16)
     norm = RmsNorm(weights, 1e-3, offset=1.0)
@@ -102,7 +103,7 @@ def test_norm_and_activation_are_part_of_it(name, rows, layer):
 @pytest.mark.parametrize("name", ["bfloat16", "int8", "fp8"])
 def test_many_rows_are_multiplied_by_xla(name):
     rng = np.random.default_rng(6)
-    tensor, exact = packed(FORMS[name], rng.standard_normal((3, 2, 160, 136)))
+    tensor, exact = packed(name, rng.standard_normal((3, 2, 160, 136)))
     x = jnp.asarray(rng.standard_normal((FEW_ROWS + 1, 160)), jnp.bfloat16)
     text = str(jax.make_jaxpr(lambda x: matmul(x, tensor.of_layer(jnp.int32(2))))(x))
     assert "pallas_call" not in text
@@ -116,19 +117,20 @@ def test_many_rows_are_multiplied_by_xla(name):
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "int4", "bfloat16"])
 def test_copies_are_awaited_and_do_not_race(name, mode):
     rng = np.random.default_rng(1)
-    tensor, exact = packed(FORMS[name], numbers(rng, 2, 2, 128, 200))
+    tensor, exact = packed(name, numbers(rng, 2, 2, 128, 200))
     x = jnp.asarray(rng.standard_normal((19, 128)), jnp.bfloat16)
     check(x, tensor.stack, exact, blocks_=Blocks(16, 128), interpret=mode)
 
 
-def test_every_code_of_mxfp4_with_every_exponent():
+@pytest.mark.parametrize("pack", [pack_mxfp4, pack_float4])
+def test_every_code_of_mxfp4_with_every_exponent(pack):
     """A row that picks one input at a time reads the weights themselves."""
     values = jnp.asarray(np.arange(32) % 16, jnp.uint8)
     codes = jnp.broadcast_to(jnp.tile(values, 8)[:, None], (256, 128))
     scales = np.full((8, 128), 127, np.uint8)
     scales[:, 0] = 127 - np.arange(8) * 3  # within 2^-26 of the largest, at the bottom of e8m0 and at its top
     scales[:, 1], scales[:, 2] = 10, 250
-    weight = Weight(*(x[None, None] for x in pack_mxfp4(codes, jnp.asarray(scales))))
+    weight = Weight(*(x[None, None] for x in pack(codes, jnp.asarray(scales))))
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     exact = np.where(codes > 7, -1, 1) * magnitudes[np.asarray(codes) & 7]
     exact = exact * np.exp2(np.repeat(scales, 32, axis=0).astype(np.float64) - 127)
@@ -140,10 +142,10 @@ def test_every_code_of_mxfp4_with_every_exponent():
     assert np.all(np.abs(y[is_zero]) <= most[is_zero] * 2.0**-26)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "int4"])
+@pytest.mark.parametrize("name", ["mxfp4", FLOAT4, "mxfp8", "int4"])
 def test_a_nan_scale_spoils_its_column_alone_and_padding_nothing(name):
     rng = np.random.default_rng(2)
-    tensor, _ = packed(SCHEMES[name], numbers(rng, 1, 2, 256, 130), spoilt=(0, 1, 1, 5))
+    tensor, _ = packed(name, numbers(rng, 1, 2, 256, 130), spoilt=(0, 1, 1, 5))
     x = rng.standard_normal((5, 256)).astype(np.float32)
     x[3] = np.nan
     y = np.asarray(mx_matmul(jnp.asarray(x, jnp.bfloat16), tensor.stack, out_dtype=jnp.float32, interpret=True))
@@ -152,12 +154,12 @@ def test_a_nan_scale_spoils_its_column_alone_and_padding_nothing(name):
     np.testing.assert_array_equal(np.isnan(y), spoilt)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "fp8"])
+@pytest.mark.parametrize("name", ["mxfp4", FLOAT4, "mxfp8", "fp8"])
 def test_inputs_are_padded(name):
     rng = np.random.default_rng(3)
-    tensor, exact = packed(SCHEMES[name], numbers(rng, 1, 2, 96, 64))
+    tensor, exact = packed(name, numbers(rng, 1, 2, 96, 64))
     x = jnp.asarray(rng.standard_normal((4, 96)), jnp.bfloat16)
-    assert tensor.stack.inputs == 128
+    assert tensor.stack.inputs == (256 if name == FLOAT4 else 128)
     check(x, tensor.stack, exact, layer=0, interpret=True)
 
 

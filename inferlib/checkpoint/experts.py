@@ -137,7 +137,7 @@ def _quantized(source: TensorSource, item: LoadItem, pieces: Sequence[Piece]) ->
     """The arrays of one expert. A device has a part of them, but scales are of whole channels."""
     weight, kind = item.weight, item.weight.part.removeprefix(_PREFIX)
     lead = sum(name in (axes.LAYERS, axes.EXPERTS) for name in weight.axes)
-    how = kind, tuple(i - lead for i in weight.contracting), weight.scheme, weight.packed
+    how = kind, tuple(i - lead for i in weight.contracting), weight.scheme, weight.packed, weight.float4
     if is_kept(source, weight, pieces):
         readers = (source.values, source.scales, source.zeros)[: 2 + weight.scheme.zeros]
         stored = (_read(reader, pieces, kind, item.fused_experts) for reader in readers)
@@ -146,24 +146,26 @@ def _quantized(source: TensorSource, item: LoadItem, pieces: Sequence[Piece]) ->
 
 
 def _quantize(
-    kind: str, contracting: tuple[int, ...], scheme: Scheme, packed: bool, *tensors: jax.Array
+    kind: str, contracting: tuple[int, ...], scheme: Scheme, packed: bool, float4: bool, *tensors: jax.Array
 ) -> tuple[jax.Array, ...]:
     arrays = tuple(jax.tree.leaves(quantize(_laid_out(kind, tensors), contracting, scheme)))
-    return _packed(scheme, contracting, arrays) if packed else arrays
+    return _packed(scheme, contracting, float4, arrays) if packed else arrays
 
 
 def _keep(
-    kind: str, contracting: tuple[int, ...], scheme: Scheme, packed: bool, *stored: list[jax.Array]
+    kind: str, contracting: tuple[int, ...], scheme: Scheme, packed: bool, float4: bool, *stored: list[jax.Array]
 ) -> tuple[jax.Array, ...]:
     arrays = kept(scheme, contracting, lambda tensors, _: _laid_out(kind, tensors), *stored)  # no padding yet
-    return _packed(scheme, contracting, arrays) if packed else arrays
+    return _packed(scheme, contracting, float4, arrays) if packed else arrays
 
 
-def _packed(scheme: Scheme, contracting: tuple[int, ...], arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+def _packed(
+    scheme: Scheme, contracting: tuple[int, ...], float4: bool, arrays: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
     """Arrays of a scheme in groups as kernels read them."""
     *lead, groups, group, columns = arrays[0].shape
     shape = (*lead, groups * group, columns)
-    return Packing(scheme, shape, (None,) * len(shape), contracting).pack(*arrays)
+    return Packing(scheme, shape, (None,) * len(shape), contracting, float4=float4).pack(*arrays)
 
 
 def _of_expert(pieces: Sequence[Piece], kind: str, expert: int) -> Sequence[Piece]:

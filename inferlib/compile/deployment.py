@@ -86,9 +86,8 @@ class Deployment:
     def config(self, shards: Shards) -> EngineConfig:
         sizes = self.max_batch, self.max_len, self.buckets
         target = self.slice
-        return EngineConfig.make(
-            target.platform, *sizes, shards, self.model, self.kv_cache_dtype, cores=target.chip.cores
-        )
+        options = dict(cores=target.chip.cores, generation=target.chip.name)
+        return EngineConfig.make(target.platform, *sizes, shards, self.model, self.kv_cache_dtype, **options)
 
     def shards(self, devices: Sequence[jax.Device]) -> Shards:
         """The mesh; of a single device too where the device is not one of this process's own."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -126,21 +127,21 @@ def _prepared(first: Mapping[str, Any]) -> Answer:
 
 def _compile(case: Case, devices: Sequence[jax.Device]) -> float:
     """How many seconds it took."""
-    arguments = case.arguments()
     if isinstance(case, CollectiveMatmul):
         mesh = Mesh(devices[: case.devices], (case.axis,))
         function, context = case.on(mesh), nullcontext()
         shardings = {key: NamedSharding(mesh, spec) for key, spec in case.specs()[0].items()}
     else:
         function, context = case.function(), jax.sharding.use_abstract_mesh(alone(devices[0]))
-        shardings = dict.fromkeys(arguments, SingleDeviceSharding(devices[0]))
-    arguments = {
-        key: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[key]) for key, (shape, dtype) in arguments.items()
-    }
-    start = time.perf_counter()
+        shardings = defaultdict(lambda: SingleDeviceSharding(devices[0]))
     with context:
+        arguments = {
+            key: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[key])
+            for key, (shape, dtype) in case.arguments().items()
+        }
+        start = time.perf_counter()
         jax.jit(function).lower(**arguments).compile()
-    return time.perf_counter() - start
+        return time.perf_counter() - start
 
 
 def _sending(target: Target, sent: int) -> float:

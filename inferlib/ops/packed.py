@@ -140,19 +140,22 @@ def by_xla(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
 
 # ---- storage
 
-_DEPTH = 128  # inputs are padded to multiples of it, as `mx_matmul_tpu` takes them
+_DEPTH = 128  # inputs are padded to multiples of it, as `mx_matmul_tpu` takes them, or
+_FLOAT4_DEPTH = 256  # of this
 
 
 @dataclass(frozen=True)
 class Packing:
     """How a weight of a scheme, or None and a dtype, is packed: its shape, logical axes and contracting dimensions,
-    which are neighbours; before them are those of a stack and of experts."""
+    which are neighbours; before them are those of a stack and of experts. float4: whether MXFP4 is for a TPU that
+    converts it."""
 
     scheme: Scheme | None
     shape: tuple[int, ...]
     names: tuple[str | None, ...]
     contracting: tuple[int, ...]
     dtype: np.dtype | str = "bfloat16"
+    float4: bool = False
 
     @property
     def lead(self) -> int:
@@ -194,10 +197,15 @@ class Packing:
     def is_mxfp4(self) -> bool:
         return self.scheme is not None and self.scheme.values == "float4_e2m1fn"
 
+    @property
+    def depth(self) -> int:
+        """What inputs are padded to a multiple of."""
+        return _FLOAT4_DEPTH if self.is_mxfp4 and self.float4 else _DEPTH
+
     def arrays(self) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...], np.dtype]]:
         """Shape, axis names and dtype of each array; as `Scheme.arrays`."""
         parts, inputs, columns = self.sizes
-        padded = -(-inputs // _DEPTH) * _DEPTH
+        padded = -(-inputs // self.depth) * self.depth
         inner, outer = self.names[self.lead], self.names[self.merged]
 
         def array(rows: int, dtype: str):
@@ -205,8 +213,8 @@ class Packing:
             return (*self.shape[: self.lead], parts, rows, columns), (*self.names[: self.lead], *names), np.dtype(dtype)
 
         if self.is_mxfp4:
-            words, exponents = array(padded // 8, "int32"), array(padded // _DEPTH, "int32")
-            return {"values": words, "scales": exponents, "tops": array(1, "float32")}
+            scales = array(padded // 32, "int8") if self.float4 else array(padded // _DEPTH, "int32")
+            return {"values": array(padded // 8, "int32"), "scales": scales, "tops": array(1, "float32")}
         if self.scheme is None:
             return {"values": array(padded, self.dtype)}
         scales = "uint8" if self.scheme.scales == "float8_e8m0fnu" else self.scheme.scales
@@ -219,10 +227,10 @@ class Packing:
     def pack(self, values: jax.Array, scales: jax.Array | None = None) -> tuple[jax.Array, ...]:
         """The arrays, of those of the scheme. Traceable."""
         if self.is_mxfp4:
-            from inferlib.pallas_kernels.packed_weights_tpu import pack_mxfp4
+            from inferlib.pallas_kernels.packed_weights_tpu import pack_float4, pack_mxfp4
 
             codes, scales = self._matrix(_codes(values)), self._matrix(lax.bitcast_convert_type(scales, jnp.uint8))
-            return pack_mxfp4(codes, scales)
+            return (pack_float4 if self.float4 else pack_mxfp4)(codes, scales)
         values = self._matrix(values)
         short = -values.shape[-2] % _DEPTH
         grow = lambda x, rows: jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, rows), (0, 0)])  # noqa: E731
@@ -247,8 +255,8 @@ class Packing:
             return f"the mesh splits {' and '.join(split)}, a dimension that is one of several of its matrix"
         _, inputs, _ = self.sizes
         share = inputs // shards.size(self.names[self.lead])
-        if share % _DEPTH and share < inputs:
-            return f"the {share} inputs of a device do not divide into passes of {_DEPTH}"
+        if share % self.depth and share < inputs:
+            return f"the {share} inputs of a device do not divide into passes of {self.depth}"
         if self.group is not None and self.group != self.scheme.group:
             return f"groups have {self.group} inputs, not {self.scheme.group}, which do not divide theirs"
         from inferlib.pallas_kernels import grouped_matmul_tpu, mx_matmul_tpu

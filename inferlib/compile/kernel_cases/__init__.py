@@ -38,7 +38,7 @@ class Case(Protocol):
         """Of the arguments, by name."""
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes."""
+        """Shapes and dtypes, as the TPU that is traced for takes them."""
 
     def scalars(self) -> dict[int, np.ndarray]:
         """What the kernel is given in scalar memory, in its order."""

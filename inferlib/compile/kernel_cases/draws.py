@@ -28,9 +28,15 @@ def tokens_of_experts(tokens: int, experts: int, chosen: int) -> np.ndarray:
 def stored(scheme: str, *shape: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shapes and dtypes of a stack of experts' matrices [..., K, N] as kernels read them: quantised by channel without
     their scales, and by group as a `Weight`'s arrays."""
+    from inferlib.pallas_kernels.packed_weights_tpu import FLOAT4
+    from inferlib.pallas_kernels.tuned_tpu import generation
+
     *lead, inputs, columns = shape
     rows = -(-inputs // 128)
-    if scheme == "mxfp4":
+    if scheme == "mxfp4" and generation() in FLOAT4:
+        rows += rows % 2
+        parts = {"values": (rows * 16, "int32"), "scales": (rows * 4, "int8"), "tops": (1, "float32")}
+    elif scheme == "mxfp4":
         parts = {"values": (rows * 16, "int32"), "scales": (rows, "int32"), "tops": (1, "float32")}
     else:
         dtype = {"fp8": "float8_e4m3fn", "fp8_block": "float8_e4m3fn", "mxfp8": "float8_e4m3fn"}.get(scheme, scheme)

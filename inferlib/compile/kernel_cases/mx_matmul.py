@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from inferlib.compile.kernel_cases.draws import stored
+
 _DTYPES = {"mxfp8": "float8_e4m3fn", "fp8": "float8_e4m3fn", "fp8_block": "float8_e4m3fn"}
 
 
@@ -67,8 +69,7 @@ class MxMatmul:
         x = {"x": ((self.rows, self.inputs), "bfloat16")}
         x |= {"norm": ((2, self.inputs), "bfloat16")} if self.normed else {}
         if self.scheme == "mxfp4":
-            words, exponents = (of(self.inputs // 8), "int32"), (of(self.inputs // 128), "int32")
-            return x | {"values": words, "scales": exponents, "tops": (of(1), "float32")}
+            return x | stored("mxfp4", 2, self.parts, self.inputs, self.outputs)
         values, by_channel = (of(self.inputs), _DTYPES.get(self.scheme, self.scheme)), (of(1), "float32")
         if self.scheme == "bfloat16":
             return x | {"values": values}
