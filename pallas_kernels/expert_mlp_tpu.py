@@ -215,7 +215,7 @@ def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, sc
     def take(expert, piece, buf):
         """Add what all tokens have of a piece of an expert."""
         for n in range(2):
-            weights[n].unpack(rooms[n], unpacked[n], buf)
+            weights[n].unpack(rooms[n], unpacked[n], piece, buf)
         lanes = lax.broadcasted_iota(jnp.int32, factors_ref.shape, 1)
         factor = jnp.sum(jnp.where(lanes == expert, factors_ref[...], 0.0), axis=1, keepdims=True)
         both = []

@@ -60,17 +60,19 @@ def in_hbm(w: jax.Array | Weight, interpret) -> list[jax.Array]:
 @dataclass(frozen=True)
 class ExpertBlocks:
     """Blocks of weights [L, E, P, K, N]: `depth` inputs by `columns` columns of an expert's matrices, of which one is
-    whole. buffers: for blocks. Make them with `of`."""
+    whole. buffers: for blocks. once: whether quantised ones are unpacked before their products, which are then several,
+    or in each. Make them with `of`."""
 
     weight: jax.ShapeDtypeStruct | Weight
     depth: int
     columns: int
     buffers: int
+    once: bool = False
 
     @staticmethod
-    def of(w: Stored, depth: int, columns: int, buffers: int) -> ExpertBlocks:
+    def of(w: Stored, depth: int, columns: int, buffers: int, *, once: bool = False) -> ExpertBlocks:
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), w)
-        return ExpertBlocks(shapes, depth, columns, buffers)
+        return ExpertBlocks(shapes, depth, columns, buffers, once)
 
     @property
     def packed(self) -> bool:
@@ -109,11 +111,13 @@ class ExpertBlocks:
 
     @property
     def unpacked(self) -> list[pltpu.MemoryRef]:
-        """Room for what the scales of the block in use are unpacked to."""
+        """Room for what the scales of the block in use are unpacked to, or before that the block."""
         if not isinstance(self.weight, Weight):
             return []
         parts = self.weight.values.shape[2]
-        return [pltpu.VMEM((parts, self._rows(1, rows), self.columns), dtype) for rows, dtype in self.weight.unpacked]
+        whole = [(self.depth, self.weight.element)] if self.once else []
+        scales = [(self._rows(1, rows), dtype) for rows, dtype in self.weight.unpacked]
+        return [pltpu.VMEM((parts, rows, self.columns), dtype) for rows, dtype in whole + scales]
 
     @property
     def nbytes(self) -> int:
@@ -136,22 +140,30 @@ class ExpertBlocks:
                 source = source.at[:, pl.ds(pl.multiple_of(start, rows), rows)]
             yield pltpu.make_async_copy(source, into.at[buffer], semaphores.at[n, buffer])
 
-    def unpack(self, room: Sequence, unpacked: Sequence, buffer) -> None:
-        """The scales of a block, before its products."""
-        if unpacked:
-            unpack_scales(room[1].at[buffer], unpacked)
+    def unpack(self, room: Sequence, unpacked: Sequence, piece, buffer) -> None:
+        """The scales of a block, before its products, and if that is done `once` the block."""
+        scales = unpacked[self.once :]
+        if scales:
+            unpack_scales(room[1].at[buffer], scales)
+        if self.once:
+            for part in range(room[0].shape[1]):
+                self._held(room, scales, piece, buffer, part).unpack(unpacked[0].at[part])
 
     def product(self, x_ref, room: Sequence, unpacked: Sequence, piece, buffer, part: int) -> jax.Array:
         """x [T, depth] times a matrix of a block -> float32 [T, columns], to be multiplied by scales of channels."""
-        if not isinstance(self.weight, Weight):
-            exact = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
-            return jnp.dot(x_ref[...], room[0][buffer, part], precision=exact, preferred_element_type=jnp.float32)
-        scales, inputs = unpacked or [room[1].at[buffer]], shape_of(self.weight)[-2]
+        if isinstance(self.weight, Weight) and not self.once:
+            return self._held(room, unpacked, piece, buffer, part).product(x_ref)
+        exact = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
+        w = unpacked[0][part] if self.once else room[0][buffer, part]
+        y = jnp.dot(x_ref[...], w, precision=exact, preferred_element_type=jnp.float32)
+        return y * room[2][buffer, part] if self.once and self.packed else y
+
+    def _held(self, room: Sequence, scales: Sequence, piece, buffer, part: int) -> Held:
+        scales, inputs = scales or [room[1].at[buffer]], shape_of(self.weight)[-2]
         among = piece if self.scaled == inputs else rem(piece, self.scaled // self.depth)
         start = 0 if self.depth == inputs else among * self.depth
         tops = room[2].at[buffer, part] if self.packed else None
-        block = room[0].at[buffer, part], [ref.at[part] for ref in scales], tops
-        return Held(self.weight, *block, start).product(x_ref)
+        return Held(self.weight, room[0].at[buffer, part], [ref.at[part] for ref in scales], tops, start)
 
     def _rows(self, number: int, whole: int) -> int:
         """Of the `whole` rows of the values, the scales or the tops, those that belong to a block."""

@@ -8,7 +8,7 @@ groups keep what they have. Quantised weights are copied as they are stored, and
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
 from inferlib.pallas_kernels.expert_weights_tpu import ExpertBlocks, Stored, in_hbm, matrix_bytes, shape_of, unfit
-from inferlib.pallas_kernels.packed_weights_tpu import Weight, permute
+from inferlib.pallas_kernels.packed_weights_tpu import BLOCK, Weight, permute
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 16
@@ -27,6 +27,7 @@ VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x; v5e and v6e have twice as man
 MARGIN_BYTES = 8 << 20  # of VMEM, for what the compiler keeps there
 WEIGHT_BYTES = 8 << 20  # most of a block of weights: the larger, the fewer times is x read
 ROWS = 512
+FEW = 32  # rows of products of small groups
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Blocks:
 
     rows: of x and of the result. columns: of a group's weight that are copied together. height: rows of a product;
     tail: of the last one of a group, if these are enough. Rows are multiples of 16. buffers: for blocks of weights.
+    once: whether a quantised block is unpacked before the products of a group in a tile, or in each.
     """
 
     rows: int
@@ -42,6 +44,7 @@ class Blocks:
     height: int
     tail: int
     buffers: int = 2
+    once: bool = False
 
     def __post_init__(self):
         if self.tail % SUBLANES or self.height % SUBLANES or not self.tail <= self.height <= self.rows:
@@ -50,7 +53,7 @@ class Blocks:
             raise ValueError("copies run ahead of the computation: there are at least two buffers")
 
     def of(self, w: Stored) -> ExpertBlocks:
-        return ExpertBlocks.of(w, shape_of(w)[-2], self.columns, self.buffers)
+        return ExpertBlocks.of(w, shape_of(w)[-2], self.columns, self.buffers, once=self.once)
 
     def vmem_bytes(self, x: jax.ShapeDtypeStruct, w: Stored) -> int:
         """What it takes to multiply x [M, I] by weights [L, E, P, I, O]."""
@@ -68,15 +71,16 @@ def default_blocks(x: jax.ShapeDtypeStruct, w: Stored) -> Blocks:
     """For x [M, I] and weights [L, E, P, I, O]: products as high as groups, and weights in as few pieces as fit."""
     rows, (groups, parts, _, outer) = x.shape[0], shape_of(w)[1:]
     high = _rounded_up(rows, SUBLANES)
-    height, tail = (min(high, n) for n in ((32, 32) if rows <= 16 * groups else (128, 64)))
+    height, tail = (min(high, n) for n in ((FEW, FEW) if rows <= 16 * groups else (128, 64)))
     tiles = outer // LANES if outer % LANES == 0 else 1
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0]
     fit = [n for n in pieces if parts * matrix_bytes(w) <= n * WEIGHT_BYTES]
     columns = outer // (fit or pieces[-1:])[0]
-    tile = min(ROWS, high)
-    while tile > height and Blocks(tile, columns, height, tail).vmem_bytes(x, w) > VMEM_BYTES:
-        tile = max(_rounded_up(tile // 2, SUBLANES), height)
-    return Blocks(tile, columns, height, tail)
+    once = isinstance(w, Weight) and w.group == BLOCK and height > FEW
+    chosen = Blocks(min(ROWS, high), columns, height, tail, once=once)
+    while chosen.rows > height and chosen.vmem_bytes(x, w) > VMEM_BYTES:
+        chosen = replace(chosen, rows=max(_rounded_up(chosen.rows // 2, SUBLANES), height))
+    return replace(chosen, once=False) if chosen.vmem_bytes(x, w) > VMEM_BYTES else chosen
 
 
 def unsupported(x: jax.ShapeDtypeStruct, w: Stored, *, blocks: Blocks | None = None) -> str | None:
@@ -243,7 +247,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, weights, stored, s
             start_next(jnp.where(buf == 0, buffers - 1, buf - 1))
             for copy in copies(group, piece, buf):
                 copy.wait()
-            weights.unpack(room, unpacked, buf)
+            weights.unpack(room, unpacked, piece, buf)
 
         multiply(group, buf, jnp.maximum(start - base, 0), jnp.minimum(stop - base, rows))
         ends = stop <= base + rows

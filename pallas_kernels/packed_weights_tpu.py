@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ TALL = 64  # rows from which on the MXU is what takes longest
 REPEATED = 32  # rows that are repeated for groups shorter than DEPTH: more, and weights are scaled before the product
 STEP, TALL_STEP = 4096, 1024  # inputs of one iteration: of many rows few, as the compiler takes longer for them
 ELEMENTS = 1 << 22  # that are unpacked in one iteration, at most
+UNPACKED = LANES  # columns that are unpacked together, where products come later
 _TOP = 27  # exponent of the largest scale of a column, of 5 bits, so that 6.0 is finite
 _MIDDLE = 14  # the exponent of 0.5 in e5m2
 
@@ -76,6 +77,11 @@ class Weight:
     def bits(self) -> int:
         """Of an element."""
         return 4 if self.packed else jax.dtypes.itemsize_bits(self.values.dtype)
+
+    @property
+    def element(self) -> jnp.dtype:
+        """Of what is unpacked, one that is quantised by group."""
+        return jnp.float8_e5m2 if self.packed else jnp.bfloat16
 
     @property
     def unpacked(self) -> list[tuple[int, jnp.dtype]]:
@@ -185,7 +191,7 @@ class Held:
         width, rows = DEPTH if self.by_group else 2 * DEPTH, x_ref.shape[0]
 
         def add(start: jax.Array | int, count: int, total: jax.Array) -> jax.Array:
-            scales = self._scales(start, count) if count else []
+            scales = self._scales(start, count)
             for at in range(0, count, width):
                 depth = min(width, count - at)
                 inputs = pl.ds(_multiple_of(start + at, DEPTH), depth)
@@ -201,12 +207,31 @@ class Held:
             total = add(0, self.inputs, total)
         else:
             total = lax.fori_loop(0, whole, lambda i, total: add(i * step, step, total), total)
-            total = add(whole * step, rest, total)
+            total = add(whole * step, rest, total) if rest else total
         if self.tops is not None:
             return total * self.tops[...]
         if self.by_group or not self.scales:
             return total
         return total * self.scales[0][pl.ds(div(self.start, self.weight.group), 1)]
+
+    def unpack(self, into) -> None:
+        """All elements but for MXFP4's tops, to a ref [K, N] of `Weight.element`; groups are shorter than K."""
+
+        def take(start: jax.Array | int, count: int) -> None:
+            for column in range(0, into.shape[1], UNPACKED):  # few at a time, or registers are spilled
+                columns = pl.ds(column, min(UNPACKED, into.shape[1] - column))
+                part = replace(self, values=self.values.at[:, columns], scales=[x.at[:, columns] for x in self.scales])
+                scales = part._scales(start, count)
+                for at in range(0, count, self.weight.depth):
+                    per = [rows[at // unit : (at + self.weight.depth) // unit] for unit, rows in scales]
+                    inputs = pl.ds(_multiple_of(start + at, DEPTH), self.weight.depth)
+                    into[inputs, columns] = part._elements(start + at, self.weight.depth, per)
+
+        whole, rest = divmod(self.inputs, TALL_STEP)
+        if whole:
+            lax.fori_loop(0, whole, lambda i, _: take(i * TALL_STEP, TALL_STEP), None)
+        if rest:
+            take(whole * TALL_STEP, rest)
 
     def _scales(self, start: jax.Array | int, count: int) -> list[tuple[int, list[jax.Array]]]:
         """Of `count` inputs, rows [1, N], and how many inputs each is of."""
@@ -223,16 +248,23 @@ class Held:
     def _partial(self, x: jax.Array, at: jax.Array | int, depth: int, scales: Sequence[list[jax.Array]]) -> jax.Array:
         """The product over `depth` inputs from `at` on, whose scales are given."""
         if self.weight.packed:
-            return _dot(x, self._float4(at, depth) if self.weight.float4 else self._words(at, depth, *scales))
+            return _dot(x, self._elements(at, depth, scales))
         w = self.values[pl.ds(_multiple_of(at, DEPTH), depth)]
         if not scales:
             return _dot(x, w)
         (scales,), rows = scales, x.shape[0]
         if len(scales) > 1 and rows > REPEATED:
-            wide = jnp.concatenate([jnp.broadcast_to(scale, (self.weight.group, w.shape[1])) for scale in scales])
-            return _dot(x, (w.astype(jnp.float32) * wide).astype(x.dtype))
+            return _dot(x, _scaled(w, scales))
         y = _dot(_repeated(x, len(scales)), w)
         return sum(y[n * rows : (n + 1) * rows] * scale for n, scale in enumerate(scales))
+
+    def _elements(self, at: jax.Array | int, depth: int, scales: Sequence[list[jax.Array]]) -> jax.Array:
+        """`depth` inputs from `at` on, with their scales."""
+        if self.weight.float4:
+            return self._float4(at, depth)
+        if self.weight.packed:
+            return self._words(at, depth, *scales)
+        return _scaled(self.values[pl.ds(_multiple_of(at, DEPTH), depth)], *scales)
 
     def _words(self, at: jax.Array | int, depth: int, keeps: list[jax.Array], adds: list[jax.Array]) -> jax.Array:
         """`depth` inputs as e5m2."""
@@ -254,6 +286,13 @@ class Held:
         shift, of_zero = (pltpu.bitcast(jnp.concatenate([tile] * 8), jnp.int8) for tile in (shift, of_zero))
         shift = jnp.where(found != 0, shift, of_zero)
         return pltpu.bitcast(pltpu.bitcast(found, jnp.int32) - pltpu.bitcast(shift, jnp.int32), jnp.float8_e5m2)
+
+
+def _scaled(w: jax.Array, scales: list[jax.Array]) -> jax.Array:
+    """Groups times their scales [1, N], in bfloat16."""
+    shape = w.shape[0] // len(scales), w.shape[1]
+    wide = jnp.concatenate([jnp.broadcast_to(scale, shape) for scale in scales])
+    return (w.astype(jnp.float32) * wide).astype(jnp.bfloat16)
 
 
 def _multiple_of(x: jax.Array | int, n: int) -> jax.Array | int:

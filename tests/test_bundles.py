@@ -181,7 +181,7 @@ def test_grouped_matmul_compiles_and_is_near_its_floor(target, most):
 @needs_compiler
 @pytest.mark.parametrize(
     ("target", "four_bits", "eight_bits"),
-    [("v5e-1", 1.05, 1.03), ("v6e-1", 1.4, 1.03), ("v5p:1x1x1", 2.4, 1.03), ("v7x:1x1x1", 2.6, 1.4)],
+    [("v5e-1", 1.05, 1.03), ("v6e-1", 1.1, 1.03), ("v5p:1x1x1", 1.9, 1.03), ("v7x:1x1x1", 1.5, 1.15)],
 )
 def test_mx_matmul_compiles_and_is_near_its_floor(target, four_bits, eight_bits):
     """With few rows, where it is bound by memory. Of some listings for v5e and v5p one wait is not understood."""
@@ -208,7 +208,7 @@ def test_prefill_attention_compiles_and_is_near_its_floor(target, least):
 def test_expert_mlp_compiles_and_is_near_its_floor(target):
     cases, packed = "Qwen3-30B-A3B, 1 token;Qwen3-30B-A3B, 32 tokens", "gpt-oss-20b, 32 tokens, mxfp4"
     found = measured(target, "expert_mlp", f"{cases};{packed}")
-    assert found[packed]["R"] <= {"v5e-1": 1.06, "v6e-1": 1.5}.get(target, 3)
+    assert found[packed]["R"] <= {"v5e-1": 1.06, "v6e-1": 1.15, "v7x:1x1x1": 1.7}.get(target, 2.1)
     found = [found[case] for case in cases.split(";")]
     assert [line["R"] <= 1.01 and line["bytes_to_floor"] < 1.01 for line in found] == [True] * 2
 

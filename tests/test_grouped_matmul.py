@@ -21,7 +21,7 @@ from inferlib.sharding.shards import Shards
 from tests.packed_experts import packed
 
 SMALL = Blocks(rows=64, columns=128, height=32, tail=16)
-TALL = Blocks(rows=112, columns=128, height=80, tail=80)
+ONCE = Blocks(rows=112, columns=128, height=80, tail=16, once=True)
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,9 @@ CASES = {
     "usual blocks": Case((5, 0, 1, 2), 8, None, outer=40),
     "bfloat16": Case((5, 0, 90, 17), 112, dtype="bfloat16"),
     "mxfp4": Case((5, 0, 40, 17), 80, parts=1, inner=160, dtype="bfloat16", scheme="mxfp4"),
-    "float4": Case((5, 0, 40), 48, inner=288, outer=128, dtype="bfloat16", scheme="mxfp4", float4=True),
-    "mxfp4, tall": Case((100, 3), 112, TALL, parts=1, inner=1024, outer=128, dtype="bfloat16", scheme="mxfp4"),
+    "mxfp4, once": Case((100, 3), 112, ONCE, parts=1, inner=1152, outer=128, dtype="bfloat16", scheme="mxfp4"),
+    "float4, once": Case((90, 9), 112, ONCE, inner=288, dtype="bfloat16", scheme="mxfp4", float4=True),
+    "mxfp8, once": Case((7, 90), 112, ONCE, parts=1, inner=160, outer=128, dtype="bfloat16", scheme="mxfp8"),
     "mxfp8": Case((5, 0, 20, 17), 48, None, parts=1, inner=96, outer=40, dtype="bfloat16", scheme="mxfp8"),
     "int4": Case((5, 0, 20, 7), 48, None, inner=256, outer=40, dtype="bfloat16", scheme="int4"),
 }

@@ -286,7 +286,7 @@ def _mean_ratio(some: Sequence[float], others: Sequence[float]) -> float:
 
 def _moves(blocks: Sizes) -> Iterator[Callable[[Sizes], Sizes]]:
     """To neighbours: one size or all of them times a factor, a buffer more or less. ValueError where there is none."""
-    sizes = [name for name in blocks if name != "buffers"]
+    sizes = [name for name, size in blocks.items() if name != "buffers" and not isinstance(size, bool)]
 
     def scaled(names: Sequence[str], factor: Fraction) -> Callable[[Sizes], Sizes]:
         def move(at: Sizes) -> Sizes:
