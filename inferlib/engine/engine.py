@@ -59,12 +59,6 @@ class _Call(NamedTuple):
     chunk: ChunkInput | None
 
 
-@dataclass
-class _InFlight:
-    dispatch: Dispatch
-    output: StepOutput
-
-
 class Engine:
     """Runs sequences over a model's weights. programs: compiled for them earlier, if they were.
 
@@ -92,7 +86,7 @@ class Engine:
         self.cache = self.plan.allocate(config.shards)
         self.state = self.programs.allocate_state()
         self._compiled_before = compilations()
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[tuple[Dispatch, StepOutput]] = deque()
         self._cancelled: set[int] = set()
         self._controls: dict[bool, jax.Array] = {}
 
@@ -167,7 +161,7 @@ class Engine:
             with self.channel.together(call):
                 output = self._start(call)
         self.stats.dispatches += 1
-        self._in_flight.append(_InFlight(dispatch, output))
+        self._in_flight.append((dispatch, output))
 
     def _start(self, call: _Call) -> StepOutput:
         program = self.programs.ready(call.key)
@@ -240,35 +234,31 @@ class Engine:
 
     def _receive(self) -> list[Sequence]:
         """Wait for the oldest dispatch and account for its tokens."""
-        flight = self._in_flight.popleft()
-        dispatch = flight.dispatch
+        dispatch, output = self._in_flight.popleft()
         start = time.perf_counter()
-        output = jax.device_get(flight.output)
+        output = jax.device_get(output)
         self.stats.wait_seconds += time.perf_counter() - start
         if output.load is not None:
             self.expert_load += output.load.sum(axis=(0, 1), dtype=np.int64)
-        now, advanced, generated = time.monotonic(), [], 0
-        key, rows = dispatch.key, self.config.rows
+        advanced, generated, steps = [], 0, dispatch.key.steps
         columns = output.tokens.T.tolist()  # Python's numbers: picking them out of an array one by one takes far longer
-        for s in dispatch.rows:
-            replica, place = divmod(s.row, rows)
-            column = replica * key.rows + place
-            taken = s.accept(columns[column], now) if s.status is Status.DECODE else 0
+        for s, column in zip(dispatch.rows, dispatch.columns, strict=True):
+            taken = s.accept(columns[column]) if s.status is Status.DECODE else 0
             if taken:
                 advanced.append(s)
                 generated += taken
                 if s.params.logprobs is not None:
                     _add_logprobs(s, output.sampled, [(i, column) for i in range(taken)])
-            if taken < key.steps:
+            if taken < steps:
                 # The row ended, or the device returned early to let a waiting prompt in.
-                self.scheduler.unused(s, key.steps - taken)
+                self.scheduler.unused(s, steps - taken)
         for i, chunk in zip(self._slots(dispatch), dispatch.chunks, strict=True) if dispatch.chunks else ():
             s = chunk.sequence
             if s.detail and s.status is not Status.FINISHED:
                 s.prompt_details.append(jax.tree.map(partial(_first_positions, i, chunk.length), output.detail))
             if chunk.last and s.status is Status.DECODE:
                 if s.max_tokens:
-                    s.accept([int(output.chunk_tokens[i])], now)
+                    s.accept([int(output.chunk_tokens[i])])
                     generated += 1
                     if s.params.logprobs is not None:
                         _add_logprobs(s, output.chunk_sampled, [i])

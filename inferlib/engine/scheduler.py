@@ -23,11 +23,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One program call. rows: the sequences whose rows it may advance, up to `key.steps` tokens each."""
+    """One program call. rows: the sequences whose rows it may advance, up to `key.steps` tokens each; columns: where
+    their tokens stand in what the program returns."""
 
     key: ProgramKey
     chunks: list[Chunk]
     rows: list[Sequence]
+    columns: list[int]
 
 
 class Scheduler:
@@ -124,7 +126,7 @@ class Scheduler:
         key = ProgramKey(
             mode, rows, pick(self.config.buckets.cache, limit), chunks=shape[0], chunk=shape[1], detail=detail
         )
-        return Dispatch(key, chunks, decoding)
+        return Dispatch(key, chunks, decoding, self._columns(decoding, rows))
 
     def _decode(self, decoding: list[Sequence], going_on: list[Sequence], steps: int) -> Dispatch:
         place = self.config.rows
@@ -135,10 +137,15 @@ class Scheduler:
             s.scheduled += steps
         longest = max([s.max_length for s in decoding])
         limit = pick(self.config.buckets.cache, longest)
-        self._last = Dispatch(ProgramKey(self._mode(decoding), rows, limit, steps), [], decoding)
+        key = ProgramKey(self._mode(decoding), rows, limit, steps)
+        self._last = Dispatch(key, [], decoding, self._columns(decoding, rows))
         left = min([s.max_tokens - s.scheduled for s in going_on])
         self._repeats = max(0, min(-(-left // steps), (limit - longest) // steps))
         return self._last
+
+    def _columns(self, sequences: list[Sequence], rows: int) -> list[int]:
+        place = self.config.rows
+        return [s.row // place * rows + s.row % place for s in sequences]
 
     @staticmethod
     def _mode(sequences: list[Sequence]) -> Mode:
