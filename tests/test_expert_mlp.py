@@ -34,7 +34,7 @@ class Case:
     dim: int = 24
     hidden: int = 40
     scheme: str | None = None
-    float4: bool = False
+    float4: bool = False  # of gate and up; down's share of a device may be too small for it
     bias: bool = False
     scale_input: bool = False
     stacked: bool = True
@@ -55,10 +55,10 @@ class Case:
         exact = {name: np.asarray(w, float) for name, w in weights.items()}
         if self.scheme:
             for name in ("gate_up", "down"):
-                summed = (len(shapes[name]) + self.stacked - 1,)
+                summed, float4 = (len(shapes[name]) + self.stacked - 1,), self.float4 and name == "gate_up"
                 held = quantize(weights[name], summed, SCHEMES[self.scheme])
                 exact[name] = np.asarray(held.dequantized(summed, jnp.float32), float).reshape(exact[name].shape)
-                weights[name] = packed(held, self.scheme, float4=self.float4) if held.grouped and pack else held
+                weights[name] = packed(held, self.scheme, float4=float4) if held.grouped and pack else held
         expected = np.zeros((tokens, self.dim))
         for token, expert in np.argwhere(factors):
             w_in, w_out, bias = (exact[n][1, expert] if self.stacked else exact[n][expert] for n in shapes)
