@@ -1,7 +1,8 @@
 """Reading compiled modules: bytes moved, cycles estimated, collectives and copies of each step, out of XLA's text.
 
 What `cost_analysis` gives counts the body of a loop once; here it counts as often as it runs. The loop over the steps
-of a decode program counts once, so figures are those of one step.
+of a decode program counts once, so figures are those of one step. Where only the device knows how often, as with tokens
+that go to experts in rounds, it counts as often as `ops.loops.expected_trips` says of balanced load.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _COLLECTIVES = (
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "after-all"),
     *("partition-id", "replica-id", "opt-barrier", "add-dependency", "copy-done", "call-start", "call-done"),
-    *("async-start", "async-update", "async-done", *(f"{kind}-done" for kind in _COLLECTIVES)),
+    *("async-start", "async-update", "async-done", "slice-done", *(f"{kind}-done" for kind in _COLLECTIVES)),
 }
 _MOVES = {"copy", "copy-start", "transpose", "reshape", "slice", "dynamic-slice", "pad", "concatenate", "reverse"}
 _PLUMBING = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
@@ -259,7 +260,7 @@ class Module:
                 cost.cycles += times * i.cycles
             elif i.collective or i.op in ("fusion", "custom-call", "scatter"):
                 cost.uncosted += times
-            if i.op not in _FREE:
+            if i.op not in _FREE and '"AllocateBuffer"' not in i.rest:
                 cost.bytes += times * sum(self._moved(computation, i))
             self._track(computation, i, times, origins, cost)
 
@@ -341,15 +342,22 @@ class Module:
     def _moved(self, computation: Computation, i: Instruction) -> Iterator[int]:
         """Bytes that an instruction reads from HBM and writes to it."""
         inputs = [computation.instructions[o] for o in i.operands]
+        if i.collective == "ragged-all-to-all":  # into its second operand, in place
+            del inputs[1]
         if i.op == "copy-start":
             target, source = i.shapes[0], inputs[0].shapes[0]
             yield from (s.physical_bytes for s in (target, source) if not s.space)
+            return
+        if i.op == "slice-start":
+            source, target = i.shapes[:2]
+            yield from (target.physical_bytes for s in (source, target) if not s.space)
             return
         if i.op in _SLICES:
             yield from (2 * s.physical_bytes for s in i.shapes if not s.space)
             return
         if i.op in _IN_PLACE:
-            yield 2 * inputs[1 if i.op == "dynamic-update-slice" else 2].shapes[0].physical_bytes
+            update = inputs[1 if i.op == "dynamic-update-slice" else 2].shapes[0]
+            yield from (update.physical_bytes for s in (update, i.shapes[0]) if not s.space)
             return
         called = self.computations[i.called("calls")] if i.op == "fusion" else None
         for n, value in enumerate(inputs):
@@ -408,9 +416,11 @@ def _branches(i: Instruction) -> list[str]:
 
 
 def _trips(i: Instruction, condition: Computation, computations: Mapping[str, Computation]) -> int:
-    """How often a loop runs; 1 if that is not known when compiling."""
+    """How often a loop runs; if that is not known when compiling, as often as it says it is expected to, or once."""
     if known := re.search(r'known_trip_count[":{]+n[":]+(\d+)', i.rest):
         return int(known[1])
+    if expected := re.search(r'op_name="[^"]*\bexpected_trips=(\d+)/while"', i.rest):
+        return int(expected[1])
     root, constants = condition.root, condition.instructions
     if root.op == "fusion":
         called = computations[root.called("calls")]

@@ -14,10 +14,11 @@ from inferlib.compile.programs import ProgramKey
 from inferlib.config import Buckets
 from inferlib.models.batch import Backend, StepBatch, StepContext
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, RouterSpec
-from inferlib.models.layers import exchange
+from inferlib.models.layers import exchange, moe
 from inferlib.models.layers.exchange import Exchange, exchange_of
 from inferlib.models.layers.moe import Moe
 from inferlib.models.layout import Layout
+from inferlib.ops import segment_sum
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards
@@ -36,7 +37,11 @@ SPECS = {
 @pytest.fixture(autouse=True)
 def tiny_tokens_are_worth_it(monkeypatch):
     """Shapes that are used here only: programs are kept."""
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     monkeypatch.setattr(exchange, "_START_BYTES", 0)
+    monkeypatch.setattr(exchange, "_FEW", 0)
+    for module in (exchange, moe, segment_sum):
+        monkeypatch.setattr(module, "TILE", 2)
 
 
 def build(spec: MoeSpec, shards: Shards):
@@ -80,7 +85,7 @@ def ragged_all_to_all(shards: Shards, x, out, starts, sizes, at, received, name)
         rows, start, size, first = (a[i] for a in everyone)
         number = jnp.arange(out.shape[0]) - first[me]
         here = (number >= 0) & (number < jnp.minimum(size[me], received[i]))
-        out = jnp.where(here[:, None], rows[jnp.where(here, start[me] + number, 0)], out)
+        out = jnp.where(here.reshape(-1, *[1] * (x.ndim - 1)), rows[jnp.where(here, start[me] + number, 0)], out)
     return out
 
 
@@ -101,8 +106,8 @@ def test_a_layer_whatever_the_routing(name, parallel, form, monkeypatch):
     spec, rng = SPECS[name], np.random.default_rng(0)
     parallelism = Parallelism.parse(parallel)
     tokens = TOKENS // (parallelism.expert * parallelism.data)
-    how = exchange_of(spec, tokens, 4 * DIM, parallelism.expert, ragged=form == "ragged")
-    assert (how.room is None) == (form == "ragged")
+    how = exchange_of(spec, tokens, 4 * DIM, parallelism.expert, Backend(exchange=form))
+    assert how.room < tokens * (parallelism.expert if how.ragged else 1)
     weights = {
         ".".join(path): rng.normal(size=p.shape).astype(np.float32) * 0.5
         for path, p in nnx.to_flat_state(build(spec, Shards())[1])
@@ -151,13 +156,15 @@ def test_what_is_chosen(monkeypatch):
     """By bytes: few tokens, or few devices for a token's choices, are gathered."""
     monkeypatch.undo()
     spec = MoeSpec(RouterSpec(256, 8), 2048)  # DeepSeek-V3's
-    ragged = dict(row_bytes=2 * 7168, ragged=True)
+    ragged = dict(row_bytes=2 * 7168, backend=Backend(exchange="ragged"))
     assert exchange_of(spec, 1, devices=1, **ragged) is None
     assert exchange_of(spec, 1, devices=4, **ragged) is None
-    assert exchange_of(spec, 64, devices=4, **ragged).room is None
-    # A token goes to 7.2 of 32 devices.
-    assert exchange_of(spec, 64, devices=32, **ragged) == Exchange(rows=466, room=None)
-    assert exchange_of(spec, 64, devices=32, row_bytes=2 * 7168, ragged=False) == Exchange(rows=32 * 22, room=22)
+    # A token goes to 3.6 of 4 devices, and so few tokens take no rounds.
+    assert exchange_of(spec, 64, devices=4, **ragged) == Exchange(rows=232, room=256, ragged=True)
+    # One goes to 7.2 of 32 devices.
+    assert exchange_of(spec, 512, devices=32, **ragged) == Exchange(rows=3721, room=5632, ragged=True)
+    padded = exchange_of(spec, 64, devices=32, row_bytes=2 * 7168, backend=Backend())
+    assert padded == Exchange(rows=32 * 22, room=22, ragged=False)
     everywhere = MoeSpec(RouterSpec(8, 8), 2048)
     assert exchange_of(everywhere, 64, devices=8, **ragged) is None
 
