@@ -116,6 +116,12 @@ class Instruction:
         return int(found[1]) if found and int(found[1]) < 1 << 60 else None
 
     @property
+    def expected_trips(self) -> int | None:
+        """Of a loop of unknown length, if it says so, see `inferlib.ops.loops`."""
+        found = re.search(r'op_name="[^"]*\bexpected_trips=(\d+)/while"', self.rest)
+        return int(found[1]) if found and "known_trip_count" not in self.rest else None
+
+    @property
     def declared_cost(self) -> tuple[int, int, int] | None:
         """Bytes, FLOPs and bytes sent of a kernel that declares them."""
         if self.op != "custom-call":
@@ -182,11 +188,13 @@ class Kernel:
 @dataclass
 class StepCost:
     """Of one step on one device. bytes: to and from HBM. cycles: the compiler's estimate; uncosted: instructions that
-    it has none for (collectives, scatters, kernels that declare no cost)."""
+    it has none for (collectives, scatters, kernels that declare no cost); balanced: loops that are counted as often as
+    balanced load has them run."""
 
     bytes: int = 0
     cycles: int = 0
     uncosted: int = 0
+    balanced: int = 0
     collectives: Counter = field(default_factory=Counter)  # (kind, nbytes) -> count
     copies: Counter = field(default_factory=Counter)  # (argument, instruction, nbytes) -> count
     kernels: Counter = field(default_factory=Counter)  # (name, nbytes, flops, sent) -> count
@@ -235,6 +243,7 @@ class Module:
             if i.op == "while":
                 body, condition = (self.computations[i.called(x)] for x in ("body", "condition"))
                 trips = _trips(i, condition, self.computations)
+                cost.balanced += i.expected_trips is not None
                 if times == 1 and trips == self.counted:
                     trips = 1
                 for part in (body, condition):
@@ -419,8 +428,8 @@ def _trips(i: Instruction, condition: Computation, computations: Mapping[str, Co
     """How often a loop runs; if that is not known when compiling, as often as it says it is expected to, or once."""
     if known := re.search(r'known_trip_count[":{]+n[":]+(\d+)', i.rest):
         return int(known[1])
-    if expected := re.search(r'op_name="[^"]*\bexpected_trips=(\d+)/while"', i.rest):
-        return int(expected[1])
+    if i.expected_trips is not None:
+        return i.expected_trips
     root, constants = condition.root, condition.instructions
     if root.op == "fusion":
         called = computations[root.called("calls")]

@@ -21,6 +21,7 @@ from jax import lax
 
 from inferlib.models.batch import Backend
 from inferlib.models.config import MoeSpec
+from inferlib.ops.loops import expected_trips
 from inferlib.ops.segment_sum import TILE, segment_sum
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -132,7 +133,9 @@ def _padded(x: jax.Array, routes: jax.Array, trip: _Trip, how: Exchange, compute
         return jnp.where(now[:, :, None], back[jnp.where(now, trip.device * room + place, 0)], parts)
 
     rounds = shards.max(jnp.max(-(-trip.counts // room)), axes.ROWS)
-    return trip.summed(lax.fori_loop(0, rounds, one_round, jnp.zeros((*trip.device.shape, dim), x.dtype)))
+    with expected_trips(1):
+        parts = lax.fori_loop(0, rounds, one_round, jnp.zeros((*trip.device.shape, dim), x.dtype))
+    return trip.summed(parts)
 
 
 def _ragged(x: jax.Array, routes: jax.Array, trip: _Trip, how: Exchange, compute: Compute, shards: Shards) -> jax.Array:
@@ -169,7 +172,8 @@ def _ragged(x: jax.Array, routes: jax.Array, trip: _Trip, how: Exchange, compute
     if once:
         return trip.summed(exchanged(sent, sizes, got, jnp.zeros((most, dim), x.dtype))[places])
     rounds = shards.max(-(-jnp.max(jnp.sum(sizes, axis=0)) // room), axes.ROWS)
-    home = lax.fori_loop(0, rounds, one_round, lax.empty((most, *x.shape[1:]), x.dtype))
+    with expected_trips(1):
+        home = lax.fori_loop(0, rounds, one_round, lax.empty((most, *x.shape[1:]), x.dtype))
     first, tiles = trip.first.reshape(-1), -(-tokens // TILE)
     counts = jnp.pad(jnp.sum(trip.first, axis=1, dtype=jnp.int32), (0, -tokens % TILE))
     return segment_sum(

@@ -21,6 +21,7 @@ from inferlib.models.layers.router import Router
 from inferlib.models.layout import Layout
 from inferlib.ops.expert_mlp import expert_mlp, most_tokens
 from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul, unsorted_pays
+from inferlib.ops.loops import expected_trips
 from inferlib.ops.matmul import matmul
 from inferlib.ops.segment_sum import TILE, segment_sum
 from inferlib.sharding import axes
@@ -266,7 +267,9 @@ class Experts(nnx.Module):
             return stop, left, out
 
         out = lax.empty((counts.size, *x.shape[1:]), x.dtype)  # each tile is written by the round that has it
-        return lax.while_loop(lambda carry: carry[1], one_round, (jnp.int32(0), jnp.bool(True), out))[2][:tokens]
+        with expected_trips(1):
+            out = lax.while_loop(lambda carry: carry[1], one_round, (jnp.int32(0), jnp.bool(True), out))[2]
+        return out[:tokens]
 
     def at_once(
         self,

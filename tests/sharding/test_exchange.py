@@ -15,7 +15,7 @@ from inferlib.config import Buckets
 from inferlib.models.batch import Backend, StepBatch, StepContext
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, RouterSpec
 from inferlib.models.layers import exchange, moe
-from inferlib.models.layers.exchange import Exchange, exchange_of
+from inferlib.models.layers.exchange import Exchange, exchange_of, pairs_room
 from inferlib.models.layers.moe import Moe
 from inferlib.models.layout import Layout
 from inferlib.ops import segment_sum
@@ -50,7 +50,7 @@ def build(spec: MoeSpec, shards: Shards):
     return nnx.split(nnx.eval_shape(lambda: Moe(spec, Layout(config, shards), jnp.float32)))
 
 
-def layer_on(spec: MoeSpec, parallel: str = "", form: str = "padded"):
+def layer_on(spec: MoeSpec, parallel: str = "", backend: Backend = Backend()):  # noqa: B008
     """(weights by name, x [T, D], lengths [T]) -> [T, D]"""
     shards = make_shards(Parallelism.parse(parallel))
     graph, state = build(spec, shards)
@@ -59,7 +59,7 @@ def layer_on(spec: MoeSpec, parallel: str = "", form: str = "padded"):
     def layer(weights, x, lengths):
         moe = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), weights))
         rows = StepBatch.of_rows(jnp.zeros(lengths.shape, jnp.int32), lengths)
-        ctx = StepContext(rows, None, 64, backend=Backend(exchange=form), shards=shards)
+        ctx = StepContext(rows, None, 64, backend=backend, shards=shards)
         return moe.finish(shards.sum(moe(x, ctx)[0], axes.MLP))
 
     if shards.mesh is not None:
@@ -98,26 +98,35 @@ def ragged_all_to_all(shards: Shards, x, out, starts, sizes, at, received, name)
         ("experts that return their input", "ep=8", "ragged"),
         ("seven, scaled inputs", "dp=2,ep=4", "padded"),
         ("seven, scaled inputs", "dp=2,ep=4", "ragged"),
+        ("shared, scaled sigmoid", "dp=2,ep=4", "gathered"),
     ],
 )
 def test_a_layer_whatever_the_routing(name, parallel, form, monkeypatch):
-    """Balanced, and all tokens to the same experts, for which padding has no room; rows that are inactive hold NaN."""
+    """Balanced; all tokens to the same experts, for which a round has no room; one token alone. Rows that are inactive
+    hold NaN, and so do arrays before they are written."""
     monkeypatch.setattr(Shards, "ragged_all_to_all", ragged_all_to_all)
     spec, rng = SPECS[name], np.random.default_rng(0)
     parallelism = Parallelism.parse(parallel)
     tokens = TOKENS // (parallelism.expert * parallelism.data)
-    how = exchange_of(spec, tokens, 4 * DIM, parallelism.expert, Backend(exchange=form))
-    assert how.room < tokens * (parallelism.expert if how.ragged else 1)
+    monkeypatch.setattr(exchange, "_START_BYTES", 1 << 30 if form == "gathered" else 0)
+    backend = Backend(exchange="ragged" if form == "ragged" else "padded")
+    how, received = exchange_of(spec, tokens, 4 * DIM, parallelism.expert, backend), tokens * parallelism.expert
+    if form == "gathered":
+        assert how is None
+    else:
+        assert how.room < (received if how.ragged else tokens)
+        received = how.room * (1 if how.ragged else parallelism.expert)
+    chosen = spec.router.chosen
+    assert form != "gathered" or pairs_room(chosen, tokens, received, backend) < received * chosen
     weights = {
         ".".join(path): rng.normal(size=p.shape).astype(np.float32) * 0.5
         for path, p in nnx.to_flat_state(build(spec, Shards())[1])
     }
     x = rng.normal(size=(TOKENS, DIM)).astype(np.float32)
-    lengths = np.ones(TOKENS, np.int32)
-    lengths[[3, 7, 40]], x[[3, 7, 40]] = 0, np.nan
-    active = lengths > 0
-    alone, split = layer_on(spec), layer_on(spec, parallel, form)
-    for favour in (0.0, 1e3):
+    most = ~np.isin(np.arange(TOKENS), [3, 7, 40])
+    alone, split = layer_on(spec), layer_on(spec, parallel, backend)
+    for favour, active in ((0.0, most), (1e3, most), (0.0, np.arange(TOKENS) == 9)):
+        x[~active], lengths = np.nan, active.astype(np.int32)
         weights["router.correction"] = favour * (np.arange(spec.router.experts) < spec.router.chosen).astype(np.float32)
         want, got = (layer(weights, x, lengths)[active] for layer in (alone, split))
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
