@@ -379,11 +379,11 @@ def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) 
     there, back = "all-gather", "reduce-scatter"
     if how is not None:
         there = back = "ragged-all-to-all" if how.ragged else "all-to-all"
-        sent, most = how.rows, held
+        sent = how.rows
         held = how.room if how.ragged else sent
         if how.ragged:
             ledger.add("all-gather", "how many tokens", (axes.EXPERTS,), (devices, devices), np.int32)
-        if held != most or not how.ragged:
+        if held < devices * tokens or not how.ragged:
             ledger.reduce("how many rounds", (axes.ROWS,), (), np.int32)
     ledger.add(there, "tokens to experts", (axes.EXPERTS,), (sent, width), dtype)
     ledger.add(there, "routes", (axes.EXPERTS,), (sent, 2 * chosen), np.float32)

@@ -29,7 +29,7 @@ from inferlib.sharding.shards import Shards
 # What a link carries in the microsecond or so that one more collective takes to start.
 _START_BYTES = 64 << 10
 _SLACK = 1.5  # rows that there is room for, times those of balanced load
-_FEW = 1024  # rows for which there is always room: so few cost less than what it takes to count them
+_FEW = 1024  # rows for which there is always room: so few cost less than rounds
 # x [N, D], slots [N, k] int32 (-1: none) and weights [N, k] -> [N, D], the weighted sum of those that are this device's
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -37,11 +37,13 @@ Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 @dataclass(frozen=True)
 class Exchange:
     """An all-to-all of tokens. rows: that a device sends in a round, and gets back, in all; of a ragged one the
-    expected number. room: how many it can get in a round, of a ragged one from all devices, of others from each."""
+    expected number. room: how many it can get in a round, of a ragged one from all devices, of others from each.
+    many: whether these are so many rows that it matters how they lie."""
 
     rows: int
     room: int
     ragged: bool
+    many: bool = True
 
 
 def exchange_of(spec: MoeSpec, tokens: int, row_bytes: int, devices: int, backend: Backend) -> Exchange | None:
@@ -49,25 +51,31 @@ def exchange_of(spec: MoeSpec, tokens: int, row_bytes: int, devices: int, backen
     tokens are gathered. row_bytes: of a token's activations."""
     if devices == 1:
         return None
-    share, ragged = spec.device_share(devices) * tokens, backend.exchange == "ragged"
-    room = _room(devices * share, devices * tokens, backend) if ragged else min(tokens, ceil(_SLACK * share))
-    rows = ceil(devices * share) if ragged else devices * room
+    share, everyone = spec.device_share(devices) * tokens, devices * tokens
+    if backend.exchange == "ragged":
+        many = _are_many(everyone, backend)
+        how = Exchange(ceil(devices * share), _room(devices * share, everyone) if many else everyone, True, many)
+    else:
+        room = min(tokens, ceil(_SLACK * share))
+        how = Exchange(devices * room, room, False)
     of_row = 2 * row_bytes + 8 * spec.router.chosen
-    return Exchange(rows, room, ragged) if rows * of_row + _START_BYTES < devices * tokens * of_row else None
+    return how if how.rows * of_row + _START_BYTES < everyone * of_row else None
 
 
 def pairs_room(chosen: int, tokens: int, received: int, backend: Backend) -> int:
     """How many pairs of a token and an expert of its `chosen` a device takes in a round, of `received` tokens that it
     got from devices that have `tokens` each: its experts are chosen as often as its tokens choose."""
-    return _room(tokens * chosen, received * chosen, backend, TILE * chosen)
+    most = received * chosen
+    return max(_room(tokens * chosen, most), min(TILE * chosen, most)) if _are_many(most, backend) else most
 
 
-def _room(expected: float, most: int, backend: Backend, least: int = 0) -> int:
-    """A GPU takes all at once: it would wait for the host to look at a loop's condition."""
-    if backend.grouped_matmul == "pallas_gpu":
-        return most
-    room = max(ceil(_SLACK * expected), least, _FEW)
-    return min(-(-room // TILE) * TILE, most)
+def _are_many(rows: int, backend: Backend) -> bool:
+    """Whether rows may come in rounds; not on a GPU, which would wait for the host to look at a loop's condition."""
+    return rows > _FEW and backend.grouped_matmul != "pallas_gpu"
+
+
+def _room(expected: float, most: int) -> int:
+    return min(-(-ceil(_SLACK * expected) // TILE) * TILE, most)
 
 
 def through_experts(
@@ -140,16 +148,15 @@ def _padded(x: jax.Array, routes: jax.Array, trip: _Trip, how: Exchange, compute
 
 def _ragged(x: jax.Array, routes: jax.Array, trip: _Trip, how: Exchange, compute: Compute, shards: Shards) -> jax.Array:
     """The same, sending only what there is. As a token goes to a device but once, a device can get no more than the
-    tokens of all: where there is room for these, one round is all."""
+    tokens of all."""
     (tokens, dim), devices, me, room = x.shape, trip.counts.size, shards.index(axes.EXPERTS), how.room
     most = tokens * min(devices, trip.device.shape[1])
     order = jnp.argsort(~trip.goes.T.reshape(-1))[:most] % tokens  # by device
     sizes = shards.stack(trip.counts, axes.EXPERTS)  # [from, to]
     sent, got = (jnp.cumsum(sizes, axis=axis) - sizes for axis in (1, 0))  # where they start, there and here
-    once = room == devices * tokens
-    filled = jnp.zeros if once else lax.empty
+    filled = lax.empty if how.many else jnp.zeros
     # A TPU exchanges rows as pairs of halves: to lay out all that there is room for anew would move more than that.
-    x = x if once else x.reshape(tokens, 2 - dim % 2, -1)
+    x = x.reshape(tokens, 2 - dim % 2, -1) if how.many else x
     x, routes = x[order], routes[order]
 
     def moved(rows: jax.Array, out: jax.Array, *where: jax.Array) -> jax.Array:
@@ -168,12 +175,16 @@ def _ragged(x: jax.Array, routes: jax.Array, trip: _Trip, how: Exchange, compute
         now = jnp.clip(start + room - got, 0, sizes) - before
         return exchanged(sent + before, now, jnp.clip(got + before - start, 0, room), home)
 
+    home = filled((most, *x.shape[1:]), x.dtype)
+    if room == devices * tokens:
+        home = exchanged(sent, sizes, got, home)
+    else:
+        rounds = shards.max(-(-jnp.max(jnp.sum(sizes, axis=0)) // room), axes.ROWS)
+        with expected_trips(1):
+            home = lax.fori_loop(0, rounds, one_round, home)
     places = jnp.where(trip.first, sent[me][trip.device] + trip.rank, 0)
-    if once:
-        return trip.summed(exchanged(sent, sizes, got, jnp.zeros((most, dim), x.dtype))[places])
-    rounds = shards.max(-(-jnp.max(jnp.sum(sizes, axis=0)) // room), axes.ROWS)
-    with expected_trips(1):
-        home = lax.fori_loop(0, rounds, one_round, lax.empty((most, *x.shape[1:]), x.dtype))
+    if not how.many:
+        return trip.summed(home[places])
     first, tiles = trip.first.reshape(-1), -(-tokens // TILE)
     counts = jnp.pad(jnp.sum(trip.first, axis=1, dtype=jnp.int32), (0, -tokens % TILE))
     return segment_sum(

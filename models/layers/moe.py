@@ -162,7 +162,7 @@ class Experts(nnx.Module):
         ctx: StepContext,
         layer: jax.Array | None,
     ) -> jax.Array:
-        """x [T, D], experts and weights [T, k] -> [T, D]: the sum of those that are this device's.
+        """x [T, *D], experts and weights [T, k] -> [T, *D]: the sum of those that are this device's.
 
         of_each: tokens of each device that experts are shared with. layer: with it all weights are [L, ...], and those
         of this layer are used.
@@ -177,6 +177,7 @@ class Experts(nnx.Module):
         ids = jnp.where(ours, experts, own).reshape(-1)
         if (room := pairs_room(chosen, of_each, tokens, ctx.backend)) < ids.size:
             return self.in_rounds(x, ids.reshape(ours.shape), weights, own, room, of_each, ctx, layer)
+        shape, x = x.shape, x.reshape(tokens, -1)
         scales = weights.reshape(-1) if self.spec.scale_input else None
         # A constant of few rows: to make it would take a kernel.
         rows = (np if tokens * chosen <= 1024 else jnp).arange(tokens * chosen, dtype=np.int32) // chosen
@@ -192,7 +193,8 @@ class Experts(nnx.Module):
         if not self.spec.scale_input:
             outputs = outputs * weights[:, :, None]
         # One by one: XLA:GPU writes what a sum over a dimension takes in to memory first.
-        return sum(jnp.where(ours[:, i, None], outputs[:, i], 0) for i in range(chosen)).astype(x.dtype)
+        total = sum(jnp.where(ours[:, i, None], outputs[:, i], 0) for i in range(chosen))
+        return total.astype(x.dtype).reshape(shape)
 
     def by_expert(
         self,

@@ -30,6 +30,7 @@ DIM, TOKENS = 12, 48
 SPECS = {
     "shared, scaled sigmoid": MoeSpec(RouterSpec(8, 2, "sigmoid", correction=True), 10, shared=MlpSpec(6)),
     "experts that return their input": MoeSpec(RouterSpec(8, 2, correction=True, scale=1.5), 10, identity=2),
+    "one of eight": MoeSpec(RouterSpec(8, 1, correction=True), 10),
     "seven, scaled inputs": MoeSpec(RouterSpec(7, 1, correction=True), 10, scale_input=True, bias=True),
 }
 
@@ -98,6 +99,7 @@ def ragged_all_to_all(shards: Shards, x, out, starts, sizes, at, received, name)
         ("experts that return their input", "ep=8", "ragged"),
         ("seven, scaled inputs", "dp=2,ep=4", "padded"),
         ("seven, scaled inputs", "dp=2,ep=4", "ragged"),
+        ("one of eight", "dp=2,ep=4", "ragged"),
         ("shared, scaled sigmoid", "dp=2,ep=4", "gathered"),
     ],
 )
@@ -169,11 +171,13 @@ def test_what_is_chosen(monkeypatch):
     assert exchange_of(spec, 1, devices=1, **ragged) is None
     assert exchange_of(spec, 1, devices=4, **ragged) is None
     # A token goes to 3.6 of 4 devices, and so few tokens take no rounds.
-    assert exchange_of(spec, 64, devices=4, **ragged) == Exchange(rows=232, room=256, ragged=True)
+    assert exchange_of(spec, 64, devices=4, **ragged) == Exchange(rows=232, room=256, ragged=True, many=False)
     # One goes to 7.2 of 32 devices.
     assert exchange_of(spec, 512, devices=32, **ragged) == Exchange(rows=3721, room=5632, ragged=True)
     padded = exchange_of(spec, 64, devices=32, row_bytes=2 * 7168, backend=Backend())
     assert padded == Exchange(rows=32 * 22, room=22, ragged=False)
+    kernel = Backend(exchange="ragged", grouped_matmul="pallas_gpu")  # would wait for the host in each round
+    assert exchange_of(spec, 512, devices=32, row_bytes=2 * 7168, backend=kernel).room == 512 * 32
     everywhere = MoeSpec(RouterSpec(8, 8), 2048)
     assert exchange_of(everywhere, 64, devices=8, **ragged) is None
 
