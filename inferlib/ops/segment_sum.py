@@ -8,7 +8,7 @@ from jax import lax
 
 from inferlib.ops.loops import expected_trips
 
-TILE = 128  # segments that are summed together: many enough that loops cost nothing, few enough to stay on chip
+TILE = 256  # segments that are summed together: many enough that loops cost little, few enough to stay on chip
 
 
 def segment_sum(
