@@ -206,8 +206,8 @@ class Experts(nnx.Module):
         ctx: StepContext,
         layer: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """`forward` of pairs of a token and an expert, sorted by expert, those of others (`own`) last -> [M, D] in this
-        order, and the place of each pair in it [M]."""
+        """`forward` of pairs of a token, `rows` [M] of x [T, *D], and an expert, `ids` [M], sorted by expert, those of
+        others (`own`) last -> [M, D] in this order, and the place of each pair in it [M]."""
         order = jnp.argsort(ids)
         ids = ids[order]
         sizes = jnp.sum(ids == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
@@ -215,7 +215,7 @@ class Experts(nnx.Module):
         product = partial(grouped_matmul, sizes=sizes, most=most, layer=layer, backend=backend)
         scales = None if scales is None else scales[order]
         rows, ids = jnp.asarray(rows)[order], jnp.minimum(ids, own - 1)
-        if x.ndim > 2:
+        if x.ndim > 2:  # as they were exchanged; only those that are taken are laid out anew
             x, rows = x[rows].reshape(ids.size, -1), None
         return self.forward(x, rows, ids, product, scales, ctx.shards, layer), jnp.argsort(order)
 
