@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from inferlib.pallas_kernels.arithmetic_tpu import div, rem
+from inferlib.pallas_kernels.arithmetic_tpu import div, rem, seldom
 
 LANES = 128
 UNROLL = 16  # copies of pages that are started together
@@ -42,7 +43,7 @@ class Pages:
 
     @property
     def in_one_block(self) -> bool:
-        return self.seen is not None and self.block >= span(self.seen, self.unit)
+        return self.block >= (self.capacity if self.seen is None else span(self.seen, self.unit))
 
     def first(self, length: jax.Array) -> jax.Array | int:
         """The first position that is read of a row of this length."""
@@ -56,8 +57,9 @@ class BlockStream:
     lengths [B], layer [1]; of a ring `origin` [B], the slot that a row's first position is in; table [B * M]: scalars.
     queries [B, ...] and arrays, each [L, N, K, S, ...], in HBM; on chip `query_buffers` [n, ...] and `buffers`, each
     [n, K, T, ...], for n blocks of T positions. counts [n]: units of the block in a buffer; state [SCALARS]: row and
-    block to be copied next, and the buffer to be read next; semaphores [1 + arrays, n]. owners [2, n]: row and first
-    position of the block in a buffer, for a kernel that asks for them.
+    block to be copied next, and the buffer to be read next; following [B + 1]: the first row from each on that is not
+    empty; semaphores [1 + arrays, n]. owners [2, n]: row and first position of the block in a buffer, for a kernel that
+    asks for them.
     """
 
     pages: Pages
@@ -71,6 +73,7 @@ class BlockStream:
     buffers: Sequence[Any]
     counts: Any
     state: Any
+    following: Any
     semaphores: Any
     owners: Any = None
 
@@ -88,28 +91,40 @@ class BlockStream:
         return div(length - self.pages.first(length) + self.pages.block - 1, self.pages.block)
 
     def begin(self) -> None:
-        """Start the first copies, of as many blocks as there are buffers but one."""
-        self.state[0] = self._next_row(0)
+        """Start the first copies, of as many blocks as there are buffers."""
+
+        def find(i, row):
+            row = jnp.where(self.lengths[self.rows - 1 - i] > 0, self.rows - 1 - i, row)
+            self.following[self.rows - 1 - i] = row
+            return row
+
+        self.following[self.rows] = self.rows
+        self.state[0] = lax.fori_loop(0, self.rows, find, self.rows)
         self.state[1] = 0
         self.state[2] = 0
-        lax.fori_loop(0, self.counts.shape[0] - 1, lambda buffer, _: self.start_next(buffer), None)
+        lax.fori_loop(0, self.counts.shape[0], lambda buffer, _: self.start_next(buffer), None)
 
     def start_next(self, buffer: jax.Array) -> None:
-        """Start the copies of the block whose turn it is, if any is left, to a buffer."""
-        row, index = self.state[0], self.state[1]
-        self.counts[buffer] = 0
+        """Start the copies of the block whose turn it is, if any is left, to a buffer whose block has been used.
 
-        @pl.when(row < self.rows)
-        def _():
-            length = self.length(row)
-            self._start(row, length, index, buffer)
-            ends = index + 1 == self.blocks(length)
-            self.state[0] = self._next_row(row + ends.astype(jnp.int32))
-            self.state[1] = jnp.where(ends, 0, index + 1)
+        There are no branches where it can be done without, so that the compiler puts it among vector instructions.
+        """
+        row, index = self.state[0], self.state[1]
+        left = row < self.rows
+        row = jnp.minimum(row, self.rows - 1)
+        length = self.length(row)
+        self._start(row, length, index, buffer, left)
+        # Behind the others: where XLA has brought queries to VMEM this is loads and stores, which wait for stores.
+        copy = pltpu.make_async_copy(self.queries.at[row], self.query_buffers.at[buffer], self.semaphores.at[0, buffer])
+        copy.start()
+        ends = index + 1 == self.blocks(length)
+        self.state[0] = jnp.where(left, jnp.where(ends, self.following[row + 1], row), self.rows)
+        self.state[1] = jnp.where(ends, 0, index + 1)
 
     def wait(self, buffer: jax.Array) -> None:
         """For the block in a buffer, if there is one."""
         units, most = self.counts[buffer], self.pages.block // self.pages.unit
+        self._wait_for_queries(buffer)
 
         def wait_for(i, count):
             """A wait takes only the number of bytes from its copy."""
@@ -117,21 +132,17 @@ class BlockStream:
                 part = held.at[buffer, :, self._positions(i, count)]
                 pltpu.make_async_copy(part, part, self.semaphores.at[1 + n, buffer]).wait()
 
-        @pl.when(units > 0)
-        def _():
-            held = self.query_buffers.at[buffer]
-            pltpu.make_async_copy(held, held, self.semaphores.at[0, buffer]).wait()
-
         pl.when(units == most)(lambda: wait_for(0, most))
-        self._in_runs(jnp.where(units == most, 0, units), most - 1, wait_for)
+        seldom(units < most, lambda: self._in_runs(units, most - 1, wait_for))
 
-    def _next_row(self, row: jax.Array | int) -> jax.Array:
-        """The first row from this on that is not empty."""
+    def end(self) -> None:
+        """After the last block: queries are copied even where no block is left, as that takes no branch."""
+        for i in range(1, self.counts.shape[0]):
+            self._wait_for_queries(rem(self.state[2] + i, self.counts.shape[0]))
 
-        def is_empty(row):
-            return (row < self.rows) & (self.lengths[jnp.minimum(row, self.rows - 1)] == 0)
-
-        return lax.while_loop(is_empty, lambda row: row + 1, row)
+    def _wait_for_queries(self, buffer: jax.Array) -> None:
+        held = self.query_buffers.at[buffer]
+        pltpu.make_async_copy(held, held, self.semaphores.at[0, buffer]).wait()
 
     def _positions(self, first: jax.Array | int, count: int):
         """Of units in a buffer."""
@@ -145,16 +156,14 @@ class BlockStream:
             pl.when(units & bit != 0)(lambda done=done, bit=bit: act(done, bit))
             done, bit = done + (units & bit), bit // 2
 
-    def _start(self, row: jax.Array, length: jax.Array, index: jax.Array, buffer: jax.Array) -> None:
+    def _start(self, row: jax.Array, length: jax.Array, index: jax.Array, buffer: jax.Array, left: jax.Array) -> None:
         pages, unit = self.pages, self.pages.unit
         most = pages.block // unit
         start = pages.first(length) + index * pages.block
-        units = jnp.minimum(div(length - start + unit - 1, unit), most)
+        units = jnp.where(left, jnp.minimum(div(length - start + unit - 1, unit), most), 0)
         self.counts[buffer] = units
         if self.owners is not None:
             self.owners[0, buffer], self.owners[1, buffer] = row, start
-        copy = pltpu.make_async_copy(self.queries.at[row], self.query_buffers.at[buffer], self.semaphores.at[0, buffer])
-        copy.start()
         slot = start if not pages.ring else self.origin[row] + index * pages.block
         if pages.ring:
             slot = jnp.where(slot >= pages.capacity, slot - pages.capacity, slot)
@@ -186,9 +195,7 @@ class BlockStream:
         if pages.columns is not None:
             lax.fori_loop(before, units, lambda i, _: start_run(i, 1), None)
         elif pages.ring:
-            pl.when(before < units)(
-                lambda: self._in_runs(units - before, few, lambda i, count: start_run(before + i, count))
-            )
+            self._in_runs(units - before, few, lambda i, count: start_run(before + i, count))
 
     def _start_pages(self, row: jax.Array, column: jax.Array, units: jax.Array, buffer: jax.Array) -> None:
         """Those of `units` pages of a row's table from this column on."""
@@ -206,7 +213,11 @@ class BlockStream:
                     source, target = array.at[self.layer[0], page], held.at[:, pl.ds(n * pages.unit, pages.unit)]
                     pltpu.make_async_copy(source, target, self.semaphores.at[1 + m, buffer]).start()
 
-        count = min(UNROLL, 1 << (pages.block // pages.unit).bit_length() - 1)
+        if (most := pages.block // pages.unit) <= 2 * UNROLL:
+            for i in range(most):
+                pl.when(i < units)(partial(start_some, i, 1))
+            return
+        count = min(UNROLL, 1 << most.bit_length() - 1)
         whole = div(units, count)
         lax.fori_loop(0, whole, lambda i, _: start_some(i * count, count), None)
         lax.fori_loop(whole * count, units, lambda i, _: start_some(i, 1), None)
@@ -220,3 +231,33 @@ def unit_of(slots: int, columns: int | None, most: int = LANES) -> int:
 def span(seen: int, unit: int) -> int:
     """Positions of all units that any run of `seen` positions touches."""
     return (pl.cdiv(seen - 1, unit) + 1) * unit
+
+
+def zero_outside(values: Any, first: jax.Array | None, end: jax.Array) -> None:
+    """Zero those of values [K, P, h], on chip, that are not from `first` on (None: 0) and before `end`."""
+    heads, part, size = values.shape
+    some = math.gcd(part, LANES)
+
+    def at(i):
+        return slice(None), pl.ds(pl.multiple_of(i * some, some), some)
+
+    def zero(i, _):
+        values[at(i)] = jnp.zeros((heads, some, size), values.dtype)
+
+    def trim(i):
+        position = i * some + lax.broadcasted_iota(jnp.int32, (heads, some, size), 1)
+        kept = position < end if first is None else (position >= first) & (position < end)
+        values[at(i)] = jnp.where(kept, values[at(i)].astype(jnp.float32), 0).astype(values.dtype)
+
+    def chunk(position):
+        return jnp.clip(div(jnp.maximum(position, 0), some), 0, part // some - 1)
+
+    before, after = 0 if first is None else chunk(first), chunk(end)
+
+    def zero_rest():
+        lax.fori_loop(0, before, zero, None)
+        lax.fori_loop(after + 1, part // some, zero, None)
+
+    seldom((before > 0) | (after < part // some - 1), zero_rest)
+    for i in [after] if first is None else [before, after]:
+        trim(i)

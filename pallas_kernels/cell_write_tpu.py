@@ -36,7 +36,8 @@ class CellWriter:
     the `width` queries of a row, [K, width + new * n, h]: keys, then values if they are apart. Of a quantised cache
     (`scaled`) they are rounded here, as by `inferlib.ops.quantized.quantize`. written [B]: 0 for rows whose last cells
     are in the cache already; None: there are none. staged: what is on its way from a buffer to each array of the
-    stream, [n, tiles, K, tile, ...], since blocks are changed once they are used; semaphores [arrays, n].
+    stream, [n, tiles, K, tile, ...], since blocks are changed once they are used; semaphores [arrays, n]; pending [n]:
+    where the cells that are on their way from a buffer begin in its block, the size of one if there are none.
     """
 
     stream: BlockStream
@@ -46,9 +47,15 @@ class CellWriter:
     written: Any
     staged: Sequence[Any]
     semaphores: Any
+    pending: Any
+
+    def begin(self) -> None:
+        for buffer in range(self.pending.shape[0]):
+            self.pending[buffer] = self.stream.pages.block
 
     def put(self, buffer: jax.Array) -> None:
         """The cells of the block in a buffer, which has arrived; copies of their tiles to the cache are started."""
+        self.wait(buffer)
         stream, heads = self.stream, self.stream.query_buffers.shape[1]
         arrays = len(self.staged) // (1 + self.scaled)
 
@@ -76,16 +83,22 @@ class CellWriter:
                 self._copy(n, j, buffer, row, start).start()
 
             self._each_tile(first, put_tile)
+            self.pending[buffer] = first
 
         self._if_any(buffer, put_all)
 
     def wait(self, buffer: jax.Array) -> None:
-        """Until the tiles of a buffer's block are in the cache."""
+        """Until the tiles that were last sent from a buffer are in the cache."""
+        first, none = self.pending[buffer], self.stream.pages.block
 
-        def wait_for(row: jax.Array, first: jax.Array) -> None:
-            self._each_tile(first, lambda n, j, start: self._copy(n, j, buffer, row, start).wait())
+        def wait_for(n: int, j: int, start: jax.Array) -> None:
+            tile = self.staged[n].at[buffer, j]
+            pltpu.make_async_copy(tile, tile, self.semaphores.at[n, buffer]).wait()
 
-        self._if_any(buffer, wait_for)
+        @pl.when(first < none)
+        def _():
+            self._each_tile(first, wait_for)
+            self.pending[buffer] = none
 
     def _if_any(self, buffer: jax.Array, act: Callable) -> None:
         """act(row, first) if a buffer's block has new cells, of which the first is, or were, at `first` in it."""

@@ -9,7 +9,6 @@ before it.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import jax
@@ -18,12 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from inferlib.pallas_kernels.arithmetic_tpu import div, rem, wide
+from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, div, rem, wide
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
-LANES, SUBLANES = 128, 8
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences are
-LOG2E = math.log2(math.e)
+SUBLANES = 8
 UNROLL = 4  # copies of pages that are started together
 MOST_QUERIES = 1024  # of a row, heads times tokens
 VMEM_BYTES = 40 << 20  # of the 64 MiB that v5p and v7x have
