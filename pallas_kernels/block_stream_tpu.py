@@ -18,6 +18,7 @@ from inferlib.pallas_kernels.arithmetic_tpu import div, rem, seldom
 
 LANES = 128
 UNROLL = 16  # copies of pages that are started together
+MOST_COMPARED = 4  # blocks of a row that are counted without a division
 SCALARS = 3  # that `BlockStream.state` holds
 
 
@@ -42,8 +43,9 @@ class Pages:
         return self.slots * (self.columns or 1)
 
     @property
-    def in_one_block(self) -> bool:
-        return self.block >= (self.capacity if self.seen is None else span(self.seen, self.unit))
+    def most(self) -> int:
+        """Blocks of a row."""
+        return pl.cdiv(self.capacity if self.seen is None else span(self.seen, self.unit), self.block)
 
     def first(self, length: jax.Array) -> jax.Array | int:
         """The first position that is read of a row of this length."""
@@ -86,9 +88,10 @@ class BlockStream:
 
     def blocks(self, length: jax.Array) -> jax.Array:
         """How many blocks a row of this length has."""
-        if self.pages.in_one_block:
-            return jnp.minimum(length, 1)
-        return div(length - self.pages.first(length) + self.pages.block - 1, self.pages.block)
+        pages, count = self.pages, length - self.pages.first(length)
+        if pages.most <= MOST_COMPARED:
+            return sum((count > i * pages.block).astype(jnp.int32) for i in range(pages.most))
+        return div(count + pages.block - 1, pages.block)
 
     def begin(self) -> None:
         """Start the first copies, of as many blocks as there are buffers."""
@@ -135,9 +138,10 @@ class BlockStream:
         pl.when(units == most)(lambda: wait_for(0, most))
         seldom(units < most, lambda: self._in_runs(units, most - 1, wait_for))
 
-    def end(self) -> None:
-        """After the last block: queries are copied even where no block is left, as that takes no branch."""
-        for i in range(1, self.counts.shape[0]):
+    def end(self, ahead: int) -> None:
+        """After the last block, and waits for `ahead` behind it: queries are copied even where no block is left, since
+        that takes no branch."""
+        for i in range(ahead, self.counts.shape[0]):
             self._wait_for_queries(rem(self.state[2] + i, self.counts.shape[0]))
 
     def _wait_for_queries(self, buffer: jax.Array) -> None:
@@ -171,11 +175,9 @@ class BlockStream:
             self._start_pages(row, div(slot, unit), units, buffer)
             return
 
-        def start_run(i, count):
-            """Of `count` units that lie behind one another, the i-th of the block and those after it."""
-            page, at = row, slot + i * unit
-            if pages.ring:
-                at = jnp.where(at >= pages.capacity, at - pages.capacity, at)
+        def start_run(i, count, at):
+            """The i-th unit of the block and others, `count` that lie behind one another from slot `at` of a row."""
+            page = row
             if pages.columns is not None:
                 page, at = self.table[row * pages.columns + div(at, pages.slots)], rem(at, pages.slots)
             at = pl.ds(pl.multiple_of(at, unit), count * unit)
@@ -190,12 +192,18 @@ class BlockStream:
         )
         few = min(most - 1, pages.slots // unit)
         if pages.slots >= pages.block:
-            pl.when(before == most)(lambda: start_run(0, most))
-        self._in_runs(jnp.where(before == most, 0, before), few, start_run)
+            pl.when(before == most)(lambda: start_run(0, most, slot))
+        rest = jnp.where(before == most, 0, before)
+        self._in_runs(rest, few, lambda i, count: start_run(i, count, slot + i * unit))
         if pages.columns is not None:
-            lax.fori_loop(before, units, lambda i, _: start_run(i, 1), None)
+
+            def start_unit(i, _):
+                at = slot + i * unit
+                start_run(i, 1, jnp.where(at >= pages.capacity, at - pages.capacity, at) if pages.ring else at)
+
+            lax.fori_loop(before, units, start_unit, None)
         elif pages.ring:
-            self._in_runs(units - before, few, lambda i, count: start_run(before + i, count))
+            self._in_runs(units - before, few, lambda i, count: start_run(before + i, count, i * unit))
 
     def _start_pages(self, row: jax.Array, column: jax.Array, units: jax.Array, buffer: jax.Array) -> None:
         """Those of `units` pages of a row's table from this column on."""
@@ -233,8 +241,9 @@ def span(seen: int, unit: int) -> int:
     return (pl.cdiv(seen - 1, unit) + 1) * unit
 
 
-def zero_outside(values: Any, first: jax.Array | None, end: jax.Array) -> None:
-    """Zero those of values [K, P, h], on chip, that are not from `first` on (None: 0) and before `end`."""
+def zero_outside(values: Any, first: jax.Array | None, end: jax.Array, unit: int) -> None:
+    """Zero those of values [K, P, h], on chip, that are before `first`, which is below `unit` (None: 0), or not before
+    `end`."""
     heads, part, size = values.shape
     some = math.gcd(part, LANES)
 
@@ -252,12 +261,9 @@ def zero_outside(values: Any, first: jax.Array | None, end: jax.Array) -> None:
     def chunk(position):
         return jnp.clip(div(jnp.maximum(position, 0), some), 0, part // some - 1)
 
-    before, after = 0 if first is None else chunk(first), chunk(end)
-
-    def zero_rest():
+    before, after = 0 if first is None or unit <= some else chunk(first), chunk(end)
+    lax.fori_loop(after + 1, part // some, zero, None)
+    if first is not None:
         lax.fori_loop(0, before, zero, None)
-        lax.fori_loop(after + 1, part // some, zero, None)
-
-    seldom((before > 0) | (after < part // some - 1), zero_rest)
-    for i in [after] if first is None else [before, after]:
-        trim(i)
+        trim(before)
+    trim(after)

@@ -32,6 +32,7 @@ PART = 4096  # positions times heads times tiles of queries that are computed at
 MOST_QUERIES = 128  # of a KV head: their LSEs are one row of lanes
 MOST_MASKED = 32  # queries of a row where a mask says which see which: bits of a word
 VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p unless told otherwise
+AHEAD = 2048  # positions times heads whose products with keys are made while maxima are found
 RESULTS = 4  # rows whose results are on their way to memory
 SMEM_BYTES = 512 << 10  # of 1 MiB
 QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
@@ -40,7 +41,7 @@ QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 @dataclass(frozen=True)
 class Blocks:
     """block: positions of a row that are copied together, of all its KV heads; part: of these, what is computed at
-    once; buffers: blocks on chip."""
+    once; buffers: blocks on chip; there is one more where new cells are quantised."""
 
     block: int
     part: int
@@ -56,17 +57,19 @@ def default_blocks(
     q: tuple[int, ...], cache: tuple[int, ...], arrays: int, itemsize: int, pages: int | None, seen: int | None
 ) -> Blocks:
     """For queries [B, C, K, G, h] and `arrays` of a cache, each [K, S, h]; pages: columns of the table; seen: positions
-    that a row's queries see together, None for all. A block is these, if they fit, or a power of two units."""
+    that a row's queries see together, None for all. A block is these, or an equal part that fits, or a power of two
+    units."""
     heads, slots, size = cache
     unit = _unit(slots, pages, seen, itemsize == 1)
     most = min(
         max(BLOCK_BYTES // (heads * pl.cdiv(size, LANES) * LANES * itemsize * unit), 1),
         pl.cdiv(slots * (pages or 1), unit),
     )
-    if seen is not None and span(seen, unit) <= most * unit:
-        block = span(seen, unit)
-    else:
+    if seen is None:
         block = unit << (most.bit_length() - 1)
+    else:
+        units = span(seen, unit) // unit
+        block = pl.cdiv(units, pl.cdiv(units, most)) * unit
     part, work = block, heads * pl.cdiv(q[1] * q[3], SUBLANES)
     while part * work > PART and part % (2 * LANES) == 0:
         part //= 2
@@ -126,13 +129,14 @@ def _vmem_bytes(
     q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, arrays: int, scales: bool, new: bool, blocks: Blocks
 ) -> int:
     _, queries, heads, group, size = q.shape
+    buffers = blocks.buffers + (scales and new)
     size, rows = pl.cdiv(size, LANES) * LANES, pl.cdiv(queries * group, SUBLANES) * SUBLANES
     held = arrays * size * k.dtype.itemsize + (2 * 4 if scales else 0)
-    kept = heads * rows * (4 * (size + 4 * LANES) + (RESULTS + blocks.buffers) * 4 * size + 2 * 4 * blocks.part)
-    need = blocks.buffers * heads * blocks.block * held + kept + 3 * rows * blocks.part * 4
+    kept = heads * rows * (4 * (size + 4 * LANES) + (RESULTS + buffers) * 4 * size + 2 * 4 * blocks.part)
+    need = buffers * heads * blocks.block * held + kept + 3 * rows * blocks.part * 4
     if new:
         tiles = arrays * tiles_of(queries, tile := tile_of(5, k.dtype)) * tile * size * k.dtype.itemsize
-        need += blocks.buffers * heads * (tiles + 4 * size * arrays * queries + (8 * 2 * LANES * 4 if scales else 0))
+        need += buffers * heads * (tiles + 4 * size * arrays * queries + (8 * 2 * LANES * 4 if scales else 0))
     return need
 
 
@@ -232,7 +236,8 @@ def decode_attention(
         window=window,
         softcap=softcap and softcap * LOG2E,
     )
-    held = (blocks.buffers, heads, blocks.block)
+    buffers = blocks.buffers + (scaled and new is not None)
+    held = (buffers, heads, blocks.block)
     live = rows * heads * min(place.capacity, window or place.capacity)
     out, lse, *cache = pl.pallas_call(
         kernel,
@@ -242,7 +247,7 @@ def decode_attention(
             in_specs=specs,
             out_specs=[whole] * (2 + len(targets)),
             scratch_shapes=[
-                pltpu.VMEM((blocks.buffers, *inputs[0].shape[1:]), q.dtype),
+                pltpu.VMEM((buffers, *inputs[0].shape[1:]), q.dtype),
                 *[pltpu.VMEM((*held, *x.shape[4:]), x.dtype) for x in cache],
                 pltpu.VMEM((2, heads, width, blocks.part), jnp.float32),
                 pltpu.VMEM((heads, width, LANES), jnp.float32),
@@ -251,17 +256,17 @@ def decode_attention(
                 pltpu.VMEM((RESULTS, heads, width, size), q.dtype),
                 pltpu.VMEM((RESULTS, heads, LANES), jnp.float32),
                 pltpu.SemaphoreType.DMA((2, RESULTS)),
-                pltpu.SMEM((blocks.buffers,), jnp.int32),
+                pltpu.SMEM((buffers,), jnp.int32),
                 pltpu.SMEM((SCALARS + 1,), jnp.int32),
                 pltpu.SMEM((rows + 1,), jnp.int32),
-                pltpu.SemaphoreType.DMA((1 + len(cache), blocks.buffers)),
+                pltpu.SemaphoreType.DMA((1 + len(cache), buffers)),
                 *[
-                    pltpu.VMEM((blocks.buffers, tiles_of(queries, tile), heads, tile, *x.shape[4:]), x.dtype)
+                    pltpu.VMEM((buffers, tiles_of(queries, tile), heads, tile, *x.shape[4:]), x.dtype)
                     for x, tile in zip(targets, tiles, strict=True)
                 ],
-                *([pltpu.SMEM((2, blocks.buffers), jnp.int32)] if targets else []),
-                *([pltpu.SMEM((blocks.buffers,), jnp.int32)] if targets else []),
-                *([pltpu.SemaphoreType.DMA((len(cache), blocks.buffers))] if targets else []),
+                *([pltpu.SMEM((2, buffers), jnp.int32)] if targets else []),
+                *([pltpu.SMEM((buffers,), jnp.int32)] if targets else []),
+                *([pltpu.SemaphoreType.DMA((len(cache), buffers))] if targets else []),
             ],
         ),
         out_shape=[
@@ -327,15 +332,16 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
     scalars = place, lengths_ref, layer_ref, origin_ref, table_ref
     stream = BlockStream(*scalars, q_hbm, in_hbm, q_buf, in_vmem, counts, state, following, semaphores, owners)
     writer = CellWriter(stream, queries, queries * group, scaled, written_ref, staged, write_semaphores, pending)
-    heads, width, size = acc_ref.shape
-    buffers = counts.shape[0]
+    (heads, width, size), buffers = acc_ref.shape, counts.shape[0]
+    # Blocks behind this one that have arrived: cells of the second are quantised while products are made.
+    ahead = 2 if writes and scaled else 1
     exact = lax.Precision.HIGHEST if q_buf.dtype == jnp.float32 else None
     row, rows = pl.program_id(0), stream.rows
     length = stream.length(row)
 
-    whole = part == place.block and place.in_one_block  # a row is one part
-    pieces = 1 if heads > 1 or part % (2 * LANES) else 2
-    tasks = [(head, piece * (part // pieces)) for head in range(heads) for piece in range(pieces)]
+    whole = part == place.block and place.most == 1  # a row is one part
+    tasks = [(head, at, min(part - at, AHEAD)) for head in range(heads) for at in range(0, part, AHEAD)]
+    early = max(AHEAD // part, 1)  # of them, while this part's maxima are found
 
     def operand(x):
         """The matrix unit takes fp8 beside bfloat16."""
@@ -343,27 +349,35 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
 
     def multiply(tasks, buf, offset, into):
         """Products of queries and keys of a part of a buffer, for some of `tasks`."""
-        for head, at in tasks:
-            count = part // pieces
+        for head, at, count in tasks:
             q, keys = q_buf[buf, head, :width], operand(k_buf[buf, head, pl.ds(offset + at, count)])
             s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), exact, preferred_element_type=jnp.float32)
             products_ref[into, head, :, pl.ds(at, count)] = s
 
+    def later(buf, count):
+        return jnp.where(buf >= buffers - count, buf + count - buffers, buf + count)
+
     def arrive(buf):
         stream.wait(buf)
         if writes:
-            writer.put(buf)
+            writer.wait(buf)
+        if writes and ahead == 1:
+            put(buf)
+
+    def put(buf):
+        pl.when(writer.has(buf))(lambda: writer.put(buf))
 
     @pl.when(row == 0)
     def _():
         stream.begin()
         if writes:
             writer.begin()
-        arrive(0)
+        for buf in range(ahead):
+            arrive(buf)
+            if ahead > 1:
+                put(buf)
         multiply(tasks, 0, 0, 0)
         state[SCALARS] = 0
-
-    results.make_room(row)
 
     def initial(head):
         """Maximum, sum and accumulator of a row of which nothing is taken in."""
@@ -409,14 +423,13 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
             found.append((top, total, acc * wide(decay, size)))
             ps.append(jnp.where(seen, scaled_by(p, 1, head), 0.0) if scaled else p)
         # The matrix unit has work while the maxima are found, and again while the last products with values arrive.
-        half = (len(tasks) + 1) // 2
-        multiply(tasks[:half], next_buf, next_offset, 1 - this)
+        multiply(tasks[:early], next_buf, next_offset, 1 - this)
         for head in range(heads):
             values = operand(v_buf[buf, head, pl.ds(offset, part)])
             product = jnp.dot(ps[head].astype(q_buf.dtype), values, precision=exact, preferred_element_type=jnp.float32)
             top, total, acc = found[head]
             found[head] = top, total, acc + product
-        multiply(tasks[half:], next_buf, next_offset, 1 - this)
+        multiply(tasks[early:], next_buf, next_offset, 1 - this)
         if whole:
             results.put(row, found, length == 0)
         else:
@@ -424,25 +437,25 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
                 top_ref[head], sum_ref[head], acc_ref[head] = found[head]
 
     def take_block(index, buf):
-        behind = jnp.where(buf == buffers - 1, 0, buf + 1)
+        behind = later(buf, 1)
         begin = place.first(length) + index * place.block
         parts = div(jnp.minimum(length - begin, place.block) + part - 1, part) if part < place.block else 1
 
         def take_part(i, this):
             start = begin + i * part
             ends = i + 1 == parts
-            pl.when(ends)(lambda: arrive(behind))
+            pl.when(ends)(lambda: arrive(later(buf, ahead)))
             offset = pl.multiple_of(i * part, part)
-            values = v_buf.at[buf, :, pl.ds(offset, part)]
-            if v_buf.dtype == jnp.int8:
-                pass  # nothing that a query does not see is NaN
-            elif window is not None:  # hardly ever are all seen
-                zero_outside(values, first - start, length - start)
-            else:
-                pl.when(start + part > length)(lambda: zero_outside(values, None, length - start))
+            if v_buf.dtype != jnp.int8:  # which is never NaN
+                values, unseen = v_buf.at[buf, :, pl.ds(offset, part)], None if window is None else first - start
+                clean = functools.partial(zero_outside, values, unseen, length - start, place.unit)
+                # With a window hardly ever is all of a part seen.
+                clean() if window is not None else pl.when(start + part > length)(clean)
             next_offset = pl.multiple_of(jnp.where(ends, 0, offset + part), part)
             take_in(buf, offset, start, this, jnp.where(ends, behind, buf), next_offset)
             if part == place.block:
+                if ahead > 1:
+                    writer.put(later(buf, ahead))
                 stream.start_next(buf)
             if whole:
                 results.send(row)
@@ -452,6 +465,8 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
             state[SCALARS] = take_part(0, state[SCALARS])
         else:
             state[SCALARS] = lax.fori_loop(0, parts, take_part, state[SCALARS])
+            if ahead > 1:
+                put(later(buf, ahead))
             stream.start_next(buf)
         return behind
 
@@ -459,24 +474,26 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
 
         @pl.when(length > 0)
         def _():
+            results.make_room(row)
             state[2] = take_block(0, state[2])
 
         @pl.when(length == 0)
         def _():
+            results.make_room(row)
             results.put(row, [initial(head) for head in range(heads)], length == 0)
             results.send(row)
     else:
         for head in range(heads):
             top_ref[head], sum_ref[head], acc_ref[head] = initial(head)
         state[2] = lax.fori_loop(0, stream.blocks(length), take_block, state[2])
+        results.make_room(row)
         results.put(row, [(top_ref[head], sum_ref[head], acc_ref[head]) for head in range(heads)], length == 0)
         results.send(row)
 
     def end():
-        stream.end()
+        stream.end(ahead)
         if writes:
-            for buf in range(buffers):
-                writer.wait(buf)
+            writer.end()
         results.end(rows)
 
     seldom(row == rows - 1, end)
