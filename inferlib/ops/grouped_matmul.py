@@ -16,7 +16,7 @@ from jax import lax
 
 from inferlib.ops.matmul import matmul, precision_of
 from inferlib.ops.packed import PackedTensor
-from inferlib.ops.quantized import QuantizedTensor
+from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
 
 # Rows of one product: so few that the last of a group is seldom mostly empty, so many that it is bound by compute.
 _TILE = 128
@@ -45,6 +45,7 @@ def grouped_matmul(
     """
     parts, inner, outer = _matrices(x, w, layer, sizes.size)
     check_kernel_takes(w, backend)
+    x = _inputs(x, w)
     if backend == "pallas_tpu":
         return _by_kernel(x if rows is None else x[rows], w, sizes, layer, parts)
     total = x.shape[0] if rows is None else rows.size
@@ -75,6 +76,7 @@ def chosen_matmul(
     lead = 0 if layer is None else 1
     parts, inner, outer = _matrices(x, w, layer, w.shape[lead])
     check_kernel_takes(w, backend)
+    x = _inputs(x, w)
     if backend == "pallas_gpu":
         first = jnp.int32(0) if layer is None else layer * w.shape[lead]
         return _by_gpu_kernel(x, w, rows, parts, inner, outer, ids=jnp.where(ids < 0, ids, ids + first))
@@ -86,6 +88,13 @@ def chosen_matmul(
     x = x if rows is None else x[rows]
     y = jnp.einsum("mi,mpio->mpo", x.astype(jnp.float32), chosen, precision=lax.Precision.HIGHEST)
     return y.astype(x.dtype).reshape(-1, *parts, outer)
+
+
+def _inputs(x: jax.Array, w: jax.Array | QuantizedTensor | PackedTensor) -> jax.Array:
+    """x, rounded if the weight asks for it."""
+    if isinstance(w, QuantizedTensor | PackedTensor) and w.round_inputs:
+        return to_mxfp8(x, MX_GROUP if isinstance(w, PackedTensor) else w.shape[-2])
+    return x
 
 
 def unsorted_pays(w: jax.Array | QuantizedTensor, rows: int, groups: int, backend: str) -> bool:
