@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.loops import expected_trips
 from inferlib.ops.matmul import matmul, precision_of
 from inferlib.ops.packed import PackedTensor
 from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
@@ -231,7 +232,10 @@ def _by_tiles(
         return tuple(new)
 
     outs = tuple(jnp.zeros((total, outer), x.dtype) for _ in range(parts))
-    return jnp.stack(lax.fori_loop(0, count if counted else ends[-1], product, outs), axis=1)
+    read = sizes.size * (1 - (1 - 1 / sizes.size) ** total)  # groups that have rows, as if each row had any
+    with expected_trips(read * math.ceil(total / sizes.size / height)):
+        outs = lax.fori_loop(0, count if counted else ends[-1], product, outs)
+    return jnp.stack(outs, axis=1)
 
 
 def _group_of(number: jax.Array, sizes: jax.Array) -> jax.Array:
