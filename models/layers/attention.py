@@ -171,7 +171,7 @@ class Attention(nnx.Module):
             if k.ndim == 5:
                 kind["layer"] = cache.layer
             numbers = stripe.number(positions)
-            return values(*prefill_attention(queries, k, k if v is None else v, pages, numbers, **kind, **options))
+            return values(*prefill_attention(queries, k, v, pages, numbers, **kind, **options))
 
         def rows(stripe: Stripe) -> tuple[Attended, Share]:
             queries, positions = q[split:], batch.decode_lengths - 1
@@ -188,11 +188,11 @@ class Attention(nnx.Module):
             return values(out, lse), tuple(share)
 
         window, kernel = reach(own, batch.decode_lengths - 1, "decode_attention")
-        fresh, attended, run = None, None, 1
+        fresh, attended = None, None
         if new and kernel == "pallas_tpu" and split < q.shape[0]:  # it writes the cells of decode rows
             fresh, new = [x[split:] for x in cache.cells(new)], [x[:split] for x in new]
-            run = batch.chunk_tokens.shape[1]
         if new and (count := new[0].shape[0]):
+            run = batch.chunk_tokens.shape[1] if count == split else 1
             cache = cache.write(new, ctx.pages[:count], ctx.positions[:count], own, run)
         if fresh is not None:  # before chunks read the cache, so that it is written in place
             attended, arrays = rows(own)
