@@ -309,14 +309,17 @@ def _kernel(*refs, arrays, scaled, paged, most_listed, has_sinks, scale, window,
         """[1, n], of the positions `at` in a buffer: of keys (0) or values (1)."""
         return scales[n][buf, pl.ds(rem(stream.here[1], scales[n].shape[1]), 1), at]
 
-    def scores(product, buf, at):
-        """Logits [rows, n] of the positions `at` in a buffer."""
+    def keys_of(buf, at):
+        """Those at the positions `at` in a buffer, and what products with them are multiplied by."""
+        factor = scale if softcap is None else scale / softcap
+        return operand(k_buf[buf, at]), factor * scales_of(0, buf, at) if scaled else factor
+
+    def scores(product, keys, factor):
+        """Logits [rows, n]."""
         of, tokens = heads_of(product)
         queries = jnp.concatenate([q_ref[tokens, head * size : (head + 1) * size] for head in of])
         dimensions = (((1,), (1,)), ((), ()))
-        s = lax.dot_general(queries, operand(k_buf[buf, at]), dimensions, exact, preferred_element_type=jnp.float32)
-        factor = scale if softcap is None else scale / softcap
-        s = s * (factor * scales_of(0, buf, at) if scaled else factor)
+        s = lax.dot_general(queries, keys, dimensions, exact, preferred_element_type=jnp.float32) * factor
         return s if softcap is None else softcap * jnp.tanh(s)
 
     def weights(product, logits, scales):
@@ -329,7 +332,7 @@ def _kernel(*refs, arrays, scaled, paged, most_listed, has_sinks, scale, window,
         return (p * scales if scaled else p).astype(p_s.dtype), decay
 
     def accumulate(product, p, decay, values):
-        out = jnp.dot(p, operand(values), precision=exact, preferred_element_type=jnp.float32)
+        out = jnp.dot(p, values, precision=exact, preferred_element_type=jnp.float32)
         acc_s[product] = acc_s[product] * wide(decay, size) + out
 
     def is_full(index):
@@ -345,23 +348,27 @@ def _kernel(*refs, arrays, scaled, paged, most_listed, has_sinks, scale, window,
         more, then = is_full(index + 1), stream.after(buf)
         stream.start_next(stream.after(then))
         pl.when(more)(lambda: stream.wait(index + 1, then))
-        logits, behind = ahead_s[...], (products - 1, p_s[...], decay_s[...], v_buf[previous])
+        own, values = keys_of(buf, slice(None)), operand(v_buf[buf])
+        value_scales = scales_of(1, buf, slice(None)) if scaled else None
+        logits, behind = ahead_s[...], (products - 1, p_s[...], decay_s[...], operand(v_buf[previous]))
         for product in range(products):
-            following = (product + 1, buf) if product + 1 < products else (0, jnp.where(more, then, buf))
-            ahead = scores(*following, slice(None))
-            p, decay = weights(product, logits, scales_of(1, buf, slice(None)) if scaled else None)
+            if product + 1 < products:
+                ahead = scores(product + 1, *own)
+            else:
+                ahead = scores(0, *keys_of(jnp.where(more, then, buf), slice(None)))
+            p, decay = weights(product, logits, value_scales)
             accumulate(*behind)
-            logits, behind = ahead, (product, p, decay, v_buf[buf])
+            logits, behind = ahead, (product, p, decay, values)
         ahead_s[...], p_s[...], decay_s[...] = logits, p, decay
         return index + 1, then, buf
 
     def take_all_full(carry):
         index, buf = carry
         stream.wait(index, buf)
-        ahead_s[...] = scores(0, buf, slice(None))
+        ahead_s[...] = scores(0, *keys_of(buf, slice(None)))
         p_s[...], decay_s[...] = jnp.zeros_like(p_s), jnp.ones_like(decay_s)  # nothing is left of a block before
         *carry, last = lax.while_loop(lambda c: is_full(c[0]), take_full, (index, buf, buf))
-        accumulate(products - 1, p_s[...], decay_s[...], v_buf[last])
+        accumulate(products - 1, p_s[...], decay_s[...], operand(v_buf[last]))
         return tuple(carry)
 
     def take_edge(carry):
@@ -392,17 +399,18 @@ def _kernel(*refs, arrays, scaled, paged, most_listed, has_sinks, scale, window,
             return jnp.where(seen, x.astype(jnp.float32), 0)
 
         values = v_buf[buf, at]
-        values = values if values.dtype == jnp.int8 else kept(values, 0).astype(values.dtype)
+        values = (values if values.dtype == jnp.int8 else kept(values, 0)).astype(p_s.dtype)
         value_scales = kept(scales_of(1, buf, at), 1) if scaled else None
         query, key = wide(query_s[p], edge), start + lax.broadcasted_iota(jnp.int32, (rows, edge), 1)
         seen = (key <= query) & (key <= stream.last())
         if window is not None:
             seen &= key > query - window
-        ahead = scores(p * per_part, buf, at)
+        held = keys_of(buf, at)
+        ahead = scores(p * per_part, *held)
         for product in range(p * per_part, (p + 1) * per_part):
             logits = ahead
             if product + 1 < (p + 1) * per_part:
-                ahead = scores(product + 1, buf, at)
+                ahead = scores(product + 1, *held)
             accumulate(product, *weights(product, jnp.where(seen, logits, MASKED), value_scales), values)
 
     def finish():
