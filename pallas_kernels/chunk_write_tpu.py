@@ -158,8 +158,9 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
         """act on copies of the windows to the cache."""
         for n, tile in enumerate(tiles):
             begin, length = begin_of(n), windows[n].shape[1]
-            fits = begin + length <= slots
-            pl.when(fits)(lambda n=n, begin=begin, length=length: act(copy(n, 0, begin, length, True)))
+            fits = (begin + length <= slots) & (length <= slots)
+            if length <= slots:
+                pl.when(fits)(lambda n=n, begin=begin, length=length: act(copy(n, 0, begin, length, True)))
 
             def one(i, _, n=n, tile=tile, begin=begin):
                 pl.when(ring | (begin + i * tile < slots))(lambda: act(copy(n, i * tile, begin + i * tile, tile, True)))
