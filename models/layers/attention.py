@@ -191,10 +191,10 @@ class Attention(nnx.Module):
         fresh, attended = None, None
         if new and kernel == "pallas_tpu" and split < q.shape[0]:  # it writes the cells of decode rows
             fresh, new = [x[split:] for x in cache.cells(new)], [x[:split] for x in new]
-        by_kernel = reach(own, ctx.chunk_positions, "prefill_attention")[1] == "pallas_tpu"
+        prefill = reach(own, ctx.chunk_positions, "prefill_attention")[1]
         if new and (count := new[0].shape[0]):
-            run = batch.chunk_tokens.shape[1] if count == split else 1
-            if by_kernel and run > 1 and not dealt and cache.takes_chunks(run):
+            run = batch.chunk_tokens.shape[1] if count == split and "pallas_tpu" in (kernel, prefill) else 1
+            if run > 1 and prefill == "pallas_tpu" and not dealt and cache.takes_chunks(run):
                 new = [x.reshape(-1, run, *x.shape[1:]) for x in new]
                 cache = cache.write_chunks(new, batch.chunk_rows, batch.chunk_starts)
             else:
@@ -202,6 +202,7 @@ class Attention(nnx.Module):
         if fresh is not None:  # before chunks read the cache, so that it is written in place
             attended, arrays = rows(own)
             cache = replace(cache, arrays=arrays)
+        by_kernel = prefill == "pallas_tpu"
         out = attend(
             cache, ctx, chunks, lambda stripe: attended or rows(stripe)[0], sinks if dealt else None, stacked=by_kernel
         )
