@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, div
 from inferlib.pallas_kernels.cell_write_tpu import quantised, tile_of
-from inferlib.pallas_kernels.tile_stream_tpu import scale_rows
+from inferlib.pallas_kernels.tile_stream_tpu import SUBLANES, scale_rows
 
 MOST_BYTES = 1 << 20  # of the new cells of a step, of one array in float32
 
@@ -30,6 +30,8 @@ def unsupported(cache: Sequence[jax.ShapeDtypeStruct], width: int, *, ring: bool
     tiles, slots = _tiles(cache), cache[0].shape[-2]
     if slots % max(tiles):
         return f"pages of {slots} positions do not divide into tiles of {max(tiles)}"
+    if width % SUBLANES:
+        return f"chunks of {width} tokens are not a multiple of {SUBLANES}"
     tokens = _tokens(cache, width)
     if ring and max(_window(tokens, tile) for tile in tiles) > slots:
         return f"rings of {slots} positions are too small for chunks of {width}"
@@ -42,12 +44,12 @@ def _tiles(cache: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
 
 
 def _tokens(cache: Sequence[jax.ShapeDtypeStruct], width: int) -> int:
-    """Of a step: whole tiles, or less than one."""
+    """Of a step: whole tiles, or less than one, and not too many."""
     tiles, size, heads = _tiles(cache), cache[0].shape[-1], scale_rows(cache[0].shape[-3])
     tokens = width if all(width % tile == 0 or width < tile for tile in tiles) else math.gcd(width, *tiles)
-    while tokens % (2 * LANES) == 0 and 4 * tokens * heads * size > MOST_BYTES:
-        tokens //= 2
-    return tokens
+    unit = LANES if tokens % LANES == 0 else math.gcd(tokens, *tiles)
+    most = max(MOST_BYTES // (4 * heads * size), unit)
+    return max(n for n in range(unit, min(tokens, most) + 1, unit) if tokens % n == 0)
 
 
 def _window(tokens: int, tile: int) -> int:

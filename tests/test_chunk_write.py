@@ -77,6 +77,7 @@ def test_what_it_cannot_write_is_refused_with_the_reason():
     assert unsupported(cache(128), 128, ring=False) is None
     assert "rings of 128 positions are too small" in unsupported(cache(128), 16, ring=True)
     assert "pages of 200 positions do not divide into tiles of 128" in unsupported(cache(200), 16, ring=False)
+    assert "chunks of 12 tokens are not a multiple of 8" in unsupported(cache(256), 12, ring=False)
     assert "cells of 64 numbers" in unsupported(cache(256, 64), 16, ring=False)
     arrays = [jnp.zeros(x.shape, x.dtype) for x in cache(200)]
     with pytest.raises(ValueError, match="does not write these chunks: pages of 200"):
