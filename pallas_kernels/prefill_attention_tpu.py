@@ -185,8 +185,10 @@ def prefill_attention(
     flat = (chunks, width, heads * group * size)
     whole = pl.BlockSpec(memory_space=pl.ANY)
     tokens = pl.BlockSpec((None, tile, group * size), lambda p, k, t, *_: (p, t, k))
-    inputs = [q.reshape(flat), positions.astype(jnp.int32)[:, None]]
-    specs = [tokens, pl.BlockSpec((None, 1, tile), lambda p, k, t, *_: (p, 0, t))]
+    # Head by head, as products with weights leave them: in any other order XLA would copy them.
+    inputs = [jnp.transpose(q, (2, 3, 0, 1, 4)), positions.astype(jnp.int32)[:, None]]
+    specs = [pl.BlockSpec((None, group, None, tile, size), lambda p, k, t, *_: (k, 0, p, t, 0))]
+    specs.append(pl.BlockSpec((None, 1, tile), lambda p, k, t, *_: (p, 0, t)))
     if sinks is not None:
         inputs.append(jnp.broadcast_to(sinks.astype(jnp.float32)[:, :, None] * LOG2E, (heads, group, LANES)))
         specs.append(pl.BlockSpec((None, group, LANES), lambda p, k, t, *_: (k, 0, 0)))
@@ -250,12 +252,12 @@ def prefill_attention(
 def _kernel(*refs, arrays, scaled, paged, most_listed, has_sinks, scale, window, softcap, ring, capacity, unit, edge):
     """One tile of queries and one KV head. Logits are in units of log 2, as exponentials are taken with base 2.
 
-    Scalars: rows, layer, positions, pages and lists as `TileStream` has them. q, out [tile, G * h], positions
-    [1, tile], sinks [G, 128], k, v [L, N, K, S, h] (or k alone) and scales [L, N, K, S] in HBM, lse [G, tile]. Scratch:
-    copies of blocks and scales; for each part of the tile, positions of a product's queries [R, rows, 128]; the logits
-    that are ahead [rows, keys]; what is left of the block before: weights [rows, keys] and decay [rows, 128]; for each
-    product, of some heads and a part, the running maximum and sum [n, rows, 128] (the sum's lanes add up, the maximum's
-    are alike) and accumulator [n, rows, h]; the stream's state; semaphores.
+    Scalars: rows, layer, positions, pages and lists as `TileStream` has them. q [G, tile, h], out [tile, G * h],
+    positions [1, tile], sinks [G, 128], k, v [L, N, K, S, h] (or k alone) and scales [L, N, K, S] in HBM, lse [G,
+    tile]. Scratch: copies of blocks and scales; for each part of the tile, positions of a product's queries [R, rows,
+    128]; the logits that are ahead [rows, keys]; what is left of the block before: weights [rows, keys] and decay
+    [rows, 128]; for each product, of some heads and a part, the running maximum and sum [n, rows, 128] (the sum's lanes
+    add up, the maximum's are alike) and accumulator [n, rows, h]; the stream's state; semaphores.
     """
     refs = list(refs)
 
@@ -273,7 +275,7 @@ def _kernel(*refs, arrays, scaled, paged, most_listed, has_sinks, scale, window,
     query_s, ahead_s, p_s, decay_s, top_s, sum_s, acc_s, state, semaphores = refs
     products, rows, size = acc_s.shape
     parts, keys = query_s.shape[0], k_buf.shape[1]
-    part = q_ref.shape[0] // parts
+    part = q_ref.shape[1] // parts
     stacked, per_part = rows // part, products // parts
     exact = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
     stream = TileStream(
@@ -317,7 +319,7 @@ def _kernel(*refs, arrays, scaled, paged, most_listed, has_sinks, scale, window,
     def scores(product, keys, factor):
         """Logits [rows, n]."""
         of, tokens = heads_of(product)
-        queries = jnp.concatenate([q_ref[tokens, head * size : (head + 1) * size] for head in of])
+        queries = jnp.concatenate([q_ref[head, tokens] for head in of])
         dimensions = (((1,), (1,)), ((), ()))
         s = lax.dot_general(queries, keys, dimensions, exact, preferred_element_type=jnp.float32) * factor
         return s if softcap is None else softcap * jnp.tanh(s)
