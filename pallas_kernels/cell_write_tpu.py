@@ -28,13 +28,24 @@ def tiles_of(cells: int, tile: int) -> int:
     return (cells + tile - 2) // tile + 1
 
 
+def quantised(rows: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """Rows [R, h] of float32 as int8 or fp8 hold them, still in float32, and their scales [R, 1]: as by
+    `inferlib.ops.quantized.quantize`."""
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    most = float((jnp.iinfo if whole else jnp.finfo)(dtype).max)
+    scales = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / most
+    scales = jnp.where(scales == 0, 1.0, scales)
+    values = jnp.clip(rows / scales, -most, most)
+    return jnp.round(values) if whole else values, scales
+
+
 @dataclass
 class CellWriter:
     """Puts the last `new` cells of rows into the blocks of a stream, and from there into the cache.
 
     Memory is written tile by tile; what else is in a cell's tile has just been read with its block. Cells lie behind
     the `width` queries of a row, [K, width + new * n, h]: keys, then values if they are apart. Of a quantised cache
-    (`scaled`) they are rounded here, as by `inferlib.ops.quantized.quantize`. written [B]: 0 for rows whose last cells
+    (`scaled`) they are rounded here. written [B]: 0 for rows whose last cells
     are in the cache already; None: there are none. staged: what is on its way from a buffer to each array of the
     stream, [n, tiles, K, tile, ...], since blocks are changed once they are used; semaphores [arrays, n]; pending [n]:
     where the cells that are on their way from a buffer begin in its block, the size of one if there are none.
@@ -133,13 +144,7 @@ class CellWriter:
         each = [slice(self.width + c, self.width + c + 1) for c in range(arrays * self.new)]
         if not self.scaled:
             return ([rows[at] for at in each],)
-        dtype = self.staged[0].dtype
-        whole = jnp.issubdtype(dtype, jnp.integer)
-        most = float((jnp.iinfo if whole else jnp.finfo)(dtype).max)
-        scales = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / most
-        scales = jnp.where(scales == 0, 1.0, scales)
-        values = jnp.clip(rows / scales, -most, most)
-        values = jnp.round(values) if whole else values
+        values, scales = quantised(rows, self.staged[0].dtype)
         return [values[at] for at in each], [scales[at] for at in each]
 
     def _copy(self, n: int, j: int, buffer: jax.Array, row: jax.Array, start: jax.Array):
