@@ -21,7 +21,7 @@ from rich.table import Table
 
 from inferlib import LLM, Buckets
 from inferlib.config import KV_CACHE_DTYPES
-from inferlib.ops.quantized import SCHEMES
+from inferlib.models.quantization import QUANTIZATIONS
 
 
 def log_probabilities(llm: LLM, windows: list[list[int]]) -> np.ndarray:
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--formats", default=",".join([*SCHEMES, *(f"kv {name}" for name in KV_CACHE_DTYPES)]))
+    parser.add_argument("--formats", default=",".join([*QUANTIZATIONS, *(f"kv {name}" for name in KV_CACHE_DTYPES)]))
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     text = args.text.read_text(encoding="utf-8")

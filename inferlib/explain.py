@@ -25,7 +25,7 @@ from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import Backend
 from inferlib.models.config import LayerSpec, MlaSpec, MlpSpec, MoeSpec
-from inferlib.models.layers.exchange import exchange_of
+from inferlib.models.layers.exchange import exchange_of, pairs_room
 from inferlib.models.layers.ring import in_ring, rings
 from inferlib.ops.cache_write import folded_rows
 from inferlib.ops.quantized import nbytes
@@ -187,7 +187,7 @@ def explain_step(
     backend: Backend = Backend(),  # noqa: B008
 ) -> Step:
     """What a step of a program will say over the mesh. counted: see `EngineConfig.counted`; fused: `programs.fuses`."""
-    ledger, prompt = _Ledger(shards, fused, backend.exchange == "ragged"), key.chunks * key.chunk
+    ledger, prompt = _Ledger(shards, fused, backend), key.chunks * key.chunk
     if fused:
         ledger.reduce("mailboxes", (axes.MLP,), (1,), np.float32)
     _forward(ledger, model, plan, key, backend)
@@ -211,8 +211,8 @@ def explain_step(
 class _Ledger:
     """Takes note of the collectives of `Shards`, by the same names, where those would really take place."""
 
-    def __init__(self, shards: Shards, fused: bool, ragged: bool):
-        self.shards, self.fused, self.ragged = shards, fused, ragged
+    def __init__(self, shards: Shards, fused: bool, backend: Backend):
+        self.shards, self.fused, self.backend = shards, fused, backend
         self.times = 1  # that what is noted takes place
         self._counts: Counter[Collective] = Counter()
 
@@ -380,20 +380,23 @@ def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) 
     dtype, chosen, width, devices = model.dtype, spec.router.chosen, _width(model), ledger.shards.size(axes.EXPERTS)
     ledger.reduce("router", (axes.EMBED,), (tokens, spec.router.experts), np.float32)
     _norm(ledger, model, tokens, (spec.router.norm_eps is not None) + 3 * spec.own_norms)
-    how = exchange_of(spec, tokens, width * dtype.itemsize, devices, ragged=ledger.ragged)
+    how = exchange_of(spec, tokens, width * dtype.itemsize, devices, ledger.backend)
     sent = held = tokens * devices
     there, back = "all-gather", "reduce-scatter"
-    if how is not None and how.room is None:
-        there = back = "ragged-all-to-all"
+    if how is not None:
+        there = back = "ragged-all-to-all" if how.ragged else "all-to-all"
         sent = how.rows
-        ledger.add("all-gather", "how many tokens", (axes.EXPERTS,), (devices, devices), np.int32)
-    elif how is not None:
-        there = back = "all-to-all"
-        sent = held = how.rows
-        ledger.reduce("how many rounds", (axes.ROWS,), (), np.int32)
+        held = how.room if how.ragged else sent
+        if how.ragged:
+            ledger.add("all-gather", "how many tokens", (axes.EXPERTS,), (devices, devices), np.int32)
+        if held < devices * tokens or not how.ragged:
+            ledger.reduce("how many rounds", (axes.ROWS,), (), np.int32)
     ledger.add(there, "tokens to experts", (axes.EXPERTS,), (sent, width), dtype)
     ledger.add(there, "routes", (axes.EXPERTS,), (sent, 2 * chosen), np.float32)
-    _gate_up(ledger, model, spec, held * chosen)
+    pairs = pairs_room(chosen, tokens, held, ledger.backend)
+    if pairs < held * chosen and ledger.shards.size(axes.EMBED) > 1:
+        ledger.reduce("whether more rounds follow", (axes.ROWS,), (), np.int32)
+    _gate_up(ledger, model, spec, pairs)
     ledger.add(back, "experts to tokens", (axes.EXPERTS,), (sent, width), dtype)
     if spec.shared is not None:
         _gate_up(ledger, model, spec.shared, tokens)

@@ -63,10 +63,11 @@ class LLM:
     model: a Hugging Face directory (config.json, safetensors, tokenizer.json), a `.gguf` file, a directory that
     `convert` wrote, or a known name ("smollm2"). dtype: "float32", "bfloat16" or "float16" of weights, cache and
     activations; None: float32 on CPU, else bfloat16. quantization: "int8", "int4", "fp8", "fp8_block", "mxfp8" or
-    "mxfp4" for the matrices of products (not the embedding), made on the device as they are loaded; None: as they are
-    stored. kv_cache_dtype: "int8" or "fp8" for what the cache holds, with a scale for each position and head; None:
-    dtype. max_batch: sequences decoded together, by default 8. max_len: longest prompt plus output in tokens; None: the
-    model's context, at most 2048. buckets: static shapes to compile for. parallel: devices to split over, such as
+    "mxfp4" for the matrices of products (not the embedding), made on the device as they are loaded; "mxfp8_a8" and
+    "mxfp4_a8" round what is multiplied by them to MXFP8 too; None: as they are stored. kv_cache_dtype: "int8" or "fp8"
+    for what the cache holds, with a scale for each position and head; None: dtype. max_batch: sequences decoded
+    together, by default 8. max_len: longest prompt plus output in tokens; None: the model's context, at most 2048.
+    buckets: static shapes to compile for. parallel: devices to split over, such as
     "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; None: one device. artifacts: a directory of `inferlib compile`: its
     programs run and none is ever compiled; what else is given must agree with it. expert_placement: a file that says
     which expert lies where, see `inferlib.placement`. expert_load: count how many tokens choose each expert, for

@@ -7,6 +7,7 @@ A family recipe (`inferlib.models.families`) turns a Hugging Face `config.json` 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import ceil, comb
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -358,6 +359,12 @@ class MoeSpec:
         are equally likely."""
         every, chosen = self.router.experts, self.router.chosen
         return 1.0 - comb(every - ceil(self.experts / devices), chosen) / comb(every, chosen)
+
+    def most_choices(self, tokens: float, devices: int) -> float:
+        """Of `tokens` tokens, the most choices that any has on one of `devices` devices, expected likewise."""
+        chosen, p = self.router.chosen, 1.0 / devices
+        shares = [comb(chosen, n) * p**n * (1.0 - p) ** (chosen - n) for n in range(chosen)]
+        return sum(1.0 - min(share, 1.0) ** tokens for share in accumulate(shares))
 
 
 @dataclass(frozen=True)

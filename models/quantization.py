@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from inferlib.models.config import ConfigError
 from inferlib.ops.quantized import SCHEMES, Scheme
+
+# By the names that users give; with _a8, inputs of products are rounded to MXFP8 too.
+QUANTIZATIONS = SCHEMES | {f"{name}_a8": replace(SCHEMES[name], round_inputs=True) for name in ("mxfp8", "mxfp4")}
 
 
 @dataclass(frozen=True)
@@ -23,10 +26,10 @@ class Quantization:
 
     @staticmethod
     def named(name: str) -> Quantization:
-        """One of SCHEMES. Raises ConfigError listing them for another name."""
-        if name not in SCHEMES:
-            raise ConfigError(f"no quantization is called {name!r}; known: {', '.join(SCHEMES)}")
-        return Quantization(name, SCHEMES[name])
+        """Raises ConfigError listing the known names for another."""
+        if name not in QUANTIZATIONS:
+            raise ConfigError(f"no quantization is called {name!r}; known: {', '.join(QUANTIZATIONS)}")
+        return Quantization(name, QUANTIZATIONS[name])
 
     @staticmethod
     def from_json(value: Mapping[str, Any] | None) -> Quantization | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,7 @@ def main(
     fault: str = "",
     sizes: dict[str, int] | None = None,
 ) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     jax.config.update("jax_num_cpu_devices", devices)
     jax.config.update("jax_disable_most_optimizations", True)
     assert distributed.initialize(f"localhost:{port}", processes, process) == process

@@ -228,6 +228,34 @@ def test_any_traffic_is_served_completely_and_in_order(case):
             assert np.concatenate(s.prompt_details)[:, 0].tolist() == s.prompt
 
 
+@settings(max_examples=150)
+@given(traffic())
+def test_a_repeated_dispatch_is_what_would_be_planned_anew(case):
+    config, jobs, bounds = case
+
+    class Anew(Scheduler):
+        def plan(self, max_steps):
+            self._repeats = 0
+            return super().plan(max_steps)
+
+    def dispatches(kind) -> list:
+        engine = scripted_engine(config, [script for script, _, _ in jobs])
+        engine.scheduler = engine.programs.scheduler = kind(config)
+        sequences, sent, send = [sequence(script) for script, _, _ in jobs], [], engine._send
+        number = {id(s): i for i, s in enumerate(sequences)}
+        engine._send = lambda d: (sent.append((d.key, [(number[id(s)], s.scheduled) for s in d.rows])), send(d))
+        for round_ in range(60):
+            for s, (_, arrival, cancel) in zip(sequences, jobs, strict=True):
+                if arrival == round_:
+                    engine.add(s)
+                if cancel is not None and arrival + cancel == round_ and s.status is not Status.FINISHED:
+                    engine.cancel(s)
+            engine.advance(max_steps=bounds[round_ % len(bounds)])
+        return sent
+
+    assert dispatches(Scheduler) == dispatches(Anew)
+
+
 def scripted(engine_config: EngineConfig, *jobs: tuple[int, int | None]) -> tuple[Engine, list[Sequence]]:
     """An engine with one-token prompts in the queue, each (max_tokens, number of its stop token or None)."""
     scripts = [

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 from inferlib.compile.hlo import CollectiveCall, Module, Shape, read_shapes
+from inferlib.ops.loops import expected_trips
 
 
 def module(text: str) -> Module:
@@ -104,6 +105,37 @@ def test_the_loop_over_steps_counts_once():
     assert steps * one * 0.9 < every <= steps * one
     # A loop inside another is not that over steps, whatever its trips.
     assert Module(text, counted=layers).cost.bytes == every
+
+
+def test_a_loop_of_unknown_length_counts_as_often_as_it_is_expected_to_run():
+    def run(times, x):
+        with expected_trips(6.7):
+            return lax.fori_loop(0, times, lambda _, x: jnp.tanh(x @ x), x)
+
+    x = jnp.zeros((64, 64))
+    text = jax.jit(run).lower(jnp.int32(0), x).compile().as_text()
+    cost, once = Module(text).cost, Module(text.replace("expected_trips=7", "")).cost
+    assert 4 * once.bytes < cost.bytes <= 7 * once.bytes
+    assert cost.uncosted == 7 * once.uncosted
+    assert (cost.balanced, once.balanced) == (1, 0)
+
+
+def test_what_a_tpu_moves_is_counted_once():
+    """A slice fetched asynchronously, an array that is not yet written, and one that rows are exchanged into."""
+    whole, part = "bf16[64,128]{1,0:T(8,128)(2,1)}", "bf16[8,128]{1,0:T(8,128)(2,1)S(1)}"
+    cost = module(f"""\
+        HloModule test
+
+        ENTRY %main (a0: bf16[64,128], a1: s32[2]) -> bf16[64,128] {{
+          %a0 = {whole} parameter(0)
+          %a1 = s32[2]{{0:T(128)S(1)}} parameter(1)
+          %start = (({whole}), {part}, s32[]{{:S(2)}}) slice-start(%a0), slice={{[0:8], [0:128]}}
+          %done = {part} slice-done(%start)
+          %room = {whole} custom-call(), custom_call_target="AllocateBuffer"
+          ROOT %got = {whole} ragged-all-to-all(%a0, %room, %a1, %a1, %a1, %a1), replica_groups={{{{0,1}}}}
+        }}
+        """).cost
+    assert cost.bytes == (8 + 64 + 64) * 128 * 2
 
 
 def test_collectives_inside_asynchronous_calls_are_found():

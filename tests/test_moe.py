@@ -22,6 +22,7 @@ from inferlib.models.config import (
 )
 from inferlib.models.layers.moe import Moe
 from inferlib.models.layout import Layout
+from inferlib.ops import segment_sum
 from inferlib.ops.grouped_matmul import _by_tiles, grouped_matmul
 
 DIM, HIDDEN, EXPERTS = 12, 10, 8
@@ -257,6 +258,31 @@ def test_inactive_rows_need_no_expert():
     got = run(layer, x, active.astype(int).tolist())
     np.testing.assert_array_equal(got[active], expected[active])
     np.testing.assert_array_equal(got[~active], 0)
+
+
+def test_choices_of_a_device_are_as_many_as_expected():
+    spec, rng = MoeSpec(RouterSpec(64, 8), 8), np.random.default_rng(6)
+    for tokens, devices in ((1, 4), (20, 4), (20, 1)):
+        drawn = [max(np.sum(rng.permutation(64)[:8] < 64 // devices) for _ in range(tokens)) for _ in range(300)]
+        assert spec.most_choices(tokens, devices) == pytest.approx(np.mean(drawn), abs=0.2)
+
+
+def test_sums_of_segments(monkeypatch):
+    """Tiles that are not asked for stay as they are; rows of no segment hold NaN, and a sum starts from nothing."""
+    monkeypatch.setattr(segment_sum, "TILE", 4)
+    rng = np.random.default_rng(7)
+    counts = np.array([2, 0, 1, 3, 0, 0, 0, 0, 1, 1, 4, 0], np.int32)
+    starts, total = np.cumsum(counts) - counts, counts.sum()
+    rows, factors, places = rng.normal(size=(20, 2, 3)), rng.normal(size=20), rng.permutation(20)
+    rows[places[total:]] = np.nan
+    want = np.full((12, 6), np.nan)
+    for t in range(4, 12):
+        at = starts[t] + np.arange(counts[t])
+        want[t] = np.sum(rows[places[at]] * factors[at, None, None], axis=0).reshape(6)
+    inputs = [np.full((12, 6), np.nan), rows, places, factors, starts, counts]
+    inputs = [a.astype(np.float32 if a.dtype == float else np.int32) for a in inputs]
+    got = jax.jit(partial(segment_sum.segment_sum, tiles=2, longest=2))(*inputs, 1, 3)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
 def test_experts_that_are_read_are_as_many_as_expected():

@@ -16,6 +16,7 @@ from inferlib.config import EngineConfig
 from inferlib.models.abstract import WeightSpec, unpackable
 from inferlib.models.batch import Backend
 from inferlib.models.layers.norm import rms_norm
+from inferlib.models.quantization import Quantization
 from inferlib.ops.matmul import matmul
 from inferlib.ops.packed import FEW_ROWS, PackedTensor, Packing
 from inferlib.ops.quantized import SCHEMES, Scheme
@@ -170,8 +171,9 @@ def test_inputs_are_padded(name):
     ],
     ids=["queries", "output", "gate and up"],
 )
-def test_layers_see_no_difference(shape, names, contract):
-    rng, scheme = np.random.default_rng(4), SCHEMES["mxfp4"]
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp4_a8"])
+def test_layers_see_no_difference(shape, names, contract, name):
+    rng, scheme = np.random.default_rng(4), Quantization.named(name).scheme
     w = jnp.asarray(rng.standard_normal(shape), jnp.float32)
     spec = WeightSpec("w", shape, np.dtype("bfloat16"), names, "normal", None, "w", tuple(range(contract)), scheme)
     ready = dataclasses.replace(spec, packed=True)

@@ -149,6 +149,26 @@ def test_product_is_that_of_the_rounded_weight(name, tokens, shape, contract):
     np.testing.assert_allclose(got, np.tensordot(x.astype(np.float64), whole, contract), rtol=1e-5, atol=1e-4)
 
 
+def rounded_along_last(x: np.ndarray, group: int) -> np.ndarray:
+    """To MXFP8, by the definitions."""
+    rows = x.reshape(-1, x.shape[-1]).T
+    return rounded(rows, Scheme("float8_e4m3fn", group, "float8_e8m0fnu")).T.reshape(x.shape)
+
+
+@pytest.mark.parametrize("name", ["mxfp8_a8", "mxfp4_a8"])
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(("shape", "contract", "group"), [((96, 2, 8), 1, 32), ((2, 3, 24, 8), 3, 8)])
+def test_inputs_are_rounded_too(name, tokens, shape, contract, group):
+    rng, contracting = np.random.default_rng(tokens), tuple(range(contract))
+    x = (3 * rng.normal(size=(tokens, *shape[:contract]))).astype(np.float32)
+    held = quantize(rng.normal(size=shape).astype(np.float32), contracting, Quantization.named(name).scheme)
+    whole = np.asarray(held.dequantized(contracting, jnp.float32), np.float64).reshape(shape)
+    expected = np.tensordot(rounded_along_last(x, group).astype(np.float64), whole, contract)
+    assert np.abs(expected - np.tensordot(x.astype(np.float64), whole, contract)).max() > 0.1
+    got = jax.jit(lambda x, w: matmul(x, w, contract=contract))(x, held)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
+
+
 def drawn(rng: np.random.Generator, scheme: Scheme, shape, contracting) -> QuantizedTensor:
     """Of random codes, scales and zero points."""
     arrays = {}
@@ -242,7 +262,7 @@ def test_stacked_layers_are_quantised_one_by_one(checkpoint):
                 np.testing.assert_array_equal(value[i], unrolled[key.replace("blocks.0.", f"blocks.{i}.")], err_msg=key)
 
 
-@pytest.mark.parametrize("name", ["int8", "mxfp4", "zeros"])
+@pytest.mark.parametrize("name", ["int8", "mxfp4", "mxfp8_a8", "zeros"])
 @pytest.mark.parametrize("layer", [None, 1])
 @pytest.mark.parametrize("rows", [3, 40])
 def test_experts_multiply_as_their_rounded_weights(name, layer, rows):
@@ -253,9 +273,10 @@ def test_experts_multiply_as_their_rounded_weights(name, layer, rows):
     if name == "zeros":
         held = drawn(rng, Scheme("int4", 32, zeros=True), shape, contracting)
     else:
-        held = quantize(rng.normal(size=shape).astype(np.float32), contracting, SCHEMES[name])
+        held = quantize(rng.normal(size=shape).astype(np.float32), contracting, Quantization.named(name).scheme)
     whole = np.asarray(held.dequantized(contracting, jnp.float32)).reshape(-1, 4, 2, 64, 8)[layer or 0]
-    expected = np.einsum("ri,rpio->rpo", x[: groups.size], whole[groups])
+    taken = rounded_along_last(x, 32) if held.round_inputs else x
+    expected = np.einsum("ri,rpio->rpo", taken[: groups.size], whole[groups])
     got = jax.jit(lambda x, w: grouped_matmul(x, w, sizes, most=rows, layer=layer and jnp.int32(layer)))(x, held)
     np.testing.assert_allclose(got[: groups.size], expected, rtol=1e-4, atol=1e-4)
     few = jax.jit(lambda x, w: chosen_matmul(x, w, groups.astype(np.int32), layer=layer and jnp.int32(layer)))
@@ -291,6 +312,15 @@ def test_random_weights_are_quantised(checkpoint):
         if spec.dtype == ml_dtypes.int4:
             assert np.asarray(array).astype(int).std() > 2
     assert model.parameters == abstract_model(config, "float32").parameters
+
+
+def test_a_model_whose_inputs_are_rounded(checkpoint):
+    """Other logits than without, and near them."""
+    path, (prompt,) = checkpoint("llama"), random_prompts([20])
+    sizes = dict(dtype="float32", max_batch=1, max_len=32, buckets=Buckets(prefill=(16,), batch=(1,), cache=(32,)))
+    plain, both = (LLM(path, quantization=q, progress=False, **sizes).logits(prompt) for q in ("mxfp8", "mxfp8_a8"))
+    assert np.abs(both - plain).max() > 0.01
+    assert np.corrcoef(both.ravel(), plain.ravel())[0, 1] > 0.99
 
 
 # ---- what cannot be

@@ -46,7 +46,7 @@ def compile(
         str | None, typer.Option(help="float32, bfloat16 or float16; by default float32 on CPU, else bfloat16.")
     ] = None,
     quantization: Annotated[
-        str | None, typer.Option(help="Of the weights: int8, int4, fp8, fp8_block, mxfp8 or mxfp4.")
+        str | None, typer.Option(help="Of the weights: int8, int4, fp8, fp8_block, mxfp8(_a8) or mxfp4(_a8).")
     ] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: int8 or fp8; by default dtype.")] = None,
     expert_placement: Annotated[

@@ -18,7 +18,8 @@ def convert(
     *,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     quantization: Annotated[
-        str | None, typer.Option(help="Of the matrices: int8, int4, fp8, fp8_block, mxfp8 or mxfp4.")
+        str | None,
+        typer.Option(help="Of the matrices: int8, int4, fp8, fp8_block, mxfp8(_a8) or mxfp4(_a8)."),
     ] = None,
     parallel: Annotated[
         str | None,

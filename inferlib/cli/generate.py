@@ -50,7 +50,7 @@ def generate(
     ] = None,
     quantization: Annotated[
         str | None,
-        typer.Option(help="Of the weights as they are loaded: int8, int4, fp8, fp8_block, mxfp8 or mxfp4."),
+        typer.Option(help="Of the weights as they are loaded: int8, int4, fp8, fp8_block, mxfp8(_a8) or mxfp4(_a8)."),
     ] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: int8 or fp8; by default dtype.")] = None,
     max_batch: Annotated[

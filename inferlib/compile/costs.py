@@ -24,6 +24,7 @@ from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.batch import Backend
 from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
+from inferlib.models.layers.exchange import pairs_room
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import RECURRENT, Mixer
@@ -225,18 +226,18 @@ class Deployed:
             scores = max(scores, block.heads * self.shards.local_shape(planned.axes, planned.shapes[0])[-2])
         weights = sum(m.nbytes for m in self.matrices)
         vocab = model.layout.vocab // self.shards.size(axes.VOCAB)
-        widest = max(self._widest(m) for m in self.matrices if m.use == "tokens")
         tokens = max(rows, chunk // self.shards.size(axes.TOKENS))
-        live = tokens * ((2 * self.width + widest) * 2 + scores * 4) + rows * vocab * 4
+        widest = max(self._widest(m, tokens) for m in self.matrices if m.use == "tokens")
+        live = 2 * widest + tokens * (4 * self.width + scores * 4) + rows * vocab * 4
         return Memory(weights, cache, _state_bytes(rows, vocab), 2 * live)
 
-    def _widest(self, matrix: Matrix) -> int:
-        """Numbers of a layer that a token takes beside a matrix. All choices of the tokens that experts are shared with
-        have room, wherever they go."""
-        devices = self._feeders(matrix)
+    def _widest(self, matrix: Matrix, tokens: int) -> int:
+        """Numbers of a layer that a device's tokens take beside a matrix; of experts, those a round has room for."""
+        tokens *= self._feeders(matrix)
         if matrix.experts is None:
-            return devices * matrix.inner
-        return devices * self.shards.size(axes.EXPERTS) * matrix.experts.router.chosen * (matrix.inner + self.width)
+            return tokens * matrix.inner
+        everyone = tokens * self.shards.size(axes.EXPERTS)
+        return pairs_room(matrix.experts.router.chosen, tokens, everyone, self._backend) * (matrix.inner + self.width)
 
     def _feeders(self, matrix: Matrix) -> int:
         """Of how many devices a matrix takes the tokens."""
@@ -287,8 +288,11 @@ class Deployed:
 
     def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
         plan = self.plan(self.replicas, key.limit, key.chunk or 1)
-        backend = Backend.for_platform(self.target.platform, self.shards, self.target.chip.cores)
-        return explain_step(self.model, plan, self.shards, key, backend=backend).collectives
+        return explain_step(self.model, plan, self.shards, key, backend=self._backend).collectives
+
+    @cached_property
+    def _backend(self) -> Backend:
+        return Backend.for_platform(self.target.platform, self.shards, self.target.chip.cores)
 
 
 @lru_cache(maxsize=1024)

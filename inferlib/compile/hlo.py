@@ -1,7 +1,8 @@
 """Reading compiled modules: bytes moved, cycles estimated, collectives and copies of each step, out of XLA's text.
 
 What `cost_analysis` gives counts the body of a loop once; here it counts as often as it runs. The loop over the steps
-of a decode program counts once, so figures are those of one step.
+of a decode program counts once, so figures are those of one step. Where only the device knows how often, as with tokens
+that go to experts in rounds, it counts as often as `ops.loops.expected_trips` says of balanced load.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _COLLECTIVES = (
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "after-all"),
     *("partition-id", "replica-id", "opt-barrier", "add-dependency", "copy-done", "call-start", "call-done"),
-    *("async-start", "async-update", "async-done", *(f"{kind}-done" for kind in _COLLECTIVES)),
+    *("async-start", "async-update", "async-done", "slice-done", *(f"{kind}-done" for kind in _COLLECTIVES)),
 }
 _MOVES = {"copy", "copy-start", "transpose", "reshape", "slice", "dynamic-slice", "pad", "concatenate", "reverse"}
 _PLUMBING = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
@@ -115,6 +116,12 @@ class Instruction:
         return int(found[1]) if found and int(found[1]) < 1 << 60 else None
 
     @property
+    def expected_trips(self) -> int | None:
+        """Of a loop of unknown length, if it says so, see `inferlib.ops.loops`."""
+        found = re.search(r'op_name="[^"]*\bexpected_trips=(\d+)/while"', self.rest)
+        return int(found[1]) if found and "known_trip_count" not in self.rest else None
+
+    @property
     def declared_cost(self) -> tuple[int, int, int] | None:
         """Bytes, FLOPs and bytes sent of a kernel that declares them."""
         if self.op != "custom-call":
@@ -181,11 +188,13 @@ class Kernel:
 @dataclass
 class StepCost:
     """Of one step on one device. bytes: to and from HBM. cycles: the compiler's estimate; uncosted: instructions that
-    it has none for (collectives, scatters, kernels that declare no cost)."""
+    it has none for (collectives, scatters, kernels that declare no cost); balanced: loops that are counted as often as
+    balanced load has them run."""
 
     bytes: int = 0
     cycles: int = 0
     uncosted: int = 0
+    balanced: int = 0
     collectives: Counter = field(default_factory=Counter)  # (kind, nbytes) -> count
     copies: Counter = field(default_factory=Counter)  # (argument, instruction, nbytes) -> count
     kernels: Counter = field(default_factory=Counter)  # (name, nbytes, flops, sent) -> count
@@ -234,6 +243,7 @@ class Module:
             if i.op == "while":
                 body, condition = (self.computations[i.called(x)] for x in ("body", "condition"))
                 trips = _trips(i, condition, self.computations)
+                cost.balanced += i.expected_trips is not None
                 if times == 1 and trips == self.counted:
                     trips = 1
                 for part in (body, condition):
@@ -259,7 +269,7 @@ class Module:
                 cost.cycles += times * i.cycles
             elif i.collective or i.op in ("fusion", "custom-call", "scatter"):
                 cost.uncosted += times
-            if i.op not in _FREE:
+            if i.op not in _FREE and '"AllocateBuffer"' not in i.rest:
                 cost.bytes += times * sum(self._moved(computation, i))
             self._track(computation, i, times, origins, cost)
 
@@ -341,15 +351,22 @@ class Module:
     def _moved(self, computation: Computation, i: Instruction) -> Iterator[int]:
         """Bytes that an instruction reads from HBM and writes to it."""
         inputs = [computation.instructions[o] for o in i.operands]
+        if i.collective == "ragged-all-to-all":  # into its second operand, in place
+            del inputs[1]
         if i.op == "copy-start":
             target, source = i.shapes[0], inputs[0].shapes[0]
             yield from (s.physical_bytes for s in (target, source) if not s.space)
+            return
+        if i.op == "slice-start":
+            source, target = i.shapes[:2]
+            yield from (target.physical_bytes for s in (source, target) if not s.space)
             return
         if i.op in _SLICES:
             yield from (2 * s.physical_bytes for s in i.shapes if not s.space)
             return
         if i.op in _IN_PLACE:
-            yield 2 * inputs[1 if i.op == "dynamic-update-slice" else 2].shapes[0].physical_bytes
+            update = inputs[1 if i.op == "dynamic-update-slice" else 2].shapes[0]
+            yield from (update.physical_bytes for s in (update, i.shapes[0]) if not s.space)
             return
         called = self.computations[i.called("calls")] if i.op == "fusion" else None
         for n, value in enumerate(inputs):
@@ -408,9 +425,11 @@ def _branches(i: Instruction) -> list[str]:
 
 
 def _trips(i: Instruction, condition: Computation, computations: Mapping[str, Computation]) -> int:
-    """How often a loop runs; 1 if that is not known when compiling."""
+    """How often a loop runs; if that is not known when compiling, as often as it says it is expected to, or once."""
     if known := re.search(r'known_trip_count[":{]+n[":]+(\d+)', i.rest):
         return int(known[1])
+    if i.expected_trips is not None:
+        return i.expected_trips
     root, constants = condition.root, condition.instructions
     if root.op == "fusion":
         called = computations[root.called("calls")]

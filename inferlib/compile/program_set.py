@@ -353,6 +353,8 @@ def _experts_lack(config: EngineConfig, model: AbstractModel, name: str) -> str 
     if unpacked:
         reasons = (unpackable(w, model.dtype, config.shards) for w in unpacked if gainful(w))
         return next(filter(None, reasons), "it takes groups that are packed, without zero points")
+    if name == "expert_mlp" and any(w.scheme and w.scheme.round_inputs for w in weights):
+        return "it does not round what is multiplied by down"
     for block, of_block in itertools.groupby(weights, key=lambda weight: weight.block):
         parts = {weight.part.rpartition(".")[2]: weight for weight in of_block}
         held = {part: _local_experts(weight, config.shards) for part, weight in parts.items()}

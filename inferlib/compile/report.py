@@ -106,6 +106,11 @@ class ProgramReport:
         return [*facts.get("cache_copies", ()), *facts.get("weight_copies", ())]
 
     @property
+    def balanced(self) -> bool:
+        """Whether bytes and cycles are those of experts that are chosen equally often."""
+        return bool((self.outcome.facts or {}).get("balanced"))
+
+    @property
     def kernels(self) -> list[dict[str, Any]]:
         return (self.outcome.facts or {}).get("kernels", [])
 
@@ -233,7 +238,10 @@ class Report:
                 | {"error": p.outcome.error, **fields, "estimate": p.estimate}
                 | {"collectives": p.collectives, "kernels": p.kernels}
                 | {name: (p.outcome.facts or {}).get(name, []) for name in ("cache_copies", "weight_copies")}
-                | {name: (p.outcome.facts or {}).get(name) for name in ("trace_seconds", "compile_seconds", "uncosted")}
+                | {
+                    name: (p.outcome.facts or {}).get(name)
+                    for name in ("trace_seconds", "compile_seconds", "uncosted", "balanced")
+                }
             )
         return {
             "target": self.deployment.target,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from inferlib.compile.report import Report, gib
-from inferlib.compile.report_text import collectives_text, latency_text, problems_of
+from inferlib.compile.report_text import assumptions, collectives_text, latency_text, problems_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,6 +43,7 @@ def page(report: Report, name: str) -> str:
         f"<h2>Time of a step</h2><p class=note>{_NOTE}</p>",
         _plot(lambda axes: _draw_time(axes, report), len(report.programs)) if report.latencies() else "",
         _time(report),
+        *(f"<p class=note>{html.escape(line)}</p>" for line in assumptions(report)),
         "<h2>Latency</h2>",
         "".join(f"<p>{html.escape(latency_text(x))}</p>" for x in report.latencies()),
         "<h2>Collectives of a step</h2>",

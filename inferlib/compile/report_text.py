@@ -23,7 +23,7 @@ def render(report: Report, name: str) -> str:
     made = report.deployment
     console.print(f"[bold]{name} on {made.target}[/bold], {made.parallel}, {made.dtype}", highlight=False)
     console.print(_memory(report), _time(report), highlight=False)
-    for line in (*_limits(report), *_collectives(report), *_kernels(report), *_problems(report)):
+    for line in (*_limits(report), *assumptions(report), *_collectives(report), *_kernels(report), *_problems(report)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return text.getvalue()
 
@@ -71,6 +71,12 @@ def _limits(report: Report) -> list[str]:
         )
     lines += [latency_text(x) for x in report.latencies() if x.estimate or x.floor]
     return lines
+
+
+def assumptions(report: Report) -> list[str]:
+    keys = [str(p.key) for p in report.programs if p.balanced]
+    what = "moved bytes and cycles are those of experts chosen equally often; other choices are computed in more rounds"
+    return [f"{'; '.join(keys)}: {what}"] if keys else []
 
 
 def latency_text(x: Latency) -> str:

@@ -95,6 +95,7 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
         "bytes": cost.bytes,
         "cycles": cost.cycles,
         "uncosted": cost.uncosted,
+        "balanced": cost.balanced,
         "collectives": [asdict(c) for c in module.collectives],
         "kernels": [asdict(k) for k in module.kernels],
         "cache_copies": _named(module.copies(range(weights, weights + cache)), names, weights),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -45,31 +44,10 @@ class EngineStats:
     wait_seconds: float = 0.0
     host_seconds: float = 0.0
 
-    def timed(self, name: str) -> _Timed:
-        """Add the time of a block to `<name>_seconds`; a block inside another counts for itself alone."""
-        return _Timed(self, f"{name}_seconds")
-
     @property
     def others(self) -> float:
         """Seconds that are not the host's."""
         return self.compile_seconds + self.enqueue_seconds + self.wait_seconds
-
-
-class _Timed:
-    """A context; as a class, since one made of a generator takes several microseconds of every dispatch."""
-
-    __slots__ = ("name", "others", "start", "stats")
-
-    def __init__(self, stats: EngineStats, name: str):
-        self.stats, self.name = stats, name
-
-    def __enter__(self) -> None:
-        self.others, self.start = self.stats.others, time.perf_counter()
-
-    def __exit__(self, *_) -> None:
-        stats = self.stats
-        own = time.perf_counter() - self.start - (stats.others - self.others)
-        setattr(stats, self.name, getattr(stats, self.name) + own)
 
 
 class _Call(NamedTuple):
@@ -79,12 +57,6 @@ class _Call(NamedTuple):
     cancel: tuple[int, ...]
     yield_early: bool
     chunk: ChunkInput | None
-
-
-@dataclass
-class _InFlight:
-    dispatch: Dispatch
-    output: StepOutput
 
 
 class Engine:
@@ -114,7 +86,7 @@ class Engine:
         self.cache = self.plan.allocate(config.shards)
         self.state = self.programs.allocate_state()
         self._compiled_before = compilations()
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[tuple[Dispatch, StepOutput]] = deque()
         self._cancelled: set[int] = set()
         self._controls: dict[bool, jax.Array] = {}
 
@@ -153,17 +125,18 @@ class Engine:
         max_steps: bound on tokens per row between results; 1 streams token by token. An empty list with
         `busy` false: nothing is left.
         """
-        with self.stats.timed("host"):
-            while len(self._in_flight) < self.config.in_flight:
-                dispatch = self.scheduler.plan(max_steps or self.config.decode_steps)
-                if dispatch is None:
-                    break
-                self._send(dispatch)
-            if self._in_flight:
-                return self._receive()
-            if not self.scheduler.idle:
-                raise RuntimeError("an earlier error lost the results of running sequences: build a new LLM")
-            return []
+        stats = self.stats
+        start, others = time.perf_counter(), stats.others
+        while len(self._in_flight) < self.config.in_flight:
+            dispatch = self.scheduler.plan(max_steps or self.config.decode_steps)
+            if dispatch is None:
+                break
+            self._send(dispatch)
+        if not self._in_flight and not self.scheduler.idle:
+            raise RuntimeError("an earlier error lost the results of running sequences: build a new LLM")
+        advanced = self._receive() if self._in_flight else []
+        stats.host_seconds += time.perf_counter() - start - (stats.others - others)
+        return advanced
 
     def follow(self) -> None:
         """Run what process 0 runs, until it is done."""
@@ -182,26 +155,31 @@ class Engine:
         chunk = self._chunk_input(dispatch) if dispatch.chunks else None
         call = _Call(dispatch.key, tuple(self._cancelled), bool(self.scheduler.waiting), chunk)
         self._cancelled.clear()
-        with nullcontext() if self.channel is None else self.channel.together(call):
+        if self.channel is None:
             output = self._start(call)
+        else:
+            with self.channel.together(call):
+                output = self._start(call)
         self.stats.dispatches += 1
-        self._in_flight.append(_InFlight(dispatch, output))
+        self._in_flight.append((dispatch, output))
 
     def _start(self, call: _Call) -> StepOutput:
         program = self.programs.ready(call.key)
         if program is None:
-            with self.stats.timed("compile"):
-                program = self.programs.get(call.key)
+            start = time.perf_counter()
+            program = self.programs.get(call.key)
+            self.stats.compile_seconds += time.perf_counter() - start
         self.stats.program_misses = self.programs.misses
         self.stats.compilations = compilations() - self._compiled_before
         inputs = [self._control(call)]
         if call.chunk is not None:
             inputs.append(jax.tree.map(self._input, call.chunk))
-        with self.stats.timed("enqueue"):
-            self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
-            if self.channel is None or self.channel.leads:
-                for leaf in jax.tree.leaves(output):
-                    leaf.copy_to_host_async()
+        start = time.perf_counter()
+        self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
+        if self.channel is None or self.channel.leads:
+            for leaf in jax.tree.leaves(output):
+                leaf.copy_to_host_async()
+        self.stats.enqueue_seconds += time.perf_counter() - start
         return output
 
     def _input(self, x: np.ndarray) -> jax.Array | np.ndarray:
@@ -256,34 +234,31 @@ class Engine:
 
     def _receive(self) -> list[Sequence]:
         """Wait for the oldest dispatch and account for its tokens."""
-        flight = self._in_flight.popleft()
-        dispatch = flight.dispatch
-        with self.stats.timed("wait"):
-            output = jax.device_get(flight.output)
+        dispatch, output = self._in_flight.popleft()
+        start = time.perf_counter()
+        output = jax.device_get(output)
+        self.stats.wait_seconds += time.perf_counter() - start
         if output.load is not None:
             self.expert_load += output.load.sum(axis=(0, 1), dtype=np.int64)
-        now, advanced, generated = time.monotonic(), [], 0
-        key, rows = dispatch.key, self.config.rows
+        advanced, generated, steps = [], 0, dispatch.key.steps
         columns = output.tokens.T.tolist()  # Python's numbers: picking them out of an array one by one takes far longer
-        for s in dispatch.rows:
-            replica, place = divmod(s.row, rows)
-            column = replica * key.rows + place
-            taken = s.accept(columns[column], now) if s.status is Status.DECODE else 0
+        for s, column in zip(dispatch.rows, dispatch.columns, strict=True):
+            taken = s.accept(columns[column]) if s.status is Status.DECODE else 0
             if taken:
                 advanced.append(s)
                 generated += taken
                 if s.params.logprobs is not None:
                     _add_logprobs(s, output.sampled, [(i, column) for i in range(taken)])
-            if taken < key.steps:
+            if taken < steps:
                 # The row ended, or the device returned early to let a waiting prompt in.
-                s.scheduled -= key.steps - taken
+                self.scheduler.unused(s, steps - taken)
         for i, chunk in zip(self._slots(dispatch), dispatch.chunks, strict=True) if dispatch.chunks else ():
             s = chunk.sequence
             if s.detail and s.status is not Status.FINISHED:
                 s.prompt_details.append(jax.tree.map(partial(_first_positions, i, chunk.length), output.detail))
             if chunk.last and s.status is Status.DECODE:
                 if s.max_tokens:
-                    s.accept([int(output.chunk_tokens[i])], now)
+                    s.accept([int(output.chunk_tokens[i])])
                     generated += 1
                     if s.params.logprobs is not None:
                         _add_logprobs(s, output.chunk_sampled, [i])

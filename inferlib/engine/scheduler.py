@@ -23,11 +23,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One program call. rows: the sequences whose rows it may advance, up to `key.steps` tokens each."""
+    """One program call. rows: the sequences whose rows it may advance, up to `key.steps` tokens each; columns: where
+    their tokens stand in what the program returns."""
 
     key: ProgramKey
     chunks: list[Chunk]
     rows: list[Sequence]
+    columns: list[int]
 
 
 class Scheduler:
@@ -41,15 +43,24 @@ class Scheduler:
         # Replicas fill evenly: the lowest place in any of them first.
         self._free = [(row % config.rows, row) for row in range(config.max_batch)]
         heapq.heapify(self._free)
+        self._last: Dispatch | None = None
+        self._repeats = 0  # how many more times the last dispatch is what comes next, if nothing is said meanwhile
 
     def add(self, sequence: Sequence) -> None:
+        self._repeats = 0
         self.waiting.append(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Give a finished sequence's row back."""
+        self._repeats = 0
         if self.running.get(sequence.row) is sequence:
             del self.running[sequence.row]
             heapq.heappush(self._free, (sequence.row % self.config.rows, sequence.row))
+
+    def unused(self, sequence: Sequence, steps: int) -> None:
+        """Of a dispatch, this many steps did not advance the sequence: it ended, or a prompt that waited came first."""
+        self._repeats = 0
+        sequence.scheduled -= steps
 
     @property
     def idle(self) -> bool:
@@ -60,6 +71,13 @@ class Scheduler:
 
         max_steps: bound on decode steps per dispatch.
         """
+        steps = self.config.decode_steps if max_steps >= self.config.decode_steps else 1
+        if self._repeats and steps == self._last.key.steps:
+            # Nearly always: and after a wait, with cold caches, planning anew is half of the host's work.
+            self._repeats -= 1
+            for s in self._last.rows:
+                s.scheduled += steps
+            return self._last
         while self.waiting and self._free:
             sequence = self.waiting.popleft()
             _, sequence.row = heapq.heappop(self._free)
@@ -71,7 +89,7 @@ class Scheduler:
         going_on = [s for s in decoding if s.scheduled < s.max_tokens]
         if prefilling:
             return self._step(*self._chunks(prefilling), decoding if going_on else [])
-        return self._decode(decoding, going_on, max_steps) if going_on else None
+        return self._decode(decoding, going_on, steps) if going_on else None
 
     def _chunks(self, prefilling: list[Sequence]) -> tuple[list[Chunk], tuple[int, int]]:
         """As many chunks as one step's tokens hold, oldest prompts first, and the (P, C) they need."""
@@ -108,18 +126,26 @@ class Scheduler:
         key = ProgramKey(
             mode, rows, pick(self.config.buckets.cache, limit), chunks=shape[0], chunk=shape[1], detail=detail
         )
-        return Dispatch(key, chunks, decoding)
+        return Dispatch(key, chunks, decoding, self._columns(decoding, rows))
 
-    def _decode(self, decoding: list[Sequence], going_on: list[Sequence], max_steps: int) -> Dispatch:
-        steps = self.config.decode_steps if max_steps >= self.config.decode_steps else 1
+    def _decode(self, decoding: list[Sequence], going_on: list[Sequence], steps: int) -> Dispatch:
         place = self.config.rows
         rows = pick(self.config.row_buckets, 1 + max([s.row % place for s in going_on]))
         if rows < place:
             decoding = [s for s in decoding if s.row % place < rows]
         for s in decoding:
             s.scheduled += steps
-        limit = pick(self.config.buckets.cache, max([s.max_length for s in decoding]))
-        return Dispatch(ProgramKey(self._mode(decoding), rows, limit, steps), [], decoding)
+        longest = max([s.max_length for s in decoding])
+        limit = pick(self.config.buckets.cache, longest)
+        key = ProgramKey(self._mode(decoding), rows, limit, steps)
+        self._last = Dispatch(key, [], decoding, self._columns(decoding, rows))
+        left = min([s.max_tokens - s.scheduled for s in going_on])
+        self._repeats = max(0, min(-(-left // steps), (limit - longest) // steps))
+        return self._last
+
+    def _columns(self, sequences: list[Sequence], rows: int) -> list[int]:
+        place = self.config.rows
+        return [s.row // place * rows + s.row % place for s in sequences]
 
     @staticmethod
     def _mode(sequences: list[Sequence]) -> Mode:

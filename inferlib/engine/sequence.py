@@ -81,15 +81,15 @@ class Sequence:
         scheduled = self.scheduled if self.scheduled < self.max_tokens else self.max_tokens
         return self.prefilled + scheduled - 1 if scheduled else self.prefilled
 
-    def accept(self, tokens: list[int], now: float) -> int:
+    def accept(self, tokens: list[int]) -> int:
         """Append generated tokens up to the first negative one, which stands for none, and up to a stop token or
-        max_tokens, which end the sequence. Returns how many; now: the time of their arrival (time.monotonic)."""
+        max_tokens, which end the sequence. Returns how many."""
         before = len(self.tokens)
+        if not before and tokens[0] >= 0:
+            self.first_token_time = time.monotonic()
         # Nothing ends here: nearly always, and some hundred times in every dispatch of a large batch.
         if tokens[-1] >= 0 and before + len(tokens) < self.max_tokens and self.stop_ids.isdisjoint(tokens):
             self.tokens += tokens
-            if not before:
-                self.first_token_time = now
             return len(tokens)
         for token in tokens:
             if token < 0:
@@ -101,10 +101,7 @@ class Sequence:
             if len(self.tokens) >= self.max_tokens:
                 self.finish("length")
                 break
-        taken = len(self.tokens) - before
-        if taken and not before:
-            self.first_token_time = now
-        return taken
+        return len(self.tokens) - before
 
     def finish(self, reason: Literal["stop", "length"], stop_reason: int | str | None = None) -> None:
         self.status, self.finish_reason, self.stop_reason = Status.FINISHED, reason, stop_reason

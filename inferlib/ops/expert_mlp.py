@@ -46,6 +46,8 @@ def expert_mlp(
     check_kernel_takes(gate_up, backend)
     check_kernel_takes(down, backend)
     if backend == "pallas_tpu":
+        if isinstance(down, QuantizedTensor | PackedTensor) and down.round_inputs:
+            raise ValueError("backend 'pallas_tpu' does not round the inputs of down; use grouped_matmul")
         static = dict(activation=activation, scale_input=scale_input, read=read)
         return _by_kernel(x, gate_up, down, factors, layer, gate_up_bias, static)
     if layer is not None:

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.loops import expected_trips
 from inferlib.ops.matmul import matmul, precision_of
 from inferlib.ops.packed import PackedTensor
-from inferlib.ops.quantized import QuantizedTensor
+from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
 
 # Rows of one product: so few that the last of a group is seldom mostly empty, so many that it is bound by compute.
 _TILE = 128
@@ -45,6 +46,7 @@ def grouped_matmul(
     """
     parts, inner, outer = _matrices(x, w, layer, sizes.size)
     check_kernel_takes(w, backend)
+    x = _inputs(x, w)
     if backend == "pallas_tpu":
         return _by_kernel(x if rows is None else x[rows], w, sizes, layer, parts)
     total = x.shape[0] if rows is None else rows.size
@@ -75,6 +77,7 @@ def chosen_matmul(
     lead = 0 if layer is None else 1
     parts, inner, outer = _matrices(x, w, layer, w.shape[lead])
     check_kernel_takes(w, backend)
+    x = _inputs(x, w)
     if backend == "pallas_gpu":
         first = jnp.int32(0) if layer is None else layer * w.shape[lead]
         return _by_gpu_kernel(x, w, rows, parts, inner, outer, ids=jnp.where(ids < 0, ids, ids + first))
@@ -86,6 +89,13 @@ def chosen_matmul(
     x = x if rows is None else x[rows]
     y = jnp.einsum("mi,mpio->mpo", x.astype(jnp.float32), chosen, precision=lax.Precision.HIGHEST)
     return y.astype(x.dtype).reshape(-1, *parts, outer)
+
+
+def _inputs(x: jax.Array, w: jax.Array | QuantizedTensor | PackedTensor) -> jax.Array:
+    """x, rounded if the weight asks for it."""
+    if isinstance(w, QuantizedTensor | PackedTensor) and w.round_inputs:
+        return to_mxfp8(x, MX_GROUP if isinstance(w, PackedTensor) else w.shape[-2])
+    return x
 
 
 def unsorted_pays(w: jax.Array | QuantizedTensor, rows: int, groups: int, backend: str) -> bool:
@@ -222,7 +232,10 @@ def _by_tiles(
         return tuple(new)
 
     outs = tuple(jnp.zeros((total, outer), x.dtype) for _ in range(parts))
-    return jnp.stack(lax.fori_loop(0, count if counted else ends[-1], product, outs), axis=1)
+    read = sizes.size * (1 - (1 - 1 / sizes.size) ** total)  # groups that have rows, as if each row had any
+    with expected_trips(read * math.ceil(total / sizes.size / height)):
+        outs = lax.fori_loop(0, count if counted else ends[-1], product, outs)
+    return jnp.stack(outs, axis=1)
 
 
 def _group_of(number: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from jax import lax
 
 from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.packed import FEW_ROWS, PackedTensor, by_kernel, by_xla
-from inferlib.ops.quantized import QuantizedTensor
+from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
 
 
 def precision_of(dtype) -> lax.Precision | None:
@@ -58,6 +58,7 @@ def matmul(
     if isinstance(w, RingWeight):
         return w.times(x)
     if isinstance(w, QuantizedTensor):
+        x = to_mxfp8(x, w.shape[contract]) if w.round_inputs else x
         return _quantized(x, w, contract, out_dtype or x.dtype)
     if transposed:
         dimensions = (((1,), (1,)), ((), ()))
@@ -78,6 +79,8 @@ def matmul(
 def _packed(x: jax.Array | Normed, w: PackedTensor, activation, out_dtype) -> jax.Array:
     normed, x = (x, x.y) if isinstance(x, Normed) else (None, x)
     out_dtype = out_dtype or x.dtype
+    if w.round_inputs:
+        normed, x = None, to_mxfp8(x, MX_GROUP)
     if w.readable and x.shape[0] > FEW_ROWS:
         y = by_xla(x, w, out_dtype)
         return y if activation is None else activation(y[:, 0], y[:, 1])

@@ -33,7 +33,8 @@ FEW_ROWS = 64  # up to which the kernel multiplies by what XLA can read itself: 
 @dataclass(frozen=True)
 class PackedTensor:
     """See `packed_weights_tpu.Weight` for values, scales and tops; those of one layer, or of a stack of which `layer`
-    is used. apart: whether the first dimension of a product is P; rest: its dimensions after that which N begins with.
+    is used. apart: whether the first dimension of a product is P; rest: its dimensions after that which N begins with;
+    round_inputs: see `Scheme`.
     """
 
     values: jax.Array
@@ -42,6 +43,7 @@ class PackedTensor:
     layer: jax.Array | None = None
     apart: bool = field(default=False, metadata={"static": True})
     rest: tuple[int, ...] = field(default=(), metadata={"static": True})
+    round_inputs: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -214,7 +216,8 @@ class Packing:
         return {"values": array(padded, self.scheme.values), "scales": array(count, scales)}
 
     def tensor(self, *arrays: jax.Array) -> PackedTensor:
-        return PackedTensor(*arrays, apart=self.apart, rest=self.shape[self.merged + 1 :])
+        rounds = self.scheme is not None and self.scheme.round_inputs
+        return PackedTensor(*arrays, apart=self.apart, rest=self.shape[self.merged + 1 :], round_inputs=rounds)
 
     def pack(self, values: jax.Array, scales: jax.Array | None = None) -> tuple[jax.Array, ...]:
         """The arrays, of those of the scheme. Traceable."""

@@ -22,7 +22,8 @@ from jax import lax
 @dataclass(frozen=True)
 class Scheme:
     """How a weight is stored. values, scales: dtypes; group: elements that share a scale, None for a whole channel;
-    zeros: whether they share a zero point too, of the values' dtype, an integer.
+    zeros: whether they share a zero point too, of the values' dtype, an integer. round_inputs: what is multiplied by
+    the weight is rounded to MXFP8 in the same groups, as matrix units for MX formats take it.
 
     A dimension that `group` does not divide has groups of their greatest common divisor.
     """
@@ -31,6 +32,11 @@ class Scheme:
     group: int | None = None
     scales: str = "float32"
     zeros: bool = False
+    round_inputs: bool = False
+
+    def __post_init__(self):
+        if self.round_inputs and self.group is None:
+            raise ValueError("inputs are rounded in the groups of the weight, and it has none")
 
     def group_of(self, size: int) -> int:
         """Elements that share a scale, of a dimension of `size`."""
@@ -57,8 +63,10 @@ class Scheme:
 
     def tensor(self, values: jax.Array, scales: jax.Array, zeros: jax.Array | None = None) -> QuantizedTensor:
         """Of a weight's arrays, in the order of `arrays`."""
-        return QuantizedTensor(values, scales, self.group is not None, zeros)
+        return QuantizedTensor(values, scales, self.group is not None, zeros, self.round_inputs)
 
+
+MX_GROUP = 32  # elements that share a scale in MX formats
 
 # By the names that users give. MX formats are those of the OCP Microscaling Formats specification v1.0.
 SCHEMES = {
@@ -66,8 +74,8 @@ SCHEMES = {
     "int4": Scheme("int4", group=128),
     "fp8": Scheme("float8_e4m3fn"),
     "fp8_block": Scheme("float8_e4m3fn", group=128),
-    "mxfp8": Scheme("float8_e4m3fn", group=32, scales="float8_e8m0fnu"),
-    "mxfp4": Scheme("float4_e2m1fn", group=32, scales="float8_e8m0fnu"),
+    "mxfp8": Scheme("float8_e4m3fn", group=MX_GROUP, scales="float8_e8m0fnu"),
+    "mxfp4": Scheme("float4_e2m1fn", group=MX_GROUP, scales="float8_e8m0fnu"),
 }
 
 
@@ -75,12 +83,13 @@ SCHEMES = {
 @dataclass(frozen=True)
 class QuantizedTensor:
     """A weight as values, scales and zero points, None if all are 0 (see `Scheme.arrays`); grouped: whether groups, not
-    channels, share a scale."""
+    channels, share a scale; round_inputs: see `Scheme`."""
 
     values: jax.Array
     scales: jax.Array
     grouped: bool = field(metadata={"static": True})
     zeros: jax.Array | None = None
+    round_inputs: bool = field(default=False, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -142,6 +151,13 @@ def quantize(w: jax.Array, contracting: tuple[int, ...], scheme: Scheme) -> Quan
     scaled = jnp.clip(scaled, -most, most)
     values = (jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else _nearest(scaled, dtype)).astype(dtype)
     return scheme.tensor(values, jnp.squeeze(scales, shared))
+
+
+def to_mxfp8(x: jax.Array, group: int) -> jax.Array:
+    """x [..., I] rounded to MXFP8 in groups along I, and as its own type again; bfloat16 holds it exactly."""
+    axis = x.ndim - 1
+    held = quantize(x, (axis,), Scheme("float8_e4m3fn", group, "float8_e8m0fnu"))
+    return held.dequantized((axis,), x.dtype).reshape(x.shape)
 
 
 def largest_value(dtype) -> float:

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from inferlib.models.batch import StepContext
 from inferlib.models.config import MoeSpec
-from inferlib.models.layers.exchange import exchange_of, through_experts
+from inferlib.models.layers.exchange import exchange_of, pairs_room, through_experts
 from inferlib.models.layers.mlp import Mlp, gated
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
@@ -20,7 +21,9 @@ from inferlib.models.layers.router import Router
 from inferlib.models.layout import Layout
 from inferlib.ops.expert_mlp import expert_mlp, most_tokens
 from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul, unsorted_pays
+from inferlib.ops.loops import expected_trips
 from inferlib.ops.matmul import matmul
+from inferlib.ops.segment_sum import TILE, segment_sum
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -108,8 +111,9 @@ class Moe(nnx.Module):
         shards, devices = ctx.shards, ctx.shards.size(axes.EXPERTS)
         identity = experts >= self.spec.experts
         row = x.shape[1] * x.dtype.itemsize
-        how = exchange_of(self.spec, x.shape[0], row, devices, ragged=ctx.backend.exchange == "ragged")
-        compute, own = partial(self.experts, ctx=ctx, layer=layer), self.experts.count // devices
+        how = exchange_of(self.spec, x.shape[0], row, devices, ctx.backend)
+        compute = partial(self.experts, of_each=x.shape[0], ctx=ctx, layer=layer)
+        own = self.experts.count // devices
         turns = jnp.arange(x.shape[0]) + shards.index(axes.ROWS)
         slots = self.placement(jnp.where(identity, -1, experts), turns)
         out = through_experts(x, slots, weights, own, how, compute, shards)
@@ -150,11 +154,18 @@ class Experts(nnx.Module):
             self.down_bias = param((e, dim), (axes.EXPERTS, axes.EMBED), dtype, "zeros")
 
     def __call__(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
+        self,
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        of_each: int,
+        ctx: StepContext,
+        layer: jax.Array | None,
     ) -> jax.Array:
-        """x [T, D], experts and weights [T, k] -> [T, D]: the sum of those that are this device's.
+        """x [T, *D], experts and weights [T, k] -> [T, *D]: the sum of those that are this device's.
 
-        layer: with it all weights are [L, ...], and those of this layer are used.
+        of_each: tokens of each device that experts are shared with. layer: with it all weights are [L, ...], and those
+        of this layer are used.
         """
         shards, (tokens, chosen) = ctx.shards, experts.shape
         own = self.count // shards.size(axes.EXPERTS)
@@ -163,32 +174,104 @@ class Experts(nnx.Module):
         few = tokens <= most_tokens(self.gate_up[...])
         if ctx.backend.expert_mlp == "pallas_tpu" and few and shards.size(axes.EMBED) == 1:
             return self.at_once(x, jnp.where(ours, experts, own), weights, own, ctx, layer)
+        ids = jnp.where(ours, experts, own).reshape(-1)
+        if (room := pairs_room(chosen, of_each, tokens, ctx.backend)) < ids.size:
+            return self.in_rounds(x, ids.reshape(ours.shape), weights, own, room, of_each, ctx, layer)
+        shape, x = x.shape, x.reshape(tokens, -1)
         scales = weights.reshape(-1) if self.spec.scale_input else None
         # A constant of few rows: to make it would take a kernel.
         rows = (np if tokens * chosen <= 1024 else jnp).arange(tokens * chosen, dtype=np.int32) // chosen
-        ids = jnp.where(ours, experts, own).reshape(-1)
         if unsorted_pays(self.gate_up[...], ids.size, own, ctx.backend.grouped_matmul):
             ids = jnp.where(ours.reshape(-1), ids, -1)
             product = partial(chosen_matmul, ids=ids, layer=layer, backend=ctx.backend.grouped_matmul)
             outputs = self.forward(x, rows, ids, product, scales, shards, layer)
         else:
-            # The (token, choice) pairs sorted by expert, those of others last.
-            order = jnp.argsort(ids)
-            ids = ids[order]
-            sizes = jnp.sum(ids == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
-            most, backend = tokens, ctx.backend.grouped_matmul
-            product = partial(grouped_matmul, sizes=sizes, most=most, layer=layer, backend=backend)
-            scales = None if scales is None else scales[order]
-            outputs = self.forward(
-                x, jnp.asarray(rows)[order], jnp.minimum(ids, own - 1), product, scales, shards, layer
-            )
+            outputs, places = self.by_expert(x, rows, ids, scales, own, ctx, layer)
             # Back in the order of the tokens, whose sums then depend on nothing but themselves.
-            outputs = outputs[jnp.argsort(order)]
+            outputs = outputs[places]
         outputs = outputs.reshape(tokens, chosen, -1)
         if not self.spec.scale_input:
             outputs = outputs * weights[:, :, None]
         # One by one: XLA:GPU writes what a sum over a dimension takes in to memory first.
-        return sum(jnp.where(ours[:, i, None], outputs[:, i], 0) for i in range(chosen)).astype(x.dtype)
+        total = sum(jnp.where(ours[:, i, None], outputs[:, i], 0) for i in range(chosen))
+        return total.astype(x.dtype).reshape(shape)
+
+    def by_expert(
+        self,
+        x: jax.Array,
+        rows: jax.Array,
+        ids: jax.Array,
+        scales: jax.Array | None,
+        own: int,
+        ctx: StepContext,
+        layer: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`forward` of pairs of a token, `rows` [M] of x [T, *D], and an expert, `ids` [M], sorted by expert, those of
+        others (`own`) last -> [M, D] in this order, and the place of each pair in it [M]."""
+        order = jnp.argsort(ids)
+        ids = ids[order]
+        sizes = jnp.sum(ids == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+        most, backend = min(x.shape[0], ids.size), ctx.backend.grouped_matmul
+        product = partial(grouped_matmul, sizes=sizes, most=most, layer=layer, backend=backend)
+        scales = None if scales is None else scales[order]
+        rows, ids = jnp.asarray(rows)[order], jnp.minimum(ids, own - 1)
+        if x.ndim > 2:  # as they were exchanged; only those that are taken are laid out anew
+            x, rows = x[rows].reshape(ids.size, -1), None
+        return self.forward(x, rows, ids, product, scales, ctx.shards, layer), jnp.argsort(order)
+
+    def in_rounds(
+        self,
+        x: jax.Array,
+        ids: jax.Array,
+        weights: jax.Array,
+        own: int,
+        room: int,
+        of_each: int,
+        ctx: StepContext,
+        layer: jax.Array | None,
+    ) -> jax.Array:
+        """As many tokens at a time, in tiles, as have no more than `room` pairs with this device's experts (ids [T, k],
+        `own` for others'): tokens of all devices could choose these, but seldom do. No token is in two rounds, so that
+        its sum does not depend on others."""
+        shards, (tokens, chosen) = ctx.shards, ids.shape
+        devices, ids, weights = shards.size(axes.EXPERTS), ids.reshape(-1), weights.reshape(-1)
+        counts = jnp.sum((ids < own).reshape(-1, chosen), axis=1, dtype=jnp.int32)
+        counts = jnp.pad(counts, (0, -tokens % TILE))
+        ends = jnp.cumsum(counts)
+        tile_ends, tiles = ends[TILE - 1 :: TILE], counts.size // TILE
+        pairs = jnp.pad(jnp.argsort(ids == own), (0, room))  # this device's first, in the order of tokens
+        # Of the tokens of all devices those here are the ones that have a pair, or all.
+        longest = self.spec.most_choices(TILE * max(devices * of_each / tokens, 1), devices)
+
+        def one_round(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            tile, _, out = carry
+            first = jnp.where(tile > 0, tile_ends[tile - 1], 0)
+            stop = jnp.sum(tile_ends <= first + room, dtype=jnp.int32)
+            some = lax.dynamic_slice_in_dim(pairs, first, room)
+            now = jnp.where(jnp.arange(room) < tile_ends[stop - 1] - first, ids[some], own)
+            factors, by_input = weights[some], self.spec.scale_input
+            outputs, places = self.by_expert(x, some // chosen, now, factors if by_input else None, own, ctx, layer)
+            out = segment_sum(
+                out,
+                outputs,
+                places,
+                None if by_input else factors,
+                ends - counts - first,
+                counts,
+                tile,
+                stop,
+                tiles=tiles,
+                longest=longest,
+            )
+            left = stop < tiles
+            if shards.size(axes.EMBED) > 1:  # there are collectives in a round, which all devices take part in
+                left = shards.max(left.astype(jnp.int32), axes.ROWS) > 0
+            return stop, left, out
+
+        out = lax.empty((counts.size, *x.shape[1:]), x.dtype)  # each tile is written by the round that has it
+        with expected_trips(1):
+            out = lax.while_loop(lambda carry: carry[1], one_round, (jnp.int32(0), jnp.bool(True), out))[2]
+        return out[:tokens]
 
     def at_once(
         self,

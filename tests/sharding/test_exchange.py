@@ -14,10 +14,11 @@ from inferlib.compile.programs import ProgramKey
 from inferlib.config import Buckets
 from inferlib.models.batch import Backend, StepBatch, StepContext
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, RouterSpec
-from inferlib.models.layers import exchange
-from inferlib.models.layers.exchange import Exchange, exchange_of
+from inferlib.models.layers import exchange, moe
+from inferlib.models.layers.exchange import Exchange, exchange_of, pairs_room
 from inferlib.models.layers.moe import Moe
 from inferlib.models.layout import Layout
+from inferlib.ops import segment_sum
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards
@@ -29,6 +30,7 @@ DIM, TOKENS = 12, 48
 SPECS = {
     "shared, scaled sigmoid": MoeSpec(RouterSpec(8, 2, "sigmoid", correction=True), 10, shared=MlpSpec(6)),
     "experts that return their input": MoeSpec(RouterSpec(8, 2, correction=True, scale=1.5), 10, identity=2),
+    "one of eight": MoeSpec(RouterSpec(8, 1, correction=True), 10),
     "seven, scaled inputs": MoeSpec(RouterSpec(7, 1, correction=True), 10, scale_input=True, bias=True),
 }
 
@@ -36,7 +38,11 @@ SPECS = {
 @pytest.fixture(autouse=True)
 def tiny_tokens_are_worth_it(monkeypatch):
     """Shapes that are used here only: programs are kept."""
+    monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     monkeypatch.setattr(exchange, "_START_BYTES", 0)
+    monkeypatch.setattr(exchange, "_FEW", 0)
+    for module in (exchange, moe, segment_sum):
+        monkeypatch.setattr(module, "TILE", 2)
 
 
 def build(spec: MoeSpec, shards: Shards):
@@ -45,7 +51,7 @@ def build(spec: MoeSpec, shards: Shards):
     return nnx.split(nnx.eval_shape(lambda: Moe(spec, Layout(config, shards), jnp.float32)))
 
 
-def layer_on(spec: MoeSpec, parallel: str = "", form: str = "padded"):
+def layer_on(spec: MoeSpec, parallel: str = "", backend: Backend = Backend()):  # noqa: B008
     """(weights by name, x [T, D], lengths [T]) -> [T, D]"""
     shards = make_shards(Parallelism.parse(parallel))
     graph, state = build(spec, shards)
@@ -54,7 +60,7 @@ def layer_on(spec: MoeSpec, parallel: str = "", form: str = "padded"):
     def layer(weights, x, lengths):
         moe = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), weights))
         rows = StepBatch.of_rows(jnp.zeros(lengths.shape, jnp.int32), lengths)
-        ctx = StepContext(rows, None, 64, backend=Backend(exchange=form), shards=shards)
+        ctx = StepContext(rows, None, 64, backend=backend, shards=shards)
         return moe.finish(shards.sum(moe(x, ctx)[0], axes.MLP))
 
     if shards.mesh is not None:
@@ -80,7 +86,7 @@ def ragged_all_to_all(shards: Shards, x, out, starts, sizes, at, received, name)
         rows, start, size, first = (a[i] for a in everyone)
         number = jnp.arange(out.shape[0]) - first[me]
         here = (number >= 0) & (number < jnp.minimum(size[me], received[i]))
-        out = jnp.where(here[:, None], rows[jnp.where(here, start[me] + number, 0)], out)
+        out = jnp.where(here.reshape(-1, *[1] * (x.ndim - 1)), rows[jnp.where(here, start[me] + number, 0)], out)
     return out
 
 
@@ -93,26 +99,36 @@ def ragged_all_to_all(shards: Shards, x, out, starts, sizes, at, received, name)
         ("experts that return their input", "ep=8", "ragged"),
         ("seven, scaled inputs", "dp=2,ep=4", "padded"),
         ("seven, scaled inputs", "dp=2,ep=4", "ragged"),
+        ("one of eight", "dp=2,ep=4", "ragged"),
+        ("shared, scaled sigmoid", "dp=2,ep=4", "gathered"),
     ],
 )
 def test_a_layer_whatever_the_routing(name, parallel, form, monkeypatch):
-    """Balanced, and all tokens to the same experts, for which padding has no room; rows that are inactive hold NaN."""
+    """Balanced; all tokens to the same experts, for which a round has no room; one token alone. Rows that are inactive
+    hold NaN, and so do arrays before they are written."""
     monkeypatch.setattr(Shards, "ragged_all_to_all", ragged_all_to_all)
     spec, rng = SPECS[name], np.random.default_rng(0)
     parallelism = Parallelism.parse(parallel)
     tokens = TOKENS // (parallelism.expert * parallelism.data)
-    how = exchange_of(spec, tokens, 4 * DIM, parallelism.expert, ragged=form == "ragged")
-    assert (how.room is None) == (form == "ragged")
+    monkeypatch.setattr(exchange, "_START_BYTES", 1 << 30 if form == "gathered" else 0)
+    backend = Backend(exchange="ragged" if form == "ragged" else "padded")
+    how, received = exchange_of(spec, tokens, 4 * DIM, parallelism.expert, backend), tokens * parallelism.expert
+    if form == "gathered":
+        assert how is None
+    else:
+        assert how.room < (received if how.ragged else tokens)
+        received = how.room * (1 if how.ragged else parallelism.expert)
+    chosen = spec.router.chosen
+    assert form != "gathered" or pairs_room(chosen, tokens, received, backend) < received * chosen
     weights = {
         ".".join(path): rng.normal(size=p.shape).astype(np.float32) * 0.5
         for path, p in nnx.to_flat_state(build(spec, Shards())[1])
     }
     x = rng.normal(size=(TOKENS, DIM)).astype(np.float32)
-    lengths = np.ones(TOKENS, np.int32)
-    lengths[[3, 7, 40]], x[[3, 7, 40]] = 0, np.nan
-    active = lengths > 0
-    alone, split = layer_on(spec), layer_on(spec, parallel, form)
-    for favour in (0.0, 1e3):
+    most = ~np.isin(np.arange(TOKENS), [3, 7, 40])
+    alone, split = layer_on(spec), layer_on(spec, parallel, backend)
+    for favour, active in ((0.0, most), (1e3, most), (0.0, np.arange(TOKENS) == 9)):
+        x[~active], lengths = np.nan, active.astype(np.int32)
         weights["router.correction"] = favour * (np.arange(spec.router.experts) < spec.router.chosen).astype(np.float32)
         want, got = (layer(weights, x, lengths)[active] for layer in (alone, split))
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
@@ -151,13 +167,17 @@ def test_what_is_chosen(monkeypatch):
     """By bytes: few tokens, or few devices for a token's choices, are gathered."""
     monkeypatch.undo()
     spec = MoeSpec(RouterSpec(256, 8), 2048)  # DeepSeek-V3's
-    ragged = dict(row_bytes=2 * 7168, ragged=True)
+    ragged = dict(row_bytes=2 * 7168, backend=Backend(exchange="ragged"))
     assert exchange_of(spec, 1, devices=1, **ragged) is None
     assert exchange_of(spec, 1, devices=4, **ragged) is None
-    assert exchange_of(spec, 64, devices=4, **ragged).room is None
-    # A token goes to 7.2 of 32 devices.
-    assert exchange_of(spec, 64, devices=32, **ragged) == Exchange(rows=466, room=None)
-    assert exchange_of(spec, 64, devices=32, row_bytes=2 * 7168, ragged=False) == Exchange(rows=32 * 22, room=22)
+    # A token goes to 3.6 of 4 devices, and so few tokens take no rounds.
+    assert exchange_of(spec, 64, devices=4, **ragged) == Exchange(rows=232, room=256, ragged=True, many=False)
+    # One goes to 7.2 of 32 devices.
+    assert exchange_of(spec, 512, devices=32, **ragged) == Exchange(rows=3721, room=5632, ragged=True)
+    padded = exchange_of(spec, 64, devices=32, row_bytes=2 * 7168, backend=Backend())
+    assert padded == Exchange(rows=32 * 22, room=22, ragged=False)
+    kernel = Backend(exchange="ragged", grouped_matmul="pallas_gpu")  # would wait for the host in each round
+    assert exchange_of(spec, 512, devices=32, row_bytes=2 * 7168, backend=kernel).room == 512 * 32
     everywhere = MoeSpec(RouterSpec(8, 8), 2048)
     assert exchange_of(everywhere, 64, devices=8, **ragged) is None
 
