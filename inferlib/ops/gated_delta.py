@@ -53,8 +53,8 @@ def gated_delta_chunk(
     valid change nothing, whatever they hold, and what they return is of no use.
 
     Within CHUNK tokens the changes d to the state solve a triangular system: with A[i, j] = b_i exp(g_j+1 + ... + g_i)
-    k_i k_j for j < i, (I + A) d = b (v - exp(g_1 + ... + g_i) S^T k_i) for the state S before them. Its inverse is made
-    for all at once; one chunk after the other, products with the state remain.
+    k_i k_j for j < i, (I + A) d = b (v - exp(g_1 + ... + g_i) S^T k_i) for the state S before them. All are solved at
+    once, up to S; one chunk after the other, products with the state remain.
     """
     p, c, heads, group, size = v.shape
     width = min(CHUNK, 1 << (c - 1).bit_length())
@@ -78,10 +78,10 @@ def gated_delta_chunk(
     ratio = jnp.exp(fades) * lower
     since, left = (jnp.exp(x) for x in (jnp.cumsum(log_decay, axis=-1), fades[..., -1, :]))
     seen = ratio * _einsum("npkid,npkjd->npkij", q, k)[:, :, :, None]
-    system = beta[..., None] * ratio * _einsum("npkid,npkjd->npkij", k, k)[:, :, :, None]
-    inverse = unit_lower_inverse(system * strict) * beta[..., None, :]
-    changes = _einsum("npkgij,npkgjv->npkgiv", inverse, v)
-    reads = _einsum("npkgij,npkjd->npkgid", inverse * since[..., None, :], k)
+    system = strict * beta[..., None] * ratio * _einsum("npkid,npkjd->npkij", k, k)[:, :, :, None]
+    given = beta[..., None] * jnp.concatenate([v, since[..., None] * k[:, :, :, None]], axis=-1)
+    solved = lax.linalg.triangular_solve(system, given, left_side=True, lower=True, unit_diagonal=True)
+    changes, reads = solved[..., :size], solved[..., size:]
 
     def step(s: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, since, left, seen, changes, reads = inputs
@@ -94,23 +94,6 @@ def gated_delta_chunk(
     state, out = lax.scan(step, s, (q, k, since, left, seen, changes, reads), unroll=count == 1)
     out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(p, count * width, heads, group, size)[:, :c]
     return out, state.reshape(p, heads * group, -1, size)
-
-
-def unit_lower_inverse(a: jax.Array) -> jax.Array:
-    """(I + a)^-1 of strictly lower triangular a [..., c, c], c a power of two: from the inverses of blocks on the
-    diagonal those of blocks twice as large. As exact as forward substitution, in log2(c) steps of products."""
-    *lead, c, _ = a.shape
-    inverse = jnp.ones((*lead, c, 1, 1), a.dtype)
-    size = 1
-    while size < c:
-        blocks = a.reshape(*lead, c // (2 * size), 2, size, c // (2 * size), 2, size)[..., :, 1, :, :, 0, :]
-        below = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)  # [..., c / 2 size, size, size]
-        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -_einsum("...ij,...jk,...kl->...il", second, below, first)
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        inverse = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
-        size *= 2
-    return inverse[..., 0, :, :]
 
 
 def _live(live: jax.Array, *inputs: jax.Array) -> list[jax.Array]:
