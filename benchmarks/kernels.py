@@ -19,13 +19,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from inferlib.compile.kernel_cases import CASES, RINGS, chosen_cases
+from inferlib.compile.kernel_cases import CASES, FIXED, RINGS, chosen_cases
 from inferlib.compile.kernels import KernelCompiler
 from inferlib.compile.targets import Target, parse_target
 
 TARGETS = ("v5e-1", "v6e-1", "v5p:1x1x1", "v7x:1x1x1")
 SLICES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2", "v7x:2x2x1")  # of kernels on eight devices
-ALL = {**CASES, **RINGS}
+ALL = {**CASES, **FIXED, **RINGS}
 
 
 def main() -> None:

@@ -107,7 +107,7 @@ def kernel_lacks(spec: Mixer, backend: Backend, operation: str, scaled: bool = F
         if kernel == "pallas_tpu":
             return "" if tiles else f"latents of {spec.kv_rank} and rotary keys of {spec.rope.dim}"
         return "latent attention"
-    if scaled and (kernel != "pallas_tpu" or operation != "decode_attention"):
+    if scaled and kernel != "pallas_tpu":
         return "a cache of int8 or fp8"
     if spec.value_dim != spec.head_dim and kernel != "pallas_tpu":
         return "values of another size than keys"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 LANES = 128
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences are
+LOG2E = math.log2(math.e)
 
 
 def div(x: jax.Array | int, by: int) -> jax.Array | int:
@@ -19,6 +24,12 @@ def div(x: jax.Array | int, by: int) -> jax.Array | int:
 def rem(x: jax.Array, by: int) -> jax.Array:
     """x mod by, x >= 0."""
     return x & (by - 1) if by & (by - 1) == 0 else lax.rem(x, by)
+
+
+def seldom(condition: jax.Array, act: Callable[[], None]) -> None:
+    """`pl.when` of what is rare: a branch, where compilers give copies a predicate, and they take their time if not
+    their effect."""
+    lax.fori_loop(0, condition.astype(jnp.int32), lambda *_: act(), None)
 
 
 def first_nonzero(ref, start: jax.Array | int, count: int) -> jax.Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,10 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from inferlib.pallas_kernels.arithmetic_tpu import div, rem
+from inferlib.pallas_kernels.arithmetic_tpu import div, rem, seldom
 
 LANES = 128
 UNROLL = 16  # copies of pages that are started together
+MOST_COMPARED = 4  # blocks of a row that are counted without a division
 SCALARS = 3  # that `BlockStream.state` holds
 
 
@@ -41,8 +43,9 @@ class Pages:
         return self.slots * (self.columns or 1)
 
     @property
-    def in_one_block(self) -> bool:
-        return self.seen is not None and self.block >= span(self.seen, self.unit)
+    def most(self) -> int:
+        """Blocks of a row."""
+        return pl.cdiv(self.capacity if self.seen is None else span(self.seen, self.unit), self.block)
 
     def first(self, length: jax.Array) -> jax.Array | int:
         """The first position that is read of a row of this length."""
@@ -56,8 +59,9 @@ class BlockStream:
     lengths [B], layer [1]; of a ring `origin` [B], the slot that a row's first position is in; table [B * M]: scalars.
     queries [B, ...] and arrays, each [L, N, K, S, ...], in HBM; on chip `query_buffers` [n, ...] and `buffers`, each
     [n, K, T, ...], for n blocks of T positions. counts [n]: units of the block in a buffer; state [SCALARS]: row and
-    block to be copied next, and the buffer to be read next; semaphores [1 + arrays, n]. owners [2, n]: row and first
-    position of the block in a buffer, for a kernel that asks for them.
+    block to be copied next, and the buffer to be read next; following [B + 1]: the first row from each on that is not
+    empty; semaphores [1 + arrays, n]. owners [2, n]: row and first position of the block in a buffer, for a kernel that
+    asks for them.
     """
 
     pages: Pages
@@ -71,6 +75,7 @@ class BlockStream:
     buffers: Sequence[Any]
     counts: Any
     state: Any
+    following: Any
     semaphores: Any
     owners: Any = None
 
@@ -83,33 +88,46 @@ class BlockStream:
 
     def blocks(self, length: jax.Array) -> jax.Array:
         """How many blocks a row of this length has."""
-        if self.pages.in_one_block:
-            return jnp.minimum(length, 1)
-        return div(length - self.pages.first(length) + self.pages.block - 1, self.pages.block)
+        pages, count = self.pages, length - self.pages.first(length)
+        if pages.most <= MOST_COMPARED:
+            return sum((count > i * pages.block).astype(jnp.int32) for i in range(pages.most))
+        return div(count + pages.block - 1, pages.block)
 
     def begin(self) -> None:
-        """Start the first copies, of as many blocks as there are buffers but one."""
-        self.state[0] = self._next_row(0)
+        """Start the first copies, of as many blocks as there are buffers."""
+
+        def find(i, row):
+            row = jnp.where(self.lengths[self.rows - 1 - i] > 0, self.rows - 1 - i, row)
+            self.following[self.rows - 1 - i] = row
+            return row
+
+        self.following[self.rows] = self.rows
+        self.state[0] = lax.fori_loop(0, self.rows, find, self.rows)
         self.state[1] = 0
         self.state[2] = 0
-        lax.fori_loop(0, self.counts.shape[0] - 1, lambda buffer, _: self.start_next(buffer), None)
+        lax.fori_loop(0, self.counts.shape[0], lambda buffer, _: self.start_next(buffer), None)
 
     def start_next(self, buffer: jax.Array) -> None:
-        """Start the copies of the block whose turn it is, if any is left, to a buffer."""
-        row, index = self.state[0], self.state[1]
-        self.counts[buffer] = 0
+        """Start the copies of the block whose turn it is, if any is left, to a buffer whose block has been used.
 
-        @pl.when(row < self.rows)
-        def _():
-            length = self.length(row)
-            self._start(row, length, index, buffer)
-            ends = index + 1 == self.blocks(length)
-            self.state[0] = self._next_row(row + ends.astype(jnp.int32))
-            self.state[1] = jnp.where(ends, 0, index + 1)
+        There are no branches where it can be done without, so that the compiler puts it among vector instructions.
+        """
+        row, index = self.state[0], self.state[1]
+        left = row < self.rows
+        row = jnp.minimum(row, self.rows - 1)
+        length = self.length(row)
+        self._start(row, length, index, buffer, left)
+        # Behind the others: where XLA has brought queries to VMEM this is loads and stores, which wait for stores.
+        copy = pltpu.make_async_copy(self.queries.at[row], self.query_buffers.at[buffer], self.semaphores.at[0, buffer])
+        copy.start()
+        ends = index + 1 == self.blocks(length)
+        self.state[0] = jnp.where(left, jnp.where(ends, self.following[row + 1], row), self.rows)
+        self.state[1] = jnp.where(ends, 0, index + 1)
 
     def wait(self, buffer: jax.Array) -> None:
         """For the block in a buffer, if there is one."""
         units, most = self.counts[buffer], self.pages.block // self.pages.unit
+        self._wait_for_queries(buffer)
 
         def wait_for(i, count):
             """A wait takes only the number of bytes from its copy."""
@@ -117,21 +135,18 @@ class BlockStream:
                 part = held.at[buffer, :, self._positions(i, count)]
                 pltpu.make_async_copy(part, part, self.semaphores.at[1 + n, buffer]).wait()
 
-        @pl.when(units > 0)
-        def _():
-            held = self.query_buffers.at[buffer]
-            pltpu.make_async_copy(held, held, self.semaphores.at[0, buffer]).wait()
-
         pl.when(units == most)(lambda: wait_for(0, most))
-        self._in_runs(jnp.where(units == most, 0, units), most - 1, wait_for)
+        seldom(units < most, lambda: self._in_runs(units, most - 1, wait_for))
 
-    def _next_row(self, row: jax.Array | int) -> jax.Array:
-        """The first row from this on that is not empty."""
+    def end(self, ahead: int) -> None:
+        """After the last block, and waits for `ahead` behind it: queries are copied even where no block is left, since
+        that takes no branch."""
+        for i in range(ahead, self.counts.shape[0]):
+            self._wait_for_queries(rem(self.state[2] + i, self.counts.shape[0]))
 
-        def is_empty(row):
-            return (row < self.rows) & (self.lengths[jnp.minimum(row, self.rows - 1)] == 0)
-
-        return lax.while_loop(is_empty, lambda row: row + 1, row)
+    def _wait_for_queries(self, buffer: jax.Array) -> None:
+        held = self.query_buffers.at[buffer]
+        pltpu.make_async_copy(held, held, self.semaphores.at[0, buffer]).wait()
 
     def _positions(self, first: jax.Array | int, count: int):
         """Of units in a buffer."""
@@ -145,16 +160,14 @@ class BlockStream:
             pl.when(units & bit != 0)(lambda done=done, bit=bit: act(done, bit))
             done, bit = done + (units & bit), bit // 2
 
-    def _start(self, row: jax.Array, length: jax.Array, index: jax.Array, buffer: jax.Array) -> None:
+    def _start(self, row: jax.Array, length: jax.Array, index: jax.Array, buffer: jax.Array, left: jax.Array) -> None:
         pages, unit = self.pages, self.pages.unit
         most = pages.block // unit
         start = pages.first(length) + index * pages.block
-        units = jnp.minimum(div(length - start + unit - 1, unit), most)
+        units = jnp.where(left, jnp.minimum(div(length - start + unit - 1, unit), most), 0)
         self.counts[buffer] = units
         if self.owners is not None:
             self.owners[0, buffer], self.owners[1, buffer] = row, start
-        copy = pltpu.make_async_copy(self.queries.at[row], self.query_buffers.at[buffer], self.semaphores.at[0, buffer])
-        copy.start()
         slot = start if not pages.ring else self.origin[row] + index * pages.block
         if pages.ring:
             slot = jnp.where(slot >= pages.capacity, slot - pages.capacity, slot)
@@ -162,11 +175,9 @@ class BlockStream:
             self._start_pages(row, div(slot, unit), units, buffer)
             return
 
-        def start_run(i, count):
-            """Of `count` units that lie behind one another, the i-th of the block and those after it."""
-            page, at = row, slot + i * unit
-            if pages.ring:
-                at = jnp.where(at >= pages.capacity, at - pages.capacity, at)
+        def start_run(i, count, at):
+            """The i-th unit of the block and others, `count` that lie behind one another from slot `at` of a row."""
+            page = row
             if pages.columns is not None:
                 page, at = self.table[row * pages.columns + div(at, pages.slots)], rem(at, pages.slots)
             at = pl.ds(pl.multiple_of(at, unit), count * unit)
@@ -181,14 +192,18 @@ class BlockStream:
         )
         few = min(most - 1, pages.slots // unit)
         if pages.slots >= pages.block:
-            pl.when(before == most)(lambda: start_run(0, most))
-        self._in_runs(jnp.where(before == most, 0, before), few, start_run)
+            pl.when(before == most)(lambda: start_run(0, most, slot))
+        rest = jnp.where(before == most, 0, before)
+        self._in_runs(rest, few, lambda i, count: start_run(i, count, slot + i * unit))
         if pages.columns is not None:
-            lax.fori_loop(before, units, lambda i, _: start_run(i, 1), None)
+
+            def start_unit(i, _):
+                at = slot + i * unit
+                start_run(i, 1, jnp.where(at >= pages.capacity, at - pages.capacity, at) if pages.ring else at)
+
+            lax.fori_loop(before, units, start_unit, None)
         elif pages.ring:
-            pl.when(before < units)(
-                lambda: self._in_runs(units - before, few, lambda i, count: start_run(before + i, count))
-            )
+            self._in_runs(units - before, few, lambda i, count: start_run(before + i, count, i * unit))
 
     def _start_pages(self, row: jax.Array, column: jax.Array, units: jax.Array, buffer: jax.Array) -> None:
         """Those of `units` pages of a row's table from this column on."""
@@ -206,7 +221,11 @@ class BlockStream:
                     source, target = array.at[self.layer[0], page], held.at[:, pl.ds(n * pages.unit, pages.unit)]
                     pltpu.make_async_copy(source, target, self.semaphores.at[1 + m, buffer]).start()
 
-        count = min(UNROLL, 1 << (pages.block // pages.unit).bit_length() - 1)
+        if (most := pages.block // pages.unit) <= 2 * UNROLL:
+            for i in range(most):
+                pl.when(i < units)(partial(start_some, i, 1))
+            return
+        count = min(UNROLL, 1 << most.bit_length() - 1)
         whole = div(units, count)
         lax.fori_loop(0, whole, lambda i, _: start_some(i * count, count), None)
         lax.fori_loop(whole * count, units, lambda i, _: start_some(i, 1), None)
@@ -220,3 +239,31 @@ def unit_of(slots: int, columns: int | None, most: int = LANES) -> int:
 def span(seen: int, unit: int) -> int:
     """Positions of all units that any run of `seen` positions touches."""
     return (pl.cdiv(seen - 1, unit) + 1) * unit
+
+
+def zero_outside(values: Any, first: jax.Array | None, end: jax.Array, unit: int) -> None:
+    """Zero those of values [K, P, h], on chip, that are before `first`, which is below `unit` (None: 0), or not before
+    `end`."""
+    heads, part, size = values.shape
+    some = math.gcd(part, LANES)
+
+    def at(i):
+        return slice(None), pl.ds(pl.multiple_of(i * some, some), some)
+
+    def zero(i, _):
+        values[at(i)] = jnp.zeros((heads, some, size), values.dtype)
+
+    def trim(i):
+        position = i * some + lax.broadcasted_iota(jnp.int32, (heads, some, size), 1)
+        kept = position < end if first is None else (position >= first) & (position < end)
+        values[at(i)] = jnp.where(kept, values[at(i)].astype(jnp.float32), 0).astype(values.dtype)
+
+    def chunk(position):
+        return jnp.clip(div(jnp.maximum(position, 0), some), 0, part // some - 1)
+
+    before, after = 0 if first is None or unit <= some else chunk(first), chunk(end)
+    lax.fori_loop(after + 1, part // some, zero, None)
+    if first is not None:
+        lax.fori_loop(0, before, zero, None)
+        trim(before)
+    trim(after)

@@ -28,15 +28,27 @@ def tiles_of(cells: int, tile: int) -> int:
     return (cells + tile - 2) // tile + 1
 
 
+def quantised(rows: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+    """Rows [R, h] of float32 as int8 or fp8 hold them, still in float32, and their scales [R, 1]: as by
+    `inferlib.ops.quantized.quantize`."""
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    most = float((jnp.iinfo if whole else jnp.finfo)(dtype).max)
+    scales = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / most
+    scales = jnp.where(scales == 0, 1.0, scales)
+    values = jnp.clip(rows / scales, -most, most)
+    return jnp.round(values) if whole else values, scales
+
+
 @dataclass
 class CellWriter:
     """Puts the last `new` cells of rows into the blocks of a stream, and from there into the cache.
 
     Memory is written tile by tile; what else is in a cell's tile has just been read with its block. Cells lie behind
     the `width` queries of a row, [K, width + new * n, h]: keys, then values if they are apart. Of a quantised cache
-    (`scaled`) they are rounded here, as by `inferlib.ops.quantized.quantize`. written [B]: 0 for rows whose last cells
+    (`scaled`) they are rounded here. written [B]: 0 for rows whose last cells
     are in the cache already; None: there are none. staged: what is on its way from a buffer to each array of the
-    stream, [n, tiles, K, tile, ...], since blocks are changed once they are used; semaphores [arrays, n].
+    stream, [n, tiles, K, tile, ...], since blocks are changed once they are used; semaphores [arrays, n]; pending [n]:
+    where the cells that are on their way from a buffer begin in its block, the size of one if there are none.
     """
 
     stream: BlockStream
@@ -46,64 +58,78 @@ class CellWriter:
     written: Any
     staged: Sequence[Any]
     semaphores: Any
+    pending: Any
+
+    def begin(self) -> None:
+        for buffer in range(self.pending.shape[0]):
+            self.pending[buffer] = self.stream.pages.block
 
     def put(self, buffer: jax.Array) -> None:
-        """The cells of the block in a buffer, which has arrived; copies of their tiles to the cache are started."""
-        stream, heads = self.stream, self.stream.query_buffers.shape[1]
+        """The cells of the block in a buffer, which has arrived; copies of their tiles to the cache are started.
+
+        Without branches as far as the first tile goes, so that the compiler puts it among other instructions; where
+        there are no cells, what is there is written once more.
+        """
+        stream, heads, block = self.stream, self.stream.query_buffers.shape[1], self.stream.pages.block
         arrays = len(self.staged) // (1 + self.scaled)
+        row, holds = stream.owners[0, buffer], self.has(buffer)
+        first = jnp.where(holds, self._first(buffer), block)
+        self.pending[buffer] = first
+        cells = [self._cells(buffer, head, arrays) for head in range(heads)]
 
-        def put_all(row: jax.Array, first: jax.Array) -> None:
-            cells = [self._cells(buffer, head, arrays) for head in range(heads)]
+        def put_tile(n: int, j: int, start: jax.Array) -> None:
+            held, staged = stream.buffers[n], self.staged[n]
+            tile = staged.shape[3]
+            inside = [first + c - start for c in range(self.new)]
+            mine = slice(n % arrays * self.new, (n % arrays + 1) * self.new)
+            for head in range(heads):
+                cell = cells[head][n // arrays][mine]
+                if n < arrays:
+                    at = buffer, head, pl.ds(start, tile)
+                    merged = _merged(held[at], cell, inside)
+                    staged[buffer, j, head] = merged
+                else:
+                    at = buffer, pl.ds(head, 1), pl.ds(start, tile)
+                    merged, lane = held[at], lax.broadcasted_iota(jnp.int32, (1, tile), 1)
+                    for x, place in zip(cell, inside, strict=True):
+                        merged = jnp.where(lane == place, x, merged)
+                    staged[buffer, j, pl.ds(head, 1)] = merged
+                held[at] = merged
+            pl.when(holds)(lambda: self._copy(n, j, buffer, row, start).start())
 
-            def put_tile(n: int, j: int, start: jax.Array) -> None:
-                held, staged = stream.buffers[n], self.staged[n]
-                tile = staged.shape[3]
-                inside = [first + c - start for c in range(self.new)]
-                mine = slice(n % arrays * self.new, (n % arrays + 1) * self.new)
-                for head in range(heads):
-                    cell = cells[head][n // arrays][mine]
-                    if n < arrays:
-                        at = buffer, head, pl.ds(start, tile)
-                        merged = _merged(held[at], cell, inside)
-                        staged[buffer, j, head] = merged
-                    else:
-                        at = buffer, pl.ds(head, 1), pl.ds(start, tile)
-                        merged, lane = held[at], lax.broadcasted_iota(jnp.int32, (1, tile), 1)
-                        for x, place in zip(cell, inside, strict=True):
-                            merged = jnp.where(lane == place, x, merged)
-                        staged[buffer, j, pl.ds(head, 1)] = merged
-                    held[at] = merged
-                self._copy(n, j, buffer, row, start).start()
+        self._each_tile(first, put_tile)
 
-            self._each_tile(first, put_tile)
+    def end(self) -> None:
+        """Until all are in the cache."""
+        for buffer in range(self.pending.shape[0]):
+            self.wait(buffer)
 
-        self._if_any(buffer, put_all)
+    def has(self, buffer: jax.Array) -> jax.Array:
+        """Whether the block in a buffer has new cells."""
+        found = (self.stream.counts[buffer] > 0) & (self._first(buffer) < self.stream.pages.block)
+        return found if self.written is None else found & (self.written[self.stream.owners[0, buffer]] > 0)
 
     def wait(self, buffer: jax.Array) -> None:
-        """Until the tiles of a buffer's block are in the cache."""
+        """Until the tiles that were last sent from a buffer are in the cache."""
+        first, none = self.pending[buffer], self.stream.pages.block
 
-        def wait_for(row: jax.Array, first: jax.Array) -> None:
-            self._each_tile(first, lambda n, j, start: self._copy(n, j, buffer, row, start).wait())
+        def wait_for(n: int, j: int, start: jax.Array) -> None:
+            tile = self.staged[n].at[buffer, j]
+            pltpu.make_async_copy(tile, tile, self.semaphores.at[n, buffer]).wait()
 
-        self._if_any(buffer, wait_for)
-
-    def _if_any(self, buffer: jax.Array, act: Callable) -> None:
-        """act(row, first) if a buffer's block has new cells, of which the first is, or were, at `first` in it."""
-        stream = self.stream
-
-        @pl.when(stream.counts[buffer] > 0)
+        @pl.when(first < none)
         def _():
-            row, start = stream.owners[0, buffer], stream.owners[1, buffer]
-            first = stream.length(row) - self.new - start
-            holds = first < stream.pages.block
-            if self.written is not None:
-                holds &= self.written[row] > 0
-            pl.when(holds)(lambda: act(row, first))
+            self._each_tile(first, wait_for)
+            self.pending[buffer] = none
+
+    def _first(self, buffer: jax.Array) -> jax.Array:
+        """Where the new cells of a buffer's row begin, or would, in its block."""
+        return self.stream.length(self.stream.owners[0, buffer]) - self.new - self.stream.owners[1, buffer]
 
     def _each_tile(self, first: jax.Array, act: Callable) -> None:
         """act(n, j, start): of each array the j-th tile with cells, which begins at `start` in the block."""
         for n, staged in enumerate(self.staged):
-            tile, begin = staged.shape[3], jnp.maximum(first, 0)
+            tile, begin = staged.shape[3], jnp.clip(first, 0, self.stream.pages.block - 1)
             for j in range(staged.shape[1]):
                 start = pl.multiple_of((div(begin, tile) + j) * tile, tile)
                 if j == 0:
@@ -118,13 +144,7 @@ class CellWriter:
         each = [slice(self.width + c, self.width + c + 1) for c in range(arrays * self.new)]
         if not self.scaled:
             return ([rows[at] for at in each],)
-        dtype = self.staged[0].dtype
-        whole = jnp.issubdtype(dtype, jnp.integer)
-        most = float((jnp.iinfo if whole else jnp.finfo)(dtype).max)
-        scales = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / most
-        scales = jnp.where(scales == 0, 1.0, scales)
-        values = jnp.clip(rows / scales, -most, most)
-        values = jnp.round(values) if whole else values
+        values, scales = quantised(rows, self.staged[0].dtype)
         return [values[at] for at in each], [scales[at] for at in each]
 
     def _copy(self, n: int, j: int, buffer: jax.Array, row: jax.Array, start: jax.Array):

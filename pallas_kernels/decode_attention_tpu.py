@@ -19,20 +19,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from inferlib.pallas_kernels.arithmetic_tpu import div, folded, wide
-from inferlib.pallas_kernels.block_stream_tpu import SCALARS, BlockStream, Pages, span, unit_of
+from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, div, folded, seldom, wide
+from inferlib.pallas_kernels.block_stream_tpu import SCALARS, BlockStream, Pages, span, unit_of, zero_outside
 from inferlib.pallas_kernels.cell_write_tpu import CellWriter, tile_of, tiles_of
+from inferlib.pallas_kernels.row_results_tpu import RowResults
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
-LANES, SUBLANES = 128, 8
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences are
-LOG2E = math.log2(math.e)
+SUBLANES = 8
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
 BLOCK_BYTES = 1 << 20  # most keys of a block: fewer, and waits show; more, and short rows compute what they do not have
 PART = 4096  # positions times heads times tiles of queries that are computed at once
 MOST_QUERIES = 128  # of a KV head: their LSEs are one row of lanes
 MOST_MASKED = 32  # queries of a row where a mask says which see which: bits of a word
 VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p unless told otherwise
+AHEAD = 2048  # positions times heads whose products with keys are made while maxima are found
+RESULTS = 4  # rows whose results are on their way to memory
 SMEM_BYTES = 512 << 10  # of 1 MiB
 QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 
@@ -40,7 +41,7 @@ QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 @dataclass(frozen=True)
 class Blocks:
     """block: positions of a row that are copied together, of all its KV heads; part: of these, what is computed at
-    once; buffers: blocks on chip."""
+    once; buffers: blocks on chip; there is one more where new cells are quantised."""
 
     block: int
     part: int
@@ -56,17 +57,19 @@ def default_blocks(
     q: tuple[int, ...], cache: tuple[int, ...], arrays: int, itemsize: int, pages: int | None, seen: int | None
 ) -> Blocks:
     """For queries [B, C, K, G, h] and `arrays` of a cache, each [K, S, h]; pages: columns of the table; seen: positions
-    that a row's queries see together, None for all. A block is these, if they fit, or a power of two units."""
+    that a row's queries see together, None for all. A block is these, or an equal part that fits, or a power of two
+    units."""
     heads, slots, size = cache
     unit = _unit(slots, pages, seen, itemsize == 1)
     most = min(
         max(BLOCK_BYTES // (heads * pl.cdiv(size, LANES) * LANES * itemsize * unit), 1),
         pl.cdiv(slots * (pages or 1), unit),
     )
-    if seen is not None and span(seen, unit) <= most * unit:
-        block = span(seen, unit)
-    else:
+    if seen is None:
         block = unit << (most.bit_length() - 1)
+    else:
+        units = span(seen, unit) // unit
+        block = pl.cdiv(units, pl.cdiv(units, most)) * unit
     part, work = block, heads * pl.cdiv(q[1] * q[3], SUBLANES)
     while part * work > PART and part % (2 * LANES) == 0:
         part //= 2
@@ -126,13 +129,14 @@ def _vmem_bytes(
     q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, arrays: int, scales: bool, new: bool, blocks: Blocks
 ) -> int:
     _, queries, heads, group, size = q.shape
+    buffers = blocks.buffers + (scales and new)
     size, rows = pl.cdiv(size, LANES) * LANES, pl.cdiv(queries * group, SUBLANES) * SUBLANES
     held = arrays * size * k.dtype.itemsize + (2 * 4 if scales else 0)
-    kept = heads * rows * (4 * (size + 4 * LANES) + (2 + blocks.buffers) * 4 * size + 2 * 4 * blocks.part)
-    need = blocks.buffers * heads * blocks.block * held + kept + 3 * rows * blocks.part * 4
+    kept = heads * rows * (4 * (size + 4 * LANES) + (RESULTS + buffers) * 4 * size + 2 * 4 * blocks.part)
+    need = buffers * heads * blocks.block * held + kept + 3 * rows * blocks.part * 4
     if new:
         tiles = arrays * tiles_of(queries, tile := tile_of(5, k.dtype)) * tile * size * k.dtype.itemsize
-        need += blocks.buffers * heads * (tiles + 4 * size * arrays * queries + (8 * 2 * LANES * 4 if scales else 0))
+        need += buffers * heads * (tiles + 4 * size * arrays * queries + (8 * 2 * LANES * 4 if scales else 0))
     return need
 
 
@@ -232,7 +236,8 @@ def decode_attention(
         window=window,
         softcap=softcap and softcap * LOG2E,
     )
-    held = (blocks.buffers, heads, blocks.block)
+    buffers = blocks.buffers + (scaled and new is not None)
+    held = (buffers, heads, blocks.block)
     live = rows * heads * min(place.capacity, window or place.capacity)
     out, lse, *cache = pl.pallas_call(
         kernel,
@@ -240,27 +245,28 @@ def decode_attention(
             num_scalar_prefetch=len(scalars),
             grid=(rows,),
             in_specs=specs,
-            out_specs=[
-                pl.BlockSpec((None, heads, width, size), lambda b, *_: (b, 0, 0, 0)),
-                pl.BlockSpec((None, heads, LANES), lambda b, *_: (b, 0, 0)),
-                *[whole] * len(targets),
-            ],
+            out_specs=[whole] * (2 + len(targets)),
             scratch_shapes=[
-                pltpu.VMEM((blocks.buffers, *inputs[0].shape[1:]), q.dtype),
+                pltpu.VMEM((buffers, *inputs[0].shape[1:]), q.dtype),
                 *[pltpu.VMEM((*held, *x.shape[4:]), x.dtype) for x in cache],
                 pltpu.VMEM((2, heads, width, blocks.part), jnp.float32),
                 pltpu.VMEM((heads, width, LANES), jnp.float32),
                 pltpu.VMEM((heads, width, LANES), jnp.float32),
                 pltpu.VMEM((heads, width, size), jnp.float32),
-                pltpu.SMEM((blocks.buffers,), jnp.int32),
+                pltpu.VMEM((RESULTS, heads, width, size), q.dtype),
+                pltpu.VMEM((RESULTS, heads, LANES), jnp.float32),
+                pltpu.SemaphoreType.DMA((2, RESULTS)),
+                pltpu.SMEM((buffers,), jnp.int32),
                 pltpu.SMEM((SCALARS + 1,), jnp.int32),
-                pltpu.SemaphoreType.DMA((1 + len(cache), blocks.buffers)),
+                pltpu.SMEM((rows + 1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((1 + len(cache), buffers)),
                 *[
-                    pltpu.VMEM((blocks.buffers, tiles_of(queries, tile), heads, tile, *x.shape[4:]), x.dtype)
+                    pltpu.VMEM((buffers, tiles_of(queries, tile), heads, tile, *x.shape[4:]), x.dtype)
                     for x, tile in zip(targets, tiles, strict=True)
                 ],
-                *([pltpu.SMEM((2, blocks.buffers), jnp.int32)] if targets else []),
-                *([pltpu.SemaphoreType.DMA((len(cache), blocks.buffers))] if targets else []),
+                *([pltpu.SMEM((2, buffers), jnp.int32)] if targets else []),
+                *([pltpu.SMEM((buffers,), jnp.int32)] if targets else []),
+                *([pltpu.SemaphoreType.DMA((len(cache), buffers))] if targets else []),
             ],
         ),
         out_shape=[
@@ -296,9 +302,10 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
     are written [B]. In HBM: q [B, K, R, h] with R = C * G, and new cells behind them, k, v [L, N, K, S, h] (or k
     alone), scales [L, N, K, S]. sinks [K, R, 128]; mask [R, 128], bits. out [K, R, h], lse [K, 128]; the cache again if
     it is written. Scratch, for each buffer: q, and blocks of what is in HBM; products of queries and keys of this part
-    and the next [2, K, R, P]; the running maximum and sum [K, R, 128], lanes alike, and accumulator [K, R, h]; units of
-    each buffer; the stream's state and which of the two products is this part's; semaphores; of a `CellWriter` what is
-    staged, owners of buffers, and semaphores.
+    and the next [2, K, R, P]; the running maximum and sum [K, R, 128], lanes alike, and accumulator [K, R, h]; out and
+    lse of `RESULTS` rows and semaphores; units of each buffer; the stream's state and which of the two products is this
+    part's; which rows are not empty; semaphores; of a `CellWriter` what is staged, owners of buffers, where cells on
+    their way begin, and semaphores.
     """
     refs = list(refs)
 
@@ -314,24 +321,27 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
     (q_hbm,), in_hbm = take(1), take(held)
     (sinks_ref,) = take(1) if "sinks" in has else (None,)
     (mask_ref,) = take(1) if "mask" in has else (None,)
-    out_ref, lse_ref = take(2)
+    results_hbm = take(2)
     in_hbm = take(held) if writes else in_hbm  # the same memory
     (q_buf,), in_vmem = take(1), take(held)
-    products_ref, top_ref, sum_ref, acc_ref, counts, state, semaphores = take(7)
+    (products_ref, top_ref, sum_ref, acc_ref), results = take(4), RowResults(results_hbm, take(2), *take(1))
+    counts, state, following, semaphores = take(4)
     k_buf, v_buf = in_vmem[0], in_vmem[arrays - 1]
     scales, staged = in_vmem[arrays:], take(held if writes else 0)
-    owners, write_semaphores = refs or (None, None)
+    owners, pending, write_semaphores = refs or (None, None, None)
     scalars = place, lengths_ref, layer_ref, origin_ref, table_ref
-    stream = BlockStream(*scalars, q_hbm, in_hbm, q_buf, in_vmem, counts, state, semaphores, owners)
-    writer = CellWriter(stream, queries, queries * group, scaled, written_ref, staged, write_semaphores)
-    heads, width, size = acc_ref.shape
-    buffers = counts.shape[0]
+    stream = BlockStream(*scalars, q_hbm, in_hbm, q_buf, in_vmem, counts, state, following, semaphores, owners)
+    writer = CellWriter(stream, queries, queries * group, scaled, written_ref, staged, write_semaphores, pending)
+    (heads, width, size), buffers = acc_ref.shape, counts.shape[0]
+    # Blocks behind this one that have arrived: cells of the second are quantised while products are made.
+    ahead = 2 if writes and scaled else 1
     exact = lax.Precision.HIGHEST if q_buf.dtype == jnp.float32 else None
-    row = pl.program_id(0)
+    row, rows = pl.program_id(0), stream.rows
     length = stream.length(row)
 
-    pieces = 1 if heads > 1 or part % (2 * LANES) else 2
-    tasks = [(head, piece * (part // pieces)) for head in range(heads) for piece in range(pieces)]
+    whole = part == place.block and place.most == 1  # a row is one part
+    tasks = [(head, at, min(part - at, AHEAD)) for head in range(heads) for at in range(0, part, AHEAD)]
+    early = max(AHEAD // part, 1)  # of them, while this part's maxima are found
 
     def operand(x):
         """The matrix unit takes fp8 beside bfloat16."""
@@ -339,27 +349,41 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
 
     def multiply(tasks, buf, offset, into):
         """Products of queries and keys of a part of a buffer, for some of `tasks`."""
-        for head, at in tasks:
-            count = part // pieces
+        for head, at, count in tasks:
             q, keys = q_buf[buf, head, :width], operand(k_buf[buf, head, pl.ds(offset + at, count)])
             s = lax.dot_general(q, keys, (((1,), (1,)), ((), ())), exact, preferred_element_type=jnp.float32)
             products_ref[into, head, :, pl.ds(at, count)] = s
 
+    def later(buf, count):
+        return jnp.where(buf >= buffers - count, buf + count - buffers, buf + count)
+
     def arrive(buf):
         stream.wait(buf)
         if writes:
-            writer.put(buf)
+            writer.wait(buf)
+        if writes and ahead == 1:
+            put(buf)
+
+    def put(buf):
+        pl.when(writer.has(buf))(lambda: writer.put(buf))
 
     @pl.when(row == 0)
     def _():
         stream.begin()
-        arrive(0)
+        if writes:
+            writer.begin()
+        for buf in range(ahead):
+            arrive(buf)
+            if ahead > 1:
+                put(buf)
         multiply(tasks, 0, 0, 0)
         state[SCALARS] = 0
 
-    top_ref[...] = jnp.full_like(top_ref, MASKED) if sinks_ref is None else sinks_ref[...]
-    sum_ref[...] = jnp.full_like(sum_ref, 0.0 if sinks_ref is None else 1.0)
-    acc_ref[...] = jnp.zeros_like(acc_ref)
+    def initial(head):
+        """Maximum, sum and accumulator of a row of which nothing is taken in."""
+        top = jnp.full((width, LANES), MASKED) if sinks_ref is None else sinks_ref[head]
+        return top, jnp.full((width, LANES), 0.0 if sinks_ref is None else 1.0), jnp.zeros((width, size))
+
     # [R, 1] position of each query; of all, if there is one to a row.
     query = length - queries
     if queries > 1:
@@ -389,82 +413,87 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
             s = scaled_by(products_ref[this, head] * (scale if softcap is None else scale / softcap), 0, head)
             return jnp.where(seen, s if softcap is None else softcap * jnp.tanh(s), MASKED)
 
-        tops, decays, ps = [], [], []
+        found, ps = [], []
         for head in range(heads):
-            s, old = logits_of(head), top_ref[head]
+            s = logits_of(head)
+            old, total, acc = initial(head) if whole else (top_ref[head], sum_ref[head], acc_ref[head])
             top = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
-            p = jnp.exp2(s - wide(top, part))
-            tops.append(top)
-            decays.append(jnp.exp2(old - top))
-            sum_ref[head] = sum_ref[head] * decays[head] + jnp.sum(folded(p), axis=1, keepdims=True)
+            p, decay = jnp.exp2(s - wide(top, part)), jnp.exp2(old - top)
+            total = total * decay + jnp.sum(folded(p), axis=1, keepdims=True)
+            found.append((top, total, acc * wide(decay, size)))
             ps.append(jnp.where(seen, scaled_by(p, 1, head), 0.0) if scaled else p)
         # The matrix unit has work while the maxima are found, and again while the last products with values arrive.
-        half = len(tasks) // 2
-        multiply(tasks[:half], next_buf, next_offset, 1 - this)
+        multiply(tasks[:early], next_buf, next_offset, 1 - this)
         for head in range(heads):
             values = operand(v_buf[buf, head, pl.ds(offset, part)])
             product = jnp.dot(ps[head].astype(q_buf.dtype), values, precision=exact, preferred_element_type=jnp.float32)
-            top_ref[head] = tops[head]
-            acc_ref[head] = acc_ref[head] * wide(decays[head], size) + product
-        multiply(tasks[half:], next_buf, next_offset, 1 - this)
-
-    def clean(buf, offset, start):
-        """Zero the values of a part that no query sees: 0 * NaN is NaN."""
-        some = math.gcd(part, LANES)
-
-        def at(i):
-            return pl.ds(pl.multiple_of(offset + i * some, some), some)
-
-        def zero(i, _):
-            v_buf[buf, :, at(i)] = jnp.zeros((heads, some, size), v_buf.dtype)
-
-        def trim(i):
-            position = start + i * some + lax.broadcasted_iota(jnp.int32, (heads, some, size), 1)
-            kept = (position >= first) & (position < length)
-            v_buf[buf, :, at(i)] = jnp.where(kept, v_buf[buf, :, at(i)].astype(jnp.float32), 0).astype(v_buf.dtype)
-
-        last = part // some - 1
-        if window is not None:
-            before = jnp.clip(div(jnp.maximum(first - start, 0), some), 0, last)
-            lax.fori_loop(0, before, zero, None)
-            trim(before)
-        after = jnp.clip(div(jnp.maximum(length - start, 0), some), 0, last)
-        trim(after)
-        lax.fori_loop(after + 1, last + 1, zero, None)
+            top, total, acc = found[head]
+            found[head] = top, total, acc + product
+        multiply(tasks[early:], next_buf, next_offset, 1 - this)
+        if whole:
+            results.put(row, found, length == 0)
+        else:
+            for head in range(heads):
+                top_ref[head], sum_ref[head], acc_ref[head] = found[head]
 
     def take_block(index, buf):
-        before, behind = (jnp.where(buf == x, y, buf + z) for x, y, z in ((0, buffers - 1, -1), (buffers - 1, 0, 1)))
-        stream.start_next(before)
+        behind = later(buf, 1)
         begin = place.first(length) + index * place.block
         parts = div(jnp.minimum(length - begin, place.block) + part - 1, part) if part < place.block else 1
 
         def take_part(i, this):
             start = begin + i * part
             ends = i + 1 == parts
-            pl.when(ends)(lambda: arrive(behind))
-            if v_buf.dtype != jnp.int8:
-                pl.when((start + part > length) | (start < first))(lambda: clean(buf, i * part, start))
+            pl.when(ends)(lambda: arrive(later(buf, ahead)))
             offset = pl.multiple_of(i * part, part)
+            if v_buf.dtype != jnp.int8:  # which is never NaN
+                values, unseen = v_buf.at[buf, :, pl.ds(offset, part)], None if window is None else first - start
+                clean = functools.partial(zero_outside, values, unseen, length - start, place.unit)
+                # With a window hardly ever is all of a part seen.
+                clean() if window is not None else pl.when(start + part > length)(clean)
             next_offset = pl.multiple_of(jnp.where(ends, 0, offset + part), part)
             take_in(buf, offset, start, this, jnp.where(ends, behind, buf), next_offset)
+            if part == place.block:
+                if ahead > 1:
+                    writer.put(later(buf, ahead))
+                stream.start_next(buf)
+            if whole:
+                results.send(row)
             return 1 - this
 
         if part == place.block:
             state[SCALARS] = take_part(0, state[SCALARS])
         else:
             state[SCALARS] = lax.fori_loop(0, parts, take_part, state[SCALARS])
-        if writes:
-            writer.wait(buf)
+            if ahead > 1:
+                put(later(buf, ahead))
+            stream.start_next(buf)
         return behind
 
-    state[2] = lax.fori_loop(0, stream.blocks(length), take_block, state[2])
+    if whole:
 
-    diagonal = lax.broadcasted_iota(jnp.int32, (width, LANES), 0) == lax.broadcasted_iota(jnp.int32, (width, LANES), 1)
-    for head in range(heads):
-        top = top_ref[head]
-        empty = (top <= MASKED / 2) | (length == 0)
-        total = jnp.where(empty, 1.0, sum_ref[head])
-        out = acc_ref[head] * wide(jnp.where(empty, 0.0, 1.0 / total), size)
-        out_ref[head] = out.astype(out_ref.dtype)
-        lse = jnp.where(empty, -jnp.inf, top / LOG2E + jnp.log(total))
-        lse_ref[head] = jnp.sum(jnp.where(diagonal, lse, 0.0), axis=0)
+        @pl.when(length > 0)
+        def _():
+            results.make_room(row)
+            state[2] = take_block(0, state[2])
+
+        @pl.when(length == 0)
+        def _():
+            results.make_room(row)
+            results.put(row, [initial(head) for head in range(heads)], length == 0)
+            results.send(row)
+    else:
+        for head in range(heads):
+            top_ref[head], sum_ref[head], acc_ref[head] = initial(head)
+        state[2] = lax.fori_loop(0, stream.blocks(length), take_block, state[2])
+        results.make_room(row)
+        results.put(row, [(top_ref[head], sum_ref[head], acc_ref[head]) for head in range(heads)], length == 0)
+        results.send(row)
+
+    def end():
+        stream.end(ahead)
+        if writes:
+            writer.end()
+        results.end(rows)
+
+    seldom(row == rows - 1, end)

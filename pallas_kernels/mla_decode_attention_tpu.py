@@ -9,7 +9,6 @@ before it.
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 
 import jax
@@ -18,13 +17,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from inferlib.pallas_kernels.arithmetic_tpu import div, rem, wide
+from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, div, rem, wide
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
-LANES, SUBLANES = 128, 8
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences are
-LOG2E = math.log2(math.e)
+SUBLANES = 8
 UNROLL = 4  # copies of pages that are started together
+TOGETHER = 2  # edges that are computed in one go, while as many are left
 MOST_QUERIES = 1024  # of a row, heads times tokens
 VMEM_BYTES = 40 << 20  # of the 64 MiB that v5p and v7x have
 SMEM_BYTES = 512 << 10  # of 1 MiB
@@ -38,7 +36,7 @@ class Blocks:
     positions: int
     part: int
     edge: int
-    buffers: int = 2
+    buffers: int = 3
 
     def __post_init__(self):
         if self.part % LANES or self.edge % self.part or self.positions % self.edge or self.buffers < 2:
@@ -398,10 +396,14 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
             parts = div(jnp.minimum(length - start, block) + blocks.edge - 1, blocks.edge)
             clean(buf, start, parts * blocks.edge)
 
-            def take_part(i, _):
-                take_in(buf, pl.multiple_of(i * blocks.edge, blocks.edge), blocks.edge, (index == 0) & (i == 0), start)
+            def take_parts(i, count):
+                at = pl.multiple_of(i * blocks.edge, blocks.edge)
+                take_in(buf, at, count * blocks.edge, (index == 0) & (i == 0), start)
 
-            lax.fori_loop(0, parts, take_part, None)
+            together = min(block // blocks.edge, TOGETHER)
+            most = div(parts, together)
+            lax.fori_loop(0, most, lambda i, _: take_parts(i * together, together), None)
+            lax.fori_loop(most * together, parts, lambda i, _: take_parts(i, 1), None)
 
         return jnp.where(buf == buffers - 1, 0, buf + 1)
 

@@ -13,7 +13,7 @@ import numpy as np
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
-def _quantized(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+def quantized(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Values and scales of what is finite; the scales of the rest are not, nor are values that need not be."""
     dead = ~np.isfinite(x).all(-1)
     most = 127 if dtype == "int8" else 448
@@ -97,7 +97,7 @@ class Case:
         found = {"q": jnp.asarray(q, self.dtype)}
         for name, x in {"k": k, "v": v}.items():
             if self.stored:
-                found[name], found[f"{name}_scales"] = map(jnp.asarray, _quantized(x, self.stored))
+                found[name], found[f"{name}_scales"] = map(jnp.asarray, quantized(x, self.stored))
             else:
                 found[name] = jnp.asarray(x, self.dtype)
         if self.queries is None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferlib.ops.prefill_attention import BlockList
-from tests.decode_attention_cases import TOLERANCE
+from tests.decode_attention_cases import TOLERANCE, quantized
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Case:
 
     slots: of a page; columns: pages of a row in a shuffled table, None: rows are pages. layers: layers of a stacked
     cache, of which the last is read. stripe: only every so many positions, from the second on, are in the cache (see
-    `inferlib.sharding.stripe`). listed: how many random blocks a tile of 128 queries visits.
+    `inferlib.sharding.stripe`). listed: how many random blocks a tile of 128 queries visits. stored: keys and values
+    are quantised, "int8" or "float8_e4m3fn". one: keys are values too.
     """
 
     starts: tuple[int, ...]
@@ -35,6 +36,8 @@ class Case:
     listed: int | None = None
     dtype: Any = jnp.float32
     loudness: float = 1.0
+    stored: str | None = None
+    one: bool = False
     sinks: bool = False
     ring: bool = False
     options: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +66,14 @@ class Case:
                 k[at], v[at] = rng.normal(size=(2, self.heads, self.size))
         if self.layers:
             k, v = (np.stack([np.full_like(x, np.nan)] * (self.layers - 1) + [x]) for x in (k, v))
-        found = dict(zip("qkv", (jnp.asarray(x, self.dtype) for x in (q, k, v)), strict=True))
+        found = {"q": jnp.asarray(q, self.dtype)}
+        for name, x in {"k": k, "v": v}.items():
+            if self.stored:
+                found[name], found[f"{name}_scales"] = map(jnp.asarray, quantized(x, self.stored))
+            else:
+                found[name] = jnp.asarray(x, self.dtype)
+        if self.one:
+            found["v"] = None
         found["rows"] = jnp.asarray(np.where(np.array(self.starts) < 0, count, rows), jnp.int32)
         found["positions"] = jnp.asarray(positions, jnp.int32)
         if self.sinks:
@@ -99,7 +109,10 @@ class Case:
 
     def oracle(self, inputs: dict[str, Any]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Output and LSE of each chunk's queries up to the cache's end, in float64; absent chunks are not in it."""
-        q, k, v = (np.asarray(inputs[name].astype(jnp.float32), np.float64) for name in "qkv")
+        names = ("q", "k", "k") if self.one else ("q", "k", "v")
+        q, k, v = (np.asarray(inputs[name].astype(jnp.float32), np.float64) for name in names)
+        if self.stored:
+            k, v = (x * np.asarray(inputs[f"{name}_scales"])[..., None] for name, x in {"k": k, "v": v}.items())
         k, v = (x[-1] if self.layers else x for x in (k, v))
         table = np.asarray(inputs.get("pages", np.arange(len(self.starts))[:, None]))
         capacity, found = table.shape[1] * self.slots, {}

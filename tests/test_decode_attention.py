@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops.attention import merge_attention
 from inferlib.ops.decode_attention import decode_attention
-from inferlib.pallas_kernels import decode_attention_gpu, decode_attention_tpu
+from inferlib.pallas_kernels import block_stream_tpu, decode_attention_gpu, decode_attention_tpu
 from tests.decode_attention_cases import Case
 
 BACKENDS = {
@@ -65,22 +65,27 @@ WRITING_CASES = {
     ),
     "several written to ends of blocks": Case((255, 257, 511, 0), size=128, queries=4, slots=512, writes=True),
     "a tree, keys that are values": Case((0, 2, 130), size=128, queries=5, tree=True, one=True, writes=True),
-    "int8, written": Case((0, 1, 127, 128, 129, 256), stored="int8", writes=True),
+    "int8, written": Case((0, 1, 127, 128, 129, 256), heads=1, stored="int8", writes=True),
+    "int8, written to some rows": Case(
+        (5, 200, 0, 250, 256), heads=1, stored="int8", writes=(True, True, True, False, True)
+    ),
     "fp8, written in half precision": Case((0, 1, 40, 200), dtype=jnp.bfloat16, stored="float8_e4m3fn", writes=True),
     "int8, several written to pages": Case(
         (2, 129, 131, 300), queries=3, slots=128, columns=3, layers=2, stored="int8", writes=True
     ),
     "fp8, written to a ring": Case(
-        (0, 1, 129, 500), slots=256, ring=True, options={"window": 100}, stored="float8_e4m3fn", writes=True
+        (0, 1, 129, 500), heads=1, slots=256, ring=True, options={"window": 100}, stored="float8_e4m3fn", writes=True
     ),
 }
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """So that rows have several, and their ends several parts."""
+    """So that rows have several, and their ends several parts; some have more pages than are started one by one."""
     monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", 1 << 17)
     monkeypatch.setattr(decode_attention_tpu, "PART", 256)
+    monkeypatch.setattr(block_stream_tpu, "UNROLL", 2)
+    monkeypatch.setattr(block_stream_tpu, "MOST_COMPARED", 2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -133,7 +138,7 @@ def test_parts_of_a_cache_merge_to_the_whole(backend):
 RACES = (
     *("window", "ring of an odd number of units", "pages", "a tree of new tokens", "int8"),
     *("written in half precision, stacked", "written to a full ring", "several written to a ring of pages"),
-    *("several written to ends of blocks", "fp8, written to a ring"),
+    *("several written to ends of blocks", "fp8, written to a ring", "int8, written to some rows"),
 )
 
 

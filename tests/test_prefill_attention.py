@@ -17,6 +17,7 @@ from inferlib.ops.prefill_attention import BlockList, prefill_attention
 from inferlib.pallas_kernels import prefill_attention_tpu
 from tests.prefill_attention_cases import Case
 
+FP8 = "float8_e4m3fn"
 BACKENDS = {"xla": prefill_attention, "tpu": partial(prefill_attention, backend="pallas_tpu")}
 CASES = {
     "starts at edges of blocks": Case((0, 1, 255, -1, 256, 257, 480)),
@@ -29,6 +30,11 @@ CASES = {
     "pages": Case((0, 1, 16, 17, -1, 80), slots=16, columns=7, layers=2, group=1),
     "positions dealt out": Case((0, 1, 400), stripe=4, width=64, group=1),
     "listed blocks": Case((0, 130, 384, -1), width=256, slots=640, listed=3, group=1),
+    "int8": Case((0, 1, 200, 310), width=64, slots=384, stored="int8", sinks=True, group=1),
+    "fp8, half precision, softcap": Case(
+        (1, 270, -1), width=32, slots=384, layers=2, heads=1, dtype=jnp.bfloat16, stored=FP8, options={"softcap": 20.0}
+    ),
+    "keys are values": Case((0, 130), slots=256, heads=1, one=True),
 }
 MORE_CASES = {
     "two tiles, the last one not full": Case((0, 130), width=384, slots=640, group=1, heads=1),
@@ -40,6 +46,15 @@ MORE_CASES = {
     "stacked layers": Case((5, 130), layers=2),
     "pages of blocks": Case((0, 224, 250), slots=256, columns=2),
     "ring of pages": Case((0, 17, 100, 500), slots=16, columns=7, ring=True, options={"window": 60}),
+    "int8, half precision, ring": Case(
+        (5, 1003), slots=384, ring=True, dtype=jnp.bfloat16, stored="int8", options={"window": 200}
+    ),
+    "int8, pages, of 8 of 16 heads": Case((0, 1, 300), slots=128, columns=4, heads=16, group=1, stored="int8"),
+    "fp8, wide window": Case((0, 270, 512), width=256, slots=768, group=1, stored=FP8, options={"window": 400}),
+    "fp8, listed blocks": Case((0, 384), width=128, listed=2, stored=FP8),
+    "keys are values, ring of pages": Case(
+        (0, 17, 500), slots=16, columns=7, ring=True, one=True, options={"window": 60}
+    ),
     "listed blocks, window, sinks": Case((0, 384), width=128, listed=2, sinks=True, options={"window": 200}),
 }
 
@@ -119,7 +134,9 @@ def test_sizes_of_blocks_are_checked(sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize("name", ["starts at edges of blocks", "wide window", "ring, sinks", "pages", "listed blocks"])
+@pytest.mark.parametrize(
+    "name", ["starts at edges of blocks", "wide window", "ring, sinks", "pages", "listed blocks", "int8"]
+)
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)

@@ -305,7 +305,7 @@ def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) 
     from inferlib.pallas_kernels.prefill_attention_tpu import unsupported
 
     dealt = config.shards.size(axes.TOKENS)
-    for spec, queries, _, (cache, *_) in _attentions(config, model, plan, "prefill_attention"):
+    for spec, queries, block, (cache, *_) in _attentions(config, model, plan, "prefill_attention"):
         if isinstance(spec, MlaSpec):  # prefill expands latents, for XLA
             continue
         heads, slots, size = cache.shape[-3:]
@@ -313,7 +313,8 @@ def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) 
         counts = {slots} if dealt == 1 else {min(slots, -(-limit // dealt)) for limit in config.buckets.cache}
         for (chunks, chunk), count in itertools.product(config.prefill_shapes(), counts):
             q = jax.ShapeDtypeStruct((chunks, chunk // dealt, heads, queries, size), model.dtype)
-            if reason := unsupported(q, jax.ShapeDtypeStruct((*cache.shape[:-2], count, size), cache.dtype)):
+            k = jax.ShapeDtypeStruct((*cache.shape[:-2], count, size), cache.dtype)
+            if reason := unsupported(q, k, scales=block.scaled):
                 return reason
     return None
 

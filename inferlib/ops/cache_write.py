@@ -8,6 +8,7 @@ order are a part of 128 rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,36 @@ def rounded(new: Sequence[jax.Array], dtype, *, scaled: bool) -> list[jax.Array]
         return list(new)
     held = [quantize(x, (2,), Scheme(jnp.dtype(dtype).name)) for x in new]
     return [x.values for x in held] + [x.scales for x in held]
+
+
+def chunk_write(
+    cache: Sequence[jax.Array],
+    new: Sequence[jax.Array],
+    pages: jax.Array,
+    slots: jax.Array,
+    *,
+    layer: jax.Array | None = None,
+    ring: bool = False,
+    backend: str = "xla",
+) -> tuple[jax.Array, ...]:
+    """Put token c of chunk p at page pages[p], slot slots[p] + c, modulo S in a ring; pages, slots: [P] int32.
+
+    cache: arrays [N, K, S, h], or [L, N, K, S, h] with `layer` the layer to write, and if they are quantised then their
+    scales, without h; new: [P, C, K, h] of any float type for each array of cells. A page >= N or a slot >= S writes
+    nothing. backend: "xla"; "pallas_tpu", which writes whole tiles of memory, and is interpreted on CPU.
+    Returns the cache.
+    """
+    if backend == "pallas_tpu":
+        from inferlib.pallas_kernels import chunk_write_tpu
+
+        kernel = partial(chunk_write_tpu.chunk_write, layer=0 if layer is None else layer, ring=ring)
+        return lax.platform_dependent(cache, new, pages, slots, cpu=partial(kernel, interpret=True), default=kernel)
+    width, held = new[0].shape[1], cache[0].shape[-2]
+    at = slots[:, None] + jnp.arange(width)
+    at, pages = (at % held if ring else at).reshape(-1), jnp.repeat(pages, width)
+    new = rounded([x.reshape(-1, *x.shape[2:]) for x in new], cache[0].dtype, scaled=cache[-1].ndim < cache[0].ndim)
+    pairs = zip(cache, new, strict=True)
+    return tuple(cache_write(x, part, pages, at, layer=layer, run=width) for x, part in pairs)
 
 
 def cache_write(

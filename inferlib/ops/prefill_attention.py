@@ -32,7 +32,7 @@ class BlockList:
 def prefill_attention(
     q: jax.Array,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     rows: jax.Array,
     positions: jax.Array,
     *,
@@ -51,19 +51,22 @@ def prefill_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """q [P, C, K, G, h]: chunk p holds the ascending `positions[p]`, [P, C] int32, of row rows[p].
 
-    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read, the chunk's own keys and values already written.
+    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read, the chunk's own keys and values already written; v
+    None: keys are values too.
     pages [B, M] int32: position p of row b is in page pages[b, p // S]; without, row b's cache is page b. window: of
     all queries, or [P, C] of each, which only "xla" takes. limit (static): no position reaches it, so slots beyond are
     not read. ring: position p lives in slot p mod S of one page, or of all; then these are at least the window and the
     span of a chunk. Rows that are not there (absent chunks) give garbage that the caller ignores. listed: what queries
-    see at most. k_scales, v_scales [N, K, S] or [L, N, K, S] float32: as in `decode_attention`.
+    see at most. k_scales, v_scales [N, K, S] or [L, N, K, S] float32: as in `decode_attention`; not for "nki".
     backend: "xla"; "nki" for the Trainium kernel (rows as pages); "pallas_tpu", which reads only blocks that are seen,
     and is interpreted on CPU.
     Returns out [P, C, K, G, h], lse [P, C, K, G] float32.
     """
-    if backend != "xla" and k_scales is not None:
+    if backend == "nki" and k_scales is not None:
         raise ValueError(f"backend {backend!r} takes no scales of keys and values; use xla")
     options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, ring=ring, limit=limit)
+    if v is None and backend != "pallas_tpu":
+        v = k
     if backend == "nki":
         from inferlib.nki_kernels.flash_prefill import flash_prefill
 
@@ -71,7 +74,7 @@ def prefill_attention(
     if backend == "pallas_tpu":
         from inferlib.pallas_kernels import prefill_attention_tpu
 
-        options |= dict(layer=0 if layer is None else layer, pages=pages)
+        options |= dict(layer=0 if layer is None else layer, pages=pages, k_scales=k_scales, v_scales=v_scales)
         if listed is not None:
             blocks = prefill_attention_tpu.Blocks(listed.queries, listed.keys, edge=math.gcd(listed.keys, 256))
             options |= dict(visits=listed.numbers, blocks=blocks)

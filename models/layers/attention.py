@@ -171,7 +171,7 @@ class Attention(nnx.Module):
             if k.ndim == 5:
                 kind["layer"] = cache.layer
             numbers = stripe.number(positions)
-            return values(*prefill_attention(queries, k, k if v is None else v, pages, numbers, **kind, **options))
+            return values(*prefill_attention(queries, k, v, pages, numbers, **kind, **options))
 
         def rows(stripe: Stripe) -> tuple[Attended, Share]:
             queries, positions = q[split:], batch.decode_lengths - 1
@@ -188,16 +188,21 @@ class Attention(nnx.Module):
             return values(out, lse), tuple(share)
 
         window, kernel = reach(own, batch.decode_lengths - 1, "decode_attention")
-        fresh, attended, run = None, None, 1
+        fresh, attended = None, None
         if new and kernel == "pallas_tpu" and split < q.shape[0]:  # it writes the cells of decode rows
             fresh, new = [x[split:] for x in cache.cells(new)], [x[:split] for x in new]
-            run = batch.chunk_tokens.shape[1]
+        prefill = reach(own, ctx.chunk_positions, "prefill_attention")[1]
         if new and (count := new[0].shape[0]):
-            cache = cache.write(new, ctx.pages[:count], ctx.positions[:count], own, run)
+            run = batch.chunk_tokens.shape[1] if count == split and "pallas_tpu" in (kernel, prefill) else 1
+            if run > 1 and prefill == "pallas_tpu" and not dealt and cache.takes_chunks(run):
+                new = [x.reshape(-1, run, *x.shape[1:]) for x in new]
+                cache = cache.write_chunks(new, batch.chunk_rows, batch.chunk_starts)
+            else:
+                cache = cache.write(new, ctx.pages[:count], ctx.positions[:count], own, run)
         if fresh is not None:  # before chunks read the cache, so that it is written in place
             attended, arrays = rows(own)
             cache = replace(cache, arrays=arrays)
-        by_kernel = reach(own, ctx.chunk_positions, "prefill_attention")[1] == "pallas_tpu"
+        by_kernel = prefill == "pallas_tpu"
         out = attend(
             cache, ctx, chunks, lambda stripe: attended or rows(stripe)[0], sinks if dealt else None, stacked=by_kernel
         )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inferlib.ops.cache_write import cache_write, folded_rows, rounded
+from inferlib.ops.cache_write import cache_write, chunk_write, folded_rows, rounded
 from inferlib.sharding.stripe import Stripe
 
 
@@ -65,6 +65,20 @@ class LayerCache:
         pairs = zip(self.arrays, rounded(new, self.arrays[0].dtype, scaled=self.scaled), strict=True)
         write = partial(cache_write, pages=pages, slots=slots, layer=self.layer, run=run)
         return replace(self, arrays=tuple(write(old, x) for old, x in pairs))
+
+    def takes_chunks(self, width: int) -> bool:
+        """Whether `write_chunks` takes chunks of so many tokens."""
+        from inferlib.pallas_kernels.chunk_write_tpu import unsupported
+
+        return unsupported(self.arrays, width, ring=self.ring) is None
+
+    def write_chunks(self, new: Sequence[jax.Array], pages: jax.Array, starts: jax.Array) -> LayerCache:
+        """The same by a TPU kernel, of chunks of consecutive positions from `starts` [P] on; new: [P, C, K, h]."""
+        slots = starts % self.slots if self.ring else starts
+        arrays = chunk_write(
+            self.arrays, self.cells(new), pages, slots, layer=self.layer, ring=self.ring, backend="pallas_tpu"
+        )
+        return replace(self, arrays=arrays)
 
     def cells(self, new: Sequence[jax.Array]) -> list[jax.Array]:
         """What is cached of tokens, as `write` takes it, in the shape of cells, before it is rounded."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from inferlib.compile.kernel_cases import (
+    chunk_write,
     collective_matmul,
     decode_attention,
     expert_mlp,
@@ -52,6 +53,8 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "mx_matmul": mx_matmul.CASES,
     "prefill_attention": prefill_attention.CASES,
 }
+# Without blocks to choose.
+FIXED: Mapping[str, Mapping[str, Case]] = {"chunk_write": chunk_write.CASES}
 # On several devices; their blocks are not searched.
 RINGS: Mapping[str, Mapping[str, Case]] = {"collective_matmul": collective_matmul.CASES}
 _KINDS = {

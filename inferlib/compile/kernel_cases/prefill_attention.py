@@ -12,8 +12,8 @@ POSITIONS = 8192  # of a chunk and what is before it
 
 @dataclass(frozen=True)
 class PrefillAttention:
-    """One chunk of `width` tokens behind `start` others in the cache; bfloat16. page: positions of one; None: rows are
-    pages. slots: of a ring."""
+    """One chunk of `width` tokens behind `start` others in the cache; bfloat16, or a cache `stored` with scales. page:
+    positions of one; None: rows are pages. slots: of a ring."""
 
     width: int
     start: int = 0
@@ -23,6 +23,7 @@ class PrefillAttention:
     page: int | None = None
     window: int | None = None
     slots: int | None = None
+    stored: str | None = None
 
     kernel = "prefill_attention"
 
@@ -38,7 +39,8 @@ class PrefillAttention:
     def floor_bytes(self) -> int:
         """Queries and output, and each visible key and value once."""
         keys = min(self.start + self.width, (self.window or self.start) + self.width)
-        return 4 * self.heads * self.size * (self.width * self.group + keys)
+        cell = 4 * self.size if self.stored is None else 2 * self.size + 8
+        return self.heads * (4 * self.size * self.width * self.group + cell * keys)
 
     @property
     def floor_flops(self) -> int:
@@ -50,7 +52,17 @@ class PrefillAttention:
         from inferlib.pallas_kernels.prefill_attention_tpu import prefill_attention
 
         options = dict(scale=self.size**-0.5, window=self.window, ring=self.slots is not None)
-        return partial(prefill_attention, layer=0, **options)
+        return partial(prefill_attention, layer=0, **options | ({"v": None} if self.one else {}))
+
+    @property
+    def one(self) -> bool:
+        """Whether key and value lie in one cell."""
+        return self.size % 128 != 0
+
+    @property
+    def cell(self) -> int:
+        """Numbers of a cell, and of a query that meets it."""
+        return -(-2 * self.size // 128) * 128 if self.one else self.size
 
     @property
     def pages(self) -> np.ndarray | None:
@@ -63,16 +75,20 @@ class PrefillAttention:
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes."""
         slots = self.page or self.slots or -(-(self.start + self.width) // 1024) * 1024
-        cache = (4, 1 if self.page is None else self.pages.size, self.heads, slots, self.size), "bfloat16"
-        q = (1, self.width, self.heads, self.group, self.size), "bfloat16"
-        found = {"q": q, "k": cache, "v": cache, "rows": ((1,), "int32"), "positions": ((1, self.width), "int32")}
+        size, count = self.cell, 1 if self.page is None else self.pages.size
+        cache = (4, count, self.heads, slots, size), self.stored or "bfloat16"
+        q = (1, self.width, self.heads, self.group, size), "bfloat16"
+        found = {"q": q, "k": cache} | ({} if self.one else {"v": cache})
+        found |= {"rows": ((1,), "int32"), "positions": ((1, self.width), "int32")}
+        if self.stored:
+            found |= dict.fromkeys(("k_scales", "v_scales"), (cache[0][:-1], "float32"))
         return found if self.page is None else {**found, "pages": (self.pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
         """What the kernel is given in scalar memory, in its order."""
         from inferlib.pallas_kernels.prefill_attention_tpu import blocks
 
-        chosen = blocks(self.width, self.group, self.size, 2)
+        chosen = blocks(self.width, self.group, self.cell, 2)
         first = np.arange(-(-self.width // chosen.queries) * chosen.queries, step=chosen.part)
         last = np.minimum(first + chosen.part, self.width) - 1
         given = [np.zeros(1, int), np.zeros(1, int), self.start + first[None], self.start + last[None]]
@@ -93,4 +109,14 @@ CASES = {
     "8192, page 128": PrefillAttention(8192, page=128),
     "8192, page 16": PrefillAttention(8192, page=16),
     "2048 in a ring, window 1024": PrefillAttention(2048, start=6144, window=1024, slots=3072),
+    "8192, size 64": PrefillAttention(8192, size=64),
+    "512 behind 7680, 1 head, size 64": PrefillAttention(512, start=7680, heads=1, size=64),
+    "8192, int8": PrefillAttention(8192, stored="int8"),
+    "8192, fp8": PrefillAttention(8192, stored="float8_e4m3fn"),
+    "512 behind 7680, 1 head, int8": PrefillAttention(512, start=7680, heads=1, stored="int8"),
+    "512 behind 7680, 1 head, fp8": PrefillAttention(512, start=7680, heads=1, stored="float8_e4m3fn"),
+    "128 behind 8064, 1 head, int8": PrefillAttention(128, start=8064, heads=1, stored="int8"),
+    "128 behind 8064, 1 head, fp8": PrefillAttention(128, start=8064, heads=1, stored="float8_e4m3fn"),
+    "8192, page 128, int8": PrefillAttention(8192, page=128, stored="int8"),
+    "2048 in a ring, window 1024, int8": PrefillAttention(2048, start=6144, window=1024, slots=3072, stored="int8"),
 }

@@ -1,0 +1,217 @@
+"""Cells of chunks of consecutive positions, written to a paged cache on TPUs.
+
+XLA scatters them one by one. Here whole tiles of memory are copied; what the first and the last one hold of other
+positions is read before, and written anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.pallas_kernels.arithmetic_tpu import LANES, div
+from inferlib.pallas_kernels.cell_write_tpu import quantised, tile_of
+from inferlib.pallas_kernels.tile_stream_tpu import SUBLANES, scale_rows
+
+MOST_BYTES = 1 << 20  # of the new cells of a step, of one array in float32
+
+
+def unsupported(cache: Sequence[jax.ShapeDtypeStruct], width: int, *, ring: bool) -> str | None:
+    """Why the kernel cannot write chunks of `width` tokens to a cache, or None if it can."""
+    if cache[0].shape[-1] % LANES:
+        return f"cells of {cache[0].shape[-1]} numbers are not a multiple of {LANES}"
+    tiles, slots = _tiles(cache), cache[0].shape[-2]
+    if slots % max(tiles):
+        return f"pages of {slots} positions do not divide into tiles of {max(tiles)}"
+    if width % SUBLANES:
+        return f"chunks of {width} tokens are not a multiple of {SUBLANES}"
+    tokens = _tokens(cache, width)
+    if ring and max(_window(tokens, tile) for tile in tiles) > slots:
+        return f"rings of {slots} positions are too small for chunks of {width}"
+    return None
+
+
+def _tiles(cache: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+    """Positions of a tile of each array, of cells or of scales."""
+    return [tile_of(5 if x.ndim == cache[0].ndim else 4, x.dtype) for x in cache]
+
+
+def _tokens(cache: Sequence[jax.ShapeDtypeStruct], width: int) -> int:
+    """Of a step: whole tiles, or less than one, and not too many."""
+    tiles, size, heads = _tiles(cache), cache[0].shape[-1], scale_rows(cache[0].shape[-3])
+    tokens = width if all(width % tile == 0 or width < tile for tile in tiles) else math.gcd(width, *tiles)
+    unit = LANES if tokens % LANES == 0 else math.gcd(tokens, *tiles)
+    most = max(MOST_BYTES // (4 * heads * size), unit)
+    return max(n for n in range(unit, min(tokens, most) + 1, unit) if tokens % n == 0)
+
+
+def _window(tokens: int, tile: int) -> int:
+    """Positions of all tiles that so many tokens touch."""
+    return (pl.cdiv(tokens, tile) + 1) * tile
+
+
+def chunk_write(
+    cache: Sequence[jax.Array],
+    new: Sequence[jax.Array],
+    pages: jax.Array,
+    slots: jax.Array,
+    *,
+    layer: jax.Array | int = 0,
+    ring: bool = False,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, ...]:
+    """cache: one or two arrays [N, K, S, h], or [L, N, K, S, h] of which `layer` is written; if they are int8 or
+    float8_e4m3fn their scales follow, [N, K, S] or [L, N, K, S] float32. new: what is put in each, [P, C, K, h] of any
+    float type: token c of chunk p in page pages[p], slot slots[p] + c, modulo S in a ring; slots of S or more and pages
+    of N or more are dropped. pages, slots: [P] int32. Returns the cache, in the buffers of that passed in.
+    Raises ValueError where `unsupported` says why.
+    """
+    if reason := unsupported(cache, new[0].shape[1], ring=ring):
+        raise ValueError(f"the TPU kernel does not write these chunks: {reason}")
+    stacked = cache[0].ndim == 5
+    cache = [x if stacked else x[None] for x in cache]
+    chunks, width, heads, size = new[0].shape
+    tiles, some, tokens = _tiles(cache), scale_rows(heads), _tokens(cache, width)
+    there = pages < cache[0].shape[1]
+    scalars = [jnp.where(there, pages, -1).astype(jnp.int32), slots.astype(jnp.int32)]
+    scalars.append(jnp.asarray(layer, jnp.int32).reshape(1))
+    if not interpret:  # or XLA would bring a small cache to VMEM whole
+        cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
+    whole, count = pl.BlockSpec(memory_space=pl.ANY), len(new)
+    found = pl.pallas_call(
+        functools.partial(_kernel, ring=ring, tiles=tiles, size=size),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(chunks, heads // some, width // tokens),
+            in_specs=[pl.BlockSpec((None, tokens, some * size), lambda p, k, t, *_: (p, t, k))] * count
+            + [whole] * len(cache),
+            out_specs=[whole] * len(cache),
+            scratch_shapes=[
+                *[
+                    pltpu.VMEM((some, _window(tokens, tile), *x.shape[4:]), x.dtype)
+                    for x, tile in zip(cache, tiles, strict=True)
+                ],
+                pltpu.VMEM((_window(tokens, tiles[0]) + tiles[0], size), jnp.float32),
+                pltpu.VMEM((count, some, pl.cdiv(tokens, LANES) * LANES), jnp.float32),
+                pltpu.SemaphoreType.DMA((len(cache),)),
+            ],
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache],
+        input_output_aliases={len(scalars) + count + n: n for n in range(len(cache))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3, disable_bounds_checks=True),
+        cost_estimate=pl.CostEstimate(
+            flops=0,
+            bytes_accessed=chunks * width * heads * sum(math.prod(x.shape[4:]) * x.dtype.itemsize for x in cache)
+            + sum(x.size * x.dtype.itemsize for x in new),
+            transcendentals=0,
+        ),
+        interpret=interpret,
+        name="chunk_write",
+    )(*scalars, *[x.reshape(chunks, width, heads * size) for x in new], *cache)
+    return tuple(x if stacked else x[0] for x in found)
+
+
+def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
+    """Some tokens of a chunk and some heads.
+
+    Scalars: pages [P], -1 if absent, slots [P], layer [1]. new [tokens, heads * h]; cache in HBM, twice the same
+    memory. Scratch: of each array of the cache the tiles that are written, [heads, window, ...]; rows of a head in
+    float32, with a tile before and behind them; scales of each of `new` [n, heads, tokens]; semaphores.
+    """
+    arrays = len(tiles)
+    count = len(refs) - 3 * arrays - 3
+    new, held = refs[:count], refs[count + arrays : count + 2 * arrays]
+    windows, (rows_s, scales_s, semaphores) = refs[-3 - arrays : -3], refs[-3:]
+    chunk, group, part = (pl.program_id(n) for n in range(3))
+    tokens, (some, _, slots) = new[0].shape[0], (windows[0].shape[0], None, held[0].shape[3])
+    page, position = pages_ref[chunk], slots_ref[chunk] + part * tokens
+    position = lax.rem(position, slots) if ring else position
+
+    def copy(n: int, inside, at, length: int, back: bool):
+        """Of the positions from `at` on, `inside` a window, to it or back."""
+        if ring:
+            at = jnp.where(at >= slots, at - slots, at)
+        at, inside = (pl.ds(pl.multiple_of(x, tiles[n]), length) for x in (at, inside))
+        here = held[n].at[layer_ref[0], page, pl.ds(pl.multiple_of(group * some, some), some), at]
+        pair = (windows[n].at[:, inside], here) if back else (here, windows[n].at[:, inside])
+        return pltpu.make_async_copy(*pair, semaphores.at[n])
+
+    def begin_of(n: int):
+        return div(position, tiles[n]) * tiles[n]
+
+    def ends(act: Callable) -> None:
+        """act on copies of the first and the last tile of each window."""
+        for n, tile in enumerate(tiles):
+            begin, length = begin_of(n), windows[n].shape[1]
+            act(copy(n, 0, begin, tile, False))
+            last = begin + length - tile
+            pl.when(ring | (last < slots))(
+                lambda n=n, tile=tile, length=length, last=last: act(copy(n, length - tile, last, tile, False))
+            )
+
+    def back(act: Callable) -> None:
+        """act on copies of the windows to the cache."""
+        for n, tile in enumerate(tiles):
+            begin, length = begin_of(n), windows[n].shape[1]
+            fits = (begin + length <= slots) & (length <= slots)
+            if length <= slots:
+                pl.when(fits)(lambda n=n, begin=begin, length=length: act(copy(n, 0, begin, length, True)))
+
+            def one(i, _, n=n, tile=tile, begin=begin):
+                pl.when(ring | (begin + i * tile < slots))(lambda: act(copy(n, i * tile, begin + i * tile, tile, True)))
+
+            lax.fori_loop(0, jnp.where(fits, 0, length // tile), one, None)
+
+    def put_cells(n: int, head: int) -> None:
+        """A head's, in a window, between what its first and last tile hold."""
+        tile, window = tiles[n], windows[n]
+        x = new[n][:, head * size : (head + 1) * size].astype(jnp.float32)
+        if count < arrays:
+            x, scales = quantised(x, window.dtype)
+            lane = lax.broadcasted_iota(jnp.int32, (min(tokens, LANES), LANES), 1)
+            row = lax.broadcasted_iota(jnp.int32, lane.shape, 0)
+            for at in range(0, tokens, LANES):  # from a column to a row
+                diagonal = jnp.where(lane == row, scales[at : at + LANES], 0.0)
+                scales_s[n, head : head + 1, at : at + LANES] = jnp.sum(diagonal, axis=0, keepdims=True)
+        rows_s[tile : tile + tokens] = x
+        offset, length = position - begin_of(n), window.shape[1]
+        moved = rows_s[pl.ds(tile - offset, length)]
+
+        def with_old(at):
+            index = at + lax.broadcasted_iota(jnp.int32, (tile, size), 0)
+            mine = (index >= offset) & (index < offset + tokens)
+            return jnp.where(mine, moved[at : at + tile], window[head, at : at + tile].astype(jnp.float32))
+
+        last = length - tile
+        parts = [with_old(0), moved[tile:last], with_old(last)] if last > tile else [with_old(0), with_old(last)]
+        window[head] = jnp.concatenate(parts).astype(window.dtype)
+
+    def put_scales(n: int) -> None:
+        window, scales = windows[count + n], scales_s[n]
+        offset, length = position - begin_of(count + n), window.shape[1]
+        rolled = [pltpu.roll(scales[:, at : at + LANES], offset, 1) for at in range(0, length - LANES, LANES)]
+        lane = lax.broadcasted_iota(jnp.int32, (some, LANES), 1)
+        for at in range(0, length, LANES):
+            before, after = rolled[max(at // LANES - 1, 0)], rolled[min(at // LANES, len(rolled) - 1)]
+            mine = (at + lane >= offset) & (at + lane < offset + tokens)
+            old = window[:, at : at + LANES]
+            window[:, at : at + LANES] = jnp.where(mine, jnp.where(lane < offset, before, after), old)
+
+    @pl.when((page >= 0) & (position < slots))
+    def _():
+        ends(lambda copy: copy.start())
+        ends(lambda copy: copy.wait())
+        for n in range(count):
+            for head in range(some):
+                put_cells(n, head)
+            if count < arrays:
+                put_scales(n)
+        back(lambda copy: copy.start())
+        back(lambda copy: copy.wait())

@@ -1,0 +1,190 @@
+"""The blocks of a paged cache that tiles of queries visit, as a stream of copies to a TPU's on-chip memory ahead of
+use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.pallas_kernels.arithmetic_tpu import div, rem
+
+SUBLANES = 8
+STATE = 3  # scalars that `TileStream.state` holds
+
+Place = tuple[jax.Array, jax.Array, jax.Array]  # a tile: its chunk, head and number
+
+
+def visible(visits: jax.Array, first: jax.Array, last: jax.Array, window: int | None, keys: int) -> list[jax.Array]:
+    """Of visits [P, K, T, M] those that some query of a tile sees, whose first and last positions are [P, T]: how many
+    [P, K * T], and these in order, [P, K * T * M]."""
+    first, last = first[:, None, :, None], last[:, None, :, None]
+    seen = (visits >= 0) & (visits * keys <= last)
+    if window is not None:
+        seen &= (visits + 1) * keys > first - window + 1
+    ordered = jnp.sort(jnp.where(seen, visits, jnp.iinfo(jnp.int32).max), axis=-1)
+    return [x.astype(jnp.int32).reshape(visits.shape[0], -1) for x in (jnp.sum(seen, axis=-1), ordered)]
+
+
+def scale_rows(heads: int) -> int:
+    """Heads whose scales are copied together: those of a tile of memory, or all where tiles are not whole."""
+    return heads if heads % SUBLANES else SUBLANES
+
+
+@dataclass
+class TileStream:
+    """Copies of blocks in the order in which they are used, by a kernel that has a grid step for every chunk, KV head
+    and tile of queries.
+
+    Scalars: rows [P], -1 if absent; layer [1]; positions of the first and the last query of every product
+    [P, T * parts]; table [P, M] or None; listed: None, or how many blocks each tile visits [P, K * T] and these
+    [P, K * T * M], M being `most_listed`. arrays [L, N, K, S, h], and scales [L, N, K, S], in HBM; on chip `buffers`,
+    [n, keys, h], of scales [n, `scale_rows`, keys]. state [STATE]: step and block to be copied next, and the buffer to
+    be read next; semaphores [arrays, n]. ring: positions wrap at `capacity`. unit: positions that are copied together.
+    """
+
+    rows: Any
+    layer: Any
+    firsts: Any
+    lasts: Any
+    table: Any
+    listed: tuple[Any, Any] | None
+    most_listed: int | None
+    arrays: Sequence[Any]
+    buffers: Sequence[Any]
+    state: Any
+    semaphores: Any
+    parts: int
+    window: int | None
+    ring: bool
+    capacity: int
+    unit: int
+
+    def __post_init__(self):
+        self._heads, self._tiles = pl.num_programs(1), pl.num_programs(2)
+        self._steps = pl.num_programs(0) * self._heads * self._tiles
+        self.here: Place = tuple(pl.program_id(n) for n in range(3))
+        self._count, self._keys = self.semaphores.shape[1], self.buffers[0].shape[1]
+
+    def after(self, buffer: jax.Array) -> jax.Array:
+        """The buffer of the next block."""
+        return jnp.where(buffer == self._count - 1, 0, buffer + 1)
+
+    # ---- which blocks a tile visits
+
+    def first(self, part: int = 0, at: Place | None = None) -> jax.Array:
+        """The position of the first query of a part of a tile, by default this tile."""
+        chunk, _, tile = at or self.here
+        return self.firsts[chunk, tile * self.parts + part]
+
+    def last(self, part: int = -1, at: Place | None = None) -> jax.Array:
+        """The last position that a query of the part sees."""
+        chunk, _, tile = at or self.here
+        return self.lasts[chunk, tile * self.parts + part % self.parts]
+
+    def lowest(self, at: Place | None = None) -> jax.Array | int:
+        """The first position that a query of a tile sees."""
+        return 0 if self.window is None else jnp.maximum(self.first(at=at) - self.window + 1, 0)
+
+    def visits(self, at: Place | None = None) -> jax.Array:
+        """How many blocks it visits."""
+        at = at or self.here
+        if self.listed is not None:
+            count = self.listed[0][at[0], at[1] * self._tiles + at[2]]
+        else:
+            count = lax.div(self.last(at=at) + self._keys - self.start(0, at), self._keys)
+        return jnp.where(self.rows[at[0]] < 0, 0, jnp.maximum(count, 0))
+
+    def start(self, index: jax.Array | int, at: Place | None = None) -> jax.Array:
+        """The first position of one of them."""
+        at = at or self.here
+        if self.listed is not None:
+            first = (at[1] * self._tiles + at[2]) * self.most_listed
+            return self.listed[1][at[0], first + jnp.minimum(index, self.most_listed - 1)] * self._keys
+        return div(self.lowest(at), self.unit) * self.unit + index * self._keys
+
+    # ---- copies
+
+    def begin(self) -> None:
+        """Start the first ones, at the first step."""
+
+        @pl.when((self.here[0] == 0) & (self.here[1] == 0) & (self.here[2] == 0))
+        def _():
+            self.state[0] = lax.while_loop(self._is_empty, lambda step: step + 1, 0)
+            self.state[1] = 0
+            self.state[2] = 0
+            lax.fori_loop(0, self._count - 2, lambda buffer, _: self.start_next(buffer), None)
+
+    def start_next(self, buffer: jax.Array) -> None:
+        """Start the copies of the block whose turn it is, if any is left, to a buffer."""
+        step, index = self.state[0], self.state[1]
+
+        @pl.when(step < self._steps)
+        def _():
+            at = self._place(step)
+            self._start_block(at, index, buffer)
+            ends = index + 1 == self.visits(at)
+            self.state[0] = lax.while_loop(self._is_empty, lambda step: step + 1, step + ends.astype(jnp.int32))
+            self.state[1] = jnp.where(ends, 0, index + 1)
+
+    def wait(self, index: jax.Array, buffer: jax.Array) -> None:
+        """For a block of this tile."""
+        units, most = self._units(index, self.here), self._keys // self.unit
+
+        def wait_for(i, count):
+            """A wait takes only the number of bytes from its copy."""
+            into = pl.ds(pl.multiple_of(i * self.unit, self.unit), count)
+            for n, held in enumerate(self.buffers):
+                some = held.at[buffer, into] if self._of_cells(n) else held.at[buffer, :, into]
+                pltpu.make_async_copy(some, some, self.semaphores.at[n, buffer]).wait()
+
+        whole = units == most
+        pl.when(whole)(lambda: wait_for(0, self._keys))
+        lax.fori_loop(0, jnp.where(whole, 0, units), lambda i, _: wait_for(i, self.unit), None)
+
+    def _of_cells(self, n: int) -> bool:
+        return len(self.arrays[n].shape) == 5
+
+    def _place(self, step: jax.Array) -> Place:
+        heads, tiles = self._heads, self._tiles
+        return lax.div(step, heads * tiles), lax.rem(lax.div(step, tiles), heads), lax.rem(step, tiles)
+
+    def _is_empty(self, step: jax.Array) -> jax.Array:
+        return (step < self._steps) & (self.visits(self._place(jnp.minimum(step, self._steps - 1))) == 0)
+
+    def _units(self, index: jax.Array, at: Place) -> jax.Array:
+        """How many units of a block there are."""
+        unit = self.unit
+        return jnp.minimum(div(self.last(at=at) - self.start(index, at) + unit, unit), self._keys // unit)
+
+    def _start_block(self, at: Place, index: jax.Array, buffer: jax.Array) -> None:
+        units, start = self._units(index, at), self.start(index, at)
+        slots, keys, unit = self.arrays[0].shape[3], self._keys, self.unit
+        if slots >= keys:
+            whole = (units == keys // unit) & (rem(start, slots) + keys <= slots)
+            pl.when(whole)(lambda: self._start_copy(at, start, 0, keys, buffer))
+            units = jnp.where(whole, 0, units)
+        lax.fori_loop(0, units, lambda i, _: self._start_copy(at, start + i * unit, i * unit, unit, buffer), None)
+
+    def _start_copy(self, at: Place, position, offset, count: int, buffer: jax.Array) -> None:
+        """Start the copies that bring `count` positions of a page to `offset` in a buffer."""
+        _, pages, heads, slots = self.arrays[0].shape[:4]
+        page, slot = self.rows[at[0]], lax.rem(position, self.capacity) if self.ring else position
+        if self.table is not None:
+            page, slot = jnp.clip(self.table[at[0], div(slot, slots)], 0, pages - 1), rem(slot, slots)
+        source, into = (pl.ds(pl.multiple_of(x, self.unit), count) for x in (slot, offset))
+        for n, (array, held) in enumerate(zip(self.arrays, self.buffers, strict=True)):
+            array = array.at[self.layer[0], page]
+            if self._of_cells(n):
+                pair = array.at[at[1], source], held.at[buffer, into]
+            else:
+                some = scale_rows(heads)
+                first = 0 if some == heads else pl.multiple_of(div(at[1], some) * some, some)
+                pair = array.at[pl.ds(first, some), source], held.at[buffer, :, into]
+            pltpu.make_async_copy(*pair, self.semaphores.at[n, buffer]).start()
