@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from inferlib import configs
+from inferlib.cache.plan import BlockState, plan_cache
 from inferlib.checkpoint.load import load_weights
 from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine, EngineStats
@@ -84,9 +85,14 @@ def step_bytes(model: AbstractModel, batch: int, length: int) -> float:
         if axes.EXPERTS in weight.axes:
             share = config.layers[model.layers_of(weight.block)[0]].mlp.read_share(batch)
         total += share * sum(nbytes(array.shape, array.dtype) for array in weight.arrays)
-    heads = [layer.attention for layer in config.layers]
-    cache = sum(a.cache_heads * sum(a.cache_sizes) * min(length, a.reach or length) for a in heads)
-    return total + batch * cache * model.dtype.itemsize
+    plan = plan_cache(model, rows=1, max_len=length, chunk=1, dtype=model.dtype)
+    for block, layers in zip(plan.blocks, model.blocks(), strict=True):
+        if isinstance(block, BlockState):
+            total += batch * len(layers) * block.row_bytes()
+            continue
+        seen = min(length, config.layers[layers[0]].attention.reach or length)
+        total += batch * len(layers) * seen * sum(array.position_bytes() for array in block.arrays)
+    return total
 
 
 def occupy(engine: Engine, length: int) -> None:

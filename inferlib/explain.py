@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from rich.console import Console, Group
 
-from inferlib.cache.plan import BlockCache, CachePlan
+from inferlib.cache.plan import BlockCache, BlockState, CachePlan
 from inferlib.compile.programs import Mode, ProgramKey, fuses
 from inferlib.compile.state import RowState
 from inferlib.config import EngineConfig
@@ -131,9 +131,7 @@ def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: S
         config.shards,
         weights=_grouped(place(w.part, w.axes, w.shape, w.dtype) for w in model.specs),
         cache=_grouped(
-            place(("ring" if b.ring else "cache") + " scales" * (i >= len(b.shapes)), x.axes, x.shape, x.dtype)
-            for b in plan.blocks
-            for i, x in enumerate(b.held)
+            place(_named(b, i), x.axes, x.shape, x.dtype) for b in plan.blocks for i, x in enumerate(b.held)
         ),
         state=_grouped(place(name, names, x.shape, x.dtype) for name, names, x in fields),
         waste=model.layout.waste(),
@@ -325,7 +323,8 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
             ledger.reduce("gate of per-layer embeddings", (axes.EMBED,), (tokens, per_layer.dim), dtype)
         ledger.all_tokens("input of attention", hidden, dtype, flops["attn.qkv"])
         held, alone = layers[0] if layer.attention.cache_of is None else layer.attention.cache_of, len(layers) == 1
-        _attention(ledger, model, layer, block, tokens, key, passes=not (alone and held in passed))
+        if not isinstance(block, BlockState):
+            _attention(ledger, model, layer, block, tokens, key, passes=not (alone and held in passed))
         passed |= {held} if alone else set()
         if not layer.parallel:
             ledger.sum_layer("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype, flops["attn.o"])
@@ -341,6 +340,13 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     ledger.times = 1
     _streams(ledger, model, tokens, streams - 1)
     ledger.all_tokens("head", hidden, dtype)
+
+
+def _named(block: BlockCache | BlockState, number: int) -> str:
+    """What one of a block's own arrays is."""
+    if isinstance(block, BlockState):
+        return block.names[number]
+    return ("ring" if block.ring else "cache") + " scales" * (number >= len(block.shapes))
 
 
 def _in_ring(

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig, RopeSpec
+from inferlib.models.config import MlaSpec, ModelConfig, RopeSpec
 from inferlib.models.layers.rope import rope_angles
+from inferlib.models.recurrent import RECURRENT, Mixer
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -22,6 +23,7 @@ class StepBatch(NamedTuple):
 
     chunk_tokens [P, C]: padded at the end with anything; where tokens are dealt out, this device's. chunk_rows [P]:
     cache row of each chunk, rows or more if the slot is absent; chunk_starts [P]: position of the first token;
+    chunk_lengths [P]: tokens that are not padding, 0 if the slot is absent;
     decode_tokens [B]: row b's last token; decode_lengths [B]: positions of row b including that token, 0 if it is
     inactive. All int32.
     """
@@ -29,6 +31,7 @@ class StepBatch(NamedTuple):
     chunk_tokens: jax.Array
     chunk_rows: jax.Array
     chunk_starts: jax.Array
+    chunk_lengths: jax.Array
     decode_tokens: jax.Array
     decode_lengths: jax.Array
 
@@ -39,14 +42,15 @@ class StepBatch(NamedTuple):
 
     @staticmethod
     def of_chunks(tokens: jax.Array, rows: jax.Array, starts: jax.Array) -> StepBatch:
+        """Without padding."""
         # jnp, not np: XLA of jax 0.11 crashes on a captured constant without elements inside shard_map.
         none = jnp.zeros((0,), jnp.int32)
-        return StepBatch(tokens, rows, starts, none, none)
+        return StepBatch(tokens, rows, starts, jnp.full_like(starts, tokens.shape[1]), none, none)
 
     @staticmethod
     def of_rows(tokens: jax.Array, lengths: jax.Array) -> StepBatch:
         none = jnp.zeros((0,), jnp.int32)
-        return StepBatch(jnp.zeros((0, 0), jnp.int32), none, none, tokens, lengths)
+        return StepBatch(jnp.zeros((0, 0), jnp.int32), none, none, none, tokens, lengths)
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,14 @@ def _are_peers(shards: Shards) -> bool:
     return jax.__version_info__ >= (0, 11) and all(float(d.compute_capability) >= 9 for d in devices)
 
 
-def kernel_lacks(spec: AttentionSpec | MlaSpec, backend: Backend, operation: str, scaled: bool = False) -> str:
+def kernel_lacks(spec: Mixer, backend: Backend, operation: str, scaled: bool = False) -> str:
     """What the kernel of an attention, "decode_attention" or "prefill_attention", cannot do of a layer, which XLA then
     does; "" if nothing.
 
     scaled: its cache is quantised."""
     kernel = getattr(backend, operation)
+    if isinstance(spec, RECURRENT):
+        return ""  # it attends to nothing
     if isinstance(spec, MlaSpec):
         tiles = spec.kv_rank % 128 == 0 and spec.rope.dim in (32, 64, 128)
         if kernel == "pallas_tpu":

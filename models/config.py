@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil, comb
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from inferlib.models.recurrent import Mixer
 
 
 class ConfigError(ValueError):
@@ -376,7 +379,7 @@ class NormSpec:
 class LayerSpec:
     """One decoder layer: x + post(attention(pre(x))), then x + post(mlp(pre(x)))."""
 
-    attention: AttentionSpec | MlaSpec
+    attention: Mixer
     mlp: MlpSpec | MoeSpec
     pre_norm: bool = True
     post_norm: bool = False

@@ -16,6 +16,7 @@ from inferlib.models.batch import StepContext
 from inferlib.models.config import LayerSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.embedding import look_up
+from inferlib.models.layers.gated_delta import GatedDelta
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.mla import Mla
 from inferlib.models.layers.mlp import Mlp
@@ -26,6 +27,7 @@ from inferlib.models.layers.per_layer import PerLayerEmbedding, PerLayerInput
 from inferlib.models.layers.residual import AltUp, Laurel, Streams
 from inferlib.models.layers.ring import in_ring, ring_axis, rings
 from inferlib.models.layout import Layout
+from inferlib.models.recurrent import GatedDeltaSpec
 from inferlib.ops.add_norm import add_norm, add_norm_fits
 from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.matmul import Normed, matmul
@@ -60,6 +62,8 @@ class Block(nnx.Module):
         heads = layout.heads(spec.attention)
         if isinstance(spec.attention, MlaSpec):
             self.attn = Mla(spec.attention, heads, config.dim, dtype)
+        elif isinstance(spec.attention, GatedDeltaSpec):
+            self.attn = GatedDelta(spec.attention, heads, config.dim, dtype)
         else:
             self.attn = Attention(spec.attention, heads, config.norm, config.dim, dtype)
         if isinstance(spec.mlp, MoeSpec):

@@ -7,7 +7,8 @@ from math import ceil
 
 import numpy as np
 
-from inferlib.models.config import AttentionSpec, MlaSpec, MlpSpec, ModelConfig, MoeSpec
+from inferlib.models.config import MlaSpec, MlpSpec, ModelConfig, MoeSpec
+from inferlib.models.recurrent import RECURRENT, Mixer
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
@@ -32,11 +33,12 @@ class HeadLayout:
         return self.copies == 1 and all(slot >= 0 for row in self.source for slot in row)
 
 
-def head_layout(spec: AttentionSpec | MlaSpec, shards: int) -> HeadLayout:
+def head_layout(spec: Mixer, shards: int) -> HeadLayout:
     """Lay out the heads for `shards` devices.
 
     Key/value heads fewer than the devices are copied, their queries dealt among the copies; what does not divide is
     padded with zero heads, whose output is zero. The heads of latent attention have a key and a value each, expanded.
+    Of linear attention, the value heads stand for queries and the key heads for key/value heads.
     """
     if isinstance(spec, MlaSpec):
         heads = range(_rounded_up(spec.heads, shards))
@@ -73,6 +75,13 @@ class Layout:
                 f"the expert placement has {self.slots} slots, which do not divide over {count} devices of the expert "
                 f"axis: give it a multiple, such as {_rounded_up(self.slots, count)}"
             )
+        recurrent = any(isinstance(layer.attention, RECURRENT) for layer in self.config.layers)
+        if recurrent and (count := self.shards.size(axes.POSITIONS)) > 1:
+            raise ShardingError(
+                f"rules {self.shards.rules.name!r} deal a row's positions out to {count} devices of the "
+                f"{' and '.join(self.shards.mesh_axes(axes.POSITIONS))} axis, and the state of linear attention, which "
+                "takes a row's tokens in order, has none: use tp, tp_sp, dp_attention, dp or ep"
+            )
         for size in sorted({layer.attention.value_dim for layer in self.config.layers}):
             self._must_divide("value head size", size, axes.HEAD_OUT)
 
@@ -85,12 +94,16 @@ class Layout:
                 f"devices of the {' and '.join(self.shards.mesh_axes(name))} axis; it does over {able}"
             )
 
-    def heads(self, spec: AttentionSpec | MlaSpec) -> HeadLayout:
+    def heads(self, spec: Mixer) -> HeadLayout:
         return head_layout(spec, self.shards.size(axes.KV_HEADS))
 
-    def cache_heads(self, spec: AttentionSpec | MlaSpec) -> int:
-        """Heads of a layer's cache; that of latents has one, which every device of a split over heads holds."""
-        return spec.cache_heads if isinstance(spec, MlaSpec) else self.heads(spec).groups
+    def cache_heads(self, spec: Mixer) -> int:
+        """Heads of a layer's cache; that of latents has one, which every device of a split over heads holds, a state
+        those of values."""
+        if isinstance(spec, MlaSpec):
+            return spec.cache_heads
+        heads = self.heads(spec)
+        return heads.groups * heads.queries if isinstance(spec, RECURRENT) else heads.groups
 
     def hidden(self, size: int) -> int:
         """Feed-forward width, padded with zeros."""

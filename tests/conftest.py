@@ -39,7 +39,7 @@ hypothesis.settings.load_profile("suite")
 
 VOCAB = 131
 MAX_LEN = 96
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 # Windows of 8: with prefill chunks of at most 16 their rings have 24 slots and wrap four times in MAX_LEN.
 TINY: dict[str, dict[str, Any]] = {
@@ -53,6 +53,8 @@ TINY: dict[str, dict[str, Any]] = {
     # Two in chunks, then one without positions.
     "llama4_text": {"num_hidden_layers": 3, "no_rope_layer_interval": 3},
     "qwen3_moe": {"num_hidden_layers": 2},
+    # Stacked, a layer of linear attention and one of attention, twice.
+    "qwen3_5_text": {"layer_types": [_LINEAR, _FULL] * 2},
     # Stacked, these are a pattern of two that repeats twice, then a single layer.
     "ministral": {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING]},
 }

@@ -45,6 +45,8 @@ LATENT = {
 _EXPERTS = {"moe_intermediate_size": 40, "num_experts_per_tok": 3}
 _DEEPSEEK = {**_EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2}
 _DEEPSEEK |= {"first_k_dense_replace": 1}
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12}
+_DELTA |= {"linear_value_head_dim": 20}
 _GRANITE = {
     "embedding_multiplier": 3.0,
     "attention_multiplier": 0.15,
@@ -108,6 +110,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5},
     "qwen2_moe": {**_EXPERTS, "num_experts": 7, "shared_expert_intermediate_size": 56, "head_dim": None},
     "qwen3_moe": {**_EXPERTS, "num_local_experts": 7},
+    # Two key heads with two value heads each; a segment of three layers that repeats, and one behind it.
+    "qwen3_next": {**_EXPERTS, **_DELTA, "num_experts": 7},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_EXPERTS, **_DELTA, "num_experts": 7},
     "deepseek_v2": {**LATENT, **_DEEPSEEK},
     "deepseek_v3": {**LATENT, **_DEEPSEEK},
     "glm4_moe_lite": {**LATENT, **_EXPERTS, "n_routed_experts": 7},
@@ -351,6 +357,16 @@ CASES = [
         "laguna",
         {"gating": "per-element", "moe_router_logit_softcapping": 1.5, "moe_routed_scaling_factor": 1.7},
     ),
+    Case("qwen3-next", "qwen3_next", length=80),
+    Case(
+        "qwen3-next-mixed",
+        "qwen3_next",
+        {"layer_types": [_FULL, *["linear_attention"] * 3], "mlp_only_layers": [1], "norm_topk_prob": False}
+        | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "num_hidden_layers": 4},
+    ),
+    Case("qwen3.5", "qwen3_5_text", length=80),
+    Case("qwen3.5-tied", "qwen3_5_text", {"tie_word_embeddings": True, "full_attention_interval": 2}),
+    Case("qwen3.5-moe", "qwen3_5_moe_text"),
     Case("qwen3-moe-mixed", "qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True, "attention_bias": True}),
 ]
 
@@ -373,8 +389,11 @@ def make_checkpoint(folder: Path, family: str, *, seed: int = 0, **overrides: An
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
+            if name.endswith("A_log"):  # states that remember; of those that fade quickly transformers' sums are rough
+                weight.copy_(noise - 3)
+                continue
             weight.copy_(weight + 0.2 * noise if weight.ndim == 1 else 0.16 * noise)
         for name, bias in model.named_buffers():
             if name.endswith("layer_scalar"):

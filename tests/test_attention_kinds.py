@@ -14,11 +14,12 @@ from inferlib.models.families import config_from_hf
 from tests.conftest import MAX_LEN, assert_greedy, build_llm, random_prompts, reference
 from tests.test_poison import before_each_dispatch, poison, tokens_of
 
-# Latents; a cache that layers share; sinks, and a ring on every other layer; a ring of chunks. Programs of experts take
-# long to compile.
+# Latents; a cache that layers share; states; sinks, and a ring on every other layer; a ring of chunks. Programs of
+# experts take long to compile.
 KINDS = [
     "minicpm3",
     "gemma3n_text",
+    "qwen3_5_text",
     *(pytest.param(family, marks=pytest.mark.slow) for family in ("gpt_oss", "llama4_text")),
 ]
 TOLERANCE = 1e-4  # absolute, on logits with a standard deviation above 1

@@ -18,6 +18,8 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import AttentionSpec, ConfigError, LayerSpec, MlpSpec, ModelConfig
 from inferlib.models.families import config_from_hf
+from inferlib.sharding.mesh import Parallelism, ShardingError
+from inferlib.sharding.shards import planned_shards
 from tests.conftest import MAX_LEN, assert_greedy, build_llm, new_engine, random_prompts, reference
 
 # Logits have a standard deviation of 1 to 3; float32 sums in another order differ by 3e-5 at most.
@@ -176,3 +178,32 @@ def test_stacked_layers_without_rotary_embedding():
     tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
     with jax.checking_leaks():
         assert jax.jit(run).lower(weights, plan.allocate(), tokens).out_info.shape == (8, 8)
+
+
+def hybrid(parallel: str = "tp=1"):
+    """Qwen3-Next's first four layers, planned for devices that need not be there."""
+    hf = configs.load("qwen3-next-80b-a3b") | {"num_hidden_layers": 4, "num_experts": 16}
+    return abstract_model(config_from_hf(hf), jnp.bfloat16, shards=planned_shards(Parallelism.parse(parallel)))
+
+
+@pytest.mark.parametrize("kept", [jnp.bfloat16, "int8"])
+def test_states_have_the_size_of_a_row_whatever_its_length(kept):
+    """A quantised cache is that of the layers with attention."""
+    plans = [plan_cache(hybrid(), rows=3, max_len=length, chunk=64, dtype=kept) for length in (100, 1000)]
+    for block, other in zip(plans[0].blocks[:3], plans[1].blocks[:3], strict=True):
+        assert block == other
+        assert [(x.shape, x.dtype) for x in block.held] == [
+            ((3, 3, 16, 512), jnp.bfloat16),
+            ((3, 32, 128, 128), jnp.float32),
+        ]
+        assert block.row_bytes() == 3 * 16 * 512 * 2 + 32 * 128 * 128 * 4
+        assert sum(x.position_bytes() for x in block.arrays) == 0
+    values = plans[0].blocks[3].arrays[0]
+    assert values.shape == (3, 2, 100, 256)
+    assert values.dtype == (jnp.int8 if kept == "int8" else jnp.bfloat16)
+
+
+@pytest.mark.parametrize("parallel", ["cp=2", "cp=2,tp=2,rules=helix", "cp=2,tp=2,rules=tp2d"])
+def test_states_cannot_be_dealt_out_by_position(parallel):
+    with pytest.raises(ShardingError, match="2 devices of the sequence axis, and the state of linear attention"):
+        hybrid(parallel)

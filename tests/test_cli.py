@@ -277,6 +277,7 @@ def test_info(inferlib, monkeypatch):
     assert facts["cache_bytes"]["bfloat16"] == {
         "per_token": token,
         "beyond_windows": token,
+        "states": 0,
         "per_sequence": 100 * token,
     }
     (segment,) = facts["layers"]
@@ -297,6 +298,7 @@ def test_info_counts_windows_as_rings(inferlib, tmp_path):
     assert facts["cache_bytes"]["float32"] == {
         "per_token": 7 * layer,
         "beyond_windows": layer,
+        "states": 0,
         "per_sequence": layer * (2048 + 6 * (window + chunk)),
     }
     table = " ".join(inferlib("info", tmp_path).stdout.split())
@@ -312,6 +314,7 @@ def test_info_counts_shared_caches_once(inferlib, tmp_path):
     assert facts["cache_bytes"]["float32"] == {
         "per_token": 3 * layer,
         "beyond_windows": layer,
+        "states": 0,
         "per_sequence": layer * (2048 + 2 * (8 + 512)),
     }
     table = " ".join(inferlib("info", tmp_path).stdout.split())

@@ -51,6 +51,13 @@ EXPERTS = TINY | {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 256,
 }
+STATES = TINY | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+}
 LATENTS = {key: value for key, value in TINY.items() if key not in ("num_key_value_heads", "head_dim")} | {
     "architectures": ["MiniCPM3ForCausalLM"],
     "q_lora_rank": 256,
@@ -158,8 +165,8 @@ def test_no_program_copies_a_quantised_cache(dtype):
 
 @pytest.mark.parametrize(
     "hf",
-    [LATENTS, SMALL_HEADS, pytest.param(CHUNKS, marks=pytest.mark.slow)],
-    ids=["latents", "small heads", "chunks"],
+    [LATENTS, SMALL_HEADS, STATES, pytest.param(CHUNKS, marks=pytest.mark.slow)],
+    ids=["latents", "small heads", "states", "chunks"],
 )
 def test_no_program_copies_a_cache_of_another_kind(hf):
     made = replace(tiny("v5e-8", "tp=8"), hf=hf)

@@ -65,6 +65,9 @@ MODEL_TYPES = {
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "phimoe": "PhimoeForCausalLM",
@@ -340,8 +343,8 @@ def test_unknown_architectures_list_the_known_ones():
 
 
 def test_an_architecture_that_is_not_supported_names_the_idea_it_needs():
-    with pytest.raises(ConfigError, match=r"'Qwen3NextForCausalLM' .* needs a linear-attention layer"):
-        family_of({"architectures": ["Qwen3NextForCausalLM"]})
+    with pytest.raises(ConfigError, match=r"'KimiLinearForCausalLM' .* needs a linear-attention layer"):
+        family_of({"architectures": ["KimiLinearForCausalLM"]})
     assert not set(MODEL_TYPES.values()) & set(_MISSING)
 
 

@@ -198,6 +198,7 @@ PARAMETERS = {  # billions, as published
     "qwen3-32b": 32.8,
     "qwen3-30b-a3b": 30.5,
     "qwen3-235b-a22b": 235,
+    "qwen3-next-80b-a3b": 79.7,
     "smollm2-135m": 0.1345,
 }
 
@@ -212,6 +213,7 @@ ACTIVE = {
     "mixtral-8x7b": 12.9,
     "qwen3-30b-a3b": 3.3,
     "qwen3-235b-a22b": 22,
+    "qwen3-next-80b-a3b": 3.9,
 }
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from inferlib import LLM, SamplingParams
+from inferlib.cache.plan import BlockState
 from inferlib.compile.state import RowState
 from inferlib.engine.engine import Engine
 from inferlib.sharding import axes
@@ -24,13 +25,17 @@ SAMPLED = SamplingParams(seed=7, max_tokens=20, top_p=0.9, repetition_penalty=1.
 
 
 def valid_cells(engine: Engine) -> list[np.ndarray]:
-    """For each block that has a cache, which slots [R, S] of which rows the next steps may read."""
+    """For each block that has a cache, which slots [R, S] of which rows the next steps may read; of states which rows,
+    [R, 1]."""
     lengths = {row: s.prefilled for row, s in engine.scheduler.running.items()}
     active, length = np.asarray(engine.state.active), np.asarray(engine.state.length)
     lengths |= {row: length[row] for row in lengths if active[row]}
     masks = []
     for layers, block in zip(engine.model.blocks(), engine.plan.blocks, strict=True):
         if block.shared:
+            continue
+        if isinstance(block, BlockState):
+            masks.append(np.array([[bool(lengths.get(row))] for row in range(engine.plan.rows)]))
             continue
         spec, slots = engine.model.config.layers[layers[0]].attention, block.slots
         devices = engine.config.shards.size(axes.POSITIONS)
@@ -55,6 +60,8 @@ def poison(engine: Engine) -> float:
     spoiled = []
     for (mask, names), array in zip(of_arrays, engine.cache, strict=True):
         cells = mask[:, None] if names[-1] == axes.POSITIONS else mask[:, None, :, None]
+        if axes.POSITIONS not in names:
+            cells = mask.reshape(-1, *(1,) * (array.ndim - names.index(axes.PAGES) - 1))
         bad = 99 if jnp.issubdtype(array.dtype, jnp.integer) else np.nan
         spoiled.append(jnp.where(cells, array, jnp.asarray(bad, array.dtype)))
     engine.cache = tuple(spoiled)

@@ -1,5 +1,5 @@
 """The cache as a plan: for every block, its arrays: keys and values, or latents and rotary keys of MLA; in int8 or fp8
-with the scales of each, one for a position and head, made when it is written.
+with the scales of each, one for a position and head, made when it is written. Of a recurrent layer, a row's state.
 
 Contiguous mode: one page per row, so the arrays are [rows, K, S, h] with S the row's capacity. Layers
 with a sliding window or chunks keep a ring when that is smaller. Where positions are dealt out to several devices, each
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from inferlib.config import KV_CACHE_DTYPES, ConfigurationError
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.recurrent import RECURRENT, GatedDeltaSpec
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -43,10 +45,37 @@ class CacheArray:
         return nbytes(shards.local_shape(self.axes, self.shape), self.dtype)
 
     def position_bytes(self, shards: Shards = Shards()) -> int:  # noqa: B008
-        """Of a position in one layer, on a device that holds it."""
+        """Of a position in one layer, on a device that holds it; a state has none."""
+        if axes.POSITIONS not in self.axes:
+            return 0
         local = zip(self.axes, shards.local_shape(self.axes, self.shape), strict=True)
         cell = [size for name, size in local if name not in (axes.LAYERS, axes.PAGES, axes.POSITIONS)]
         return nbytes(cell, self.dtype) // self.fold
+
+    def row_bytes(self, shards: Shards = Shards()) -> int:  # noqa: B008
+        """Of a row in one layer, on a device."""
+        local = zip(self.axes, shards.local_shape(self.axes, self.shape), strict=True)
+        return nbytes([size for name, size in local if name not in (axes.LAYERS, axes.PAGES)], self.dtype)
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """One block's states, where it is recurrent: of each row, whatever its length, `arrays` [N, ...], or [L, N, ...] if
+    the block is scanned."""
+
+    arrays: tuple[CacheArray, ...]
+    names: tuple[str, ...]
+
+    ring: ClassVar[bool] = False
+    shared: ClassVar[bool] = False
+
+    @property
+    def held(self) -> tuple[CacheArray, ...]:
+        return self.arrays
+
+    def row_bytes(self, shards: Shards = Shards()) -> int:  # noqa: B008
+        """Of a row in one layer, on a device: what a step reads and writes."""
+        return sum(array.row_bytes(shards) for array in self.arrays)
 
 
 @dataclass(frozen=True)
@@ -109,7 +138,7 @@ class CachePlan:
 
     rows: int
     max_len: int
-    blocks: tuple[BlockCache, ...]
+    blocks: tuple[BlockCache | BlockState, ...]
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
@@ -137,8 +166,8 @@ class CachePlan:
 def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, platform: str = "cpu") -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
-    dtype: a float type, or a name of KV_CACHE_DTYPES. Raises ConfigurationError for such a one and cells that are made
-    larger on a "tpu".
+    dtype: of keys and values, a float type, or a name of KV_CACHE_DTYPES; states keep theirs. Raises ConfigurationError
+    for such a name and cells that are made larger on a "tpu".
 
     A cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes its
     compiler would choose another order of the dimensions, and copy the cache to it at every step. So where heads are of
@@ -152,14 +181,16 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
     scaled = dtype in KV_CACHE_DTYPES
     dtype = KV_CACHE_DTYPES[dtype] if scaled else np.dtype(dtype)
     for layers in model.blocks():
-        spec = model.config.layers[layers[0]].attention
+        spec, stack = model.config.layers[layers[0]].attention, (len(layers),) if len(layers) > 1 else ()
+        if isinstance(spec, RECURRENT):
+            blocks.append(_states(model, spec, (*stack, rows)))
+            continue
         ring = spec.reach is not None and spec.reach + chunk < max_len
         latent, sizes = isinstance(spec, MlaSpec), spec.cache_sizes
         folds = [lanes // size if latent and size in (lanes // 2, lanes // 4) else 1 for size in sizes]
         if not latent and any(size % lanes for size in sizes):
             sizes, folds = (sum(sizes),), [1]
         slots = model.layout.positions(spec.reach + chunk if ring else max_len, lanes * max(folds))
-        stack = (len(layers),) if len(layers) > 1 else ()
         if platform == "tpu" and scaled and (latent or any(size % lanes for size in sizes)):
             what = "latent attention" if latent else f"attention with heads of {sizes[0]}"
             raise ConfigurationError(
@@ -171,3 +202,13 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
         shapes = tuple((*page, *cell) for cell in cells)
         blocks.append(BlockCache(shapes, ring, dtype, scaled, latent, shared=spec.cache_of is not None))
     return CachePlan(rows, max_len, tuple(blocks))
+
+
+def _states(model: AbstractModel, spec: GatedDeltaSpec, lead: tuple[int, ...]) -> BlockState:
+    heads = model.layout.heads(spec)
+    kept = spec.kept(heads.groups, heads.queries)
+    names = (axes.LAYERS, axes.PAGES)[-len(lead) :]
+    arrays = (
+        CacheArray((*lead, *x.shape), (*names, *x.axes), np.dtype(np.float32) if x.wide else model.dtype) for x in kept
+    )
+    return BlockState(tuple(arrays), tuple(x.name for x in kept))

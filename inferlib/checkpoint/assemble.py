@@ -14,28 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from inferlib.checkpoint.delta import delta_pieces, delta_rule
+from inferlib.checkpoint.pieces import Piece
 from inferlib.checkpoint.source import TensorSource
 from inferlib.models.abstract import WeightSpec
 from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, ModelConfig, RopeSpec
 from inferlib.models.families.common import FusedExperts
 from inferlib.models.layout import HeadLayout, Layout
+from inferlib.models.recurrent import GatedDeltaSpec
 from inferlib.sharding import axes
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Rows of a checkpoint tensor: `shape` is the whole tensor's; rows None means all. transposed: the checkpoint has
-    rows as columns."""
-
-    tensor: str
-    shape: tuple[int, ...]
-    rows: tuple[int, int] | None = None
-    transposed: bool = False
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """The tensor's shape in the checkpoint."""
-        return self.shape[::-1] if self.transposed else self.shape
 
 
 @dataclass(frozen=True)
@@ -72,6 +59,8 @@ def layer_pieces(
     suffix = ".bias" if part.endswith(("_bias", ".bias")) else ".weight"
     tail = () if suffix == ".bias" else (dim,)
     module = part.removesuffix("_bias").removesuffix(".bias")
+    if module.startswith("attn.") and isinstance(spec.attention, GatedDeltaSpec):
+        return delta_pieces(names, spec.attention, module, dim)
     if module == "attn.o":
         shape = (dim,) if suffix == ".bias" else (dim, spec.attention.heads * spec.attention.value_dim)
         return (Piece(names[module] + suffix, shape),)
@@ -107,11 +96,15 @@ def _attention_pieces(names, attn: AttentionSpec, module: str, suffix: str, tail
         return (Piece(names[module], (attn.heads,)),)
     if module == "attn.gate":
         rows = attn.heads * (1 if attn.gate.per_head else attn.value_dim)
+        if names[module] == names["attn.q"]:
+            rows += q_rows
         return (Piece(names[module] + suffix, (rows, *tail)),)
     if module in ("attn.q_norm", "attn.k_norm"):
         full = q_rows if module == "attn.q_norm" else k_rows
         return (Piece(names[module] + suffix, (full if attn.qk_norm == "full" else attn.head_dim,)),)
-    rows = {"attn.q": q_rows}
+    # Where queries and gates are one tensor, each head's in turn, both read all of it.
+    shared = attn.gate is not None and names["attn.gate"] == names["attn.q"]
+    rows = {"attn.q": 2 * q_rows if shared else q_rows}
     if attn.cache_of is None:
         rows |= {"attn.k": k_rows} | ({} if attn.key_is_value else {"attn.v": v_rows})
     pieces = _fused(names, "attn.qkv", rows, suffix, tail)
@@ -194,7 +187,7 @@ def assemble(
     if spec is None or not part.startswith("attn."):
         fuse = _top if spec is None else _mlp
     else:
-        fuse = _latent_attention if isinstance(spec.attention, MlaSpec) else _attention
+        fuse = _ASSEMBLED.get(type(spec.attention), _attention)
     return expand(layout, spec, names, fuse(spec, part, pieces), fill).astype(dtype)
 
 
@@ -235,7 +228,8 @@ def _mlp(_spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Arra
 def _attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
     attn, h = spec.attention, spec.attention.head_dim
     if part in ("attn.qkv", "attn.qkv_bias"):
-        heads = [piece.reshape(attn.kv_heads, -1, h, *piece.shape[1:]) for piece in pieces]
+        queries = _of_heads(attn, pieces[0], attn.heads * h, 0)
+        heads = [x.reshape(attn.kv_heads, -1, h, *x.shape[1:]) for x in (queries, *pieces[1:])]
         turned = [_half_split(x, attn.rope, axis=2) for x in heads[:2]]  # queries and keys
         both = jnp.concatenate([*turned, *heads[2:]], axis=1)  # [K, G + 2, h, D]
         return jnp.moveaxis(both, 3, 0) if part == "attn.qkv" else both
@@ -248,13 +242,21 @@ def _attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax
         return pieces[0].reshape(attn.kv_heads, attn.group)
     if part == "attn.gate":
         size = () if attn.gate.per_head else (attn.value_dim,)
-        return pieces[0].T.reshape(-1, attn.kv_heads, attn.group, *size)
+        gate = _of_heads(attn, pieces[0], attn.heads * (size[0] if size else 1), 1)
+        return gate.T.reshape(-1, attn.kv_heads, attn.group, *size)
     if part in ("attn.q_norm", "attn.k_norm"):
         weight = pieces[0]
         if attn.qk_norm == "full":
             weight = weight.reshape(attn.kv_heads, *((attn.group,) if part == "attn.q_norm" else ()), h)
         return _half_split(weight, attn.rope, axis=weight.ndim - 1)
     return pieces[0]
+
+
+def _of_heads(attn: AttentionSpec, x: jax.Array, rows: int, which: int) -> jax.Array:
+    """x [rows, ...], or of a tensor of each head's query and gate in turn the former or the latter."""
+    if x.shape[0] == rows:
+        return x
+    return x.reshape(attn.heads, 2, -1, *x.shape[1:])[:, which].reshape(rows, *x.shape[1:])
 
 
 def _latent_attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
@@ -271,6 +273,9 @@ def _latent_attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...])
         heads = pieces[0].reshape(attn.heads, attn.nope_dim + attn.value_dim, -1)  # [H, n + v, R]
         return heads[:, : attn.nope_dim] if part == "attn.k" else jnp.moveaxis(heads[:, attn.nope_dim :], 1, 2)
     return pieces[0].T.reshape(attn.heads, attn.value_dim, -1) if part == "attn.o" else pieces[0]
+
+
+_ASSEMBLED = {MlaSpec: _latent_attention, GatedDeltaSpec: delta_rule}
 
 
 def _heads(x: jax.Array, axis: int, queries: bool, group: int, layout: HeadLayout, fill: float) -> jax.Array:

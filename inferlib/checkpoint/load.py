@@ -225,7 +225,7 @@ def _read(
         return read(slice(start, stop) if piece.rows else None)
     shape = (stop - start, *piece.shape[1:])
     # Tensors are split as the result is.
-    carriers = [split.get(name) for name in _axes_of(part)] if len(shape) > 1 else [None]
+    carriers = [split.get(name) for name in _axes_of(part)] if len(shape) == 2 else [None] * len(shape)
     spec = [axis if n % _size(shards, axis) == 0 else None for n, axis in zip(shape, carriers, strict=True)]
 
     @cache  # what several devices hold is read once
@@ -243,7 +243,7 @@ def _read(
 def _axes_of(part: str) -> tuple[str, str]:
     """What splits the rows and the columns of a part's checkpoint tensors, [out, in]."""
     match part.replace(".shared.", "."):
-        case "attn.qkv" | "attn.q" | "attn.k" | "attn.v" | "attn.gate":
+        case "attn.qkv" | "attn.q" | "attn.k" | "attn.v" | "attn.gate" | "attn.qk" | "attn.vz" | "attn.ba":
             return axes.KV_HEADS, axes.EMBED
         case "attn.down":
             return axes.LATENT, axes.EMBED

@@ -101,7 +101,8 @@ def _describe(
     """The facts as JSON values, by dtype where they depend on it; sizes in bytes, lengths in tokens.
 
     Cache: "per_token" of one that all layers keep; "beyond_windows" of one that only the layers without a
-    window keep; "per_sequence" of a row for `max_len` tokens, in which layers with a window hold a ring.
+    window keep; "states" of a row, whatever its length, in layers of linear attention; "per_sequence" of a
+    row for `max_len` tokens, in which layers with a window hold a ring.
     """
     model = models["float32"]
     config = model.config
@@ -128,17 +129,18 @@ def _describe(
 
 
 def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, int]:
-    from inferlib.cache.plan import plan_cache
+    from inferlib.cache.plan import BlockState, plan_cache
     from inferlib.config import Buckets
 
     chunk = Buckets.default(1, max_len).prefill[-1]
     plan = plan_cache(model, rows=1, max_len=max_len, chunk=chunk, dtype=dtype)
-    tokens = beyond = 0
+    tokens = beyond = states = 0
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         size = len(layers) * sum(array.position_bytes() for array in block.held)
         tokens += size
+        states += len(layers) * block.row_bytes() if isinstance(block, BlockState) else 0
         beyond += size if model.config.layers[layers[0]].attention.reach is None else 0
-    return {"per_token": tokens, "beyond_windows": beyond, "per_sequence": plan.nbytes}
+    return {"per_token": tokens, "beyond_windows": beyond, "states": states, "per_sequence": plan.nbytes}
 
 
 def _explain(
@@ -195,15 +197,19 @@ def _render(facts: dict[str, Any], model: AbstractModel, explanation: Explanatio
         bits = 8 * facts["stored_bytes"] / facts["parameters"]
         recipe.add_row("in files", f"{decimal(facts['stored_bytes'])}, {bits:.1f} bits per parameter")
 
+    from inferlib.models.recurrent import RECURRENT
+
     windows = any(layer.attention.reach for layer in config.layers)
     memory = Table(box=SIMPLE_HEAD)
     memory.add_column("loaded as")
-    tokens = ("cache per token", "beyond windows") if windows else ("cache per token",)
+    recurrent = any(isinstance(layer.attention, RECURRENT) for layer in config.layers)
+    shown = {"per_token": "cache per token"} | ({"beyond_windows": "beyond windows"} if windows else {})
+    shown |= {"states": "states of a row"} if recurrent else {}
     kind = f"{facts['kv_cache_dtype']} cache" if facts["kv_cache_dtype"] else "cache"
-    for title in ("weights", *tokens, f"{kind} of {facts['max_len']} tokens"):
+    for title in ("weights", *shown.values(), f"{kind} of {facts['max_len']} tokens"):
         memory.add_column(title, justify="right")
     for dtype, cache in facts["cache_bytes"].items():
-        sizes = [cache["per_token"], *([cache["beyond_windows"]] if windows else []), cache["per_sequence"]]
+        sizes = [*map(cache.get, shown), cache["per_sequence"]]
         memory.add_row(dtype, *map(decimal, [facts["weight_bytes"][dtype], *sizes]))
 
     text, terminal = io.StringIO(), sys.stdout.isatty()
@@ -227,8 +233,13 @@ def _runs(segment: Segment, kinds: list[LayerSpec]) -> str:
 
 def _layer(layer: LayerSpec) -> str:
     from inferlib.models.config import MlaSpec
+    from inferlib.models.recurrent import RECURRENT
 
     attention = layer.attention
+    if isinstance(attention, RECURRENT):
+        heads = f"{attention.heads} heads, {attention.kv_heads} for queries and keys"
+        sizes = f"states of {attention.head_dim} x {attention.value_dim}"
+        return ", ".join([f"gated delta rule with {heads}", sizes, *_feed_forward(layer.mlp)])
     rope = attention.rope
     parts = [f"{attention.heads} heads of {attention.head_dim}"]
     if isinstance(attention, MlaSpec):

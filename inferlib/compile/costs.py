@@ -14,7 +14,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from inferlib.cache.plan import CachePlan, plan_cache
+from inferlib.cache.plan import BlockState, CachePlan, plan_cache
 from inferlib.compile.network import ATTAINED, IDEAL, Efficiency, Network, place
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.state import RowState
@@ -23,10 +23,11 @@ from inferlib.config import check_kv_cache_dtype
 from inferlib.explain import Collective, explain_step
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.batch import Backend
-from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig, MoeSpec
+from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.exchange import pairs_room
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
+from inferlib.models.recurrent import RECURRENT, Mixer
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
@@ -134,13 +135,15 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Block:
-    """Layers that are alike, on a device. heads: of queries; cached: bytes of a position in the cache that a layer
-    reads, its own or another's."""
+    """Layers that are alike, on a device. heads: of queries, or of values that have a state; cached: bytes of a
+    position in the cache that a layer reads, its own or another's; state: bytes of a row that a layer reads and
+    writes."""
 
     layers: int
-    attention: AttentionSpec | MlaSpec
+    attention: Mixer
     heads: int
     cached: int
+    state: int
 
     @property
     def written(self) -> int:
@@ -204,7 +207,8 @@ class Deployed:
             layout = self.model.layout.heads(spec)
             heads = layout.groups * layout.queries // self.shards.size(axes.KV_HEADS)
             cached = sum(array.position_bytes(self.shards) for array in block.arrays)
-            found.append(Block(len(layers), spec, heads, cached))
+            state = block.row_bytes(self.shards) if isinstance(block, BlockState) else 0
+            found.append(Block(len(layers), spec, heads, cached, state))
         return tuple(found)
 
     def plan(self, rows: int, max_len: int, chunk: int) -> CachePlan:
@@ -217,6 +221,8 @@ class Deployed:
         cache, scores = 0, 0
         for block, planned in zip(self.blocks, self.plan(batch, max_len, chunk).blocks, strict=True):
             cache += sum(array.nbytes(self.shards) for array in planned.held)
+            if isinstance(planned, BlockState):
+                continue
             scores = max(scores, block.heads * self.shards.local_shape(planned.axes, planned.shapes[0])[-2])
         weights = sum(m.nbytes for m in self.matrices)
         vocab = model.layout.vocab // self.shards.size(axes.VOCAB)
@@ -266,6 +272,10 @@ class Deployed:
         share = ring / self.shards.size(axes.POSITIONS)  # of the positions that a device sees
         for block in self.blocks:
             spec, layers = block.attention, block.layers
+            if isinstance(spec, RECURRENT):
+                flops += 2.0 * layers * tokens * block.heads * spec.token_width
+                cache += 2.0 * layers * rows * block.state
+                continue
             reach, width = spec.reach or float("inf"), spec.pair_width(decode=not key.chunks)
             flops += 2.0 * layers * tokens * block.heads * width * min(seen, reach) * share
             if isinstance(spec, MlaSpec) and key.chunks:  # of the chunk itself with the matrices

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from inferlib.cache.plan import BlockCache, CachePlan, plan_cache
+from inferlib.cache.plan import BlockCache, BlockState, CachePlan, plan_cache
 from inferlib.compile.functions import run
 from inferlib.compile.programs import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.compile.state import RowState
@@ -326,6 +326,8 @@ def _attentions(
     planned and as a device has it."""
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         spec = model.config.layers[layers[0]].attention
+        if isinstance(block, BlockState):
+            continue
         if not kernel_lacks(spec, config.backend, operation, block.scaled):
             shapes = (config.shards.local_shape(block.axes, shape) for shape in block.shapes)
             held = [jax.ShapeDtypeStruct(s, block.dtype) for s in shapes]

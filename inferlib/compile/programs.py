@@ -285,7 +285,8 @@ class _Maker:
         info = dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
         own = self.config.shards.stripe(axes.TOKENS)
         tokens = own.take(chunk.tokens, dim=1)
-        batch = StepBatch(tokens, info["row"], info["start"], rows.token, jnp.where(rows.active, rows.length + 1, 0))
+        live = jnp.where(rows.active, rows.length + 1, 0)
+        batch = StepBatch(tokens, info["row"], info["start"], info["length"], rows.token, live)
         prompts = own.take(jnp.arange(key.chunk)[None], dim=1) < info["length"][:, None]
         counted = jnp.concatenate([prompts.reshape(-1), self.counted_rows(rows)])
         hidden, decoder, cache, _, load = self.run(weights, cache, batch, counted)

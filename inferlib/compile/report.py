@@ -13,7 +13,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from inferlib.cache.plan import BlockCache
+from inferlib.cache.plan import BlockCache, BlockState
 from inferlib.compile.aot import Outcome
 from inferlib.compile.deployment import Deployment
 from inferlib.compile.network import ATTAINED, place
@@ -23,6 +23,7 @@ from inferlib.compile.targets import CHIPS, parse_target, target_names
 from inferlib.config import ConfigurationError
 from inferlib.explain import expert_bytes, explain
 from inferlib.models.config import MlaSpec
+from inferlib.models.recurrent import RECURRENT
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
@@ -35,14 +36,14 @@ CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e9
 @dataclass(frozen=True)
 class Budget:
     """Bytes on one device that follow from shapes alone. rows: of each of `replicas`; token: of a row's cache, per
-    position of those layers that keep them all; rings: of a row's cache in the others."""
+    position of those layers that keep them all; fixed: of a row's cache in the others, whatever its length."""
 
     weights: int
     cache: int
     rows: int
     replicas: int
     token: int
-    rings: int
+    fixed: int
 
     @property
     def row(self) -> int:
@@ -63,8 +64,8 @@ class Budget:
             cache=sum(size for size, _ in blocks),
             rows=rows,
             replicas=shards.replicas,
-            token=sum(size // (rows * plan.max_len) for size, b in blocks if not b.ring),
-            rings=sum(size // rows for size, b in blocks if b.ring),
+            token=sum(size // (rows * plan.max_len) for size, b in blocks if not (b.ring or isinstance(b, BlockState))),
+            fixed=sum(size // rows for size, b in blocks if b.ring or isinstance(b, BlockState)),
         )
 
 
@@ -180,7 +181,7 @@ class Report:
         """Positions of each row that would fit, at the largest batch."""
         if not self.capacity or not self.budget.token:
             return None
-        a_row = self.room // self.budget.rows - self.budget.rings
+        a_row = self.room // self.budget.rows - self.budget.fixed
         return min(max(a_row // self.budget.token, 0), self.deployment.model.context)
 
     def latencies(self) -> list[Latency]:
@@ -322,7 +323,10 @@ def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
     return total + sum(_cache_read(block, shards, key) for block in plan.blocks)
 
 
-def _cache_read(block: BlockCache, shards: Shards, key: ProgramKey) -> int:
+def _cache_read(block: BlockCache | BlockState, shards: Shards, key: ProgramKey) -> int:
+    if isinstance(block, BlockState):
+        lead = block.arrays[0].shape[: block.arrays[0].axes.index(axes.PAGES)]
+        return (key.rows + key.chunks) * prod(lead) * block.row_bytes(shards)
     shares = shards.size(axes.POSITIONS)
     slots = block.slots // shares if block.ring else min(block.slots // shares, -(-key.limit // shares))
     layers = block.shapes[0][0] if len(block.shapes[0]) > 4 else 1
@@ -340,6 +344,9 @@ def _flops(programs: ProgramSet, key: ProgramKey) -> int:
     attention = 0
     for layer in model.config.layers:
         spec, heads = layer.attention, model.layout.heads(layer.attention)
+        if isinstance(spec, RECURRENT):
+            attention += 2 * tokens * heads.groups * heads.queries * spec.token_width
+            continue
         seen = min(key.limit, spec.reach or key.limit)
         attention += 2 * tokens * seen * heads.groups * heads.queries * spec.pair_width(decode=not key.chunks)
         if isinstance(spec, MlaSpec) and key.chunks:

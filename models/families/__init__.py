@@ -38,6 +38,7 @@ from inferlib.models.families import (
     phimoe,
     qwen,
     qwen_moe,
+    qwen_next,
     seed_oss,
     smollm3,
 )
@@ -53,6 +54,9 @@ FAMILIES: tuple[Family, ...] = (
     qwen.QWEN3,
     qwen_moe.QWEN2_MOE,
     qwen_moe.QWEN3_MOE,
+    qwen_next.QWEN3_NEXT,
+    qwen_next.QWEN3_5,
+    qwen_next.QWEN3_5_MOE,
     gemma.GEMMA,
     gemma.GEMMA2,
     gemma.GEMMA3,
@@ -95,10 +99,7 @@ FAMILIES: tuple[Family, ...] = (
 
 # Architectures that are not supported, by the first of their ideas that the decoder lacks.
 _LACKING = {
-    "a linear-attention layer (gated delta rule)": (
-        "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5MoeForCausalLM",
+    "a linear-attention layer (a delta rule of another kind)": (
         "KimiLinearForCausalLM",
         "OlmoHybridForCausalLM",
     ),

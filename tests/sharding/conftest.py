@@ -71,6 +71,8 @@ SHAPES = {
         {**_LAYERS(1), "gating": "per-element", "layer_types": None, "mlp_layer_types": ["dense"]}
         | {"num_attention_heads_per_layer": None},
     ),
+    # States, of two key heads with two value heads each, and gated attention.
+    "qwen3_5": ("qwen3_5_text", {**_LAYERS(2), "layer_types": ["linear_attention", "full_attention"]}),
     "mimo": ("mimo_v2_flash", _LAYERS(2)),  # values smaller than keys
     "smollm2": ("llama", _LAYERS(2) | SMOLLM2_HEADS),
     "biased": ("llama", {**_LAYERS(1), "attention_bias": True, "mlp_bias": True}),

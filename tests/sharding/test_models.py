@@ -28,6 +28,7 @@ QUICK = [
     ("experts", "ep=2,tp=2,rules=tp_sp"),
     ("deepseek", "ep=2,tp=2,rules=dp_attention"),
     ("gemma3n", "tp=2,rules=tp_sp"),
+    ("qwen3_5", "tp=4,dp=2"),
 ]
 # Each preset with a ring (gemma3), with heads that do not divide (smollm2), with latents and with experts; each mesh
 # with one of them at least.
@@ -41,6 +42,7 @@ SLOW = {
     "cp=4,tp=2,rules=tp2d dp=2,tp=2,rules=dp_attention ep=2,tp=2,rules=dp_attention",
     "deepseek": "ep=2,tp=2,rules=tp_sp ep=2,cp=2,tp=2 cp=2,tp=2,rules=helix cp=2,tp=2,rules=tp2d",
     "gemma3n": "cp=2,tp=2 cp=2,tp=2,rules=tp2d",
+    "qwen3_5": "tp=2 tp=4,rules=tp_sp tp=2,dp=2,rules=dp_attention",
     "gemma4": "ep=2,tp=2,rules=tp_sp ep=2,tp=2,rules=dp_attention",
 }
 EVERY = [*QUICK, *(pytest.param(f, mesh, marks=pytest.mark.slow) for f in SLOW for mesh in SLOW[f].split())]
