@@ -122,6 +122,8 @@ _LACKING = {
         "Llama4ForConditionalGeneration",
         "Mistral3ForConditionalGeneration",
         "KimiK25ForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
     ),
 }
 _MISSING = {name: idea for idea, names in _LACKING.items() for name in names}
