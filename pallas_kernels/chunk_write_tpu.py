@@ -98,7 +98,7 @@ def chunk_write(
                     pltpu.VMEM((some, _window(tokens, tile), *x.shape[4:]), x.dtype)
                     for x, tile in zip(cache, tiles, strict=True)
                 ],
-                pltpu.VMEM((_window(tokens, tiles[0]) + tiles[0], size), jnp.float32),
+                pltpu.VMEM((size // LANES, _window(tokens, tiles[0]) + tiles[0], LANES), jnp.float32),
                 pltpu.VMEM((count, some, pl.cdiv(tokens, LANES) * LANES), jnp.float32),
                 pltpu.SemaphoreType.DMA((len(cache),)),
             ],
@@ -123,7 +123,8 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
 
     Scalars: pages [P], -1 if absent, slots [P], layer [1]. new [tokens, heads * h]; cache in HBM, twice the same
     memory. Scratch: of each array of the cache the tiles that are written, [heads, window, ...]; rows of a head in
-    float32, with a tile before and behind them; scales of each of `new` [n, heads, tokens]; semaphores.
+    float32, with a tile before and behind them, [h / 128, rows, 128]: from any row on, none wider can be read; scales of
+    each of `new` [n, heads, tokens]; semaphores.
     """
     arrays = len(tiles)
     count = len(refs) - 3 * arrays - 3
@@ -180,9 +181,10 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
             for at in range(0, tokens, LANES):  # from a column to a row
                 diagonal = jnp.where(lane == row, scales[at : at + LANES], 0.0)
                 scales_s[n, head : head + 1, at : at + LANES] = jnp.sum(diagonal, axis=0, keepdims=True)
-        rows_s[tile : tile + tokens] = x
+        for part in range(size // LANES):
+            rows_s[part, tile : tile + tokens] = x[:, part * LANES : (part + 1) * LANES]
         offset, length = position - begin_of(n), window.shape[1]
-        moved = rows_s[pl.ds(tile - offset, length)]
+        moved = jnp.concatenate([rows_s[part, pl.ds(tile - offset, length)] for part in range(size // LANES)], axis=1)
 
         def with_old(at):
             index = at + lax.broadcasted_iota(jnp.int32, (tile, size), 0)

@@ -20,6 +20,7 @@ CASES = {
     "float32": ("float32", 32, 128, 2, ((0, 0), (3, 8), (1, 100), (9, 5)), False),
     "bfloat16, beyond the end": ("bfloat16", 64, 256, 1, ((0, 17), (3, 200), (1, 250), (2, 256)), False),
     "bfloat16, ring": ("bfloat16", 64, 256, 9, ((0, 17), (3, 230), (1, 250)), True),
+    "bfloat16, head size 256": ("bfloat16", 64, 256, 2, ((0, 17), (3, 200), (1, 250), (2, 256)), False, 256),
     "int8, ring": ("int8", 256, 512, 2, ((0, 0), (3, 300), (1, 500)), True),
     "int8, less than a tile": ("int8", 16, 256, 16, ((0, 7), (3, 120), (1, 250)), False),
     "int8, one tile of scales": ("int8", 16, 128, 2, ((0, 7), (3, 120)), False),
@@ -28,16 +29,16 @@ CASES = {
 }
 
 
-def check(run, dtype, width, slots, heads, places, ring):
+def check(run, dtype, width, slots, heads, places, ring, size=128):
     """Cells of the last of two layers, one array of them or two, are what is new, rounded; others keep every bit."""
     rng, scaled = np.random.default_rng(0), dtype in ("int8", "float8_e4m3fn")
     count = 1 + (heads > 1)
-    new = [jnp.asarray(rng.normal(size=(len(places), width, heads, 128)), jnp.float32) for _ in range(count)]
+    new = [jnp.asarray(rng.normal(size=(len(places), width, heads, size)), jnp.float32) for _ in range(count)]
     shape = 2, PAGES, heads, slots
-    cache = [jnp.asarray(50 * rng.normal(size=(*shape, 128)), jnp.float32).astype(dtype) for _ in range(count)]
+    cache = [jnp.asarray(50 * rng.normal(size=(*shape, size)), jnp.float32).astype(dtype) for _ in range(count)]
     cache += [jnp.asarray(rng.normal(size=shape), jnp.float32)] * (count * scaled)
     expected = [np.array(x) for x in cache]
-    flat = rounded([x.reshape(-1, heads, 128) for x in new], dtype, scaled=scaled)
+    flat = rounded([x.reshape(-1, heads, size) for x in new], dtype, scaled=scaled)
     for want, x in zip(expected, flat, strict=True):
         x = np.asarray(x.astype(want.dtype)).reshape(len(places), width, heads, *want.shape[4:])
         for chunk, (page, slot) in enumerate(places):

@@ -53,6 +53,7 @@ CASES = {
     "512 tokens, 1 head": ChunkWrite(512, heads=1),
     "512 tokens": ChunkWrite(512, start=1000),
     "2048 tokens": ChunkWrite(2048),
+    "512 tokens, head size 256": ChunkWrite(512, start=1000, heads=2, size=256),
     "512 tokens, 1 head, int8": ChunkWrite(512, heads=1, stored="int8"),
     "512 tokens, int8": ChunkWrite(512, start=1000, stored="int8"),
     "512 tokens, fp8": ChunkWrite(512, start=1000, stored="float8_e4m3fn"),
