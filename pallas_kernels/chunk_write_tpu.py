@@ -123,7 +123,7 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
 
     Scalars: pages [P], -1 if absent, slots [P], layer [1]. new [tokens, heads * h]; cache in HBM, twice the same
     memory. Scratch: of each array of the cache the tiles that are written, [heads, window, ...]; rows of a head in
-    float32, with a tile before and behind them, [h / 128, rows, 128]: from any row on, none wider can be read; scales of
+    float32, with a tile before and behind them, [h / 128, rows, 128]: none wider can be read from any row on. Scales of
     each of `new` [n, heads, tokens]; semaphores.
     """
     arrays = len(tiles)
