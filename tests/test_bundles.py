@@ -196,10 +196,11 @@ def test_mx_matmul_compiles_and_is_near_its_floor(target, four_bits, eight_bits)
 @pytest.mark.parametrize(("target", "least"), [("v5e-1", 0.75), ("v6e-1", 0.3), ("v5p:1x1x1", 0.3), ("v7x:1x1x1", 0.2)])
 def test_prefill_attention_compiles_and_is_near_its_floor(target, least):
     """least: share of the matrix units' peak."""
-    cases = "8192;8192, size 256;8192, no groups;128 behind 8064, 1 head;8192, page 16;2048 in a ring, window 1024"
-    more = "8192, int8;512 behind 7680, 1 head, fp8;8192, page 128, int8;2048 in a ring, window 1024, int8"
-    found = measured(target, "prefill_attention", f"{cases};{more}")
-    assert len(found) == 10
+    cases = "8192;8192, page 16;8192, int8;512 behind 7680, 1 head, fp8;2048 in a ring, window 1024, int8"
+    if target in ("v5e-1", "v6e-1"):
+        cases += ";8192, size 256;8192, no groups;128 behind 8064, 1 head;8192, page 128, int8"
+    found = measured(target, "prefill_attention", cases)
+    assert len(found) == len(cases.split(";"))
     assert 1 / found["8192"]["R"] >= least
 
 
@@ -207,7 +208,7 @@ def test_prefill_attention_compiles_and_is_near_its_floor(target, least):
 @needs_compiler
 @pytest.mark.parametrize("target", ["v5e-1", "v6e-1", "v5p:1x1x1", "v7x:1x1x1"])
 def test_chunk_write_compiles_and_takes_microseconds(target):
-    found = measured(target, "chunk_write", "512 tokens;512 tokens, int8;512 tokens, fp8")
+    found = measured(target, "chunk_write", "512 tokens;512 tokens, head size 256;512 tokens, int8")
     assert len(found) == 3
     assert all(line["cycles_us"] < 20 for line in found.values())
 
