@@ -120,6 +120,10 @@ def test_a_division_that_gives_quotient_and_remainder():
     assert (run.copies, run.hbm_bytes, run.unknown) == (5, (0 + 1 + 4 + 5 + 8) * 32, {})
 
 
+# Every kernel is compiled for four generations, its rarer cases for these two.
+ONE_CORE = ("v5e-1", "v6e-1")
+
+
 def measured(target: str, kernel: str, cases: str) -> dict[str, dict]:
     """What `benchmarks/kernels.py` finds, by case."""
     command = [sys.executable, "benchmarks/kernels.py", "--json", "--targets", target, "--kernels", kernel]
@@ -136,9 +140,12 @@ def measured(target: str, kernel: str, cases: str) -> dict[str, dict]:
     ("target", "most"), [("v5e-1", 1.03), ("v6e-1", 1.03), ("v5p:1x1x1", 1.03), ("v7x:1x1x1", 1.1)]
 )
 def test_decode_attention_compiles_and_is_near_its_floor(target, most):
-    cases = "A;F;L;F, page 128;uneven, 8 heads;A, head 64;A, head 256;A, 4 queries;A, window 1024;F, written"
-    found = measured(target, "decode_attention", f"{cases};F, fp8, written;F, int8, window 1024, written")
-    assert len(found) == 12
+    cases = "A;F;L;F, written;F, fp8, written"
+    if target in ONE_CORE:
+        cases += ";F, page 128;uneven, 8 heads;A, head 64;A, head 256;A, 4 queries;A, window 1024"
+        cases += ";F, int8, window 1024, written"
+    found = measured(target, "decode_attention", cases)
+    assert len(found) == len(cases.split(";"))
     for case in ("A", "F", "L", "F, written"):
         assert found[case]["R"] <= most, case
         assert found[case]["bytes_to_floor"] < 1.01, case
@@ -197,7 +204,7 @@ def test_mx_matmul_compiles_and_is_near_its_floor(target, four_bits, eight_bits)
 def test_prefill_attention_compiles_and_is_near_its_floor(target, least):
     """least: share of the matrix units' peak."""
     cases = "8192;8192, page 16;8192, int8;512 behind 7680, 1 head, fp8;2048 in a ring, window 1024, int8"
-    if target in ("v5e-1", "v6e-1"):
+    if target in ONE_CORE:
         cases += ";8192, size 256;8192, no groups;128 behind 8064, 1 head;8192, page 128, int8"
     found = measured(target, "prefill_attention", cases)
     assert len(found) == len(cases.split(";"))
@@ -231,8 +238,11 @@ def test_expert_mlp_compiles_and_is_near_its_floor(target):
 )
 def test_products_with_their_collective_compile_and_are_near_their_floor(target, most):
     """Whichever is longer of product and ring. v5p: one of two cores, which XLA does not idle."""
-    found = measured(target, "collective_matmul", "8b qkv, 2048;8b o, 2048;8b gate and up, 2048;70b down, 4096")
-    assert len(found) == 4
+    cases = "8b o, 2048;8b gate and up, 2048"
+    if target.startswith(("v5e", "v6e")):
+        cases += ";8b qkv, 2048;70b down, 4096"
+    found = measured(target, "collective_matmul", cases)
+    assert len(found) == len(cases.split(";"))
     for case, line in found.items():
         assert line["R"] <= most, case
         assert line["r"] <= 1.3 * most, case
