@@ -23,6 +23,19 @@ def quantized(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return values, np.where(dead, np.where(np.arange(x.shape[-2]) % 2, np.nan, np.inf), scales).astype(np.float32)
 
 
+def cached(k: np.ndarray, v: np.ndarray, layers: int | None, dtype: str, stored: str | None) -> dict[str, jax.Array]:
+    """Keys and values as a cache holds them, with their scales if it is quantised; the last of `layers`, if any, of
+    which the others are NaN."""
+    found = {}
+    for name, x in {"k": k, "v": v}.items():
+        x = np.stack([np.full_like(x, np.nan)] * (layers - 1) + [x]) if layers else x
+        if stored:
+            found[name], found[f"{name}_scales"] = map(jnp.asarray, quantized(x, stored))
+        else:
+            found[name] = jnp.asarray(x, dtype)
+    return found
+
+
 def _check_written(found: jax.Array, want: jax.Array, stale: jax.Array) -> None:
     """New cells, the only ones in which `want` and `stale` differ, may be rounded otherwise if they are quantised; all
     other bits are the same."""
@@ -92,14 +105,7 @@ class Case:
                 drawn = rng.normal(size=(2, self.heads, self.size))
                 k[at], v[at] = drawn.astype(jnp.dtype(self.dtype)).astype(float)
         plain = k, v
-        if self.layers:
-            k, v = (np.stack([np.full_like(x, np.nan)] * (self.layers - 1) + [x]) for x in (k, v))
-        found = {"q": jnp.asarray(q, self.dtype)}
-        for name, x in {"k": k, "v": v}.items():
-            if self.stored:
-                found[name], found[f"{name}_scales"] = map(jnp.asarray, quantized(x, self.stored))
-            else:
-                found[name] = jnp.asarray(x, self.dtype)
+        found = {"q": jnp.asarray(q, self.dtype)} | cached(k, v, self.layers, self.dtype, self.stored)
         if self.queries is None:
             found["q"] = found["q"][:, 0]
         if self.one:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from inferlib.ops.prefill_attention import BlockList
-from tests.decode_attention_cases import TOLERANCE, quantized
+from tests.decode_attention_cases import TOLERANCE, cached
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,7 @@ class Case:
                 slot = position % capacity
                 at = table[rows[chunk], slot // self.slots], slice(None), slot % self.slots
                 k[at], v[at] = rng.normal(size=(2, self.heads, self.size))
-        if self.layers:
-            k, v = (np.stack([np.full_like(x, np.nan)] * (self.layers - 1) + [x]) for x in (k, v))
-        found = {"q": jnp.asarray(q, self.dtype)}
-        for name, x in {"k": k, "v": v}.items():
-            if self.stored:
-                found[name], found[f"{name}_scales"] = map(jnp.asarray, quantized(x, self.stored))
-            else:
-                found[name] = jnp.asarray(x, self.dtype)
+        found = {"q": jnp.asarray(q, self.dtype)} | cached(k, v, self.layers, self.dtype, self.stored)
         if self.one:
             found["v"] = None
         found["rows"] = jnp.asarray(np.where(np.array(self.starts) < 0, count, rows), jnp.int32)

@@ -197,19 +197,25 @@ def traffic(draw):
     return config, jobs, draw(st.lists(st.sampled_from([None, None, 1]), min_size=1, max_size=4))
 
 
+def go_on(engine: Engine, sequences: list[Sequence], case: tuple, round_: int) -> None:
+    """What comes and what is cancelled in a round, then a step of the engine."""
+    _, jobs, bounds = case
+    for s, (_, arrival, cancel) in zip(sequences, jobs, strict=True):
+        if arrival == round_:
+            engine.add(s)
+        if cancel is not None and arrival + cancel == round_ and s.status is not Status.FINISHED:
+            engine.cancel(s)
+    engine.advance(max_steps=bounds[round_ % len(bounds)])
+
+
 @settings(max_examples=500)
 @given(traffic())
 def test_any_traffic_is_served_completely_and_in_order(case):
-    config, jobs, bounds = case
+    config, jobs, _ = case
     engine = scripted_engine(config, [script for script, _, _ in jobs])
     sequences = [sequence(script, "logits" if not script.max_tokens else "") for script, _, _ in jobs]
     for round_ in range(400):
-        for s, (_, arrival, cancel) in zip(sequences, jobs, strict=True):
-            if arrival == round_:
-                engine.add(s)
-            if cancel is not None and arrival + cancel == round_ and s.status is not Status.FINISHED:
-                engine.cancel(s)
-        engine.advance(max_steps=bounds[round_ % len(bounds)])
+        go_on(engine, sequences, case, round_)
         owned = [s.row for s in engine.scheduler.running.values()]
         free = [row for _, row in engine.scheduler._free]
         assert sorted(owned + free) == list(range(config.max_batch))
@@ -231,7 +237,7 @@ def test_any_traffic_is_served_completely_and_in_order(case):
 @settings(max_examples=150)
 @given(traffic())
 def test_a_repeated_dispatch_is_what_would_be_planned_anew(case):
-    config, jobs, bounds = case
+    config, jobs, _ = case
 
     class Anew(Scheduler):
         def plan(self, max_steps):
@@ -245,12 +251,7 @@ def test_a_repeated_dispatch_is_what_would_be_planned_anew(case):
         number = {id(s): i for i, s in enumerate(sequences)}
         engine._send = lambda d: (sent.append((d.key, [(number[id(s)], s.scheduled) for s in d.rows])), send(d))
         for round_ in range(60):
-            for s, (_, arrival, cancel) in zip(sequences, jobs, strict=True):
-                if arrival == round_:
-                    engine.add(s)
-                if cancel is not None and arrival + cancel == round_ and s.status is not Status.FINISHED:
-                    engine.cancel(s)
-            engine.advance(max_steps=bounds[round_ % len(bounds)])
+            go_on(engine, sequences, case, round_)
         return sent
 
     assert dispatches(Scheduler) == dispatches(Anew)
