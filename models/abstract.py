@@ -24,6 +24,7 @@ from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.ops.packed import PackedTensor, Packing
 from inferlib.ops.quantized import QuantizedTensor, Scheme, nbytes, quantize
+from inferlib.pallas_kernels.generations_tpu import FLOAT4, planning_for
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
@@ -216,11 +217,19 @@ def abstract_model(
     if [p.shape for p in params] != [leaf.shape for leaf in jax.tree.leaves(state)] or len(paths) != len(params):
         raise AssertionError("flax changed the order of a flattened state")
     weights = tuple(_weight_spec(path, p, quantization) for path, p in zip(paths, params, strict=True))
-    if backend.float4:  # whose parts must be of more inputs than those of the other form
-        forms = ((w, replace(w, float4=True)) for w in weights)
-        weights = tuple(form if gainful(w) and not unpackable(form, dtype, shards) else w for w, form in forms)
     for weight in weights:
         _must_keep_groups(weight, quantization, shards)
+    with planning_for(backend.generation):
+        weights = _packed(weights, dtype, backend, shards)
+    held = jax.tree.unflatten(tree, [_held(p, w) for p, w in zip(params, weights, strict=True)])
+    return AbstractModel(layout, np.dtype(dtype), segments, weights, graph, jax.tree.structure(held))
+
+
+def _packed(weights: tuple[WeightSpec, ...], dtype, backend: Backend, shards: Shards) -> tuple[WeightSpec, ...]:
+    """The weights, those packed that the backend's kernels want and take."""
+    if backend.generation in FLOAT4:  # whose parts must be of more inputs than those of the other form
+        forms = ((w, replace(w, float4=True)) for w in weights)
+        weights = tuple(form if gainful(w) and not unpackable(form, dtype, shards) else w for w, form in forms)
     experts = [w for w in weights if gainful(w) and axes.EXPERTS in w.axes]
     kernels = {
         True: backend.grouped_matmul == "pallas_tpu" and not any(unpackable(w, dtype, shards) for w in experts),
@@ -232,8 +241,7 @@ def abstract_model(
     )
     if shards.splits_tokens:  # products may take place in a ring, whose kernels read plain weights as they are
         weights = tuple(replace(w, packed=w.packed and w.scheme is not None) for w in weights)
-    held = jax.tree.unflatten(tree, [_held(p, w) for p, w in zip(params, weights, strict=True)])
-    return AbstractModel(layout, np.dtype(dtype), segments, weights, graph, jax.tree.structure(held))
+    return weights
 
 
 def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -> WeightSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from inferlib.models.config import MlaSpec, ModelConfig, RopeSpec
 from inferlib.models.layers.rope import rope_angles
-from inferlib.models.recurrent import RECURRENT, Mixer
+from inferlib.models.recurrent import Mixer, Recurrent
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -53,20 +53,27 @@ class StepBatch(NamedTuple):
         return StepBatch(jnp.zeros((0, 0), jnp.int32), none, none, none, tokens, lengths)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Backend:
     """Which implementation of an operation a program is built with."""
 
     decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
+    qkv_attention: Literal["xla", "pallas_gpu"] = "xla"  # and what precedes it, see `Attention.in_one`
     prefill_attention: Literal["xla", "pallas_tpu", "nki"] = "xla"
     grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
     expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # of few tokens; "xla": as grouped products
     matmul: Literal["xla", "pallas_tpu"] = "xla"  # with weights
-    float4: bool = False  # whether MXFP4 is packed for a TPU that converts it
     add_norm: Literal["xla", "pallas_gpu"] = "xla"  # residual sums and the norms of few rows, on one device
     all_reduce: Literal["xla", "pallas"] = "xla"
     collective_matmul: Literal["xla", "pallas_tpu"] = "xla"  # where tokens are split, see `models.layers.ring`
     exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
+    generation: Literal[None, "v4", "v5e", "v5p", "v6e", "v7x"] = None  # of TPUs: what is planned for, not a choice
+
+    def __post_init__(self):
+        for name, kind in get_type_hints(Backend).items():
+            known, given = get_args(kind), getattr(self, name)
+            if given not in known:
+                raise ValueError(f"backend {name}={given!r} is none of {', '.join(map(repr, known))}")
 
     @staticmethod
     def for_platform(platform: str, shards: Shards, cores: int = 1, generation: str | None = None) -> Backend:
@@ -77,15 +84,13 @@ class Backend:
         if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
             return Backend(decode_attention="nki", prefill_attention="nki")
         if platform == "tpu":
-            from inferlib.pallas_kernels.packed_weights_tpu import FLOAT4
-
             kernels = ["decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp", "matmul"]
             kernels += ["collective_matmul"] * (shards.splits_tokens and cores == 1)
-            return Backend(**dict.fromkeys(kernels, "pallas_tpu"), float4=generation in FLOAT4, exchange="ragged")
+            return Backend(**dict.fromkeys(kernels, "pallas_tpu"), exchange="ragged", generation=generation)
         if platform != "gpu":
             return Backend()
         all_reduce = "pallas" if _are_peers(shards) else "xla"
-        kernels = dict.fromkeys(("decode_attention", "grouped_matmul", "add_norm"), "pallas_gpu")
+        kernels = dict.fromkeys(("decode_attention", "qkv_attention", "grouped_matmul", "add_norm"), "pallas_gpu")
         return Backend(**kernels, all_reduce=all_reduce, exchange="ragged")
 
 
@@ -104,15 +109,19 @@ def kernel_lacks(spec: Mixer, backend: Backend, operation: str, scaled: bool = F
 
     scaled: its cache is quantised."""
     kernel = getattr(backend, operation)
-    if isinstance(spec, RECURRENT):
+    if isinstance(spec, Recurrent):
         return ""  # it attends to nothing
-    if isinstance(spec, MlaSpec):
-        tiles = spec.kv_rank % 128 == 0 and spec.rope.dim in (32, 64, 128)
-        if kernel == "pallas_tpu":
-            return "" if tiles else f"latents of {spec.kv_rank} and rotary keys of {spec.rope.dim}"
+    if isinstance(spec, MlaSpec) and kernel not in ("pallas_tpu", "pallas_gpu"):
         return "latent attention"
     if scaled and kernel != "pallas_tpu":
         return "a cache of int8 or fp8"
+    if isinstance(spec, MlaSpec):
+        tiles = spec.kv_rank % 128 == 0 and spec.rope.dim in (32, 64, 128)
+        if kernel == "pallas_gpu":
+            from inferlib.pallas_kernels.mla_decode_attention_gpu import fits
+
+            tiles = fits(spec.kv_rank, spec.rope.dim)
+        return "" if tiles else f"latents of {spec.kv_rank} and rotary keys of {spec.rope.dim}"
     if spec.value_dim != spec.head_dim and kernel != "pallas_tpu":
         return "values of another size than keys"
     return "chunked attention" if spec.chunk else ""

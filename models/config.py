@@ -194,6 +194,7 @@ class MlaSpec:
     latent_bias: bool = False
     o_bias: bool = False
     temperature: QueryTemperature | None = None
+    rotates: bool = True  # False: nothing has positions (Kimi Linear)
 
     reach: ClassVar[None] = None
     cache_of: ClassVar[None] = None
@@ -233,7 +234,7 @@ class ClampedSwiglu:
     limit: float
 
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 
 
 @dataclass(frozen=True)
@@ -315,6 +316,7 @@ class MoeSpec:
     hidden: int
     activation: Activation | ClampedSwiglu = "silu"
     bias: bool = False  # of each expert
+    gated: bool = True  # see `MlpSpec`
     shared: MlpSpec | None = None
     shared_gate: bool = False  # the shared experts are weighted by the sigmoid of a learned projection (Qwen2-MoE)
     scale_input: bool = False  # weights multiply what goes into the experts, not what comes out (Llama 4)
@@ -329,6 +331,7 @@ class MoeSpec:
     def __post_init__(self):
         _require(0 <= self.identity < self.router.experts, f"{self.identity} of all experts cannot be the identity")
         _require(not self.shared_gate or self.shared is not None, "a gate needs shared experts")
+        _require(self.gated or isinstance(self.activation, str), "a clamped SwiGLU needs a gate")
         _require(not self.deferred or self.shared is not None, "experts that are deferred need shared ones beside them")
         _require(
             not (self.shared_gate and self.shared.bias),
@@ -376,21 +379,39 @@ class NormSpec:
 
 
 @dataclass(frozen=True)
+class NormedResidual:
+    """A layer's residual is what its branches read (MiniMax-Text-01): of each branch keep * norm(x) + scale *
+    branch(norm(x)), with (keep, scale)."""
+
+    attention: tuple[float, float]
+    mlp: tuple[float, float]
+
+
+@dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: x + post(attention(pre(x))), then x + post(mlp(pre(x)))."""
+    """One decoder layer: x + post(attention(pre(x))), then x + post(mlp(pre(x))), or without a feed-forward only the
+    former."""
 
     attention: Mixer
-    mlp: MlpSpec | MoeSpec
+    mlp: MlpSpec | MoeSpec | None
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False  # attention and MLP read the same pre-normed input (Cohere)
     scaled: bool = False  # a learned number multiplies what the layer returns (Gemma 4)
+    normed: NormedResidual | None = None
     laurel: int = 0  # rank of a learned residual beside attention's (LAuReL, Menghani et al. 2024); 0: none
 
     def __post_init__(self):
         apart = self.laurel or (isinstance(self.mlp, MoeSpec) and self.mlp.own_norms)
         _require(not (apart and self.parallel), "parallel branches have neither LAuReL nor experts with norms")
+        beside = apart or self.parallel or self.post_norm or not self.pre_norm
+        _require(not (self.normed and beside), "a normed residual needs norms before the branches and nothing else")
         _require(not (apart and not self.pre_norm), "LAuReL and experts with norms need norms before the branches")
+        two = self.parallel or self.post_norm or self.laurel
+        _require(
+            self.mlp is not None or (self.pre_norm and not two),
+            "a layer without a feed-forward has a norm before its attention, and neither others nor parallel branches",
+        )
 
 
 @dataclass(frozen=True)
@@ -443,8 +464,12 @@ class ModelConfig:
             self.per_layer is None or self.per_layer.vocab <= self.vocab, "a per-layer table exceeds the vocabulary"
         )
         self._require_caches()
-        last = self.layers[-1].mlp
-        _require(not (isinstance(last, MoeSpec) and last.deferred), "the last layer's experts cannot be deferred")
+        for layer, after in zip(self.layers, (*self.layers[1:], None), strict=True):
+            deferred = isinstance(layer.mlp, MoeSpec) and layer.mlp.deferred
+            _require(
+                not deferred or (after is not None and after.mlp is not None),
+                "experts can be deferred to the next layer's feed-forward only",
+            )
         _require(self.vocab > 0 and self.dim > 0 and self.context > 0, "vocab, dim and context must be positive")
 
     @property

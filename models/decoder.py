@@ -16,7 +16,6 @@ from inferlib.models.batch import StepContext
 from inferlib.models.config import LayerSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.embedding import look_up
-from inferlib.models.layers.gated_delta import GatedDelta
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.mla import Mla
 from inferlib.models.layers.mlp import Mlp
@@ -24,10 +23,11 @@ from inferlib.models.layers.moe import Load, Moe
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import OfStack, param
 from inferlib.models.layers.per_layer import PerLayerEmbedding, PerLayerInput
+from inferlib.models.layers.recurrent import LAYERS
 from inferlib.models.layers.residual import AltUp, Laurel, Streams
 from inferlib.models.layers.ring import in_ring, ring_axis, rings
 from inferlib.models.layout import Layout
-from inferlib.models.recurrent import GatedDeltaSpec
+from inferlib.models.recurrent import Recurrent
 from inferlib.ops.add_norm import add_norm, add_norm_fits
 from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.matmul import Normed, matmul
@@ -62,17 +62,17 @@ class Block(nnx.Module):
         heads = layout.heads(spec.attention)
         if isinstance(spec.attention, MlaSpec):
             self.attn = Mla(spec.attention, heads, config.dim, dtype)
-        elif isinstance(spec.attention, GatedDeltaSpec):
-            self.attn = GatedDelta(spec.attention, heads, config.dim, dtype)
+        elif isinstance(spec.attention, Recurrent):
+            self.attn = LAYERS[type(spec.attention)](spec.attention, heads, config.dim, dtype)
         else:
             self.attn = Attention(spec.attention, heads, config.norm, config.dim, dtype)
         if isinstance(spec.mlp, MoeSpec):
             self.mlp = Moe(spec.mlp, layout, dtype)
-        else:
+        elif spec.mlp is not None:
             self.mlp = Mlp(spec.mlp, layout.hidden(spec.mlp.hidden), config.dim, dtype)
         if spec.pre_norm:
             self.pre_attn_norm = norm()
-            if not spec.parallel:
+            if not spec.parallel and spec.mlp is not None:
                 self.pre_mlp_norm = norm()
         if spec.post_norm:
             self.post_attn_norm, self.post_mlp_norm = norm(), norm()
@@ -115,10 +115,10 @@ class Block(nnx.Module):
         x, y, boxes, *_ = stream
         with jax.named_scope("attention"):
             attn, cache = self.attn(self.pre_attn_norm(x, ctx.shards) if y is None else y, ctx, cache)
-            x, y, boxes = self.sum_and_norm(attn, x, self.pre_mlp_norm.weight[...], boxes)
+            x, y, boxes = self.sum_and_norm(self.biased(attn), x, self.pre_mlp_norm.weight[...], boxes)
         with jax.named_scope("mlp"):
             mlp, load = self.feed_forward(y, ctx, None)
-            return Stream(*self.sum_and_norm(mlp, x, after, boxes), load=load), cache
+            return Stream(*self.sum_and_norm(self.mlp.finish(mlp), x, after, boxes), load=load), cache
 
     def sum_and_norm(
         self, branch: jax.Array, x: jax.Array, weight: jax.Array, boxes: Mailboxes | None
@@ -151,7 +151,10 @@ class Block(nnx.Module):
             return self.add(x, self.mlp.finish(self.biased(both))), None, load, cache
         summed = attn if _travels(self.attn, "o") else shards.sum_tokens(attn, axes.KV_HEADS, axes.HEAD_OUT)
         attn = self.biased(summed)
-        x = self.add(x, self.post_attn_norm(attn, shards) if spec.post_norm else attn)
+        attn = self.post_attn_norm(attn, shards) if spec.post_norm else attn
+        x = _kept(own, attn, spec.normed.attention) if spec.normed else self.add(x, attn)
+        if spec.mlp is None:
+            return x, None, None, cache
         if spec.laurel:
             x = (x + self.laurel(own, shards)) * jnp.asarray(2**-0.5, x.dtype)
         with jax.named_scope("mlp"):
@@ -159,7 +162,7 @@ class Block(nnx.Module):
                 whole = shards.fed(shards.all_tokens(x, ctx.tokens))
                 mlp, load = self.mlp.with_norms(whole, self.pre_mlp_norm(whole, shards), ctx, layer)
             else:
-                y = self.pre_mlp_norm(x, shards) if spec.pre_norm else x
+                own = y = self.pre_mlp_norm(x, shards) if spec.pre_norm else x
                 y = y if _travels(self.mlp, "gate_up") else shards.fed(shards.all_tokens(y, ctx.tokens))
                 if spec.pre_norm and isinstance(self.mlp, Mlp):
                     y = self.pre_mlp_norm.for_products(x, y, shards)
@@ -169,7 +172,8 @@ class Block(nnx.Module):
                     mlp, load = self.feed_forward(y, ctx, layer)
                 mlp = mlp if before is None else mlp + before
                 mlp = self.mlp.finish(mlp if _travels(self.mlp, "down") else shards.sum_tokens(mlp, axes.MLP))
-        return self.add(x, self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp), held, load, cache
+        mlp = self.post_mlp_norm(mlp, shards) if spec.post_norm else mlp
+        return _kept(own, mlp, spec.normed.mlp) if spec.normed else self.add(x, mlp), held, load, cache
 
     def feed_forward(self, y: jax.Array | Normed, ctx: StepContext, layer: jax.Array | None) -> tuple[jax.Array, Load]:
         """This device's part of the sum."""
@@ -186,6 +190,11 @@ class Block(nnx.Module):
 
     def add(self, x: jax.Array, branch: jax.Array) -> jax.Array:
         return x + (branch if self.scale == 1.0 else branch * self.scale)
+
+
+def _kept(normed: jax.Array, branch: jax.Array, scales: tuple[float, float]) -> jax.Array:
+    """The residual where it is the norm that a branch read; see `NormedResidual`."""
+    return normed * scales[0] + branch * scales[1]
 
 
 def _travels(module: nnx.Module, name: str) -> bool:
@@ -243,14 +252,15 @@ def block_of(segments: Sequence[Segment], layer: int) -> tuple[int, int | None]:
     raise IndexError(layer)
 
 
-def fuses_sums(config: ModelConfig) -> bool:
+def fuses_sums(config: ModelConfig, *, alone: bool) -> bool:
     """Whether every sum over devices is of one layer, and followed by the residual's and an RMS norm, and by nothing
-    between."""
+    between; a bias, which each device would add, only where there is one (`alone`)."""
     plain = config.norm.kind == "rms" and not config.norm.unit_offset and config.residual_scale == 1.0
     return (plain and config.per_layer is None) and all(
         layer.pre_norm
-        and not layer.laurel
-        and not (layer.post_norm or layer.parallel or layer.scaled or layer.attention.o_bias or layer.mlp.output_bias)
+        and layer.mlp is not None
+        and not (layer.laurel or layer.normed or layer.post_norm or layer.parallel or layer.scaled)
+        and (alone or not (layer.attention.o_bias or layer.mlp.output_bias))
         and not (isinstance(layer.mlp, MoeSpec) and (layer.mlp.deferred or layer.mlp.own_norms))
         for layer in config.layers
     )
@@ -326,7 +336,9 @@ class Decoder(nnx.Module):
         if ctx.backend.add_norm == "xla" or ctx.shards.mesh is not None or not self.config.mixtures:
             return False
         unrolled = all(segment.count == 1 for segment in self.segments)
-        return unrolled and fuses_sums(self.config) and add_norm_fits(ctx.batch.tokens.size, self.config.dim)
+        return (
+            unrolled and fuses_sums(self.config, alone=True) and add_norm_fits(ctx.batch.tokens.size, self.config.dim)
+        )
 
     def lent(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
         """The cache of the layer whose keys and values a block's layers attend to, if they have none. caches: of the
@@ -431,7 +443,7 @@ def _split(block: Block, ctx: StepContext, *, stacked: bool) -> tuple[nnx.GraphD
     ringed, shards = _ringed(block, ctx, stacked), ctx.shards
 
     def is_whole(path, p) -> bool:
-        kept = axes.EXPERTS in p.axes or p.axes == _OF_NORMS or isinstance(p.get_value(), PackedTensor)
+        kept = axes.EXPERTS in p.axes or p.axes in _WHOLE or isinstance(p.get_value(), PackedTensor)
         return (stacked and kept) or ".".join(path) in ringed
 
     def travelling(path, p):
@@ -457,14 +469,19 @@ def _ringed(block: Block, ctx: StepContext, stacked: bool) -> frozenset[str]:
     return rings(ctx.config, block.spec, shapes, dtype, ctx.tokens, ctx.shards, ctx.backend) if shapes else frozenset()
 
 
-_OF_NORMS = axes.LAYERS, axes.EMBED
+# Of norms, and what expands latents.
+_WHOLE = (
+    (axes.LAYERS, axes.EMBED),
+    (axes.LAYERS, axes.KV_HEADS, axes.HEAD_DIM, axes.LATENT),
+    (axes.LAYERS, axes.KV_HEADS, axes.LATENT, axes.HEAD_DIM),
+)
 
 
 def _of_layer(layer: jax.Array, p: nnx.Param) -> nnx.Param:
     w = p.get_value()
     if isinstance(w, (PackedTensor, RingWeight)):
         return p.replace(w.of_layer(layer))
-    return p.replace(OfStack(w, layer)) if p.axes == _OF_NORMS else p
+    return p.replace(OfStack(w, layer)) if p.axes in _WHOLE else p
 
 
 def _stacked(block: Block, count: int) -> Block:

@@ -8,7 +8,7 @@ from math import ceil
 import numpy as np
 
 from inferlib.models.config import MlaSpec, MlpSpec, ModelConfig, MoeSpec
-from inferlib.models.recurrent import RECURRENT, Mixer
+from inferlib.models.recurrent import Mixer, Recurrent
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
@@ -75,12 +75,12 @@ class Layout:
                 f"the expert placement has {self.slots} slots, which do not divide over {count} devices of the expert "
                 f"axis: give it a multiple, such as {_rounded_up(self.slots, count)}"
             )
-        recurrent = any(isinstance(layer.attention, RECURRENT) for layer in self.config.layers)
+        recurrent = any(isinstance(layer.attention, Recurrent) for layer in self.config.layers)
         if recurrent and (count := self.shards.size(axes.POSITIONS)) > 1:
             raise ShardingError(
                 f"rules {self.shards.rules.name!r} deal a row's positions out to {count} devices of the "
-                f"{' and '.join(self.shards.mesh_axes(axes.POSITIONS))} axis, and the state of linear attention, which "
-                "takes a row's tokens in order, has none: use tp, tp_sp, dp_attention, dp or ep"
+                f"{' and '.join(self.shards.mesh_axes(axes.POSITIONS))} axis, and recurrent layers, which take a "
+                "row's tokens in order, keep none: use tp, tp_sp, dp_attention, dp or ep"
             )
         for size in sorted({layer.attention.value_dim for layer in self.config.layers}):
             self._must_divide("value head size", size, axes.HEAD_OUT)
@@ -103,7 +103,7 @@ class Layout:
         if isinstance(spec, MlaSpec):
             return spec.cache_heads
         heads = self.heads(spec)
-        return heads.groups * heads.queries if isinstance(spec, RECURRENT) else heads.groups
+        return heads.groups * heads.queries if isinstance(spec, Recurrent) else heads.groups
 
     def hidden(self, size: int) -> int:
         """Feed-forward width, padded with zeros."""
@@ -137,8 +137,10 @@ class Layout:
         names = ("query heads", "cache", "feed-forward")
         return dict(zip(names, share.tolist(), strict=True)) | {"vocabulary": 1 - self.config.vocab / self.vocab}
 
-    def _feeds(self, spec: MlpSpec | MoeSpec) -> list[tuple[int, int, int]]:
+    def _feeds(self, spec: MlpSpec | MoeSpec | None) -> list[tuple[int, int, int]]:
         """A layer's feed-forwards: how many of them, how many as laid out, and their width."""
+        if spec is None:
+            return []
         if isinstance(spec, MlpSpec):
             return [(1, 1, spec.hidden)]
         shared = [] if spec.shared is None else self._feeds(spec.shared)

@@ -15,9 +15,11 @@ QUANTIZATIONS = SCHEMES | {f"{name}_a8": replace(SCHEMES[name], round_inputs=Tru
 
 @dataclass(frozen=True)
 class Quantization:
-    """All matrices of products are stored by `scheme` but those of the parts `kept` ("head", "mlp.down", ...).
+    """All matrices of products (see `layers.param`) are stored by `scheme` but those of the parts `kept` ("head",
+    "mlp.down", ...).
 
-    Embeddings, norms and biases keep the model's dtype; so does a head that is the embedding. name: as users give it.
+    Embeddings, norms, biases, routers and the taps of convolutions keep the model's dtype; so does a head that is the
+    embedding. name: as users give it.
     """
 
     name: str

@@ -22,7 +22,7 @@ from inferlib.config import KV_CACHE_DTYPES, ConfigurationError
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
-from inferlib.models.recurrent import RECURRENT, GatedDeltaSpec
+from inferlib.models.recurrent import Recurrent
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -167,7 +167,7 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
     dtype: of keys and values, a float type, or a name of KV_CACHE_DTYPES; states keep theirs. Raises ConfigurationError
-    for such a name and cells that are made larger on a "tpu".
+    for such a name, if there are no keys and values or their cells are made larger on a "tpu".
 
     A cell on a "tpu" is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes its
     compiler would choose another order of the dimensions, and copy the cache to it at every step. So where heads are of
@@ -179,10 +179,14 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
     """
     blocks, lanes = [], 128 if platform == "tpu" else 1
     scaled = dtype in KV_CACHE_DTYPES
+    if scaled and all(isinstance(layer.attention, Recurrent) for layer in model.config.layers):
+        raise ConfigurationError(
+            f"kv_cache_dtype {dtype!r} is of keys and values, and no layer of this model keeps any: leave it out"
+        )
     dtype = KV_CACHE_DTYPES[dtype] if scaled else np.dtype(dtype)
     for layers in model.blocks():
         spec, stack = model.config.layers[layers[0]].attention, (len(layers),) if len(layers) > 1 else ()
-        if isinstance(spec, RECURRENT):
+        if isinstance(spec, Recurrent):
             blocks.append(_states(model, spec, (*stack, rows)))
             continue
         ring = spec.reach is not None and spec.reach + chunk < max_len
@@ -191,8 +195,8 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
         if not latent and any(size % lanes for size in sizes):
             sizes, folds = (sum(sizes),), [1]
         slots = model.layout.positions(spec.reach + chunk if ring else max_len, lanes * max(folds))
-        if platform == "tpu" and scaled and (latent or any(size % lanes for size in sizes)):
-            what = "latent attention" if latent else f"attention with heads of {sizes[0]}"
+        if platform == "tpu" and scaled and (latent or any(size % lanes for size in spec.cache_sizes)):
+            what = "latent attention" if latent else f"attention with heads of {spec.head_dim}"
             raise ConfigurationError(
                 f"{what} keeps its cache in the model's dtype on TPUs, whose compiler would copy one of int8 or fp8 at "
                 "every layer: leave kv_cache_dtype out"
@@ -204,7 +208,7 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
     return CachePlan(rows, max_len, tuple(blocks))
 
 
-def _states(model: AbstractModel, spec: GatedDeltaSpec, lead: tuple[int, ...]) -> BlockState:
+def _states(model: AbstractModel, spec: Recurrent, lead: tuple[int, ...]) -> BlockState:
     heads = model.layout.heads(spec)
     kept = spec.kept(heads.groups, heads.queries)
     names = (axes.LAYERS, axes.PAGES)[-len(lead) :]

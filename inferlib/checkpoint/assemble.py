@@ -8,20 +8,24 @@ attention, R latents, n + r a query's and a key's parts without and with positio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from inferlib.checkpoint.delta import delta_pieces, delta_rule
+from inferlib.checkpoint.kimi_delta import kimi_delta_pieces, kimi_delta_rule
+from inferlib.checkpoint.lightning import lightning_pieces, lightning_rule
+from inferlib.checkpoint.mamba import mamba_pieces, mamba_rule
 from inferlib.checkpoint.pieces import Piece
+from inferlib.checkpoint.short_conv import short_conv_pieces, short_conv_rule
 from inferlib.checkpoint.source import TensorSource
 from inferlib.models.abstract import WeightSpec
 from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, ModelConfig, RopeSpec
 from inferlib.models.families.common import FusedExperts
 from inferlib.models.layout import HeadLayout, Layout
-from inferlib.models.recurrent import GatedDeltaSpec
+from inferlib.models.recurrent import GatedDeltaSpec, KimiDeltaSpec, LightningSpec, Mamba2Spec, Mixer, ShortConvSpec
 from inferlib.sharding import axes
 
 
@@ -59,8 +63,8 @@ def layer_pieces(
     suffix = ".bias" if part.endswith(("_bias", ".bias")) else ".weight"
     tail = () if suffix == ".bias" else (dim,)
     module = part.removesuffix("_bias").removesuffix(".bias")
-    if module.startswith("attn.") and isinstance(spec.attention, GatedDeltaSpec):
-        return delta_pieces(names, spec.attention, module, dim)
+    if module.startswith("attn.") and (pieces := _PIECES.get(type(spec.attention))):
+        return pieces(names, spec.attention, module, dim)
     if module == "attn.o":
         shape = (dim,) if suffix == ".bias" else (dim, spec.attention.heads * spec.attention.value_dim)
         return (Piece(names[module] + suffix, shape),)
@@ -167,6 +171,8 @@ def top_pieces(names: Mapping[str, str], config: ModelConfig, part: str) -> tupl
 
 def piece_bytes(source: TensorSource, piece: Piece) -> int:
     """Of its rows, on disk."""
+    if piece.values is not None:
+        return 0
     share = 1.0 if piece.rows is None else (piece.rows[1] - piece.rows[0]) / piece.shape[0]
     return int(source.nbytes(piece.tensor) * share)
 
@@ -207,6 +213,28 @@ def expand(
             queries = names[axis + 1 : axis + 2] == (axes.QUERIES,)
             x = _heads(x, axis, queries, spec.attention.group, layout.heads(spec.attention), fill)
     return x
+
+
+def alike(layout: Layout, spec: LayerSpec | None, part: str) -> tuple[Layout, LayerSpec | None]:
+    """Without what laying out a part does not depend on, so that parts alike share a compilation: of layers that differ
+    in a window or in their experts, say, or of other models."""
+    attention = AttentionSpec(1, 1, layout.shards.size(axes.HEAD_OUT), scale=1.0, rope=None)  # of any mesh
+    if spec is not None and part.startswith("attn."):
+        attention = _bare(spec.attention)
+    bare, config = LayerSpec(attention, MlpSpec(1)), layout.config
+    config = ModelConfig("", config.vocab, config.dim, (bare,), context=1)
+    return replace(layout, config=config), spec and bare
+
+
+_NO_MATTER = {"scale": 1.0, "window": None, "chunk": None, "softcap": None, "temperature": None, "cache_of": None}
+
+
+def _bare(attention: Mixer) -> Mixer:
+    names = {field.name for field in fields(attention)}
+    changes = {name: value for name, value in _NO_MATTER.items() if name in names}
+    if attention.rope is not None:
+        changes["rope"] = replace(attention.rope, base=1.0, scaling=None)
+    return replace(attention, **changes)
 
 
 def _top(_spec: None, part: str, pieces: tuple[jax.Array, ...]) -> jax.Array:
@@ -275,7 +303,22 @@ def _latent_attention(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...])
     return pieces[0].T.reshape(attn.heads, attn.value_dim, -1) if part == "attn.o" else pieces[0]
 
 
-_ASSEMBLED = {MlaSpec: _latent_attention, GatedDeltaSpec: delta_rule}
+# Of recurrent layers.
+_PIECES = {
+    GatedDeltaSpec: delta_pieces,
+    Mamba2Spec: mamba_pieces,
+    ShortConvSpec: short_conv_pieces,
+    LightningSpec: lightning_pieces,
+    KimiDeltaSpec: kimi_delta_pieces,
+}
+_ASSEMBLED = {
+    MlaSpec: _latent_attention,
+    GatedDeltaSpec: delta_rule,
+    Mamba2Spec: mamba_rule,
+    ShortConvSpec: short_conv_rule,
+    LightningSpec: lightning_rule,
+    KimiDeltaSpec: kimi_delta_rule,
+}
 
 
 def _heads(x: jax.Array, axis: int, queries: bool, group: int, layout: HeadLayout, fill: float) -> jax.Array:

@@ -1,8 +1,8 @@
 """From checkpoint tensors to the weights of `models.layers.gated_delta`.
 
 Queries, keys, values and their gates z are one tensor, those of each key head in turn ("delta.qkvz"), or two, queries,
-keys and values of all heads and z. So are the numbers b and a of a value head ("delta.ba"). Letters: K key heads with G
-value heads each, h and v their sizes, D width.
+keys and values of all heads and z, or four, and the convolution's three. So are the numbers b and a of a value head
+("delta.ba"). Letters: K key heads with G value heads each, h and v their sizes, D width.
 """
 
 from __future__ import annotations
@@ -27,6 +27,14 @@ def delta_pieces(names: Mapping[str, str], attn: GatedDeltaSpec, module: str, di
     match module.removeprefix("attn."):
         case "qk" | "vz" if "delta.qkvz" in names:
             return (piece("qkvz", keys + 2 * values, dim),)
+        case "qk" if "delta.q" in names:
+            return tuple(piece(part, keys // 2, dim) for part in "qk")
+        case "vz" if "delta.q" in names:
+            return tuple(piece(part, values, dim) for part in "vz")
+        case "conv_qk" if "delta.q" in names:
+            return tuple(piece(part + "_conv", keys // 2, 1, attn.taps) for part in "qk")
+        case "conv_v" if "delta.q" in names:
+            return (piece("v_conv", values, 1, attn.taps),)
         case "qk":
             return (piece("qkv", keys + values, dim, rows=(0, keys)),)
         case "vz":
@@ -58,7 +66,7 @@ def delta_rule(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax
                 return jnp.moveaxis(qk, 2, 0)
             return _value_heads(vz.reshape(heads, 2, group, value, -1))
         case "attn.qk":
-            return _key_heads(first, heads)
+            return _key_heads(jnp.concatenate(pieces), heads)
         case "attn.vz":
             return _value_heads(jnp.stack([x.reshape(heads, group, value, -1) for x in pieces], axis=1))
         case "attn.ba" if len(pieces) == 1:
@@ -66,7 +74,7 @@ def delta_rule(spec: LayerSpec, part: str, pieces: tuple[jax.Array, ...]) -> jax
         case "attn.ba":
             return jnp.moveaxis(jnp.stack([x.reshape(heads, group, -1) for x in pieces], axis=1), (3, 1), (0, 3))
         case "attn.conv_qk":
-            return _key_heads(first[:, 0], heads)
+            return _key_heads(jnp.concatenate(pieces)[:, 0], heads)
         case "attn.conv_v":
             return jnp.moveaxis(first.reshape(heads, group, value, -1), 3, 0)
         case "attn.decay" | "attn.decay_shift":

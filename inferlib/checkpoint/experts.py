@@ -49,7 +49,8 @@ def expert_pieces(
         if kind.startswith("gate_up"):
             shape = (2 * shape[0], *shape[1:])
         return (Piece(names[part], (spec.experts, *(shape[::-1] if fused.transposed else shape))),)
-    keys = [key + kind.removeprefix("gate_up") for key in ("gate", "up")] if kind.startswith("gate_up") else [kind]
+    halves = ("gate", "up") if spec.gated else ("up",)
+    keys = [half + kind.removeprefix("gate_up") for half in halves] if kind.startswith("gate_up") else [kind]
     return tuple(Piece(names[_PREFIX + key].format(e=e), shape) for e in range(spec.experts) for key in keys)
 
 
@@ -67,7 +68,7 @@ def load_experts(
     arrays = tuple(_Parts.of(spec, place) for spec, place in zip(weight.arrays, places, strict=True))
     for layer, pieces in enumerate(item.pieces):
         for expert in range(item.layer.mlp.experts):
-            own = _of_expert(pieces, kind, expert)
+            own = _of_expert(pieces, kind, item.layer.mlp, expert)
             slots = [slot for slot, e in enumerate(item.placed[layer]) if e == expert] if item.placed else [expert]
             if slots := [slot for slot in slots if arrays[0].owners(slot)]:
                 if weight.scheme is None:
@@ -168,11 +169,11 @@ def _packed(
     return Packing(scheme, shape, (None,) * len(shape), contracting, float4=float4).pack(*arrays)
 
 
-def _of_expert(pieces: Sequence[Piece], kind: str, expert: int) -> Sequence[Piece]:
+def _of_expert(pieces: Sequence[Piece], kind: str, spec: MoeSpec, expert: int) -> Sequence[Piece]:
     """Those of one expert; of a fused tensor, its row."""
     if len(pieces[0].shape) > len(_DIMENSIONS[kind]):
         return [replace(pieces[0], rows=(expert, expert + 1))]
-    count = 2 if kind.startswith("gate_up") else 1
+    count = len(pieces) // spec.experts
     return pieces[expert * count : (expert + 1) * count]
 
 

@@ -10,7 +10,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import ml_dtypes
 import numpy as np
 
-from inferlib.checkpoint.source import CheckpointError, map_array
+from inferlib.checkpoint.source import CheckpointError, StoredTensors, map_array
 
 if TYPE_CHECKING:
     from inferlib.tokenizer import Tokenizer
@@ -126,7 +126,7 @@ class _Tensor:
         return map_array(path, np.dtype(np.uint8), shape, self.offset)
 
 
-class GGUFCheckpoint:
+class GGUFCheckpoint(StoredTensors[_Tensor]):
     """A GGUF file: a `TensorSource` with Hugging Face names and layout, its configuration and its tokenizer.
 
     Tensors of quantised types are read as float32, others as they are stored. Raises CheckpointError for a
@@ -149,18 +149,6 @@ class GGUFCheckpoint:
         self._prefix, self._architecture = name, _ARCHITECTURES[name]
         self._factors = {t.name: t for t in tensors if t.name in (_FACTORS, _SHORT_FACTORS, _LONG_FACTORS)}
         self._tensors = {self._hf_name(t.name): t for t in tensors if t.name not in self._factors}
-
-    def names(self) -> Iterable[str]:
-        return self._tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._find(name).shape
-
-    def dtype(self, name: str) -> np.dtype:
-        return self._find(name).dtype
-
-    def nbytes(self, name: str) -> int:
-        return self._find(name).nbytes
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
         tensor = self._find(name)
@@ -279,12 +267,6 @@ class GGUFCheckpoint:
     def _kv_heads(self) -> int:
         key = "attention.head_count_kv"
         return self._need_int(key if self._option(key) is not None else "attention.head_count")
-
-    def _find(self, name: str) -> _Tensor:
-        try:
-            return self._tensors[name]
-        except KeyError:
-            raise CheckpointError(f"{self.path} holds no tensor {name!r}") from None
 
     def _option(self, key: str, default: Any = None) -> Any:
         """A value of this architecture, by its key without the architecture's name."""

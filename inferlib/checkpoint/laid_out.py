@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from inferlib.checkpoint.assemble import expand
+from inferlib.checkpoint.assemble import alike, expand
 from inferlib.checkpoint.load import into_stack
 from inferlib.checkpoint.load import placement as placement_of
 from inferlib.checkpoint.source import CheckpointError
@@ -258,13 +258,14 @@ def _expanded(
     model: AbstractModel, shards: Shards, stored: WeightSpec, target: WeightSpec, held: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
     """The arrays of one layer's weight with the copies and padding of the model's layout, quantised if it is to be."""
-    target = replace(target.of_layer, name="", block=None)  # weights alike share a compilation
+    target = replace(target.of_layer, name="", block=None)
     same = stored.scheme == target.scheme and not target.packed
     if same and [x.shape for x in held] == [spec.shape for spec in target.arrays]:
         return held
     layer = None if stored.block is None else model.config.layers[stored.block]
     places = tuple(shards.sharding(spec.axes) for spec in target.arrays)
-    return run(expand_all, (model.layout, layer, replace(stored, name="", block=None), target), *held, place=places)
+    static = (*alike(model.layout, layer, stored.part), replace(stored, name="", block=None), target)
+    return run(expand_all, static, *held, place=places)
 
 
 def _placed(

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
-from inferlib.checkpoint.assemble import LoadItem, Piece, assemble, layer_pieces, piece_bytes, top_pieces
+from inferlib.checkpoint.assemble import LoadItem, Piece, alike, assemble, layer_pieces, piece_bytes, top_pieces
 from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.shipped import QuantizedSource, is_kept, kept
 from inferlib.checkpoint.source import CheckpointError, TensorSource
@@ -32,17 +32,28 @@ from inferlib.sharding.shards import Shards
 
 # Tensors that checkpoints carry and no model needs.
 _IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+_IGNORED += tuple(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"))
 
 
 def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tuple[LoadItem, ...]:
     """What to read for every weight but the tables of `inferlib.placement`. Raises CheckpointError for missing,
     misshapen or unexpected tensors."""
-    items = tuple(_item(family, model, weight) for weight in model.weights if weight.part not in TABLES)
     present = set(source.names())
+    own = family.prefix.split("{i}")[0]
+    if any(name.startswith(own) and name.endswith(tuple(family.fused.values())) for name in present):
+        family = replace(family, layer={**family.layer, **family.fused})
+    items = tuple(_item(family, model, weight) for weight in model.weights if weight.part not in TABLES)
     if family.base and not any(name.startswith(family.base) for name in present):
         items = tuple(_without(family.base, item) for item in items)
-    wanted = {piece.tensor: piece.stored for item in items for layer in item.pieces for piece in layer}
+    pieces = (piece for item in items for layer in item.pieces for piece in layer)
+    wanted = {piece.tensor: piece.stored for piece in pieces if piece.values is None}
     missing = sorted(set(wanted) - present)
+    if odd := [f"{name} {source.dtype(name)}" for name in wanted if name in present and not _plain(source.dtype(name))]:
+        raise CheckpointError(
+            "these weights are quantised, which config.json does not describe (it has no quantization_config, or one "
+            f"of other tensors): {_some(odd)}; fetch the checkpoint's own config.json and all its files again, or "
+            "quantise the original again"
+        )
     wrong = [
         f"{name}: {source.shape(name)} instead of {shape}"
         for name, shape in wanted.items()
@@ -52,7 +63,7 @@ def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tup
     ignored |= {family.top["head"] + ".weight"} if model.config.tied else set()
     drafts = tuple(name.format(layers=len(model.config.layers)) for name in family.drafts)
     spare = source.spare if isinstance(source, QuantizedSource) else lambda _: False
-    left_out = lambda name: name.endswith(_IGNORED) or name.startswith(drafts) or spare(name)  # noqa: E731
+    left_out = lambda name: name.endswith(_IGNORED) or name.startswith(drafts + family.senses) or spare(name)  # noqa: E731
     unexpected = sorted(n for n in present - set(wanted) - ignored if not left_out(n))
     problems = []
     if missing:
@@ -113,10 +124,11 @@ def load_item(
     if axes.EXPERTS in weight.axes:
         places = layer_places(weight, shards, formats, stacked=False)
         return load_experts(source, item, places, advance)
-    one = replace(weight.of_layer, name="", block=None)  # weights alike share a compilation
+    one = replace(weight.of_layer, name="", block=None)
     sharding = placement(shards, one.axes, one.shape)
     split = dict(zip(one.axes, sharding.spec, strict=True)) if sharding else {}
-    static, places = (model.layout, item.layer, one), layer_places(one, shards, formats, stacked=stacked)
+    static = (*alike(model.layout, item.layer, one.part), one)
+    places = layer_places(one, shards, formats, stacked=stacked)
     arrays = None
     for number, pieces in enumerate(item.pieces):
         if is_kept(source, weight, pieces):
@@ -217,6 +229,8 @@ def _read(
     start, stop = piece.rows or (0, piece.shape[0])
 
     def read(rows: slice | None) -> np.ndarray:
+        if piece.values is not None:
+            return np.array(piece.values, np.float32)[rows or slice(None)]
         if piece.transposed:
             return reader(piece.tensor, None).T[rows or slice(None)]
         return reader(piece.tensor, rows)
@@ -245,6 +259,8 @@ def _axes_of(part: str) -> tuple[str, str]:
     match part.replace(".shared.", "."):
         case "attn.qkv" | "attn.q" | "attn.k" | "attn.v" | "attn.gate" | "attn.qk" | "attn.vz" | "attn.ba":
             return axes.KV_HEADS, axes.EMBED
+        case "attn.z" | "attn.x" | "attn.bc" | "attn.dt" | "attn.bcx" | "attn.fade":
+            return axes.KV_HEADS, axes.EMBED
         case "attn.down":
             return axes.LATENT, axes.EMBED
         case "attn.o":
@@ -272,6 +288,11 @@ def shipped_quantization(source: QuantizedSource, family: Family, config: ModelC
     return Quantization(source.form.name, source.form.scheme, tuple(sorted(plain)))
 
 
+def _plain(dtype: np.dtype) -> bool:
+    """Whether numbers of this type can be weights without scales."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+
+
 def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
     if weight.block is None:
         pieces = (top_pieces(family.top, model.config, weight.part),)
@@ -280,8 +301,11 @@ def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
     spec = model.config.layers[layers[0]]
     per_layer = []
     for i in layers:
-        names = _names(family, i)
-        if axes.EXPERTS in weight.axes:
+        names = _names(family, model.config, i)
+        if computed := family.computed.get(weight.part):
+            values = computed(spec, i, len(model.config.layers))
+            pieces = (Piece(weight.name, (len(values),), values=values),)
+        elif axes.EXPERTS in weight.axes:
             pieces = expert_pieces(names, spec.mlp, weight.part, model.config.dim, family.fused_experts)
         else:
             pieces = layer_pieces(names, spec, weight.part, model.config.dim, weight.of_layer.shape)
@@ -291,18 +315,24 @@ def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
     return LoadItem(weight, spec, tuple(per_layer), family.fused_experts)
 
 
-def _names(family: Family, layer: int) -> dict[str, str]:
+def _names(family: Family, config: ModelConfig, layer: int) -> dict[str, str]:
     """The map of parts to modules, of one layer."""
     number, sub = divmod(layer, family.sublayers)
-    prefix = family.prefix.format(i=number)
-    return {part: prefix + module.replace("{sub}", str(sub)) for part, module in family.layer.items()}
+    mixer = feed = family.prefix.format(i=number)
+    if family.halves:
+        first = layer + sum(spec.mlp is not None for spec in config.layers[:layer])
+        mixer, feed = (family.prefix.format(i=first + half) for half in range(2))
+    return {
+        part: (feed if part.startswith(("mlp.", "pre_mlp_norm")) else mixer) + module.replace("{sub}", str(sub))
+        for part, module in family.layer.items()
+    }
 
 
 def _idle_experts(family: Family, config: ModelConfig) -> Iterator[str]:
     """Weights that transformers keeps, unused, for experts that return their input."""
     for i, layer in enumerate(config.layers):
         if isinstance(layer.mlp, MoeSpec) and layer.mlp.identity:
-            for part, module in _names(family, i).items():
+            for part, module in _names(family, config, i).items():
                 if part.startswith("mlp.experts."):
                     yield from (module.format(e=e) for e in range(layer.mlp.experts, layer.mlp.router.experts))
 
@@ -311,7 +341,7 @@ def _idle_keys(family: Family, config: ModelConfig) -> Iterator[str]:
     """Weights that checkpoints keep, unused, for the keys and values of layers that attend to another's."""
     for i, layer in enumerate(config.layers):
         if layer.attention.cache_of is not None:
-            names = _names(family, i)
+            names = _names(family, config, i)
             for part in ("attn.k", "attn.v", "attn.k_norm"):
                 yield from (names[part] + suffix for suffix in (".weight", ".bias"))
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Piece:
     """Rows of a checkpoint tensor: `shape` is the whole tensor's; rows None means all. transposed: the checkpoint has
-    rows as columns."""
+    rows as columns. values: of one that no checkpoint holds."""
 
     tensor: str
     shape: tuple[int, ...]
     rows: tuple[int, int] | None = None
     transposed: bool = False
+    values: tuple[float, ...] | None = None
 
     @property
     def stored(self) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from inferlib.checkpoint.source import CheckpointError, map_array
+from inferlib.checkpoint.source import CheckpointError, StoredTensors, map_array
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -52,7 +51,7 @@ class _Tensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class SafetensorsSource:
+class SafetensorsSource(StoredTensors[_Tensor]):
     """The tensors of a directory's *.safetensors files, as a `TensorSource`.
 
     With model.safetensors.index.json, the tensors it lists; otherwise those of model.safetensors, or of all
@@ -61,32 +60,14 @@ class SafetensorsSource:
     """
 
     def __init__(self, directory: str | Path):
-        self.directory = Path(directory)
-        index = self.directory / _INDEX
-        self._tensors = _indexed(index) if index.exists() else _unindexed(self.directory)
-
-    def names(self) -> Iterable[str]:
-        return self._tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._find(name).shape
-
-    def dtype(self, name: str) -> np.dtype:
-        return self._find(name).dtype
-
-    def nbytes(self, name: str) -> int:
-        return self._find(name).nbytes
+        self.path = Path(directory)
+        index = self.path / _INDEX
+        self._tensors = _indexed(index) if index.exists() else _unindexed(self.path)
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
         tensor = self._find(name)
         array = map_array(tensor.file, tensor.dtype, tensor.shape, tensor.offset)
         return array if rows is None else array[rows]
-
-    def _find(self, name: str) -> _Tensor:
-        try:
-            return self._tensors[name]
-        except KeyError:
-            raise CheckpointError(f"{self.directory} holds no tensor {name!r}") from None
 
 
 def _indexed(index: Path) -> dict[str, _Tensor]:

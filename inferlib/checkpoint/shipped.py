@@ -1,8 +1,8 @@
 """Checkpoints that are quantised as they are shipped, kept as they are: what `quantization_config` says of tensors.
 
-Known are DeepSeek's fp8 (a scale for each 128 x 128), gpt-oss's MXFP4, AWQ's int4, GPTQ's int4 and int8 without
-act-order, and compressed-tensors: int8 and fp8 by channel, tensor or group, and packed int4 and int8, also with zero
-points. Activations stay in the model's dtype whatever the file says of them.
+Known are fp8 with a scale for each 128 x 128 (DeepSeek's) or tensor (AutoFP8's), gpt-oss's MXFP4, AWQ's int4, GPTQ's
+int4 and int8 without act-order, and compressed-tensors: int8 and fp8 by channel, tensor or group, and packed int4 and
+int8, also with zero points. Activations and the cache stay in their dtypes whatever the file says of them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ from inferlib.ops.quantized import SCHEMES, Scheme
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 # The columns that AWQ's eight codes of an item are of, lowest first, are 0 2 4 6 1 3 5 7; so these are their places.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+# Scales of a quantised cache, as tools have named them.
+_CACHE_SCALES = tuple(
+    f".self_attn.{name}" for name in ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.output_scale")
+)
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class Form:
 
     def unpacked(self, raw: np.ndarray, along: int, less: int = 0) -> np.ndarray:
         """What is stored, as `element`s."""
-        if raw.dtype == self.element:
-            return raw
+        if raw.dtype in (self.element, np.int8):  # a whole tensor's zero point is never packed
+            return raw.astype(self.element, copy=False)
         bits = jax.dtypes.itemsize_bits(self.element)
         codes = np.ascontiguousarray(np.moveaxis(raw, along, -1)).view(np.uint8)
         if bits == 4:
@@ -85,14 +89,12 @@ _INT32 = dict(values=".qweight", scales=".scales", zeros=".qzeros", order=".g_id
 
 def form_of(config: Mapping[str, Any]) -> Form:
     """The form that a `quantization_config` describes. Raises CheckpointError naming what is not supported."""
-    method = config.get("quant_method")
+    method = _object(config, "it").get("quant_method")
     match method:
         case "mxfp4":
             return _MXFP4
         case "fp8":
-            if config.get("weight_block_size") != [128, 128] or config.get("fmt", "e4m3") != "e4m3":
-                raise _unsupported(f"fp8 with weight_block_size {config.get('weight_block_size')}", "128 x 128 of e4m3")
-            return Form("fp8_block", SCHEMES["fp8_block"], scales=".weight_scale_inv", dtype=_E4M3, rows=128)
+            return _fp8(config)
         case "awq":
             return _awq(config)
         case "gptq":
@@ -102,13 +104,22 @@ def form_of(config: Mapping[str, Any]) -> Form:
     raise _unsupported(f"quant_method {method!r}", "mxfp4, fp8, awq, gptq, compressed-tensors")
 
 
+def _fp8(config: Mapping[str, Any]) -> Form:
+    block, kind = config.get("weight_block_size"), config.get("fmt", "e4m3")
+    if block not in ([128, 128], None) or kind != "e4m3":
+        raise _unsupported(f"fp8 with weight_block_size {block} of {kind}", "[128, 128], or none, of e4m3")
+    if block is None:
+        return Form("float8 by tensor", Scheme("float8_e4m3fn"), dtype=_E4M3)
+    return Form("fp8_block", SCHEMES["fp8_block"], scales=".weight_scale_inv", dtype=_E4M3, rows=128)
+
+
 def _awq(config: Mapping[str, Any]) -> Form:
     """[in, out / 8], by AutoAWQ's GEMM kernel."""
     for key, known in (("bits", 4), ("version", "gemm"), ("zero_point", True)):
         value = config.get(key, known)
         if (value.lower() if isinstance(value, str) else value) != known:
             raise _unsupported(f"awq with {key} {value!r}", f"{known!r}")
-    return Form("awq", Scheme("int4", _group(config), zeros=True), places=_AWQ_PLACES, **_INT32)
+    return Form("awq", Scheme("int4", _group("awq", config), zeros=True), places=_AWQ_PLACES, **_INT32)
 
 
 def _gptq(config: Mapping[str, Any]) -> Form:
@@ -119,33 +130,34 @@ def _gptq(config: Mapping[str, Any]) -> Form:
     if layout not in ("gptq", "gptq_v2"):
         raise _unsupported(f"gptq with checkpoint_format {layout!r}", "gptq, gptq_v2")
     # Symmetric weights have the middle of the range as their zero point, which is a code of 0 here.
-    scheme = Scheme(f"int{bits}", _group(config), zeros=not config.get("sym", False))
+    scheme = Scheme(f"int{bits}", _group("gptq", config), zeros=not config.get("sym", False))
     return Form("gptq", scheme, values_along=-2, zeros_less=int(layout == "gptq"), **_INT32)
 
 
-def _group(config: Mapping[str, Any]) -> int | None:
-    size = config.get("group_size")
+def _group(method: str, options: Mapping[str, Any]) -> int | None:
+    size = options.get("group_size")
     if not isinstance(size, int) or size < -1 or size == 0:
-        raise _unsupported(f"{config['quant_method']} with group_size {size!r}", "a positive number or -1")
+        raise _unsupported(f"{method} with group_size {size!r}", "a positive number or -1")
     return None if size == -1 else size
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Form:
-    groups = list((config.get("config_groups") or {}).values())
+    groups = _object(config.get("config_groups") or {}, "config_groups")
     if len(groups) != 1:
         raise _unsupported(f"compressed-tensors with {len(groups)} config_groups", "one")
-    options = groups[0].get("weights") or {}
+    ((name, group),) = groups.items()
+    options = _object(_object(group, name).get("weights"), f"weights of {name}")
     kind, bits = options.get("type"), options.get("num_bits")
     strategy, packing = options.get("strategy"), config.get("format")
     if options.get("actorder") not in (None, "weight", "static"):
         raise _unsupported(f"compressed-tensors with actorder {options['actorder']!r}", "weight, static")
-    group = {"channel": None, "tensor": None, "group": options.get("group_size")}.get(strategy, 0)
-    if group == 0:
+    if strategy not in ("channel", "tensor", "group"):
         raise _unsupported(f"compressed-tensors with strategy {strategy!r}", "channel, tensor, group")
+    size = _group("compressed-tensors", options) if strategy == "group" else None
     zeros = not options.get("symmetric", True)
     form = Form(
         f"{kind}{bits} by {strategy}{' with zero points' if zeros else ''}",
-        Scheme(f"int{bits}" if kind == "int" else "float8_e4m3fn", group, zeros=zeros),
+        Scheme(f"int{bits}" if kind == "int" else "float8_e4m3fn", size, zeros=zeros),
         zeros=".weight_zero_point" if zeros else "",
         zeros_along=-2,
     )
@@ -162,6 +174,14 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Form:
     )
 
 
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(
+            f"quantization_config in config.json is damaged: {name} must be an object, not {value!r}; fetch it again"
+        )
+    return value
+
+
 def _unsupported(what: str, known: str) -> CheckpointError:
     return CheckpointError(f"quantization_config in config.json: {what} is not supported; supported: {known}")
 
@@ -169,13 +189,19 @@ def _unsupported(what: str, known: str) -> CheckpointError:
 class QuantizedSource:
     """A quantised checkpoint as a `TensorSource`: each weight by its own name and shape, in float32 if it is read.
 
-    `values`, `scales` and `zeros` are what is stored. Raises CheckpointError if a weight lacks scales or zero points,
-    or has them for other groups.
+    `values`, `scales` and `zeros` are what is stored. Raises CheckpointError if no weight is quantised, or one lacks
+    scales or zero points, or has scales for other groups.
     """
 
     def __init__(self, source: TensorSource, form: Form):
         self._source, self.form = source, form
         quantized = sorted(self._quantized)
+        if not quantized:
+            which = f"*{form.values} of {form.dtype}" if form.dtype else f"*{form.values}"
+            raise CheckpointError(
+                f"quantization_config in config.json says {form.name}, and no weight is quantised so "
+                f"(no {which}): take it out of config.json if the weights are plain, else fetch all files again"
+            )
         for kind, ending in {"scales": form.scales, "zero points": form.zeros}.items():
             tensors = [self._tensor(name, ending) for name in quantized if ending]
             if missing := [tensor for tensor in tensors if tensor not in self._present]:
@@ -238,8 +264,13 @@ class QuantizedSource:
 
     def names(self) -> Iterable[str]:
         form, parts = self.form, {part for name in self._quantized for part in self._parts(name)}
-        ignored = (*form.ignored, *([form.order] if form.order else []))
+        ignored = (*form.ignored, *_CACHE_SCALES, *([form.order] if form.order else []))
         return (*(name for name in self._present - parts if not name.endswith(ignored)), *self._quantized)
+
+    @property
+    def cache_scales(self) -> list[str]:
+        """Tensors for a quantised cache, which are left out."""
+        return sorted(name for name in self._present if name.endswith(_CACHE_SCALES))
 
     def spare(self, name: str) -> bool:
         """Whether this is a bias of zeros beside a quantised weight, which AutoGPTQ gives all of them."""
@@ -318,7 +349,8 @@ class QuantizedSource:
         form, count = self.form, self.shape(name)[0]
         zeros = form.unpacked(self._source.read(self._tensor(name, form.zeros)), form.zeros_along, form.zeros_less)
         zeros = zeros.T if form.transposed else zeros
-        return zeros.reshape(len(zeros), -1)[:count][rows or slice(None)]
+        zeros = np.broadcast_to(zeros, (count, 1)) if zeros.size == 1 else zeros.reshape(len(zeros), -1)
+        return zeros[:count][rows or slice(None)]
 
 
 def is_kept(source: TensorSource, weight: WeightSpec, pieces: Sequence[Piece]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,48 @@ class TensorSource(Protocol):
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
         """The tensor or rows of its first axis; a read-only view of the file where its format allows."""
         ...
+
+
+class StoredTensor(Protocol):
+    """What a file's header says of a tensor; see `TensorSource`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=StoredTensor)
+
+
+class StoredTensors(Generic[T]):
+    """The part of a `TensorSource` that files' headers answer; all but `names` raise CheckpointError for a tensor that
+    is not there. path: of the file or directory; `_tensors`: what headers say, by tensor."""
+
+    path: Path
+    _tensors: dict[str, T]
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._find(name).shape
+
+    def dtype(self, name: str) -> np.dtype:
+        return self._find(name).dtype
+
+    def nbytes(self, name: str) -> int:
+        return self._find(name).nbytes
+
+    def _find(self, name: str) -> T:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path} holds no tensor {name!r}") from None
 
 
 def map_array(path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> np.ndarray:

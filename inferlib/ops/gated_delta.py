@@ -7,15 +7,13 @@ their sizes; queries and keys are unit vectors, queries scaled. Everything is co
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-CHUNK = 64  # tokens whose updates are products; longer ones do more work in all, shorter ones more steps
+from inferlib.ops.in_chunks import einsum, fades, in_chunks, live_only, over_chunks
 
-_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+CHUNK = 64  # tokens whose updates are products; longer ones do more work in all, shorter ones more steps
 
 
 def gated_delta_step(
@@ -28,7 +26,7 @@ def gated_delta_step(
     zeros, whatever they hold.
     """
     b, heads, group, size = v.shape
-    q, k, v, log_decay, beta = _live(live, q, k, v, log_decay, beta)
+    q, k, v, log_decay, beta = live_only(live, q, k, v, log_decay, beta)
     s = state.reshape(b, heads, group, -1, size)
     held = jnp.where(live[:, None, None, None, None], s, 0.0)
 
@@ -57,47 +55,27 @@ def gated_delta_chunk(
     once, up to S; one chunk after the other, products with the state remain.
     """
     p, c, heads, group, size = v.shape
-    width = min(CHUNK, 1 << (c - 1).bit_length())
-    count = -(-c // width)
-    pad = [(0, 0), (0, count * width - c)]
-
-    def chunked(x: jax.Array) -> jax.Array:
-        """[P, C, K, ...] -> [n, P, K, ..., c], but a head's numbers are last."""
-        x = jnp.pad(x, pad + [(0, 0)] * (x.ndim - 2)).reshape(p, count, width, *x.shape[2:])
-        return jnp.moveaxis(x, 1, 0)
-
-    q, k, v, log_decay, beta = map(chunked, _live(valid, q, k, v, log_decay, beta))
+    q, k, v, log_decay, beta = (in_chunks(x, CHUNK) for x in live_only(valid, q, k, v, log_decay, beta))
+    count, width = q.shape[0], q.shape[2]
     q, k = (jnp.moveaxis(x, 2, 3) for x in (q, k))  # [n, P, K, c, d_k]
     v = jnp.moveaxis(v, 2, 4)  # [n, P, K, G, c, d_v]
     log_decay, beta = (jnp.moveaxis(x, 2, 4) for x in (log_decay, beta))  # [n, P, K, G, c]
-
-    # What fades from after token j to token i, as a sum: a difference of sums would lose what is small.
-    lower = jnp.tril(jnp.ones((width, width)))
-    strict = lower - jnp.eye(width)
-    fades = _einsum("il,npkgl,lj->npkgij", lower, log_decay, strict)
-    ratio = jnp.exp(fades) * lower
-    since, left = (jnp.exp(x) for x in (jnp.cumsum(log_decay, axis=-1), fades[..., -1, :]))
-    seen = ratio * _einsum("npkid,npkjd->npkij", q, k)[:, :, :, None]
-    system = strict * beta[..., None] * ratio * _einsum("npkid,npkjd->npkij", k, k)[:, :, :, None]
+    ratio, since, left = fades(log_decay)
+    strict = jnp.tril(jnp.ones((width, width)), -1)
+    seen = ratio * einsum("npkid,npkjd->npkij", q, k)[:, :, :, None]
+    system = strict * beta[..., None] * ratio * einsum("npkid,npkjd->npkij", k, k)[:, :, :, None]
     given = beta[..., None] * jnp.concatenate([v, since[..., None] * k[:, :, :, None]], axis=-1)
     solved = lax.linalg.triangular_solve(system, given, left_side=True, lower=True, unit_diagonal=True)
     changes, reads = solved[..., :size], solved[..., size:]
 
     def step(s: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, since, left, seen, changes, reads = inputs
-        change = changes - _einsum("pkgid,pkgdv->pkgiv", reads, s)
-        out = since[..., None] * _einsum("pkid,pkgdv->pkgiv", q, s) + _einsum("pkgij,pkgjv->pkgiv", seen, change)
-        new = _einsum("pkid,pkgiv->pkgdv", k, left[..., None] * change)
+        change = changes - einsum("pkgid,pkgdv->pkgiv", reads, s)
+        out = since[..., None] * einsum("pkid,pkgdv->pkgiv", q, s) + einsum("pkgij,pkgjv->pkgiv", seen, change)
+        new = einsum("pkid,pkgiv->pkgdv", k, left[..., None] * change)
         return since[..., -1, None, None] * s + new, out
 
     s = state.reshape(p, heads, group, -1, size)
-    state, out = lax.scan(step, s, (q, k, since, left, seen, changes, reads), unroll=count == 1)
+    state, out = over_chunks(step, s, (q, k, since, left, seen, changes, reads))
     out = jnp.moveaxis(out, (0, 4), (1, 2)).reshape(p, count * width, heads, group, size)[:, :c]
     return out, state.reshape(p, heads * group, -1, size)
-
-
-def _live(live: jax.Array, *inputs: jax.Array) -> list[jax.Array]:
-    """In float32, zero where not live [B] or [P, C]: then nothing is written, and nothing fades."""
-    return [
-        jnp.where(live.reshape(*live.shape, *(1,) * (x.ndim - live.ndim)), x.astype(jnp.float32), 0) for x in inputs
-    ]

@@ -24,12 +24,16 @@ from inferlib.models.families import (
     gpt_oss,
     granite,
     hunyuan,
+    kimi_linear,
     laguna,
+    lfm2,
     llama,
     llama4,
     longcat_flash,
+    mamba,
     mimo_v2_flash,
     minicpm3,
+    minimax,
     minimax_m2,
     mistral,
     mistral4,
@@ -42,13 +46,15 @@ from inferlib.models.families import (
     seed_oss,
     smollm3,
 )
-from inferlib.models.families.common import Family
+from inferlib.models.families.common import Family, options_of
 
 FAMILIES: tuple[Family, ...] = (
     llama.LLAMA,
     mistral.MISTRAL,
     mistral.MINISTRAL,
     mistral.MINISTRAL3,
+    mistral.MISTRAL_TEXT,
+    mistral.MINISTRAL3_TEXT,
     mistral.MIXTRAL,
     qwen.QWEN2,
     qwen.QWEN3,
@@ -56,10 +62,16 @@ FAMILIES: tuple[Family, ...] = (
     qwen_moe.QWEN3_MOE,
     qwen_next.QWEN3_NEXT,
     qwen_next.QWEN3_5,
+    qwen_next.QWEN3_5_TEXT,
     qwen_next.QWEN3_5_MOE,
+    qwen_next.QWEN3_5_MOE_TEXT,
+    mamba.NEMOTRON_H,
+    mamba.GRANITE_HYBRID,
+    mamba.BAMBA,
     gemma.GEMMA,
     gemma.GEMMA2,
     gemma.GEMMA3,
+    gemma.GEMMA3_TEXT,
     gemma3n.GEMMA3N,
     gemma3n.GEMMA3N_TEXT,
     gemma4.GEMMA4,
@@ -68,6 +80,7 @@ FAMILIES: tuple[Family, ...] = (
     phimoe.PHIMOE,
     olmo.OLMO2,
     olmo.OLMO3,
+    olmo.OLMO_HYBRID,
     olmo.OLMOE,
     smollm3.SMOLLM3,
     granite.GRANITE,
@@ -83,63 +96,68 @@ FAMILIES: tuple[Family, ...] = (
     dots1.DOTS1,
     afmoe.AFMOE,
     laguna.LAGUNA,
+    lfm2.LFM2,
+    lfm2.LFM2_MOE,
     minimax_m2.MINIMAX_M2,
+    minimax.MINIMAX,
     hunyuan.HUNYUAN,
+    kimi_linear.KIMI_LINEAR,
     minicpm3.MINICPM3,
     deepseek.DEEPSEEK_V2,
     deepseek.DEEPSEEK_V3,
     glm4_moe_lite.GLM4_MOE_LITE,
     mistral4.MISTRAL4,
+    mistral4.MISTRAL4_TEXT,
     gpt_oss.GPT_OSS,
     gpt2.GPT2,
     longcat_flash.LONGCAT_FLASH,
     mimo_v2_flash.MIMO_V2_FLASH,
     llama4.LLAMA4,
+    llama4.LLAMA4_TEXT,
 )
 
 # Architectures that are not supported, by the first of their ideas that the decoder lacks.
 _LACKING = {
-    "a linear-attention layer (a delta rule of another kind)": (
-        "KimiLinearForCausalLM",
-        "OlmoHybridForCausalLM",
-    ),
-    "a linear-attention layer (lightning attention)": ("MiniMaxForCausalLM", "BailingHybridForCausalLM"),
-    "a state-space layer (Mamba)": (
-        "NemotronHForCausalLM",
-        "FalconH1ForCausalLM",
-        "BambaForCausalLM",
-        "JambaForCausalLM",
-        "GraniteMoeHybridForCausalLM",
-        "Zamba2ForCausalLM",
-        "MambaForCausalLM",
-        "Mamba2ForCausalLM",
-    ),
-    "a short convolution": ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+    "a linear-attention layer (Kimi Delta Attention with bounded fading)": ("BailingHybridForCausalLM",),
+    "attention and a state space side by side in a layer": ("FalconH1ForCausalLM",),
+    "a state-space layer whose channels fade each by itself (Mamba-1)": ("JambaForCausalLM", "MambaForCausalLM"),
+    "attention whose weights layers share (Zamba)": ("Zamba2ForCausalLM",),
+    "a context without a length, as a model of state-space layers alone has": ("Mamba2ForCausalLM",),
     "attention to positions that an indexer chose": ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
     "attention to compressed positions": ("DeepseekV4ForCausalLM",),
-    "images beside text": (
-        "Gemma3ForConditionalGeneration",
-        "Llama4ForConditionalGeneration",
-        "Mistral3ForConditionalGeneration",
-        "KimiK25ForConditionalGeneration",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForConditionalGeneration",
-    ),
+    "images beside text": ("KimiK25ForConditionalGeneration",),
 }
 _MISSING = {name: idea for idea, names in _LACKING.items() for name in names}
-_BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
+_BY_ARCHITECTURE = {
+    name: [family for family in FAMILIES if name in family.architectures]
+    for name in (name for family in FAMILIES for name in family.architectures)
+}
 
 
 def family_of(hf: dict[str, Any]) -> Family:
     """The family of a Hugging Face config, by its `architectures` entry."""
     names = hf.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"architectures in config.json must be a list of names, it is {names!r}")
     for name in names:
         if name in _BY_ARCHITECTURE:
-            return _BY_ARCHITECTURE[name]
+            return _of_text(hf, name, _BY_ARCHITECTURE[name])
         if name in _MISSING:
             raise ConfigError(f"architecture {name!r} in config.json is not supported: it needs {_MISSING[name]}")
     known = ", ".join(sorted(_BY_ARCHITECTURE))
     raise ConfigError(f"architecture {names or 'missing'} in config.json is not supported; known: {known}")
+
+
+def _of_text(hf: dict[str, Any], name: str, families: list[Family]) -> Family:
+    """The one of an architecture's families that its text part is of."""
+    if len(families) == 1:
+        return families[0]
+    kind = options_of(hf, "text_config").get("model_type")
+    for family in families:
+        if family.text_type == kind:
+            return family
+    known = ", ".join(family.text_type for family in families)
+    raise ConfigError(f"the text model of {name} in config.json is {kind!r}, which is not supported; known: {known}")
 
 
 def config_from_hf(hf: dict[str, Any]) -> ModelConfig:

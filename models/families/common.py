@@ -7,7 +7,8 @@ Both styles of rotary options are understood: `rope_parameters` (transformers 5)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,9 +63,18 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu": "gelu",
+    "relu2": "relu2",
 }
 # What a configuration of several parts may say outside that of its text.
-_TOKENS = ("bos_token_id", "eos_token_id")
+_OUTSIDE = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
+# What the names of tensors of images and sound begin with.
+_SENSES = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
+_SENSES += ("audio_tower.", "embed_vision.", "embed_audio.")
+# Options that are numbers, or lists with one for each layer.
+_WHOLE = re.compile(r"(num|n)_\w+|\w+_(size|dim|rank|heads|layers|experts|group|tok|embeddings|window)")
+_FLAG = re.compile(r"tie_\w+|use_(bias|conv_bias|double_wide_mlp|expert_bias|qk_norm|sliding_window)")
+_REAL = re.compile(r"(\w+_)?(eps|epsilon|theta|factor|multiplier)|beta_(fast|slow)|mscale(_all_dim)?")
+_POSITIONS = re.compile(r"\w+_position_embeddings")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # What each kind of rotary scaling reads, first what it cannot do without.
 _ROPE_OPTIONS = {
@@ -98,11 +108,16 @@ class Family:
     layer: part of a layer -> checkpoint module below `prefix`; entries a config does not use are ignored.
     top: `embed`, `final_norm`, `head` -> checkpoint module.
     fused_experts: how a checkpoint holds them, if all in one tensor.
+    fused: what differs in `layer` where they are in one tensor, if checkpoints of both forms are published.
+    computed: parts of layers that checkpoints do not hold, as functions of a layer, its number and how many there are.
     base: what the names of tensors begin with, except in checkpoints of a model without its head.
     transposed: matrices of layers are stored [in, out].
     sublayers: how many layers the checkpoint holds as one; {sub} in a module is which of them.
-    drafts: beginnings of the names of tensors that are left out: for predicting several tokens at once, or of images
-    and sound; {layers} is the number of layers.
+    halves: the checkpoint holds what a layer has of attention and of feed-forward as layers of their own, in turn.
+    drafts: beginnings of the names of tensors that are left out, for predicting several tokens at once; {layers} is
+    the number of layers.
+    senses: likewise, of images and sound; the loader says that they are left out.
+    text_type: the `model_type` of the text part, where an architecture holds one of several.
     """
 
     name: str
@@ -113,31 +128,66 @@ class Family:
     top: Mapping[str, str] = field(default_factory=lambda: TOP)
     prefix: str = "model.layers.{i}."
     fused_experts: FusedExperts = FusedExperts()
+    fused: Mapping[str, str] = field(default_factory=dict)
     drafts: tuple[str, ...] = ()
+    senses: tuple[str, ...] = ()
+    text_type: str = ""
+    computed: Mapping[str, Callable[[LayerSpec, int, int], tuple[float, ...]]] = field(default_factory=dict)
     base: str = ""
     transposed: bool = False
     sublayers: int = 1
+    halves: bool = False
 
     def config(self, hf: Hf) -> ModelConfig:
         """The model a `config.json` describes; raises ConfigError if it is not supported."""
-        return self.recipe({**self.defaults, **hf})
+        _check_numbers(hf, _FLAG, bool, "true or false")
+        _check_numbers({k: v for k, v in hf.items() if not _FLAG.fullmatch(k)}, _WHOLE, int, "a whole number")
+        _check_numbers(hf, _REAL, (int, float), "a number")
+        try:
+            return self.recipe({**self.defaults, **hf})
+        except (TypeError, AttributeError, ArithmeticError) as error:  # recipes compute with what files say
+            raise ConfigError(f"config.json is not that of a {self.name} model: a wrong value ({error})") from error
 
 
-def text_of(family: Family, architecture: str) -> Family:
-    """The family of the text part of a model that also sees and hears, whose other parts are left out."""
+def text_of(family: Family, architecture: str, *, whole: bool = False, text_type: str = "") -> Family:
+    """The family of the text part of a model that also sees or hears, whose other parts are left out.
 
-    def below(module: str) -> str:
-        return module.replace("model.", "model.language_model.", 1)
+    whole: the text part has its own head, as a model by itself ("language_model.model.", "language_model.lm_head"), and
+    is not the body alone ("model.language_model."). text_type: see `Family`.
+    """
+
+    def recipe(hf: Hf) -> ModelConfig:
+        need(hf, "text_config")
+        return family.config({**options_of(hf, "text_config"), **{k: hf[k] for k in _OUTSIDE if hf.get(k) is not None}})
+
+    def within(name: str) -> str:
+        return "language_model." + name if whole else name.replace("model.", "model.language_model.", 1)
 
     return replace(
         family,
         architectures=(architecture,),
-        recipe=lambda hf: family.config({**need(hf, "text_config"), **{k: hf[k] for k in _TOKENS if k in hf}}),
+        recipe=recipe,
         defaults={},
-        top={part: below(module) for part, module in family.top.items()},
-        prefix=below(family.prefix),
-        drafts=("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
+        top={part: within(module) for part, module in family.top.items()},
+        prefix=within(family.prefix),
+        senses=_SENSES if whole else tuple("model." + name for name in _SENSES),
+        text_type=text_type,
     )
+
+
+def _check_numbers(hf: Hf, names: re.Pattern[str], kinds: type | tuple[type, ...], what: str) -> None:
+    for key, value in hf.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if names.fullmatch(key) and not all(v is None or isinstance(v, kinds) for v in values):
+            raise ConfigError(f"{key} in config.json must be {what}, it is {value!r}")
+
+
+def options_of(hf: Hf, key: str) -> Hf:
+    """An object within the config; none is an empty one."""
+    value = hf.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key} in config.json must be an object, it is {value!r}")
+    return value
 
 
 def need(hf: Hf, key: str) -> Any:
@@ -246,21 +296,28 @@ def _stretched_context(layer: LayerSpec) -> int:
     return int(scaling.factor * scaling.original_context)
 
 
-def windows(hf: Hf, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """Each layer's window, by `layer_types`, or where they are absent, by `slides` (layer index -> bool)."""
-    count = need(hf, "num_hidden_layers")
-    types = hf.get("layer_types") or [_LAYER_TYPES[bool(slides(i))] for i in range(count)]
-    unknown = sorted(set(types) - set(_LAYER_TYPES))
+def layer_types(hf: Hf, other: str, is_other: Callable[[int], bool]) -> Sequence[str]:
+    """Each layer's kind, "full_attention" or `other`, by `layer_types`, or where they are absent, by `is_other` (layer
+    index -> bool)."""
+    count, known = need(hf, "num_hidden_layers"), ("full_attention", other)
+    types = hf.get("layer_types") or [known[bool(is_other(i))] for i in range(count)]
+    unknown = sorted(set(types) - set(known))
     if unknown:
-        raise ConfigError(f"layer_types {unknown} are not supported; known: {', '.join(_LAYER_TYPES)}")
+        raise ConfigError(f"layer_types {unknown} are not supported; known: {', '.join(known)}")
     if len(types) != count:
         raise ConfigError(f"config.json has {len(types)} layer_types for {count} layers")
+    return types
+
+
+def windows(hf: Hf, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """Each layer's window, by `layer_types`, or where they are absent, by `slides` (layer index -> bool)."""
+    types = layer_types(hf, "sliding_attention", slides)
     return tuple(need(hf, "sliding_window") if kind == "sliding_attention" else None for kind in types)
 
 
 def rope_parameters(hf: Hf) -> Hf:
     """The rotary options of all layers, whichever style they are written in."""
-    return hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    return options_of(hf, "rope_scaling") or options_of(hf, "rope_parameters")
 
 
 def rope_spec(hf: Hf, parameters: Hf | None = None, *, partial: bool = False, interleaved: bool = False) -> RopeSpec:
@@ -269,6 +326,8 @@ def rope_spec(hf: Hf, parameters: Hf | None = None, *, partial: bool = False, in
     partial: the family can rotate a part of a head. interleaved: see `RopeSpec`.
     """
     options = rope_parameters(hf) if parameters is None else parameters
+    _check_numbers(options, _POSITIONS, (int, float), "a number")
+    _check_numbers(options, _REAL, (int, float), "a number")
     if any(isinstance(value, Mapping) for value in options.values()):
         raise ConfigError("rope_parameters per layer type are not supported for this architecture")
     fraction = options.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
@@ -291,11 +350,11 @@ def rope_specs(hf: Hf, sliding_theta: float, *, partial: bool = False) -> tuple[
     In older configs `rope_theta` and `rope_scaling` are those of the full layers; the others have the
     base `sliding_theta`, unscaled.
     """
-    nested = hf.get("rope_parameters") or {}
+    nested = options_of(hf, "rope_parameters")
     if not set(nested) <= set(_LAYER_TYPES):
         raise ConfigError(f"rope_parameters must have the keys {' and '.join(_LAYER_TYPES)}, not {sorted(nested)}")
-    full = {**(nested.get("full_attention") or {}), **(hf.get("rope_scaling") or {})}
-    sliding = {"rope_theta": sliding_theta, **(nested.get("sliding_attention") or {})}
+    full = {**options_of(nested, "full_attention"), **options_of(hf, "rope_scaling")}
+    sliding = {"rope_theta": sliding_theta, **options_of(nested, "sliding_attention")}
     return rope_spec(hf, full, partial=partial), rope_spec(hf, sliding, partial=partial)
 
 

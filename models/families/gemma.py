@@ -14,6 +14,7 @@ from inferlib.models.families.common import (
     need,
     rope_spec,
     rope_specs,
+    text_of,
     windows,
 )
 
@@ -102,3 +103,4 @@ def gemma3(hf: Hf) -> ModelConfig:
 GEMMA = Family("gemma", ("GemmaForCausalLM",), gemma, DEFAULTS)
 GEMMA2 = Family("gemma2", ("Gemma2ForCausalLM",), gemma2, GEMMA2_DEFAULTS, SANDWICH)
 GEMMA3 = Family("gemma3", ("Gemma3ForCausalLM",), gemma3, GEMMA3_DEFAULTS, SANDWICH)
+GEMMA3_TEXT = text_of(GEMMA3, "Gemma3ForConditionalGeneration", whole=True)

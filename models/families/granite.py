@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from inferlib.models.config import LayerSpec, MlpSpec, ModelConfig, MoeSpec, RouterSpec
 from inferlib.models.families.common import (
     LAYER,
@@ -37,10 +39,14 @@ FUSED_LAYER = LAYER | {
 
 def _granite(hf: Hf, family: str, feed_forward: MlpSpec | MoeSpec) -> ModelConfig:
     layer = LayerSpec(attention(hf, rope_spec(hf), scale=hf["attention_multiplier"]), feed_forward)
+    return with_multipliers(hf, family, [layer] * need(hf, "num_hidden_layers"))
+
+
+def with_multipliers(hf: Hf, family: str, layers: Iterable[LayerSpec]) -> ModelConfig:
     return model(
         hf,
         family,
-        [layer] * need(hf, "num_hidden_layers"),
+        layers,
         embed_scale=hf["embedding_multiplier"],
         residual_scale=hf["residual_multiplier"],
         logit_scale=1 / hf["logits_scaling"],

@@ -20,9 +20,11 @@ from inferlib.models.families.common import (
     Hf,
     activation,
     attention,
+    layer_types,
     model,
     need,
     rope_spec,
+    text_of,
 )
 
 DEFAULTS = {
@@ -88,11 +90,9 @@ def llama4(hf: Hf) -> ModelConfig:
     of_experts = hf.get("moe_layers")
     of_experts = range(step - 1, count, step) if of_experts is None else of_experts
     rotates = hf.get("no_rope_layers") or [(i + 1) % hf["no_rope_layer_interval"] != 0 for i in range(count)]
-    kinds = hf.get("layer_types") or ["chunked_attention" if rotates[i] else "full_attention" for i in range(count)]
-    if unknown := sorted(set(kinds) - {"chunked_attention", "full_attention"}):
-        raise ConfigError(f"layer_types {unknown} are not supported; known: chunked_attention, full_attention")
-    if len(kinds) != count or len(rotates) < count:
-        raise ConfigError(f"{len(kinds)} layer_types and {len(rotates)} no_rope_layers do not fit {count} layers")
+    if len(rotates) < count:
+        raise ConfigError(f"config.json has {len(rotates)} no_rope_layers for {count} layers")
+    kinds = layer_types(hf, "chunked_attention", rotates.__getitem__)
     layers = [
         LayerSpec(
             _attention(hf, bool(rotates[i]), kinds[i] == "chunked_attention"), experts if i in of_experts else dense
@@ -105,3 +105,4 @@ def llama4(hf: Hf) -> ModelConfig:
 LLAMA4 = Family(
     "llama4", ("Llama4ForCausalLM",), llama4, DEFAULTS, LAYER_MAP, fused_experts=FusedExperts(transposed=True)
 )
+LLAMA4_TEXT = text_of(LLAMA4, "Llama4ForConditionalGeneration", whole=True)

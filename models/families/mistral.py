@@ -14,6 +14,7 @@ from inferlib.models.families.common import (
     need,
     rope_parameters,
     rope_spec,
+    text_of,
     windows,
 )
 
@@ -97,3 +98,8 @@ MISTRAL = Family("mistral", ("MistralForCausalLM",), mistral, DEFAULTS)
 MINISTRAL = Family("ministral", ("MinistralForCausalLM",), ministral, DEFAULTS)
 MINISTRAL3 = Family("ministral3", ("Ministral3ForCausalLM",), ministral3, MINISTRAL3_DEFAULTS)
 MIXTRAL = Family("mixtral", ("MixtralForCausalLM",), mixtral, MIXTRAL_DEFAULTS, MIXTRAL_LAYER)
+# Mistral Small 3.1 and later, Ministral 3.
+MISTRAL_TEXT, MINISTRAL3_TEXT = (
+    text_of(family, "Mistral3ForConditionalGeneration", whole=True, text_type=family.name)
+    for family in (MISTRAL, MINISTRAL3)
+)

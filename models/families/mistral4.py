@@ -11,6 +11,7 @@ from inferlib.models.families.common import (
     rope_parameters,
     shared_and_routed,
     softmax_router,
+    text_of,
 )
 from inferlib.models.families.deepseek import LAYER_MAP, latent_layers
 from inferlib.models.families.latent import latent_attention
@@ -74,3 +75,4 @@ def mistral4(hf: Hf) -> ModelConfig:
 
 
 MISTRAL4 = Family("mistral4", ("Mistral4ForCausalLM",), mistral4, DEFAULTS, LAYER)
+MISTRAL4_TEXT = text_of(MISTRAL4, "Mistral3ForConditionalGeneration", whole=True, text_type="mistral4")

@@ -4,7 +4,6 @@ then one of gated attention."""
 from __future__ import annotations
 
 from inferlib.models.config import (
-    ConfigError,
     LayerSpec,
     MlpSpec,
     ModelConfig,
@@ -20,11 +19,13 @@ from inferlib.models.families.common import (
     activation,
     attention,
     expect,
+    layer_types,
     mlp,
     model,
     need,
     rope_spec,
     softmax_router,
+    text_of,
 )
 from inferlib.models.families.qwen_moe import QWEN2_LAYER
 from inferlib.models.recurrent import GatedDeltaSpec
@@ -88,9 +89,6 @@ def _hybrid(hf: Hf, family: str, feeds: list[MlpSpec | MoeSpec]) -> ModelConfig:
     expect(hf, "attention_bias", False)
     expect(hf, "hidden_act", "silu")
     every, eps = hf["full_attention_interval"], need(hf, "rms_norm_eps")
-    kinds = hf.get("layer_types") or [_KINDS[(i + 1) % every == 0] for i in range(len(feeds))]
-    if len(kinds) != len(feeds) or not set(kinds) <= set(_KINDS):
-        raise ConfigError(f"layer_types must be {' or '.join(_KINDS)} for each of {len(feeds)} layers, not {kinds}")
     delta = GatedDeltaSpec(
         need(hf, "linear_num_value_heads"),
         need(hf, "linear_num_key_heads"),
@@ -101,12 +99,14 @@ def _hybrid(hf: Hf, family: str, feeds: list[MlpSpec | MoeSpec]) -> ModelConfig:
     )
     gate = OutputGate("sigmoid", per_head=False)
     full = attention(hf, rope_spec(hf, partial=True), qk_norm="head", gate=gate)
+    kinds = layer_types(hf, "linear_attention", lambda i: (i + 1) % every != 0)
     mixers = [full if kind == "full_attention" else delta for kind in kinds]
     layers = [LayerSpec(mixer, feed) for mixer, feed in zip(mixers, feeds, strict=True)]
     return model(hf, family, layers, NormSpec(eps=eps, unit_offset=True))
 
 
-_KINDS = ("linear_attention", "full_attention")
+# As published in bfloat16; in fp8 experts are apart.
+_FUSED = {"mlp.experts.gate_up": "mlp.experts.gate_up_proj", "mlp.experts.down": "mlp.experts.down_proj"}
 _DRAFTS = ("mtp.",)
 
 QWEN3_NEXT = Family(
@@ -114,5 +114,13 @@ QWEN3_NEXT = Family(
 )
 QWEN3_5 = Family("qwen3_5", ("Qwen3_5ForCausalLM",), qwen3_5, DEFAULTS, LAYER | _APART, drafts=_DRAFTS)
 QWEN3_5_MOE = Family(
-    "qwen3_5_moe", ("Qwen3_5MoeForCausalLM",), qwen3_5_moe, MOE_DEFAULTS, QWEN2_LAYER | _APART, drafts=_DRAFTS
+    "qwen3_5_moe",
+    ("Qwen3_5MoeForCausalLM",),
+    qwen3_5_moe,
+    MOE_DEFAULTS,
+    QWEN2_LAYER | _APART,
+    fused=_FUSED,
+    drafts=_DRAFTS,
 )
+QWEN3_5_TEXT = text_of(QWEN3_5, "Qwen3_5ForConditionalGeneration")
+QWEN3_5_MOE_TEXT = text_of(QWEN3_5_MOE, "Qwen3_5MoeForConditionalGeneration")

@@ -23,6 +23,7 @@ from inferlib.models.layout import HeadLayout
 from inferlib.ops.decode_attention import decode_attention
 from inferlib.ops.matmul import Normed, matmul
 from inferlib.ops.prefill_attention import prefill_attention
+from inferlib.ops.qkv_attention import qkv_attention
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 from inferlib.sharding.stripe import Stripe
@@ -60,9 +61,9 @@ class Attention(nnx.Module):
             if spec.own_values:
                 self.v_bias = param((k, value), (axes.KV_HEADS, axes.HEAD_DIM), dtype, "zeros")
         if spec.gate is not None:
-            size, names = ((), ()) if spec.gate.per_head else ((value,), (axes.HEAD_OUT,))
+            size, names, sums = ((), (), ()) if spec.gate.per_head else ((value,), (axes.HEAD_OUT,), (0,))
             names = (axes.EMBED, axes.KV_HEADS, axes.QUERIES, *names)
-            self.gate = param((dim, k, g, *size), names, dtype, contracting=(0,))
+            self.gate = param((dim, k, g, *size), names, dtype, contracting=sums)
         if spec.sinks:
             self.sinks = param((k, g), (axes.KV_HEADS, axes.QUERIES), dtype, "zeros")
         if spec.o_bias:
@@ -79,11 +80,40 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         spec = self.spec
-        q, new = self.project(x, ctx)
-        out, cache = self.attend(q, new, cache, ctx)
+        if self.in_one(ctx, cache):
+            out, cache = self.step(x, cache, ctx)
+        else:
+            q, new = self.project(x, ctx)
+            out, cache = self.attend(q, new, cache, ctx)
         if spec.gate is not None:
             out = self.gated(out, x, ctx.shards)
         return matmul(out, self.o[...], contract=3), cache
+
+    def in_one(self, ctx: StepContext, cache: LayerCache) -> bool:
+        """Whether one kernel takes decode rows from their products on."""
+        spec, chunks = self.spec, math.prod(ctx.batch.chunk_tokens.shape)
+        if ctx.backend.qkv_attention == "xla" or chunks or ctx.shards.size(axes.POSITIONS) > 1:
+            return False
+        plain = spec.temperature is None and not spec.value_norm and spec.value_scale == 1.0 and spec.chunk is None
+        normed = spec.qk_norm in (None, "head") and not spec.qk_norm_after_rope
+        apart = cache.layer is None and len(cache.arrays) == 2 and not cache.scaled
+        return plain and normed and apart and spec.fused_heads == 2
+
+    def step(self, x: jax.Array | Normed, cache: LayerCache, ctx: StepContext) -> tuple[jax.Array, LayerCache]:
+        """Decode rows' [B, K, G, h], and the cache with what is new."""
+        spec = self.spec
+        arrays = {"bias": self.qkv_bias[...]} if spec.qkv_bias else {}
+        if spec.qk_norm:
+            arrays["norms"] = self.q_norm[...], self.k_norm[...]
+        if spec.rope is not None:
+            arrays["rope"] = ctx.rope[spec.rope]
+        if spec.sinks:
+            arrays["sinks"] = self.sinks[...]
+        options = dict(scale=spec.scale, window=spec.window, softcap=spec.softcap, ring=cache.ring, limit=ctx.limit)
+        options |= dict(eps=self.norm.eps, offset=float(self.norm.unit_offset))
+        qkv = ctx.shards.sum(matmul(x, self.qkv[...]), axes.EMBED)
+        out, k, v = qkv_attention(qkv, *cache.arrays, ctx.batch.decode_lengths, arrays, **options)
+        return out, replace(cache, arrays=(k, v))
 
     def gated(self, out: jax.Array, x: jax.Array | Normed, shards: Shards) -> jax.Array:
         """Attention's output [T, K, G, h], or this device's share of h, by the gate of x [T, D]."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -48,31 +46,22 @@ class GatedDelta(nnx.Module):
         self.o = param((k, g, values, dim), (*heads, axes.EMBED), dtype, contracting=(0, 1, 2))
 
     def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        batch, (p, c) = ctx.batch, ctx.batch.chunk_tokens.shape
         qk, vz = matmul(x, self.qk[...]), matmul(x, self.vz[...])
         v, z = jnp.split(vz, 2, axis=-1)
         mixed = jnp.concatenate([qk, v.reshape(*qk.shape[:2], -1)], axis=-1)  # [T, K, c]
         ba = matmul(x, self.ba[...], out_dtype=jnp.float32)
         log_decay = -jnp.exp(self.decay[...]) * jax.nn.softplus(ba[..., 1] + self.decay_shift[...])
-        gates, outs = (log_decay, jax.nn.sigmoid(ba[..., 0])), []
-        if split := math.prod((p, c)):
-            tail, state = states.of_chunks(cache, batch)
-            into = [y[:split].reshape(p, c, *y.shape[1:]) for y in (mixed, *gates)]
-            heads, tail = self.convolved(into[0], tail, batch.chunk_lengths)
-            valid = jnp.arange(c) < batch.chunk_lengths[:, None]
-            out, state = gated_delta_chunk(*heads, *into[1:], state, valid)
-            cache = states.with_chunks(cache, batch, (tail, state))
-            outs.append(out.reshape(split, *out.shape[2:]))
-        if rows := batch.decode_tokens.shape[0]:
-            tail, state = states.of_rows(cache, rows)
-            live = batch.decode_lengths > 0
-            heads, tail = self.convolved(mixed[split:, None], tail, live.astype(jnp.int32))
-            out, state = gated_delta_step(*(y[:, 0] for y in heads), *(y[split:] for y in gates), state, live)
-            cache = states.with_rows(cache, (tail, state))
-            outs.append(out)
-        out = outs[0] if len(outs) == 1 else jnp.concatenate(outs)
+        inputs = mixed, log_decay, self.spec.strength * jax.nn.sigmoid(ba[..., 0])
+        out, cache = states.in_turn(self.rule, inputs, ctx.batch, cache)
         out = rms_norm(out, self.norm[...], self.spec.eps) * jax.nn.silu(z.astype(jnp.float32))
         return matmul(out.astype(qk.dtype), self.o[...], contract=3), cache
+
+    def rule(self, inputs: list[jax.Array], kept: states.States, lengths: jax.Array) -> tuple[jax.Array, states.States]:
+        """See `states.Rule`."""
+        (mixed, *gates), (tail, state) = inputs, kept
+        heads, tail = self.convolved(mixed, tail, lengths)
+        out, state = states.advance(gated_delta_chunk, gated_delta_step, (*heads, *gates), state, lengths)
+        return out, (tail, state)
 
     def convolved(
         self, mixed: jax.Array, tail: jax.Array, lengths: jax.Array
@@ -83,10 +72,11 @@ class GatedDelta(nnx.Module):
         weight = jnp.concatenate([self.conv_qk[...], conv_v.reshape(*conv_v.shape[:2], -1)], axis=-1)
         out, tail = causal_conv(mixed, tail, weight, lengths)
         out = jax.nn.silu(out)
-        q, k = (_unit(out[..., at : at + size]) for at in (0, size))
+        q, k = (unit(out[..., at : at + size]) for at in (0, size))
         v = out[..., 2 * size :].reshape(*out.shape[:3], -1, self.spec.value_dim)
         return (q * size**-0.5, k, v), tail
 
 
-def _unit(x: jax.Array) -> jax.Array:
+def unit(x: jax.Array) -> jax.Array:
+    """Vectors of length 1 of the last dimension."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPS)

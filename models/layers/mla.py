@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +16,14 @@ from inferlib.models.config import MlaSpec
 from inferlib.models.layers.attention import warmed
 from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm
-from inferlib.models.layers.param import param
+from inferlib.models.layers.param import OfStack, param
 from inferlib.models.layers.rope import apply_rope
 from inferlib.models.layers.step_attention import Attended, Share, attend, limit_of
 from inferlib.models.layout import HeadLayout
-from inferlib.ops.cache_write import folded_rows, unfolded
 from inferlib.ops.matmul import Normed, matmul, precision_of
 from inferlib.ops.mla_decode_attention import mla_decode_attention
-from inferlib.ops.prefill_attention import prefill_attention
+from inferlib.ops.mla_prefill_attention import mla_prefill_attention
+from inferlib.ops.mla_queries import mla_queries, mla_queries_lacks
 from inferlib.sharding import axes
 from inferlib.sharding.stripe import Stripe
 
@@ -55,70 +57,101 @@ class Mla(nnx.Module):
             self.o_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 
     def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        q, latent, key = self.project(x, ctx)
-        cache = cache.write(
-            (latent[:, None], key[:, None]), ctx.pages, ctx.positions, ctx.shards.stripe(axes.POSITIONS)
-        )
-        return matmul(self.attend(q, cache, ctx)[:, :, 0], self.o[...], contract=2), cache
+        spec, (q, down) = self.spec, self.project(x, ctx)
+        plain = spec.rotates and spec.temperature is None and spec.latent_scale == 1.0
+        plain = plain and not ctx.batch.chunk_tokens.size and self.kernel(ctx, cache) == "pallas_gpu"
+        if plain and not mla_queries_lacks(q, self.k[...], ctx.rope[spec.rope][0]):
+            angles = ctx.rope[spec.rope]
+            *absorbed, latent, key = mla_queries(q, down, self.kv_norm[...], self.k[...], *angles, spec.eps)
+            out, cache = self.attend(q, absorbed, (latent, key), cache, ctx)
+        else:
+            q, latent, key = self.placed(q, down, ctx)
+            out, cache = self.attend(q, None, (latent[:, None], key[:, None]), cache, ctx)
+        return matmul(out[:, :, 0], self.o[...], contract=2), cache
 
-    def project(self, x: jax.Array | Normed, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [T, H, n + r], the normed latent [T, R], and the rotated key [T, r]."""
-        spec, n, rank = self.spec, self.spec.nope_dim, self.spec.q_rank or 0
+    def kernel(self, ctx: StepContext, cache: LayerCache) -> str:
+        """What implements decode attention."""
+        lacks = kernel_lacks(self.spec, ctx.backend, "decode_attention", cache.scaled)
+        return "xla" if lacks else ctx.backend.decode_attention
+
+    def project(self, x: jax.Array | Normed, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
+        """q [T, H, n + r], not rotated, and the latents and the rotary key [T, `spec.latent_dim`] as projected."""
+        spec, rank = self.spec, self.spec.q_rank
         down = ctx.shards.sum(matmul(x, self.down[...]), axes.EMBED)
         if spec.latent_bias:
             down = down + self.down_bias[...]
-        latent, key = down[:, rank : rank + spec.kv_rank], down[:, rank + spec.kv_rank :]
         if rank:
-            q = matmul(rms_norm(down[:, :rank], self.q_norm[...], spec.eps), self.q[...])
-        else:
-            q = ctx.shards.sum(matmul(x, self.q[...]), axes.EMBED)
-        angles = ctx.rope[spec.rope]
-        q = jnp.concatenate([q[..., :n], apply_rope(q[..., n:], *angles)], axis=-1)
+            return matmul(rms_norm(down[:, :rank], self.q_norm[...], spec.eps), self.q[...]), down
+        return ctx.shards.sum(matmul(x, self.q[...]), axes.EMBED), down
+
+    def placed(self, q: jax.Array, down: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [T, H, n + r], the normed latent [T, R], and the rotary key [T, r], of what `project` returns; rotated, if
+        they are."""
+        spec, n, rank = self.spec, self.spec.nope_dim, self.spec.q_rank or 0
+        latent, key = down[:, rank : rank + spec.kv_rank], down[:, rank + spec.kv_rank :]
+        if spec.rotates:
+            angles = ctx.rope[spec.rope]
+            q = jnp.concatenate([q[..., :n], apply_rope(q[..., n:], *angles)], axis=-1)
+            key = apply_rope(key, *angles)
         latent = rms_norm(latent, self.kv_norm[...], spec.eps)
         latent = latent if spec.latent_scale == 1.0 else latent * jnp.asarray(spec.latent_scale, latent.dtype)
-        return warmed(q, spec.temperature, ctx), latent, apply_rope(key, *angles)
+        return warmed(q, spec.temperature, ctx), latent, key
 
-    def attend(self, q: jax.Array, cache: LayerCache, ctx: StepContext) -> jax.Array:
-        """[T, H, 1, v], where the output projection takes in a share of v that share."""
-        spec, batch = self.spec, ctx.batch
+    def attend(
+        self,
+        q: jax.Array,
+        absorbed: Sequence[jax.Array] | None,
+        new: Sequence[jax.Array],
+        cache: LayerCache,
+        ctx: StepContext,
+    ) -> tuple[jax.Array, LayerCache]:
+        """[T, H, 1, v], where the output projection takes in a share of v that share; and the cache with what is new of
+        all tokens, latents [T, 1, R] and rotary keys [T, 1, r]. absorbed: decode rows' queries as `absorb` makes them,
+        if they are known; then q is that of no chunk."""
+        spec, batch, own = self.spec, ctx.batch, ctx.shards.stripe(axes.POSITIONS)
         split = math.prod(batch.chunk_tokens.shape)
+        kernel = self.kernel(ctx, cache)
+        lacks = kernel_lacks(spec, ctx.backend, "prefill_attention", cache.scaled)
+        prefill = "xla" if lacks else ctx.backend.prefill_attention
 
         def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
-            (latents, keys, *scales), page = share, jnp.minimum(pages, share[0].shape[0] - 1)
-            latents, fold = latents[page, 0, : limit_of(ctx, stripe)], cache.folds[1]
-            slots = latents.shape[1]
-            keys = unfolded(keys[page, 0, : folded_rows(slots, fold)], fold)[:, :slots]
-            if scales:
-                scales = (x[page, 0, :slots, None] for x in scales)
-                pairs = zip((latents, keys), scales, strict=True)
-                latents, keys = ((x.astype(jnp.float32) * scale).astype(q.dtype) for x, scale in pairs)
-            queries = q[:split].reshape(*batch.chunk_tokens.shape, q.shape[1], 1, q.shape[2])[which]
-            own, numbers = jnp.arange(pages.size), stripe.number(ctx.chunk_positions[which])
-            return prefill_attention(queries, *self.expand(latents, keys), own, numbers, scale=spec.scale)
+            latents, keys, *scales = share
+            queries = widened(q[:split], spec.nope_dim + cache.sizes[1])
+            queries = queries.reshape(*batch.chunk_tokens.shape, *queries.shape[1:])[which]
+            kind = dict(scale=spec.scale, limit=limit_of(ctx, stripe), scales=tuple(scales) or None, backend=prefill)
+            k, v = self.k[...], self.v[...]
+            if prefill == "pallas_tpu" and isinstance(self.k.get_value(), OfStack):
+                k, v = (w.get_value().stack for w in (self.k, self.v))
+                kind["weight_layer"] = self.k.get_value().layer
+            if latents.ndim == 5:
+                kind["layer"] = cache.layer
+            numbers = stripe.number(ctx.chunk_positions[which])
+            out, lse = mla_prefill_attention(queries, k, v, latents, keys, pages, numbers, **kind)
+            return out[:, :, :, None], lse[..., None]
 
-        def rows(stripe: Stripe) -> Attended:
-            lengths, limit = stripe.number(batch.decode_lengths - 1) + 1, limit_of(ctx, stripe)
-            kernel, layer = "xla" if kernel_lacks(spec, ctx.backend, "decode_attention") else "pallas_tpu", None
+        def rows(stripe: Stripe) -> tuple[Attended, Share]:
+            lengths, limit, layer = stripe.number(batch.decode_lengths - 1) + 1, limit_of(ctx, stripe), None
             if kernel == "pallas_tpu":
                 arrays, layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
             else:
                 arrays = cache.read(lengths.shape[0], limit)
             latents, keys, *scales = arrays
-            parts = zip(self.absorb(q[split:]), cache.sizes, strict=True)
-            queries = jnp.concatenate([widened(part, size) for part, size in parts], axis=-1)
-            kind = dict(scale=spec.scale, limit=limit, layer=layer, scales=tuple(scales) or None, backend=kernel)
-            out, lse = mla_decode_attention(queries, latents, keys, lengths, **kind)
-            return self.values(out[..., : spec.kv_rank])[:, :, None], lse[..., None]
+            parts = zip(absorbed or self.absorb(q[split:]), cache.sizes, strict=True)
+            queries = [widened(part, size) for part, size in parts]
+            kind = dict(limit=limit, layer=layer, scales=tuple(scales) or None, new=fresh, backend=kernel)
+            out, lse, *share = mla_decode_attention(*queries, latents, keys, lengths, scale=spec.scale, **kind)
+            return (self.values(out[..., : spec.kv_rank])[:, :, None], lse[..., None]), tuple(share)
 
-        return attend(cache, ctx, chunks, rows)
-
-    def expand(self, latent: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Latents [P, S, R] and rotary keys [P, S, r] -> each head's keys [P, H, S, n + r] and values [P, H, S, v]."""
-        latent, key = latent[..., : self.spec.kv_rank], key[..., : self.spec.rope.dim]
-        k = jnp.moveaxis(_dot(latent, self.k[...], ((2,), (2,))), 1, 2)  # [P, S, H, n]
-        v = jnp.moveaxis(_dot(latent, self.v[...], ((2,), (1,))), 1, 2)
-        key = jnp.broadcast_to(key[:, None], (*k.shape[:3], key.shape[-1]))
-        return jnp.concatenate([k, key], axis=-1), v
+        fresh, attended = None, None
+        if kernel == "pallas_gpu" and cache.layer is None and ctx.shards.size(axes.POSITIONS) == 1 and split < len(q):
+            fresh, new = [x[split:] for x in new], [x[:split] for x in new]  # it writes the cells of decode rows
+        if count := len(new[0]):
+            cache = cache.write(new, ctx.pages[:count], ctx.positions[:count], own)
+        if fresh is not None:  # before chunks read the cache, so that it is written in place
+            attended, arrays = rows(own)
+            cache = replace(cache, arrays=arrays)
+        out = attend(cache, ctx, chunks, lambda stripe: attended or rows(stripe)[0], stacked=prefill == "pallas_tpu")
+        return out, cache
 
     def absorb(self, q: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Queries [B, H, n + r] -> [B, H, R] and [B, H, r]: the sum of their products with a latent and its rotary key

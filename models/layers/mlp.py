@@ -26,6 +26,7 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": exact_gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from inferlib.models.batch import StepContext
 from inferlib.models.config import MoeSpec
 from inferlib.models.layers.exchange import exchange_of, pairs_room, through_experts
-from inferlib.models.layers.mlp import Mlp, gated
+from inferlib.models.layers.mlp import ACTIVATIONS, Mlp, gated
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.router import Router
@@ -86,7 +86,8 @@ class Moe(nnx.Module):
         """The sum of the chosen experts; judged [T, D]: what the router reads."""
         with jax.named_scope("router"):
             experts, weights = self.router(judged, ctx.shards)
-        experts = jnp.where(ctx.fed[:, None], experts, -1)  # inactive rows need none
+        if x.shape[0] > 1:
+            experts = jnp.where(ctx.fed[:, None], experts, -1)  # inactive rows need none
         with jax.named_scope("experts"):
             routed = self.routed(x, experts, weights, ctx, layer)
         return routed, None if ctx.counted is None else self.load(ctx.shards.unfed(experts), ctx.counted)
@@ -109,13 +110,13 @@ class Moe(nnx.Module):
     ) -> jax.Array:
         """The weighted sum of the chosen experts [T, k]; -1 is none."""
         shards, devices = ctx.shards, ctx.shards.size(axes.EXPERTS)
-        identity = experts >= self.spec.experts
+        identity = self.spec.identity and experts >= self.spec.experts
         row = x.shape[1] * x.dtype.itemsize
         how = exchange_of(self.spec, x.shape[0], row, devices, ctx.backend)
         compute = partial(self.experts, of_each=x.shape[0], ctx=ctx, layer=layer)
         own = self.experts.count // devices
         turns = jnp.arange(x.shape[0]) + shards.index(axes.ROWS)
-        slots = self.placement(jnp.where(identity, -1, experts), turns)
+        slots = self.placement(jnp.where(identity, -1, experts) if self.spec.identity else experts, turns)
         out = through_experts(x, slots, weights, own, how, compute, shards)
         if not self.spec.identity:
             return out
@@ -141,16 +142,18 @@ def once(x: jax.Array, shards: Shards) -> jax.Array:
 
 
 class Experts(nnx.Module):
-    """The feed-forwards of this device's experts; gate and up are one weight. E and F are as laid out."""
+    """The feed-forwards of this device's experts; gate and up are one weight, which without gates has one half. E and F
+    are as laid out."""
 
     def __init__(self, spec: MoeSpec, layout: Layout, dtype):
         self.spec = spec
         self.count, f, dim = layout.experts(spec.experts), layout.hidden(spec.hidden), layout.config.dim
         e, names = self.count, (axes.EXPERTS, axes.GATE_UP, axes.EMBED, axes.MLP)
-        self.gate_up = param((e, 2, dim, f), names, dtype, contracting=(2,))
+        halves = 2 if spec.gated else 1
+        self.gate_up = param((e, halves, dim, f), names, dtype, contracting=(2,))
         self.down = param((e, f, dim), (axes.EXPERTS, axes.MLP, axes.EMBED), dtype, contracting=(1,))
         if spec.bias:
-            self.gate_up_bias = param((e, 2, f), (axes.EXPERTS, axes.GATE_UP, axes.MLP), dtype, "zeros")
+            self.gate_up_bias = param((e, halves, f), (axes.EXPERTS, axes.GATE_UP, axes.MLP), dtype, "zeros")
             self.down_bias = param((e, dim), (axes.EXPERTS, axes.EMBED), dtype, "zeros")
 
     def __call__(
@@ -179,13 +182,15 @@ class Experts(nnx.Module):
             return self.in_rounds(x, ids.reshape(ours.shape), weights, own, room, of_each, ctx, layer)
         shape, x = x.shape, x.reshape(tokens, -1)
         scales = weights.reshape(-1) if self.spec.scale_input else None
-        # A constant of few rows: to make it would take a kernel.
-        rows = (np if tokens * chosen <= 1024 else jnp).arange(tokens * chosen, dtype=np.int32) // chosen
+        # An active row alone, on one device, has chosen experts that are there: each kernel less counts.
+        alone = tokens == 1 and shards.size(axes.EXPERTS) == 1 and not self.spec.identity
         if unsorted_pays(self.gate_up[...], ids.size, own, ctx.backend.grouped_matmul):
-            ids = jnp.where(ours.reshape(-1), ids, -1)
+            ids = experts.reshape(-1) if alone else jnp.where(ours.reshape(-1), ids, -1)
             product = partial(chosen_matmul, ids=ids, layer=layer, backend=ctx.backend.grouped_matmul)
-            outputs = self.forward(x, rows, ids, product, scales, shards, layer)
+            outputs = self.forward(x, partial(product, turns=chosen), ids, product, scales, shards, layer)
         else:
+            # A constant of few rows: to make it would take a kernel.
+            rows = (np if tokens * chosen <= 1024 else jnp).arange(tokens * chosen, dtype=np.int32) // chosen
             outputs, places = self.by_expert(x, rows, ids, scales, own, ctx, layer)
             # Back in the order of the tokens, whose sums then depend on nothing but themselves.
             outputs = outputs[places]
@@ -193,7 +198,8 @@ class Experts(nnx.Module):
         if not self.spec.scale_input:
             outputs = outputs * weights[:, :, None]
         # One by one: XLA:GPU writes what a sum over a dimension takes in to memory first.
-        total = sum(jnp.where(ours[:, i, None], outputs[:, i], 0) for i in range(chosen))
+        parts = [outputs[:, i] for i in range(chosen)]
+        total = sum(parts if alone else [jnp.where(ours[:, i, None], y, 0) for i, y in enumerate(parts)])
         return total.astype(x.dtype).reshape(shape)
 
     def by_expert(
@@ -217,7 +223,8 @@ class Experts(nnx.Module):
         rows, ids = jnp.asarray(rows)[order], jnp.minimum(ids, own - 1)
         if x.ndim > 2:  # as they were exchanged; only those that are taken are laid out anew
             x, rows = x[rows].reshape(ids.size, -1), None
-        return self.forward(x, rows, ids, product, scales, ctx.shards, layer), jnp.argsort(order)
+        first = partial(product, rows=rows)
+        return self.forward(x, first, ids, product, scales, ctx.shards, layer), jnp.argsort(order)
 
     def in_rounds(
         self,
@@ -307,23 +314,27 @@ class Experts(nnx.Module):
     def forward(
         self,
         x: jax.Array,
-        rows: jax.Array,
+        first: Callable[..., jax.Array],
         ids: jax.Array,
         product: Callable[..., jax.Array],
         scales: jax.Array | None,
         shards: Shards,
         layer: jax.Array | None,
     ) -> jax.Array:
-        """x [T, D] -> [M, D]: of each pair the token rows [M], the expert ids [M], and what multiplies its input,
-        scales [M]. product: of inputs [M, I], or [T, I] at `rows`, and the experts' weights."""
+        """x [T, D] -> [M, D]: of each pair the expert ids [M], and what multiplies its input, scales [M]. product: of
+        inputs [M, I] and the experts' weights; first: of x, which knows whose pairs they are."""
 
-        def bias(of: nnx.Param) -> jax.Array:
-            return (of[...] if layer is None else of[...][layer])[ids]
+        def bias(param: nnx.Param) -> jax.Array:
+            return (param[...] if layer is None else param[...][layer])[ids]
 
-        both = shards.sum(product(x, self.gate_up[...], rows=rows), axes.EMBED)
+        both = shards.sum(first(x, self.gate_up[...]), axes.EMBED)
         if scales is not None:
             both = (both * scales[:, None, None]).astype(x.dtype)
         if self.spec.bias:
             both = both + bias(self.gate_up_bias)
-        out = product(gated(self.spec.activation, both[:, 0], both[:, 1]), self.down[...])
+        if self.spec.gated:
+            hidden = gated(self.spec.activation, both[:, 0], both[:, 1])
+        else:
+            hidden = ACTIVATIONS[self.spec.activation](both[:, 0])
+        out = product(hidden, self.down[...])
         return out + once(bias(self.down_bias), shards) if self.spec.bias else out

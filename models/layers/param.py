@@ -23,6 +23,8 @@ def param(
     """A parameter with one logical axis name per dimension.
 
     contracting: the dimensions of one layer's over which products with it sum; a weight that has some may be quantised.
+    What makes a single number of each head or expert (a step, a strength, a fading, a score) has none: it is a
+    hundredth of the bytes, and errors in it multiply along the sequence or change which weights are read.
 
     Modules are built under `nnx.eval_shape`, so nothing is allocated here; `init` says how random
     weights are drawn (see `random_leaf`).

@@ -48,16 +48,15 @@ def rows_of(tokens: int, shards: Shards) -> int | None:
 def lacks(name: str, shape: tuple[int, ...], dtype, rows: int) -> str | None:
     """Why the kernels do not multiply so many rows of a device by its part of one of `in_ring`, without layers; None if
     they do."""
-    from inferlib.pallas_kernels.collective_matmul_tpu import blocks, unsupported
+    from inferlib.pallas_kernels.collective_matmul_tpu import stays, unsupported
 
     scatters = name in ("attn.o", "mlp.down")
     *lead, outer = shape
     parts, inner = (1, math.prod(lead)) if scatters else (math.prod(lead[1:]), lead[0])
     x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, inner), (1, parts, inner, outer)))
-    reason = unsupported(rows, x, w, scatters=scatters)
-    if reason is None and rows < LEAST_STREAMED_ROWS and not blocks(rows, w, scatters=scatters).keeps(w):
+    if rows < LEAST_STREAMED_ROWS and not stays(rows, parts, inner, outer, w.dtype.itemsize, scatters):
         return f"{parts * inner} x {outer} do not stay on chip, and {rows} rows take less time than reading them anew"
-    return reason
+    return unsupported(rows, x, w, scatters=scatters)
 
 
 def rings(

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -14,6 +15,44 @@ from inferlib.models.batch import StepBatch
 from inferlib.models.layers.kv_cache import LayerCache
 
 States = tuple[jax.Array, ...]
+# Of each of P rows inputs of C tokens [P, C, ...], what it keeps, and how many of the tokens, the first ones, are valid
+# [P] -> what the tokens return [P, C, ...], and what the row keeps then.
+Rule = Callable[[list[jax.Array], States, jax.Array], tuple[jax.Array, States]]
+
+
+def in_turn(
+    rule: Rule, inputs: Sequence[jax.Array], batch: StepBatch, cache: LayerCache
+) -> tuple[jax.Array, LayerCache]:
+    """Take a step's tokens, inputs [T, ...], through a rule: what they return [T, ...], and the cache. Tokens that are
+    not valid change nothing."""
+    (p, c), outs = batch.chunk_tokens.shape, []
+    if split := math.prod((p, c)):
+        chunks = [x[:split].reshape(p, c, *x.shape[1:]) for x in inputs]
+        out, new = rule(chunks, of_chunks(cache, batch), batch.chunk_lengths)
+        cache = with_chunks(cache, batch, new)
+        outs.append(out.reshape(split, *out.shape[2:]))
+    if rows := batch.decode_tokens.shape[0]:
+        live = (batch.decode_lengths > 0).astype(jnp.int32)
+        out, new = rule([x[split:, None] for x in inputs], of_rows(cache, rows), live)
+        cache = with_rows(cache, new)
+        outs.append(out[:, 0])
+    return outs[0] if len(outs) == 1 else jnp.concatenate(outs), cache
+
+
+def advance(
+    by_chunks: Callable[..., tuple[jax.Array, jax.Array]],
+    by_step: Callable[..., tuple[jax.Array, jax.Array]],
+    inputs: Sequence[jax.Array],
+    state: jax.Array,
+    lengths: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """What C tokens of each of P rows, inputs [P, C, ...], return [P, C, ...], of which so many are valid, lengths [P],
+    and the state after them: by chunks, or of a single token by a step."""
+    valid = jnp.arange(inputs[0].shape[1]) < lengths[:, None]
+    if valid.shape[1] > 1:
+        return by_chunks(*inputs, state, valid)
+    out, state = by_step(*(x[:, 0] for x in inputs), state, valid[:, 0])
+    return out[:, None], state
 
 
 def of_rows(cache: LayerCache, rows: int) -> States:
