@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ TILE_BYTES = 16 * 1024
 WARPS, STAGES = 4, 2
 PROGRAMS = 4 * 132  # as many as stay resident at once with these tiles, on the 132 SMs of an H100 or H200
 SHORT_SHARE, LONG_SHARE = 128, 2048
+MERGED = 8192  # numbers that a program merges at once
 
 
 def decode_attention(
@@ -57,29 +59,11 @@ def decode_attention(
     Returns out [B, K, G, h] in q's dtype and the log of the softmax's denominator, lse [B, K, G] float32.
     """
     rows, kv_heads, group, size = q.shape
-    slots = k.shape[2]
-    if k.shape != v.shape or k.shape[0] < rows or (k.shape[1], k.shape[3]) != (kv_heads, size):
-        raise ValueError(f"k {k.shape} and v {v.shape} must both be [N >= {rows}, {kv_heads}, S, {size}]")
-    if ring:
-        if window is None:
-            raise ValueError("a ring cache forgets old positions: pass the layer's window")
-        window = min(window, slots)
-    longest = min(n for n in (None if ring else slots, window, limit) if n is not None)
-    block, splits = _tiling(rows * kv_heads, _power_of_two(size) * k.dtype.itemsize, longest)
-
-    kernel = functools.partial(
-        _kernel,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        ring=ring,
-        block=block,
-        splits=splits,
-        programs=PROGRAMS / kv_heads,
-    )
-    page = pl.BlockSpec((None, None, slots, size), lambda b, h, s: (b, h, 0, 0))
+    options = dealt(k, v, rows, kv_heads, size, window=window, ring=ring, limit=limit)
+    splits = options["splits"]
+    page = pl.BlockSpec((None, None, *k.shape[2:]), lambda b, h, s: (b, h, 0, 0))
     parts, lses = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, scale=scale, softcap=softcap, **options),
         grid=(rows, kv_heads, splits),
         in_specs=[
             pl.BlockSpec((rows,), lambda b, h, s: (0,)),
@@ -100,7 +84,33 @@ def decode_attention(
         interpret=interpret,
         name="decode_attention",
     )(lengths, q, k, v, sinks)
-    return (parts[0], lses[0]) if splits == 1 else _merge(parts, lses, q.dtype, interpret)
+    return (parts[0], lses[0]) if splits == 1 else merge(parts, lses, q.dtype, interpret)
+
+
+def dealt(
+    k: jax.Array,
+    v: jax.Array,
+    rows: int,
+    kv_heads: int,
+    size: int,
+    *,
+    window: int | None,
+    ring: bool,
+    limit: int | None,
+) -> dict[str, Any]:
+    """How programs share the rows of k, v [N, K, S, h] among them, as kernels take it: window, ring, block, splits and
+    programs. Raises ValueError for a cache that is not of so many rows and heads of this size, and rings of no window.
+    """
+    slots = k.shape[2]
+    if k.shape != v.shape or k.shape[0] < rows or (k.shape[1], k.shape[3]) != (kv_heads, size):
+        raise ValueError(f"k {k.shape} and v {v.shape} must both be [N >= {rows}, {kv_heads}, S, {size}]")
+    if ring:
+        if window is None:
+            raise ValueError("a ring cache forgets old positions: pass the layer's window")
+        window = min(window, slots)
+    longest = min(n for n in (None if ring else slots, window, limit) if n is not None)
+    block, splits = _tiling(rows * kv_heads, power_of_two(size) * k.dtype.itemsize, longest)
+    return dict(window=window, ring=ring, block=block, splits=splits, programs=PROGRAMS / kv_heads)
 
 
 def _tiling(heads: int, row_bytes: int, longest: int) -> tuple[int, int]:
@@ -115,7 +125,7 @@ def _tiling(heads: int, row_bytes: int, longest: int) -> tuple[int, int]:
     return block, min(splits, pl.cdiv(longest, max(block, SHORT_SHARE)))
 
 
-def _power_of_two(n: int, least: int = 16) -> int:
+def power_of_two(n: int, least: int = 16) -> int:
     return max(1 << (n - 1).bit_length(), least)
 
 
@@ -137,21 +147,45 @@ def _kernel(
     programs,
 ):
     """One share: lengths_ref [B], q_ref, out_ref [G, h], k_ref, v_ref [S, h], sinks_ref, lse_ref [G]."""
-    (group, size), slots, split = q_ref.shape, k_ref.shape[0], pl.program_id(2)
+    (group, size), split = q_ref.shape, pl.program_id(2)
     # Tiles have power-of-two sides, and the tensor cores want 16 rows; masks cut the padding off.
-    heads = jnp.arange(_power_of_two(group))
-    columns = jnp.arange(_power_of_two(size))
+    heads = jnp.arange(power_of_two(group))
+    columns = jnp.arange(power_of_two(size))
     tile = heads[:, None], columns[None]
     in_tile = (heads < group)[:, None] & (columns < size)[None]
     compute = jnp.promote_types(q_ref.dtype, k_ref.dtype)
     q = plgpu.load(q_ref.at[tile], mask=in_tile, other=0).astype(compute)
 
-    length = plgpu.load(lengths_ref.at[pl.program_id(0)])
-    first = 0 if window is None else jnp.maximum(length - window, 0)
-    shares = 1 if splits == 1 else _shares(length, lengths_ref, window, splits, programs)
-    share = pl.cdiv(pl.cdiv(length - first, block), shares) * block
-    start = first + split * share
-    stop = jnp.minimum(start + share, length)
+    length, start, stop = share_of(lengths_ref, pl.program_id(0), split, window, block, splits, programs)
+    top = jnp.full(heads.shape, -jnp.inf, jnp.float32)
+    total = jnp.zeros(heads.shape, jnp.float32)
+    if sinks_ref is not None:  # counted once, by the row's first share
+        sinks = plgpu.load(sinks_ref.at[heads], mask=heads < group, other=0)
+        here = (split == 0) & (length > 0)
+        top, total = jnp.where(here, sinks, top), jnp.where(here, 1.0, total)
+    carry = jnp.zeros((heads.size, columns.size), jnp.float32), top, total
+    cells = (k_ref, v_ref, start, stop)
+    acc, top, total = attend(q, cells, carry, scale=scale, softcap=softcap, ring=ring, block=block)
+    store_share(acc, top, total, out_ref, lse_ref, split=splits > 1, some=start < stop)
+
+
+def attend(
+    q: jax.Array,
+    cells: tuple,
+    carry: tuple[jax.Array, jax.Array, jax.Array],
+    *,
+    scale: float,
+    softcap: float | None,
+    ring: bool,
+    block: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Online softmax of queries q [R, C] over positions of a cache, in a kernel.
+
+    cells: refs of keys and values [S, h], the first position and that behind the last. carry: sum of values [R, C], the
+    largest logit [R] and the sum of exponentials [R] so far; returns them. R and C are powers of two, C at least h.
+    """
+    k_ref, v_ref, start, stop = cells
+    (slots, size), columns = k_ref.shape, jnp.arange(q.shape[1])
 
     def step(i, carry):
         acc, top, total = carry
@@ -160,37 +194,47 @@ def _kernel(
         slot = lax.rem(position, slots) if ring else position
         at = slot[:, None], columns[None]
         mask = seen[:, None] if size == columns.size else seen[:, None] & (columns < size)[None]
-        keys = plgpu.load(k_ref.at[at], mask=mask, other=0).astype(compute)
-        s = plgpu.dot(q, keys, trans_b=True, precision=lax.Precision.HIGHEST) * scale
-        if softcap is not None:
-            s = softcap * jnp.tanh(s / softcap)
+        keys = plgpu.load(k_ref.at[at], mask=mask, other=0).astype(q.dtype)
+        s = capped(plgpu.dot(q, keys, trans_b=True, precision=lax.Precision.HIGHEST) * scale, softcap)
         s = jnp.where(seen[None], s, -jnp.inf)
         new_top = jnp.maximum(top, s.max(axis=1))
         p = jnp.exp(s - new_top[:, None])
         decay = jnp.exp(top - new_top)
-        values = plgpu.load(v_ref.at[at], mask=mask, other=0).astype(compute)
-        acc = acc * decay[:, None] + plgpu.dot(p.astype(compute), values, precision=lax.Precision.HIGHEST)
+        values = plgpu.load(v_ref.at[at], mask=mask, other=0).astype(q.dtype)
+        acc = acc * decay[:, None] + plgpu.dot(p.astype(q.dtype), values, precision=lax.Precision.HIGHEST)
         return acc, new_top, total * decay + p.sum(axis=1)
 
-    top = jnp.full(heads.shape, -jnp.inf, jnp.float32)
-    total = jnp.zeros(heads.shape, jnp.float32)
-    if sinks_ref is not None:  # counted once, by the row's first share
-        sinks = plgpu.load(sinks_ref.at[heads], mask=heads < group, other=0)
-        here = (split == 0) & (length > 0)
-        top, total = jnp.where(here, sinks, top), jnp.where(here, 1.0, total)
-    acc = jnp.zeros((heads.size, columns.size), jnp.float32)
-    acc, top, total = lax.fori_loop(0, pl.cdiv(stop - start, block), step, (acc, top, total))
+    return lax.fori_loop(0, pl.cdiv(stop - start, block), step, carry)
 
+
+def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def store_share(acc, top, total, out_ref, lse_ref, *, split: bool, some) -> None:
+    """The result [G, h] and lse [G] of a share; of an empty one (`some` false), which the merge passes over, lse."""
+    (group, size), heads, columns = out_ref.shape, jnp.arange(acc.shape[0]), jnp.arange(acc.shape[1])
+    in_tile = (heads < group)[:, None] & (columns < size)[None]
     total = jnp.where(total > 0, total, 1.0)  # an empty share: acc 0, top -inf
     out = (acc / total[:, None]).astype(out_ref.dtype)
-    # The merge passes over the outputs of empty shares.
-    plgpu.store(out_ref.at[tile], out, mask=in_tile if splits == 1 else in_tile & (start < stop))
+    at = heads[:, None], columns[None]
+    plgpu.store(out_ref.at[at], out, mask=in_tile & some if split else in_tile)
     plgpu.store(lse_ref.at[heads], top + jnp.log(total), mask=heads < group)
 
 
-def _shares(length, lengths_ref, window, splits, programs):
+def share_of(lengths_ref, row, split, window: int | None, block: int, splits: int, programs: float):
+    """The length of a row, and where share `split` of its visible positions starts and stops."""
+    length = plgpu.load(lengths_ref.at[row])
+    first = 0 if window is None else jnp.maximum(length - window, 0)
+    shares = 1 if splits == 1 else _shares_of(length, lengths_ref, window, splits, programs)
+    share = pl.cdiv(pl.cdiv(length - first, block), shares) * block
+    start = first + split * share
+    return length, start, jnp.minimum(start + share, length)
+
+
+def _shares_of(length, lengths_ref, window, splits, programs):
     """Shares of a row when `programs` are dealt to the rows in proportion to their visible positions."""
-    rows = jnp.arange(_power_of_two(lengths_ref.size))
+    rows = jnp.arange(power_of_two(lengths_ref.size))
     visible = plgpu.load(lengths_ref.at[rows], mask=rows < lengths_ref.size, other=0)
     if window is not None:
         visible, length = jnp.minimum(visible, window), jnp.minimum(length, window)
@@ -198,23 +242,25 @@ def _shares(length, lengths_ref, window, splits, programs):
     return jnp.clip(length.astype(jnp.float32) / mean + 0.5, 1.0, float(splits)).astype(jnp.int32)
 
 
-def _merge(
+def merge(
     parts: jax.Array, lses: jax.Array, dtype: jax.typing.DTypeLike, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge shares, parts [splits, B, K, G, h] and lses [splits, B, K, G], in one launch (XLA takes two).
+    """Merge shares, parts [splits, *heads, h] and lses [splits, *heads], in one launch (XLA takes two).
 
-    Returns out [B, K, G, h] in `dtype`, lse [B, K, G].
+    Parts whose lse is -inf are not read. Returns out [*heads, h] in `dtype`, lse [*heads].
     """
     splits, *heads, size = parts.shape
     count = math.prod(heads)
+    # All shares of some columns are in registers at once.
+    tile = min(power_of_two(size), max(MERGED // power_of_two(splits, 1), 16))
     out, lse = pl.pallas_call(
-        _merge_kernel,
-        grid=(count,),
+        functools.partial(_merge_kernel, tile=tile),
+        grid=(count, pl.cdiv(size, tile)),
         in_specs=[
-            pl.BlockSpec((splits, None, size), lambda i: (0, i, 0)),
-            pl.BlockSpec((splits, None), lambda i: (0, i)),
+            pl.BlockSpec((splits, None, size), lambda i, n: (0, i, 0)),
+            pl.BlockSpec((splits, None), lambda i, n: (0, i)),
         ],
-        out_specs=[pl.BlockSpec((None, size), lambda i: (i, 0)), pl.BlockSpec((None,), lambda i: (i,))],
+        out_specs=[pl.BlockSpec((None, size), lambda i, n: (i, 0)), pl.BlockSpec((None,), lambda i, n: (i,))],
         out_shape=[
             jax.ShapeDtypeStruct((count, size), dtype),
             jax.ShapeDtypeStruct((count,), jnp.float32),
@@ -226,10 +272,10 @@ def _merge(
     return out.reshape(*heads, size), lse.reshape(heads)
 
 
-def _merge_kernel(parts_ref, lses_ref, out_ref, lse_ref):
-    """One query head: parts_ref [splits, h], lses_ref [splits], out_ref [h], lse_ref scalar."""
+def _merge_kernel(parts_ref, lses_ref, out_ref, lse_ref, *, tile):
+    """A tile of one query head's columns: parts_ref [splits, h], lses_ref [splits], out_ref [h], lse_ref scalar."""
     splits, size = parts_ref.shape
-    shares, columns = jnp.arange(_power_of_two(splits, 1)), jnp.arange(_power_of_two(size))
+    shares, columns = jnp.arange(power_of_two(splits, 1)), pl.program_id(1) * tile + jnp.arange(tile)
     lses = plgpu.load(lses_ref.at[shares], mask=shares < splits, other=-jnp.inf)
     top = lses.max(axis=0)
     weight = jnp.exp(lses - jnp.where(top > -jnp.inf, top, 0.0))
@@ -239,4 +285,4 @@ def _merge_kernel(parts_ref, lses_ref, out_ref, lse_ref):
     parts = plgpu.load(parts_ref.at[shares[:, None], columns[None]], mask=written, other=0)
     out = (parts * weight[:, None]).sum(axis=0) / total
     plgpu.store(out_ref.at[columns], out.astype(out_ref.dtype), mask=columns < size)
-    plgpu.store(lse_ref, top + jnp.log(total))
+    plgpu.store(lse_ref, top + jnp.log(total))  # the same from each tile

@@ -46,6 +46,13 @@ def blocks(total: int, groups: int, parts: int, inputs: int, outputs: int, dtype
     return Blocks(rows, columns, depth, splits)
 
 
+@functools.cache
+def converts_e4m3() -> bool:
+    """Whether the GPUs here, if there are any, have instructions for float8_e4m3fn."""
+    devices = jax.local_devices() if jax.default_backend() == "gpu" else ()
+    return all(float(device.compute_capability) >= 8.9 for device in devices)
+
+
 def unsupported(values: jax.ShapeDtypeStruct, group: int | None, zeros: bool) -> str | None:
     """Why the kernel cannot multiply by values [N, I, O], `group` inputs sharing a scale, with zero points or without;
     None if it can."""
@@ -57,6 +64,8 @@ def unsupported(values: jax.ShapeDtypeStruct, group: int | None, zeros: bool) ->
         return f"groups of {group} are no power of two of at least 16"
     if values.dtype.name in _PACKED and values.shape[-1] % 2:
         return f"{values.shape[-1]} outputs do not fill whole bytes of {values.dtype}"
+    if values.dtype == jnp.float8_e4m3fn and not converts_e4m3():
+        return "GPUs of a compute capability below 8.9 do not convert float8_e4m3fn"
     return None
 
 
@@ -70,17 +79,18 @@ def grouped_matmul(
     first: jax.Array | int = 0,
     ids: jax.Array | None = None,
     rows: jax.Array | None = None,
+    turns: int = 1,
     chosen: Blocks | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """x [M, I] times values [N * P, I, O] -> [M, P, O] in x's dtype, accumulated in float32.
 
     sizes [E]: x is sorted by group, its first sizes[0] rows take the P matrices of group `first`, and so on. Or ids
-    [M]: row m takes those of group ids[m]. Rows beyond all groups and with negative ids are not written. rows [M]: x is
-    [T, I], and row m stands for x[rows[m]]. scales: [N * P, O] of columns, or [N * P, I / g, O] of g inputs each; None
-    for values that stand for themselves. Raises ValueError where `unsupported` says why.
+    [M]: row m takes those of group ids[m], and is x[m // turns]. Rows beyond all groups and with negative ids are not
+    written. rows [M]: x is [T, I], and row m stands for x[rows[m]]. scales: [N * P, O] of columns, or [N * P, I / g, O]
+    of g inputs each; None for values that stand for themselves. Raises ValueError where `unsupported` says why.
     """
-    total, (inputs, outputs) = x.shape[0] if rows is None else rows.size, values.shape[1:]
+    total, (inputs, outputs) = x.shape[0] * turns if rows is None else rows.size, values.shape[1:]
     group = None if scales is None or scales.ndim == 2 else inputs // scales.shape[1]
     if reason := unsupported(values, group, zeros=False):
         raise ValueError(f"the GPU kernel does not run this grouped_matmul: {reason}")
@@ -100,7 +110,8 @@ def grouped_matmul(
     if scales is not None and scales.dtype == jnp.float8_e8m0fnu:
         scales = lax.bitcast_convert_type(scales, jnp.uint8)
     programs = pl.cdiv(values.shape[2], chosen.columns // 2 if packed else chosen.columns)
-    kernel = functools.partial(_kernel, parts=parts, chosen=chosen, kind=kind, group=group, interpret=interpret)
+    options = dict(parts=parts, turns=turns, chosen=chosen, kind=kind, group=group, interpret=interpret)
+    kernel = functools.partial(_kernel, **options)
     out = pl.pallas_call(
         kernel,
         grid=(parts * programs, of.size, chosen.splits),
@@ -131,7 +142,21 @@ def _whole(array: jax.Array | None) -> pl.BlockSpec | None:
 
 
 def _kernel(
-    group_ref, begin_ref, end_ref, rows_ref, x_ref, w_ref, scales_ref, out_ref, *, parts, chosen, kind, group, interpret
+    group_ref,
+    begin_ref,
+    end_ref,
+    rows_ref,
+    x_ref,
+    w_ref,
+    scales_ref,
+    out_ref,
+    *,
+    parts,
+    turns,
+    chosen,
+    kind,
+    group,
+    interpret,
 ):
     """group_ref, begin_ref, end_ref [tiles]: the group of a tile and its rows, or only of each row its group; x_ref
     [T, I], w_ref [N * P, I, O or O / 2], scales_ref [N * P, O] or [N * P, I / g, O], out_ref [M, P, O]."""
@@ -151,7 +176,7 @@ def _kernel(
         row, end = plgpu.load(begin_ref.at[tile]), plgpu.load(end_ref.at[tile])
     row = row + jnp.arange(chosen.rows)
     real = row < end
-    source = row if rows_ref is None else plgpu.load(rows_ref.at[row], mask=real, other=0)
+    source = row // turns if rows_ref is None else plgpu.load(rows_ref.at[row], mask=real, other=0)
 
     def load_scales(at, half):
         across = clipped if not early else clipped[None]

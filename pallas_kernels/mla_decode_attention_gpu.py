@@ -1,0 +1,212 @@
+"""Decode attention over latents (MLA) on NVIDIA GPUs: each latent is read once, as a key and as a value.
+
+A program owns one share of a row's positions and a tile of its heads; where rows have more than one share, a second
+small kernel merges them by log-sum-exp. The new token's latent and rotary key never come from the cache: programs have
+them in registers, and one stores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from inferlib.pallas_kernels.decode_attention_gpu import LONG_SHARE, merge, share_of
+
+PROGRAMS = 2 * 132  # as many as stay resident at once with these tiles, on the 132 SMs of an H100 or H200
+MOST_SHARES = 128  # of a row
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """heads, positions: of a tile, powers of two from 16 on, for the tensor cores. A share is a whole number of tiles.
+
+    With 4 warps, queries and the accumulator of 16 x 512 take three quarters of a program's registers."""
+
+    heads: int = 16
+    positions: int = 32
+    warps: int = 4
+    stages: int = 2
+
+    def __post_init__(self):
+        if any(n < 16 or n & (n - 1) for n in (self.heads, self.positions)):
+            raise ValueError(f"tiles have powers of two from 16 on of heads and positions: {self}")
+
+
+def blocks(dtype: jax.typing.DTypeLike) -> Blocks:
+    """Tiles of as many bytes whatever the dtype."""
+    return Blocks(positions=16) if jnp.dtype(dtype).itemsize == 4 else Blocks()
+
+
+def fits(rank: int, rotary: int) -> bool:
+    """Whether latents and rotary keys of these sizes are tiles that the kernel keeps in registers."""
+    return all(16 <= n <= 512 and n & (n - 1) == 0 for n in (rank, rotary))
+
+
+def unsupported(q: jax.ShapeDtypeStruct, latents: jax.ShapeDtypeStruct, keys: jax.ShapeDtypeStruct) -> str | None:
+    """Why the kernel cannot run q [B, H, R] on latents [N, 1, S, R] and rotary keys [N, 1, S, r], or None if it can."""
+    rank, rotary = latents.shape[-1], keys.shape[-1]
+    if latents.dtype.name not in DTYPES or q.dtype != latents.dtype or keys.dtype != latents.dtype:
+        return f"it takes queries and a cache of one of {', '.join(DTYPES)}, not {q.dtype} and {latents.dtype}"
+    if q.ndim != 3:
+        return "it takes one query of a row"
+    if latents.ndim != 4 or keys.shape[:3] != latents.shape[:3]:
+        return f"it takes latents and rotary keys of the same positions of one layer, not {latents.shape}, {keys.shape}"
+    if not fits(rank, rotary):
+        return f"latents of {rank} and rotary keys of {rotary} numbers are no powers of two from 16 to 512"
+    return None
+
+
+def mla_decode_attention(
+    q: jax.Array,
+    rotary: jax.Array,
+    latents: jax.Array,
+    keys: jax.Array,
+    lengths: jax.Array,
+    new: Sequence[jax.Array] | None = None,
+    *,
+    scale: float,
+    limit: int | None = None,
+    chosen: Blocks | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, ...]:
+    """q [B, H, R] and rotary [B, H, r]: row b's query, at position lengths[b] - 1: H heads taken to the latents' R
+    dimensions, and their rotary part. Its cache is page b of latents [N, 1, S, R] and rotary keys [N, 1, S, r], N >= B.
+
+    lengths [B] int32 counts positions, at most S; 0 marks an inactive row (out 0, lse -inf). limit (static): no length
+    exceeds it. new: latents [B, 1, R] and rotary keys [B, 1, r] of the queries' positions, of any float type, which are
+    written to the cache where it lies; without, they are there already. Slots that hold no position are not read.
+    interpret: run on any device.
+    Returns out [B, H, R] in q's dtype and the log of the softmax's denominator, lse [B, H] float32; with `new` also the
+    cache, latents and rotary keys. Raises ValueError where `unsupported` says why.
+    """
+    if reason := unsupported(q, latents, keys):
+        raise ValueError(f"the GPU kernel does not run this latent attention: {reason}")
+    (rows, heads, rank), slots = q.shape, latents.shape[2]
+    if latents.shape[0] < rows or rotary.shape != (rows, heads, keys.shape[3]) or rank != latents.shape[3]:
+        raise ValueError(f"q {q.shape}, rotary {rotary.shape} and a cache {latents.shape}, {keys.shape} do not match")
+    chosen = chosen or blocks(q.dtype)
+    tiles = pl.cdiv(heads, chosen.heads)
+    splits = _splits(rows * tiles, slots if limit is None else min(limit, slots), chosen.positions)
+
+    def of_row(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *x.shape[1:]), lambda t, s, b: (b, *(0,) * (x.ndim - 1)))
+
+    def of_share(x: jax.ShapeDtypeStruct) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *x.shape[2:]), lambda t, s, b: (s, b, *(0,) * (x.ndim - 2)))
+
+    new = None if new is None else [x.astype(old.dtype) for x, old in zip(new, (latents, keys), strict=True)]
+    written = [] if new is None else [latents, keys]
+    found = [
+        jax.ShapeDtypeStruct((splits, *q.shape), q.dtype if splits == 1 else jnp.float32),
+        jax.ShapeDtypeStruct((splits, rows, heads), jnp.float32),
+    ]
+    cells = [of_row(latents), of_row(keys)]
+    out, lse, *cache = pl.pallas_call(
+        partial(_kernel, scale=scale, chosen=chosen, splits=splits, programs=PROGRAMS / tiles),
+        # Programs of the same positions are neighbours: the first of them reads for all.
+        grid=(tiles, splits, rows),
+        in_specs=[
+            pl.BlockSpec((rows,), lambda t, s, b: (0,)),
+            of_row(q),
+            of_row(rotary),
+            *cells,
+            None if new is None else [of_row(x) for x in new],
+        ],
+        out_specs=[of_share(x) for x in found] + (cells if written else []),
+        out_shape=found + [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written],
+        input_output_aliases={3: 2, 4: 3} if written else {},
+        compiler_params=plgpu.CompilerParams(num_warps=chosen.warps, num_stages=chosen.stages),
+        interpret=interpret,
+        name="mla_decode_attention",
+    )(lengths, q, rotary, latents, keys, new)
+    out, lse = (out[0], lse[0]) if splits == 1 else merge(out, lse, q.dtype, interpret)
+    return out, lse, *cache
+
+
+def _splits(programs: int, longest: int, positions: int) -> int:
+    """The most shares of a row of at most `longest` positions, where one share of each makes so many programs: twice an
+    even part of the chip, for rows longer than the average; one if rows fill it and none would finish last by far."""
+    even = PROGRAMS // programs
+    splits = max(2 * even if even > 1 else 1, min(pl.cdiv(longest, LONG_SHARE), 8))
+    return min(splits, pl.cdiv(longest, positions), MOST_SHARES)
+
+
+def _kernel(
+    lengths_ref,
+    q_ref,
+    rotary_ref,
+    latents_ref,
+    keys_ref,
+    new_refs,
+    out_ref,
+    lse_ref,
+    *written_refs,
+    scale,
+    chosen,
+    splits,
+    programs,
+):
+    """One share of some heads: lengths_ref [B], q_ref, out_ref [H, R], rotary_ref [H, r], latents_ref [1, S, R],
+    keys_ref [1, S, r], new_refs and written_refs the like of both or nothing, lse_ref [H]."""
+    (count, rank), size, block = q_ref.shape, rotary_ref.shape[1], chosen.positions
+    heads = pl.program_id(0) * chosen.heads + jnp.arange(chosen.heads)
+    real, columns, turned = heads < count, jnp.arange(rank), jnp.arange(size)
+    mask = None if count % chosen.heads == 0 else real[:, None]
+    other = None if mask is None else 0
+    q = plgpu.load(q_ref.at[heads[:, None], columns[None]], mask=mask, other=other)
+    rotary = plgpu.load(rotary_ref.at[heads[:, None], turned[None]], mask=mask, other=other)
+
+    split, row = pl.program_id(1), pl.program_id(2)
+    length, start, stop = share_of(lengths_ref, row, split, None, block, splits, programs)
+    held = stop if new_refs is None else jnp.minimum(stop, length - 1)  # what of them is read from the cache
+
+    acc = jnp.zeros((chosen.heads, rank), jnp.float32)
+    top, total = jnp.full(heads.shape, -jnp.inf, jnp.float32), jnp.zeros(heads.shape, jnp.float32)
+    if new_refs is not None:
+        newest = (start < stop) & (stop == length)
+        latent = plgpu.load(new_refs[0].at[0, columns])
+        key = plgpu.load(new_refs[1].at[0, turned])
+        s = (_times(q, latent) + _times(rotary, key)) * scale
+        top, total = jnp.where(newest, s, top), jnp.where(newest, 1.0, total)
+        acc = jnp.where(newest, latent.astype(jnp.float32)[None], acc)
+        writes = newest & (pl.program_id(0) == 0)
+        for ref, x, at in zip(written_refs, (latent, key), (columns, turned), strict=True):
+            plgpu.store(ref.at[0, length - 1, at], x, mask=jnp.broadcast_to(writes, at.shape))
+
+    def step(i, carry):
+        acc, top, total = carry
+        position = start + i * block + jnp.arange(block)
+        seen = position < held
+        latents = plgpu.load(latents_ref.at[0, position[:, None], columns[None]], mask=seen[:, None], other=0)
+        keys = plgpu.load(keys_ref.at[0, position[:, None], turned[None]], mask=seen[:, None], other=0)
+        s = _dot(q, latents, trans_b=True) + _dot(rotary, keys, trans_b=True)
+        s = jnp.where(seen[None], s * scale, -jnp.inf)
+        new_top = jnp.maximum(top, s.max(axis=1))
+        p = jnp.exp(s - new_top[:, None])
+        decay = jnp.exp(top - new_top)
+        acc = acc * decay[:, None] + _dot(p.astype(latents.dtype), latents)
+        return acc, new_top, total * decay + p.sum(axis=1)
+
+    acc, top, total = lax.fori_loop(0, pl.cdiv(held - start, block), step, (acc, top, total))
+    total = jnp.where(total > 0, total, 1.0)  # an empty share: acc 0, top -inf
+    out = (acc / total[:, None]).astype(out_ref.dtype)
+    # The merge passes over the outputs of empty shares.
+    kept = real if splits == 1 else real & (start < stop)
+    plgpu.store(out_ref.at[heads[:, None], columns[None]], out, mask=kept[:, None])
+    plgpu.store(lse_ref.at[heads], top + jnp.log(total), mask=real)
+
+
+def _times(x: jax.Array, y: jax.Array) -> jax.Array:
+    """[H, n] . [n] -> [H], in float32."""
+    return (x.astype(jnp.float32) * y.astype(jnp.float32)[None]).sum(axis=1)
+
+
+_dot = partial(plgpu.dot, precision=lax.Precision.HIGHEST)
