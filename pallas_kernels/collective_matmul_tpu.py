@@ -21,12 +21,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import div, rem
+from inferlib.pallas_kernels.generations_tpu import by_vmem
+from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 16
-VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x; v5e and v6e have twice as many
+VMEM_BYTES = 48 << 20  # of 64 MiB, see `by_vmem`
 MARGIN_BYTES = 4 << 20  # of VMEM, for what the compiler keeps there
 COLUMNS = 512
-_HEIGHTS = (*range(256, 112, -SUBLANES), *range(1024, 256, -SUBLANES), *range(112, 0, -SUBLANES))  # the best first
+# Rows of a product, the best first: with many the weight is pushed into the matrix unit less often.
+_HEIGHTS = (*range(576, 112, -SUBLANES), *range(1024, 576, -SUBLANES), *range(112, 0, -SUBLANES))
 # Neighbours meet before they write to each other. One that has left a call needed this device's rows for it, so this
 # one had met both of its neighbours: who comes early to the next call is not mistaken for another in this.
 _GATHER_ID, _SCATTER_ID = 0, 1
@@ -34,38 +37,58 @@ _GATHER_ID, _SCATTER_ID = 0, 1
 
 @dataclass(frozen=True)
 class Blocks:
-    """columns: of the weight that are copied together; buffers: for these, as many as there are if the weight is to
-    stay on chip for all steps; rows: of a product."""
+    """columns: of the weight that are copied together; held: that are on chip at a time, all there are if the weight is
+    to stay there for all steps; rows: of a product."""
 
     columns: int
-    buffers: int
+    held: int
     rows: int
 
     def __post_init__(self):
         if self.columns % LANES or self.rows % SUBLANES or min(self.columns, self.rows) < 1:
             raise ValueError(f"columns are multiples of {LANES} and rows of {SUBLANES}, not as in {self}")
-        if self.buffers < 1:
-            raise ValueError(f"there is at least one buffer, not {self.buffers}")
+        if self.held % self.columns or self.held < self.columns:
+            raise ValueError(f"{self.held} columns on chip are not one or more copies of {self.columns}")
 
-    def vmem_bytes(self, rows: int, w: jax.ShapeDtypeStruct, *, scatters: bool) -> int:
-        """With `rows` of a device and weights [L, P, K, N]."""
-        *_, inner, outer = w.shape
-        kept = 2 * rows * (inner + (outer if scatters else self.columns))
-        product = self.rows * (inner * w.dtype.itemsize + 4 * self.columns)  # what the compiler keeps of one
-        return (self.buffers * inner * self.columns + kept) * w.dtype.itemsize + product + MARGIN_BYTES
+    @property
+    def buffers(self) -> int:
+        return self.held // self.columns
 
-    def keeps(self, w: jax.ShapeDtypeStruct) -> bool:
-        """Whether all of a layer's weight [L, P, K, N] stays on chip: else it is read in each step."""
-        return self.buffers * self.columns >= w.shape[1] * w.shape[3]
+    def vmem_bytes(self, rows: int, inner: int, outer: int, itemsize: int, *, scatters: bool) -> int:
+        """With `rows` of a device and weights [L, P, inner, outer]."""
+        kept = self.held * inner + 2 * rows * (inner + (outer if scatters else self.columns))
+        product = self.rows * (inner * itemsize + 4 * self.columns)  # what the compiler keeps of one
+        return kept * itemsize + product + by_vmem(MARGIN_BYTES)
 
 
-def blocks(rows: int, w: jax.ShapeDtypeStruct, *, scatters: bool) -> Blocks:
-    """For `rows` of a device and weights [L, P, K, N], which stay on chip if they fit, else two blocks of them do."""
-    _, parts, _, outer = w.shape
+@tuned("collective_matmul", Blocks)
+def blocks(rows: int, parts: int, inner: int, outer: int, itemsize: int, scatters: bool) -> Blocks:
+    """For `rows` of a device and weights [L, parts, inner, outer], which stay on chip if they fit, else four or two
+    blocks of them do."""
+    columns, whole = _columns(parts, outer)
+    heights = _heights(rows)
+    choices = [Blocks(columns, held, n) for held in (whole, 4 * columns, 2 * columns) for n in heights]
+    kind = dict(inner=inner, outer=outer, itemsize=itemsize, scatters=scatters)
+    return next((one for one in choices if one.vmem_bytes(rows, **kind) <= by_vmem(VMEM_BYTES)), choices[-1])
+
+
+def stays(rows: int, parts: int, inner: int, outer: int, itemsize: int, scatters: bool) -> bool:
+    """Whether weights [L, parts, inner, outer] stay on chip beside `rows` of a device: else they are read in each
+    step."""
+    least = Blocks(*_columns(parts, outer), min(_heights(rows)))
+    return least.vmem_bytes(rows, inner, outer, itemsize, scatters=scatters) <= by_vmem(VMEM_BYTES)
+
+
+def _columns(parts: int, outer: int) -> tuple[int, int]:
+    """Columns that are copied together, and all there are."""
     columns = next((n for n in range(COLUMNS, LANES, -LANES) if outer % n == 0), LANES)
-    height = next((n for n in _HEIGHTS if rows % n == 0), SUBLANES)
-    whole = Blocks(columns, max(parts * outer // columns, 1), height)
-    return whole if whole.vmem_bytes(rows, w, scatters=scatters) <= VMEM_BYTES else Blocks(columns, 2, height)
+    return columns, max(parts * outer // columns, 1) * columns
+
+
+def _heights(rows: int) -> list[int]:
+    """Rows of a product, the best first; few only if there is no other way."""
+    found = [n for n in _HEIGHTS if rows % n == 0] or [SUBLANES]
+    return [n for n in found if n >= LANES] or found[:1]
 
 
 def unsupported(
@@ -79,15 +102,22 @@ def unsupported(
         return (
             f"a device has {rows} rows, not a multiple of {SUBLANES} from {2 * SUBLANES} on: half of them go each way"
         )
-    chosen = blocks_ or blocks(rows, w, scatters=scatters)
-    *_, inner, outer = w.shape
+    chosen, (inner, outer) = blocks_ or _default(rows, w, scatters), w.shape[2:]
     if inner % LANES or outer % chosen.columns:
         return f"weights of {inner} x {outer} do not divide into tiles of {LANES} and columns of {chosen.columns}"
     if rows % chosen.rows:
         return f"{rows} rows do not divide into products of {chosen.rows}"
-    if (need := chosen.vmem_bytes(rows, w, scatters=scatters)) > VMEM_BYTES:
-        return f"{rows} rows and weights {inner} x {outer} need {need} bytes on chip, and there are {VMEM_BYTES}"
+    if (need := _vmem_bytes(chosen, rows, w, scatters)) > (have := by_vmem(VMEM_BYTES)):
+        return f"{rows} rows and weights {inner} x {outer} need {need} bytes on chip, and there are {have}"
     return None
+
+
+def _default(rows: int, w: jax.ShapeDtypeStruct, scatters: bool) -> Blocks:
+    return blocks(rows, *w.shape[1:], w.dtype.itemsize, scatters)
+
+
+def _vmem_bytes(chosen: Blocks, rows: int, w: jax.ShapeDtypeStruct, scatters: bool) -> int:
+    return chosen.vmem_bytes(rows, *w.shape[2:], w.dtype.itemsize, scatters=scatters)
 
 
 def all_gather_matmul(
@@ -130,8 +160,8 @@ def all_gather_matmul(
             pltpu.SemaphoreType.REGULAR((2,)),
         ],
         remote=rows * inner,
-        weights=(1 if chosen.keeps(w) else devices) * inner * parts * outer,
-        vmem=chosen.vmem_bytes(rows, w, scatters=False),
+        weights=(1 if chosen.held >= parts * outer else devices) * inner * parts * outer,
+        vmem=_vmem_bytes(chosen, rows, w, scatters=False),
         collective_id=_GATHER_ID,
         interpret=interpret,
     )
@@ -181,8 +211,8 @@ def matmul_reduce_scatter(
             pltpu.SemaphoreType.REGULAR((2,)),
         ],
         remote=rows * outer,
-        weights=(1 if chosen.keeps(w) else devices) * inner * outer,
-        vmem=chosen.vmem_bytes(rows, w, scatters=True),
+        weights=(1 if chosen.held >= outer else devices) * inner * outer,
+        vmem=_vmem_bytes(chosen, rows, w, scatters=True),
         collective_id=_SCATTER_ID,
         interpret=interpret,
     )
@@ -193,7 +223,7 @@ def _checked(rows: int, x: jax.Array, w: jax.Array, chosen: Blocks | None, *, sc
         raise ValueError(f"x {x.shape} and a layer's weight {w.shape[1:]} do not go together")
     if reason := unsupported(rows, x, w, scatters=scatters, blocks_=chosen):
         raise ValueError(f"the TPU kernel does not run this product with its collective: {reason}")
-    return chosen or blocks(rows, w, scatters=scatters)
+    return chosen or _default(rows, w, scatters)
 
 
 def _call(kernel, name, inputs, axis, ring, out, *, scratch, remote, weights, vmem, collective_id, interpret):

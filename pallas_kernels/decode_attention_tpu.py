@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, div, folded, seldom, wide
 from inferlib.pallas_kernels.block_stream_tpu import SCALARS, BlockStream, Pages, span, unit_of, zero_outside
 from inferlib.pallas_kernels.cell_write_tpu import CellWriter, tile_of, tiles_of
+from inferlib.pallas_kernels.generations_tpu import generation, untaken
 from inferlib.pallas_kernels.row_results_tpu import RowResults
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
@@ -29,10 +30,11 @@ SUBLANES = 8
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
 BLOCK_BYTES = 1 << 20  # most keys of a block: fewer, and waits show; more, and short rows compute what they do not have
 PART = 4096  # positions times heads times tiles of queries that are computed at once
+FAST = ("v5p", "v7x")  # memory waits for computation: twice as much at once, though short rows have less
 MOST_QUERIES = 128  # of a KV head: their LSEs are one row of lanes
 MOST_MASKED = 32  # queries of a row where a mask says which see which: bits of a word
 VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p unless told otherwise
-AHEAD = 2048  # positions times heads whose products with keys are made while maxima are found
+AHEAD = 4096  # bytes of one dimension of the keys whose products are made while maxima are found
 RESULTS = 4  # rows whose results are on their way to memory
 SMEM_BYTES = 512 << 10  # of 1 MiB
 QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
@@ -61,17 +63,16 @@ def default_blocks(
     units."""
     heads, slots, size = cache
     unit = _unit(slots, pages, seen, itemsize == 1)
-    most = min(
-        max(BLOCK_BYTES // (heads * pl.cdiv(size, LANES) * LANES * itemsize * unit), 1),
-        pl.cdiv(slots * (pages or 1), unit),
-    )
+    most = max(BLOCK_BYTES // (heads * pl.cdiv(size, LANES) * LANES * itemsize * unit), 1)
+    most = min(most, pl.cdiv(slots * (pages or 1), unit))
     if seen is None:
         block = unit << (most.bit_length() - 1)
     else:
         units = span(seen, unit) // unit
         block = pl.cdiv(units, pl.cdiv(units, most)) * unit
     part, work = block, heads * pl.cdiv(q[1] * q[3], SUBLANES)
-    while part * work > PART and part % (2 * LANES) == 0:
+    # With more queries what is kept of a part takes the room.
+    while part * work > (2 * PART if q[1] == 1 and generation() in FAST else PART) and part % (2 * LANES) == 0:
         part //= 2
     return Blocks(block, part)
 
@@ -104,6 +105,8 @@ def unsupported(
     if q.dtype not in (jnp.bfloat16, jnp.float32) or (dtype not in QUANTISED if scales else dtype != q.dtype):
         cache = "int8 or float8_e4m3fn" if scales else "their type"
         return f"it takes queries of bfloat16 or float32 and a cache of {cache}, not {q.dtype} and {dtype}"
+    if reason := untaken(dtype):
+        return reason
     tile = LANES if scales else SUBLANES * 4 // dtype.itemsize
     if slots % tile:
         return f"pages of {slots} positions do not divide into tiles of {tile}"
@@ -120,8 +123,7 @@ def unsupported(
         return f"blocks of {blocks.block} positions do not divide into units of {unit}"
     need = _vmem_bytes(q, k, arrays, scales, new, blocks)
     if need > VMEM_BYTES:
-        heads = f"{k.shape[-3]} KV heads of size {k.shape[-1]}"
-        return f"{heads} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
+        return f"{k.shape[-3]} KV heads of size {k.shape[-1]} need {need} of {VMEM_BYTES} bytes of on-chip memory"
     return None
 
 
@@ -264,8 +266,7 @@ def decode_attention(
                     pltpu.VMEM((buffers, tiles_of(queries, tile), heads, tile, *x.shape[4:]), x.dtype)
                     for x, tile in zip(targets, tiles, strict=True)
                 ],
-                *([pltpu.SMEM((2, buffers), jnp.int32)] if targets else []),
-                *([pltpu.SMEM((buffers,), jnp.int32)] if targets else []),
+                *([pltpu.SMEM((2, buffers), jnp.int32), pltpu.SMEM((buffers,), jnp.int32)] if targets else []),
                 *([pltpu.SemaphoreType.DMA((len(cache), buffers))] if targets else []),
             ],
         ),
@@ -340,8 +341,9 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
     length = stream.length(row)
 
     whole = part == place.block and place.most == 1  # a row is one part
-    tasks = [(head, at, min(part - at, AHEAD)) for head in range(heads) for at in range(0, part, AHEAD)]
-    early = max(AHEAD // part, 1)  # of them, while this part's maxima are found
+    most = AHEAD // k_buf.dtype.itemsize
+    tasks = [(head, at, min(part - at, most)) for head in range(heads) for at in range(0, part, most)]
+    early = max(most // part, 1)  # of them, while this part's maxima are found
 
     def operand(x):
         """The matrix unit takes fp8 beside bfloat16."""
@@ -442,8 +444,7 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
         parts = div(jnp.minimum(length - begin, place.block) + part - 1, part) if part < place.block else 1
 
         def take_part(i, this):
-            start = begin + i * part
-            ends = i + 1 == parts
+            start, ends = begin + i * part, i + 1 == parts
             pl.when(ends)(lambda: arrive(later(buf, ahead)))
             offset = pl.multiple_of(i * part, part)
             if v_buf.dtype != jnp.int8:  # which is never NaN

@@ -18,12 +18,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
 from inferlib.pallas_kernels.expert_weights_tpu import ExpertBlocks, Stored, in_hbm, matrix_bytes, shape_of, unfit
+from inferlib.pallas_kernels.generations_tpu import by_vmem, vmem_limit
 from inferlib.pallas_kernels.packed_weights_tpu import Weight, permute
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 16
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
-VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x; v5e and v6e have twice as many
+VMEM_BYTES = 52 << 20  # of 64 MiB, see `by_vmem`
 MARGIN_BYTES = 8 << 20  # of VMEM, for what the compiler keeps there
 WEIGHT_BYTES = 4 << 20  # most of a block of an expert's weights
 
@@ -56,7 +57,7 @@ class Blocks:
         rows = 4 * row * x.dtype.itemsize + 8 * row + 16 * wide
         if isinstance(gate_up, Weight):
             rows += (row + wide) * x.dtype.itemsize
-        return sum(held.nbytes for held in self.of(gate_up, down)) + scales + tokens * rows + MARGIN_BYTES
+        return sum(held.nbytes for held in self.of(gate_up, down)) + scales + tokens * rows + by_vmem(MARGIN_BYTES)
 
 
 @tuned("expert_mlp", Blocks)
@@ -65,7 +66,7 @@ def default_blocks(x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored) -> Bl
     hidden, whole = shape_of(gate_up)[-1], 2 * matrix_bytes(gate_up) + matrix_bytes(down)
     tiles = hidden // LANES if hidden % LANES == 0 else 1
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0 and not _lacks(Blocks(hidden // n), gate_up, down)]
-    fit = [n for n in pieces if whole <= n * WEIGHT_BYTES]
+    fit = [n for n in pieces if whole <= n * by_vmem(WEIGHT_BYTES)]
     return Blocks(hidden // (fit or pieces[-1:])[0])
 
 
@@ -78,9 +79,9 @@ def unsupported(x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored, *, block
     blocks = blocks or default_blocks(x, gate_up, down)
     if reason := _lacks(blocks, gate_up, down):
         return reason
-    if (need := blocks.vmem_bytes(x, gate_up, down)) > VMEM_BYTES:
+    if (need := blocks.vmem_bytes(x, gate_up, down)) > (have := by_vmem(VMEM_BYTES)):
         size = " x ".join(map(str, shape_of(gate_up)[-2:]))
-        return f"experts of {size} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
+        return f"experts of {size} need {need} bytes of on-chip memory, and there are {have}"
     return None
 
 
@@ -138,7 +139,7 @@ def expert_mlp(
         *[ref for held in weights for ref in held.room],
         *[ref for held in weights for ref in held.unpacked],
     ]
-    if weights[0].packed:
+    if weights[0].ordered:
         scratch.append(pltpu.VMEM(x.shape, x.dtype))
     names = dict(names=tuple(given), weights=weights, stored=count)
     out = pl.pallas_call(
@@ -157,7 +158,7 @@ def expert_mlp(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=True,
-            vmem_limit_bytes=blocks.vmem_bytes(x, gate_up, down),
+            vmem_limit_bytes=vmem_limit(blocks.vmem_bytes(x, gate_up, down)),
         ),
         cost_estimate=pl.CostEstimate(
             flops=int(read * experts * 6 * rows * dim * hidden),
@@ -184,14 +185,14 @@ def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, sc
     hbm, (out_ref, sum_ref, held, state, *refs) = (refs[:stored], refs[stored : 2 * stored]), refs[2 * stored :]
     sems, (inner_ref, *refs) = refs[:2], refs[2:]
     x_ref, factors_ref = given["x"], given["factors"]
-    xs_ref = refs.pop() if weights[0].packed else x_ref
+    xs_ref = refs.pop() if weights[0].ordered else x_ref
     rooms, refs = (refs[:stored], refs[stored : 2 * stored]), refs[2 * stored :]
     first = len(weights[0].unpacked)
     unpacked = refs[:first], refs[first:]
     (experts,), (buffers, _, _, columns) = chosen_ref.shape, rooms[0][0].shape
     pieces = hbm[0][0].shape[-1] // columns
-    if weights[0].packed:
-        permute(x_ref, xs_ref, weights[0].weight)
+    if weights[0].ordered:
+        permute(x_ref, xs_ref)
 
     def at(piece):
         return pl.ds(pl.multiple_of(piece * columns, columns), columns) if pieces > 1 else slice(None)
@@ -214,8 +215,6 @@ def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, sc
 
     def take(expert, piece, buf):
         """Add what all tokens have of a piece of an expert."""
-        for n in range(2):
-            weights[n].unpack(rooms[n], unpacked[n], piece, buf)
         lanes = lax.broadcasted_iota(jnp.int32, factors_ref.shape, 1)
         factor = jnp.sum(jnp.where(lanes == expert, factors_ref[...], 0.0), axis=1, keepdims=True)
         both = []
@@ -232,10 +231,9 @@ def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, sc
         inner = activation(*both).astype(x_ref.dtype)
         if weights[1].depth > columns:
             inner = jnp.concatenate([inner, jnp.zeros((inner.shape[0], weights[1].depth - columns), inner.dtype)], 1)
-        if weights[1].packed:
-            permute(inner, inner_ref, weights[1].weight)
-        else:
-            inner_ref[...] = inner
+        inner_ref[...] = inner
+        if weights[1].ordered:
+            permute(inner_ref, inner_ref)
         y = weights[1].product(inner_ref, rooms[1], unpacked[1], piece, buf, 0)
         if "down_scales" in given:
             y = y * given["down_scales"][pl.ds(expert, 1)]

@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import div, rem
+from inferlib.pallas_kernels.generations_tpu import untaken, vmem_bits
 from inferlib.pallas_kernels.packed_weights_tpu import BLOCK, DEPTH, LANES, Held, Weight, unpack_scales
 
 SCALED = 1024  # inputs whose scales are rows of whole tiles
@@ -41,7 +42,9 @@ def unfit(x_dtype, w: Stored) -> str | None:
             return f"it multiplies packed weights by rows of bfloat16, not {jnp.dtype(x_dtype)}"
         if w.inputs % w.depth or w.group not in (BLOCK, DEPTH):
             return f"it takes groups of {BLOCK} or {DEPTH} of a multiple of {w.depth}, not of {w.group} of {w.inputs}"
-        return None
+        return untaken(w.operand)
+    if reason := untaken(w.dtype):
+        return reason
     alike = jnp.bfloat16 if w.dtype in (jnp.int8, jnp.float8_e4m3fn) else w.dtype
     if x_dtype == alike and alike in (jnp.bfloat16, jnp.float32):
         return None
@@ -75,9 +78,14 @@ class ExpertBlocks:
         return ExpertBlocks(shapes, depth, columns, buffers, once)
 
     @property
-    def packed(self) -> bool:
+    def ordered(self) -> bool:
         """Whether x is multiplied in the order of MXFP4's bytes (see `packed_weights_tpu.permute`)."""
-        return isinstance(self.weight, Weight) and self.weight.packed
+        return isinstance(self.weight, Weight) and self.weight.ordered
+
+    @property
+    def orders_late(self) -> bool:
+        """Whether x is put in that order for each product, which it takes no longer for, and not before them."""
+        return self.ordered and self.once
 
     @property
     def lacks(self) -> str | None:
@@ -124,7 +132,7 @@ class ExpertBlocks:
         """Of `room` and `unpacked`."""
         total = 0
         for ref in self.room + self.unpacked:
-            (*lead, rows, columns), bits = ref.shape, jax.dtypes.itemsize_bits(ref.dtype)
+            (*lead, rows, columns), bits = ref.shape, vmem_bits(jax.dtypes.itemsize_bits(ref.dtype))
             total += math.prod(lead) * pl.cdiv(rows, 256 // bits) * 32 * pl.cdiv(columns, LANES) * LANES
         return total
 
@@ -141,29 +149,31 @@ class ExpertBlocks:
             yield pltpu.make_async_copy(source, into.at[buffer], semaphores.at[n, buffer])
 
     def unpack(self, room: Sequence, unpacked: Sequence, piece, buffer) -> None:
-        """The scales of a block, before its products, and if that is done `once` the block."""
-        scales = unpacked[self.once :]
-        if scales:
-            unpack_scales(room[1].at[buffer], scales)
-        if self.once:
-            for part in range(room[0].shape[1]):
-                self._held(room, scales, piece, buffer, part).unpack(unpacked[0].at[part])
+        """A block that is unpacked `once`, where none of its products does it."""
+        for part in range(room[0].shape[1]):
+            self._held(room, unpacked, piece, buffer, part).unpack(unpacked[0].at[part])
 
-    def product(self, x_ref, room: Sequence, unpacked: Sequence, piece, buffer, part: int) -> jax.Array:
-        """x [T, depth] times a matrix of a block -> float32 [T, columns], to be multiplied by scales of channels."""
-        if isinstance(self.weight, Weight) and not self.once:
-            return self._held(room, unpacked, piece, buffer, part).product(x_ref)
+    def product(
+        self, x_ref, room: Sequence, unpacked: Sequence, piece, buffer, part: int, *, unpacks: bool = False
+    ) -> jax.Array:
+        """x [T, depth] times a matrix of a block -> float32 [T, columns], to be multiplied by scales of channels.
+        unpacks: what of a block is unpacked `once`, this product does."""
+        if isinstance(self.weight, Weight) and (unpacks or not self.once):
+            held = self._held(room, unpacked, piece, buffer, part)
+            return held.product(x_ref, unpacked[0].at[part] if unpacks else None)
         exact = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
         w = unpacked[0][part] if self.once else room[0][buffer, part]
         y = jnp.dot(x_ref[...], w, precision=exact, preferred_element_type=jnp.float32)
-        return y * room[2][buffer, part] if self.once and self.packed else y
+        return y * room[2][buffer, part] if self.once and self.weight.packed else y
 
-    def _held(self, room: Sequence, scales: Sequence, piece, buffer, part: int) -> Held:
-        scales, inputs = scales or [room[1].at[buffer]], shape_of(self.weight)[-2]
+    def _held(self, room: Sequence, unpacked: Sequence, piece, buffer, part: int) -> Held:
+        """With its scales unpacked: for each part late, as stores are what takes longest in that."""
+        scales = unpack_scales(room[1].at[buffer, part], [ref.at[part] for ref in unpacked[self.once :]])
+        inputs = shape_of(self.weight)[-2]
         among = piece if self.scaled == inputs else rem(piece, self.scaled // self.depth)
         start = 0 if self.depth == inputs else among * self.depth
-        tops = room[2].at[buffer, part] if self.packed else None
-        return Held(self.weight, room[0].at[buffer, part], [ref.at[part] for ref in scales], tops, start)
+        tops = room[2].at[buffer, part] if self.weight.packed else None
+        return Held(self.weight, room[0].at[buffer, part], scales, tops, start)
 
     def _rows(self, number: int, whole: int) -> int:
         """Of the `whole` rows of the values, the scales or the tops, those that belong to a block."""

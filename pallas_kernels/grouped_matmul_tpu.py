@@ -8,6 +8,7 @@ groups keep what they have. Quantised weights are copied as they are stored, and
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -18,16 +19,23 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
 from inferlib.pallas_kernels.expert_weights_tpu import ExpertBlocks, Stored, in_hbm, matrix_bytes, shape_of, unfit
+from inferlib.pallas_kernels.generations_tpu import FLOAT4, by_vmem, generation, vmem_limit
 from inferlib.pallas_kernels.packed_weights_tpu import BLOCK, Weight, permute
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 16
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
-VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x; v5e and v6e have twice as many
+VMEM_BYTES = 48 << 20  # of 64 MiB, see `by_vmem`
 MARGIN_BYTES = 8 << 20  # of VMEM, for what the compiler keeps there
 WEIGHT_BYTES = 8 << 20  # most of a block of weights: the larger, the fewer times is x read
-ROWS = 512
+ROWS = 1024
+FAST_ROWS = 1536  # where memory is fast and products are tall: the more, the fewer groups go on in the next tile
 FEW = 32  # rows of products of small groups
+HIGH = 128  # and of others
+TALL = 288  # and at most of those with blocks of so many elements, as compilers take longer for higher ones
+TALL_ELEMENTS = 1 << 22
+LOW = 32  # and of their last ones, as the weight's way into the matrix unit takes as long
+NARROW = ("v4", "v5e", "v5p")  # generations whose unit is 128 wide; others need twice as many rows
 
 
 @dataclass(frozen=True)
@@ -35,8 +43,9 @@ class Blocks:
     """Sizes of what the kernel has in VMEM.
 
     rows: of x and of the result. columns: of a group's weight that are copied together. height: rows of a product;
-    tail: of the last one of a group, if these are enough. Rows are multiples of 16. buffers: for blocks of weights.
-    once: whether a quantised block is unpacked before the products of a group in a tile, or in each.
+    of the last ones of a group tail, or tail doubled, once or more. All three of rows are multiples of 16.
+    buffers: for blocks of weights. once: whether a quantised block is unpacked in the first product of a group, or in
+    each.
     """
 
     rows: int
@@ -47,10 +56,17 @@ class Blocks:
     once: bool = False
 
     def __post_init__(self):
-        if self.tail % SUBLANES or self.height % SUBLANES or not self.tail <= self.height <= self.rows:
-            raise ValueError(f"not multiples of {SUBLANES} that do not exceed another: {self}")
+        sizes = self.rows, self.height, self.tail
+        if any(size % SUBLANES for size in sizes) or not self.tail <= self.height <= self.rows:
+            raise ValueError(f"not rows above height above tail, multiples of {SUBLANES}: {self}")
         if self.buffers < 2:
             raise ValueError("copies run ahead of the computation: there are at least two buffers")
+
+    @property
+    def heights(self) -> list[int]:
+        """Rows of products, falling."""
+        lower = [self.tail << n for n in range(8) if self.tail << n < self.height]
+        return [self.height, *reversed(lower)]
 
     def of(self, w: Stored) -> ExpertBlocks:
         return ExpertBlocks.of(w, shape_of(w)[-2], self.columns, self.buffers, once=self.once)
@@ -60,27 +76,40 @@ class Blocks:
         held, (groups, parts) = self.of(w), shape_of(w)[1:3]
         wide, inner = _rounded_up(self.columns, LANES), _rounded_up(x.shape[1], LANES)
         rows = 2 * self.rows * (inner + parts * wide) * x.dtype.itemsize
-        if held.packed:
-            rows += self.rows * inner * x.dtype.itemsize
+        if held.ordered:
+            rows += (self.height if held.orders_late else self.rows) * inner * x.dtype.itemsize
         scales = 0 if isinstance(w, Weight) or w.dtype == x.dtype else 2 * groups * parts * wide * 4
-        return held.nbytes + rows + scales + MARGIN_BYTES
+        return held.nbytes + rows + scales + by_vmem(MARGIN_BYTES)
 
 
 @tuned("grouped_matmul", Blocks)
 def default_blocks(x: jax.ShapeDtypeStruct, w: Stored) -> Blocks:
     """For x [M, I] and weights [L, E, P, I, O]: products as high as groups, and weights in as few pieces as fit."""
-    rows, (groups, parts, _, outer) = x.shape[0], shape_of(w)[1:]
-    high = _rounded_up(rows, SUBLANES)
-    height, tail = (min(high, n) for n in ((FEW, FEW) if rows <= 16 * groups else (128, 64)))
+    rows, (groups, parts, inner, outer) = x.shape[0], shape_of(w)[1:]
+    high, few, quantised = _rounded_up(rows, SUBLANES), rows <= 16 * groups, isinstance(w, Weight)
+    lowest = FEW if few else LOW // (1 + quantised) if generation() in NARROW else 2 * LOW
+    height = tail = min(high, lowest)
+    while 2 * height <= min(high, FEW if few else HIGH):
+        height *= 2
     tiles = outer // LANES if outer % LANES == 0 else 1
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0]
-    fit = [n for n in pieces if parts * matrix_bytes(w) <= n * WEIGHT_BYTES]
+    fit = [n for n in pieces if parts * matrix_bytes(w) <= n * by_vmem(WEIGHT_BYTES)]
     columns = outer // (fit or pieces[-1:])[0]
-    once = isinstance(w, Weight) and w.group == BLOCK and height > FEW
-    chosen = Blocks(min(ROWS, high), columns, height, tail, once=once)
-    while chosen.rows > height and chosen.vmem_bytes(x, w) > VMEM_BYTES:
-        chosen = replace(chosen, rows=max(_rounded_up(chosen.rows // 2, SUBLANES), height))
-    return replace(chosen, once=False) if chosen.vmem_bytes(x, w) > VMEM_BYTES else chosen
+    # Others convert floats of 8 bits so slowly that scales of 128 inputs rather multiply sums.
+    once = quantised and (w.group == BLOCK or generation() in FLOAT4) and height > FEW
+    if once and generation() not in NARROW and height == HIGH and parts * inner * columns <= TALL_ELEMENTS:
+        # Most groups are one product: of random sizes these, and rows before them.
+        most = rows // groups + 1.5 * (rows / groups) ** 0.5 + SUBLANES // 2
+        height = min(max(_rounded_up(math.ceil(most), 2 * SUBLANES), HIGH), TALL)
+    rows = min(FAST_ROWS if height > HIGH and generation() in FLOAT4 else ROWS, max(high, height))
+    least = min(height, FEW)  # where more do not fit, what fits few rows fits many
+    choices = Blocks(rows, columns, height, tail, 3, once), Blocks(rows, columns, height, tail, 2)
+    for chosen in (*choices, Blocks(rows, columns, least, least, 2)):
+        while chosen.rows > chosen.height and chosen.vmem_bytes(x, w) > by_vmem(VMEM_BYTES):
+            chosen = replace(chosen, rows=max(_rounded_up(chosen.rows // 2, SUBLANES), chosen.height))
+        if chosen.vmem_bytes(x, w) <= by_vmem(VMEM_BYTES):
+            break
+    return chosen
 
 
 def unsupported(x: jax.ShapeDtypeStruct, w: Stored, *, blocks: Blocks | None = None) -> str | None:
@@ -90,8 +119,8 @@ def unsupported(x: jax.ShapeDtypeStruct, w: Stored, *, blocks: Blocks | None = N
     blocks, (parts, inner, outer) = blocks or default_blocks(x, w), shape_of(w)[2:]
     if reason := blocks.of(w).lacks:
         return reason
-    if (need := blocks.vmem_bytes(x, w)) > VMEM_BYTES:
-        return f"weights {parts} x {inner} x {outer} need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
+    if (need := blocks.vmem_bytes(x, w)) > (have := by_vmem(VMEM_BYTES)):
+        return f"weights {parts} x {inner} x {outer} need {need} bytes of on-chip memory, and there are {have}"
     return None
 
 
@@ -133,13 +162,11 @@ def grouped_matmul(
         *held.room,
         *held.unpacked,
     ]
-    if held.packed:
-        scratch.append(pltpu.VMEM((tile, inner), x.dtype))
+    if held.ordered:
+        scratch.append(pltpu.VMEM((blocks.height if held.orders_late else tile, inner), x.dtype))
     read = groups * (1 - (1 - 1 / groups) ** total)  # as if each row had any group
     out = pl.pallas_call(
-        functools.partial(
-            _kernel, height=blocks.height, tail=blocks.tail, weights=held, stored=len(stored), scaled=scales is not None
-        ),
+        functools.partial(_kernel, heights=blocks.heights, weights=held, stored=len(stored), scaled=scales is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(count, pl.cdiv(rows, tile)),
@@ -151,7 +178,7 @@ def grouped_matmul(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
             disable_bounds_checks=True,
-            vmem_limit_bytes=blocks.vmem_bytes(x, w),
+            vmem_limit_bytes=vmem_limit(blocks.vmem_bytes(x, w)),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * total * inner * parts * outer,
@@ -164,24 +191,24 @@ def grouped_matmul(
     return out[:, :total]
 
 
-def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, weights, stored, scaled):
+def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled):
     """One tile of rows, some columns. Grid: pieces of the columns, tiles.
 
     Scalars: layer [1], sizes [E]. x [T, I]; scales [E * P, C]; the `stored` arrays of w [L, E, P, I, O] in HBM; out
     [P, T, C]. Scratch: of each block of weights the group and the piece of its columns; the state: group and piece to
     be copied next, the first group that has rows, the buffer to be read next and the row where its group starts;
-    semaphores; room for blocks, and for unpacked scales of one; for MXFP4, x in the order of its bytes.
+    semaphores; room for blocks, and for unpacked scales of one; x in the order of a weight's bytes, if that is another.
     """
     refs = list(refs)
     scales_ref = refs.pop(0) if scaled else None
     hbm, (out_ref, held, state, sems, *refs) = refs[:stored], refs[stored:]
-    xs_ref = refs.pop() if weights.packed else x_ref
+    xs_ref = refs.pop() if weights.ordered else x_ref
     room, unpacked = refs[:stored], refs[stored:]
     piece, tile = pl.program_id(0), pl.program_id(1)
     rows, (groups,), (buffers, parts, _, columns) = x_ref.shape[0], sizes_ref.shape, room[0].shape
     pieces, base = pl.num_programs(0), tile * rows
-    if weights.packed:
-        permute(x_ref, xs_ref, weights.weight)
+    if weights.ordered and not weights.orders_late:
+        permute(x_ref, xs_ref)
 
     # ---- copies
 
@@ -216,25 +243,39 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, weights, stored, s
 
     # ---- computation
 
-    def multiply(group, buf, first, stop):
-        """The rows of the tile from `first` to before `stop`."""
-        start = first & -SUBLANES
+    def product(group, buf, first, stop, at, height, *, unpacks=False):
+        """Of the tile's rows from `at` on, those from `first` to before `stop`."""
+        at = pl.multiple_of(jnp.minimum(at, rows - height), SUBLANES)
+        row = at + lax.broadcasted_iota(jnp.int32, (height, columns), 0)
+        own, at = (row >= first) & (row < stop), pl.ds(at, height)
+        xs = xs_ref.at[:height] if weights.orders_late else xs_ref.at[at]
+        if weights.orders_late:
+            permute(x_ref.at[at], xs)
+        for part in range(parts):
+            y = weights.product(xs, room, unpacked, piece, buf, part, unpacks=unpacks)
+            if scaled:
+                y = y * scales_ref[pl.ds(group * parts + part, 1)]
+            out_ref[part, at] = jnp.where(own, y, out_ref[part, at].astype(jnp.float32)).astype(out_ref.dtype)
 
-        def product(at, height):
-            at = pl.multiple_of(jnp.minimum(at, rows - height), SUBLANES)
-            row = at + lax.broadcasted_iota(jnp.int32, (height, columns), 0)
-            own, at = (row >= first) & (row < stop), pl.ds(at, height)
-            for part in range(parts):
-                y = weights.product(xs_ref.at[at], room, unpacked, piece, buf, part)
-                if scaled:
-                    y = y * scales_ref[pl.ds(group * parts + part, 1)]
-                out_ref[part, at] = jnp.where(own, y, out_ref[part, at].astype(jnp.float32)).astype(out_ref.dtype)
+    def multiply(group, buf, first, stop, begins):
+        """The rows of the tile from `first` to before `stop`. begins: with them the group does."""
+        take = functools.partial(product, group, buf, first, stop)
 
-        least = 0 if tail == height else tail  # that another high product is taken for
-        high = lax.div(jnp.maximum(stop - start - least, 0) + height - 1, height)
-        lax.fori_loop(0, high, lambda i, _: product(start + i * height, height), None)
-        if tail != height:
-            pl.when(start + high * height < stop)(lambda: product(start + high * height, tail))
+        def products(at, high, done, count):
+            lax.fori_loop(done, count, lambda n, _: take(at + n * high, high), None)
+
+        at, height, waits = first & -SUBLANES, heights[0], begins
+        for high, lower in zip(heights, [*heights[1:], 0], strict=True):
+            rest = max(high - heights[-1], lower)  # what lower products can take
+            count, done = lax.div(jnp.maximum(stop - at - rest, 0) + high - 1, high), 0
+            if weights.once and 2 * high > height:
+                now = waits & (count > 0)
+                pl.when(now)(functools.partial(take, at, high, unpacks=True))
+                waits, done = waits & (count == 0), now.astype(jnp.int32)
+                if 2 * lower <= height:
+                    pl.when(waits)(lambda: weights.unpack(room, unpacked, piece, buf))
+            products(at, high, done, count)
+            at += count * high
 
     def take_group(carry):
         """What the tile has of a group's rows. A group that goes on in the next tile keeps its buffer."""
@@ -247,9 +288,8 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, height, tail, weights, stored, s
             start_next(jnp.where(buf == 0, buffers - 1, buf - 1))
             for copy in copies(group, piece, buf):
                 copy.wait()
-            weights.unpack(room, unpacked, piece, buf)
 
-        multiply(group, buf, jnp.maximum(start - base, 0), jnp.minimum(stop - base, rows))
+        multiply(group, buf, jnp.maximum(start - base, 0), jnp.minimum(stop - base, rows), start >= base)
         ends = stop <= base + rows
         start = jnp.where(ends, stop, start)
         buf = jnp.where(ends, jnp.where(buf == buffers - 1, 0, buf + 1), buf)

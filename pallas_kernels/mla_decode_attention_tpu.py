@@ -18,13 +18,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, div, rem, wide
+from inferlib.pallas_kernels.generations_tpu import by_vmem
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
 SUBLANES = 8
 UNROLL = 4  # copies of pages that are started together
 TOGETHER = 2  # edges that are computed in one go, while as many are left
 MOST_QUERIES = 1024  # of a row, heads times tokens
-VMEM_BYTES = 40 << 20  # of the 64 MiB that v5p and v7x have
+VMEM_BYTES = 40 << 20  # of 64 MiB, see `by_vmem`
 SMEM_BYTES = 512 << 10  # of 1 MiB
 
 
@@ -53,7 +54,7 @@ def blocks(width: int, unit: int, longest: int, rank: int, itemsize: int) -> Blo
     row = max(unit, 1 << (longest - 1).bit_length())
     part = min(row, max(unit, 1 << (min(1024, (1 << 15) // width).bit_length() - 1)))
     edge = max(part, min(row, 512))
-    return Blocks(max(edge, min(row, 4096, 1 << (19 - (width - 1).bit_length()))), part, edge)
+    return Blocks(max(edge, min(row, by_vmem(4096), by_vmem(1 << (19 - (width - 1).bit_length())))), part, edge)
 
 
 def unsupported(
@@ -85,8 +86,8 @@ def unsupported(
     if chosen.part % unit:
         return f"a part of {chosen.part} positions is no multiple of {unit}"
     need = _vmem_bytes(width, rank, dtype.itemsize, chosen)
-    if need > VMEM_BYTES:
-        return f"{width} queries of {rank} numbers need {need} bytes of on-chip memory, more than {VMEM_BYTES}"
+    if need > (have := by_vmem(VMEM_BYTES)):
+        return f"{width} queries of {rank} numbers need {need} bytes of on-chip memory, more than {have}"
     return None
 
 

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.pallas_kernels.generations_tpu import by_vmem, untaken, vmem_bits, vmem_limit
 from inferlib.pallas_kernels.packed_weights_tpu import (
     BLOCK,
     DEPTH,
@@ -29,7 +30,7 @@ from inferlib.pallas_kernels.packed_weights_tpu import (
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
 ROWS = 16  # of a tile of bfloat16
-VMEM_BYTES = 48 << 20  # of 64 MiB on v5p and v7x, 128 MiB on v5e and v6e
+VMEM_BYTES = 48 << 20  # of 64 MiB, see `by_vmem`
 X_ELEMENTS = 1 << 22  # of x at a time
 
 
@@ -51,10 +52,10 @@ def blocks(rows: int, parts: int, inputs: int, columns: int, bits: int, group: i
 
     About 2 MiB of a weight come at a time, at least eight times, so that little is waited for at the start.
     """
-    most = max((2 << 23) // (inputs * bits) // LANES, 2)
+    most = max(by_vmem(2 << 23) // (inputs * bits) // LANES, by_vmem(2))
     most = min(most, 8, max(columns // 8 // LANES, 2))
     steps = pl.cdiv(columns, most * LANES)
-    tall = max(min(X_ELEMENTS // inputs, 512) // ROWS * ROWS, ROWS)
+    tall = max(min(by_vmem(X_ELEMENTS) // inputs, 512) // ROWS * ROWS, ROWS)
     even = lambda size, count, tile: pl.cdiv(size, count * tile) * tile  # noqa: E731
     return Blocks(even(rows, pl.cdiv(rows, tall), ROWS), even(columns, steps, LANES))
 
@@ -75,6 +76,8 @@ def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None, 
     can."""
     if dtype != jnp.bfloat16:
         return f"it takes activations of bfloat16, not {jnp.dtype(dtype)}"
+    if reason := untaken(weight.operand):
+        return reason
     if weight.inputs % weight.depth:
         return f"{weight.inputs} inputs do not divide into passes of {weight.depth}"
     if weight.group not in (BLOCK, DEPTH, weight.inputs):
@@ -83,18 +86,18 @@ def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None, 
         rows, weight.values.shape[1], weight.inputs, weight.values.shape[3], weight.bits, weight.group
     )
     need = _vmem_bytes(weight, chosen, normed)
-    if need > VMEM_BYTES:
-        return f"{weight.inputs} inputs need {need} bytes of on-chip memory, and there are {VMEM_BYTES}"
+    if need > (have := by_vmem(VMEM_BYTES)):
+        return f"{weight.inputs} inputs need {need} bytes of on-chip memory, and there are {have}"
     return None
 
 
 def _vmem_bytes(weight: Weight, chosen: Blocks, normed: bool) -> int:
     parts, rows = weight.values.shape[1], chosen.rows
-    x = rows * weight.inputs * 2 * (2 + (normed or weight.packed))
-    held = parts * weight.inputs * chosen.columns * weight.bits // 8 * 2
+    x = rows * weight.inputs * 2 * (2 + (normed or weight.ordered))
+    held = parts * weight.inputs * chosen.columns * vmem_bits(weight.bits) // 8 * 2
     scales = 4 * parts * pl.cdiv(weight.inputs, weight.group) * chosen.columns * 2
     out = rows * chosen.columns * (4 * parts + 4 * parts + 4)
-    return x + held + scales + out + STEP * chosen.columns * 2 + (2 << 20)
+    return x + held + scales + out + STEP * chosen.columns * 2 + by_vmem(2 << 20)
 
 
 def mx_matmul(
@@ -138,7 +141,7 @@ def mx_matmul(
     arrays = {name: array for name, array in arrays.items() if array is not None}
     if not interpret:  # or XLA would bring a small weight to VMEM whole
         arrays = {name: pltpu.with_memory_space_constraint(array, pltpu.HBM) for name, array in arrays.items()}
-    normed = norm is not None or weight.packed
+    normed = norm is not None or weight.ordered
     scratch = [pltpu.VMEM((tall, inputs), x.dtype)] if normed else []
     scratch += [pltpu.VMEM((parts, depth, wide), dtype) for depth, dtype in weight.unpacked]
     y = pl.pallas_call(
@@ -161,7 +164,7 @@ def mx_matmul(
         out_shape=jax.ShapeDtypeStruct((results, rows, columns), out_dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
-            vmem_limit_bytes=max(_vmem_bytes(weight, chosen, norm is not None), 14 << 20),
+            vmem_limit_bytes=vmem_limit(max(_vmem_bytes(weight, chosen, norm is not None), 14 << 20)),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * inputs * parts * columns,
@@ -196,14 +199,15 @@ def _kernel(layer_ref, *refs, names, width, eps, offset, activation, weight):
             source = xs_ref
             layer = lax.rem(layer_ref[0], refs["norm"].shape[0])
             _normalize(x_ref, refs["norm"], layer, source, width, eps, offset)
-        if tops_ref is not None:
-            permute(source, xs_ref, weight)
-
-    unpacked = unpack_scales(refs["scales"], room) if "scales" in refs else []
+        if weight.ordered:
+            permute(source, xs_ref)
 
     def product(part: int) -> jax.Array:
         tops = None if tops_ref is None else tops_ref.at[part]
-        held = Held(weight, values_ref.at[part], [ref.at[part] for ref in unpacked], tops)
+        scales = []
+        if "scales" in refs:
+            scales = unpack_scales(refs["scales"].at[part], [ref.at[part] for ref in room])
+        held = Held(weight, values_ref.at[part], scales, tops)
         return held.product(xs_ref)
 
     if activation is not None:

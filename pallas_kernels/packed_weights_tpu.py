@@ -21,16 +21,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import div
+from inferlib.pallas_kernels.generations_tpu import FLOAT4, generation
 
 LANES = 128
 DEPTH = 128  # inputs that are unpacked together
 BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
-FLOAT4 = ("v7x",)  # generations that convert float4_e2m1fn
-FLOAT4_DEPTH = 8 * BLOCK  # inputs that are unpacked together there: a block in each sublane
+FLOAT4_DEPTH = 8 * BLOCK  # inputs that are unpacked together there
 TALL = 64  # rows from which on the MXU is what takes longest
 REPEATED = 32  # rows that are repeated for groups shorter than DEPTH: more, and weights are scaled before the product
-STEP, TALL_STEP = 4096, 1024  # inputs of one iteration: of many rows few, as the compiler takes longer for them
+# Inputs of one iteration: of many rows few, of int4 half as many, as the compiler takes longer for them.
+STEP, TALL_STEP = 4096, 2048
 ELEMENTS = 1 << 22  # that are unpacked in one iteration, at most
+PERMUTED = 512  # rows that are permuted in one iteration
 UNPACKED = LANES  # columns that are unpacked together, where products come later
 _TOP = 27  # exponent of the largest scale of a column, of 5 bits, so that 6.0 is finite
 _MIDDLE = 14  # the exponent of 0.5 in e5m2
@@ -59,6 +61,11 @@ class Weight:
         return self.packed and self.scales.dtype == jnp.int8
 
     @property
+    def ordered(self) -> bool:
+        """Whether x is multiplied as `permute` leaves it."""
+        return self.packed and not self.float4
+
+    @property
     def depth(self) -> int:
         """Inputs that are unpacked together, and that K is a multiple of."""
         return FLOAT4_DEPTH if self.float4 else DEPTH
@@ -84,10 +91,15 @@ class Weight:
         return jnp.float8_e5m2 if self.packed else jnp.bfloat16
 
     @property
+    def operand(self) -> jnp.dtype:
+        """The one that is furthest from bfloat16 of those that matrix units are given."""
+        return self.element if self.packed else self.values.dtype
+
+    @property
     def unpacked(self) -> list[tuple[int, jnp.dtype]]:
         """Rows and dtype of what `unpack_scales` needs for N columns of each matrix."""
         if self.packed:
-            return [(self.scales.shape[-2], jnp.int32)] * (1 if self.float4 else 2)
+            return [(self.scales.shape[-2], jnp.int32)] * 2
         return [(self.inputs // BLOCK, jnp.float32)] if self.scales is not None and self.group == BLOCK else []
 
     @property
@@ -123,36 +135,38 @@ def pack_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arra
     held = (nibbles & 7) << magnitude_at | nibbles >> 3 << sign_at
     words = jnp.sum(held, axis=(-4, -3), dtype=jnp.uint32)
     words = lax.bitcast_convert_type(words, jnp.int32).reshape(*codes.shape[:-2], -1, columns)
-    exponents, top = _exponents(scales)
+    exponents, tops = _exponents(scales)
     exponents = exponents.astype(jnp.uint32).reshape(*scales.shape[:-2], -1, 4, columns)
     exponents = jnp.sum(exponents << jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None], axis=-2, dtype=jnp.uint32)
-    return words, lax.bitcast_convert_type(exponents, jnp.int32), power_of_two(top)
+    return words, lax.bitcast_convert_type(exponents, jnp.int32), tops
 
 
 def pack_float4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `pack_mxfp4`, for chips in FLOAT4. K is padded to a multiple of 256. Returns words int32 [..., K / 8, N],
     shifts int8 [..., K / 32, N] and tops float32 [..., 1, N].
 
-    A word is eight codes as they are. Of each 256 inputs, 32 s + 4 j + b is element 32 j + 4 s + b: converted, it is
-    byte b of sublane s of the j-th register, so that a tile of eight blocks' shifts is as it is added. A shift is what
-    is taken from a byte to have the scale in its exponent, 0 of all codes of zero.
+    A word is eight codes, as they are and in their order: converted, a block is a register. A shift is what is taken
+    from a byte to have the scale in its exponent, 0 of all codes of zero.
     """
     inputs, columns = codes.shape[-2:]
     pad = [(0, 0)] * (codes.ndim - 2)
     codes = jnp.pad(codes, [*pad, (0, -inputs % FLOAT4_DEPTH), (0, 0)])
     scales = jnp.pad(scales, [*pad, (0, codes.shape[-2] // BLOCK - scales.shape[-2]), (0, 0)])
-    codes = jnp.where(codes & 7 == 0, 0, codes).reshape(*codes.shape[:-2], -1, 8, 8, 4, columns)
-    codes = jnp.swapaxes(codes, -4, -3).reshape(*codes.shape[:-5], -1, 8, columns).astype(jnp.uint32)
-    words = jnp.sum(codes << jnp.arange(0, 32, 4, dtype=jnp.uint32)[:, None], axis=-2, dtype=jnp.uint32)
-    exponents, top = _exponents(scales)
+    codes = jnp.where(codes & 7 == 0, 0, codes).reshape(*codes.shape[:-2], -1, 8, columns)
+    starts = jnp.arange(0, 32, 4, dtype=jnp.uint32)[:, None]
+    words = jnp.sum(codes.astype(jnp.uint32) << starts, axis=-2, dtype=jnp.uint32)
+    exponents, tops = _exponents(scales)
     shifts = (4 * (_MIDDLE - exponents)).astype(jnp.int8)
-    return lax.bitcast_convert_type(words, jnp.int32), shifts, power_of_two(top)
+    return lax.bitcast_convert_type(words, jnp.int32), shifts, tops
 
 
 def _exponents(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """int32 [..., B, N] of e8m0 codes, such that the largest of a column is _TOP, and that one's code [..., 1, N]."""
+    """int32 [..., B, N] of e8m0 codes, such that the largest of a column is _TOP, and what takes that away, float32
+    [..., 1, N]. Where that would be no normal number the largest is less."""
     top = jnp.max(scales, axis=-2, keepdims=True).astype(jnp.int32)
-    return jnp.maximum(_TOP + scales.astype(jnp.int32) - top, 0), top
+    most = jnp.minimum(_TOP, top + _MIDDLE - 1)
+    tops = jnp.where(top == 255, 255, top - most + _MIDDLE)
+    return jnp.maximum(most + scales.astype(jnp.int32) - top, 0), power_of_two(tops)
 
 
 def power_of_two(code: jax.Array) -> jax.Array:
@@ -184,11 +198,14 @@ class Held:
     @property
     def by_group(self) -> bool:
         """Whether scales multiply partial sums."""
-        return not self.weight.packed and self.weight.group < self.inputs
+        return not self.weight.packed and self.weight.scales is not None and self.weight.group <= DEPTH
 
-    def product(self, x_ref) -> jax.Array:
-        """x [T, K] times the matrix -> float32 [T, N]. For MXFP4 x is as `permute` leaves it."""
-        width, rows = DEPTH if self.by_group else 2 * DEPTH, x_ref.shape[0]
+    def product(self, x_ref, into=None) -> jax.Array:
+        """x [T, K] times the matrix -> float32 [T, N]. x is as `permute` leaves it if the weight is `ordered`.
+
+        into: a ref that all elements but for MXFP4's tops go to, as `unpack` leaves them.
+        """
+        width, rows = DEPTH if self.by_group and into is None else 2 * DEPTH, x_ref.shape[0]
 
         def add(start: jax.Array | int, count: int, total: jax.Array) -> jax.Array:
             scales = self._scales(start, count)
@@ -196,11 +213,17 @@ class Held:
                 depth = min(width, count - at)
                 inputs = pl.ds(_multiple_of(start + at, DEPTH), depth)
                 per = [rows[at // unit : (at + depth) // unit] for unit, rows in scales]
-                total = total + self._partial(x_ref[:, inputs], start + at, depth, per)
+                x = x_ref[:, inputs]
+                if into is None:
+                    total = total + self._partial(x, start + at, depth, per)
+                else:
+                    into[inputs] = self._elements(start + at, depth, per)
+                    total = total + _dot(x, into[inputs])
             return total
 
         columns = self.values.shape[1]
-        step = min(STEP if rows <= TALL else TALL_STEP, max(ELEMENTS // columns // TALL_STEP, 1) * TALL_STEP)
+        tall = TALL_STEP // 2 if self.weight.bits < 8 and not self.weight.packed else TALL_STEP
+        step = min(STEP if rows <= TALL else tall, max(ELEMENTS // columns // 1024, 1) * 1024)
         whole, rest = divmod(self.inputs, step)
         total = jnp.zeros((rows, columns), jnp.float32)
         if whole <= 1:
@@ -253,7 +276,7 @@ class Held:
         if not scales:
             return _dot(x, w)
         (scales,), rows = scales, x.shape[0]
-        if len(scales) > 1 and rows > REPEATED:
+        if len(scales) > 1 and rows > (REPEATED // 2 if generation() in FLOAT4 else REPEATED):
             return _dot(x, _scaled(w, scales))
         y = _dot(_repeated(x, len(scales)), w)
         return sum(y[n * rows : (n + 1) * rows] * scale for n, scale in enumerate(scales))
@@ -279,13 +302,21 @@ class Held:
         """The same of `pack_float4`."""
         words = self.values[pl.ds(_multiple_of(div(at, 8), 32), depth // 8)]
         found = pltpu.bitcast(pltpu.bitcast(words, jnp.float4_e2m1fn).astype(jnp.float8_e5m2), jnp.int8)
-        shift = self.scales[0][pl.ds(_multiple_of(div(at + self.start, BLOCK), 8), depth // BLOCK)]
-        # To take a negative number from a word borrows from each of its bytes, and so must those of zero: of these 255
-        # is taken, which leaves 0, or in the first one 2^-16.
-        of_zero = lax.shift_right_arithmetic(shift, jnp.int32(31))
-        shift, of_zero = (pltpu.bitcast(jnp.concatenate([tile] * 8), jnp.int8) for tile in (shift, of_zero))
+        blocks = pl.ds(_multiple_of(div(at + self.start, BLOCK), 8), depth // BLOCK)
+        shift, of_zero = (pltpu.bitcast(_spread(ref.at[blocks]), jnp.int8) for ref in self.scales)
         shift = jnp.where(found != 0, shift, of_zero)
         return pltpu.bitcast(pltpu.bitcast(found, jnp.int32) - pltpu.bitcast(shift, jnp.int32), jnp.float8_e5m2)
+
+
+def _spread(ref) -> jax.Array:
+    """Each row of int32 [R, N] in eight rows: of 128 columns that is how it is loaded."""
+    rows, columns = ref.shape
+    tiles = [
+        [jnp.broadcast_to(ref[pl.ds(row, 1), pl.ds(at, width)], (8, width)) for row in range(rows)]
+        for at in range(0, columns, LANES)
+        for width in [min(LANES, columns - at)]
+    ]
+    return jnp.concatenate([jnp.concatenate(tile) for tile in tiles], axis=1)
 
 
 def _scaled(w: jax.Array, scales: list[jax.Array]) -> jax.Array:
@@ -313,10 +344,15 @@ def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
 
 def unpack_scales(scales_ref, refs: Sequence) -> Sequence:
     """What `Held` multiplies by, of scales as they are stored: float32 [..., K / g, N]; of MXFP4's exponents what to
-    keep of them and what to add, [..., K / 128, N]; its shifts for each byte of a word, int32 [..., K / 32, N]. refs:
-    room for it, as `Weight.unpacked` says."""
+    keep of them and what to add, [..., K / 128, N]; of its shifts what is taken from each byte of a
+    word, and from each of zero, int32 [..., K / 32, N]. refs: room for it, as `Weight.unpacked` says."""
     if scales_ref.dtype == jnp.int8 and refs:
-        refs[0][...] = scales_ref[...].astype(jnp.int32) * 0x01010101
+        shift_ref, of_zero_ref = refs
+        shift = scales_ref[...].astype(jnp.int32) * 0x01010101
+        shift_ref[...] = shift
+        # To take a negative number from a word borrows from each of its bytes, and so must those of zero: of these 255
+        # is taken, which leaves 0, or in the first one 2^-16.
+        of_zero_ref[...] = lax.shift_right_arithmetic(shift, jnp.int32(31))
     elif len(refs) == 2:
         keep_ref, add_ref = refs
         scaled = scales_ref[...] << 2
@@ -327,22 +363,23 @@ def unpack_scales(scales_ref, refs: Sequence) -> Sequence:
     return refs or [scales_ref]
 
 
-def permute(x, xs_ref, weight: Weight) -> None:
-    """x [T, K], or a ref, with its inputs in the order of a packed weight's bytes.
+def permute(x_ref, xs_ref) -> None:
+    """x [T, K], T a multiple of 16, with its inputs in the order of the bytes of `pack_mxfp4`; also in place."""
 
-    It is a product with what also takes `_TOP` away: multiplied by that, a small scale of a column would be no normal
-    number.
-    """
-    depth = weight.depth
-    source, at = (lax.broadcasted_iota(jnp.int32, (depth, depth), axis) for axis in range(2))
-    if weight.float4:  # at 32 j + 4 s + b is 32 s + 4 j + b
-        goes = source == (at & 3) + (at >> 5 << 2) + ((at >> 2 & 7) << 5)
-    else:  # at 4 r + b is 32 b + r
-        goes = source == BLOCK * (at & 3) + (at >> 2)
-    moves = jnp.where(goes, 2.0 ** (_MIDDLE - _TOP), 0.0).astype(x.dtype)
-    for at in range(0, x.shape[1], depth):
-        moved = jnp.dot(x[:, at : at + depth], moves, preferred_element_type=jnp.float32)
-        xs_ref[:, at : at + depth] = moved.astype(xs_ref.dtype)
+    def take(start: jax.Array | int, count: int) -> None:
+        rows, lane = pl.ds(_multiple_of(start, 16), count), lax.broadcasted_iota(jnp.int32, (count // 2, DEPTH), 1)
+        source = BLOCK * (lane & 3) + (lane >> 2)  # at 4 r + b is 32 b + r
+        for at in range(0, x_ref.shape[1], DEPTH):
+            pairs = jnp.take_along_axis(pltpu.bitcast(x_ref[rows, at : at + DEPTH], jnp.int32), source, axis=1)
+            xs_ref[rows, at : at + DEPTH] = pltpu.bitcast(pairs, xs_ref.dtype)
+
+    whole, rest = divmod(x_ref.shape[0], PERMUTED)
+    if whole > 1:
+        lax.fori_loop(0, whole, lambda i, _: take(i * PERMUTED, PERMUTED), None)
+    elif whole:
+        take(0, PERMUTED)
+    if rest:
+        take(whole * PERMUTED, rest)
 
 
 def _bytes(value: int) -> jax.Array:

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, div, folded, rem, wide
+from inferlib.pallas_kernels.generations_tpu import untaken
 from inferlib.pallas_kernels.tile_stream_tpu import STATE, SUBLANES, TileStream, scale_rows, visible
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
@@ -90,6 +91,8 @@ def unsupported(
     if q.dtype not in (jnp.bfloat16, jnp.float32) or (dtype not in QUANTISED if scales else dtype != q.dtype):
         cache = "int8 or float8_e4m3fn" if scales else "their type"
         return f"it takes queries of bfloat16 or float32 and a cache of {cache}, not {q.dtype} and {dtype}"
+    if reason := untaken(dtype):
+        return reason
     if size % LANES:
         return f"heads of size {size} are not a multiple of {LANES}"
     tile = 32 // jnp.dtype(q.dtype).itemsize  # rows of a register
@@ -431,7 +434,7 @@ def _kernel(*refs, arrays, scaled, paged, most_listed, has_sinks, scale, window,
                     column = jnp.where(row == lane, lse[mine][at : at + some], 0.0)
                     lse_ref[head, pl.ds(tokens.start + at, some)] = jnp.sum(column, axis=0)[:some]
 
-    stream.begin()
+    stream.begin(BUFFERS - 2)
     visits = stream.visits()
     prepare()
     carry = 0, state[2]

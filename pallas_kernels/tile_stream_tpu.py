@@ -44,9 +44,11 @@ class TileStream:
 
     Scalars: rows [P], -1 if absent; layer [1]; positions of the first and the last query of every product
     [P, T * parts]; table [P, M] or None; listed: None, or how many blocks each tile visits [P, K * T] and these
-    [P, K * T * M], M being `most_listed`. arrays [L, N, K, S, h], and scales [L, N, K, S], in HBM; on chip `buffers`,
-    [n, keys, h], of scales [n, `scale_rows`, keys]. state [STATE]: step and block to be copied next, and the buffer to
-    be read next; semaphores [arrays, n]. ring: positions wrap at `capacity`. unit: positions that are copied together.
+    [P, K * T * M], M being `most_listed`. arrays [L, N, K, S, h], folded ones [L, N, K, S / f, f * h] (see
+    `inferlib.ops.cache_write`) behind others, and scales [L, N, K, S], in HBM; with K = 1 for all heads; on chip
+    `buffers`, [n, keys, h] or [n, keys / f, f * h], of scales [n, `scale_rows`, keys]. state [STATE]: step and block to
+    be copied next, and the buffer to be read next; semaphores [arrays, n]. ring: positions wrap at `capacity`. unit:
+    positions that are copied together.
     """
 
     rows: Any
@@ -111,15 +113,15 @@ class TileStream:
 
     # ---- copies
 
-    def begin(self) -> None:
-        """Start the first ones, at the first step."""
+    def begin(self, ahead: int) -> None:
+        """Start the first `ahead` ones, at the first step."""
 
         @pl.when((self.here[0] == 0) & (self.here[1] == 0) & (self.here[2] == 0))
         def _():
             self.state[0] = lax.while_loop(self._is_empty, lambda step: step + 1, 0)
             self.state[1] = 0
             self.state[2] = 0
-            lax.fori_loop(0, self._count - 2, lambda buffer, _: self.start_next(buffer), None)
+            lax.fori_loop(0, ahead, lambda buffer, _: self.start_next(buffer), None)
 
     def start_next(self, buffer: jax.Array) -> None:
         """Start the copies of the block whose turn it is, if any is left, to a buffer."""
@@ -139,8 +141,8 @@ class TileStream:
 
         def wait_for(i, count):
             """A wait takes only the number of bytes from its copy."""
-            into = pl.ds(pl.multiple_of(i * self.unit, self.unit), count)
             for n, held in enumerate(self.buffers):
+                into = self._some(n, i * self.unit, count)
                 some = held.at[buffer, into] if self._of_cells(n) else held.at[buffer, :, into]
                 pltpu.make_async_copy(some, some, self.semaphores.at[n, buffer]).wait()
 
@@ -150,6 +152,11 @@ class TileStream:
 
     def _of_cells(self, n: int) -> bool:
         return len(self.arrays[n].shape) == 5
+
+    def _some(self, n: int, position: jax.Array | int, count: int) -> pl.Slice:
+        """Where an array, or its buffer, holds `count` positions from `position` on, both multiples of a unit."""
+        fold = self.arrays[0].shape[3] // self.arrays[n].shape[3]
+        return pl.ds(pl.multiple_of(div(position, fold), self.unit // fold), count // fold)
 
     def _place(self, step: jax.Array) -> Place:
         heads, tiles = self._heads, self._tiles
@@ -178,11 +185,11 @@ class TileStream:
         page, slot = self.rows[at[0]], lax.rem(position, self.capacity) if self.ring else position
         if self.table is not None:
             page, slot = jnp.clip(self.table[at[0], div(slot, slots)], 0, pages - 1), rem(slot, slots)
-        source, into = (pl.ds(pl.multiple_of(x, self.unit), count) for x in (slot, offset))
         for n, (array, held) in enumerate(zip(self.arrays, self.buffers, strict=True)):
             array = array.at[self.layer[0], page]
+            source, into = (self._some(n, x, count) for x in (slot, offset))
             if self._of_cells(n):
-                pair = array.at[at[1], source], held.at[buffer, into]
+                pair = array.at[at[1] if heads > 1 else 0, source], held.at[buffer, into]
             else:
                 some = scale_rows(heads)
                 first = 0 if some == heads else pl.multiple_of(div(at[1], some) * some, some)

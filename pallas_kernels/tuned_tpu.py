@@ -16,11 +16,9 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
+from inferlib.pallas_kernels.generations_tpu import generation
 
 FOLDER = Path(__file__).parent / "tuned"
-# As the TPU compiler names devices.
-GENERATIONS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,6 @@ def read(file: Path) -> list[Entry]:
 @functools.cache
 def _table(generation: str) -> dict[tuple[str, str], Mapping[str, int]]:
     return {entry.key: entry.blocks for entry in read(FOLDER / f"{generation}.json")}
-
-
-def generation() -> str | None:
-    """Of the TPU that is traced for, as its mesh says, be the TPU here or not. None for others, and without a mesh."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return None if device is None else GENERATIONS.get(device.device_kind)
 
 
 @dataclass(frozen=True)

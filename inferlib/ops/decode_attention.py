@@ -63,7 +63,7 @@ def decode_attention(
     if new is not None and backend != "pallas_tpu":
         arrays = {"k": k, "v": v, "k_scales": k_scales, "v_scales": v_scales}
         held = {name: x for name, x in arrays.items() if x is not None}
-        cache = _written(tuple(held.values()), new, lengths, written, ring=ring, layer=layer, pages=pages)
+        cache = write_new(tuple(held.values()), new, lengths, written, ring=ring, layer=layer, pages=pages)
         options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, ring=ring, limit=limit, layer=layer)
         arrays |= dict(zip(held, cache, strict=True))
         found = decode_attention(q, lengths=lengths, pages=pages, mask=mask, **arrays, **options, backend=backend)
@@ -120,7 +120,7 @@ def decode_attention(
     return out, jnp.where(lengths[:, None, None, None] > 0, lse, -jnp.inf)
 
 
-def _written(
+def write_new(
     cache: Sequence[jax.Array],
     new: Sequence[jax.Array],
     lengths: jax.Array,
@@ -130,7 +130,7 @@ def _written(
     layer: jax.Array | int | None,
     pages: jax.Array | None,
 ) -> tuple[jax.Array, ...]:
-    """The cache with the new tokens' cells."""
+    """The cache with the new tokens' cells, as `decode_attention` writes them."""
     new = [x[:, None] if x.ndim == 3 else x for x in new]
     (rows, queries), (count, _, slots) = new[0].shape[:2], cache[0].shape[-4:-1]
     positions, row = lengths[:, None] - queries + jnp.arange(queries), jnp.arange(rows)[:, None]

@@ -65,11 +65,11 @@ def chosen_matmul(
     w: jax.Array | QuantizedTensor,
     ids: jax.Array,
     *,
-    rows: jax.Array | None = None,
+    turns: int = 1,
     layer: jax.Array | None = None,
     backend: str = "xla",
 ) -> jax.Array:
-    """As `grouped_matmul`, of few rows in any order: row m with w[ids[m]] -> [M, *P, O].
+    """As `grouped_matmul`, of few rows in any order: x[m // turns] with w[ids[m]] -> [M, *P, O].
 
     ids [M] int32; where one is negative the result is anything. Every row reads a weight, also one that another reads.
     backend: "xla", which copies those weights, or "pallas_gpu".
@@ -79,14 +79,14 @@ def chosen_matmul(
     check_kernel_takes(w, backend)
     x = _inputs(x, w)
     if backend == "pallas_gpu":
-        first = jnp.int32(0) if layer is None else layer * w.shape[lead]
-        return _by_gpu_kernel(x, w, rows, parts, inner, outer, ids=jnp.where(ids < 0, ids, ids + first))
+        ids = ids if layer is None else jnp.where(ids < 0, ids, ids + layer * w.shape[lead])
+        return _by_gpu_kernel(x, w, None, parts, inner, outer, turns, ids=ids)
     of_layer = w if layer is None else jax.tree.map(lambda array: array[layer], w)
     chosen = jax.tree.map(lambda array: array[jnp.maximum(ids, 0)], of_layer)
     if isinstance(chosen, QuantizedTensor):
         chosen = chosen.dequantized((1 + len(parts),), jnp.float32)
     chosen = chosen.astype(jnp.float32).reshape(ids.size, math.prod(parts), inner, outer)
-    x = x if rows is None else x[rows]
+    x = jnp.repeat(x, turns, axis=0)
     y = jnp.einsum("mi,mpio->mpo", x.astype(jnp.float32), chosen, precision=lax.Precision.HIGHEST)
     return y.astype(x.dtype).reshape(-1, *parts, outer)
 
@@ -139,6 +139,7 @@ def _by_gpu_kernel(
     parts: Sequence[int],
     inner: int,
     outer: int,
+    turns: int = 1,
     **groups: jax.Array,
 ) -> jax.Array:
     from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
@@ -150,13 +151,13 @@ def _by_gpu_kernel(
 
     # Few rows in any order are multiplied one by one if the weight is quantised: tiles would be bound by unpacking it.
     group = inner // scales.shape[1] if scales is not None and w.grouped else None
-    singly = "ids" in groups and row_matmul_gpu.unsupported(x.dtype, values, group) is None
+    singly = scales is not None and "ids" in groups and row_matmul_gpu.unsupported(x.dtype, values, group) is None
 
     def kernel(x, values, scales, rows, groups, interpret=False):
-        of = dict(parts=math.prod(parts), rows=rows, interpret=interpret)
+        of = dict(parts=math.prod(parts), turns=turns, interpret=interpret)
         if singly:
             return row_matmul_gpu.row_matmul(x, values, scales, groups["ids"], **of).astype(x.dtype)
-        return grouped_matmul_gpu.grouped_matmul(x, values, scales, **groups, **of)
+        return grouped_matmul_gpu.grouped_matmul(x, values, scales, rows=rows, **groups, **of)
 
     forms = dict(cpu=partial(kernel, interpret=True), default=kernel)
     y = lax.platform_dependent(x, values, scales, rows, groups, **forms)

@@ -17,6 +17,7 @@ from inferlib.compile.kernel_cases import (
     expert_mlp,
     grouped_matmul,
     mla_decode_attention,
+    mla_prefill_attention,
     mx_matmul,
     prefill_attention,
 )
@@ -50,18 +51,21 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "expert_mlp": expert_mlp.CASES,
     "grouped_matmul": grouped_matmul.CASES,
     "mla_decode_attention": mla_decode_attention.CASES,
+    "mla_prefill_attention": mla_prefill_attention.CASES,
     "mx_matmul": mx_matmul.CASES,
     "prefill_attention": prefill_attention.CASES,
 }
 # Without blocks to choose.
 FIXED: Mapping[str, Mapping[str, Case]] = {"chunk_write": chunk_write.CASES}
-# On several devices; their blocks are not searched.
+# On several devices.
 RINGS: Mapping[str, Mapping[str, Case]] = {"collective_matmul": collective_matmul.CASES}
 _KINDS = {
+    "collective_matmul": collective_matmul.CollectiveMatmul,
     "decode_attention": decode_attention.DecodeAttention,
     "expert_mlp": expert_mlp.ExpertMlp,
     "grouped_matmul": grouped_matmul.GroupedMatmul,
     "mla_decode_attention": mla_decode_attention.MlaDecodeAttention,
+    "mla_prefill_attention": mla_prefill_attention.MlaPrefillAttention,
     "mx_matmul": mx_matmul.MxMatmul,
     "prefill_attention": prefill_attention.PrefillAttention,
 }

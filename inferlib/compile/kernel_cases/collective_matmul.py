@@ -8,7 +8,7 @@ from functools import partial
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from inferlib.pallas_kernels import collective_matmul_tpu
@@ -26,6 +26,14 @@ class CollectiveMatmul:
     scatters: bool = False
     devices: int = 8
     axis: str = "x"
+
+    @staticmethod
+    def of(rows, parts, inner, outer, itemsize, scatters) -> dict[str, CollectiveMatmul]:
+        """Of the arguments of `blocks`."""
+        if itemsize != 2:
+            raise ValueError("there are cases of bfloat16")
+        devices = CollectiveMatmul.devices
+        return {f"ring of {devices}": CollectiveMatmul(rows * devices, inner, outer, parts, scatters)}
 
     @property
     def kernel(self) -> str:
@@ -51,7 +59,7 @@ class CollectiveMatmul:
         """Of a device's parts of the arguments."""
         return partial(getattr(collective_matmul_tpu, self.kernel), axis=self.axis, layer=1)
 
-    def on(self, mesh: Mesh) -> Callable:
+    def on(self, mesh: Mesh | AbstractMesh) -> Callable:
         """Of whole arguments, by name."""
         specs, out = self.specs()
         part = self.function()

@@ -28,8 +28,7 @@ def tokens_of_experts(tokens: int, experts: int, chosen: int) -> np.ndarray:
 def stored(scheme: str, *shape: int) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shapes and dtypes of a stack of experts' matrices [..., K, N] as kernels read them: quantised by channel without
     their scales, and by group as a `Weight`'s arrays."""
-    from inferlib.pallas_kernels.packed_weights_tpu import FLOAT4
-    from inferlib.pallas_kernels.tuned_tpu import generation
+    from inferlib.pallas_kernels.generations_tpu import FLOAT4, generation
 
     *lead, inputs, columns = shape
     rows = -(-inputs // 128)

@@ -10,8 +10,29 @@ import numpy as np
 POSITIONS = 8192  # of a chunk and what is before it
 
 
+class OneChunk:
+    """Of `width` tokens behind `start` others in the cache; page: positions of one, None: the row is a page."""
+
+    @property
+    def pages(self) -> np.ndarray | None:
+        """A table of pages in no order."""
+        if self.page is None:
+            return None
+        count = -(-(self.start + self.width) // self.page)
+        return np.random.default_rng(1).permutation(count)[None].astype(np.int32)
+
+    def given(self, chosen, layers: int) -> dict[int, np.ndarray]:
+        """What a kernel of these blocks is given in scalar memory, in its order. layers: so many numbers of layers."""
+        first = np.arange(-(-self.width // chosen.queries) * chosen.queries, step=chosen.part)
+        last = np.minimum(first + chosen.part, self.width) - 1
+        given = [np.zeros(1, int), np.zeros(layers, int), self.start + first[None], self.start + last[None]]
+        if self.page is not None:
+            given.append(self.pages)
+        return dict(enumerate(given))
+
+
 @dataclass(frozen=True)
-class PrefillAttention:
+class PrefillAttention(OneChunk):
     """One chunk of `width` tokens behind `start` others in the cache; bfloat16, or a cache `stored` with scales. page:
     positions of one; None: rows are pages. slots: of a ring."""
 
@@ -64,14 +85,6 @@ class PrefillAttention:
         """Numbers of a cell, and of a query that meets it."""
         return -(-2 * self.size // 128) * 128 if self.one else self.size
 
-    @property
-    def pages(self) -> np.ndarray | None:
-        """A table of pages in no order."""
-        if self.page is None:
-            return None
-        count = -(-(self.start + self.width) // self.page)
-        return np.random.default_rng(1).permutation(count)[None].astype(np.int32)
-
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes."""
         slots = self.page or self.slots or -(-(self.start + self.width) // 1024) * 1024
@@ -88,13 +101,7 @@ class PrefillAttention:
         """What the kernel is given in scalar memory, in its order."""
         from inferlib.pallas_kernels.prefill_attention_tpu import blocks
 
-        chosen = blocks(self.width, self.group, self.cell, 2)
-        first = np.arange(-(-self.width // chosen.queries) * chosen.queries, step=chosen.part)
-        last = np.minimum(first + chosen.part, self.width) - 1
-        given = [np.zeros(1, int), np.zeros(1, int), self.start + first[None], self.start + last[None]]
-        if self.page is not None:
-            given.append(self.pages)
-        return dict(enumerate(given))
+        return self.given(blocks(self.width, self.group, self.cell, 2), layers=1)
 
 
 CASES = {

@@ -1,0 +1,385 @@
+"""Prefill attention over latents (MLA) on TPUs: flash attention of chunks of queries over a paged cache that holds
+their prefix and themselves, whose keys and values are expanded on chip.
+
+A step takes some heads and a tile of their queries through the blocks of latents that the tile sees: for each pair of
+heads a block becomes keys, as columns, and values, which then meet all queries of the tile and are gone. So memory
+holds latents alone, and a position costs as few operations as expanded ones, but for what its expansion takes. Against
+queries in the latents' space (`mla_decode_attention_tpu`) that is less from about 170 queries of a tile on.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, folded, wide
+from inferlib.pallas_kernels.generations_tpu import by_vmem, generation, vmem_limit
+from inferlib.pallas_kernels.tile_stream_tpu import STATE, TileStream
+from inferlib.pallas_kernels.tuned_tpu import tuned
+
+# A maximum starts higher than what is masked, so that this weighs nothing even alone.
+LOWEST = -0.3 * float(jnp.finfo(jnp.float32).max)
+BUFFERS = 2  # of blocks: one computes, one is being copied
+TOGETHER = 2  # heads that are expanded in one product, which fill a matrix unit of 256
+MOST_TILE, MOST_HEADS = 512, 8  # tokens and heads of a step
+NARROW = ("v4", "v5e", "v5p")  # their products take longer, so that half the heads are as good, with half the code
+VMEM_BYTES = 40 << 20  # of 64 MiB, see `by_vmem`
+SMEM_BYTES = 512 << 10  # of 1 MiB
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """queries: tokens of a tile; heads: of a step; keys: positions of a block; rows: most queries that share a product
+    and a softmax."""
+
+    queries: int
+    heads: int
+    keys: int = 512
+    rows: int = 256
+
+    def __post_init__(self):
+        if self.rows % LANES or (self.queries > LANES and self.queries % LANES):
+            raise ValueError(f"tiles of {self.queries} queries in products of {self.rows} are not multiples of {LANES}")
+        if self.keys % LANES:
+            raise ValueError(f"blocks of {self.keys} keys are not a multiple of {LANES}")
+
+    @property
+    def part(self) -> int:
+        """Tokens of a product."""
+        return self.queries if self.queries <= LANES else math.gcd(self.queries, self.rows)
+
+
+@tuned("mla_prefill_attention", Blocks)
+def blocks(width: int, heads: int, unit: int) -> Blocks:
+    """For chunks of `width` tokens and `heads` heads, of latents that are copied by the `unit`."""
+    tile = min(MOST_TILE, by_vmem(2 * MOST_TILE))  # where there is less, rather fewer heads: each tile expands anew
+    if width <= LANES:
+        queries = width
+    else:  # alike, rather than full ones and a small rest
+        tiles = pl.cdiv(width, tile)
+        queries = min(pl.cdiv(pl.cdiv(width, tiles), LANES), width // LANES) * LANES
+    most = min(MOST_HEADS // 2 if generation() in NARROW else MOST_HEADS, by_vmem(MOST_HEADS))
+    return Blocks(queries, max(n for n in range(1, most + 1) if heads % n == 0), max(unit, 512))
+
+
+def unsupported(
+    q: jax.ShapeDtypeStruct,
+    k: jax.ShapeDtypeStruct,
+    v: jax.ShapeDtypeStruct,
+    latents: jax.ShapeDtypeStruct,
+    keys: jax.ShapeDtypeStruct,
+    *,
+    pages: int | None = None,
+    blocks: Blocks | None = None,
+) -> str | None:
+    """Why the kernel cannot run q [P, C, H, n + r] with k [..., H, n, R], v [..., H, R, v] on latents [..., S, R] and
+    rotary keys [..., S / f, f * r], or None if it can.
+
+    pages: columns of the page table, None if rows are pages.
+    """
+    dtype, (slots, rank) = jnp.dtype(latents.dtype), latents.shape[-2:]
+    if dtype not in (jnp.bfloat16, jnp.float32) or any(x.dtype != dtype for x in (q, k, v, keys)):
+        kinds = f"{q.dtype}, {k.dtype} and {dtype}"
+        return f"it takes queries, weights and a cache of bfloat16 or float32, all alike, not {kinds}"
+    if rank % LANES or keys.shape[-1] != LANES or LANES % (q.shape[3] - k.shape[-2]):
+        return f"latents of {rank} and rotary keys of {keys.shape[-1]} numbers do not fill lanes of {LANES}"
+    tile = 32 // dtype.itemsize  # rows of a register
+    if k.shape[-2] % tile or v.shape[-1] % LANES:
+        return f"keys of {k.shape[-2]} and values of {v.shape[-1]} numbers are no multiples of {tile} and {LANES}"
+    unit = _unit(q, k)
+    if slots % unit:
+        return f"pages of {slots} positions are no multiple of {unit}"
+    if q.shape[1] % tile:
+        return f"chunks of {q.shape[1]} tokens do not divide into tiles of {tile}"
+    blocks = blocks or _default(q, k)
+    if blocks.keys % unit or q.shape[2] % blocks.heads:
+        return f"blocks of {blocks.keys} positions of {blocks.heads} heads do not fit {unit} of {q.shape[2]}"
+    scalars = 4 * q.shape[0] * (2 * pl.cdiv(q.shape[1], blocks.part) + (pages or 0))
+    if scalars > SMEM_BYTES:
+        return f"tables of {q.shape[0]} chunks need {scalars} bytes of scalar memory, not {SMEM_BYTES}"
+    need = _vmem_bytes(q, k, v, blocks)
+    if need > (have := by_vmem(VMEM_BYTES)):
+        sizes = f"{blocks.heads} heads, {k.shape[-2]} and {v.shape[-1]} numbers of latents of {rank}"
+        return f"{sizes} need {need} bytes of on-chip memory, and there are {have}"
+    return None
+
+
+def _unit(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct) -> int:
+    """Positions that are copied together: those of 128 rows of rotary keys."""
+    return LANES * (LANES // (q.shape[3] - k.shape[-2]))
+
+
+def _default(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct) -> Blocks:
+    return blocks(q.shape[1], q.shape[2], _unit(q, k))
+
+
+def _depth(size: int) -> int:
+    """Numbers that a product of queries and keys sums over, for `size` of them."""
+    return pl.cdiv(size, LANES) * LANES
+
+
+def _vmem_bytes(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStruct, blocks: Blocks) -> int:
+    itemsize, depth, (rank, size) = jnp.dtype(q.dtype).itemsize, _depth(q.shape[3]), v.shape[-2:]
+    queries, n = blocks.queries * blocks.heads, k.shape[-2]
+    kept = queries * (2 * itemsize * (depth + size) + 4 * (size + 2 * LANES) + 16) + 8 * blocks.queries * LANES
+    weights = 2 * blocks.heads * rank * (n + size) * itemsize
+    held = blocks.keys * itemsize * (BUFFERS * (rank + LANES) + blocks.heads * (n + size) + depth - n)
+    return kept + weights + held + 3 * 4 * blocks.keys * (blocks.part + TOGETHER * (n + size))
+
+
+def mla_prefill_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    latents: jax.Array,
+    keys: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    *,
+    scale: float,
+    limit: int | None = None,
+    layer: jax.Array | int = 0,
+    weight_layer: jax.Array | int = 0,
+    pages: jax.Array | None = None,
+    blocks: Blocks | None = None,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> tuple[jax.Array, jax.Array]:
+    """q [P, C, H, n + r]: chunk p holds the ascending positions[p], [P, C] int32, of row rows[p]; negative ones see
+    nothing (out 0, lse -inf). All are written in the cache. Chunks of rows that are not there give 0.
+
+    k [H, n, R] and v [H, R, v], or [W, H, ...] of which `weight_layer` is read: what makes a latent each head's key, to
+    which its rotary key is appended, and value. latents [N, S, R] and rotary keys [N, S / f, f * r], or [L, N, ...] of
+    which `layer` is read; f * r = 128; pages: as in `mla_decode_attention_tpu`. limit: no position reaches it. Blocks
+    that no query of a tile sees are not read.
+    Returns out [P, C, H, v] in q's dtype and the log of the softmax's denominator, lse [P, C, H] float32.
+    Raises ValueError where `unsupported` says why.
+    """
+    columns = None if pages is None else pages.shape[1]
+    if reason := unsupported(q, k, v, latents, keys, pages=columns, blocks=blocks):
+        raise ValueError(f"the TPU kernel does not run this latent attention: {reason}")
+    blocks = blocks or _default(q, k)
+    need = _vmem_bytes(q, k, v, blocks)
+    k, v = (x if x.ndim == 4 else x[None] for x in (k, v))
+    # [L, N, 1, S, ...], as of one KV head.
+    cache = [(x if x.ndim == 4 else x[None])[:, :, None] for x in (latents, keys)]
+    (chunks, width, heads, size), (rank, value) = q.shape, v.shape[-2:]
+    slots, fold, nope = latents.shape[-2], _unit(q, k) // LANES, k.shape[-2]
+    tile, part, some, depth = blocks.queries, blocks.part, blocks.heads, _depth(size)
+    capacity = slots * (columns or 1)
+    capacity = capacity if limit is None else min(capacity, limit)
+    tiles, parts = pl.cdiv(width, tile), tile // part
+    at = jnp.arange(tiles * parts) * part
+    firsts, lasts = (positions[:, jnp.minimum(x, width - 1)].astype(jnp.int32) for x in (at, at + part - 1))
+    there = rows < (cache[0].shape[1] if pages is None else pages.shape[0])
+    layers = jnp.stack([jnp.asarray(n, jnp.int32) for n in (layer, weight_layer)])
+    scalars = [jnp.where(there, rows, -1).astype(jnp.int32), layers, firsts, jnp.minimum(lasts, capacity - 1)]
+    if pages is not None:
+        scalars.append(pages[jnp.where(there, rows, 0)].astype(jnp.int32))
+    if not interpret:  # or XLA would bring a small cache or stack to VMEM whole
+        k, v, *cache = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v, *cache))
+    q = jnp.transpose(jnp.pad(q, ((0, 0),) * 3 + ((0, depth - size),)), (2, 0, 1, 3))
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    products = some * parts
+    seen = max(capacity - width // 2, 1)  # by a query; the most, of full chunks
+    pairs = chunks * width * heads * seen
+    expanded = chunks * tiles * heads * seen
+    cell = rank + LANES // fold  # numbers of a position
+    moved = 2 * q.size + chunks * (heads // some) * (tiles * seen * cell + some * rank * (nope + value))
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, paged=pages is not None, scale=scale * LOG2E, capacity=capacity, fold=fold),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(chunks, heads // some, tiles),
+            in_specs=[
+                pl.BlockSpec((some, None, tile, depth), lambda p, g, t, *_: (g, p, t, 0)),
+                pl.BlockSpec((None, 1, tile), lambda p, g, t, *_: (p, 0, t)),
+                pl.BlockSpec((None, some, nope, rank), lambda p, g, t, rows, layers, *_: (layers[1], g, 0, 0)),
+                pl.BlockSpec((None, some, rank, value), lambda p, g, t, rows, layers, *_: (layers[1], g, 0, 0)),
+                whole,
+                whole,
+            ],
+            out_specs=[
+                pl.BlockSpec((None, tile, some * value), lambda p, g, t, *_: (p, t, g)),
+                pl.BlockSpec((None, None, some, tile), lambda p, g, t, *_: (p, g, 0, t)),
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((BUFFERS, blocks.keys, rank), latents.dtype),
+                pltpu.VMEM((BUFFERS, blocks.keys // fold, LANES), keys.dtype),
+                pltpu.VMEM((some, nope, blocks.keys), q.dtype),
+                pltpu.VMEM((depth - nope, blocks.keys), q.dtype),
+                pltpu.VMEM((some, blocks.keys, value), q.dtype),
+                pltpu.VMEM((parts, part, LANES), jnp.int32),
+                pltpu.VMEM((products, part, LANES), jnp.float32),
+                pltpu.VMEM((products, part, LANES), jnp.float32),
+                pltpu.VMEM((products, part, value), jnp.float32),
+                pltpu.SMEM((STATE,), jnp.int32),
+                pltpu.SemaphoreType.DMA((2, BUFFERS)),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((chunks, width, heads * value), q.dtype),
+            jax.ShapeDtypeStruct((chunks, heads // some, some, width), jnp.float32),
+        ],
+        # Checks triple what it takes to start a copy; `TileStream` and `lasts` keep them in bounds.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",) * 3,
+            disable_bounds_checks=True,
+            vmem_limit_bytes=vmem_limit(need + by_vmem(8 << 20)),
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * pairs * (size + value) + 2 * expanded * rank * (nope + value),
+            bytes_accessed=moved * q.dtype.itemsize,
+            transcendentals=pairs,
+        ),
+        interpret=interpret,
+        name="mla_prefill_attention",
+    )(*scalars, q, positions.astype(jnp.int32)[:, None], k, v, *cache)
+    return out.reshape(chunks, width, heads, value), jnp.moveaxis(lse.reshape(chunks, heads, width), 2, 1)
+
+
+def _kernel(*refs, paged, scale, capacity, fold):
+    """A tile of queries and some heads, H of them here. Logits are in units of log 2, as exponentials are taken with
+    base 2.
+
+    Scalars: rows, layers (of the cache and of the weights), positions and pages as `TileStream` has them. q [H, tile,
+    depth], zeros behind n + r; positions [1, tile]; weights k [H, n, R] and v [H, R, v]; latents [L, N, 1, S, R] and
+    rotary keys [L, N, 1, S / f, 128] in HBM; out [tile, H * v], lse [H, tile]. Scratch: copies of blocks; a block
+    expanded: keys as columns [H, n, keys], of all heads rotary ones, zeros behind them, [depth - n, keys], and values
+    [H, keys, v]; positions of a part's queries [parts, rows, 128]; for each product, of a head and a part, the running
+    maximum and sum [n, rows, 128] (the sum's lanes add up, the maximum's are alike) and accumulator [n, rows, v]; the
+    stream's state; semaphores.
+    """
+    scalars, refs = list(refs[: 4 + paged]), refs[4 + paged :]
+    table = scalars.pop() if paged else None
+    q_ref, positions_ref, up_k, up_v, *in_hbm, out_ref, lse_ref, latents_buf, keys_buf = refs[:10]
+    keys_s, rotary_s, values_s, query_s, top_s, sum_s, acc_s, state, semaphores = refs[10:]
+    (heads, nope, _), size = up_k.shape, up_v.shape[2]
+    (parts, rows, _), keys, products = query_s.shape, latents_buf.shape[1], acc_s.shape[0]
+    rotary = LANES // fold
+    exact = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
+    stream = TileStream(
+        *scalars,
+        table,
+        listed=None,
+        most_listed=None,
+        arrays=in_hbm,
+        buffers=(latents_buf, keys_buf),
+        state=state,
+        semaphores=semaphores,
+        parts=parts,
+        window=None,
+        ring=False,
+        capacity=capacity,
+        unit=LANES * fold,
+    )
+
+    def dot(x, y, contract=0):
+        return lax.dot_general(x, y, (((1,), (contract,)), ((), ())), exact, preferred_element_type=jnp.float32)
+
+    def prepare():
+        top_s[...] = jnp.full_like(top_s, LOWEST)
+        sum_s[...] = jnp.zeros_like(sum_s)
+        acc_s[...] = jnp.zeros_like(acc_s)
+        rotary_s[...] = jnp.zeros_like(rotary_s)
+        some = min(rows, LANES)
+        for n in range(0, parts * rows, some):
+            positions = jnp.broadcast_to(positions_ref[:, n : n + some], (LANES, some)).T
+            query_s[n // rows, pl.ds(n % rows, some)] = jnp.minimum(positions, stream.last())
+
+    # ---- expansion
+
+    groups = [range(first, min(first + TOGETHER, heads)) for first in range(0, heads, TOGETHER)]
+
+    def turned(buf):
+        """Rotary keys of a block, as columns [r, keys]."""
+        lines = [keys_buf[buf, at : at + LANES].T for at in range(0, keys // fold, LANES)]
+        return jnp.concatenate([x[n : n + rotary] for x in lines for n in range(0, LANES, rotary)], axis=1)
+
+    def expand(group, buf):
+        """A block's keys and values of some heads."""
+        made = dot(jnp.concatenate([up_k[head] for head in group]), latents_buf[buf], 1).astype(keys_s.dtype)
+        for n, head in enumerate(group):
+            keys_s[head] = made[n * nope : (n + 1) * nope]
+        made = dot(latents_buf[buf], jnp.concatenate([up_v[head] for head in group], axis=1)).astype(values_s.dtype)
+        for n, head in enumerate(group):
+            values_s[head] = made[:, n * size : (n + 1) * size]
+
+    # ---- computation
+
+    def scores(product):
+        """Logits [rows, keys]."""
+        head, part = divmod(product, parts)
+        columns = jnp.concatenate([keys_s[head], rotary_s[...]])
+        return dot(q_ref[head, pl.ds(part * rows, rows)], columns) * scale
+
+    def weights(product, logits, start):
+        """Of the values, of a block from `start` on, and of what the accumulator holds."""
+        key = start + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        logits = jnp.where(key <= wide(query_s[product % parts], keys), logits, MASKED)
+        old = top_s[product]
+        top = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
+        p, decay = jnp.exp2(logits - wide(top, keys)), jnp.exp2(old - top)
+        top_s[product] = top
+        sum_s[product] = sum_s[product] * decay + folded(p)
+        return p.astype(values_s.dtype), decay
+
+    def accumulate(product, p, decay):
+        acc_s[product] = acc_s[product] * wide(decay, size) + dot(p, values_s[product // parts])
+
+    def arrive(index, buf):
+        """Wait for a block, and zero what no query of the tile sees: 0 * NaN is NaN."""
+        stream.wait(index, buf)
+        count = stream.last() + 1 - stream.start(index)
+
+        @pl.when(count < keys)
+        def _():
+            row = lax.broadcasted_iota(jnp.int32, latents_buf.shape[1:], 0)
+            kept = jnp.where(row < count, latents_buf[buf].astype(jnp.float32), 0)
+            latents_buf[buf] = kept.astype(latents_buf.dtype)
+
+    def take(carry):
+        """Take in a block. Heads are expanded while those before them are computed with; the next logits are computed
+        while a softmax is taken."""
+        index, buf = carry
+        stream.start_next(stream.after(buf))
+        arrive(index, buf)
+        rotary_s[:rotary] = turned(buf)
+        expand(groups[0], buf)
+        logits, behind, start = scores(0), None, stream.start(index)
+        for product in range(products):
+            number, rest = divmod(product, TOGETHER * parts)
+            if rest == 0 and number + 1 < len(groups):
+                expand(groups[number + 1], buf)
+            ahead = scores(product + 1) if product + 1 < products else None
+            taken = product, *weights(product, logits, start)
+            if behind is not None:
+                accumulate(*behind)
+            logits, behind = ahead, taken
+        accumulate(*behind)
+        return index + 1, stream.after(buf)
+
+    def finish():
+        some = min(rows, LANES)
+        row, lane = (lax.broadcasted_iota(jnp.int32, (some, LANES), n) for n in (0, 1))
+        for product in range(products):
+            (head, part), top = divmod(product, parts), top_s[product]
+            total = jnp.broadcast_to(jnp.sum(sum_s[product], axis=1, keepdims=True), top.shape)
+            out = acc_s[product] * wide(1.0 / jnp.maximum(total, 1e-37), size)
+            out_ref[pl.ds(part * rows, rows), head * size : (head + 1) * size] = out.astype(out_ref.dtype)
+            lse = top * (1 / LOG2E) + jnp.log(total)
+            for at in range(0, rows, some):
+                column = jnp.where(row == lane, lse[at : at + some], 0.0)
+                lse_ref[head, pl.ds(part * rows + at, some)] = jnp.sum(column, axis=0)[:some]
+
+    stream.begin(1)
+    visits = stream.visits()
+    prepare()
+    state[2] = lax.while_loop(lambda c: c[0] < visits, take, (jnp.int32(0), state[2]))[1]
+    finish()
