@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
+import jax
 import numpy as np
 
 from inferlib.models.batch import Backend, kernel_lacks
-from inferlib.models.config import ModelConfig
+from inferlib.models.config import MlaSpec, ModelConfig
 from inferlib.ops.quantized import SCHEMES
+from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
-
-log = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16")
 # What keys and values can be kept in beside these.
 KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")}
+# Where the kernels that a `Backend` can name run; a CPU interprets them all.
+_RUNS_ON = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "pallas": "gpu", "nki": "neuron"}
+# Operations that the option `backend` can leave to XLA.
+OPERATIONS = tuple(name for name, kind in get_type_hints(Backend).items() if "pallas_tpu" in get_args(kind))
 
 
 class ConfigurationError(ValueError):
     """An engine setting that cannot work."""
+
+
+def chip_of(device: jax.Device) -> tuple[int, str | None]:
+    """The last that `EngineConfig.make` is told, of a device: its cores, and the generation of a TPU."""
+    return getattr(device, "num_cores", None) or 1, GENERATIONS.get(device.device_kind)
 
 
 def check_dtype(dtype: str) -> None:
@@ -39,6 +47,49 @@ def check_kv_cache_dtype(name: str | None) -> None:
             f"kv_cache_dtype {name!r} is not supported; choose one of {', '.join(KV_CACHE_DTYPES)}, or leave it out "
             "for the model's own dtype"
         )
+
+
+def check_backend(backend: Backend, platform: str) -> None:
+    """Raises ConfigurationError for a kernel that does not run on the platform."""
+    for name, kernel in vars(backend).items():
+        if platform not in ("cpu", _RUNS_ON.get(kernel, platform)):
+            raise ConfigurationError(
+                f"backend {name}={kernel!r} is a kernel for platform {_RUNS_ON[kernel]!r}, and this is {platform!r}: "
+                f"choose {name}='xla', or leave backend to EngineConfig.make"
+            )
+
+
+def backend_option(option: str) -> str:
+    """The option in one spelling, whatever the order of its parts. Raises ConfigurationError for what is none."""
+    if option in ("auto", "xla"):
+        return option
+    known = [f"{name}=xla" for name in OPERATIONS]
+    parts = {part.strip() for part in option.split(",")} if isinstance(option, str) else {repr(option)}
+    if not parts <= set(known):
+        raise ConfigurationError(
+            f"backend {option!r} is neither 'auto' nor 'xla' nor of the form '{','.join(known[:2])}'; operations are "
+            f"{', '.join(OPERATIONS)}"
+        )
+    return "xla" if parts == set(known) else ",".join(part for part in known if part in parts)
+
+
+def with_option(backend: Backend, option: str, platform: str) -> Backend:
+    """A platform's choice as a user's `backend` changes it: "auto" not at all; "xla" takes all `OPERATIONS` from their
+    kernels, "matmul=xla,decode_attention=xla" some. A kernel that works with another goes with it: writes of chunks
+    with either attention, experts of few tokens with grouped products if weights are in groups.
+
+    Raises ConfigurationError for anything else; on GPUs for all but "auto", as not every kernel there is chosen here.
+    """
+    option = backend_option(option)
+    if option == "auto":
+        return backend
+    if platform == "gpu":
+        raise ConfigurationError(
+            f"backend {option!r} does not hold on GPUs, where products of single rows and the choice of experts take "
+            "kernels whatever it says: leave it out, or give 'auto'"
+        )
+    names = OPERATIONS if option == "xla" else [part.removesuffix("=xla") for part in option.split(",")]
+    return replace(backend, **dict.fromkeys(names, "xla"))
 
 
 @dataclass(frozen=True)
@@ -120,6 +171,7 @@ class EngineConfig:
 
     def __post_init__(self):
         check_kv_cache_dtype(self.kv_cache_dtype)
+        check_backend(self.backend, self.platform)
         for name in ("max_batch", "decode_steps", "in_flight"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -182,24 +234,24 @@ class EngineConfig:
         shards: Shards | None = None,
         model: ModelConfig | None = None,
         kv_cache_dtype: str | None = None,
+        backend: str = "auto",
         cores: int = 1,
         generation: str | None = None,
     ):
         """Defaults of a platform: scanned layers and free layouts on TPU; fewer steps per dispatch on GPU, where they
         are counted and a row that ends keeps its place until the last; a single one on Trainium, which has no loops.
-        model: what will be run; cache buckets are finer where attention of its layers reads all of a bucket. cores: of
-        a device; generation: of TPUs, such as v7x."""
+        model: what will be run; cache buckets are finer where attention of its layers reads all of a bucket. backend:
+        see `with_option`. cores: of a device; generation: of TPUs, such as v7x."""
         shards = shards or Shards()
-        backend = Backend.for_platform(platform, shards, cores, generation)
-        ragged, dealt = backend.decode_attention == "pallas_gpu", shards.size(axes.TOKENS)
-        if backend.decode_attention != "xla" and model is not None:
+        chosen = with_option(Backend.for_platform(platform, shards, cores, generation), backend, platform)
+        ragged, dealt = chosen.decode_attention == "pallas_gpu", shards.size(axes.TOKENS)
+        if ragged and model is not None:
             scaled = kv_cache_dtype is not None
-            lacks = [kernel_lacks(layer.attention, backend, "decode_attention", scaled) for layer in model.layers]
-            for reason in sorted(set(filter(None, lacks))):
-                log.warning("%s: XLA decodes %d of %d layers, not the kernel", reason, lacks.count(reason), len(lacks))
-            # What is in chunks keeps a ring, read whole.
-            reads_live = (not lack or layer.attention.reach for lack, layer in zip(lacks, model.layers, strict=True))
-            ragged = ragged and all(reads_live)
+            lacks = [kernel_lacks(layer.attention, chosen, "decode_attention", scaled) for layer in model.layers]
+            # What is in chunks keeps a ring, read whole. Prefill expands all latents of a bucket.
+            read_live = (not lack or layer.attention.reach for lack, layer in zip(lacks, model.layers, strict=True))
+            latent = any(isinstance(layer.attention, MlaSpec) for layer in model.layers)
+            ragged = all(read_live) and not latent
         buckets = buckets or Buckets.default(max_batch, max_len, ragged=ragged, multiple=dealt)
         return EngineConfig(
             max_batch,
@@ -210,6 +262,6 @@ class EngineConfig:
             scan=platform == "tpu",
             free_layouts=platform == "tpu",
             kv_cache_dtype=kv_cache_dtype,
-            backend=backend,
+            backend=chosen,
             shards=shards,
         )

@@ -27,6 +27,7 @@ from inferlib.models.batch import Backend
 from inferlib.models.config import LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from inferlib.models.layers.exchange import exchange_of, pairs_room
 from inferlib.models.layers.ring import in_ring, rings
+from inferlib.models.recurrent import LightningSpec, Mamba2Spec
 from inferlib.ops.cache_write import folded_rows
 from inferlib.ops.quantized import nbytes
 from inferlib.sampling.params import MAX_LOGPROBS
@@ -311,7 +312,8 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     for number, (layers, block) in enumerate(zip(model.blocks(), plan.blocks, strict=True)):
         layer, ledger.times = model.config.layers[layers[0]], len(layers)
         flops = _in_ring(model, shards, number, layer, tokens, backend)
-        _norm(ledger, model, tokens, 2 * layer.post_norm + layer.pre_norm * (1 if layer.parallel else 2))
+        branches = 1 if layer.parallel or layer.mlp is None else 2
+        _norm(ledger, model, tokens, 2 * layer.post_norm + layer.pre_norm * branches)
         if streams > 1:  # before and after the layer
             _norm(ledger, model, tokens, 2)
             ledger.reduce("modalities", (axes.EMBED,), (tokens, streams), np.float32, 2)
@@ -323,11 +325,18 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
             ledger.reduce("gate of per-layer embeddings", (axes.EMBED,), (tokens, per_layer.dim), dtype)
         ledger.all_tokens("input of attention", hidden, dtype, flops["attn.qkv"])
         held, alone = layers[0] if layer.attention.cache_of is None else layer.attention.cache_of, len(layers) == 1
+        if isinstance(layer.attention, LightningSpec):
+            ledger.reduce("norm of all heads", (axes.KV_HEADS,), (tokens, 1), np.float32)
+        if isinstance(layer.attention, Mamba2Spec):
+            _shared_norm(ledger, model, layer.attention, tokens)
         if not isinstance(block, BlockState):
             _attention(ledger, model, layer, block, tokens, key, passes=not (alone and held in passed))
         passed |= {held} if alone else set()
         if not layer.parallel:
             ledger.sum_layer("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype, flops["attn.o"])
+        if layer.mlp is None:
+            continue
+        if not layer.parallel:
             ledger.all_tokens("input of feed-forward", hidden, dtype, flops["mlp.gate_up"])
         ledger.fed("input of feed-forward", fed, dtype)
         if isinstance(layer.mlp, MoeSpec):
@@ -340,6 +349,13 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     ledger.times = 1
     _streams(ledger, model, tokens, streams - 1)
     ledger.all_tokens("head", hidden, dtype)
+
+
+def _shared_norm(ledger: _Ledger, model: AbstractModel, spec: Mamba2Spec, tokens: int) -> None:
+    """Of a group's heads, where several devices have some of them."""
+    if model.layout.heads(spec).copies > 1:
+        devices = ledger.shards.size(axes.KV_HEADS)
+        ledger.add("all-gather", "norms of groups of heads", (axes.KV_HEADS,), (tokens, devices), np.float32)
 
 
 def _named(block: BlockCache | BlockState, number: int) -> str:
@@ -368,7 +384,7 @@ def _streams(ledger: _Ledger, model: AbstractModel, tokens: int, taken: int) -> 
 
 
 def _gate_up(ledger: _Ledger, model: AbstractModel, spec: MlpSpec | MoeSpec, tokens: int) -> None:
-    halves = 1 if isinstance(spec, MlpSpec) and not spec.gated else 2
+    halves = 2 if spec.gated else 1
     width = halves * model.layout.hidden(spec.hidden) // ledger.shards.size(axes.MLP)
     ledger.reduce("gate and up", (axes.EMBED,), (tokens, width), model.dtype)
     if isinstance(spec, MlpSpec) and spec.sparsity:
@@ -379,7 +395,8 @@ def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) 
     """A mixture of experts before the sum over its width; `tokens` on a device."""
     dtype, chosen, width, devices = model.dtype, spec.router.chosen, _width(model), ledger.shards.size(axes.EXPERTS)
     ledger.reduce("router", (axes.EMBED,), (tokens, spec.router.experts), np.float32)
-    _norm(ledger, model, tokens, (spec.router.norm_eps is not None) + 3 * spec.own_norms)
+    # Own norms are two behind the experts, and before router and experts those of the residual, whose sum there is.
+    _norm(ledger, model, tokens, 2 if spec.own_norms else int(spec.router.norm_eps is not None))
     how = exchange_of(spec, tokens, width * dtype.itemsize, devices, ledger.backend)
     sent = held = tokens * devices
     there, back = "all-gather", "reduce-scatter"

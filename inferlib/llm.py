@@ -19,7 +19,7 @@ from inferlib.compile.artifacts import Artifacts
 from inferlib.compile.counter import compilations
 from inferlib.compile.functions import adopted
 from inferlib.compile.program_set import ProgramSet, planned_keys
-from inferlib.config import Buckets, ConfigurationError, EngineConfig, check_dtype
+from inferlib.config import Buckets, ConfigurationError, EngineConfig, backend_option, check_dtype, chip_of
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
 from inferlib.engine.sequence import Sequence as EngineSequence
 from inferlib.engine.sequence import Status, TokenLogprobs
@@ -29,7 +29,6 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from inferlib.pallas_kernels.tuned_tpu import GENERATIONS
 from inferlib.placement import ExpertPlacement
 from inferlib.platforms import leave_out_absent_tpu
 from inferlib.progress import CountProgress, on_terminal
@@ -72,7 +71,10 @@ class LLM:
     "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; None: one device. artifacts: a directory of `inferlib compile`: its
     programs run and none is ever compiled; what else is given must agree with it. expert_placement: a file that says
     which expert lies where, see `inferlib.placement`. expert_load: count how many tokens choose each expert, for
-    `LLM.expert_load`. seed: of requests that give none.
+    `LLM.expert_load`. backend: "auto": TPU and Trainium kernels wherever they run the model's part; "xla": nowhere;
+    "decode_attention=xla,matmul=xla": but for these operations, of `inferlib.config.OPERATIONS`; None: "auto", or as
+    the artifacts were compiled. On GPUs, where not all kernels are chosen by it, "auto" alone. seed: of requests that
+    give none.
 
     Raises ArtifactError, CheckpointError, ConfigError, ConfigurationError, ShardingError or PeerError before device
     work.
@@ -92,6 +94,7 @@ class LLM:
         artifacts: str | Path | None = None,
         expert_placement: str | Path | None = None,
         expert_load: bool = False,
+        backend: str | None = None,
         seed: int = 0,
         progress: bool | None = None,
     ):
@@ -108,10 +111,11 @@ class LLM:
         self.progress = on_terminal() if progress is None else progress
         self.seed = seed
         parallel = Parallelism.parse(parallel) if isinstance(parallel, str) else parallel
+        backend = None if backend is None else backend_option(backend)
         sizes = dict(max_batch=max_batch, max_len=max_len, buckets=buckets)
         slots = placement and placement.slots
         settings = dict(dtype=dtype, quantization=kept, kv_cache_dtype=kv_cache_dtype, **sizes)
-        settings |= dict(parallel=parallel, expert_slots=slots)
+        settings |= dict(parallel=parallel, expert_slots=slots, backend=backend)
         if artifacts is not None and self._channel:
             raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
         if artifacts is not None and expert_load:
@@ -421,6 +425,7 @@ def _plan_programs(
     buckets: Buckets | None,
     parallel: Parallelism | None,
     expert_slots: int | None,
+    backend: str | None,
     expert_load: bool,
 ) -> ProgramSet:
     """The programs of `LLM`'s arguments; where layouts are free, they are chosen now, before weights are loaded."""
@@ -431,12 +436,14 @@ def _plan_programs(
     max_len = min(model.context, 2048) if max_len is None else max_len
     if max_len > model.context:
         raise ValueError(f"max_len {max_len} exceeds the model's context of {model.context} tokens")
-    if expert_load and len({spec.experts for spec in model.mixtures}) != 1:
-        raise ConfigurationError("expert_load counts the tokens of each expert, and the model has no experts")
+    experts = sorted({spec.experts for spec in model.mixtures})
+    if expert_load and len(experts) != 1:
+        of = f"layers of {' and of '.join(map(str, experts))} experts, not of as many each" if experts else "no experts"
+        raise ConfigurationError(f"expert_load counts the tokens of each expert, and the model has {of}")
     shards = make_shards(parallel)
     sizes = 8 if max_batch is None else max_batch, max_len, buckets
-    chip = getattr(device, "num_cores", None) or 1, GENERATIONS.get(device.device_kind)
-    config = EngineConfig.make(platform, *sizes, shards, model, kv_cache_dtype, *chip)
+    kept = kv_cache_dtype, "auto" if backend is None else backend
+    config = EngineConfig.make(platform, *sizes, shards, model, *kept, *chip_of(device))
     config = replace(config, expert_load=expert_load)
     options = dict(backend=config.backend, scan=config.scan, shards=shards, expert_slots=expert_slots)
     abstract = abstract_model(model, dtype, quantization=quantization, **options)

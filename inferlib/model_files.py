@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from inferlib.models.quantization import Quantization
 from inferlib.placement import ExpertPlacement
 from inferlib.sharding.shards import Shards
 from inferlib.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,11 @@ class ModelFiles:
             source = SafetensorsSource(path)
             if quantized := hf.get("quantization_config"):
                 source = QuantizedSource(source, form_of(quantized))
+                if unused := source.cache_scales:
+                    kept = "the cache keeps its dtype unless kv_cache_dtype says otherwise"
+                    log.warning("%s: %d scales of keys and values are not used: %s", path, len(unused), kept)
+            if unseen := [name for name in source.names() if name.startswith(family_of(hf).senses)]:
+                log.warning("%s: the text model is run; %d tensors of images or sound are left out", path, len(unseen))
         return ModelFiles(path, hf, config, source, tokenizer)
 
     def quantization(self, wanted: str | None) -> Quantization | None:

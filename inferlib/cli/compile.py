@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from inferlib.cli.compile_progress import CompileProgress
-from inferlib.cli.info import hf_config
+from inferlib.cli.info import described, quantization_of
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
@@ -53,6 +53,13 @@ def compile(
         Path | None,
         typer.Option(help="File of expert slots, as inferlib place writes it; the programs serve any with as many."),
     ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="auto; xla: no kernel of TPUs and Trainium; decode_attention=xla,matmul=xla: not these (also "
+            "prefill_attention, grouped_matmul, expert_mlp, collective_matmul)."
+        ),
+    ] = "auto",
     prefill_buckets: Annotated[
         str | None, typer.Option(help="Tokens of prefill chunks, ascending; by default 32,128,512.")
     ] = None,
@@ -93,12 +100,14 @@ def compile(
     with user_errors():
         words = tuple(modes.split(","))
         if plan:
-            deployment = _planned(plan, words)
+            deployment = _planned(plan, words, backend)
         else:
-            settings["quantization"] = quantization_of(model, quantization)
-            hf = hf_config(model, config)
+            hf, files = described(model, config)
+            settings["quantization"] = quantization_of(files, quantization)
             slots = _slots(hf, expert_placement)
-            deployment = deployment_of(hf, **settings, buckets=buckets, modes=words, expert_slots=slots)
+            deployment = deployment_of(
+                hf, **settings, buckets=buckets, modes=words, expert_slots=slots, backend=backend
+            )
         check_compiler(deployment.slice)
         keys = deployment.keys()
     name = model or config or plan
@@ -148,6 +157,7 @@ def deployment_of(
     buckets: Mapping[str, str | None],
     modes: tuple[str, ...],
     expert_slots: int | None = None,
+    backend: str = "auto",
 ) -> Deployment:
     """What a command's options say, with their defaults."""
     from inferlib.compile.deployment import Deployment
@@ -167,6 +177,7 @@ def deployment_of(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         expert_slots=expert_slots,
+        backend=backend,
     )
 
 
@@ -182,17 +193,7 @@ def _slots(hf: Mapping[str, Any], file: Path | None) -> int | None:
     return placement.slots
 
 
-def quantization_of(model: str | None, wanted: str | None) -> Quantization | None:
-    """Of a model's files, or of a shape that has none."""
-    from inferlib.model_files import ModelFiles
-    from inferlib.models.quantization import Quantization
-
-    if model is not None:
-        return ModelFiles.open(model).quantization(wanted)
-    return wanted and Quantization.named(wanted)
-
-
-def _planned(name: str, modes: tuple[str, ...]) -> Deployment:
+def _planned(name: str, modes: tuple[str, ...], backend: str) -> Deployment:
     from inferlib import configs
     from inferlib.compile.deployment import Deployment
     from inferlib.compile.plans import load_plan
@@ -208,6 +209,7 @@ def _planned(name: str, modes: tuple[str, ...]) -> Deployment:
         modes=modes,
         quantization=plan.stored,
         kv_cache_dtype=plan.kv_cache_dtype,
+        backend=backend,
     )
 
 

@@ -70,6 +70,13 @@ def generate(
     expert_placement: Annotated[
         Path | None, typer.Option(help="File that says which expert lies where, as inferlib place writes it.")
     ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            help="auto; xla: no kernel of TPUs and Trainium; decode_attention=xla,matmul=xla: not these. By default "
+            "auto, or as --artifacts were compiled."
+        ),
+    ] = None,
     expert_load: Annotated[
         Path | None, typer.Option(help="Write here how many tokens chose each expert, for inferlib place.")
     ] = None,
@@ -169,7 +176,7 @@ def generate(
             keep_compilations()
             sizes = dict(max_batch=max_batch, max_len=max_len)
             kept = dict(dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
-            kept["expert_placement"] = expert_placement
+            kept |= dict(expert_placement=expert_placement, backend=backend)
             options = dict(parallel=parallel, artifacts=artifacts, expert_load=expert_load is not None, seed=seed)
             return LLM(model, **kept, **sizes, **options)
 

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from inferlib.explain import Explanation
+    from inferlib.model_files import ModelFiles
     from inferlib.models.abstract import AbstractModel
     from inferlib.models.config import LayerSpec, MlpSpec, ModelConfig, MoeSpec
     from inferlib.models.decoder import Segment
+    from inferlib.models.quantization import Quantization
+    from inferlib.models.recurrent import Recurrent
 
 
 def info(
@@ -43,6 +46,12 @@ def info(
         typer.Option(help="Also show what each device of such a mesh holds and what they exchange, such as tp=4,dp=2."),
     ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="With --parallel: sequences decoded together.")] = 8,
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the weights: int8, int4, fp8, fp8_block, mxfp8(_a8) or mxfp4(_a8); by default as they are stored."
+        ),
+    ] = None,
     kv_cache_dtype: Annotated[
         str | None, typer.Option(help="Of the cache: int8 or fp8; by default what the model is loaded as.")
     ] = None,
@@ -55,44 +64,49 @@ def info(
     if (model is None) == (config is None):
         fail("give either a model or the name of a shape with --config")
     from inferlib.config import DTYPES, check_kv_cache_dtype
-    from inferlib.model_files import ModelFiles
     from inferlib.models.abstract import abstract_model
+    from inferlib.models.families import config_from_hf
 
     with user_errors():
         check_kv_cache_dtype(kv_cache_dtype)
-        recipe = model_config(model, config)
-        stored = ModelFiles.open(model).nbytes if model else None
+        hf, files = described(model, config)
+        recipe, stored = config_from_hf(dict(hf)), files and files.nbytes
+        kept = quantization_of(files, quantization)
     length = max_len or min(recipe.context, 2048)
     if length > recipe.context:
         fail(f"--max-len {length} exceeds the model's context of {recipe.context} tokens")
     # Stacked layers are quicker to trace and take the same bytes.
-    models = {dtype: abstract_model(recipe, dtype, scan=True) for dtype in DTYPES}
-    facts = {"model": model or config, **_describe(models, length, kv_cache_dtype, stored)}
-    explanation = None
-    if parallel is not None:
-        with user_errors():
-            explanation = _explain(recipe, parallel, max_batch, length, kv_cache_dtype)
-        facts["parallel"] = explanation.facts()
+    with user_errors():
+        models = {dtype: abstract_model(recipe, dtype, scan=True, quantization=kept) for dtype in DTYPES}
+        explanation = None
+        facts = {"model": model or config, **_describe(models, length, kv_cache_dtype, stored)}
+        facts["quantization"] = kept and kept.name
+        if parallel is not None:
+            explanation = _explain(recipe, parallel, max_batch, length, kept, kv_cache_dtype)
+            facts["parallel"] = explanation.facts()
     write(json_line(facts).decode() if json else _render(facts, models["float32"], explanation))
 
 
-def model_config(model: str | None, shape: str | None) -> ModelConfig:
-    """The recipe of a model, or of a shape by name."""
-    from inferlib.models.families import config_from_hf
-
-    return config_from_hf(dict(hf_config(model, shape)))
-
-
-def hf_config(model: str | None, shape: str | None) -> Mapping[str, Any]:
-    """The Hugging Face config of a model, or of a shape by name."""
+def described(model: str | None, shape: str | None) -> tuple[Mapping[str, Any], ModelFiles | None]:
+    """The Hugging Face config of a model, and its files, or of a shape by name."""
     from inferlib.configs import load, names
     from inferlib.model_files import ModelFiles
 
     if shape is None:
-        return ModelFiles.open(model).hf
+        files = ModelFiles.open(model)
+        return files.hf, files
     if shape not in names():
         raise ValueError(f"no model shape is called {shape!r}; known: {', '.join(names())}")
-    return load(shape)
+    return load(shape), None
+
+
+def quantization_of(files: ModelFiles | None, wanted: str | None) -> Quantization | None:
+    """Of a model's files, or of a shape that has none."""
+    from inferlib.models.quantization import Quantization
+
+    if files is not None:
+        return files.quantization(wanted)
+    return None if wanted is None else Quantization.named(wanted)
 
 
 def _describe(
@@ -101,7 +115,7 @@ def _describe(
     """The facts as JSON values, by dtype where they depend on it; sizes in bytes, lengths in tokens.
 
     Cache: "per_token" of one that all layers keep; "beyond_windows" of one that only the layers without a
-    window keep; "states" of a row, whatever its length, in layers of linear attention; "per_sequence" of a
+    window keep; "states" of a row, whatever its length, in recurrent layers; "per_sequence" of a
     row for `max_len` tokens, in which layers with a window hold a ring.
     """
     model = models["float32"]
@@ -144,9 +158,15 @@ def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, in
 
 
 def _explain(
-    recipe: ModelConfig, parallel: str, max_batch: int, max_len: int, kv_cache_dtype: str | None
+    recipe: ModelConfig,
+    parallel: str,
+    max_batch: int,
+    max_len: int,
+    quantization: Quantization | None,
+    kv_cache_dtype: str | None,
 ) -> Explanation:
-    """In bfloat16: the arrays on each device, a greedy decode step of all rows, and the longest prefill chunk."""
+    """In bfloat16, or as quantised: the arrays on each device, a greedy decode step of all rows, and the longest
+    prefill chunk."""
     from inferlib.cache.plan import plan_cache
     from inferlib.compile.programs import ProgramKey
     from inferlib.config import EngineConfig
@@ -157,7 +177,7 @@ def _explain(
 
     shards = planned_shards(Parallelism.parse(parallel))
     config = EngineConfig.make("tpu", max_batch, max_len, shards=shards)
-    model = abstract_model(recipe, "bfloat16", scan=True, shards=shards)
+    model = abstract_model(recipe, "bfloat16", quantization=quantization, scan=True, shards=shards)
     chunk = config.buckets.prefill[-1]
     kept = dict(dtype=kv_cache_dtype or "bfloat16", platform=config.platform)
     plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, **kept)
@@ -197,16 +217,17 @@ def _render(facts: dict[str, Any], model: AbstractModel, explanation: Explanatio
         bits = 8 * facts["stored_bytes"] / facts["parameters"]
         recipe.add_row("in files", f"{decimal(facts['stored_bytes'])}, {bits:.1f} bits per parameter")
 
-    from inferlib.models.recurrent import RECURRENT
+    from inferlib.models.recurrent import Recurrent
 
     windows = any(layer.attention.reach for layer in config.layers)
     memory = Table(box=SIMPLE_HEAD)
     memory.add_column("loaded as")
-    recurrent = any(isinstance(layer.attention, RECURRENT) for layer in config.layers)
+    recurrent = any(isinstance(layer.attention, Recurrent) for layer in config.layers)
     shown = {"per_token": "cache per token"} | ({"beyond_windows": "beyond windows"} if windows else {})
     shown |= {"states": "states of a row"} if recurrent else {}
     kind = f"{facts['kv_cache_dtype']} cache" if facts["kv_cache_dtype"] else "cache"
-    for title in ("weights", *shown.values(), f"{kind} of {facts['max_len']} tokens"):
+    weights = f"{facts['quantization']} weights" if facts["quantization"] else "weights"
+    for title in (weights, *shown.values(), f"{kind} of {facts['max_len']} tokens"):
         memory.add_column(title, justify="right")
     for dtype, cache in facts["cache_bytes"].items():
         sizes = [*map(cache.get, shown), cache["per_sequence"]]
@@ -233,13 +254,11 @@ def _runs(segment: Segment, kinds: list[LayerSpec]) -> str:
 
 def _layer(layer: LayerSpec) -> str:
     from inferlib.models.config import MlaSpec
-    from inferlib.models.recurrent import RECURRENT
+    from inferlib.models.recurrent import Recurrent
 
     attention = layer.attention
-    if isinstance(attention, RECURRENT):
-        heads = f"{attention.heads} heads, {attention.kv_heads} for queries and keys"
-        sizes = f"states of {attention.head_dim} x {attention.value_dim}"
-        return ", ".join([f"gated delta rule with {heads}", sizes, *_feed_forward(layer.mlp)])
+    if isinstance(attention, Recurrent):
+        return ", ".join([*_recurrent(attention), *_feed_forward(layer.mlp)])
     rope = attention.rope
     parts = [f"{attention.heads} heads of {attention.head_dim}"]
     if isinstance(attention, MlaSpec):
@@ -256,7 +275,7 @@ def _layer(layer: LayerSpec) -> str:
         parts += ["sinks"] if attention.sinks else []
         parts += [f"{attention.gate.activation} gates"] if attention.gate else []
     parts += ["query temperature"] if attention.temperature else []
-    if rope is None:
+    if rope is None or (isinstance(attention, MlaSpec) and not attention.rotates):
         parts += ["no RoPE"]
     else:
         scaling = f" scaled by {rope.scaling.kind}" if rope.scaling else ""
@@ -268,9 +287,20 @@ def _layer(layer: LayerSpec) -> str:
     return ", ".join(parts)
 
 
-def _feed_forward(spec: MlpSpec | MoeSpec) -> list[str]:
+def _recurrent(spec: Recurrent) -> list[str]:
+    from inferlib.models.recurrent import ShortConvSpec
+
+    if isinstance(spec, ShortConvSpec):
+        return [f"{spec.title} of {spec.heads * spec.head_dim} channels, {spec.taps} taps"]
+    heads = f"{spec.heads} heads" + (f", {spec.kv_heads} for queries and keys" if spec.group > 1 else "")
+    return [f"{spec.title} with {heads}", "states of {} x {}".format(*spec.state_shape)]
+
+
+def _feed_forward(spec: MlpSpec | MoeSpec | None) -> list[str]:
     from inferlib.models.config import MlpSpec
 
+    if spec is None:
+        return ["no feed-forward"]
     if isinstance(spec, MlpSpec):
         return [f"MLP {spec.activation} {spec.hidden}" + (f", {spec.sparsity:.0%} sparse" if spec.sparsity else "")]
     activation = spec.activation if isinstance(spec.activation, str) else "clamped SwiGLU"

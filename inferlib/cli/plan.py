@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from inferlib.cli.compile_progress import CompileProgress
-from inferlib.cli.info import hf_config
+from inferlib.cli.info import described
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def plan(
         quantizations = [name and Quantization.named(name) for name in names] if quantization else USUAL
         workload = Workload(input_len, output_len, concurrency)
         goal, slice_ = Slo.parse(slo), parse_target(target)
-        hf = hf_config(model, config)
+        hf, _ = described(model, config)
         ranking = rank(config_from_hf(hf), slice_, workload, goal, quantizations, kv_cache_dtype)
         chosen = candidates(ranking, verify) if verify else []
         if plot is not None:

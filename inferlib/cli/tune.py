@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from inferlib.cli.compile import deployment_of, quantization_of
-from inferlib.cli.info import hf_config
+from inferlib.cli.compile import deployment_of
+from inferlib.cli.info import described, quantization_of
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 def tune(
     kernels: Annotated[
-        list[str] | None, typer.Argument(help="Such as decode_attention; by default all.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            help="Such as decode_attention; by default all but those of several devices.", show_default=False
+        ),
     ] = None,
     *,
     target: Annotated[list[str], typer.Option(help="A TPU slice such as v5e-1; repeat it for others.")],
@@ -75,7 +78,8 @@ def tune(
             raise ValueError(f"{twice[0]} is named twice, and there is one table for it")
         if not dry_run and not os.access(FOLDER if FOLDER.exists() else FOLDER.parent, os.W_OK):
             raise ValueError(f"{FOLDER} cannot be written: add --dry-run, or use an installation of your own")
-        hf, stored = (None, None) if config is None else (hf_config(None, config), quantization_of(None, quantization))
+        hf = None if config is None else described(None, config)[0]
+        stored = quantization_of(None, quantization)
         for one in targets:
             cases, unknown = _named(kernels, case), []
             if hf is not None:
@@ -100,10 +104,11 @@ def tune(
 
 
 def _named(kernels: list[str] | None, names: list[str] | None) -> dict[str, dict[str, Case]]:
-    from inferlib.compile.kernel_cases import CASES, chosen_cases
+    from inferlib.compile.kernel_cases import CASES, RINGS, chosen_cases
 
-    chosen = chosen_cases(kernels or list(CASES), names or None)
-    return {kernel: {name: CASES[kernel][name] for name in some} for kernel, some in chosen.items()}
+    known = {**CASES, **RINGS}
+    chosen = chosen_cases(kernels or list(known if names else CASES), names or None, known)
+    return {kernel: {name: known[kernel][name] for name in some} for kernel, some in chosen.items()}
 
 
 def _of_kernels(kernels: list[str] | None, cases: Mapping[str, Any]) -> dict[str, dict[str, Case]]:

@@ -108,6 +108,12 @@ def compile_programs(
             worker.close()
 
 
+def too_large(error: str) -> bool:
+    """Whether a compiler says that a program's arrays do not fit; on-chip memory is what a kernel asks too much of."""
+    full = "RESOURCE_EXHAUSTED" in error or "Ran out of memory" in error
+    return full and not re.search(r"space[= ][vs]mem", error)
+
+
 def file_name(key: ProgramKey, target: Target) -> str:
     return re.sub(r"[^\w]+", "-", str(key)) + (HLO_SUFFIX if target.platform == "neuron" else ".xla")
 
@@ -136,8 +142,7 @@ class _Worker:
     def compile(self, key: ProgramKey, layouts: list | None, path: Path) -> Outcome:
         answer = self._child.ask({"key": asdict(key), "layouts": layouts, "path": str(path)})
         if error := answer.get("error"):
-            too_large = "RESOURCE_EXHAUSTED" in error or "Ran out of memory" in error
-            return Outcome(key, "too large" if too_large else "failed", error=error)
+            return Outcome(key, "too large" if too_large(error) else "failed", error=error)
         return Outcome(key, answer.pop("status"), answer)
 
     def compile_start(self, checkpoint: str, layouts: list | None, path: Path) -> None:

@@ -33,7 +33,7 @@ from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards
 
-_FORMAT = 2
+_FORMAT = 3
 _MANIFEST = "manifest.json"
 
 

@@ -27,7 +27,7 @@ from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.exchange import pairs_room
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
-from inferlib.models.recurrent import RECURRENT, Mixer
+from inferlib.models.recurrent import Mixer, Recurrent
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
@@ -272,7 +272,7 @@ class Deployed:
         share = ring / self.shards.size(axes.POSITIONS)  # of the positions that a device sees
         for block in self.blocks:
             spec, layers = block.attention, block.layers
-            if isinstance(spec, RECURRENT):
+            if isinstance(spec, Recurrent):
                 flops += 2.0 * layers * tokens * block.heads * spec.token_width
                 cache += 2.0 * layers * rows * block.state
                 continue

@@ -7,7 +7,7 @@ import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from jax.experimental.layout import Layout
 from inferlib.compile.program_set import ProgramSet, check_packed, planned_keys
 from inferlib.compile.programs import Mode, ProgramKey
 from inferlib.compile.targets import Target, parse_target
-from inferlib.config import Buckets, ConfigurationError, EngineConfig, check_dtype
+from inferlib.config import Buckets, ConfigurationError, EngineConfig, backend_option, check_dtype
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
@@ -33,8 +33,8 @@ class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
     quantization: of the weights, None for `dtype`. kv_cache_dtype: see `EngineConfig`. modes: sampling modes to
-    compile. expert_slots: of a placement of experts, whatever it is (see `inferlib.placement`). Raises
-    ConfigurationError, ShardingError or TargetError if they do not go together.
+    compile. expert_slots: of a placement of experts, whatever it is (see `inferlib.placement`). backend: see
+    `inferlib.config.with_option`. Raises ConfigurationError, ShardingError or TargetError if they do not go together.
     """
 
     hf: Mapping[str, Any]
@@ -46,8 +46,10 @@ class Deployment:
     quantization: Quantization | None = None
     kv_cache_dtype: str | None = None
     expert_slots: int | None = None
+    backend: str = "auto"
 
     def __post_init__(self):
+        object.__setattr__(self, "backend", backend_option(self.backend))
         check_dtype(self.dtype)
         if self.max_len > self.model.context:
             raise ConfigurationError(
@@ -84,10 +86,10 @@ class Deployment:
         return config_from_hf(dict(self.hf))
 
     def config(self, shards: Shards) -> EngineConfig:
-        sizes = self.max_batch, self.max_len, self.buckets
-        target = self.slice
+        sizes, target = (self.max_batch, self.max_len, self.buckets), self.slice
+        kept = self.kv_cache_dtype, self.backend
         options = dict(cores=target.chip.cores, generation=target.chip.name)
-        return EngineConfig.make(target.platform, *sizes, shards, self.model, self.kv_cache_dtype, **options)
+        return EngineConfig.make(target.platform, *sizes, shards, self.model, *kept, **options)
 
     def shards(self, devices: Sequence[jax.Device]) -> Shards:
         """The mesh; of a single device too where the device is not one of this process's own."""
@@ -105,7 +107,11 @@ class Deployment:
 
     def planned(self) -> ProgramSet:
         """Its programs where there are no devices: to budget with."""
-        return self.program_set(planned_shards(self.parallel))
+        return self._planned
+
+    @cached_property
+    def _planned(self) -> ProgramSet:
+        return self.program_set(planned_shards(self.parallel))  # which warns
 
     def keys(self) -> list[ProgramKey]:
         """Its programs; the first decides the layouts of the weights."""

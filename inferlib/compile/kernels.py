@@ -37,8 +37,7 @@ LATENCY = 0.5e-6  # seconds, assumed
 class Figures:
     """Of a case on a device. cycles: bundles executed; hbm_bytes: copied; copies: how many; bundles: of the listing.
     Seconds: of the cycles; busy: of cycles, or bytes or those sent at the published bandwidth, whichever is longer;
-    whole: with waits for copies, which arrive `LATENCY`, or a hop's, after their bytes could have; compile_seconds: of
-    the compiler, on this machine."""
+    whole: with waits for copies, which arrive `LATENCY`, or a hop's, after their bytes could have."""
 
     cycles: int
     hbm_bytes: int
@@ -47,7 +46,6 @@ class Figures:
     cycles_seconds: float
     busy: float
     whole: float
-    compile_seconds: float
 
 
 class KernelCompiler:
@@ -60,9 +58,12 @@ class KernelCompiler:
         check_compiler(target)
         self.target, self._limit = target, limit
         self._folder = TemporaryDirectory()
+        module, plain = "inferlib.compile.kernels", environment(target)
         flags = {"LIBTPU_INIT_ARGS": dump_flags(Path(self._folder.name))}
         first = {"target": target.name, "folder": self._folder.name}
-        self._child = Child("inferlib.compile.kernels", first, environment(target) | flags)
+        self._child = Child(module, first, plain | flags)
+        # A compiler that writes listings down takes up to five times as long.
+        self._timed = Child(module, {"target": target.name, "folder": None}, plain)
 
     def __enter__(self) -> KernelCompiler:
         return self
@@ -72,15 +73,20 @@ class KernelCompiler:
 
     def close(self) -> None:
         self._child.close()
+        self._timed.close()
         self._folder.cleanup()
 
     def measure(self, case: Case) -> Figures:
         """With the blocks that the library takes. Raises CompileError, which says why there are none."""
-        return Figures(**self._ask(case)["figures"])
+        return Figures(**self._ask(self._child, case)["figures"])
+
+    def compile_seconds(self, case: Case) -> float:
+        """Of this machine's CPU, to trace and compile it as programs are. Raises CompileError."""
+        return self._ask(self._timed, case)["seconds"]
 
     def trial(self, case: Case, blocks: Mapping[str, int] | None) -> tuple[Figures, Asked]:
         """With these fields of the kernel's `Blocks`, None: by its rule; and what it asked for. Raises CompileError."""
-        answer = self._ask(case, blocks=blocks)
+        answer = self._ask(self._child, case, blocks=blocks)
         if not answer["asked"]:
             raise CompileError("the kernel has no blocks to choose")
         return Figures(**answer["figures"]), Asked(**answer["asked"][-1])
@@ -94,8 +100,8 @@ class KernelCompiler:
             _sending(self.target, sent),
         )
 
-    def _ask(self, case: Case, **trial: Any) -> dict[str, Any]:
-        answer = self._child.ask({"case": pickle.dumps(case).hex(), **trial}, self._limit)
+    def _ask(self, child: Child, case: Case, **trial: Any) -> dict[str, Any]:
+        answer = child.ask({"case": pickle.dumps(case).hex(), **trial}, self._limit)
         if error := answer.get("error"):
             raise CompileError(error)
         return answer
@@ -105,29 +111,44 @@ class KernelCompiler:
 
 
 def _prepared(first: Mapping[str, Any]) -> Answer:
-    target, folder = parse_target(first["target"]), Path(first["folder"])
+    target = parse_target(first["target"])
     name, options = target.topology_name, target.topology_options
     devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
 
+    def timed(job: Mapping[str, Any]) -> dict[str, Any]:
+        case, start = _case(job), time.process_time()
+        _compile(case, devices)
+        return {"seconds": time.process_time() - start}
+
+    if first["folder"] is None:
+        return timed
+    folder = Path(first["folder"])
+
     def answer(job: Mapping[str, Any]) -> dict[str, Any]:
-        case = pickle.loads(bytes.fromhex(job["case"]))
+        case = _case(job)
         trial: AbstractContextManager = trying(job["blocks"]) if "blocks" in job else nullcontext([])
         try:
             with trial as asked:
-                scalars, seconds = case.scalars(), _compile(case, devices)
+                scalars = case.scalars()
+                _compile(case, devices)
             text = find_listing(folder, case.kernel).read_text()
         finally:
             for file in folder.iterdir():
                 file.unlink()
-        figures = _figures(target, Listing(text, DELAYS.get(target.chip.name)), scalars, seconds)
+        figures = _figures(target, Listing(text, DELAYS.get(target.chip.name)), scalars)
         return {"figures": asdict(figures), "asked": [asdict(x) for x in asked]}
 
     return answer
 
 
-def _compile(case: Case, devices: Sequence[jax.Device]) -> float:
-    """How many seconds it took."""
+def _case(job: Mapping[str, Any]) -> Case:
+    return pickle.loads(bytes.fromhex(job["case"]))
+
+
+def _compile(case: Case, devices: Sequence[jax.Device]) -> None:
     if isinstance(case, CollectiveMatmul):
+        if len(devices) < case.devices:
+            raise CompileError(f"it is for {case.devices} devices, and the target has {len(devices)}")
         mesh = Mesh(devices[: case.devices], (case.axis,))
         function, context = case.on(mesh), nullcontext()
         shardings = {key: NamedSharding(mesh, spec) for key, spec in case.specs()[0].items()}
@@ -139,9 +160,7 @@ def _compile(case: Case, devices: Sequence[jax.Device]) -> float:
             key: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[key])
             for key, (shape, dtype) in case.arguments().items()
         }
-        start = time.perf_counter()
         jax.jit(function).lower(**arguments).compile()
-        return time.perf_counter() - start
 
 
 def _sending(target: Target, sent: int) -> float:
@@ -149,7 +168,7 @@ def _sending(target: Target, sent: int) -> float:
     return sent / 2 / target.chip.link_bandwidth
 
 
-def _figures(target: Target, listing: Listing, scalars: Mapping[int, Any], compile_seconds: float) -> Figures:
+def _figures(target: Target, listing: Listing, scalars: Mapping[int, Any]) -> Figures:
     clock, bandwidth = CLOCKS[target.chip.name], target.hbm_bandwidth
     link = target.chip.link_bandwidth / clock, target.chip.hop_latency * clock
     run = listing.run(scalars, bandwidth=bandwidth / clock, latency=LATENCY * clock, link=link)
@@ -164,7 +183,6 @@ def _figures(target: Target, listing: Listing, scalars: Mapping[int, Any], compi
         cycles_seconds=run.cycles / clock,
         busy=busy,
         whole=max(busy, run.elapsed / clock),
-        compile_seconds=compile_seconds,
     )
 
 

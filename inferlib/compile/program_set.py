@@ -28,7 +28,9 @@ from inferlib.models.abstract import AbstractModel, WeightSpec, gainful, unpacka
 from inferlib.models.batch import kernel_lacks
 from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.models.layers.ring import in_ring, lacks, rows_of
+from inferlib.ops.cache_write import folded_rows
 from inferlib.ops.expert_mlp import most_tokens
+from inferlib.pallas_kernels.generations_tpu import planning_for
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import alone
 from inferlib.sharding.shards import Shards
@@ -81,7 +83,9 @@ class ProgramSet:
             dtype=config.kv_cache_dtype or model.dtype,
             platform=config.platform,
         )
-        return ProgramSet(model, plan, _runnable(config, model, plan), layouts)
+        with planning_for(config.backend.generation):
+            config = _runnable(config, model, plan)
+        return ProgramSet(model, plan, config, layouts)
 
     @property
     def compiled(self) -> int:
@@ -262,6 +266,11 @@ _CHECKED = {
 
 def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
     """The config with kernels that can run their share of the model; warns of those chosen that cannot."""
+    for name, does in {"decode_attention": "decodes", "prefill_attention": "prefills"}.items():
+        scaled, layers = config.kv_cache_dtype is not None, model.config.layers
+        lacks = [kernel_lacks(layer.attention, config.backend, name, scaled) for layer in layers]
+        for reason in sorted(set(filter(None, lacks))) if getattr(config.backend, name) != "xla" else ():
+            log.warning("%s: XLA %s %d of %d layers, not the kernel", reason, does, lacks.count(reason), len(layers))
     checks = {
         "decode_attention": partial(_decode_lacks, config, model, plan),
         "prefill_attention": partial(_prefill_lacks, config, model, plan),
@@ -302,19 +311,31 @@ def _decode_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -
 
 
 def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
-    from inferlib.pallas_kernels.prefill_attention_tpu import unsupported
+    from inferlib.pallas_kernels import mla_prefill_attention_tpu, prefill_attention_tpu
 
     dealt = config.shards.size(axes.TOKENS)
-    for spec, queries, block, (cache, *_) in _attentions(config, model, plan, "prefill_attention"):
-        if isinstance(spec, MlaSpec):  # prefill expands latents, for XLA
-            continue
-        heads, slots, size = cache.shape[-3:]
+    for spec, queries, block, caches in _attentions(config, model, plan, "prefill_attention"):
+        heads, slots, size = caches[0].shape[-3:]
         # Where tokens are dealt out, what devices pass on of a row ends at the limit.
         counts = {slots} if dealt == 1 else {min(slots, -(-limit // dealt)) for limit in config.buckets.cache}
         for (chunks, chunk), count in itertools.product(config.prefill_shapes(), counts):
-            q = jax.ShapeDtypeStruct((chunks, chunk // dealt, heads, queries, size), model.dtype)
-            k = jax.ShapeDtypeStruct((*cache.shape[:-2], count, size), cache.dtype)
-            if reason := unsupported(q, k, scales=block.scaled):
+            held = [
+                jax.ShapeDtypeStruct((*cache.shape[:-2], folded_rows(count, fold), cache.shape[-1]), cache.dtype)
+                for cache, fold in zip(caches, block.folds, strict=True)
+            ]
+            if isinstance(spec, MlaSpec):
+                local = model.layout.heads(spec).groups // config.shards.size(axes.KV_HEADS)
+                shapes = (
+                    (chunks, chunk // dealt, local, spec.nope_dim + spec.rope.dim),
+                    (local, spec.nope_dim, spec.kv_rank),
+                    (local, spec.kv_rank, spec.value_dim),
+                )
+                arrays = (jax.ShapeDtypeStruct(shape, model.dtype) for shape in shapes)
+                reason = mla_prefill_attention_tpu.unsupported(*arrays, *held)
+            else:
+                q = jax.ShapeDtypeStruct((chunks, chunk // dealt, heads, queries, size), model.dtype)
+                reason = prefill_attention_tpu.unsupported(q, held[0], scales=block.scaled)
+            if reason:
                 return reason
     return None
 
@@ -353,7 +374,9 @@ def _experts_lack(config: EngineConfig, model: AbstractModel, name: str) -> str 
     unpacked = [w for w in weights if w.scheme and not w.packed and (w.scheme.zeros or w.scheme.group)]
     if unpacked:
         reasons = (unpackable(w, model.dtype, config.shards) for w in unpacked if gainful(w))
-        return next(filter(None, reasons), "it takes groups that are packed, without zero points")
+        return next(filter(None, reasons), "it takes groups packed as for grouped matmul's kernel, no zero points")
+    if name == "expert_mlp" and not all(mixture.gated for mixture in model.config.mixtures):
+        return "it takes experts with gates"
     if name == "expert_mlp" and any(w.scheme and w.scheme.round_inputs for w in weights):
         return "it does not round what is multiplied by down"
     for block, of_block in itertools.groupby(weights, key=lambda weight: weight.block):

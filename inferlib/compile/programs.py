@@ -159,7 +159,7 @@ def _output_specs(spec: Callable, key: ProgramKey, load: bool) -> StepOutput:
 
 def fuses(model: AbstractModel, config: EngineConfig, key: ProgramKey) -> bool:
     """Whether the sums over devices of a program's layers take place in one kernel with the norms that follow."""
-    if config.backend.all_reduce == "xla" or config.scan or key.chunks or not fuses_sums(model.config):
+    if config.backend.all_reduce == "xla" or config.scan or key.chunks or not fuses_sums(model.config, alone=False):
         return False
     from inferlib.pallas_kernels.all_reduce_norm_gpu import fits
 

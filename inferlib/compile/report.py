@@ -7,7 +7,9 @@ read once, or the FLOPs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import prod
@@ -23,7 +25,7 @@ from inferlib.compile.targets import CHIPS, parse_target, target_names
 from inferlib.config import ConfigurationError
 from inferlib.explain import expert_bytes, explain
 from inferlib.models.config import MlaSpec
-from inferlib.models.recurrent import RECURRENT
+from inferlib.models.recurrent import Recurrent
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
@@ -248,6 +250,8 @@ class Report:
             "parallel": str(self.deployment.parallel),
             "dtype": self.deployment.dtype,
             "quantization": self.deployment.quantization and str(self.deployment.quantization),
+            "kv_cache_dtype": self.deployment.kv_cache_dtype,
+            "backend": self.deployment.backend,
             "ok": self.ok,
             "capacity": self.capacity,
             "weights": self.budget.weights,
@@ -344,7 +348,7 @@ def _flops(programs: ProgramSet, key: ProgramKey) -> int:
     attention = 0
     for layer in model.config.layers:
         spec, heads = layer.attention, model.layout.heads(layer.attention)
-        if isinstance(spec, RECURRENT):
+        if isinstance(spec, Recurrent):
             attention += 2 * tokens * heads.groups * heads.queries * spec.token_width
             continue
         seen = min(key.limit, spec.reach or key.limit)
@@ -361,6 +365,18 @@ def _need(deployment: Deployment) -> int:
     return (budget.weights + budget.cache) * 21 // 20
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings, of what is only tried."""
+    log = logging.getLogger("inferlib")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
 def _smallest(deployment: Deployment, chip: str) -> str | None:
     """The smallest slice of a chip that holds the model, the tensor axis as long as the others leave it."""
     for name in target_names(chip):
@@ -369,10 +385,11 @@ def _smallest(deployment: Deployment, chip: str) -> str | None:
         parallel = replace(deployment.parallel, tensor=max(target.devices // others, 1))
         if target.devices > 64 or parallel.devices != target.devices:
             continue
-        try:
-            other = replace(deployment, target=target.name, parallel=parallel)
+        try:  # planning checks the axes against groups of weights and the cache
+            with _quiet():
+                need = _need(replace(deployment, target=target.name, parallel=parallel))
         except (ShardingError, ConfigurationError):
             continue
-        if _need(other) <= target.hbm_bytes:
+        if need <= target.hbm_bytes:
             return f"--target {name} --parallel {parallel} would do"
     return None

@@ -14,6 +14,8 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
+from inferlib.pallas_kernels.generations_tpu import VMEM_BYTES
+
 _GIB = 1024**3
 _MIB = 1024**2
 
@@ -148,7 +150,7 @@ CHIPS = {
             source=f"{_CLOUD}v4; links: https://jax-ml.github.io/scaling-book/tpus",
             hbm_bytes=32 * _GIB,
             hbm_bandwidth=1.2e12,
-            vmem_bytes=16 * _MIB,
+            vmem_bytes=VMEM_BYTES["v4"],
             scratch_bytes=16 * _MIB,
             flops={"bfloat16": 275e12, "int8": 275e12},
             cores=2,
@@ -164,7 +166,7 @@ CHIPS = {
             source=f"{_CLOUD}v5e",
             hbm_bytes=int(15.75 * _GIB),
             hbm_bandwidth=819e9,
-            vmem_bytes=128 * _MIB,
+            vmem_bytes=VMEM_BYTES["v5e"],
             scratch_bytes=16 * _MIB,
             flops={"bfloat16": 197e12, "int8": 393e12},
             links=4,
@@ -180,7 +182,7 @@ CHIPS = {
             source=f"{_CLOUD}v5p",
             hbm_bytes=int(95.74 * _GIB),
             hbm_bandwidth=2765e9,
-            vmem_bytes=64 * _MIB,
+            vmem_bytes=VMEM_BYTES["v5p"],
             scratch_bytes=16 * _MIB,
             flops={"bfloat16": 459e12, "int8": 918e12, "float8": 459e12},
             cores=2,
@@ -197,7 +199,7 @@ CHIPS = {
             source=f"{_CLOUD}v6e",
             hbm_bytes=int(31.25 * _GIB),
             hbm_bandwidth=1638e9,
-            vmem_bytes=128 * _MIB,
+            vmem_bytes=VMEM_BYTES["v6e"],
             scratch_bytes=32 * _MIB,
             flops={"bfloat16": 918e12, "int8": 1836e12, "float8": 918e12},
             links=4,
@@ -213,7 +215,7 @@ CHIPS = {
             source=f"{_CLOUD}tpu7x",
             hbm_bytes=int(2 * 94.75 * _GIB),
             hbm_bandwidth=7380e9,
-            vmem_bytes=64 * _MIB,
+            vmem_bytes=VMEM_BYTES["v7x"],
             scratch_bytes=32 * _MIB,
             flops={"bfloat16": 2307e12, "float8": 4614e12},
             devices=2,

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from inferlib.compile.aot import CompileError
 from inferlib.compile.deployment import Deployment, versions
 from inferlib.compile.kernel_cases import Case, standing_for
+from inferlib.compile.kernel_cases.collective_matmul import CollectiveMatmul
 from inferlib.compile.kernels import KernelCompiler
 from inferlib.compile.program_set import planned_keys
 from inferlib.compile.programs import build
@@ -114,8 +116,10 @@ def needed(deployment: Deployment) -> tuple[dict[str, dict[str, Case]], list[Fai
 
 def _asked_by(case: Case) -> Asked:
     arguments = {name: jax.ShapeDtypeStruct(*spec) for name, spec in case.arguments().items()}
+    ring = isinstance(case, CollectiveMatmul)
+    function = case.on(AbstractMesh((case.devices,), (case.axis,))) if ring else case.function()
     with trying(None) as asked:
-        jax.eval_shape(case.function(), **arguments)
+        jax.eval_shape(function, **arguments)
     return asked[-1]
 
 
