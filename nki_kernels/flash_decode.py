@@ -59,7 +59,7 @@ def flash_decode(
 
     k, v [N, K, S, h], the queries' own keys and values already written; row b's cache is page b, or the pages
     table[b] [B, M] int32 (S a power of two). lengths [B] int32: visible positions; 0 marks an inactive row. A query
-    before position 0 gives out 0, lse -inf. ring: position p lives in slot p mod S. limit (static): no length exceeds
+    before position 0 sees nothing. ring: position p lives in slot p mod S. limit (static): no length exceeds
     it. sinks [K, G] float32. float8 caches have no scales of their own: that of keys belongs in `scale`, that of
     values in the result. lnc: physical cores that share the work, by default the host's. Slots that no query sees may
     hold anything.
@@ -72,6 +72,7 @@ def flash_decode(
     if limit is not None and not ring and not paged:
         slots = min(limit, slots)
     spans = _spans(lengths, tokens, slots, window, ring)
+    known = spans[:, 1, :tokens] > 0 if sinks is None else lengths[:, None] > 0  # else there is nothing to sum
     turned = jnp.transpose(q, (0, 2, 1, 3, 4)).reshape(rows, kv_heads, tokens * group, size)
     if sinks is None:
         sinks = jnp.full((kv_heads, group), FLOOR, jnp.float32)
@@ -84,7 +85,7 @@ def flash_decode(
     out, lse = call("flash_decode", kernel, lnc, results, turned, k, v, spans, sinks, table, **static)
     out = out.reshape(rows, kv_heads, tokens, group, size).transpose(0, 2, 1, 3, 4)
     lse = lse.reshape(rows, kv_heads, tokens, group).transpose(0, 2, 1, 3)
-    return out, jnp.where((spans[:, 1, :tokens] > 0)[..., None, None], lse, -jnp.inf)
+    return out, jnp.where(known[..., None, None], lse, -jnp.inf)
 
 
 def _check(q, k, v, ring, window, softcap, scale, table) -> None:

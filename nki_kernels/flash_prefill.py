@@ -52,8 +52,9 @@ def flash_prefill(
 
     k, v [N, K, S, h], the chunk's own keys and values already written. window: of all queries, or [P, C] of each.
     ring: position p lives in slot p mod S; then S >= window + the span of a chunk. limit (static): no position reaches
-    it. sinks [K, G]. Rows >= N (absent chunks) give garbage that the caller ignores. float8 caches as in flash_decode.
-    lnc: physical cores, which take tiles of queries in turn. Slots that no query sees may hold anything.
+    it. sinks [K, G]. Rows >= N (absent chunks) read nothing and give garbage that the caller ignores. float8 caches as
+    in flash_decode. lnc: physical cores, which take tiles of queries in turn. Slots that no query sees may hold
+    anything.
     Returns out [P, C, K, G, h] in q's dtype, lse [P, C, K, G] float32.
     """
     chunks, width, kv_heads, group, size = q.shape
@@ -66,6 +67,7 @@ def flash_prefill(
     if scale <= 0 or (softcap is not None and softcap <= 0):
         raise ValueError(f"scale {scale} and softcap {softcap} must be positive")
     slots = k.shape[2] if limit is None or ring else min(limit, k.shape[2])
+    positions = jnp.where(rows[:, None] < k.shape[0], positions, -1)  # absent chunks read nothing
     bounds, spans = _bounds(positions, slots, window, ring)
     turned = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(chunks, kv_heads, group * width, size)
     bounds = jnp.tile(bounds, (1, group, 1))
@@ -90,7 +92,8 @@ def _bounds(positions, slots: int, window, ring: bool) -> tuple[jax.Array, jax.A
     stop = positions + 1
     first = jnp.zeros_like(stop) if window is None else jnp.maximum(stop - window, 0)
     earliest = first.min(axis=1)
-    count = stop[:, -1] - earliest
+    stop = stop if ring else jnp.minimum(stop, slots)  # spans wrap, but not those of chunks that go beyond the cache
+    count = jnp.maximum(stop[:, -1] - earliest, 0)
     if not ring:
         bounds = jnp.stack([first, stop], axis=-1)
         spans = jnp.stack([earliest, count], axis=1)

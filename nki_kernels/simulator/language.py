@@ -20,10 +20,6 @@ class _TileSize:
     gemm_moving_fmax = MOVING_MAX
     psum_num_banks = PSUM_BANKS
 
-    @property
-    def sbuf_fmax_bytes(self) -> int:
-        return current().generation.sbuf_bytes
-
 
 def ndarray(shape, dtype, buffer=MemoryRegion.sbuf, name="", address=None) -> NkiTensor:
     """A tensor that holds nothing yet."""
