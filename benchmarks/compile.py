@@ -1,15 +1,19 @@
-"""Compiling whole models for TPU slices, without a TPU: seconds, memory, copies, bytes, and the compiler's estimate.
+"""Compiling whole models for TPU slices, without a TPU: memory, copies, bytes, and the compiler's estimate of a step.
 
-python benchmarks/compile.py
+    python benchmarks/compile.py --list
+    python benchmarks/compile.py --only gpt-oss-20b --only "llama3-8b v5e:2x4"
 
-Seconds are those of the CPU, the child processes' start included: on a machine that does nothing else, wall time is as
-long for one program, and for many nearly half of it with two processes.
+A deployment is chosen by words that its line of --list has, all of them; without any all are compiled. --backend xla
+leaves kernels out. Estimates are the compiler's count of cycles, with kernels at the chip's peaks, plus a model of the
+collectives. CPU seconds are those of all programs of a deployment, the child processes' start included.
 """
 
 from __future__ import annotations
 
+import argparse
 import resource
-import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,55 +23,132 @@ from rich.table import Table
 from inferlib import Buckets, configs
 from inferlib.compile.aot import compile_programs
 from inferlib.compile.deployment import Deployment
+from inferlib.compile.programs import ProgramKey
 from inferlib.compile.report import Report
+from inferlib.models.abstract import abstract_model
+from inferlib.models.families import config_from_hf
+from inferlib.models.quantization import Quantization
+from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 
-# Decode of 32 rows of each replica, 4096 positions of cache: shape, slice, mesh, batch, seconds it may take.
-DECODE = (
-    ("llama3-8b", "v5e:2x4", "tp=8", 32, 15),
-    ("llama3-70b", "v6e:2x4", "tp=8", 32, 20),
-    ("llama3-70b", "v5p:16x16x16", "tp=8,dp=512", 16384, 40),
+
+@dataclass(frozen=True)
+class Case:
+    """A deployment whose decode step is compiled, and prefills of `chunks` tokens each.
+
+    rows: of all replicas; cache: positions. only_experts: nothing else is quantised.
+    """
+
+    config: str
+    target: str
+    parallel: str
+    rows: int
+    cache: int = 4096
+    chunks: tuple[int, ...] = ()
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    only_experts: bool = False
+
+    def __str__(self) -> str:
+        weights = f"{self.quantization or 'bfloat16'}{' experts' if self.only_experts else ''}"
+        cache = f"{self.cache} {self.kv_cache_dtype or 'bfloat16'}"
+        return f"{self.config} {self.target} {self.parallel} {weights}, {self.rows} rows x {cache}"
+
+    def deployment(self, backend: str) -> Deployment:
+        hf, quantization = configs.load(self.config), self.quantization and Quantization.named(self.quantization)
+        if self.only_experts:
+            weights = abstract_model(config_from_hf(hf), "bfloat16").weights
+            others = {weight.part for weight in weights if axes.EXPERTS not in weight.axes}
+            quantization = replace(quantization, kept=tuple(sorted(others)))
+        buckets = Buckets(self.chunks or (512,), (self.rows,), (self.cache,))
+        split = Parallelism.parse(self.parallel)
+        options = dict(quantization=quantization, kv_cache_dtype=self.kv_cache_dtype, backend=backend)
+        return Deployment(hf, self.target, "bfloat16", buckets, split, ("greedy",), **options)
+
+
+_EXPERTS = dict(quantization="mxfp4", only_experts=True)
+CASES = (
+    Case("llama3-8b", "v5e:2x4", "tp=8", 32),
+    Case("llama3-70b", "v6e:2x4", "tp=8", 32),
+    Case("llama3-70b", "v5p:16x16x16", "tp=8,dp=512", 16384),
+    Case("deepseek-v2-lite", "v6e-4", "ep=4", 32, 8192, (128, 512)),
+    Case("deepseek-v2-lite", "v5e-8", "tp=8", 32, 8192),
+    Case("deepseek-v3", "v6e-64", "ep=16,tp=4", 128, chunks=(512,), quantization="fp8_block"),
+    Case("kimi-k2", "v6e-64", "ep=16,tp=4", 128, quantization="fp8_block"),
+    Case("glm-4.5", "v6e-32", "ep=8,tp=4", 64, quantization="fp8_block"),
+    Case("qwen3-235b-a22b", "v6e-32", "ep=8,tp=4", 64, chunks=(512,)),
+    Case("llama4-scout", "v6e-16", "ep=2,tp=8", 32),
+    Case("mixtral-8x7b", "v6e-4", "tp=4", 32),
+    Case("mixtral-8x7b", "v6e-8", "ep=8", 32, chunks=(512,)),
+    Case("gpt-oss-20b", "v6e-1", "tp=1", 16, **_EXPERTS),
+    Case("gpt-oss-20b", "v6e-4", "ep=4", 16, chunks=(512,), **_EXPERTS),
+    Case("gpt-oss-120b", "v6e-8", "ep=8", 32, chunks=(512,), **_EXPERTS),
+    Case("llama3-70b", "v5e:4x4", "tp=16", 16, quantization="int8"),
+    Case("llama3-70b", "v5e:4x4", "tp=16", 16, quantization="int4"),
+    Case("llama3-70b", "v5e:4x4", "tp=16", 16, quantization="mxfp4"),
+    Case("llama3-8b", "v5e:2x4", "tp=8", 32, kv_cache_dtype="int8"),
+    Case("llama3-8b", "v5e:2x4", "tp=8", 32, quantization="int8", kv_cache_dtype="int8"),
+    Case("llama3-8b", "v5e:2x4", "tp=8", 8, 8192, (512, 2048)),
+    Case("llama3-70b", "v7x:2x2x1", "tp=8", 8, chunks=(512,)),
+    Case("llama3-8b", "v5e:2x4", "tp=8,rules=tp_sp", 8, 8192, (2048,)),
+    Case("llama3-8b", "v6e:2x4", "tp=8,rules=tp_sp", 8, 8192, (2048,)),
+    Case("llama3-8b", "v7x:2x2x1", "tp=8,rules=tp_sp", 8, 8192, (2048,)),
+    Case("llama3-70b", "v6e:2x4", "tp=8,rules=tp_sp", 8, 8192, (4096,)),
 )
+COLUMNS = ("step", "weights", "memory", "temporaries", "copies", "GB moved", "/ floor", "estimate", "floor", "CPU s")
 
 
 def main() -> None:
-    console = Console(width=None if Console().is_terminal else 120)
-    table = Table(title="Decode, bfloat16, 32 rows a replica, cache 4096; times on chip are estimates, not measured")
-    for column in ("model", "slice", "CPU seconds", "temporaries", "copies", "bytes / floor", "estimate", "floor"):
-        table.add_column(column, justify="right")
-    for name, target, parallel, batch, limit in DECODE:
-        made = _deployment(name, target, parallel, Buckets((512,), (batch,), (4096,)))
-        report, seconds, _ = _compile(made, made.keys()[:1])
-        (program,) = report.programs
-        table.add_row(
-            name,
-            target,
-            f"{seconds:.1f} (of {limit})",
-            f"{program.temporaries / 2**20:.2f} MiB",
-            str(len(program.copies)),
-            f"{program.moved_bytes / program.floor_bytes:.3f}",
-            f"{1e3 * program.cycles:.2f} + {1e3 * program.network:.2f} ms",
-            f"{1e3 * program.floor:.2f} ms",
-        )
-    console.print(table)
-    made = _deployment("llama3-70b", "v6e:2x4", "tp=8", Buckets((128, 512), (8, 32), (4096,)))
-    report, seconds, wall = _compile(made, made.keys())
-    console.print(
-        f"{len(report.programs)} programs of llama3-70b on v6e:2x4: {seconds:.0f} CPU seconds (of 2 x 180), "
-        f"{wall:.0f} s on this machine, ok: {report.ok}"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", metavar="WORDS", help="deployments that have all these words")
+    parser.add_argument("--backend", default="auto", help="as of inferlib compile")
+    parser.add_argument("--list", action="store_true", help="name the deployments, and compile nothing")
+    given = parser.parse_args()
+    wanted = [words.split() for words in given.only or [""]]
+    cases = [case for case in CASES if any(all(word in str(case) for word in words) for words in wanted)]
+    if not cases:
+        parser.error(f"no deployment has all words of {given.only}; --list names them")
+    if given.list:
+        print(*cases, sep="\n")
+        return
+    console = Console(width=None if Console().is_terminal else 160)
+    for case in cases:
+        table = Table(title=str(case), title_justify="left")
+        for column in COLUMNS:
+            table.add_column(column, justify="left" if column == "step" else "right")
+        for row in measured(case, given.backend):
+            table.add_row(*row)
+        console.print(table)
 
 
-def _deployment(name: str, target: str, parallel: str, buckets: Buckets) -> Deployment:
-    return Deployment(configs.load(name), target, "bfloat16", buckets, Parallelism.parse(parallel), ("greedy",))
-
-
-def _compile(made: Deployment, keys) -> tuple[Report, float, float]:
-    """The report, seconds of the CPU in the child processes, and on the clock."""
-    start, before = time.perf_counter(), _children()
+def measured(case: Case, backend: str) -> Iterator[tuple[str, ...]]:
+    """Lines of the table: the decode step, which decides the layouts of the weights, and each prefill."""
+    made, before = case.deployment(backend), _children()
+    decode, *others = made.keys()
+    prefills = [key for key in others if key.chunks == 1 and not (key.rows or key.detail)]
+    keys = [decode, *(key for key in prefills if case.chunks)]
     with TemporaryDirectory() as folder:
         outcomes, _ = compile_programs(made, keys, Path(folder))
-    return Report.of(made, outcomes), _children() - before, time.perf_counter() - start
+    report, seconds = Report.of(made, outcomes), _children() - before
+    for program in report.programs:
+        if not program.outcome.ok:
+            raise SystemExit(f"{case}, {program.key}: {program.outcome.error}")
+        yield (
+            _step(program.key),
+            f"{report.budget.weights / 2**30:.2f} GiB",
+            f"{program.peak / 2**30:.1f} of {report.capacity / 2**30:.2f} GiB",
+            f"{program.temporaries / 2**20:.1f} MiB",
+            str(len(program.copies)),
+            f"{program.moved_bytes / 1e9:.2f}",
+            f"{program.moved_bytes / program.floor_bytes:.3f}",
+            f"{1e3 * program.cycles:.1f} + {1e3 * program.network:.1f} ms",
+            f"{1e3 * program.floor:.1f} ms",
+            f"{seconds:.0f}" if program is report.programs[-1] else "",
+        )
+
+
+def _step(key: ProgramKey) -> str:
+    return f"prefill {key.chunk}" if key.chunks else "decode"
 
 
 def _children() -> float:

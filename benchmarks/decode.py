@@ -9,7 +9,7 @@ the steps that are timed. --quantization stores the matrices in fewer bits, with
 and are medians, as pauses of Python's garbage collector fall on either by chance.
 The floor of a step is the bytes it must read (weights once, each live key and value once, and the experts that are
 chosen if all are equally likely) over the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape:
-static cache and torch.compile on a GPU, eager float32 on a CPU.
+with a static cache and torch.compile on a GPU, as it is on a CPU; hf-plain: as it is on both.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from rich.table import Table
 from inferlib import configs
 from inferlib.cache.plan import BlockState, plan_cache
 from inferlib.checkpoint.load import load_weights
-from inferlib.config import EngineConfig
+from inferlib.config import EngineConfig, chip_of
 from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.llm import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import SCHEMES, nbytes
@@ -120,9 +121,17 @@ def _noise(key: jax.Array, x: jax.Array) -> jax.Array:
     return jax.random.normal(key, x.shape, x.dtype)
 
 
-def measure(model: AbstractModel, weights, batch: int, cache: int, steps: int, shards: Shards) -> dict:
+def engine_config(model: ModelConfig, batch: int, cache: int, shards: Shards, backend: str = "auto") -> EngineConfig:
+    """For the devices that are there."""
+    device = jax.devices()[0]
+    return EngineConfig.make(device.platform, batch, cache, None, shards, model, None, backend, *chip_of(device))
+
+
+def measure(
+    model: AbstractModel, weights, batch: int, cache: int, steps: int, shards: Shards, backend: str = "auto"
+) -> dict:
     """Median ms per step of the engine's own loop, and the host's share."""
-    config = EngineConfig.make(jax.default_backend(), batch, cache, shards=shards, model=model.config)
+    config = engine_config(model.config, batch, cache, shards, backend)
     engine = Engine(model, weights, config)
     occupy(engine, cache - steps - 1)
     block, times, hosts, enqueues = max(8, config.decode_steps), [], [], []
@@ -156,7 +165,7 @@ def in_child(function, *args):
         return pool.submit(function, *args).result()
 
 
-def peer_hf(hf: dict, batch: int, cache: int, steps: int, dtype: str) -> float:
+def peer_hf(hf: dict, batch: int, cache: int, steps: int, dtype: str, plain: bool) -> float:
     """ms per step of Hugging Face `generate`, from two output lengths so that prefill drops out."""
     import torch
     import transformers
@@ -171,7 +180,7 @@ def peer_hf(hf: dict, batch: int, cache: int, steps: int, dtype: str) -> float:
     torch.set_default_dtype(torch.float32)
     prompt = torch.randint(0, config.vocab_size, (batch, cache - steps - 1))
     options = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
-    if gpu:
+    if gpu and not plain:
         options |= dict(cache_implementation="static")
 
     def seconds(new: int) -> float:
@@ -206,7 +215,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
     parser.add_argument("--quantization", choices=SCHEMES)
     parser.add_argument("--experts-only", action="store_true", help="quantise nothing but experts")
-    parser.add_argument("--peer", choices=("hf",), help="also time this peer")
+    parser.add_argument(
+        "--backend", default="auto", help="xla, or for example decode_attention=xla: see inferlib generate"
+    )
+    parser.add_argument("--peer", choices=("hf", "hf-plain"), help="also time this peer")
     parser.add_argument("--json", action="store_true", help="one JSON object per row instead of a table")
     args = parser.parse_args()
     batches = [int(b) for b in args.batch.split(",")]
@@ -215,15 +227,17 @@ def main() -> None:
     # The peer first: this process reserves most of a GPU's memory as soon as JAX starts.
     on_cpu = in_child(jax.default_backend) == "cpu"
     dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
-    peers = [in_child(peer_hf, hf, b, args.cache, args.steps, dtype) for b in batches] if args.peer else []
+    options = args.cache, args.steps, dtype, args.peer == "hf-plain"
+    peers = [in_child(peer_hf, hf, b, *options) for b in batches] if args.peer else []
     config, quantization = config_from_hf(hf), args.quantization and Quantization.named(args.quantization)
     if quantization and args.experts_only:
         others = {w.part for w in abstract_model(config, dtype).weights if axes.EXPERTS not in w.axes}
         quantization = replace(quantization, kept=tuple(sorted(others)))
-    model = abstract_model(config, dtype, quantization=quantization, scan=jax.default_backend() == "tpu")
+    run = engine_config(config, batches[0], args.cache, Shards(), args.backend)
+    model = abstract_model(config, dtype, quantization=quantization, backend=run.backend, scan=run.scan)
     weights = load_weights(files.source, family_of(hf), model) if files else model.random_weights()
     copy = copy_bandwidth()
-    rows = [measure(model, weights, b, args.cache, args.steps, Shards()) for b in batches]
+    rows = [measure(model, weights, b, args.cache, args.steps, Shards(), args.backend) for b in batches]
     for i, row in enumerate(rows):
         row |= {"share": row["gb_per_second"] * 1e9 / copy, "copy_gb_per_second": copy / 1e9}
         if args.peer:

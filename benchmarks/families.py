@@ -26,10 +26,12 @@ HEADER = (
 )
 
 
-def measure() -> dict[str, list[tuple[float, float]]]:
-    """Architecture -> (largest difference, standard deviation) of each case."""
+def measure() -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """Architecture and recipe -> (largest difference, standard deviation) of each case."""
     sys.path.insert(0, str(ROOT))
-    from tests.oracle import CASES, make_checkpoint, reference_logits
+    from inferlib.models.families import family_of
+    from tests.oracle import make_checkpoint, reference_logits
+    from tests.oracle_cases import CASES
     from tests.test_parity import one_pass, prompt_of
 
     found = defaultdict(list)
@@ -37,18 +39,17 @@ def measure() -> dict[str, list[tuple[float, float]]]:
         with tempfile.TemporaryDirectory() as folder:
             path, tokens = make_checkpoint(Path(folder), case.family, **case.options), prompt_of(case)
             expected = reference_logits(path, tokens)
-            (name,) = json.loads((path / "config.json").read_text())["architectures"]
-            found[name].append((float(np.abs(one_pass(path, tokens, scan=True) - expected).max()), expected.std()))
+            hf = json.loads((path / "config.json").read_text())
+            found[hf["architectures"][0], family_of(hf).name].append(
+                (float(np.abs(one_pass(path, tokens, scan=True) - expected).max()), expected.std())
+            )
     return found
 
 
-def table(found: dict[str, list[tuple[float, float]]]) -> str:
-    from inferlib.models.families import family_of
-
+def table(found: dict[tuple[str, str], list[tuple[float, float]]]) -> str:
     rows = [
-        f"| {name} | {family_of({'architectures': [name]}).name} | {len(cases)} "
-        f"| {max(d for d, _ in cases):.0e} | {min(s for _, s in cases):.1f} |"
-        for name, cases in sorted(found.items())
+        f"| {name} | {recipe} | {len(cases)} | {max(d for d, _ in cases):.0e} | {min(s for _, s in cases):.1f} |"
+        for (name, recipe), cases in sorted(found.items())
     ]
     return "\n".join((*HEADER, *rows)) + "\n"
 

@@ -1,11 +1,11 @@
 """What quantised weights and caches cost in quality: perplexity of a model on a text for each format, beside the bytes.
 
-    python benchmarks/quality.py --model smollm2 --text ARCHITECTURE.md --tokens 1024
+    python benchmarks/quality.py --model smollm2 --tokens 1024
 
-The text is cut into windows of --window tokens; perplexity is exp of the mean negative log-probability of every token
-but each window's first. "KL" is the mean Kullback-Leibler divergence of the format's next-token distribution from that
-of float32, in nats: it shows what perplexity on a short text leaves in noise. Formats "kv int8" and "kv fp8" are of
-the cache alone.
+The text, LICENSE unless given, as nobody edits that, is cut into windows of --window tokens; perplexity is exp of the
+mean negative log-probability of every token but each window's first. "KL" is the mean Kullback-Leibler divergence of
+the format's next-token distribution from that of float32, in nats: it shows what perplexity on a short text leaves in
+noise. Formats "kv int8" and "kv fp8" are of the cache alone.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def measure(model: str, text: str, count: int, window: int, dtype: str, formats:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--text", type=Path, default=Path(__file__).parents[1] / "LICENSE")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--dtype", default="float32")

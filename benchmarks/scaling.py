@@ -9,7 +9,7 @@ import argparse
 import gc
 
 import jax
-from decode import copy_bandwidth, measure
+from decode import copy_bandwidth, engine_config, measure
 from rich.console import Console
 from rich.table import Table
 
@@ -38,7 +38,8 @@ def main() -> None:
     first: dict[int, float] = {}
     for devices in map(int, args.devices.split(",")):
         shards = make_shards(Parallelism(tensor=devices, rules=args.rules))
-        model = abstract_model(config, dtype, scan=jax.default_backend() == "tpu", shards=shards)
+        run = engine_config(config, 1, args.cache, shards)
+        model = abstract_model(config, dtype, backend=run.backend, scan=run.scan, shards=shards)
         weights = model.random_weights(shards=shards)
         for batch in map(int, args.batch.split(",")):
             row = measure(model, weights, batch, args.cache, args.steps, shards)

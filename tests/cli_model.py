@@ -26,9 +26,9 @@ TEMPLATE = (
 )
 
 
-def make_model(folder: Path) -> Path:
-    """A random llama of 2 layers and 260 tokens: special ones and the bytes. Its context is 256 tokens."""
-    folder = make_checkpoint(folder, "llama", vocab_size=len(SPECIAL) + 256, num_hidden_layers=2)
+def make_model(folder: Path, layers: int = 2) -> Path:
+    """A random llama of 260 tokens: special ones and the bytes. Its context is 256 tokens."""
+    folder = make_checkpoint(folder, "llama", vocab_size=len(SPECIAL) + 256, num_hidden_layers=layers)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(BPE({t: i for i, t in enumerate([*SPECIAL, *alphabet])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -16,6 +16,7 @@ from typing import Any
 
 import hypothesis
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
@@ -27,9 +28,10 @@ from inferlib.engine.engine import Engine
 # Devices of the sharding tests; everything else runs on the first.
 jax.config.update("jax_num_cpu_devices", 8)
 # Programs are compiled in a third of the time, and run slower. XLA reads its flags once, with the first program; child
-# processes inherit them.
+# processes inherit them. Parts of a program side by side would be for idle cores, and take more time together.
 jax.config.update("jax_disable_most_optimizations", True)
-FLAGS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+FLAGS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters --xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 
 # The same examples each time: a change is judged by what it changes. `--hypothesis-profile=fresh` draws others.
@@ -53,11 +55,36 @@ TINY: dict[str, dict[str, Any]] = {
     # Two in chunks, then one without positions.
     "llama4_text": {"num_hidden_layers": 3, "no_rope_layer_interval": 3},
     "qwen3_moe": {"num_hidden_layers": 2},
+    "gpt2": {"num_hidden_layers": 2},
+    # A ring, and a layer whose heads are larger and fewer, then two that attend to their caches.
+    "gemma4_text": {"num_hidden_layers": 4, "layer_types": [_SLIDING, _FULL] * 2, "num_kv_shared_layers": 2}
+    | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 131},
+    "mimo_v2_flash": {"num_hidden_layers": 2, "layer_types": [_FULL, _SLIDING]},
+    # One layer of its own count.
+    "longcat_flash": {"num_hidden_layers": 2, "num_layers": 1},
     # Stacked, a layer of linear attention and one of attention, twice.
     "qwen3_5_text": {"layer_types": [_LINEAR, _FULL] * 2},
+    # Likewise, of convolutions.
+    "lfm2": {},
+    "minimax": {},
+    "olmo_hybrid": {"num_hidden_layers": 2, "layer_types": [_LINEAR, _FULL]},
+    # And latent attention.
+    "kimi_linear": {"layer_types": [_LINEAR, _FULL], "num_hidden_layers": 2},
+    # Stacked, a layer of state space alone and one of attention with a feed-forward, twice.
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"] * 2},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
     # Stacked, these are a pattern of two that repeats twice, then a single layer.
     "ministral": {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING]},
 }
+
+
+# Files of long tests, the longest first.
+LONG = ("test_notebooks", "test_bundles", "test_smollm2", "test_backends", "test_compile_tpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests start first: the last ones of a run may leave a core idle."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 def pytest_collection_finish() -> None:
@@ -75,12 +102,13 @@ def optimized_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[..., Path]:
-    """`checkpoint(family, **overrides)`: the folder of a tiny model with a tokenizer (see `TINY`)."""
+    """`checkpoint(family, **overrides)`: the folder of a tiny model with a tokenizer (see `TINY`). Lists as tuples."""
     from tests.oracle import make_checkpoint
 
     @functools.cache
     def build(family: str, **overrides: Any) -> Path:
-        folder = make_checkpoint(tmp_path_factory.mktemp(family), family, **{**TINY[family], **overrides})
+        lists = {name: list(value) for name, value in overrides.items() if isinstance(value, tuple)}
+        folder = make_checkpoint(tmp_path_factory.mktemp(family), family, **TINY[family] | overrides | lists)
         write_tokenizer(folder)
         return folder
 
@@ -114,7 +142,7 @@ def small(checkpoint) -> LLM:
     return build_llm(checkpoint("llama", num_hidden_layers=1), buckets, decode_steps=2)
 
 
-def build_llm(path: Path, buckets: Buckets, *, parallel: str | None = None, **options: Any) -> LLM:
+def build_llm(path: Path | str, buckets: Buckets, *, parallel: str | None = None, **options: Any) -> LLM:
     """An LLM in float32; `options` replace what `EngineConfig.make` chooses for this platform."""
     make = EngineConfig.make
     with pytest.MonkeyPatch.context() as patch:
@@ -156,21 +184,44 @@ def _reference_model(path: Path):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def reference(path: Path, tokens: list[int]) -> np.ndarray:
-    """Logits [T, V] of one full pass of transformers; like the oracle's, but the model is loaded once."""
+def reference(path: Path, tokens: list[int], kv_cache_dtype: str | None = None) -> np.ndarray:
+    """Logits [T, V] of one full pass of transformers; like the oracle's, but the model is loaded once.
+
+    kv_cache_dtype: keys and values are rounded as in a cache of that dtype.
+    """
     import torch
+    from transformers import DynamicCache
 
+    class Rounded(DynamicCache):
+        def update(self, *pair, **kwargs):
+            keys, values = (torch.from_numpy(_rounded(x.numpy(), kv_cache_dtype)) for x in pair[:2])
+            return super().update(keys, values, *pair[2:], **kwargs)
+
+    model = _reference_model(path)
+    cache = Rounded(config=model.config) if kv_cache_dtype else None
     with torch.no_grad():
-        return _reference_model(path)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+        found = model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=cache is not None)
+    return found.logits[0].numpy()
 
 
-def assert_greedy(path: Path, prompt: list[int], tokens: list[int], margin: float = 1e-3) -> None:
+def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Heads [..., h] in a dtype, with a scale each."""
+    most = 127 if dtype == "int8" else 448
+    scales = np.abs(x).max(-1, keepdims=True) / np.float32(most)
+    values = x / np.where(scales == 0, 1, scales)
+    values = np.rint(values) if dtype == "int8" else values.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return values * scales
+
+
+def assert_greedy(path: Path, prompt: list[int], tokens: list[int], kv_cache_dtype: str | None = None) -> None:
     """Each token is the most likely one after those before it, by one full pass of transformers.
 
-    margin: logits that differ by less count as equal.
+    Logits of order 1 that differ by less than 1e-3 count as equal. If the cache rounds, by less than 0.2: where float32
+    differs in its last bit, a number of the cache may be its neighbour, and others in later layers.
     """
-    logits = reference(path, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
+    logits = reference(path, [*prompt, *tokens[:-1]], kv_cache_dtype)[len(prompt) - 1 :]
     short = logits.max(-1) - logits[np.arange(len(tokens)), tokens]
+    margin = 0.2 if kv_cache_dtype else 1e-3
     assert short.max() < margin, f"step {short.argmax()} of {len(tokens)}: {short.max()} below the best logit"
 
 

@@ -38,7 +38,7 @@ def greedy(llm: LLM) -> dict[str, Any]:
     found["stream"] = [next(stream) for _ in range(3)]
     stream.close()
     try:
-        llm.generate([[1], [999999]])
+        llm.generate([[1], [999999]], SamplingParams(temperature=0))
     except ValueError as error:
         found["error"] = str(error)
     lengths = [SamplingParams(temperature=0, max_tokens=n) for n in (3, 30, 1, 9, 17)]
@@ -67,8 +67,7 @@ def everything(llm: LLM) -> dict[str, Any]:
 
 def warm(llm: LLM) -> dict[str, Any]:
     programs, before = llm.warmup(["greedy"]), llm.compilations
-    llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20))
-    return {"programs": programs, "compiled": llm.compilations - before}
+    return greedy(llm) | {"warmed": programs > 0, "compiled": llm.compilations - before}
 
 
 def endless(llm: LLM) -> None:
@@ -78,7 +77,6 @@ def endless(llm: LLM) -> None:
 
 
 def error(llm: LLM) -> None:
-    tokens_of(llm, SamplingParams(temperature=0, max_tokens=2))
     raise RuntimeError("an error of the program")
 
 
@@ -111,17 +109,18 @@ def leaving(llm: LLM | None) -> None:
         sys.exit()
 
 
-def entering(llm: LLM | None) -> None:
-    if llm is not None:
+def misusing(llm: LLM | None) -> None:
+    """A request that enters here; another LLM."""
+    if llm is None:
+        return
+    try:
         llm.generate([[1]])
+    except RuntimeError as refusal:
+        print(refusal, file=sys.stderr)
+    build("", "tp=2")
 
 
-def another(llm: LLM | None) -> None:
-    if llm is not None:
-        build("", "tp=2")
-
-
-FAULTS: dict[str, Callable] = {f.__name__: f for f in (early, failing, leaving, entering, another)}
+FAULTS: dict[str, Callable] = {f.__name__: f for f in (early, failing, leaving, misusing)}
 
 
 def main(
@@ -133,12 +132,12 @@ def main(
     model: str,
     parallel: str | None,
     scenario: str,
+    then: str = "",
     fault: str = "",
     sizes: dict[str, int] | None = None,
 ) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_disable_most_optimizations", True)
     assert distributed.initialize(f"localhost:{port}", processes, process) == process
     fail = FAULTS.get(fault, lambda llm: None)
     fail(None)
@@ -150,6 +149,8 @@ def main(
     devices = llm.config.shards.mesh.devices
     homes = [[device.process_index for device in row] for row in devices.reshape(len(devices), -1)]
     print("\n" + json.dumps({"found": found, "taken": taken, "homes": homes}), flush=True)
+    if then and process == 0:
+        SCENARIOS[then](llm)
 
 
 def count_reads() -> list[CountedReads]:

@@ -14,6 +14,16 @@ from inferlib.ops.prefill_attention import BlockList
 from tests.decode_attention_cases import TOLERANCE, cached
 
 
+def hold_chunks(wants: dict[int, tuple[np.ndarray, np.ndarray]], out: jax.Array, lse: jax.Array) -> None:
+    """To the outputs and LSEs that an oracle gives for chunks, up to the last of their queries that it knows."""
+    tolerance = TOLERANCE[out.dtype.name]
+    out, lse = np.asarray(out.astype(jnp.float32)), np.asarray(lse)
+    for chunk, (want_out, want_lse) in wants.items():
+        real = len(want_out)
+        np.testing.assert_allclose(out[chunk, :real], want_out, rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(lse[chunk, :real], want_lse, rtol=tolerance, atol=tolerance)
+
+
 @dataclass(frozen=True)
 class Case:
     """Chunks of `width` tokens that start at `starts`, in rows of a shuffled order; negative starts: absent chunks.
@@ -92,13 +102,12 @@ class Case:
         out, lse = jax.jit(lambda inputs: run(**inputs, **self.static()))(inputs)
         assert out.dtype == inputs["q"].dtype
         assert lse.dtype == jnp.float32
-        tolerance = TOLERANCE[jnp.dtype(self.dtype).name]
-        out, lse = np.asarray(out.astype(jnp.float32)), np.asarray(lse)
-        for chunk, (want_out, want_lse) in self.oracle(inputs).items():
-            real = len(want_out)
-            np.testing.assert_allclose(out[chunk, :real], want_out, rtol=tolerance, atol=tolerance)
-            np.testing.assert_allclose(lse[chunk, :real], want_lse, rtol=tolerance, atol=tolerance)
+        self.hold(inputs, out, lse)
         return out, lse
+
+    def hold(self, inputs: dict[str, Any], out: jax.Array, lse: jax.Array) -> None:
+        """To the oracle."""
+        hold_chunks(self.oracle(inputs), out, lse)
 
     def oracle(self, inputs: dict[str, Any]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Output and LSE of each chunk's queries up to the cache's end, in float64; absent chunks are not in it."""

@@ -114,6 +114,7 @@ def test_what_was_not_compiled_is_refused_by_name(model, folder):
         ({"max_batch": 3}, "max_batch is 2 in its programs, and 3 here"),
         ({"max_len": 32}, "max_len is 64"),
         ({"parallel": "tp=2"}, "parallel is tp=1"),
+        ({"backend": "xla"}, "backend is auto in its programs, and xla here"),
         ({"buckets": Buckets((8,), (2,), (64,))}, "buckets is prefill 16; batch 2; cache 64"),
     ],
 )
@@ -298,7 +299,8 @@ def test_deployments_that_cannot_work_are_refused(model):
 
 
 def test_deployments_survive_json(model):
-    made = deployment_of(model, parallel=Parallelism(tensor=2, data=2, rules="tp_sp"), modes=("greedy", "sample"))
+    kept = dict(modes=("greedy", "sample"), backend="xla")
+    made = deployment_of(model, parallel=Parallelism(tensor=2, data=2, rules="tp_sp"), **kept)
     assert Deployment.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
@@ -313,6 +315,7 @@ def test_deployments_survive_json(model):
         (["--config", "llama3-8b", "--target", "v5e-7"], "there is no target 'v5e-7'"),
         (["--config", "llama3-8b", "--batch-buckets", "1;8"], "numbers with commas"),
         (["--config", "llama3-8b", "--batch-buckets", "8,1"], "ascending"),
+        (["--config", "llama3-8b", "--backend", "pallas"], "backend 'pallas' is neither 'auto' nor 'xla'"),
     ],
 )
 def test_bad_commands_are_explained(arguments, message):

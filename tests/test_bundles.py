@@ -1,21 +1,25 @@
 """Executing kernel listings: on a listing written by hand, and on those of the compiler for every generation. Under a
-second; a minute with the slow ones, which are skipped without libtpu."""
+second; three minutes with the slow ones, which are skipped without libtpu."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
 
 import numpy as np
 import pytest
 
+from benchmarks import kernels as benchmark
 from inferlib.compile.bundles import Listing
+from inferlib.compile.kernels import KernelCompiler
+from inferlib.compile.targets import parse_target
 
 # There is no TPU compiler but on Linux for x86-64.
-needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+HAS_COMPILER = importlib.util.find_spec("libtpu") is not None
+needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason='needs pip install "jax[tpu]"')
 
 # A loop over the operand's first number of copies of 64 KiB each, which waits for every second one, if at all.
 LISTING = """
@@ -120,129 +124,143 @@ def test_a_division_that_gives_quotient_and_remainder():
     assert (run.copies, run.hbm_bytes, run.unknown) == (5, (0 + 1 + 4 + 5 + 8) * 32, {})
 
 
-# Every kernel is compiled for four generations, its rarer cases for these two.
-ONE_CORE = ("v5e-1", "v6e-1")
+# R at most on one core of v5e, v6e, v5p and v7x: what `benchmarks/kernels.py` found and 3 % more, or the goal of that
+# case where that is less. Every kernel is compiled for the four, its rarer cases for v5e or v6e. Other compilers than
+# the one of which that was found may schedule less well.
+SLACK = 1.25 if HAS_COMPILER and not version("libtpu").startswith("0.0.42.") else 1.0
+GENERATIONS = ("v5e", "v6e", "v5p", "v7x")
+MOST = {
+    "decode_attention": {
+        "A": (1.03, 1.03, 1.03, 1.03),
+        "F": (1.03, 1.03, 1.03, 1.03),
+        "L": (1.03, 1.03, 1.03, 1.03),
+        "F, written": (1.03, 1.03, 1.03, 1.03),
+        "F, fp8, written": (1.04, 1.04, 1.04, 1.04),
+        "F, page 128": (1.03, None, None, None),
+        "uneven, 8 heads": (1.05, None, None, None),
+        "A, head 64": (None, 1.04, None, None),
+        "A, head 256": (1.03, None, None, None),
+        "A, 4 queries": (None, 1.04, None, None),
+        "A, window 1024": (None, 1.18, None, None),
+        "F, int8, window 1024, written": (1.20, None, None, None),
+    },
+    "mla_decode_attention": {
+        "V3": (1.10, 1.04, 2.30, 1.91),
+        "16 heads": (1.03, 1.03, 1.30, 1.45),
+        "16 heads, uneven": (1.07, None, None, None),
+        "16 heads, page 256": (None, 1.03, None, None),
+    },
+    "grouped_matmul": {
+        "gate and up, 32 tokens": (1.01, 1.01, 1.01, 1.01),
+        "gate and up, 4096 tokens": (1.03, 1.01, 2.58, 1.09),
+        "down, 4096 tokens": (1.03, 1.01, 2.58, 1.14),
+        "gate and up, 32 tokens, mxfp4": (1.03, 1.12, 2.06, 1.48),
+        "gpt-oss, gate and up, 32 tokens, mxfp4": (1.07, 1.13, 2.06, 1.61),
+    },
+    "expert_mlp": {
+        "Qwen3-30B-A3B, 1 token": (1.01, 1.01, 1.01, 1.01),
+        "Qwen3-30B-A3B, 32 tokens": (1.01, 1.01, 1.01, 1.01),
+        "gpt-oss-20b, 32 tokens, mxfp4": (1.06, 1.14, 2.06, 1.62),
+    },
+    # Of some listings for v5e and v5p one wait is not understood.
+    "mx_matmul": {
+        "mxfp4, T 16": (1.05, 1.08, 1.84, 1.40),
+        "fp8_block, T 16": (1.03, 1.03, 1.03, 1.04),
+        "mxfp8, T 16": (1.03, 1.03, None, 1.04),
+        "fp8, T 16": (1.03, 1.03, None, 1.04),
+        "int4, T 16": (None, 1.05, None, 1.10),
+    },
+    # By operations: 1 / R is the share of the matrix units' peak, of which heads of 128 can have half on v6e and v7x.
+    "prefill_attention": {
+        "8192": (1.33, 3.33, 2.65, 3.46),
+        "8192, int8": (1.35, 3.81, 2.67, 3.75),
+        "512 behind 7680, 1 head, fp8": (1.26, 3.54, 2.52, 3.35),
+        "8192, page 16": (1.54, None, None, None),
+        "2048 in a ring, window 1024, int8": (None, 6.92, None, None),
+        "8192, size 256": (1.28, None, None, None),
+        "8192, no groups": (None, 4.85, None, None),
+        "128 behind 8064, 1 head": (1.50, None, None, None),
+        "8192, page 128, int8": (None, 4.00, None, None),
+    },
+    "mla_prefill_attention": {
+        "512 behind 7680": (1.26, 1.82, 2.51, 1.99),
+        "512 behind 7680, page 256": (1.26, None, None, None),
+    },
+    "collective_matmul": {
+        "8b o, 2048": (1.03, 1.03, 1.03, 1.03),
+        "8b gate and up, 2048": (1.10, 1.20, 2.15, 1.03),
+        "8b qkv, 2048": (1.03, 1.03, None, None),
+        "70b down, 4096": (1.06, 1.08, None, None),
+    },
+}
+# Bytes at most, as multiples of what must be read and written.
+BYTES = dict.fromkeys(("A", "F", "L", "F, written"), 1.01)
+BYTES |= dict.fromkeys(("gate and up, 4096 tokens", "down, 4096 tokens"), 1.01)
+BYTES |= dict.fromkeys(("Qwen3-30B-A3B, 1 token", "Qwen3-30B-A3B, 32 tokens"), 1.01)
+BYTES |= dict.fromkeys(MOST["mla_decode_attention"], 1.05)
+# Microseconds by cycles: what a chunk's write has to read again of quantised cells is not in its floor.
+MOST_CYCLES = {
+    "512 tokens": (1.5, 0.9, 1.3, 0.7),
+    "512 tokens, head size 256": (1.5, 0.9, 1.3, 0.7),
+    "512 tokens, int8": (8.2, 4.7, 7.1, 2.4),
+}
+
+# Tests are ordered by a parameter of the module, so that those of a generation share its compiler.
+of_each_generation = pytest.mark.parametrize("generation", range(4), ids=GENERATIONS, scope="module")
+_compiler: list[KernelCompiler] = []
 
 
-def measured(target: str, kernel: str, cases: str) -> dict[str, dict]:
+@pytest.fixture(scope="module", autouse=True)
+def last_compiler() -> Iterator[None]:
+    yield
+    close_compiler()
+
+
+def close_compiler() -> None:
+    while _compiler:
+        _compiler.pop().close()
+
+
+def measured(generation: int, kernel: str, cases: Iterable[str]) -> dict[str, dict]:
     """What `benchmarks/kernels.py` finds, by case."""
-    command = [sys.executable, "benchmarks/kernels.py", "--json", "--targets", target, "--kernels", kernel]
-    run = subprocess.run(
-        [*command, "--cases", cases], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    return {line["case"]: line for line in json.loads(run.stdout)}
+    targets = benchmark.SLICES if kernel in benchmark.RINGS else benchmark.TARGETS
+    wanted = next(t for t in map(parse_target, targets) if t.chip.name == GENERATIONS[generation])
+    if not _compiler or _compiler[0].target != wanted:
+        close_compiler()
+        _compiler.append(KernelCompiler(wanted))
+    return {case: benchmark.measured(_compiler[0], kernel, case) for case in cases}
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    ("target", "most"), [("v5e-1", 1.03), ("v6e-1", 1.03), ("v5p:1x1x1", 1.03), ("v7x:1x1x1", 1.1)]
-)
-def test_decode_attention_compiles_and_is_near_its_floor(target, most):
-    cases = "A;F;L;F, written;F, fp8, written"
-    if target in ONE_CORE:
-        cases += ";F, page 128;uneven, 8 heads;A, head 64;A, head 256;A, 4 queries;A, window 1024"
-        cases += ";F, int8, window 1024, written"
-    found = measured(target, "decode_attention", cases)
-    assert len(found) == len(cases.split(";"))
-    for case in ("A", "F", "L", "F, written"):
-        assert found[case]["R"] <= most, case
-        assert found[case]["bytes_to_floor"] < 1.01, case
+def test_the_benchmark_as_a_command(monkeypatch, capsys):
+    words = ["--json", "--targets", "v6e-1", "--kernels", "chunk_write", "--cases", "512 tokens"]
+    monkeypatch.setattr(sys, "argv", ["kernels.py", *words])
+    benchmark.main()
+    (line,) = json.loads(capsys.readouterr().out)
+    assert (line["target"], line["kernel"], line["case"]) == ("v6e:1x1", "chunk_write", "512 tokens")
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    ("target", "most", "few"),
-    [("v5e-1", 1.1, 1.1), ("v6e-1", 1.1, 1.1), ("v5p:1x1x1", 2.4, 1.3), ("v7x:1x1x1", 1.9, 1.45)],
-)
-def test_mla_decode_attention_compiles_and_is_near_its_floor(target, most, few):
-    """few: with 16 heads instead of 128. v5p: one of two cores, bound by what it computes."""
-    found = measured(target, "mla_decode_attention", "V3;16 heads;16 heads, uneven;16 heads, page 256")
-    assert len(found) == 4
-    assert found["V3"]["R"] <= most
-    assert found["16 heads"]["R"] <= few
-    assert all(line["bytes_to_floor"] < 1.05 for line in found.values())
+@of_each_generation
+@pytest.mark.parametrize("kernel", MOST)
+def test_a_kernel_compiles_and_is_near_its_floor(generation, kernel):
+    most = {case: bounds[generation] for case, bounds in MOST[kernel].items() if bounds[generation]}
+    found = measured(generation, kernel, most)
+    assert {case: line["R"] for case, line in found.items() if line["R"] > SLACK * most[case]} == {}
+    moved = {case: line["bytes_to_floor"] for case, line in found.items() if case in BYTES}
+    assert {case: ratio for case, ratio in moved.items() if ratio >= BYTES[case]} == {}
+    # With waits for copies.
+    if kernel == "collective_matmul":
+        assert {case: line["r"] for case, line in found.items() if line["r"] > SLACK * 1.3 * most[case]} == {}
+    if kernel == "decode_attention" and GENERATIONS[generation] in ("v5e", "v6e"):
+        assert max(found[case]["r"] for case in ("A", "F", "L")) <= SLACK * 1.1
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize(
-    ("target", "most"), [("v5e-1", 1.04), ("v6e-1", 1.01), ("v5p:1x1x1", 3.0), ("v7x:1x1x1", 1.15)]
-)
-def test_grouped_matmul_compiles_and_is_near_its_floor(target, most):
-    """most: with thousands of tokens, where it is bound by compute."""
-    few, many = "gate and up, 32 tokens", ("gate and up, 4096 tokens", "down, 4096 tokens")
-    packed = f"{few}, mxfp4", f"gpt-oss, {few}, mxfp4"
-    found = measured(target, "grouped_matmul", ";".join([few, *many, *packed]))
-    assert found[few]["R"] <= 1.01
-    for case in packed:  # unpacking takes longer than reading where memory is fast
-        assert found[case]["R"] <= {"v5e-1": 1.05, "v6e-1": 1.5}.get(target, 3), case
-    for case in many:
-        assert found[case]["R"] <= most, case
-        assert found[case]["bytes_to_floor"] < 1.01, case
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize(
-    ("target", "four_bits", "eight_bits"),
-    [("v5e-1", 1.05, 1.03), ("v6e-1", 1.1, 1.03), ("v5p:1x1x1", 1.9, 1.03), ("v7x:1x1x1", 1.5, 1.15)],
-)
-def test_mx_matmul_compiles_and_is_near_its_floor(target, four_bits, eight_bits):
-    """With few rows, where it is bound by memory. Of some listings for v5e and v5p one wait is not understood."""
-    more = {"v5e-1": ";mxfp8, T 16;fp8, T 16", "v5p:1x1x1": ""}.get(target, ";int4, T 16;mxfp8, T 16;fp8, T 16")
-    found = measured(target, "mx_matmul", "mxfp4, T 16;fp8_block, T 16" + more)
-    for case, line in found.items():
-        assert line["R"] <= (four_bits if "4" in case.split(",")[0] else eight_bits), case
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize(("target", "least"), [("v5e-1", 0.75), ("v6e-1", 0.3), ("v5p:1x1x1", 0.3), ("v7x:1x1x1", 0.2)])
-def test_prefill_attention_compiles_and_is_near_its_floor(target, least):
-    """least: share of the matrix units' peak."""
-    cases = "8192;8192, page 16;8192, int8;512 behind 7680, 1 head, fp8;2048 in a ring, window 1024, int8"
-    if target in ONE_CORE:
-        cases += ";8192, size 256;8192, no groups;128 behind 8064, 1 head;8192, page 128, int8"
-    found = measured(target, "prefill_attention", cases)
-    assert len(found) == len(cases.split(";"))
-    assert 1 / found["8192"]["R"] >= least
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("target", ["v5e-1", "v6e-1", "v5p:1x1x1", "v7x:1x1x1"])
-def test_chunk_write_compiles_and_takes_microseconds(target):
-    found = measured(target, "chunk_write", "512 tokens;512 tokens, head size 256;512 tokens, int8")
-    assert len(found) == 3
-    assert all(line["cycles_us"] < 20 for line in found.values())
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize("target", ["v5e-1", "v6e-1", "v5p:1x1x1", "v7x:1x1x1"])
-def test_expert_mlp_compiles_and_is_near_its_floor(target):
-    cases, packed = "Qwen3-30B-A3B, 1 token;Qwen3-30B-A3B, 32 tokens", "gpt-oss-20b, 32 tokens, mxfp4"
-    found = measured(target, "expert_mlp", f"{cases};{packed}")
-    assert found[packed]["R"] <= {"v5e-1": 1.06, "v6e-1": 1.15, "v7x:1x1x1": 1.7}.get(target, 2.1)
-    found = [found[case] for case in cases.split(";")]
-    assert [line["R"] <= 1.01 and line["bytes_to_floor"] < 1.01 for line in found] == [True] * 2
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize(
-    ("target", "most"), [("v5e:2x4", 1.1), ("v6e:2x4", 1.2), ("v5p:2x2x2", 2.15), ("v7x:2x2x1", 1.05)]
-)
-def test_products_with_their_collective_compile_and_are_near_their_floor(target, most):
-    """Whichever is longer of product and ring. v5p: one of two cores, which XLA does not idle."""
-    cases = "8b o, 2048;8b gate and up, 2048"
-    if target.startswith(("v5e", "v6e")):
-        cases += ";8b qkv, 2048;70b down, 4096"
-    found = measured(target, "collective_matmul", cases)
-    assert len(found) == len(cases.split(";"))
-    for case, line in found.items():
-        assert line["R"] <= most, case
-        assert line["r"] <= 1.3 * most, case
+@of_each_generation
+def test_chunk_write_compiles_and_takes_microseconds(generation):
+    found = measured(generation, "chunk_write", MOST_CYCLES)
+    assert {case for case, line in found.items() if line["cycles_us"] > MOST_CYCLES[case][generation]} == set()

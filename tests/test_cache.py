@@ -14,6 +14,7 @@ import pytest
 
 from inferlib import LLM, Buckets, SamplingParams, configs
 from inferlib.cache.plan import plan_cache
+from inferlib.config import ConfigurationError
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import AttentionSpec, ConfigError, LayerSpec, MlpSpec, ModelConfig
@@ -203,7 +204,13 @@ def test_states_have_the_size_of_a_row_whatever_its_length(kept):
     assert values.dtype == (jnp.int8 if kept == "int8" else jnp.bfloat16)
 
 
+def test_a_quantised_cache_needs_keys_and_values():
+    hf = configs.load("qwen3-next-80b-a3b") | {"num_hidden_layers": 3, "num_experts": 16}
+    with pytest.raises(ConfigurationError, match=r"'int8' is of keys and values, and no layer .* leave it out"):
+        plan_cache(abstract_model(config_from_hf(hf), "bfloat16"), rows=3, max_len=100, chunk=64, dtype="int8")
+
+
 @pytest.mark.parametrize("parallel", ["cp=2", "cp=2,tp=2,rules=helix", "cp=2,tp=2,rules=tp2d"])
 def test_states_cannot_be_dealt_out_by_position(parallel):
-    with pytest.raises(ShardingError, match="2 devices of the sequence axis, and the state of linear attention"):
+    with pytest.raises(ShardingError, match="2 devices of the sequence axis, and recurrent layers"):
         hybrid(parallel)

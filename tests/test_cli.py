@@ -69,7 +69,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
     monkeypatch.setattr(inferlib, "build", Recorder)
     words = """
         --dtype bfloat16 --quantization int8 --kv-cache-dtype fp8 --expert-placement slots.json --max-len 64
-        --artifacts compiled --parallel tp=2 --seed 7 --json
+        --artifacts compiled --parallel tp=2 --backend matmul=xla --seed 7 --json
         --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1
         --presence-penalty 0.2 --frequency-penalty -0.3 --logit-bias 5=-1.5 --logit-bias 6=2 --stop ab --stop c
         --stop-token-id 8 --stop-token-id 9 --ignore-eos --include-stop-str-in-output --no-skip-special-tokens --n 3
@@ -82,6 +82,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         "quantization": "int8",
         "kv_cache_dtype": "fp8",
         "expert_placement": Path("slots.json"),
+        "backend": "matmul=xla",
         "expert_load": False,
         "max_batch": 2,
         "max_len": 64,
@@ -321,6 +322,12 @@ def test_info_counts_shared_caches_once(inferlib, tmp_path):
     assert "2 for keys and values of layer 1" in table
     assert "70% sparse" in table
     assert "residuals 3, by AltUp" in table
+
+
+def test_info_says_once_what_is_left_out(inferlib, tmp_path, caplog):
+    make_checkpoint(tmp_path, "gemma3", num_hidden_layers=2)
+    assert "family gemma3" in " ".join(inferlib("info", tmp_path).stdout.split())
+    assert caplog.text.count("of images or sound are left out") == 1
 
 
 def test_info_of_a_shape(inferlib):

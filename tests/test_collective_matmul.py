@@ -20,7 +20,7 @@ from inferlib.ops import collective_matmul as contract
 from inferlib.pallas_kernels import collective_matmul_tpu as kernels
 from inferlib.pallas_kernels.collective_matmul_tpu import Blocks, blocks, unsupported
 
-STAYS, STREAMED = Blocks(128, 4, 16), Blocks(128, 2, 48)
+STAYS, STREAMED = Blocks(128, 512, 16), Blocks(128, 256, 48)
 DEPTH = 128
 # n devices, how copies take place, blocks, rows of a device (48: an uneven half each way), dtype
 CASES = {
@@ -134,13 +134,17 @@ def test_what_they_cannot_run_is_refused_with_the_reason():
     assert "a device has 16 rows" in reason(rows=16)
     assert "weights of 4096 x 1000 do not divide" in reason(outer=1000)
     assert "weights of 100 x 1792 do not divide" in reason(inner=100)
-    assert "columns of 512" in reason(sizes=Blocks(512, 2, 16))
-    assert "256 rows do not divide into products of 96" in reason(sizes=Blocks(128, 2, 96))
+    assert "columns of 512" in reason(sizes=Blocks(512, 1024, 16))
+    assert "256 rows do not divide into products of 96" in reason(sizes=Blocks(128, 256, 96))
     assert "bytes on chip, and there are" in reason(rows=8192)
     assert "bytes on chip, and there are" in reason(rows=4096, scatters=True)
-    for columns, buffers, rows, message in ((100, 2, 16, "multiples"), (128, 2, 24, "multiples"), (128, 0, 16, "one")):
+    for columns, held, rows, message in (
+        (100, 200, 16, "multiples"),
+        (128, 256, 24, "multiples"),
+        (256, 384, 16, "one"),
+    ):
         with pytest.raises(ValueError, match=message):
-            Blocks(columns, buffers, rows)
+            Blocks(columns, held, rows)
 
 
 def test_bad_calls_raise_before_anything_runs():
@@ -160,12 +164,10 @@ def test_bad_calls_raise_before_anything_runs():
 
 
 def test_usual_blocks_keep_weights_on_chip_where_they_fit():
-    def chosen(rows, parts, inner, outer, **options):
-        return blocks(rows, jax.ShapeDtypeStruct((1, parts, inner, outer), jnp.bfloat16), **options)
-
-    assert chosen(256, 2, 4096, 1792, scatters=False) == Blocks(256, 14, 256)  # llama3-8b on 8
-    assert chosen(260 + 12, 1, 1792, 4096, scatters=True) == Blocks(512, 8, 272)
-    assert chosen(1024, 2, 8192, 3584, scatters=False) == Blocks(512, 2, 256)  # llama3-70b on 8
+    assert blocks(256, 2, 4096, 1792, 2, scatters=False) == Blocks(256, 2 * 1792, 256)  # llama3-8b on 8
+    assert blocks(260 + 12, 1, 1792, 4096, 2, scatters=True) == Blocks(512, 4096, 272)
+    assert blocks(512, 2, 8192, 3584, 2, scatters=False) == Blocks(512, 1024, 512)  # llama3-70b on 8
+    assert blocks(512, 1, 3584, 8192, 2, scatters=True) == Blocks(512, 2048, 512)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import Shards, make_shards
 from tests.cli_model import COMMAND, TEMPLATE, Commands, error_of, make_model
-from tests.oracle import SMOLLM2_HEADS, make_checkpoint
+from tests.oracle import make_checkpoint
+from tests.oracle_cases import SMOLLM2_HEADS
 from tests.test_gguf import write as write_gguf
 
 _TWO = {"num_hidden_layers": 2}
@@ -46,6 +47,8 @@ SHAPES = {
     "smollm2": ("llama", _TWO | SMOLLM2_HEADS),
     "olmo2": ("olmo2", _TWO),  # QK-norm over all heads
     "minicpm3": ("minicpm3", _TWO),  # latent attention, 6 heads
+    # States of two groups, which are copied, a layer without a feed-forward.
+    "nemotron_h": ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp"]}),
     "cohere2": ("cohere2", _TWO),  # interleaved rotary pairs
     # 7 experts, one by one and fused; gated shared ones, a correction in float32, dense layers between.
     "experts": ("qwen2_moe", {"num_hidden_layers": 3, "mlp_only_layers": [1]}),
@@ -58,6 +61,7 @@ RESTORED = {
     "smollm2": ["", "tp=2", "tp=8"],
     "olmo2": ["tp=8"],
     "cohere2": ["tp=2"],
+    "nemotron_h": ["tp=4"],
     "minicpm3": ["", "tp=4,cp=2,rules=tp2d"],
     "experts": ["ep=2,tp=2"],
     "fused experts": ["", "tp=8"],

@@ -8,7 +8,6 @@ import pytest
 
 from inferlib.cache.plan import plan_cache
 from inferlib.compile.costs import Deployed, step_time
-from inferlib.compile.layouts import weight_gathered, weight_stationary_2d
 from inferlib.compile.network import ATTAINED, IDEAL, Span, place
 from inferlib.compile.programs import ProgramKey
 from inferlib.compile.targets import TargetError, parse_target
@@ -21,6 +20,7 @@ from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
+from tests.pope_layouts import weight_gathered, weight_stationary_2d
 
 
 def deployed(name: str, target: str, parallel: str, quantization=None) -> Deployed:

@@ -1,25 +1,16 @@
-"""Recipes against transformers' configuration classes, and rotary embeddings against its implementation."""
+"""Recipes against transformers' configuration classes."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
-import torch
 import transformers
 from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as rotate_interleaved
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_halves
-from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_partly
 
-from inferlib.models.config import ConfigError, ModelConfig, RopeScaling, RopeSpec
+from inferlib.models.config import ConfigError, ModelConfig
 from inferlib.models.families import _MISSING, FAMILIES, config_from_hf, family_of
-from inferlib.models.families.common import rope_spec
-from inferlib.models.layers.rope import apply_rope, inverse_frequencies, rope_angles
 
 SIZES = {
     "vocab_size": 1000,
@@ -43,6 +34,7 @@ MODEL_TYPES = {
     "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "granite": "GraniteForCausalLM",
     "glm": "GlmForCausalLM",
@@ -68,6 +60,13 @@ MODEL_TYPES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "minimax": "MiniMaxForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "bamba": "BambaForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "phimoe": "PhimoeForCausalLM",
@@ -79,9 +78,15 @@ MODEL_TYPES = {
     "laguna": "LagunaForCausalLM",
 }
 # Of these, the text models are.
-WITH_TEXT = {"Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration"}
+WITH_TEXT = {
+    f"{name}ForConditionalGeneration"
+    for name in ("Gemma3", "Gemma3n", "Gemma4", "Llama4", "Mistral3", "Qwen3_5", "Qwen3_5Moe")
+}
+FULL, SLIDING = "full_attention", "sliding_attention"
 # What configs of a family cannot leave out.
 REQUIRED = {
+    "lfm2_moe": {"layer_types": [FULL, *["conv"] * 12]},
+    "nemotron_h": {"layers_block_type": [*["linear_attention", "mlp", "full_attention", "moe"] * 3, "mamba"]},
     "dots1": {"n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4},
     "deepseek_v2": {"num_experts_per_tok": 4},
     "gemma3n_text": {"vocab_size_per_layer_input": 900, "num_kv_shared_layers": 6},
@@ -96,7 +101,6 @@ LLAMA3 = {
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
 FACTORS = {"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
 LATENT_FACTORS = {**FACTORS, "original_max_position_embeddings": 32768}
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 # Options as published before `rope_parameters` and `layer_types` existed, by model type.
 OLDER_CONFIGS = [
@@ -145,7 +149,44 @@ OLDER_CONFIGS = [
     ),
     ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", **YARN, "truncate": False}, "sliding_window": 64}),
     ("llama4_text", {"rope_theta": 1e6, "no_rope_layers": [1, 0] * 6 + [1], "interleave_moe_layer_step": 2}),
+    ("olmo_hybrid", {"rope_parameters": {"rope_theta": None}, "linear_allow_neg_eigval": False}),
+    ("olmo_hybrid", {"rope_theta": None, "layer_types": [*["linear_attention", FULL] * 6, FULL]}),
+    (
+        "kimi_linear",
+        {
+            "linear_attn_config": {
+                "full_attn_layers": [4, 8, 13],
+                "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 12],
+                "head_dim": 64,
+                "num_heads": 16,
+                "short_conv_kernel_size": 3,
+            },
+            "model_max_length": 2048,
+            "moe_renormalize": False,
+            "num_expert_group": 4,
+            "num_experts": 64,
+            "num_experts_per_token": 6,
+            "num_shared_experts": 2,
+            "topk_group": 2,
+            "first_k_dense_replace": 3,
+            "moe_router_activation_func": "sigmoid",
+            "mla_use_nope": True,
+        },
+    ),
+    (
+        "nemotron_h",
+        {"hybrid_override_pattern": "M-M*-ME*E", "mamba_n_groups": 4, "mamba_d_conv": 3, "mamba_conv_bias": False}
+        | {"mamba_dt_limit": [0.001, 0.5]},
+    ),
+    (
+        "granitemoehybrid",
+        {"layer_types": ["mamba", *["mamba", "attention"] * 6], "num_local_experts": 0}
+        | {"position_embedding_type": "rope", "rope_theta": 1e6, "mamba_n_heads": 32},
+    ),
+    ("bamba", {"attn_layer_indices": [3, 9], "mamba_n_groups": 2, "mamba_d_head": 8}),
+    ("minimax", {"layer_types": ["linear_attention", *["linear_attention", FULL] * 6], "rope_theta": 1e7}),
     ("mimo_v2_flash", {"sliding_window_size": 64, "routed_scaling_factor": None}),
+    ("lfm2", {"full_attn_idxs": [2, 5, 12], "block_ff_dim": 640, "tie_embedding": False, "rope_theta": 1e5}),
 ]
 
 
@@ -167,7 +208,7 @@ def test_defaults_are_those_of_transformers(model_type):
 @pytest.mark.parametrize(("model_type", "options"), OLDER_CONFIGS)
 def test_older_configs_equal_what_transformers_makes_of_them(model_type, options):
     assert recipe(model_type, SIZES | options) == completed(model_type, SIZES | options)
-    assert recipe(model_type, SIZES | options) != recipe(model_type, SIZES)
+    assert recipe(model_type, SIZES | options) != recipe(model_type, SIZES | REQUIRED.get(model_type, {}))
 
 
 @pytest.mark.parametrize("name", ["su", "yarn"])
@@ -233,6 +274,19 @@ def test_gemma3_configs_may_leave_out_the_sizes():
     assert recipe("gemma3_text", options) == completed("gemma3_text", options)
 
 
+def test_minimax_rotates_a_part_of_a_head():
+    """As published; transformers ignores it."""
+    config = recipe("minimax", SIZES | {"head_dim": 128, "rotary_dim": 64})
+    assert config.layers[0].attention.rope.dim == 64
+
+
+def test_what_a_text_model_says_counts_where_the_whole_says_nothing():
+    text = SIZES | {"eos_token_id": [1, 106], "tie_word_embeddings": True}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    assert config_from_hf(config | {"eos_token_id": None}).eos_token_ids == (1, 106)
+    assert config_from_hf(config | {"eos_token_id": 7}).eos_token_ids == (7,)
+
+
 def test_every_family_is_known_by_a_transformers_class():
     known = {name for family in FAMILIES for name in family.architectures}
     assert known == set(MODEL_TYPES.values()) | WITH_TEXT
@@ -271,7 +325,7 @@ def test_context_is_what_the_rotary_embedding_is_stretched_to():
 @pytest.mark.parametrize(
     ("model_type", "options", "message"),
     [
-        ("llama", {"hidden_act": "relu2"}, "hidden_act='relu2'"),
+        ("llama", {"hidden_act": "tanh"}, "hidden_act='tanh'"),
         ("gemma2", {"hidden_activation": "tanh"}, "hidden_activation='tanh'"),
         ("llama", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope type 'ntk'"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "needs factor"),
@@ -300,6 +354,28 @@ def test_context_is_what_the_rotary_embedding_is_stretched_to():
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8}}, "needs long_factor"),
         ("llama", {"num_key_value_heads": 5}, "do not divide"),
         ("llama", {"hidden_size": None}, "lacks 'hidden_size'"),
+        ("llama", {"num_hidden_layers": 2.5}, "num_hidden_layers in config.json must be a whole number, it is 2.5"),
+        (
+            "llama",
+            {"tie_word_embeddings": "no"},
+            "tie_word_embeddings in config.json must be true or false, it is 'no'",
+        ),
+        (
+            "llama",
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": "8192"}},
+            "original_max_position_embeddings in config.json must be a number",
+        ),
+        ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps in config.json must be a number, it is '1e-5'"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": "two"}}, "factor in config.json must be a number"),
+        ("llama", {"rope_scaling": "linear"}, "rope_scaling in config.json must be an object, it is 'linear'"),
+        ("gemma3n_text", {"intermediate_size": [300, "300"]}, r"intermediate_size .* it is \[300, '300'\]"),
+        ("qwen3_moe", {"num_experts_per_tok": "two"}, "num_experts_per_tok in config.json must be a whole number"),
+        (
+            "qwen3_moe",
+            {"num_experts_per_tok": [2]},
+            "that of a qwen3_moe model: .*'int' and 'list'",
+        ),
+        ("llama", {"num_attention_heads": 0}, "that of a llama model: .* zero"),
         ("llama", {"num_hidden_layers": 0}, "at least one layer"),
         ("mixtral", {"num_experts_per_tok": 9}, "go to 9 experts when there are 8"),
         ("olmoe", {"clip_qkv": 8.0}, "clamped queries, keys and values"),
@@ -328,6 +404,18 @@ def test_context_is_what_the_rotary_embedding_is_stretched_to():
         ("gemma3n_text", {"intermediate_size": [300] * 12}, "12 values of intermediate_size for 13 layers"),
         ("gemma4_text", {"vocab_size_per_layer_input": 1001}, "vocabulary"),
         ("gemma4_text", {"enable_moe_block": True, "num_experts": 4}, "lacks 'top_k_experts'"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-X"}, r"layers of kinds \['X'\]"),
+        ("nemotron_h", {"hybrid_override_pattern": "ME", "moe_latent_size": 64}, "moe_latent_size=64"),
+        ("nemotron_h", {"hybrid_override_pattern": "M--M"}, "layer 2 is a feed-forward that follows no mixer"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "2 layer_types for 13 layers"),
+        ("granitemoehybrid", {"time_step_limit": None}, "lacks 'time_step_limit'"),
+        ("granitemoehybrid", {"time_step_limit": [0.1]}, "the least and the largest step"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False"),
+        ("kimi_linear", {"rope_scaling": {"rope_type": "yarn", **YARN}}, "rope_scaling="),
+        ("lfm2", {"conv_bias": True}, "conv_bias=True"),
+        ("lfm2", {"layer_types": ["conv"] * 12}, "12 layer_types for 13 layers"),
+        ("llama4_text", {"no_rope_layers": [1, 0]}, "2 no_rope_layers for 13 layers"),
+        ("bamba", {"mamba_d_head": 64}, "128 state-space heads of 64 are not the 1024 numbers"),
     ],
 )
 def test_unsupported_options_are_named(model_type, options, message):
@@ -340,107 +428,14 @@ def test_unknown_architectures_list_the_known_ones():
         family_of({"architectures": ["BloomForCausalLM"]})
     with pytest.raises(ConfigError, match="missing"):
         family_of({})
+    with pytest.raises(ConfigError, match="must be a list of names, it is 'Llama'"):
+        family_of({"architectures": "Llama"})
 
 
 def test_an_architecture_that_is_not_supported_names_the_idea_it_needs():
-    with pytest.raises(ConfigError, match=r"'KimiLinearForCausalLM' .* needs a linear-attention layer"):
-        family_of({"architectures": ["KimiLinearForCausalLM"]})
+    with pytest.raises(ConfigError, match=r"'BailingHybridForCausalLM' .* needs a linear-attention layer"):
+        family_of({"architectures": ["BailingHybridForCausalLM"]})
     assert not set(MODEL_TYPES.values()) & set(_MISSING)
-
-
-ROPE_KINDS = {
-    "linear": {"factor": 4.0},
-    "dynamic": {"factor": 3.0},
-    "llama3": LLAMA3,
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 4096},
-    "yarn-betas": {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_fast": 20, "beta_slow": 2},
-    "yarn-untruncated": {"factor": 4.0, "original_max_position_embeddings": 4096, "truncate": False},
-    "yarn-mscale": {
-        "factor": 40.0,
-        "original_max_position_embeddings": 4096,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.8,
-    },
-    "yarn-attention-factor": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 4096,
-        "attention_factor": 1.3,
-    },
-    "longrope": {
-        "short_factor": [1.0 + i / 50 for i in range(64)],
-        "long_factor": [1.0 + i for i in range(64)],
-        "original_max_position_embeddings": 4096,
-    },
-}
-
-
-@pytest.mark.parametrize("max_len", [100, 4096, 5000, 20000])
-@pytest.mark.parametrize("name", ROPE_KINDS)
-def test_frequencies_equal_transformers(name, max_len):
-    kind = name.split("-")[0]
-    parameters = {"rope_type": kind, "rope_theta": 5e5, **ROPE_KINDS[name]}
-    hf = {
-        "hidden_size": 512,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 16384,
-        "rope_parameters": parameters,
-    }
-    config = AutoConfig.for_model("llama", **copy.deepcopy(hf))
-    expected, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=max_len)
-    frequencies, ours = inverse_frequencies(rope_spec(hf), max_len)
-    assert frequencies.dtype == np.float32
-    np.testing.assert_allclose(frequencies, expected.numpy(), rtol=3e-7)
-    assert ours == pytest.approx(factor, rel=1e-12)
-
-
-def test_alpha_stretches_the_base_at_any_length():
-    spec = RopeSpec(16, 1e4, RopeScaling("dynamic", original_context=64, alpha=1000.0))
-    expected = inverse_frequencies(RopeSpec(16, 1e4 * 1000.0 ** (16 / 14)), 10)[0]
-    for max_len in (10, 10000):
-        np.testing.assert_array_equal(inverse_frequencies(spec, max_len)[0], expected)
-
-
-def _rotated(rotate, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    """transformers' rotation of x [T, H, h] with cos and sin [T, dim / 2]."""
-    cos, sin = (torch.from_numpy(np.concatenate([a, a], axis=-1))[None] for a in (cos, sin))
-    q = torch.from_numpy(x)[None].transpose(1, 2)
-    return rotate(q, q, cos, sin)[0].transpose(1, 2)[0].numpy()
-
-
-@pytest.mark.parametrize(("dim", "rotate"), [(16, rotate_halves), (12, rotate_partly)])
-def test_rotation_equals_transformers(dim, rotate):
-    rng = np.random.default_rng(dim)
-    x = rng.standard_normal((9, 3, 16), np.float32)
-    spec = RopeSpec(dim, 1e4, RopeScaling("yarn", 4.0, 64))
-    positions = rng.integers(0, 200, 9).astype(np.int32)
-    cos, sin = rope_angles(spec, 256, jnp.asarray(positions))
-    frequencies, factor = inverse_frequencies(spec, 256)
-    angles = positions[:, None] * frequencies.astype(np.float64)
-    np.testing.assert_allclose(cos, np.cos(angles) * factor, atol=2e-5)
-    np.testing.assert_allclose(sin, np.sin(angles) * factor, atol=2e-5)
-    expected = _rotated(rotate, x, np.array(cos), np.array(sin))
-    np.testing.assert_allclose(apply_rope(jnp.asarray(x), cos, sin), expected, atol=1e-6)
-
-
-def test_interleaved_pairs_are_a_permutation_of_halves():
-    """Queries and keys permuted alike have the dot products of the interleaved rotation."""
-    rng, spec = np.random.default_rng(0), RopeSpec(12, 1e4)
-    x = rng.standard_normal((9, 3, 16), np.float32)
-    cos, sin = rope_angles(spec, 16, jnp.arange(9))
-    order = np.concatenate([np.arange(0, 12, 2), np.arange(1, 12, 2), np.arange(12, 16)])
-    ours = np.array(apply_rope(jnp.asarray(x[..., order]), cos, sin))
-    expected = _rotated(rotate_interleaved, x, np.array(cos), np.array(sin))
-    np.testing.assert_allclose(ours, expected[..., order], atol=1e-6)
-
-
-def test_rotation_takes_any_inner_dimensions_and_keeps_the_type():
-    x = jnp.asarray(np.random.default_rng(1).standard_normal((5, 2, 3, 8)), jnp.bfloat16)
-    cos, sin = rope_angles(RopeSpec(8, 1e4), 16, jnp.arange(5))
-    y = apply_rope(x, cos, sin)
-    assert y.dtype == jnp.bfloat16
-    whole = apply_rope(x.astype(jnp.float32), cos, sin)
-    np.testing.assert_array_equal(y, whole.astype(jnp.bfloat16))
-    np.testing.assert_array_equal(y[:, 1, 2], apply_rope(x[:, 1, 2], cos, sin))
 
 
 def test_the_table_of_models_lists_every_family():
@@ -448,5 +443,6 @@ def test_the_table_of_models_lists_every_family():
     lines = (Path(__file__).parents[1] / "models" / "README.md").read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
     assert {row[1] for row in rows} == {family.name for family in FAMILIES}
-    assert all(family_of({"architectures": [row[0]]}).name == row[1] for row in rows)
+    known = {(architecture, family.name) for family in FAMILIES for architecture in family.architectures}
+    assert {(row[0], row[1]) for row in rows} <= known
     assert all(float(row[3]) < 1e-4 for row in rows)

@@ -1,4 +1,5 @@
-"""The gated delta rule and the short convolution against sequential references in float64. Seven seconds."""
+"""The gated delta rule, that of Kimi Linear, and the short convolution against sequential references in float64. Eight
+seconds."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import pytest
 
 from inferlib.ops.causal_conv import causal_conv
 from inferlib.ops.gated_delta import gated_delta_chunk, gated_delta_step
+from inferlib.ops.kimi_delta import kimi_delta_chunk, kimi_delta_step
 
 # Outputs are of the order of 1 to 5.
 TOLERANCE = 2e-5
@@ -54,7 +56,7 @@ def test_chunks_equal_tokens_in_turn(tokens, lengths, options):
     rng = np.random.default_rng(tokens + len(options))
     *inputs, state = draw(rng, len(lengths), tokens, **options)
     valid = np.arange(tokens) < np.array(lengths)[:, None]
-    poisoned = [np.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, np.nan) for x in inputs]
+    poisoned = _where(valid, inputs)
     out, after = jax.jit(gated_delta_chunk)(*poisoned, state, valid)
     for row, count in enumerate(lengths):
         before = state[row].reshape(*inputs[2].shape[2:4], *state.shape[2:])
@@ -65,12 +67,17 @@ def test_chunks_equal_tokens_in_turn(tokens, lengths, options):
             np.testing.assert_array_equal(after[row], state[row])
 
 
+def _where(valid: np.ndarray, inputs: list) -> list:
+    """NaN elsewhere."""
+    return [np.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - valid.ndim)), x, np.nan) for x in inputs]
+
+
 def test_a_step_equals_a_chunk_of_one_token():
     """Rows that are not live are NaN all over, and stay as they are."""
     *inputs, state = draw(np.random.default_rng(1), 5, 1)
     live = np.array([True, False, True, False, True])
     state[1] = np.nan
-    given = [np.where(live.reshape(-1, *(1,) * (x.ndim - 2)), x[:, 0], np.nan) for x in inputs]
+    given = _where(live, [x[:, 0] for x in inputs])
     out, after = jax.jit(gated_delta_step)(*given, state, live)
     np.testing.assert_array_equal(after[~live], state[~live])
     np.testing.assert_array_equal(out[~live], 0)
@@ -79,6 +86,62 @@ def test_a_step_equals_a_chunk_of_one_token():
         expected, s = sequential(*(x[row] for x in inputs), before, 1)
         np.testing.assert_allclose(out[row], expected[0], rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(after[row], s.reshape(state.shape[1:]), rtol=0, atol=TOLERANCE)
+
+
+def draw_kimi(rng, rows, tokens, fading, alike):
+    """Inputs and states of Kimi Delta Attention; each channel of a key fades by itself."""
+    q, k, v, _, beta, state = draw(rng, rows, tokens, group=1, alike=alike)
+    log_decay = -fading * rng.exponential(size=k.shape) * rng.choice([1e-3, 1], size=k.shape[-1])
+    return q, k, v[:, :, :, 0], log_decay.astype(np.float32), beta[..., 0], state
+
+
+def kimi_in_turn(q, k, v, log_decay, beta, state, count):
+    """One row in turn: q, k, log_decay [C, K, d_k], v [C, K, d_v], beta [C, K], state [K, d_k, d_v]."""
+    q, k, v, log_decay, beta, s = (np.asarray(x, np.float64) for x in (q, k, v, log_decay, beta, state))
+    outs = np.zeros(v.shape)
+    for t in range(count):
+        s = s * np.exp(log_decay[t])[..., None]
+        change = beta[t][:, None] * (v[t] - np.einsum("kdv,kd->kv", s, k[t]))
+        s = s + k[t][..., None] * change[:, None]
+        outs[t] = np.einsum("kdv,kd->kv", s, q[t])
+    return outs, s
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "fading", "alike"),
+    [
+        (150, [150, 0, 64, 97], 1.0, 0.0),
+        (150, [150, 1, 63, 65], 1e-3, 0.9),
+        (150, [128, 127, 129, 2], 30.0, 0.0),
+        (16, [16, 3, 0, 9], 1.0, 0.5),
+        (3, [3, 1], 1.0, 0.0),
+    ],
+)
+def test_kimi_chunks_equal_tokens_in_turn(tokens, lengths, fading, alike):
+    """As of the gated delta rule; some channels hardly fade, others so much that nothing stays."""
+    rng = np.random.default_rng(tokens)
+    *inputs, state = draw_kimi(rng, len(lengths), tokens, fading, alike)
+    valid = np.arange(tokens) < np.array(lengths)[:, None]
+    out, after = jax.jit(kimi_delta_chunk)(*_where(valid, inputs), state, valid)
+    for row, count in enumerate(lengths):
+        expected, s = kimi_in_turn(*(x[row] for x in inputs), state[row], count)
+        np.testing.assert_allclose(out[row, :count], expected[:count], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(after[row], s, rtol=0, atol=TOLERANCE)
+        if not count:
+            np.testing.assert_array_equal(after[row], state[row])
+
+
+def test_a_kimi_step_equals_a_chunk_of_one_token():
+    *inputs, state = draw_kimi(np.random.default_rng(2), 5, 1, 1.0, 0.0)
+    live = np.array([True, False, True, False, True])
+    state[1] = np.nan
+    out, after = jax.jit(kimi_delta_step)(*_where(live, [x[:, 0] for x in inputs]), state, live)
+    np.testing.assert_array_equal(after[~live], state[~live])
+    np.testing.assert_array_equal(out[~live], 0)
+    for row in np.flatnonzero(live):
+        expected, s = kimi_in_turn(*(x[row] for x in inputs), state[row], 1)
+        np.testing.assert_allclose(out[row], expected[0], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(after[row], s, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 9])

@@ -21,7 +21,7 @@ from inferlib.sharding.shards import Shards
 from tests.packed_experts import packed
 
 SMALL = Blocks(rows=64, columns=128, height=32, tail=16)
-ONCE = Blocks(rows=112, columns=128, height=80, tail=16, once=True)
+ONCE = Blocks(rows=96, columns=128, height=80, tail=16, buffers=3, once=True)
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Case:
     scheme: str | None = None  # of weights in groups, of which those that are NaN have scales that are
     float4: bool = False
 
-    def check(self, run) -> None:
-        """Hold run(x, w, sizes, layer) -> [P, M, O] to the oracle."""
-        rng, ends = np.random.default_rng(self.rows), np.cumsum(self.sizes)
+    def check(self, run, seed: int = 0, pack: bool = True) -> None:
+        """Hold run(x, w, sizes, layer) -> [P, M, O], compiled, to the oracle. pack: weights in groups, as TPUs do."""
+        rng, ends = np.random.default_rng((self.rows, seed)), np.cumsum(self.sizes)
         x = rng.normal(size=(self.rows, self.inner))
         w = np.full((3, len(self.sizes), self.parts, self.inner, self.outer), np.nan)
         x[ends[-1] :] = np.nan
@@ -54,10 +54,10 @@ class Case:
         if self.scheme:
             held = quantize(weights, (3,), SCHEMES[self.scheme])
             w = np.asarray(held.dequantized((3,), jnp.float32), float).reshape(w.shape)
-            weights = packed(held, self.scheme, float4=self.float4).of_experts(stacked=True)
+            weights = packed(held, self.scheme, float4=self.float4).of_experts(stacked=True) if pack else held
             for group, (end, size) in enumerate(zip(ends, self.sizes, strict=True)):
                 expected[:, end - size : end] = x[end - size : end] @ w[1, group] if size else 0
-        got = jax.jit(run)(jnp.asarray(x, self.dtype), weights, sizes, jnp.int32(1))
+        got = run(jnp.asarray(x, self.dtype), weights, sizes, jnp.int32(1))
         assert got.shape == (self.parts, self.rows, self.outer)
         assert got.dtype == self.dtype
         np.testing.assert_allclose(
@@ -80,9 +80,14 @@ CASES = {
     "usual blocks": Case((5, 0, 1, 2), 8, None, outer=40),
     "bfloat16": Case((5, 0, 90, 17), 112, dtype="bfloat16"),
     "mxfp4": Case((5, 0, 40, 17), 80, parts=1, inner=160, dtype="bfloat16", scheme="mxfp4"),
-    "mxfp4, once": Case((100, 3), 112, ONCE, parts=1, inner=1152, outer=128, dtype="bfloat16", scheme="mxfp4"),
-    "float4, once": Case((90, 9), 112, ONCE, inner=288, dtype="bfloat16", scheme="mxfp4", float4=True),
+    "mxfp4, once": Case((7, 83, 3, 5), 112, ONCE, parts=1, inner=160, dtype="bfloat16", scheme="mxfp4"),
+    "float4, once": Case(
+        (60, 30, 9), 112, ONCE, parts=1, inner=288, outer=128, dtype="bfloat16", scheme="mxfp4", float4=True
+    ),
     "mxfp8, once": Case((7, 90), 112, ONCE, parts=1, inner=160, outer=128, dtype="bfloat16", scheme="mxfp8"),
+    "fp8 in groups of all inputs, once": Case(
+        (7, 90), 112, ONCE, parts=1, inner=128, outer=128, dtype="bfloat16", scheme="fp8_block"
+    ),
     "mxfp8": Case((5, 0, 20, 17), 48, None, parts=1, inner=96, outer=40, dtype="bfloat16", scheme="mxfp8"),
     "int4": Case((5, 0, 20, 7), 48, None, inner=256, outer=40, dtype="bfloat16", scheme="int4"),
 }
@@ -95,7 +100,7 @@ def test_equals_the_oracle(name):
     def run(x, w, sizes, layer):
         return grouped_matmul(x, w, sizes, layer=layer, blocks=case.blocks, interpret=True)
 
-    case.check(run)
+    case.check(jax.jit(run))
 
 
 @pytest.mark.parametrize("mode", ["eager", "on_wait"])
@@ -107,7 +112,7 @@ def test_it_has_no_races(name, mode, capsys):
     def run(x, w, sizes, layer):
         return grouped_matmul(x, w, sizes, layer=layer, blocks=case.blocks, interpret=params)
 
-    case.check(run)
+    case.check(jax.jit(run))
     assert "RACE" not in capsys.readouterr().out  # newer jax raises
 
 
@@ -152,8 +157,9 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
     assert "768 columns do not divide into blocks of 512" in unsupported(*shapes(), blocks=Blocks(64, 512, 32, 32))
     with pytest.raises(ValueError, match="does not run this grouped product: it takes rows"):
         jax.eval_shape(grouped_matmul, *shapes(x="float16"), jax.ShapeDtypeStruct((8,), jnp.int32))
-    with pytest.raises(ValueError, match="do not exceed another"):
-        Blocks(64, 128, 32, 64)
+    for height in (16, 40, 128):
+        with pytest.raises(ValueError, match="not rows above height above tail, multiples of 16"):
+            Blocks(64, 128, height, 32)
     with pytest.raises(ValueError, match="two buffers"):
         Blocks(64, 128, 32, 32, buffers=1)
 

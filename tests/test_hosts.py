@@ -1,5 +1,5 @@
-"""Real processes run one model together: the same tokens as one process, and clear ends. Some 30 s, four minutes with
-the slow ones, nearly all of it compilations."""
+"""Real processes run one model together: the same tokens as one process, and clear ends. Some 30 s, three minutes
+with the slow ones, nearly all of it compilations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIMEOUT = 300  # seconds; a test that needs them has failed
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+    return make_model(tmp_path_factory.mktemp("model"), layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,14 @@ class Processes:
         ended = [process.communicate(timeout=TIMEOUT) for process in self._all]
         return [(p.returncode, out, err) for p, (out, err) in zip(self._all, ended, strict=True)]
 
-    def until(self, line: str) -> None:
-        """Wait until process 0 has printed a line."""
-        assert any(printed.strip() == line for printed in self._all[0].stdout), self._all[0].stderr.read()
+    def until(self, line: str) -> str:
+        """Wait until process 0 has printed a line; what it printed before."""
+        before = []
+        for printed in self._all[0].stdout:
+            if printed.strip() == line:
+                return "".join(before)
+            before.append(printed)
+        raise AssertionError(self._all[0].stderr.read())
 
     def kill(self) -> None:
         for process in self._all:
@@ -98,7 +103,11 @@ def results(running: Processes) -> list[dict[str, Any]]:
     ended = running.wait()
     for code, out, err in ended:
         assert code == 0, out + err
-    return [json.loads(out.splitlines()[-1]) for _, out, _ in ended]
+    return [result(out) for _, out, _ in ended]
+
+
+def result(out: str) -> dict[str, Any]:
+    return json.loads(next(line for line in reversed(out.splitlines()) if line.startswith("{")))
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -121,35 +130,30 @@ def test_two_processes(start, expected, model):
     # Each reads its half of every matrix.
     source = SafetensorsSource(model)
     matrices = [name for name in source.names() if name.endswith(("_proj.weight", "embed_tokens.weight"))]
-    assert len(matrices) == 2 * 7 + 1
+    assert len(matrices) == 7 + 1
     for name in matrices:
         assert [sum(r["taken"][name]) for r in (first, second)] == [source.nbytes(name) // 2] * 2, name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "devices", "parallel", "homes"),
+    ("devices", "parallel", "scenario", "homes"),
     [
-        (2, 1, "tp=2", [[0, 1]]),
-        (2, 1, "dp=2", [[0], [1]]),
-        (2, 2, "tp=2,dp=2", [[0, 0], [1, 1]]),
-        (2, 2, "tp=4,rules=tp_sp", [[0, 0, 1, 1]]),
-        (4, 1, "tp=2,dp=2", [[0, 1], [2, 3]]),
+        (1, "dp=2", "everything", [[0], [1]]),
+        (2, "tp=2,dp=2", "warm", [[0, 0], [1, 1]]),
+        (2, "tp=4,rules=tp_sp", "everything", [[0, 0, 1, 1]]),
     ],
 )
-def test_the_same_as_one_process(processes, devices, parallel, homes, start, expected):
-    """homes: process of each device of the mesh; the tensor axis stays inside a process where it can."""
-    first, *others = results(start(processes, parallel, "everything", devices=devices))
-    assert_same(first["found"], expected("everything"))
-    assert first["homes"] == homes
-    assert all(other["found"] == {"followed": True} for other in others)
-
-
-@pytest.mark.slow
-def test_nothing_compiles_after_warmup(start):
-    first, _ = results(start(2, "tp=2", "warm"))
-    assert first["found"]["programs"] > 0
-    assert first["found"]["compiled"] == 0
+def test_the_same_as_one_process_and_a_good_end(devices, parallel, scenario, homes, start, expected):
+    """homes: process of each device of the mesh; the tensor axis stays inside a process where it can. An error on
+    process 0 ends the other well."""
+    (code, out, err), (other, silent, _) = start(2, parallel, scenario, devices=devices, then="error").wait()
+    assert (code, other) == (1, 0), err
+    assert err.splitlines()[-1] == "RuntimeError: an error of the program"
+    assert_same(result(out)["found"], expected(scenario))
+    assert result(out)["found"].get("compiled", 0) == 0
+    assert result(out)["homes"] == homes
+    assert result(silent)["found"] == {"followed": True}
 
 
 # ---- ends
@@ -167,13 +171,15 @@ def test_a_process_dies_while_decoding(killed, start):
     ended = running.wait()
     code, _, err = ended[1 - killed]
     assert code == 1
-    assert err.splitlines()[-1] == lost(killed, 1 - killed)
+    assert err.rstrip().endswith(lost(killed, 1 - killed))  # perhaps amid a traceback that was being written
 
 
 @pytest.mark.slow
-def test_one_of_four_dies_while_decoding(start):
-    running = start(4, "tp=2,dp=2", "endless")
-    running.until("decoding")
+def test_four_processes_until_one_dies(start, expected):
+    running = start(4, "tp=2,dp=2", "everything", then="endless")
+    first = result(running.until("decoding"))
+    assert_same(first["found"], expected("everything"))
+    assert first["homes"] == [[0, 1], [2, 3]]
     running[2].kill()
     for i, (code, _, err) in enumerate(running.wait()):
         if i != 2:
@@ -206,28 +212,27 @@ def test_interrupt(start):
 
 
 @pytest.mark.slow
-def test_an_error_on_process_0_ends_the_others_well(start):
-    (code, _, err), (other, out, _) = start(2, "tp=2", "error").wait()
-    assert (code, other) == (1, 0)
-    assert err.splitlines()[-1] == "RuntimeError: an error of the program"
-    assert json.loads(out.splitlines()[-1])["found"] == {"followed": True}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "messages"),
     [
-        ("failing", "RuntimeError: an error of this process"),
-        ("entering", "RuntimeError: requests enter on process 0; on the others call LLM.follow()"),
-        ("another", "RuntimeError: on several processes a program runs one LLM, and there is one already"),
-        ("leaving", ""),
+        ("failing", ["RuntimeError: an error of this process"]),
+        (
+            "misusing",
+            [
+                "requests enter on process 0; on the others call LLM.follow()",
+                "RuntimeError: on several processes a program runs one LLM, and there is one already",
+            ],
+        ),
+        ("leaving", []),
     ],
 )
-def test_an_error_on_another_process_ends_process_0(fault, message, start):
+def test_an_error_on_another_process_ends_process_0(fault, messages, start):
     (code, _, err), (other, _, own) = start(2, "tp=2", "greedy", {"fault": fault}).wait()
     assert (code, other) == (1, 1)
-    assert err.splitlines()[-1] == lost(1, 0)
-    assert own.strip().splitlines()[-1:] == ([message] if message else [])
+    assert err.rstrip().endswith(lost(1, 0))
+    lines = own.strip().splitlines()
+    assert lines[-1:] == messages[-1:]
+    assert set(messages) <= set(lines)
 
 
 # ---- agreement, before anything reaches a device
@@ -246,7 +251,7 @@ def test_a_model_that_one_process_cannot_see(start, tmp_path):
     ("processes", "last", "message"),
     [
         (2, {"sizes": {"max_len": 32}}, "the largest cache bucket (64) must equal max_len (32)"),
-        (4, {"parallel": "dp=4"}, "differs from process 0 in parallel"),
+        (2, {"parallel": "dp=2"}, "differs from process 0 in parallel"),
         (3, {"fault": "early"}, "it has ended"),
     ],
 )

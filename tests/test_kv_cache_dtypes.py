@@ -16,6 +16,7 @@ from inferlib.cache.plan import plan_cache
 from inferlib.cli import app
 from inferlib.compile.costs import Deployed
 from inferlib.compile.deployment import Deployment
+from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.targets import parse_target
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.explain import explain
@@ -23,51 +24,34 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
-from tests.conftest import random_prompts
+from tests.conftest import assert_greedy, random_prompts, reference
 
 BUCKETS = Buckets((8, 16), (2,), (64,))
-TOLERANCE = 0.03  # of logits of order 1: where float32 rounds otherwise, a number of the cache may be another
 
 
-def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Heads [..., h] in a dtype, with a scale each."""
-    most = 127 if dtype == "int8" else 448
-    scales = np.abs(x).max(-1, keepdims=True) / np.float32(most)
-    values = x / np.where(scales == 0, 1, scales)
-    values = np.rint(values) if dtype == "int8" else values.astype(jnp.float8_e4m3fn).astype(np.float32)
-    return values * scales
+def assert_rounded(found: np.ndarray, expected: np.ndarray, plain: np.ndarray) -> None:
+    """found: logits [T, V] of a cache that rounds; plain: of one that does not.
+
+    Where float32 differs in its last bit, a number of the cache may be its neighbour, and others in later layers.
+    Logits of these models move by up to a third of what rounding makes, on average by a tenth; one may by more.
+    """
+    error, effect = np.abs(found - expected), np.abs(expected - plain)
+    assert error.mean() < effect.mean() / 4
+    assert error.max() < effect.max()
 
 
-def reference(path, tokens: list[int], dtype: str) -> np.ndarray:
-    """Logits [T, V] of one full pass of transformers, whose cache rounds what it is given."""
-    import torch
-    from transformers import AutoModelForCausalLM, DynamicCache
-
-    class Rounded(DynamicCache):
-        def update(self, keys, values, *args, **kwargs):
-            pair = (torch.from_numpy(rounded(x.numpy(), dtype)) for x in (keys, values))
-            return super().update(*pair, *args, **kwargs)
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        cache = Rounded(config=model.config)
-        return model(input_ids=torch.tensor([tokens]), past_key_values=cache).logits[0].numpy()
-
-
-@pytest.mark.parametrize(("family", "dtype", "scan"), [("gemma2", "int8", False), ("ministral", "fp8", True)])
+@pytest.mark.parametrize(
+    ("family", "dtype", "scan"),
+    [("gemma2", "int8", False), ("ministral", "fp8", True), ("kimi_linear", "int8", False)],
+)
 def test_logits_are_those_of_a_cache_that_rounds(family, dtype, scan, checkpoint, llm_of):
-    """Chunk by chunk and token by token, in whole rows and in rings that wrap."""
+    """Chunk by chunk and token by token, in whole rows and in rings that wrap, and beside states, which are not."""
     path, (prompt,) = checkpoint(family), random_prompts([45])
-    llm, plain = llm_of(family, scan, dtype), llm_of(family, scan).logits(prompt)
-    expected, found = reference(path, prompt, dtype), llm.logits(prompt)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
-    assert np.abs(expected - plain).max() > 3 * np.abs(found - expected).max()
+    llm = llm_of(family, scan, dtype)
+    assert_rounded(llm.logits(prompt), reference(path, prompt, dtype), reference(path, prompt))
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     for output in llm.generate([prompt[:20], prompt[20:27]], params):
-        tokens = output.outputs[0].token_ids
-        sequence = [*output.prompt_token_ids, *tokens[:-1]]
-        logits = reference(path, sequence, dtype)[len(output.prompt_token_ids) - 1 :]
-        assert (logits.max(-1) - logits[np.arange(len(tokens)), tokens]).max() < TOLERANCE
+        assert_greedy(path, output.prompt_token_ids, output.outputs[0].token_ids, dtype)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +66,12 @@ def test_a_mesh_gives_the_same_logits(family, dtype, parallel, checkpoint):
     path, (prompt,) = checkpoint(family), random_prompts([40])
     sizes = dict(dtype="float32", max_batch=2, max_len=64, buckets=BUCKETS, progress=False)
     one, several = (LLM(path, kv_cache_dtype=dtype, parallel=p, **sizes) for p in (None, parallel))
-    np.testing.assert_allclose(several.logits(prompt), one.logits(prompt), rtol=0, atol=TOLERANCE)
+    assert_rounded(several.logits(prompt), one.logits(prompt), reference(path, prompt))
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    tokens = [llm.generate([prompt[:20]], params)[0].outputs[0].token_ids for llm in (one, several)]
-    assert tokens[0] == tokens[1]
+    (output,) = several.generate([prompt[:20]], params)
+    tokens = output.outputs[0].token_ids
+    logits = one.logits([*prompt[:20], *tokens[:-1]])[19:]
+    assert (logits.max(-1) - logits[np.arange(12), tokens]).max() < 0.2  # see assert_greedy
 
 
 def test_plans_hold_values_and_scales(checkpoint):
@@ -165,9 +151,12 @@ def test_what_cannot_be_is_named(checkpoint):
     made = Deployed(latents, parse_target("v6e-1"), Parallelism(), kv_cache_dtype="int8")
     with pytest.raises(ConfigurationError, match=r"latent attention keeps its cache .* leave kv_cache_dtype out"):
         made.memory(1, 64, 16)
+    small = dataclasses.replace(made, config=config_from_hf(configs.load("llama3-1b")))
+    with pytest.raises(ConfigurationError, match=r"attention with heads of 64 keeps its cache .* leave kv_cache_dtype"):
+        small.memory(1, 64, 16)
 
 
 def test_kernels_that_lack_it_are_passed_over(checkpoint, caplog):
     config = config_from_hf(json.loads((checkpoint("llama") / "config.json").read_text()))
-    EngineConfig.make("gpu", 2, 64, model=config, kv_cache_dtype="int8")
+    ProgramSet.make(abstract_model(config, "float32"), EngineConfig.make("gpu", 2, 64, kv_cache_dtype="int8"))
     assert caplog.messages == ["a cache of int8 or fp8: XLA decodes 2 of 2 layers, not the kernel"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +18,10 @@ from inferlib import LLM
 from inferlib.checkpoint.load import load_weights
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.source import CheckpointError
+from inferlib.compile.counter import compilations
+from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.config import ConfigError
 from inferlib.models.families import config_from_hf, family_of
 from tests.oracle import make_checkpoint
 
@@ -110,6 +114,18 @@ def test_every_row_of_every_tensor_is_read_once(family, tmp_path, monkeypatch):
     load(folder)
     source = SafetensorsSource(folder)
     assert rows == Counter((name, row) for name in source.names() for row in range(source.shape(name)[0]))
+
+
+def test_what_is_laid_out_alike_is_compiled_once(tmp_path):
+    """Also by layers and models that differ in what no weight shows: windows, rotary bases, feed-forwards."""
+    kinds = ["sliding_attention", "full_attention"]
+    load(make_checkpoint(tmp_path / "one", "ministral", num_hidden_layers=2, layer_types=kinds))
+    rope = {"rope_type": "default", "rope_theta": 3e4}
+    changes = {"sliding_window": 5, "rope_parameters": rope, "hidden_act": "gelu", "num_hidden_layers": 2}
+    other = make_checkpoint(tmp_path / "other", "ministral", layer_types=kinds[::-1], **changes)
+    before = compilations()
+    load(other)
+    assert compilations() == before
 
 
 # ---- tensors that do not fit
@@ -217,6 +233,31 @@ def test_a_text_model_within_others(tmp_path):
     save_file({**within, "model.language_model.layers.0.self_attn.x.weight": np.ones(3)}, whole / FILE)
     with pytest.raises(CheckpointError, match=r"unexpected: model.language_model.layers.0.self_attn.x.weight"):
         load(whole)
+
+
+def test_experts_in_one_tensor_or_apart(tmp_path, caplog):
+    """Both are published, beside tensors of images, which are left out and said to be."""
+    options = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    apart, whole = make_checkpoint(tmp_path / "apart", "qwen3_5_moe", **options), tmp_path / "whole"
+    whole.mkdir()
+    (whole / "config.json").write_text((apart / "config.json").read_text())
+    tensors, name = load_file(apart / FILE), "model.language_model.layers.0.mlp.experts.{}_proj"
+    gates, ups, downs = (
+        np.stack([tensors.pop(name.format(f"{e}.{part}") + ".weight") for e in range(7)])
+        for part in ("gate", "up", "down")
+    )
+    tensors[name.format("gate_up")] = np.concatenate([gates, ups], axis=1)
+    save_file({**tensors, name.format("down"): downs}, whole / FILE)
+    for a, b in zip(load(apart)[1], load(whole)[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+    ModelFiles.open(whole)
+    assert "the text model is run; " in caplog.text
+
+
+def test_a_text_model_of_another_kind_is_named():
+    config = {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "qwen2"}}
+    with pytest.raises(ConfigError, match=r"is 'qwen2', which is not supported; known: mistral, ministral3, mistral4"):
+        family_of(config)
 
 
 # ---- stacked layers
@@ -332,9 +373,9 @@ def write_large_experts(folder: Path) -> None:
 
 def measured(folder: Path, how: str) -> tuple[int, int, float]:
     """Bytes by which the process grew at most, those of the weights, and a number of the embedding."""
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(folder), how], capture_output=True, text=True, check=False, timeout=120
-    )
+    command = [sys.executable, "-c", MEASURE, str(folder), how]
+    optimized = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
+    run = subprocess.run(command, env=optimized, capture_output=True, text=True, check=False, timeout=120)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

@@ -14,55 +14,40 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from inferlib.ops.attention import merge_attention
-from inferlib.ops.cache_write import cache_write, unfolded
+from inferlib.ops.cache_write import unfolded
 from inferlib.ops.mla_decode_attention import mla_decode_attention
 from inferlib.ops.quantized import Scheme, quantize
 from inferlib.pallas_kernels import mla_decode_attention_tpu as tpu
-from tests.decode_attention_cases import TOLERANCE
+from tests.decode_attention_cases import TOLERANCE, folded
+from tests.latent_cases import LatentCase
 
 SCALE = 0.07
 
 
 @dataclass(frozen=True)
-class Case:
-    """lengths [B]; queries: C; slots: of a page; columns: pages of a row in a shuffled table, None: rows are pages;
-    fold: positions of a row of rotary keys; layers: of a stacked cache, of which the last is read."""
+class Case(LatentCase):
+    """lengths [B]; queries: C."""
 
     lengths: tuple[int, ...]
     heads: int = 4
     queries: int = 1
-    rank: int = 128
-    rotary: int = 64
-    fold: int = 2
-    slots: int = 512
-    columns: int | None = None
-    layers: int | None = None
-    dtype: Any = jnp.float32
-    loudness: float = 1.0
 
     def inputs(self, seed: int = 0) -> dict[str, Any]:
         """Arguments of the operation; slots that no query sees hold NaN and infinities."""
         rng = np.random.default_rng(seed)
-        rows, columns = len(self.lengths), self.columns or 1
-        count = rows * columns + 2
+        rows = len(self.lengths)
         q = self.loudness * rng.normal(size=(rows, self.queries, self.heads, self.rank + self.rotary))
-        cells = np.full((count, 1, self.slots, self.rank + self.rotary), np.nan)
-        cells[..., ::2, :] = np.inf
-        table = np.arange(rows)[:, None]
-        if self.columns:
-            table = rng.permutation(count)[: rows * columns].reshape(rows, columns)
+        table, cells = self.empty(rng, rows)
+        cells = cells[:, None]
         for row, length in enumerate(self.lengths):
             position = np.arange(length)
             at = table[row, position // self.slots], 0, position % self.slots
             cells[at] = rng.normal(size=(length, self.rank + self.rotary))
-        keys = jnp.full((count, 1, self.slots // self.fold, self.rotary * self.fold), jnp.nan, self.dtype)
-        pages, slots = (x.reshape(-1).astype(np.int32) for x in np.mgrid[:count, : self.slots])
-        new = jnp.asarray(cells[pages, :, slots, self.rank :], self.dtype)
         found = {
-            "q": jnp.asarray(q, self.dtype),
+            "q": jnp.asarray(q[..., : self.rank], self.dtype),
+            "rotary": jnp.asarray(q[..., self.rank :], self.dtype),
             "latents": jnp.asarray(cells[..., : self.rank], self.dtype),
-            "keys": cache_write(keys, new, pages, slots),
+            "keys": folded(jnp.asarray(cells[..., self.rank :], self.dtype), self.fold),
             "lengths": jnp.asarray(self.lengths, jnp.int32),
         }
         if self.layers:
@@ -79,17 +64,22 @@ class Case:
         inputs = self.inputs()
         out, lse = jax.jit(lambda inputs: run(**inputs, scale=SCALE))(inputs)
         assert (out.dtype, lse.dtype) == (self.dtype, jnp.float32)
+        self.hold(inputs, out, lse)
+        return out, lse
+
+    def hold(self, inputs: dict[str, Any], out: jax.Array, lse: jax.Array) -> None:
+        """To the oracle."""
         tolerance = TOLERANCE[jnp.dtype(self.dtype).name]
         for found, want in zip((out, lse), self.oracle(inputs), strict=True):
             np.testing.assert_allclose(found.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)
-        return out, lse
 
     def oracle(self, inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Query by query in float64."""
-        q, latents, keys = (
+        q, rotary, latents, keys = (
             np.asarray(x.astype(jnp.float32), np.float64)
-            for x in (inputs["q"], inputs["latents"], unfolded(inputs["keys"], self.fold))
+            for x in (inputs["q"], inputs["rotary"], inputs["latents"], unfolded(inputs["keys"], self.fold))
         )
+        q = np.concatenate([q, rotary], axis=-1)
         latents, keys = (x[-1, :, 0] if self.layers else x[:, 0] for x in (latents, keys))
         table = np.asarray(inputs.get("pages", np.arange(len(self.lengths))[:, None]))
         out, lse = np.zeros((*q.shape[:3], self.rank)), np.full(q.shape[:3], -np.inf)
@@ -141,25 +131,10 @@ def test_equals_the_oracle(name, backend):
     CASES[name].check(BACKENDS[backend])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_parts_of_a_cache_merge_to_the_whole(backend):
-    case = Case((0, 256, 257, 512))
-    whole, whole_lse = case.check(BACKENDS[backend])
-    inputs = case.inputs()
-    run = jax.jit(partial(BACKENDS[backend], scale=SCALE))
-    first = inputs | {"latents": inputs["latents"][:, :, :256], "keys": inputs["keys"][:, :, :128]}
-    rest = inputs | {"latents": inputs["latents"][:, :, 256:], "keys": inputs["keys"][:, :, 128:]}
-    lengths = inputs["lengths"]
-    first["lengths"], rest["lengths"] = jnp.minimum(lengths, 256), jnp.maximum(lengths - 256, 0)
-    out, lse = merge_attention(*(jnp.stack(parts) for parts in zip(run(**first), run(**rest), strict=True)))
-    np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(lse, whole_lse, rtol=1e-5, atol=1e-5)
-
-
 def test_one_query_needs_no_axis():
     inputs = Case((3, 256)).inputs()
     whole = mla_decode_attention(**inputs, scale=SCALE, limit=300)
-    alone = mla_decode_attention(**inputs | {"q": inputs["q"][:, 0]}, scale=SCALE)
+    alone = mla_decode_attention(**inputs | {name: inputs[name][:, 0] for name in ("q", "rotary")}, scale=SCALE)
     for a, b in zip(whole, alone, strict=True):
         np.testing.assert_allclose(a[:, 0], b, rtol=1e-6, atol=1e-6)
 
@@ -188,10 +163,9 @@ def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
 
-    def run(latents, keys, **rest):
-        return tpu.mla_decode_attention(
-            latents=jnp.squeeze(latents, -3), keys=jnp.squeeze(keys, -3), interpret=params, **rest
-        )
+    def run(q, rotary, latents, keys, **rest):
+        q = jnp.concatenate([q, rotary], axis=-1)
+        return tpu.mla_decode_attention(q, jnp.squeeze(latents, -3), jnp.squeeze(keys, -3), interpret=params, **rest)
 
     CASES[name].check(run)
     assert "RACE" not in capsys.readouterr().out  # newer jax raises
@@ -214,8 +188,9 @@ def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reas
     latents = jax.ShapeDtypeStruct((2, 1, case.slots, case.rank), case.dtype)
     keys = jax.ShapeDtypeStruct((2, 1, case.slots // case.fold, case.rotary * case.fold), case.dtype)
     assert reason in tpu.unsupported(q, latents, keys)
+    parts = (jax.ShapeDtypeStruct((*q.shape[:3], size), q.dtype) for size in (case.rank, case.rotary))
     with pytest.raises(ValueError, match=reason):
-        jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), q, latents, keys, jax.ShapeDtypeStruct((2,), jnp.int32))
+        jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), *parts, latents, keys, jax.ShapeDtypeStruct((2,), "int32"))
 
 
 def test_blocks_are_checked():
@@ -224,8 +199,9 @@ def test_blocks_are_checked():
     case = Case((1,), slots=1024, fold=4, rotary=32)
     inputs = case.inputs()
     arrays = (jnp.squeeze(inputs[name], -3) for name in ("latents", "keys"))
+    q = jnp.concatenate([inputs["q"], inputs["rotary"]], axis=-1)
     with pytest.raises(ValueError, match="a part of 256 positions is no multiple of 512"):
-        tpu.mla_decode_attention(inputs["q"], *arrays, inputs["lengths"], scale=SCALE, blocks=SMALL)
+        tpu.mla_decode_attention(q, *arrays, inputs["lengths"], scale=SCALE, blocks=SMALL)
 
 
 def test_blocks_for_any_shape(monkeypatch):

@@ -54,8 +54,7 @@ def test_stored(path):
 
 @pytest.mark.slow
 @every_notebook
-def test_runs(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")  # most of the time is compilation
+def test_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     for cell in code_cells(notebook):
         cell.execution_count, cell.outputs = None, []
@@ -67,5 +66,5 @@ def test_runs(path, tmp_path, monkeypatch):
         km=AsyncKernelManager(kernel_name="python3", kernel_spec_manager=kernels),
         timeout=CELL_SECONDS,
         resources={"metadata": {"path": str(FOLDER)}},
-    ).execute()
+    ).execute(cleanup_kc=True)
     assert_ran_in_order(notebook)

@@ -20,9 +20,10 @@ from inferlib.config import Buckets
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.families import config_from_hf, family_of
-from tests.oracle import CASES, Case, make_checkpoint, reference_logits
+from tests.oracle import make_checkpoint, reference_logits
+from tests.oracle_cases import CASES, Case
 
-TOLERANCE = 1e-4  # absolute, on logits with a standard deviation above 1; typical is 2e-5
+TOLERANCE = 1e-4  # of the logits' standard deviation, which is 1 to 2; up to 5e-5 where products are not fused
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -52,7 +53,7 @@ def test_logits_equal_transformers(case, tmp_path):
     path, tokens = make_checkpoint(tmp_path, case.family, **case.options), prompt_of(case)
     expected = reference_logits(path, tokens)
     assert expected.std() >= 1
-    np.testing.assert_allclose(one_pass(path, tokens, scan=True), expected, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(one_pass(path, tokens, scan=True), expected, rtol=0, atol=TOLERANCE * expected.std())
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "gemma3", "olmo3", "cohere2", "qwen2-moe-mixed", "longcat-flash"])
@@ -60,7 +61,7 @@ def test_unrolled_layers_equal_transformers(name, tmp_path):
     case = BY_NAME[name]
     path, tokens = make_checkpoint(tmp_path, case.family, seed=1, **case.options), prompt_of(case)
     expected = reference_logits(path, tokens)
-    np.testing.assert_allclose(one_pass(path, tokens, scan=False), expected, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(one_pass(path, tokens, scan=False), expected, rtol=0, atol=TOLERANCE * expected.std())
 
 
 @pytest.mark.parametrize(
@@ -77,4 +78,4 @@ def test_prompts_in_chunks_equal_transformers(name, tmp_path):
     buckets = Buckets(prefill=(16,), batch=(1,), cache=(case.length,))
     llm = LLM(path, dtype="float32", max_batch=1, max_len=case.length, buckets=buckets, progress=False)
     expected = reference_logits(path, tokens)
-    np.testing.assert_allclose(llm.logits(tokens.tolist()), expected, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(llm.logits(tokens.tolist()), expected, rtol=0, atol=TOLERANCE * expected.std())

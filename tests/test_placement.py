@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from inferlib import LLM, Buckets, SamplingParams, convert
 from inferlib.cli import app
 from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
 from inferlib.placement import ExpertPlacement, balanced, imbalance, read_load, write_load
 from inferlib.sharding.mesh import ShardingError
@@ -132,6 +133,17 @@ def test_what_is_no_file_of_that_kind(folder, checkpoint, tmp_path):
         make(folder, expert_placement=tmp_path / "load.json")
     with pytest.raises(ConfigurationError, match="the model has no experts"):
         make(checkpoint("llama"), expert_load=True)
+
+
+def test_load_of_layers_that_differ(folder, monkeypatch):
+    files = ModelFiles.open(folder)
+    first, second = files.config.layers
+    router = dataclasses.replace(second.mlp.router, experts=8)
+    more = dataclasses.replace(second, mlp=dataclasses.replace(second.mlp, router=router))
+    files = dataclasses.replace(files, config=dataclasses.replace(files.config, layers=(first, more)))
+    monkeypatch.setattr(ModelFiles, "open", lambda _: files)
+    with pytest.raises(ConfigurationError, match="the model has layers of 7 and of 8 experts"):
+        make(folder, expert_load=True)
 
 
 def test_balance():

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from benchmarks.compile import CASES as DEPLOYMENTS
 from inferlib import configs
 from inferlib.cli import app
 from inferlib.compile.planner import PlanError, Slo, Workload, rank
@@ -199,6 +200,7 @@ PARAMETERS = {  # billions, as published
     "qwen3-30b-a3b": 30.5,
     "qwen3-235b-a22b": 235,
     "qwen3-next-80b-a3b": 79.7,
+    "nemotron-h-8b": 8.1,
     "smollm2-135m": 0.1345,
 }
 
@@ -234,6 +236,11 @@ def test_plans_parse_and_fit(name):
     assert plan.slice.devices == (1 if mesh is None else mesh.size)
     assert plan.memory.total <= 0.9 * plan.slice.hbm_bytes
     assert name.startswith(plan.model)
+
+
+def test_each_deployment_of_the_benchmark_is_one_and_has_a_name():
+    assert len({str(case) for case in DEPLOYMENTS}) == len(DEPLOYMENTS)
+    assert all(case.deployment("auto").max_batch == case.rows for case in DEPLOYMENTS)
 
 
 GOOD = yaml.safe_load(configs.plan_text("llama3-8b-v5e-8"))

@@ -1,10 +1,10 @@
-"""Quantised weights: codecs against the formats' definitions, products, whole models. About 25 s."""
+"""Quantised weights: codecs against the formats' definitions, products, whole models. About 45 s."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ from safetensors.numpy import load_file, save_file
 
 from inferlib import LLM, Buckets
 from inferlib.config import ConfigurationError
+from inferlib.engine.engine import Engine
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
-from inferlib.models.config import ConfigError
+from inferlib.models.config import ConfigError, OutputGate
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
@@ -249,6 +250,52 @@ def test_a_mesh_gives_the_same_logits(checkpoint):
         np.testing.assert_allclose(several.logits(prompt), one.logits(prompt), rtol=0, atol=1e-4)
     with pytest.raises(ConfigurationError, match="float4_e2m1fn weights work on a single CPU"):
         LLM(path, quantization="mxfp4", parallel="tp=2", **sizes)
+
+
+# What is quantised of a recurrent layer of each kind: the matrices that give its heads vectors.
+RECURRENT = {
+    "qwen3_5_text": ("linear_attention", {"qk", "vz", "o"}),
+    "nemotron_h": ("mamba", {"bc", "x", "z", "o"}),
+    "kimi_linear": ("linear_attention", {"qkv", "down", "fade", "gate", "o"}),
+    "minimax": ("linear_attention", {"qkv", "gate", "o"}),
+    "lfm2": ("conv", {"bcx", "o"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "parallel"),
+    [*((family, "int8", None) for family in RECURRENT), ("lfm2", "mxfp4", None), ("nemotron_h", "int8", "tp=4")],
+)
+def test_recurrent_layers_are_those_of_their_rounded_weights(family, name, parallel, checkpoint):
+    """Of the same model in float32 with these weights; over two chunks, so that the second goes on from a state."""
+    kind, parts = RECURRENT[family]
+    types = "layers_block_type" if family == "nemotron_h" else "layer_types"
+    path, (prompt,) = checkpoint(family, num_hidden_layers=1, **{types: (kind,)}), random_prompts([27])
+    sizes = dict(dtype="float32", max_batch=1, max_len=32, buckets=Buckets((16,), (1,), (32,)), progress=False)
+    plain, held = LLM(path, **sizes), LLM(path, quantization=name, parallel=parallel, **sizes)
+    before = plain.logits(prompt)
+    specs = abstract_model(plain.model_config, "float32", quantization=Quantization.named(name)).weights
+    mixer = {spec.part.removeprefix("attn."): spec.scheme for spec in specs if spec.part.startswith("attn.")}
+    assert {part for part, scheme in mixer.items() if scheme is not None} == parts
+    engine = plain.engine
+    rounded = tuple(
+        quantize(w, s.contracting, s.scheme).dequantized(s.contracting, w.dtype).reshape(w.shape) if s.scheme else w
+        for s, w in zip(specs, engine.weights, strict=True)
+    )
+    plain.engine = Engine(engine.model, rounded, engine.config, programs=engine.programs)
+    expected = plain.logits(prompt)
+    assert np.abs(expected - before).max() > 0.01
+    np.testing.assert_allclose(held.logits(prompt), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+def test_one_number_of_a_head_is_not_quantised(per_head, checkpoint):
+    config = ModelFiles.open(checkpoint("llama")).config
+    gated = replace(config.layers[0].attention, gate=OutputGate("sigmoid", per_head))
+    config = replace(config, layers=(replace(config.layers[0], attention=gated),))
+    model = abstract_model(config, "float32", quantization=Quantization.named("int8"))
+    (gate,) = (w for w in model.weights if w.part == "attn.gate")
+    assert (gate.scheme is None) == per_head
 
 
 def test_stacked_layers_are_quantised_one_by_one(checkpoint):

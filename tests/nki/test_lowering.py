@@ -16,7 +16,7 @@ from inferlib.config import Buckets, EngineConfig
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import Backend
 from inferlib.models.families import config_from_hf
-from tests.oracle import FAMILIES, SIZES
+from tests.oracle_cases import FAMILIES, SIZES
 
 KEY = ProgramKey("greedy", 4, 32, chunks=1, chunk=16)
 

@@ -23,7 +23,8 @@ from inferlib.models.families import config_from_hf, family_of
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards
-from tests.oracle import SMOLLM2_HEADS, make_checkpoint
+from tests.oracle import make_checkpoint
+from tests.oracle_cases import SMOLLM2_HEADS
 
 ROWS, CHUNK, MAX_LEN = 4, 16, 64
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -73,6 +74,20 @@ SHAPES = {
     ),
     # States, of two key heads with two value heads each, and gated attention.
     "qwen3_5": ("qwen3_5_text", {**_LAYERS(2), "layer_types": ["linear_attention", "full_attention"]}),
+    # Channels of 6 heads, whose last inputs rows keep.
+    "lfm2": ("lfm2", {**_LAYERS(2), "layer_types": ["conv", "full_attention"]}),
+    # States of 6 heads, whose outputs are normed together, and residuals that are norms.
+    "minimax": ("minimax", {**_LAYERS(2), "layer_types": ["linear_attention", "full_attention"]}),
+    # States of 3 heads, norms before a layer's branches or behind them.
+    "olmo_hybrid": ("olmo_hybrid", {**_LAYERS(2), "layer_types": ["linear_attention", "full_attention"]}),
+    # Convolutions and states of 3 heads, and latents.
+    "kimi_linear": ("kimi_linear", {**_LAYERS(2), "layer_types": ["linear_attention", "full_attention"]}),
+    # States of two groups of three heads, which share a norm; a layer without a feed-forward; experts without gates.
+    "nemotron_h": (
+        "nemotron_h",
+        {"layers_block_type": ["mamba", "attention", "moe"], "n_routed_experts": 5, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56},
+    ),
     "mimo": ("mimo_v2_flash", _LAYERS(2)),  # values smaller than keys
     "smollm2": ("llama", _LAYERS(2) | SMOLLM2_HEADS),
     "biased": ("llama", {**_LAYERS(1), "attention_bias": True, "mlp_bias": True}),

@@ -29,20 +29,27 @@ QUICK = [
     ("deepseek", "ep=2,tp=2,rules=dp_attention"),
     ("gemma3n", "tp=2,rules=tp_sp"),
     ("qwen3_5", "tp=4,dp=2"),
+    ("minimax", "ep=2,tp=4"),
+    ("nemotron_h", "ep=2,tp=4"),
 ]
 # Each preset with a ring (gemma3), with heads that do not divide (smollm2), with latents and with experts; each mesh
 # with one of them at least.
 SLOW = {
-    "gemma3": "tp=8 tp=2,dp=2 tp=4,rules=tp_sp cp=8 cp=2,tp=4 dp=2,cp=2,tp=2,rules=helix cp=4,tp=2,rules=tp2d "
+    "gemma3": "tp=8 tp=4,rules=tp_sp cp=8 cp=2,tp=4 dp=2,cp=2,tp=2,rules=helix cp=4,tp=2,rules=tp2d "
     "tp=4,rules=dp_attention",
-    "smollm2": "tp=2 dp=2 tp=4,rules=tp_sp cp=2,tp=4 cp=4,tp=2,rules=tp2d dp=2,tp=2,rules=dp_attention",
-    "minicpm3": "tp=8 tp=4,rules=tp_sp cp=8 dp=2,cp=2,tp=2 cp=4,tp=2,rules=helix dp=2,cp=2,tp=2,rules=tp2d "
+    "smollm2": "dp=2 tp=4,rules=tp_sp cp=2,tp=4 cp=4,tp=2,rules=tp2d dp=2,tp=2,rules=dp_attention",
+    "minicpm3": "tp=4,rules=tp_sp cp=8 dp=2,cp=2,tp=2 cp=4,tp=2,rules=helix dp=2,cp=2,tp=2,rules=tp2d "
     "tp=4,rules=dp_attention",
-    "experts": "tp=4 ep=4 dp=2,ep=2 ep=2,tp=2,dp=2 tp=4,rules=tp_sp cp=2 dp=2,cp=2,tp=2 cp=4,tp=2,rules=helix "
+    "experts": "tp=4 ep=4 ep=2,tp=2,dp=2 tp=4,rules=tp_sp dp=2,cp=2,tp=2 cp=4,tp=2,rules=helix "
     "cp=4,tp=2,rules=tp2d dp=2,tp=2,rules=dp_attention ep=2,tp=2,rules=dp_attention",
     "deepseek": "ep=2,tp=2,rules=tp_sp ep=2,cp=2,tp=2 cp=2,tp=2,rules=helix cp=2,tp=2,rules=tp2d",
     "gemma3n": "cp=2,tp=2 cp=2,tp=2,rules=tp2d",
     "qwen3_5": "tp=2 tp=4,rules=tp_sp tp=2,dp=2,rules=dp_attention",
+    "olmo_hybrid": "tp=4,rules=tp_sp tp=2,dp=2,rules=dp_attention",
+    "kimi_linear": "ep=2,tp=4 tp=2 tp=4,rules=tp_sp ep=2,tp=2,rules=dp_attention",
+    "minimax": "tp=8 tp=4,rules=tp_sp ep=2,tp=2,rules=dp_attention",
+    "lfm2": "tp=4,rules=tp_sp tp=4,dp=2 tp=8 tp=2,dp=2,rules=dp_attention",
+    "nemotron_h": "tp=8 tp=4,rules=tp_sp tp=2,dp=2,rules=dp_attention",
     "gemma4": "ep=2,tp=2,rules=tp_sp ep=2,tp=2,rules=dp_attention",
 }
 EVERY = [*QUICK, *(pytest.param(f, mesh, marks=pytest.mark.slow) for f in SLOW for mesh in SLOW[f].split())]
@@ -115,8 +122,12 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
 )
 def test_the_same_logits_with_rarer_layers(shape, parallel, engine_of, expected):
     """Biases, an RMS norm over all heads of which some are copies, layer norms, parallel blocks, sinks, chunks, values
-    of another size, gates on heads; several residuals, experts with norms of their own."""
-    assert_same_logits(engine_of(shape, parallel), shape, expected)
+    of another size, gates on heads; several residuals, experts with norms of their own. The program has the collectives
+    that were promised."""
+    engine = engine_of(shape, parallel)
+    assert_same_logits(engine, shape, expected)
+    for key in engine.programs._compiled:
+        assert_promise_kept(engine.programs, key)
 
 
 @pytest.mark.parametrize("parallel", ["cp=4", pytest.param("cp=2,tp=2,rules=helix", marks=pytest.mark.slow)])

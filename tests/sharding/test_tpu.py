@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from inferlib.compile.aot import environment
+from inferlib.compile.targets import parse_target
 
 ROOT = Path(__file__).parents[2]
 PRESETS = ["tp=4,dp=2", "cp=2,tp=4", "cp=4,tp=2,rules=helix", "cp=2,tp=4,rules=tp2d"]
@@ -25,25 +27,17 @@ MODEL = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
 }
-# The compiler lives in a process of its own: it may abort, and takes the accelerator for itself where there is one.
-ENVIRONMENT = {
-    "PYTHONPATH": str(ROOT),
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_LOG_DIR": "disabled",
-}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'")
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v6e:2x4"])
 def test_tpu_compiled_collectives_are_those_promised(topology):
+    """The compiler lives in a process of its own: it may abort, and takes the accelerator for itself where there is
+    one."""
     child = subprocess.run(
         [sys.executable, __file__, topology],
-        env=os.environ | ENVIRONMENT,
+        env=environment(parse_target(topology)) | {"PYTHONPATH": str(ROOT)},
         check=False,
         capture_output=True,
         text=True,

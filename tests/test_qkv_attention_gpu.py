@@ -1,0 +1,164 @@
+"""Decode attention on NVIDIA GPUs from products with queries, keys and values on: interpreted elsewhere. About 10 s."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from inferlib.models.batch import Backend, StepBatch, StepContext
+from inferlib.models.config import AttentionSpec, OutputGate, QueryTemperature, RopeSpec
+from inferlib.models.layers.attention import Attention
+from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.norm import rms_norm
+from inferlib.models.layers.rope import apply_rope
+from inferlib.ops.decode_attention import decode_attention
+from inferlib.ops.qkv_attention import qkv_attention
+from inferlib.pallas_kernels import decode_attention_gpu
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import planned_shards
+from tests.decode_attention_cases import TOLERANCE, Case
+
+SMALL = partial(Case, writes=True)  # what no query sees is NaN or infinite, with the new cells, and those of idle rows
+EPS = 1e-3
+
+
+def draw(case: Case, rotary: int = 0, norms: bool = False, bias: bool = False) -> tuple[list, dict]:
+    """Products, cache and lengths, and the arrays that a layer has. rotary: numbers of a head that are rotated."""
+    rng, inputs = np.random.default_rng(1), case.inputs(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), case.dtype)  # noqa: E731
+    key, value = (x[:, :, None] for x in inputs["new"])
+    qkv, arrays = jnp.concatenate([inputs["q"], key, value], axis=2), {}
+    if bias:
+        arrays["bias"] = normal(*qkv.shape[1:])
+    if norms:
+        arrays["norms"] = normal(case.size), normal(case.size)
+    if rotary:
+        angles = rng.uniform(0, 6, size=(len(case.lengths), rotary // 2))
+        arrays["rope"] = tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+    if case.sinks:
+        arrays["sinks"] = inputs["sinks"].astype(case.dtype)
+    return [qkv, inputs["k"], inputs["v"], inputs["lengths"]], arrays
+
+
+def one_after_the_other(qkv, k, v, lengths, arrays, *, eps, offset, **options):
+    """As layers have it without the kernel."""
+    qkv = qkv + arrays["bias"] if "bias" in arrays else qkv
+    q, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+    if "norms" in arrays:
+        pairs = zip((q, key), arrays["norms"], strict=True)
+        q, key = (rms_norm(x, weight, eps, unit_offset=bool(offset)) for x, weight in pairs)
+    if "rope" in arrays:
+        q, key = (apply_rope(x, *arrays["rope"]) for x in (q, key))
+    out, _, *cache = decode_attention(q, k, v, lengths, new=(key, value), sinks=arrays.get("sinks"), **options)
+    return out, *cache
+
+
+def check(case: Case, offset: float = 0.0, **has) -> None:
+    inputs, arrays = draw(case, **has)
+    options = dict(eps=EPS, offset=offset) | case.static()
+    found, want = (jax.jit(partial(run, **options))(*inputs, arrays) for run in (qkv_attention, one_after_the_other))
+    tolerance = TOLERANCE[jnp.dtype(case.dtype).name]
+    for got, expected in zip(found, want, strict=True):
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+        got, expected = (np.asarray(x.astype(jnp.float32)) for x in (got, expected))
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+
+
+ALL = dict(norms=True, bias=True)
+CASES = {
+    # The newest position of the third is alone in its share.
+    "rotated": (SMALL((0, 1, 129, 256)), dict(rotary=64)),
+    "norms": (SMALL((512, 400), group=8, size=128, slots=512, options={"softcap": 5.0}), dict(norms=True)),
+    "no powers of two, rotated in part, norms with an offset": (
+        SMALL((300, 17, 0), heads=1, group=3, size=48, slots=300, sinks=True, options={"window": 50}),
+        ALL | dict(rotary=32, offset=1.0),
+    ),
+    "a ring that wraps": (
+        SMALL((200, 30, 1, 0), slots=96, ring=True, options={"window": 64}),
+        dict(rotary=64, norms=True),
+    ),
+    "a ring of its window": (SMALL((97, 96, 95), slots=96, ring=True, sinks=True, options={"window": 96}), {}),
+    "bfloat16": (SMALL((1, 31, 300), slots=300, dtype=jnp.bfloat16, sinks=True), ALL | dict(rotary=32)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_what_layers_compute(name):
+    case, has = CASES[name]
+    check(case, **has)
+
+
+def test_long_rows_get_more_shares(monkeypatch):
+    monkeypatch.setattr(decode_attention_gpu, "PROGRAMS", 24)
+    check(SMALL((300, 20, 280), slots=300))
+
+
+def test_bad_shapes_and_options_are_refused():
+    (qkv, k, v, lengths), arrays = draw(SMALL((1, 2)))
+    with pytest.raises(ValueError, match="window"):
+        qkv_attention(qkv, k, v, lengths, arrays, scale=1.0, ring=True)
+    with pytest.raises(ValueError, match="must both be"):
+        qkv_attention(qkv, k[:1], v[:1], lengths, arrays, scale=1.0)
+
+
+SPEC = AttentionSpec(4, 2, 8, 0.1, RopeSpec(8, 1e4))
+KEYS, TOKEN = jnp.zeros((2, 2, 16, 8)), jnp.ones(1, jnp.int32)
+ROWS = StepBatch.of_rows(TOKEN, TOKEN)
+
+
+def taken(spec=SPEC, *cache, layer=None, batch=ROWS, chosen="pallas_gpu", parallel="tp=1") -> bool:
+    shards = planned_shards(Parallelism.parse(parallel))
+    ctx = StepContext(batch, None, 16, backend=Backend(qkv_attention=chosen), shards=shards)
+    return Attention.in_one(SimpleNamespace(spec=spec), ctx, LayerCache(cache or (KEYS, KEYS), layer=layer))
+
+
+def test_layers_that_it_takes():
+    gate = OutputGate("sigmoid", per_head=True)
+    assert taken()
+    assert taken(
+        replace(
+            SPEC, rope=None, window=4, softcap=5.0, qk_norm="head", qkv_bias=True, o_bias=True, sinks=True, gate=gate
+        )
+    )
+    for changes in (
+        dict(qk_norm="full"),
+        dict(qk_norm="unit"),
+        dict(qk_norm="head", qk_norm_after_rope=True),
+        dict(temperature=QueryTemperature(0.1, 8)),
+        dict(value_dim=4),
+        dict(value_scale=2.0),
+        dict(value_norm=True),
+        dict(key_is_value=True),
+        dict(chunk=4),
+        dict(cache_of=0),
+    ):
+        assert not taken(replace(SPEC, **changes)), changes
+
+
+def test_steps_and_caches_that_it_takes():
+    """Decode rows alone, whose keys and values lie apart in one layer's cache, as they are, whole on a device."""
+    assert taken(parallel="tp=2")
+    assert not taken(parallel="cp=2")
+    assert not taken(chosen="xla")
+    assert not taken(batch=StepBatch(TOKEN[None], *[TOKEN] * 5))
+    assert not taken(SPEC, KEYS[None], KEYS[None], layer=jnp.int32(0))
+    for cache in ((KEYS,), (KEYS, KEYS[..., 0]), (KEYS, KEYS, KEYS[..., 0], KEYS[..., 0])):
+        assert not taken(SPEC, *cache)
+
+
+def test_lowers_to_triton():
+    """Heads of gpt-oss with norms; the cache is written where it lies."""
+    inputs, arrays = draw(SMALL((1, 2), group=8, slots=500, dtype=jnp.bfloat16, sinks=True), rotary=64, **ALL)
+    device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+    run = jax.jit(partial(qkv_attention, scale=1.0, window=300, ring=True), donate_argnums=(1, 2))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        text = run.trace(*inputs, arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert "xla.gpu.triton" in text
+    assert text.count("output_operand_alias<") == 2
