@@ -32,6 +32,7 @@ from inferlib.ops.add_norm import add_norm, add_norm_fits
 from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.matmul import Normed, matmul
 from inferlib.ops.packed import PackedTensor
+from inferlib.ops.quantized import QuantizedTensor
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -331,14 +332,15 @@ class Decoder(nnx.Module):
         return ctx.shards.all_tokens(x, ctx.tokens), tuple(new), stream.boxes, load
 
     def adds_norms(self, ctx: StepContext) -> bool:
-        """Whether sums that are one device's own take place in one kernel with the norms that follow: where there are
-        experts, whose sums XLA:GPU does not add to the residual in the product's own kernel, as it does dense ones."""
-        if ctx.backend.add_norm == "xla" or ctx.shards.mesh is not None or not self.config.mixtures:
+        """Whether sums that are one device's own take place in one kernel with the norms that follow: those of experts
+        and of a single row with quantised weights, whose products are kernels of ours. To others XLA:GPU adds the
+        residual in the product's own kernel."""
+        tokens = ctx.batch.tokens.size
+        if ctx.backend.add_norm == "xla" or ctx.shards.mesh is not None or not add_norm_fits(tokens, self.config.dim):
             return False
-        unrolled = all(segment.count == 1 for segment in self.segments)
-        return (
-            unrolled and fuses_sums(self.config, alone=True) and add_norm_fits(ctx.batch.tokens.size, self.config.dim)
-        )
+        if any(segment.count > 1 for segment in self.segments) or not fuses_sums(self.config, alone=True):
+            return False
+        return bool(self.config.mixtures) or (tokens == 1 and isinstance(self.blocks[0].mlp.down[...], QuantizedTensor))
 
     def lent(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
         """The cache of the layer whose keys and values a block's layers attend to, if they have none. caches: of the

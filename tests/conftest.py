@@ -142,7 +142,9 @@ def small(checkpoint) -> LLM:
     return build_llm(checkpoint("llama", num_hidden_layers=1), buckets, decode_steps=2)
 
 
-def build_llm(path: Path | str, buckets: Buckets, *, parallel: str | None = None, **options: Any) -> LLM:
+def build_llm(
+    path: Path | str, buckets: Buckets, *, parallel: str | None = None, quantization: str | None = None, **options: Any
+) -> LLM:
     """An LLM in float32; `options` replace what `EngineConfig.make` chooses for this platform."""
     make = EngineConfig.make
     with pytest.MonkeyPatch.context() as patch:
@@ -154,6 +156,7 @@ def build_llm(path: Path | str, buckets: Buckets, *, parallel: str | None = None
             max_len=buckets.cache[-1],
             buckets=buckets,
             parallel=parallel,
+            quantization=quantization,
             progress=False,
         )
 

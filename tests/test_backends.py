@@ -27,6 +27,7 @@ from tests.conftest import MAX_LEN, assert_greedy, build_llm, random_prompts
 from tests.test_compile_tpu import EXPERTS, TINY
 
 TPU, GPU = {"platform": "tpu"}, "pallas_gpu"
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
 KERNELS = Backend(decode_attention="pallas_tpu", prefill_attention="pallas_tpu")
@@ -46,7 +47,6 @@ WINDOWS = {"num_hidden_layers": 3, "layer_types": ("sliding_attention", "sliding
         ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_gpu")),
         ("qwen3_moe", {"num_experts": 64}, {"scan": False}, Backend(grouped_matmul=GPU, qkv_attention=GPU)),
         ("gpt_oss", {}, {}, Backend(expert_mlp="pallas_tpu")),
-        ("llama", {}, {"platform": "gpu", "scan": False}, Backend(add_norm="pallas_gpu")),
         ("gpt_oss", {}, {"scan": False}, Backend(qkv_attention="pallas_gpu")),
     ],
     ids=[
@@ -58,7 +58,6 @@ WINDOWS = {"num_hidden_layers": 3, "layer_types": ("sliding_attention", "sliding
         "experts on a GPU",
         "few rows on a GPU",
         "experts",
-        "norms",
         "attention from products on",
     ],
 )
@@ -130,6 +129,25 @@ def test_a_model_with_all_that_tpus_get_has_the_same_logits(checkpoint, quantiza
     np.testing.assert_allclose(kernels.logits(tokens), logits[: len(tokens)], rtol=0, atol=margin)
     steps = logits[len(tokens) - 1 : -1]
     assert np.max(steps.max(-1) - steps[np.arange(len(new)), new]) < 2 * margin
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization", "batch", "fused"),
+    [("qwen3_moe", None, 2, True), ("llama", "int8", 1, True), ("llama", "int8", 2, False), ("llama", None, 1, False)],
+)
+def test_sums_that_follow_our_products_are_made_with_their_norms(family, quantization, batch, fused, checkpoint):
+    path, buckets, prompts = checkpoint(family), Buckets((16,), (batch,), (64,)), random_prompts([7] * batch)
+    options = dict(quantization=quantization, platform="gpu", scan=False)
+    llm = build_llm(path, buckets, **options, backend=Backend(add_norm="pallas_gpu"))
+    programs, key = llm.engine.programs, ProgramKey("greedy", batch, 64)
+    traced = jax.make_jaxpr(build(programs.model, programs.plan, programs.config, key))(*programs.inputs(key))
+    assert ("name=add_norm" in str(traced)) == fused
+    if fused:
+        plain = build_llm(path, buckets, **options, backend=Backend())
+        ours, theirs = (
+            [output.outputs[0].token_ids for output in each.generate(prompts, GREEDY)] for each in (llm, plain)
+        )
+        assert ours == theirs
 
 
 def test_the_option_has_one_spelling():
