@@ -121,6 +121,12 @@ def _noise(key: jax.Array, x: jax.Array) -> jax.Array:
     return jax.random.normal(key, x.shape, x.dtype)
 
 
+def of_experts(quantization: Quantization, config: ModelConfig, dtype: str) -> Quantization:
+    """The same, of nothing but a model's experts."""
+    others = {w.part for w in abstract_model(config, dtype).weights if axes.EXPERTS not in w.axes}
+    return replace(quantization, kept=tuple(sorted(others)))
+
+
 def engine_config(model: ModelConfig, batch: int, cache: int, shards: Shards, backend: str = "auto") -> EngineConfig:
     """For the devices that are there."""
     device = jax.devices()[0]
@@ -231,8 +237,7 @@ def main() -> None:
     peers = [in_child(peer_hf, hf, b, *options) for b in batches] if args.peer else []
     config, quantization = config_from_hf(hf), args.quantization and Quantization.named(args.quantization)
     if quantization and args.experts_only:
-        others = {w.part for w in abstract_model(config, dtype).weights if axes.EXPERTS not in w.axes}
-        quantization = replace(quantization, kept=tuple(sorted(others)))
+        quantization = of_experts(quantization, config, dtype)
     run = engine_config(config, batches[0], args.cache, Shards(), args.backend)
     model = abstract_model(config, dtype, quantization=quantization, backend=run.backend, scan=run.scan)
     weights = load_weights(files.source, family_of(hf), model) if files else model.random_weights()

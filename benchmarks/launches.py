@@ -1,0 +1,118 @@
+"""What a decode step launches on an NVIDIA H100, compiled on a machine that has no GPU.
+
+    pip install "jax[cuda13]"
+    python benchmarks/launches.py --config llama3-8b --quantization int8
+
+XLA compiles the step of a model's first --layers layers, and the last one's kernels, XLA's and ours, are listed in
+their order. A launch costs 1.5 to 4 us beside its bytes, which is what a step of few
+rows is made of. Without a GPU nothing is tuned: XLA's own products may be others on a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+from decode import of_experts
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from rich.console import Console
+from rich.table import Table
+
+from inferlib import configs
+from inferlib.compile.hlo import Instruction, Module
+from inferlib.compile.program_set import ProgramSet
+from inferlib.compile.programs import ProgramKey, build
+from inferlib.config import EngineConfig
+from inferlib.models.abstract import abstract_model
+from inferlib.models.config import ModelConfig
+from inferlib.models.families import config_from_hf
+from inferlib.models.quantization import Quantization
+from inferlib.ops.quantized import SCHEMES
+from inferlib.sharding.mesh import alone
+
+# An H100 SXM, as XLA describes it (xla/stream_executor/device_description.proto).
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84978434048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  cuda_compute_capability { major: 9 minor: 0 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+# What starts nothing on the device.
+_FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all"}
+
+
+def device() -> jax.Device:
+    try:
+        topology = topologies.get_topology_desc("", platform="cuda", target_config=H100, topology="1x1x1")
+    except NotImplementedError as e:
+        raise SystemExit('XLA\'s compiler for NVIDIA GPUs is not installed: pip install "jax[cuda13]"') from e
+    return topology.devices[0]
+
+
+def launches(
+    model: ModelConfig, layers: int, batch: int, cache: int, quantization: Quantization | None
+) -> list[Instruction]:
+    """Of a decode step of the first `layers` layers, in order."""
+    config = EngineConfig.make("gpu", batch, cache)
+    stacks = dict(backend=config.backend, scan=config.scan, quantization=quantization)
+    model = abstract_model(replace(model, layers=model.layers[:layers]), "bfloat16", **stacks)
+    programs, key, gpu = ProgramSet.make(model, config), ProgramKey("greedy", batch, cache), device()
+    placed = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(gpu))
+    inputs = jax.tree.map(lambda x: placed(x.shape, x.dtype), programs.inputs(key))
+    step = jax.jit(build(programs.model, programs.plan, programs.config, key), donate_argnums=(1, 2))
+    with jax.sharding.use_abstract_mesh(alone(gpu)):
+        compiled = step.trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
+    return [i for i in Module(compiled.as_text()).entry.instructions.values() if i.op not in _FREE]
+
+
+def place(launch: Instruction) -> str:
+    """Where in the model it comes from."""
+    found = re.search(r'op_name="(?:jit\(decode\)/)?([^"]*)"', launch.rest)
+    words = found[1].split("/") if found else ["?"]
+    return "/".join(w for w in words if not re.fullmatch(r"cond|branch_\d_fun|jit\(.*\)|pallas_call", w))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=configs.names(), default="llama3-8b", help="a shape from configs/")
+    parser.add_argument("--quantization", choices=SCHEMES)
+    parser.add_argument("--experts-only", action="store_true", help="quantise nothing but experts")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--cache", type=int, default=2048, help="cache length in tokens")
+    parser.add_argument("--layers", type=int, default=4, help="of the model that is compiled, at least 2")
+    args = parser.parse_args()
+    if (args.experts_only and not args.quantization) or args.layers < 2:
+        parser.error("--experts-only says what --quantization is for, and --layers is at least 2")
+    jax.config.update("jax_platforms", "cpu")  # else the plugin would look for a GPU
+    model = config_from_hf(configs.load(args.config))
+    scheme = args.quantization and Quantization.named(args.quantization)
+    if args.experts_only:
+        scheme = of_experts(scheme, model, "bfloat16")
+    counted = partial(launches, model, batch=args.batch, cache=args.cache, quantization=scheme)
+    found = counted(args.layers)
+    each = len(found) - len(counted(args.layers - 1))
+    end = next(n for n, launch in enumerate(found) if place(launch).startswith("head"))
+    stored = f"{'experts in ' if args.experts_only else ''}{args.quantization or 'bfloat16'}"
+    title = f"{args.config}, {stored}, batch {args.batch}: {each} launches of a layer"
+    table = Table("launch", "of", "result", title=title)
+    for launch in found[end - each : end]:
+        ours = launch.op == "custom-call" and "triton" in launch.rest
+        result = ", ".join(f"{s.dtype}[{','.join(map(str, s.dims))}]" for s in launch.shapes)
+        table.add_row("a kernel of ours" if ours else launch.name, place(launch), result)
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()
