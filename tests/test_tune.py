@@ -260,6 +260,7 @@ def test_a_child_that_is_late_is_killed_and_the_next_job_gets_another(tmp_path):
         (["--target", "cuda:h200"], "kernels are tuned for TPUs, not for cuda:h200"),
         (["--target", "v5e-1", "--target", "v5e-4"], "v5e is named twice"),
         (["softmax", "--target", "v5e-1"], r"no kernels \['softmax'\]; there are decode_attention"),
+        (["collective_matmul", "--target", "v5e-8", "--target", "v6e-1"], "for 8 devices, and v6e:1x1 has fewer"),
         (["--target", "v5e-1", "--case", "Z"], r"no cases \['Z'\]"),
         (["--target", "v5e-1", "--parallel", "tp=2"], "give that too"),
         (["--target", "v5e-1", "--config", "llama3-8b", "--case", "A"], "whose programs say which"),
