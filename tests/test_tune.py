@@ -18,6 +18,7 @@ from inferlib import Buckets
 from inferlib.cli import app
 from inferlib.compile import child, program_set, tune
 from inferlib.compile.aot import CompileError
+from inferlib.compile.artifacts import device_facts
 from inferlib.compile.child import Child
 from inferlib.compile.deployment import Deployment
 from inferlib.compile.kernel_cases import standing_for
@@ -75,6 +76,14 @@ def test_more_is_computed_at_once_where_memory_waits(monkeypatch):
     for kind, tokens, part in (("TPU v5 lite", 1, 512), ("TPU7x", 1, 1024), ("TPU7x", 2, 512)):
         traced_for(monkeypatch, kind)
         assert default_blocks(q=(32, tokens, 8, 4, 128), **shape).part == part
+
+
+def test_a_generation_has_the_names_that_jax_knows(monkeypatch):
+    kinds = {"v5e": ("TPU v5 lite", "TPU v5e"), "v5p": ("TPU v5", "TPU v5p"), "v6e": ("TPU v6 lite", "TPU v6e")}
+    for name, known in (kinds | {"v4": ("TPU v4",), "v7x": ("TPU7x",)}).items():
+        for kind in known:
+            traced_for(monkeypatch, kind)
+            assert generations_tpu.generation() == device_facts(kind, "tpu") == name
 
 
 def traced_for(monkeypatch, kind: str) -> None:
