@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
+from jax.extend.core import jaxprs_in_params
 
 from inferlib import LLM, Buckets
 from inferlib.config import EngineConfig
@@ -223,6 +224,18 @@ def assert_greedy(path: Path, prompt: list[int], tokens: list[int], kv_cache_dty
     short = logits.max(-1) - logits[np.arange(len(tokens)), tokens]
     margin = 0.2 if kv_cache_dtype else 1e-3
     assert short.max() < margin, f"step {short.argmax()} of {len(tokens)}: {short.max()} below the best logit"
+
+
+def kernels_in(function: Callable, *args) -> set[str]:
+    """The names of the Pallas kernels that it calls, within loops and branches too."""
+    found, jaxprs = set(), [jax.make_jaxpr(function)(*args).jaxpr]
+    while jaxprs:
+        for equation in jaxprs.pop().eqns:
+            if equation.primitive.name == "pallas_call":
+                found.add(equation.params["name"])
+            else:
+                jaxprs += jaxprs_in_params(equation.params)
+    return found
 
 
 def write_tokenizer(folder: Path) -> None:

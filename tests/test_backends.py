@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import sys
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import compile as compile_benchmark
+from benchmarks import decode as decode_benchmark
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.compile.deployment import Deployment
 from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey, build
 from inferlib.compile.report import Report
+from inferlib.compile.report_html import page
+from inferlib.compile.report_text import render
 from inferlib.config import OPERATIONS, ConfigurationError, EngineConfig, backend_option
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import Backend, kernel_lacks
@@ -23,7 +26,7 @@ from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
-from tests.conftest import MAX_LEN, assert_greedy, build_llm, random_prompts
+from tests.conftest import MAX_LEN, assert_greedy, build_llm, kernels_in, random_prompts
 from tests.test_compile_tpu import EXPERTS, TINY
 
 TPU, GPU = {"platform": "tpu"}, "pallas_gpu"
@@ -154,9 +157,24 @@ def test_operations_are_left_to_xla(option, left):
     buckets, stored = Buckets((16,), (2,), (128,)), Quantization.named("mxfp4")
     made = Deployment(EXPERTS, "v5e-1", "bfloat16", buckets, quantization=stored, backend=option).planned()
     key = ProgramKey("greedy", 2, 128, chunks=1, chunk=16)
-    traced = jax.make_jaxpr(build(made.model, made.plan, made.config, key))(*made.inputs(key))
-    called = set(re.findall(r"= pallas_call\[.*?\bname=(\w+)", str(traced), re.DOTALL))
+    called = kernels_in(build(made.model, made.plan, made.config, key), *made.inputs(key))
     assert called - {"choose_experts"} == left  # which is for GPUs
+
+
+def test_reports_say_what_programs_were_compiled_with():
+    made = Deployment(TINY, "v5e-1", "bfloat16", Buckets((16,), (2,), (128,)), kv_cache_dtype="int8", backend="xla")
+    report, settings = Report.of(made, ()), "tp=1, bfloat16, int8 cache, backend xla"
+    assert render(report, "tiny").splitlines()[0] == f"tiny on v5e-1, {settings}"
+    assert f"<h1>tiny on v5e-1</h1><p>{settings}: " in page(report, "tiny")
+
+
+@pytest.mark.parametrize("words", ["compile.py --only 8b", "decode.py --config llama3-8b"])
+def test_benchmarks_explain_a_wrong_option(words, monkeypatch, capsys):
+    program, *arguments = words.split()
+    monkeypatch.setattr(sys, "argv", [program, *arguments, "--backend", "pallas"])
+    with pytest.raises(SystemExit):
+        {"compile.py": compile_benchmark, "decode.py": decode_benchmark}[program].main()
+    assert f"{program}: error: backend 'pallas' is neither 'auto' nor 'xla'" in capsys.readouterr().err
 
 
 def test_options_that_do_not_hold_are_refused(checkpoint):

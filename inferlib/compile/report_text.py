@@ -21,11 +21,19 @@ def render(report: Report, name: str) -> str:
     text, terminal = io.StringIO(), sys.stdout.isatty()
     console = Console(file=text, force_terminal=terminal, width=None if terminal else _WIDTH)
     made = report.deployment
-    console.print(f"[bold]{name} on {made.target}[/bold], {made.parallel}, {made.dtype}", highlight=False)
+    console.print(f"[bold]{name} on {made.target}[/bold], {settings_text(report)}", highlight=False)
     console.print(_memory(report), _time(report), highlight=False)
     for line in (*_limits(report), *assumptions(report), *_collectives(report), *_kernels(report), *_problems(report)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return text.getvalue()
+
+
+def settings_text(report: Report) -> str:
+    """What the programs were compiled with, beside the model and the target."""
+    made = report.deployment
+    kept = {"weights": made.quantization, "cache": made.kv_cache_dtype}
+    parts = [f"{how} {what}" for what, how in kept.items() if how]
+    return ", ".join([str(made.parallel), made.dtype, *parts, f"backend {made.backend}"])
 
 
 def _table(title: str, *columns: str) -> Table:
