@@ -26,7 +26,7 @@ from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
-from tests.conftest import MAX_LEN, assert_greedy, build_llm, kernels_in, random_prompts
+from tests.conftest import MAX_LEN, assert_decoded, assert_greedy, build_llm, kernels_in, random_prompts, reference
 from tests.test_compile_tpu import EXPERTS, TINY
 
 TPU, GPU = {"platform": "tpu"}, "pallas_gpu"
@@ -78,10 +78,12 @@ def test_a_model_generates_what_transformers_does(family, changes, options, back
         lacks = partial(kernel_lacks, backend=backend, operation="decode_attention", scaled=stored is not None)
         assert not any(lacks(layer.attention) for layer in llm.model_config.layers)
         assert {len(block.shapes) for block in llm.engine.plan.blocks} == {2 if changes["head_dim"] == 128 else 1}
-    for prompt, output in zip(
-        prompts, llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24)), strict=True
-    ):
-        assert_greedy(path, prompt, output.outputs[0].token_ids, stored)
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=20 if stored else None)
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        if stored:
+            assert_decoded(path, output, lambda tokens: reference(path, tokens, stored))
+        else:
+            assert_greedy(path, prompt, output.outputs[0].token_ids)
 
 
 @pytest.mark.slow
