@@ -30,7 +30,8 @@ def page(report: Report, name: str) -> str:
     """The whole page. name: of the model."""
     made = report.deployment
     title = html.escape(f"{name} on {made.target}")
-    state = "fits, nothing copies the cache" if report.ok else "see what is red"
+    fits = "fits" if report.copied else "fits, nothing copies the cache"
+    state = fits if report.ok else "see what is red"
     problems = [line for p in report.programs for line in problems_of(p)] + report.advice()
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>",

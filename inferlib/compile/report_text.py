@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -125,8 +126,11 @@ def problems_of(p: ProgramReport) -> list[str]:
     facts = p.outcome.facts or {}
     lines = []
     for name, what in (("cache_copies", "the cache"), ("weight_copies", "weights")):
+        counts: Counter[tuple[str, int]] = Counter()
         for copy in facts.get(name, ()):
-            lines.append(f"{p.key} copies {what}: {copy['array']}, {copy['count']} x {_mib(copy['nbytes'])} a step")
+            counts[copy["array"], copy["nbytes"]] += copy["count"]
+        for (array, size), count in counts.items():
+            lines.append(f"{p.key} copies {what}: {array}, {count} x {_mib(size)} a step")
     return lines + ([f"{p.key}: {p.outcome.error}"] if p.outcome.error else [])
 
 
