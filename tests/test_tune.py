@@ -229,8 +229,10 @@ SHAPES = [
 def test_a_shape_has_a_case_that_asks_for_it(kernel, shape):
     if kernel == "decode_attention":
         shape = shape | {name: shape.get(name) for name in ("pages", "seen")}
-    for case in standing_for(kernel, shape).values():
-        assert tune._asked_by(case).shape == shape
+    for devices in (4, 8):
+        for case in standing_for(kernel, shape, devices).values():
+            assert getattr(case, "devices", devices) == devices
+            assert tune._asked_by(case).shape == shape
 
 
 def test_what_a_deployment_needs():

@@ -97,9 +97,10 @@ def check_devices(kernels: Collection[str], targets: Collection[Target]) -> None
             )
 
 
-def standing_for(kernel: str, shape: Mapping[str, Any]) -> dict[str, Case]:
+def standing_for(kernel: str, shape: Mapping[str, Any], devices: int) -> dict[str, Case]:
     """Cases by name in which the kernel asks for blocks of a shape (see `tuned_tpu.Entry`), with data as different as
-    it must do well on: full and unequal rows, first and last chunks. Raises ValueError if there are none."""
+    it must do well on: full and unequal rows, first and last chunks. devices: that there are, for a kernel of several.
+    Raises ValueError if there are none."""
     if kernel not in _KINDS:
         raise ValueError(f"no cases stand for shapes of {kernel}")
-    return _KINDS[kernel].of(**shape)
+    return _KINDS[kernel].of(**shape, **({"devices": devices} if kernel in RINGS else {}))
