@@ -111,19 +111,23 @@ def main() -> None:
     if given.list:
         print(*cases, sep="\n")
         return
+    try:
+        deployments = [(case, case.deployment(given.backend)) for case in cases]
+    except ValueError as error:
+        parser.error(str(error))
     console = Console(width=None if Console().is_terminal else 160)
-    for case in cases:
+    for case, made in deployments:
         table = Table(title=str(case), title_justify="left")
         for column in COLUMNS:
             table.add_column(column, justify="left" if column == "step" else "right")
-        for row in measured(case, given.backend):
+        for row in measured(case, made):
             table.add_row(*row)
         console.print(table)
 
 
-def measured(case: Case, backend: str) -> Iterator[tuple[str, ...]]:
+def measured(case: Case, made: Deployment) -> Iterator[tuple[str, ...]]:
     """Lines of the table: the decode step, which decides the layouts of the weights, and each prefill."""
-    made, before = case.deployment(backend), _children()
+    before = _children()
     decode, *others = made.keys()
     prefills = [key for key in others if key.chunks == 1 and not (key.rows or key.detail)]
     keys = [decode, *(key for key in prefills if case.chunks)]

@@ -18,7 +18,9 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
@@ -32,7 +34,7 @@ from rich.table import Table
 from inferlib import configs
 from inferlib.cache.plan import BlockState, plan_cache
 from inferlib.checkpoint.load import load_weights
-from inferlib.config import EngineConfig, chip_of
+from inferlib.config import EngineConfig, backend_option, chip_of
 from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.llm import ModelFiles
@@ -210,6 +212,15 @@ def peer_hf(hf: dict, batch: int, cache: int, steps: int, dtype: str, plain: boo
     return statistics.median(pairs) * 1e3
 
 
+@contextmanager
+def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Around code that reads what the user gave: its errors are the user's and need no traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shape = parser.add_mutually_exclusive_group(required=True)
@@ -227,8 +238,10 @@ def main() -> None:
     parser.add_argument("--peer", choices=("hf", "hf-plain"), help="also time this peer")
     parser.add_argument("--json", action="store_true", help="one JSON object per row instead of a table")
     args = parser.parse_args()
-    batches = [int(b) for b in args.batch.split(",")]
-    files = ModelFiles.open(args.model) if args.model else None
+    with user_errors(parser):
+        batches = [int(b) for b in args.batch.split(",")]
+        files = ModelFiles.open(args.model) if args.model else None
+        backend_option(args.backend)
     hf = files.hf if files else configs.load(args.config)
     # The peer first: this process reserves most of a GPU's memory as soon as JAX starts.
     on_cpu = in_child(jax.default_backend) == "cpu"
@@ -238,7 +251,8 @@ def main() -> None:
     config, quantization = config_from_hf(hf), args.quantization and Quantization.named(args.quantization)
     if quantization and args.experts_only:
         quantization = of_experts(quantization, config, dtype)
-    run = engine_config(config, batches[0], args.cache, Shards(), args.backend)
+    with user_errors(parser):
+        run = engine_config(config, batches[0], args.cache, Shards(), args.backend)
     model = abstract_model(config, dtype, quantization=quantization, backend=run.backend, scan=run.scan)
     weights = load_weights(files.source, family_of(hf), model) if files else model.random_weights()
     copy = copy_bandwidth()

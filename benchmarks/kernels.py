@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from inferlib.compile.kernel_cases import CASES, FIXED, RINGS, chosen_cases
+from inferlib.compile.kernel_cases import CASES, FIXED, RINGS, check_devices, chosen_cases
 from inferlib.compile.kernels import KernelCompiler
 from inferlib.compile.targets import Target, parse_target
 
@@ -38,6 +38,7 @@ def main() -> None:
     try:
         targets = given.targets and [parse_target(name) for name in given.targets.split(";")]
         cases = chosen_cases(given.kernels.split(";"), given.cases and given.cases.split(";"), ALL)
+        check_devices(cases, targets or ())
     except ValueError as error:
         parser.error(str(error))
     found = [

@@ -242,6 +242,11 @@ class EngineConfig:
         are counted and a row that ends keeps its place until the last; a single one on Trainium, which has no loops.
         model: what will be run; cache buckets are finer where attention of its layers reads all of a bucket. backend:
         see `with_option`. cores: of a device; generation: of TPUs, such as v7x."""
+        for name, size in (("max_batch", max_batch), ("max_len", max_len)):
+            if not isinstance(size, int):
+                raise ConfigurationError(f"{name} must be a whole number, got {size!r}")
+        if not isinstance(buckets, Buckets | None):
+            raise ConfigurationError(f"buckets must be Buckets(prefill=..., batch=..., cache=...), got {buckets!r}")
         shards = shards or Shards()
         chosen = with_option(Backend.for_platform(platform, shards, cores, generation), backend, platform)
         ragged, dealt = chosen.decode_attention == "pallas_gpu", shards.size(axes.TOKENS)

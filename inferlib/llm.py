@@ -274,6 +274,8 @@ class LLM:
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Tokenise and validate a prompt. Raises ValueError naming what is wrong."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams or a list of one for each prompt, got {params!r}")
         if isinstance(prompt, str):
             return self._request(prompt, self._tokenizer("text prompts").encode(prompt), params)
         return self._request(None, _token_ids(prompt), params)
@@ -286,10 +288,11 @@ class LLM:
         return self.tokenizer
 
     def _prepare_all(self, prompts, sampling_params) -> list[Request]:
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
+        one = isinstance(prompts, str | Mapping) or not isinstance(prompts, Sized)
+        if one or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
             prompts = [prompts]
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        if not isinstance(sampling_params, Sequence):
+            sampling_params = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
         requests = []
@@ -433,17 +436,17 @@ def _plan_programs(
     platform = device.platform
     dtype = dtype or ("float32" if platform == "cpu" else "bfloat16")
     check_dtype(dtype)
-    max_len = min(model.context, 2048) if max_len is None else max_len
-    if max_len > model.context:
-        raise ValueError(f"max_len {max_len} exceeds the model's context of {model.context} tokens")
     experts = sorted({spec.experts for spec in model.mixtures})
     if expert_load and len(experts) != 1:
         of = f"layers of {' and of '.join(map(str, experts))} experts, not of as many each" if experts else "no experts"
         raise ConfigurationError(f"expert_load counts the tokens of each expert, and the model has {of}")
     shards = make_shards(parallel)
+    max_len = min(model.context, 2048) if max_len is None else max_len
     sizes = 8 if max_batch is None else max_batch, max_len, buckets
     kept = kv_cache_dtype, "auto" if backend is None else backend
     config = EngineConfig.make(platform, *sizes, shards, model, *kept, *chip_of(device))
+    if max_len > model.context:
+        raise ValueError(f"max_len {max_len} exceeds the model's context of {model.context} tokens")
     config = replace(config, expert_load=expert_load)
     options = dict(backend=config.backend, scan=config.scan, shards=shards, expert_slots=expert_slots)
     abstract = abstract_model(model, dtype, quantization=quantization, **options)

@@ -74,7 +74,12 @@ class ModelFiles:
                 source = QuantizedSource(source, form_of(quantized))
                 if unused := source.cache_scales:
                     kept = "the cache keeps its dtype unless kv_cache_dtype says otherwise"
-                    log.warning("%s: %d scales of keys and values are not used: %s", path, len(unused), kept)
+                    log.warning(
+                        "%s: %d scales and zero points of queries, keys and values are not used: %s",
+                        path,
+                        len(unused),
+                        kept,
+                    )
             if unseen := [name for name in source.names() if name.startswith(family_of(hf).senses)]:
                 log.warning("%s: the text model is run; %d tensors of images or sound are left out", path, len(unseen))
         return ModelFiles(path, hf, config, source, tokenizer)

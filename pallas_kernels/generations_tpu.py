@@ -1,4 +1,7 @@
-"""What kernels must know of the TPU that they are made for: its generation, and what that has less of than others."""
+"""What kernels must know of the TPU that they are made for: its generation, and what that has less of than others.
+
+Without JAX until a kernel is traced: who only looks figures up need not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-import jax
-import jax.numpy as jnp
-
-# As the TPU compiler names devices.
+# As the TPU compiler names devices, and as JAX knows them too.
 GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
+GENERATIONS |= {"TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v6e": "v6e"}
 VMEM_BYTES = {"v4": 16 << 20, "v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20, "v7x": 64 << 20}  # of a core
 FLOAT4 = ("v7x",)  # that convert float4_e2m1fn
 _WITHOUT_FLOAT8 = ("v4",)  # whose matrix unit takes no floats of 8 bits
@@ -36,6 +37,8 @@ def generation() -> str | None:
     without a mesh."""
     if planned := _planned.get():
         return planned
+    import jax
+
     device = jax.sharding.get_abstract_mesh().abstract_device
     return None if device is None else GENERATIONS.get(device.device_kind)
 
@@ -64,5 +67,7 @@ def vmem_bits(bits: int) -> int:
 
 def untaken(dtype) -> str | None:
     """Why the matrix unit does not take a dtype that kernels may give it, None if it does."""
+    import jax.numpy as jnp
+
     lacking = generation() in _WITHOUT_FLOAT8 and dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)
     return f"the matrix unit of TPU {generation()} takes no {jnp.dtype(dtype)}" if lacking else None

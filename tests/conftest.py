@@ -20,10 +20,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
+from jax.extend.core import jaxprs_in_params
 
 from inferlib import LLM, Buckets
 from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine
+from inferlib.outputs import RequestOutput
 
 # Devices of the sharding tests; everything else runs on the first.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -216,16 +218,54 @@ def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     return values * scales
 
 
-def assert_greedy(path: Path, prompt: list[int], tokens: list[int], kv_cache_dtype: str | None = None) -> None:
+def assert_greedy(path: Path, prompt: list[int], tokens: list[int]) -> None:
     """Each token is the most likely one after those before it, by one full pass of transformers.
 
-    Logits of order 1 that differ by less than 1e-3 count as equal. If the cache rounds, by less than 0.2: where float32
-    differs in its last bit, a number of the cache may be its neighbour, and others in later layers.
+    Logits of order 1 that differ by less than 1e-3 count as equal.
     """
-    logits = reference(path, [*prompt, *tokens[:-1]], kv_cache_dtype)[len(prompt) - 1 :]
+    logits = reference(path, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
     short = logits.max(-1) - logits[np.arange(len(tokens)), tokens]
-    margin = 0.2 if kv_cache_dtype else 1e-3
-    assert short.max() < margin, f"step {short.argmax()} of {len(tokens)}: {short.max()} below the best logit"
+    assert short.max() < 1e-3, f"step {short.argmax()} of {len(tokens)}: {short.max()} below the best logit"
+
+
+def assert_rounded(found: np.ndarray, expected: np.ndarray, plain: np.ndarray) -> None:
+    """found: logits of a cache that rounds; plain: of one that does not.
+
+    Where float32 differs in its last bit, a number of the cache may be its neighbour, and others in later layers.
+    Logits of these models move by up to a third of what rounding makes, on average by a tenth; one may by more.
+    """
+    error, effect = np.abs(found - expected), np.abs(expected - plain)
+    assert error.mean() < effect.mean() / 4
+    assert error.max() < effect.max()
+
+
+def assert_decoded(path: Path, output: RequestOutput, rounding: Callable[[list[int]], np.ndarray]) -> None:
+    """Its log-probabilities are, at the same tokens, those of a pass over them all with a cache that rounds alike.
+
+    rounding: tokens [T] -> logits [T, V] of such a pass.
+    """
+    (made,), start = output.outputs, len(output.prompt_token_ids) - 1
+    tokens = [*output.prompt_token_ids, *made.token_ids[:-1]]
+    ids = np.array([list(step) for step in made.logprobs])
+
+    def taken(logits: np.ndarray) -> np.ndarray:
+        logits = logits[start:].astype(np.float64)
+        return np.take_along_axis(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), ids, -1)
+
+    found = np.array([[entry.logprob for entry in step.values()] for step in made.logprobs])
+    assert_rounded(found, taken(rounding(tokens)), taken(reference(path, tokens)))
+
+
+def kernels_in(function: Callable, *args) -> set[str]:
+    """The names of the Pallas kernels that it calls, within loops and branches too."""
+    found, jaxprs = set(), [jax.make_jaxpr(function)(*args).jaxpr]
+    while jaxprs:
+        for equation in jaxprs.pop().eqns:
+            if equation.primitive.name == "pallas_call":
+                found.add(equation.params["name"])
+            else:
+                jaxprs += jaxprs_in_params(equation.params)
+    return found
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -37,6 +37,18 @@ def by_channel(w: np.ndarray, dtype, most: float, axis) -> tuple[dict[str, np.nd
     return {".weight": values, ".weight_scale": stored}, values.astype(np.float32) * scales.astype(np.float32)
 
 
+def inverse_by_tensor(w: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """transformers' fp8: one scale of a matrix; of all experts one for each, gate and up have two."""
+    parts = np.split(w, 2, axis=1) if w.ndim == 3 and w.shape[1] == 2 * HIDDEN else [w]
+    scales = [np.abs(part).max((-1, -2), keepdims=True).astype(np.float32) / 448 for part in parts]
+    values = [(part / scale).astype(ml_dtypes.float8_e4m3fn) for part, scale in zip(parts, scales, strict=True)]
+    back = [value.astype(np.float32) * scale for value, scale in zip(values, scales, strict=True)]
+    scales, start = np.concatenate(scales, -2), "" if w.ndim == 3 else ".weight"
+    tensors = {start: np.concatenate(values, -2), f"{start}_scale_inv": scales.reshape(w.shape[:-2] and scales.shape)}
+    tensors[("_" if w.ndim == 3 else ".") + "activation_scale"] = np.full(w.shape[:-2], 0.5, np.float32)
+    return tensors, np.concatenate(back, -2)
+
+
 def packed_int4(w: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
     out, size = w.shape
     groups = w.reshape(out, size // 32, 32)
@@ -132,6 +144,7 @@ def compressed(kind: str, bits: int, strategy: str, packing: str, **options) -> 
 
 LINEAR = lambda name: name.endswith("proj.weight") or ".experts." in name  # noqa: E731
 EXPERTS = lambda name: name.endswith(("experts.gate_up_proj", "experts.down_proj"))  # noqa: E731
+HIDDEN = 40
 ONE = {"num_hidden_layers": 1, "intermediate_size": 64}
 EIGHTS = {**ONE, "num_attention_heads": 4, "head_dim": 16}  # all sizes are multiples of 16
 SHIPPED = {
@@ -163,6 +176,20 @@ SHIPPED = {
         LINEAR,
         lambda w: by_channel(w, ml_dtypes.float8_e4m3fn, 448, (0, 1)),
         [""],
+    ),
+    "transformers fp8 by tensor": (
+        ("ministral3", ONE),
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        LINEAR,
+        inverse_by_tensor,
+        ["", "tp=2"],
+    ),
+    "transformers fp8 by tensor, experts": (
+        ("mistral4", {"num_hidden_layers": 2, "moe_intermediate_size": HIDDEN}),
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        lambda name: LINEAR(name) or name.endswith("_mqa.weight"),
+        inverse_by_tensor,
+        ["", "ep=2,tp=2"],
     ),
     "int8 by tensor with zero points": (
         ("phi3", ONE),  # whose queries, keys and values are rows of one tensor
@@ -240,10 +267,11 @@ def ship(case: str, folder: Path) -> tuple[Path, Path]:
             stored[name] = w
             continue
         parts, tensors[name] = encode(w)
-        stored |= {name.removesuffix(".weight") + ending: np.ascontiguousarray(x) for ending, x in parts.items()}
+        stored |= {name.removesuffix(".weight") + ending: np.asarray(x, order="C") for ending, x in parts.items()}
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     if "kv_cache_scheme" in config:
-        stored |= {f"model.layers.0.self_attn.{name}_scale": np.full(1, 0.5, np.float32) for name in "kv"}
+        names = "k_scale", "v_scale", "q_scale", "k_zero_point", "v_proj.output_zero_point", "attn.q_global_scale"
+        stored |= {f"model.layers.0.self_attn.{name}": np.full(1, 0.5, np.float32) for name in names}
     folder.mkdir()
     # As bytes: the package's numpy interface knows no types of less than two.
     named = {np.dtype(np.int8): "I8", np.dtype(ml_dtypes.float8_e4m3fn): "F8_E4M3", np.dtype(np.uint8): "U8"}

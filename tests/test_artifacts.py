@@ -18,10 +18,13 @@ from typer.testing import CliRunner
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.cli import app
 from inferlib.compile import aot, child
-from inferlib.compile.aot import CompileError, check_compiler, compile_programs
+from inferlib.compile.aot import CompileError, Outcome, check_compiler, compile_programs
 from inferlib.compile.artifacts import ArtifactError, Artifacts, ArtifactWriter
 from inferlib.compile.deployment import Deployment
 from inferlib.compile.program_set import UnplannedProgramError
+from inferlib.compile.report import Report
+from inferlib.compile.report_html import page
+from inferlib.compile.report_text import render
 from inferlib.compile.targets import parse_target
 from inferlib.config import ConfigurationError
 from inferlib.llm import ModelFiles
@@ -99,6 +102,22 @@ def test_the_manifest_says_what_was_compiled(folder):
     page = (folder / "report.html").read_text()
     assert page.count("<svg") >= 1
     assert 'src="' not in page
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_copies_of_the_cache_are_added_up_and_fail_but_on_a_cpu(model, target):
+    made = deployment_of(model, target=target)
+    report = Report.of(made, [Outcome(made.keys()[0], "lowered")])
+    assert report.ok
+    assert "fits, nothing copies the cache" in page(report, "m")
+    (program,) = report.programs
+    copies = [{"array": array, "nbytes": 1 << 21, "count": count} for array, count in (("k", 1), ("v", 1), ("k", 2))]
+    told = replace(program, outcome=replace(program.outcome, facts={"cache_copies": copies}))
+    report = replace(report, programs=(told,))
+    assert report.ok == (target == "cpu")
+    assert "nothing copies" not in page(report, "m")
+    lines = [line for line in render(report, "m").splitlines() if "copies the cache" in line]
+    assert [line.partition("cache: ")[2] for line in lines] == ["k, 3 x 2.00 MiB a step", "v, 1 x 2.00 MiB a step"]
 
 
 def test_what_was_not_compiled_is_refused_by_name(model, folder):
@@ -315,6 +334,7 @@ def test_deployments_survive_json(model):
         (["--config", "llama3-8b", "--target", "v5e-7"], "there is no target 'v5e-7'"),
         (["--config", "llama3-8b", "--batch-buckets", "1;8"], "numbers with commas"),
         (["--config", "llama3-8b", "--batch-buckets", "8,1"], "ascending"),
+        (["--config", "llama3-8b", "--batch-buckets", ""], "numbers with commas"),
         (["--config", "llama3-8b", "--backend", "pallas"], "backend 'pallas' is neither 'auto' nor 'xla'"),
     ],
 )

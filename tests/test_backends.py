@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import re
+import sys
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import compile as compile_benchmark
+from benchmarks import decode as decode_benchmark
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.compile.deployment import Deployment
 from inferlib.compile.program_set import ProgramSet
 from inferlib.compile.programs import ProgramKey, build
 from inferlib.compile.report import Report
+from inferlib.compile.report_html import page
+from inferlib.compile.report_text import render
 from inferlib.config import OPERATIONS, ConfigurationError, EngineConfig, backend_option
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import Backend, kernel_lacks
@@ -23,7 +26,7 @@ from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
-from tests.conftest import MAX_LEN, assert_greedy, build_llm, random_prompts
+from tests.conftest import MAX_LEN, assert_decoded, assert_greedy, build_llm, kernels_in, random_prompts, reference
 from tests.test_compile_tpu import EXPERTS, TINY
 
 TPU, GPU = {"platform": "tpu"}, "pallas_gpu"
@@ -74,10 +77,12 @@ def test_a_model_generates_what_transformers_does(family, changes, options, back
         lacks = partial(kernel_lacks, backend=backend, operation="decode_attention", scaled=stored is not None)
         assert not any(lacks(layer.attention) for layer in llm.model_config.layers)
         assert {len(block.shapes) for block in llm.engine.plan.blocks} == {2 if changes["head_dim"] == 128 else 1}
-    for prompt, output in zip(
-        prompts, llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24)), strict=True
-    ):
-        assert_greedy(path, prompt, output.outputs[0].token_ids, stored)
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=20 if stored else None)
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        if stored:
+            assert_decoded(path, output, lambda tokens: reference(path, tokens, stored))
+        else:
+            assert_greedy(path, prompt, output.outputs[0].token_ids)
 
 
 @pytest.mark.slow
@@ -140,8 +145,8 @@ def test_sums_that_follow_our_products_are_made_with_their_norms(family, quantiz
     options = dict(quantization=quantization, platform="gpu", scan=False)
     llm = build_llm(path, buckets, **options, backend=Backend(add_norm="pallas_gpu"))
     programs, key = llm.engine.programs, ProgramKey("greedy", batch, 64)
-    traced = jax.make_jaxpr(build(programs.model, programs.plan, programs.config, key))(*programs.inputs(key))
-    assert ("name=add_norm" in str(traced)) == fused
+    called = kernels_in(build(programs.model, programs.plan, programs.config, key), *programs.inputs(key))
+    assert ("add_norm" in called) == fused
     if fused:
         plain = build_llm(path, buckets, **options, backend=Backend())
         ours, theirs = (
@@ -172,9 +177,24 @@ def test_operations_are_left_to_xla(option, left):
     buckets, stored = Buckets((16,), (2,), (128,)), Quantization.named("mxfp4")
     made = Deployment(EXPERTS, "v5e-1", "bfloat16", buckets, quantization=stored, backend=option).planned()
     key = ProgramKey("greedy", 2, 128, chunks=1, chunk=16)
-    traced = jax.make_jaxpr(build(made.model, made.plan, made.config, key))(*made.inputs(key))
-    called = set(re.findall(r"= pallas_call\[.*?\bname=(\w+)", str(traced), re.DOTALL))
+    called = kernels_in(build(made.model, made.plan, made.config, key), *made.inputs(key))
     assert called - {"choose_experts"} == left  # which is for GPUs
+
+
+def test_reports_say_what_programs_were_compiled_with():
+    made = Deployment(TINY, "v5e-1", "bfloat16", Buckets((16,), (2,), (128,)), kv_cache_dtype="int8", backend="xla")
+    report, settings = Report.of(made, ()), "tp=1, bfloat16, int8 cache, backend xla"
+    assert render(report, "tiny").splitlines()[0] == f"tiny on v5e-1, {settings}"
+    assert f"<h1>tiny on v5e-1</h1><p>{settings}: " in page(report, "tiny")
+
+
+@pytest.mark.parametrize("words", ["compile.py --only 8b", "decode.py --config llama3-8b"])
+def test_benchmarks_explain_a_wrong_option(words, monkeypatch, capsys):
+    program, *arguments = words.split()
+    monkeypatch.setattr(sys, "argv", [program, *arguments, "--backend", "pallas"])
+    with pytest.raises(SystemExit):
+        {"compile.py": compile_benchmark, "decode.py": decode_benchmark}[program].main()
+    assert f"{program}: error: backend 'pallas' is neither 'auto' nor 'xla'" in capsys.readouterr().err
 
 
 def test_options_that_do_not_hold_are_refused(checkpoint):

@@ -43,6 +43,13 @@ def test_help_does_not_import_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_targets_are_listed_without_jax():
+    code = "import sys; from inferlib.cli import app; app(['targets', 'v5e-8'], standalone_mode=False)"
+    shown = subprocess.run([sys.executable, "-c", code + "; sys.exit('jax' in sys.modules)"], capture_output=True)
+    assert shown.returncode == 0
+    assert b"2 x 4 chips" in shown.stdout
+
+
 def test_every_sampling_parameter_is_an_option_with_its_default():
     options = {name: p.default for name, p in inspect.signature(generate).parameters.items()}
     fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}

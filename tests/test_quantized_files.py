@@ -101,7 +101,7 @@ def test_shipped_weights_are_kept(case, tmp_path, caplog):
     with pytest.raises(CheckpointError, match="quantise the original"):
         stored.quantization("mxfp8")
     of_cache = "kv_cache_scheme" in SHIPPED[case][1]
-    assert ("2 scales of keys and values are not used" in caplog.text) == of_cache
+    assert ("6 scales and zero points of queries, keys and values are not used" in caplog.text) == of_cache
 
 
 def test_info_counts_weights_as_they_are_kept(tmp_path):

@@ -18,6 +18,7 @@ from inferlib import Buckets
 from inferlib.cli import app
 from inferlib.compile import child, program_set, tune
 from inferlib.compile.aot import CompileError
+from inferlib.compile.artifacts import device_facts
 from inferlib.compile.child import Child
 from inferlib.compile.deployment import Deployment
 from inferlib.compile.kernel_cases import standing_for
@@ -75,6 +76,14 @@ def test_more_is_computed_at_once_where_memory_waits(monkeypatch):
     for kind, tokens, part in (("TPU v5 lite", 1, 512), ("TPU7x", 1, 1024), ("TPU7x", 2, 512)):
         traced_for(monkeypatch, kind)
         assert default_blocks(q=(32, tokens, 8, 4, 128), **shape).part == part
+
+
+def test_a_generation_has_the_names_that_jax_knows(monkeypatch):
+    kinds = {"v5e": ("TPU v5 lite", "TPU v5e"), "v5p": ("TPU v5", "TPU v5p"), "v6e": ("TPU v6 lite", "TPU v6e")}
+    for name, known in (kinds | {"v4": ("TPU v4",), "v7x": ("TPU7x",)}).items():
+        for kind in known:
+            traced_for(monkeypatch, kind)
+            assert generations_tpu.generation() == device_facts(kind, "tpu") == name
 
 
 def traced_for(monkeypatch, kind: str) -> None:
@@ -220,8 +229,10 @@ SHAPES = [
 def test_a_shape_has_a_case_that_asks_for_it(kernel, shape):
     if kernel == "decode_attention":
         shape = shape | {name: shape.get(name) for name in ("pages", "seen")}
-    for case in standing_for(kernel, shape).values():
-        assert tune._asked_by(case).shape == shape
+    for devices in (4, 8):
+        for case in standing_for(kernel, shape, devices).values():
+            assert getattr(case, "devices", devices) == devices
+            assert tune._asked_by(case).shape == shape
 
 
 def test_what_a_deployment_needs():
@@ -260,6 +271,7 @@ def test_a_child_that_is_late_is_killed_and_the_next_job_gets_another(tmp_path):
         (["--target", "cuda:h200"], "kernels are tuned for TPUs, not for cuda:h200"),
         (["--target", "v5e-1", "--target", "v5e-4"], "v5e is named twice"),
         (["softmax", "--target", "v5e-1"], r"no kernels \['softmax'\]; there are decode_attention"),
+        (["collective_matmul", "--target", "v5e-8", "--target", "v6e-1"], "for 8 devices, and v6e:1x1 has fewer"),
         (["--target", "v5e-1", "--case", "Z"], r"no cases \['Z'\]"),
         (["--target", "v5e-1", "--parallel", "tp=2"], "give that too"),
         (["--target", "v5e-1", "--config", "llama3-8b", "--case", "A"], "whose programs say which"),

@@ -1,13 +1,14 @@
 """Checkpoints that are quantised as they are shipped, kept as they are: what `quantization_config` says of tensors.
 
-Known are fp8 with a scale for each 128 x 128 (DeepSeek's) or tensor (AutoFP8's), gpt-oss's MXFP4, AWQ's int4, GPTQ's
-int4 and int8 without act-order, and compressed-tensors: int8 and fp8 by channel, tensor or group, and packed int4 and
-int8, also with zero points. Activations and the cache stay in their dtypes whatever the file says of them.
+Known are fp8 with a scale for each 128 x 128 (DeepSeek's) or tensor (AutoFP8's, transformers'), gpt-oss's MXFP4,
+AWQ's int4, GPTQ's int4 and int8 without act-order, and compressed-tensors: int8 and fp8 by channel, tensor or group,
+and packed int4 and int8, also with zero points. Activations and the cache stay in their dtypes whatever files say.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,12 +26,11 @@ from inferlib.models.abstract import WeightSpec
 from inferlib.ops.quantized import SCHEMES, Scheme
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_INVERSE = ".weight_scale_inv"  # a factor of the values all the same
 # The columns that AWQ's eight codes of an item are of, lowest first, are 0 2 4 6 1 3 5 7; so these are their places.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-# Scales of a quantised cache, as tools have named them.
-_CACHE_SCALES = tuple(
-    f".self_attn.{name}" for name in ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.output_scale")
-)
+# Scales and zero points of a quantised cache, and of the queries that meet it, as tools have named them.
+_CACHE_SCALES = re.compile(r".*\.self_attn\.(\w+\.)?([qkv]|kv|(?<=[qkv]_proj\.)output)_((global_)?scale|zero_point)")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Form:
     Values and zero points that are not stored in their own dtype are packed: along a dimension of what is stored, codes
     from an item's lowest bits on, or at `places`. Those of integers have an offset of half their range. `blocks`: the
     last two dimensions of packed values are one. zeros_less: zero points are stored less this. order: a group for each
-    input channel. ignored: endings of other tensors.
+    input channel. ignored: endings of other tensors. renamed: `scales` of other files. fused: endings of tensors of all
+    experts [E, out, in], whose others are named without ".weight" and have one scale for each expert, or its halves.
     """
 
     name: str
@@ -50,6 +51,8 @@ class Form:
     whole: str = ".weight"
     values: str = ".weight"
     scales: str = ".weight_scale"
+    renamed: str = ""
+    fused: tuple[str, ...] = ()
     zeros: str = ""
     order: str = ""
     dtype: np.dtype | None = None  # of the values, where a weight that is not quantised has the same name
@@ -60,7 +63,7 @@ class Form:
     places: tuple[int, ...] = ()
     blocks: bool = False
     zeros_less: int = 0
-    ignored: tuple[str, ...] = (".input_scale", ".weight_shape")
+    ignored: tuple[str, ...] = (".input_scale", "activation_scale", ".weight_shape")
 
     @property
     def element(self) -> np.dtype:
@@ -109,8 +112,9 @@ def _fp8(config: Mapping[str, Any]) -> Form:
     if block not in ([128, 128], None) or kind != "e4m3":
         raise _unsupported(f"fp8 with weight_block_size {block} of {kind}", "[128, 128], or none, of e4m3")
     if block is None:
-        return Form("float8 by tensor", Scheme("float8_e4m3fn"), dtype=_E4M3)
-    return Form("fp8_block", SCHEMES["fp8_block"], scales=".weight_scale_inv", dtype=_E4M3, rows=128)
+        fused = (".experts.gate_up_proj", ".experts.down_proj")
+        return Form("float8 by tensor", Scheme("float8_e4m3fn"), renamed=_INVERSE, fused=fused, dtype=_E4M3)
+    return Form("fp8_block", SCHEMES["fp8_block"], scales=_INVERSE, dtype=_E4M3, rows=128)
 
 
 def _awq(config: Mapping[str, Any]) -> Form:
@@ -194,6 +198,8 @@ class QuantizedSource:
     """
 
     def __init__(self, source: TensorSource, form: Form):
+        if form.renamed and any(name.endswith(form.renamed.removeprefix(form.whole)) for name in source.names()):
+            form = replace(form, scales=form.renamed)
         self._source, self.form = source, form
         quantized = sorted(self._quantized)
         if not quantized:
@@ -220,11 +226,13 @@ class QuantizedSource:
         tensor = self._tensor(name, form.scales)
         count = math.prod(shape[:-2]) * -(-out // form.rows) * (1 if group is None else -(-size // group))
         found = math.prod(self._source.shape(tensor))
-        if found != count and (group is not None or found != 1):
+        few = (1, shape[0], 2 * shape[0]) if len(shape) == 3 else (1,)  # of whole tensors
+        if found != count and (group is not None or found not in few):
             of = "each whole row" if group is None else f"groups of {group}"
             raise CheckpointError(
                 f"{tensor} has shape {self._source.shape(tensor)}, and {of} of a weight of {out} x {size}, as "
-                f"quantization_config in config.json says, would have {count} scales: correct its group_size"
+                f"quantization_config in config.json says, would have {count} scales: correct its group_size, or "
+                "weight_block_size"
             )
         order = self._tensor(name, form.order)
         if form.order and order in self._present:
@@ -245,12 +253,14 @@ class QuantizedSource:
         """Names of the weights that are."""
         form = self.form
         return frozenset(
-            name.removesuffix(form.values) + form.whole
+            name if name.endswith(form.fused) else name.removesuffix(form.values) + form.whole
             for name in self._present
-            if name.endswith(form.values) and form.dtype in (None, self._source.dtype(name))
+            if name.endswith((form.values, *form.fused)) and form.dtype in (None, self._source.dtype(name))
         )
 
     def _tensor(self, name: str, ending: str) -> str:
+        if name.endswith(self.form.fused):
+            return name + ending.removeprefix(self.form.whole)
         return name.removesuffix(self.form.whole) + ending
 
     def _parts(self, name: str) -> list[str]:
@@ -264,13 +274,14 @@ class QuantizedSource:
 
     def names(self) -> Iterable[str]:
         form, parts = self.form, {part for name in self._quantized for part in self._parts(name)}
-        ignored = (*form.ignored, *_CACHE_SCALES, *([form.order] if form.order else []))
-        return (*(name for name in self._present - parts if not name.endswith(ignored)), *self._quantized)
+        ignored = (*form.ignored, *([form.order] if form.order else []))
+        others = (name for name in self._present - parts if not name.endswith(ignored))
+        return (*(name for name in others if not _CACHE_SCALES.fullmatch(name)), *self._quantized)
 
     @property
     def cache_scales(self) -> list[str]:
         """Tensors for a quantised cache, which are left out."""
-        return sorted(name for name in self._present if name.endswith(_CACHE_SCALES))
+        return sorted(filter(_CACHE_SCALES.fullmatch, self._present))
 
     def spare(self, name: str) -> bool:
         """Whether this is a bias of zeros beside a quantised weight, which AutoGPTQ gives all of them."""
@@ -337,7 +348,11 @@ class QuantizedSource:
                 f"{self._tensor(name, form.zeros)} has zero points other than those of symmetric weights: set sym to "
                 "false in quantization_config of config.json"
             )
-        count, raw = self.shape(name)[0], raw.astype(np.float32)
+        (count, *rest), raw = self.shape(name), raw.astype(np.float32)
+        if len(rest) == 2:
+            of_rows = raw.reshape(1, 1) if raw.size == 1 else raw.reshape(count, -1)
+            of_rows = of_rows.repeat(rest[0] // of_rows.shape[1], axis=1)
+            return np.broadcast_to(of_rows, (count, rest[0]))[rows or slice(None), :, None]
         if raw.size == 1:
             raw = np.broadcast_to(raw.reshape(1, 1), (count, 1))
         elif form.rows > 1:

@@ -210,7 +210,8 @@ class _Batch:
 
     def report(self) -> None:
         if self.failed:
-            typer.echo(f"{self.failed} lines failed: the output says why, --resume tries them again", err=True)
+            lines = "line" if self.failed == 1 else "lines"
+            typer.echo(f"{self.failed} {lines} failed: the output says why, --resume tries them again", err=True)
         self._summary.show(self._llm.compilations - self._compiled)
 
     def _requests(self, lines: Iterable[bytes]) -> Iterator[Request]:

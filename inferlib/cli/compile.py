@@ -81,7 +81,7 @@ def compile(
     """Compile all programs of a model for a target, and report what they take and how fast they can be.
 
     For a TPU no TPU is needed. For Trainium the programs are lowered and checked, and compiled if neuronx-cc is there;
-    a script has its commands. Exits with 1 if something does not compile, does not fit or copies the cache.
+    a script has its commands. Exits with 1 if something does not compile or fit, or copies the cache (not on a CPU).
     """
     if [model, config, plan].count(None) != 2:
         fail("give either a model, the name of a shape with --config, or a plan with --plan")
@@ -171,7 +171,7 @@ def deployment_of(
         hf,
         target=str(chosen),
         dtype=dtype or ("float32" if chosen.platform == "cpu" else "bfloat16"),
-        buckets=Buckets(**{name: _sizes(text or _BUCKETS[name]) for name, text in buckets.items()}),
+        buckets=Buckets(**{name: _sizes(_BUCKETS[name] if text is None else text) for name, text in buckets.items()}),
         parallel=Parallelism(tensor=devices) if parallel is None else Parallelism.parse(parallel),
         modes=modes,
         quantization=quantization,

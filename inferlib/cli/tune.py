@@ -65,6 +65,7 @@ def tune(
         fail("--parallel, --quantization and buckets say what a --config is deployed as: give that too")
     if config is not None and case:
         fail("give either cases by name, with --case, or a --config, whose programs say which")
+    from inferlib.compile.kernel_cases import check_devices
     from inferlib.compile.targets import parse_target
     from inferlib.compile.tune import compiler_of, needed, tune, update
     from inferlib.pallas_kernels.tuned_tpu import FOLDER
@@ -78,10 +79,12 @@ def tune(
             raise ValueError(f"{twice[0]} is named twice, and there is one table for it")
         if not dry_run and not os.access(FOLDER if FOLDER.exists() else FOLDER.parent, os.W_OK):
             raise ValueError(f"{FOLDER} cannot be written: add --dry-run, or use an installation of your own")
+        named = {} if config is not None else _named(kernels, case)
+        check_devices(named, targets)
         hf = None if config is None else described(None, config)[0]
         stored = quantization_of(None, quantization)
         for one in targets:
-            cases, unknown = _named(kernels, case), []
+            cases, unknown = named, []
             if hf is not None:
                 options = dict(target=one.name, parallel=parallel, dtype=None, quantization=stored, kv_cache_dtype=None)
                 cases, unknown = needed(deployment_of(hf, **options, buckets=buckets, modes=("greedy",)))

@@ -30,6 +30,7 @@ from inferlib.compile.programs import ProgramKey
 from inferlib.config import Buckets
 from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
+from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards
 
@@ -150,7 +151,7 @@ def _loaded(serialized: tuple, devices: Sequence[jax.Device]) -> jax.stages.Comp
 def device_facts(kind: str, name: str) -> str:
     """What an executable is bound to: the kind of device, and of a CPU its instructions."""
     if name != "cpu":
-        return kind
+        return GENERATIONS.get(kind, kind)
     info = Path("/proc/cpuinfo")
     flags = (
         next((x for x in info.read_text().splitlines() if x.startswith(("flags", "Features"))), "")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from inferlib.compile.report import Report, gib
-from inferlib.compile.report_text import assumptions, collectives_text, latency_text, problems_of
+from inferlib.compile.report_text import assumptions, collectives_text, latency_text, problems_of, settings_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,11 +30,12 @@ def page(report: Report, name: str) -> str:
     """The whole page. name: of the model."""
     made = report.deployment
     title = html.escape(f"{name} on {made.target}")
-    state = "fits, nothing copies the cache" if report.ok else "see what is red"
+    fits = "fits" if report.copied else "fits, nothing copies the cache"
+    state = fits if report.ok else "see what is red"
     problems = [line for p in report.programs for line in problems_of(p)] + report.advice()
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>",
-        f"<h1>{title}</h1><p>{html.escape(f'{made.parallel}, {made.dtype}')}: {state}.</p>",
+        f"<h1>{title}</h1><p>{html.escape(settings_text(report))}: {state}.</p>",
         *(f"<p class=bad>{html.escape(line)}</p>" for line in problems),
         "<h2>Memory of a device</h2>",
         _plot(lambda axes: _draw_memory(axes, report), len(report.programs)),

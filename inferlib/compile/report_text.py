@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,19 @@ def render(report: Report, name: str) -> str:
     text, terminal = io.StringIO(), sys.stdout.isatty()
     console = Console(file=text, force_terminal=terminal, width=None if terminal else _WIDTH)
     made = report.deployment
-    console.print(f"[bold]{name} on {made.target}[/bold], {made.parallel}, {made.dtype}", highlight=False)
+    console.print(f"[bold]{name} on {made.target}[/bold], {settings_text(report)}", highlight=False)
     console.print(_memory(report), _time(report), highlight=False)
     for line in (*_limits(report), *assumptions(report), *_collectives(report), *_kernels(report), *_problems(report)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return text.getvalue()
+
+
+def settings_text(report: Report) -> str:
+    """What the programs were compiled with, beside the model and the target."""
+    made = report.deployment
+    kept = {"weights": made.quantization, "cache": made.kv_cache_dtype}
+    parts = [f"{how} {what}" for what, how in kept.items() if how]
+    return ", ".join([str(made.parallel), made.dtype, *parts, f"backend {made.backend}"])
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -117,8 +126,11 @@ def problems_of(p: ProgramReport) -> list[str]:
     facts = p.outcome.facts or {}
     lines = []
     for name, what in (("cache_copies", "the cache"), ("weight_copies", "weights")):
+        counts: Counter[tuple[str, int]] = Counter()
         for copy in facts.get(name, ()):
-            lines.append(f"{p.key} copies {what}: {copy['array']}, {copy['count']} x {_mib(copy['nbytes'])} a step")
+            counts[copy["array"], copy["nbytes"]] += copy["count"]
+        for (array, size), count in counts.items():
+            lines.append(f"{p.key} copies {what}: {array}, {count} x {_mib(size)} a step")
     return lines + ([f"{p.key}: {p.outcome.error}"] if p.outcome.error else [])
 
 

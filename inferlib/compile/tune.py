@@ -102,7 +102,7 @@ def needed(deployment: Deployment) -> tuple[dict[str, dict[str, Case]], list[Fai
     failed = []
     for (kernel, name), wanted in shapes.items():
         try:
-            some = standing_for(kernel, wanted.shape)
+            some = standing_for(kernel, wanted.shape, deployment.slice.devices)
             found = {_name(_asked_by(case)) for case in some.values()}
         except ValueError as error:
             failed.append(Failed(kernel, name, str(error)))
@@ -177,7 +177,7 @@ def tune(
     def search(members: list[_Member]) -> Found:
         first = members[0]
         kernel, shape, rule = first.asked.kernel, first.asked.shape, first.asked.blocks
-        others = [by_rule(kernel, name, case) for name, case in _standing_beside(members).items()]
+        others = [by_rule(kernel, name, case) for name, case in _standing_beside(members, target).items()]
         everyone = [*members, *(one for one in others if one and one.asked.shape == shape)]
         rule_seconds = [one.seconds for one in everyone]
         floors = [pool[0].floor(one.case) for one in everyone]
@@ -214,11 +214,11 @@ class _Member:
     asked: Asked
 
 
-def _standing_beside(members: Sequence[_Member]) -> dict[str, Case]:
+def _standing_beside(members: Sequence[_Member], target: Target) -> dict[str, Case]:
     """Cases that stand for their shape and are not among them; none for types that no case has."""
     asked = members[0].asked
     try:
-        standing = standing_for(asked.kernel, asked.shape)
+        standing = standing_for(asked.kernel, asked.shape, target.devices)
     except ValueError:
         return {}
     return {name: case for name, case in standing.items() if all(case != one.case for one in members)}

@@ -70,11 +70,13 @@ _OUTSIDE = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
 # What the names of tensors of images and sound begin with.
 _SENSES = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 _SENSES += ("audio_tower.", "embed_vision.", "embed_audio.")
-# Options that are numbers, or lists with one for each layer.
+# Options that are numbers.
 _WHOLE = re.compile(r"(num|n)_\w+|\w+_(size|dim|rank|heads|layers|experts|group|tok|embeddings|window)")
 _FLAG = re.compile(r"tie_\w+|use_(bias|conv_bias|double_wide_mlp|expert_bias|qk_norm|sliding_window)")
 _REAL = re.compile(r"(\w+_)?(eps|epsilon|theta|factor|multiplier)|beta_(fast|slow)|mscale(_all_dim)?")
 _POSITIONS = re.compile(r"\w+_position_embeddings")
+# Those that are lists of numbers, of layers or with one for each, or may be.
+_LISTS = re.compile(r"(?!num_|n_)\w+_layers|\w+_per_layer|(short|long)_factor")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # What each kind of rotary scaling reads, first what it cannot do without.
 _ROPE_OPTIONS = {
@@ -118,6 +120,7 @@ class Family:
     the number of layers.
     senses: likewise, of images and sound; the loader says that they are left out.
     text_type: the `model_type` of the text part, where an architecture holds one of several.
+    lists: options that are numbers elsewhere and here may have one for each layer.
     """
 
     name: str
@@ -137,11 +140,13 @@ class Family:
     transposed: bool = False
     sublayers: int = 1
     halves: bool = False
+    lists: tuple[str, ...] = ()
 
     def config(self, hf: Hf) -> ModelConfig:
         """The model a `config.json` describes; raises ConfigError if it is not supported."""
         _check_numbers(hf, _FLAG, bool, "true or false")
-        _check_numbers({k: v for k, v in hf.items() if not _FLAG.fullmatch(k)}, _WHOLE, int, "a whole number")
+        others = {k: v for k, v in hf.items() if not _FLAG.fullmatch(k)}
+        _check_numbers(others, _WHOLE, int, "a whole number", self.lists)
         _check_numbers(hf, _REAL, (int, float), "a number")
         try:
             return self.recipe({**self.defaults, **hf})
@@ -175,9 +180,12 @@ def text_of(family: Family, architecture: str, *, whole: bool = False, text_type
     )
 
 
-def _check_numbers(hf: Hf, names: re.Pattern[str], kinds: type | tuple[type, ...], what: str) -> None:
+def _check_numbers(
+    hf: Hf, names: re.Pattern[str], kinds: type | tuple[type, ...], what: str, lists: tuple[str, ...] = ()
+) -> None:
     for key, value in hf.items():
-        values = value if isinstance(value, (list, tuple)) else [value]
+        listed = isinstance(value, (list, tuple)) and (key in lists or _LISTS.fullmatch(key))
+        values = value if listed else [value]
         if names.fullmatch(key) and not all(v is None or isinstance(v, kinds) for v in values):
             raise ConfigError(f"{key} in config.json must be {what}, it is {value!r}")
 

@@ -136,5 +136,7 @@ def _each(hf: Hf, key: str, value: Any) -> Sequence[Any]:
     return values
 
 
-GEMMA3N = Family("gemma3n", ("Gemma3nForCausalLM",), gemma3n, DEFAULTS, LAYER_MAP, TOP_MAP)
+GEMMA3N = Family(
+    "gemma3n", ("Gemma3nForCausalLM",), gemma3n, DEFAULTS, LAYER_MAP, TOP_MAP, lists=("intermediate_size",)
+)
 GEMMA3N_TEXT = text_of(GEMMA3N, "Gemma3nForConditionalGeneration")

@@ -21,6 +21,7 @@ from inferlib.compile.kernel_cases import (
     mx_matmul,
     prefill_attention,
 )
+from inferlib.compile.targets import Target
 
 
 class Case(Protocol):
@@ -58,7 +59,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
 # Without blocks to choose.
 FIXED: Mapping[str, Mapping[str, Case]] = {"chunk_write": chunk_write.CASES}
 # On several devices.
-RINGS: Mapping[str, Mapping[str, Case]] = {"collective_matmul": collective_matmul.CASES}
+RINGS: Mapping[str, Mapping[str, collective_matmul.CollectiveMatmul]] = {"collective_matmul": collective_matmul.CASES}
 _KINDS = {
     "collective_matmul": collective_matmul.CollectiveMatmul,
     "decode_attention": decode_attention.DecodeAttention,
@@ -85,9 +86,21 @@ def chosen_cases(
     return {kernel: some for kernel, some in found.items() if some}
 
 
-def standing_for(kernel: str, shape: Mapping[str, Any]) -> dict[str, Case]:
+def check_devices(kernels: Collection[str], targets: Collection[Target]) -> None:
+    """Raise ValueError if a target has fewer devices than the cases of one of the kernels."""
+    for kernel in kernels:
+        need = max((case.devices for case in RINGS.get(kernel, {}).values()), default=1)
+        if small := [str(target) for target in targets if target.devices < need]:
+            raise ValueError(
+                f"the cases of {kernel} are for {need} devices, and {small[0]} has fewer: name a larger slice, such as "
+                "v5e-8"
+            )
+
+
+def standing_for(kernel: str, shape: Mapping[str, Any], devices: int) -> dict[str, Case]:
     """Cases by name in which the kernel asks for blocks of a shape (see `tuned_tpu.Entry`), with data as different as
-    it must do well on: full and unequal rows, first and last chunks. Raises ValueError if there are none."""
+    it must do well on: full and unequal rows, first and last chunks. devices: that there are, for a kernel of several.
+    Raises ValueError if there are none."""
     if kernel not in _KINDS:
         raise ValueError(f"no cases stand for shapes of {kernel}")
-    return _KINDS[kernel].of(**shape)
+    return _KINDS[kernel].of(**shape, **({"devices": devices} if kernel in RINGS else {}))

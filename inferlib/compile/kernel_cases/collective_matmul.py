@@ -28,12 +28,12 @@ class CollectiveMatmul:
     axis: str = "x"
 
     @staticmethod
-    def of(rows, parts, inner, outer, itemsize, scatters) -> dict[str, CollectiveMatmul]:
-        """Of the arguments of `blocks`."""
+    def of(rows, parts, inner, outer, itemsize, scatters, devices) -> dict[str, CollectiveMatmul]:
+        """Of the arguments of `blocks`; of eight devices, if there are as many."""
         if itemsize != 2:
             raise ValueError("there are cases of bfloat16")
-        devices = CollectiveMatmul.devices
-        return {f"ring of {devices}": CollectiveMatmul(rows * devices, inner, outer, parts, scatters)}
+        ring = min(devices, CollectiveMatmul.devices)
+        return {f"ring of {ring}": CollectiveMatmul(rows * ring, inner, outer, parts, scatters, ring)}
 
     @property
     def kernel(self) -> str:
