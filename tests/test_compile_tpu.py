@@ -105,7 +105,8 @@ def compiled(deployment: str, parallel: str) -> tuple[Deployment, Report]:
 
 def report_of(made: Deployment, keys) -> Report:
     with TemporaryDirectory() as folder:
-        outcomes, _ = compile_programs(made, keys, Path(folder))
+        # One after the other, in one process: a second one would load the compiler again.
+        outcomes, _ = compile_programs(made, keys, Path(folder), workers=1)
     assert [outcome.error for outcome in outcomes] == [""] * len(keys)
     return Report.of(made, outcomes)
 
@@ -191,7 +192,7 @@ def test_no_program_copies_a_cache_of_another_kind(hf):
 def test_the_layouts_that_the_compiler_chose_hold_for_every_program(tmp_path):
     made = replace(tiny("v5e-8", "tp=8"), dtype="float32")  # others are packed
     keys = made.keys()
-    outcomes, layouts = compile_programs(made, keys[:2], tmp_path)
+    outcomes, layouts = compile_programs(made, keys[:2], tmp_path, workers=1)
     names = [spec.name for spec in made.planned().model.specs]
     order = dict(zip(names, (layout["major_to_minor"] for layout in layouts), strict=True))
     assert order["blocks.0.mlp.gate_up"] != sorted(order["blocks.0.mlp.gate_up"])

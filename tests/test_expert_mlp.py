@@ -17,6 +17,7 @@ from inferlib.ops.quantized import SCHEMES, QuantizedTensor, quantize
 from inferlib.pallas_kernels import expert_mlp_tpu
 from inferlib.pallas_kernels.expert_mlp_tpu import Blocks, unsupported
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
+from tests.conftest import copies_of
 from tests.packed_experts import packed
 
 
@@ -111,8 +112,7 @@ def test_in_pieces(name, buffers):
     WIDE[name].check(partial(directly, blocks=Blocks(128, buffers), interpret=True))
 
 
-@pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize("name", ["some", "none", "pieces", "pieces, mxfp4"])
+@copies_of(("some", "none", "pieces", "pieces, mxfp4"), early=("some", "pieces, mxfp4"))
 def test_it_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params, case = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode), (CASES | WIDE)[name]

@@ -18,6 +18,7 @@ from inferlib.pallas_kernels.grouped_matmul_tpu import Blocks, default_blocks, g
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
+from tests.conftest import copies_of
 from tests.packed_experts import packed
 
 SMALL = Blocks(rows=64, columns=128, height=32, tail=16)
@@ -103,8 +104,7 @@ def test_equals_the_oracle(name):
     case.check(jax.jit(run))
 
 
-@pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize("name", ["around a tile of rows", "three buffers", "rows of no group", "mxfp4"])
+@copies_of(("around a tile of rows", "three buffers", "rows of no group", "mxfp4"), early=("three buffers", "mxfp4"))
 def test_it_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params, case = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode), CASES[name]

@@ -139,9 +139,9 @@ def test_two_processes(start, expected, model):
 @pytest.mark.parametrize(
     ("devices", "parallel", "scenario", "homes"),
     [
-        (1, "dp=2", "everything", [[0], [1]]),
+        (1, "dp=2", "greedy", [[0], [1]]),
         (2, "tp=2,dp=2", "warm", [[0, 0], [1, 1]]),
-        (2, "tp=4,rules=tp_sp", "everything", [[0, 0, 1, 1]]),
+        (2, "tp=4,rules=tp_sp", "greedy", [[0, 0, 1, 1]]),
     ],
 )
 def test_the_same_as_one_process_and_a_good_end(devices, parallel, scenario, homes, start, expected):
@@ -176,6 +176,7 @@ def test_a_process_dies_while_decoding(killed, start):
 
 @pytest.mark.slow
 def test_four_processes_until_one_dies(start, expected):
+    """All modes, with the heads and the rows on several processes."""
     running = start(4, "tp=2,dp=2", "everything", then="endless")
     first = result(running.until("decoding"))
     assert_same(first["found"], expected("everything"))

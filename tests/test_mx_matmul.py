@@ -25,9 +25,8 @@ from inferlib.pallas_kernels.packed_weights_tpu import Weight, pack_float4, pack
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
-from tests.conftest import random_prompts
+from tests.conftest import copies_of, random_prompts
 
-MODES = [pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True) for mode in ("eager", "on_wait")]
 BY_GROUP = ("mxfp4", "mxfp4 by float4", "mxfp8", "int4", "fp8_block", "fp8")
 FLOAT4 = "mxfp4 by float4"  # as v7x takes it
 FORMS = {**SCHEMES, FLOAT4: SCHEMES["mxfp4"], "int8_block": Scheme("int8", group=128), "bfloat16": None}
@@ -119,13 +118,13 @@ def test_many_rows_are_multiplied_by_xla(name):
     np.testing.assert_allclose(many[:8], few, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["eager", "on_wait"])
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "int4", "bfloat16"])
+@copies_of(("mxfp4", "mxfp8", "int4", "bfloat16"), early=("mxfp4", "bfloat16"))
 def test_copies_are_awaited_and_do_not_race(name, mode):
     rng = np.random.default_rng(1)
     tensor, exact = packed(name, numbers(rng, 2, 2, 128, 200))
     x = jnp.asarray(rng.standard_normal((19, 128)), jnp.bfloat16)
-    check(x, tensor.stack, exact, blocks_=Blocks(16, 128), interpret=mode)
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    check(x, tensor.stack, exact, blocks_=Blocks(16, 128), interpret=params)
 
 
 @pytest.mark.parametrize("pack", [pack_mxfp4, pack_float4])
