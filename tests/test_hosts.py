@@ -185,13 +185,13 @@ def test_four_processes_until_one_dies(start, expected):
     for i, (code, _, err) in enumerate(running.wait()):
         if i != 2:
             assert code == 1
-            assert lost(2, i) in err.splitlines()
+            assert lost(2, i) in err  # perhaps amid a traceback that was being written
 
 
 @pytest.mark.slow
 def test_a_process_stops_while_decoding(start):
     """It neither ends nor goes on: JAX notices that its heartbeats do not come."""
-    running = start(2, "tp=2", "endless")
+    running = start(2, "tp=2", "endless", patience=10)
     running.until("decoding")
     running[1].send_signal(signal.SIGSTOP)
     _, err = running[0].communicate(timeout=TIMEOUT)
