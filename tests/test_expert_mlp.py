@@ -13,12 +13,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops.expert_mlp import expert_mlp
 from inferlib.ops.packed import PackedTensor
-from inferlib.ops.quantized import SCHEMES, QuantizedTensor, quantize
+from inferlib.ops.quantized import SCHEMES, QuantizedTensor
 from inferlib.pallas_kernels import expert_mlp_tpu
 from inferlib.pallas_kernels.expert_mlp_tpu import Blocks, unsupported
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
 from tests.conftest import copies_of
-from tests.packed_experts import packed
+from tests.packed_experts import packed, quantized
 
 
 def activation(gate, up):
@@ -57,7 +57,7 @@ class Case:
         if self.scheme:
             for name in ("gate_up", "down"):
                 summed, float4 = (len(shapes[name]) + self.stacked - 1,), self.float4 and name == "gate_up"
-                held = quantize(weights[name], summed, SCHEMES[self.scheme])
+                held = quantized(weights[name], summed, SCHEMES[self.scheme])
                 exact[name] = np.asarray(held.dequantized(summed, jnp.float32), float).reshape(exact[name].shape)
                 weights[name] = packed(held, self.scheme, float4=float4) if held.grouped and pack else held
         expected = np.zeros((tokens, self.dim))

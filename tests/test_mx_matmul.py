@@ -39,13 +39,14 @@ def packed(name: str, w: np.ndarray, spoilt: tuple[int, ...] | None = None) -> t
     names = (axes.LAYERS, axes.EMBED, axes.GATE_UP, axes.MLP)
     whole = jnp.moveaxis(jnp.asarray(w), 1, 2)
     spec = WeightSpec("w", whole.shape, np.dtype("bfloat16"), names, "normal", None, "w", (1,), scheme)
-    arrays = [np.array(array) for array in spec.stored(whole)]
+    arrays = [np.array(array) for array in jax.jit(spec.stored)(whole)]
     if spoilt:
         arrays[1][spoilt] = np.nan
     arrays = [jnp.asarray(array) for array in arrays]
-    held = arrays[0] if scheme is None else scheme.tensor(*arrays).dequantized((1,), jnp.float32).reshape(whole.shape)
+    values = jax.jit(lambda *arrays: scheme.tensor(*arrays).dequantized((1,), jnp.float32))
+    held = arrays[0] if scheme is None else values(*arrays).reshape(whole.shape)
     spec = dataclasses.replace(spec, packed=True, float4=name == FLOAT4)
-    tensor = spec.packing.tensor(*spec.held(*arrays))
+    tensor = spec.packing.tensor(*jax.jit(spec.held)(*arrays))
     return tensor, np.moveaxis(np.asarray(held, np.float64), 2, 1)
 
 
