@@ -184,10 +184,10 @@ def test_layers_see_no_difference(shape, names, contract, name):
     w = jnp.asarray(rng.standard_normal(shape), jnp.float32)
     spec = WeightSpec("w", shape, np.dtype("bfloat16"), names, "normal", None, "w", tuple(range(contract)), scheme)
     ready = dataclasses.replace(spec, packed=True)
-    arrays = ready.stored(w)
+    arrays = jax.jit(ready.stored)(w)
     assert [(x.shape, x.dtype) for x in arrays] == [(a.shape, a.dtype) for a in ready.arrays]
     x = jnp.asarray(rng.standard_normal((5, *shape[:contract])), jnp.bfloat16)
-    plain = matmul(x, scheme.tensor(*spec.stored(w)), contract=contract, out_dtype=jnp.float32)
+    plain = matmul(x, scheme.tensor(*jax.jit(spec.stored)(w)), contract=contract, out_dtype=jnp.float32)
     found = matmul(x, ready.packing.tensor(*arrays), contract=contract, out_dtype=jnp.float32)
     np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-5)
 
