@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,14 @@ def new_engine(llm: LLM, **options: Any) -> Iterator[Engine]:
         yield llm.engine
     finally:
         llm.engine = old
+
+
+def copies_of(names: Iterable[str], early: Iterable[str]) -> pytest.MarkDecorator:
+    """Cases, by `name` and `mode`, of a TPU kernel that must have no races: its copies happen not before they are
+    waited for, and in those of `early` also when they are started. Either mode finds races; they spoil other values.
+    """
+    cases = [*((name, "on_wait") for name in names), *((name, "eager") for name in early)]
+    return pytest.mark.parametrize(("name", "mode"), cases)
 
 
 def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:

@@ -135,9 +135,13 @@ def main(
     then: str = "",
     fault: str = "",
     sizes: dict[str, int] | None = None,
+    patience: int | None = None,
 ) -> None:
+    """patience: seconds until a process that is stopped counts as lost."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     jax.config.update("jax_num_cpu_devices", devices)
+    if patience is not None:
+        distributed._PATIENCE = patience
     assert distributed.initialize(f"localhost:{port}", processes, process) == process
     fail = FAULTS.get(fault, lambda llm: None)
     fail(None)

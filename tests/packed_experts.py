@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import jax
+
 from inferlib.ops.packed import PackedTensor, Packing
-from inferlib.ops.quantized import SCHEMES, QuantizedTensor
+from inferlib.ops.quantized import SCHEMES, QuantizedTensor, quantize
+
+# One program, not one for each operation.
+quantized = jax.jit(quantize, static_argnums=(1, 2))
 
 
 def packed(w: QuantizedTensor, scheme: str, *, float4: bool = False) -> PackedTensor:
@@ -11,4 +16,4 @@ def packed(w: QuantizedTensor, scheme: str, *, float4: bool = False) -> PackedTe
     *lead, groups, group, outer = w.values.shape
     shape = (*lead, groups * group, outer)
     packing = Packing(SCHEMES[scheme], shape, (None,) * len(shape), (len(lead),), float4=float4)
-    return packing.tensor(*packing.pack(w.values, w.scales))
+    return packing.tensor(*jax.jit(packing.pack)(w.values, w.scales))

@@ -105,7 +105,8 @@ def compiled(deployment: str, parallel: str) -> tuple[Deployment, Report]:
 
 def report_of(made: Deployment, keys) -> Report:
     with TemporaryDirectory() as folder:
-        outcomes, _ = compile_programs(made, keys, Path(folder))
+        # One after the other, in one process: a second one would load the compiler again.
+        outcomes, _ = compile_programs(made, keys, Path(folder), workers=1)
     assert [outcome.error for outcome in outcomes] == [""] * len(keys)
     return Report.of(made, outcomes)
 
@@ -191,7 +192,7 @@ def test_no_program_copies_a_cache_of_another_kind(hf):
 def test_the_layouts_that_the_compiler_chose_hold_for_every_program(tmp_path):
     made = replace(tiny("v5e-8", "tp=8"), dtype="float32")  # others are packed
     keys = made.keys()
-    outcomes, layouts = compile_programs(made, keys[:2], tmp_path)
+    outcomes, layouts = compile_programs(made, keys[:2], tmp_path, workers=1)
     names = [spec.name for spec in made.planned().model.specs]
     order = dict(zip(names, (layout["major_to_minor"] for layout in layouts), strict=True))
     assert order["blocks.0.mlp.gate_up"] != sorted(order["blocks.0.mlp.gate_up"])
@@ -261,9 +262,7 @@ def test_few_rows_are_reduced_whole():
 @pytest.mark.parametrize(
     ("name", "target", "parallel", "batch", "most"),
     [
-        ("llama3-8b", "v5e:2x4", "tp=8", 32, 1.01),
         ("llama3-8b", "v5e:2x2", "tp=4", 16, 1.05),  # two KV heads a device
-        ("llama3-70b", "v6e:2x4", "tp=8", 32, 1.02),  # the residual goes by way of HBM to kernels
         ("llama3-70b", "v5p:16x16x16", "tp=8,dp=512", 16384, 1.08),  # attention scores leave its smaller VMEM
     ],
 )
@@ -271,6 +270,11 @@ def test_decoding_moves_only_what_it_must(name, target, parallel, batch, most):
     buckets = Buckets((512,), (batch,), (4096,))
     made = Deployment(configs.load(name), target, "bfloat16", buckets, Parallelism.parse(parallel), ("greedy",))
     (program,) = report_of(made, made.keys()[:1]).programs
+    assert_moves(program, most)
+
+
+def assert_moves(program: ProgramReport, most: float) -> None:
+    """most: of the bytes that it must read and write, how many times."""
     assert program.copies == []
     assert program.temporaries < 64 << 20
     assert program.moved_bytes <= most * program.floor_bytes
@@ -312,6 +316,10 @@ def test_quantised_caches_are_read_as_they_are():
     assert decode.moved_bytes < 1.2 * decode.floor_bytes
 
 
+# The residual of the larger goes by way of HBM to kernels.
+MOST_MOVED = {"llama3-8b-v5e-8": 1.01, "llama3-70b-v6e-8": 1.02}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", configs.plan_names())
 def test_plans_compile(name):
@@ -321,6 +329,8 @@ def test_plans_compile(name):
     made = Deployment(configs.load(plan.model), str(plan.slice), *sizes)
     report = report_of(made, made.keys()[:1])
     assert report.ok
+    if name in MOST_MOVED:
+        assert_moves(*report.programs, MOST_MOVED[name])
 
 
 @pytest.mark.slow

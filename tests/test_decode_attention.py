@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops.decode_attention import decode_attention
 from inferlib.pallas_kernels import block_stream_tpu, decode_attention_gpu, decode_attention_tpu
+from tests.conftest import copies_of
 from tests.decode_attention_cases import Case
 
 BACKENDS = {
@@ -132,11 +133,12 @@ RACES = (
     *("written in half precision, stacked", "written to a full ring", "several written to a ring of pages"),
     *("several written to ends of blocks", "fp8, written to a ring", "int8, written to some rows"),
 )
+EARLY = ("ring of an odd number of units", "pages", "written to a full ring", "several written to a ring of pages")
+EARLY += ("int8, written to some rows",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize("name", RACES)
+@copies_of(RACES, EARLY)
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)

@@ -13,11 +13,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops.expert_mlp import expert_mlp
 from inferlib.ops.packed import PackedTensor
-from inferlib.ops.quantized import SCHEMES, QuantizedTensor, quantize
+from inferlib.ops.quantized import SCHEMES, QuantizedTensor
 from inferlib.pallas_kernels import expert_mlp_tpu
 from inferlib.pallas_kernels.expert_mlp_tpu import Blocks, unsupported
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
-from tests.packed_experts import packed
+from tests.conftest import copies_of
+from tests.packed_experts import packed, quantized
 
 
 def activation(gate, up):
@@ -56,7 +57,7 @@ class Case:
         if self.scheme:
             for name in ("gate_up", "down"):
                 summed, float4 = (len(shapes[name]) + self.stacked - 1,), self.float4 and name == "gate_up"
-                held = quantize(weights[name], summed, SCHEMES[self.scheme])
+                held = quantized(weights[name], summed, SCHEMES[self.scheme])
                 exact[name] = np.asarray(held.dequantized(summed, jnp.float32), float).reshape(exact[name].shape)
                 weights[name] = packed(held, self.scheme, float4=float4) if held.grouped and pack else held
         expected = np.zeros((tokens, self.dim))
@@ -111,8 +112,7 @@ def test_in_pieces(name, buffers):
     WIDE[name].check(partial(directly, blocks=Blocks(128, buffers), interpret=True))
 
 
-@pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize("name", ["some", "none", "pieces", "pieces, mxfp4"])
+@copies_of(("some", "none", "pieces", "pieces, mxfp4"), early=("some", "pieces, mxfp4"))
 def test_it_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params, case = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode), (CASES | WIDE)[name]

@@ -13,12 +13,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops import grouped_matmul as contract
 from inferlib.ops.packed import Packing
-from inferlib.ops.quantized import SCHEMES, quantize
+from inferlib.ops.quantized import SCHEMES
 from inferlib.pallas_kernels.grouped_matmul_tpu import Blocks, default_blocks, grouped_matmul, unsupported
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
-from tests.packed_experts import packed
+from tests.conftest import copies_of
+from tests.packed_experts import packed, quantized
 
 SMALL = Blocks(rows=64, columns=128, height=32, tail=16)
 ONCE = Blocks(rows=96, columns=128, height=80, tail=16, buffers=3, once=True)
@@ -52,7 +53,7 @@ class Case:
                 expected[:, end - size : end] = x[end - size : end] @ w[1, group]
         sizes, weights = jnp.asarray(self.sizes, jnp.int32), jnp.asarray(w, self.dtype)
         if self.scheme:
-            held = quantize(weights, (3,), SCHEMES[self.scheme])
+            held = quantized(weights, (3,), SCHEMES[self.scheme])
             w = np.asarray(held.dequantized((3,), jnp.float32), float).reshape(w.shape)
             weights = packed(held, self.scheme, float4=self.float4).of_experts(stacked=True) if pack else held
             for group, (end, size) in enumerate(zip(ends, self.sizes, strict=True)):
@@ -103,8 +104,7 @@ def test_equals_the_oracle(name):
     case.check(jax.jit(run))
 
 
-@pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize("name", ["around a tile of rows", "three buffers", "rows of no group", "mxfp4"])
+@copies_of(("around a tile of rows", "three buffers", "rows of no group", "mxfp4"), early=("three buffers", "mxfp4"))
 def test_it_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params, case = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode), CASES[name]
@@ -134,7 +134,7 @@ def test_quantised_weights(scheme):
     """By channel and packed; of the latter, inputs are padded."""
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=(12, 32)), jnp.bfloat16)
-    w = quantize(jnp.asarray(rng.normal(size=(2, 3, 2, 32, 40)), jnp.float32), (3,), SCHEMES[scheme])
+    w = quantized(jnp.asarray(rng.normal(size=(2, 3, 2, 32, 40)), jnp.float32), (3,), SCHEMES[scheme])
     exact = np.asarray(w.dequantized((3,), jnp.float32), float).reshape(2, 3, 2, 32, 40)[1][[0] * 4 + [2] * 6]
     w = packed(w, scheme) if w.grouped else w
     product = partial(contract.grouped_matmul, sizes=jnp.asarray([4, 0, 6], jnp.int32), most=6, backend="pallas_tpu")

@@ -13,6 +13,7 @@ from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, quantize
 from inferlib.pallas_kernels import grouped_matmul_gpu as kernel
 from inferlib.pallas_kernels.grouped_matmul_gpu import Blocks, blocks, unsupported
+from tests.packed_experts import quantized
 
 TOLERANCES = {"float32": 2e-6, "bfloat16": 4e-3}  # of the largest result
 
@@ -22,7 +23,7 @@ def draw(scheme: str | None, shape, dtype, contracting: int):
     w = jnp.asarray(np.random.default_rng(1).normal(size=shape), dtype)
     if scheme is None:
         return w, np.asarray(w, np.float64)
-    w = quantize(w, (contracting,), SCHEMES[scheme])
+    w = quantized(w, (contracting,), SCHEMES[scheme])
     return w, np.asarray(w.dequantized((contracting,), jnp.float32), np.float64).reshape(shape)
 
 

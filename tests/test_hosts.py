@@ -139,9 +139,9 @@ def test_two_processes(start, expected, model):
 @pytest.mark.parametrize(
     ("devices", "parallel", "scenario", "homes"),
     [
-        (1, "dp=2", "everything", [[0], [1]]),
+        (1, "dp=2", "greedy", [[0], [1]]),
         (2, "tp=2,dp=2", "warm", [[0, 0], [1, 1]]),
-        (2, "tp=4,rules=tp_sp", "everything", [[0, 0, 1, 1]]),
+        (2, "tp=4,rules=tp_sp", "greedy", [[0, 0, 1, 1]]),
     ],
 )
 def test_the_same_as_one_process_and_a_good_end(devices, parallel, scenario, homes, start, expected):
@@ -176,6 +176,7 @@ def test_a_process_dies_while_decoding(killed, start):
 
 @pytest.mark.slow
 def test_four_processes_until_one_dies(start, expected):
+    """All modes, with the heads and the rows on several processes."""
     running = start(4, "tp=2,dp=2", "everything", then="endless")
     first = result(running.until("decoding"))
     assert_same(first["found"], expected("everything"))
@@ -184,13 +185,13 @@ def test_four_processes_until_one_dies(start, expected):
     for i, (code, _, err) in enumerate(running.wait()):
         if i != 2:
             assert code == 1
-            assert lost(2, i) in err.splitlines()
+            assert lost(2, i) in err  # perhaps amid a traceback that was being written
 
 
 @pytest.mark.slow
 def test_a_process_stops_while_decoding(start):
     """It neither ends nor goes on: JAX notices that its heartbeats do not come."""
-    running = start(2, "tp=2", "endless")
+    running = start(2, "tp=2", "endless", patience=10)
     running.until("decoding")
     running[1].send_signal(signal.SIGSTOP)
     _, err = running[0].communicate(timeout=TIMEOUT)

@@ -18,6 +18,7 @@ from inferlib.ops.cache_write import unfolded
 from inferlib.ops.mla_decode_attention import mla_decode_attention
 from inferlib.ops.quantized import Scheme, quantize
 from inferlib.pallas_kernels import mla_decode_attention_tpu as tpu
+from tests.conftest import copies_of
 from tests.decode_attention_cases import TOLERANCE, folded
 from tests.latent_cases import LatentCase
 
@@ -157,8 +158,7 @@ def test_scales_of_latents_and_keys_are_folded_in():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize("name", ["lengths", "pages", "pages of more than a block", "several queries"])
+@copies_of(("lengths", "pages", "pages of more than a block", "several queries"), early=("pages",))
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)

@@ -17,6 +17,7 @@ from inferlib.ops.cache_write import unfolded
 from inferlib.ops.mla_prefill_attention import mla_prefill_attention
 from inferlib.ops.quantized import Scheme, quantize
 from inferlib.pallas_kernels import mla_prefill_attention_tpu as tpu
+from tests.conftest import copies_of
 from tests.decode_attention_cases import folded
 from tests.latent_cases import LatentCase
 from tests.prefill_attention_cases import hold_chunks
@@ -226,8 +227,10 @@ def test_blocks_for_any_shape(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize("name", ["starts at edges of blocks", "pages, stacked layers", "four positions a row of keys"])
+@copies_of(
+    ("starts at edges of blocks", "pages, stacked layers", "four positions a row of keys"),
+    early=("pages, stacked layers",),
+)
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)

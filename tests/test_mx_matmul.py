@@ -25,9 +25,8 @@ from inferlib.pallas_kernels.packed_weights_tpu import Weight, pack_float4, pack
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
-from tests.conftest import kernels_in, random_prompts
+from tests.conftest import copies_of, kernels_in, random_prompts
 
-MODES = [pltpu.InterpretParams(dma_execution_mode=mode, detect_races=True) for mode in ("eager", "on_wait")]
 BY_GROUP = ("mxfp4", "mxfp4 by float4", "mxfp8", "int4", "fp8_block", "fp8")
 FLOAT4 = "mxfp4 by float4"  # as v7x takes it
 FORMS = {**SCHEMES, FLOAT4: SCHEMES["mxfp4"], "int8_block": Scheme("int8", group=128), "bfloat16": None}
@@ -40,13 +39,14 @@ def packed(name: str, w: np.ndarray, spoilt: tuple[int, ...] | None = None) -> t
     names = (axes.LAYERS, axes.EMBED, axes.GATE_UP, axes.MLP)
     whole = jnp.moveaxis(jnp.asarray(w), 1, 2)
     spec = WeightSpec("w", whole.shape, np.dtype("bfloat16"), names, "normal", None, "w", (1,), scheme)
-    arrays = [np.array(array) for array in spec.stored(whole)]
+    arrays = [np.array(array) for array in jax.jit(spec.stored)(whole)]
     if spoilt:
         arrays[1][spoilt] = np.nan
     arrays = [jnp.asarray(array) for array in arrays]
-    held = arrays[0] if scheme is None else scheme.tensor(*arrays).dequantized((1,), jnp.float32).reshape(whole.shape)
+    values = jax.jit(lambda *arrays: scheme.tensor(*arrays).dequantized((1,), jnp.float32))
+    held = arrays[0] if scheme is None else values(*arrays).reshape(whole.shape)
     spec = dataclasses.replace(spec, packed=True, float4=name == FLOAT4)
-    tensor = spec.packing.tensor(*spec.held(*arrays))
+    tensor = spec.packing.tensor(*jax.jit(spec.held)(*arrays))
     return tensor, np.moveaxis(np.asarray(held, np.float64), 2, 1)
 
 
@@ -119,13 +119,13 @@ def test_many_rows_are_multiplied_by_xla(name):
     np.testing.assert_allclose(many[:8], few, atol=1e-4)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=["eager", "on_wait"])
-@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "int4", "bfloat16"])
+@copies_of(("mxfp4", "mxfp8", "int4", "bfloat16"), early=("mxfp4", "bfloat16"))
 def test_copies_are_awaited_and_do_not_race(name, mode):
     rng = np.random.default_rng(1)
     tensor, exact = packed(name, numbers(rng, 2, 2, 128, 200))
     x = jnp.asarray(rng.standard_normal((19, 128)), jnp.bfloat16)
-    check(x, tensor.stack, exact, blocks_=Blocks(16, 128), interpret=mode)
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    check(x, tensor.stack, exact, blocks_=Blocks(16, 128), interpret=params)
 
 
 @pytest.mark.parametrize("pack", [pack_mxfp4, pack_float4])
@@ -184,10 +184,10 @@ def test_layers_see_no_difference(shape, names, contract, name):
     w = jnp.asarray(rng.standard_normal(shape), jnp.float32)
     spec = WeightSpec("w", shape, np.dtype("bfloat16"), names, "normal", None, "w", tuple(range(contract)), scheme)
     ready = dataclasses.replace(spec, packed=True)
-    arrays = ready.stored(w)
+    arrays = jax.jit(ready.stored)(w)
     assert [(x.shape, x.dtype) for x in arrays] == [(a.shape, a.dtype) for a in ready.arrays]
     x = jnp.asarray(rng.standard_normal((5, *shape[:contract])), jnp.bfloat16)
-    plain = matmul(x, scheme.tensor(*spec.stored(w)), contract=contract, out_dtype=jnp.float32)
+    plain = matmul(x, scheme.tensor(*jax.jit(spec.stored)(w)), contract=contract, out_dtype=jnp.float32)
     found = matmul(x, ready.packing.tensor(*arrays), contract=contract, out_dtype=jnp.float32)
     np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-5)
 

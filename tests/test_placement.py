@@ -78,7 +78,6 @@ def test_load_is_what_transformers_routes(folder, expected):
     [
         (PERMUTED, None, True),
         (COPIED, "ep=2,tp=2", False),
-        pytest.param(COPIED, "dp=2", True, marks=pytest.mark.slow),
         pytest.param(SIXTEEN, "ep=4,tp=2,rules=tp_sp", False, marks=pytest.mark.slow),
         pytest.param(None, "cp=2", False, marks=pytest.mark.slow),
         pytest.param(COPIED, "tp=2,ep=2,rules=dp_attention", True, marks=pytest.mark.slow),

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.ops.attention import merge_attention
 from inferlib.ops.prefill_attention import BlockList, prefill_attention
 from inferlib.pallas_kernels import prefill_attention_tpu
+from tests.conftest import copies_of
 from tests.prefill_attention_cases import Case
 
 FP8 = "float8_e4m3fn"
@@ -133,9 +134,9 @@ def test_sizes_of_blocks_are_checked(sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize(
-    "name", ["starts at edges of blocks", "wide window", "ring, sinks", "pages", "listed blocks", "int8"]
+@copies_of(
+    ("starts at edges of blocks", "wide window", "ring, sinks", "pages", "listed blocks", "int8"),
+    early=("ring, sinks", "pages", "int8"),
 )
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""

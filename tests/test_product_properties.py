@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from inferlib.ops.grouped_matmul import grouped_matmul
 from inferlib.ops.matmul import matmul
-from inferlib.ops.quantized import SCHEMES, quantize
+from inferlib.ops.quantized import SCHEMES
 from inferlib.pallas_kernels import grouped_matmul_tpu
 from inferlib.pallas_kernels.mx_matmul_tpu import mx_matmul
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
+from tests.packed_experts import quantized
 from tests.test_grouped_matmul import SMALL, Case
 from tests.test_mx_matmul import FLOAT4, hold, packed
 
@@ -68,7 +69,7 @@ xla = jax.jit(partial(matmul, out_dtype=jnp.float32))
 @settings(max_examples=10)
 def test_products_of_odd_shapes_by_xla(name, seed, spread):
     rows, inputs, columns = PRODUCTS[name]
-    held = quantize(jnp.asarray(weights(seed, spread, inputs, 2, columns)), (0,), SCHEMES[name])
+    held = quantized(jnp.asarray(weights(seed, spread, inputs, 2, columns)), (0,), SCHEMES[name])
     exact = np.asarray(held.dequantized((0,), jnp.float32), np.float64).reshape(inputs, 2, columns)
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((rows, inputs)), jnp.float32)
     hold(np.moveaxis(np.asarray(xla(x, held), np.float64), 1, 0), x, np.moveaxis(exact, 1, 0))

@@ -14,6 +14,7 @@ from inferlib.ops.quantized import SCHEMES, quantize
 from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
 from inferlib.pallas_kernels.row_matmul_gpu import Blocks, blocks, row_matmul, unsupported
 from tests.conftest import kernels_in
+from tests.packed_experts import quantized
 
 on_cpu = jax.default_backend() == "cpu"
 
@@ -23,7 +24,7 @@ def draw(scheme: str | None, shape):
     if scheme is None:
         values = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.bfloat16)
         return values, None, np.asarray(values, np.float64)
-    w = quantize(jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32), (1,), SCHEMES[scheme])
+    w = quantized(jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32), (1,), SCHEMES[scheme])
     exact = np.asarray(w.dequantized((1,), jnp.float32), np.float64).reshape(shape)
     return w.values.reshape(shape), w.scales, exact
 

@@ -32,25 +32,25 @@ QUICK = [
     ("minimax", "ep=2,tp=4"),
     ("nemotron_h", "ep=2,tp=4"),
 ]
-# Each preset with a ring (gemma3), with heads that do not divide (smollm2), with latents and with experts; each mesh
-# with one of them at least.
+# Each preset with a ring (gemma3), with heads that do not divide (smollm2), with latents and with experts, and those
+# that states run on with each kind of states, unless QUICK has it; each mesh with one of them at least.
 SLOW = {
     "gemma3": "tp=8 tp=4,rules=tp_sp cp=8 cp=2,tp=4 dp=2,cp=2,tp=2,rules=helix cp=4,tp=2,rules=tp2d "
     "tp=4,rules=dp_attention",
     "smollm2": "dp=2 tp=4,rules=tp_sp cp=2,tp=4 cp=4,tp=2,rules=tp2d dp=2,tp=2,rules=dp_attention",
     "minicpm3": "tp=4,rules=tp_sp cp=8 dp=2,cp=2,tp=2 cp=4,tp=2,rules=helix dp=2,cp=2,tp=2,rules=tp2d "
     "tp=4,rules=dp_attention",
-    "experts": "tp=4 ep=4 ep=2,tp=2,dp=2 tp=4,rules=tp_sp dp=2,cp=2,tp=2 cp=4,tp=2,rules=helix "
-    "cp=4,tp=2,rules=tp2d dp=2,tp=2,rules=dp_attention ep=2,tp=2,rules=dp_attention",
-    "deepseek": "ep=2,tp=2,rules=tp_sp ep=2,cp=2,tp=2 cp=2,tp=2,rules=helix cp=2,tp=2,rules=tp2d",
-    "gemma3n": "cp=2,tp=2 cp=2,tp=2,rules=tp2d",
-    "qwen3_5": "tp=2 tp=4,rules=tp_sp tp=2,dp=2,rules=dp_attention",
+    "experts": "ep=4 ep=2,tp=2,dp=2 tp=4,rules=tp_sp cp=4,tp=2,rules=helix cp=4,tp=2,rules=tp2d "
+    "dp=2,tp=2,rules=dp_attention",
+    "deepseek": "ep=2,cp=2,tp=2",
+    "gemma3n": "cp=2,tp=2",
+    "qwen3_5": "tp=2,rules=tp_sp tp=2,dp=2,rules=dp_attention",
     "olmo_hybrid": "tp=4,rules=tp_sp tp=2,dp=2,rules=dp_attention",
-    "kimi_linear": "ep=2,tp=4 tp=2 tp=4,rules=tp_sp ep=2,tp=2,rules=dp_attention",
-    "minimax": "tp=8 tp=4,rules=tp_sp ep=2,tp=2,rules=dp_attention",
-    "lfm2": "tp=4,rules=tp_sp tp=4,dp=2 tp=8 tp=2,dp=2,rules=dp_attention",
-    "nemotron_h": "tp=8 tp=4,rules=tp_sp tp=2,dp=2,rules=dp_attention",
-    "gemma4": "ep=2,tp=2,rules=tp_sp ep=2,tp=2,rules=dp_attention",
+    "kimi_linear": "ep=2,tp=4 tp=2,rules=tp_sp ep=2,tp=2,rules=dp_attention",
+    "minimax": "tp=8,rules=tp_sp ep=2,tp=2,rules=dp_attention",
+    "lfm2": "tp=4,dp=2 tp=8,rules=tp_sp tp=2,dp=2,rules=dp_attention",
+    "nemotron_h": "tp=8,rules=tp_sp tp=2,dp=2,rules=dp_attention",
+    "gemma4": "ep=2,tp=2,rules=dp_attention",
 }
 EVERY = [*QUICK, *(pytest.param(f, mesh, marks=pytest.mark.slow) for f in SLOW for mesh in SLOW[f].split())]
 
@@ -114,6 +114,7 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
         ("gates", "cp=2,tp=2,rules=helix"),
         pytest.param("gates", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
         pytest.param("gemma3n", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
+        pytest.param("gemma3n", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
         ("gemma4", "ep=2,tp=2,rules=tp_sp"),
         pytest.param("gemma4", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
         pytest.param("mimo", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
@@ -156,8 +157,6 @@ def test_the_same_with_stacked_layers(shape, parallel, engine_of, expected):
     ("shape", "parallel"),
     [
         ("llama", "cp=4,tp=2,rules=helix"),
-        pytest.param("llama", "tp=2,dp=2", marks=pytest.mark.slow),
-        pytest.param("llama", "tp=4", marks=pytest.mark.slow),
         pytest.param("smollm2", "tp=8", marks=pytest.mark.slow),
         pytest.param("llama", "dp=2,cp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("llama", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
