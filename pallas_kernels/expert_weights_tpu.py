@@ -64,18 +64,34 @@ def in_hbm(w: jax.Array | Weight, interpret) -> list[jax.Array]:
 class ExpertBlocks:
     """Blocks of weights [L, E, P, K, N]: `depth` inputs by `columns` columns of an expert's matrices, of which one is
     whole. buffers: for blocks. once: whether quantised ones are unpacked before their products, which are then several,
-    or in each. Make them with `of`."""
+    or in each. together: then so many columns of one matrix, or all of the block. Make them with `of`."""
 
     weight: jax.ShapeDtypeStruct | Weight
     depth: int
     columns: int
     buffers: int
     once: bool = False
+    together: int | None = None
 
     @staticmethod
-    def of(w: Stored, depth: int, columns: int, buffers: int, *, once: bool = False) -> ExpertBlocks:
+    def of(
+        w: Stored, depth: int, columns: int, buffers: int, *, once: bool = False, together: int | None = None
+    ) -> ExpertBlocks:
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), w)
-        return ExpertBlocks(shapes, depth, columns, buffers, once)
+        return ExpertBlocks(shapes, depth, columns, buffers, once, together)
+
+    @property
+    def turns(self) -> list[tuple[range, slice]]:
+        """Which matrices of a block are multiplied together, and which columns of them."""
+        parts = shape_of(self.weight)[-3]
+        if self.together is None:
+            return [(range(parts), slice(0, self.columns))]
+        starts = range(0, self.columns, self.together)
+        return [
+            (range(part, part + 1), slice(start, min(start + self.together, self.columns)))
+            for part in range(parts)
+            for start in starts
+        ]
 
     @property
     def ordered(self) -> bool:
@@ -85,7 +101,7 @@ class ExpertBlocks:
     @property
     def orders_late(self) -> bool:
         """Whether x is put in that order for each product, which it takes no longer for, and not before them."""
-        return self.ordered and self.once
+        return self.ordered and self.once and self.together is None
 
     @property
     def lacks(self) -> str | None:
@@ -123,9 +139,15 @@ class ExpertBlocks:
         if not isinstance(self.weight, Weight):
             return []
         parts = self.weight.values.shape[2]
-        whole = [(self.depth, self.weight.element)] if self.once else []
+        together = len(self.turns[0][0])
+        whole = [pltpu.VMEM((together, self.depth, width), self.weight.element) for width in self._widths]
         scales = [(self._rows(1, rows), dtype) for rows, dtype in self.weight.unpacked]
-        return [pltpu.VMEM((parts, rows, self.columns), dtype) for rows, dtype in whole + scales]
+        return [*whole, *[pltpu.VMEM((parts, rows, self.columns), dtype) for rows, dtype in scales]]
+
+    @property
+    def _widths(self) -> list[int]:
+        """Of what is unpacked in turn: there is room for each, as only whole tiles of one can be cut off."""
+        return sorted({columns.stop - columns.start for _, columns in self.turns}) if self.once else []
 
     @property
     def nbytes(self) -> int:
@@ -148,32 +170,49 @@ class ExpertBlocks:
                 source = source.at[:, pl.ds(pl.multiple_of(start, rows), rows)]
             yield pltpu.make_async_copy(source, into.at[buffer], semaphores.at[n, buffer])
 
-    def unpack(self, room: Sequence, unpacked: Sequence, piece, buffer) -> None:
-        """A block that is unpacked `once`, where none of its products does it."""
-        for part in range(room[0].shape[1]):
-            self._held(room, unpacked, piece, buffer, part).unpack(unpacked[0].at[part])
+    def unpack(self, room: Sequence, unpacked: Sequence, piece, buffer, turn: tuple[range, slice]) -> None:
+        """What is in turn of a block that is unpacked `once`, where none of its products does it."""
+        for part in turn[0]:
+            self._held(room, unpacked, piece, buffer, part, turn).unpack(self._into(unpacked, part, turn))
 
     def product(
-        self, x_ref, room: Sequence, unpacked: Sequence, piece, buffer, part: int, *, unpacks: bool = False
+        self,
+        x_ref,
+        room: Sequence,
+        unpacked: Sequence,
+        piece,
+        buffer,
+        part: int,
+        turn: tuple[range, slice] | None = None,
+        *,
+        unpacks: bool = False,
     ) -> jax.Array:
-        """x [T, depth] times a matrix of a block -> float32 [T, columns], to be multiplied by scales of channels.
-        unpacks: what of a block is unpacked `once`, this product does."""
+        """x [T, depth] times the columns in turn, or all, of a matrix of a block -> float32 [T, columns], to be
+        multiplied by scales of channels. unpacks: what of a block is unpacked `once`, this product does."""
+        turn = turn or self.turns[0]
         if isinstance(self.weight, Weight) and (unpacks or not self.once):
-            held = self._held(room, unpacked, piece, buffer, part)
-            return held.product(x_ref, unpacked[0].at[part] if unpacks else None)
+            held = self._held(room, unpacked, piece, buffer, part, turn)
+            return held.product(x_ref, self._into(unpacked, part, turn) if unpacks else None)
         exact = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
-        w = unpacked[0][part] if self.once else room[0][buffer, part]
+        w = self._into(unpacked, part, turn)[...] if self.once else room[0][buffer, part]
         y = jnp.dot(x_ref[...], w, precision=exact, preferred_element_type=jnp.float32)
-        return y * room[2][buffer, part] if self.once and self.weight.packed else y
+        return y * room[2][buffer, part, :, turn[1]] if self.once and self.weight.packed else y
 
-    def _held(self, room: Sequence, unpacked: Sequence, piece, buffer, part: int) -> Held:
+    def _into(self, unpacked: Sequence, part: int, turn: tuple[range, slice]):
+        """Where what is in turn of a matrix is unpacked to."""
+        parts, columns = turn
+        return unpacked[self._widths.index(columns.stop - columns.start)].at[part - parts.start]
+
+    def _held(self, room: Sequence, unpacked: Sequence, piece, buffer, part: int, turn: tuple[range, slice]) -> Held:
         """With its scales unpacked: for each part late, as stores are what takes longest in that."""
-        scales = unpack_scales(room[1].at[buffer, part], [ref.at[part] for ref in unpacked[self.once :]])
+        columns = turn[1]
+        into = [ref.at[part, :, columns] for ref in unpacked[len(self._widths) :]]
+        scales = unpack_scales(room[1].at[buffer, part, :, columns], into)
         inputs = shape_of(self.weight)[-2]
         among = piece if self.scaled == inputs else rem(piece, self.scaled // self.depth)
         start = 0 if self.depth == inputs else among * self.depth
-        tops = room[2].at[buffer, part] if self.weight.packed else None
-        return Held(self.weight, room[0].at[buffer, part], scales, tops, start)
+        tops = room[2].at[buffer, part, :, columns] if self.weight.packed else None
+        return Held(self.weight, room[0].at[buffer, part, :, columns], scales, tops, start)
 
     def _rows(self, number: int, whole: int) -> int:
         """Of the `whole` rows of the values, the scales or the tops, those that belong to a block."""

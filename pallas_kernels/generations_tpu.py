@@ -56,8 +56,13 @@ def vmem_limit(need: int) -> int:
     return need if have == _USUAL_VMEM_BYTES else max(need, have)
 
 
+def on_chip_bytes() -> int:
+    """Of on-chip memory, for kernels and what XLA keeps there beside them."""
+    return VMEM_BYTES.get(generation(), _USUAL_VMEM_BYTES)
+
+
 def _vmem_bytes() -> int:
-    return min(VMEM_BYTES.get(generation(), _USUAL_VMEM_BYTES), _USUAL_VMEM_BYTES)
+    return min(on_chip_bytes(), _USUAL_VMEM_BYTES)
 
 
 def vmem_bits(bits: int) -> int:

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
 from inferlib.pallas_kernels.expert_weights_tpu import ExpertBlocks, Stored, in_hbm, matrix_bytes, shape_of, unfit
-from inferlib.pallas_kernels.generations_tpu import FLOAT4, by_vmem, generation, vmem_limit
+from inferlib.pallas_kernels.generations_tpu import FLOAT4, by_vmem, generation, on_chip_bytes, vmem_limit
 from inferlib.pallas_kernels.packed_weights_tpu import BLOCK, Weight, permute
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
@@ -27,6 +27,7 @@ LANES, SUBLANES = 128, 16
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
 VMEM_BYTES = 48 << 20  # of 64 MiB, see `by_vmem`
 MARGIN_BYTES = 8 << 20  # of VMEM, for what the compiler keeps there
+SPARE_BYTES = 8 << 20  # of VMEM, for what XLA keeps there beside rows and results
 WEIGHT_BYTES = 8 << 20  # most of a block of weights: the larger, the fewer times is x read
 ROWS = 1024
 FAST_ROWS = 1536  # where memory is fast and products are tall: the more, the fewer groups go on in the next tile
@@ -34,6 +35,7 @@ FEW = 32  # rows of products of small groups
 HIGH = 128  # and of others
 TALL = 288  # and at most of those with blocks of so many elements, as compilers take longer for higher ones
 TALL_ELEMENTS = 1 << 22
+TOGETHER = (1536, 1024)  # columns that are unpacked together where there is no room for a block
 LOW = 32  # and of their last ones, as the weight's way into the matrix unit takes as long
 NARROW = ("v4", "v5e", "v5p")  # generations whose unit is 128 wide; others need twice as many rows
 
@@ -45,7 +47,8 @@ class Blocks:
     rows: of x and of the result. columns: of a group's weight that are copied together. height: rows of a product;
     of the last ones of a group tail, or tail doubled, once or more. All three of rows are multiples of 16.
     buffers: for blocks of weights. once: whether a quantised block is unpacked in the first product of a group, or in
-    each.
+    each. together: then so many columns of one matrix, by which all of the group's rows in a tile are multiplied before
+    the next ones are unpacked; 0: all of the block.
     """
 
     rows: int
@@ -54,6 +57,7 @@ class Blocks:
     tail: int
     buffers: int = 2
     once: bool = False
+    together: int = 0
 
     def __post_init__(self):
         sizes = self.rows, self.height, self.tail
@@ -61,6 +65,8 @@ class Blocks:
             raise ValueError(f"not rows above height above tail, multiples of {SUBLANES}: {self}")
         if self.buffers < 2:
             raise ValueError("copies run ahead of the computation: there are at least two buffers")
+        if self.together and (self.together % LANES or not self.once):
+            raise ValueError(f"columns that are unpacked together are a multiple of {LANES}, and once: {self}")
 
     @property
     def heights(self) -> list[int]:
@@ -69,7 +75,9 @@ class Blocks:
         return [self.height, *reversed(lower)]
 
     def of(self, w: Stored) -> ExpertBlocks:
-        return ExpertBlocks.of(w, shape_of(w)[-2], self.columns, self.buffers, once=self.once)
+        return ExpertBlocks.of(
+            w, shape_of(w)[-2], self.columns, self.buffers, once=self.once, together=self.together or None
+        )
 
     def vmem_bytes(self, x: jax.ShapeDtypeStruct, w: Stored) -> int:
         """What it takes to multiply x [M, I] by weights [L, E, P, I, O]."""
@@ -103,13 +111,20 @@ def default_blocks(x: jax.ShapeDtypeStruct, w: Stored) -> Blocks:
         height = min(max(_rounded_up(math.ceil(most), 2 * SUBLANES), HIGH), TALL)
     rows = min(FAST_ROWS if height > HIGH and generation() in FLOAT4 else ROWS, max(high, height))
     least = min(height, FEW)  # where more do not fit, what fits few rows fits many
-    choices = Blocks(rows, columns, height, tail, 3, once), Blocks(rows, columns, height, tail, 2)
+    choices = [Blocks(rows, columns, height, tail, 3, once), Blocks(rows, columns, height, tail, 2)]
+    if once and generation() not in (*NARROW, *FLOAT4):  # which gain little by it, or compile it for long
+        choices[1:1] = [replace(choices[0], buffers=2, together=n) for n in TOGETHER if n < columns]
     for chosen in (*choices, Blocks(rows, columns, least, least, 2)):
         while chosen.rows > chosen.height and chosen.vmem_bytes(x, w) > by_vmem(VMEM_BYTES):
             chosen = replace(chosen, rows=max(_rounded_up(chosen.rows // 2, SUBLANES), chosen.height))
         if chosen.vmem_bytes(x, w) <= by_vmem(VMEM_BYTES):
             break
-    return chosen
+    # Rows that lie on chip beside the kernel, before it and after it, are neither written to memory nor read: that is
+    # worth more than a third buffer and tiles as high.
+    beside = on_chip_bytes() - SPARE_BYTES - (inner + parts * outer) * x.shape[0] * x.dtype.itemsize
+    lower = max(_rounded_up(chosen.rows // 2, SUBLANES), chosen.height)
+    smaller = replace(chosen, rows=lower, buffers=2)
+    return smaller if chosen.vmem_bytes(x, w) > beside >= smaller.vmem_bytes(x, w) else chosen
 
 
 def unsupported(x: jax.ShapeDtypeStruct, w: Stored, *, blocks: Blocks | None = None) -> str | None:
@@ -205,7 +220,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
     xs_ref = refs.pop() if weights.ordered else x_ref
     room, unpacked = refs[:stored], refs[stored:]
     piece, tile = pl.program_id(0), pl.program_id(1)
-    rows, (groups,), (buffers, parts, _, columns) = x_ref.shape[0], sizes_ref.shape, room[0].shape
+    rows, (groups,), buffers = x_ref.shape[0], sizes_ref.shape, room[0].shape[0]
     pieces, base = pl.num_programs(0), tile * rows
     if weights.ordered and not weights.orders_late:
         permute(x_ref, xs_ref)
@@ -243,23 +258,29 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
 
     # ---- computation
 
-    def product(group, buf, first, stop, at, height, *, unpacks=False):
+    def product(group, buf, first, stop, turn, at, height, *, unpacks=False):
         """Of the tile's rows from `at` on, those from `first` to before `stop`."""
+        parts, taken = turn
         at = pl.multiple_of(jnp.minimum(at, rows - height), SUBLANES)
-        row = at + lax.broadcasted_iota(jnp.int32, (height, columns), 0)
+        row = at + lax.broadcasted_iota(jnp.int32, (height, taken.stop - taken.start), 0)
         own, at = (row >= first) & (row < stop), pl.ds(at, height)
         xs = xs_ref.at[:height] if weights.orders_late else xs_ref.at[at]
         if weights.orders_late:
             permute(x_ref.at[at], xs)
-        for part in range(parts):
-            y = weights.product(xs, room, unpacked, piece, buf, part, unpacks=unpacks)
+        for part in parts:
+            y = weights.product(xs, room, unpacked, piece, buf, part, turn, unpacks=unpacks)
             if scaled:
-                y = y * scales_ref[pl.ds(group * parts + part, 1)]
-            out_ref[part, at] = jnp.where(own, y, out_ref[part, at].astype(jnp.float32)).astype(out_ref.dtype)
+                y = y * scales_ref[pl.ds(group * len(parts) + part, 1)]
+            kept = out_ref[part, at, taken].astype(jnp.float32)
+            out_ref[part, at, taken] = jnp.where(own, y, kept).astype(out_ref.dtype)
 
     def multiply(group, buf, first, stop, begins):
         """The rows of the tile from `first` to before `stop`. begins: with them the group does."""
-        take = functools.partial(product, group, buf, first, stop)
+        for turn in weights.turns:
+            multiply_turn(group, buf, first, stop, begins | (weights.together is not None), turn)
+
+    def multiply_turn(group, buf, first, stop, begins, turn):
+        take = functools.partial(product, group, buf, first, stop, turn)
 
         def products(at, high, done, count):
             lax.fori_loop(done, count, lambda n, _: take(at + n * high, high), None)
@@ -273,7 +294,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
                 pl.when(now)(functools.partial(take, at, high, unpacks=True))
                 waits, done = waits & (count == 0), now.astype(jnp.int32)
                 if 2 * lower <= height:
-                    pl.when(waits)(lambda: weights.unpack(room, unpacked, piece, buf))
+                    pl.when(waits)(lambda: weights.unpack(room, unpacked, piece, buf, turn))
             products(at, high, done, count)
             at += count * high
 

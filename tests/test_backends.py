@@ -169,7 +169,10 @@ def test_the_option_has_one_spelling():
     [
         ("xla", set()),
         ("decode_attention=xla", {"prefill_attention", "mx_matmul", "expert_mlp"}),
-        ("matmul=xla,expert_mlp=xla", {"decode_attention", "prefill_attention", "chunk_write", "grouped_matmul"}),
+        (
+            "matmul=xla,expert_mlp=xla",
+            {"decode_attention", "prefill_attention", "chunk_write", "group_order", "grouped_matmul"},
+        ),
         ("auto", {"decode_attention", "prefill_attention", "chunk_write", "mx_matmul", "expert_mlp"}),
     ],
 )

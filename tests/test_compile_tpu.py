@@ -235,7 +235,7 @@ def test_kernels_take_what_v4_has_of_on_chip_memory_and_leave_floats_of_8_bits_t
     sizes = Buckets((512,), (8,), (512,)), Parallelism.parse("tp=4"), ("greedy",)
     made = Deployment(EXPERTS | wide, "v4-8", "bfloat16", *sizes, kv_cache_dtype="fp8")
     (program,) = report_of(made, [key for key in list(made.keys()) if key.chunks and key.rows]).programs
-    assert _but_products(program) == {"grouped_matmul": 1}  # and of attention none
+    assert _but_products(program) == {"group_order": 1, "grouped_matmul": 1}  # and of attention none
 
 
 def test_on_chip_memory_that_a_kernel_lacks_is_no_fault_of_the_model():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.ops import grouped_matmul as contract
 from inferlib.ops.packed import Packing
 from inferlib.ops.quantized import SCHEMES
+from inferlib.pallas_kernels.generations_tpu import planning_for
 from inferlib.pallas_kernels.grouped_matmul_tpu import Blocks, default_blocks, grouped_matmul, unsupported
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
 from inferlib.sharding import axes
@@ -82,6 +83,15 @@ CASES = {
     "bfloat16": Case((5, 0, 90, 17), 112, dtype="bfloat16"),
     "mxfp4": Case((5, 0, 40, 17), 80, parts=1, inner=160, dtype="bfloat16", scheme="mxfp4"),
     "mxfp4, once": Case((7, 83, 3, 5), 112, ONCE, parts=1, inner=160, dtype="bfloat16", scheme="mxfp4"),
+    "mxfp4, some columns after the others": Case(
+        (7, 83, 3, 5),
+        112,
+        replace(ONCE, columns=320, together=256),
+        inner=160,
+        outer=320,
+        dtype="bfloat16",
+        scheme="mxfp4",
+    ),
     "float4, once": Case(
         (60, 30, 9), 112, ONCE, parts=1, inner=288, outer=128, dtype="bfloat16", scheme="mxfp4", float4=True
     ),
@@ -162,6 +172,18 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
             Blocks(64, 128, height, 32)
     with pytest.raises(ValueError, match="two buffers"):
         Blocks(64, 128, 32, 32, buffers=1)
+    for options in ({"together": 128}, {"together": 192, "once": True}):
+        with pytest.raises(ValueError, match="a multiple of 128, and once"):
+            Blocks(64, 384, 32, 32, **options)
+
+
+def test_rows_and_results_lie_on_chip_beside_smaller_tiles():
+    """Down of DeepSeek-V3 on v6e: with a third buffer and higher tiles one of them would not."""
+    w = jax.ShapeDtypeStruct((1, 16, 1, 512, 7168), "float8_e4m3fn")
+    with planning_for("v6e"):
+        few, some, many = (default_blocks(jax.ShapeDtypeStruct((m, 512), "bfloat16"), w) for m in (4096, 6144, 16384))
+    assert (few.rows, few.buffers) == (many.rows, many.buffers)
+    assert (some.rows, some.buffers) == (few.rows // 2, few.buffers - 1) == (few.rows // 2, 2)
 
 
 def test_usual_blocks_fit_the_experts_of_large_models():

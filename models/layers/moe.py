@@ -7,7 +7,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -20,6 +19,7 @@ from inferlib.models.layers.param import param
 from inferlib.models.layers.router import Router
 from inferlib.models.layout import Layout
 from inferlib.ops.expert_mlp import expert_mlp, most_tokens
+from inferlib.ops.group_order import GroupOrder, group_order
 from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul, unsorted_pays
 from inferlib.ops.loops import expected_trips
 from inferlib.ops.matmul import matmul
@@ -177,28 +177,29 @@ class Experts(nnx.Module):
         few = tokens <= most_tokens(self.gate_up[...])
         if ctx.backend.expert_mlp == "pallas_tpu" and few and shards.size(axes.EMBED) == 1:
             return self.at_once(x, jnp.where(ours, experts, own), weights, own, ctx, layer)
-        ids = jnp.where(ours, experts, own).reshape(-1)
+        ids = jnp.where(ours, experts, own)
         if (room := pairs_room(chosen, of_each, tokens, ctx.backend)) < ids.size:
-            return self.in_rounds(x, ids.reshape(ours.shape), weights, own, room, of_each, ctx, layer)
+            return self.in_rounds(x, ids, weights, own, room, of_each, ctx, layer)
         shape, x = x.shape, x.reshape(tokens, -1)
-        scales = weights.reshape(-1) if self.spec.scale_input else None
+        by_input = self.spec.scale_input
         # An active row alone, on one device, has chosen experts that are there: each kernel less counts.
         alone = tokens == 1 and shards.size(axes.EXPERTS) == 1 and not self.spec.identity
+        # One by one: XLA:GPU writes what a sum over a dimension takes in to memory first, XLA:TPU lays it out anew.
         if unsorted_pays(self.gate_up[...], ids.size, own, ctx.backend.grouped_matmul):
-            ids = experts.reshape(-1) if alone else jnp.where(ours.reshape(-1), ids, -1)
+            ids, scales = (experts if alone else jnp.where(ours, ids, -1)).reshape(-1), weights.reshape(-1)
             product = partial(chosen_matmul, ids=ids, layer=layer, backend=ctx.backend.grouped_matmul)
-            outputs = self.forward(x, partial(product, turns=chosen), ids, product, scales, shards, layer)
+            first = partial(product, turns=chosen)
+            outputs = self.forward(x, first, ids, product, scales if by_input else None, shards, layer)
+            outputs = outputs.reshape(tokens, chosen, -1)
+            parts = [outputs[:, i] for i in range(chosen)]
         else:
-            # A constant of few rows: to make it would take a kernel.
-            rows = (np if tokens * chosen <= 1024 else jnp).arange(tokens * chosen, dtype=np.int32) // chosen
-            outputs, places = self.by_expert(x, rows, ids, scales, own, ctx, layer)
+            order = group_order(ids, own, backend=ctx.backend.grouped_matmul)
+            scales = weights[order.tokens, order.choices] if by_input else None
+            outputs = self.by_expert(x, order.tokens, order, scales, ctx, layer)
             # Back in the order of the tokens, whose sums then depend on nothing but themselves.
-            outputs = outputs[places]
-        outputs = outputs.reshape(tokens, chosen, -1)
-        if not self.spec.scale_input:
-            outputs = outputs * weights[:, :, None]
-        # One by one: XLA:GPU writes what a sum over a dimension takes in to memory first.
-        parts = [outputs[:, i] for i in range(chosen)]
+            parts = [outputs[places] for places in order.places]
+        if not by_input:
+            parts = [y * weights[:, i, None] for i, y in enumerate(parts)]
         total = sum(parts if alone else [jnp.where(ours[:, i, None], y, 0) for i, y in enumerate(parts)])
         return total.astype(x.dtype).reshape(shape)
 
@@ -206,25 +207,18 @@ class Experts(nnx.Module):
         self,
         x: jax.Array,
         rows: jax.Array,
-        ids: jax.Array,
+        order: GroupOrder,
         scales: jax.Array | None,
-        own: int,
         ctx: StepContext,
         layer: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """`forward` of pairs of a token, `rows` [M] of x [T, *D], and an expert, `ids` [M], sorted by expert, those of
-        others (`own`) last -> [M, D] in this order, and the place of each pair in it [M]."""
-        order = jnp.argsort(ids)
-        ids = ids[order]
-        sizes = jnp.sum(ids == jnp.arange(own, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
-        most, backend = min(x.shape[0], ids.size), ctx.backend.grouped_matmul
-        product = partial(grouped_matmul, sizes=sizes, most=most, layer=layer, backend=backend)
-        scales = None if scales is None else scales[order]
-        rows, ids = jnp.asarray(rows)[order], jnp.minimum(ids, own - 1)
+    ) -> jax.Array:
+        """`forward` of choices in the order of their experts: of rows [M] of x [T, *D] -> [M, D]."""
+        sizes, backend = order.sizes, ctx.backend.grouped_matmul
+        product = partial(grouped_matmul, sizes=sizes, most=min(x.shape[0], rows.size), layer=layer, backend=backend)
+        ids = jnp.minimum(order.ids, sizes.size - 1)
         if x.ndim > 2:  # as they were exchanged; only those that are taken are laid out anew
             x, rows = x[rows].reshape(ids.size, -1), None
-        first = partial(product, rows=rows)
-        return self.forward(x, first, ids, product, scales, ctx.shards, layer), jnp.argsort(order)
+        return self.forward(x, partial(product, rows=rows), ids, product, scales, ctx.shards, layer)
 
     def in_rounds(
         self,
@@ -241,12 +235,15 @@ class Experts(nnx.Module):
         `own` for others'): tokens of all devices could choose these, but seldom do. No token is in two rounds, so that
         its sum does not depend on others."""
         shards, (tokens, chosen) = ctx.shards, ids.shape
-        devices, ids, weights = shards.size(axes.EXPERTS), ids.reshape(-1), weights.reshape(-1)
-        counts = jnp.sum((ids < own).reshape(-1, chosen), axis=1, dtype=jnp.int32)
+        devices, total, by_input = shards.size(axes.EXPERTS), ids.size, self.spec.scale_input
+        counts = jnp.sum(ids < own, axis=1, dtype=jnp.int32)
         counts = jnp.pad(counts, (0, -tokens % TILE))
         ends = jnp.cumsum(counts)
         tile_ends, tiles = ends[TILE - 1 :: TILE], counts.size // TILE
-        pairs = jnp.pad(jnp.argsort(ids == own), (0, room))  # this device's first, in the order of tokens
+        # This device's first, in the order of tokens. A TPU sorts all three sooner than it gathers one by the other.
+        pairs = jnp.arange(total, dtype=jnp.int32).reshape(ids.shape)
+        pairs = [a.reshape(-1) for a in (jnp.where(ids < own, pairs, pairs + total), ids, weights)]
+        pairs = [jnp.pad(a, (0, room)) for a in lax.sort(pairs, num_keys=1, is_stable=False)]
         # Of the tokens of all devices those here are the ones that have a pair, or all.
         longest = self.spec.most_choices(TILE * max(devices * of_each / tokens, 1), devices)
 
@@ -254,14 +251,18 @@ class Experts(nnx.Module):
             tile, _, out = carry
             first = jnp.where(tile > 0, tile_ends[tile - 1], 0)
             stop = jnp.sum(tile_ends <= first + room, dtype=jnp.int32)
-            some = lax.dynamic_slice_in_dim(pairs, first, room)
-            now = jnp.where(jnp.arange(room) < tile_ends[stop - 1] - first, ids[some], own)
-            factors, by_input = weights[some], self.spec.scale_input
-            outputs, places = self.by_expert(x, some // chosen, now, factors if by_input else None, own, ctx, layer)
+            some, now, factors = (lax.dynamic_slice_in_dim(a, first, room) for a in pairs)
+            place = jnp.arange(room, dtype=jnp.int32)
+            fits = place < tile_ends[stop - 1] - first
+            some, now = jnp.where(fits, some, total + place), jnp.where(fits, now, own)[:, None]
+            order = group_order(now, own, numbers=some, most=total + room, backend=ctx.backend.grouped_matmul)
+            pair = jnp.minimum(order.tokens, total - 1)
+            scales = weights[pair // chosen, pair % chosen] if by_input else None
+            outputs = self.by_expert(x, pair // chosen, order, scales, ctx, layer)
             out = segment_sum(
                 out,
                 outputs,
-                places,
+                order.places[0],
                 None if by_input else factors,
                 ends - counts - first,
                 counts,

@@ -15,6 +15,7 @@ from inferlib.compile.kernel_cases import (
     collective_matmul,
     decode_attention,
     expert_mlp,
+    group_order,
     grouped_matmul,
     mla_decode_attention,
     mla_prefill_attention,
@@ -57,7 +58,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "prefill_attention": prefill_attention.CASES,
 }
 # Without blocks to choose.
-FIXED: Mapping[str, Mapping[str, Case]] = {"chunk_write": chunk_write.CASES}
+FIXED: Mapping[str, Mapping[str, Case]] = {"chunk_write": chunk_write.CASES, "group_order": group_order.CASES}
 # On several devices.
 RINGS: Mapping[str, Mapping[str, collective_matmul.CollectiveMatmul]] = {"collective_matmul": collective_matmul.CASES}
 _KINDS = {

@@ -1,0 +1,91 @@
+"""The order of choices by group, by XLA and by the TPU kernel, interpreted, against NumPy. About 20 s."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferlib.ops.group_order import GroupOrder, _by_kernel, _by_xla, group_order
+from inferlib.pallas_kernels import group_order_tpu
+
+
+def expected(ids: np.ndarray, groups: int, numbers: np.ndarray | None = None) -> GroupOrder:
+    tokens, chosen = ids.shape
+    order = np.argsort(ids.reshape(-1), kind="stable")
+    places = np.argsort(order).reshape(tokens, chosen).T
+    sizes = np.bincount(ids.reshape(-1), minlength=groups + 1)[:groups]
+    token = order // chosen
+    names = token if numbers is None else numbers[token]
+    return GroupOrder(names, order % chosen, ids.reshape(-1)[order], places, sizes)
+
+
+def check(run, ids: np.ndarray, groups: int, numbers: np.ndarray | None = None) -> None:
+    found = jax.jit(run)(jnp.asarray(ids, jnp.int32), None if numbers is None else jnp.asarray(numbers, jnp.int32))
+    for name, got, want in zip(GroupOrder._fields, found, expected(ids, groups, numbers), strict=True):
+        assert got.dtype == jnp.int32
+        np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+@pytest.fixture
+def forms(monkeypatch):
+    """Of `groups`, by name; those of the kernel are interpreted."""
+    kernel = partial(group_order_tpu.group_order, interpret=True)
+    monkeypatch.setattr(group_order_tpu, "group_order", kernel)
+
+    def made(groups: int, bits: tuple[int, int]):
+        return {"xla": partial(_by_xla, groups=groups), "kernel": partial(_by_kernel, groups=groups, bits=bits)}
+
+    return made
+
+
+@pytest.mark.parametrize("form", ["xla", "kernel"])
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "groups"),
+    [(700, 6, 16), (2048, 8, 128), (3, 1, 2), (1, 8, 300), (2100, 8, 20)],
+    ids=["some", "every", "one", "few", "more"],
+)
+def test_random_equal_and_absent_choices(tokens, chosen, groups, form, forms):
+    """16384 choices fill the kernel's registers, more take twice as many."""
+    rng, run = (
+        np.random.default_rng(tokens),
+        forms(groups, ((tokens - 1).bit_length(), (chosen - 1).bit_length()))[form],
+    )
+    shape = tokens, chosen
+    check(run, rng.integers(0, groups + 1, shape), groups)
+    check(run, np.full(shape, groups - 1), groups)  # all groups but one are empty
+    check(run, np.full(shape, groups), groups)  # and all are
+    check(run, np.where(rng.random(shape) < 0.5, groups, rng.integers(0, 2, shape) * (groups - 1)), groups)
+
+
+@pytest.mark.parametrize("form", ["xla", "kernel"])
+def test_tokens_with_numbers(form, forms):
+    rng, run = np.random.default_rng(0), forms(5, (14, 0))[form]
+    numbers = np.sort(rng.permutation(10000)[:3000])
+    check(run, rng.integers(0, 6, (3000, 1)), 5, numbers)
+
+
+def test_as_many_keys_as_there_are_bits(forms):
+    """65536 choices: numbers and positions take 32 bits."""
+    check(forms(64, (13, 3))["kernel"], np.random.default_rng(0).integers(0, 65, (8192, 8)), 64)
+
+
+def test_what_the_kernel_does_not_sort_is_xlas():
+    assert group_order_tpu.unsupported(65536, 256, 16) is None
+    assert "65537 choices are more than 65536" in group_order_tpu.unsupported(65537, 8, 17)
+    assert "have more than 31 bits" in group_order_tpu.unsupported(4096, 256, 23)
+    assert "have more than 31 bits" in group_order_tpu.unsupported(65536, 8, 17)
+    with pytest.raises(ValueError, match="does not sort these: 65537 choices"):
+        jax.eval_shape(partial(group_order_tpu.group_order, groups=8, of_token=17), jnp.zeros(65537, jnp.int32))
+    for tokens, most in ((3, 0), (70000, 0), (4096, 1 << 29)):
+        ids = np.random.default_rng(1).integers(0, 9, (tokens, 1))
+        numbers = np.arange(tokens) if most else None
+        check(
+            lambda ids, numbers, most=most: group_order(ids, 8, numbers=numbers, most=most, backend="pallas_tpu"),
+            ids,
+            8,
+            numbers,
+        )
