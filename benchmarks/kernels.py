@@ -31,13 +31,15 @@ ALL = {**CASES, **FIXED, **RINGS}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", help="of as many devices as the kernels are for, between semicolons")
-    parser.add_argument("--kernels", default=";".join(ALL), help="between semicolons")
+    parser.add_argument("--kernels", help="between semicolons; all that there are devices for, unless given")
     parser.add_argument("--cases", help="between semicolons; all, unless given")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     try:
         targets = given.targets and [parse_target(name) for name in given.targets.split(";")]
-        cases = chosen_cases(given.kernels.split(";"), given.cases and given.cases.split(";"), ALL)
+        alone = targets and any(target.devices == 1 for target in targets)
+        kernels = given.kernels.split(";") if given.kernels else [name for name in ALL if not (alone and name in RINGS)]
+        cases = chosen_cases(kernels, given.cases and given.cases.split(";"), ALL)
         check_devices(cases, targets or ())
     except ValueError as error:
         parser.error(str(error))

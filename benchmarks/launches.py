@@ -4,8 +4,8 @@
     python benchmarks/launches.py --config llama3-8b --quantization int8
 
 XLA compiles the step of a model's first --layers layers, and the last one's kernels, XLA's and ours, are listed in
-their order. A launch costs 1.5 to 4 us beside its bytes, which is what a step of few
-rows is made of. Without a GPU nothing is tuned: XLA's own products may be others on a device.
+their order. A launch costs 1.5 to 4 us beside its bytes, which is what a step of few rows is made of. Without a GPU
+nothing is tuned: XLA's own products may be others on a device.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ def main() -> None:
         parser.error("--experts-only says what --quantization is for, and --layers is at least 2")
     jax.config.update("jax_platforms", "cpu")  # else the plugin would look for a GPU
     model = config_from_hf(configs.load(args.config))
+    if args.layers > len(model.layers):
+        parser.error(f"--layers {args.layers}: {args.config} has {len(model.layers)}")
     scheme = args.quantization and Quantization.named(args.quantization)
     if args.experts_only:
         scheme = of_experts(scheme, model, "bfloat16")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args, get_type_hints
@@ -242,9 +243,7 @@ class EngineConfig:
         are counted and a row that ends keeps its place until the last; a single one on Trainium, which has no loops.
         model: what will be run; cache buckets are finer where attention of its layers reads all of a bucket. backend:
         see `with_option`. cores: of a device; generation: of TPUs, such as v7x."""
-        for name, size in (("max_batch", max_batch), ("max_len", max_len)):
-            if not isinstance(size, int):
-                raise ConfigurationError(f"{name} must be a whole number, got {size!r}")
+        max_batch, max_len = _whole("max_batch", max_batch), _whole("max_len", max_len)
         if not isinstance(buckets, Buckets | None):
             raise ConfigurationError(f"buckets must be Buckets(prefill=..., batch=..., cache=...), got {buckets!r}")
         shards = shards or Shards()
@@ -270,3 +269,10 @@ class EngineConfig:
             backend=chosen,
             shards=shards,
         )
+
+
+def _whole(name: str, size) -> int:
+    try:
+        return operator.index(size)
+    except TypeError:
+        raise ConfigurationError(f"{name} must be a whole number, got {size!r}") from None

@@ -200,7 +200,7 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
         """Generate for one prompt, iterating over text as it appears; see `Stream`."""
         self._tokenizer("stream")
-        return Stream(self, self.prepare(prompt, sampling_params or SamplingParams()))
+        return Stream(self, self.prepare(prompt, SamplingParams() if sampling_params is None else sampling_params))
 
     def run(self, requests: Iterable[Request], *, progress: bool | None = None) -> Iterator[RequestOutput]:
         """Run prepared requests together; yields each result as soon as it is complete.
@@ -288,10 +288,12 @@ class LLM:
         return self.tokenizer
 
     def _prepare_all(self, prompts, sampling_params) -> list[Request]:
-        one = isinstance(prompts, str | Mapping) or not isinstance(prompts, Sized)
-        if one or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
+        listed = prompts.ndim > 0 if isinstance(prompts, np.ndarray) else isinstance(prompts, Sequence)
+        if not listed or isinstance(prompts, bytes):
+            raise ValueError(f"prompts must be text, token ids or a list of these, got {prompts!r}")
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
             prompts = [prompts]
-        if not isinstance(sampling_params, Sequence):
+        if isinstance(sampling_params, Mapping) or not isinstance(sampling_params, Sized):
             sampling_params = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")

@@ -60,7 +60,7 @@ class Backend:
     decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
     qkv_attention: Literal["xla", "pallas_gpu"] = "xla"  # and what precedes it, see `Attention.in_one`
     prefill_attention: Literal["xla", "pallas_tpu", "nki"] = "xla"
-    grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"
+    grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"  # and the order of its rows
     expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # of few tokens; "xla": as grouped products
     matmul: Literal["xla", "pallas_tpu"] = "xla"  # with weights
     add_norm: Literal["xla", "pallas_gpu"] = "xla"  # residual sums and the norms of few rows, on one device

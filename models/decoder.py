@@ -333,14 +333,17 @@ class Decoder(nnx.Module):
 
     def adds_norms(self, ctx: StepContext) -> bool:
         """Whether sums that are one device's own take place in one kernel with the norms that follow: those of experts
-        and of a single row with quantised weights, whose products are kernels of ours. To others XLA:GPU adds the
-        residual in the product's own kernel."""
+        and of a single row with quantised weights without zero points, whose products are kernels of ours. To others
+        XLA:GPU adds the residual in the product's own kernel."""
         tokens = ctx.batch.tokens.size
         if ctx.backend.add_norm == "xla" or ctx.shards.mesh is not None or not add_norm_fits(tokens, self.config.dim):
             return False
         if any(segment.count > 1 for segment in self.segments) or not fuses_sums(self.config, alone=True):
             return False
-        return bool(self.config.mixtures) or (tokens == 1 and isinstance(self.blocks[0].mlp.down[...], QuantizedTensor))
+        if self.config.mixtures:
+            return True
+        down = self.blocks[0].mlp.down[...]
+        return tokens == 1 and isinstance(down, QuantizedTensor) and down.zeros is None
 
     def lent(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
         """The cache of the layer whose keys and values a block's layers attend to, if they have none. caches: of the

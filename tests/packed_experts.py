@@ -1,4 +1,4 @@
-"""Experts' weights as TPU kernels read them."""
+"""Quantised weights, and those of experts as TPU kernels read them."""
 
 from __future__ import annotations
 

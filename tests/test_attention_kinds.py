@@ -98,6 +98,6 @@ def test_what_the_kernel_lacks_is_said(platform, name, ragged, reasons, caplog):
 def test_stacked_layers_decode_as_transformers_does(model):
     """Their logits are those of `test_parity`."""
     _, path = model
-    stacked = build_llm(path, Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,)), scan=True)
+    stacked = build_llm(path, Buckets(prefill=(16,), batch=(4,), cache=(32, MAX_LEN)), scan=True)
     (prompt,) = random_prompts([20], seed=3)
     assert_greedy(path, prompt, *tokens_of(stacked, [prompt], GREEDY))

@@ -36,7 +36,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 KERNELS = Backend(decode_attention="pallas_tpu", prefill_attention="pallas_tpu")
 # The first two stacked.
 WINDOWS = {"num_hidden_layers": 3, "layer_types": ("sliding_attention", "sliding_attention", "full_attention")}
-RINGS = {"num_hidden_layers": 2, "layer_types": ("sliding_attention",) * 2}
+FULL_LAST = {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention")}
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ RINGS = {"num_hidden_layers": 2, "layer_types": ("sliding_attention",) * 2}
     [
         ("ministral", WINDOWS | {"head_dim": 128}, TPU, KERNELS),
         ("ministral", WINDOWS | {"head_dim": 24}, TPU, KERNELS),
-        ("ministral", RINGS | {"head_dim": 128}, TPU | {"kv_cache_dtype": "int8"}, KERNELS),
+        ("ministral", FULL_LAST | {"head_dim": 128}, TPU | {"kv_cache_dtype": "int8"}, KERNELS),
         ("llama", {"head_dim": 128}, TPU | {"parallel": "cp=2"}, Backend(decode_attention="pallas_tpu")),
         ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_tpu")),
         ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_gpu")),

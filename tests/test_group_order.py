@@ -80,7 +80,9 @@ def test_what_the_kernel_does_not_sort_is_xlas():
     assert "have more than 31 bits" in group_order_tpu.unsupported(65536, 8, 17)
     with pytest.raises(ValueError, match="does not sort these: 65537 choices"):
         jax.eval_shape(partial(group_order_tpu.group_order, groups=8, of_token=17), jnp.zeros(65537, jnp.int32))
-    for tokens, most in ((3, 0), (70000, 0), (4096, 1 << 29)):
+    with pytest.raises(ValueError, match="need `most`"):
+        group_order(jnp.zeros((3, 1), jnp.int32), 2, numbers=jnp.arange(3))
+    for tokens, most in ((70000, 0), (4096, 1 << 29)):
         ids = np.random.default_rng(1).integers(0, 9, (tokens, 1))
         numbers = np.arange(tokens) if most else None
         check(

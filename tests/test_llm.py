@@ -346,8 +346,10 @@ BAD_PROMPTS = {
     "fraction": ([[1.5, 2]], GREEDY, "a sequence of integer token ids"),
     "nothing": ([None], GREEDY, "prompt 0: a prompt is text or"),
     "text among ids": ([5, "a"], GREEDY, "integer token ids"),
-    "a number": (5, GREEDY, "prompt 0: a prompt is text or"),
-    "an object": ({"prompt": "a"}, GREEDY, "prompt 0: a prompt is text or"),
+    "a number": (5, GREEDY, "prompts must be text, token ids or a list of these, got 5"),
+    "an object": ({"prompt": "a"}, GREEDY, "prompts must be text, token ids or a list of these, got {'prompt': 'a'}"),
+    "bytes": (b"ab", GREEDY, "prompts must be text, token ids or a list of these, got b'ab'"),
+    "an array of no dimension": (np.array(5), GREEDY, "prompts must be text"),
     "params as an object": ("a", {"temperature": 0.0}, r"sampling_params must be SamplingParams or .*, got {'temp"),
     "params as objects": (["a", "b"], [GREEDY, {}], r"prompt 1: sampling_params must be SamplingParams or .*, got {}"),
     "lone surrogate": ("\ud800", GREEDY, "lone surrogate"),
@@ -384,6 +386,8 @@ def test_bad_evaluations_are_refused_before_device_work(small):
         small.logits([0.5])
     with pytest.raises(ValueError, match="n=1"):
         small.stream("a", dataclasses.replace(SAMPLED, n=2))
+    with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
+        small.stream("a", {})
     with pytest.raises(ValueError, match="no chat template"):
         small.chat([{"role": "user", "content": "a"}])
     assert small.stats.dispatches == dispatches
@@ -408,6 +412,11 @@ def test_bad_evaluations_are_refused_before_device_work(small):
 def test_bad_settings_are_refused(options, message, path):
     with pytest.raises(ValueError, match=message):
         LLM(path, **{"max_batch": 2, "max_len": 64, "progress": False, **options})
+
+
+def test_sizes_may_be_numpys():
+    made = EngineConfig.make("cpu", np.int64(2), np.uint8(64))
+    assert (made.max_batch, type(made.max_batch), type(made.max_len)) == (2, int, int)
 
 
 @pytest.mark.parametrize("sizes", [(), (0, 8), (8, 4), (4, 4), (8.0,), ("8",), 8, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,12 @@ from inferlib.models.config import (
     MoeSpec,
     RouterSpec,
 )
+from inferlib.models.layers import exchange, moe
 from inferlib.models.layers.moe import Moe
 from inferlib.models.layout import Layout
-from inferlib.ops import segment_sum
+from inferlib.ops import group_order, segment_sum
 from inferlib.ops.grouped_matmul import _by_tiles, grouped_matmul
+from inferlib.pallas_kernels import group_order_tpu
 
 DIM, HIDDEN, EXPERTS = 12, 10, 8
 TOLERANCE = 2e-6  # absolute, on sums of order 1 in float32
@@ -227,6 +230,37 @@ def test_tpu_kernels(name, kernel):
     x[7:] = np.nan
     got = run(layer, x, lengths, Backend(**{kernel: "pallas_tpu"}))
     np.testing.assert_allclose(got[:7], expected[:7], rtol=0, atol=TOLERANCE * 5)
+
+
+@pytest.mark.parametrize("name", ["softmax", "scaled inputs, shared with biases"])
+def test_rounds_whose_choices_a_tpu_kernel_sorts(name, monkeypatch):
+    """Interpreted, where CPUs take XLA's form; choices of a quarter of the tokens fit into a round."""
+    layer, _ = build(SPECS[name])
+    rng, tokens, chosen, orders = np.random.default_rng(0), 48, SPECS[name].router.chosen, []
+    x = jnp.asarray(rng.normal(size=(tokens, DIM)), jnp.float32)
+    ids = jnp.asarray(np.argsort(rng.random((tokens, EXPERTS)))[:, :chosen], jnp.int32).at[5].set(-1)
+    weights = jnp.asarray(rng.random((tokens, chosen)), jnp.float32)
+    monkeypatch.setattr(exchange, "_FEW", 0)
+    for module in (exchange, moe, segment_sum):
+        monkeypatch.setattr(module, "TILE", 2)
+
+    def by_kernel(*args, default, tpu):
+        orders.append(args[1])
+        return tpu(*args)
+
+    outs = []
+    for kernel in (False, True):
+        if kernel:
+            interpreted = partial(group_order_tpu.group_order, interpret=True)
+            monkeypatch.setattr(group_order_tpu, "group_order", interpreted)
+            monkeypatch.setattr(group_order, "lax", SimpleNamespace(platform_dependent=by_kernel))
+        ctx = context([1] * tokens, Backend(grouped_matmul="pallas_tpu"))
+        graph, state = nnx.split(layer.experts)
+        run = jax.jit(lambda state, *args, ctx=ctx: nnx.merge(graph, state)(*args, tokens // 4, ctx, None))  # noqa: B023
+        outs.append(np.asarray(run(state, x, ids, weights)))
+    assert orders
+    assert all(numbers is not None for numbers in orders)
+    np.testing.assert_array_equal(*outs)
 
 
 @pytest.mark.parametrize("name", SPECS)

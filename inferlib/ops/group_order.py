@@ -30,9 +30,12 @@ def group_order(
 ) -> GroupOrder:
     """The order of ids [T, k] int32, each one of E = `groups` or that many for none.
 
-    numbers [T] int32: what tokens are called, rising and below `most`; by default 0 to T - 1. backend: "xla", or
-    "pallas_tpu", of whose kernel CPUs take XLA's form, as both give the same; so do more choices than it takes.
+    numbers [T] int32: what tokens are called, rising and below `most`; by default 0 to T - 1. backend: that of the
+    products. By a kernel with "pallas_tpu", else XLA's form, which CPUs take too, as both give the same; so do more
+    choices than the kernel takes. Raises ValueError for numbers without their bound.
     """
+    if numbers is not None and most < 1:
+        raise ValueError("numbers of tokens need `most`, which they are below")
     forms = {"default": partial(_by_xla, groups=groups)}
     if backend == "pallas_tpu":
         from inferlib.pallas_kernels.group_order_tpu import unsupported

@@ -1,4 +1,4 @@
-"""Products of a layer with their collective, tokens split over eight devices."""
+"""Products of a layer with their collective, tokens split over up to eight devices."""
 
 from __future__ import annotations
 
