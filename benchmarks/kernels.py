@@ -37,8 +37,8 @@ def main() -> None:
     given = parser.parse_args()
     try:
         targets = given.targets and [parse_target(name) for name in given.targets.split(";")]
-        alone = targets and any(target.devices == 1 for target in targets)
-        kernels = given.kernels.split(";") if given.kernels else [name for name in ALL if not (alone and name in RINGS)]
+        few = targets and any(target.devices < 8 for target in targets)
+        kernels = given.kernels.split(";") if given.kernels else [name for name in ALL if not (few and name in RINGS)]
         cases = chosen_cases(kernels, given.cases and given.cases.split(";"), ALL)
         check_devices(cases, targets or ())
     except ValueError as error:
