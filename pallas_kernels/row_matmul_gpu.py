@@ -1,15 +1,19 @@
-"""Products of single rows with weights on NVIDIA GPUs, each weight read once, in memory's time.
+"""Products of one to eight rows with weights on NVIDIA GPUs by the tensor cores, each weight read once.
 
-Two, four or eight outputs lie in a word of 32 bits. bfloat16 is multiplied in float32. Quantised elements become pairs
-of float16, which hold every type's values exactly, and are multiplied and summed two at a time: products of up to
-`_TERMS` inputs in float16, beyond that in float32. Inputs are scaled by a power of two, so that none of those sums
-overflows. The error, about 4e-4 of a result's norm, is below that of rounding it to bfloat16.
+Weights are the left operand of `mma.m16n8k16`: a register of it holds a pair of outputs of one input, as a word of
+memory does, so nothing is transposed. The right operand has two columns for one of them each: x stands in the lower or
+the upper half of a register, beside a zero. Its eight columns so serve four rows, or, of a single row, four groups of
+inputs, whose sums get their scales and are added at the end. Quantised elements become float16, which holds every
+type's values exactly; so does it hold inputs, scaled by a power of two, unless they are 2^-29 of the largest. Products
+are summed in float32.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -18,79 +22,63 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from inferlib.pallas_kernels.grouped_matmul_gpu import converts_e4m3, power_of_two
+from inferlib.pallas_kernels.grouped_matmul_gpu import converts_e4m3
+from inferlib.pallas_kernels.mma_gpu import KINDS, LANES, Kind, bytes_of, mma, scaled
 
-PROGRAMS = 27 * 132  # of one warp each: nearly what the SMs of an H100 or H200 hold at a time
-_TERMS = 8
+ROWS = 8  # without ids, those that share one reading of the weights
+PROGRAMS = 20 * 132  # of one warp each: what the SMs of an H100 or H200 hold at a time
+UNIT = 32  # inputs, of which a lane reads 8
+_UNITS = 4  # of a step
+_TOP = 14  # exponent of the largest input in float16
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """words: of 32 bits, side by side; units: of `depth` inputs each, of one step, both powers of two; splits: programs
-    that share the inputs of an output."""
+    """words: of 32 bits that a lane reads side by side; splits: programs that share the inputs of an output, whose
+    results another kernel adds; warps: of a program, that do so too, and add on chip."""
 
-    words: int = 16
-    units: int = 4
-    depth: int = 16
+    words: int = 2
     splits: int = 1
     warps: int = 1
 
     def __post_init__(self):
-        if self.words & (self.words - 1) or self.units & (self.units - 1) or self.depth % _TERMS:
-            raise ValueError(f"words and units are powers of two, the depth a multiple of {_TERMS}, not {self}")
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """How an element type becomes float16. outputs: in a word; top: exponent of the largest input that `_TERMS`
-    products do not overflow; factor: between an element and its float16; order: which outputs the pairs are."""
-
-    outputs: int
-    top: int
-    factor: float
-    order: tuple[int, ...]
-    fields: str  # of a word: bytes, which are "e4m3" or unsigned integers with an offset, or "bfloat16"
-    offset: int = 0
-
-
-_EIGHT, _FOUR = (0, 2, 4, 6, 1, 3, 5, 7), (0, 1, 2, 3)
-_KINDS = {
-    "float4_e2m1fn": _Kind(8, 13, 2.0**6, _EIGHT, "e4m3"),
-    "int4": _Kind(8, 9, 1.0, _EIGHT, "integer", 8),
-    "int8": _Kind(4, 5, 1.0, _FOUR, "integer", 128),
-    "float8_e4m3fn": _Kind(4, 4, 1.0, _FOUR, "e4m3"),
-    "bfloat16": _Kind(2, 0, 1.0, (0, 1), "bfloat16"),
-}
+        if self.words not in (1, 2, 4) or self.splits < 1:
+            raise ValueError(f"a lane reads 1, 2 or 4 words, in 1 or more splits, not {self}")
+        if self.warps not in (1, 2, 4, 8, 16):
+            raise ValueError(f"a program has 1, 2, 4, 8 or 16 warps, not {self.warps}")
 
 
 def blocks(matrices: int, inputs: int, outputs: int, dtype) -> Blocks:
-    """For rows that multiply so many matrices [I, O] of a dtype."""
-    words, chosen = outputs // _KINDS[jnp.dtype(dtype).name].outputs, Blocks()
-    # 0.92 times the time for gpt-oss's experts, whose 360 words would leave half a block empty.
-    if words % chosen.words:
-        chosen = Blocks(words=8, units=8)
-    programs = matrices * pl.cdiv(words, chosen.words)
-    steps = pl.cdiv(inputs, chosen.units * chosen.depth)
-    # Each program works off a few steps, so that copies overlap products; the partial sums are read again.
-    per_program = max(2, pl.cdiv(steps, max(1, min(32, pl.cdiv(PROGRAMS, programs)))))
-    return replace(chosen, splits=pl.cdiv(steps, per_program))
+    """For rows that multiply so many matrices [I, O] of a dtype.
+
+    Programs of one warp, whose results are added by another kernel, were faster than those of several, that add on
+    chip: by 1.2 to 1.7 times for llama3-8b's gate and up, whose larger programs do not fill the SMs evenly.
+    """
+    number = KINDS[jnp.dtype(dtype).name].outputs
+    stored, least = outputs // number, pl.cdiv(4, number)
+    words = max(least, next(w for w in (2 if number == 8 else 4, 2, 1) if stored % w == 0))
+    steps, tiles = pl.cdiv(inputs, _UNITS * UNIT), matrices * pl.cdiv(stored, 8 * words)
+    fits = (n for n in range(1, steps + 1) if tiles * pl.cdiv(steps, n) <= PROGRAMS)
+    return Blocks(words, pl.cdiv(steps, next(fits, steps)))
 
 
-def unsupported(x_dtype, values: jax.ShapeDtypeStruct, group: int | None, depth: int = Blocks.depth) -> str | None:
-    """Why the kernel cannot multiply rows of a dtype by values [N, I, O], `group` inputs sharing a scale, `depth` at
-    a time; None if it can."""
-    kind, (inputs, outputs) = _KINDS.get(values.dtype.name), values.shape[1:]
+def unsupported(x_dtype, values: jax.ShapeDtypeStruct, group: int | None) -> str | None:
+    """Why the kernel cannot multiply rows of a dtype by values [N, I, O], `group` inputs sharing a scale; None if it
+    can."""
+    kind, (inputs, outputs) = KINDS.get(values.dtype.name), values.shape[1:]
     if kind is None or jnp.dtype(x_dtype) != jnp.bfloat16:
         return f"products of {jnp.dtype(x_dtype).name} with {values.dtype.name}"
-    if inputs % depth or outputs % kind.outputs or (group or depth) % depth:
-        return f"{inputs} inputs in groups of {group} or {outputs} outputs do not fill units of {depth} and words"
+    least = max(kind.outputs, 4)  # two registers of pairs
+    if inputs % UNIT or outputs % least or (group or UNIT) % UNIT:
+        return f"{inputs} inputs in groups of {group} or {outputs} outputs do not fill units of {UNIT} and of {least}"
     if values.size // kind.outputs >= 2**31:
         return f"{values.shape} has more words than 32-bit offsets reach"
-    if kind.fields == "e4m3" and not converts_e4m3():
-        return f"{values.dtype.name} on GPUs of a compute capability below 8.9, which do not convert float8_e4m3fn"
+    if values.dtype.name == "float8_e4m3fn" and not converts_e4m3():
+        return f"{values.dtype.name} on GPUs of a compute capability below 8.9, which do not convert it"
     return None
 
 
+@partial(jax.jit, static_argnames=("parts", "turns", "chosen", "activation", "dtype", "interpret"))
 def row_matmul(
     x: jax.Array,
     values: jax.Array,
@@ -100,28 +88,38 @@ def row_matmul(
     parts: int = 1,
     turns: int = 1,
     chosen: Blocks | None = None,
+    activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     interpret: bool = False,
 ) -> jax.Array:
-    """x [M / turns, I] bfloat16 times values [N * P, I, O] -> [M, P, O] float32: x[m // turns] by the P matrices of
+    """x [M / turns, I] bfloat16 times values [N * P, I, O] -> [M, P, O] of a dtype: x[m // turns] by the P matrices of
     group ids[m].
 
-    Without ids all rows go to the first group. Where an id is negative the result is anything. scales: [N * P, O] of
-    columns, or [N * P, I / g, O] of g inputs each; none of bfloat16. Raises ValueError where `unsupported` says why.
+    activation: what makes one [M, O] of two results, of two parts or side by side in one, rounded to the dtype before.
+
+    Without ids up to `ROWS` rows go to the first group, which is read once. Where an id is negative the result is
+    anything. scales: [N * P, O] of columns, or [N * P, I / g, O] of g inputs each; none of bfloat16. A value that is
+    not finite spoils the output that it shares a register with, too. Raises ValueError where `unsupported` says why.
     """
     inputs, outputs = values.shape[1:]
     group = None if scales is None or scales.ndim == 2 else inputs // scales.shape[1]
     kind = values.dtype.name
-    if reason := unsupported(x.dtype, values, group, Blocks.depth if chosen is None else chosen.depth):
+    if reason := unsupported(x.dtype, values, group):
         raise ValueError(f"the GPU kernel for single rows does not run {reason}")
-    count = x.shape[0] if ids is None else ids.size
-    chosen = chosen or blocks(count * parts, inputs, outputs, kind)
-    words = _as_words(values, _KINDS[kind].outputs)
+    count, shared = (x.shape[0], x.shape[0]) if ids is None else (ids.size, 1)
+    if shared > ROWS or (ids is None and turns > 1):
+        raise ValueError(f"the GPU kernel takes up to {ROWS} rows without ids, each once, not {x.shape} {turns} times")
+    chosen = chosen or blocks(count // shared * parts, inputs, outputs, kind)
+    words = _as_words(values, KINDS[kind].outputs)
+    if words.shape[2] % max(chosen.words, 4 // KINDS[kind].outputs):
+        raise ValueError(f"{words.shape[2]} words of {kind} are no multiple of those of {chosen}")
     if scales is not None and scales.dtype == jnp.float8_e8m0fnu:
         scales = _as_words(scales, 4)
     operands = ids, _as_words(x, 2), words, scales
+    options = dict(parts=parts, turns=turns, chosen=chosen, group=group, interpret=interpret)
     out = pl.pallas_call(
-        partial(_kernel, kind=kind, parts=parts, turns=turns, chosen=chosen, group=group, interpret=interpret),
-        grid=(parts * pl.cdiv(words.shape[2], chosen.words), count, chosen.splits),
+        partial(_kernel, kind=kind, **options),
+        grid=(parts * pl.cdiv(words.shape[2], 8 * chosen.words), count // shared, chosen.splits),
         in_specs=[None if a is None else pl.BlockSpec(a.shape, lambda *_, rank=a.ndim: (0,) * rank) for a in operands],
         out_specs=pl.BlockSpec((None, count, parts, outputs), lambda n, m, s: (s, 0, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((chosen.splits, count, parts, outputs), jnp.float32),
@@ -129,7 +127,40 @@ def row_matmul(
         interpret=interpret,
         name="row_matmul",
     )(*operands)
-    return jnp.sum(out, axis=0)
+    if activation is None:
+        return jnp.sum(out, axis=0).astype(dtype)
+    return _activated(out.reshape(chosen.splits, count, -1), activation, dtype, interpret)
+
+
+def _activated(shares: jax.Array, activation, dtype, interpret: bool) -> jax.Array:
+    """shares [S, M, 2 O] -> the activation [M, O] of the two halves of their sum, rounded to the dtype before it: XLA
+    would take three kernels."""
+    splits, rows, both = shares.shape
+    outputs, tile = both // 2, 128
+
+    def kernel(shares_ref, out_ref):
+        row, columns = pl.program_id(1), pl.program_id(0) * tile + jnp.arange(tile)
+        real, count = columns < outputs, pl.next_power_of_2(splits)
+        share = jnp.arange(count)[:, None]
+
+        def half(n):
+            at = shares_ref.at[share, row, n * outputs + columns[None]]
+            y = plgpu.load(at, mask=(share < splits) & real[None], other=0).sum(axis=0)
+            return y.astype(dtype).astype(jnp.float32)
+
+        plgpu.store(out_ref.at[row, columns], activation(half(0), half(1)).astype(dtype), mask=real)
+
+    whole = lambda shape: pl.BlockSpec(shape, lambda n, m: (0,) * len(shape))  # noqa: E731
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(outputs, tile), rows),
+        in_specs=[whole(shares.shape)],
+        out_specs=whole((rows, outputs)),
+        out_shape=jax.ShapeDtypeStruct((rows, outputs), dtype),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="activated_sum",
+    )(shares)
 
 
 def _as_words(x: jax.Array, count: int) -> jax.Array:
@@ -138,180 +169,233 @@ def _as_words(x: jax.Array, count: int) -> jax.Array:
 
 def _kernel(ids_ref, x_ref, w_ref, scales_ref, out_ref, *, kind, parts, turns, chosen, group, interpret):
     """x_ref [T, I / 2] and w_ref [N * P, I, words] are int32; scales_ref [N * P, O] or [N * P, I / g, O], or of e8m0
-    [N * P, I / g, O / 4] int32; out_ref [M, P, O]."""
-    spec, (inputs, stored), depth, units = _KINDS[kind], w_ref.shape[1:], chosen.depth, chosen.units
-    number, tile = spec.outputs, (units, chosen.words)
-    across = pl.cdiv(stored, chosen.words)
+    [N * P, I / g, O / 4] int32; out_ref [M, P, O].
+
+    A unit is 32 inputs of a group, of which lane (g, t) reads 8, from 8 t on. A step is a unit of each of four groups,
+    or, where columns share a scale, any four units. Of a single row the sums of unit c, of several those of row c, are
+    columns 2 c and 2 c + 1 of the products; so lane (g, t) ends with those of c = t, for the words that g's lanes read.
+    Each warp has a share of the steps.
+    """
+    spec, (inputs, stored), width, lanes = KINDS[kind], w_ref.shape[1:], chosen.words, chosen.warps * LANES
+    number, rows = spec.outputs, out_ref.shape[0] if ids_ref is None else 1
+    plain, single, fours = kind == "bfloat16", rows == 1, pl.cdiv(rows, 4)
+    of_columns, powers = not plain and group is None, group is not None and scales_ref.dtype == jnp.int32
+    per_group = (group or UNIT) // UNIT  # units
+    groups = inputs // UNIT // per_group
+    warp, g, t = jnp.arange(lanes) >> 5, jnp.arange(lanes) >> 2 & 7, jnp.arange(lanes) & 3
+
+    across = pl.cdiv(stored, 8 * chosen.words)
     part, m = pl.program_id(0) // across, pl.program_id(1)
-    columns = lax.rem(pl.program_id(0), across) * chosen.words + jnp.arange(chosen.words)
-    clipped = jnp.minimum(columns, stored - 1) if stored % chosen.words else columns
+    # Lanes beyond the last word repeat it, and store what another stores.
+    block = lax.rem(pl.program_id(0), across) * (8 * chosen.words)
+    first = jnp.minimum(block + chosen.words * g, stored - chosen.words)
     of = jnp.int32(0) if ids_ref is None else plgpu.load(ids_ref.at[m])
-    source = m // turns
     matrix = jnp.maximum(of, 0) * parts + part
-    total = inputs // depth
-    share = pl.cdiv(pl.cdiv(total, units), chosen.splits) * units
-    start = pl.program_id(2) * share
-    stop = jnp.where(of < 0, start, jnp.minimum(start + share, total))
-    plain = spec.fields == "bfloat16"
-    powers = not plain and scales_ref.dtype == jnp.int32
+    steps = pl.cdiv(groups, _UNITS) * per_group
+    share = pl.cdiv(steps, chosen.splits * chosen.warps)
+    # The first warp has as many steps as any; beyond the last step inputs are zero.
+    begins = pl.program_id(2) * chosen.warps * share
+    count = jnp.where(of < 0, 0, jnp.clip(steps - begins, 0, share))
+    start = begins + warp * share
+    last = jnp.minimum(start + share, steps) - 1
 
-    def copies(i):
-        """Words and scales of step i, asked for one step ahead."""
-        asked = jnp.broadcast_to(start + i * units < stop, tile)
-        unit = jnp.minimum(start + i * units + jnp.arange(units), total - 1)
-        at = [(unit * depth + j)[:, None] for j in range(depth)]
-        words = tuple(plgpu.load(w_ref.at[matrix, k, clipped[None]], mask=asked, other=0) for k in at)
-        if group is None:
-            return words, ()
-        k = (unit * depth // group)[:, None]
-        per_load = 4 if powers else 1
-        places = [number // per_load * clipped[None] + j for j in range(number // per_load)]
-        return words, tuple(plgpu.load(scales_ref.at[matrix, k, n], mask=asked, other=0) for n in places)
+    def over(step):
+        """Of each lane the step's group of groups, and its place there."""
+        if per_group == 1:
+            return step, 0
+        return lax.div(step, jnp.full_like(step, per_group)), lax.rem(step, jnp.full_like(step, per_group))
 
-    first = copies(0)
-    places = [number * clipped + n for n in range(number)] if group is None and not plain else []
-    of_columns = [plgpu.load(scales_ref.at[matrix, n]).astype(jnp.float32) for n in places]
-    up = down = 1.0
-    if not plain:  # the largest input of this program decides the power of two that scales them all
-        pairs = start * (depth // 2) + jnp.arange(1 << (share * depth // 2 - 1).bit_length())
-        pair = plgpu.load(x_ref.at[source, pairs], mask=pairs < stop * (depth // 2), other=0)
-        largest = jnp.max(jnp.maximum(pair & 0x7FFF0000, (pair << 16) & 0x7FFF0000))
-        exponent = jnp.clip(largest >> 23, 16, 238)
-        up, down = _float((253 + spec.top - exponent) << 23), _float((exponent - spec.top + 1) << 23)
+    def group_of(step, c):
+        return _UNITS * over(step)[0] + c
+
+    def begin(step, c):
+        """The first input of a step's unit c; if there is none, of another."""
+        return (jnp.minimum(group_of(step, c), groups - 1) * per_group + over(step)[1]) * UNIT
+
+    def later(step, c):
+        """Step and unit of the one that is c after the first of a step."""
+        return step + (c >> 2), c & 3
+
+    def row_of(four):
+        """For each lane the row that its columns of the right operand stand for."""
+        return m // turns if single else jnp.minimum(4 * four + (g >> 1), rows - 1)
+
+    def weights(step, c):
+        """[8][width] words for each lane: of each of its inputs of unit c."""
+        at = begin(jnp.minimum(step, last), c) + 8 * t
+        return [_side_by_side(w_ref, (matrix, at + k), first, width) for k in range(8)]
+
+    def inputs_of(step, c):
+        """[rows / 4][4] words for each lane: its pairs of inputs of unit c; of a single row those of any unit."""
+        c = g >> 1 if single else c
+        found = [_side_by_side(x_ref, (row_of(four),), (begin(step, c) >> 1) + 4 * t, 4) for four in range(fours)]
+        return [[jnp.where(group_of(step, c) < groups, y, 0) for y in each] for each in found]
+
+    def scales_of(step, c):
+        """[width][number] for each lane."""
+        at, less = jnp.minimum(group_of(step, c), groups - 1), 4 if powers else 1
+        found = _side_by_side(scales_ref, (matrix, at), first * number // less, width * number // less)
+        return [_power(y, n) for y in found for n in range(4)] if powers else [y.astype(jnp.float32) for y in found]
+
+    first_words, first_inputs = weights(start, 0), inputs_of(start, 0)
+    ups = downs = [None] * fours
+    if not plain:
+        some = (per_group * _UNITS * UNIT // 2) * (pl.cdiv(share, per_group) + (per_group > 1))
+        at = over(start)[0] * (per_group * _UNITS * UNIT // 2)
+        largest = [_largest(x_ref, row_of(four), at, min(some, inputs // 2), single) for four in range(fours)]
+        ups, downs = zip(*[_factors(each, single) for each in largest], strict=True)
+    zeros = [[jnp.zeros(lanes, jnp.float32)] * 4 for _ in range(width * number // 4)]
+
+    def prepared(xs):
+        if plain:
+            return xs
+        return [[scaled(pair, up, interpret) for pair in each] for each, up in zip(xs, ups, strict=True)]
 
     def step(i, carry):
-        sums, (words, scales) = carry
-        ahead = copies(i + 1)
-        unit = start + i * units + jnp.arange(units)
-        factor = jnp.broadcast_to(jnp.where(unit < stop, up, 0.0)[:, None], tile)
-        unit, new = jnp.minimum(unit, total - 1), None
-        for k in range(0, depth, _TERMS):
-            xs = []
-            for j in range(k, k + _TERMS, 2):
-                pair = jnp.broadcast_to(plgpu.load(x_ref.at[source, unit * (depth // 2) + j // 2])[:, None], tile)
-                if plain:
-                    xs += [jnp.where(factor > 0, x, 0.0) for x in _floats(pair)]
-                else:
-                    xs += [_twice(pair, factor, upper, interpret) for upper in (False, True)]
-            some = (_floats_dot if plain else partial(_dot, spec, interpret=interpret))(words[k : k + _TERMS], xs)
-            new = some if new is None else [a + b for a, b in zip(new, some, strict=True)]
-        if group is not None:
-            each = (
-                [power_of_two(lax.shift_right_logical(scales[n // 4], 8 * (n % 4)) & 255) for n in range(number)]
-                if powers
-                else [scale.astype(jnp.float32) for scale in scales]
-            )
-            new = [y * scale for y, scale in zip(new, each, strict=True)]
-        return tuple(a + b for a, b in zip(sums, new, strict=True)), ahead
+        sums, words, xs = carry
+        i = start + i
+        new = sums if group is None else [zeros] * fours
+        if single:
+            pairs, xs = prepared(xs), inputs_of(i + 1, 0)
+            scales = scales_of(i, t) if group is not None else []
 
-    zero = (jnp.zeros(tile, jnp.float32),) * number
-    sums, _ = lax.fori_loop(0, pl.cdiv(jnp.maximum(stop - start, 0), units), step, (zero, first))
-    for n, total in enumerate(sums):
-        y = total.sum(axis=0) * (down * spec.factor)
-        y = y * of_columns[n] if of_columns else y
-        plgpu.store(out_ref.at[m, part, number * columns + n], y, mask=columns < stored)
+        def unit(c, carry):
+            sums, new, words, xs = carry
+            next_words = weights(*later(i, c + 1))
+            if single:
+                of_unit, of_group, next_xs = pairs, scales, xs
+            else:
+                of_unit, next_xs = prepared(xs), inputs_of(*later(i, c + 1))
+                of_group = scales_of(i, c) if group is not None else []
+            # Which bytes of a pair of inputs the right operand has in a lane: of an active one its column's half.
+            places = [jnp.where((g & 1) > 0, high, low) for low, high in ((0x4410, 0x1044), (0x4432, 0x3244))]
+            places = [jnp.where((g >> 1) == c, place, 0x4444) for place in places] if single else places
+            right = [[bytes_of(pair, place, interpret) for pair in each for place in places] for each in of_unit]
+            new = [_products(kind, words, b, tiles, interpret) for b, tiles in zip(right, new, strict=True)]
+            if group is not None and not single:
+                sums = [_add_scaled(spec, a, b, of_group, powers) for a, b in zip(sums, new, strict=True)]
+                new = [zeros] * fours
+            return sums, new, next_words, next_xs
+
+        carry = sums, new, words, xs
+        if interpret or not single:  # rolled up: the compiler is five times as fast, a single row would be 8 % slower
+            carry = lax.fori_loop(0, _UNITS, unit, carry)
+        else:
+            for c in range(_UNITS):
+                carry = unit(c, carry)
+        sums, new, words, xs = carry
+        if group is None:
+            sums = new
+        elif single:
+            sums = [_add_scaled(spec, sums[0], new[0], scales, powers)]
+        return sums, words, xs
+
+    sums, *_ = lax.fori_loop(0, count, step, ([zeros] * fours, first_words, first_inputs))
+    g, t = jnp.arange(LANES) >> 2, jnp.arange(LANES) & 3
+    first = number * jnp.minimum(block + chosen.words * g, stored - chosen.words)
+    # Of a single row a lane stores each fourth output of its words.
+    places = [first + (n + t if single else n) for n in range(0, chosen.words * number, 4 if single else 1)]
+    for four, down in enumerate(downs):
+        found = _in_order(spec, sums[four])
+        if single:
+            found, quarter = [_over_t(jnp.sum, y) for y in found], jnp.arange(lanes) & 3
+            quads = [found[n : n + 4] for n in range(0, len(found), 4)]
+            found = [
+                jnp.where(quarter < 2, jnp.where(quarter < 1, a, b), jnp.where(quarter < 3, c, d))
+                for a, b, c, d in quads
+            ]
+        found = found if plain else [y * (down * spec.factor) for y in found]
+        if chosen.warps > 1:
+            found = [y.reshape(chosen.warps, LANES).sum(axis=0) for y in found]
+        if of_columns:
+            scales = [plgpu.load(scales_ref.at[matrix, at]).astype(jnp.float32) for at in places]
+            found = [y * scale for y, scale in zip(found, scales, strict=True)]
+        row = m if single else 4 * four + t
+        for at, y in zip(places, found, strict=True):
+            plgpu.store(out_ref.at[row, part, at], y, mask=None if single else row < rows)
 
 
-def _floats(word) -> tuple:
-    """The two bfloat16 of a word."""
-    return _float(word << 16), _float(word & _bits(0xFFFF0000))
+def _side_by_side(ref, at: tuple, base, count: int) -> list:
+    """`count` neighbours for each lane, from base on; four of 32 bits are one reading."""
+    lift = lambda y: y[:, None] if jnp.ndim(y) else y  # noqa: E731
+    found = []
+    for i in range(0, count, 4):
+        some = min(count - i, 4)
+        place = jnp.broadcast_to((base + i)[:, None] + jnp.arange(some)[None], (base.size, some))
+        some_found = plgpu.load(ref.at[(*map(lift, at), place)])
+        found += lax.split(some_found, [1] * some, 1) if some > 1 else [some_found]
+    return [y.reshape(base.shape) for y in found]
 
 
-def _floats_dot(words, xs) -> list:
-    """Of both outputs in a word of bfloat16, the sum over inputs, float32."""
-    products = [[y * x for y in _floats(word)] for word, x in zip(words, xs, strict=True)]
-    return [sum(each[1:], each[0]) for each in zip(*products, strict=True)]
+def _largest(x_ref, row, at, count: int, single: bool):
+    """Of the `count` words of a row from `at` on, or of those and others, the largest number's bits, for each lane."""
+    lanes, each = (LANES, 8) if single else (4, 32)
+    lane = jnp.arange(at.size) & (lanes - 1)
+    each = min(each, 1 << (pl.cdiv(count, lanes) - 1).bit_length())
+
+    def larger(i, largest):
+        base = jnp.minimum(at + (i * lanes + lane) * each, x_ref.shape[1] - each)
+        for pair in _side_by_side(x_ref, (row,), base, each):
+            largest = jnp.maximum(largest, jnp.maximum(pair & 0x7FFF0000, (pair << 16) & 0x7FFF0000))
+        return largest
+
+    largest = lax.fori_loop(0, pl.cdiv(count, lanes * each), larger, jnp.zeros(at.shape, jnp.int32))
+    return jnp.broadcast_to(jnp.max(largest), at.shape) if single else _over_t(jnp.max, largest)
 
 
-def _dot(spec: _Kind, words, xs, interpret: bool) -> list:
-    """Of each output in a word, the sum over inputs, float32."""
-    sums = [None] * (spec.outputs // 2)
-    for word, x in zip(words, xs, strict=True):
-        for i, field in enumerate(_fields(spec, word)):
-            for half in range(2):
-                sums[2 * i + half] = _add_products(spec, field, half, x, sums[2 * i + half], interpret)
-    out = [None] * spec.outputs
-    for pair, total in enumerate(sums):
-        for half in range(2):
-            out[spec.order[2 * pair + half]] = _half(total, half, interpret)
+def _over_t(reduce, y):
+    """Of the lanes of each g one number, for all of them."""
+    by_g = y.reshape(-1, 4)
+    return jnp.broadcast_to(reduce(by_g, axis=1, keepdims=True), by_g.shape).reshape(y.shape)
+
+
+def _factors(largest, single: bool) -> tuple:
+    """Powers of two: by which a lane's inputs are multiplied, and its sums at the end, which are those of row t."""
+    exponent = jnp.clip(largest >> 23, _TOP + 2, 254)
+    up = _float((254 + _TOP - exponent) << 23)
+    if not single:
+        shape = largest.size // LANES, 8, 4
+        g, t = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 2))
+        exponent = jnp.sum(jnp.where(g == 2 * t, exponent.reshape(shape), 0), axis=1, keepdims=True)
+        exponent = jnp.broadcast_to(exponent, shape).reshape(largest.shape)
+    return up, _float((exponent - _TOP) << 23)
+
+
+def _products(kind: str, words: list, right: list, tiles: list, interpret: bool) -> list:
+    """tiles + words x right, of a unit: words [8][width], of a lane's inputs; right [8]."""
+    out = []
+    for n, tile in enumerate(tiles):  # of registers 2 n and 2 n + 1
+        held = sorted({e // len(KINDS[kind].pairs) for e in (2 * n, 2 * n + 1)})
+        some = [[of_input[w] for w in held] for of_input in words]
+        at = 2 * n % len(KINDS[kind].pairs)
+        out.append(mma(kind, some, at, right, tile, interpret))
     return out
 
 
-def _fields(spec: _Kind, word) -> tuple:
-    """Words of four bytes, each a number as `spec.fields` has it."""
-    if spec.outputs == 4:
-        return (word if spec.fields == "e4m3" else word ^ _bits(0x80808080),)
-    right = partial(lax.shift_right_logical, word)
-    if spec.fields == "integer":
-        return tuple(x & _bits(0x0F0F0F0F) ^ _bits(0x08080808) for x in (word, right(4)))
-    # Sign, exponent and mantissa of e2m1 in their places of an e4m3, which is then 2^-6 of the value.
-    sign, size = _bits(0x80808080), _bits(0x1C1C1C1C)
-    return ((word << 4) & sign) | ((word << 2) & size), (word & sign) | (right(2) & size)
+def _places(spec: Kind, tiles: int) -> list[int]:
+    """Which of a lane's outputs the numbers of its tiles are, in their order."""
+    pairs = len(spec.pairs)
+    return [spec.outputs * (e // pairs) + spec.pairs[e % pairs][half] for e in range(2 * tiles) for half in range(2)]
 
 
-def _bits(pattern: int) -> np.int32:
-    return np.uint32(pattern).astype(np.int32)
+def _in_order(spec: Kind, tiles: list) -> list:
+    """A lane's outputs as they lie in memory."""
+    numbers = [number for tile in tiles for number in tile]
+    return [numbers[i] for i in np.argsort(_places(spec, len(tiles)))]
+
+
+def _add_scaled(spec: Kind, sums: list, new: list, scales: list, powers: bool) -> list:
+    each, out = [scales[place] for place in _places(spec, len(sums))], []
+    for total, y, scale in zip(chain(*sums), chain(*new), each, strict=True):
+        # A scale that is not a number came as an infinity.
+        out.append(total + y * scale + scale * 0.0 if powers else total + y * scale)
+    return [out[i : i + 4] for i in range(0, len(out), 4)]
+
+
+def _power(word, i: int):
+    """Byte i, an e8m0, as float32; of NaN infinity, of 2^-127, which is subnormal, zero."""
+    return _float((word << (23 - 8 * i) if i < 3 else word >> 1) & 0x7F800000)
 
 
 def _float(bits):
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-# ---- what has no name in JAX: pairs of float16 in words, by the GPU's instructions or, interpreted, by their meaning
-
-
-def _asm(text: str, constraints: str, args: list, dtype=jnp.int32):
-    return plgpu.elementwise_inline_asm(
-        text,
-        args=args,
-        constraints=constraints,
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(args[0].shape, dtype)],
-    )[0]
-
-
-def _twice(pair, factor, upper: bool, interpret: bool):
-    """Of two bfloat16 in a word one, times a factor, as two float16."""
-    if interpret:
-        x = _float(pair & _bits(0xFFFF0000) if upper else pair << 16) * factor
-        return _words_of(x, x)
-    bits = "and.b32 a, $1, 0xFFFF0000;" if upper else "shl.b32 a, $1, 16;"
-    body = f"{bits} mov.b32 f, a; mul.f32 f, f, $2; cvt.rn.f16.f32 h, f; mov.b32 $0, {{h, h}};"
-    return _asm(f"{{ .reg .b32 a; .reg .f32 f; .reg .b16 h; {body} }}", "=r,r,f", [pair, factor])
-
-
-def _add_products(spec: _Kind, field, half: int, x, total, interpret: bool):
-    """total + two of four bytes times x, in float16; total None: nothing yet."""
-    if interpret:
-        bytes_ = [lax.shift_right_logical(field, 8 * (2 * half + i)) & 255 for i in range(2)]
-        if spec.fields == "e4m3":
-            numbers = [lax.bitcast_convert_type(b.astype(jnp.uint8), jnp.float8_e4m3fn) for b in bytes_]
-        else:
-            numbers = [b - spec.offset for b in bytes_]
-        products = [n.astype(jnp.float32) * _half(x, i, True) for i, n in enumerate(numbers)]
-        if total is not None:
-            products = [_half(total, i, True) + y for i, y in enumerate(products)]
-        return _words_of(*products)
-    if spec.fields == "e4m3":
-        made = f"mov.b32 {{l, m}}, $1; cvt.rn.f16x2.e4m3x2 h, {'lm'[half]};"
-    else:  # a byte below that of 1024 as float16 adds to it; less that, and the offset
-        less = {8: "0xE408E408", 128: "0xE480E480"}[spec.offset]
-        made = f"mov.b32 k, {less}; prmt.b32 h, $1, 0x64646464, {('0x4140', '0x4342')[half]}; add.rn.f16x2 h, h, k;"
-    body = f"{{ .reg .b32 h, k; .reg .b16 l, m; {made} "
-    if total is None:
-        return _asm(body + "mul.rn.f16x2 $0, h, $2; }", "=r,r,r", [field, x])
-    return _asm(body + "fma.rn.f16x2 $0, h, $2, $3; }", "=r,r,r,r", [field, x, total])
-
-
-def _half(pair, half: int, interpret: bool):
-    """One of two float16 in a word, as float32."""
-    if interpret:
-        bits = (lax.shift_right_logical(pair, 16 * half) & 0xFFFF).astype(jnp.uint16)
-        return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
-    text = f"{{ .reg .b16 l, m; mov.b32 {{l, m}}, $1; cvt.f32.f16 $0, {'lm'[half]}; }}"
-    return _asm(text, "=f,r", [pair], jnp.float32)
-
-
-def _words_of(low, high):
-    low, high = (lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16).astype(jnp.int32) for x in (low, high))
-    return low | (high << 16)

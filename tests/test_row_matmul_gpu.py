@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
 from inferlib.ops.matmul import matmul
 from inferlib.ops.quantized import SCHEMES, quantize
-from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
+from inferlib.pallas_kernels import grouped_matmul_gpu, mma_gpu, row_matmul_gpu
 from inferlib.pallas_kernels.row_matmul_gpu import Blocks, blocks, row_matmul, unsupported
 from tests.conftest import kernels_in
 from tests.packed_experts import quantized
@@ -40,7 +42,7 @@ def test_rows_by_the_matrices_they_choose(scheme):
     rng, ids, rows = np.random.default_rng(0), np.array([2, 0, -1, 2]), np.array([0, 0, 1, 1])
     values, scales, exact = draw(scheme, (6, 256, 88))
     x = jnp.asarray(rng.normal(size=(2, 256)) * np.exp(3 * rng.normal(size=(2, 256))), jnp.bfloat16)
-    run = partial(row_matmul, parts=2, turns=2, chosen=Blocks(splits=2), interpret=on_cpu)
+    run = partial(row_matmul, parts=2, turns=2, chosen=Blocks(1 if scheme else 2, splits=2), interpret=on_cpu)
     spoiled = (values.at[2:4].set(jnp.nan), None) if scales is None else (values, scales.at[2:4].set(jnp.nan))
     got = jax.jit(run)(x, *spoiled, ids)
     given = np.array([0, 1, 3])
@@ -70,22 +72,85 @@ def test_what_is_not_finite_stays_so():
     assert np.isfinite(np.delete(got, 5)).all()
 
 
-@pytest.mark.parametrize("chosen", [Blocks(8, 8, 32, 3), Blocks(32, 2, 8, 1), Blocks(16, 4, 16, 4, warps=2)])
-def test_blocks_change_nothing(chosen):
-    values, scales, exact = draw("mxfp4", (1, 320, 64))
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 320)), jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("scheme", "chosen"),
+    [
+        ("mxfp4", Blocks(4, 3)),
+        ("mxfp4", Blocks(1, 1)),
+        ("mxfp4", Blocks(2, 1, warps=4)),
+        ("int8", Blocks(4, 2)),
+        ("int8", Blocks(2, 2, warps=2)),
+        ("fp8_block", Blocks(1, 1, warps=2)),
+    ],
+)
+def test_blocks_change_nothing(scheme, chosen):
+    """10 groups: the last step has two, its other lanes none, and some warps have no step."""
+    inputs = 1280 if scheme == "fp8_block" else 320
+    values, scales, exact = draw(scheme, (1, inputs, 160))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, inputs)), jnp.bfloat16)
     got = row_matmul(x, values, scales, jnp.zeros(1, jnp.int32), chosen=chosen, interpret=on_cpu)
     check(got[0], np.asarray(x, np.float64) @ exact[0])
 
 
-def test_a_product_of_one_row_takes_it_on_gpus():
+@pytest.mark.parametrize(("scheme", "rows"), [(None, 4), ("int8", 8), ("fp8_block", 3), ("mxfp4", 2), ("mxfp4", 7)])
+def test_several_rows_share_the_weights(scheme, rows):
+    """Each as exact as alone, whatever the size of the others."""
+    values, scales, exact = draw(scheme, (2, 256 + 128, 72))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(rows, 384)), jnp.bfloat16)
+    x = x * jnp.asarray(10.0 ** np.linspace(-20, 20, rows), jnp.bfloat16)[:, None]
+    got = row_matmul(x, values, scales, parts=2, chosen=Blocks(2 if scheme is None else 1, 2), interpret=on_cpu)
+    assert got.shape == (rows, 2, 72)
+    for row in range(rows):
+        check(got[row], np.einsum("i,pio->po", np.asarray(x[row], np.float64), exact))
+
+
+@pytest.mark.parametrize(("scheme", "rows", "parts"), [(None, 1, 2), ("int8", 1, 1), ("int8", 5, 2), ("mxfp4", 1, 2)])
+def test_an_activation_of_two_results(scheme, rows, parts):
+    """Of two parts, or side by side in one."""
+    values, scales, exact = draw(scheme, (parts, 384, 144 // parts))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(rows, 384)) / 20, jnp.bfloat16)
+    chosen = Blocks(2 if scheme is None else 1, splits=3)
+    options = dict(parts=parts, activation=lambda gate, up: jax.nn.silu(gate) * up, chosen=chosen, interpret=on_cpu)
+    got = row_matmul(x, values, scales, dtype="bfloat16", **options)
+    gate, up = np.split(np.einsum("mi,pio->mpo", np.asarray(x, np.float64), exact).reshape(rows, 144), 2, axis=1)
+    expected = gate / (1 + np.exp(-gate)) * up
+    assert (got.shape, got.dtype) == ((rows, 72), "bfloat16")
+    assert np.linalg.norm(np.asarray(got, np.float64) - expected) < 8e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.skipif(on_cpu, reason="of instructions, which CPUs do not have")
+@pytest.mark.parametrize("kind", mma_gpu.KINDS)
+def test_instructions_are_those_that_are_emulated(kind):
+    rng, count = np.random.default_rng(0), 2 if kind == "bfloat16" else 1
+    words = [jnp.asarray(rng.integers(0, 2**31, 32) & 0x3F773F77, jnp.int32) for _ in range(8 * count + 8)]
+    c = [jnp.asarray(rng.normal(size=32), jnp.float32) for _ in range(4)]
+
+    def split(some):
+        return [some[i : i + count] for i in range(0, 8 * count, count)], 0, some[8 * count : 8 * count + 8]
+
+    def kernel(*refs):
+        read = [ref[...] for ref in refs[: len(words) + 4]]
+        for ref, y in zip(refs[len(words) + 4 :], mma_gpu.mma(kind, *split(read), read[-4:]), strict=True):
+            ref[...] = y
+
+    shape = jax.ShapeDtypeStruct((32,), jnp.float32)
+    params = plgpu.CompilerParams(num_warps=1)
+    got = pl.pallas_call(kernel, out_shape=[shape] * 4, compiler_params=params)(*words, *c)
+    for a, b in zip(got, mma_gpu.mma_by_lanes(kind, *split(words), c), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
+
+
+def test_a_product_of_one_to_eight_rows_takes_it_on_gpus():
     """Of a weight of several dimensions, in groups of the last that is summed over."""
     w = quantize(jnp.ones((4, 64, 2, 16)), (0, 1), SCHEMES["mxfp4"])
     taken = lambda rows: "row_matmul" in kernels_in(partial(matmul, contract=2), rows, w)  # noqa: E731
     assert taken(jnp.ones((1, 4, 64), jnp.bfloat16))
-    assert not taken(jnp.ones((2, 4, 64), jnp.bfloat16))
+    assert taken(jnp.ones((8, 4, 64), jnp.bfloat16))
+    assert not taken(jnp.ones((9, 4, 64), jnp.bfloat16))
     assert not taken(jnp.ones((1, 4, 64), jnp.float32))
-    np.testing.assert_array_equal(matmul(jnp.ones((1, 4, 64), jnp.bfloat16), w, contract=2), np.full((1, 2, 16), 256))
+    for rows in (1, 3):
+        got = matmul(jnp.ones((rows, 4, 64), jnp.bfloat16), w, contract=2)
+        np.testing.assert_array_equal(got, np.full((rows, 2, 16), 256))
     for taken_too, outputs, dtype in ((True, 32, "bfloat16"), (False, 2**18, "bfloat16"), (False, 32, "float32")):
         x, plain = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, 64), (64, outputs)))
         assert ("row_matmul" in kernels_in(matmul, x, plain)) == taken_too
@@ -99,21 +164,32 @@ def test_what_it_cannot_run_is_refused_with_the_reason(monkeypatch):
     assert "products of float32" in unsupported("float32", values(1, 256, 256), 32)
     assert "with float16" in unsupported("bfloat16", values(1, 256, 256, dtype="float16"), None)
     assert "250 inputs" in unsupported("bfloat16", values(1, 250, 256), None)
+    assert "groups of 16" in unsupported("bfloat16", values(1, 256, 256), 16)
     assert "250 outputs" in unsupported("bfloat16", values(1, 256, 250), 32)
+    assert "90 outputs" in unsupported("bfloat16", values(1, 256, 90, dtype="bfloat16"), None)
     assert unsupported("bfloat16", values(1, 2**17, 2**15, dtype="int8"), None) is None
     assert "more words" in unsupported("bfloat16", values(1, 2**17, 2**15, dtype="bfloat16"), None)
     monkeypatch.setattr(row_matmul_gpu, "converts_e4m3", lambda: False)
     monkeypatch.setattr(grouped_matmul_gpu, "converts_e4m3", lambda: False)
-    for name, old in (("float4_e2m1fn", True), ("float8_e4m3fn", True), ("int8", False), ("bfloat16", False)):
+    for name, old in (("float4_e2m1fn", False), ("float8_e4m3fn", True), ("int8", False), ("bfloat16", False)):
         assert ("below 8.9" in (unsupported("bfloat16", values(1, 256, 256, dtype=name), None) or "")) == old
     assert "below 8.9" in grouped_matmul_gpu.unsupported(values(1, 256, 256, dtype="float8_e4m3fn"), None, False)
     assert grouped_matmul_gpu.unsupported(values(1, 256, 256), 32, False) is None
     with pytest.raises(ValueError, match="does not run products of float32"):
         row_matmul(jnp.ones((1, 64)), jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32)), jnp.zeros(1, jnp.int32))
 
+    with pytest.raises(ValueError, match="up to 8 rows without ids"):
+        row_matmul(jnp.ones((9, 64), jnp.bfloat16), jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32)))
+    args = jnp.ones((1, 64), jnp.bfloat16), jnp.ones((1, 64, 36), jnp.int8), jnp.ones((1, 36))
+    with pytest.raises(ValueError, match="9 words of int8 are no multiple"):
+        row_matmul(*args, chosen=Blocks(words=2), interpret=True)
+    with pytest.raises(ValueError, match="1, 2 or 4 words"):
+        Blocks(words=3)
+
 
 def test_blocks_of_usual_shapes():
-    """The experts of gpt-oss-20b that one token chooses, and llama3-8b's largest matrices."""
-    assert blocks(8, 2880, 2880, "float4_e2m1fn") == Blocks(words=8, units=8, splits=8)
-    assert blocks(1, 4096, 28672, "float4_e2m1fn").splits == 16
-    assert blocks(1, 14336, 4096, "int8").splits == 32
+    """The experts of gpt-oss-20b that one token chooses, llama3-8b's matrices, and an odd number of words."""
+    assert blocks(8, 2880, 2880, "float4_e2m1fn") == Blocks(words=2, splits=12)
+    assert blocks(2, 4096, 14336, "int8") == Blocks(words=4, splits=11)
+    assert blocks(1, 4096, 4096, "float4_e2m1fn") == Blocks(words=2, splits=32)
+    assert blocks(1, 64, 24, "float4_e2m1fn") == Blocks(words=1, splits=1)

@@ -52,14 +52,14 @@ def matmul(
     if isinstance(w, PackedTensor):
         return _packed(x, w, activation, out_dtype)
     x = x.y if isinstance(x, Normed) else x
+    if isinstance(w, QuantizedTensor):
+        x = to_mxfp8(x, w.shape[contract]) if w.round_inputs else x
+        return _quantized(x, w, contract, out_dtype or x.dtype, activation)
     if activation is not None:
         y = matmul(x, w, contract=contract, out_dtype=out_dtype)
         return activation(y[:, 0], y[:, 1])
     if isinstance(w, RingWeight):
         return w.times(x)
-    if isinstance(w, QuantizedTensor):
-        x = to_mxfp8(x, w.shape[contract]) if w.round_inputs else x
-        return _quantized(x, w, contract, out_dtype or x.dtype)
     if transposed:
         dimensions = (((1,), (1,)), ((), ()))
         return lax.dot_general(x, w, dimensions, precision_of(x.dtype), preferred_element_type=out_dtype or x.dtype)
@@ -96,28 +96,31 @@ def _product(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
     return lax.dot_general(x, w, (((1,), (0,)), ((), ())), precision_of(x.dtype), preferred_element_type=out_dtype)
 
 
-def _quantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype) -> jax.Array:
-    if x.shape[0] == 1 and w.zeros is None:
-        forms = dict(default=partial(_dequantized, contract=contract, out_dtype=out_dtype))
-        return lax.platform_dependent(x, w, **forms, **_row_form(x, w, contract, out_dtype))
-    return _dequantized(x, w, contract, out_dtype)
+def _quantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, activation) -> jax.Array:
+    def default(x: jax.Array, w: QuantizedTensor) -> jax.Array:
+        y = _dequantized(x, w, contract, out_dtype)
+        return y if activation is None else activation(y[:, 0], y[:, 1])
+
+    forms = {} if w.zeros is not None else _rows_form(x, w, contract, out_dtype, activation)
+    return lax.platform_dependent(x, w, default=default, **forms) if forms else default(x, w)
 
 
-def _row_form(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype) -> dict[str, Callable]:
-    """On NVIDIA GPUs the kernel for single rows, if it takes them: XLA unpacks more slowly than it reads."""
+def _rows_form(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, activation) -> dict[str, Callable]:
+    """On NVIDIA GPUs the kernel for few rows, if it takes them: XLA unpacks more slowly than it reads."""
     from inferlib.pallas_kernels import row_matmul_gpu
 
     grouped = 1 if w.grouped else 0
     inner, outer = math.prod(w.shape[: contract + grouped]), w.shape[contract + grouped :]
     group = w.shape[contract] if w.grouped else None
     values = jax.ShapeDtypeStruct((1, inner, math.prod(outer)), w.values.dtype)
-    if row_matmul_gpu.unsupported(x.dtype, values, group):
+    if x.shape[0] > row_matmul_gpu.ROWS or row_matmul_gpu.unsupported(x.dtype, values, group):
         return {}
 
     def kernel(x: jax.Array, w: QuantizedTensor) -> jax.Array:
         scales = w.scales.reshape(1, *((inner // group,) if w.grouped else ()), values.shape[2])
-        y = row_matmul_gpu.row_matmul(x.reshape(1, -1), w.values.reshape(values.shape), scales)
-        return y.astype(out_dtype).reshape(1, *outer)
+        made = dict(dtype=out_dtype, activation=activation)
+        y = row_matmul_gpu.row_matmul(x.reshape(-1, inner), w.values.reshape(values.shape), scales, **made)
+        return y.reshape(-1, *outer[activation is not None :])
 
     return {"cuda": kernel}
 
