@@ -140,17 +140,30 @@ def test_instructions_are_those_that_are_emulated(kind):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max())
 
 
-def test_a_product_of_one_to_eight_rows_takes_it_on_gpus():
-    """Of a weight of several dimensions, in groups of the last that is summed over."""
-    w = quantize(jnp.ones((4, 64, 2, 16)), (0, 1), SCHEMES["mxfp4"])
-    taken = lambda rows: "row_matmul" in kernels_in(partial(matmul, contract=2), rows, w)  # noqa: E731
-    assert taken(jnp.ones((1, 4, 64), jnp.bfloat16))
-    assert taken(jnp.ones((8, 4, 64), jnp.bfloat16))
-    assert not taken(jnp.ones((9, 4, 64), jnp.bfloat16))
-    assert not taken(jnp.ones((1, 4, 64), jnp.float32))
-    for rows in (1, 3):
-        got = matmul(jnp.ones((rows, 4, 64), jnp.bfloat16), w, contract=2)
-        np.testing.assert_array_equal(got, np.full((rows, 2, 16), 256))
+@pytest.mark.parametrize(
+    ("scheme", "rows", "kernel"),
+    [
+        ("mxfp4", 1, "row_matmul"),
+        ("mxfp4", 8, "row_matmul"),
+        ("mxfp4", 9, "grouped_matmul"),
+        ("mxfp4", 128, "grouped_matmul"),
+        ("mxfp4", 129, None),
+        ("int8", 2, "row_matmul"),
+        ("int8", 3, None),
+    ],
+)
+def test_products_of_few_rows_take_a_kernel_on_gpus(scheme, rows, kernel):
+    """Of a weight of several dimensions, in groups of the last that is summed over; with an activation."""
+    w = quantize(jnp.ones((4, 64, 2, 16)), (0, 1), SCHEMES[scheme])
+    run, x = partial(matmul, contract=2, activation=jnp.add), jnp.ones((rows, 4, 64), jnp.bfloat16)
+    assert kernels_in(run, x, w) & {"row_matmul", "grouped_matmul"} == ({kernel} if kernel else set())
+    np.testing.assert_array_equal(run(x, w), np.full((rows, 16), 512))
+
+
+def test_products_of_other_dtypes_take_no_kernel():
+    w = quantize(jnp.ones((64, 32)), (0,), SCHEMES["mxfp4"])
+    for rows in (1, 16):
+        assert not kernels_in(matmul, jnp.ones((rows, 64)), w)
     for taken_too, outputs, dtype in ((True, 32, "bfloat16"), (False, 2**18, "bfloat16"), (False, 32, "float32")):
         x, plain = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, 64), (64, outputs)))
         assert ("row_matmul" in kernels_in(matmul, x, plain)) == taken_too

@@ -156,7 +156,7 @@ def _by_gpu_kernel(
     def kernel(x, values, scales, rows, groups, interpret=False):
         of = dict(parts=math.prod(parts), turns=turns, interpret=interpret)
         if singly:
-            return row_matmul_gpu.row_matmul(x, values, scales, groups["ids"], **of).astype(x.dtype)
+            return row_matmul_gpu.row_matmul(x, values, scales, groups["ids"], dtype=x.dtype, **of)
         return grouped_matmul_gpu.grouped_matmul(x, values, scales, rows=rows, **groups, **of)
 
     forms = dict(cpu=partial(kernel, interpret=True), default=kernel)

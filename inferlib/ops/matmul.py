@@ -101,28 +101,41 @@ def _quantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, activ
         y = _dequantized(x, w, contract, out_dtype)
         return y if activation is None else activation(y[:, 0], y[:, 1])
 
-    forms = {} if w.zeros is not None else _rows_form(x, w, contract, out_dtype, activation)
+    forms = {} if w.zeros is not None else _form_on_gpu(x, w, contract, out_dtype, activation)
     return lax.platform_dependent(x, w, default=default, **forms) if forms else default(x, w)
 
 
-def _rows_form(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, activation) -> dict[str, Callable]:
-    """On NVIDIA GPUs the kernel for few rows, if it takes them: XLA unpacks more slowly than it reads."""
-    from inferlib.pallas_kernels import row_matmul_gpu
+TILED_ROWS = 128  # up to which the GPU kernel of tiles is faster than XLA, which unpacks groups to memory
+
+
+def _form_on_gpu(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, activation) -> dict[str, Callable]:
+    """On NVIDIA GPUs a kernel, if one takes them, for rows so few that unpacking the weight bounds XLA. Channels it
+    unpacks in the product's own kernel, well from three rows on."""
+    from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
 
     grouped = 1 if w.grouped else 0
     inner, outer = math.prod(w.shape[: contract + grouped]), w.shape[contract + grouped :]
     group = w.shape[contract] if w.grouped else None
-    values = jax.ShapeDtypeStruct((1, inner, math.prod(outer)), w.values.dtype)
-    if x.shape[0] > row_matmul_gpu.ROWS or row_matmul_gpu.unsupported(x.dtype, values, group):
-        return {}
+    values, rows = jax.ShapeDtypeStruct((1, inner, math.prod(outer)), w.values.dtype), x.shape[0]
 
-    def kernel(x: jax.Array, w: QuantizedTensor) -> jax.Array:
+    def arrays(w: QuantizedTensor) -> tuple[jax.Array, jax.Array]:
         scales = w.scales.reshape(1, *((inner // group,) if w.grouped else ()), values.shape[2])
-        made = dict(dtype=out_dtype, activation=activation)
-        y = row_matmul_gpu.row_matmul(x.reshape(-1, inner), w.values.reshape(values.shape), scales, **made)
-        return y.reshape(-1, *outer[activation is not None :])
+        return w.values.reshape(values.shape), scales
 
-    return {"cuda": kernel}
+    def by_rows(x: jax.Array, w: QuantizedTensor) -> jax.Array:
+        y = row_matmul_gpu.row_matmul(x.reshape(rows, inner), *arrays(w), dtype=out_dtype, activation=activation)
+        return y.reshape(rows, *outer[activation is not None :])
+
+    def by_tiles(x: jax.Array, w: QuantizedTensor) -> jax.Array:
+        sizes = jnp.full((1,), rows, jnp.int32)
+        y = grouped_matmul_gpu.grouped_matmul(x.reshape(rows, inner), *arrays(w), parts=1, sizes=sizes, dtype=out_dtype)
+        y = y.reshape(rows, *outer)
+        return y if activation is None else activation(y[:, 0], y[:, 1])
+
+    if rows <= (row_matmul_gpu.ROWS if w.grouped else 2):
+        return {} if row_matmul_gpu.unsupported(x.dtype, values, group) else {"cuda": by_rows}
+    takes = w.grouped and rows <= TILED_ROWS and x.dtype == jnp.bfloat16
+    return {"cuda": by_tiles} if takes and not grouped_matmul_gpu.unsupported(values, group, zeros=False) else {}
 
 
 def _dequantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype) -> jax.Array:
@@ -167,7 +180,7 @@ def _row_on_gpu(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
     if w.size > 2**23:
         return _product(x, w, out_dtype)
     if row_matmul_gpu.unsupported(x.dtype, jax.ShapeDtypeStruct((1, *w.shape), w.dtype), None) is None:
-        return row_matmul_gpu.row_matmul(x, w[None])[:, 0].astype(out_dtype)
+        return row_matmul_gpu.row_matmul(x, w[None], dtype=out_dtype)[:, 0]
     return _product(jnp.pad(x, ((0, 1), (0, 0))), w, out_dtype)[:1]
 
 
