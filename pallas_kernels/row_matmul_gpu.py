@@ -55,11 +55,13 @@ def blocks(matrices: int, inputs: int, outputs: int, dtype) -> Blocks:
     chip: by 1.2 to 1.7 times for llama3-8b's gate and up, whose larger programs do not fill the SMs evenly.
     """
     number = KINDS[jnp.dtype(dtype).name].outputs
-    stored, least = outputs // number, pl.cdiv(4, number)
-    words = max(least, next(w for w in (2 if number == 8 else 4, 2, 1) if stored % w == 0))
-    steps, tiles = pl.cdiv(inputs, _UNITS * UNIT), matrices * pl.cdiv(stored, 8 * words)
-    fits = (n for n in range(1, steps + 1) if tiles * pl.cdiv(steps, n) <= PROGRAMS)
-    return Blocks(words, pl.cdiv(steps, next(fits, steps)))
+    stored, steps = outputs // number, pl.cdiv(inputs, _UNITS * UNIT)
+    tiles = lambda words: matrices * pl.cdiv(stored, 8 * words)  # noqa: E731
+    most, few = (2, 1000) if number == 8 else (4, 1500)  # words that pay where as many programs are left
+    fits = [words for words in (4, 2, 1) if 4 // number <= words <= most and stored % words == 0]
+    words = next((words for words in fits if tiles(words) * steps >= few), fits[-1])
+    each = next((n for n in range(1, steps) if tiles(words) * pl.cdiv(steps, n) <= PROGRAMS), steps)
+    return Blocks(words, pl.cdiv(steps, each))
 
 
 def unsupported(x_dtype, values: jax.ShapeDtypeStruct, group: int | None) -> str | None:
