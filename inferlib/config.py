@@ -86,7 +86,7 @@ def with_option(backend: Backend, option: str, platform: str) -> Backend:
         return backend
     if platform == "gpu":
         raise ConfigurationError(
-            f"backend {option!r} does not hold on GPUs, where products of single rows and the choice of experts take "
+            f"backend {option!r} does not hold on GPUs, where products of few rows and the choice of experts take "
             "kernels whatever it says: leave it out, or give 'auto'"
         )
     names = OPERATIONS if option == "xla" else [part.removesuffix("=xla") for part in option.split(",")]
