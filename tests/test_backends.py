@@ -205,7 +205,7 @@ def test_options_that_do_not_hold_are_refused(checkpoint):
     for option in ("pallas", "matmul", "xla,matmul=xla", "matmul=auto", "", {"matmul": "xla"}):
         with pytest.raises(ConfigurationError, match=r"is neither 'auto' nor 'xla' .* are decode_attention, "):
             LLM(checkpoint("llama", num_hidden_layers=1), backend=option, progress=False)
-    with pytest.raises(ConfigurationError, match="does not hold on GPUs, where products of single rows"):
+    with pytest.raises(ConfigurationError, match="does not hold on GPUs, where products of few rows"):
         EngineConfig.make("gpu", 2, 64, backend="xla")
 
 
