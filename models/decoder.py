@@ -30,7 +30,7 @@ from inferlib.models.layout import Layout
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.add_norm import add_norm, add_norm_fits
 from inferlib.ops.collective_matmul import RingWeight
-from inferlib.ops.matmul import Normed, matmul
+from inferlib.ops.matmul import Normed, matmul, rows_of_kernel
 from inferlib.ops.packed import PackedTensor
 from inferlib.ops.quantized import QuantizedTensor
 from inferlib.sharding import axes
@@ -333,8 +333,8 @@ class Decoder(nnx.Module):
 
     def adds_norms(self, ctx: StepContext) -> bool:
         """Whether sums that are one device's own take place in one kernel with the norms that follow: those of experts
-        and of a single row with quantised weights without zero points, whose products are kernels of ours. To others
-        XLA:GPU adds the residual in the product's own kernel."""
+        and of few rows with quantised weights without zero points, whose products are our kernels. To others XLA:GPU
+        adds the residual in the product's own kernel."""
         tokens = ctx.batch.tokens.size
         if ctx.backend.add_norm == "xla" or ctx.shards.mesh is not None or not add_norm_fits(tokens, self.config.dim):
             return False
@@ -343,7 +343,7 @@ class Decoder(nnx.Module):
         if self.config.mixtures:
             return True
         down = self.blocks[0].mlp.down[...]
-        return tokens == 1 and isinstance(down, QuantizedTensor) and down.zeros is None
+        return isinstance(down, QuantizedTensor) and down.zeros is None and tokens <= rows_of_kernel(down)
 
     def lent(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
         """The cache of the layer whose keys and values a block's layers attend to, if they have none. caches: of the

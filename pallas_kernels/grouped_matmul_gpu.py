@@ -32,16 +32,19 @@ class Blocks:
     stages: int = 3
 
 
-def blocks(total: int, groups: int, parts: int, inputs: int, outputs: int, dtype, group: int | None) -> Blocks:
-    """For `total` rows of `groups` groups that each multiply [P, I, O] of a dtype, `group` inputs sharing a scale."""
+def blocks(
+    total: int, groups: int, parts: int, inputs: int, outputs: int, dtype, group: int | None, powers: bool = False
+) -> Blocks:
+    """For `total` rows of `groups` groups that each multiply [P, I, O] of a dtype, `group` inputs sharing a scale, all
+    of which are powers of two or not."""
     packed, rows = jnp.dtype(dtype).name in _PACKED, min(max(16, 1 << (total // groups).bit_length()), 64)
-    if groups == 1:  # whose rows are known; of llama3-8b's gate and up in MXFP4, tiles of 32 took 1.3 times those of 64
+    if groups == 1:  # all rows are its own; of llama3-8b's gate and up in MXFP4, tiles of 32 took 1.3 times those of 64
         rows = 16 if total <= 16 else 64
     columns, depth = (128, 64) if jnp.dtype(dtype).itemsize == 1 else (64, 128)
     if packed:
         columns, depth = (64, 64)
     if group is not None:
-        depth = max(depth, group) if group == 32 else group
+        depth = max(depth, group) if powers else group
     programs, splits = PROGRAMS // (min(total, groups) * parts * pl.cdiv(outputs, columns)), 1
     while splits < programs and inputs // (2 * splits) >= 512:
         splits *= 2
@@ -99,8 +102,9 @@ def grouped_matmul(
         raise ValueError(f"the GPU kernel does not run this grouped_matmul: {reason}")
     packed, dtype = values.dtype.name in _PACKED, jnp.dtype(dtype or x.dtype)
     groups = total if sizes is None else sizes.size
-    chosen = chosen or blocks(total, groups, parts, inputs, outputs, values.dtype, group)
-    if group is not None and (chosen.depth % group or (scales.dtype != jnp.float8_e8m0fnu and chosen.depth != group)):
+    powers = scales is not None and scales.dtype == jnp.float8_e8m0fnu
+    chosen = chosen or blocks(total, groups, parts, inputs, outputs, values.dtype, group, powers)
+    if group is not None and (chosen.depth % group or (not powers and chosen.depth != group)):
         raise ValueError(f"steps of {chosen.depth} inputs do not go with groups of {group}, scales of {scales.dtype}")
     if sizes is None:
         of, begin, end = ids, None, None
@@ -110,7 +114,7 @@ def grouped_matmul(
     kind = values.dtype.name
     if packed:
         values = lax.bitcast_convert_type(values.reshape(*values.shape[:2], outputs // 2, 2), jnp.uint8)
-    if scales is not None and scales.dtype == jnp.float8_e8m0fnu:
+    if powers:
         scales = lax.bitcast_convert_type(scales, jnp.uint8)
     programs = pl.cdiv(values.shape[2], chosen.columns // 2 if packed else chosen.columns)
     options = dict(parts=parts, turns=turns, chosen=chosen, kind=kind, group=group, interpret=interpret)

@@ -35,17 +35,14 @@ _TOP = 14  # exponent of the largest input in float16
 @dataclass(frozen=True)
 class Blocks:
     """words: of 32 bits that a lane reads side by side; splits: programs that share the inputs of an output, whose
-    results another kernel adds; warps: of a program, that do so too, and add on chip."""
+    results another kernel adds."""
 
     words: int = 2
     splits: int = 1
-    warps: int = 1
 
     def __post_init__(self):
         if self.words not in (1, 2, 4) or self.splits < 1:
             raise ValueError(f"a lane reads 1, 2 or 4 words, in 1 or more splits, not {self}")
-        if self.warps not in (1, 2, 4, 8, 16):
-            raise ValueError(f"a program has 1, 2, 4, 8 or 16 warps, not {self.warps}")
 
 
 def blocks(matrices: int, inputs: int, outputs: int, dtype) -> Blocks:
@@ -107,7 +104,7 @@ def row_matmul(
     group = None if scales is None or scales.ndim == 2 else inputs // scales.shape[1]
     kind = values.dtype.name
     if reason := unsupported(x.dtype, values, group):
-        raise ValueError(f"the GPU kernel for single rows does not run {reason}")
+        raise ValueError(f"the GPU kernel for few rows does not run {reason}")
     count, shared = (x.shape[0], x.shape[0]) if ids is None else (ids.size, 1)
     if shared > ROWS or (ids is None and turns > 1):
         raise ValueError(f"the GPU kernel takes up to {ROWS} rows without ids, each once, not {x.shape} {turns} times")
@@ -125,13 +122,19 @@ def row_matmul(
         in_specs=[None if a is None else pl.BlockSpec(a.shape, lambda *_, rank=a.ndim: (0,) * rank) for a in operands],
         out_specs=pl.BlockSpec((None, count, parts, outputs), lambda n, m, s: (s, 0, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((chosen.splits, count, parts, outputs), jnp.float32),
-        compiler_params=plgpu.CompilerParams(num_warps=chosen.warps, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="row_matmul",
     )(*operands)
-    if activation is None:
-        return jnp.sum(out, axis=0).astype(dtype)
+    if activation is None or not _runs(activation):
+        y = jnp.sum(out, axis=0).astype(dtype)
+        return y if activation is None else activation(*jnp.split(y.reshape(count, -1), 2, axis=1))
     return _activated(out.reshape(chosen.splits, count, -1), activation, dtype, interpret)
+
+
+def _runs(activation) -> bool:
+    """Whether a kernel can: on GPUs Pallas has no erf."""
+    return "erf" not in str(jax.make_jaxpr(activation)(0.0, 0.0))
 
 
 def _activated(shares: jax.Array, activation, dtype, interpret: bool) -> jax.Array:
@@ -176,15 +179,14 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, out_ref, *, kind, parts, turns, c
     A unit is 32 inputs of a group, of which lane (g, t) reads 8, from 8 t on. A step is a unit of each of four groups,
     or, where columns share a scale, any four units. Of a single row the sums of unit c, of several those of row c, are
     columns 2 c and 2 c + 1 of the products; so lane (g, t) ends with those of c = t, for the words that g's lanes read.
-    Each warp has a share of the steps.
     """
-    spec, (inputs, stored), width, lanes = KINDS[kind], w_ref.shape[1:], chosen.words, chosen.warps * LANES
+    spec, (inputs, stored), width = KINDS[kind], w_ref.shape[1:], chosen.words
     number, rows = spec.outputs, out_ref.shape[0] if ids_ref is None else 1
     plain, single, fours = kind == "bfloat16", rows == 1, pl.cdiv(rows, 4)
     of_columns, powers = not plain and group is None, group is not None and scales_ref.dtype == jnp.int32
     per_group = (group or UNIT) // UNIT  # units
     groups = inputs // UNIT // per_group
-    warp, g, t = jnp.arange(lanes) >> 5, jnp.arange(lanes) >> 2 & 7, jnp.arange(lanes) & 3
+    g, t = jnp.arange(LANES) >> 2, jnp.arange(LANES) & 3
 
     across = pl.cdiv(stored, 8 * chosen.words)
     part, m = pl.program_id(0) // across, pl.program_id(1)
@@ -194,11 +196,9 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, out_ref, *, kind, parts, turns, c
     of = jnp.int32(0) if ids_ref is None else plgpu.load(ids_ref.at[m])
     matrix = jnp.maximum(of, 0) * parts + part
     steps = pl.cdiv(groups, _UNITS) * per_group
-    share = pl.cdiv(steps, chosen.splits * chosen.warps)
-    # The first warp has as many steps as any; beyond the last step inputs are zero.
-    begins = pl.program_id(2) * chosen.warps * share
-    count = jnp.where(of < 0, 0, jnp.clip(steps - begins, 0, share))
-    start = begins + warp * share
+    share = pl.cdiv(steps, chosen.splits)
+    start = jnp.broadcast_to(pl.program_id(2) * share, (LANES,))
+    count = jnp.where(of < 0, 0, jnp.clip(steps - pl.program_id(2) * share, 0, share))
     last = jnp.minimum(start + share, steps) - 1
 
     def over(step):
@@ -246,7 +246,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, out_ref, *, kind, parts, turns, c
         at = over(start)[0] * (per_group * _UNITS * UNIT // 2)
         largest = [_largest(x_ref, row_of(four), at, min(some, inputs // 2), single) for four in range(fours)]
         ups, downs = zip(*[_factors(each, single) for each in largest], strict=True)
-    zeros = [[jnp.zeros(lanes, jnp.float32)] * 4 for _ in range(width * number // 4)]
+    zeros = [[jnp.zeros(LANES, jnp.float32)] * 4 for _ in range(width * number // 4)]
 
     def prepared(xs):
         if plain:
@@ -293,22 +293,19 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, out_ref, *, kind, parts, turns, c
         return sums, words, xs
 
     sums, *_ = lax.fori_loop(0, count, step, ([zeros] * fours, first_words, first_inputs))
-    g, t = jnp.arange(LANES) >> 2, jnp.arange(LANES) & 3
-    first = number * jnp.minimum(block + chosen.words * g, stored - chosen.words)
+    first = number * first
     # Of a single row a lane stores each fourth output of its words.
     places = [first + (n + t if single else n) for n in range(0, chosen.words * number, 4 if single else 1)]
     for four, down in enumerate(downs):
         found = _in_order(spec, sums[four])
         if single:
-            found, quarter = [_over_t(jnp.sum, y) for y in found], jnp.arange(lanes) & 3
+            found, quarter = [_over_t(jnp.sum, y) for y in found], t
             quads = [found[n : n + 4] for n in range(0, len(found), 4)]
             found = [
                 jnp.where(quarter < 2, jnp.where(quarter < 1, a, b), jnp.where(quarter < 3, c, d))
                 for a, b, c, d in quads
             ]
         found = found if plain else [y * (down * spec.factor) for y in found]
-        if chosen.warps > 1:
-            found = [y.reshape(chosen.warps, LANES).sum(axis=0) for y in found]
         if of_columns:
             scales = [plgpu.load(scales_ref.at[matrix, at]).astype(jnp.float32) for at in places]
             found = [y * scale for y, scale in zip(found, scales, strict=True)]

@@ -119,4 +119,6 @@ def test_zero_points_are_refused_and_not_dropped():
 def test_blocks_of_usual_shapes():
     """Qwen3-30B-A3B for one token and for many, gpt-oss-20b for one."""
     assert blocks(8, 8, 2, 2048, 768, jnp.bfloat16, None).splits == 1
+    assert [blocks(n, 1, 1, 4096, 4096, jnp.int4, 128).rows for n in (9, 16, 17, 128)] == [16, 16, 64, 64]
+    assert [blocks(9, 1, 1, 4096, 4096, jnp.int4, 32, powers).depth for powers in (False, True)] == [32, 64]
     assert [blocks(n, 128, 2, 2048, 768, jnp.bfloat16, None).rows for n in (128, 4096, 65536)] == [16, 64, 64]

@@ -1,4 +1,4 @@
-"""Products of single rows with weights on NVIDIA GPUs: interpreted elsewhere. About 15 s."""
+"""Products of few rows with weights on NVIDIA GPUs: interpreted elsewhere. About 30 s."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from inferlib.ops.matmul import matmul
-from inferlib.ops.quantized import SCHEMES, quantize
+from inferlib.models.layers.mlp import ACTIVATIONS, gated
+from inferlib.ops.matmul import _dequantized, _form_on_gpu, matmul
+from inferlib.ops.quantized import SCHEMES, Scheme, quantize
 from inferlib.pallas_kernels import grouped_matmul_gpu, mma_gpu, row_matmul_gpu
 from inferlib.pallas_kernels.row_matmul_gpu import Blocks, blocks, row_matmul, unsupported
 from tests.conftest import kernels_in
@@ -77,14 +78,12 @@ def test_what_is_not_finite_stays_so():
     [
         ("mxfp4", Blocks(4, 3)),
         ("mxfp4", Blocks(1, 1)),
-        ("mxfp4", Blocks(2, 1, warps=4)),
         ("int8", Blocks(4, 2)),
-        ("int8", Blocks(2, 2, warps=2)),
-        ("fp8_block", Blocks(1, 1, warps=2)),
+        ("fp8_block", Blocks(1, 2)),
     ],
 )
 def test_blocks_change_nothing(scheme, chosen):
-    """10 groups: the last step has two, its other lanes none, and some warps have no step."""
+    """10 groups: the last step has two, its other lanes none, and some programs have no step."""
     inputs = 1280 if scheme == "fp8_block" else 320
     values, scales, exact = draw(scheme, (1, inputs, 160))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, inputs)), jnp.bfloat16)
@@ -122,7 +121,9 @@ def test_an_activation_of_two_results(scheme, rows, parts):
 @pytest.mark.parametrize("kind", mma_gpu.KINDS)
 def test_instructions_are_those_that_are_emulated(kind):
     rng, count = np.random.default_rng(0), 2 if kind == "bfloat16" else 1
-    words = [jnp.asarray(rng.integers(0, 2**31, 32) & 0x3F773F77, jnp.int32) for _ in range(8 * count + 8)]
+    words = [
+        jnp.asarray((rng.integers(0, 2**32, 32, np.uint32) & 0xBFF7BFF7).view(np.int32)) for _ in range(8 * count + 8)
+    ]
     c = [jnp.asarray(rng.normal(size=32), jnp.float32) for _ in range(4)]
 
     def split(some):
@@ -158,6 +159,53 @@ def test_products_of_few_rows_take_a_kernel_on_gpus(scheme, rows, kernel):
     run, x = partial(matmul, contract=2, activation=jnp.add), jnp.ones((rows, 4, 64), jnp.bfloat16)
     assert kernels_in(run, x, w) & {"row_matmul", "grouped_matmul"} == ({kernel} if kernel else set())
     np.testing.assert_array_equal(run(x, w), np.full((rows, 16), 512))
+
+
+CASES = [  # contracted and other dimensions; an activation takes two of the latter
+    ((160,), (2, 24), True),
+    ((4, 96), (64,), False),
+    ((2, 3, 64), (5, 8), False),
+]
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, Scheme("int4", 32)], ids=str)
+@pytest.mark.parametrize(("inner", "outer", "activated"), CASES)
+def test_kernels_make_what_xla_makes(scheme, inner, outer, activated, monkeypatch):
+    """On a CPU, where `matmul` is XLA's, its kernels interpreted: one row to more than fill a tile."""
+    for module in (row_matmul_gpu, grouped_matmul_gpu):
+        kernel = module.__name__.rsplit(".", 1)[1].removesuffix("_gpu")
+        monkeypatch.setattr(module, kernel, partial(getattr(module, kernel), interpret=on_cpu))
+    rng, contract = np.random.default_rng(0), len(inner)
+    weight = jnp.asarray(rng.normal(size=(*inner, *outer)), jnp.float32)
+    w = quantize(weight, tuple(range(contract)), SCHEMES.get(scheme, scheme))
+    activation = (lambda gate, up: jax.nn.silu(gate) * up) if activated else None
+    taken = 0
+    for rows, dtype in ((1, "float32"), (2, "bfloat16"), (5, "bfloat16"), (9, "float32"), (65, "bfloat16")):
+        x = jnp.asarray(rng.normal(size=(rows, *inner)), jnp.bfloat16)
+        form = _form_on_gpu(x, w, contract, jnp.dtype(dtype), activation).get("cuda")
+        if form is None:
+            assert rows > 2
+            assert not w.grouped
+            continue
+        expected = _dequantized(x.astype(jnp.float32), w, contract, jnp.float32)
+        expected = np.asarray(activation(expected[:, 0], expected[:, 1]) if activated else expected, np.float64)
+        got = form(x, w)
+        assert (got.shape, got.dtype, bool(np.isfinite(got).all())) == (expected.shape, dtype, True)
+        error = np.linalg.norm(np.asarray(got, np.float64) - expected)
+        assert error < (1e-3 if dtype == "float32" and not activated else 1e-2) * np.linalg.norm(expected)
+        taken += 1
+    assert taken == (5 if w.grouped else 2)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("rows", [1, 16])
+def test_every_activation_lowers_for_gpus(name, rows):
+    """Pallas has not every operation on GPUs; its lowering needs none."""
+    w = quantize(jnp.ones((64, 2, 32)), (0,), SCHEMES["mxfp4"])
+    run = jax.jit(partial(matmul, activation=partial(gated, name)))
+    checks = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+    x = jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16)
+    assert jax.export.export(run, platforms=["cuda"], disabled_checks=checks)(x, w).mlir_module()
 
 
 def test_products_of_other_dtypes_take_no_kernel():

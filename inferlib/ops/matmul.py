@@ -106,11 +106,19 @@ def _quantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, activ
 
 
 TILED_ROWS = 128  # up to which the GPU kernel of tiles is faster than XLA, which unpacks groups to memory
+TILED_GROUP = 128  # a step's inputs, which have to fit the shared memory
+
+
+def rows_of_kernel(w: QuantizedTensor) -> int:
+    """Up to how many rows a weight without zero points is best multiplied by the GPU kernel for few. The values of
+    channels XLA unpacks in the product's own kernel, well from three rows on."""
+    from inferlib.pallas_kernels.row_matmul_gpu import ROWS
+
+    return ROWS if w.grouped else 2
 
 
 def _form_on_gpu(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, activation) -> dict[str, Callable]:
-    """On NVIDIA GPUs a kernel, if one takes them, for rows so few that unpacking the weight bounds XLA. Channels it
-    unpacks in the product's own kernel, well from three rows on."""
+    """On NVIDIA GPUs a kernel, if one takes them, for rows so few that unpacking the weight bounds XLA."""
     from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
 
     grouped = 1 if w.grouped else 0
@@ -132,10 +140,10 @@ def _form_on_gpu(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, act
         y = y.reshape(rows, *outer)
         return y if activation is None else activation(y[:, 0], y[:, 1])
 
-    if rows <= (row_matmul_gpu.ROWS if w.grouped else 2):
-        return {} if row_matmul_gpu.unsupported(x.dtype, values, group) else {"cuda": by_rows}
-    takes = w.grouped and rows <= TILED_ROWS and x.dtype == jnp.bfloat16
-    return {"cuda": by_tiles} if takes and not grouped_matmul_gpu.unsupported(values, group, zeros=False) else {}
+    if rows <= rows_of_kernel(w) and row_matmul_gpu.unsupported(x.dtype, values, group) is None:
+        return {"cuda": by_rows}
+    tiled = w.grouped and group <= TILED_GROUP and rows <= TILED_ROWS and x.dtype == jnp.bfloat16
+    return {"cuda": by_tiles} if tiled and grouped_matmul_gpu.unsupported(values, group, zeros=False) is None else {}
 
 
 def _dequantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype) -> jax.Array:
