@@ -171,7 +171,7 @@ def test_a_process_dies_while_decoding(killed, start):
     ended = running.wait()
     code, _, err = ended[1 - killed]
     assert code == 1
-    assert err.rstrip().endswith(lost(killed, 1 - killed))  # perhaps amid a traceback that was being written
+    assert lost(killed, 1 - killed) in err  # perhaps amid a traceback that was being written
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_interrupt(start):
 def test_an_error_on_another_process_ends_process_0(fault, messages, start):
     (code, _, err), (other, _, own) = start(2, "tp=2", "greedy", {"fault": fault}).wait()
     assert (code, other) == (1, 1)
-    assert err.rstrip().endswith(lost(1, 0))
+    assert lost(1, 0) in err  # perhaps amid a traceback that was being written
     lines = own.strip().splitlines()
     assert lines[-1:] == messages[-1:]
     assert set(messages) <= set(lines)
