@@ -280,7 +280,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, out_ref, *, kind, parts, turns, c
             return sums, new, next_words, next_xs
 
         carry = sums, new, words, xs
-        if interpret or not single:  # rolled up: the compiler is five times as fast, a single row would be 8 % slower
+        if interpret or not single:  # rolled up: the compiler is faster, single rows were not, or were slower
             carry = lax.fori_loop(0, _UNITS, unit, carry)
         else:
             for c in range(_UNITS):
@@ -299,12 +299,9 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, out_ref, *, kind, parts, turns, c
     for four, down in enumerate(downs):
         found = _in_order(spec, sums[four])
         if single:
-            found, quarter = [_over_t(jnp.sum, y) for y in found], t
+            found = [_over_t(jnp.sum, y) for y in found]
             quads = [found[n : n + 4] for n in range(0, len(found), 4)]
-            found = [
-                jnp.where(quarter < 2, jnp.where(quarter < 1, a, b), jnp.where(quarter < 3, c, d))
-                for a, b, c, d in quads
-            ]
+            found = [jnp.where(t < 2, jnp.where(t < 1, a, b), jnp.where(t < 3, c, d)) for a, b, c, d in quads]
         found = found if plain else [y * (down * spec.factor) for y in found]
         if of_columns:
             scales = [plgpu.load(scales_ref.at[matrix, at]).astype(jnp.float32) for at in places]
