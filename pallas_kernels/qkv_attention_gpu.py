@@ -163,19 +163,22 @@ def _kernel(
         return stored(x * cos + across * sin)
 
     compute = jnp.promote_types(made_ref.dtype, k_ref.dtype)
-    tile = heads.size, columns.size
+    tile, row = (heads.size, columns.size), pl.program_id(0)
+    length, start, stop = over_cache.share_of(lengths_ref, row, split, window, block, splits, programs)
     q = placed(jnp.broadcast_to(heads[:, None], tile), q_norm_ref).astype(compute)
     q = jnp.where((heads < group)[:, None], q, jnp.zeros((), compute))
-    row = pl.program_id(0)
-    length, start, stop = over_cache.share_of(lengths_ref, row, split, window, block, splits, programs)
     top = jnp.full(heads.shape, -jnp.inf, jnp.float32)
     total = jnp.zeros(heads.shape, jnp.float32)
     if sinks_ref is not None:  # counted once, by the row's first share
         sinks = plgpu.load(sinks_ref.at[heads], mask=heads < group, other=0).astype(jnp.float32)
         here = (split == 0) & (length > 0)
         top, total = jnp.where(here, sinks, top), jnp.where(here, 1.0, total)
+    cells = k_ref, v_ref, start, jnp.minimum(stop, length - 1)
+    carry = jnp.zeros(tile, jnp.float32), top, total
+    acc, top, total = over_cache.attend(q, cells, carry, scale=scale, softcap=softcap, ring=ring, block=block)
 
-    # The new cell belongs to the last share, which writes it; no program reads it from the cache.
+    # The new cell belongs to the last share, which writes it; no program reads it from the cache. It comes after
+    # the cache, whose reading is to begin first.
     owner = (start < stop) & (stop == length)
     key = placed(jnp.full(columns.shape, group), k_norm_ref).astype(k_ref.dtype)
     value = product(jnp.full(columns.shape, group + 1), columns).astype(v_ref.dtype)
@@ -185,13 +188,10 @@ def _kernel(
     logits = jnp.sum(q.astype(jnp.float32) * key.astype(jnp.float32)[None], axis=1)
     logits = over_cache.capped(logits * scale, softcap)
     new_top = jnp.where(owner, jnp.maximum(top, logits), top)
+    decay = jnp.where(owner, jnp.exp(top - new_top), 1.0)
     share = jnp.where(owner, jnp.exp(logits - new_top), 0.0)
-    total = jnp.where(owner, total * jnp.exp(top - new_top), total) + share
-    acc = share[:, None] * jnp.where(owner, value.astype(jnp.float32), 0.0)[None]
-    cells = k_ref, v_ref, start, jnp.minimum(stop, length - 1)
-    carry = acc, new_top, total
-    acc, top, total = over_cache.attend(q, cells, carry, scale=scale, softcap=softcap, ring=ring, block=block)
-    over_cache.store_share(acc, top, total, out_ref, lse_ref, split=splits > 1, some=start < stop)
+    acc = acc * decay[:, None] + share[:, None] * jnp.where(owner, value.astype(jnp.float32), 0.0)[None]
+    over_cache.store_share(acc, new_top, total * decay + share, out_ref, lse_ref, split=splits > 1, some=start < stop)
 
 
 def _rounded(x: jax.Array, dtype) -> jax.Array:
