@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,9 +28,10 @@ from inferlib.models.layers.residual import AltUp, Laurel, Streams
 from inferlib.models.layers.ring import in_ring, ring_axis, rings
 from inferlib.models.layout import Layout
 from inferlib.models.recurrent import Recurrent
-from inferlib.ops.add_norm import add_norm, add_norm_fits
+from inferlib.models.segments import Segment, block_of
+from inferlib.ops.add_norm import Unscaled, add_norm, add_norm_fits, add_shares
 from inferlib.ops.collective_matmul import RingWeight
-from inferlib.ops.matmul import Normed, matmul, rows_of_kernel
+from inferlib.ops.matmul import Normed, gives_shares, matmul, rows_of_kernel
 from inferlib.ops.packed import PackedTensor
 from inferlib.ops.quantized import QuantizedTensor
 from inferlib.sharding import axes
@@ -42,12 +43,12 @@ if TYPE_CHECKING:
 
 class Stream(NamedTuple):
     """What layers hand on. x [T, D]: the residual, where tokens or the width are split this device's share, or several
-    of them [T, N, D]; y [T, D]: its norm, if the sum that made it brought that along; boxes: the mailboxes of such
-    sums; held [T, D]: this device's part of what the next layer's feed-forward is summed with (see
-    `MoeSpec.deferred`); load [E]: how many tokens chose each of the layer's experts, if that is counted."""
+    of them [T, N, D]; y [T, D]: its norm, perhaps but for the factor, if the sum that made it brought that along;
+    boxes: the mailboxes of such sums; held [T, D]: this device's part of what the next layer's feed-forward is summed
+    with (see `MoeSpec.deferred`); load [E]: how many tokens chose each of the layer's experts, if that is counted."""
 
     x: jax.Array
-    y: jax.Array | None = None
+    y: jax.Array | Unscaled | None = None
     boxes: Mailboxes | None = None
     held: jax.Array | None = None
     load: Load = None
@@ -111,15 +112,37 @@ class Block(nnx.Module):
         return Stream(x * self.scalar[...] if self.spec.scaled else x, held=held, load=load), cache
 
     def fused(self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array) -> tuple[Stream, LayerCache]:
-        """Each sum, over devices if there are several, in one kernel with the residual's and the norm that follows; see
-        `fuses_sums`."""
+        """Each sum, over devices if there are several, in one kernel with the residual's and the norm that follows, or
+        with `few` all but the norm's factor; see `fuses_sums`."""
+        if stream.boxes is None and self.sums_shares(ctx):
+            return self.few(stream, ctx, cache, after)
         x, y, boxes, *_ = stream
+        y = y.whole() if isinstance(y, Unscaled) else y
         with jax.named_scope("attention"):
             attn, cache = self.attn(self.pre_attn_norm(x, ctx.shards) if y is None else y, ctx, cache)
             x, y, boxes = self.sum_and_norm(self.biased(attn), x, self.pre_mlp_norm.weight[...], boxes)
         with jax.named_scope("mlp"):
             mlp, load = self.feed_forward(y, ctx, None)
             return Stream(*self.sum_and_norm(self.mlp.finish(mlp), x, after, boxes), load=load), cache
+
+    def few(self, stream: Stream, ctx: StepContext, cache: LayerCache, after: jax.Array) -> tuple[Stream, LayerCache]:
+        """The shares of products of few rows are summed with the residual, and a norm's factor follows its products."""
+        x, y, eps = stream.x, stream.y, self.pre_mlp_norm.spec.eps
+        with jax.named_scope("attention"):
+            y = self.pre_attn_norm(x, ctx.shards) if y is None else y
+            attn, cache = self.attn(y, ctx, cache, shares=True)
+            x, y = add_shares(attn, x, self.pre_mlp_norm.weight[...], eps)
+        with jax.named_scope("mlp"):
+            return Stream(*add_shares(self.mlp(y, ctx.shards, shares=True), x, after, eps)), cache
+
+    def sums_shares(self, ctx: StepContext) -> bool:
+        """Whether both last products give shares, and nothing follows them but the residual's sum."""
+        if not (isinstance(self.attn, Attention) and isinstance(self.mlp, Mlp)):
+            return False
+        if self.spec.attention.o_bias or self.spec.mlp.bias:
+            return False
+        weights = (self.attn.o, 3), (self.mlp.down, 1)
+        return all(gives_shares(w[...], n, ctx.tokens, self.pre_mlp_norm.weight.dtype) for w, n in weights)
 
     def sum_and_norm(
         self, branch: jax.Array, x: jax.Array, weight: jax.Array, boxes: Mailboxes | None
@@ -202,55 +225,6 @@ def _travels(module: nnx.Module, name: str) -> bool:
     """Whether the product with a weight is made with its collective."""
     weight = getattr(module, name, None)
     return weight is not None and isinstance(weight.get_value(), RingWeight)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """`count` repetitions of a pattern of layers, from layer `start`; scanned if count > 1."""
-
-    start: int
-    pattern: tuple[LayerSpec, ...]
-    count: int = 1
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.pattern) * self.count
-
-    def layers(self, offset: int) -> range:
-        """Indices of the layers at `offset` in the pattern."""
-        return range(self.start + offset, self.stop, len(self.pattern))
-
-
-def segments_of(layers: Sequence[LayerSpec], *, scan: bool) -> tuple[Segment, ...]:
-    """Cut the layers into repeating patterns (`scan`), or into one segment per layer.
-
-    At each layer, the pattern that covers the most layers when repeated is taken, the shortest of equals.
-    """
-    if not scan:
-        return tuple(Segment(i, (spec,)) for i, spec in enumerate(layers))
-    segments, start = [], 0
-    while start < len(layers):
-        size, count = 1, 1
-        for width in range(1, (len(layers) - start) // 2 + 1):
-            pattern, repeats = layers[start : start + width], 1
-            while layers[start + repeats * width : start + (repeats + 1) * width] == pattern:
-                repeats += 1
-            if repeats > 1 and repeats * width > size * count:
-                size, count = width, repeats
-        segments.append(Segment(start, tuple(layers[start : start + size]), count))
-        start += size * count
-    return tuple(segments)
-
-
-def block_of(segments: Sequence[Segment], layer: int) -> tuple[int, int | None]:
-    """The block that holds a layer, and its place there, None if it is alone."""
-    at = 0
-    for segment in segments:
-        if layer < segment.stop:
-            place, offset = divmod(layer - segment.start, len(segment.pattern))
-            return at + offset, place if segment.count > 1 else None
-        at += len(segment.pattern)
-    raise IndexError(layer)
 
 
 def fuses_sums(config: ModelConfig, *, alone: bool) -> bool:

@@ -38,7 +38,7 @@ KINDS = {
 }
 
 
-def _asm(text: str, constraints: str, args: list, dtype=jnp.int32):
+def asm(text: str, constraints: str, args: list, dtype=jnp.int32):
     return plgpu.elementwise_inline_asm(
         text,
         args=args,
@@ -67,7 +67,7 @@ def _unpacked(kind: str, word) -> list:
 def bytes_of(word, selector, interpret: bool):
     """Byte i of the result is the one of word that hexadecimal digit i of the selector names, of 4 zero."""
     if not interpret:
-        return _asm("prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word, selector])
+        return asm("prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word, selector])
     digits = [lax.shift_right_logical(selector, 4 * i) & 7 for i in range(4)]
     return sum(jnp.where(digit < 4, word >> (8 * (digit & 3)) & 255, 0) << (8 * i) for i, digit in enumerate(digits))
 
@@ -79,7 +79,7 @@ def scaled(pair, up, interpret: bool):
     low = "shl.b32 a, $1, 16; mov.b32 f, a; mul.f32 f, f, $2;"
     high = "and.b32 a, $1, 0xFFFF0000; mov.b32 h, a; mul.f32 h, h, $2;"
     body = f".reg .b32 a; .reg .f32 f, h; {low} {high} cvt.rn.f16x2.f32 $0, h, f;"
-    return _asm(f"{{ {body} }}", "=r,r,f", [pair, up])
+    return asm(f"{{ {body} }}", "=r,r,f", [pair, up])
 
 
 def mma(kind: str, words: list, at: int, right: list, tile: list, interpret: bool = False) -> list:
@@ -110,7 +110,7 @@ def mma(kind: str, words: list, at: int, right: list, tile: list, interpret: boo
     text = f"{{ .reg .b32 p, q, m, f, a<16>; .reg .b16 l, h; .reg .f32 d<4>; {' '.join(makes)} mov.f32 $0, d"
     constraints = ",".join(["=f", *["r"] * (first + 7), *["f"] * 4])
     args = [*chain(*words), *right, *tile]
-    return [_asm(f"{text}{n}; }}", constraints, args, jnp.float32) for n in range(4)]
+    return [asm(f"{text}{n}; }}", constraints, args, jnp.float32) for n in range(4)]
 
 
 def mma_by_lanes(kind: str, words: list, at: int, right: list, tile: list) -> list:

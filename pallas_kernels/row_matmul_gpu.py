@@ -22,43 +22,55 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from inferlib.pallas_kernels.copies_gpu import Ring
 from inferlib.pallas_kernels.grouped_matmul_gpu import converts_e4m3
 from inferlib.pallas_kernels.mma_gpu import KINDS, LANES, Kind, bytes_of, mma, scaled
+from inferlib.pallas_kernels.shares_gpu import summed
 
 ROWS = 8  # without ids, those that share one reading of the weights
 PROGRAMS = 20 * 132  # of one warp each: what the SMs of an H100 or H200 hold at a time
+AHEAD = 8 * 132  # of those whose weights are copied three units ahead
 UNIT = 32  # inputs, of which a lane reads 8
 _UNITS = 4  # of a step
+_WIDEST = 8 * 4  # words of an input that a program reads at most
 _TOP = 14  # exponent of the largest input in float16
 
 
 @dataclass(frozen=True)
 class Blocks:
     """words: of 32 bits that a lane reads side by side; splits: programs that share the inputs of an output, whose
-    results another kernel adds."""
+    results another kernel adds; slots: of the ring that weights are copied to, one of which is read and the others
+    filled, or 0: they are loaded."""
 
     words: int = 2
     splits: int = 1
+    slots: int = 0
 
     def __post_init__(self):
-        if self.words not in (1, 2, 4) or self.splits < 1:
-            raise ValueError(f"a lane reads 1, 2 or 4 words, in 1 or more splits, not {self}")
+        if self.words not in (1, 2, 4) or self.splits < 1 or self.slots not in (0, 2, 4):
+            raise ValueError(f"a lane reads 1, 2 or 4 words, in 1 or more splits, in 0, 2 or 4 slots, not {self}")
 
 
-def blocks(matrices: int, inputs: int, outputs: int, dtype) -> Blocks:
-    """For rows that multiply so many matrices [I, O] of a dtype.
+def blocks(matrices: int, inputs: int, outputs: int, dtype, *, alone: bool = True) -> Blocks:
+    """For rows that multiply so many matrices [I, O] of a dtype; alone: each row has its matrices to itself.
 
     Programs of one warp, whose results are added by another kernel, were faster than those of several, that add on
-    chip: by 1.2 to 1.7 times for llama3-8b's gate and up, whose larger programs do not fill the SMs evenly.
+    chip: by 1.2 to 1.7 times for llama3-8b's gate and up, whose larger programs do not fill the SMs evenly. What is
+    under way has an optimum: three units ahead in 8 programs of an SM, but of large 4-bit matrices, whose unpacking
+    wants more warps, one unit in 20 (gate and up 19 us; 21 with three units in 10 programs, 24 in 20).
     """
     number = KINDS[jnp.dtype(dtype).name].outputs
     stored, steps = outputs // number, pl.cdiv(inputs, _UNITS * UNIT)
+    copied = alone and stored % _WIDEST == 0
     tiles = lambda words: matrices * pl.cdiv(stored, 8 * words)  # noqa: E731
-    most, few = (2, 1000) if number == 8 else (4, 1500)  # words that pay where as many programs are left
+    # Words that pay where so many programs of a step are left; copies make do with fewer programs.
+    most, few = (2, 1000) if number == 8 else (4, 1000 if copied else 1500)
     fits = [words for words in (4, 2, 1) if 4 // number <= words <= most and stored % words == 0]
     words = next((words for words in fits if tiles(words) * steps >= few), fits[-1])
-    each = next((n for n in range(1, steps) if tiles(words) * pl.cdiv(steps, n) <= PROGRAMS), steps)
-    return Blocks(words, pl.cdiv(steps, each))
+    ahead = number < 8 or tiles(words) * steps <= PROGRAMS
+    programs, slots = (AHEAD, 4) if copied and ahead else (PROGRAMS, 2 if copied else 0)
+    each = next((n for n in range(1, steps) if tiles(words) * pl.cdiv(steps, n) <= programs), steps)
+    return Blocks(words, pl.cdiv(steps, each), slots)
 
 
 def unsupported(x_dtype, values: jax.ShapeDtypeStruct, group: int | None) -> str | None:
@@ -77,7 +89,7 @@ def unsupported(x_dtype, values: jax.ShapeDtypeStruct, group: int | None) -> str
     return None
 
 
-@partial(jax.jit, static_argnames=("parts", "turns", "chosen", "activation", "dtype", "interpret"))
+@partial(jax.jit, static_argnames=("parts", "turns", "chosen", "activation", "eps", "shares", "dtype", "interpret"))
 def row_matmul(
     x: jax.Array,
     values: jax.Array,
@@ -88,6 +100,9 @@ def row_matmul(
     turns: int = 1,
     chosen: Blocks | None = None,
     activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    squares: jax.Array | None = None,
+    eps: float = 0.0,
+    shares: bool = False,
     dtype: jax.typing.DTypeLike = jnp.float32,
     interpret: bool = False,
 ) -> jax.Array:
@@ -95,6 +110,8 @@ def row_matmul(
     group ids[m].
 
     activation: what makes one [M, O] of two results, of two parts or side by side in one, rounded to the dtype before.
+    squares, eps: of a norm of x whose factor the results get; see `shares_gpu`. shares: what is still to be summed,
+    [S, M, P O] float32, without all of that.
 
     Without ids up to `ROWS` rows go to the first group, which is read once. Where an id is negative the result is
     anything. scales: [N * P, O] of columns, or [N * P, I / g, O] of g inputs each; none of bfloat16. A value that is
@@ -106,30 +123,48 @@ def row_matmul(
     if reason := unsupported(x.dtype, values, group):
         raise ValueError(f"the GPU kernel for few rows does not run {reason}")
     count, shared = (x.shape[0], x.shape[0]) if ids is None else (ids.size, 1)
+    if squares is not None and ids is not None:
+        raise ValueError("the GPU kernel for few rows takes a norm's squares for rows without ids")
     if shared > ROWS or (ids is None and turns > 1):
         raise ValueError(f"the GPU kernel takes up to {ROWS} rows without ids, each once, not {x.shape} {turns} times")
-    chosen = chosen or blocks(count // shared * parts, inputs, outputs, kind)
+    chosen = chosen or blocks(count // shared * parts, inputs, outputs, kind, alone=shared == 1)
     words = _as_words(values, KINDS[kind].outputs)
     if words.shape[2] % max(chosen.words, 4 // KINDS[kind].outputs):
         raise ValueError(f"{words.shape[2]} words of {kind} are no multiple of those of {chosen}")
+    if chosen.slots and (shared > 1 or words.shape[2] % (8 * chosen.words)):
+        raise ValueError(f"programs of {chosen} copy for one row, and not {words.shape[2]} words of {kind}")
     if scales is not None and scales.dtype == jnp.float8_e8m0fnu:
         scales = _as_words(scales, 4)
     operands = ids, _as_words(x, 2), words, scales
+    # Where weights begin: a statement takes a reference as a pointer, of the shape of what else it takes.
+    base = words.reshape(-1) if chosen.slots and not interpret else None
     options = dict(parts=parts, turns=turns, chosen=chosen, group=group, interpret=interpret)
     out = pl.pallas_call(
         partial(_kernel, kind=kind, **options),
         grid=(parts * pl.cdiv(words.shape[2], 8 * chosen.words), count // shared, chosen.splits),
-        in_specs=[None if a is None else pl.BlockSpec(a.shape, lambda *_, rank=a.ndim: (0,) * rank) for a in operands],
+        in_specs=[
+            *(None if a is None else pl.BlockSpec(a.shape, lambda *_, rank=a.ndim: (0,) * rank) for a in operands),
+            None if base is None else pl.BlockSpec((LANES,), lambda *_: (0,)),
+        ],
         out_specs=pl.BlockSpec((None, count, parts, outputs), lambda n, m, s: (s, 0, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((chosen.splits, count, parts, outputs), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="row_matmul",
-    )(*operands)
-    if activation is None or not _runs(activation):
+    )(*operands, base)
+    if shares:
+        return out.reshape(chosen.splits, count, -1)
+    runs = activation is not None and _runs(activation)
+    if squares is not None or runs:
+        rest = dict(inputs=inputs, eps=eps, activation=activation if runs else None, dtype=dtype, interpret=interpret)
+        y = summed(out.reshape(chosen.splits, count, -1), squares, **rest)
+        if runs:
+            return y
+    else:
         y = jnp.sum(out, axis=0).astype(dtype)
-        return y if activation is None else activation(*jnp.split(y.reshape(count, -1), 2, axis=1))
-    return _activated(out.reshape(chosen.splits, count, -1), activation, dtype, interpret)
+    if activation is None:
+        return y.reshape(count, parts, outputs)
+    return activation(*jnp.split(y.reshape(count, -1), 2, axis=1))
 
 
 def _runs(activation) -> bool:
@@ -137,44 +172,13 @@ def _runs(activation) -> bool:
     return "erf" not in str(jax.make_jaxpr(activation)(0.0, 0.0))
 
 
-def _activated(shares: jax.Array, activation, dtype, interpret: bool) -> jax.Array:
-    """shares [S, M, 2 O] -> the activation [M, O] of the two halves of their sum, rounded to the dtype before it: XLA
-    would take three kernels."""
-    splits, rows, both = shares.shape
-    outputs, tile = both // 2, 128
-
-    def kernel(shares_ref, out_ref):
-        row, columns = pl.program_id(1), pl.program_id(0) * tile + jnp.arange(tile)
-        real, count = columns < outputs, pl.next_power_of_2(splits)
-        share = jnp.arange(count)[:, None]
-
-        def half(n):
-            at = shares_ref.at[share, row, n * outputs + columns[None]]
-            y = plgpu.load(at, mask=(share < splits) & real[None], other=0).sum(axis=0)
-            return y.astype(dtype).astype(jnp.float32)
-
-        plgpu.store(out_ref.at[row, columns], activation(half(0), half(1)).astype(dtype), mask=real)
-
-    whole = lambda shape: pl.BlockSpec(shape, lambda n, m: (0,) * len(shape))  # noqa: E731
-    return pl.pallas_call(
-        kernel,
-        grid=(pl.cdiv(outputs, tile), rows),
-        in_specs=[whole(shares.shape)],
-        out_specs=whole((rows, outputs)),
-        out_shape=jax.ShapeDtypeStruct((rows, outputs), dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="activated_sum",
-    )(shares)
-
-
 def _as_words(x: jax.Array, count: int) -> jax.Array:
     return lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, count), jnp.int32)
 
 
-def _kernel(ids_ref, x_ref, w_ref, scales_ref, out_ref, *, kind, parts, turns, chosen, group, interpret):
+def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts, turns, chosen, group, interpret):
     """x_ref [T, I / 2] and w_ref [N * P, I, words] are int32; scales_ref [N * P, O] or [N * P, I / g, O], or of e8m0
-    [N * P, I / g, O / 4] int32; out_ref [M, P, O].
+    [N * P, I / g, O / 4] int32; base_ref [32], the first of w_ref, if weights are copied; out_ref [M, P, O].
 
     A unit is 32 inputs of a group, of which lane (g, t) reads 8, from 8 t on. A step is a unit of each of four groups,
     or, where columns share a scale, any four units. Of a single row the sums of unit c, of several those of row c, are
@@ -239,7 +243,23 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, out_ref, *, kind, parts, turns, c
         found = _side_by_side(scales_ref, (matrix, at), first * number // less, width * number // less)
         return [_power(y, n) for y in found for n in range(4)] if powers else [y.astype(jnp.float32) for y in found]
 
-    first_words, first_inputs = weights(start, 0), inputs_of(start, 0)
+    ring = None
+    if base_ref is not None:
+        ring = Ring(width, chosen.slots)
+        memory = ring.begin()
+
+        def copy(step, c, slot, token):
+            real = jnp.where(count > 0, (step <= last).astype(jnp.int32), 0)
+            at = (matrix * inputs + begin(jnp.minimum(step, last), c)) * (stored // 4) + block // 4
+            return ring.copy(memory, slot, base_ref, at, 4 * stored, real, token)
+
+        token = jnp.zeros(LANES, jnp.int32)
+        for c in range(ring.slots - 1):
+            token = copy(*later(start, c), c, token)
+        first_words = token, [[token] * width] * 8
+    else:
+        first_words = weights(start, 0)
+    first_inputs = inputs_of(start, 0)
     ups = downs = [None] * fours
     if not plain:
         some = (per_group * _UNITS * UNIT // 2) * (pl.cdiv(share, per_group) + (per_group > 1))
@@ -263,7 +283,14 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, out_ref, *, kind, parts, turns, c
 
         def unit(c, carry):
             sums, new, words, xs = carry
-            next_words = weights(*later(i, c + 1))
+            if ring:
+                token, before = words
+                token = ring.wait(token, [*chain(*before)])
+                token = copy(*later(i, c + ring.slots - 1), (c - 1) & (ring.slots - 1), token)
+                words = ring.read(memory, c & (ring.slots - 1), token)
+                next_words = token, words
+            else:
+                next_words = weights(*later(i, c + 1))
             if single:
                 of_unit, of_group, next_xs = pairs, scales, xs
             else:

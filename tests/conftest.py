@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 import tokenizers
 from jax.experimental.pallas import triton
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from inferlib import LLM, Buckets
 from inferlib.config import EngineConfig
@@ -146,15 +148,21 @@ def small(checkpoint) -> LLM:
 
 
 def build_llm(
-    path: Path | str, buckets: Buckets, *, parallel: str | None = None, quantization: str | None = None, **options: Any
+    path: Path | str,
+    buckets: Buckets,
+    *,
+    dtype: str = "float32",
+    parallel: str | None = None,
+    quantization: str | None = None,
+    **options: Any,
 ) -> LLM:
-    """An LLM in float32; `options` replace what `EngineConfig.make` chooses for this platform."""
+    """An LLM; `options` replace what `EngineConfig.make` chooses for this platform."""
     make = EngineConfig.make
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineConfig, "make", staticmethod(lambda *args: dataclasses.replace(make(*args), **options)))
         return LLM(
             path,
-            dtype="float32",
+            dtype=dtype,
             max_batch=buckets.batch[-1],
             max_len=buckets.cache[-1],
             buckets=buckets,
@@ -276,6 +284,17 @@ def kernels_in(function: Callable, *args, of_gpus: bool = True) -> set[str]:
             else:
                 jaxprs += jaxprs_in_params(equation.params)
     return found
+
+
+def lowered_for_cuda(function: Callable, *args) -> str:
+    """Where there is no GPU: what Pallas lacks on GPUs it says here. Its lowering needs none, but jax 0.12 the name of
+    one."""
+    known = inspect.signature(AbstractDevice).parameters
+    device = dict(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
+    device = AbstractDevice(**{name: value for name, value in device.items() if name in known})
+    checks = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*args).mlir_module()
 
 
 def write_tokenizer(folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
+import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,14 +12,14 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from inferlib.models.layers.mlp import ACTIVATIONS, gated
 from inferlib.ops.matmul import _dequantized, _form_on_gpu, matmul
 from inferlib.ops.quantized import SCHEMES, Scheme, quantize
-from inferlib.pallas_kernels import grouped_matmul_gpu, mma_gpu, row_matmul_gpu
+from inferlib.pallas_kernels import copies_gpu, grouped_matmul_gpu, mma_gpu, row_matmul_gpu
+from inferlib.pallas_kernels.copies_gpu import Ring
 from inferlib.pallas_kernels.row_matmul_gpu import Blocks, blocks, row_matmul, unsupported
-from tests.conftest import kernels_in
+from tests.conftest import kernels_in, lowered_for_cuda
 from tests.packed_experts import quantized
 
 on_cpu = jax.default_backend() == "cpu"
@@ -52,6 +53,72 @@ def test_rows_by_the_matrices_they_choose(scheme):
     expected = np.einsum("mi,mpio->mpo", np.asarray(x, np.float64)[rows], exact.reshape(3, 2, 256, 88)[ids])
     assert got.shape == (4, 2, 88)
     check(got[given], expected[given])
+
+
+@pytest.mark.skipif(on_cpu, reason="copies that run ahead have no meaning but on a GPU")
+@pytest.mark.parametrize("chosen", [Blocks(*of) for of in ((1, 1, 2), (2, 1, 4), (2, 3, 2), (4, 2, 4), (4, 8, 2))])
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@pytest.mark.parametrize("inputs", [896, 960])
+def test_copies_that_run_ahead(scheme, chosen, inputs):
+    """Of a row and of rows that choose; programs of several steps, of one, and of none, and steps that are not full;
+    another matrix holds the largest values and NaN."""
+    if scheme is None and chosen.words < 2:
+        chosen = replace(chosen, words=2)
+    rng, ids = np.random.default_rng(0), np.array([2, 0, -1, 2])
+    values, scales, exact = draw(scheme, (3, inputs, 512))
+    x = jnp.asarray(rng.normal(size=(4, inputs)), jnp.bfloat16)
+    spoiled = (values.at[1].set(jnp.nan), None)
+    if scales is not None:
+        spoiled = values.at[1].set(jnp.asarray(7, values.dtype)), scales.at[1].set(jnp.nan)
+    run = partial(row_matmul, chosen=chosen)
+    got = jax.jit(run)(x, *spoiled, ids)
+    expected = np.einsum("mi,mio->mo", np.asarray(x, np.float64), exact[ids])
+    check(got[np.array([0, 1, 3]), 0], expected[[0, 1, 3]])
+    alone = jax.jit(run)(x[:1], values[2:], None if scales is None else scales[2:])
+    check(alone[:, 0], np.asarray(x[:1], np.float64) @ exact[2])
+
+
+@pytest.mark.skipif(on_cpu, reason="copies that run ahead have no meaning but on a GPU")
+@pytest.mark.parametrize("scheme", ["mxfp4", "int8"])
+def test_copies_of_a_large_matrix(scheme):
+    """As many programs as a GPU holds, again and again."""
+    values, scales, exact = draw(scheme, (1, 4096, 28672))
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 4096)), jnp.bfloat16)
+    run = jax.jit(row_matmul)
+    first = run(x, values, scales)
+    check(first[:, 0], np.asarray(x, np.float64) @ exact[0])
+    for _ in range(50):
+        np.testing.assert_array_equal(run(x, values, scales), first)
+
+
+@pytest.mark.parametrize("words", [1, 2, 4])
+def test_copies_lie_where_they_are_read(words, monkeypatch):
+    """Each lane's rows and words, by the addresses that statements get; where there is no GPU these are not run."""
+    seen, stride = [], 32 * words * 3
+    monkeypatch.setattr(
+        copies_gpu, "asm", lambda text, _, args, *dtype: seen.append((text, args)) or jnp.zeros(32, int)
+    )
+    ring, where = Ring(words, 4), 4096
+    ring.copy(where, 1, None, jnp.full(32, 70), stride, 1, 0)
+    [(text, (_, source, target, *_))] = seen
+    memory = {}
+    for n, (to, ahead) in enumerate(re.findall(r"\[\$3\+(\d+)\], \[a\+(\d+)\], 16", text)):
+        for lane in range(32):
+            place, at = int(target[lane]) + int(to), 16 * int(source[lane]) + int(ahead)
+            assert place not in memory, n
+            memory |= {place + 4 * word: at + 4 * word for word in range(4)}
+    assert set(memory) == set(range(where + ring.size, where + 2 * ring.size, 4))
+    seen.clear()
+    ring.read(where, 1, 0)
+    reads = [(int(re.search(r"\+(\d+)\]", text)[1]), args[0]) for text, args in seen if "ld.shared" in text]
+    width = min(words, 2)  # of a reading
+    assert len(reads) == 8 * words // width
+    for lane in range(32):
+        found = [memory[int(at[lane]) + place + 4 * word] for place, at in reads for word in range(width)]
+        rows = 8 * (lane & 3) + np.arange(8)
+        assert found == [
+            16 * 70 + row * stride + 4 * (words * (lane >> 2) + word) for row in rows for word in range(words)
+        ]
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e30])
@@ -213,15 +280,9 @@ def test_kernels_make_what_xla_makes(scheme, case, monkeypatch):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("rows", [1, 16])
 def test_every_activation_lowers_for_gpus(name, rows):
-    """Pallas has not every operation on GPUs; its lowering needs none, but jax 0.12 the name of one."""
     w = quantize(jnp.ones((64, 2, 32)), (0,), SCHEMES["mxfp4"])
-    run = jax.jit(partial(matmul, activation=partial(gated, name)))
-    checks = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
-    x, known = jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16), inspect.signature(AbstractDevice).parameters
-    device = dict(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
-    device = AbstractDevice(**{name: value for name, value in device.items() if name in known})
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        assert jax.export.export(run, platforms=["cuda"], disabled_checks=checks)(x, w).mlir_module()
+    x = jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16)
+    assert "triton" in lowered_for_cuda(partial(matmul, activation=partial(gated, name)), x, w)
 
 
 def test_products_of_other_dtypes_take_no_kernel():
@@ -262,11 +323,19 @@ def test_what_it_cannot_run_is_refused_with_the_reason(monkeypatch):
         row_matmul(*args, chosen=Blocks(words=2), interpret=True)
     with pytest.raises(ValueError, match="1, 2 or 4 words"):
         Blocks(words=3)
+    args = jnp.ones((1, 64), jnp.bfloat16), jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32))
+    with pytest.raises(ValueError, match="copy for one row, and not 8 words of int8"):
+        row_matmul(*args, chosen=Blocks(words=2, slots=2), interpret=True)
+    with pytest.raises(ValueError, match="2 or 4 slots"):
+        Ring(words=2, slots=3)
 
 
 def test_blocks_of_usual_shapes():
     """The experts of gpt-oss-20b that one token chooses, llama3-8b's matrices, and an odd number of words."""
     assert blocks(8, 2880, 2880, "float4_e2m1fn") == Blocks(words=2, splits=12)
-    assert blocks(2, 4096, 14336, "int8") == Blocks(words=4, splits=11)
-    assert blocks(1, 4096, 4096, "float4_e2m1fn") == blocks(1, 4096, 4096, "int8") == Blocks(words=2, splits=32)
+    assert blocks(1, 4096, 28672, "int8") == Blocks(words=4, splits=4, slots=4)
+    assert blocks(1, 4096, 28672, "int8", alone=False) == Blocks(words=4, splits=11)
+    assert blocks(1, 4096, 28672, "float4_e2m1fn") == Blocks(words=2, splits=11, slots=2)
+    assert blocks(1, 4096, 6144, "float4_e2m1fn") == Blocks(words=2, splits=16, slots=4)
+    assert blocks(1, 4096, 4096, "float4_e2m1fn", alone=False) == Blocks(words=2, splits=32)
     assert blocks(1, 64, 24, "float4_e2m1fn") == Blocks(words=1, splits=1)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from inferlib.model_files import ModelFiles
     from inferlib.models.abstract import AbstractModel
     from inferlib.models.config import LayerSpec, MlpSpec, ModelConfig, MoeSpec
-    from inferlib.models.decoder import Segment
     from inferlib.models.quantization import Quantization
     from inferlib.models.recurrent import Recurrent
+    from inferlib.models.segments import Segment
 
 
 def info(

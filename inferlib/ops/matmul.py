@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.add_norm import Unscaled
 from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.packed import FEW_ROWS, PackedTensor, by_kernel, by_xla
 from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
@@ -35,7 +36,7 @@ class Normed:
 
 
 def matmul(
-    x: jax.Array | Normed,
+    x: jax.Array | Normed | Unscaled,
     w: jax.Array | QuantizedTensor | PackedTensor | RingWeight,
     *,
     contract: int = 1,
@@ -43,12 +44,14 @@ def matmul(
     activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     out_dtype=None,
 ) -> jax.Array:
-    """x [T, *I] times w [*I, *O] -> [T, *O], accumulated in float32.
+    """x [T, *I], or the norm that stands for it, times w [*I, *O] -> [T, *O], accumulated in float32.
 
     contract: how many leading dimensions of `w` (and trailing of `x`) are summed over. transposed: w is [O, I], and not
     quantised. activation: of w's two results [T, 2, F], what makes one [T, F] of them. out_dtype: dtype of the result;
     x's by default. With a RingWeight x or the result is a device's share.
     """
+    plain = isinstance(w, QuantizedTensor) and w.zeros is None and not w.round_inputs
+    x = x.whole() if isinstance(x, Unscaled) and not plain else x
     if isinstance(w, PackedTensor):
         return _packed(x, w, activation, out_dtype)
     x = x.y if isinstance(x, Normed) else x
@@ -96,8 +99,9 @@ def _product(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
     return lax.dot_general(x, w, (((1,), (0,)), ((), ())), precision_of(x.dtype), preferred_element_type=out_dtype)
 
 
-def _quantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, activation) -> jax.Array:
-    def default(x: jax.Array, w: QuantizedTensor) -> jax.Array:
+def _quantized(x: jax.Array | Unscaled, w: QuantizedTensor, contract: int, out_dtype, activation) -> jax.Array:
+    def default(x: jax.Array | Unscaled, w: QuantizedTensor) -> jax.Array:
+        x = x.whole() if isinstance(x, Unscaled) else x
         y = _dequantized(x, w, contract, out_dtype)
         return y if activation is None else activation(y[:, 0], y[:, 1])
 
@@ -121,22 +125,20 @@ def _form_on_gpu(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, act
     """On NVIDIA GPUs a kernel, if one takes them, for rows so few that unpacking the weight bounds XLA."""
     from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
 
-    grouped = 1 if w.grouped else 0
-    inner, outer = math.prod(w.shape[: contract + grouped]), w.shape[contract + grouped :]
-    group = w.shape[contract] if w.grouped else None
-    values, rows = jax.ShapeDtypeStruct((1, inner, math.prod(outer)), w.values.dtype), x.shape[0]
+    values, group = _matrix(w, contract)
+    rows, inner, outer = x.shape[0], values.shape[1], w.shape[contract + w.grouped :]
 
-    def arrays(w: QuantizedTensor) -> tuple[jax.Array, jax.Array]:
-        scales = w.scales.reshape(1, *((inner // group,) if w.grouped else ()), values.shape[2])
-        return w.values.reshape(values.shape), scales
-
-    def by_rows(x: jax.Array, w: QuantizedTensor) -> jax.Array:
-        y = row_matmul_gpu.row_matmul(x.reshape(rows, inner), *arrays(w), dtype=out_dtype, activation=activation)
+    def by_rows(x: jax.Array | Unscaled, w: QuantizedTensor) -> jax.Array:
+        x, norm = (x.y, dict(squares=x.squares, eps=x.eps)) if isinstance(x, Unscaled) else (x, {})
+        options = dict(dtype=out_dtype, activation=activation, **norm)
+        y = row_matmul_gpu.row_matmul(x.reshape(rows, inner), *_arrays(w, contract), **options)
         return y.reshape(rows, *outer[activation is not None :])
 
-    def by_tiles(x: jax.Array, w: QuantizedTensor) -> jax.Array:
+    def by_tiles(x: jax.Array | Unscaled, w: QuantizedTensor) -> jax.Array:
+        x = x.whole() if isinstance(x, Unscaled) else x
         sizes = jnp.full((1,), rows, jnp.int32)
-        y = grouped_matmul_gpu.grouped_matmul(x.reshape(rows, inner), *arrays(w), parts=1, sizes=sizes, dtype=out_dtype)
+        options = dict(parts=1, sizes=sizes, dtype=out_dtype)
+        y = grouped_matmul_gpu.grouped_matmul(x.reshape(rows, inner), *_arrays(w, contract), **options)
         y = y.reshape(rows, *outer)
         return y if activation is None else activation(y[:, 0], y[:, 1])
 
@@ -144,6 +146,46 @@ def _form_on_gpu(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, act
         return {"cuda": by_rows}
     tiled = w.grouped and group <= TILED_GROUP and rows <= TILED_ROWS and x.dtype == jnp.bfloat16
     return {"cuda": by_tiles} if tiled and grouped_matmul_gpu.unsupported(values, group, zeros=False) is None else {}
+
+
+def gives_shares(w: jax.Array | QuantizedTensor | PackedTensor | RingWeight, contract: int, tokens: int, dtype) -> bool:
+    """Whether `product_shares` takes rows [tokens, ...] of a dtype times a weight: where GPUs would take its kernel."""
+    from inferlib.pallas_kernels.row_matmul_gpu import unsupported
+
+    if not isinstance(w, QuantizedTensor) or w.zeros is not None or w.round_inputs or tokens > rows_of_kernel(w):
+        return False
+    return unsupported(dtype, *_matrix(w, contract)) is None
+
+
+def product_shares(x: jax.Array, w: QuantizedTensor, *, contract: int = 1) -> jax.Array:
+    """x [T, *I] times w [*I, *O] -> [S, T, O] float32, whose sum over S is the product."""
+    from inferlib.pallas_kernels.row_matmul_gpu import blocks, row_matmul
+
+    rows, (values, _) = x.shape[0], _matrix(w, contract)
+    _, inner, outer = values.shape
+
+    def by_rows(x: jax.Array, w: QuantizedTensor) -> jax.Array:
+        return row_matmul(x.reshape(rows, inner), *_arrays(w, contract), shares=True)
+
+    def default(x: jax.Array, w: QuantizedTensor) -> jax.Array:
+        y = _dequantized(x, w, contract, jnp.float32).reshape(1, rows, outer)
+        return jnp.pad(y, [(0, blocks(1, inner, outer, values.dtype, alone=rows == 1).splits - 1), (0, 0), (0, 0)])
+
+    return lax.platform_dependent(x, w, cuda=by_rows, default=default)
+
+
+def _matrix(w: QuantizedTensor, contract: int) -> tuple[jax.ShapeDtypeStruct, int | None]:
+    """A weight's values as GPU kernels take them, [1, I, O], and how many inputs share a scale."""
+    at = contract + w.grouped
+    shape = 1, math.prod(w.shape[:at]), math.prod(w.shape[at:])
+    return jax.ShapeDtypeStruct(shape, w.values.dtype), w.shape[contract] if w.grouped else None
+
+
+def _arrays(w: QuantizedTensor, contract: int) -> tuple[jax.Array, jax.Array]:
+    """Its values so, and its scales."""
+    values, group = _matrix(w, contract)
+    _, inner, outer = values.shape
+    return w.values.reshape(values.shape), w.scales.reshape(1, *((inner // group,) if group else ()), outer)
 
 
 def _dequantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype) -> jax.Array:

@@ -20,8 +20,9 @@ from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
 from inferlib.models.layers.step_attention import Attended, Share, attend, limit_of
 from inferlib.models.layout import HeadLayout
+from inferlib.ops.add_norm import Unscaled
 from inferlib.ops.decode_attention import decode_attention
-from inferlib.ops.matmul import Normed, matmul
+from inferlib.ops.matmul import Normed, matmul, product_shares
 from inferlib.ops.prefill_attention import prefill_attention
 from inferlib.ops.qkv_attention import qkv_attention
 from inferlib.sharding import axes
@@ -78,7 +79,10 @@ class Attention(nnx.Module):
             if spec.cache_of is None:
                 self.k_norm = param((k, h), (axes.KV_HEADS, axes.HEAD_DIM), dtype, neutral)
 
-    def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+    def __call__(
+        self, x: jax.Array | Normed | Unscaled, ctx: StepContext, cache: LayerCache, *, shares: bool = False
+    ) -> tuple[jax.Array, LayerCache]:
+        """shares: the last product's, [S, T, D]."""
         spec = self.spec
         if self.in_one(ctx, cache):
             out, cache = self.step(x, cache, ctx)
@@ -87,7 +91,7 @@ class Attention(nnx.Module):
             out, cache = self.attend(q, new, cache, ctx)
         if spec.gate is not None:
             out = self.gated(out, x, ctx.shards)
-        return matmul(out, self.o[...], contract=3), cache
+        return (product_shares if shares else matmul)(out, self.o[...], contract=3), cache
 
     def in_one(self, ctx: StepContext, cache: LayerCache) -> bool:
         """Whether one kernel takes decode rows from their products on."""
@@ -99,7 +103,9 @@ class Attention(nnx.Module):
         apart = cache.layer is None and len(cache.arrays) == 2 and not cache.scaled
         return plain and normed and apart and spec.fused_heads == 2
 
-    def step(self, x: jax.Array | Normed, cache: LayerCache, ctx: StepContext) -> tuple[jax.Array, LayerCache]:
+    def step(
+        self, x: jax.Array | Normed | Unscaled, cache: LayerCache, ctx: StepContext
+    ) -> tuple[jax.Array, LayerCache]:
         """Decode rows' [B, K, G, h], and the cache with what is new."""
         spec = self.spec
         arrays = {"bias": self.qkv_bias[...]} if spec.qkv_bias else {}
@@ -115,13 +121,13 @@ class Attention(nnx.Module):
         out, k, v = qkv_attention(qkv, *cache.arrays, ctx.batch.decode_lengths, arrays, **options)
         return out, replace(cache, arrays=(k, v))
 
-    def gated(self, out: jax.Array, x: jax.Array | Normed, shards: Shards) -> jax.Array:
+    def gated(self, out: jax.Array, x: jax.Array | Normed | Unscaled, shards: Shards) -> jax.Array:
         """Attention's output [T, K, G, h], or this device's share of h, by the gate of x [T, D]."""
         gate = shards.sum(matmul(x, self.gate[...], out_dtype=jnp.float32), axes.EMBED)
         gate = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}[self.spec.gate.activation](gate)
         return out * gate.reshape(*out.shape[:3], -1).astype(out.dtype)
 
-    def project(self, x: jax.Array | Normed, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def project(self, x: jax.Array | Normed | Unscaled, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """q [T, K, G, h], normed, rotated, scaled by the query temperature, and what is cached: k, normed and rotated,
         and v [T, K, h]."""
         spec, g = self.spec, self.layout.queries

@@ -11,7 +11,8 @@ from flax import nnx
 
 from inferlib.models.config import Activation, ClampedSwiglu, MlpSpec
 from inferlib.models.layers.param import param
-from inferlib.ops.matmul import Normed, matmul
+from inferlib.ops.add_norm import Unscaled
+from inferlib.ops.matmul import Normed, matmul, product_shares
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -53,18 +54,19 @@ class Mlp(nnx.Module):
             self.gate_up_bias = param((halves, hidden), (axes.GATE_UP, axes.MLP), dtype, "zeros")
             self.down_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 
-    def __call__(self, x: jax.Array | Normed, shards: Shards) -> jax.Array:
-        spec = self.spec
+    def __call__(self, x: jax.Array | Normed | Unscaled, shards: Shards, *, shares: bool = False) -> jax.Array:
+        """shares: the last product's, [S, T, D]."""
+        spec, product = self.spec, product_shares if shares else matmul
         if spec.gated and not (spec.bias or spec.sparsity or shards.size(axes.EMBED) > 1):
             hidden = matmul(x, self.gate_up[...], activation=partial(gated, spec.activation))
-            return matmul(hidden, self.down[...])
+            return product(hidden, self.down[...])
         both = shards.sum(matmul(x, self.gate_up[...]), axes.EMBED)
         if self.spec.bias:
             both = both + self.gate_up_bias[...]
         if not self.spec.gated:
-            return matmul(ACTIVATIONS[self.spec.activation](both[:, 0]), self.down[...])
+            return product(ACTIVATIONS[self.spec.activation](both[:, 0]), self.down[...])
         gate = self.cut(both[:, 0], shards) if self.spec.sparsity else both[:, 0]
-        return matmul(gated(self.spec.activation, gate, both[:, 1]), self.down[...])
+        return product(gated(self.spec.activation, gate, both[:, 1]), self.down[...])
 
     def cut(self, gate: jax.Array, shards: Shards) -> jax.Array:
         """The gate [T, F] less its quantile (see `MlpSpec.sparsity`), or zero where that is more."""

@@ -1,0 +1,57 @@
+"""How a model's layers are cut into patterns that repeat, which a scan runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inferlib.models.config import LayerSpec
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`count` repetitions of a pattern of layers, from layer `start`; scanned if count > 1."""
+
+    start: int
+    pattern: tuple[LayerSpec, ...]
+    count: int = 1
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.pattern) * self.count
+
+    def layers(self, offset: int) -> range:
+        """Indices of the layers at `offset` in the pattern."""
+        return range(self.start + offset, self.stop, len(self.pattern))
+
+
+def segments_of(layers: Sequence[LayerSpec], *, scan: bool) -> tuple[Segment, ...]:
+    """Cut the layers into repeating patterns (`scan`), or into one segment per layer.
+
+    At each layer, the pattern that covers the most layers when repeated is taken, the shortest of equals.
+    """
+    if not scan:
+        return tuple(Segment(i, (spec,)) for i, spec in enumerate(layers))
+    segments, start = [], 0
+    while start < len(layers):
+        size, count = 1, 1
+        for width in range(1, (len(layers) - start) // 2 + 1):
+            pattern, repeats = layers[start : start + width], 1
+            while layers[start + repeats * width : start + (repeats + 1) * width] == pattern:
+                repeats += 1
+            if repeats > 1 and repeats * width > size * count:
+                size, count = width, repeats
+        segments.append(Segment(start, tuple(layers[start : start + size]), count))
+        start += size * count
+    return tuple(segments)
+
+
+def block_of(segments: Sequence[Segment], layer: int) -> tuple[int, int | None]:
+    """The block that holds a layer, and its place there, None if it is alone."""
+    at = 0
+    for segment in segments:
+        if layer < segment.stop:
+            place, offset = divmod(layer - segment.start, len(segment.pattern))
+            return at + offset, place if segment.count > 1 else None
+        at += len(segment.pattern)
+    raise IndexError(layer)

@@ -1,0 +1,135 @@
+"""Products of few rows whose sums and norms are shared on NVIDIA GPUs: interpreted elsewhere. About 10 s."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferlib.models.layers.mlp import gated
+from inferlib.ops.add_norm import Unscaled, add_shares
+from inferlib.ops.matmul import _arrays, _form_on_gpu, gives_shares, matmul, product_shares
+from inferlib.ops.quantized import SCHEMES, quantize
+from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
+from inferlib.pallas_kernels.row_matmul_gpu import row_matmul
+from inferlib.pallas_kernels.shares_gpu import summed
+from tests.conftest import lowered_for_cuda
+
+on_cpu = jax.default_backend() == "cpu"
+
+
+def draw(shape, size=1.0, dtype=jnp.float32, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * size, dtype)
+
+
+def norm_of(x, weight, eps=1e-5):
+    exact = np.asarray(x, np.float64)
+    return exact / np.sqrt(np.mean(exact**2, axis=-1, keepdims=True) + eps) * np.asarray(weight, np.float64)
+
+
+@pytest.mark.parametrize(("splits", "rows", "width"), [(1, 1, 96), (5, 3, 320), (56, 8, 1024)])
+def test_the_residuals_sum_and_a_norm_without_its_factor(splits, rows, width):
+    shares, residual = draw((splits, rows, width)), draw((rows, width), 30, jnp.bfloat16, 1)
+    weight = draw(width, 1, jnp.bfloat16, 2)
+    x, y = jax.jit(lambda *a: add_shares(*a, 1e-5))(shares, residual, weight)
+    branch = jnp.sum(shares, axis=0).astype(jnp.bfloat16)
+    np.testing.assert_allclose(np.float32(x), np.float32(branch + residual), rtol=2.0**-7)
+    assert x.dtype == y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float64(y.whole()), norm_of(x, weight), rtol=2.0**-7)
+    np.testing.assert_allclose(y.squares.sum(1), np.sum(np.float64(x) ** 2, axis=1), rtol=1e-6)
+
+
+def test_a_row_does_not_touch_another():
+    residual = jnp.ones((2, 320), jnp.bfloat16).at[1, 5].set(jnp.nan)
+    x, y = add_shares(jnp.zeros((3, 2, 320)), residual, jnp.ones(320, jnp.bfloat16), 0.0)
+    np.testing.assert_array_equal(y.whole()[0], np.ones(320))
+    assert np.isnan(np.float32(x[1])).sum() == 1
+    assert np.isnan(np.float32(y.whole()[1])).all()
+
+
+@pytest.mark.parametrize("activated", [False, True])
+def test_a_sum_gets_the_factor_of_the_norm_before_it(activated):
+    shares, x = draw((5, 3, 640)), draw((3, 256), 20, seed=1)
+    squares = jnp.sum((x * x).reshape(3, 4, 64), axis=2)
+    activation = (lambda a, b: jax.nn.silu(a) * b) if activated else None
+    got = summed(shares, squares, inputs=256, eps=1e-5, activation=activation, dtype=jnp.float32, interpret=on_cpu)
+    y = np.sum(np.float64(shares), axis=0) / np.sqrt(np.mean(np.float64(x) ** 2, axis=1, keepdims=True) + 1e-5)
+    if activated:
+        gate, up = np.split(y, 2, axis=1)
+        y = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("scheme", ["mxfp4", "int8"])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
+def test_products_of_a_norm_without_its_factor(scheme, rows, activation, monkeypatch):
+    """XLA's, and on GPUs by rows or by tiles, or none; the exact GELU, by erf, is no part of a kernel."""
+    for module in (row_matmul_gpu, grouped_matmul_gpu):
+        kernel = module.__name__.rsplit(".", 1)[1].removesuffix("_gpu")
+        monkeypatch.setattr(module, kernel, partial(getattr(module, kernel), interpret=on_cpu))
+    activation = activation and partial(gated, activation)
+    x, weight = draw((rows, 256), 20, jnp.bfloat16), draw(256, 1, jnp.bfloat16, 1)
+    w = quantize(draw((256, 2, 64), seed=2), (0,), SCHEMES[scheme])
+    y = Unscaled(x * weight, jnp.sum(jnp.square(x.astype(jnp.float32)).reshape(rows, 2, 128), axis=2), 1e-5)
+    matrix = np.float64(w.dequantized((0,), jnp.float32)).reshape(256, 2, 64)
+    exact = np.einsum("ti,ipo->tpo", norm_of(x, weight), matrix)
+    if activation:
+        exact = np.float64(activation(jnp.float32(exact[:, 0]), jnp.float32(exact[:, 1])))
+    forms = _form_on_gpu(y, w, 1, jnp.bfloat16, activation)
+    assert bool(forms) == (rows == 1 or scheme == "mxfp4")
+    for run in (jax.jit(partial(matmul, activation=activation)), *forms.values()):
+        got = run(y, w)
+        assert (got.shape, got.dtype) == (exact.shape, jnp.bfloat16)
+        assert np.linalg.norm(np.float64(got) - exact) < 0.01 * np.linalg.norm(exact)
+
+
+def test_weights_that_no_kernel_multiplies_by_it_get_the_whole_norm():
+    x, weight = draw((1, 256), 20, jnp.bfloat16), draw(256, 1, jnp.bfloat16, 1)
+    y = Unscaled(x * weight, jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1, keepdims=True), 1e-5)
+    plain = draw((256, 64), dtype=jnp.bfloat16, seed=2)
+    quantised = quantize(plain.astype(jnp.float32), (0,), SCHEMES["mxfp8"])
+    rounds = replace(quantised, round_inputs=True)
+    shifted = replace(quantize(plain.astype(jnp.float32), (0,), SCHEMES["int8"]), zeros=jnp.ones(64))
+    for w in (plain, rounds, shifted):
+        got = jax.jit(matmul)(y, w)
+        np.testing.assert_array_equal(got, jax.jit(matmul)(y.whole(), w))
+
+
+def test_squares_are_of_rows_without_ids():
+    values, scales, ids = jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32)), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ValueError, match="squares for rows without ids"):
+        row_matmul(jnp.ones((1, 64), jnp.bfloat16), values, scales, ids, squares=jnp.ones((1, 1)))
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "int8"])
+def test_shares_of_a_product(scheme):
+    x, w = draw((2, 2, 128), dtype=jnp.bfloat16), quantize(draw((2, 128, 64), seed=1), (0, 1), SCHEMES[scheme])
+    assert gives_shares(w, 2, 2, jnp.bfloat16)
+    assert not gives_shares(w, 2, {"mxfp4": 9, "int8": 3}[scheme], jnp.bfloat16)
+    assert not gives_shares(w, 2, 2, jnp.float32)
+    got = jax.jit(lambda x, w: product_shares(x, w, contract=2))(x, w)
+    exact = np.einsum("tij,ijo->to", np.float64(x), np.float64(w.dequantized((0, 1), jnp.float32)).reshape(2, 128, 64))
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(np.sum(np.float64(got), axis=0), exact, rtol=0.01, atol=0.01 * np.abs(exact).max())
+    ours = row_matmul(x.reshape(2, 256), *_arrays(w, 2), shares=True, interpret=on_cpu)
+    assert ours.shape == got.shape
+    np.testing.assert_allclose(np.sum(np.float64(ours), axis=0), exact, rtol=0.01, atol=0.01 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "int8", "int4"])
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 128), (128, 24)])
+def test_they_lower_for_gpus(scheme, inputs, outputs):
+    """Weights that are copied ahead, and such as are loaded."""
+    y = Unscaled(jnp.ones((1, inputs), jnp.bfloat16), jnp.ones((1, 2)), 1e-5)
+    w = quantize(draw((inputs, 2, outputs)), (0,), SCHEMES[scheme])
+    for run in (matmul, lambda y, w: matmul(y, w, activation=jnp.multiply), lambda y, w: product_shares(y.y, w)):
+        text = lowered_for_cuda(run, y, w)
+        assert "triton" in text
+        assert ("cp.async" in text) == (outputs == 128)
+    shares, residual = jnp.ones((3, 1, inputs)), jnp.ones((1, inputs), jnp.bfloat16)
+    assert "triton" in lowered_for_cuda(lambda *a: add_shares(*a, 1e-5), shares, residual, residual[0])
