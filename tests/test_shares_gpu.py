@@ -1,4 +1,4 @@
-"""Products of few rows whose sums and norms are shared on NVIDIA GPUs: interpreted elsewhere. About 10 s."""
+"""Products of few rows whose sums and norms are shared on NVIDIA GPUs: interpreted elsewhere. About 45 s."""
 
 from __future__ import annotations
 
