@@ -111,7 +111,7 @@ def row_matmul(
 
     activation: what makes one [M, O] of two results, of two parts or side by side in one, rounded to the dtype before.
     squares, eps: of a norm of x whose factor the results get; see `shares_gpu`. shares: what is still to be summed,
-    [S, M, P O] float32, without all of that.
+    [S, M, P O] float32, with none of that.
 
     Without ids up to `ROWS` rows go to the first group, which is read once. Where an id is negative the result is
     anything. scales: [N * P, O] of columns, or [N * P, I / g, O] of g inputs each; none of bfloat16. A value that is
@@ -125,6 +125,8 @@ def row_matmul(
     count, shared = (x.shape[0], x.shape[0]) if ids is None else (ids.size, 1)
     if squares is not None and ids is not None:
         raise ValueError("the GPU kernel for few rows takes a norm's squares for rows without ids")
+    if shares and (activation is not None or squares is not None):
+        raise ValueError("shares are of the product alone: leave out the activation and the norm's squares")
     if shared > ROWS or (ids is None and turns > 1):
         raise ValueError(f"the GPU kernel takes up to {ROWS} rows without ids, each once, not {x.shape} {turns} times")
     chosen = chosen or blocks(count // shared * parts, inputs, outputs, kind, alone=shared == 1)

@@ -81,6 +81,7 @@ def _sum(shares_ref, row, at, real):
 
 
 def _factor(squares_ref, row, inputs: int, eps: float):
+    """Of a row's norm."""
     count = squares_ref.shape[1]
     part = jnp.arange(pl.next_power_of_2(count))
     total = jnp.sum(plgpu.load(squares_ref.at[row, part], mask=part < count, other=0))

@@ -100,10 +100,12 @@ def test_weights_that_no_kernel_multiplies_by_it_get_the_whole_norm():
         np.testing.assert_array_equal(got, jax.jit(matmul)(y.whole(), w))
 
 
-def test_squares_are_of_rows_without_ids():
-    values, scales, ids = jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32)), jnp.zeros(1, jnp.int32)
+def test_what_does_not_go_together_is_refused():
+    x, values, scales = jnp.ones((1, 64), jnp.bfloat16), jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32))
     with pytest.raises(ValueError, match="squares for rows without ids"):
-        row_matmul(jnp.ones((1, 64), jnp.bfloat16), values, scales, ids, squares=jnp.ones((1, 1)))
+        row_matmul(x, values, scales, jnp.zeros(1, jnp.int32), squares=jnp.ones((1, 1)))
+    with pytest.raises(ValueError, match="leave out the activation"):
+        row_matmul(x, values, scales, shares=True, activation=jnp.multiply)
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "int8"])

@@ -50,8 +50,8 @@ def matmul(
     quantised. activation: of w's two results [T, 2, F], what makes one [T, F] of them. out_dtype: dtype of the result;
     x's by default. With a RingWeight x or the result is a device's share.
     """
-    plain = isinstance(w, QuantizedTensor) and w.zeros is None and not w.round_inputs
-    x = x.whole() if isinstance(x, Unscaled) and not plain else x
+    if isinstance(x, Unscaled) and (not isinstance(w, QuantizedTensor) or w.round_inputs):
+        x = x.whole()
     if isinstance(w, PackedTensor):
         return _packed(x, w, activation, out_dtype)
     x = x.y if isinstance(x, Normed) else x
