@@ -15,19 +15,21 @@ import jax.numpy as jnp
 
 from inferlib.pallas_kernels.mma_gpu import LANES, asm
 
+SLOTS = 4
+
 
 @dataclass(frozen=True)
 class Ring:
     """Places in shared memory, each for 32 rows of eight times `words` 32-bit words, of which lane 4 g + t reads rows
     8 t to 8 t + 7 of words g. Row 8 t + k lies at 4 k + t, and of four words some in another order, so that the lanes
-    of a reading find theirs in different banks (of four words, if the two readings become one)."""
+    of a reading find theirs in different banks (of four words, if the two readings become one). One of the SLOTS is
+    read while the others are filled."""
 
     words: int
-    slots: int
 
     def __post_init__(self):
-        if self.words not in (1, 2, 4) or self.slots not in (2, 4):
-            raise ValueError(f"a ring holds 1, 2 or 4 words of a lane in 2 or 4 slots, not {self}")
+        if self.words not in (1, 2, 4):
+            raise ValueError(f"a ring holds 1, 2 or 4 words of a lane, not {self.words}")
 
     @property
     def size(self) -> int:
@@ -36,27 +38,28 @@ class Ring:
 
     def begin(self) -> jax.Array:
         """Where the ring is."""
-        text = f"{{ .shared .align 16 .b8 ring[{self.slots * self.size}]; mov.u32 $0, ring; }}"
+        text = f"{{ .shared .align 16 .b8 ring[{SLOTS * self.size}]; mov.u32 $0, ring; }}"
         return asm(text, "=r,r", [jnp.zeros(LANES, jnp.int32)])
 
     def copy(self, ring, slot, ref, at, stride: int, real, token) -> jax.Array:
         """Ask for rows of `stride` bytes, of which those copied begin 16 * at bytes from the start of ref's array, if
-        real; a copy that is not counts as one, too."""
+        real; else for zeros, which read no memory. (A predicate would become branches, before which the assembler
+        waits for what was loaded earlier.)"""
         chunks = 2 * self.words  # of 16 bytes, of a row
         lane = jnp.arange(LANES)
         place, chunk = lane // chunks, lane % chunks
         source = at + (8 * (place % 4) + place // 4) * (stride // 16) + chunk
         chunk = chunk ^ 2 * (place % 4) if self.words == 4 else chunk
         target = ring + slot * self.size + 16 * (place * chunks + chunk)
-        text = "{ .reg .b64 a; .reg .pred p; setp.ne.s32 p, $4, 0; mad.wide.u32 a, $2, 16, $1;"
+        text = "{ .reg .b64 a; .reg .b32 n; shl.b32 n, $4, 4; mad.wide.u32 a, $2, 16, $1;"
         for n in range(chunks):
-            text += f" @p cp.async.cg.shared.global [$3+{512 * n}], [a+{n * (4 // self.words) * stride}], 16;"
+            text += f" cp.async.cg.shared.global [$3+{512 * n}], [a+{n * (4 // self.words) * stride}], 16, n;"
         text += " cp.async.commit_group; mov.b32 $0, 0; }"
         return asm(text, "=r,l,r,r,r,r", [ref, source, target, real, token])
 
     def wait(self, token, read: list) -> jax.Array:
         """Until all copies but the newest, which fill every slot but two, are there, and what was read has been."""
-        text = f"cp.async.wait_group {self.slots - 2}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
+        text = f"cp.async.wait_group {SLOTS - 2}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
         return asm(text, ",".join(["=r", "r", *["r"] * len(read)]), [token, *read])
 
     def read(self, ring, slot, token) -> list:

@@ -31,8 +31,9 @@ from jax.experimental.pallas import triton as plgpu
 TILE_BYTES = 16 * 1024
 WARPS, STAGES = 4, 2
 PROGRAMS = 4 * 132  # as many as stay resident at once with these tiles, on the 132 SMs of an H100 or H200
+FEW = 2 * 132  # of them, which are all at work at once: a row's shares may be half as long
 SHORT_SHARE, LONG_SHARE = 128, 2048
-MERGED = 8192  # numbers that a program merges at once
+MERGED, MERGE_WARPS = 1024, 4  # numbers that a program merges at once
 
 
 def decode_attention(
@@ -122,7 +123,8 @@ def _tiling(heads: int, row_bytes: int, longest: int) -> tuple[int, int]:
     block = max(TILE_BYTES // row_bytes, 16)
     even = PROGRAMS // heads
     splits = max(2 * even if even > 1 else 1, min(pl.cdiv(longest, LONG_SHARE), 8))
-    return block, min(splits, pl.cdiv(longest, max(block, SHORT_SHARE)))
+    short = SHORT_SHARE // 2 if heads * pl.cdiv(longest, SHORT_SHARE // 2) <= FEW else SHORT_SHARE
+    return block, min(splits, pl.cdiv(longest, max(block, short)))
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -234,6 +236,8 @@ def share_of(lengths_ref, row, split, window: int | None, block: int, splits: in
 
 def _shares_of(length, lengths_ref, window, splits, programs):
     """Shares of a row when `programs` are dealt to the rows in proportion to their visible positions."""
+    if lengths_ref.size == 1:
+        return max(min(int(programs + 0.5), splits), 1)
     rows = jnp.arange(power_of_two(lengths_ref.size))
     visible = plgpu.load(lengths_ref.at[rows], mask=rows < lengths_ref.size, other=0)
     if window is not None:
@@ -265,7 +269,7 @@ def merge(
             jax.ShapeDtypeStruct((count, size), dtype),
             jax.ShapeDtypeStruct((count,), jnp.float32),
         ],
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS),
+        compiler_params=plgpu.CompilerParams(num_warps=MERGE_WARPS),
         interpret=interpret,
         name="merge_shares",
     )(parts.reshape(splits, count, size), lses.reshape(splits, count))

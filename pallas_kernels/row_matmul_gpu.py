@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from inferlib.pallas_kernels.copies_gpu import Ring
+from inferlib.pallas_kernels.copies_gpu import SLOTS, Ring
 from inferlib.pallas_kernels.grouped_matmul_gpu import converts_e4m3
 from inferlib.pallas_kernels.mma_gpu import KINDS, LANES, Kind, bytes_of, mma, scaled
 from inferlib.pallas_kernels.shares_gpu import summed
@@ -30,6 +30,8 @@ from inferlib.pallas_kernels.shares_gpu import summed
 ROWS = 8  # without ids, those that share one reading of the weights
 PROGRAMS = 20 * 132  # of one warp each: what the SMs of an H100 or H200 hold at a time
 AHEAD = 8 * 132  # of those whose weights are copied three units ahead
+FEWER = 4 * 132  # of those, where all matrices together are SMALL
+SMALL = 26 * 2**20  # bytes
 UNIT = 32  # inputs, of which a lane reads 8
 _UNITS = 4  # of a step
 _WIDEST = 8 * 4  # words of an input that a program reads at most
@@ -39,16 +41,15 @@ _TOP = 14  # exponent of the largest input in float16
 @dataclass(frozen=True)
 class Blocks:
     """words: of 32 bits that a lane reads side by side; splits: programs that share the inputs of an output, whose
-    results another kernel adds; slots: of the ring that weights are copied to, one of which is read and the others
-    filled, or 0: they are loaded."""
+    results another kernel adds; copied: weights go to a ring ahead of their use, else they are loaded."""
 
     words: int = 2
     splits: int = 1
-    slots: int = 0
+    copied: bool = False
 
     def __post_init__(self):
-        if self.words not in (1, 2, 4) or self.splits < 1 or self.slots not in (0, 2, 4):
-            raise ValueError(f"a lane reads 1, 2 or 4 words, in 1 or more splits, in 0, 2 or 4 slots, not {self}")
+        if self.words not in (1, 2, 4) or self.splits < 1:
+            raise ValueError(f"a lane reads 1, 2 or 4 words, in 1 or more splits, not {self}")
 
 
 def blocks(matrices: int, inputs: int, outputs: int, dtype, *, alone: bool = True) -> Blocks:
@@ -56,8 +57,8 @@ def blocks(matrices: int, inputs: int, outputs: int, dtype, *, alone: bool = Tru
 
     Programs of one warp, whose results are added by another kernel, were faster than those of several, that add on
     chip: by 1.2 to 1.7 times for llama3-8b's gate and up, whose larger programs do not fill the SMs evenly. What is
-    under way has an optimum: three units ahead in 8 programs of an SM, but of large 4-bit matrices, whose unpacking
-    wants more warps, one unit in 20 (gate and up 19 us; 21 with three units in 10 programs, 24 in 20).
+    under way has an optimum, and what follows reads a share for each split: 8 programs of an SM copy ahead, of small
+    matrices, but of bfloat16, 4.
     """
     number = KINDS[jnp.dtype(dtype).name].outputs
     stored, steps = outputs // number, pl.cdiv(inputs, _UNITS * UNIT)
@@ -67,10 +68,10 @@ def blocks(matrices: int, inputs: int, outputs: int, dtype, *, alone: bool = Tru
     most, few = (2, 1000) if number == 8 else (4, 1000 if copied else 1500)
     fits = [words for words in (4, 2, 1) if 4 // number <= words <= most and stored % words == 0]
     words = next((words for words in fits if tiles(words) * steps >= few), fits[-1])
-    ahead = number < 8 or tiles(words) * steps <= PROGRAMS
-    programs, slots = (AHEAD, 4) if copied and ahead else (PROGRAMS, 2 if copied else 0)
+    small = number > 2 and 4 * matrices * inputs * stored <= SMALL
+    programs = PROGRAMS if not copied else FEWER if small else AHEAD
     each = next((n for n in range(1, steps) if tiles(words) * pl.cdiv(steps, n) <= programs), steps)
-    return Blocks(words, pl.cdiv(steps, each), slots)
+    return Blocks(words, pl.cdiv(steps, each), copied)
 
 
 def unsupported(x_dtype, values: jax.ShapeDtypeStruct, group: int | None) -> str | None:
@@ -133,13 +134,13 @@ def row_matmul(
     words = _as_words(values, KINDS[kind].outputs)
     if words.shape[2] % max(chosen.words, 4 // KINDS[kind].outputs):
         raise ValueError(f"{words.shape[2]} words of {kind} are no multiple of those of {chosen}")
-    if chosen.slots and (shared > 1 or words.shape[2] % (8 * chosen.words)):
+    if chosen.copied and (shared > 1 or words.shape[2] % (8 * chosen.words)):
         raise ValueError(f"programs of {chosen} copy for one row, and not {words.shape[2]} words of {kind}")
     if scales is not None and scales.dtype == jnp.float8_e8m0fnu:
         scales = _as_words(scales, 4)
     operands = ids, _as_words(x, 2), words, scales
     # Where weights begin: a statement takes a reference as a pointer, of the shape of what else it takes.
-    base = words.reshape(-1) if chosen.slots and not interpret else None
+    base = words.reshape(-1) if chosen.copied and not interpret else None
     options = dict(parts=parts, turns=turns, chosen=chosen, group=group, interpret=interpret)
     out = pl.pallas_call(
         partial(_kernel, kind=kind, **options),
@@ -247,7 +248,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
 
     ring = None
     if base_ref is not None:
-        ring = Ring(width, chosen.slots)
+        ring = Ring(width)
         memory = ring.begin()
 
         def copy(step, c, slot, token):
@@ -256,7 +257,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
             return ring.copy(memory, slot, base_ref, at, 4 * stored, real, token)
 
         token = jnp.zeros(LANES, jnp.int32)
-        for c in range(ring.slots - 1):
+        for c in range(SLOTS - 1):
             token = copy(*later(start, c), c, token)
         first_words = token, [[token] * width] * 8
     else:
@@ -288,8 +289,8 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
             if ring:
                 token, before = words
                 token = ring.wait(token, [*chain(*before)])
-                token = copy(*later(i, c + ring.slots - 1), (c - 1) & (ring.slots - 1), token)
-                words = ring.read(memory, c & (ring.slots - 1), token)
+                token = copy(*later(i, c + SLOTS - 1), (c - 1) & (SLOTS - 1), token)
+                words = ring.read(memory, c & (SLOTS - 1), token)
                 next_words = token, words
             else:
                 next_words = weights(*later(i, c + 1))
@@ -309,7 +310,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
             return sums, new, next_words, next_xs
 
         carry = sums, new, words, xs
-        if interpret or not single:  # rolled up: the compiler is faster, single rows were not, or were slower
+        if interpret or not single or ring:  # rolled up: smaller code; single rows that load were slower so
             carry = lax.fori_loop(0, _UNITS, unit, carry)
         else:
             for c in range(_UNITS):

@@ -38,14 +38,14 @@ def summed(
 
     def kernel(shares_ref, squares_ref, out_ref):
         row, at = pl.program_id(1), pl.program_id(0) * TILE + jnp.arange(TILE)
-        factor = _factor(squares_ref, row, inputs, eps) if squares_ref is not None else 1.0
+        factor = norm_factor(squares_ref, row, inputs, eps) if squares_ref is not None else 1.0
         y = [_sum(shares_ref, row, n * outputs + at, at < outputs) * factor for n in range(halves)]
         y = [part.astype(dtype) for part in y]
         y = activation(*(part.astype(jnp.float32) for part in y)).astype(dtype) if activation else y[0]
         plgpu.store(out_ref.at[row, at], y, mask=at < outputs)
 
     out = jax.ShapeDtypeStruct((rows, outputs), dtype)
-    return _call(kernel, "summed", (shares, squares), out, (pl.cdiv(outputs, TILE), rows), interpret)
+    return _call(kernel, "summed", (shares, squares), out, (pl.cdiv(outputs, TILE), rows), 4, interpret)
 
 
 def added(
@@ -70,7 +70,7 @@ def added(
 
     like = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     out = [like, like, jax.ShapeDtypeStruct((rows, tiles), jnp.float32)]
-    return _call(kernel, "added", (shares, residual, weight), out, (tiles, rows), interpret)
+    return _call(kernel, "added", (shares, residual, weight), out, (tiles, rows), 8, interpret)
 
 
 def _sum(shares_ref, row, at, real):
@@ -80,15 +80,15 @@ def _sum(shares_ref, row, at, real):
     return plgpu.load(shares_ref.at[share, row, at[None]], mask=(share < splits) & real[None], other=0).sum(axis=0)
 
 
-def _factor(squares_ref, row, inputs: int, eps: float):
-    """Of a row's norm."""
+def norm_factor(squares_ref, row, inputs: int, eps: float):
+    """Of a row's norm, by squares [M, P] of its `inputs` numbers."""
     count = squares_ref.shape[1]
     part = jnp.arange(pl.next_power_of_2(count))
     total = jnp.sum(plgpu.load(squares_ref.at[row, part], mask=part < count, other=0))
     return lax.rsqrt(total / inputs + eps)
 
 
-def _call(kernel, name: str, operands: tuple, out_shape, grid: tuple, interpret: bool):
+def _call(kernel, name: str, operands: tuple, out_shape, grid: tuple, warps: int, interpret: bool):
     whole = lambda x: None if x is None else pl.BlockSpec(x.shape, lambda n, m: (0,) * len(x.shape))  # noqa: E731
     return pl.pallas_call(
         kernel,
@@ -96,7 +96,7 @@ def _call(kernel, name: str, operands: tuple, out_shape, grid: tuple, interpret:
         in_specs=[whole(x) for x in operands],
         out_specs=jax.tree.map(whole, out_shape),
         out_shape=out_shape,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
         name=name,
     )(*operands)

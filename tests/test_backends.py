@@ -156,20 +156,22 @@ def test_sums_that_follow_our_products_are_made_with_their_norms(family, quantiz
         assert ours == theirs
 
 
+@pytest.mark.parametrize("attention", ["xla", GPU])
 @pytest.mark.parametrize(
     ("family", "quantization"), [("llama", "int8"), ("llama", "mxfp4"), ("gemma2", "int8"), ("qwen3_moe", "int8")]
 )
-def test_norms_of_few_rows_get_their_factor_after_their_products(family, quantization, checkpoint):
+def test_norms_of_few_rows_get_their_factor_after_their_products(family, quantization, attention, checkpoint):
     """Where the family's norms stand so, which Gemma's do not, and there in layers that are dense; equal to what is
-    normed first but for bfloat16."""
+    normed first but for bfloat16. Attention sums products itself, if it is by the kernel."""
     sizes = dict(hidden_size=192, intermediate_size=128, head_dim=32)
     sizes |= dict(decoder_sparse_step=2, moe_intermediate_size=64) if family == "qwen3_moe" else {}
     path, buckets, (tokens,) = checkpoint(family, **sizes), Buckets((16,), (1,), (64,)), random_prompts([7])
     options = dict(dtype="bfloat16", quantization=quantization, platform="gpu", scan=False)
-    llm = build_llm(path, buckets, **options, backend=Backend(add_norm="pallas_gpu"))
+    llm = build_llm(path, buckets, **options, backend=Backend(add_norm=GPU, qkv_attention=attention))
     programs, key = llm.engine.programs, ProgramKey("greedy", 1, 64)
     called = kernels_in(build(programs.model, programs.plan, programs.config, key), *programs.inputs(key))
     assert ("added" in called) == (family != "gemma2")
+    assert ("qkv_attention" in called) == (attention == GPU)
     assert ("add_norm" in called) == (family == "qwen3_moe")
     (output,) = llm.generate([tokens], SamplingParams(temperature=0, max_tokens=12))
     new = output.outputs[0].token_ids

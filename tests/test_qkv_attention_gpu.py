@@ -20,9 +20,10 @@ from inferlib.models.layers.norm import rms_norm
 from inferlib.models.layers.rope import apply_rope
 from inferlib.ops.decode_attention import decode_attention
 from inferlib.ops.qkv_attention import qkv_attention
-from inferlib.pallas_kernels import decode_attention_gpu
+from inferlib.pallas_kernels import decode_attention_gpu, qkv_attention_gpu
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
+from tests.conftest import kernels_in
 from tests.decode_attention_cases import TOLERANCE, Case
 
 SMALL = partial(Case, writes=True)  # what no query sees is NaN or infinite, with the new cells, and those of idle rows
@@ -100,8 +101,65 @@ def test_long_rows_get_more_shares(monkeypatch):
     check(SMALL((300, 20, 280), slots=300))
 
 
+def shares_of(qkv: jax.Array, normed: bool) -> tuple[jax.Array, dict, dict]:
+    """Three shares [3, B, K, G + 2, h] that add up to products, but for the factor of a norm of 48 inputs, if normed;
+    its squares; its options."""
+    rng, rows, found = np.random.default_rng(3), qkv.shape[0], np.float32(qkv)
+    arrays, options = {}, dict(dtype=qkv.dtype)
+    if normed:
+        squares = rng.uniform(1, 100, size=(rows, 5)).astype(np.float32)
+        found = found * np.sqrt(squares.sum(1) / 48 + 1e-2).reshape(-1, 1, 1, 1)
+        arrays, options = dict(squares=jnp.asarray(squares)), options | dict(inputs=48, inputs_eps=1e-2)
+    parts = rng.normal(size=(2, *found.shape)).astype(np.float32)
+    return jnp.stack([*parts, found - parts.sum(0)]), arrays, options
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("limits", [{}, {"FEW": 1}, {"MOST_SHARES": 2}])
+@pytest.mark.parametrize("name", ["no powers of two, rotated in part, norms with an offset", "a ring of its window"])
+def test_shares_of_products_are_summed(name, limits, normed, monkeypatch):
+    """In attention, or in a kernel before it where its programs or the shares are many."""
+    for limit, value in limits.items():
+        monkeypatch.setattr(qkv_attention_gpu if limit == "MOST_SHARES" else decode_attention_gpu, limit, value)
+    case, has = CASES[name]
+    (qkv, *cache), arrays = draw(case, **{key: value for key, value in has.items() if key != "offset"})
+    options = dict(eps=EPS, offset=has.get("offset", 0.0)) | case.static()
+    shares, norm, made = shares_of(qkv, normed)
+    want = jax.jit(partial(one_after_the_other, **options))(qkv, *cache, arrays)
+    run = partial(qkv_attention, **options, **made)
+    assert ("summed" in kernels_in(run, shares, *cache, arrays | norm)) == bool(limits)
+    for got, expected in zip(jax.jit(run)(shares, *cache, arrays | norm), want, strict=True):
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_sums_are_rounded_as_products_are():
+    """To bfloat16, before bias and norms."""
+    case = SMALL((1, 31, 300), slots=300, dtype=jnp.bfloat16)
+    (qkv, *cache), arrays = draw(case, rotary=32, **ALL)
+    options = dict(eps=EPS, offset=0.0) | case.static()
+    shares = jnp.stack([qkv.astype(jnp.float32), jnp.full(qkv.shape, 2.0**-20), jnp.full(qkv.shape, -(2.0**-20))])
+    found = jax.jit(partial(qkv_attention, **options, dtype=jnp.bfloat16))(shares, *cache, arrays)
+    plain = jax.jit(partial(qkv_attention, **options))(qkv, *cache, arrays)
+    for got, expected in zip(found, plain, strict=True):
+        np.testing.assert_array_equal(np.float32(got), np.float32(expected))
+
+
+def test_few_rows_get_shares_half_as_long():
+    for rows, splits in ((1, 32), (2, 16), (64, 1)):
+        k = jax.ShapeDtypeStruct((rows, 8, 2048, 128), jnp.bfloat16)
+        dealt = decode_attention_gpu.dealt(k, k, rows, 8, 128, window=None, ring=False, limit=None)
+        assert (dealt["block"], dealt["splits"]) == (64, splits)
+
+
 def test_bad_shapes_and_options_are_refused():
     (qkv, k, v, lengths), arrays = draw(SMALL((1, 2)))
+    with pytest.raises(ValueError, match="a dtype is given with shares"):
+        qkv_attention(qkv[None], k, v, lengths, arrays, scale=1.0)
+    with pytest.raises(ValueError, match="a dtype is given with shares"):
+        qkv_attention(qkv, k, v, lengths, arrays, scale=1.0, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="squares of a norm go with shares"):
+        qkv_attention(qkv, k, v, lengths, {"squares": jnp.ones((2, 1))}, scale=1.0)
     with pytest.raises(ValueError, match="window"):
         qkv_attention(qkv, k, v, lengths, arrays, scale=1.0, ring=True)
     with pytest.raises(ValueError, match="must both be"):
@@ -153,12 +211,18 @@ def test_steps_and_caches_that_it_takes():
         assert not taken(SPEC, *cache)
 
 
-def test_lowers_to_triton():
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_lowers_to_triton(sinks, shares):
     """Heads of gpt-oss with norms; the cache is written where it lies."""
-    inputs, arrays = draw(SMALL((1, 2), group=8, slots=500, dtype=jnp.bfloat16, sinks=True), rotary=64, **ALL)
+    case = SMALL((1, 2), group=8, slots=500, dtype=jnp.bfloat16, sinks=sinks)
+    (qkv, *cache), arrays = draw(case, rotary=64, **ALL)
+    norm, made = {}, {}
+    if shares:
+        qkv, norm, made = shares_of(qkv, True)
     device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
-    run = jax.jit(partial(qkv_attention, scale=1.0, window=300, ring=True), donate_argnums=(1, 2))
+    run = jax.jit(partial(qkv_attention, scale=1.0, window=300, ring=True, **made), donate_argnums=(1, 2))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        text = run.trace(*inputs, arrays).lower(lowering_platforms=("cuda",)).as_text()
+        text = run.trace(qkv, *cache, arrays | norm).lower(lowering_platforms=("cuda",)).as_text()
     assert "xla.gpu.triton" in text
     assert text.count("output_operand_alias<") == 2

@@ -56,7 +56,7 @@ def test_rows_by_the_matrices_they_choose(scheme):
 
 
 @pytest.mark.skipif(on_cpu, reason="copies that run ahead have no meaning but on a GPU")
-@pytest.mark.parametrize("chosen", [Blocks(*of) for of in ((1, 1, 2), (2, 1, 4), (2, 3, 2), (4, 2, 4), (4, 8, 2))])
+@pytest.mark.parametrize("chosen", [Blocks(*of, copied=True) for of in ((1, 1), (2, 1), (2, 3), (4, 2), (4, 8))])
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 @pytest.mark.parametrize("inputs", [896, 960])
 def test_copies_that_run_ahead(scheme, chosen, inputs):
@@ -98,7 +98,7 @@ def test_copies_lie_where_they_are_read(words, monkeypatch):
     monkeypatch.setattr(
         copies_gpu, "asm", lambda text, _, args, *dtype: seen.append((text, args)) or jnp.zeros(32, int)
     )
-    ring, where = Ring(words, 4), 4096
+    ring, where = Ring(words), 4096
     ring.copy(where, 1, None, jnp.full(32, 70), stride, 1, 0)
     [(text, (_, source, target, *_))] = seen
     memory = {}
@@ -325,17 +325,20 @@ def test_what_it_cannot_run_is_refused_with_the_reason(monkeypatch):
         Blocks(words=3)
     args = jnp.ones((1, 64), jnp.bfloat16), jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32))
     with pytest.raises(ValueError, match="copy for one row, and not 8 words of int8"):
-        row_matmul(*args, chosen=Blocks(words=2, slots=2), interpret=True)
-    with pytest.raises(ValueError, match="2 or 4 slots"):
-        Ring(words=2, slots=3)
+        row_matmul(*args, chosen=Blocks(words=2, copied=True), interpret=True)
+    with pytest.raises(ValueError, match="1, 2 or 4 words of a lane"):
+        Ring(words=3)
 
 
 def test_blocks_of_usual_shapes():
     """The experts of gpt-oss-20b that one token chooses, llama3-8b's matrices, and an odd number of words."""
     assert blocks(8, 2880, 2880, "float4_e2m1fn") == Blocks(words=2, splits=12)
-    assert blocks(1, 4096, 28672, "int8") == Blocks(words=4, splits=4, slots=4)
+    assert blocks(1, 4096, 28672, "int8") == Blocks(words=4, splits=4, copied=True)
     assert blocks(1, 4096, 28672, "int8", alone=False) == Blocks(words=4, splits=11)
-    assert blocks(1, 4096, 28672, "float4_e2m1fn") == Blocks(words=2, splits=11, slots=2)
-    assert blocks(1, 4096, 6144, "float4_e2m1fn") == Blocks(words=2, splits=16, slots=4)
+    assert blocks(1, 4096, 28672, "float4_e2m1fn") == Blocks(words=2, splits=4, copied=True)
+    assert blocks(1, 4096, 6144, "float4_e2m1fn") == Blocks(words=2, splits=11, copied=True)
+    assert blocks(1, 4096, 4096, "float4_e2m1fn") == Blocks(words=2, splits=16, copied=True)
+    assert blocks(1, 14336, 4096, "float4_e2m1fn") == Blocks(words=2, splits=28, copied=True)
+    assert blocks(1, 4096, 128256, "float4_e2m1fn") == Blocks(words=2, copied=True)
     assert blocks(1, 4096, 4096, "float4_e2m1fn", alone=False) == Blocks(words=2, splits=32)
     assert blocks(1, 64, 24, "float4_e2m1fn") == Blocks(words=1, splits=1)

@@ -96,8 +96,8 @@ def test_weights_that_no_kernel_multiplies_by_it_get_the_whole_norm():
     rounds = replace(quantised, round_inputs=True)
     shifted = replace(quantize(plain.astype(jnp.float32), (0,), SCHEMES["int8"]), zeros=jnp.ones(64))
     for w in (plain, rounds, shifted):
-        got = jax.jit(matmul)(y, w)
-        np.testing.assert_array_equal(got, jax.jit(matmul)(y.whole(), w))
+        got, want = (np.float32(jax.jit(matmul)(x, w)) for x in (y, y.whole()))
+        assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)  # XLA rounds one whole norm and not the other
 
 
 def test_what_does_not_go_together_is_refused():
