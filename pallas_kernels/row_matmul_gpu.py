@@ -1,4 +1,4 @@
-"""Products of one to eight rows with weights on NVIDIA GPUs by the tensor cores, each weight read once.
+"""Products of one to sixteen rows with weights on NVIDIA GPUs by the tensor cores, each weight read once.
 
 Weights are the left operand of `mma.m16n8k16`: a register of it holds a pair of outputs of one input, as a word of
 memory does, so nothing is transposed. The right operand has two columns for one of them each: x stands in the lower or
@@ -27,11 +27,13 @@ from inferlib.pallas_kernels.grouped_matmul_gpu import converts_e4m3
 from inferlib.pallas_kernels.mma_gpu import KINDS, LANES, Kind, bytes_of, mma, scaled
 from inferlib.pallas_kernels.shares_gpu import summed
 
-ROWS = 8  # without ids, those that share one reading of the weights
-PROGRAMS = 20 * 132  # of one warp each: what the SMs of an H100 or H200 hold at a time
-AHEAD = 8 * 132  # of those whose weights are copied three units ahead
-FEWER = 4 * 132  # of those, where all matrices together are SMALL
+ROWS = 16  # without ids, those that share one reading of the weights
+# Programs, of one warp each; of an H100 or H200, which has 132 SMs.
+PROGRAMS = 20 * 132  # that load their weights: as many as it holds at a time
+AHEAD = 8 * 132  # that have them copied three units ahead
+FEWER = 4 * 132  # the same, of small matrices, but of bfloat16
 SMALL = 26 * 2**20  # bytes
+SHARED = 12 * 132  # the same, of 2 to 12 rows with weights of four bits, whose unpacking wants more warps
 UNIT = 32  # inputs, of which a lane reads 8
 _UNITS = 4  # of a step
 _WIDEST = 8 * 4  # words of an input that a program reads at most
@@ -52,24 +54,26 @@ class Blocks:
             raise ValueError(f"a lane reads 1, 2 or 4 words, in 1 or more splits, not {self}")
 
 
-def blocks(matrices: int, inputs: int, outputs: int, dtype, *, alone: bool = True) -> Blocks:
-    """For rows that multiply so many matrices [I, O] of a dtype; alone: each row has its matrices to itself.
+def blocks(matrices: int, inputs: int, outputs: int, dtype, *, rows: int = 1) -> Blocks:
+    """For so many matrices [I, O] of a dtype, each multiplied by a row of its own, or one by so many rows.
 
     Programs of one warp, whose results are added by another kernel, were faster than those of several, that add on
     chip: by 1.2 to 1.7 times for llama3-8b's gate and up, whose larger programs do not fill the SMs evenly. What is
-    under way has an optimum, and what follows reads a share for each split: 8 programs of an SM copy ahead, of small
-    matrices, but of bfloat16, 4.
+    under way has an optimum, and what follows reads a share for each split.
     """
     number = KINDS[jnp.dtype(dtype).name].outputs
     stored, steps = outputs // number, pl.cdiv(inputs, _UNITS * UNIT)
-    copied = alone and stored % _WIDEST == 0
+    copied = stored % _WIDEST == 0
     tiles = lambda words: matrices * pl.cdiv(stored, 8 * words)  # noqa: E731
     # Words that pay where so many programs of a step are left; copies make do with fewer programs.
     most, few = (2, 1000) if number == 8 else (4, 1000 if copied else 1500)
     fits = [words for words in (4, 2, 1) if 4 // number <= words <= most and stored % words == 0]
     words = next((words for words in fits if tiles(words) * steps >= few), fits[-1])
-    small = number > 2 and 4 * matrices * inputs * stored <= SMALL
-    programs = PROGRAMS if not copied else FEWER if small else AHEAD
+    programs = AHEAD if copied else PROGRAMS
+    if copied and rows == 1 and number > 2 and 4 * matrices * inputs * stored <= SMALL:
+        programs = FEWER
+    elif copied and 1 < rows <= 12 and number == 8:
+        programs = SHARED
     each = next((n for n in range(1, steps) if tiles(words) * pl.cdiv(steps, n) <= programs), steps)
     return Blocks(words, pl.cdiv(steps, each), copied)
 
@@ -130,12 +134,12 @@ def row_matmul(
         raise ValueError("shares are of the product alone: leave out the activation and the norm's squares")
     if shared > ROWS or (ids is None and turns > 1):
         raise ValueError(f"the GPU kernel takes up to {ROWS} rows without ids, each once, not {x.shape} {turns} times")
-    chosen = chosen or blocks(count // shared * parts, inputs, outputs, kind, alone=shared == 1)
+    chosen = chosen or blocks(count // shared * parts, inputs, outputs, kind, rows=shared)
     words = _as_words(values, KINDS[kind].outputs)
     if words.shape[2] % max(chosen.words, 4 // KINDS[kind].outputs):
         raise ValueError(f"{words.shape[2]} words of {kind} are no multiple of those of {chosen}")
-    if chosen.copied and (shared > 1 or words.shape[2] % (8 * chosen.words)):
-        raise ValueError(f"programs of {chosen} copy for one row, and not {words.shape[2]} words of {kind}")
+    if chosen.copied and words.shape[2] % (8 * chosen.words):
+        raise ValueError(f"{words.shape[2]} words of {kind} do not fill the programs of {chosen}, which copy them")
     if scales is not None and scales.dtype == jnp.float8_e8m0fnu:
         scales = _as_words(scales, 4)
     operands = ids, _as_words(x, 2), words, scales
@@ -241,10 +245,12 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
         return [[jnp.where(group_of(step, c) < groups, y, 0) for y in each] for each in found]
 
     def scales_of(step, c):
-        """[width][number] for each lane."""
+        """[width][number] for each lane, as they are stored."""
         at, less = jnp.minimum(group_of(step, c), groups - 1), 4 if powers else 1
-        found = _side_by_side(scales_ref, (matrix, at), first * number // less, width * number // less)
-        return [_power(y, n) for y in found for n in range(4)] if powers else [y.astype(jnp.float32) for y in found]
+        return _side_by_side(scales_ref, (matrix, at), first * number // less, width * number // less)
+
+    def numbers_of(scales):
+        return [_power(y, n) for y in scales for n in range(4)] if powers else [y.astype(jnp.float32) for y in scales]
 
     ring = None
     if base_ref is not None:
@@ -277,7 +283,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
         return [[scaled(pair, up, interpret) for pair in each] for each, up in zip(xs, ups, strict=True)]
 
     def step(i, carry):
-        sums, words, xs = carry
+        sums, words, xs, scales = carry
         i = start + i
         new = sums if group is None else [zeros] * fours
         if single:
@@ -285,7 +291,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
             scales = scales_of(i, t) if group is not None else []
 
         def unit(c, carry):
-            sums, new, words, xs = carry
+            sums, new, words, xs, scales = carry
             if ring:
                 token, before = words
                 token = ring.wait(token, [*chain(*before)])
@@ -294,51 +300,67 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
                 next_words = token, words
             else:
                 next_words = weights(*later(i, c + 1))
+            of_group, next_scales = scales, scales
             if single:
-                of_unit, of_group, next_xs = pairs, scales, xs
+                of_unit, next_xs = pairs, xs
             else:
                 of_unit, next_xs = prepared(xs), inputs_of(*later(i, c + 1))
-                of_group = scales_of(i, c) if group is not None else []
+                next_scales = scales_of(*later(i, c + 1)) if group is not None else []
             # Which bytes of a pair of inputs the right operand has in a lane: of an active one its column's half.
             places = [jnp.where((g & 1) > 0, high, low) for low, high in ((0x4410, 0x1044), (0x4432, 0x3244))]
             places = [jnp.where((g >> 1) == c, place, 0x4444) for place in places] if single else places
             right = [[bytes_of(pair, place, interpret) for pair in each for place in places] for each in of_unit]
             new = [_products(kind, words, b, tiles, interpret) for b, tiles in zip(right, new, strict=True)]
             if group is not None and not single:
+                of_group = numbers_of(of_group)
                 sums = [_add_scaled(spec, a, b, of_group, powers) for a, b in zip(sums, new, strict=True)]
                 new = [zeros] * fours
-            return sums, new, next_words, next_xs
+            return sums, new, next_words, next_xs, next_scales
 
-        carry = sums, new, words, xs
+        carry = sums, new, words, xs, scales
         if interpret or not single or ring:  # rolled up: smaller code; single rows that load were slower so
             carry = lax.fori_loop(0, _UNITS, unit, carry)
         else:
             for c in range(_UNITS):
                 carry = unit(c, carry)
-        sums, new, words, xs = carry
+        sums, new, words, xs, scales = carry
         if group is None:
             sums = new
         elif single:
-            sums = [_add_scaled(spec, sums[0], new[0], scales, powers)]
-        return sums, words, xs
+            sums = [_add_scaled(spec, sums[0], new[0], numbers_of(scales), powers)]
+        return sums, words, xs, [] if single else scales
 
-    sums, *_ = lax.fori_loop(0, count, step, ([zeros] * fours, first_words, first_inputs))
-    first = number * first
+    first_scales = [] if single or group is None else scales_of(start, 0)
+    sums, *_ = lax.fori_loop(0, count, step, ([zeros] * fours, first_words, first_inputs, first_scales))
+    first, outputs = number * first, width * number
     # Of a single row a lane stores each fourth output of its words.
-    places = [first + (n + t if single else n) for n in range(0, chosen.words * number, 4 if single else 1)]
+    if of_columns and single:
+        scales = [plgpu.load(scales_ref.at[matrix, first + n + t]) for n in range(0, outputs, 4)]
+    elif of_columns:
+        scales = _side_by_side(scales_ref, (matrix,), first, outputs)
     for four, down in enumerate(downs):
         found = _in_order(spec, sums[four])
         if single:
-            found = [_over_t(jnp.sum, y) for y in found]
+            found = [_over(jnp.sum, y, 4) for y in found]
             quads = [found[n : n + 4] for n in range(0, len(found), 4)]
             found = [jnp.where(t < 2, jnp.where(t < 1, a, b), jnp.where(t < 3, c, d)) for a, b, c, d in quads]
         found = found if plain else [y * (down * spec.factor) for y in found]
         if of_columns:
-            scales = [plgpu.load(scales_ref.at[matrix, at]).astype(jnp.float32) for at in places]
-            found = [y * scale for y, scale in zip(found, scales, strict=True)]
-        row = m if single else 4 * four + t
-        for at, y in zip(places, found, strict=True):
-            plgpu.store(out_ref.at[row, part, at], y, mask=None if single else row < rows)
+            found = [y * scale.astype(jnp.float32) for y, scale in zip(found, scales, strict=True)]
+        if single:
+            for n, y in enumerate(found):
+                plgpu.store(out_ref.at[m, part, first + 4 * n + t], y)
+            continue
+        row = jnp.broadcast_to((4 * four + t)[:, None], (LANES, 4))
+        for n in range(0, outputs, 4):
+            at = first[:, None] + (n + jnp.arange(4))[None]
+            plgpu.store(out_ref.at[row, part, at], _quads(*found[n : n + 4]), mask=row < rows)
+
+
+def _quads(a, b, c, d):
+    """[..., 4] of four [...]."""
+    pair = lambda x, y: jnp.concatenate([x[..., None], y[..., None]], axis=-1)  # noqa: E731
+    return pair(pair(a, c), pair(b, d)).reshape(*a.shape, 4)
 
 
 def _side_by_side(ref, at: tuple, base, count: int) -> list:
@@ -355,7 +377,7 @@ def _side_by_side(ref, at: tuple, base, count: int) -> list:
 
 def _largest(x_ref, row, at, count: int, single: bool):
     """Of the `count` words of a row from `at` on, or of those and others, the largest number's bits, for each lane."""
-    lanes, each = (LANES, 8) if single else (4, 32)
+    lanes, each = (LANES, 8) if single else (8, 16)
     lane = jnp.arange(at.size) & (lanes - 1)
     each = min(each, 1 << (pl.cdiv(count, lanes) - 1).bit_length())
 
@@ -366,13 +388,13 @@ def _largest(x_ref, row, at, count: int, single: bool):
         return largest
 
     largest = lax.fori_loop(0, pl.cdiv(count, lanes * each), larger, jnp.zeros(at.shape, jnp.int32))
-    return jnp.broadcast_to(jnp.max(largest), at.shape) if single else _over_t(jnp.max, largest)
+    return _over(jnp.max, largest, lanes)
 
 
-def _over_t(reduce, y):
-    """Of the lanes of each g one number, for all of them."""
-    by_g = y.reshape(-1, 4)
-    return jnp.broadcast_to(reduce(by_g, axis=1, keepdims=True), by_g.shape).reshape(y.shape)
+def _over(reduce, y, lanes: int):
+    """Of so many neighbours one number, for all of them."""
+    groups = y.reshape(-1, lanes)
+    return jnp.broadcast_to(reduce(groups, axis=1, keepdims=True), groups.shape).reshape(y.shape)
 
 
 def _factors(largest, single: bool) -> tuple:

@@ -74,8 +74,11 @@ def test_copies_that_run_ahead(scheme, chosen, inputs):
     got = jax.jit(run)(x, *spoiled, ids)
     expected = np.einsum("mi,mio->mo", np.asarray(x, np.float64), exact[ids])
     check(got[np.array([0, 1, 3]), 0], expected[[0, 1, 3]])
-    alone = jax.jit(run)(x[:1], values[2:], None if scales is None else scales[2:])
-    check(alone[:, 0], np.asarray(x[:1], np.float64) @ exact[2])
+    for rows in (1, 3, 8, 16):  # that share the weights
+        x = jnp.asarray(rng.normal(size=(rows, inputs)) * 10.0 ** np.linspace(-10, 10, rows)[:, None], jnp.bfloat16)
+        got = jax.jit(run)(x, values[2:], None if scales is None else scales[2:])[:, 0]
+        for each, row in zip(got, np.asarray(x, np.float64), strict=True):
+            check(each, row @ exact[2])
 
 
 @pytest.mark.skipif(on_cpu, reason="copies that run ahead have no meaning but on a GPU")
@@ -160,7 +163,9 @@ def test_blocks_change_nothing(scheme, chosen):
     check(got[0], np.asarray(x, np.float64) @ exact[0])
 
 
-@pytest.mark.parametrize(("scheme", "rows"), [(None, 4), ("int8", 8), ("fp8_block", 3), ("mxfp4", 2), ("mxfp4", 7)])
+@pytest.mark.parametrize(
+    ("scheme", "rows"), [(None, 4), ("int8", 8), ("fp8_block", 3), ("mxfp4", 2), ("mxfp4", 7), ("mxfp4", 14)]
+)
 def test_several_rows_share_the_weights(scheme, rows):
     """Each as exact as alone, whatever the size of the others."""
     values, scales, exact = draw(scheme, (2, 256 + 128, 72))
@@ -214,12 +219,12 @@ def test_instructions_are_those_that_are_emulated(kind):
     ("scheme", "rows", "kernel"),
     [
         ("mxfp4", 1, "row_matmul"),
-        ("mxfp4", 8, "row_matmul"),
-        ("mxfp4", 9, "grouped_matmul"),
+        ("mxfp4", 16, "row_matmul"),
+        ("mxfp4", 17, "grouped_matmul"),
         ("mxfp4", 128, "grouped_matmul"),
         ("mxfp4", 129, None),
-        ("int8", 2, "row_matmul"),
-        ("int8", 3, None),
+        ("int8", 4, "row_matmul"),
+        ("int8", 5, None),
     ],
 )
 def test_products_of_few_rows_take_a_kernel_on_gpus(scheme, rows, kernel):
@@ -316,15 +321,15 @@ def test_what_it_cannot_run_is_refused_with_the_reason(monkeypatch):
     with pytest.raises(ValueError, match="does not run products of float32"):
         row_matmul(jnp.ones((1, 64)), jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32)), jnp.zeros(1, jnp.int32))
 
-    with pytest.raises(ValueError, match="up to 8 rows without ids"):
-        row_matmul(jnp.ones((9, 64), jnp.bfloat16), jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32)))
+    with pytest.raises(ValueError, match="up to 16 rows without ids"):
+        row_matmul(jnp.ones((17, 64), jnp.bfloat16), jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32)))
     args = jnp.ones((1, 64), jnp.bfloat16), jnp.ones((1, 64, 36), jnp.int8), jnp.ones((1, 36))
     with pytest.raises(ValueError, match="9 words of int8 are no multiple"):
         row_matmul(*args, chosen=Blocks(words=2), interpret=True)
     with pytest.raises(ValueError, match="1, 2 or 4 words"):
         Blocks(words=3)
     args = jnp.ones((1, 64), jnp.bfloat16), jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32))
-    with pytest.raises(ValueError, match="copy for one row, and not 8 words of int8"):
+    with pytest.raises(ValueError, match="8 words of int8 do not fill the programs of"):
         row_matmul(*args, chosen=Blocks(words=2, copied=True), interpret=True)
     with pytest.raises(ValueError, match="1, 2 or 4 words of a lane"):
         Ring(words=3)
@@ -334,11 +339,14 @@ def test_blocks_of_usual_shapes():
     """The experts of gpt-oss-20b that one token chooses, llama3-8b's matrices, and an odd number of words."""
     assert blocks(8, 2880, 2880, "float4_e2m1fn") == Blocks(words=2, splits=12)
     assert blocks(1, 4096, 28672, "int8") == Blocks(words=4, splits=4, copied=True)
-    assert blocks(1, 4096, 28672, "int8", alone=False) == Blocks(words=4, splits=11)
+    assert blocks(1, 4096, 28672, "int8", rows=4) == Blocks(words=4, splits=4, copied=True)
     assert blocks(1, 4096, 28672, "float4_e2m1fn") == Blocks(words=2, splits=4, copied=True)
     assert blocks(1, 4096, 6144, "float4_e2m1fn") == Blocks(words=2, splits=11, copied=True)
     assert blocks(1, 4096, 4096, "float4_e2m1fn") == Blocks(words=2, splits=16, copied=True)
     assert blocks(1, 14336, 4096, "float4_e2m1fn") == Blocks(words=2, splits=28, copied=True)
     assert blocks(1, 4096, 128256, "float4_e2m1fn") == Blocks(words=2, copied=True)
-    assert blocks(1, 4096, 4096, "float4_e2m1fn", alone=False) == Blocks(words=2, splits=32)
+    assert blocks(1, 4096, 4096, "float4_e2m1fn", rows=12) == Blocks(words=2, splits=32, copied=True)
+    assert blocks(1, 14336, 4096, "float4_e2m1fn", rows=12) == Blocks(words=2, splits=38, copied=True)
+    assert blocks(1, 14336, 4096, "float4_e2m1fn", rows=13) == Blocks(words=2, splits=28, copied=True)
+    assert blocks(1, 4096, 4096, "bfloat16") == Blocks(words=4, splits=16, copied=True)
     assert blocks(1, 64, 24, "float4_e2m1fn") == Blocks(words=1, splits=1)

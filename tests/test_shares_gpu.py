@@ -64,7 +64,7 @@ def test_a_sum_gets_the_factor_of_the_norm_before_it(activated):
     np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 9])
+@pytest.mark.parametrize("rows", [1, 5, 17])
 @pytest.mark.parametrize("scheme", ["mxfp4", "int8"])
 @pytest.mark.parametrize("activation", [None, "silu", "gelu"])
 def test_products_of_a_norm_without_its_factor(scheme, rows, activation, monkeypatch):
@@ -112,7 +112,7 @@ def test_what_does_not_go_together_is_refused():
 def test_shares_of_a_product(scheme):
     x, w = draw((2, 2, 128), dtype=jnp.bfloat16), quantize(draw((2, 128, 64), seed=1), (0, 1), SCHEMES[scheme])
     assert gives_shares(w, 2, 2, jnp.bfloat16)
-    assert not gives_shares(w, 2, {"mxfp4": 9, "int8": 3}[scheme], jnp.bfloat16)
+    assert not gives_shares(w, 2, {"mxfp4": 17, "int8": 5}[scheme], jnp.bfloat16)
     assert not gives_shares(w, 2, 2, jnp.float32)
     got = jax.jit(lambda x, w: product_shares(x, w, contract=2))(x, w)
     exact = np.einsum("tij,ijo->to", np.float64(x), np.float64(w.dequantized((0, 1), jnp.float32)).reshape(2, 128, 64))

@@ -115,10 +115,10 @@ TILED_GROUP = 128  # a step's inputs, which have to fit the shared memory
 
 def rows_of_kernel(w: QuantizedTensor) -> int:
     """Up to how many rows a weight without zero points is best multiplied by the GPU kernel for few. The values of
-    channels XLA unpacks in the product's own kernel, well from three rows on."""
+    channels XLA unpacks in the product's own kernel, as well for eight rows."""
     from inferlib.pallas_kernels.row_matmul_gpu import ROWS
 
-    return ROWS if w.grouped else 2
+    return ROWS if w.grouped else 4
 
 
 def _form_on_gpu(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, activation) -> dict[str, Callable]:
@@ -169,7 +169,7 @@ def product_shares(x: jax.Array, w: QuantizedTensor, *, contract: int = 1) -> ja
 
     def default(x: jax.Array, w: QuantizedTensor) -> jax.Array:
         y = _dequantized(x, w, contract, jnp.float32).reshape(1, rows, outer)
-        return jnp.pad(y, [(0, blocks(1, inner, outer, values.dtype, alone=rows == 1).splits - 1), (0, 0), (0, 0)])
+        return jnp.pad(y, [(0, blocks(1, inner, outer, values.dtype, rows=rows).splits - 1), (0, 0), (0, 0)])
 
     return lax.platform_dependent(x, w, cuda=by_rows, default=default)
 
