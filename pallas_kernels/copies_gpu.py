@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from inferlib.pallas_kernels.mma_gpu import LANES, asm
 
-SLOTS = 4
+SLOTS = 4  # a power of two that divides a step's units, by whose number in the step slots are chosen
 
 
 @dataclass(frozen=True)

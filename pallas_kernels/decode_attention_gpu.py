@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 #   rows x positions                        us    GB/s   XLA us
 #   64 x 2048                            134.4    3995    154.4
 #   8 x 32768                            265.9    4039    311.1
-#   1 x 2048                               8.4     995      9.9
+#   1 x 2048, shares of 128 positions      8.4     995      9.9
 #   16 x 2048                             39.6    3387     44.2
 #   64 x 1024 live of 8192                69.6    3858    555.2
 #   64 x 1 to 2048, lengths at random     82.7    3312    150.4
@@ -33,7 +33,7 @@ WARPS, STAGES = 4, 2
 PROGRAMS = 4 * 132  # as many as stay resident at once with these tiles, on the 132 SMs of an H100 or H200
 FEW = 2 * 132  # of them, which are all at work at once: a row's shares may be half as long
 SHORT_SHARE, LONG_SHARE = 128, 2048
-MERGED, MERGE_WARPS = 1024, 4  # numbers that a program merges at once
+MERGED = 1024  # numbers that a program merges at once
 
 
 def decode_attention(
@@ -269,7 +269,7 @@ def merge(
             jax.ShapeDtypeStruct((count, size), dtype),
             jax.ShapeDtypeStruct((count,), jnp.float32),
         ],
-        compiler_params=plgpu.CompilerParams(num_warps=MERGE_WARPS),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS),
         interpret=interpret,
         name="merge_shares",
     )(parts.reshape(splits, count, size), lses.reshape(splits, count))

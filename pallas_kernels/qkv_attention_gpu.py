@@ -1,6 +1,6 @@
 """Decode attention on NVIDIA GPUs from the products of queries, keys and values on: the sum of their shares, bias,
-norms of heads, rotary embedding, the write of the new cell and attention in one kernel (Triton lowering), whose shares
-are then merged.
+norms of heads, rotary embedding, the write of the new cell and attention in one kernel (Triton lowering), whose
+programs' results are then merged.
 
 XLA takes five to ten kernels for what precedes attention, each longer by its launch than by its work on a few rows.
 """
@@ -56,11 +56,9 @@ def qkv_attention(
     inputs_eps: of the norm that was multiplied, whose factor is to come, see `shares_gpu`.
     """
     if qkv.ndim != (4 if dtype is None else 5):
-        raise ValueError(
-            f"a dtype is given with shares of products [P, B, K, G + 2, h], and only then, not {qkv.shape}"
-        )
-    if squares is not None and dtype is None:
-        raise ValueError("squares of a norm go with shares of its products")
+        raise ValueError(f"give a dtype with shares [P, B, K, G + 2, h], and none with their sum, not {qkv.shape}")
+    if squares is not None and (dtype is None or inputs is None):
+        raise ValueError("squares of a norm go with shares of its products: give a dtype and how many inputs a row has")
     rows, kv_heads, slots_made, size = qkv.shape[-4:]
     group = slots_made - 2
     options = over_cache.dealt(k, v, rows, kv_heads, size, window=window, ring=ring, limit=limit)
@@ -222,7 +220,8 @@ def _kernel(
         here, cell = (split == 0) & (length > 0), top
         top = jnp.where(here, jnp.maximum(cell, sinks), cell)
         weight = jnp.where(owner, jnp.exp(cell - top), 0.0)
-        total = weight + jnp.where(here, jnp.exp(sinks - top), 0.0)
+        # A share that is not the owner's begins with the sink alone, which may be -inf.
+        total = weight + jnp.where(here, jnp.where(owner, jnp.exp(sinks - top), 1.0), 0.0)
     acc = weight[:, None] * jnp.where(owner, value.astype(jnp.float32), 0.0)[None]
     cells = k_ref, v_ref, start, jnp.minimum(stop, length - 1)
     carry = acc, top, total

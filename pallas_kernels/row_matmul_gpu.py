@@ -31,9 +31,10 @@ ROWS = 16  # without ids, those that share one reading of the weights
 # Programs, of one warp each; of an H100 or H200, which has 132 SMs.
 PROGRAMS = 20 * 132  # that load their weights: as many as it holds at a time
 AHEAD = 8 * 132  # that have them copied three units ahead
-FEWER = 4 * 132  # the same, of small matrices, but of bfloat16
+FEWER = 4 * 132  # the same, of one row with matrices that are SMALL together and not bfloat16
 SMALL = 26 * 2**20  # bytes
-SHARED = 12 * 132  # the same, of 2 to 12 rows with weights of four bits, whose unpacking wants more warps
+SHARED = 12 * 132  # the same, of 2 to SHARED_ROWS rows with weights of four bits, whose unpacking wants more warps
+SHARED_ROWS = 12  # beyond, registers do not suffice for so many
 UNIT = 32  # inputs, of which a lane reads 8
 _UNITS = 4  # of a step
 _WIDEST = 8 * 4  # words of an input that a program reads at most
@@ -55,11 +56,11 @@ class Blocks:
 
 
 def blocks(matrices: int, inputs: int, outputs: int, dtype, *, rows: int = 1) -> Blocks:
-    """For so many matrices [I, O] of a dtype, each multiplied by a row of its own, or one by so many rows.
+    """For so many matrices [I, O] of a dtype, each multiplied by a row of its own, or all by the same rows.
 
     Programs of one warp, whose results are added by another kernel, were faster than those of several, that add on
     chip: by 1.2 to 1.7 times for llama3-8b's gate and up, whose larger programs do not fill the SMs evenly. What is
-    under way has an optimum, and what follows reads a share for each split.
+    under way has an optimum, and what follows reads a share for each split: so the numbers of programs above.
     """
     number = KINDS[jnp.dtype(dtype).name].outputs
     stored, steps = outputs // number, pl.cdiv(inputs, _UNITS * UNIT)
@@ -72,7 +73,7 @@ def blocks(matrices: int, inputs: int, outputs: int, dtype, *, rows: int = 1) ->
     programs = AHEAD if copied else PROGRAMS
     if copied and rows == 1 and number > 2 and 4 * matrices * inputs * stored <= SMALL:
         programs = FEWER
-    elif copied and 1 < rows <= 12 and number == 8:
+    elif copied and 1 < rows <= SHARED_ROWS and number == 8:
         programs = SHARED
     each = next((n for n in range(1, steps) if tiles(words) * pl.cdiv(steps, n) <= programs), steps)
     return Blocks(words, pl.cdiv(steps, each), copied)
@@ -245,11 +246,12 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
         return [[jnp.where(group_of(step, c) < groups, y, 0) for y in each] for each in found]
 
     def scales_of(step, c):
-        """[width][number] for each lane, as they are stored."""
+        """The words or numbers that each lane's scales are in."""
         at, less = jnp.minimum(group_of(step, c), groups - 1), 4 if powers else 1
         return _side_by_side(scales_ref, (matrix, at), first * number // less, width * number // less)
 
     def numbers_of(scales):
+        """[width * number] of what `scales_of` read."""
         return [_power(y, n) for y in scales for n in range(4)] if powers else [y.astype(jnp.float32) for y in scales]
 
     ring = None
@@ -300,7 +302,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
                 next_words = token, words
             else:
                 next_words = weights(*later(i, c + 1))
-            of_group, next_scales = scales, scales
+            next_scales = scales
             if single:
                 of_unit, next_xs = pairs, xs
             else:
@@ -312,8 +314,8 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
             right = [[bytes_of(pair, place, interpret) for pair in each for place in places] for each in of_unit]
             new = [_products(kind, words, b, tiles, interpret) for b, tiles in zip(right, new, strict=True)]
             if group is not None and not single:
-                of_group = numbers_of(of_group)
-                sums = [_add_scaled(spec, a, b, of_group, powers) for a, b in zip(sums, new, strict=True)]
+                numbers = numbers_of(scales)
+                sums = [_add_scaled(spec, a, b, numbers, powers) for a, b in zip(sums, new, strict=True)]
                 new = [zeros] * fours
             return sums, new, next_words, next_xs, next_scales
 

@@ -13,13 +13,16 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from inferlib.models.batch import Backend, StepBatch, StepContext
-from inferlib.models.config import AttentionSpec, OutputGate, QueryTemperature, RopeSpec
+from inferlib.models.config import AttentionSpec, NormSpec, OutputGate, QueryTemperature, RopeSpec
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import rms_norm
 from inferlib.models.layers.rope import apply_rope
+from inferlib.ops.add_norm import Unscaled
 from inferlib.ops.decode_attention import decode_attention
+from inferlib.ops.matmul import matmul
 from inferlib.ops.qkv_attention import qkv_attention
+from inferlib.ops.quantized import SCHEMES, quantize
 from inferlib.pallas_kernels import decode_attention_gpu, qkv_attention_gpu
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
@@ -138,7 +141,7 @@ def test_sums_are_rounded_as_products_are():
     case = SMALL((1, 31, 300), slots=300, dtype=jnp.bfloat16)
     (qkv, *cache), arrays = draw(case, rotary=32, **ALL)
     options = dict(eps=EPS, offset=0.0) | case.static()
-    shares = jnp.stack([qkv.astype(jnp.float32), jnp.full(qkv.shape, 2.0**-20), jnp.full(qkv.shape, -(2.0**-20))])
+    shares = jnp.stack([qkv.astype(jnp.float32) * size for size in (1.0, 2.0**-10)])
     found = jax.jit(partial(qkv_attention, **options, dtype=jnp.bfloat16))(shares, *cache, arrays)
     plain = jax.jit(partial(qkv_attention, **options))(qkv, *cache, arrays)
     for got, expected in zip(found, plain, strict=True):
@@ -152,14 +155,27 @@ def test_few_rows_get_shares_half_as_long():
         assert (dealt["block"], dealt["splits"]) == (64, splits)
 
 
+def test_a_sink_of_nothing():
+    """-inf, in a row of several shares."""
+    case = SMALL((300, 1), slots=300, sinks=True)
+    inputs, arrays = draw(case)
+    arrays["sinks"] = arrays["sinks"].at[0, 1].set(-jnp.inf)
+    options = dict(eps=EPS, offset=0.0) | case.static()
+    found, want = (jax.jit(partial(run, **options))(*inputs, arrays) for run in (qkv_attention, one_after_the_other))
+    np.testing.assert_allclose(found[0], want[0], rtol=2e-5, atol=2e-5)
+
+
 def test_bad_shapes_and_options_are_refused():
     (qkv, k, v, lengths), arrays = draw(SMALL((1, 2)))
-    with pytest.raises(ValueError, match="a dtype is given with shares"):
+    with pytest.raises(ValueError, match="give a dtype with shares"):
         qkv_attention(qkv[None], k, v, lengths, arrays, scale=1.0)
-    with pytest.raises(ValueError, match="a dtype is given with shares"):
+    with pytest.raises(ValueError, match="give a dtype with shares"):
         qkv_attention(qkv, k, v, lengths, arrays, scale=1.0, dtype=jnp.float32)
+    squares = {"squares": jnp.ones((2, 1))}
     with pytest.raises(ValueError, match="squares of a norm go with shares"):
-        qkv_attention(qkv, k, v, lengths, {"squares": jnp.ones((2, 1))}, scale=1.0)
+        qkv_attention(qkv, k, v, lengths, squares, scale=1.0)
+    with pytest.raises(ValueError, match="how many inputs a row has"):
+        qkv_attention(qkv[None], k, v, lengths, squares, scale=1.0, dtype=jnp.float32)
     with pytest.raises(ValueError, match="window"):
         qkv_attention(qkv, k, v, lengths, arrays, scale=1.0, ring=True)
     with pytest.raises(ValueError, match="must both be"):
@@ -198,6 +214,39 @@ def test_layers_that_it_takes():
         dict(cache_of=0),
     ):
         assert not taken(replace(SPEC, **changes)), changes
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("scheme", "rows", "kernels"), [(None, 2, 0), ("mxfp4", 1, 1), ("int8", 4, 1), ("int8", 5, 0)])
+def test_layers_leave_sums_to_it(scheme, rows, kernels, normed):
+    """Where their weight's products come in shares; else it gets the whole products, of the whole norm."""
+    draws = iter(jax.random.split(jax.random.key(0), 5))
+    x, weight, *cells = (
+        jax.random.normal(next(draws), shape) for shape in ((rows, 64), (64, 2, 4, 8), *[(5, 2, 16, 8)] * 2)
+    )
+    x, w = (
+        x.astype(jnp.bfloat16),
+        weight.astype(jnp.bfloat16) if scheme is None else quantize(weight, (0,), SCHEMES[scheme]),
+    )
+    if normed:
+        x = Unscaled(x, jax.random.uniform(next(draws), (rows, 3), minval=1.0, maxval=99.0), EPS)
+    cache = LayerCache(tuple(cell.astype(jnp.bfloat16) for cell in cells))
+    batch = StepBatch.of_rows(jnp.ones(rows, jnp.int32), jnp.arange(1, rows + 1))
+    ctx = StepContext(
+        batch, None, 16, backend=Backend(qkv_attention="pallas_gpu"), shards=planned_shards(Parallelism())
+    )
+    spec = replace(SPEC, rope=None)
+
+    def step(x, w):
+        layer = SimpleNamespace(spec=spec, qkv={...: w}, norm=NormSpec())
+        out, cells = Attention.step(layer, x, cache, ctx)
+        return out, *cells.arrays
+
+    whole = matmul(x.whole() if normed else x, w)
+    want = qkv_attention(whole, *cache.arrays, ctx.batch.decode_lengths, {}, scale=spec.scale, limit=16)
+    assert ({"row_matmul", "summed"} & kernels_in(step, x, w) == {"row_matmul"}) == bool(kernels)
+    for got, expected in zip(jax.jit(step)(x, w), want, strict=True):
+        np.testing.assert_allclose(np.float32(got), np.float32(expected), rtol=0.03, atol=0.03)
 
 
 def test_steps_and_caches_that_it_takes():

@@ -124,15 +124,17 @@ def test_shares_of_a_product(scheme):
     np.testing.assert_allclose(np.sum(np.float64(ours), axis=0), exact, rtol=0.01, atol=0.01 * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("scheme", "rows"), [("mxfp4", 1), ("mxfp4", 15), ("int8", 1), ("int8", 4), ("int4", 1), ("fp8_block", 5)]
+)
 @pytest.mark.parametrize(("inputs", "outputs"), [(256, 128), (128, 24)])
-def test_they_lower_for_gpus(scheme, inputs, outputs):
+def test_they_lower_for_gpus(scheme, inputs, outputs, rows):
     """Weights that are copied ahead, and such as are loaded."""
-    y = Unscaled(jnp.ones((1, inputs), jnp.bfloat16), jnp.ones((1, 2)), 1e-5)
+    y = Unscaled(jnp.ones((rows, inputs), jnp.bfloat16), jnp.ones((rows, 2)), 1e-5)
     w = quantize(draw((inputs, 2, outputs)), (0,), SCHEMES[scheme])
     for run in (matmul, lambda y, w: matmul(y, w, activation=jnp.multiply), lambda y, w: product_shares(y.y, w)):
         text = lowered_for_cuda(run, y, w)
         assert "triton" in text
         assert ("cp.async" in text) == (outputs == 128)
-    shares, residual = jnp.ones((3, 1, inputs)), jnp.ones((1, inputs), jnp.bfloat16)
+    shares, residual = jnp.ones((3, rows, inputs)), jnp.ones((rows, inputs), jnp.bfloat16)
     assert "triton" in lowered_for_cuda(lambda *a: add_shares(*a, 1e-5), shares, residual, residual[0])

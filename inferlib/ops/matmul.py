@@ -115,7 +115,7 @@ TILED_GROUP = 128  # a step's inputs, which have to fit the shared memory
 
 def rows_of_kernel(w: QuantizedTensor) -> int:
     """Up to how many rows a weight without zero points is best multiplied by the GPU kernel for few. The values of
-    channels XLA unpacks in the product's own kernel, as well for eight rows."""
+    channels XLA unpacks in the product's own kernel, which is as fast from eight rows on."""
     from inferlib.pallas_kernels.row_matmul_gpu import ROWS
 
     return ROWS if w.grouped else 4
@@ -158,18 +158,19 @@ def gives_shares(w: jax.Array | QuantizedTensor | PackedTensor | RingWeight, con
 
 
 def product_shares(x: jax.Array, w: QuantizedTensor, *, contract: int = 1) -> jax.Array:
-    """x [T, *I] times w [*I, *O] -> [S, T, O] float32, whose sum over S is the product."""
+    """x [T, *I] times w [*I, *O] -> [S, T, *O] float32, whose sum over S is the product."""
     from inferlib.pallas_kernels.row_matmul_gpu import blocks, row_matmul
 
-    rows, (values, _) = x.shape[0], _matrix(w, contract)
-    _, inner, outer = values.shape
+    rows, (values, _), outer = x.shape[0], _matrix(w, contract), w.shape[contract + w.grouped :]
+    splits = blocks(*values.shape, values.dtype, rows=rows).splits
 
     def by_rows(x: jax.Array, w: QuantizedTensor) -> jax.Array:
-        return row_matmul(x.reshape(rows, inner), *_arrays(w, contract), shares=True)
+        y = row_matmul(x.reshape(rows, -1), *_arrays(w, contract), shares=True)
+        return y.reshape(splits, rows, *outer)
 
     def default(x: jax.Array, w: QuantizedTensor) -> jax.Array:
-        y = _dequantized(x, w, contract, jnp.float32).reshape(1, rows, outer)
-        return jnp.pad(y, [(0, blocks(1, inner, outer, values.dtype, rows=rows).splits - 1), (0, 0), (0, 0)])
+        y = _dequantized(x, w, contract, jnp.float32).reshape(1, rows, *outer)
+        return jnp.pad(y, [(0, splits - 1), *[(0, 0)] * (y.ndim - 1)])
 
     return lax.platform_dependent(x, w, cuda=by_rows, default=default)
 

@@ -11,8 +11,8 @@ from jax import lax
 def qkv_attention(
     qkv: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, arrays: dict[str, jax.Array | tuple], **options
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """qkv [B, K, G + 2, h], or shares of it, and the cache -> attention's output [B, K, G, h] and the cache with what
-    is new.
+    """qkv [B, K, G + 2, h], or with a dtype its shares [P, B, K, G + 2, h], and the cache -> attention's output
+    [B, K, G, h] and the cache with what is new.
 
     What bias, norms of heads, rotary embedding (`Attention.project`) and `decode_attention` with `new` do one after the
     other, by the GPU kernel, which is interpreted on CPU.

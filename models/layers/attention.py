@@ -85,7 +85,7 @@ class Attention(nnx.Module):
         """shares: the last product's, [S, T, D]."""
         spec = self.spec
         if self.in_one(ctx, cache):
-            out, cache = self.step(x, cache, ctx, shares=shares)
+            out, cache = self.step(x, cache, ctx)
         else:
             q, new = self.project(x, ctx)
             out, cache = self.attend(q, new, cache, ctx)
@@ -104,10 +104,9 @@ class Attention(nnx.Module):
         return plain and normed and apart and spec.fused_heads == 2
 
     def step(
-        self, x: jax.Array | Normed | Unscaled, cache: LayerCache, ctx: StepContext, *, shares: bool
+        self, x: jax.Array | Normed | Unscaled, cache: LayerCache, ctx: StepContext
     ) -> tuple[jax.Array, LayerCache]:
-        """Decode rows' [B, K, G, h], and the cache with what is new. shares: rows are so few that attention may sum the
-        products, and apply the factor of their norm."""
+        """Decode rows' [B, K, G, h], and the cache with what is new."""
         spec = self.spec
         arrays = {"bias": self.qkv_bias[...]} if spec.qkv_bias else {}
         if spec.qk_norm:
@@ -118,15 +117,12 @@ class Attention(nnx.Module):
             arrays["sinks"] = self.sinks[...]
         options = dict(scale=spec.scale, window=spec.window, softcap=spec.softcap, ring=cache.ring, limit=ctx.limit)
         options |= dict(eps=self.norm.eps, offset=float(self.norm.unit_offset))
-        w = self.qkv[...]
-        if shares and ctx.shards.size(axes.EMBED) == 1 and gives_shares(w, 1, x.shape[0], x.dtype):
-            options |= dict(dtype=x.dtype)
+        w, y = self.qkv[...], x.y if isinstance(x, Normed | Unscaled) else x
+        if ctx.shards.size(axes.EMBED) == 1 and gives_shares(w, 1, y.shape[0], y.dtype):
             if isinstance(x, Unscaled):
                 arrays["squares"] = x.squares
-                options |= dict(inputs=x.shape[1], inputs_eps=x.eps)
-                x = x.y
-            qkv = product_shares(x, w)
-            qkv = qkv.reshape(*qkv.shape[:2], *w.shape[1 + w.grouped :])
+                options |= dict(inputs=y.shape[1], inputs_eps=x.eps)
+            qkv, options["dtype"] = product_shares(y, w), y.dtype
         else:
             qkv = ctx.shards.sum(matmul(x, w), axes.EMBED)
         out, k, v = qkv_attention(qkv, *cache.arrays, ctx.batch.decode_lengths, arrays, **options)
