@@ -220,21 +220,14 @@ def test_layers_that_it_takes():
 @pytest.mark.parametrize(("scheme", "rows", "kernels"), [(None, 2, 0), ("mxfp4", 1, 1), ("int8", 4, 1), ("int8", 5, 0)])
 def test_layers_leave_sums_to_it(scheme, rows, kernels, normed):
     """Where their weight's products come in shares; else it gets the whole products, of the whole norm."""
-    draws = iter(jax.random.split(jax.random.key(0), 5))
-    x, weight, *cells = (
-        jax.random.normal(next(draws), shape) for shape in ((rows, 64), (64, 2, 4, 8), *[(5, 2, 16, 8)] * 2)
-    )
-    x, w = (
-        x.astype(jnp.bfloat16),
-        weight.astype(jnp.bfloat16) if scheme is None else quantize(weight, (0,), SCHEMES[scheme]),
-    )
+    rng, shapes = np.random.default_rng(0), ((rows, 64), (64, 2, 4, 8), (5, 2, 16, 8), (5, 2, 16, 8))
+    x, w, *cells = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    w = w if scheme is None else quantize(w.astype(jnp.float32), (0,), SCHEMES[scheme])
     if normed:
-        x = Unscaled(x, jax.random.uniform(next(draws), (rows, 3), minval=1.0, maxval=99.0), EPS)
-    cache = LayerCache(tuple(cell.astype(jnp.bfloat16) for cell in cells))
+        x = Unscaled(x, jnp.asarray(rng.uniform(1, 99, size=(rows, 3)), jnp.float32), EPS)
+    cache, shards = LayerCache(tuple(cells)), planned_shards(Parallelism())
     batch = StepBatch.of_rows(jnp.ones(rows, jnp.int32), jnp.arange(1, rows + 1))
-    ctx = StepContext(
-        batch, None, 16, backend=Backend(qkv_attention="pallas_gpu"), shards=planned_shards(Parallelism())
-    )
+    ctx = StepContext(batch, None, 16, backend=Backend(qkv_attention="pallas_gpu"), shards=shards)
     spec = replace(SPEC, rope=None)
 
     def step(x, w):
