@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.table import Table
 
 from inferlib import Buckets, configs
-from inferlib.compile.aot import compile_programs
-from inferlib.compile.deployment import Deployment
-from inferlib.compile.programs import ProgramKey
-from inferlib.compile.report import Report
+from inferlib.aot.compile import compile_programs
+from inferlib.inspection.report import Report
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.programs.deployment import Deployment
+from inferlib.programs.program import ProgramKey
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 

@@ -19,12 +19,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from inferlib.compile.programs import ProgramKey, StepOutput
 from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from inferlib.programs.program import ProgramKey, StepOutput
 from inferlib.sampling.params import SamplingParams
 
 

@@ -4,7 +4,7 @@ python benchmarks/kernels.py [--kernels decode_attention] [--targets "v5e-1;v6e-
 
 The floor is what a kernel must read and write, at the published bandwidth of a device, or where it is longer what it
 must compute, or send to its neighbours in a ring, at the published rates. R is the larger of its cycles (bundles
-executed, see `inferlib/compile/bundles.py`) and its bytes, as a multiple of the floor; r adds the waits for copies that
+executed, see `inferlib.inspection.bundles`) and its bytes, as a multiple of the floor; r adds the waits for copies that
 arrive half a microsecond (from a neighbour a hop's latency) after their bytes could have. Estimates, never
 measurements, but for what it takes to compile a kernel: seconds of this machine's CPU, without what listings take.
 """
@@ -19,9 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from inferlib.compile.kernel_cases import CASES, FIXED, RINGS, check_devices, chosen_cases
-from inferlib.compile.kernels import KernelCompiler
-from inferlib.compile.targets import Target, parse_target
+from inferlib.targets import Target, parse_target
+from inferlib.tuning.kernel_cases import CASES, FIXED, RINGS, check_devices, chosen_cases
+from inferlib.tuning.kernels import KernelCompiler
 
 TARGETS = ("v5e-1", "v6e-1", "v5p:1x1x1", "v7x:1x1x1")
 SLICES = ("v5e:2x4", "v6e:2x4", "v5p:2x2x2", "v7x:2x2x1")  # of kernels on eight devices

@@ -23,15 +23,15 @@ from rich.console import Console
 from rich.table import Table
 
 from inferlib import configs
-from inferlib.compile.hlo import Instruction, Module
-from inferlib.compile.program_set import ProgramSet
-from inferlib.compile.programs import ProgramKey, build
 from inferlib.config import EngineConfig
+from inferlib.inspection.hlo import Instruction, Module
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import SCHEMES
+from inferlib.programs.program import ProgramKey, build
+from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import alone
 
 # An H100 SXM, as XLA describes it (xla/stream_executor/device_description.proto).

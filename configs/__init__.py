@@ -29,5 +29,5 @@ def plan_names() -> tuple[str, ...]:
 
 
 def plan_text(name: str) -> str:
-    """The YAML text of a deployment plan (see `inferlib.compile.plans`)."""
+    """The YAML text of a deployment plan (see `inferlib.planning.plans`)."""
     return (_FOLDER / "plans" / f"{name}.yaml").read_text(encoding="utf-8")

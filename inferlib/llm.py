@@ -15,10 +15,7 @@ import jax
 import numpy as np
 
 from inferlib import distributed
-from inferlib.compile.artifacts import Artifacts
-from inferlib.compile.counter import compilations
-from inferlib.compile.functions import adopted
-from inferlib.compile.program_set import ProgramSet, planned_keys
+from inferlib.aot.artifacts import Artifacts
 from inferlib.config import Buckets, ConfigurationError, EngineConfig, backend_option, check_dtype, chip_of
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
 from inferlib.engine.sequence import Sequence as EngineSequence
@@ -31,6 +28,9 @@ from inferlib.models.quantization import Quantization
 from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from inferlib.placement import ExpertPlacement
 from inferlib.platforms import leave_out_absent_tpu
+from inferlib.programs.counter import compilations
+from inferlib.programs.program_set import ProgramSet, planned_keys
+from inferlib.programs.start_functions import adopted
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism, ShardingError

@@ -7,10 +7,10 @@ times head size.
 
 from __future__ import annotations
 
-from inferlib.compile.costs import Work
-from inferlib.compile.network import Network
-from inferlib.explain import Collective
 from inferlib.models.config import LayerSpec, ModelConfig
+from inferlib.planning.costs import Work
+from inferlib.planning.explain import Collective
+from inferlib.planning.network import Network
 
 _BYTES = 2  # of an activation
 

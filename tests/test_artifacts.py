@@ -16,19 +16,21 @@ import pytest
 from typer.testing import CliRunner
 
 from inferlib import LLM, Buckets, SamplingParams
+from inferlib.aot import child
+from inferlib.aot import compile as aot
+from inferlib.aot.artifacts import ArtifactError, Artifacts, ArtifactWriter
+from inferlib.aot.compile import CompileError, check_compiler, compile_programs
 from inferlib.cli import app
-from inferlib.compile import aot, child
-from inferlib.compile.aot import CompileError, Outcome, check_compiler, compile_programs
-from inferlib.compile.artifacts import ArtifactError, Artifacts, ArtifactWriter
-from inferlib.compile.deployment import Deployment
-from inferlib.compile.program_set import UnplannedProgramError
-from inferlib.compile.report import Report
-from inferlib.compile.report_html import page
-from inferlib.compile.report_text import render
-from inferlib.compile.targets import parse_target
 from inferlib.config import ConfigurationError
+from inferlib.inspection.outcome import Outcome
+from inferlib.inspection.report import Report
+from inferlib.inspection.report_html import page
+from inferlib.inspection.report_text import render
 from inferlib.llm import ModelFiles
+from inferlib.programs.deployment import Deployment
+from inferlib.programs.program_set import UnplannedProgramError
 from inferlib.sharding.mesh import Parallelism, ShardingError
+from inferlib.targets import parse_target
 from tests.cli_model import COMMAND, make_model
 from tests.oracle import make_checkpoint
 
@@ -74,7 +76,7 @@ def test_another_process_runs_what_was_compiled_and_compiles_nothing(model, fold
     script = """
 import sys
 from inferlib import LLM, SamplingParams
-from inferlib.compile.counter import compilations
+from inferlib.programs.counter import compilations
 
 llm = LLM(sys.argv[1], artifacts=sys.argv[2], progress=False)
 outputs = llm.generate(["to be", "or not to be, that"], SamplingParams(temperature=0.0, max_tokens=20))

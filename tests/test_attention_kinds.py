@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from inferlib import Buckets, SamplingParams, configs
-from inferlib.compile.program_set import ProgramSet
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
+from inferlib.programs.program_set import ProgramSet
 from tests.conftest import MAX_LEN, assert_greedy, build_llm, random_prompts, reference
 from tests.test_poison import before_each_dispatch, poison, tokens_of
 

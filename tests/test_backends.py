@@ -13,17 +13,17 @@ import pytest
 from benchmarks import compile as compile_benchmark
 from benchmarks import decode as decode_benchmark
 from inferlib import LLM, Buckets, SamplingParams
-from inferlib.compile.deployment import Deployment
-from inferlib.compile.program_set import ProgramSet
-from inferlib.compile.programs import ProgramKey, build
-from inferlib.compile.report import Report
-from inferlib.compile.report_html import page
-from inferlib.compile.report_text import render
 from inferlib.config import OPERATIONS, ConfigurationError, EngineConfig, backend_option
+from inferlib.inspection.report import Report
+from inferlib.inspection.report_html import page
+from inferlib.inspection.report_text import render
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import Backend, kernel_lacks
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.programs.deployment import Deployment
+from inferlib.programs.program import ProgramKey, build
+from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
 from tests.conftest import MAX_LEN, assert_decoded, assert_greedy, build_llm, kernels_in, random_prompts, reference

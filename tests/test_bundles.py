@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from benchmarks import kernels as benchmark
-from inferlib.compile.bundles import Listing
-from inferlib.compile.kernels import KernelCompiler
-from inferlib.compile.targets import parse_target
+from inferlib.inspection.bundles import Listing
+from inferlib.targets import parse_target
+from inferlib.tuning.kernels import KernelCompiler
 
 # There is no TPU compiler but on Linux for x86-64.
 HAS_COMPILER = importlib.util.find_spec("libtpu") is not None

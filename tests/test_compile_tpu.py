@@ -18,14 +18,14 @@ import pytest
 from typer.testing import CliRunner
 
 from inferlib import Buckets, configs
+from inferlib.aot.compile import compile_programs, too_large
 from inferlib.cli import app
-from inferlib.compile.aot import compile_programs, too_large
-from inferlib.compile.deployment import Deployment
-from inferlib.compile.plans import load_plan
-from inferlib.compile.report import ProgramReport, Report
-from inferlib.explain import explain
+from inferlib.inspection.report import ProgramReport, Report
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import Scheme
+from inferlib.planning.explain import explain
+from inferlib.planning.plans import load_plan
+from inferlib.programs.deployment import Deployment
 from inferlib.sharding.mesh import Parallelism
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')

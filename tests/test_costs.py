@@ -7,19 +7,19 @@ import itertools
 import pytest
 
 from inferlib.cache.plan import plan_cache
-from inferlib.compile.costs import Deployed, step_time
-from inferlib.compile.network import ATTAINED, IDEAL, Span, place
-from inferlib.compile.programs import ProgramKey
-from inferlib.compile.targets import TargetError, parse_target
 from inferlib.config import EngineConfig
 from inferlib.configs import load
-from inferlib.explain import Collective, explain
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, RopeSpec
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.planning.costs import Deployed, step_time
+from inferlib.planning.explain import Collective, explain
+from inferlib.planning.network import ATTAINED, IDEAL, Span, place
+from inferlib.programs.program import ProgramKey
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
+from inferlib.targets import TargetError, parse_target
 from tests.pope_layouts import weight_gathered, weight_stationary_2d
 
 

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferlib import LLM
-from inferlib.compile.program_set import ProgramSet, UnplannedProgramError, planned_keys
-from inferlib.compile.programs import CHUNK_COLUMNS, Control, ProgramKey, StepOutput
 from inferlib.config import Buckets, EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.engine.scheduler import Scheduler
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from inferlib.programs.program import CHUNK_COLUMNS, Control, ProgramKey, StepOutput
+from inferlib.programs.program_set import ProgramSet, UnplannedProgramError, planned_keys
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.shards import Shards
 from tests.conftest import MAX_LEN, assert_greedy, new_engine, random_prompts

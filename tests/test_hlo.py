@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from inferlib.compile.hlo import CollectiveCall, Module, Shape, read_shapes
+from inferlib.inspection.hlo import CollectiveCall, Module, Shape, read_shapes
 from inferlib.ops.loops import expected_trips
 
 

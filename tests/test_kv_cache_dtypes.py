@@ -14,16 +14,16 @@ from typer.testing import CliRunner
 from inferlib import LLM, Buckets, SamplingParams, configs
 from inferlib.cache.plan import plan_cache
 from inferlib.cli import app
-from inferlib.compile.costs import Deployed
-from inferlib.compile.deployment import Deployment
-from inferlib.compile.program_set import ProgramSet
-from inferlib.compile.targets import parse_target
 from inferlib.config import ConfigurationError, EngineConfig
-from inferlib.explain import explain
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
+from inferlib.planning.costs import Deployed
+from inferlib.planning.explain import explain
+from inferlib.programs.deployment import Deployment
+from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
+from inferlib.targets import parse_target
 from tests.conftest import assert_decoded, assert_rounded, random_prompts, reference
 
 BUCKETS = Buckets((8, 16), (2,), (64,))

@@ -18,11 +18,11 @@ from inferlib import LLM
 from inferlib.checkpoint.load import load_weights
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.compile.counter import compilations
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.config import ConfigError
 from inferlib.models.families import config_from_hf, family_of
+from inferlib.programs.counter import compilations
 from tests.oracle import make_checkpoint
 
 FILE = "model.safetensors"

@@ -13,11 +13,11 @@ from jax.sharding import SingleDeviceSharding
 from inferlib.checkpoint.assemble import LoadItem
 from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.load import placement
-from inferlib.compile import functions
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, ClampedSwiglu, LayerSpec, ModelConfig, MoeSpec, RouterSpec
 from inferlib.models.families.common import FusedExperts
+from inferlib.programs import start_functions as functions
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import make_shards
 from tests.oracle import make_checkpoint

@@ -20,18 +20,18 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from typer.testing import CliRunner
 
 from inferlib import LLM, SamplingParams
+from inferlib.aot.artifacts import ArtifactError
+from inferlib.aot.neuron import command, small_ids
+from inferlib.aot.neuron_lint import lint
 from inferlib.cli import app
-from inferlib.compile.artifacts import ArtifactError
-from inferlib.compile.hlo import Module
-from inferlib.compile.neuron import command, small_ids
-from inferlib.compile.neuron_lint import lint
-from inferlib.compile.program_set import ProgramSet, planned_keys
-from inferlib.compile.programs import ProgramKey
-from inferlib.compile.targets import parse_target
 from inferlib.config import Buckets, EngineConfig
+from inferlib.inspection.hlo import Module
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
+from inferlib.programs.program import ProgramKey
+from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.sampling import sampler
+from inferlib.targets import parse_target
 from tests.cli_model import make_model
 from tests.oracle_cases import FAMILIES, SIZES
 

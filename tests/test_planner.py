@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from benchmarks.compile import CASES as DEPLOYMENTS
 from inferlib import configs
 from inferlib.cli import app
-from inferlib.compile.planner import PlanError, Slo, Workload, rank
-from inferlib.compile.plans import Plan, load_plan
-from inferlib.compile.targets import TargetError, parse_target
 from inferlib.config import ConfigurationError
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.planning.planner import PlanError, Slo, Workload, rank
+from inferlib.planning.plans import Plan, load_plan
+from inferlib.targets import TargetError, parse_target
 
 
 def ranking(name: str, target: str, workload=None, slo="", **options):

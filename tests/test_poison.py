@@ -15,8 +15,8 @@ import pytest
 
 from inferlib import LLM, SamplingParams
 from inferlib.cache.plan import BlockState
-from inferlib.compile.state import RowState
 from inferlib.engine.engine import Engine
+from inferlib.programs.row_state import RowState
 from inferlib.sharding import axes
 from tests.conftest import new_engine, random_prompts
 

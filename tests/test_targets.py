@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from inferlib.cli import app
-from inferlib.compile.network import place
-from inferlib.compile.targets import CHIPS, TargetError, parse_target, target_names
+from inferlib.planning.network import place
+from inferlib.targets import CHIPS, TargetError, parse_target, target_names
 
 
 @pytest.mark.parametrize(

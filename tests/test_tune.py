@@ -15,23 +15,25 @@ import pytest
 from typer.testing import CliRunner
 
 from inferlib import Buckets
+from inferlib.aot import child
+from inferlib.aot.artifacts import device_facts
+from inferlib.aot.child import Child
+from inferlib.aot.compile import CompileError
 from inferlib.cli import app
-from inferlib.compile import child, program_set, tune
-from inferlib.compile.aot import CompileError
-from inferlib.compile.artifacts import device_facts
-from inferlib.compile.child import Child
-from inferlib.compile.deployment import Deployment
-from inferlib.compile.kernel_cases import standing_for
-from inferlib.compile.kernel_cases.decode_attention import DecodeAttention
-from inferlib.compile.kernels import KernelCompiler
-from inferlib.compile.targets import parse_target
-from inferlib.compile.tune import Found, climb
 from inferlib.pallas_kernels import generations_tpu, tuned_tpu
 from inferlib.pallas_kernels.decode_attention_tpu import default_blocks
 from inferlib.pallas_kernels.prefill_attention_tpu import Blocks, blocks
 from inferlib.pallas_kernels.tuned_tpu import FOLDER, Entry, read, trying
+from inferlib.programs import program_set
+from inferlib.programs.deployment import Deployment
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards
+from inferlib.targets import parse_target
+from inferlib.tuning import tune
+from inferlib.tuning.kernel_cases import standing_for
+from inferlib.tuning.kernel_cases.decode_attention import DecodeAttention
+from inferlib.tuning.kernels import KernelCompiler
+from inferlib.tuning.tune import Found, climb
 from tests.cli_model import error_of
 from tests.test_compile_tpu import EXPERTS
 
@@ -248,7 +250,7 @@ def test_what_a_deployment_needs():
 def test_a_child_that_is_late_is_killed_and_the_next_job_gets_another(tmp_path):
     (tmp_path / "sleeper.py").write_text(
         "import time\n"
-        "from inferlib.compile.child import serve\n"
+        "from inferlib.aot.child import serve\n"
         "def answer(job):\n"
         "    time.sleep(job['seconds'])\n"
         "    return {'slept': job['seconds']}\n"

@@ -11,11 +11,11 @@ import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
+from inferlib.aot.verify import candidates
 from inferlib.cli import app
-from inferlib.compile.planner import Workload, rank
-from inferlib.compile.targets import parse_target
-from inferlib.compile.verify import candidates
 from inferlib.models.families import config_from_hf
+from inferlib.planning.planner import Workload, rank
+from inferlib.targets import parse_target
 
 libtpu = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(not libtpu, reason='needs pip install "jax[tpu]"')

@@ -9,12 +9,12 @@ from jax.experimental.layout import Layout
 
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.checkpoint.load import load_weights
-from inferlib.compile.program_set import ProgramSet
 from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.llm import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import family_of
+from inferlib.programs.program_set import ProgramSet
 from tests.cli_model import make_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)

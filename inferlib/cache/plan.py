@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inferlib.compile.functions import run
 from inferlib.config import KV_CACHE_DTYPES, ConfigurationError
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.quantized import nbytes
+from inferlib.programs.start_functions import run
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 

@@ -20,12 +20,12 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from inferlib.checkpoint.assemble import LoadItem, Piece, piece_bytes
 from inferlib.checkpoint.shipped import is_kept, kept
 from inferlib.checkpoint.source import TensorSource
-from inferlib.compile.functions import fetched, join, run
 from inferlib.models.abstract import ArraySpec
 from inferlib.models.config import MoeSpec
 from inferlib.models.families.common import FusedExperts
 from inferlib.ops.packed import Packing
 from inferlib.ops.quantized import Scheme, quantize
+from inferlib.programs.start_functions import fetched, join, run
 from inferlib.sharding import axes
 
 _PREFIX = "mlp.experts."

@@ -28,13 +28,13 @@ from inferlib.checkpoint.assemble import alike, expand
 from inferlib.checkpoint.load import into_stack
 from inferlib.checkpoint.load import placement as placement_of
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel, ArraySpec, WeightSpec, abstract_model
 from inferlib.models.config import LayerSpec, ModelConfig
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import nbytes
 from inferlib.placement import TABLES, ExpertPlacement
+from inferlib.programs.start_functions import run
 from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards

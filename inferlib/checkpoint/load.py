@@ -19,13 +19,13 @@ from inferlib.checkpoint.assemble import LoadItem, Piece, alike, assemble, layer
 from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.shipped import QuantizedSource, is_kept, kept
 from inferlib.checkpoint.source import CheckpointError, TensorSource
-from inferlib.compile.functions import run
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
 from inferlib.models.config import LayerSpec, ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.placement import TABLES, ExpertPlacement
+from inferlib.programs.start_functions import run
 from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards

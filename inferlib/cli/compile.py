@@ -17,8 +17,8 @@ from inferlib.cli.info import described, quantization_of
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
-    from inferlib.compile.deployment import Deployment
     from inferlib.models.quantization import Quantization
+    from inferlib.programs.deployment import Deployment
 
 _BUCKETS = {"prefill": "32,128,512", "batch": "1,8", "cache": "2048"}
 
@@ -90,12 +90,12 @@ def compile(
     buckets = dict(prefill=prefill_buckets, batch=batch_buckets, cache=cache_buckets)
     if plan and any((settings | buckets | {"placement": expert_placement}).values()):
         fail("--plan says target, split, dtypes, quantization, buckets and placement: give none of them beside it")
-    from inferlib.compile.aot import check_compiler, compile_programs, file_name
-    from inferlib.compile.artifacts import ArtifactWriter
-    from inferlib.compile.neuron import script
-    from inferlib.compile.report import Report
-    from inferlib.compile.report_html import page
-    from inferlib.compile.report_text import render
+    from inferlib.aot.artifacts import ArtifactWriter
+    from inferlib.aot.compile import check_compiler, compile_programs, file_name
+    from inferlib.aot.neuron import script
+    from inferlib.inspection.report import Report
+    from inferlib.inspection.report_html import page
+    from inferlib.inspection.report_text import render
 
     with user_errors():
         words = tuple(modes.split(","))
@@ -160,10 +160,10 @@ def deployment_of(
     backend: str = "auto",
 ) -> Deployment:
     """What a command's options say, with their defaults."""
-    from inferlib.compile.deployment import Deployment
-    from inferlib.compile.targets import parse_target
     from inferlib.config import Buckets
+    from inferlib.programs.deployment import Deployment
     from inferlib.sharding.mesh import Parallelism
+    from inferlib.targets import parse_target
 
     chosen = parse_target(target or "cpu")
     devices = chosen.devices if chosen.platform == "tpu" else 1
@@ -195,8 +195,8 @@ def _slots(hf: Mapping[str, Any], file: Path | None) -> int | None:
 
 def _planned(name: str, modes: tuple[str, ...], backend: str) -> Deployment:
     from inferlib import configs
-    from inferlib.compile.deployment import Deployment
-    from inferlib.compile.plans import load_plan
+    from inferlib.planning.plans import load_plan
+    from inferlib.programs.deployment import Deployment
     from inferlib.sharding.mesh import Parallelism
 
     plan = load_plan(name)

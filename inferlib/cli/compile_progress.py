@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from inferlib.compile.aot import Outcome
+    from inferlib.inspection.outcome import Outcome
 
 
 class CompileProgress:

@@ -169,8 +169,8 @@ def generate(
 
     @cache
     def load() -> LLM:
-        from inferlib.compile.persist import keep_compilations
         from inferlib.llm import LLM
+        from inferlib.programs.compilation_cache import keep_compilations
 
         with user_errors():
             keep_compilations()

@@ -19,13 +19,13 @@ from inferlib.cli.output import fail, json_line, user_errors, write
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inferlib.explain import Explanation
     from inferlib.model_files import ModelFiles
     from inferlib.models.abstract import AbstractModel
     from inferlib.models.config import LayerSpec, MlpSpec, ModelConfig, MoeSpec
     from inferlib.models.quantization import Quantization
     from inferlib.models.recurrent import Recurrent
     from inferlib.models.segments import Segment
+    from inferlib.planning.explain import Explanation
 
 
 def info(
@@ -168,10 +168,10 @@ def _explain(
     """In bfloat16, or as quantised: the arrays on each device, a greedy decode step of all rows, and the longest
     prefill chunk."""
     from inferlib.cache.plan import plan_cache
-    from inferlib.compile.programs import ProgramKey
     from inferlib.config import EngineConfig
-    from inferlib.explain import explain
     from inferlib.models.abstract import abstract_model
+    from inferlib.planning.explain import explain
+    from inferlib.programs.program import ProgramKey
     from inferlib.sharding.mesh import Parallelism
     from inferlib.sharding.shards import planned_shards
 

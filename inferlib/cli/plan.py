@@ -19,9 +19,9 @@ from inferlib.cli.output import fail, json_line, user_errors, write
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from inferlib.compile.planner import Option, Ranking
-    from inferlib.compile.programs import ProgramKey
-    from inferlib.compile.verify import Check
+    from inferlib.aot.verify import Check
+    from inferlib.planning.planner import Option, Ranking
+    from inferlib.programs.program import ProgramKey
 
 _BAR = 30  # characters of the longest
 
@@ -62,11 +62,11 @@ def plan(
     """
     if (model is None) == (config is None):
         fail("give either a model or the name of a shape with --config")
-    from inferlib.compile.planner import USUAL, Slo, Workload, rank
-    from inferlib.compile.targets import parse_target
-    from inferlib.compile.verify import candidates
+    from inferlib.aot.verify import candidates
     from inferlib.models.families import config_from_hf
     from inferlib.models.quantization import Quantization
+    from inferlib.planning.planner import USUAL, Slo, Workload, rank
+    from inferlib.targets import parse_target
 
     with user_errors():
         names = [None if name == "none" else name for name in (quantization or "").split(",")]
@@ -85,7 +85,7 @@ def plan(
 
 
 def _verified(hf: Mapping[str, Any], options: list[Option]) -> list[Check]:
-    from inferlib.compile.verify import deployment, programs, verify
+    from inferlib.aot.verify import deployment, programs, verify
 
     def name(option: Option, key: ProgramKey) -> str:
         return f"{option.deployed.parallel}, batch {option.batch}: {key}"
@@ -115,7 +115,7 @@ def _facts(ranking: Ranking, model: str, checks: list[Check]) -> dict[str, Any]:
 
 
 def _render(ranking: Ranking, model: str, top: int, checks: list[Check]) -> str:
-    from inferlib.compile.network import ATTAINED
+    from inferlib.planning.network import ATTAINED
 
     text, terminal = io.StringIO(), sys.stdout.isatty()
     console = Console(file=text, force_terminal=terminal, width=None if terminal else 140)

@@ -14,7 +14,7 @@ from rich.table import Table
 from inferlib.cli.output import json_line, user_errors, write
 
 if TYPE_CHECKING:
-    from inferlib.compile.targets import Chip
+    from inferlib.targets import Chip
 
 
 def targets(
@@ -26,7 +26,7 @@ def targets(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show the chips that can be planned and compiled for, their published figures and the sizes they come in."""
-    from inferlib.compile.targets import CHIPS, parse_target, target_names
+    from inferlib.targets import CHIPS, parse_target, target_names
 
     if name is not None:
         with user_errors():

@@ -22,9 +22,9 @@ from inferlib.cli.info import described, quantization_of
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
-    from inferlib.compile.kernel_cases import Case
-    from inferlib.compile.targets import Target
-    from inferlib.compile.tune import Failed, Found
+    from inferlib.targets import Target
+    from inferlib.tuning.kernel_cases import Case
+    from inferlib.tuning.tune import Failed, Found
 
 
 def tune(
@@ -65,10 +65,10 @@ def tune(
         fail("--parallel, --quantization and buckets say what a --config is deployed as: give that too")
     if config is not None and case:
         fail("give either cases by name, with --case, or a --config, whose programs say which")
-    from inferlib.compile.kernel_cases import check_devices
-    from inferlib.compile.targets import parse_target
-    from inferlib.compile.tune import compiler_of, needed, tune, update
     from inferlib.pallas_kernels.tuned_tpu import FOLDER
+    from inferlib.targets import parse_target
+    from inferlib.tuning.kernel_cases import check_devices
+    from inferlib.tuning.tune import compiler_of, needed, tune, update
 
     results, complete = [], True
     with user_errors():
@@ -107,7 +107,7 @@ def tune(
 
 
 def _named(kernels: list[str] | None, names: list[str] | None) -> dict[str, dict[str, Case]]:
-    from inferlib.compile.kernel_cases import CASES, RINGS, chosen_cases
+    from inferlib.tuning.kernel_cases import CASES, RINGS, chosen_cases
 
     known = {**CASES, **RINGS}
     chosen = chosen_cases(kernels or list(known if names else CASES), names or None, known)
@@ -141,7 +141,7 @@ def _facts(found: list[Found], failed: list[Failed]) -> dict[str, Any]:
 
 
 def _render(target: Target, found: list[Found], failed: list[Failed]) -> str:
-    from inferlib.compile.tune import sizes_text
+    from inferlib.tuning.tune import sizes_text
 
     text, terminal = io.StringIO(), sys.stdout.isatty()
     console = Console(file=text, force_terminal=terminal, width=None if terminal else 140)

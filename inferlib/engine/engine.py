@@ -13,14 +13,14 @@ import jax
 import numpy as np
 from jax.experimental.layout import Layout
 
-from inferlib.compile.counter import compilations
-from inferlib.compile.program_set import ProgramSet, planned_keys
-from inferlib.compile.programs import CHUNK_COLUMNS, ChunkInput, Mode, ProgramKey, StepOutput
 from inferlib.config import EngineConfig
 from inferlib.distributed import Channel
 from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
 from inferlib.models.abstract import AbstractModel
+from inferlib.programs.counter import compilations
+from inferlib.programs.program import CHUNK_COLUMNS, ChunkInput, Mode, ProgramKey, StepOutput
+from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.sampling.sampler import Sampled, pack
 from inferlib.sharding import axes
 

@@ -6,9 +6,9 @@ import heapq
 from collections import Counter, deque
 from dataclasses import dataclass
 
-from inferlib.compile.programs import MODES, Mode, ProgramKey
 from inferlib.config import EngineConfig, pick
 from inferlib.engine.sequence import Sequence, Status
+from inferlib.programs.program import MODES, Mode, ProgramKey
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from inferlib.compile.programs import Mode
+from inferlib.programs.program import Mode
 from inferlib.sampling.params import SamplingParams
 
 

@@ -9,5 +9,5 @@ import jax
 
 def expected_trips(count: float) -> AbstractContextManager[None]:
     """Within it a loop is made that runs so often where load is balanced: compiled modules are read by it, see
-    `inferlib.compile.hlo`, which takes others of unknown length to run once."""
+    `inferlib.inspection.hlo`, which takes others of unknown length to run once."""
     return jax.named_scope(f"expected_trips={max(round(count), 1)}")

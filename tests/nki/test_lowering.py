@@ -7,15 +7,15 @@ import dataclasses
 import pytest
 from transformers import AutoConfig
 
-from inferlib.compile.hlo import Module
-from inferlib.compile.neuron import nki_kernels
-from inferlib.compile.neuron_lint import lint
-from inferlib.compile.program_set import ProgramSet
-from inferlib.compile.programs import ProgramKey
+from inferlib.aot.neuron import nki_kernels
+from inferlib.aot.neuron_lint import lint
 from inferlib.config import Buckets, EngineConfig
+from inferlib.inspection.hlo import Module
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import Backend
 from inferlib.models.families import config_from_hf
+from inferlib.programs.program import ProgramKey
+from inferlib.programs.program_set import ProgramSet
 from tests.oracle_cases import FAMILIES, SIZES
 
 KEY = ProgramKey("greedy", 4, 32, chunks=1, chunk=16)

@@ -14,12 +14,12 @@ import pytest
 from inferlib.cache.plan import plan_cache
 from inferlib.checkpoint.load import load_weights
 from inferlib.checkpoint.safetensors import SafetensorsSource
-from inferlib.compile.program_set import ProgramSet
 from inferlib.config import Buckets, EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.engine.sequence import Sequence
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.families import config_from_hf, family_of
+from inferlib.programs.program_set import ProgramSet
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards

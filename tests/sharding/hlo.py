@@ -10,9 +10,9 @@ from math import prod
 import numpy as np
 from jax.sharding import Mesh
 
-from inferlib.compile.program_set import ProgramSet
-from inferlib.compile.programs import ProgramKey
-from inferlib.explain import explain
+from inferlib.planning.explain import explain
+from inferlib.programs.program import ProgramKey
+from inferlib.programs.program_set import ProgramSet
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 _COLLECTIVE = re.compile(

@@ -10,7 +10,6 @@ from flax import nnx
 from jax import lax
 
 from inferlib import LLM
-from inferlib.compile.programs import ProgramKey
 from inferlib.config import Buckets
 from inferlib.models.batch import Backend, StepBatch, StepContext
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, RouterSpec
@@ -19,6 +18,7 @@ from inferlib.models.layers.exchange import Exchange, exchange_of, pairs_room
 from inferlib.models.layers.moe import Moe
 from inferlib.models.layout import Layout
 from inferlib.ops import segment_sum
+from inferlib.programs.program import ProgramKey
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards

@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 
 from inferlib import configs
 from inferlib.cli import app
-from inferlib.compile.program_set import ProgramSet
-from inferlib.compile.programs import ProgramKey
 from inferlib.config import Buckets, EngineConfig
-from inferlib.explain import explain
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import Backend
 from inferlib.models.families import config_from_hf
+from inferlib.planning.explain import explain
+from inferlib.programs.program import ProgramKey
+from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.rules import PRESETS

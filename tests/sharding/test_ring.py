@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from inferlib import configs
-from inferlib.compile.network import ATTAINED, IDEAL, place
-from inferlib.compile.program_set import ProgramSet
-from inferlib.compile.programs import ProgramKey
-from inferlib.compile.targets import parse_target
 from inferlib.config import Buckets, EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.engine.sequence import Sequence
-from inferlib.explain import Collective, Step, explain
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import Backend
 from inferlib.models.families import config_from_hf
+from inferlib.planning.explain import Collective, Step, explain
+from inferlib.planning.network import ATTAINED, IDEAL, place
+from inferlib.programs.program import ProgramKey
+from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism, ring_of
 from inferlib.sharding.shards import make_shards, planned_shards
+from inferlib.targets import parse_target
 from tests.sharding.conftest import GREEDY, run
 
 SMALL = {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from inferlib.compile.aot import environment
-from inferlib.compile.targets import parse_target
+from inferlib.aot.compile import environment
+from inferlib.targets import parse_target
 
 ROOT = Path(__file__).parents[2]
 PRESETS = ["tp=4,dp=2", "cp=2,tp=4", "cp=4,tp=2,rules=helix", "cp=2,tp=4,rules=tp2d"]
@@ -54,11 +54,11 @@ def compile_and_compare(topology: str, presets: list[str]) -> None:
     from jax.experimental import topologies
 
     from inferlib.cache.plan import plan_cache
-    from inferlib.compile.program_set import ProgramSet
-    from inferlib.compile.programs import ProgramKey
     from inferlib.config import Buckets, EngineConfig
     from inferlib.models.abstract import abstract_model
     from inferlib.models.families import config_from_hf
+    from inferlib.programs.program import ProgramKey
+    from inferlib.programs.program_set import ProgramSet
     from inferlib.sharding.mesh import Parallelism
     from inferlib.sharding.shards import make_shards
     from tests.sharding.hlo import assert_promise_kept

@@ -1,0 +1,302 @@
+"""Compiled programs in a directory: a manifest and one file for each program, written whole or not at all.
+
+A program's file is a pickle, as JAX serialises executables: load only directories that you made or trust.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import pickle
+import platform
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from inferlib.aot.compile import START, file_name
+from inferlib.config import Buckets
+from inferlib.inspection.outcome import Outcome
+from inferlib.models.config import ModelConfig
+from inferlib.models.quantization import Quantization
+from inferlib.pallas_kernels.generations_tpu import GENERATIONS
+from inferlib.programs.deployment import Deployment, layout_from_json, versions
+from inferlib.programs.program import ProgramKey
+from inferlib.programs.program_set import ProgramSet
+from inferlib.programs.start_functions import Compiled
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import Shards
+
+_FORMAT = 3
+_MANIFEST = "manifest.json"
+
+
+class ArtifactError(ValueError):
+    """A directory of compiled programs that cannot be written or used; the message says why."""
+
+
+# ---- reading
+
+
+@dataclass(frozen=True)
+class Artifacts:
+    """An artifact directory, its manifest read."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+
+    @staticmethod
+    def open(folder: str | Path) -> Artifacts:
+        """Raises ArtifactError if there is no such directory or its manifest is damaged."""
+        folder = Path(folder).expanduser()
+        file = folder / _MANIFEST
+        if not file.is_file():
+            raise ArtifactError(f"{folder} holds no compiled programs ({_MANIFEST} is missing): run inferlib compile")
+        try:
+            manifest = json.loads(file.read_text(encoding="utf-8"))
+            found = manifest["format"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArtifactError(f"{file} is damaged ({error}): run inferlib compile again") from error
+        if found != _FORMAT:
+            raise ArtifactError(f"{file} has format {found}, this version of inferlib reads {_FORMAT}: compile again")
+        return Artifacts(folder, manifest)
+
+    @cached_property
+    def deployment(self) -> Deployment:
+        return Deployment.from_json(self.manifest["deployment"])
+
+    @property
+    def programs(self) -> list[dict[str, Any]]:
+        """What the manifest says of each program."""
+        return self.manifest["programs"]
+
+    def check(self, model: ModelConfig, wanted: Mapping[str, Any]) -> None:
+        """Raise ArtifactError naming the first field in which the programs differ from what is there and wanted.
+
+        model: of the checkpoint. wanted: settings of `LLM`, None where any will do.
+        """
+        made, target = self.deployment, self.deployment.slice
+        device = jax.devices()[0]
+        self._same("platform", target.platform, device.platform)
+        if target.platform == "neuron":
+            raise ArtifactError(f"{self.folder} holds programs for Neuron's own runtime, which JAX cannot load")
+        self._same("device", self.manifest["device"], device_facts(device.device_kind, device.platform))
+        for name, version in versions(target).items():
+            self._same(f"version of {name}", self.manifest["versions"][name], version)
+        if difference := _difference(asdict(made.model), asdict(model), "model"):
+            self._same(*difference)
+        settings = {**asdict(made), "parallel": made.parallel, "buckets": made.buckets}
+        settings["quantization"] = made.quantization
+        settings |= {"max_batch": made.max_batch, "max_len": made.max_len}
+        for name, value in wanted.items():
+            if value is not None:
+                self._same(name, settings[name], value)
+        if len(jax.devices()) < made.parallel.devices:
+            raise ArtifactError(
+                f"{self.folder} is compiled for {made.parallel.devices} devices, and there are {len(jax.devices())}"
+            )
+
+    def _same(self, name: str, made: Any, found: Any) -> None:
+        if made != found:
+            raise ArtifactError(
+                f"{self.folder} does not fit: {name} is {_short(made)} in its programs, and {_short(found)} here; "
+                "run inferlib compile again, or change it here"
+            )
+
+    def load(self) -> ProgramSet:
+        """The programs, ready to run on this process's devices; nothing is traced or compiled."""
+        made = self.deployment
+        shards = made.shards(jax.devices())
+        layouts = [layout_from_json(weight["layout"]) for weight in self.manifest["weights"]]
+        programs = made.program_set(shards, layouts)
+        devices = self._devices(shards)
+        made = {ProgramKey(**entry["key"]): pickle.loads(self._read(entry)) for entry in self.programs}
+        programs.adopt({key: _loaded(serialized, devices) for key, serialized in made.items()})
+        return programs
+
+    def start(self) -> Compiled:
+        """What loading the checkpoint takes, if it was compiled for one; see `functions.adopted`."""
+        entry = self.manifest["start"]
+        if entry is None:
+            return {}
+        devices = self._devices(self.deployment.shards(jax.devices()))
+        return {key: _loaded(made, devices) for key, made in pickle.loads(self._read(entry)).items()}
+
+    def _devices(self, shards: Shards) -> list[jax.Device]:
+        return jax.devices()[:1] if shards.mesh is None else list(shards.mesh.devices.flat)
+
+    def _read(self, entry: Mapping[str, Any]) -> bytes:
+        file = self.folder / entry["file"]
+        data = file.read_bytes() if file.is_file() else b""
+        if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+            state = "damaged" if data else "missing"
+            raise ArtifactError(f"{file} is {state}: run inferlib compile again")
+        return data
+
+
+def _loaded(serialized: tuple, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
+    payload, inputs, outputs = serialized
+    return serialize_executable.deserialize_and_load(
+        payload, inputs, outputs, backend=devices[0].client, execution_devices=devices
+    )
+
+
+def device_facts(kind: str, name: str) -> str:
+    """What an executable is bound to: the kind of device, and of a CPU its instructions."""
+    if name != "cpu":
+        return GENERATIONS.get(kind, kind)
+    info = Path("/proc/cpuinfo")
+    flags = (
+        next((x for x in info.read_text().splitlines() if x.startswith(("flags", "Features"))), "")
+        if info.is_file()
+        else ""
+    )
+    return f"{platform.machine()} {hashlib.sha256(flags.encode()).hexdigest()[:12]}"
+
+
+def _difference(made: Any, found: Any, path: str) -> tuple[str, Any, Any] | None:
+    """Path and values of the first field that differs."""
+    if isinstance(made, Mapping) and isinstance(found, Mapping):
+        pairs = [(f"{path}.{k}", made.get(k), found.get(k)) for k in {**made, **found}]
+    elif isinstance(made, list | tuple) and isinstance(found, list | tuple) and len(made) == len(found):
+        pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(made, found, strict=True))]
+    else:
+        return (path, made, found) if made != found else None
+    return next((d for name, a, b in pairs if (d := _difference(a, b, name))), None)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, Buckets):
+        value = "; ".join(f"{name} {','.join(map(str, sizes))}" for name, sizes in asdict(value).items())
+    text = (
+        value
+        if isinstance(value, str)
+        else str(value)
+        if isinstance(value, Parallelism | Quantization)
+        else repr(value)
+    )
+    return text if len(text) < 100 else text[:97] + "..."
+
+
+# ---- writing
+
+
+class ArtifactWriter:
+    """Builds an artifact directory beside its place; `commit` puts it there whole. A context manager.
+
+    Programs of a directory that is already there are reused where nothing they depend on has changed.
+    """
+
+    def __init__(self, folder: str | Path, deployment: Deployment):
+        self.folder, self.deployment = Path(folder).expanduser().absolute(), deployment
+        self.staging = self.folder.with_name(f".{self.folder.name}.new")
+        self._replaced = self.folder.with_name(f".{self.folder.name}.old")
+        self._stack = contextlib.ExitStack()
+        self._previous: dict[str, dict[str, Any]] = {}
+        self._hashes: dict[ProgramKey, str] = {}
+
+    def __enter__(self) -> ArtifactWriter:
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with self._stack:
+            self._stack.enter_context(_locked(self.folder))
+            if self._replaced.exists() and not self.folder.exists():
+                self._replaced.rename(self.folder)  # an earlier commit was cut off between its two renames
+            for leftover in (self.staging, self._replaced):
+                shutil.rmtree(leftover, ignore_errors=True)
+            if self.folder.exists() and not self.folder.is_dir():
+                raise ArtifactError(f"{self.folder} is a file: give a directory, or a name that is free")
+            if self.folder.exists() and any(self.folder.iterdir()):
+                if not (self.folder / _MANIFEST).exists():
+                    raise ArtifactError(f"{self.folder} exists and holds other things than compiled programs")
+                with contextlib.suppress(ArtifactError):  # what cannot be read is not reused
+                    self._previous = {p["hash"]: p for p in Artifacts.open(self.folder).programs}
+            self.staging.mkdir()
+            self._stack.callback(shutil.rmtree, self.staging, ignore_errors=True)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stack.close()
+
+    def reuse(self, key: ProgramKey, layouts: list | None) -> dict[str, Any] | None:
+        """Facts of an unchanged program of the directory that is there, its file taken over; else None."""
+        self._hashes[key] = digest = self.deployment.program_hash(key, layouts)
+        if self.deployment.slice.platform == "neuron":
+            return None  # lowering is quick, and a compiler may be there now that was not
+        entry = self._previous.get(digest)
+        if entry is None:
+            return None
+        source = self.folder / entry["file"]
+        if not source.is_file() or hashlib.sha256(source.read_bytes()).hexdigest() != entry["sha256"]:
+            return None
+        os.link(source, self.staging / file_name(key, self.deployment.slice))
+        return entry["facts"]
+
+    def commit(self, outcomes: Sequence[Outcome], layouts: Sequence[Mapping] | None, texts: Mapping[str, str]) -> None:
+        """Write the manifest and `texts` (by file name), and put the directory in its place."""
+        planned = self.deployment.planned()
+        weights = [
+            {"name": s.name, "shape": s.shape, "dtype": s.dtype.name, "axes": s.axes, "split": _split(planned, s.axes)}
+            | {"layout": layout}
+            for s, layout in zip(planned.model.specs, layouts or [None] * len(planned.model.specs), strict=True)
+        ]
+        cache = [
+            {"shape": x.shape, "dtype": x.dtype.name, "axes": x.axes, "split": _split(planned, x.axes), "ring": b.ring}
+            for b in planned.plan.blocks
+            for x in b.held
+        ]
+        target = self.deployment.slice
+        manifest = {
+            "format": _FORMAT,
+            "deployment": self.deployment.to_json(),
+            "model_sha256": hashlib.sha256(json.dumps(asdict(self.deployment.model)).encode()).hexdigest(),
+            "device": device_facts(outcomes[0].facts["device_kind"], target.platform),
+            "versions": versions(target),
+            "weights": weights,
+            "cache": cache,
+            "programs": [self._entry(outcome) for outcome in outcomes],
+            "start": self._file(START) if (self.staging / START).exists() else None,
+        }
+        for name, text in {_MANIFEST: json.dumps(manifest, indent=1), **texts}.items():
+            (self.staging / name).write_text(text, encoding="utf-8")
+        if self.folder.exists():
+            self.folder.rename(self._replaced)
+        self.staging.rename(self.folder)
+        shutil.rmtree(self._replaced, ignore_errors=True)
+
+    def _entry(self, outcome: Outcome) -> dict[str, Any]:
+        file = self._file(file_name(outcome.key, self.deployment.slice))
+        return {"key": asdict(outcome.key), "hash": self._hashes[outcome.key], **file, "facts": outcome.facts}
+
+    def _file(self, name: str) -> dict[str, Any]:
+        data = (self.staging / name).read_bytes()
+        return {"file": name, "sha256": hashlib.sha256(data).hexdigest(), "nbytes": len(data)}
+
+
+def _split(programs: ProgramSet, names: Sequence[str]) -> list[list[str]]:
+    return [list(programs.config.shards.mesh_axes(name)) for name in names]
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Only one process writes a directory at a time; raises ArtifactError in the others."""
+    path = folder.with_name(f".{folder.name}.lock")
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ArtifactError(
+                f"another process is compiling into {folder}: wait for it, or give another directory"
+            ) from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)

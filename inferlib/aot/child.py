@@ -1,0 +1,100 @@
+"""Child processes that answer JSON lines: what may die, or load a compiler, does it there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Answer = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+class Child:
+    """`python -m module`, started at its first job and again after it died. first: the line it is given before jobs."""
+
+    def __init__(self, module: str, first: Mapping[str, Any], environment: Mapping[str, str]):
+        self._module, self._first, self._environment = module, first, environment
+        self._process: subprocess.Popen | None = None
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
+
+    def ask(self, job: Mapping[str, Any], limit: float | None = None) -> dict[str, Any]:
+        """The answer; "error" is in it if there is none, or none after `limit` seconds, when the process is killed."""
+        self._errors.truncate(0)
+        late = threading.Event()
+
+        def kill() -> None:
+            late.set()
+            process.kill()
+
+        try:
+            process = self._started()
+            timer = limit and threading.Timer(limit, kill)
+            if timer:
+                timer.start()
+            try:
+                process.stdin.write(json.dumps(job) + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+            finally:
+                if timer:
+                    timer.cancel()
+        except BrokenPipeError:
+            line = ""
+        if line:
+            return json.loads(line)
+        died = self._died()
+        return {"error": f"it took more than {limit:.0f} s" if late.is_set() else died}
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            process.stdout.close()
+            process.terminate()
+            process.wait()
+        self._errors.close()
+
+    def _started(self) -> subprocess.Popen:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", self._module],  # -P: nothing in the user's folder is imported
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+                env=self._environment,
+            )
+            self._process.stdin.write(json.dumps(self._first) + "\n")
+        return self._process
+
+    def _died(self) -> str:
+        process, self._process = self._process, None
+        code = process.wait()
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return "\n".join([f"the compiler's process {how}", *lines[-12:]])
+
+
+def serve(prepared: Callable[[Mapping[str, Any]], Answer]) -> None:
+    """What such a process does. prepared: of the first line, the function that answers jobs."""
+    # Compilers print; answers keep a channel of their own.
+    channel = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    answer = prepared(json.loads(sys.stdin.readline()))
+    for line in sys.stdin:
+        try:
+            found = answer(json.loads(line))
+        except Exception as error:
+            traceback.print_exc()
+            found = {"error": str(error) or type(error).__name__}
+        channel.write(json.dumps(found) + "\n")
+        channel.flush()

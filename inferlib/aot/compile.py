@@ -1,0 +1,137 @@
+"""Compiling the programs of a deployment ahead of time, side by side, in child processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import queue
+import re
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from inferlib.aot.child import Child
+from inferlib.aot.neuron import HLO_SUFFIX
+from inferlib.inspection.outcome import Outcome
+from inferlib.models.config import MoeSpec
+from inferlib.programs.deployment import Deployment
+from inferlib.programs.program import ProgramKey
+from inferlib.targets import Target
+
+START = "start.xla"  # see `inferlib.programs.start_functions`
+
+
+class CompileError(ValueError):
+    """Programs cannot be compiled here; the message says what is missing."""
+
+
+def check_compiler(target: Target) -> None:
+    """Raise CompileError if this machine has no compiler for the target."""
+    if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        raise CompileError('the TPU compiler is not installed (no TPU is needed): pip install "jax[tpu]"')
+
+
+def compile_programs(
+    deployment: Deployment,
+    keys: Sequence[ProgramKey],
+    folder: Path,
+    *,
+    checkpoint: str | None = None,
+    reuse: Callable[[ProgramKey, list | None], dict[str, Any] | None] = lambda key, layouts: None,
+    started: Callable[[ProgramKey], None] = lambda key: None,
+    done: Callable[[Outcome], None] = lambda outcome: None,
+    workers: int = 2,
+) -> tuple[list[Outcome], list[dict] | None]:
+    """Compile `keys` (see `Deployment.keys`) into files of `folder`, named by `file_name`.
+
+    checkpoint: a model as for `LLM`, if it will be loaded on this machine: what that takes is compiled into `START`.
+    reuse: facts of a program that need not be compiled again, given the weights' layouts (None: its own choice).
+    Returns the outcomes in the order of `keys` and the layouts of the weights, as in a manifest; None, with the first
+    program's outcome alone, if that failed: it decides the layouts for all. Raises CompileError if the checkpoint
+    cannot be loaded.
+    """
+    target = deployment.slice
+    check_compiler(target)
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    pool = [_Worker(deployment) for _ in range(min(workers, len(keys)))]
+    for worker in pool:
+        idle.put(worker)
+
+    def one(key: ProgramKey, layouts: list | None) -> Outcome:
+        worker = idle.get()
+        try:
+            started(key)
+            facts = reuse(key, layouts)
+            outcome = (
+                Outcome(key, "reused", facts)
+                if facts
+                else worker.compile(key, layouts, folder / file_name(key, target))
+            )
+        finally:
+            idle.put(worker)
+        done(outcome)
+        return outcome
+
+    try:
+        first = one(keys[0], None)
+        if not first.ok:
+            return [first], None
+        layouts = first.facts["layouts"]
+        # Experts are put in place one by one, by functions of their own.
+        mixed = any(isinstance(layer.mlp, MoeSpec) for layer in deployment.model.layers)
+        if checkpoint is not None and target.platform in ("cpu", "gpu") and not mixed:
+            pool[0].compile_start(checkpoint, layouts, folder / START)
+        with ThreadPoolExecutor(len(pool)) as threads:
+            rest = threads.map(lambda key: one(key, layouts), keys[1:])
+            return [first, *rest], layouts
+    finally:
+        for worker in pool:
+            worker.close()
+
+
+def too_large(error: str) -> bool:
+    """Whether a compiler says that a program's arrays do not fit; on-chip memory is what a kernel asks too much of."""
+    full = "RESOURCE_EXHAUSTED" in error or "Ran out of memory" in error
+    return full and not re.search(r"space[= ][vs]mem", error)
+
+
+def file_name(key: ProgramKey, target: Target) -> str:
+    return re.sub(r"[^\w]+", "-", str(key)) + (HLO_SUFFIX if target.platform == "neuron" else ".xla")
+
+
+def environment(target: Target) -> dict[str, str]:
+    settings = {"cpu": {"JAX_PLATFORMS": "cpu"}, "gpu": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}}
+    settings["neuron"] = settings["cpu"]  # only traced there
+    settings["tpu"] = {
+        "JAX_PLATFORMS": "cpu",
+        "TPU_ACCELERATOR_TYPE": target.accelerator_type,
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        # No queries to a cloud that is not there, no lock on a chip that is not there, no log files.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_LOG_DIR": "disabled",
+    }
+    return os.environ | settings[target.platform]
+
+
+class _Worker:
+    """A child process that compiles programs."""
+
+    def __init__(self, deployment: Deployment):
+        self._child = Child("inferlib.aot.worker", deployment.to_json(), environment(deployment.slice))
+
+    def compile(self, key: ProgramKey, layouts: list | None, path: Path) -> Outcome:
+        answer = self._child.ask({"key": asdict(key), "layouts": layouts, "path": str(path)})
+        if error := answer.get("error"):
+            return Outcome(key, "too large" if too_large(error) else "failed", error=error)
+        return Outcome(key, answer.pop("status"), answer)
+
+    def compile_start(self, checkpoint: str, layouts: list | None, path: Path) -> None:
+        answer = self._child.ask({"key": None, "model": checkpoint, "layouts": layouts, "path": str(path)})
+        if error := answer.get("error"):
+            raise CompileError(error)
+
+    def close(self) -> None:
+        self._child.close()

@@ -1,0 +1,104 @@
+"""Plans against the real compiler: the programs of the best ones, compiled, beside what the cost model says of them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inferlib.aot.compile import CompileError, check_compiler, compile_programs
+from inferlib.config import Buckets
+from inferlib.inspection.outcome import Outcome
+from inferlib.inspection.report import ProgramReport, Report
+from inferlib.planning.costs import StepTime, Work, step_time
+from inferlib.planning.planner import Option, Ranking
+from inferlib.programs.deployment import Deployment
+from inferlib.programs.program import ProgramKey
+
+
+@dataclass(frozen=True)
+class Check:
+    """A program of a plan: a decode step of all rows, or a prefill chunk, each reading all of the cache bucket.
+
+    work, time: by the cost model; compiled: by the compiler.
+    """
+
+    option: Option
+    work: Work
+    time: StepTime
+    compiled: ProgramReport
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON values: seconds, and bytes of a device: moved in a step, and held (`memory`)."""
+        p, option = self.compiled, self.option
+        return {
+            "parallel": str(option.deployed.parallel),
+            "weights": option.deployed.weights,
+            "batch": option.batch,
+            "program": str(p.key),
+            "status": p.outcome.status,
+            "error": p.outcome.error,
+            "model": {"seconds": self.time.seconds, "memory": option.memory.total, "bytes": self.work.nbytes},
+            "compiler": {"seconds": p.estimate, "memory": p.peak, "bytes": p.moved_bytes},
+        }
+
+
+def candidates(ranking: Ranking, count: int) -> list[Option]:
+    """The best plans on the frontier. Raises CompileError for a target without the TPU compiler."""
+    if ranking.target.platform != "tpu":
+        raise CompileError(f"plans are verified with the TPU compiler, and {ranking.target} is no TPU slice")
+    check_compiler(ranking.target)
+    return sorted(ranking.frontier, key=ranking.options.index)[:count]
+
+
+def deployment(hf: Mapping[str, Any], option: Option) -> Deployment:
+    """What to compile for a plan: one bucket of each kind. hf: the model's Hugging Face config dictionary."""
+    work, deployed = option.workload, option.deployed
+    buckets = Buckets((work.chunk,), (option.batch,), (max(work.max_len, work.chunk),))
+    kept = dict(quantization=deployed.quantization, kv_cache_dtype=deployed.kv_cache_dtype)
+    return Deployment(hf, deployed.target.name, "bfloat16", buckets, deployed.parallel, ("greedy",), **kept)
+
+
+def programs(made: Deployment) -> tuple[ProgramKey, ProgramKey]:
+    """A decode step, which decides the layouts of the weights, and a prefill of one chunk."""
+    (chunk,) = made.buckets.prefill
+    return made.keys()[0], ProgramKey("greedy", 0, made.max_len, chunks=1, chunk=chunk)
+
+
+def verify(
+    hf: Mapping[str, Any],
+    options: Sequence[Option],
+    *,
+    started: Callable[[Option, ProgramKey], None] = lambda option, key: None,
+    done: Callable[[Option, Outcome], None] = lambda option, outcome: None,
+    workers: int = 2,
+) -> list[Check]:
+    """Compile the programs of some plans (see `candidates`) in child processes, `workers` plans at a time.
+
+    A plan whose decode step does not compile has no prefill in the result.
+    """
+
+    def one(option: Option) -> list[Check]:
+        made = deployment(hf, option)
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes, _ = compile_programs(
+                made,
+                programs(made),
+                Path(folder),
+                started=lambda key: started(option, key),
+                done=lambda outcome: done(option, outcome),
+                workers=1,
+            )
+        return [_check(option, p) for p in Report.of(made, outcomes).programs]
+
+    with ThreadPoolExecutor(workers) as threads:
+        return [check for checks in threads.map(one, options) for check in checks]
+
+
+def _check(option: Option, compiled: ProgramReport) -> Check:
+    key, deployed = compiled.key, option.deployed
+    work = deployed.prefill(key.chunk, key.limit - key.chunk) if key.chunks else deployed.decode(key.rows, key.limit)
+    return Check(option, work, step_time(work, deployed.network), compiled)

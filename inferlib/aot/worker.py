@@ -1,0 +1,121 @@
+"""A child process that compiles: `python -m inferlib.aot.worker`, driven by `inferlib.aot.compile`.
+
+It reads JSON lines from stdin, first a deployment and then one job each, and answers each with a line. A compiler that
+dies takes this process with it and nothing else; only here is a TPU's compiler ever loaded.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable, topologies
+
+from inferlib.aot.child import Answer, serve
+from inferlib.aot.compile import CompileError
+from inferlib.aot.neuron import compile_neuron
+from inferlib.inspection.hlo import Copy, Module
+from inferlib.model_files import ModelFiles
+from inferlib.programs.deployment import Deployment, layout_from_json, layout_to_json
+from inferlib.programs.program import ProgramKey
+from inferlib.programs.program_set import ProgramSet
+from inferlib.programs.start_functions import recorded
+from inferlib.sharding.shards import Shards
+from inferlib.targets import Target
+
+
+def _prepared(first: Mapping[str, Any]) -> Answer:
+    deployment = Deployment.from_json(first)
+    target = deployment.slice
+
+    @cache
+    def shards() -> Shards:
+        return deployment.shards(_devices(target, deployment.parallel.devices))
+
+    def answer(job: Mapping[str, Any]) -> dict[str, Any]:
+        layouts = job["layouts"] and [layout_from_json(layout) for layout in job["layouts"]]
+        programs, path = deployment.program_set(shards(), layouts), Path(job["path"])
+        if job["key"] is None:
+            return _compile_start(programs, job["model"], path)
+        key = ProgramKey(**job["key"])
+        if target.platform == "neuron":
+            return compile_neuron(programs, key, path, target)
+        return _compile(programs, key, path)
+
+    return answer
+
+
+def _devices(target: Target, count: int) -> list[jax.Device]:
+    if target.platform == "tpu":
+        options = target.topology_options
+        return topologies.get_topology_desc(platform="tpu", topology_name=target.topology_name, **options).devices
+    if target.platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices()
+    if target.platform == "gpu" and devices[0].platform != "gpu":
+        raise CompileError(
+            f"programs for {target} are compiled where such GPUs are, and JAX finds none here; if there are: "
+            'pip install "jax[cuda13]"'
+        )
+    return devices
+
+
+def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any]:
+    """Compile a program, write it to `path`, and tell what it is."""
+    start = time.perf_counter()
+    lowered = programs.lower(key)
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    done = time.perf_counter()
+    path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    counted = key.steps if programs.config.counted else 1
+    memory, module = compiled.memory_analysis(), Module(compiled.as_text(), counted)
+    weights, cache = len(programs.model.specs), len(programs.plan.arrays)
+    cost, names = module.cost, [name for block in programs.plan.blocks if not block.shared for name in block.names]
+    chosen = [layout_to_json(f.layout) for f in compiled.input_formats[0][0]] if programs.layouts is None else None
+    return {
+        "status": "compiled",
+        "layouts": chosen,
+        "device_kind": compiled.input_shardings[0][0][0]._device_assignment[0].device_kind,
+        "trace_seconds": traced - start,
+        "compile_seconds": done - traced,
+        "memory": {
+            "arguments": memory.argument_size_in_bytes,
+            "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "code": memory.generated_code_size_in_bytes,
+            "peak": memory.peak_memory_in_bytes,
+        },
+        "bytes": cost.bytes,
+        "cycles": cost.cycles,
+        "uncosted": cost.uncosted,
+        "balanced": cost.balanced,
+        "collectives": [asdict(c) for c in module.collectives],
+        "kernels": [asdict(k) for k in module.kernels],
+        "cache_copies": _named(module.copies(range(weights, weights + cache)), names, weights),
+        "weight_copies": _named(module.copies(range(weights)), [s.name for s in programs.model.specs], 0),
+    }
+
+
+def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, Any]:
+    """Compile what loading this checkpoint and an empty cache take, and write it to `path`."""
+    with recorded() as functions:
+        ModelFiles.open(model).load(programs.model, shards=programs.config.shards, formats=programs.formats)
+        programs.plan.allocate(programs.config.shards)
+        programs.allocate_state()
+    path.write_bytes(pickle.dumps({key: serialize_executable.serialize(f) for key, f in functions.items()}))
+    return {}
+
+
+def _named(copies: tuple[Copy, ...], names: list[str], first: int) -> list[dict[str, Any]]:
+    return [{"array": names[c.argument - first], "nbytes": c.nbytes, "count": c.count} for c in copies]
+
+
+if __name__ == "__main__":
+    serve(_prepared)

@@ -1,1 +1,0 @@
-"""Compiled programs: what they compute, for which static shapes, and the count of compilations."""

@@ -1,0 +1,1 @@
+"""Inspection: reading what a compiler made, modules and listings of kernels, and reporting it."""

@@ -1,0 +1,495 @@
+"""Reading compiled modules: bytes moved, cycles estimated, collectives and copies of each step, out of XLA's text.
+
+What `cost_analysis` gives counts the body of a loop once; here it counts as often as it runs. The loop over the steps
+of a decode program counts once, so figures are those of one step. Where only the device knows how often, as with tokens
+that go to experts in rounds, it counts as often as `ops.loops.expected_trips` says of balanced load.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "f4e2m1fn": 4, "token": 0, "opaque": 0}
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)(?::([^{}]*))?\})?")
+_COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+# Instructions that move no bytes: names for what is there already, and control flow, whose parts count themselves.
+_FREE = {
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "after-all"),
+    *("partition-id", "replica-id", "opt-barrier", "add-dependency", "copy-done", "call-start", "call-done"),
+    *("async-start", "async-update", "async-done", "slice-done", *(f"{kind}-done" for kind in _COLLECTIVES)),
+}
+_MOVES = {"copy", "copy-start", "transpose", "reshape", "slice", "dynamic-slice", "pad", "concatenate", "reverse"}
+_PLUMBING = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+_SLICES = {"dynamic-slice", "slice", "gather"}
+_IN_PLACE = {"dynamic-update-slice", "scatter"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An array's shape as compiled. order: its dimensions, minor to major. space: 0 is HBM; 1 and more are on chip."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    tile: tuple[int, ...] = ()
+    space: int = 0
+
+    @property
+    def elements(self) -> int:
+        return prod(self.dims)
+
+    @property
+    def bits(self) -> int:
+        """Of an element."""
+        digits = re.search(r"\d+", self.dtype)
+        return _BITS[self.dtype] if self.dtype in _BITS else int(digits[0]) if digits else 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.bits // 8
+
+    @property
+    def physical_bytes(self) -> int:
+        """With the padding to whole tiles."""
+        sizes = [self.dims[d] for d in self.order]
+        for i, size in enumerate(reversed(self.tile)):
+            if i < len(sizes):
+                sizes[i] = -(-sizes[i] // size) * size
+        return prod(sizes or self.dims) * self.bits // 8
+
+
+def read_shapes(text: str) -> tuple[Shape, ...]:
+    """All arrays of a type, those of a tuple in order."""
+    shapes = []
+    for dtype, dims, order, rest in _SHAPE.findall(re.sub(r"/\*.*?\*/", "", text)):
+        tile = re.match(r"T\(([\d,]*)\)", rest)
+        space = re.search(r"S\((\d+)\)", rest)
+        shapes.append(
+            Shape(dtype, _ints(dims), _ints(order), _ints(tile[1]) if tile else (), int(space[1] if space else 0))
+        )
+    return tuple(shapes)
+
+
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(int(x) for x in text.split(",") if x)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """shapes: of its result, flattened. content: between the parentheses. rest: what follows them."""
+
+    name: str
+    op: str
+    shapes: tuple[Shape, ...]
+    operands: tuple[str, ...]
+    content: str
+    rest: str
+    root: bool
+
+    def called(self, attribute: str) -> str | None:
+        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.rest)
+        return found and found[1]
+
+    @property
+    def collective(self) -> str | None:
+        """Its kind, if it is one (or the start of one)."""
+        kind = self.op.removesuffix("-start")
+        return kind if kind in _COLLECTIVES else None
+
+    @property
+    def cycles(self) -> int | None:
+        """The compiler's estimate, None where it has none."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
+        return int(found[1]) if found and int(found[1]) < 1 << 60 else None
+
+    @property
+    def expected_trips(self) -> int | None:
+        """Of a loop of unknown length, if it says so, see `inferlib.ops.loops`."""
+        found = re.search(r'op_name="[^"]*\bexpected_trips=(\d+)/while"', self.rest)
+        return int(found[1]) if found and "known_trip_count" not in self.rest else None
+
+    @property
+    def declared_cost(self) -> tuple[int, int, int] | None:
+        """Bytes, FLOPs and bytes sent of a kernel that declares them."""
+        if self.op != "custom-call":
+            return None
+        found = re.search(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"([^}]*)', self.rest)
+        sent = found and re.search(r'"remote_bytes_transferred":"(\d+)"', found[3])
+        return found and (int(found[2]), int(found[1]), int(sent[1]) if sent else 0)
+
+
+@dataclass(frozen=True)
+class Computation:
+    name: str
+    instructions: Mapping[str, Instruction]
+
+    @cached_property
+    def root(self) -> Instruction:
+        return next(i for i in self.instructions.values() if i.root)
+
+    @cached_property
+    def parameters(self) -> tuple[Instruction, ...]:
+        found = (i for i in self.instructions.values() if i.op == "parameter")
+        return tuple(sorted(found, key=lambda i: int(i.content)))
+
+    @cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        users: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            for operand in set(instruction.operands):
+                users.setdefault(operand, []).append(instruction)
+        return {name: tuple(of) for name, of in users.items()}
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """`count` collectives of a step. nbytes: of the whole array of one, as in `planning.explain.Collective`."""
+
+    kind: str
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Copy:
+    """`count` times a step, `nbytes` of argument number `argument` are put elsewhere or in another order."""
+
+    argument: int
+    instruction: str
+    nbytes: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel of our own that a step calls `count` times; of one call, as it declares them: bytes to and from HBM
+    without those of what is on chip, FLOPs, and bytes that it sends to other devices."""
+
+    name: str
+    nbytes: int
+    flops: int
+    sent: int
+    count: int
+
+
+@dataclass
+class StepCost:
+    """Of one step on one device. bytes: to and from HBM. cycles: the compiler's estimate; uncosted: instructions that
+    it has none for (collectives, scatters, kernels that declare no cost); balanced: loops that are counted as often as
+    balanced load has them run."""
+
+    bytes: int = 0
+    cycles: int = 0
+    uncosted: int = 0
+    balanced: int = 0
+    collectives: Counter = field(default_factory=Counter)  # (kind, nbytes) -> count
+    copies: Counter = field(default_factory=Counter)  # (argument, instruction, nbytes) -> count
+    kernels: Counter = field(default_factory=Counter)  # (name, nbytes, flops, sent) -> count
+
+
+class Module:
+    """A compiled module, parsed from `compiled.as_text()`.
+
+    counted: trips of its loop over steps, which is in no other; 1 where they are not known when compiling.
+    """
+
+    def __init__(self, text: str, counted: int = 1):
+        self.counted = counted
+        self.computations: dict[str, Computation] = {}
+        self.entry = _parse(text, self.computations)
+
+    @cached_property
+    def cost(self) -> StepCost:
+        cost = StepCost()
+        arguments = {p.name: {(): int(p.content)} for p in self.entry.parameters}
+        self._add(self.entry, 1, arguments, cost)
+        return cost
+
+    @property
+    def collectives(self) -> tuple[CollectiveCall, ...]:
+        return tuple(CollectiveCall(*key, count) for key, count in sorted(self.cost.collectives.items()))
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return tuple(Kernel(*key, count) for key, count in sorted(self.cost.kernels.items()))
+
+    def copies(self, arguments: Sequence[int], smallest: int = 1 << 20) -> tuple[Copy, ...]:
+        """Copies and changes of layout of these arguments of the program, of `smallest` bytes or more."""
+        wanted = set(arguments)
+        found = self.cost.copies.items()
+        return tuple(Copy(*key, count) for key, count in found if key[0] in wanted and key[2] >= smallest)
+
+    # ---- a step's cost
+
+    def _add(self, computation: Computation, times: int, origins: dict[str, dict[tuple, int]], cost: StepCost) -> None:
+        """Add what `times` runs of a computation cost.
+
+        origins: for each value, which argument of the program it is, by index within a tuple; grows on the way.
+        """
+        for i in computation.instructions.values():
+            if i.op == "while":
+                body, condition = (self.computations[i.called(x)] for x in ("body", "condition"))
+                trips = _trips(i, condition, self.computations)
+                cost.balanced += i.expected_trips is not None
+                if times == 1 and trips == self.counted:
+                    trips = 1
+                for part in (body, condition):
+                    given = {part.parameters[0].name: dict(origins.get(i.operands[0], {}))}
+                    self._add(part, times * trips, given, cost)
+            elif i.op in ("call", "async-start", "call-start"):
+                called = self.computations.get(i.called("to_apply") or i.called("calls") or "")
+                if called:
+                    pairs = zip(called.parameters, i.operands, strict=False)
+                    self._add(called, times, {p.name: dict(origins.get(o, {})) for p, o in pairs}, cost)
+            elif i.op == "conditional":
+                for name in _branches(i):
+                    self._add(self.computations[name], times, {}, cost)
+            if kind := i.collective:
+                cost.collectives[kind, self._collective_bytes(computation, i)] += times
+            if declared := i.declared_cost:
+                nbytes, flops, sent = declared
+                nbytes = max(nbytes - self._on_chip(computation, i), 0)
+                cost.kernels[re.sub(r"[.\d]+$", "", i.name), nbytes, flops, sent] += times
+                cost.bytes += times * nbytes
+                continue
+            if i.cycles is not None:
+                cost.cycles += times * i.cycles
+            elif i.collective or i.op in ("fusion", "custom-call", "scatter"):
+                cost.uncosted += times
+            if i.op not in _FREE and '"AllocateBuffer"' not in i.rest:
+                cost.bytes += times * sum(self._moved(computation, i))
+            self._track(computation, i, times, origins, cost)
+
+    def _track(self, computation: Computation, i: Instruction, times: int, origins: dict, cost: StepCost) -> None:
+        """Follow the program's arguments through an instruction, and note it if it copies one."""
+        first = origins.get(i.operands[0], {}) if i.operands else {}
+        if i.op == "get-tuple-element":
+            index = int(re.search(r"\bindex=(\d+)", i.rest)[1])
+            origin = {path[1:]: a for path, a in first.items() if path[:1] == (index,)}
+        elif i.op == "tuple":
+            origin = {(n, *p): a for n, o in enumerate(i.operands) for p, a in origins.get(o, {}).items()}
+        elif i.op in ("bitcast", "while", "copy-done", "call-done", "async-done"):
+            origin = first
+        elif i.op in ("call-start", "async-start", "call"):
+            origin = {(): first[()]} if i.op != "call" and () in first else {}
+        elif i.op in _IN_PLACE:
+            origin = first
+        elif i.op == "fusion":
+            origin = self._through_fusion(i, origins)
+        else:
+            origin = {(): first[()]} if i.op in _MOVES and () in first else {}
+        if origin:
+            origins[i.name] = origin
+        if not self._only_moves(i):
+            return
+        for operand in i.operands:
+            argument = origins.get(operand, {}).get(())
+            source = computation.instructions[operand].shapes[:1]
+            if argument is not None and not _prefetch(i, source):
+                cost.copies[argument, i.name, i.shapes[0].nbytes] += times
+
+    def _through_fusion(self, i: Instruction, origins: dict) -> dict[tuple, int]:
+        """A fusion returns an argument where it updates it in place, or only moves it."""
+        called = self.computations[i.called("calls")]
+        moves = self._only_moves(i)
+        outputs = [called.root.name] if called.root.op != "tuple" else list(called.root.operands)
+        result = {}
+        for n, name in enumerate(outputs):
+            at = called.instructions[name]
+            while at.op in ("bitcast", *_IN_PLACE) or (moves and at.op in _MOVES):
+                at = called.instructions[at.operands[0]]
+            if at.op == "parameter":
+                argument = origins.get(i.operands[int(at.content)], {}).get(())
+                if argument is not None:
+                    result[() if called.root.op != "tuple" else (n,)] = argument
+        return result
+
+    def _only_moves(self, i: Instruction) -> bool:
+        if i.op == "fusion":
+            inside = self.computations[i.called("calls")].instructions.values()
+            big = [x for x in inside if x.shapes and x.shapes[0].elements > 1]
+            return any(x.op in _MOVES for x in big) and all(x.op in _MOVES | _PLUMBING for x in big)
+        return i.op in _MOVES
+
+    def _reorders(self, i: Instruction) -> bool:
+        return (
+            i.op == "fusion"
+            and self._only_moves(i)
+            and i.shapes[0].elements
+            == max(p.shapes[0].elements for p in self.computations[i.called("calls")].parameters)
+        )
+
+    def _collective_bytes(self, computation: Computation, i: Instruction) -> int:
+        """Of the whole array: what a reduce-scatter takes, what others return; several arrays together."""
+        if i.collective == "reduce-scatter":
+            return sum(s.nbytes for o in i.operands for s in computation.instructions[o].shapes)
+        shapes = i.shapes
+        if i.op == "all-gather-start" or i.op == "collective-permute-start":
+            shapes = shapes[len(i.operands) : 2 * len(i.operands)]
+        elif i.op == "all-reduce-start":
+            shapes = shapes[: len(i.operands)]
+        return sum(s.nbytes for s in shapes)
+
+    def _on_chip(self, computation: Computation, i: Instruction) -> int:
+        """Bytes of the operands and results of a kernel that are on chip before and after it."""
+        inputs = (s for o in i.operands for s in computation.instructions[o].shapes[:1])
+        return sum(s.nbytes for s in (*inputs, *i.shapes) if s.space)
+
+    def _moved(self, computation: Computation, i: Instruction) -> Iterator[int]:
+        """Bytes that an instruction reads from HBM and writes to it."""
+        inputs = [computation.instructions[o] for o in i.operands]
+        if i.collective == "ragged-all-to-all":  # into its second operand, in place
+            del inputs[1]
+        if i.op == "copy-start":
+            target, source = i.shapes[0], inputs[0].shapes[0]
+            yield from (s.physical_bytes for s in (target, source) if not s.space)
+            return
+        if i.op == "slice-start":
+            source, target = i.shapes[:2]
+            yield from (target.physical_bytes for s in (source, target) if not s.space)
+            return
+        if i.op in _SLICES:
+            yield from (2 * s.physical_bytes for s in i.shapes if not s.space)
+            return
+        if i.op in _IN_PLACE:
+            update = inputs[1 if i.op == "dynamic-update-slice" else 2].shapes[0]
+            yield from (update.physical_bytes for s in (update, i.shapes[0]) if not s.space)
+            return
+        called = self.computations[i.called("calls")] if i.op == "fusion" else None
+        for n, value in enumerate(inputs):
+            for shape in value.shapes[:1] if value.op != "tuple" else ():
+                if not shape.space:
+                    yield self._read(called, called.parameters[n]) if called else shape.physical_bytes
+        outputs = [called.root] if called else [i]
+        if called and called.root.op == "tuple":
+            outputs = [called.instructions[o] for o in called.root.operands]
+        for shape, output in zip(i.shapes, outputs, strict=False):
+            if not shape.space:
+                yield self._written(called, output, shape) if called else shape.physical_bytes
+
+    def _read(self, called: Computation, value: Instruction) -> int:
+        """Bytes that a fusion reads of a value that it is given: where it only slices it, the slices."""
+        total, whole = 0, value.shapes[0].physical_bytes
+        if value.root:
+            return whole
+        for user in called.users.get(value.name, ()):
+            if user.op in ("bitcast", "copy", "transpose", "reshape") or self._reorders(user):
+                total += self._read(called, user)
+            elif user.op == "fusion":
+                inside = self.computations[user.called("calls")]
+                total += sum(
+                    self._read(inside, inside.parameters[n]) for n, o in enumerate(user.operands) if o == value.name
+                )
+            elif user.op in _SLICES and user.operands[0] == value.name:
+                total += sum(s.physical_bytes for s in user.shapes)
+            elif user.op not in _IN_PLACE or user.operands[0] != value.name:
+                return whole
+        return min(total, whole)
+
+    def _written(self, called: Computation, output: Instruction, shape: Shape) -> int:
+        """Bytes of a fusion's result that it writes: where it updates an operand in place, the update."""
+        while output.op == "bitcast":
+            output = called.instructions[output.operands[0]]
+        if output.op == "fusion":
+            inside = self.computations[output.called("calls")]
+            return self._written(inside, inside.root, shape)
+        if output.op in _IN_PLACE:
+            update = output.operands[1 if output.op == "dynamic-update-slice" else 2]
+            return called.instructions[update].shapes[0].physical_bytes
+        return shape.physical_bytes
+
+
+def _prefetch(i: Instruction, source: tuple[Shape, ...]) -> bool:
+    """Whether it takes bytes on chip as they are, to be used there: that costs nothing that reading would not."""
+    target = i.shapes[0]
+    return bool(target.space and source and i.op != "transpose" and target.order == source[0].order)
+
+
+def _branches(i: Instruction) -> list[str]:
+    found = re.search(r"branch_computations=\{([^}]*)\}", i.rest)
+    names = found[1].split(",") if found else [i.called("true_computation"), i.called("false_computation")]
+    return [name.strip().lstrip("%") for name in names if name]
+
+
+def _trips(i: Instruction, condition: Computation, computations: Mapping[str, Computation]) -> int:
+    """How often a loop runs; if that is not known when compiling, as often as it says it is expected to, or once."""
+    if known := re.search(r'known_trip_count[":{]+n[":]+(\d+)', i.rest):
+        return int(known[1])
+    if i.expected_trips is not None:
+        return i.expected_trips
+    root, constants = condition.root, condition.instructions
+    if root.op == "fusion":
+        called = computations[root.called("calls")]
+        if called.root.op != "compare":
+            return 1
+        given = {p.name: constants[o] for p, o in zip(called.parameters, root.operands, strict=True)}
+        root, constants = called.root, {**called.instructions, **given}
+    if root.op != "compare" or "direction=LT" not in root.rest:
+        return 1
+    limit = constants[root.operands[1]]
+    return int(limit.content) if limit.op == "constant" else 1
+
+
+# ---- parsing
+
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+
+
+def _parse(text: str, computations: dict[str, Computation]) -> Computation:
+    """Fill `computations`; returns the entry."""
+    entry, name, instructions = None, None, {}
+    # What a kernel says of itself is written over several lines.
+    text = re.sub(r"kernel_metadata=\{\n([^}]*)\n\}", r"kernel_metadata={\1}", text)
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            name, instructions, is_entry = head[2], {}, bool(head[1])
+        elif line.startswith("}") and name is not None:
+            computations[name] = Computation(name, instructions)
+            entry, name = computations[name] if is_entry else entry, None
+        elif name is not None and (start := _LINE.match(line)):
+            instruction = _instruction(start, line)
+            instructions[instruction.name] = instruction
+    if entry is None:
+        raise ValueError("not the text of a compiled module: it has no ENTRY computation")
+    return entry
+
+
+def _instruction(start: re.Match, line: str) -> Instruction:
+    at = start.end()
+    end = _closing(line, at) + 1 if line[at] == "(" else line.index(" ", at)
+    opening = line.index("(", end)
+    closing = _closing(line, opening)
+    content = line[opening + 1 : closing]
+    return Instruction(
+        name=start[2],
+        op=line[end:opening].strip(),
+        shapes=read_shapes(line[at:end]),
+        operands=tuple(re.findall(r"%([\w.\-]+)", content)),
+        content=content,
+        rest=line[closing + 1 :],
+        root=bool(start[1]),
+    )
+
+
+def _closing(line: str, opening: int) -> int:
+    """Index of the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for at in range(opening, len(line)):
+        depth += {"(": 1, ")": -1}.get(line[at], 0)
+        if depth == 0:
+            return at
+    raise ValueError(f"unbalanced parentheses: {line[:120]}")

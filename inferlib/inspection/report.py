@@ -1,0 +1,401 @@
+"""What compiled programs take and how fast they can be: memory, bytes, collectives, copies, times of each step.
+
+Times are estimates, never a measurement: the compiler's own count of cycles, and for collectives, which it does not
+count, the cost model of `inferlib.planning.network`. The floor is what the chip's peak figures allow: weights and cache
+read once, or the FLOPs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from inferlib.cache.plan import BlockCache, BlockState
+from inferlib.config import ConfigurationError
+from inferlib.inspection.outcome import Outcome
+from inferlib.models.config import MlaSpec
+from inferlib.models.recurrent import Recurrent
+from inferlib.ops.quantized import nbytes
+from inferlib.planning.explain import expert_bytes, explain
+from inferlib.planning.network import ATTAINED, place
+from inferlib.programs.deployment import Deployment
+from inferlib.programs.program import ProgramKey
+from inferlib.programs.program_set import ProgramSet
+from inferlib.sharding import axes
+from inferlib.sharding.mesh import ShardingError
+from inferlib.sharding.shards import Shards
+from inferlib.targets import CHIPS, parse_target, target_names
+
+# Hz, inferred: with them the compiler's cycles of large matrix products meet the chips' published peaks.
+CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e9}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes on one device that follow from shapes alone. rows: of each of `replicas`; token: of a row's cache, per
+    position of those layers that keep them all; fixed: of a row's cache in the others, whatever its length."""
+
+    weights: int
+    cache: int
+    rows: int
+    replicas: int
+    token: int
+    fixed: int
+
+    @property
+    def row(self) -> int:
+        """Of one row's cache."""
+        return self.cache // self.rows
+
+    @staticmethod
+    def of(programs: ProgramSet) -> Budget:
+        shards, plan = programs.config.shards, programs.plan
+
+        def local(shape: tuple[int, ...], names: tuple[str | None, ...], dtype) -> int:
+            return nbytes(shards.local_shape(names, shape), dtype)
+
+        blocks = [(sum(array.nbytes(shards) for array in b.held), b) for b in plan.blocks]
+        rows = programs.config.rows
+        return Budget(
+            weights=sum(local(s.shape, s.axes, s.dtype) for s in programs.model.specs),
+            cache=sum(size for size, _ in blocks),
+            rows=rows,
+            replicas=shards.replicas,
+            token=sum(size // (rows * plan.max_len) for size, b in blocks if not (b.ring or isinstance(b, BlockState))),
+            fixed=sum(size // rows for size, b in blocks if b.ring or isinstance(b, BlockState)),
+        )
+
+
+@dataclass(frozen=True)
+class ProgramReport:
+    """One program, per device and step. Bytes and seconds; None where the target or the compiler has no figure.
+
+    cycles: seconds of the compiler's estimate, and of kernels at the chip's peaks (see `benchmarks/kernels.py`);
+    network: of the collectives, modelled; estimate: both.
+    """
+
+    key: ProgramKey
+    outcome: Outcome
+    temporaries: int | None
+    code: int | None
+    peak: int | None
+    moved_bytes: int | None
+    floor_bytes: int
+    flops: int
+    cycles: float | None
+    network: float | None
+    floor: float | None
+    mbu: float | None
+    mfu: float | None
+
+    @property
+    def estimate(self) -> float | None:
+        return None if self.cycles is None else self.cycles + self.network
+
+    @property
+    def fits(self) -> bool:
+        return self.outcome.status != "too large"
+
+    @property
+    def copies(self) -> list[dict[str, Any]]:
+        """Copies of the cache and relayouts of weights."""
+        facts = self.outcome.facts or {}
+        return [*facts.get("cache_copies", ()), *facts.get("weight_copies", ())]
+
+    @property
+    def balanced(self) -> bool:
+        """Whether bytes and cycles are those of experts that are chosen equally often."""
+        return bool((self.outcome.facts or {}).get("balanced"))
+
+    @property
+    def kernels(self) -> list[dict[str, Any]]:
+        return (self.outcome.facts or {}).get("kernels", [])
+
+    @property
+    def collectives(self) -> list[dict[str, Any]]:
+        return (self.outcome.facts or {}).get("collectives", [])
+
+
+@dataclass(frozen=True)
+class Latency:
+    """What follows for users from a bucket: TTFT of a prompt as long as a prefill bucket, or ITL and throughput of a
+    batch, at `limit` positions. Seconds, estimated and at the floor."""
+
+    kind: str
+    size: int
+    limit: int
+    estimate: float | None
+    floor: float | None
+
+    def rate(self) -> float | None:
+        """Tokens per second."""
+        seconds = self.estimate or self.floor
+        return self.size / seconds if seconds else None
+
+
+@dataclass(frozen=True)
+class Report:
+    """The programs of a deployment, one `ProgramReport` each. capacity: bytes of a device's memory, 0 if unknown."""
+
+    deployment: Deployment
+    budget: Budget
+    capacity: int
+    programs: tuple[ProgramReport, ...]
+
+    @staticmethod
+    def of(deployment: Deployment, outcomes: Sequence[Outcome]) -> Report:
+        planned = deployment.planned()
+        programs = tuple(_program(deployment, planned, outcome) for outcome in outcomes)
+        return Report(deployment, Budget.of(planned), deployment.slice.hbm_bytes, programs)
+
+    @property
+    def ok(self) -> bool:
+        """Everything compiled and fits, and nothing copies the cache, unless on a CPU, where products with a row's keys
+        may want them in another order."""
+        free = self.deployment.slice.platform == "cpu"
+        return all(p.outcome.ok for p in self.programs) and (free or not self.copied)
+
+    @property
+    def copied(self) -> bool:
+        """Whether something copies the cache; its scales may be moved, once in and once out."""
+        copies = (copy for p in self.programs for copy in (p.outcome.facts or {}).get("cache_copies", ()))
+        return any(copy["count"] > 1 or not copy["array"].endswith(" scales") for copy in copies)
+
+    @cached_property
+    def overhead(self) -> int:
+        """The most that a program takes beside weights and cache."""
+        held = self.budget.weights + self.budget.cache
+        return max((p.peak - held for p in self.programs if p.peak is not None), default=0)
+
+    @property
+    def room(self) -> int:
+        """Bytes left for the cache."""
+        return self.capacity - self.budget.weights - max(self.overhead, 0)
+
+    @property
+    def largest_batch(self) -> int | None:
+        """Rows that would fit, at the longest context."""
+        if not self.capacity:
+            return None
+        return max(self.room // self.budget.row, 0) * self.budget.replicas
+
+    @property
+    def largest_context(self) -> int | None:
+        """Positions of each row that would fit, at the largest batch."""
+        if not self.capacity or not self.budget.token:
+            return None
+        a_row = self.room // self.budget.rows - self.budget.fixed
+        return min(max(a_row // self.budget.token, 0), self.deployment.model.context)
+
+    def latencies(self) -> list[Latency]:
+        """By prefill bucket and by batch bucket, at each cache bucket."""
+        found: dict[tuple, Latency] = {}
+        for p in self.programs:
+            key = p.key
+            if key.mode != self.deployment.modes[0] or key.detail:
+                continue
+            if key.chunks == 1 and not key.rows:
+                entry = Latency("TTFT", key.chunk, key.limit, p.estimate, p.floor)
+            elif key.chunks == 0:
+                entry = Latency("ITL", key.rows * self.budget.replicas, key.limit, p.estimate, p.floor)
+            else:
+                continue
+            if p.outcome.ok and (key.steps > 1 or (entry.kind, entry.size, entry.limit) not in found):
+                found[entry.kind, entry.size, entry.limit] = entry
+        return sorted(found.values(), key=lambda x: (x.kind, x.limit, x.size))
+
+    def advice(self) -> list[str]:
+        """If it does not fit: by how much, and what would."""
+        if all(p.fits for p in self.programs):
+            return []
+        need = self.budget.weights + self.budget.cache
+        over = need + max(self.overhead, 0) - self.capacity
+        lines = []
+        if over > 0:
+            lines.append(f"weights and cache exceed a device's memory by {gib(over)}")
+        if self.deployment.dtype == "float32" and _need(replace(self.deployment, dtype="bfloat16")) <= self.capacity:
+            lines.append("--dtype bfloat16 would do")
+        if smaller := self._smaller_cache():
+            lines.append(smaller)
+        chip = self.deployment.slice.chip.name
+        for name in dict.fromkeys([chip, *(c for c in CHIPS if CHIPS[c].platform == "tpu")]):
+            if (found := _smallest(self.deployment, name)) is not None:
+                lines.append(found)
+        return lines or ["no target of one slice holds it: lower the batch or cache buckets"]
+
+    def _smaller_cache(self) -> str:
+        batch, context = self.largest_batch, self.largest_context
+        if batch:
+            return f"on this target {batch} rows of {self.deployment.max_len} tokens would do"
+        if context:
+            return f"on this target {self.deployment.max_batch} rows of {context} tokens would do"
+        return ""
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON values."""
+        programs = []
+        for p in self.programs:
+            fields = {f: v for f, v in vars(p).items() if f not in ("key", "outcome")}
+            programs.append(
+                {"program": str(p.key), "key": asdict(p.key), "status": p.outcome.status, "fits": p.fits}
+                | {"error": p.outcome.error, **fields, "estimate": p.estimate}
+                | {"collectives": p.collectives, "kernels": p.kernels}
+                | {name: (p.outcome.facts or {}).get(name, []) for name in ("cache_copies", "weight_copies")}
+                | {
+                    name: (p.outcome.facts or {}).get(name)
+                    for name in ("trace_seconds", "compile_seconds", "uncosted", "balanced")
+                }
+            )
+        return {
+            "target": self.deployment.target,
+            "parallel": str(self.deployment.parallel),
+            "dtype": self.deployment.dtype,
+            "quantization": self.deployment.quantization and str(self.deployment.quantization),
+            "kv_cache_dtype": self.deployment.kv_cache_dtype,
+            "backend": self.deployment.backend,
+            "ok": self.ok,
+            "capacity": self.capacity,
+            "weights": self.budget.weights,
+            "cache": self.budget.cache,
+            "largest_batch": self.largest_batch,
+            "largest_context": self.largest_context,
+            "programs": programs,
+            "latencies": [{**vars(x), "tokens_per_second": x.rate()} for x in self.latencies()],
+            "advice": self.advice(),
+        }
+
+
+def gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def _program(deployment: Deployment, planned: ProgramSet, outcome: Outcome) -> ProgramReport:
+    target, facts = deployment.slice, outcome.facts or {}
+    memory = facts.get("memory", {})
+    floor_bytes, flops = _floor_bytes(planned, outcome.key), _flops(planned, outcome.key)
+    bandwidth, rate = target.hbm_bandwidth, target.rate(deployment.dtype)
+    clock = CLOCKS.get(target.chip.name)
+    cycles = None
+    if clock and "cycles" in facts:
+        kernels = sum(k["count"] * max(k["nbytes"] / bandwidth, k["flops"] / rate) for k in facts["kernels"])
+        cycles = facts["cycles"] / clock + kernels
+    network = _network(deployment, planned, outcome.key)
+    seconds = None if cycles is None else cycles + network
+    floor = max(floor_bytes / bandwidth, flops / rate) if bandwidth and rate else None
+    return ProgramReport(
+        key=outcome.key,
+        outcome=outcome,
+        temporaries=memory.get("temporaries"),
+        code=memory.get("code"),
+        peak=memory["peak"] if memory else None,
+        moved_bytes=facts.get("bytes"),
+        floor_bytes=floor_bytes,
+        flops=flops,
+        cycles=cycles,
+        network=network,
+        floor=floor,
+        mbu=floor_bytes / (bandwidth * seconds) if seconds else None,
+        mfu=flops / (rate * seconds) if seconds else None,
+    )
+
+
+def _network(deployment: Deployment, planned: ProgramSet, key: ProgramKey) -> float | None:
+    """Seconds of a step's collectives, by the cost model, which knows the networks of TPUs."""
+    if deployment.slice.platform != "tpu":
+        return None
+    shards = planned.config.shards
+    network = place(deployment.slice, tuple(shards.mesh.shape.items()) if shards.mesh else ())
+    (step,) = explain(planned.model, planned.plan, planned.config, [key]).steps
+    return sum(c.count * network.seconds(c, ATTAINED) for c in step.collectives)
+
+
+def _tokens(shards: Shards, key: ProgramKey) -> int:
+    """Of a step, on one device."""
+    return key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
+
+
+def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
+    """Bytes that a step must read on one device: its weights once, of experts those that are chosen if all are equally
+    likely, and the cache of the rows it serves once."""
+    model, plan, shards = programs.model, programs.plan, programs.config.shards
+    tokens, total = _tokens(shards, key), expert_bytes(model, shards, _tokens(shards, key))
+    for weight in model.weights:
+        if axes.EXPERTS in weight.axes:
+            continue
+        for spec in weight.arrays:
+            size = nbytes(shards.local_shape(spec.axes, spec.shape), spec.dtype)
+            total += tokens * spec.shape[-1] * spec.dtype.itemsize if model.looks_up(weight.name) else size
+    return total + sum(_cache_read(block, shards, key) for block in plan.blocks)
+
+
+def _cache_read(block: BlockCache | BlockState, shards: Shards, key: ProgramKey) -> int:
+    if isinstance(block, BlockState):
+        lead = block.arrays[0].shape[: block.arrays[0].axes.index(axes.PAGES)]
+        return (key.rows + key.chunks) * prod(lead) * block.row_bytes(shards)
+    shares = shards.size(axes.POSITIONS)
+    slots = block.slots // shares if block.ring else min(block.slots // shares, -(-key.limit // shares))
+    layers = block.shapes[0][0] if len(block.shapes[0]) > 4 else 1
+    return (key.rows + key.chunks) * layers * slots * sum(array.position_bytes(shards) for array in block.arrays)
+
+
+def _flops(programs: ProgramSet, key: ProgramKey) -> int:
+    """Of a step on one device: matrix products, attention over all of `key.limit` (or the window) included."""
+    model, shards = programs.model, programs.config.shards
+    tokens = _tokens(shards, key)
+    matrices = [w for w in model.weights if w.contracting and axes.VOCAB not in w.axes]
+    inside = sum(prod(shards.local_shape(w.axes, w.shape)) for w in matrices)
+    head = prod(shards.local_shape((axes.EMBED, axes.VOCAB), (model.config.dim, model.layout.vocab)))
+    ends = tokens if key.detail else key.chunks + key.rows
+    attention = 0
+    for layer in model.config.layers:
+        spec, heads = layer.attention, model.layout.heads(layer.attention)
+        if isinstance(spec, Recurrent):
+            attention += 2 * tokens * heads.groups * heads.queries * spec.token_width
+            continue
+        seen = min(key.limit, spec.reach or key.limit)
+        attention += 2 * tokens * seen * heads.groups * heads.queries * spec.pair_width(decode=not key.chunks)
+        if isinstance(spec, MlaSpec) and key.chunks:
+            attention += 2 * key.chunks * seen * heads.groups * spec.kv_rank * (spec.nope_dim + spec.value_dim)
+    attention //= shards.size(axes.KV_HEADS) * shards.size(axes.POSITIONS)
+    return 2 * tokens * inside + 2 * ends * head + attention
+
+
+def _need(deployment: Deployment) -> int:
+    """Bytes of weights and cache on a device, with a twentieth to spare for everything else."""
+    budget = Budget.of(deployment.planned())
+    return (budget.weights + budget.cache) * 21 // 20
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings, of what is only tried."""
+    log = logging.getLogger("inferlib")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _smallest(deployment: Deployment, chip: str) -> str | None:
+    """The smallest slice of a chip that holds the model, the tensor axis as long as the others leave it."""
+    for name in target_names(chip):
+        target = parse_target(name)
+        others = deployment.parallel.devices // deployment.parallel.tensor
+        parallel = replace(deployment.parallel, tensor=max(target.devices // others, 1))
+        if target.devices > 64 or parallel.devices != target.devices:
+            continue
+        try:  # planning checks the axes against groups of weights and the cache
+            with _quiet():
+                need = _need(replace(deployment, target=target.name, parallel=parallel))
+        except (ShardingError, ConfigurationError):
+            continue
+        if need <= target.hbm_bytes:
+            return f"--target {name} --parallel {parallel} would do"
+    return None

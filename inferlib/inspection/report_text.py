@@ -1,0 +1,146 @@
+"""The report of compiled programs as text for a terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from inferlib.inspection.report import Latency, ProgramReport, Report, gib
+
+_WIDTH = 150  # where there is no terminal
+
+
+def render(report: Report, name: str) -> str:
+    """Tables of memory and time, then collectives, copies and errors. name: of the model."""
+    text, terminal = io.StringIO(), sys.stdout.isatty()
+    console = Console(file=text, force_terminal=terminal, width=None if terminal else _WIDTH)
+    made = report.deployment
+    console.print(f"[bold]{name} on {made.target}[/bold], {settings_text(report)}", highlight=False)
+    console.print(_memory(report), _time(report), highlight=False)
+    for line in (*_limits(report), *assumptions(report), *_collectives(report), *_kernels(report), *_problems(report)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return text.getvalue()
+
+
+def settings_text(report: Report) -> str:
+    """What the programs were compiled with, beside the model and the target."""
+    made = report.deployment
+    kept = {"weights": made.quantization, "cache": made.kv_cache_dtype}
+    parts = [f"{how} {what}" for what, how in kept.items() if how]
+    return ", ".join([str(made.parallel), made.dtype, *parts, f"backend {made.backend}"])
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("program", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _memory(report: Report) -> Table:
+    budget = report.budget
+    table = _table("Memory of a device", "", "weights", "cache", "temporaries", "code", "peak", "of capacity", "copies")
+    for p in report.programs:
+        share = f"{p.peak / report.capacity:.0%}" if p.peak is not None and report.capacity else "-"
+        cells = [gib(budget.weights), gib(budget.cache), *(_or(v, _mib) for v in (p.temporaries, p.code))]
+        known = p.outcome.ok and p.outcome.status != "lowered"
+        copies = str(sum(c["count"] for c in p.copies)) if known else "-"
+        table.add_row(str(p.key), p.outcome.status, *cells, _or(p.peak, gib), share, copies)
+    return table
+
+
+def _time(report: Report) -> Table:
+    title = (
+        "A step on a device; times are estimates (cycles by the compiler, collectives by the cost model), not measured"
+    )
+    table = _table(title, "moved", "floor", "", "cycles", "collectives", "estimate", "floor", "MBU", "MFU")
+    for p in report.programs:
+        moved, ratio = _or(p.moved_bytes, gib), _or(p.moved_bytes and p.moved_bytes / p.floor_bytes, "{:.2f}x".format)
+        times = [_or(v, _ms) for v in (p.cycles, p.network, p.estimate, p.floor)]
+        table.add_row(
+            str(p.key), moved, gib(p.floor_bytes), ratio, *times, *(_or(v, "{:.0%}".format) for v in (p.mbu, p.mfu))
+        )
+    return table
+
+
+def _limits(report: Report) -> list[str]:
+    lines = []
+    if report.largest_batch is not None and any(p.outcome.ok for p in report.programs):
+        lines.append(
+            f"Largest batch of {report.deployment.max_len} tokens that would fit: {report.largest_batch}; "
+            f"largest context at batch {report.deployment.max_batch}: {report.largest_context}"
+        )
+    lines += [latency_text(x) for x in report.latencies() if x.estimate or x.floor]
+    return lines
+
+
+def assumptions(report: Report) -> list[str]:
+    keys = [str(p.key) for p in report.programs if p.balanced]
+    what = "moved bytes and cycles are those of experts chosen equally often; other choices are computed in more rounds"
+    return [f"{'; '.join(keys)}: {what}"] if keys else []
+
+
+def latency_text(x: Latency) -> str:
+    what = f"TTFT of {x.size} tokens" if x.kind == "TTFT" else f"ITL of {x.size} rows"
+    return f"{what} at cache {x.limit}: {_or(x.estimate, _ms)} estimated, {_or(x.floor, _ms)} at the floor"
+
+
+def _collectives(report: Report) -> list[str]:
+    """One line for programs with the same collectives."""
+    groups: dict[str, list[str]] = {}
+    for p in report.programs:
+        if p.collectives:
+            groups.setdefault(collectives_text(p), []).append(str(p.key))
+    return [f"Collectives of {'; '.join(keys)}: {text}" for text, keys in groups.items()]
+
+
+def collectives_text(p: ProgramReport) -> str:
+    return ", ".join(f"{c['count']} {c['kind']} of {_mib(c['nbytes'])}" for c in p.collectives)
+
+
+def _kernels(report: Report) -> list[str]:
+    """For Trainium: which operations are NKI kernels, one line for programs with the same."""
+    groups: dict[str, list[str]] = {}
+    for p in report.programs:
+        found = (p.outcome.facts or {}).get("nki")
+        if found is not None:
+            calls = ", ".join(f"{count} {name}" for name, count in found.items()) or "none, XLA does all"
+            groups.setdefault(calls, []).append(str(p.key))
+    return [f"NKI kernels of {'; '.join(keys)}: {calls}" for calls, keys in groups.items()]
+
+
+def _problems(report: Report) -> list[str]:
+    lines = [line for p in report.programs for line in problems_of(p)]
+    return lines + [f"Does not fit: {line}" for line in report.advice()]
+
+
+def problems_of(p: ProgramReport) -> list[str]:
+    facts = p.outcome.facts or {}
+    lines = []
+    for name, what in (("cache_copies", "the cache"), ("weight_copies", "weights")):
+        counts: Counter[tuple[str, int]] = Counter()
+        for copy in facts.get(name, ()):
+            counts[copy["array"], copy["nbytes"]] += copy["count"]
+        for (array, size), count in counts.items():
+            lines.append(f"{p.key} copies {what}: {array}, {count} x {_mib(size)} a step")
+    return lines + ([f"{p.key}: {p.outcome.error}"] if p.outcome.error else [])
+
+
+def _or(value: Any, form: Callable[[Any], str]) -> str:
+    return "-" if value is None else form(value)
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:.2f} MiB" if count >= 1 << 14 else f"{count} bytes"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"

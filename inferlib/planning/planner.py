@@ -1,0 +1,318 @@
+"""Planning: which mesh, preset, weight dtype and batch suit a workload on a target, ranked by the cost model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
+from inferlib.models.layout import Layout
+from inferlib.models.quantization import Quantization
+from inferlib.planning.costs import Deployed, Memory, StepTime, step_time
+from inferlib.sharding.mesh import Parallelism, ShardingError
+from inferlib.sharding.shards import planned_shards
+from inferlib.targets import CHIPS, Target, TargetError, parse_target, target_names
+
+_LONGEST_CHUNK = 1024  # of a prefill: enough tokens to be bound by compute on every chip
+USUAL = (None, Quantization.named("int8"))  # what is considered by default
+_WIDEST = 64  # devices of a replica, at most: beyond, a step is all latency
+
+
+class PlanError(ValueError):
+    """A workload that cannot be planned; the message says what would do."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests of `input_len` prompt tokens and `output_len` generated ones, `concurrency` at a time."""
+
+    input_len: int
+    output_len: int
+    concurrency: int
+
+    def __post_init__(self):
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise PlanError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
+
+    @property
+    def max_len(self) -> int:
+        return self.input_len + self.output_len
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prefill chunk: the prompt's, rounded up to a power of two."""
+        return min(_LONGEST_CHUNK, 1 << (self.input_len - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Seconds that must hold: to the first token, and on average between tokens."""
+
+    ttft: float | None = None
+    itl: float | None = None
+
+    @staticmethod
+    def parse(text: str) -> Slo:
+        """Read "ttft=0.5,itl=0.02"."""
+        values: dict[str, float] = {}
+        for part in filter(None, (p.strip() for p in text.split(","))):
+            name, _, value = part.partition("=")
+            try:
+                seconds = float(value)
+            except ValueError:
+                seconds = 0.0
+            if name not in ("ttft", "itl") or name in values or not seconds > 0:
+                raise PlanError(f"cannot read {part!r} in slo={text!r}; write seconds, for example ttft=0.5,itl=0.02")
+            values[name] = seconds
+        return Slo(**values)
+
+    def missed_by(self, option: Option) -> float:
+        """How many times too long the worse of the two is, 1.0 if neither is."""
+        pairs = ((self.ttft, option.ttft), (self.itl, option.itl))
+        return max([1.0, *(actual / limit for limit, actual in pairs if limit is not None)])
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to serve a workload, with `batch` rows over all replicas.
+
+    decode: a step of it, the cache half way through the answers; prefill: seconds of one prompt. Prompts are prefilled
+    between decode steps, so that each token waits for its share of them.
+    """
+
+    deployed: Deployed
+    workload: Workload
+    batch: int
+    memory: Memory
+    decode: StepTime
+    prefill: float
+
+    @property
+    def active(self) -> int:
+        """Rows that the workload fills."""
+        return min(self.batch, self.workload.concurrency)
+
+    @property
+    def _cycle(self) -> float:
+        """Seconds in which a full batch is answered."""
+        rows = -(-self.active // self.deployed.replicas)
+        return self.workload.output_len * self.decode.seconds + rows * self.prefill
+
+    @property
+    def itl(self) -> float:
+        return self._cycle / self.workload.output_len
+
+    @property
+    def ttft(self) -> float:
+        """The wait for a row, a decode step under way, and the prompt itself."""
+        wait = (self.workload.concurrency / self.active - 1) * self._cycle
+        return wait + self.decode.seconds + self.prefill
+
+    @property
+    def throughput(self) -> float:
+        """Generated tokens per second of the whole slice."""
+        return self.active * self.workload.output_len / self._cycle
+
+    @property
+    def per_chip(self) -> float:
+        return self.throughput / self.deployed.target.chips
+
+    @property
+    def over(self) -> int:
+        """Bytes that a device lacks; negative: bytes that are left."""
+        return self.memory.total - self.deployed.target.hbm_bytes
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON values; times in seconds, bytes of a device."""
+        return {
+            "parallel": str(self.deployed.parallel),
+            "weights": self.deployed.weights,
+            "kv_cache_dtype": self.deployed.kv_cache_dtype or "bfloat16",
+            "batch": self.batch,
+            "ttft": self.ttft,
+            "itl": self.itl,
+            "tokens_per_second": self.throughput,
+            "tokens_per_second_per_chip": self.per_chip,
+            "decode": vars(self.decode) | {"bound": self.decode.bound},
+            "bytes": vars(self.memory) | {"total": self.memory.total, "over": self.over},
+        }
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """options: those that fit, the best first: by how far they miss the SLO, then by throughput, then by ITL."""
+
+    workload: Workload
+    slo: Slo
+    target: Target
+    options: tuple[Option, ...]
+
+    @property
+    def best(self) -> Option:
+        return self.options[0]
+
+    @property
+    def meets(self) -> bool:
+        """Whether the best one meets the SLO."""
+        return self.slo.missed_by(self.best) == 1.0
+
+    @cached_property
+    def frontier(self) -> tuple[Option, ...]:
+        """Those that no other beats in both ITL and throughput, the fastest for each user first."""
+        found: list[Option] = []
+        for option in sorted(self.options, key=lambda o: (_digits(o.itl), -_digits(o.throughput))):
+            if not found or _digits(option.throughput) > _digits(found[-1].throughput):
+                found.append(option)
+        return tuple(found)
+
+
+def _digits(value: float) -> float:
+    """To three digits: what differs by less is equal, and the simpler mesh comes first."""
+    return float(f"{value:.3g}")
+
+
+def rank(
+    config: ModelConfig,
+    target: Target,
+    workload: Workload,
+    slo: Slo = Slo(),
+    quantizations: Sequence[Quantization | None] = USUAL,
+    kv_cache_dtype: str | None = None,
+) -> Ranking:
+    """Rank every mesh, preset, weight dtype and batch. kv_cache_dtype: see `EngineConfig`.
+
+    Raises PlanError if nothing fits (saying by how much, and what would do) or the workload exceeds the model's
+    context, and TargetError for a target whose figures are not known.
+    """
+    if not target.hbm_bytes:
+        raise TargetError(
+            f"{target} is whatever this machine has, without published figures; plan for a chip, such as cuda:h200"
+        )
+    if workload.max_len > config.context:
+        raise PlanError(f"{workload.max_len} tokens exceed the model's context of {config.context}")
+    every = [
+        option
+        for parallel in meshes(config, target, workload.chunk)
+        for quantization in quantizations
+        if _keeps_groups(deployed := Deployed(config, target, parallel, quantization, kv_cache_dtype))
+        for option in _options(deployed, workload)
+    ]
+    options = [o for o in every if o.over <= 0]
+    if not options:
+        raise PlanError(_advice(min(every, key=lambda o: o.over), quantizations))
+    options.sort(key=lambda o: (_digits(slo.missed_by(o)), -_digits(o.throughput), _digits(o.itl)))
+    return Ranking(workload, slo, target, tuple(options))
+
+
+def meshes(config: ModelConfig, target: Target, chunk: int) -> list[Parallelism]:
+    """Every mesh of all the devices that the model and its prefill chunks divide over, with each preset that makes a
+    difference, the simplest first; replicas have experts of their own, or all share one set."""
+    widths = _widths(target)
+    kv_heads = max(1 if isinstance(x.attention, MlaSpec) else x.attention.kv_heads for x in config.layers)
+    found = _tensor_meshes(config, target)
+    # Where tp would hold copies of the cache.
+    found += [
+        Parallelism(tensor=n, **{axis: target.devices // n}, rules="dp_attention")
+        for n in widths
+        for axis in _replica_axes(config, target.devices // n)
+        if n > kv_heads
+    ]
+    for width in widths:
+        for sequence in (n for n in widths if n > 1 and width % n == 0):
+            tensor = width // sequence
+            rules = ["cp"] if chunk % sequence == 0 else []
+            # For more devices than KV heads, as many as can on the tensor axis.
+            rules += ["helix"] if tensor == max(n for n in widths if n <= kv_heads and width % n == 0) else []
+            rules += ["tp2d"] if tensor > 1 else []
+            found += [
+                Parallelism(tensor=tensor, sequence=sequence, **{axis: target.devices // width}, rules=name)
+                for axis in _replica_axes(config, target.devices // width)
+                for name in rules
+            ]
+    return [parallel for parallel in found if _divides(config, parallel)]
+
+
+def _tensor_meshes(config: ModelConfig, target: Target) -> list[Parallelism]:
+    return [
+        Parallelism(tensor=n, **{axis: target.devices // n}, rules=rules)
+        for n in _widths(target)
+        for axis in _replica_axes(config, target.devices // n)
+        for rules in ("tp", "tp_sp")[: 1 + (n > 1)]
+    ]
+
+
+def _widths(target: Target) -> list[int]:
+    """Devices that a replica can have."""
+    return [n for n in range(1, min(target.devices, _WIDEST) + 1) if target.devices % n == 0]
+
+
+def _replica_axes(config: ModelConfig, replicas: int) -> list[str]:
+    fewest = min((layer.mlp.experts for layer in config.layers if isinstance(layer.mlp, MoeSpec)), default=1)
+    return ["data", "expert"] if 1 < replicas <= fewest else ["data"]
+
+
+def _divides(config: ModelConfig, parallel: Parallelism) -> bool:
+    try:
+        Layout(config, planned_shards(parallel))
+    except ShardingError:
+        return False
+    return True
+
+
+def _keeps_groups(deployed: Deployed) -> bool:
+    """Whether the mesh leaves quantised elements that share a scale together."""
+    try:
+        _ = deployed.model
+    except ShardingError:
+        return False
+    return True
+
+
+def _batches(concurrency: int, replicas: int) -> list[int]:
+    """Rows over all replicas: powers of two for each of them, the last holds all that come at a time."""
+    most = -(-concurrency // replicas)
+    rows = [1 << k for k in range(most.bit_length()) if 1 << k < most]
+    return [n * replicas for n in (*rows, most)]
+
+
+def _options(deployed: Deployed, workload: Workload) -> Iterator[Option]:
+    """One for each batch."""
+    chunk = workload.chunk
+    chunks = -(-workload.input_len // chunk)
+    middle = step_time(deployed.prefill(chunk, chunk * (chunks - 1) / 2), deployed.network)
+    for batch in _batches(workload.concurrency, deployed.replicas):
+        rows = -(-min(batch, workload.concurrency) // deployed.replicas)
+        decode = step_time(deployed.decode(rows, workload.input_len + workload.output_len / 2), deployed.network)
+        memory = deployed.memory(batch, workload.max_len, chunk)
+        yield Option(deployed, workload, batch, memory, decode, chunks * middle.seconds)
+
+
+def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> str:
+    """What is short, and the smallest of each kind of slice that would do."""
+    deployed, target = nearest.deployed, nearest.deployed.target
+    gib = 1024**3
+    text = (
+        f"the model does not fit {target}: the nearest ({deployed.parallel}, {deployed.weights} "
+        f"weights, batch {nearest.batch}) needs {nearest.memory.total / gib:.1f} GiB on each device, "
+        f"{nearest.over / gib:.1f} GiB more than its {target.hbm_bytes / gib:.1f}"
+    )
+    chips = [chip for chip in CHIPS.values() if chip.platform == target.platform and chip.hbm_bytes]
+    chips.sort(key=lambda chip: chip != target.chip)
+    able = []
+    for quantization in USUAL:
+        names = [target.name] if quantization not in quantizations else []
+        for offered in (names, *(target_names(chip.name) for chip in chips)):
+            fit = (n for n in offered if _fits(replace(deployed, quantization=quantization), n, nearest.workload))
+            if name := next(fit, None):
+                able.append(f"{name} with {quantization or 'bfloat16'} weights")
+    return f"{text}; what would do: {', '.join(able) or 'fewer tokens'}"
+
+
+def _fits(deployed: Deployed, name: str, workload: Workload) -> bool:
+    """Whether one row of each replica fits on the widest tensor axis of a target."""
+    target = parse_target(name)
+    deployed = replace(deployed, target=target, parallel=_tensor_meshes(deployed.config, target)[-1])
+    return deployed.memory(deployed.replicas, workload.max_len, workload.chunk).total <= target.hbm_bytes

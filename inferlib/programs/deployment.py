@@ -1,0 +1,197 @@
+"""What a set of programs is compiled from, as data that travels between processes and into manifests."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache, cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.layout import Layout
+
+from inferlib.config import Buckets, ConfigurationError, EngineConfig, backend_option, check_dtype
+from inferlib.models.abstract import abstract_model
+from inferlib.models.config import ModelConfig
+from inferlib.models.families import config_from_hf
+from inferlib.models.quantization import Quantization
+from inferlib.programs.program import Mode, ProgramKey
+from inferlib.programs.program_set import ProgramSet, check_packed, planned_keys
+from inferlib.sharding.mesh import Parallelism, ShardingError, make_mesh
+from inferlib.sharding.rules import preset
+from inferlib.sharding.shards import Shards, planned_shards
+from inferlib.targets import Target, parse_target
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
+
+    quantization: of the weights, None for `dtype`. kv_cache_dtype: see `EngineConfig`. modes: sampling modes to
+    compile. expert_slots: of a placement of experts, whatever it is (see `inferlib.placement`). backend: see
+    `inferlib.config.with_option`. Raises ConfigurationError, ShardingError or TargetError if they do not go together.
+    """
+
+    hf: Mapping[str, Any]
+    target: str
+    dtype: str
+    buckets: Buckets
+    parallel: Parallelism = field(default_factory=Parallelism)
+    modes: tuple[Mode, ...] = ("greedy", "sample")
+    quantization: Quantization | None = None
+    kv_cache_dtype: str | None = None
+    expert_slots: int | None = None
+    backend: str = "auto"
+
+    def __post_init__(self):
+        object.__setattr__(self, "backend", backend_option(self.backend))
+        check_dtype(self.dtype)
+        if self.max_len > self.model.context:
+            raise ConfigurationError(
+                f"cache bucket {self.max_len} exceeds the model's context of {self.model.context} tokens"
+            )
+        slice_ = self.slice
+        if slice_.platform == "tpu" and self.parallel.devices != slice_.devices:
+            raise ShardingError(
+                f"parallel={self.parallel} is {self.parallel.devices} devices, and {slice_} has {slice_.devices}: "
+                f"write for example --parallel tp={slice_.devices}"
+            )
+        if slice_.platform == "neuron" and self.parallel.devices > 1:
+            raise ShardingError(
+                f"parallel={self.parallel}: programs for {slice_} are of one device so far, as Neuron's compiler takes "
+                "no module that is still to be partitioned; leave --parallel out, or take a TPU"
+            )
+        preset(self.parallel.rules)
+        planned_keys(self.config(planned_shards(self.parallel)), self.modes)
+
+    @property
+    def max_batch(self) -> int:
+        return self.buckets.batch[-1]
+
+    @property
+    def max_len(self) -> int:
+        return self.buckets.cache[-1]
+
+    @property
+    def slice(self) -> Target:
+        return parse_target(self.target)
+
+    @property
+    def model(self) -> ModelConfig:
+        return config_from_hf(dict(self.hf))
+
+    def config(self, shards: Shards) -> EngineConfig:
+        sizes, target = (self.max_batch, self.max_len, self.buckets), self.slice
+        kept = self.kv_cache_dtype, self.backend
+        options = dict(cores=target.chip.cores, generation=target.chip.name)
+        return EngineConfig.make(target.platform, *sizes, shards, self.model, *kept, **options)
+
+    def shards(self, devices: Sequence[jax.Device]) -> Shards:
+        """The mesh; of a single device too where the device is not one of this process's own."""
+        if self.parallel.devices == 1 and self.slice.platform != "tpu":
+            return Shards()
+        return Shards(make_mesh(self.parallel, devices), preset(self.parallel.rules))
+
+    def program_set(self, shards: Shards, layouts: Sequence[Layout] | None = None) -> ProgramSet:
+        """Its programs, traced for `shards` (see `shards`, and `planned_shards` where there are no devices)."""
+        config = self.config(shards)
+        options = dict(backend=config.backend, scan=config.scan, shards=shards, expert_slots=self.expert_slots)
+        model = abstract_model(self.model, self.dtype, quantization=self.quantization, **options)
+        check_packed(model, config, placed=True)
+        return ProgramSet.make(model, config, layouts)
+
+    def planned(self) -> ProgramSet:
+        """Its programs where there are no devices: to budget with."""
+        return self._planned
+
+    @cached_property
+    def _planned(self) -> ProgramSet:
+        return self.program_set(planned_shards(self.parallel))  # which warns
+
+    def keys(self) -> list[ProgramKey]:
+        """Its programs; the first decides the layouts of the weights."""
+        programs = self.planned()
+        keys = planned_keys(programs.config, self.modes)
+        return sorted(keys, key=lambda key: key != programs.decisive)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "hf": dict(self.hf), "buckets": asdict(self.buckets)}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Deployment:
+        made = {
+            "buckets": Buckets(**value["buckets"]),
+            "parallel": Parallelism(**value["parallel"]),
+            "modes": tuple(value["modes"]),
+            "quantization": Quantization.from_json(value["quantization"]),
+        }
+        return Deployment(**{f.name: value[f.name] for f in fields(Deployment)} | made)
+
+    def program_hash(self, key: ProgramKey, layouts: Sequence[Mapping] | None) -> str:
+        """What the compiled program of a key depends on. layouts: of the weights, as in a manifest."""
+        parts = {
+            **self.to_json(),
+            "buckets": [self.max_batch, self.max_len, self.buckets.prefill[-1]],
+            "modes": None,
+            "key": asdict(key),
+            "layouts": layouts,
+            "versions": versions(self.slice),
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=list).encode()).hexdigest()
+
+
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    return {
+        "major_to_minor": list(layout.major_to_minor),
+        "tiling": [list(tile) for tile in layout.tiling or ()],
+        "element_bits": layout.sub_byte_element_size_in_bits,
+    }
+
+
+def layout_from_json(value: Mapping[str, Any]) -> Layout:
+    return Layout(
+        tuple(value["major_to_minor"]),
+        tiling=tuple(map(tuple, value["tiling"])),
+        sub_byte_element_size_in_bits=value["element_bits"],
+    )
+
+
+# ---- versions
+
+# What programs are traced from.
+_SOURCES = (
+    *("inferlib.sharding", "inferlib.pallas_kernels", "inferlib.ops", "inferlib.models", "inferlib.sampling"),
+    *("inferlib.cache", "inferlib.config", "inferlib.programs.program_set", "inferlib.programs.program"),
+    "inferlib.programs.row_state",
+)
+
+
+@cache
+def code_version() -> str:
+    """A hash of the code that programs are traced from."""
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        spec = importlib.util.find_spec(name)
+        folder = Path(spec.origin).parent
+        files = [f for f in folder.rglob("*") if f.suffix in (".py", ".json")]  # .json: blocks of kernels
+        for file in sorted(files) if spec.submodule_search_locations else [Path(spec.origin)]:
+            digest.update(f"{name} {file.relative_to(folder)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def versions(target: Target) -> dict[str, str]:
+    """Versions that a compiled program is bound to."""
+    packages = ("inferlib", "jax", "jaxlib", *(("libtpu",) if target.platform == "tpu" else ()))
+    return {name: _version(name) for name in packages} | {"code": code_version()}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,354 @@
+"""The compiled programs: a step over prefill chunks and decode rows, and several decode steps.
+
+A program is a pure function of flat tuples (weights, cache), the row state and a few small host arrays.
+Cache and state are donated. Sampling is inside; only tokens and asked-for log-probabilities come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from inferlib.cache.plan import CachePlan
+from inferlib.config import EngineConfig
+from inferlib.models.abstract import AbstractModel
+from inferlib.models.batch import StepBatch, StepContext
+from inferlib.models.decoder import fuses_sums
+from inferlib.programs.row_state import RowState
+from inferlib.sampling.sampler import Sampled, Vocabulary, count_tokens, is_stop, mark_prompt, sample, score, unpack
+from inferlib.sharding import axes
+
+if TYPE_CHECKING:
+    from inferlib.pallas_kernels.all_reduce_norm_gpu import Mailboxes
+
+Mode = Literal["greedy", "sample", "logprobs"]
+MODES: tuple[Mode, ...] = get_args(Mode)  # each does all that those before it do
+
+
+@dataclass(frozen=True, order=True)
+class ProgramKey:
+    """What a program is specialised for.
+
+    rows: decode rows (B) of each replica; limit: no position reaches it; mode: what sampling must do; steps: decode
+    steps. chunks, chunk: P chunks of C prefill tokens of each replica (then steps is 1). detail: what else a prefill
+    returns for every prompt position: log-probabilities of the next token, or the logits.
+    """
+
+    mode: Mode
+    rows: int
+    limit: int
+    steps: int = 1
+    chunks: int = 0
+    chunk: int = 0
+    detail: Literal["", "logprobs", "logits"] = ""
+
+    def __str__(self) -> str:
+        prefill = (
+            f"prefill {self.chunks}x{self.chunk}{' ' + self.detail if self.detail else ''} " if self.chunks else ""
+        )
+        decode = f"decode {self.rows}x{self.steps} " if self.rows else ""
+        return f"{prefill}{decode}{self.mode} cache {self.limit}"
+
+
+class Control(NamedTuple):
+    """What the host tells every program; packed in one array `[1, R + 1]` int32 for each replica.
+
+    cancel [R] bool: rows to stop now; yield_early bool: return as soon as a row finishes, so that a waiting prompt can
+    have it; where steps are counted, after the last.
+    """
+
+    cancel: jax.Array
+    yield_early: jax.Array
+
+    @staticmethod
+    def unpack(packed: jax.Array) -> Control:
+        return Control(packed[0, :-1] != 0, packed[0, -1] != 0)
+
+
+# Columns of the chunk table [P, 7] int32: cache row (R or more: absent), position of the first token, tokens,
+# whether the prompt starts and ends here, tokens to generate, and the token after the chunk (-1: none).
+CHUNK_COLUMNS = ("row", "start", "length", "first", "last", "budget", "next")
+
+
+class ChunkInput(NamedTuple):
+    """P prefill chunks. tokens [P, C] int32; table [P, 7] int32, see CHUNK_COLUMNS; ints, floats: packed sampling
+    parameters, read when the prompt ends here."""
+
+    tokens: jax.Array
+    table: jax.Array
+    ints: jax.Array
+    floats: jax.Array
+
+
+class StepOutput(NamedTuple):
+    """tokens [K, B]: -1 where a row was inactive; chunk_tokens [P]: first token of prompts that ended; each
+    `Sampled` beside it holds log-probabilities, its leading dimensions alike. detail: `Sampled` [P, C / n, n, ...] of
+    the prompt's own tokens, or logits [P, C / n, n, V], with n the devices that a chunk's tokens are dealt out to.
+    load [1, 1, L, E] int32: of the layers with experts, how many tokens chose each, in all steps; if that is counted,
+    and for each replica and each of the n."""
+
+    tokens: jax.Array
+    sampled: Sampled | None = None
+    chunk_tokens: jax.Array | None = None
+    chunk_sampled: Sampled | None = None
+    detail: Sampled | jax.Array | None = None
+    load: jax.Array | None = None
+
+
+def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey) -> Callable:
+    """The function `(weights, cache, state, control[, chunk]) -> (cache, state, StepOutput)` of a key.
+
+    On a mesh it takes whole arrays and runs one device's part of it on each.
+    """
+    maker = _Maker(model, plan, config, key)
+    function = maker.step if key.chunks else maker.decode
+    if config.shards.mesh is None:
+        return function
+    spec = config.shards.rules.spec
+    state = tree_specs(spec, RowState.AXES)
+    fixed = (tuple(spec(w.axes) for w in model.specs), tuple(spec(array.axes) for array in plan.arrays), state)
+    chunk = (ChunkInput(*(spec((axes.ROWS, None)) for _ in ChunkInput._fields)),) if key.chunks else ()
+    output = _output_specs(spec, key, config.expert_load)
+    if config.shards.several_processes:
+        function, output = _gathered(function, output, config.shards.mesh), PartitionSpec()
+    return jax.shard_map(
+        function,
+        mesh=config.shards.mesh,
+        in_specs=(*fixed, spec((axes.ROWS, None)), *chunk),
+        out_specs=(*fixed[1:], output),
+        check_vma=False,
+    )
+
+
+def _gathered(function: Callable, specs: StepOutput, mesh: Mesh) -> Callable:
+    """The same program with its output whole on every device, as process 0 can read only its own devices."""
+
+    def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        for dim, over in enumerate(spec):
+            split = [axis for axis in ((over,) if isinstance(over, str) else over or ()) if mesh.shape[axis] > 1]
+            if split and x.size:
+                x = lax.all_gather(x, tuple(split), axis=dim, tiled=True)
+        return x
+
+    def gathered(*inputs):
+        cache, state, output = function(*inputs)
+        return cache, state, jax.tree.map(gather, output, specs)
+
+    return gathered
+
+
+def _output_specs(spec: Callable, key: ProgramKey, load: bool) -> StepOutput:
+    """How a program's output is put together from the devices' parts."""
+    logprobs = key.mode == "logprobs"
+    dealt = (axes.ROWS, None, axes.TOKENS)
+    return StepOutput(
+        tokens=spec((None, axes.ROWS)),
+        sampled=Sampled(*[spec((None, axes.ROWS))] * 5) if logprobs and key.rows else None,
+        chunk_tokens=spec((axes.ROWS,)) if key.chunks else None,
+        chunk_sampled=Sampled(*[spec((axes.ROWS,))] * 5) if logprobs and key.chunks else None,
+        detail={"logprobs": Sampled(*[spec(dealt)] * 5), "logits": spec((*dealt, axes.VOCAB))}.get(key.detail),
+        load=spec((axes.ROWS, axes.TOKENS)) if load else None,
+    )
+
+
+def fuses(model: AbstractModel, config: EngineConfig, key: ProgramKey) -> bool:
+    """Whether the sums over devices of a program's layers take place in one kernel with the norms that follow."""
+    if config.backend.all_reduce == "xla" or config.scan or key.chunks or not fuses_sums(model.config, alone=False):
+        return False
+    from inferlib.pallas_kernels.all_reduce_norm_gpu import fits
+
+    return fits(key.rows, model.config.dim, model.dtype)
+
+
+def tree_specs(spec: Callable, names: RowState) -> RowState:
+    return RowState(*(spec(axes_of_field) for axes_of_field in names))
+
+
+@dataclass(frozen=True)
+class _Maker:
+    model: AbstractModel
+    plan: CachePlan
+    config: EngineConfig
+    key: ProgramKey
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.config.shards)
+
+    def any_row(self, x: jax.Array) -> jax.Array:
+        """Whether any row of any replica, [..., R] -> [...]; the replicas stay in step."""
+        return self.config.shards.max(jnp.any(x, axis=-1).astype(jnp.int32), axes.ROWS) > 0
+
+    def mailboxes(self) -> Mailboxes | None:
+        """Of one decode step's sums over devices, if they are fused; opened once, each step hands them on."""
+        if not fuses(self.model, self.config, self.key):
+            return None
+        from inferlib.pallas_kernels.all_reduce_norm_gpu import open_mailboxes
+
+        return open_mailboxes(self.key.rows, self.model.config.dim, self.config.shards.only_axis)
+
+    def run(self, weights, cache, batch: StepBatch, counted: jax.Array, boxes: Mailboxes | None = None):
+        """Hidden states [T, D], the decoder (for its head), the cache, the mailboxes and the experts' load, if it is
+        asked for: of the tokens [T] that are `counted`."""
+        decoder = self.model.merge(weights)
+        config = self.config
+        ctx = StepContext(
+            batch,
+            self.model.config,
+            self.plan.max_len,
+            self.key.limit,
+            config.backend,
+            config.shards,
+            counted if config.expert_load else None,
+        )
+        hidden, caches, boxes, load = decoder(ctx, self.plan.view(cache), boxes)
+        return hidden, decoder, self.plan.flatten(caches), boxes, None if load is None else load[None, None]
+
+    def counted_rows(self, rows: RowState) -> jax.Array:
+        """[B] those whose choices of experts count: every device that prompts are dealt out to has the rows."""
+        return rows.active & (self.config.shards.index(axes.TOKENS) == 0)
+
+    def advance(self, rows: RowState, logits: jax.Array) -> tuple[RowState, Sampled]:
+        """Sample the next token of every row and account for it; inactive rows yield token -1."""
+        params = unpack(rows.ints, rows.floats)
+        sampled = sample(logits, params, rows.counts, rows.generated, mode=self.key.mode, vocabulary=self.vocabulary)
+        token, counts = sampled.token, rows.counts
+        if self.key.mode != "greedy":
+            counts = count_tokens(counts, token, rows.active, self.vocabulary)
+        live = rows.active.astype(jnp.int32)
+        budget = rows.budget - live
+        rows = rows._replace(
+            token=jnp.where(rows.active, token, rows.token),
+            length=rows.length + live,
+            budget=budget,
+            generated=rows.generated + live,
+            counts=counts,
+            active=rows.active & ~is_stop(params, token) & (budget > 0),
+        )
+        return rows, sampled._replace(token=jnp.where(live > 0, token, -1))
+
+    def decode(self, weights, cache, state: RowState, packed: jax.Array):
+        """`key.steps` decode steps of the first `key.rows` rows; uncounted, no more than the rows need."""
+        key, control = self.key, Control.unpack(packed)
+        state = state._replace(active=state.active & ~control.cancel)
+        rows = state.head(key.rows)
+
+        def step(cache, rows, boxes):
+            batch = StepBatch.of_rows(rows.token, jnp.where(rows.active, rows.length + 1, 0))
+            hidden, decoder, cache, boxes, load = self.run(weights, cache, batch, self.counted_rows(rows), boxes)
+            rows, sampled = self.advance(rows, decoder.logits(hidden, self.config.shards))
+            return cache, rows, boxes, sampled, load
+
+        boxes = self.mailboxes()
+        if key.steps == 1:
+            cache, rows, _, sampled, load = step(cache, rows, boxes)
+            outs = jax.tree.map(lambda x: x[None], sampled)
+        else:
+            *_, shapes, load = jax.eval_shape(step, cache, rows, boxes)
+            outs = jax.tree.map(lambda s: jnp.full((key.steps, *s.shape), -1, s.dtype), shapes)
+            load = jax.tree.map(jnp.zeros_like, load)
+            started = rows.active
+
+            def more(i, rows):
+                running, finished = self.any_row(jnp.stack([rows.active, started & ~rows.active]))
+                return (i < key.steps) & running & ~(control.yield_early & finished)
+
+            def body(i, carry):
+                cache, rows, boxes, outs, total = carry
+                cache, rows, boxes, sampled, load = step(cache, rows, boxes)
+                outs = jax.tree.map(lambda out, x: out.at[i].set(x), outs, sampled)
+                return cache, rows, boxes, outs, jax.tree.map(jnp.add, total, load)
+
+            carry = cache, rows, boxes, outs, load
+            if self.config.counted:
+                cache, rows, _, outs, load = lax.fori_loop(0, key.steps, body, carry)
+            else:
+                _, (cache, rows, _, outs, load) = lax.while_loop(
+                    lambda carry: more(carry[0], carry[1][1]),
+                    lambda carry: (carry[0] + 1, body(*carry)),
+                    (jnp.int32(0), carry),
+                )
+        output = StepOutput(outs.token, outs if key.mode == "logprobs" else None, load=load)
+        return cache, state.with_head(rows), output
+
+    def step(self, weights, cache, state: RowState, packed: jax.Array, chunk: ChunkInput):
+        """One pass over P chunks and B decode rows: chunks whose prompt ends yield their first token."""
+        key = self.key
+        state = state._replace(active=state.active & ~Control.unpack(packed).cancel)
+        rows = state.head(key.rows)
+        info = dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
+        own = self.config.shards.stripe(axes.TOKENS)
+        tokens = own.take(chunk.tokens, dim=1)
+        live = jnp.where(rows.active, rows.length + 1, 0)
+        batch = StepBatch(tokens, info["row"], info["start"], info["length"], rows.token, live)
+        prompts = own.take(jnp.arange(key.chunk)[None], dim=1) < info["length"][:, None]
+        counted = jnp.concatenate([prompts.reshape(-1), self.counted_rows(rows)])
+        hidden, decoder, cache, _, load = self.run(weights, cache, batch, counted)
+        split = tokens.size
+        ends = self.last_hidden(hidden[:split].reshape(*tokens.shape, -1), info["length"])
+        logits = decoder.logits(jnp.concatenate([ends, hidden[split:]]), self.config.shards)
+
+        output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32), load=load)
+        if key.rows:
+            rows, sampled = self.advance(rows, logits[key.chunks :])
+            output = output._replace(tokens=sampled.token[None])
+            if key.mode == "logprobs":
+                output = output._replace(sampled=jax.tree.map(lambda x: x[None], sampled))
+            state = state.with_head(rows)
+        state, first = self.admit(state, logits[: key.chunks], chunk, info)
+        output = output._replace(chunk_tokens=first.token, chunk_sampled=first if key.mode == "logprobs" else None)
+        if key.detail:
+            every = decoder.logits(hidden[:split], self.config.shards)
+            if key.detail == "logprobs":
+                # A chunk that is not full ends its prompt: nothing follows.
+                following = jnp.concatenate([chunk.tokens[:, 1:], info["next"][:, None]], axis=1)
+                following = own.take(following, dim=1)
+                every = score(every, jnp.maximum(following, 0).reshape(-1), self.vocabulary)
+            shape = (*tokens.shape, 1)
+            output = output._replace(detail=jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), every))
+        return cache, state, output
+
+    def last_hidden(self, chunks: jax.Array, lengths: jax.Array) -> jax.Array:
+        """The hidden state [P, D] of the last token of each chunk [P, C, D]; its device tells the others."""
+        shards, last = self.config.shards, jnp.maximum(lengths - 1, 0)
+        stripe = shards.stripe(axes.TOKENS)
+        slots = stripe.slots(last, chunks.shape[1], ring=False)
+        found = jnp.take_along_axis(chunks, slots[:, None, None], axis=1, mode="fill", fill_value=0)[:, 0]
+        return shards.sum(found, axes.TOKENS)
+
+    def admit(self, state: RowState, logits: jax.Array, chunk: ChunkInput, info: dict) -> tuple[RowState, Sampled]:
+        """Start decoding the rows whose prompt ends in this step."""
+        total = state.token.shape[0]
+        last = info["last"] != 0
+        zeros = jnp.zeros_like(info["row"])
+        counts = state.counts
+        if self.key.mode != "greedy":
+            valid = jnp.arange(self.key.chunk) < info["length"][:, None]
+            counts = mark_prompt(counts, info["row"], chunk.tokens, valid, info["first"] != 0, self.vocabulary)
+        fresh = RowState(
+            token=zeros,
+            length=info["start"] + info["length"] - 1,
+            active=last,
+            budget=info["budget"],
+            generated=zeros,
+            ints=chunk.ints,
+            floats=chunk.floats,
+            counts=counts[jnp.minimum(info["row"], total - 1)] if self.key.mode != "greedy" else zeros[:, None],
+        )
+        fresh, sampled = self.advance(fresh, logits)
+        rows = jnp.where(last, info["row"], total)
+
+        def put(old, new):
+            return old.at[rows].set(new, mode="drop")
+
+        if self.key.mode != "greedy":
+            # Marked prompts must be kept also where the prompt goes on.
+            counts = counts.at[jnp.where(last, info["row"], total)].set(fresh.counts, mode="drop")
+        state = RowState(*(put(old, new) for old, new in zip(state[:-1], fresh[:-1], strict=True)), counts)
+        return state, sampled

@@ -1,0 +1,426 @@
+"""All programs of an engine: which exist, compiling them ahead of time, and finding one at run time."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, SingleDeviceSharding
+
+from inferlib.cache.plan import BlockCache, BlockState, CachePlan, plan_cache
+from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.models.abstract import AbstractModel, WeightSpec, gainful, unpackable
+from inferlib.models.batch import kernel_lacks
+from inferlib.models.config import AttentionSpec, MlaSpec
+from inferlib.models.layers.ring import in_ring, lacks, rows_of
+from inferlib.ops.cache_write import folded_rows
+from inferlib.ops.expert_mlp import most_tokens
+from inferlib.pallas_kernels.generations_tpu import planning_for
+from inferlib.programs.program import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
+from inferlib.programs.row_state import RowState
+from inferlib.programs.start_functions import run
+from inferlib.sharding import axes
+from inferlib.sharding.mesh import alone
+from inferlib.sharding.shards import Shards
+
+if TYPE_CHECKING:
+    from inferlib.pallas_kernels.packed_weights_tpu import Weight
+
+log = logging.getLogger(__name__)
+
+
+class UnplannedProgramError(RuntimeError):
+    """A program outside the buckets, or one not compiled in strict mode, was asked for."""
+
+
+class ProgramSet:
+    """Programs by key, compiled at first use or by `compile_all`; in strict mode never at run time.
+
+    layouts: of the weights in memory, one for each. None: the target's usual ones, or, if `config.free_layouts`, those
+    that the compiler finds best for decoding (see `choose_layouts`).
+    """
+
+    def __init__(
+        self,
+        model: AbstractModel,
+        plan: CachePlan,
+        config: EngineConfig,
+        layouts: Sequence[Layout] | None = None,
+    ):
+        self.model, self.plan, self.config = model, plan, config
+        self.layouts = layouts and tuple(layouts)
+        self.strict = False
+        self.misses = 0
+        self._compiled: dict[ProgramKey, Callable] = {}
+        self._planned = frozenset(planned_keys(config))
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def make(model: AbstractModel, config: EngineConfig, layouts: Sequence[Layout] | None = None) -> ProgramSet:
+        """The programs and the cache of an engine. Raises ConfigurationError for arrays that they
+        would not take.
+
+        Warns where a kernel of `config.backend` does not run its part of the model, and takes XLA's form in its place.
+        """
+        check_packed(model, config, placed=config.shards.mesh is not None or layouts is not None)
+        plan = plan_cache(
+            model,
+            rows=config.max_batch,
+            max_len=config.max_len,
+            chunk=config.buckets.prefill[-1],
+            dtype=config.kv_cache_dtype or model.dtype,
+            platform=config.platform,
+        )
+        with planning_for(config.backend.generation):
+            config = _runnable(config, model, plan)
+        return ProgramSet(model, plan, config, layouts)
+
+    @property
+    def compiled(self) -> int:
+        """Programs compiled so far."""
+        return len(self._compiled)
+
+    def require(self, mode: Mode) -> None:
+        """In strict mode, raise UnplannedProgramError unless all programs of a sampling mode are compiled."""
+        if self.strict and not all(key in self._compiled for key in self._planned if key.mode == mode):
+            raise UnplannedProgramError(
+                f"sampling mode {mode!r} was not compiled ahead of time; add it to warmup(modes=...), or to --modes of "
+                "inferlib compile"
+            )
+
+    def ready(self, key: ProgramKey) -> Callable | None:
+        """The program of a key, if it is compiled."""
+        return self._compiled.get(key)
+
+    def get(self, key: ProgramKey) -> Callable:
+        """The compiled program of a key."""
+        if (program := self.ready(key)) is not None:
+            return program
+        if key not in self._planned:
+            raise UnplannedProgramError(f"no bucket holds '{key}'; buckets are {self.config.buckets}")
+        if self.strict:
+            raise UnplannedProgramError(f"'{key}' was not compiled ahead of time")
+        self.misses += 1
+        return self._compile(key)
+
+    def adopt(self, programs: Mapping[ProgramKey, Callable]) -> None:
+        """Use programs that were compiled earlier, and from now on no others."""
+        self._compiled.update(programs)
+        self.strict = True
+
+    @property
+    def decisive(self) -> ProgramKey:
+        """The program that decides the layouts of the weights: a decode step of all rows."""
+        return ProgramKey("greedy", self.config.rows, self.config.max_len)
+
+    def choose_layouts(self) -> None:
+        """Compile the decisive program with free layouts of the weights, and hold all others to what it chose.
+
+        The weights must be in `formats` before anything runs.
+        """
+        if self._free:
+            program = self._compile(self.decisive)
+            self.layouts = tuple(f.layout for f in program.input_formats[0][0])
+
+    def compile_all(self, keys: Iterable[ProgramKey], done: Callable[[ProgramKey], None], threads: int = 2) -> None:
+        """Compile the keys that are missing, side by side; `done` is called after each."""
+        missing = [key for key in keys if key not in self._compiled]
+        with ThreadPoolExecutor(threads) as pool:
+            for key, _ in zip(missing, pool.map(self._compile, missing), strict=True):
+                done(key)
+
+    def _compile(self, key: ProgramKey) -> Callable:
+        start = time.perf_counter()
+        program = self.lower(key).compile()
+        log.info("compiled '%s' in %.1f s", key, time.perf_counter() - start)
+        with self._lock:
+            return self._compiled.setdefault(key, program)
+
+    def lower(self, key: ProgramKey, platform: str | None = None) -> jax.stages.Lowered:
+        """Trace a key's program from shapes alone; cache and row state are donated.
+
+        platform: to lower for, if that is not the devices' own: JAX needs no plugin for it.
+        """
+        inputs = self.inputs(key)
+        # Free layouts cannot be part of a ShapeDtypeStruct.
+        free = {"in_shardings": (self.formats, *[None] * (len(inputs) - 1))} if self._free else {}
+        function = jax.jit(build(self.model, self.plan, self.config, key), donate_argnums=(1, 2), **free)
+        with self._known_device():
+            return function.trace(*inputs).lower(lowering_platforms=platform and (platform,))
+
+    def _known_device(self) -> AbstractContextManager:
+        """Around a trace without a mesh, says what the device is: blocks of TPU kernels depend on it."""
+        if self.config.platform != "tpu" or self.config.shards.mesh is not None:
+            return nullcontext()
+        return jax.sharding.use_abstract_mesh(alone(jax.devices()[0]))
+
+    @property
+    def _free(self) -> bool:
+        return self.config.free_layouts and self.layouts is None
+
+    @property
+    def formats(self) -> tuple[Format | NamedSharding | None, ...]:
+        """Where each weight lives, and in which layout if that is not the usual one."""
+        shardings = [self.config.shards.sharding(spec.axes) for spec in self.model.specs]
+        if self.layouts is None and not self._free:
+            return tuple(shardings)
+        demanded = {} if self.layouts else _demanded(self.model, self.config)
+        layouts = self.layouts or [demanded.get(spec.name, Layout.AUTO) for spec in self.model.specs]
+        return tuple(
+            Format(layout, sharding or SingleDeviceSharding(jax.devices()[0]))
+            for layout, sharding in zip(layouts, shardings, strict=True)
+        )
+
+    def allocate_state(self) -> RowState:
+        """The state of rows that are all free."""
+        place = RowState(*(self.config.shards.sharding(names) for names in RowState.AXES))
+        return run(RowState.zeros, (self.config.max_batch, self.model.layout.vocab), place=place)
+
+    def inputs(self, key: ProgramKey) -> tuple:
+        """Abstract arguments of a key's program."""
+        config, shards = self.config, self.config.shards
+
+        def struct(shape: tuple[int, ...], dtype, names: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=shards.sharding(names))
+
+        weights = tuple(
+            jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
+            for spec, format in zip(self.model.specs, self.formats, strict=True)
+        )
+        cache = tuple(struct(x.shape, x.dtype, x.axes) for x in self.plan.arrays)
+        state = jax.eval_shape(partial(RowState.zeros, config.max_batch, self.model.layout.vocab))
+        state = RowState(*(struct(x.shape, x.dtype, n) for x, n in zip(state, RowState.AXES, strict=True)))
+        by_row = (axes.ROWS, None)
+        control = struct((shards.replicas, config.rows + 1), jnp.int32, by_row)
+        if not key.chunks:
+            return weights, cache, state, control
+        p = key.chunks * shards.replicas
+        chunk = ChunkInput(
+            tokens=struct((p, key.chunk), jnp.int32, by_row),
+            table=struct((p, len(CHUNK_COLUMNS)), jnp.int32, by_row),
+            ints=struct((p, state.ints.shape[1]), jnp.int32, by_row),
+            floats=struct((p, state.floats.shape[1]), jnp.float32, by_row),
+        )
+        return weights, cache, state, control, chunk
+
+
+def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) -> None:
+    """Raise ConfigurationError for types of less than a byte where jax misreports the layout of such arrays, which
+    programs compiled ahead of their call then refuse: on CPUs, if the arrays are placed on particular devices."""
+    packed = next((spec.dtype.name for spec in model.specs if jax.dtypes.itemsize_bits(spec.dtype) < 8), None)
+    if packed and placed and config.platform == "cpu":
+        raise ConfigurationError(
+            f"{packed} weights work on a single CPU, in the process that compiles its programs: use int8, fp8 or mxfp8"
+        )
+
+
+def _demanded(model: AbstractModel, config: EngineConfig) -> dict[str, Layout]:
+    """Layouts of the weights that a prefill multiplies together with its collective, by name: in any other each step
+    would copy them. A layer's parts (heads, gate and up) are apart, and in each the rows that are summed over."""
+    found = {}
+    for weight, reasons in _in_ring(model, config):
+        if None in reasons:
+            one = weight.of_layer
+            dims, stack = list(range(len(one.shape))), len(weight.shape) - len(one.shape)
+            order = dims if one.axes[-1] == axes.EMBED else [*dims[1:-1], 0, dims[-1]]
+            found[weight.name] = Layout((*range(stack), *(stack + dim for dim in order)))
+    return found
+
+
+def _in_ring(model: AbstractModel, config: EngineConfig) -> Iterator[tuple[WeightSpec, list[str | None]]]:
+    """The weights that could be multiplied together with their collective, if that is chosen, and for each step that
+    has tokens enough why they are not, None if they are."""
+    shards, steps = config.shards, {p * c + n for p, c in config.prefill_shapes() for n in (0, config.rows)}
+    if config.backend.collective_matmul == "xla":
+        return
+    rows = sorted({n for tokens in steps if (n := rows_of(tokens, shards))})
+    for weight in model.weights:
+        if weight.block is None or weight.scheme is not None:
+            continue
+        one, layer = weight.of_layer, model.config.layers[model.layers_of(weight.block)[0]]
+        if weight.part in in_ring(model.config, layer):
+            shape = shards.local_shape(one.axes, one.shape)
+            yield weight, [lacks(weight.part, shape, model.dtype, n) for n in rows]
+
+
+_CHECKED = {
+    ("decode_attention", "pallas_tpu"): "TPU",
+    ("prefill_attention", "pallas_tpu"): "TPU",
+    ("grouped_matmul", "pallas_tpu"): "TPU",
+    ("grouped_matmul", "pallas_gpu"): "GPU",
+    ("expert_mlp", "pallas_tpu"): "TPU",
+}
+
+
+def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
+    """The config with kernels that can run their share of the model; warns of those chosen that cannot."""
+    for name, does in {"decode_attention": "decodes", "prefill_attention": "prefills"}.items():
+        scaled, layers = config.kv_cache_dtype is not None, model.config.layers
+        lacks = [kernel_lacks(layer.attention, config.backend, name, scaled) for layer in layers]
+        for reason in sorted(set(filter(None, lacks))) if getattr(config.backend, name) != "xla" else ():
+            log.warning("%s: XLA %s %d of %d layers, not the kernel", reason, does, lacks.count(reason), len(layers))
+    checks = {
+        "decode_attention": partial(_decode_lacks, config, model, plan),
+        "prefill_attention": partial(_prefill_lacks, config, model, plan),
+        "grouped_matmul": partial(_experts_lack, config, model, "grouped_matmul"),
+        "expert_mlp": partial(_experts_lack, config, model, "expert_mlp"),
+    }
+    for name, reason_of in checks.items():
+        chosen = getattr(config.backend, name)
+        if (name, chosen) in _CHECKED and (reason := reason_of()):
+            log.warning("%s is XLA's, not the %s kernel: %s", name.replace("_", " "), _CHECKED[name, chosen], reason)
+            config = replace(config, backend=replace(config.backend, **{name: "xla"}))
+    if config.backend.matmul == "pallas_tpu":
+        plain = (w for w in model.weights if gainful(w) and not w.packed and axes.EXPERTS not in w.axes)
+        reasons = {w.part: unpackable(w, model.dtype, config.shards) for w in plain}
+        if part := next(filter(reasons.get, reasons), None):
+            log.warning("products with %s are XLA's, not the TPU kernel's: %s", part, reasons[part])
+    reasons = {w.part: found[-1] for w, found in _in_ring(model, config) if found and None not in found}
+    if part := next(iter(reasons), None):
+        log.warning("products with %s and their collective are XLA's, not the TPU kernel's: %s", part, reasons[part])
+    return config
+
+
+def _decode_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
+    from inferlib.pallas_kernels import decode_attention_tpu, mla_decode_attention_tpu
+
+    for spec, queries, block, caches in _attentions(config, model, plan, "decode_attention"):
+        if isinstance(spec, MlaSpec):
+            heads = model.layout.heads(spec).groups // config.shards.size(axes.KV_HEADS)
+            shape = config.rows, 1, heads, spec.kv_rank + spec.rope.dim
+            unsupported = mla_decode_attention_tpu.unsupported
+        else:
+            shape = config.rows, 1, caches[0].shape[-3], queries, caches[0].shape[-1]
+            options = dict(window=spec.window, scales=block.scaled, new=not block.shared)
+            unsupported = partial(decode_attention_tpu.unsupported, **options)
+        if reason := unsupported(jax.ShapeDtypeStruct(shape, model.dtype), *caches):
+            return reason
+    return None
+
+
+def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
+    from inferlib.pallas_kernels import mla_prefill_attention_tpu, prefill_attention_tpu
+
+    dealt = config.shards.size(axes.TOKENS)
+    for spec, queries, block, caches in _attentions(config, model, plan, "prefill_attention"):
+        heads, slots, size = caches[0].shape[-3:]
+        # Where tokens are dealt out, what devices pass on of a row ends at the limit.
+        counts = {slots} if dealt == 1 else {min(slots, -(-limit // dealt)) for limit in config.buckets.cache}
+        for (chunks, chunk), count in itertools.product(config.prefill_shapes(), counts):
+            held = [
+                jax.ShapeDtypeStruct((*cache.shape[:-2], folded_rows(count, fold), cache.shape[-1]), cache.dtype)
+                for cache, fold in zip(caches, block.folds, strict=True)
+            ]
+            if isinstance(spec, MlaSpec):
+                local = model.layout.heads(spec).groups // config.shards.size(axes.KV_HEADS)
+                shapes = (
+                    (chunks, chunk // dealt, local, spec.nope_dim + spec.rope.dim),
+                    (local, spec.nope_dim, spec.kv_rank),
+                    (local, spec.kv_rank, spec.value_dim),
+                )
+                arrays = (jax.ShapeDtypeStruct(shape, model.dtype) for shape in shapes)
+                reason = mla_prefill_attention_tpu.unsupported(*arrays, *held)
+            else:
+                q = jax.ShapeDtypeStruct((chunks, chunk // dealt, heads, queries, size), model.dtype)
+                reason = prefill_attention_tpu.unsupported(q, held[0], scales=block.scaled)
+            if reason:
+                return reason
+    return None
+
+
+def _attentions(
+    config: EngineConfig, model: AbstractModel, plan: CachePlan, operation: str
+) -> Iterator[tuple[AttentionSpec | MlaSpec, int, BlockCache, list[jax.ShapeDtypeStruct]]]:
+    """Every block's attention that the kernel of an operation takes: its spec, queries of a KV head, and its cache,
+    planned and as a device has it."""
+    for block, layers in zip(plan.blocks, model.blocks(), strict=True):
+        spec = model.config.layers[layers[0]].attention
+        if isinstance(block, BlockState):
+            continue
+        if not kernel_lacks(spec, config.backend, operation, block.scaled):
+            shapes = (config.shards.local_shape(block.axes, shape) for shape in block.shapes)
+            held = [jax.ShapeDtypeStruct(s, block.dtype) for s in shapes]
+            yield spec, model.layout.heads(spec).queries, block, held
+
+
+def _experts_lack(config: EngineConfig, model: AbstractModel, name: str) -> str | None:
+    """Why the chosen kernel cannot run the model's experts: `grouped_matmul`, or `expert_mlp` of few tokens."""
+    from inferlib.pallas_kernels import expert_mlp_tpu, grouped_matmul_gpu, grouped_matmul_tpu
+    from inferlib.pallas_kernels.expert_weights_tpu import shape_of
+
+    tokens = config.rows + max(p * c for p, c in config.prefill_shapes())
+    weights = [w for w in model.weights if axes.EXPERTS in w.axes and w.contracting]
+    if getattr(config.backend, name) == "pallas_gpu":
+        for weight in weights:
+            shape, scheme = config.shards.local_shape(weight.axes, weight.shape), weight.scheme
+            dtype = weight.dtype if scheme is None else jnp.dtype(scheme.values)
+            values = jax.ShapeDtypeStruct((math.prod(shape[:-2]), *shape[-2:]), dtype)
+            group = None if scheme is None or scheme.group is None else scheme.group_of(shape[-2])
+            if reason := grouped_matmul_gpu.unsupported(values, group, scheme is not None and bool(scheme.zeros)):
+                return reason
+        return None
+    unpacked = [w for w in weights if w.scheme and not w.packed and (w.scheme.zeros or w.scheme.group)]
+    if unpacked:
+        reasons = (unpackable(w, model.dtype, config.shards) for w in unpacked if gainful(w))
+        return next(filter(None, reasons), "it takes groups packed as for grouped matmul's kernel, no zero points")
+    if name == "expert_mlp" and not all(mixture.gated for mixture in model.config.mixtures):
+        return "it takes experts with gates"
+    if name == "expert_mlp" and any(w.scheme and w.scheme.round_inputs for w in weights):
+        return "it does not round what is multiplied by down"
+    for block, of_block in itertools.groupby(weights, key=lambda weight: weight.block):
+        parts = {weight.part.rpartition(".")[2]: weight for weight in of_block}
+        held = {part: _local_experts(weight, config.shards) for part, weight in parts.items()}
+        if name == "expert_mlp":
+            few = most_tokens(parts["gate_up"].value), shape_of(held["gate_up"])[-2]
+            few = jax.ShapeDtypeStruct(few, model.dtype)
+            reason = expert_mlp_tpu.unsupported(few, held["gate_up"], held["down"])
+            if reason:
+                return reason
+            continue
+        rows = tokens * model.config.layers[model.layers_of(block)[0]].mlp.router.chosen
+        for w in held.values():
+            if reason := grouped_matmul_tpu.unsupported(jax.ShapeDtypeStruct((rows, shape_of(w)[-2]), model.dtype), w):
+                return reason
+    return None
+
+
+def _local_experts(weight: WeightSpec, shards: Shards) -> jax.ShapeDtypeStruct | Weight:
+    """Shapes of a device's share of experts, as the TPU kernels take them: [L, E, P, K, N]."""
+    if weight.packed:
+        return weight.packing.local_experts(shards)
+    shape, at = shards.local_shape(weight.axes, weight.shape), weight.axes.index(axes.EXPERTS)
+    dtype = weight.dtype if weight.scheme is None else jnp.dtype(weight.scheme.values)
+    return jax.ShapeDtypeStruct((1, shape[at], math.prod(shape[at + 1 : -2]), *shape[-2:]), dtype)
+
+
+def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[ProgramKey]:
+    """Every program the buckets allow, for these sampling modes.
+
+    A prompt's log-probabilities come with the mode "logprobs", its logits with "greedy".
+    """
+    unknown = sorted(set(modes) - set(MODES))
+    if unknown:
+        raise ValueError(f"no sampling modes {unknown}; known: {', '.join(MODES)}")
+    buckets, keys = config.buckets, []
+    for mode in modes:
+        for limit in buckets.cache:
+            for rows in config.row_buckets:
+                keys += [ProgramKey(mode, rows, limit, steps) for steps in {1, config.decode_steps}]
+            for chunks, chunk in config.prefill_shapes():
+                keys += [ProgramKey(mode, rows, limit, chunks=chunks, chunk=chunk) for rows in (0, config.rows)]
+            detail = {"greedy": "logits", "logprobs": "logprobs"}.get(mode)
+            if detail:
+                keys += [ProgramKey(mode, 0, limit, chunks=1, chunk=chunk, detail=detail) for chunk in buckets.prefill]
+    return keys

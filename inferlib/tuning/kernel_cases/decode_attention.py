@@ -1,0 +1,159 @@
+"""Decode attention over a paged cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from inferlib.tuning.kernel_cases.draws import shuffled_pages, unequal
+
+_RNG = np.random.default_rng(0)
+UNEVEN = tuple(_RNG.integers(17, 8193, 64).tolist())
+SHORT = tuple(np.exp(_RNG.uniform(np.log(17), np.log(8192), 64)).astype(int).tolist())
+
+
+@dataclass(frozen=True)
+class DecodeAttention:
+    """Rows of `lengths` positions, `queries` new ones each; bfloat16, or `stored` with scales. page: positions of one;
+    None: rows are pages. slots: of a ring. tree: new tokens see their ancestors only. writes: the kernel
+    writes their cells."""
+
+    lengths: tuple[int, ...]
+    heads: int = 1
+    group: int = 4
+    size: int = 128
+    page: int | None = None
+    queries: int = 1
+    window: int | None = None
+    slots: int | None = None
+    stored: str | None = None
+    sinks: bool = False
+    tree: bool = False
+    writes: bool = False
+
+    kernel = "decode_attention"
+    floor_flops = 0
+
+    @staticmethod
+    def of(q, cache, arrays, itemsize, pages, seen) -> dict[str, DecodeAttention]:
+        """Of the arguments of `default_blocks`."""
+        (rows, queries, heads, group, size), slots = q, cache[1]
+        if itemsize > 2:
+            raise ValueError("there are cases of bfloat16 and of quantised caches")
+        most = 4 * slots if seen else slots * (pages or 1)
+        case = DecodeAttention(
+            (most,) * rows,
+            heads,
+            group,
+            size * arrays // 2,
+            page=slots if pages else None,
+            queries=queries,
+            window=seen and seen - queries + 1,
+            slots=slots if seen and not pages else None,
+            stored="int8" if itemsize == 1 else None,
+        )
+        return {"full rows": case, "unequal rows": replace(case, lengths=unequal(most, rows))}
+
+    @property
+    def floor_bytes(self) -> int:
+        seen = sum(min(length, (self.window or length) + self.queries - 1) for length in self.lengths)
+        cell = 4 * self.size if self.stored is None else 2 * self.size + 8
+        return seen * self.heads * cell
+
+    def function(self):
+        from inferlib.pallas_kernels.decode_attention_tpu import decode_attention
+
+        options = dict(window=self.window, ring=self.slots is not None, layer=0) | ({"v": None} if self.one else {})
+        if not self.writes:
+            return partial(decode_attention, scale=self.size**-0.5, **options)
+
+        def writing(new_k, new_v=None, **inputs):
+            new = [x for x in (new_k, new_v) if x is not None]
+            return decode_attention(**inputs, new=new, scale=self.size**-0.5, **options)
+
+        return writing
+
+    @property
+    def one(self) -> bool:
+        """Whether key and value lie in one cell."""
+        return self.size % 128 != 0
+
+    @property
+    def pages(self) -> np.ndarray | None:
+        return None if self.page is None else shuffled_pages(self.lengths, self.page)
+
+    def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes."""
+        rows, slots = len(self.lengths), self.page or self.slots or -(-max(self.lengths) // 128) * 128
+        count = rows if self.page is None else self.pages.size
+        size = -(-2 * self.size // 128) * 128 if self.one else self.size
+        cache = (4, count, self.heads, slots, size), self.stored or "bfloat16"
+        q = (rows, self.queries, self.heads, self.group, size), "bfloat16"
+        found = {"q": q, "k": cache} | ({} if self.one else {"v": cache}) | {"lengths": ((rows,), "int32")}
+        if self.stored:
+            found |= dict.fromkeys(("k_scales", "v_scales"), (cache[0][:-1], "float32"))
+        if self.sinks:
+            found["sinks"] = (self.heads, self.group), "bfloat16"
+        if self.writes:
+            names = ("new_k",) if self.one else ("new_k", "new_v")
+            found |= dict.fromkeys(names, ((rows, self.queries, self.heads, size), "bfloat16"))
+        if self.tree:
+            found["mask"] = (rows, self.queries, self.queries), "bool"
+        return found if self.page is None else {**found, "pages": (self.pages.shape, "int32")}
+
+    def scalars(self) -> dict[int, np.ndarray]:
+        """What the kernel is given in scalar memory, in its order."""
+        given = [np.array(self.lengths), np.zeros(1, int)]
+        if self.slots is not None:
+            first = np.maximum(np.array(self.lengths) - self.queries + 1 - self.window, 0)
+            unit = math.gcd(self.slots, 128 if self.stored else 64)
+            given.append(first // unit * unit % self.slots)
+        if self.page is not None:
+            given.append(self.pages.reshape(-1))
+        return dict(enumerate(given))
+
+
+BATCH, LONG = (4096,) * 32, (131072,)
+CASES = {
+    "A": DecodeAttention(BATCH),
+    "F": DecodeAttention(BATCH, heads=8),
+    "L": DecodeAttention(LONG),
+    "LF": DecodeAttention(LONG, heads=8),
+    "A, page 128": DecodeAttention(BATCH, page=128),
+    "F, page 128": DecodeAttention(BATCH, heads=8, page=128),
+    "L, page 128": DecodeAttention(LONG, page=128),
+    "LF, page 128": DecodeAttention(LONG, heads=8, page=128),
+    "A, page 16": DecodeAttention(BATCH, page=16),
+    "F, page 16": DecodeAttention(BATCH, heads=8, page=16),
+    "uneven": DecodeAttention(UNEVEN),
+    "uneven, 8 heads": DecodeAttention(UNEVEN, heads=8),
+    "short": DecodeAttention(SHORT),
+    "short, 8 heads": DecodeAttention(SHORT, heads=8),
+    "A, head 64": DecodeAttention(BATCH, size=64),
+    "F, head 64": DecodeAttention(BATCH, heads=8, size=64),
+    "A, head 256": DecodeAttention(BATCH, size=256),
+    "A, 4 queries": DecodeAttention(BATCH, queries=4),
+    "F, 4 queries": DecodeAttention(BATCH, heads=8, queries=4),
+    "A, sinks": DecodeAttention(BATCH, sinks=True),
+    "A, int8": DecodeAttention(BATCH, stored="int8"),
+    "F, int8": DecodeAttention(BATCH, heads=8, stored="int8"),
+    "A, fp8": DecodeAttention(BATCH, stored="float8_e4m3fn"),
+    "F, fp8": DecodeAttention(BATCH, heads=8, stored="float8_e4m3fn"),
+    "A, written": DecodeAttention(BATCH, writes=True),
+    "F, written": DecodeAttention(BATCH, heads=8, writes=True),
+    "A, int8, written": DecodeAttention(BATCH, stored="int8", writes=True),
+    "F, int8, written": DecodeAttention(BATCH, heads=8, stored="int8", writes=True),
+    "F, fp8, written": DecodeAttention(BATCH, heads=8, stored="float8_e4m3fn", writes=True),
+    "A, page 16, written": DecodeAttention(BATCH, page=16, writes=True),
+    "F, 4 queries, written": DecodeAttention(BATCH, heads=8, queries=4, writes=True),
+    "F, head 64, written": DecodeAttention(BATCH, heads=8, size=64, writes=True),
+    "F, int8, window 1024, written": DecodeAttention(
+        (5000,) * 32, heads=8, window=1024, slots=1536, stored="int8", writes=True
+    ),
+    "F, tree of 4": DecodeAttention(BATCH, heads=8, queries=4, tree=True),
+    "A, window 1024": DecodeAttention((5000,) * 32, window=1024, slots=1536),
+    "F, window 1024": DecodeAttention((5000,) * 32, heads=8, window=1024, slots=1536),
+}

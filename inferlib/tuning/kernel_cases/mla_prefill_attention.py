@@ -1,0 +1,86 @@
+"""Prefill attention over latents, of DeepSeek's sizes: 512 numbers and a rotary key of 64, heads of 128."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from inferlib.tuning.kernel_cases.prefill_attention import OneChunk
+
+RANK, ROTARY, SIZE = 512, 64, 128
+UNIT = 256  # positions of 128 rows of rotary keys
+
+POSITIONS = 8192  # of a chunk and what is before it
+
+
+@dataclass(frozen=True)
+class MlaPrefillAttention(OneChunk):
+    """One chunk of `width` tokens behind `start` others in the cache; bfloat16. page: positions of one; None: rows are
+    pages."""
+
+    width: int
+    start: int = 0
+    heads: int = 32
+    page: int | None = None
+
+    kernel = "mla_prefill_attention"
+
+    @staticmethod
+    def of(width, heads, unit) -> dict[str, MlaPrefillAttention]:
+        """Of the arguments of `blocks`."""
+        if unit != UNIT:
+            raise ValueError(f"there are cases of rotary keys of {ROTARY} numbers")
+        starts = {"first chunk": 0, "in the middle": (POSITIONS - width) // 2, "last chunk": POSITIONS - width}
+        return {name: MlaPrefillAttention(width, max(n, 0), heads) for name, n in starts.items()}
+
+    @property
+    def floor_bytes(self) -> int:
+        """Queries and output, each latent and rotary key once, and what expands them."""
+        queries = self.width * self.heads * (2 * SIZE + ROTARY)
+        return 2 * (queries + (self.start + self.width) * (RANK + ROTARY) + 2 * self.heads * RANK * SIZE)
+
+    @property
+    def floor_flops(self) -> int:
+        """Of the expansion of each latent once, and both products over the keys that each query sees, itself
+        included."""
+        seen = int((self.start + 1 + np.arange(self.width)).sum())
+        return 2 * self.heads * ((2 * SIZE + ROTARY) * seen + 2 * SIZE * RANK * (self.start + self.width))
+
+    def function(self):
+        from inferlib.pallas_kernels.mla_prefill_attention_tpu import mla_prefill_attention
+
+        return partial(mla_prefill_attention, scale=(SIZE + ROTARY) ** -0.5, layer=0, weight_layer=0)
+
+    def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shapes and dtypes."""
+        slots = self.page or -(-(self.start + self.width) // 1024) * 1024
+        count = 1 if self.page is None else self.pages.size
+        found = {
+            "q": ((1, self.width, self.heads, SIZE + ROTARY), "bfloat16"),
+            "k": ((4, self.heads, SIZE, RANK), "bfloat16"),
+            "v": ((4, self.heads, RANK, SIZE), "bfloat16"),
+            "latents": ((4, count, slots, RANK), "bfloat16"),
+            "keys": ((4, count, slots // 2, 2 * ROTARY), "bfloat16"),
+            "rows": ((1,), "int32"),
+            "positions": ((1, self.width), "int32"),
+        }
+        return found if self.page is None else {**found, "pages": (self.pages.shape, "int32")}
+
+    def scalars(self) -> dict[int, np.ndarray]:
+        """What the kernel is given in scalar memory, in its order."""
+        from inferlib.pallas_kernels.mla_prefill_attention_tpu import blocks
+
+        return self.given(blocks(self.width, self.heads, UNIT), layers=2)
+
+
+CASES = {
+    "512": MlaPrefillAttention(512),
+    "512 behind 3584": MlaPrefillAttention(512, start=3584),
+    "512 behind 7680": MlaPrefillAttention(512, start=7680),
+    "512 behind 7680, 16 heads": MlaPrefillAttention(512, start=7680, heads=16),
+    "512 behind 7680, page 256": MlaPrefillAttention(512, start=7680, page=256),
+    "128 behind 3968": MlaPrefillAttention(128, start=3968),
+    "2048 behind 6144": MlaPrefillAttention(2048, start=6144),
+}

@@ -1,0 +1,190 @@
+"""TPU kernels by the TPU compiler's own account, without a TPU: what a case takes, by the listing that is executed.
+
+A case is compiled and its listing executed (see `inferlib.inspection.bundles`) in a child process, which is this module
+run as a program, the only kind that the compiler is loaded in. Estimates, never measurements.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+from inferlib.aot.child import Answer, Child, serve
+from inferlib.aot.compile import CompileError, check_compiler, environment
+from inferlib.inspection.bundles import DELAYS, Listing, dump_flags, find_listing
+from inferlib.inspection.report import CLOCKS
+from inferlib.pallas_kernels.tuned_tpu import Asked, trying
+from inferlib.sharding.mesh import alone
+from inferlib.targets import Target, parse_target
+from inferlib.tuning.kernel_cases import Case
+from inferlib.tuning.kernel_cases.collective_matmul import CollectiveMatmul
+
+LATENCY = 0.5e-6  # seconds, assumed
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a case on a device. cycles: bundles executed; hbm_bytes: copied; copies: how many; bundles: of the listing.
+    Seconds: of the cycles; busy: of cycles, or bytes or those sent at the published bandwidth, whichever is longer;
+    whole: with waits for copies, which arrive `LATENCY`, or a hop's, after their bytes could have."""
+
+    cycles: int
+    hbm_bytes: int
+    copies: int
+    bundles: int
+    cycles_seconds: float
+    busy: float
+    whole: float
+
+
+class KernelCompiler:
+    """Compiles kernels for a device of a TPU target. Close it after use, or use it as a context.
+
+    limit: most seconds for a case. Raises CompileError if the compiler is not installed.
+    """
+
+    def __init__(self, target: Target, limit: float | None = None):
+        check_compiler(target)
+        self.target, self._limit = target, limit
+        self._folder = TemporaryDirectory()
+        module, plain = "inferlib.tuning.kernels", environment(target)
+        flags = {"LIBTPU_INIT_ARGS": dump_flags(Path(self._folder.name))}
+        first = {"target": target.name, "folder": self._folder.name}
+        self._child = Child(module, first, plain | flags)
+        # A compiler that writes listings down takes up to five times as long.
+        self._timed = Child(module, {"target": target.name, "folder": None}, plain)
+
+    def __enter__(self) -> KernelCompiler:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._child.close()
+        self._timed.close()
+        self._folder.cleanup()
+
+    def measure(self, case: Case) -> Figures:
+        """With the blocks that the library takes. Raises CompileError, which says why there are none."""
+        return Figures(**self._ask(self._child, case)["figures"])
+
+    def compile_seconds(self, case: Case) -> float:
+        """Of this machine's CPU, to trace and compile it as programs are. Raises CompileError."""
+        return self._ask(self._timed, case)["seconds"]
+
+    def trial(self, case: Case, blocks: Mapping[str, int] | None) -> tuple[Figures, Asked]:
+        """With these fields of the kernel's `Blocks`, None: by its rule; and what it asked for. Raises CompileError."""
+        answer = self._ask(self._child, case, blocks=blocks)
+        if not answer["asked"]:
+            raise CompileError("the kernel has no blocks to choose")
+        return Figures(**answer["figures"]), Asked(**answer["asked"][-1])
+
+    def floor(self, case: Case) -> float:
+        """Seconds for what a case must read and write, compute, or send around a ring, whichever takes longer."""
+        sent = case.sent_bytes if isinstance(case, CollectiveMatmul) else 0
+        return max(
+            case.floor_bytes / self.target.hbm_bandwidth,
+            case.floor_flops / self.target.rate("bfloat16"),
+            _sending(self.target, sent),
+        )
+
+    def _ask(self, child: Child, case: Case, **trial: Any) -> dict[str, Any]:
+        answer = child.ask({"case": pickle.dumps(case).hex(), **trial}, self._limit)
+        if error := answer.get("error"):
+            raise CompileError(error)
+        return answer
+
+
+# ---- in the child
+
+
+def _prepared(first: Mapping[str, Any]) -> Answer:
+    target = parse_target(first["target"])
+    name, options = target.topology_name, target.topology_options
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+
+    def timed(job: Mapping[str, Any]) -> dict[str, Any]:
+        case, start = _case(job), time.process_time()
+        _compile(case, devices)
+        return {"seconds": time.process_time() - start}
+
+    if first["folder"] is None:
+        return timed
+    folder = Path(first["folder"])
+
+    def answer(job: Mapping[str, Any]) -> dict[str, Any]:
+        case = _case(job)
+        trial: AbstractContextManager = trying(job["blocks"]) if "blocks" in job else nullcontext([])
+        try:
+            with trial as asked:
+                scalars = case.scalars()
+                _compile(case, devices)
+            text = find_listing(folder, case.kernel).read_text()
+        finally:
+            for file in folder.iterdir():
+                file.unlink()
+        figures = _figures(target, Listing(text, DELAYS.get(target.chip.name)), scalars)
+        return {"figures": asdict(figures), "asked": [asdict(x) for x in asked]}
+
+    return answer
+
+
+def _case(job: Mapping[str, Any]) -> Case:
+    return pickle.loads(bytes.fromhex(job["case"]))
+
+
+def _compile(case: Case, devices: Sequence[jax.Device]) -> None:
+    if isinstance(case, CollectiveMatmul):
+        if len(devices) < case.devices:
+            raise CompileError(f"it is for {case.devices} devices, and the target has {len(devices)}")
+        mesh = Mesh(devices[: case.devices], (case.axis,))
+        function, context = case.on(mesh), nullcontext()
+        shardings = {key: NamedSharding(mesh, spec) for key, spec in case.specs()[0].items()}
+    else:
+        function, context = case.function(), jax.sharding.use_abstract_mesh(alone(devices[0]))
+        shardings = defaultdict(lambda: SingleDeviceSharding(devices[0]))
+    with context:
+        arguments = {
+            key: jax.ShapeDtypeStruct(shape, dtype, sharding=shardings[key])
+            for key, (shape, dtype) in case.arguments().items()
+        }
+        jax.jit(function).lower(**arguments).compile()
+
+
+def _sending(target: Target, sent: int) -> float:
+    """Seconds to send so many bytes, half of them to each neighbour."""
+    return sent / 2 / target.chip.link_bandwidth
+
+
+def _figures(target: Target, listing: Listing, scalars: Mapping[int, Any]) -> Figures:
+    clock, bandwidth = CLOCKS[target.chip.name], target.hbm_bandwidth
+    link = target.chip.link_bandwidth / clock, target.chip.hop_latency * clock
+    run = listing.run(scalars, bandwidth=bandwidth / clock, latency=LATENCY * clock, link=link)
+    if run.unmet or run.unknown:
+        raise CompileError(f"the listing was not understood: {run}")
+    busy = max(run.cycles / clock, run.hbm_bytes / bandwidth, _sending(target, run.sent))
+    return Figures(
+        cycles=run.cycles,
+        hbm_bytes=run.hbm_bytes,
+        copies=run.copies,
+        bundles=listing.size,
+        cycles_seconds=run.cycles / clock,
+        busy=busy,
+        whole=max(busy, run.elapsed / clock),
+    )
+
+
+if __name__ == "__main__":
+    serve(_prepared)

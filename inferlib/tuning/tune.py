@@ -1,0 +1,351 @@
+"""Block sizes of TPU kernels, searched for without a TPU, and the tables that the kernels take them from.
+
+A candidate's figure is the modelled time of its listing (`kernels.Figures.whole`): of cycles or bytes at the memory's
+bandwidth, whichever is longer, and waits for copies that nothing hides. From the sizes of the kernel's rule one is
+changed at a time, as long as that helps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import queue
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from inferlib.aot.compile import CompileError
+from inferlib.pallas_kernels.tuned_tpu import Asked, Entry, read, trying
+from inferlib.programs.deployment import Deployment, versions
+from inferlib.programs.program import build
+from inferlib.programs.program_set import planned_keys
+from inferlib.targets import Target
+from inferlib.tuning.kernel_cases import Case, standing_for
+from inferlib.tuning.kernel_cases.collective_matmul import CollectiveMatmul
+from inferlib.tuning.kernels import KernelCompiler
+
+GAIN = 0.02  # of the rule's time: blocks that gain less are not worth a line of a table
+WORSE = 0.01  # most that any of several cases may lose
+STEP = 0.002  # less is no gain: the search goes elsewhere
+MOST = 32  # candidates
+FACTORS = (Fraction(2), Fraction(1, 2), Fraction(3, 2), Fraction(2, 3))
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A candidate that has no figure, and why."""
+
+    blocks: Sizes
+    reason: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found for cases of one shape, which get the same blocks (see `tuned_tpu.Entry`).
+
+    seconds, rule_seconds: of all cases together; gain: share of the rule's time, the mean of the cases. tried: how many
+    candidates have figures.
+    """
+
+    kernel: str
+    cases: tuple[str, ...]
+    shape: Mapping[str, Any]
+    rule: Sizes
+    best: Sizes
+    rule_seconds: float
+    seconds: float
+    floor_seconds: float
+    gain: float
+    tried: int
+    refused: tuple[Refused, ...]
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is worth a line of a table."""
+        return self.gain > GAIN
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A case whose kernel has no figure with the blocks of its rule, so that nothing is compared with it."""
+
+    kernel: str
+    case: str
+    reason: str
+
+
+# ---- what to search for
+
+
+def needed(deployment: Deployment) -> tuple[dict[str, dict[str, Case]], list[Failed]]:
+    """Cases for the shapes in which a deployment's programs ask for blocks, by kernel; and shapes that have none.
+
+    Its programs are traced, which takes seconds and no device.
+    """
+    programs = deployment.planned()
+    with trying(None) as asked:
+        for key in planned_keys(programs.config, ("greedy",)):
+            if not key.detail:
+                function = build(programs.model, programs.plan, programs.config, key)
+                jax.eval_shape(function, *programs.inputs(key))
+    shapes = {(x.kernel, _name(x)): x for x in asked}
+    cases: dict[str, dict[str, Case]] = {}
+    failed = []
+    for (kernel, name), wanted in shapes.items():
+        try:
+            some = standing_for(kernel, wanted.shape, deployment.slice.devices)
+            found = {_name(_asked_by(case)) for case in some.values()}
+        except ValueError as error:
+            failed.append(Failed(kernel, name, str(error)))
+            continue
+        if found == {name}:
+            cases.setdefault(kernel, {}).update({f"{name}: {data}": case for data, case in some.items()})
+        elif any((kernel, other) not in shapes for other in found):  # else it was asked for before rows were padded
+            failed.append(Failed(kernel, name, f"the cases that stand for it ask for {' and '.join(found)}"))
+    return cases, failed
+
+
+def _asked_by(case: Case) -> Asked:
+    arguments = {name: jax.ShapeDtypeStruct(*spec) for name, spec in case.arguments().items()}
+    ring = isinstance(case, CollectiveMatmul)
+    function = case.on(AbstractMesh((case.devices,), (case.axis,))) if ring else case.function()
+    with trying(None) as asked:
+        jax.eval_shape(function, **arguments)
+    return asked[-1]
+
+
+def _name(asked: Asked) -> str:
+    parts = []
+    for name, value in asked.shape.items():
+        if value is not None:
+            arrays = value.values() if isinstance(value, Mapping) else [value]
+            texts = (" x ".join(map(str, a)) if isinstance(a, Sequence) else str(a) for a in arrays)
+            parts.append(f"{name} {' + '.join(texts)}")
+    return ", ".join(parts)
+
+
+# ---- the search
+
+
+def tune(
+    target: Target,
+    cases: Mapping[str, Mapping[str, Case]],
+    *,
+    limit: float,
+    workers: int = 2,
+    told: Callable[[str], None] = lambda text: None,
+    done: Callable[[int], None] = lambda cases: None,
+) -> tuple[list[Found], list[Failed]]:
+    """Search blocks for cases by kernel and name, on a device of the target; those of one shape are searched together,
+    and with those that stand for it (see `standing_for`).
+
+    limit: most seconds for a candidate. workers: child processes that compile. told: what is compiled; done: of
+    how many cases the search has ended. Raises CompileError if there is no compiler.
+    """
+    pool = [KernelCompiler(target, limit) for _ in range(workers)]
+    idle: queue.SimpleQueue[KernelCompiler] = queue.SimpleQueue()
+    for compiler in pool:
+        idle.put(compiler)
+    named = [(kernel, name) for kernel in cases for name in cases[kernel]]
+    failed: list[Failed] = []
+
+    def measured(name: str, kernel: str, case: Case, blocks: Sizes | None) -> tuple[float, Asked]:
+        compiler = idle.get()
+        try:
+            told(f"{kernel}, {name} {sizes_text(blocks or {})}")
+            figures, asked = compiler.trial(case, blocks)
+            return figures.whole, asked
+        finally:
+            idle.put(compiler)
+
+    def by_rule(kernel: str, name: str, case: Case) -> _Member | None:
+        try:
+            return _Member(name, case, *measured(name, kernel, case, None))
+        except CompileError as error:
+            failed.append(Failed(kernel, name, str(error)))
+            return None
+
+    def search(members: list[_Member]) -> Found:
+        first = members[0]
+        kernel, shape, rule = first.asked.kernel, first.asked.shape, first.asked.blocks
+        others = [by_rule(kernel, name, case) for name, case in _standing_beside(members, target).items()]
+        everyone = [*members, *(one for one in others if one and one.asked.shape == shape)]
+        rule_seconds = [one.seconds for one in everyone]
+        floors = [pool[0].floor(one.case) for one in everyone]
+
+        def seconds_of(number: int, blocks: Sizes) -> float:
+            return measured(everyone[number].name, kernel, everyone[number].case, blocks)[0]
+
+        best, seconds, tried, refused = climb(kernel, rule, rule_seconds, floors, seconds_of)
+        done(len(members))
+        names, gain = tuple(one.name for one in everyone), 1 - _mean_ratio(seconds, rule_seconds)
+        sums = sum(rule_seconds), sum(seconds), sum(floors)
+        return Found(kernel, names, shape, rule, best, *sums, gain, tried, tuple(refused))
+
+    try:
+        with ThreadPoolExecutor(workers) as threads:
+            members = list(threads.map(lambda at: by_rule(*at, cases[at[0]][at[1]]), named))
+            done(members.count(None))
+            groups: dict[str, list[_Member]] = {}
+            for one in filter(None, members):
+                groups.setdefault(json.dumps([one.asked.kernel, one.asked.shape]), []).append(one)
+            return list(threads.map(search, groups.values())), failed
+    finally:
+        for compiler in pool:
+            compiler.close()
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A case of a search. seconds, asked: with the blocks of the rule."""
+
+    name: str
+    case: Case
+    seconds: float
+    asked: Asked
+
+
+def _standing_beside(members: Sequence[_Member], target: Target) -> dict[str, Case]:
+    """Cases that stand for their shape and are not among them; none for types that no case has."""
+    asked = members[0].asked
+    try:
+        standing = standing_for(asked.kernel, asked.shape, target.devices)
+    except ValueError:
+        return {}
+    return {name: case for name, case in standing.items() if all(case != one.case for one in members)}
+
+
+def sizes_text(blocks: Sizes, between: str = " ") -> str:
+    return between.join(f"{name}={size}" for name, size in blocks.items())
+
+
+def blocks_of(kernel: str) -> type:
+    """Its dataclass `Blocks`."""
+    return importlib.import_module(f"inferlib.pallas_kernels.{kernel}_tpu").Blocks
+
+
+def climb(
+    kernel: str,
+    rule: Sizes,
+    rule_seconds: Sequence[float],
+    floors: Sequence[float],
+    seconds_of: Callable[[int, Sizes], float],
+) -> tuple[Sizes, Sequence[float], int, list[Refused]]:
+    """The best blocks, the seconds of each case with them, how many others have figures, and those that were refused.
+
+    rule_seconds, floors: of each case, with the rule's blocks and at best. seconds_of: of a case by number, with some
+    blocks; raises CompileError where they cannot be compiled. Ends where no neighbour gains, all cases are at their
+    floors or MOST candidates were tried.
+    """
+    made = blocks_of(kernel)
+    best, seconds, seen, refused = rule, rule_seconds, {made(**rule)}, []
+    improved = 1 - _mean_ratio(floors, rule_seconds) > GAIN
+    while improved:
+        improved = False
+        for move in _moves(rule):
+            while _mean_ratio(floors, seconds) < 1 - STEP and len(seen) <= MOST:
+                try:
+                    blocks = move(best)
+                    valid = made(**blocks)
+                except ValueError:
+                    break
+                if valid in seen:
+                    break
+                seen.add(valid)
+                try:
+                    found = _seconds_if_none_loses(blocks, rule_seconds, seconds_of)
+                except CompileError as error:
+                    refused.append(Refused(blocks, str(error)))
+                    break
+                if not found or _mean_ratio(found, rule_seconds) > _mean_ratio(seconds, rule_seconds) - STEP:
+                    break
+                best, seconds, improved = blocks, found, True
+    return best, seconds, len(seen) - 1 - len(refused), refused
+
+
+def _seconds_if_none_loses(
+    blocks: Sizes, rule_seconds: Sequence[float], seconds_of: Callable[[int, Sizes], float]
+) -> list[float]:
+    """Of all cases, or none if one takes longer than it may."""
+    found = []
+    for number, rule in enumerate(rule_seconds):
+        found.append(seconds_of(number, blocks))
+        if found[-1] > (1 + WORSE) * rule:
+            return []
+    return found
+
+
+def _mean_ratio(some: Sequence[float], others: Sequence[float]) -> float:
+    return sum(a / b for a, b in zip(some, others, strict=True)) / len(some)
+
+
+def _moves(blocks: Sizes) -> Iterator[Callable[[Sizes], Sizes]]:
+    """To neighbours: one size or all of them times a factor, a buffer more or less. ValueError where there is none."""
+    sizes = [name for name, size in blocks.items() if name != "buffers" and not isinstance(size, bool)]
+
+    def scaled(names: Sequence[str], factor: Fraction) -> Callable[[Sizes], Sizes]:
+        def move(at: Sizes) -> Sizes:
+            moved = {name: at[name] * factor for name in names}
+            if any(size.denominator > 1 for size in moved.values()):
+                raise ValueError("no whole sizes")
+            return {**at, **{name: int(size) for name, size in moved.items()}}
+
+        return move
+
+    for name in sizes:
+        yield from (scaled([name], factor) for factor in FACTORS)
+    if len(sizes) > 1:
+        yield from (scaled(sizes, factor) for factor in FACTORS[:2])
+    if "buffers" in blocks:
+        yield from (lambda at, n=n: {**at, "buffers": at["buffers"] + n} for n in (1, -1))
+
+
+# ---- tables
+
+
+def compiler_of(target: Target) -> str:
+    """Name and version."""
+    return f"libtpu {versions(target)['libtpu']}"
+
+
+def updated(entries: Iterable[Entry], found: Iterable[Found], compiler: str) -> list[Entry]:
+    """A table's entries, with what was searched for in place of what they say of it."""
+    table = {entry.key: entry for entry in entries}
+    for one in found:
+        times = (round(1e6 * seconds, 3) for seconds in (one.seconds, one.rule_seconds))
+        entry = Entry(one.kernel, one.shape, one.best, *times, round(one.gain, 3), compiler)
+        table.pop(entry.key, None)
+        if one.kept:
+            table[entry.key] = entry
+    return [table[key] for key in sorted(table)]
+
+
+def write(file: Path, entries: Iterable[Entry]) -> None:
+    """Whole or not at all."""
+    text = "[\n" + ",\n".join(json.dumps(asdict(entry)) for entry in entries) + "\n]\n"
+    staged = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        file.parent.mkdir(exist_ok=True)
+        staged.write_text(text, encoding="utf-8")
+        staged.replace(file)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def update(file: Path, found: Sequence[Found], compiler: str) -> bool:
+    """Bring what was found to a table; whether that changed it."""
+    old = read(file)
+    new = updated(old, found, compiler)
+    if new == old:
+        return False
+    write(file, new)
+    return True
