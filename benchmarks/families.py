@@ -30,9 +30,9 @@ def measure() -> dict[tuple[str, str], list[tuple[float, float]]]:
     """Architecture and recipe -> (largest difference, standard deviation) of each case."""
     sys.path.insert(0, str(ROOT))
     from inferlib.models.families import family_of
-    from tests.oracle import make_checkpoint, reference_logits
-    from tests.oracle_cases import CASES
-    from tests.test_parity import one_pass, prompt_of
+    from tests.helpers.oracle import make_checkpoint, reference_logits
+    from tests.helpers.oracle_cases import CASES
+    from tests.models.test_parity import one_pass, prompt_of
 
     found = defaultdict(list)
     for case in track(CASES, "against transformers"):

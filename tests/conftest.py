@@ -108,7 +108,7 @@ def optimized_programs() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[..., Path]:
     """`checkpoint(family, **overrides)`: the folder of a tiny model with a tokenizer (see `TINY`). Lists as tuples."""
-    from tests.oracle import make_checkpoint
+    from tests.helpers.oracle import make_checkpoint
 
     @functools.cache
     def build(family: str, **overrides: Any) -> Path:

@@ -16,7 +16,7 @@ from inferlib.models.batch import Backend
 from inferlib.models.families import config_from_hf
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import ProgramSet
-from tests.oracle_cases import FAMILIES, SIZES
+from tests.helpers.oracle_cases import FAMILIES, SIZES
 
 KEY = ProgramKey("greedy", 4, 32, chunks=1, chunk=16)
 

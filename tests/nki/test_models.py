@@ -11,7 +11,7 @@ from inferlib.config import EngineConfig
 from inferlib.models.batch import Backend
 from inferlib.nki_kernels import simulator
 from tests.conftest import assert_greedy, build_llm, random_prompts, write_tokenizer
-from tests.oracle import make_checkpoint
+from tests.helpers.oracle import make_checkpoint
 
 NKI = Backend(decode_attention="nki", prefill_attention="nki")
 FAMILIES = [

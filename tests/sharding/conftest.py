@@ -23,8 +23,8 @@ from inferlib.programs.program_set import ProgramSet
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards
-from tests.oracle import make_checkpoint
-from tests.oracle_cases import SMOLLM2_HEADS
+from tests.helpers.oracle import make_checkpoint
+from tests.helpers.oracle_cases import SMOLLM2_HEADS
 
 ROWS, CHUNK, MAX_LEN = 4, 16, 64
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

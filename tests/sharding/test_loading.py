@@ -19,7 +19,7 @@ from inferlib.models.families import config_from_hf
 from inferlib.models.layout import Layout, head_layout
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import planned_shards
-from tests.counted_reads import CountedReads
+from tests.helpers.counted_reads import CountedReads
 from tests.sharding.conftest import load
 
 # ---- layouts

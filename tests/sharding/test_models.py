@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from inferlib.engine.sequence import Sequence
+from tests.models.test_poison import poison
 from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, logits, requests, run
 from tests.sharding.hlo import assert_promise_kept
-from tests.test_poison import poison
 
 # One family or two for each preset; the rest takes minutes. gemma3 has a ring, which wraps.
 QUICK = [

@@ -1,0 +1,358 @@
+"""The real TPU compiler, without a TPU: collectives as promised, layouts, fit. About 60 s; skipped without libtpu."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from typer.testing import CliRunner
+
+from inferlib import Buckets, configs
+from inferlib.aot.compile import compile_programs, too_large
+from inferlib.cli import app
+from inferlib.inspection.report import ProgramReport, Report
+from inferlib.models.quantization import Quantization
+from inferlib.ops.quantized import Scheme
+from inferlib.planning.explain import explain
+from inferlib.planning.plans import load_plan
+from inferlib.programs.deployment import Deployment
+from inferlib.sharding.mesh import Parallelism
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+EXPERTS = TINY | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 256,
+}
+STATES = TINY | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+}
+STATE_SPACES = TINY | {
+    "architectures": ["NemotronHForCausalLM"],
+    "hybrid_override_pattern": "ME*ME*",
+    "mamba_num_heads": 16,
+    "n_routed_experts": 16,
+    "moe_intermediate_size": 256,
+    "moe_shared_expert_intermediate_size": 512,
+}
+LATENTS = {key: value for key, value in TINY.items() if key not in ("num_key_value_heads", "head_dim")} | {
+    "architectures": ["MiniCPM3ForCausalLM"],
+    "q_lora_rank": 256,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+SMALL_HEADS = TINY | {"head_dim": 64}
+CHUNKS = TINY | {
+    "architectures": ["Llama4ForCausalLM"],
+    "num_hidden_layers": 8,
+    "intermediate_size_mlp": 512,
+    "num_local_experts": 4,
+    "attention_chunk_size": 128,
+}
+SLICES = [
+    ("v5e-8", "tp=8"),
+    ("v5e-8", "tp=4,dp=2,rules=tp_sp"),
+    ("v6e-8", "ep=4,tp=2"),
+]
+
+
+def tiny(target: str, parallel: str) -> Deployment:
+    buckets = Buckets((128,), (128,), (512,))
+    hf = EXPERTS if "ep" in parallel else TINY
+    return Deployment(hf, target, "bfloat16", buckets, Parallelism.parse(parallel), ("greedy",))
+
+
+@cache
+def compiled(deployment: str, parallel: str) -> tuple[Deployment, Report]:
+    """Decode programs of one step and of several, and a prefill."""
+    made = tiny(deployment, parallel)
+    keys = [key for key in list(made.keys()) if not (key.chunks and key.rows) and not key.detail]
+    return made, report_of(made, keys)
+
+
+def report_of(made: Deployment, keys) -> Report:
+    with TemporaryDirectory() as folder:
+        # One after the other, in one process: a second one would load the compiler again.
+        outcomes, _ = compile_programs(made, keys, Path(folder), workers=1)
+    assert [outcome.error for outcome in outcomes] == [""] * len(keys)
+    return Report.of(made, outcomes)
+
+
+@pytest.mark.parametrize(("target", "parallel"), SLICES)
+def test_collectives_are_those_that_explain_promises(target, parallel):
+    made, report = compiled(target, parallel)
+    planned = made.planned()
+    for p in report.programs:
+        promised = _large_apart(
+            (c.kind, c.nbytes, c.count)
+            for c in explain(planned.model, planned.plan, planned.config, [p.key]).steps[0].collectives
+        )
+        found = _large_apart((c["kind"], c["nbytes"], c["count"]) for c in p.collectives)
+        if made.parallel.tensor < 8:
+            # These slices have two hosts, so the tokens of all replicas are gathered for process 0.
+            found.pop(("all-gather", 4 * 128 * p.key.steps), None)
+            # Small ones turn into one another there.
+            for total in (found, promised):
+                total.pop(("all-reduce", "small"), None)
+                total.pop(("all-gather", "small"), None)
+        assert found == promised, str(p.key)
+
+
+def _large_apart(collectives) -> Counter:
+    """Count of each kind and size; of those of a few numbers per row, which the compiler may merge, their bytes. Ragged
+    ones are promised by what they send and found by what they could, so that they are counted only."""
+    total = Counter()
+    for kind, nbytes, count in collectives:
+        if kind == "ragged-all-to-all":
+            total[kind, "ragged"] += count
+            continue
+        total[(kind, nbytes) if nbytes > 2048 else (kind, "small")] += count if nbytes > 2048 else count * nbytes
+    return total
+
+
+def _but_products(program: ProgramReport) -> dict[str, int]:
+    """How often each kernel is called but that of products, which is for few rows."""
+    return {k["name"]: k["count"] for k in program.kernels if k["name"] != "mx_matmul"}
+
+
+@pytest.mark.parametrize(("target", "parallel"), SLICES)
+def test_no_program_copies_the_cache_or_lays_out_a_weight(target, parallel):
+    _, report = compiled(target, parallel)
+    assert report.ok
+    assert [p.copies for p in report.programs] == [[]] * 3
+    assert all(p.estimate > 0 and p.peak < report.capacity for p in report.programs)
+    kernels = [_but_products(p) for p in report.programs if not p.key.chunks]
+    names = ["decode_attention", "expert_mlp"] if "ep" in parallel else ["decode_attention"]
+    assert kernels == [dict.fromkeys(names, TINY["num_hidden_layers"])] * 2
+
+
+def test_no_program_copies_a_quantised_cache():
+    """Its scales least of all, which chunks and decode rows write in different ways."""
+    made = replace(tiny("v5e-8", "tp=8"), kv_cache_dtype="int8")
+    keys = made.keys()
+    report = report_of(made, [key for key in keys if not key.detail])
+    assert report.ok
+    for p in report.programs:
+        names = ["decode_attention"] * (p.key.rows > 0) + ["chunk_write", "prefill_attention"] * (p.key.chunks > 0)
+        assert _but_products(p) == dict.fromkeys(names, TINY["num_hidden_layers"]), str(p.key)
+
+
+@pytest.mark.parametrize(
+    "hf",
+    [LATENTS, SMALL_HEADS, STATES, STATE_SPACES, pytest.param(CHUNKS, marks=pytest.mark.slow)],
+    ids=["latents", "small heads", "states", "state spaces", "chunks"],
+)
+def test_no_program_copies_a_cache_of_another_kind(hf):
+    made = replace(tiny("v5e-8", "tp=8"), hf=hf)
+    keys = [key for key in list(made.keys()) if not (key.chunks and key.rows) and not key.detail]
+    report = report_of(made, keys)
+    assert report.ok
+    if hf is LATENTS:
+        decode = [p for p in report.programs if not p.key.chunks]
+        kernels = [_but_products(p) for p in decode]
+        assert kernels == [{"mla_decode_attention": LATENTS["num_hidden_layers"]}] * 2
+        assert all(p.moved_bytes < 1.02 * p.floor_bytes for p in decode)
+        prefill = [_but_products(p) for p in report.programs if p.key.chunks]
+        assert prefill == [{"mla_prefill_attention": LATENTS["num_hidden_layers"]}] * len(prefill)
+
+
+def test_the_layouts_that_the_compiler_chose_hold_for_every_program(tmp_path):
+    made = replace(tiny("v5e-8", "tp=8"), dtype="float32")  # others are packed
+    keys = made.keys()
+    outcomes, layouts = compile_programs(made, keys[:2], tmp_path)  # two processes
+    names = [spec.name for spec in made.planned().model.specs]
+    order = dict(zip(names, (layout["major_to_minor"] for layout in layouts), strict=True))
+    assert order["blocks.0.mlp.gate_up"] != sorted(order["blocks.0.mlp.gate_up"])
+    assert all(outcome.facts["weight_copies"] == [] for outcome in outcomes)
+
+
+def test_the_compiler_is_never_loaded_here():
+    """In a process where JAX itself has no reason to load it."""
+    program = (
+        "from tests.aot.test_compile_tpu import *; made = tiny('v5e-8', 'tp=8'); report_of(made, made.keys()[:1]); "
+        "print(Path('/proc/self/maps').read_text())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "libjax" in run.stdout
+    assert "libtpu" not in run.stdout
+
+
+def test_a_model_that_cannot_fit_says_by_how_much_and_what_would_do():
+    arguments = ["compile", "--config", "llama3-8b", "--target", "v5e-1", "--json"]
+    result = CliRunner().invoke(app, [*arguments, "--batch-buckets", "4", "--modes", "greedy"])
+    assert result.exit_code == 1, result.output
+    report = json.loads(result.stdout)
+    assert not report["ok"]
+    assert [p["status"] for p in report["programs"]] == ["too large"]
+    assert "exceed a device's memory by 0.2" in report["advice"][0]
+    assert "--target v5e-4 --parallel tp=4 would do" in report["advice"]
+    assert "--target v6e-1 --parallel tp=1 would do" in report["advice"]
+
+
+def test_kernels_take_what_v4_has_of_on_chip_memory_and_leave_floats_of_8_bits_to_xla():
+    wide = {"hidden_size": 2048, "moe_intermediate_size": 5632, "num_hidden_layers": 1}
+    sizes = Buckets((512,), (8,), (512,)), Parallelism.parse("tp=4"), ("greedy",)
+    made = Deployment(EXPERTS | wide, "v4-8", "bfloat16", *sizes, kv_cache_dtype="fp8")
+    (program,) = report_of(made, [key for key in list(made.keys()) if key.chunks and key.rows]).programs
+    assert _but_products(program) == {"group_order": 1, "grouped_matmul": 1}  # and of attention none
+
+
+def test_on_chip_memory_that_a_kernel_lacks_is_no_fault_of_the_model():
+    full = "RESOURCE_EXHAUSTED: Allocation (size=17301504) would exceed memory (size=16777216) :: #allocation2 ["
+    assert too_large("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.2G of 15.7G hbm.")
+    assert not too_large(
+        full + "shape = 'u8[17301504]{0}', space=vmem, size = 0x1080000, scoped, tag = 'scoped memory']"
+    )
+    assert not too_large("Ran out of memory in memory space vmem while allocating on stack for %grouped_matmul")
+
+
+def test_few_rows_are_reduced_whole():
+    """With fewer rows a device than a tile holds, the compiler makes an all-reduce of a reduce-scatter."""
+    made = replace(tiny("v5e-8", "tp=8,rules=tp_sp"), buckets=Buckets((128,), (32,), (512,)))
+    (program,) = report_of(made, made.keys()[:1]).programs
+    found = {(c["kind"], c["nbytes"]): c["count"] for c in program.collectives}
+    assert found == {("all-reduce", 128): 2, ("all-reduce", 16384): 7, ("all-gather", 16384): 7}
+
+
+# ---- whole models
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "target", "parallel", "batch", "most"),
+    [
+        ("llama3-8b", "v5e:2x2", "tp=4", 16, 1.05),  # two KV heads a device
+        ("llama3-70b", "v5p:16x16x16", "tp=8,dp=512", 16384, 1.08),  # attention scores leave its smaller VMEM
+    ],
+)
+def test_decoding_moves_only_what_it_must(name, target, parallel, batch, most):
+    buckets = Buckets((512,), (batch,), (4096,))
+    made = Deployment(configs.load(name), target, "bfloat16", buckets, Parallelism.parse(parallel), ("greedy",))
+    (program,) = report_of(made, made.keys()[:1]).programs
+    assert_moves(program, most)
+
+
+def assert_moves(program: ProgramReport, most: float) -> None:
+    """most: of the bytes that it must read and write, how many times."""
+    assert program.copies == []
+    assert program.temporaries < 64 << 20
+    assert program.moved_bytes <= most * program.floor_bytes
+
+
+@cache
+def small_decode(quantization: Quantization | None) -> tuple[Deployment, ProgramReport]:
+    sizes = (Buckets((128,), (8,), (512,)), Parallelism.parse("tp=4"), ("greedy",))
+    made = Deployment(TINY, "v5e-4", "bfloat16", *sizes, quantization=quantization)
+    return made, report_of(made, made.keys()[:1]).programs[0]
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [*map(Quantization.named, ("int8", "int4", "mxfp4")), Quantization("awq", Scheme("int4", 128, zeros=True))],
+    ids=str,
+)
+def test_quantised_weights_are_read_packed(quantization):
+    """No program unpacks a weight to memory: it holds and moves little that one of bfloat16 weights does not."""
+    (made, program), (_, usual) = small_decode(quantization), small_decode(None)
+    assert program.outcome.ok
+    assert program.copies == []
+    unpacked = 2 * sum(math.prod(w.shape) for w in made.planned().model.weights if w.scheme is not None) // 4
+    assert program.temporaries < usual.temporaries + unpacked // 8
+    assert program.moved_bytes - program.floor_bytes < usual.moved_bytes - usual.floor_bytes + unpacked // 6
+
+
+def test_quantised_caches_are_read_as_they_are():
+    """No program copies keys or values or their scales or writes them in another type, nor are scales spread over
+    heads."""
+    hf = TINY | {"num_key_value_heads": 4, "max_position_embeddings": 8192}
+    sizes = (Buckets((128,), (32,), (8192,)), Parallelism.parse("tp=4"), ("greedy",))
+    made = Deployment(hf, "v5e-4", "bfloat16", *sizes, kv_cache_dtype="fp8")
+    keys = made.keys()
+    decode, prefill = report_of(made, [keys[0], next(key for key in keys if key.chunks)]).programs
+    for program in (decode, prefill):
+        assert program.copies == []
+    assert decode.temporaries < sum(math.prod(s) for b in made.planned().plan.blocks for s in b.shapes) // 4 // 8
+    assert decode.moved_bytes < 1.2 * decode.floor_bytes
+
+
+# The residual of the larger goes by way of HBM to kernels.
+MOST_MOVED = {"llama3-8b-v5e-8": 1.01, "llama3-70b-v6e-8": 1.02}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", configs.plan_names())
+def test_plans_compile(name):
+    plan = load_plan(name)
+    parallel = Parallelism.parse(plan.parallel)
+    sizes = (plan.dtype, plan.engine.buckets, parallel, ("greedy",), plan.stored)
+    made = Deployment(configs.load(plan.model), str(plan.slice), *sizes)
+    report = report_of(made, made.keys()[:1])
+    assert report.ok
+    if name in MOST_MOVED:
+        assert_moves(*report.programs, MOST_MOVED[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "kernels"), [("v5e:2x4", 4), ("v5p:2x2x2", 0)])
+def test_products_take_place_with_their_collective_as_explain_promises(target, kernels):
+    """The kernels read weights where they lie. v5p has two cores a device, and XLA's products are faster."""
+    hf = TINY | {"hidden_size": 1024, "intermediate_size": 2048}
+    made = Deployment(
+        hf, target, "bfloat16", Buckets((1024,), (32,), (2048,)), Parallelism.parse("tp=8,rules=tp_sp"), ("greedy",)
+    )
+    decode, *others = made.keys()
+    keys, planned = [decode, *(key for key in others if key.chunks == 1 and not key.detail)], made.planned()
+    for program in report_of(made, keys).programs[1:]:
+        (step,) = explain(planned.model, planned.plan, planned.config, [program.key]).steps
+        fused = [c for c in step.collectives if c.kind.startswith("fused")]
+        assert len(fused) == kernels
+        found, promised, padded = Counter(), Counter(), planned.config.shards.padded(step.tokens)
+        for k in program.kernels:
+            found[k["sent"], k["flops"]] += k["count"] * bool(k["sent"])
+        for c in fused:
+            promised[c.nbytes * 7 // 8, c.flops * padded // step.tokens] += c.count
+        assert +found == promised
+        assert program.copies == []
+        apart = {(c["kind"], c["nbytes"]): c["count"] for c in program.collectives if c["nbytes"] > 1 << 16}
+        assert sum(apart.values()) == (2 if kernels else 2 + 4 * 3)

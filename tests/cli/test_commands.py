@@ -1,0 +1,363 @@
+"""`inferlib generate` with prompts and `inferlib info`: options, streams, errors. About 30 s."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import typer
+
+from inferlib import SamplingParams
+from inferlib.checkpoint.safetensors import SafetensorsSource
+from inferlib.cli.generate import generate
+from inferlib.cli.output import write
+from tests.helpers.cli_model import COMMAND, Commands, error_of, make_model
+from tests.helpers.oracle import make_checkpoint
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def inferlib(tmp_path_factory) -> Commands:
+    return Commands(make_model(tmp_path_factory.mktemp("model")))
+
+
+def text_of(inferlib: Commands, prompt: str, params: SamplingParams = GREEDY) -> str:
+    return inferlib.llm.generate(prompt, params)[0].outputs[0].text
+
+
+# ---- options
+
+
+def test_help_does_not_import_jax():
+    code = "import sys, inferlib.cli; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_targets_are_listed_without_jax():
+    code = "import sys; from inferlib.cli import app; app(['targets', 'v5e-8'], standalone_mode=False)"
+    shown = subprocess.run([sys.executable, "-c", code + "; sys.exit('jax' in sys.modules)"], capture_output=True)
+    assert shown.returncode == 0
+    assert b"2 x 4 chips" in shown.stdout
+
+
+def test_every_sampling_parameter_is_an_option_with_its_default():
+    options = {name: p.default for name, p in inspect.signature(generate).parameters.items()}
+    fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
+    assert fields.keys() <= options.keys()
+    different = {name: options[name] for name in fields if options[name] != fields[name]}
+    assert different == {"temperature": 0.0, "max_tokens": 128, "seed": 0}
+
+
+class Recorder:
+    """Stands in for the model, records what a prompt was to be generated with, and ends the command."""
+
+    compilations = 0
+    seen: ClassVar[dict] = {}
+
+    def __init__(self, *args, **options):
+        self.seen.update(args=args, **options)
+
+    def prepare(self, prompt, params):
+        self.seen.update(prompt=prompt, params=params)
+        raise ValueError("recorded")
+
+
+def test_options_reach_the_request(inferlib, monkeypatch):
+    monkeypatch.setattr(inferlib, "build", Recorder)
+    words = """
+        --dtype bfloat16 --quantization int8 --kv-cache-dtype fp8 --expert-placement slots.json --max-len 64
+        --artifacts compiled --parallel tp=2 --backend matmul=xla --seed 7 --json
+        --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1
+        --presence-penalty 0.2 --frequency-penalty -0.3 --logit-bias 5=-1.5 --logit-bias 6=2 --stop ab --stop c
+        --stop-token-id 8 --stop-token-id 9 --ignore-eos --include-stop-str-in-output --no-skip-special-tokens --n 3
+        --logprobs 4 --prompt-logprobs 1
+    """
+    assert error_of(inferlib.generate("hello", *words.split())) == "recorded"
+    assert Recorder.seen == {
+        "args": (str(inferlib.model),),
+        "dtype": "bfloat16",
+        "quantization": "int8",
+        "kv_cache_dtype": "fp8",
+        "expert_placement": Path("slots.json"),
+        "backend": "matmul=xla",
+        "expert_load": False,
+        "max_batch": 2,
+        "max_len": 64,
+        "parallel": "tp=2",
+        "artifacts": Path("compiled"),
+        "seed": 7,
+        "prompt": "hello",
+        "params": SamplingParams(
+            max_tokens=9,
+            min_tokens=2,
+            temperature=0.5,
+            top_k=3,
+            top_p=0.9,
+            min_p=0.1,
+            repetition_penalty=1.1,
+            presence_penalty=0.2,
+            frequency_penalty=-0.3,
+            logit_bias={5: -1.5, 6: 2.0},
+            stop=["ab", "c"],
+            stop_token_ids=[8, 9],
+            ignore_eos=True,
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            n=3,
+            logprobs=4,
+            prompt_logprobs=1,
+        ),
+    }
+
+
+# ---- prompts and output
+
+
+def test_text_goes_to_stdout_and_one_line_of_numbers_to_stderr(inferlib):
+    result = inferlib.generate("hello")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == text_of(inferlib, "hello") + "\n"
+    summary = result.stderr.splitlines()
+    assert len(summary) == 1
+    for part in ("5 prompt tokens", "8 generated", "TTFT", "ITL", "tokens/s"):
+        assert part in summary[0]
+
+
+def test_prompts_keep_their_order(inferlib):
+    prompts = ["a long prompt, which takes more tokens", "b", "c"]
+    result = inferlib.generate(*prompts)
+    assert result.stdout == "".join(text_of(inferlib, p) + "\n" for p in prompts)
+    assert "3 prompts, 40 prompt tokens, 24 generated, mean TTFT" in result.stderr
+
+
+def test_stdin_is_one_prompt(inferlib):
+    result = inferlib.generate(stdin="two\nlines é\n")
+    assert result.stdout == text_of(inferlib, "two\nlines é") + "\n"
+
+
+def test_chat(inferlib):
+    result = inferlib.generate("--chat", "--system", "Be brief.", "hello")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    assert result.stdout == inferlib.llm.chat(messages, GREEDY)[0].outputs[0].text + "\n"
+
+
+def test_json(inferlib):
+    result = inferlib.generate("--json", "--logprobs", "2", "--prompt-logprobs", "0", "ab", "é")
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert (first["prompt"], second["prompt"]) == ("ab", "é")
+    params = dataclasses.replace(GREEDY, logprobs=2, prompt_logprobs=0)
+    expected = inferlib.llm.generate("ab", params)[0]
+    output, wanted = first["outputs"][0], expected.outputs[0]
+    assert output["text"] == wanted.text
+    assert output["token_ids"] == wanted.token_ids
+    assert output["finish_reason"] == "length"
+    assert output["cumulative_logprob"] == pytest.approx(wanted.cumulative_logprob, abs=1e-4)
+    assert [[entry["token_id"] for entry in step] for step in output["logprobs"]] == [
+        list(step) for step in wanted.logprobs
+    ]
+    assert (first["prompt_tokens"], first["generated_tokens"]) == (2, 8)
+    assert first["prompt_logprobs"][0] is None
+    assert first["prompt_logprobs"][1][0]["token_id"] == expected.prompt_token_ids[1]
+
+
+def test_sampling_with_several_outputs(inferlib):
+    outputs = json.loads(inferlib.generate("--json", "--temperature", "1", "--n", "3", "ab").stdout)["outputs"]
+    assert len({tuple(output["token_ids"]) for output in outputs}) == 3
+
+
+def test_logit_bias_forces_a_token(inferlib):
+    token = inferlib.llm.tokenizer.encode("x")[0]
+    result = inferlib.generate("--logit-bias", f"{token}=100", "ab")
+    assert result.stdout == "x" * 8 + "\n"
+
+
+def test_stream_gives_the_same_text(inferlib):
+    result = inferlib.generate("--stream", "hello")
+    assert result.stdout == text_of(inferlib, "hello") + "\n"
+    assert "5 prompt tokens, 8 generated" in result.stderr
+
+
+def test_a_terminal_gets_a_stream(inferlib):
+    """The whole command on a terminal, where a spinner and a progress bar come before the text."""
+    parent, child = pty.openpty()
+    command = [*COMMAND, "generate", "hello", "--model", inferlib.model, "--max-tokens", "8"]
+    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child)
+    os.close(child)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(parent, 4096)
+        except OSError:  # the other side is closed
+            break
+    os.close(parent)
+    assert process.wait() == 0, shown.decode()
+    shown = shown.decode()
+    assert "compiling and reading the prompt" in shown
+    assert "8 generated" in shown
+    assert text_of(inferlib, "hello").replace("\n", "\r\n") in shown
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x", "--model", "/nowhere"], "'/nowhere': the path does not exist"),
+        (["x", "--dtype", "int3"], "dtype 'int3' is not supported"),
+        (["x", "--max-len", "1000"], "max_len 1000 exceeds the model's context of 256"),
+        (["x", "--max-tokens", "300"], "1 tokens plus max_tokens 300 exceeds max_len 256"),
+        (["x", "--top-p", "1.5"], "top_p must be a number in (0, 1], got 1.5"),
+        (["x", "--n", "2"], "n must be 1 when temperature is 0"),
+        (["x", "--logit-bias", "5"], "--logit-bias must be ID=VALUE"),
+        (["x", "--logit-bias", "999=1"], "token 999 is not in the model's vocabulary"),
+        (["ok", ""], "prompt 2: the prompt is empty"),
+        ([""], "the prompt is empty"),
+        (["x", "--system", "s"], "--system needs --chat"),
+        (["x", "--logprobs", "1"], "add --json"),
+        (["x", "y", "--stream"], "--stream shows the text of one prompt"),
+        (["x", "--stream", "--json"], "--stream shows the text of one prompt"),
+        (["--input", "a"], "--input and --output go together"),
+        (["--output", "a"], "--input and --output go together"),
+        (["x", "--input", "a", "--output", "b"], "give no prompts"),
+        (["x", "--resume"], "give --input and --output"),
+        (["--input", "a", "--output", "b", "--resume", "--overwrite"], "give one of them"),
+    ],
+)
+def test_bad_input_is_one_line(inferlib, arguments, message):
+    assert message in error_of(inferlib.generate(*arguments))
+
+
+def test_bad_stdin(inferlib):
+    assert "stdin must be UTF-8 text" in error_of(inferlib.generate(stdin=b"caf\xe9"))
+    assert "the prompt is empty" in error_of(inferlib.generate(stdin=""))
+
+
+def test_other_exceptions_keep_their_traceback(inferlib, monkeypatch):
+    def broken(*args, **options):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(inferlib, "build", broken)
+    result = inferlib.generate("x")
+    assert isinstance(result.exception, RuntimeError)
+    assert result.exc_info[2] is not None
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_under_stdout(monkeypatch, capsys):
+    # Closing it fails, too.
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(typer.Exit) as end:
+            write("text")
+    assert end.value.exit_code == 2
+    assert "error: cannot write to stdout: No space left on device" in capsys.readouterr().err
+
+
+# ---- info
+
+
+def test_info(inferlib, monkeypatch):
+    monkeypatch.setattr(SafetensorsSource, "read", None)  # no weights are read
+    facts = json.loads(inferlib("info", inferlib.model, "--json", "--max-len", "100").stdout)
+    vocab, width, hidden, layers = 260, 96, 80, 2
+    attention = width * 24 * (6 + 2 * 2) + 6 * 24 * width
+    parameters = 2 * vocab * width + layers * (attention + 3 * width * hidden + 2 * width) + width
+    assert facts["family"] == "llama"
+    assert facts["parameters"] == parameters
+    assert facts["stored_bytes"] == 4 * parameters
+    assert facts["weight_bytes"] == {
+        "float32": 4 * parameters,
+        "bfloat16": 2 * parameters,
+        "float16": 2 * parameters,
+    }
+    token = layers * 2 * 2 * 24 * 2  # k and v, 2 KV heads of 24, 2 bytes
+    assert facts["cache_bytes"]["bfloat16"] == {
+        "per_token": token,
+        "beyond_windows": token,
+        "states": 0,
+        "per_sequence": 100 * token,
+    }
+    (segment,) = facts["layers"]
+    assert segment["repeat"] == layers
+    assert segment["pattern"][0]["attention"]["heads"] == 6
+    assert facts["context"] == 256
+
+    table = inferlib("info", inferlib.model).stdout
+    assert "2, all alike: 6 heads of 24, 2 for keys and values" in " ".join(table.split())
+    assert "cache of 256 tokens" in table
+
+
+def test_info_counts_windows_as_rings(inferlib, tmp_path):
+    make_checkpoint(tmp_path, "gemma3_text", max_position_embeddings=2048)
+    facts = json.loads(inferlib("info", tmp_path, "--json").stdout)
+    layer = 2 * 2 * 24 * 4  # bytes of a token in a layer in float32
+    window, chunk = 8, 512
+    assert facts["cache_bytes"]["float32"] == {
+        "per_token": 7 * layer,
+        "beyond_windows": layer,
+        "states": 0,
+        "per_sequence": layer * (2048 + 6 * (window + chunk)),
+    }
+    table = " ".join(inferlib("info", tmp_path).stdout.split())
+    assert "5 of kind 1, 1 of kind 2, 1 of kind 1" in table
+    assert "window 8" in table
+    assert "beyond windows" in table
+
+
+def test_info_counts_shared_caches_once(inferlib, tmp_path):
+    make_checkpoint(tmp_path, "gemma3n_text", max_position_embeddings=2048)
+    facts = json.loads(inferlib("info", tmp_path, "--json").stdout)
+    layer = 2 * 2 * 24 * 4  # bytes of a token in a layer in float32
+    assert facts["cache_bytes"]["float32"] == {
+        "per_token": 3 * layer,
+        "beyond_windows": layer,
+        "states": 0,
+        "per_sequence": layer * (2048 + 2 * (8 + 512)),
+    }
+    table = " ".join(inferlib("info", tmp_path).stdout.split())
+    assert "2 for keys and values of layer 1" in table
+    assert "70% sparse" in table
+    assert "residuals 3, by AltUp" in table
+
+
+def test_info_says_once_what_is_left_out(inferlib, tmp_path, caplog):
+    make_checkpoint(tmp_path, "gemma3", num_hidden_layers=2)
+    assert "family gemma3" in " ".join(inferlib("info", tmp_path).stdout.split())
+    assert caplog.text.count("of images or sound are left out") == 1
+
+
+def test_info_of_a_shape(inferlib):
+    facts = json.loads(inferlib("info", "--config", "smollm2-135m", "--json").stdout)
+    assert facts["parameters"] == 134_515_008
+    assert facts["stored_bytes"] is None
+    assert "134.5 million" in inferlib("info", "--config", "smollm2-135m").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either a model or the name of a shape"),
+        (["m", "--config", "c"], "give either a model or the name of a shape"),
+        (["/nowhere"], "the path does not exist"),
+        (["--config", "nothing"], "no model shape is called 'nothing'; known: "),
+        (["--config", "smollm2-135m", "--max-len", "10000"], "exceeds the model's context of 8192"),
+    ],
+)
+def test_info_of_nothing(inferlib, arguments, message):
+    assert message in error_of(inferlib("info", *arguments))
+
+
+def test_info_of_an_unknown_architecture(inferlib, tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["NewForCausalLM"]}')
+    assert "NewForCausalLM" in error_of(inferlib("info", tmp_path))

@@ -1,0 +1,52 @@
+"""Platforms that are left alone. A few seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from inferlib import platforms
+from tests.helpers.cli_model import make_model
+
+RUN = """
+import sys
+from inferlib import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], max_batch=1, max_len=32, progress=False)
+llm.generate("to be", SamplingParams(max_tokens=2))
+print("libtpu" in open("/proc/self/maps").read())
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs /proc")
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
+@pytest.mark.skipif(platforms._tpu_chips(), reason="there are TPUs")
+def test_running_on_a_laptop_does_not_load_the_library_of_tpus(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-c", RUN, str(make_model(tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("installed", "chips", "chosen", "expected"),
+    [
+        ({"libtpu"}, False, None, "cpu"),
+        ({"libtpu"}, True, None, None),
+        ({"libtpu", "jax_cuda13_plugin"}, False, None, None),
+        ({"libtpu"}, False, "tpu", "tpu"),
+        (set(), False, None, None),
+    ],
+)
+def test_only_an_absent_tpu_is_left_out(installed, chips, chosen, expected, monkeypatch):
+    config = SimpleNamespace(jax_platforms=chosen, update=lambda name, value: setattr(config, name, value))
+    monkeypatch.setattr(platforms, "jax", SimpleNamespace(config=config))
+    monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(platforms, "_tpu_chips", lambda: chips)
+    platforms.leave_out_absent_tpu()
+    assert config.jax_platforms == expected

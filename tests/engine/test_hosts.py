@@ -1,0 +1,367 @@
+"""Real processes run one model together: the same tokens as one process, and clear ends. Some 30 s, three minutes
+with the slow ones, nearly all of it compilations."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from inferlib import distributed
+from inferlib.checkpoint.safetensors import SafetensorsSource
+from inferlib.cli import app
+from tests.helpers import hosts_program
+from tests.helpers.cli_model import COMMAND, make_model
+
+ROOT = Path(__file__).parents[2]
+HOST = socket.gethostname()
+TIMEOUT = 300  # seconds; a test that needs them has failed
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"), layers=1)
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> Callable[[str], dict[str, Any]]:
+    """What a scenario gives on one process and one device, from the first request of an LLM."""
+    return cache(lambda scenario: hosts_program.SCENARIOS[scenario](hosts_program.build(model, None)))
+
+
+class Processes:
+    """Running commands: `wait` gives (exit code, stdout, stderr) of each."""
+
+    def __init__(self, commands: list[list[str]]):
+        pipe = subprocess.PIPE
+        # A TPU's library, if installed, looks for a chip and complains.
+        options = dict(stdout=pipe, stderr=pipe, text=True, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+        self._all = [subprocess.Popen(c, **options) for c in commands]
+
+    def __getitem__(self, i: int) -> subprocess.Popen:
+        return self._all[i]
+
+    def wait(self) -> list[tuple[int, str, str]]:
+        ended = [process.communicate(timeout=TIMEOUT) for process in self._all]
+        return [(p.returncode, out, err) for p, (out, err) in zip(self._all, ended, strict=True)]
+
+    def until(self, line: str) -> str:
+        """Wait until process 0 has printed a line; what it printed before."""
+        before = []
+        for printed in self._all[0].stdout:
+            if printed.strip() == line:
+                return "".join(before)
+            before.append(printed)
+        raise AssertionError(self._all[0].stderr.read())
+
+    def kill(self) -> None:
+        for process in self._all:
+            process.kill()
+            process.communicate()
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture
+def start(model) -> Iterator[Callable[..., Processes]]:
+    """`start(processes, parallel, scenario, last, **options)`: see `hosts_program.main`; last: other options of the
+    last process."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(
+            processes: int, parallel: str | None, scenario: str, last: dict | None = None, **options: Any
+        ) -> Processes:
+            options |= {"port": free_port(), "processes": processes, "parallel": parallel, "scenario": scenario}
+            options = {"model": str(model), "devices": 1, **options}
+            every = [options | {"process": i} for i in range(processes)]
+            every[-1] |= last or {}
+            program = [sys.executable, "-m", "tests.helpers.hosts_program"]
+            running = Processes([[*program, json.dumps(o)] for o in every])
+            stack.callback(running.kill)
+            return running
+
+        yield begin
+
+
+def results(running: Processes) -> list[dict[str, Any]]:
+    ended = running.wait()
+    for code, out, err in ended:
+        assert code == 0, out + err
+    return [result(out) for _, out, _ in ended]
+
+
+def result(out: str) -> dict[str, Any]:
+    return json.loads(next(line for line in reversed(out.splitlines()) if line.startswith("{")))
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Tokens, text and messages; numbers to 1e-4, as sums are made in another order."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if name in ("logprobs", "logits"):
+            np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
+        elif name == "scores":
+            for a, b in zip(found[name], value, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+        else:
+            assert found[name] == value, name
+
+
+def test_two_processes(start, expected, model):
+    first, second = results(start(2, "tp=2", "greedy"))
+    assert_same(first["found"], expected("greedy"))
+    assert second["found"] == {"followed": True}
+    # Each reads its half of every matrix.
+    source = SafetensorsSource(model)
+    matrices = [name for name in source.names() if name.endswith(("_proj.weight", "embed_tokens.weight"))]
+    assert len(matrices) == 7 + 1
+    for name in matrices:
+        assert [sum(r["taken"][name]) for r in (first, second)] == [source.nbytes(name) // 2] * 2, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "parallel", "scenario", "homes"),
+    [
+        (1, "dp=2", "greedy", [[0], [1]]),
+        (2, "tp=2,dp=2", "warm", [[0, 0], [1, 1]]),
+        (2, "tp=4,rules=tp_sp", "greedy", [[0, 0, 1, 1]]),
+    ],
+)
+def test_the_same_as_one_process_and_a_good_end(devices, parallel, scenario, homes, start, expected):
+    """homes: process of each device of the mesh; the tensor axis stays inside a process where it can. An error on
+    process 0 ends the other well."""
+    (code, out, err), (other, silent, _) = start(2, parallel, scenario, devices=devices, then="error").wait()
+    assert (code, other) == (1, 0), err
+    assert err.splitlines()[-1] == "RuntimeError: an error of the program"
+    assert_same(result(out)["found"], expected(scenario))
+    assert result(out)["found"].get("compiled", 0) == 0
+    assert result(out)["homes"] == homes
+    assert result(silent)["found"] == {"followed": True}
+
+
+# ---- ends
+
+
+def lost(process: int, here: int) -> str:
+    return f"inferlib: process {process} on {HOST} has ended; process {here} cannot go on without it"
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_dies_while_decoding(killed, start):
+    running = start(2, "tp=2", "endless")
+    running.until("decoding")
+    running[killed].kill()
+    ended = running.wait()
+    code, _, err = ended[1 - killed]
+    assert code == 1
+    assert lost(killed, 1 - killed) in err  # perhaps amid a traceback that was being written
+
+
+@pytest.mark.slow
+def test_four_processes_until_one_dies(start, expected):
+    """All modes, with the heads and the rows on several processes."""
+    running = start(4, "tp=2,dp=2", "everything", then="endless")
+    first = result(running.until("decoding"))
+    assert_same(first["found"], expected("everything"))
+    assert first["homes"] == [[0, 1], [2, 3]]
+    running[2].kill()
+    for i, (code, _, err) in enumerate(running.wait()):
+        if i != 2:
+            assert code == 1
+            assert lost(2, i) in err  # perhaps amid a traceback that was being written
+
+
+@pytest.mark.slow
+def test_a_process_stops_while_decoding(start):
+    """It neither ends nor goes on: JAX notices that its heartbeats do not come."""
+    running = start(2, "tp=2", "endless", patience=10)
+    running.until("decoding")
+    running[1].send_signal(signal.SIGSTOP)
+    _, err = running[0].communicate(timeout=TIMEOUT)
+    assert running[0].returncode != 0
+    assert "The following tasks are unhealthy (stopped sending heartbeats):\n1\n" in err
+
+
+@pytest.mark.slow
+def test_interrupt(start):
+    """Ctrl-C reaches all processes: it ends process 0, and that ends the other."""
+    running = start(2, "tp=2", "endless")
+    running.until("decoding")
+    for i in (1, 0):
+        running[i].send_signal(signal.SIGINT)
+    (code, _, err), (_, _, other) = running.wait()
+    assert code != 0
+    assert "KeyboardInterrupt" in err
+    assert "Traceback" not in other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "messages"),
+    [
+        ("failing", ["RuntimeError: an error of this process"]),
+        (
+            "misusing",
+            [
+                "requests enter on process 0; on the others call LLM.follow()",
+                "RuntimeError: on several processes a program runs one LLM, and there is one already",
+            ],
+        ),
+        ("leaving", []),
+    ],
+)
+def test_an_error_on_another_process_ends_process_0(fault, messages, start):
+    (code, _, err), (other, _, own) = start(2, "tp=2", "greedy", {"fault": fault}).wait()
+    assert (code, other) == (1, 1)
+    assert lost(1, 0) in err  # perhaps amid a traceback that was being written
+    lines = own.strip().splitlines()
+    assert lines[-1:] == messages[-1:]
+    assert set(messages) <= set(lines)
+
+
+# ---- agreement, before anything reaches a device
+
+
+def test_a_model_that_one_process_cannot_see(start, tmp_path):
+    (code, _, err), (other, _, own) = start(2, "tp=2", "greedy", {"model": str(tmp_path / "none")}).wait()
+    assert (code, other) == (1, 1)
+    problem = f"model '{tmp_path}/none': the path does not exist"
+    assert own.splitlines()[-1].startswith(f"inferlib.checkpoint.source.CheckpointError: {problem}")
+    assert err.splitlines()[-1].startswith(f"inferlib.distributed.PeerError: process 1 on {HOST}: {problem}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "last", "message"),
+    [
+        (2, {"sizes": {"max_len": 32}}, "the largest cache bucket (64) must equal max_len (32)"),
+        (2, {"parallel": "dp=2"}, "differs from process 0 in parallel"),
+        (3, {"fault": "early"}, "it has ended"),
+    ],
+)
+def test_processes_that_do_not_agree(processes, last, message, start):
+    bad = processes - 1
+    for i, (code, _, err) in enumerate(start(processes, f"tp={processes}", "greedy", last).wait()):
+        assert code == 1
+        if i < bad or "parallel" in last:
+            assert f"inferlib.distributed.PeerError: process {bad} on {HOST}" in err.splitlines()[-1]
+            assert err.splitlines()[-1].endswith(message)
+
+
+@pytest.mark.slow
+def test_devices_of_every_process_take_part(start):
+    for code, _, err in start(2, "tp=2", "greedy", devices=2).wait():
+        assert code == 1
+        assert "takes 2 of 4 devices and leaves none for process 1: use devices of every process" in err
+    for code, _, err in start(2, None, "greedy").wait():
+        assert code == 1
+        assert "several processes run this model: split it over their 2 devices with parallel" in err
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_come():
+    code = "import sys; from inferlib.distributed import initialize; initialize(sys.argv[1], 2, 0, timeout=2)"
+    running = Processes([[sys.executable, "-c", code, f"localhost:{free_port()}"]])
+    ((status, _, err),) = running.wait()
+    assert status == 1
+    assert "inferlib: the processes did not find each other within 2 s" in err
+
+
+@pytest.mark.slow
+def test_nothing_says_where_the_processes_are():
+    running = Processes([[sys.executable, "-c", "from inferlib.distributed import initialize; initialize()"]])
+    ((status, _, err),) = running.wait()
+    assert status == 1
+    assert err.strip().endswith("Kubernetes says it here: give coordinator, processes and process")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"coordinator": "localhost"}, "coordinator must be HOST:PORT, got 'localhost'"),
+        ({"coordinator": "a:1", "processes": 0, "process": 0}, "processes must be at least 1, got 0"),
+        ({"coordinator": "a:1", "processes": 2, "process": 2}, "a number from 0 to processes - 1, got 2 of 2"),
+    ],
+)
+def test_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        distributed.initialize(**arguments)
+
+
+# ---- the command line
+
+
+@pytest.fixture
+def command(model) -> Iterator[Callable[..., Processes]]:
+    """`command(*arguments)`: `inferlib generate` on two processes."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(*arguments: str) -> Processes:
+            place = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--process"]
+            words = [*COMMAND, "generate", "--model", str(model), *arguments, "--parallel", "tp=2", *place]
+            running = Processes([[*words, str(i)] for i in range(2)])
+            stack.callback(running.kill)
+            return running
+
+        yield begin
+
+
+@pytest.mark.slow
+def test_command(command, model, tmp_path):
+    one = subprocess.run(
+        [*COMMAND, "generate", "--model", str(model), "a tale", "--max-tokens", "9"], capture_output=True, check=True
+    )
+    (code, out, err), (other, silent, quiet) = command("a tale", "--max-tokens", "9").wait()
+    assert (code, other) == (0, 0), err + quiet
+    assert without_gloo(out) == one.stdout.decode()
+    assert (without_gloo(silent), quiet) == ("", "")
+
+
+@pytest.mark.slow
+def test_command_with_files(command, tmp_path):
+    """Only process 0 reads and writes them; a bad line is an error of that line."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    files = ["--input", str(source), "--output", str(target)]
+    (code, _, err), (other, _, lost_err) = command(*files).wait()
+    assert (code, other) == (2, 2)
+    assert err.splitlines()[-1] == f"error: the input {source} does not exist"
+    assert lost_err.splitlines()[-1] == f"error: process 0 on {HOST}: it has ended"
+
+    source.write_text('{"prompt": "one"}\n{"prompt": 2}\n{"prompt": "three", "sampling_params": {"n": 2}}\n')
+    (code, _, err), (other, _, quiet) = command(*files, "--temperature", "1").wait()
+    assert (code, other) == (1, 0), err + quiet
+    results = {record["line"]: record for record in map(json.loads, target.read_text().splitlines())}
+    assert {line: len(record.get("outputs", ())) for line, record in results.items()} == {1: 1, 2: 0, 3: 2}
+    assert quiet == ""
+
+
+def without_gloo(out: str) -> str:
+    """Gloo, which carries the collectives of CPUs, writes to stdout."""
+    return "".join(line for line in out.splitlines(keepends=True) if not line.startswith("[Gloo]"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--coordinator", "a:1"], ["--process", "0"], ["--distributed", "--coordinator", "a:1"], ["--processes", "2"]],
+)
+def test_options_go_together(arguments):
+    result = CliRunner().invoke(app, ["generate", "a", *arguments])
+    assert result.exit_code == 2
+    assert "error: give --coordinator, --processes and --process together, or --distributed alone" in result.stderr

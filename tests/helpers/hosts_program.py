@@ -1,0 +1,172 @@
+"""What the processes of test_hosts.py run: `python -m tests.helpers.hosts_program JSON`, the arguments of `main`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import inferlib.model_files
+from inferlib import LLM, Buckets, SamplingParams, distributed
+from tests.helpers.counted_reads import CountedReads
+
+PROMPTS = [[5, 6, 7], list(range(10, 35)), [9] * 4, list(range(40, 49)), [77, 3]]
+SIZES = {"max_batch": 4, "max_len": 64, "buckets": Buckets(prefill=(16,), batch=(4,), cache=(64,))}
+
+
+def build(model: str | Path, parallel: str | None, **sizes: Any) -> LLM:
+    return LLM(model, dtype="float32", parallel=parallel, seed=7, progress=False, **SIZES | sizes)
+
+
+# ---- what process 0 does, by the name of the scenario
+
+
+def tokens_of(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+    return [o.token_ids for output in llm.generate(PROMPTS, params) for o in output.outputs]
+
+
+def greedy(llm: LLM) -> dict[str, Any]:
+    """More prompts than rows, chunked prefill, and what happens on process 0 alone: a stream that is left, a request
+    that is not valid."""
+    found: dict[str, Any] = {"greedy": tokens_of(llm, SamplingParams(temperature=0, max_tokens=20))}
+    stream = iter(llm.stream("an eel", SamplingParams(temperature=0, max_tokens=40)))
+    found["stream"] = [next(stream) for _ in range(3)]
+    stream.close()
+    try:
+        llm.generate([[1], [999999]], SamplingParams(temperature=0))
+    except ValueError as error:
+        found["error"] = str(error)
+    lengths = [SamplingParams(temperature=0, max_tokens=n) for n in (3, 30, 1, 9, 17)]
+    found["lengths"] = tokens_of(llm, lengths)
+    found["stop"] = [o.outputs[0].text for o in llm.generate(["a", "tea"], stop_params(found["stream"]))]
+    return found
+
+
+def stop_params(pieces: list[str]) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=30, stop=pieces[-1] or "e")
+
+
+def everything(llm: LLM) -> dict[str, Any]:
+    """Also all other modes."""
+    found = greedy(llm)
+    found["seeded"] = tokens_of(llm, SamplingParams(temperature=0.9, top_p=0.95, max_tokens=12, seed=5))
+    found["unseeded"] = tokens_of(llm, SamplingParams(temperature=1.2, top_k=30, max_tokens=12, n=2))
+    (output,) = llm.generate("teal", SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2))
+    ranks = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    found["ranks"] = [[[token, entry.rank] for token, entry in entries.items()] for entries in ranks]
+    found["logprobs"] = [entry.logprob for entries in ranks for entry in entries.values()]
+    found["logits"] = llm.logits(PROMPTS[1]).tolist()
+    found["scores"] = [scores.tolist() for scores in llm.score(PROMPTS)]
+    return found
+
+
+def warm(llm: LLM) -> dict[str, Any]:
+    programs, before = llm.warmup(["greedy"]), llm.compilations
+    return greedy(llm) | {"warmed": programs > 0, "compiled": llm.compilations - before}
+
+
+def endless(llm: LLM) -> None:
+    while True:
+        tokens_of(llm, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+        print("decoding", flush=True)
+
+
+def error(llm: LLM) -> None:
+    raise RuntimeError("an error of the program")
+
+
+SCENARIOS: dict[str, Callable] = {f.__name__: f for f in (greedy, everything, warm, endless, error)}
+
+
+# ---- what goes wrong on one process, by the name of the fault: before there is a model, then with it
+
+
+def early(llm: LLM | None) -> None:
+    raise RuntimeError("an error before the model")
+
+
+def failing(llm: LLM | None) -> None:
+    """An error at the fifth program."""
+    if llm is None:
+        return
+    start, calls = llm.engine._start, iter(range(4))
+
+    def fail(call):
+        if next(calls, None) is None:
+            raise RuntimeError("an error of this process")
+        return start(call)
+
+    llm.engine._start = fail
+
+
+def leaving(llm: LLM | None) -> None:
+    if llm is not None:
+        sys.exit()
+
+
+def misusing(llm: LLM | None) -> None:
+    """A request that enters here; another LLM."""
+    if llm is None:
+        return
+    try:
+        llm.generate([[1]])
+    except RuntimeError as refusal:
+        print(refusal, file=sys.stderr)
+    build("", "tp=2")
+
+
+FAULTS: dict[str, Callable] = {f.__name__: f for f in (early, failing, leaving, misusing)}
+
+
+def main(
+    *,
+    port: int,
+    processes: int,
+    process: int,
+    devices: int,
+    model: str,
+    parallel: str | None,
+    scenario: str,
+    then: str = "",
+    fault: str = "",
+    sizes: dict[str, int] | None = None,
+    patience: int | None = None,
+) -> None:
+    """patience: seconds until a process that is stopped counts as lost."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
+    jax.config.update("jax_num_cpu_devices", devices)
+    if patience is not None:
+        distributed._PATIENCE = patience
+    assert distributed.initialize(f"localhost:{port}", processes, process) == process
+    fail = FAULTS.get(fault, lambda llm: None)
+    fail(None)
+    sources = count_reads()
+    llm = build(model, parallel, **sizes or {})
+    fail(llm)
+    found = {"followed": True} if llm.follow() else SCENARIOS[scenario](llm)
+    taken = {name: parts for source in sources for name, parts in source.taken.items()}
+    devices = llm.config.shards.mesh.devices
+    homes = [[device.process_index for device in row] for row in devices.reshape(len(devices), -1)]
+    print("\n" + json.dumps({"found": found, "taken": taken, "homes": homes}), flush=True)
+    if then and process == 0:
+        SCENARIOS[then](llm)
+
+
+def count_reads() -> list[CountedReads]:
+    sources, make = [], inferlib.model_files.SafetensorsSource
+
+    def counted(directory: Path) -> CountedReads:
+        sources.append(CountedReads(make(directory)))
+        return sources[-1]
+
+    inferlib.model_files.SafetensorsSource = counted
+    return sources
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

@@ -1,0 +1,181 @@
+"""Every implementation of decode attention against one float64 oracle. About 95 s, most of it compiling."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.ops.decode_attention import decode_attention
+from inferlib.pallas_kernels import block_stream_tpu, decode_attention_gpu, decode_attention_tpu
+from tests.conftest import copies_of
+from tests.helpers.decode_attention_cases import Case
+
+BACKENDS = {
+    "xla": decode_attention,
+    "gpu": partial(decode_attention_gpu.decode_attention, interpret=True),
+    "tpu": partial(decode_attention, backend="pallas_tpu"),
+}
+CASES = {
+    "lengths": Case((0, 1, 127, 128, 129, 256, 0)),
+    "half precision, softcap, sinks": Case((0, 1, 200), dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}),
+    "window": Case((0, 1, 49, 50, 51, 178, 256), options={"window": 50}),
+    "ring": Case((0, 1, 128, 129, 500, 1003), slots=128, ring=True, options={"window": 100}),
+    "ring of an odd number of units": Case((300, 383, 384, 1030), slots=384, ring=True, options={"window": 300}),
+    "head size 80, odd groups": Case((33, 144), size=80, group=7, heads=3, slots=144),
+    "head size 96": Case((0, 1, 31, 48), size=96, slots=48),
+    "head size 192": Case((3, 32), size=192, slots=32),
+    "large logits": Case((1, 200), loudness=1e4, sinks=True),
+}
+# What the kernel for GPUs does not have.
+MORE_CASES = {
+    "keys that are values": Case((0, 1, 200, 256), one=True, size=128, sinks=True, options={"window": 150}),
+    "stacked layers": Case((5, 130), layers=2),
+    "pages": Case((0, 1, 16, 17, 100, 64), slots=16, columns=7, layers=2),
+    "pages of more than a block": Case((0, 128, 129, 500), slots=128, columns=4),
+    "ring of pages": Case((0, 17, 100, 500), slots=16, columns=5, ring=True, options={"window": 60}),
+    "several queries": Case((0, 1, 3, 4, 130), queries=4, sinks=True, options={"window": 60}),
+    "a tree of new tokens": Case((0, 2, 5, 6, 130), queries=5, tree=True, options={"window": 100}),
+    "several queries, pages": Case((2, 3, 47, 48, 49), queries=3, slots=16, columns=4, group=3),
+}
+# Caches of fewer bits.
+QUANTISED_CASES = {
+    "int8": Case((0, 1, 127, 128, 129, 256, 0), stored="int8"),
+    "fp8 in half precision, softcap, sinks": Case(
+        (0, 1, 200), dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}, stored="float8_e4m3fn"
+    ),
+    "int8 ring": Case((0, 1, 129, 500), slots=128, ring=True, options={"window": 100}, stored="int8"),
+    "fp8 pages of stacked layers": Case((0, 17, 300), slots=128, columns=3, layers=2, stored="float8_e4m3fn"),
+    "int8, several queries": Case((0, 1, 3, 130), queries=4, options={"window": 60}, stored="int8"),
+    "int8, large logits": Case((1, 200), loudness=1e4, sinks=True, stored="int8"),
+}
+# New cells are written by the operation, where lengths end in the middle of tiles and at their ends.
+WRITING_CASES = {
+    "written in half precision, stacked": Case((0, 1, 16, 17, 200, 256), dtype=jnp.bfloat16, layers=2, writes=True),
+    "written to some rows": Case((5, 130, 0, 77), dtype=jnp.bfloat16, writes=(True, False, True, True)),
+    "written to a full ring": Case(
+        (1, 64, 128, 129, 500, 1003), slots=128, ring=True, options={"window": 128}, writes=True
+    ),
+    "several written to a ring of pages": Case(
+        (0, 3, 63, 66, 100, 163), queries=5, slots=16, columns=5, ring=True, options={"window": 60}, writes=True
+    ),
+    "several written to ends of blocks": Case((255, 257, 511, 0), size=128, queries=4, slots=512, writes=True),
+    "a tree, keys that are values": Case((0, 2, 130), size=128, queries=5, tree=True, one=True, writes=True),
+    "int8, written": Case((0, 1, 127, 128, 129, 256), heads=1, stored="int8", writes=True),
+    "int8, written to some rows": Case(
+        (5, 200, 0, 250, 256), heads=1, stored="int8", writes=(True, True, True, False, True)
+    ),
+    "fp8, written in half precision": Case((0, 1, 40, 200), dtype=jnp.bfloat16, stored="float8_e4m3fn", writes=True),
+    "int8, several written to pages": Case(
+        (2, 129, 131, 300), queries=3, slots=128, columns=3, layers=2, stored="int8", writes=True
+    ),
+    "fp8, written to a ring": Case(
+        (0, 1, 129, 500), heads=1, slots=256, ring=True, options={"window": 100}, stored="float8_e4m3fn", writes=True
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So that rows have several, and their ends several parts; some have more pages than are started one by one."""
+    monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", 1 << 17)
+    monkeypatch.setattr(decode_attention_tpu, "PART", 256)
+    monkeypatch.setattr(block_stream_tpu, "UNROLL", 2)
+    monkeypatch.setattr(block_stream_tpu, "MOST_COMPARED", 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(name, backend):
+    CASES[name].check(BACKENDS[backend])
+
+
+@pytest.mark.parametrize("backend", ["xla", "tpu"])
+@pytest.mark.parametrize("name", MORE_CASES)
+def test_pages_layers_and_several_queries(name, backend):
+    MORE_CASES[name].check(BACKENDS[backend])
+
+
+@pytest.mark.parametrize("backend", ["xla", "tpu"])
+@pytest.mark.parametrize("name", QUANTISED_CASES)
+def test_quantised_caches(name, backend):
+    QUANTISED_CASES[name].check(BACKENDS[backend])
+
+
+@pytest.mark.parametrize("backend", ["xla", "tpu"])
+@pytest.mark.parametrize("name", WRITING_CASES)
+def test_new_cells_are_written(name, backend):
+    """And no other bit of the cache changes."""
+    WRITING_CASES[name].check(BACKENDS[backend])
+
+
+def test_written_blocks_that_are_one_part(monkeypatch):
+    """As 8-bit caches have them where memory waits for computation (`decode_attention_tpu.FAST`)."""
+    monkeypatch.setattr(decode_attention_tpu, "BLOCK_BYTES", 1 << 15)
+    case = Case((0, 1, 256, 257, 600, 768, 0, 513), heads=1, size=128, slots=768, stored="int8", writes=True)
+    case.check(BACKENDS["tpu"])
+
+
+def test_kernels_without_scales_or_a_mask_say_so():
+    for backend in ("pallas_gpu", "nki"):
+        with pytest.raises(ValueError, match=f"'{backend}' takes no scales"):
+            decode_attention(**QUANTISED_CASES["int8"].inputs(0), scale=1.0, backend=backend)
+        with pytest.raises(ValueError, match=f"'{backend}' takes no mask"):
+            decode_attention(**MORE_CASES["a tree of new tokens"].inputs(0), scale=1.0, backend=backend)
+
+
+RACES = (
+    *("window", "ring of an odd number of units", "pages", "a tree of new tokens", "int8"),
+    *("written in half precision, stacked", "written to a full ring", "several written to a ring of pages"),
+    *("several written to ends of blocks", "fp8, written to a ring", "int8, written to some rows"),
+)
+EARLY = ("ring of an odd number of units", "pages", "written to a full ring", "several written to a ring of pages")
+EARLY += ("int8, written to some rows",)
+
+
+@pytest.mark.slow
+@copies_of(RACES, EARLY)
+def test_the_tpu_kernel_has_no_races(name, mode, capsys):
+    """Copies happen when they are started, or not before they are waited for."""
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    case = (CASES | MORE_CASES | QUANTISED_CASES | WRITING_CASES)[name]
+    case = dataclasses.replace(case, queries=case.queries or 1)
+    case.check(partial(decode_attention_tpu.decode_attention, interpret=params))
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": jnp.float16}, "bfloat16 or float32"),
+        ({"values": 32}, "values of size 32 are apart from keys of size 64"),
+        ({"slots": 100}, "100 positions do not divide into tiles of 8"),
+        ({"heads": 64, "size": 256, "slots": 512}, "on-chip memory"),
+        ({"group": 40, "queries": 4}, "4 x 40 queries of a KV head exceed 128"),
+    ],
+)
+def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reason):
+    values = changes.pop("values", None)
+    case = Case((1, 2), **changes)
+    q = jax.ShapeDtypeStruct((2, case.queries or 1, case.heads, case.group, case.size), case.dtype)
+    k = jax.ShapeDtypeStruct((2, case.heads, case.slots, case.size), case.dtype)
+    v = jax.ShapeDtypeStruct((*k.shape[:-1], values or case.size), case.dtype)
+    assert reason in decode_attention_tpu.unsupported(q, k, v)
+    with pytest.raises(ValueError, match=reason):
+        jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), q, k, v, jax.ShapeDtypeStruct((2,), jnp.int32))
+
+
+def test_a_page_table_must_fit_scalar_memory():
+    q = jax.ShapeDtypeStruct((300, 1, 1, 4, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((300 * 500, 1, 128, 128), jnp.bfloat16)
+    assert "300 x 500 pages needs 600000 bytes of scalar memory" in decode_attention_tpu.unsupported(q, k, pages=500)
+    assert decode_attention_tpu.unsupported(q, k, pages=300) is None
+
+
+def test_a_ring_needs_a_window():
+    with pytest.raises(ValueError, match="window"):
+        Case((1, 2), ring=True).check(BACKENDS["tpu"])

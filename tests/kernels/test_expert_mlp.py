@@ -1,0 +1,149 @@
+"""Experts of few tokens, every implementation against float64 numpy. About 10 s."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.ops.expert_mlp import expert_mlp
+from inferlib.ops.packed import PackedTensor
+from inferlib.ops.quantized import SCHEMES, QuantizedTensor
+from inferlib.pallas_kernels import expert_mlp_tpu
+from inferlib.pallas_kernels.expert_mlp_tpu import Blocks, unsupported
+from inferlib.pallas_kernels.packed_weights_tpu import Weight
+from tests.conftest import copies_of
+from tests.helpers.packed_experts import packed, quantized
+
+
+def activation(gate, up):
+    return gate / (1 + jnp.exp(-gate)) * up
+
+
+@dataclass(frozen=True)
+class Case:
+    """choices: of each token its experts; of a token without, x is NaN. Weights of experts that nobody chooses, and of
+    other layers, are NaN."""
+
+    choices: tuple[tuple[int, ...], ...]
+    experts: int = 4
+    dim: int = 24
+    hidden: int = 40
+    scheme: str | None = None
+    float4: bool = False  # of gate and up; down's share of a device may be too small for it
+    bias: bool = False
+    scale_input: bool = False
+    stacked: bool = True
+
+    def check(self, run, *, pack: bool = True) -> None:
+        """Hold run(x, gate_up, down, factors, ...) to the oracle. pack: weights in groups, as the kernel takes them."""
+        rng, tokens = np.random.default_rng(len(self.choices)), len(self.choices)
+        dtype, tolerance = (jnp.float32, 1e-5) if self.scheme is None else (jnp.bfloat16, 0.06)
+        x = np.asarray(jnp.asarray(rng.normal(size=(tokens, self.dim)), dtype), float)
+        factors, weights = np.zeros((tokens, self.experts)), {}
+        for token, chosen in enumerate(self.choices):
+            factors[token, list(chosen)] = rng.uniform(0.1, 1, len(chosen))
+        shapes = {"gate_up": (2, self.dim, self.hidden), "down": (self.hidden, self.dim), "bias": (2, self.hidden)}
+        for name, shape in shapes.items():
+            w = np.full((2, self.experts, *shape), np.nan)
+            w[1, factors.any(0)] = rng.normal(size=(np.count_nonzero(factors.any(0)), *shape)) / 5
+            weights[name] = jnp.asarray(w, jnp.float32) if self.stacked else jnp.asarray(w[1], jnp.float32)
+        exact = {name: np.asarray(w, float) for name, w in weights.items()}
+        if self.scheme:
+            for name in ("gate_up", "down"):
+                summed, float4 = (len(shapes[name]) + self.stacked - 1,), self.float4 and name == "gate_up"
+                held = quantized(weights[name], summed, SCHEMES[self.scheme])
+                exact[name] = np.asarray(held.dequantized(summed, jnp.float32), float).reshape(exact[name].shape)
+                weights[name] = packed(held, self.scheme, float4=float4) if held.grouped and pack else held
+        expected = np.zeros((tokens, self.dim))
+        for token, expert in np.argwhere(factors):
+            w_in, w_out, bias = (exact[n][1, expert] if self.stacked else exact[n][expert] for n in shapes)
+            factor = factors[token, expert]
+            both = np.einsum("d,pdf->pf", x[token] * (factor if self.scale_input else 1), w_in) + bias * self.bias
+            y = both[0] / (1 + np.exp(-both[0])) * both[1] @ w_out
+            expected[token] += y if self.scale_input else factor * y
+        x[~factors.any(1)] = np.nan
+        options = {"gate_up_bias": weights["bias"]} if self.bias else {}
+        if self.stacked:
+            options["layer"] = jnp.int32(1)
+        inputs = jnp.asarray(x, dtype), weights["gate_up"], weights["down"], jnp.asarray(factors, jnp.float32)
+        run = partial(run, activation=activation, scale_input=self.scale_input)
+        got = jax.jit(lambda inputs, options: run(*inputs, **options))(inputs, options)
+        assert got.dtype == dtype
+        np.testing.assert_allclose(np.asarray(got, float), expected, rtol=tolerance / 3, atol=tolerance)
+
+
+CASES = {
+    "some": Case(((0, 2), (2,), (), (3, 0))),
+    "none": Case(((), ())),
+    "one, by the last": Case(((),) * 16 + ((3,),)),
+    "all": Case(((0, 1), (2, 3), (1, 2)), stacked=False),
+    "bias": Case(((1, 3), ()), bias=True),
+    "scaled inputs": Case(((1, 3), (0,)), scale_input=True),
+    "int8": Case(((1, 3), (), (0, 3)), scheme="int8", bias=True),
+    "fp8": Case(((1, 3), (0, 3)), scheme="fp8", stacked=False),
+    "mxfp4": Case(((1, 3), (), (0, 3)), dim=160, hidden=96, scheme="mxfp4", bias=True),
+    "mxfp8": Case(((1,), (0, 3)), dim=32, hidden=64, scheme="mxfp8", stacked=False),
+}
+# In pieces of their width.
+WIDE = {
+    "pieces": Case(((0, 2), (2,), ()), hidden=384),
+    "pieces, int8": Case(((0, 2), (2,), ()), hidden=256, scheme="int8", bias=True),
+    "pieces, mxfp4": Case(((0, 2), (2,), ()), dim=32, hidden=384, scheme="mxfp4", bias=True),
+    "float4": Case(((1, 3), ()), dim=288, hidden=128, scheme="mxfp4", float4=True),
+    "pieces, fp8_block": Case(((0, 2), (2,), ()), dim=128, hidden=1024, scheme="fp8_block", scale_input=True),
+}
+
+
+@pytest.mark.parametrize("backend", ["xla", "pallas_tpu"])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(name, backend):
+    CASES[name].check(partial(expert_mlp, backend=backend), pack=backend == "pallas_tpu")
+
+
+@pytest.mark.parametrize("buffers", [2, 3])
+@pytest.mark.parametrize("name", WIDE)
+def test_in_pieces(name, buffers):
+    WIDE[name].check(partial(directly, blocks=Blocks(128, buffers), interpret=True))
+
+
+@copies_of(("some", "none", "pieces", "pieces, mxfp4"), early=("some", "pieces, mxfp4"))
+def test_it_has_no_races(name, mode, capsys):
+    """Copies happen when they are started, or not before they are waited for."""
+    params, case = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode), (CASES | WIDE)[name]
+    case.check(partial(directly, blocks=Blocks(128 if name in WIDE else 40), interpret=params))
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises
+
+
+def directly(x, gate_up, down, factors, *, layer, activation, gate_up_bias=None, **options) -> jax.Array:
+    """The kernel, without its contract."""
+    if gate_up_bias is not None:
+        options["gate_up_bias"] = gate_up_bias[layer]
+    if isinstance(gate_up, QuantizedTensor):
+        options |= {"gate_up_scales": gate_up.scales[layer], "down_scales": down.scales[layer]}
+        gate_up, down = gate_up.values, down.values
+    gate_up, down = (w.of_experts(stacked=True) if isinstance(w, PackedTensor) else w for w in (gate_up, down))
+    down = down if isinstance(down, Weight) else down[:, :, None]
+    chosen = jnp.any(factors != 0, axis=0)
+    return expert_mlp_tpu.expert_mlp(x, gate_up, down, factors, chosen, activation, layer=layer, **options)
+
+
+def test_what_the_kernel_cannot_run_is_refused_with_the_reason():
+    def shapes(tokens=32, dim=2048, hidden=768, x="bfloat16", w="bfloat16"):
+        gate_up, down = (1, 8, 2, dim, hidden), (1, 8, 1, hidden, dim)
+        return jax.ShapeDtypeStruct((tokens, dim), x), *(jax.ShapeDtypeStruct(shape, w) for shape in (gate_up, down))
+
+    assert unsupported(*shapes()) is None
+    assert unsupported(*shapes(dim=7168, hidden=2048, w="int8")) is None
+    assert unsupported(*shapes(dim=4096, hidden=14336)) is None
+    assert "experts of 2048 x 768 need" in unsupported(*shapes(tokens=4096))
+    assert "not float32 and int8" in unsupported(*shapes(x="float32", w="int8"))
+    assert "experts of 8192 x 8100 need" in unsupported(*shapes(dim=8192, hidden=8100))
+    assert "768 columns do not divide into blocks of 512" in unsupported(*shapes(), blocks=Blocks(512))
+    with pytest.raises(ValueError, match="two buffers"):
+        Blocks(128, 1)

@@ -1,0 +1,201 @@
+"""The TPU kernel of grouped products, interpreted, against float64 numpy. About 10 s."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.ops import grouped_matmul as contract
+from inferlib.ops.packed import Packing
+from inferlib.ops.quantized import SCHEMES
+from inferlib.pallas_kernels.generations_tpu import planning_for
+from inferlib.pallas_kernels.grouped_matmul_tpu import Blocks, default_blocks, grouped_matmul, unsupported
+from inferlib.pallas_kernels.packed_weights_tpu import Weight
+from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
+from tests.conftest import copies_of
+from tests.helpers.packed_experts import packed, quantized
+
+SMALL = Blocks(rows=64, columns=128, height=32, tail=16)
+ONCE = Blocks(rows=96, columns=128, height=80, tail=16, buffers=3, once=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """sizes of groups; rows of x, NaN beyond them. Weights of groups without rows and of other layers are NaN."""
+
+    sizes: tuple[int, ...]
+    rows: int
+    blocks: Blocks | None = SMALL
+    parts: int = 2
+    inner: int = 24
+    outer: int = 256
+    dtype: str = "float32"
+    scheme: str | None = None  # of weights in groups, of which those that are NaN have scales that are
+    float4: bool = False
+
+    def check(self, run, seed: int = 0, pack: bool = True) -> None:
+        """Hold run(x, w, sizes, layer) -> [P, M, O], compiled, to the oracle. pack: weights in groups, as TPUs do."""
+        rng, ends = np.random.default_rng((self.rows, seed)), np.cumsum(self.sizes)
+        x = rng.normal(size=(self.rows, self.inner))
+        w = np.full((3, len(self.sizes), self.parts, self.inner, self.outer), np.nan)
+        x[ends[-1] :] = np.nan
+        expected = np.zeros((self.parts, ends[-1], self.outer))
+        x, tolerance = (np.asarray(jnp.asarray(x, self.dtype), float), 2e-5 if self.dtype == "float32" else 0.1)
+        for group, (end, size) in enumerate(zip(ends, self.sizes, strict=True)):
+            if size:
+                w[1, group] = jnp.asarray(rng.normal(size=w.shape[2:]), self.dtype)
+                expected[:, end - size : end] = x[end - size : end] @ w[1, group]
+        sizes, weights = jnp.asarray(self.sizes, jnp.int32), jnp.asarray(w, self.dtype)
+        if self.scheme:
+            held = quantized(weights, (3,), SCHEMES[self.scheme])
+            w = np.asarray(held.dequantized((3,), jnp.float32), float).reshape(w.shape)
+            weights = packed(held, self.scheme, float4=self.float4).of_experts(stacked=True) if pack else held
+            for group, (end, size) in enumerate(zip(ends, self.sizes, strict=True)):
+                expected[:, end - size : end] = x[end - size : end] @ w[1, group] if size else 0
+        got = run(jnp.asarray(x, self.dtype), weights, sizes, jnp.int32(1))
+        assert got.shape == (self.parts, self.rows, self.outer)
+        assert got.dtype == self.dtype
+        np.testing.assert_allclose(
+            np.asarray(got, float)[:, : ends[-1]],
+            expected,
+            rtol=0 if self.dtype == "float32" else 0.005,
+            atol=tolerance,
+        )
+
+
+CASES = {
+    "around a tail": Case((0, 1, 15, 16, 17, 0), 64),
+    "around a product": Case((31, 32, 33, 0, 47, 48, 49), 256),
+    "around a tile of rows": Case((63, 64, 65, 1, 128), 336),
+    "all rows in one group": Case((0, 200, 0), 200),
+    "rows of no group": Case((3, 0, 20), 150),
+    "no rows in any group": Case((0, 0, 0), 16),
+    "more buffers than groups": Case((0, 5, 0), 5, Blocks(16, 128, 16, 16, buffers=4)),
+    "three buffers": Case((20, 0, 30, 1, 2, 3), 64, Blocks(32, 128, 16, 16, buffers=3), parts=1),
+    "usual blocks": Case((5, 0, 1, 2), 8, None, outer=40),
+    "bfloat16": Case((5, 0, 90, 17), 112, dtype="bfloat16"),
+    "mxfp4": Case((5, 0, 40, 17), 80, parts=1, inner=160, dtype="bfloat16", scheme="mxfp4"),
+    "mxfp4, once": Case((7, 83, 3, 5), 112, ONCE, parts=1, inner=160, dtype="bfloat16", scheme="mxfp4"),
+    "mxfp4, some columns after the others": Case(
+        (7, 83, 3, 5),
+        112,
+        replace(ONCE, columns=320, together=256),
+        inner=160,
+        outer=320,
+        dtype="bfloat16",
+        scheme="mxfp4",
+    ),
+    "float4, once": Case(
+        (60, 30, 9), 112, ONCE, parts=1, inner=288, outer=128, dtype="bfloat16", scheme="mxfp4", float4=True
+    ),
+    "mxfp8, once": Case((7, 90), 112, ONCE, parts=1, inner=160, outer=128, dtype="bfloat16", scheme="mxfp8"),
+    "fp8 in groups of all inputs, once": Case(
+        (7, 90), 112, ONCE, parts=1, inner=128, outer=128, dtype="bfloat16", scheme="fp8_block"
+    ),
+    "mxfp8": Case((5, 0, 20, 17), 48, None, parts=1, inner=96, outer=40, dtype="bfloat16", scheme="mxfp8"),
+    "int4": Case((5, 0, 20, 7), 48, None, inner=256, outer=40, dtype="bfloat16", scheme="int4"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(name):
+    case = CASES[name]
+
+    def run(x, w, sizes, layer):
+        return grouped_matmul(x, w, sizes, layer=layer, blocks=case.blocks, interpret=True)
+
+    case.check(jax.jit(run))
+
+
+@copies_of(("around a tile of rows", "three buffers", "rows of no group", "mxfp4"), early=("three buffers", "mxfp4"))
+def test_it_has_no_races(name, mode, capsys):
+    """Copies happen when they are started, or not before they are waited for."""
+    params, case = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode), CASES[name]
+
+    def run(x, w, sizes, layer):
+        return grouped_matmul(x, w, sizes, layer=layer, blocks=case.blocks, interpret=params)
+
+    case.check(jax.jit(run))
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises
+
+
+@pytest.mark.parametrize("parts", [(), (2,)])
+def test_the_contract_gathers_rows_and_takes_a_layer_of_a_stack(parts):
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(7, 24)), rng.normal(size=(2, 3, *parts, 24, 40))
+    rows, sizes = rng.integers(0, 7, 12).astype(np.int32), np.array([4, 0, 6], np.int32)
+    product = partial(contract.grouped_matmul, sizes=sizes, most=7, backend="pallas_tpu")
+    expected = np.einsum("mi,m...io->m...o", x[rows[:10]], w[1][[0] * 4 + [2] * 6])
+    x, w = jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32)
+    got = jax.jit(lambda x, w: product(x, w, rows=rows, layer=jnp.int32(1)))(x, w)
+    np.testing.assert_allclose(got[:10], expected, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(jax.jit(product)(x[rows], w[1])[:10], got[:10])
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "mxfp4"])
+def test_quantised_weights(scheme):
+    """By channel and packed; of the latter, inputs are padded."""
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(12, 32)), jnp.bfloat16)
+    w = quantized(jnp.asarray(rng.normal(size=(2, 3, 2, 32, 40)), jnp.float32), (3,), SCHEMES[scheme])
+    exact = np.asarray(w.dequantized((3,), jnp.float32), float).reshape(2, 3, 2, 32, 40)[1][[0] * 4 + [2] * 6]
+    w = packed(w, scheme) if w.grouped else w
+    product = partial(contract.grouped_matmul, sizes=jnp.asarray([4, 0, 6], jnp.int32), most=6, backend="pallas_tpu")
+    got = jax.jit(lambda x, w: product(x, w, layer=jnp.int32(1)))(x, w)
+    expected = np.einsum("mi,mpio->mpo", np.asarray(x[:10], float), exact)
+    np.testing.assert_allclose(np.asarray(got[:10], float), expected, rtol=0.01, atol=0.01)
+
+
+def test_what_it_cannot_run_is_refused_with_the_reason():
+    def shapes(rows=64, parts=2, inner=2048, outer=768, x="bfloat16", w="bfloat16"):
+        return jax.ShapeDtypeStruct((rows, inner), x), jax.ShapeDtypeStruct((1, 8, parts, inner, outer), w)
+
+    assert unsupported(*shapes()) is None
+    assert "not float16 and float16" in unsupported(*shapes(x="float16", w="float16"))
+    assert "not float32 and bfloat16" in unsupported(*shapes(x="float32"))
+    words = Weight(*(jax.ShapeDtypeStruct((1, 8, 2, rows, 768), "int32") for rows in (256, 16, 1)))
+    assert unsupported(shapes()[0], words) is None
+    assert "packed weights by rows of bfloat16, not float32" in unsupported(shapes(x="float32")[0], words)
+    assert "weights 2 x 8192 x 8100 need" in unsupported(*shapes(inner=8192, outer=8100))
+    assert "768 columns do not divide into blocks of 512" in unsupported(*shapes(), blocks=Blocks(64, 512, 32, 32))
+    with pytest.raises(ValueError, match="does not run this grouped product: it takes rows"):
+        jax.eval_shape(grouped_matmul, *shapes(x="float16"), jax.ShapeDtypeStruct((8,), jnp.int32))
+    for height in (16, 40, 128):
+        with pytest.raises(ValueError, match="not rows above height above tail, multiples of 16"):
+            Blocks(64, 128, height, 32)
+    with pytest.raises(ValueError, match="two buffers"):
+        Blocks(64, 128, 32, 32, buffers=1)
+    for options in ({"together": 128}, {"together": 192, "once": True}):
+        with pytest.raises(ValueError, match="a multiple of 128, and once"):
+            Blocks(64, 384, 32, 32, **options)
+
+
+def test_rows_and_results_lie_on_chip_beside_smaller_tiles():
+    """Down of DeepSeek-V3 on v6e: with a third buffer and higher tiles one of them would not."""
+    w = jax.ShapeDtypeStruct((1, 16, 1, 512, 7168), "float8_e4m3fn")
+    with planning_for("v6e"):
+        few, some, many = (default_blocks(jax.ShapeDtypeStruct((m, 512), "bfloat16"), w) for m in (4096, 6144, 16384))
+    assert (few.rows, few.buffers) == (many.rows, many.buffers)
+    assert (some.rows, some.buffers) == (few.rows // 2, few.buffers - 1) == (few.rows // 2, 2)
+
+
+def test_usual_blocks_fit_the_experts_of_large_models():
+    """Qwen3-30B-A3B, Mixtral 8x7B, DeepSeek-V3: gate and up, down; few tokens and many."""
+    for inner, outer in ((2048, 768), (4096, 14336), (7168, 2048)):
+        for shape in ((2, inner, outer), (1, outer, inner)):
+            for rows in (8, 256, 65536):
+                for dtype in (jnp.bfloat16, jnp.int8):
+                    x = jax.ShapeDtypeStruct((rows, shape[1]), jnp.bfloat16)
+                    w = jax.ShapeDtypeStruct((1, 64, *shape), dtype)
+                    assert unsupported(x, w) is None
+                    assert default_blocks(x, w).rows <= max(rows, 16)
+                names = (axes.LAYERS, axes.EXPERTS, None, axes.EMBED, axes.MLP)
+                packing = Packing(SCHEMES["mxfp4"], (1, 64, *shape), names, (3,))
+                assert packing.lacks(jnp.bfloat16, Shards(), rows) is None

@@ -1,0 +1,219 @@
+"""Decode attention over latents: XLA's form and the TPU kernel against one float64 oracle. About 20 s."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.ops.cache_write import unfolded
+from inferlib.ops.mla_decode_attention import mla_decode_attention
+from inferlib.ops.quantized import Scheme, quantize
+from inferlib.pallas_kernels import mla_decode_attention_tpu as tpu
+from tests.conftest import copies_of
+from tests.helpers.decode_attention_cases import TOLERANCE, folded
+from tests.helpers.latent_cases import LatentCase
+
+SCALE = 0.07
+
+
+@dataclass(frozen=True)
+class Case(LatentCase):
+    """lengths [B]; queries: C."""
+
+    lengths: tuple[int, ...]
+    heads: int = 4
+    queries: int = 1
+
+    def inputs(self, seed: int = 0) -> dict[str, Any]:
+        """Arguments of the operation; slots that no query sees hold NaN and infinities."""
+        rng = np.random.default_rng(seed)
+        rows = len(self.lengths)
+        q = self.loudness * rng.normal(size=(rows, self.queries, self.heads, self.rank + self.rotary))
+        table, cells = self.empty(rng, rows)
+        cells = cells[:, None]
+        for row, length in enumerate(self.lengths):
+            position = np.arange(length)
+            at = table[row, position // self.slots], 0, position % self.slots
+            cells[at] = rng.normal(size=(length, self.rank + self.rotary))
+        found = {
+            "q": jnp.asarray(q[..., : self.rank], self.dtype),
+            "rotary": jnp.asarray(q[..., self.rank :], self.dtype),
+            "latents": jnp.asarray(cells[..., : self.rank], self.dtype),
+            "keys": folded(jnp.asarray(cells[..., self.rank :], self.dtype), self.fold),
+            "lengths": jnp.asarray(self.lengths, jnp.int32),
+        }
+        if self.layers:
+            for name in ("latents", "keys"):
+                poison = [jnp.full_like(found[name], jnp.nan)] * (self.layers - 1)
+                found[name] = jnp.stack([*poison, found[name]])
+            found["layer"] = jnp.int32(self.layers - 1)
+        if self.columns:
+            found["pages"] = jnp.asarray(table, jnp.int32)
+        return found
+
+    def check(self, run: Callable) -> tuple[jax.Array, jax.Array]:
+        """Hold `run` to the oracle; returns its output and LSE."""
+        inputs = self.inputs()
+        out, lse = jax.jit(lambda inputs: run(**inputs, scale=SCALE))(inputs)
+        assert (out.dtype, lse.dtype) == (self.dtype, jnp.float32)
+        self.hold(inputs, out, lse)
+        return out, lse
+
+    def hold(self, inputs: dict[str, Any], out: jax.Array, lse: jax.Array) -> None:
+        """To the oracle."""
+        tolerance = TOLERANCE[jnp.dtype(self.dtype).name]
+        for found, want in zip((out, lse), self.oracle(inputs), strict=True):
+            np.testing.assert_allclose(found.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)
+
+    def oracle(self, inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Query by query in float64."""
+        q, rotary, latents, keys = (
+            np.asarray(x.astype(jnp.float32), np.float64)
+            for x in (inputs["q"], inputs["rotary"], inputs["latents"], unfolded(inputs["keys"], self.fold))
+        )
+        q = np.concatenate([q, rotary], axis=-1)
+        latents, keys = (x[-1, :, 0] if self.layers else x[:, 0] for x in (latents, keys))
+        table = np.asarray(inputs.get("pages", np.arange(len(self.lengths))[:, None]))
+        out, lse = np.zeros((*q.shape[:3], self.rank)), np.full(q.shape[:3], -np.inf)
+        for row, length in enumerate(self.lengths):
+            for query in range(self.queries) if length else ():
+                position = np.arange(max(length - self.queries + query + 1, 0))
+                at = table[row, position // self.slots], position % self.slots
+                if position.size:
+                    logits = q[row, query] @ np.concatenate([latents[at], keys[at]], axis=-1).T * SCALE
+                    top = logits.max(-1, keepdims=True)
+                    p = np.exp(logits - top)
+                    out[row, query] = p @ latents[at] / p.sum(-1, keepdims=True)
+                    lse[row, query] = np.log(p.sum(-1)) + top[:, 0]
+        return out, lse
+
+
+# Several blocks a row, several parts a block, and rows that end in each.
+SMALL = tpu.Blocks(positions=512, part=256, edge=256)
+BACKENDS = {
+    "xla": mla_decode_attention,
+    "tpu": partial(mla_decode_attention, backend="pallas_tpu"),
+}
+CASES = {
+    "lengths": Case((0, 1, 255, 256, 257, 511, 512, 0), layers=2),
+    "long rows": Case((1025, 512, 3, 1536), slots=1536),
+    "half precision": Case((0, 1, 300, 512), dtype=jnp.bfloat16, heads=16),
+    "four positions a row of keys": Case((0, 511, 513, 1024), slots=1024, rotary=32, fold=4, heads=3),
+    "keys of 128": Case((1, 127, 129, 256), slots=256, rotary=128, fold=1),
+    "pages": Case((0, 1, 256, 300, 1100), slots=256, columns=5, layers=2),
+    "pages of more than a block": Case((768, 1030), slots=768, columns=2),
+    "several queries": Case((0, 1, 3, 5, 256, 258, 512), queries=4),
+    "200 queries": Case((2, 300), queries=2, heads=100),
+    "large logits": Case((1, 300), loudness=1e4),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    def small(width: int, unit: int, *_) -> tpu.Blocks:
+        part = max(unit, 256)
+        return dataclasses.replace(SMALL, part=part, edge=part)
+
+    monkeypatch.setattr(tpu, "blocks", small)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(name, backend):
+    CASES[name].check(BACKENDS[backend])
+
+
+def test_one_query_needs_no_axis():
+    inputs = Case((3, 256)).inputs()
+    whole = mla_decode_attention(**inputs, scale=SCALE, limit=300)
+    alone = mla_decode_attention(**inputs | {name: inputs[name][:, 0] for name in ("q", "rotary")}, scale=SCALE)
+    for a, b in zip(whole, alone, strict=True):
+        np.testing.assert_allclose(a[:, 0], b, rtol=1e-6, atol=1e-6)
+
+
+def test_scales_of_latents_and_keys_are_folded_in():
+    """Quantised, they are numbers times the scale of their position; unseen scales are NaN too."""
+    case = Case((0, 3, 128), slots=128, fold=1)
+    inputs, held = case.inputs(), {}
+    for name in ("latents", "keys"):
+        held[name] = quantize(inputs[name], (3,), Scheme("int8"))
+        inputs[name] = held[name].dequantized((3,), jnp.float32)
+    wants = case.oracle(inputs)
+    inputs |= {name: x.values for name, x in held.items()}
+    scales = tuple(held[name].scales for name in ("latents", "keys"))
+    assert not jnp.isfinite(scales[0]).all()
+    for found, want in zip(mla_decode_attention(**inputs, scales=scales, scale=SCALE), wants, strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="no scales of latents"):
+        mla_decode_attention(**inputs, scales=scales, scale=SCALE, backend="pallas_tpu")
+
+
+@pytest.mark.slow
+@copies_of(("lengths", "pages", "pages of more than a block", "several queries"), early=("pages",))
+def test_the_tpu_kernel_has_no_races(name, mode, capsys):
+    """Copies happen when they are started, or not before they are waited for."""
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+
+    def run(q, rotary, latents, keys, **rest):
+        q = jnp.concatenate([q, rotary], axis=-1)
+        return tpu.mla_decode_attention(q, jnp.squeeze(latents, -3), jnp.squeeze(keys, -3), interpret=params, **rest)
+
+    CASES[name].check(run)
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": jnp.float16}, "bfloat16 or float32"),
+        ({"slots": 384}, "384 positions are no multiple of 256"),
+        ({"rank": 96}, "latents of 96 and rotary keys of 128 numbers do not fill lanes"),
+        ({"rotary": 16}, "latents of 128 and rotary keys of 32 numbers do not fill lanes"),
+        ({"heads": 300, "queries": 4}, "4 x 300 queries of a row exceed 1024"),
+        ({"heads": 1024, "rank": 2048}, "on-chip memory"),
+    ],
+)
+def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reason):
+    case = Case((1, 2), **changes)
+    q = jax.ShapeDtypeStruct((2, case.queries, case.heads, case.rank + case.rotary), case.dtype)
+    latents = jax.ShapeDtypeStruct((2, 1, case.slots, case.rank), case.dtype)
+    keys = jax.ShapeDtypeStruct((2, 1, case.slots // case.fold, case.rotary * case.fold), case.dtype)
+    assert reason in tpu.unsupported(q, latents, keys)
+    parts = (jax.ShapeDtypeStruct((*q.shape[:3], size), q.dtype) for size in (case.rank, case.rotary))
+    with pytest.raises(ValueError, match=reason):
+        jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), *parts, latents, keys, jax.ShapeDtypeStruct((2,), "int32"))
+
+
+def test_blocks_are_checked():
+    with pytest.raises(ValueError, match="multiple of edge"):
+        tpu.Blocks(positions=768, part=256, edge=512)
+    case = Case((1,), slots=1024, fold=4, rotary=32)
+    inputs = case.inputs()
+    arrays = (jnp.squeeze(inputs[name], -3) for name in ("latents", "keys"))
+    q = jnp.concatenate([inputs["q"], inputs["rotary"]], axis=-1)
+    with pytest.raises(ValueError, match="a part of 256 positions is no multiple of 512"):
+        tpu.mla_decode_attention(q, *arrays, inputs["lengths"], scale=SCALE, blocks=SMALL)
+
+
+def test_blocks_for_any_shape(monkeypatch):
+    """They are valid, no longer than a row needs, and fit the chips with the least memory."""
+    monkeypatch.undo()
+    for width in (1, 2, 16, 70, 128, 192, 1000, 1024):
+        for unit in (128, 256, 512):
+            for slots in (unit, 3 * unit, 4096, 131072):
+                found = tpu.blocks(width, unit, slots, 512, 2)
+                assert found.part % unit == 0
+                assert found.positions < 2 * max(slots, unit)
+                q = jax.ShapeDtypeStruct((4, 1, width, 512 + 128 * 128 // unit), jnp.bfloat16)
+                latents = jax.ShapeDtypeStruct((4, slots, 512), jnp.bfloat16)
+                keys = jax.ShapeDtypeStruct((4, slots * 128 // unit, 128), jnp.bfloat16)
+                assert tpu.unsupported(q, latents, keys) is None

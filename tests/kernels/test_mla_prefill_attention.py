@@ -1,0 +1,243 @@
+"""Prefill attention over latents: XLA's form and the TPU kernel against one float64 oracle. About 20 s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.ops.cache_write import unfolded
+from inferlib.ops.mla_prefill_attention import mla_prefill_attention
+from inferlib.ops.quantized import Scheme, quantize
+from inferlib.pallas_kernels import mla_prefill_attention_tpu as tpu
+from tests.conftest import copies_of
+from tests.helpers.decode_attention_cases import folded
+from tests.helpers.latent_cases import LatentCase
+from tests.helpers.prefill_attention_cases import hold_chunks
+
+SCALE = 0.07
+
+
+@dataclass(frozen=True)
+class Case(LatentCase):
+    """Chunks of `width` tokens that start at `starts`, in rows of a shuffled order; negative starts: absent chunks.
+
+    layers: of weights too, of which the first is read; stripe: only every so many positions are in the cache; limit: no
+    position reaches it.
+    """
+
+    starts: tuple[int, ...]
+    width: int = 32
+    heads: int = 3
+    nope: int = 128
+    value: int = 128
+    stripe: int = 1
+    limit: int | None = None
+
+    def inputs(self, seed: int = 0) -> dict[str, Any]:
+        """Arguments of the operation; slots that no query sees hold NaN and infinities."""
+        rng = np.random.default_rng(seed)
+        chunks, capacity = len(self.starts), min((self.columns or 1) * self.slots, self.limit or 1 << 30)
+        q = self.loudness * rng.normal(size=(chunks, self.width, self.heads, self.nope + self.rotary))
+        k = rng.normal(size=(self.heads, self.nope, self.rank)) * self.rank**-0.5
+        v = rng.normal(size=(self.heads, self.rank, self.value)) * self.rank**-0.5
+        starts = np.maximum(self.starts, 0)
+        positions = (starts[:, None] + np.arange(self.width) - (self.stripe > 1)) // self.stripe
+        rows = rng.permutation(chunks)
+        table, cells = self.empty(rng, chunks)
+        count = len(cells)
+        for chunk in np.flatnonzero(np.array(self.starts) >= 0):
+            position = np.arange(min(positions[chunk, -1] + 1, capacity))
+            at = table[rows[chunk], position // self.slots], position % self.slots
+            cells[at] = rng.normal(size=(position.size, self.rank + self.rotary))
+        found = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "latents": cells[:, None, :, : self.rank],
+            "keys": folded(jnp.asarray(cells[:, None, :, self.rank :], self.dtype), self.fold),
+        }
+        found = {name: jnp.asarray(x, self.dtype) for name, x in found.items()}
+        if self.layers:
+            for name in ("k", "v", "latents", "keys"):
+                poison = [jnp.full_like(found[name], jnp.nan)] * (self.layers - 1)
+                held = [found[name], *poison] if name in "kv" else [*poison, found[name]]
+                found[name] = jnp.stack(held)
+            found |= {"layer": jnp.int32(self.layers - 1), "weight_layer": jnp.int32(0)}
+        if self.columns:
+            found["pages"] = jnp.asarray(table, jnp.int32)
+        found["rows"] = jnp.asarray(np.where(np.array(self.starts) < 0, count, rows), jnp.int32)
+        return found | {"positions": jnp.asarray(positions, jnp.int32)}
+
+    def check(self, run: Callable) -> tuple[np.ndarray, np.ndarray]:
+        """Hold `run` to the oracle; returns its output and LSE."""
+        inputs = self.inputs()
+        out, lse = jax.jit(lambda inputs: run(**inputs, scale=SCALE, limit=self.limit))(inputs)
+        assert (out.dtype, lse.dtype) == (self.dtype, jnp.float32)
+        assert out.shape == (*inputs["q"].shape[:3], self.value)
+        self.hold(inputs, out, lse)
+        return out, lse
+
+    def hold(self, inputs: dict[str, Any], out: jax.Array, lse: jax.Array) -> None:
+        """To the oracle."""
+        hold_chunks(self.oracle(inputs), out, lse)
+
+    def oracle(self, inputs: dict[str, Any]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Output and LSE of each chunk's queries up to the cache's end, in float64; absent chunks are not in it."""
+        held = {name: inputs[name] for name in ("q", "k", "v", "latents")} | {
+            "keys": unfolded(inputs["keys"], self.fold)
+        }
+        held = {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in held.items()}
+        if self.layers:
+            held |= {name: held[name][0 if name in "kv" else -1] for name in held if name != "q"}
+        q, k, v, latents, keys = held.values()
+        table = np.asarray(inputs.get("pages", np.arange(len(self.starts))[:, None]))
+        capacity, found = min(table.shape[1] * self.slots, self.limit or 1 << 30), {}
+        for chunk, start in enumerate(self.starts):
+            if start < 0:
+                continue
+            positions = np.asarray(inputs["positions"][chunk])
+            at, real = np.arange(min(positions[-1] + 1, capacity)), int(np.sum(positions < capacity))
+            cells = table[int(inputs["rows"][chunk]), at // self.slots], 0, at % self.slots
+            queries = np.moveaxis(q[chunk, :real], 1, 0)  # [H, C, n + r]
+            own = latents[cells] @ np.swapaxes(k, 1, 2)  # [H, T, n]
+            logits = queries[..., : self.nope] @ np.swapaxes(own, 1, 2) + queries[..., self.nope :] @ keys[cells].T
+            logits = np.where(at <= positions[:real, None], logits * SCALE, -np.inf)
+            top = np.maximum(logits.max(-1, initial=-np.inf), -1e30)
+            p = np.exp(logits - top[..., None])
+            total = p.sum(-1)
+            with np.errstate(divide="ignore"):
+                lse = np.log(total) + np.where(total > 0, top, 0)
+            out = p / np.maximum(total, 1e-300)[..., None] @ (latents[cells] @ v)
+            found[chunk] = np.moveaxis(out, 0, 1), lse.T
+        return found
+
+
+BACKENDS = {"xla": mla_prefill_attention, "tpu": partial(mla_prefill_attention, backend="pallas_tpu")}
+CASES = {
+    "starts at edges of blocks": Case((0, 1, 255, -1, 256, 257, 480)),
+    "half precision": Case((0, 300), width=16, heads=4, rank=256, dtype=jnp.bfloat16),
+    "two tiles, the last one not full": Case((0, 130, 512), width=384, slots=1024, heads=2),
+    "four positions a row of keys": Case((0, 511, 600), slots=1024, rotary=32, fold=4, nope=64),
+    "keys of 128, values of 256": Case((1, 130), rotary=128, fold=1, value=256, heads=2, slots=256),
+    "pages, stacked layers": Case((0, 1, 240, 300, -1, 1000), slots=256, columns=5, layers=2),
+    "beyond the cache": Case((500, 360), width=64, slots=512, limit=400),
+    "positions dealt out": Case((0, 1, 400), stripe=4, width=64),
+    "large logits": Case((1, 200), loudness=1e4),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So that chunks have several tiles and products, and rows several blocks of several parts."""
+
+    def small(width: int, heads: int, unit: int) -> tpu.Blocks:
+        some = max(n for n in (1, 2, 3) if heads % n == 0)
+        return tpu.Blocks(width if width <= 128 else 256, some, max(256, unit), rows=128)
+
+    monkeypatch.setattr(tpu, "blocks", small)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(name, backend):
+    CASES[name].check(BACKENDS[backend])
+
+
+def test_scales_of_latents_and_keys_are_folded_in():
+    """Quantised, they are numbers times the scale of their position; unseen scales are NaN too."""
+    case = Case((0, 60), width=16, slots=128, fold=1)
+    inputs, held = case.inputs(), {}
+    for name in ("latents", "keys"):
+        held[name] = quantize(inputs[name], (3,), Scheme("int8"))
+        inputs[name] = held[name].dequantized((3,), jnp.float32)
+    wants = case.oracle(inputs)
+    inputs |= {name: x.values for name, x in held.items()}
+    scales = tuple(held[name].scales for name in ("latents", "keys"))
+    out, lse = mla_prefill_attention(**inputs, scales=scales, scale=SCALE)
+    for chunk, (want, want_lse) in wants.items():
+        np.testing.assert_allclose(out[chunk], want, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(lse[chunk], want_lse, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="no scales of latents"):
+        mla_prefill_attention(**inputs, scales=scales, scale=SCALE, backend="pallas_tpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": jnp.float16}, "bfloat16 or float32"),
+        ({"slots": 384}, "384 positions are no multiple of 256"),
+        ({"rank": 96}, "latents of 96 and rotary keys of 128 numbers do not fill lanes"),
+        ({"rotary": 16}, "latents of 128 and rotary keys of 32 numbers do not fill lanes"),
+        ({"value": 64}, "keys of 128 and values of 64 numbers are no multiples of 8 and 128"),
+        ({"width": 12}, "chunks of 12 tokens do not divide into tiles of 8"),
+        ({"width": 128, "rank": 4096, "value": 1024}, "on-chip memory"),
+        ({"columns": 200000}, "bytes of scalar memory"),
+    ],
+)
+def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reason):
+    case = Case((1, 2), **changes)
+
+    def struct(*shape: int, dtype=case.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    q = struct(2, case.width, case.heads, case.nope + case.rotary)
+    k, v = struct(case.heads, case.nope, case.rank), struct(case.heads, case.rank, case.value)
+    latents = struct(2, 1, case.slots, case.rank)
+    keys = struct(2, 1, case.slots // case.fold, case.rotary * case.fold)
+    assert reason in tpu.unsupported(q, k, v, latents, keys, pages=case.columns)
+    rows, positions = struct(2, dtype=jnp.int32), struct(2, case.width, dtype=jnp.int32)
+    options = {"pages": struct(2, case.columns, dtype=jnp.int32)} if case.columns else {}
+    with pytest.raises(ValueError, match=reason):
+        jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), q, k, v, latents, keys, rows, positions, **options)
+
+
+def test_blocks_are_checked():
+    with pytest.raises(ValueError, match="multiples of 128"):
+        tpu.Blocks(192, 2)
+    with pytest.raises(ValueError, match="not a multiple of 128"):
+        tpu.Blocks(128, 2, 200)
+    inputs = Case((1,), slots=512).inputs()
+    arrays = [jnp.squeeze(inputs.pop(name), -3) for name in ("latents", "keys")]
+    with pytest.raises(ValueError, match="blocks of 384 positions of 2 heads do not fit 256 of 3"):
+        tpu.mla_prefill_attention(
+            **inputs, latents=arrays[0], keys=arrays[1], scale=SCALE, blocks=tpu.Blocks(32, 2, 384)
+        )
+
+
+def test_blocks_for_any_shape(monkeypatch):
+    """They are valid and fit the chips with the least memory."""
+    monkeypatch.undo()
+    for width in (16, 128, 384, 512, 640, 2048, 8192):
+        for heads in (1, 2, 5, 11, 16, 128):
+            for rotary in (32, 64, 128):
+                q = jax.ShapeDtypeStruct((2, width, heads, 128 + rotary), jnp.bfloat16)
+                k = jax.ShapeDtypeStruct((heads, 128, 512), jnp.bfloat16)
+                v = jax.ShapeDtypeStruct((heads, 512, 128), jnp.bfloat16)
+                latents = jax.ShapeDtypeStruct((4, 8192, 512), jnp.bfloat16)
+                keys = jax.ShapeDtypeStruct((4, 64 * rotary, 128), jnp.bfloat16)
+                assert tpu.unsupported(q, k, v, latents, keys) is None
+
+
+@pytest.mark.slow
+@copies_of(
+    ("starts at edges of blocks", "pages, stacked layers", "four positions a row of keys"),
+    early=("pages, stacked layers",),
+)
+def test_the_tpu_kernel_has_no_races(name, mode, capsys):
+    """Copies happen when they are started, or not before they are waited for."""
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+
+    def run(latents, keys, **rest):
+        latents, keys = (jnp.squeeze(x, -3) for x in (latents, keys))
+        return tpu.mla_prefill_attention(latents=latents, keys=keys, interpret=params, **rest)
+
+    CASES[name].check(run)
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises

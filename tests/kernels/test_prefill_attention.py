@@ -1,0 +1,152 @@
+"""Every implementation of prefill attention against one float64 oracle. About 40 s, most of it compiling; two
+minutes with the slow ones."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from inferlib.ops.attention import merge_attention
+from inferlib.ops.prefill_attention import BlockList, prefill_attention
+from inferlib.pallas_kernels import prefill_attention_tpu
+from tests.conftest import copies_of
+from tests.helpers.prefill_attention_cases import Case
+
+FP8 = "float8_e4m3fn"
+BACKENDS = {"xla": prefill_attention, "tpu": partial(prefill_attention, backend="pallas_tpu")}
+CASES = {
+    "starts at edges of blocks": Case((0, 1, 255, -1, 256, 257, 480)),
+    "half precision, softcap, sinks": Case(
+        (0, 1, 200), width=16, group=4, heads=1, dtype=jnp.bfloat16, sinks=True, options={"softcap": 20.0}
+    ),
+    "wide window": Case((0, 1, 270, 512), width=256, slots=768, heads=1, group=1, options={"window": 400}),
+    "ring, sinks": Case((5, 1003), slots=256, group=1, ring=True, sinks=True, options={"window": 200}),
+    "large logits": Case((1, 200), group=1, loudness=1e4, sinks=True),
+    "pages": Case((0, 1, 16, 17, -1, 80), slots=16, columns=7, layers=2, group=1),
+    "positions dealt out": Case((0, 1, 400), stripe=4, width=64, group=1),
+    "listed blocks": Case((0, 130, 384, -1), width=256, slots=640, listed=3, group=1),
+    "int8": Case((0, 1, 200, 310), width=64, slots=384, stored="int8", sinks=True, group=1),
+    "fp8, half precision, softcap": Case(
+        (1, 270, -1), width=32, slots=384, layers=2, heads=1, dtype=jnp.bfloat16, stored=FP8, options={"softcap": 20.0}
+    ),
+    "keys are values": Case((0, 130), slots=256, heads=1, one=True),
+}
+MORE_CASES = {
+    "two tiles, the last one not full": Case((0, 130), width=384, slots=640, group=1, heads=1),
+    "beyond the cache": Case((500, 360), width=64, slots=384),
+    "window": Case((0, 49, 50, 51, 300, 440), width=64, options={"window": 50}),
+    "ring": Case((0, 100, 352, 1003), slots=384, ring=True, options={"window": 300}),
+    "ring, sinks, softcap": Case((5, 1003), slots=256, ring=True, sinks=True, options={"window": 200, "softcap": 5.0}),
+    "odd groups of size 256": Case((3, 130), size=256, group=3, heads=1),
+    "stacked layers": Case((5, 130), layers=2),
+    "pages of blocks": Case((0, 224, 250), slots=256, columns=2),
+    "ring of pages": Case((0, 17, 100, 500), slots=16, columns=7, ring=True, options={"window": 60}),
+    "int8, half precision, ring": Case(
+        (5, 1003), slots=384, ring=True, dtype=jnp.bfloat16, stored="int8", options={"window": 200}
+    ),
+    "int8, pages, of 8 of 16 heads": Case((0, 1, 300), slots=128, columns=4, heads=16, group=1, stored="int8"),
+    "fp8, wide window": Case((0, 270, 512), width=256, slots=768, group=1, stored=FP8, options={"window": 400}),
+    "fp8, listed blocks": Case((0, 384), width=128, listed=2, stored=FP8),
+    "keys are values, ring of pages": Case(
+        (0, 17, 500), slots=16, columns=7, ring=True, one=True, options={"window": 60}
+    ),
+    "listed blocks, window, sinks": Case((0, 384), width=128, listed=2, sinks=True, options={"window": 200}),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So that chunks have several tiles and products, and rows several blocks of several parts."""
+
+    def blocks(width, *_):
+        return prefill_attention_tpu.Blocks(width if width <= 128 else 256, 256, rows=128, edge=128)
+
+    monkeypatch.setattr(prefill_attention_tpu, "blocks", blocks)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_oracle(name, backend):
+    CASES[name].check(BACKENDS[backend])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", MORE_CASES)
+def test_equals_the_oracle_in_more_cases(name, backend):
+    MORE_CASES[name].check(BACKENDS[backend])
+
+
+def test_parts_of_a_cache_merge_to_the_whole():
+    """Odd blocks and even ones."""
+    case = Case((0, 130, 384), width=128, heads=1, group=1)
+    inputs = case.inputs(0)
+    whole, whole_lse = prefill_attention(**inputs, **case.static())
+    run = jax.jit(partial(BACKENDS["tpu"], **inputs, **case.static()))
+    parts = [run(listed=BlockList(jnp.array([n, n + 2]).reshape(1, 1, 1, 2).repeat(3, 0), 128, 128)) for n in (0, 1)]
+    out, lse = merge_attention(*(jnp.stack(x) for x in zip(*parts, strict=True)))
+    np.testing.assert_allclose(out, whole, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(lse, whole_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": jnp.float16}, "bfloat16 or float32"),
+        ({"size": 64}, "heads of size 64 are not a multiple of 128"),
+        ({"slots": 100}, "100 positions do not divide into tiles of 8"),
+        ({"width": 12}, "chunks of 12 tokens do not divide into tiles of 8"),
+        ({"group": 64, "width": 128}, "64 heads of size 128 need [0-9]* bytes of on-chip memory"),
+    ],
+)
+def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reason):
+    case = Case((1, 2), **changes)
+    q = jax.ShapeDtypeStruct((2, case.width, case.heads, case.group, case.size), case.dtype)
+    k = jax.ShapeDtypeStruct((2, case.heads, case.slots, case.size), case.dtype)
+    assert re.search(reason, prefill_attention_tpu.unsupported(q, k))
+    rows, positions = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2,), (2, case.width)))
+    with pytest.raises(ValueError, match=reason):
+        jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), q, k, k, rows, positions)
+
+
+def test_a_page_table_must_fit_scalar_memory():
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 16, 1, 4, 128), (200000, 1, 16, 128)))
+    assert "64 chunks need 768512 bytes of scalar memory" in prefill_attention_tpu.unsupported(q, k, pages=3000)
+    assert "64 chunks need 768768 bytes of scalar memory" in prefill_attention_tpu.unsupported(q, k, visits=3000)
+    assert prefill_attention_tpu.unsupported(q, k, pages=1000, visits=1000) is None
+
+
+def test_a_ring_needs_a_window():
+    with pytest.raises(ValueError, match="window"):
+        Case((1, 2), ring=True).check(BACKENDS["tpu"])
+
+
+@pytest.mark.parametrize("sizes", [(192, 512), (256, 384), (256, 512, 64)])
+def test_sizes_of_blocks_are_checked(sizes):
+    with pytest.raises(ValueError, match="multiple"):
+        prefill_attention_tpu.Blocks(*sizes)
+
+
+@pytest.mark.slow
+@copies_of(
+    ("starts at edges of blocks", "wide window", "ring, sinks", "pages", "listed blocks", "int8"),
+    early=("ring, sinks", "pages", "int8"),
+)
+def test_the_tpu_kernel_has_no_races(name, mode, capsys):
+    """Copies happen when they are started, or not before they are waited for."""
+    params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
+    real = prefill_attention_tpu.prefill_attention
+
+    def run(**inputs):
+        if listed := inputs.pop("listed", None):
+            inputs |= {"visits": listed.numbers, "blocks": prefill_attention_tpu.Blocks(128, 128, edge=128)}
+        return real(**inputs, interpret=params)
+
+    CASES[name].check(run)
+    assert "RACE" not in capsys.readouterr().out  # newer jax raises

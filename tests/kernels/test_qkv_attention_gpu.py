@@ -1,0 +1,270 @@
+"""Decode attention on NVIDIA GPUs from products with queries, keys and values on: interpreted elsewhere. About 10 s."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from inferlib.models.batch import Backend, StepBatch, StepContext
+from inferlib.models.config import AttentionSpec, NormSpec, OutputGate, QueryTemperature, RopeSpec
+from inferlib.models.layers.attention import Attention
+from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.norm import rms_norm
+from inferlib.models.layers.rope import apply_rope
+from inferlib.ops.add_norm import Unscaled
+from inferlib.ops.decode_attention import decode_attention
+from inferlib.ops.matmul import matmul
+from inferlib.ops.qkv_attention import qkv_attention
+from inferlib.ops.quantized import SCHEMES, quantize
+from inferlib.pallas_kernels import decode_attention_gpu, qkv_attention_gpu
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import planned_shards
+from tests.conftest import kernels_in
+from tests.helpers.decode_attention_cases import TOLERANCE, Case
+
+SMALL = partial(Case, writes=True)  # what no query sees is NaN or infinite, with the new cells, and those of idle rows
+EPS = 1e-3
+
+
+def draw(case: Case, rotary: int = 0, norms: bool = False, bias: bool = False) -> tuple[list, dict]:
+    """Products, cache and lengths, and the arrays that a layer has. rotary: numbers of a head that are rotated."""
+    rng, inputs = np.random.default_rng(1), case.inputs(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), case.dtype)  # noqa: E731
+    key, value = (x[:, :, None] for x in inputs["new"])
+    qkv, arrays = jnp.concatenate([inputs["q"], key, value], axis=2), {}
+    if bias:
+        arrays["bias"] = normal(*qkv.shape[1:])
+    if norms:
+        arrays["norms"] = normal(case.size), normal(case.size)
+    if rotary:
+        angles = rng.uniform(0, 6, size=(len(case.lengths), rotary // 2))
+        arrays["rope"] = tuple(jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+    if case.sinks:
+        arrays["sinks"] = inputs["sinks"].astype(case.dtype)
+    return [qkv, inputs["k"], inputs["v"], inputs["lengths"]], arrays
+
+
+def one_after_the_other(qkv, k, v, lengths, arrays, *, eps, offset, **options):
+    """As layers have it without the kernel."""
+    qkv = qkv + arrays["bias"] if "bias" in arrays else qkv
+    q, key, value = qkv[:, :, :-2], qkv[:, :, -2], qkv[:, :, -1]
+    if "norms" in arrays:
+        pairs = zip((q, key), arrays["norms"], strict=True)
+        q, key = (rms_norm(x, weight, eps, unit_offset=bool(offset)) for x, weight in pairs)
+    if "rope" in arrays:
+        q, key = (apply_rope(x, *arrays["rope"]) for x in (q, key))
+    out, _, *cache = decode_attention(q, k, v, lengths, new=(key, value), sinks=arrays.get("sinks"), **options)
+    return out, *cache
+
+
+def check(case: Case, offset: float = 0.0, **has) -> None:
+    inputs, arrays = draw(case, **has)
+    options = dict(eps=EPS, offset=offset) | case.static()
+    found, want = (jax.jit(partial(run, **options))(*inputs, arrays) for run in (qkv_attention, one_after_the_other))
+    tolerance = TOLERANCE[jnp.dtype(case.dtype).name]
+    for got, expected in zip(found, want, strict=True):
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+        got, expected = (np.asarray(x.astype(jnp.float32)) for x in (got, expected))
+        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
+
+
+ALL = dict(norms=True, bias=True)
+CASES = {
+    # The newest position of the third is alone in its share.
+    "rotated": (SMALL((0, 1, 129, 256)), dict(rotary=64)),
+    "norms": (SMALL((512, 400), group=8, size=128, slots=512, options={"softcap": 5.0}), dict(norms=True)),
+    "no powers of two, rotated in part, norms with an offset": (
+        SMALL((300, 17, 0), heads=1, group=3, size=48, slots=300, sinks=True, options={"window": 50}),
+        ALL | dict(rotary=32, offset=1.0),
+    ),
+    "a ring that wraps": (
+        SMALL((200, 30, 1, 0), slots=96, ring=True, options={"window": 64}),
+        dict(rotary=64, norms=True),
+    ),
+    "a ring of its window": (SMALL((97, 96, 95), slots=96, ring=True, sinks=True, options={"window": 96}), {}),
+    "bfloat16": (SMALL((1, 31, 300), slots=300, dtype=jnp.bfloat16, sinks=True), ALL | dict(rotary=32)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_what_layers_compute(name):
+    case, has = CASES[name]
+    check(case, **has)
+
+
+def test_long_rows_get_more_shares(monkeypatch):
+    monkeypatch.setattr(decode_attention_gpu, "PROGRAMS", 24)
+    check(SMALL((300, 20, 280), slots=300))
+
+
+def shares_of(qkv: jax.Array, normed: bool) -> tuple[jax.Array, dict, dict]:
+    """Three shares [3, B, K, G + 2, h] that add up to products, but for the factor of a norm of 48 inputs, if normed;
+    its squares; its options."""
+    rng, rows, found = np.random.default_rng(3), qkv.shape[0], np.float32(qkv)
+    arrays, options = {}, dict(dtype=qkv.dtype)
+    if normed:
+        squares = rng.uniform(1, 100, size=(rows, 5)).astype(np.float32)
+        found = found * np.sqrt(squares.sum(1) / 48 + 1e-2).reshape(-1, 1, 1, 1)
+        arrays, options = dict(squares=jnp.asarray(squares)), options | dict(inputs=48, inputs_eps=1e-2)
+    parts = rng.normal(size=(2, *found.shape)).astype(np.float32)
+    return jnp.stack([*parts, found - parts.sum(0)]), arrays, options
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("limits", [{}, {"FEW": 1}, {"MOST_SHARES": 2}])
+@pytest.mark.parametrize("name", ["no powers of two, rotated in part, norms with an offset", "a ring of its window"])
+def test_shares_of_products_are_summed(name, limits, normed, monkeypatch):
+    """In attention, or in a kernel before it where its programs or the shares are many."""
+    for limit, value in limits.items():
+        monkeypatch.setattr(qkv_attention_gpu if limit == "MOST_SHARES" else decode_attention_gpu, limit, value)
+    case, has = CASES[name]
+    (qkv, *cache), arrays = draw(case, **{key: value for key, value in has.items() if key != "offset"})
+    options = dict(eps=EPS, offset=has.get("offset", 0.0)) | case.static()
+    shares, norm, made = shares_of(qkv, normed)
+    want = jax.jit(partial(one_after_the_other, **options))(qkv, *cache, arrays)
+    run = partial(qkv_attention, **options, **made)
+    assert ("summed" in kernels_in(run, shares, *cache, arrays | norm)) == bool(limits)
+    for got, expected in zip(jax.jit(run)(shares, *cache, arrays | norm), want, strict=True):
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_sums_are_rounded_as_products_are():
+    """To bfloat16, before bias and norms."""
+    case = SMALL((1, 31, 300), slots=300, dtype=jnp.bfloat16)
+    (qkv, *cache), arrays = draw(case, rotary=32, **ALL)
+    options = dict(eps=EPS, offset=0.0) | case.static()
+    shares = jnp.stack([qkv.astype(jnp.float32) * size for size in (1.0, 2.0**-10)])
+    found = jax.jit(partial(qkv_attention, **options, dtype=jnp.bfloat16))(shares, *cache, arrays)
+    plain = jax.jit(partial(qkv_attention, **options))(qkv, *cache, arrays)
+    for got, expected in zip(found, plain, strict=True):
+        np.testing.assert_array_equal(np.float32(got), np.float32(expected))
+
+
+def test_few_rows_get_shares_half_as_long():
+    for rows, splits in ((1, 32), (2, 16), (64, 1)):
+        k = jax.ShapeDtypeStruct((rows, 8, 2048, 128), jnp.bfloat16)
+        dealt = decode_attention_gpu.dealt(k, k, rows, 8, 128, window=None, ring=False, limit=None)
+        assert (dealt["block"], dealt["splits"]) == (64, splits)
+
+
+def test_a_sink_of_nothing():
+    """-inf, in a row of several shares."""
+    case = SMALL((300, 1), slots=300, sinks=True)
+    inputs, arrays = draw(case)
+    arrays["sinks"] = arrays["sinks"].at[0, 1].set(-jnp.inf)
+    options = dict(eps=EPS, offset=0.0) | case.static()
+    found, want = (jax.jit(partial(run, **options))(*inputs, arrays) for run in (qkv_attention, one_after_the_other))
+    np.testing.assert_allclose(found[0], want[0], rtol=2e-5, atol=2e-5)
+
+
+def test_bad_shapes_and_options_are_refused():
+    (qkv, k, v, lengths), arrays = draw(SMALL((1, 2)))
+    with pytest.raises(ValueError, match="give a dtype with shares"):
+        qkv_attention(qkv[None], k, v, lengths, arrays, scale=1.0)
+    with pytest.raises(ValueError, match="give a dtype with shares"):
+        qkv_attention(qkv, k, v, lengths, arrays, scale=1.0, dtype=jnp.float32)
+    squares = {"squares": jnp.ones((2, 1))}
+    with pytest.raises(ValueError, match="squares of a norm go with shares"):
+        qkv_attention(qkv, k, v, lengths, squares, scale=1.0)
+    with pytest.raises(ValueError, match="how many inputs a row has"):
+        qkv_attention(qkv[None], k, v, lengths, squares, scale=1.0, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="window"):
+        qkv_attention(qkv, k, v, lengths, arrays, scale=1.0, ring=True)
+    with pytest.raises(ValueError, match="must both be"):
+        qkv_attention(qkv, k[:1], v[:1], lengths, arrays, scale=1.0)
+
+
+SPEC = AttentionSpec(4, 2, 8, 0.1, RopeSpec(8, 1e4))
+KEYS, TOKEN = jnp.zeros((2, 2, 16, 8)), jnp.ones(1, jnp.int32)
+ROWS = StepBatch.of_rows(TOKEN, TOKEN)
+
+
+def taken(spec=SPEC, *cache, layer=None, batch=ROWS, chosen="pallas_gpu", parallel="tp=1") -> bool:
+    shards = planned_shards(Parallelism.parse(parallel))
+    ctx = StepContext(batch, None, 16, backend=Backend(qkv_attention=chosen), shards=shards)
+    return Attention.in_one(SimpleNamespace(spec=spec), ctx, LayerCache(cache or (KEYS, KEYS), layer=layer))
+
+
+def test_layers_that_it_takes():
+    gate = OutputGate("sigmoid", per_head=True)
+    assert taken()
+    assert taken(
+        replace(
+            SPEC, rope=None, window=4, softcap=5.0, qk_norm="head", qkv_bias=True, o_bias=True, sinks=True, gate=gate
+        )
+    )
+    for changes in (
+        dict(qk_norm="full"),
+        dict(qk_norm="unit"),
+        dict(qk_norm="head", qk_norm_after_rope=True),
+        dict(temperature=QueryTemperature(0.1, 8)),
+        dict(value_dim=4),
+        dict(value_scale=2.0),
+        dict(value_norm=True),
+        dict(key_is_value=True),
+        dict(chunk=4),
+        dict(cache_of=0),
+    ):
+        assert not taken(replace(SPEC, **changes)), changes
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("scheme", "rows", "kernels"), [(None, 2, 0), ("mxfp4", 1, 1), ("int8", 4, 1), ("int8", 5, 0)])
+def test_layers_leave_sums_to_it(scheme, rows, kernels, normed):
+    """Where their weight's products come in shares; else it gets the whole products, of the whole norm."""
+    rng, shapes = np.random.default_rng(0), ((rows, 64), (64, 2, 4, 8), (5, 2, 16, 8), (5, 2, 16, 8))
+    x, w, *cells = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    w = w if scheme is None else quantize(w.astype(jnp.float32), (0,), SCHEMES[scheme])
+    if normed:
+        x = Unscaled(x, jnp.asarray(rng.uniform(1, 99, size=(rows, 3)), jnp.float32), EPS)
+    cache, shards = LayerCache(tuple(cells)), planned_shards(Parallelism())
+    batch = StepBatch.of_rows(jnp.ones(rows, jnp.int32), jnp.arange(1, rows + 1))
+    ctx = StepContext(batch, None, 16, backend=Backend(qkv_attention="pallas_gpu"), shards=shards)
+    spec = replace(SPEC, rope=None)
+
+    def step(x, w):
+        layer = SimpleNamespace(spec=spec, qkv={...: w}, norm=NormSpec())
+        out, cells = Attention.step(layer, x, cache, ctx)
+        return out, *cells.arrays
+
+    whole = matmul(x.whole() if normed else x, w)
+    want = qkv_attention(whole, *cache.arrays, ctx.batch.decode_lengths, {}, scale=spec.scale, limit=16)
+    assert ({"row_matmul", "summed"} & kernels_in(step, x, w) == {"row_matmul"}) == bool(kernels)
+    for got, expected in zip(jax.jit(step)(x, w), want, strict=True):
+        np.testing.assert_allclose(np.float32(got), np.float32(expected), rtol=0.03, atol=0.03)
+
+
+def test_steps_and_caches_that_it_takes():
+    """Decode rows alone, whose keys and values lie apart in one layer's cache, as they are, whole on a device."""
+    assert taken(parallel="tp=2")
+    assert not taken(parallel="cp=2")
+    assert not taken(chosen="xla")
+    assert not taken(batch=StepBatch(TOKEN[None], *[TOKEN] * 5))
+    assert not taken(SPEC, KEYS[None], KEYS[None], layer=jnp.int32(0))
+    for cache in ((KEYS,), (KEYS, KEYS[..., 0]), (KEYS, KEYS, KEYS[..., 0], KEYS[..., 0])):
+        assert not taken(SPEC, *cache)
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_lowers_to_triton(sinks, shares):
+    """Heads of gpt-oss with norms; the cache is written where it lies."""
+    case = SMALL((1, 2), group=8, slots=500, dtype=jnp.bfloat16, sinks=sinks)
+    (qkv, *cache), arrays = draw(case, rotary=64, **ALL)
+    norm, made = {}, {}
+    if shares:
+        qkv, norm, made = shares_of(qkv, True)
+    device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+    run = jax.jit(partial(qkv_attention, scale=1.0, window=300, ring=True, **made), donate_argnums=(1, 2))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        text = run.trace(qkv, *cache, arrays | norm).lower(lowering_platforms=("cuda",)).as_text()
+    assert "xla.gpu.triton" in text
+    assert text.count("output_operand_alias<") == 2

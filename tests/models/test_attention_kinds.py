@@ -1,0 +1,103 @@
+"""Kinds of attention beside grouped queries, through the engine: what `test_cache` and `test_poison` ask of the others.
+
+Prefill chunks of 16, windows and chunks of 8. A minute, nearly all of it compilation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from inferlib import Buckets, SamplingParams, configs
+from inferlib.config import EngineConfig
+from inferlib.models.abstract import abstract_model
+from inferlib.models.families import config_from_hf
+from inferlib.programs.program_set import ProgramSet
+from tests.conftest import MAX_LEN, assert_greedy, build_llm, random_prompts, reference
+from tests.models.test_poison import before_each_dispatch, poison, tokens_of
+
+# Latents; a cache that layers share; states; convolutions; states again; sinks, and a ring on every other layer; a
+# ring of chunks; more states; learned positions; heads of other sizes on some layers, and shared; values smaller than
+# keys; two attentions over latents a layer, and experts beside them. Programs of experts take long to compile.
+# Families of experts beside grouped queries (Mixtral, Qwen2-MoE, OLMoE, Phi-MoE, Granite-MoE, GLM-4.5 MoE, dots1, ERNIE
+# 4.5 MoE, MiniMax-M2) or latents (DeepSeek-V2 and V3, GLM-4 MoE Lite, Mistral 4) have no kind of layer or cache that is
+# not here or in `test_cache`; `test_parity` holds their logits to transformers'.
+SLOW = ("gpt_oss", "llama4_text", "granitemoehybrid", "minimax", "kimi_linear", "olmo_hybrid")
+SLOW += ("gpt2", "gemma4_text", "mimo_v2_flash", "longcat_flash")
+KINDS = [
+    *("minicpm3", "gemma3n_text", "qwen3_5_text", "lfm2", "nemotron_h"),
+    *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW),
+]
+TOLERANCE = 1e-4  # absolute, on logits with a standard deviation above 1
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request, checkpoint):
+    """An LLM of four rows, its layers unrolled, and its checkpoint. It has two cache buckets, but for the slow kinds,
+    which read what they keep as one of the others or of `test_cache` does."""
+    path = checkpoint(request.param)
+    cache = (MAX_LEN,) if request.param in SLOW else (32, MAX_LEN)
+    return build_llm(path, Buckets(prefill=(16,), batch=(4,), cache=cache)), path
+
+
+def test_prefill_equals_one_pass_of_transformers(model):
+    llm, path = model
+    (tokens,) = random_prompts([MAX_LEN])
+    expected = reference(path, tokens)
+    assert expected.std() > 0.9
+    for length in (1, 16, 17, MAX_LEN):
+        np.testing.assert_allclose(llm.logits(tokens[:length]), expected[:length], rtol=0, atol=TOLERANCE)
+
+
+def test_decoding_equals_one_pass_of_transformers(model):
+    """More prompts than rows, of different lengths, over all cache buckets; and NaN in every cell that is not valid
+    changes nothing: neither a token nor, bit by bit, a logit."""
+    llm, path = model
+    prompts, shares = random_prompts([7, 16, 33, 1, 24], seed=1), []
+    tokens = tokens_of(llm, prompts, GREEDY)
+    for prompt, out in zip(prompts, tokens, strict=True):
+        assert_greedy(path, prompt, out)
+    logits = llm.logits(prompts[2])
+    with before_each_dispatch(llm, lambda engine: shares.append(poison(engine))):
+        assert tokens_of(llm, prompts, GREEDY) == tokens
+        np.testing.assert_array_equal(llm.logits(prompts[2]), logits)
+    assert shares[0] == 0
+    assert 0 < max(shares) < 0.9
+
+
+@pytest.mark.parametrize(
+    ("platform", "name", "ragged", "reasons"),
+    [
+        ("gpu", "deepseek-v2-lite", False, []),
+        ("gpu", "llama4-scout", True, ["chunked attention: XLA decodes 36 of 48 layers"]),
+        (
+            "tpu",
+            "llama4-scout",
+            False,
+            [f"chunked attention: XLA {x} 36 of 48 layers" for x in ("decodes", "prefills")],
+        ),
+        ("gpu", "gpt-oss-20b", True, []),
+        ("tpu", "gpt-oss-20b", False, []),
+        ("tpu", "qwen3-8b", False, []),
+        ("tpu", "deepseek-v3", False, []),
+    ],
+)
+def test_what_the_kernel_lacks_is_said(platform, name, ragged, reasons, caplog):
+    """Where XLA reads a bucket whole, or expands its latents, there are several; layers in chunks read their ring."""
+    model = config_from_hf(configs.load(name))
+    config = EngineConfig.make(platform, 4, 4096, model=model)
+    assert config.backend.decode_attention == f"pallas_{platform}"
+    assert (len(config.buckets.cache) == 1) == ragged
+    ProgramSet.make(abstract_model(model, "bfloat16", backend=config.backend, scan=True), config)
+    said = [message for message in caplog.messages if "layers" in message]
+    assert len(said) == len(reasons)
+    assert all(found.startswith(reason) for found, reason in zip(said, reasons, strict=True))
+
+
+def test_stacked_layers_decode_as_transformers_does(model):
+    """Their logits are those of `test_parity`."""
+    _, path = model
+    stacked = build_llm(path, Buckets(prefill=(16,), batch=(4,), cache=(32, MAX_LEN)), scan=True)
+    (prompt,) = random_prompts([20], seed=3)
+    assert_greedy(path, prompt, *tokens_of(stacked, [prompt], GREEDY))

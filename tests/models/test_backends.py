@@ -1,0 +1,332 @@
+"""Whole models with the kernels, interpreted, against transformers or XLA. 20 s; two minutes with the slow ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import compile as compile_benchmark
+from benchmarks import decode as decode_benchmark
+from inferlib import LLM, Buckets, SamplingParams
+from inferlib.config import OPERATIONS, ConfigurationError, EngineConfig, backend_option
+from inferlib.inspection.report import Report
+from inferlib.inspection.report_html import page
+from inferlib.inspection.report_text import render
+from inferlib.models.abstract import abstract_model
+from inferlib.models.batch import Backend, kernel_lacks
+from inferlib.models.families import config_from_hf
+from inferlib.models.quantization import Quantization
+from inferlib.programs.deployment import Deployment
+from inferlib.programs.program import ProgramKey, build
+from inferlib.programs.program_set import ProgramSet
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import Shards, planned_shards
+from tests.aot.test_compile_tpu import EXPERTS, TINY
+from tests.conftest import MAX_LEN, assert_decoded, assert_greedy, build_llm, kernels_in, random_prompts, reference
+
+TPU, GPU = {"platform": "tpu"}, "pallas_gpu"
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+KERNELS = Backend(decode_attention="pallas_tpu", prefill_attention="pallas_tpu")
+# The first two stacked.
+WINDOWS = {"num_hidden_layers": 3, "layer_types": ("sliding_attention", "sliding_attention", "full_attention")}
+FULL_LAST = {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "changes", "options", "backend"),
+    [
+        ("ministral", WINDOWS | {"head_dim": 128}, TPU, KERNELS),
+        ("ministral", WINDOWS | {"head_dim": 24}, TPU, KERNELS),
+        ("ministral", FULL_LAST | {"head_dim": 128}, TPU | {"kv_cache_dtype": "int8"}, KERNELS),
+        ("llama", {"head_dim": 128}, TPU | {"parallel": "cp=2"}, Backend(decode_attention="pallas_tpu")),
+        ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_tpu")),
+        ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_gpu")),
+        ("qwen3_moe", {"num_experts": 64}, {"scan": False}, Backend(grouped_matmul=GPU, qkv_attention=GPU)),
+        ("gpt_oss", {}, {}, Backend(expert_mlp="pallas_tpu")),
+        ("gpt_oss", {}, {"scan": False}, Backend(qkv_attention="pallas_gpu")),
+    ],
+    ids=[
+        "attention",
+        "attention over cells",
+        "attention over int8",
+        "attention over dealt positions",
+        "grouped products",
+        "experts on a GPU",
+        "few rows on a GPU",
+        "experts",
+        "attention from products on",
+    ],
+)
+def test_a_model_generates_what_transformers_does(family, changes, options, backend, checkpoint):
+    """Sliding windows whose rings wrap, and full attention, in stacked layers and a single one, with keys and values
+    apart, in one cell, quantised and dealt out to devices; experts in stacked layers; rows that start and end at
+    different times."""
+    buckets = Buckets(prefill=(16,), batch=(4,), cache=(MAX_LEN,))
+    path, prompts = checkpoint(family, **changes), random_prompts([1, 7, 20, 40, 33])
+    stored = options.get("kv_cache_dtype")
+    llm = build_llm(path, buckets, backend=backend, **{"scan": True} | options)
+    assert llm.engine.programs.config.backend == backend
+    if backend.decode_attention == "pallas_tpu":
+        lacks = partial(kernel_lacks, backend=backend, operation="decode_attention", scaled=stored is not None)
+        assert not any(lacks(layer.attention) for layer in llm.model_config.layers)
+        assert {len(block.shapes) for block in llm.engine.plan.blocks} == {2 if changes["head_dim"] == 128 else 1}
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=20 if stored else None)
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        if stored:
+            assert_decoded(path, output, lambda tokens: reference(path, tokens, stored))
+        else:
+            assert_greedy(path, prompt, output.outputs[0].token_ids)
+
+
+@pytest.mark.slow
+def test_a_model_of_latents_generates_what_transformers_does(checkpoint):
+    """Rotary keys are folded as on a TPU, to rows of 128, of which prompts and new tokens fill one part after the
+    other; and plain."""
+    buckets = Buckets(prefill=(64,), batch=(3,), cache=(192,))
+    sizes = dict(kv_lora_rank=128, qk_nope_head_dim=16, qk_rope_head_dim=64, v_head_dim=128)
+    path = checkpoint("minicpm3", max_position_embeddings=256, **sizes)
+    prompts, shapes = random_prompts([1, 20, 120, 140, 7]), set()
+    for options in (
+        {"backend": Backend(), "scan": True, "platform": "tpu"},
+        {"backend": KERNELS, "scan": True, "platform": "tpu"},
+        {"backend": Backend(decode_attention="pallas_gpu"), "scan": False},
+    ):
+        llm = build_llm(path, buckets, **options)
+        assert llm.engine.programs.config.backend == options["backend"]
+        kernel = options["backend"].decode_attention != "xla"
+        lacks = [kernel_lacks(x.attention, options["backend"], "decode_attention") for x in llm.model_config.layers]
+        assert not kernel or not any(lacks)
+        shapes |= {shape[-2:] for block in llm.engine.plan.blocks for shape in block.shapes}
+        for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12)):
+            assert_greedy(path, output.prompt_token_ids, output.outputs[0].token_ids)
+    assert shapes == {(192, 128), (192, 64), (256, 128), (128, 128)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "mxfp4"])
+def test_a_model_with_all_that_tpus_get_has_the_same_logits(checkpoint, quantization):
+    """But for bfloat16. All experts are chosen: rounding picks among near equals."""
+    sizes = dict(head_dim=128, hidden_size=256, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=4)
+    path, make, found = checkpoint("qwen3_moe", **sizes), EngineConfig.make, []
+    options = dict(dtype="bfloat16", max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
+    for backend in ("auto", "xla"):
+        with pytest.MonkeyPatch.context() as patch:
+            on_tpu = lambda _, *rest: dataclasses.replace(make("tpu", *rest), free_layouts=False)  # noqa: E731
+            patch.setattr(EngineConfig, "make", staticmethod(on_tpu))
+            found.append(LLM(path, backend=backend, quantization=quantization, **options))
+    kernels, plain = found
+    chosen = Backend.for_platform("tpu", Shards())
+    assert kernels.config.backend == chosen
+    assert plain.config.backend == dataclasses.replace(chosen, **dict.fromkeys(OPERATIONS, "xla"))
+    assert any(weight.packed for weight in kernels.engine.programs.model.weights)
+    (tokens,) = random_prompts([20])
+    (output,) = kernels.generate([tokens], SamplingParams(temperature=0, max_tokens=8))
+    new = output.outputs[0].token_ids
+    logits = plain.logits([*tokens, *new])
+    margin = 0.1 * np.std(logits)
+    np.testing.assert_allclose(kernels.logits(tokens), logits[: len(tokens)], rtol=0, atol=margin)
+    steps = logits[len(tokens) - 1 : -1]
+    assert np.max(steps.max(-1) - steps[np.arange(len(new)), new]) < 2 * margin
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization", "batch", "fused"),
+    [("qwen3_moe", None, 2, True), ("llama", "int8", 2, True), ("llama", "int8", 5, False), ("llama", None, 1, False)],
+)
+def test_sums_that_follow_our_products_are_made_with_their_norms(family, quantization, batch, fused, checkpoint):
+    path, buckets, prompts = checkpoint(family), Buckets((16,), (batch,), (64,)), random_prompts([7] * batch)
+    options = dict(quantization=quantization, platform="gpu", scan=False)
+    llm = build_llm(path, buckets, **options, backend=Backend(add_norm="pallas_gpu"))
+    programs, key = llm.engine.programs, ProgramKey("greedy", batch, 64)
+    called = kernels_in(build(programs.model, programs.plan, programs.config, key), *programs.inputs(key))
+    assert ("add_norm" in called) == fused
+    if fused:
+        plain = build_llm(path, buckets, **options, backend=Backend())
+        ours, theirs = (
+            [output.outputs[0].token_ids for output in each.generate(prompts, GREEDY)] for each in (llm, plain)
+        )
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("attention", ["xla", GPU])
+@pytest.mark.parametrize(
+    ("family", "quantization"), [("llama", "int8"), ("llama", "mxfp4"), ("gemma2", "int8"), ("qwen3_moe", "int8")]
+)
+def test_norms_of_few_rows_get_their_factor_after_their_products(family, quantization, attention, checkpoint):
+    """Where the family's norms stand so, which Gemma's do not, and there in layers that are dense; equal to what is
+    normed first but for bfloat16. Attention sums products itself, if it is by the kernel."""
+    sizes = dict(hidden_size=192, intermediate_size=128, head_dim=32)
+    sizes |= dict(decoder_sparse_step=2, moe_intermediate_size=64) if family == "qwen3_moe" else {}
+    path, buckets, (tokens,) = checkpoint(family, **sizes), Buckets((16,), (1,), (64,)), random_prompts([7])
+    options = dict(dtype="bfloat16", quantization=quantization, platform="gpu", scan=False)
+    llm = build_llm(path, buckets, **options, backend=Backend(add_norm=GPU, qkv_attention=attention))
+    programs, key = llm.engine.programs, ProgramKey("greedy", 1, 64)
+    called = kernels_in(build(programs.model, programs.plan, programs.config, key), *programs.inputs(key))
+    assert ("added" in called) == (family != "gemma2")
+    assert ("qkv_attention" in called) == (attention == GPU)
+    assert ("add_norm" in called) == (family == "qwen3_moe")
+    (output,) = llm.generate([tokens], SamplingParams(temperature=0, max_tokens=12))
+    new = output.outputs[0].token_ids
+    logits = build_llm(path, buckets, **options, backend=Backend()).logits([*tokens, *new])
+    steps = logits[len(tokens) - 1 : -1]
+    assert np.max(steps.max(-1) - steps[np.arange(len(new)), new]) < 0.1 * np.std(logits)
+
+
+def test_the_option_has_one_spelling():
+    assert backend_option("matmul=xla, decode_attention=xla,matmul=xla") == "decode_attention=xla,matmul=xla"
+    assert backend_option(",".join(f"{name}=xla" for name in reversed(OPERATIONS))) == "xla"
+    for wrong in ("pallas", "", "matmul", "matmul=xla,", {"matmul": "xla"}, None):
+        with pytest.raises(ConfigurationError, match="operations are decode_attention, "):
+            backend_option(wrong)
+
+
+@pytest.mark.parametrize(
+    ("option", "left"),
+    [
+        ("xla", set()),
+        ("decode_attention=xla", {"prefill_attention", "mx_matmul", "expert_mlp"}),
+        (
+            "matmul=xla,expert_mlp=xla",
+            {"decode_attention", "prefill_attention", "chunk_write", "group_order", "grouped_matmul"},
+        ),
+        ("auto", {"decode_attention", "prefill_attention", "chunk_write", "mx_matmul", "expert_mlp"}),
+    ],
+)
+def test_operations_are_left_to_xla(option, left):
+    """By the kernels that a program calls."""
+    buckets, stored = Buckets((16,), (2,), (128,)), Quantization.named("mxfp4")
+    made = Deployment(EXPERTS, "v5e-1", "bfloat16", buckets, quantization=stored, backend=option).planned()
+    key = ProgramKey("greedy", 2, 128, chunks=1, chunk=16)
+    assert kernels_in(build(made.model, made.plan, made.config, key), *made.inputs(key), of_gpus=False) == left
+
+
+def test_reports_say_what_programs_were_compiled_with():
+    made = Deployment(TINY, "v5e-1", "bfloat16", Buckets((16,), (2,), (128,)), kv_cache_dtype="int8", backend="xla")
+    report, settings = Report.of(made, ()), "tp=1, bfloat16, int8 cache, backend xla"
+    assert render(report, "tiny").splitlines()[0] == f"tiny on v5e-1, {settings}"
+    assert f"<h1>tiny on v5e-1</h1><p>{settings}: " in page(report, "tiny")
+
+
+@pytest.mark.parametrize("words", ["compile.py --only 8b", "decode.py --config llama3-8b"])
+def test_benchmarks_explain_a_wrong_option(words, monkeypatch, capsys):
+    program, *arguments = words.split()
+    monkeypatch.setattr(sys, "argv", [program, *arguments, "--backend", "pallas"])
+    with pytest.raises(SystemExit):
+        {"compile.py": compile_benchmark, "decode.py": decode_benchmark}[program].main()
+    assert f"{program}: error: backend 'pallas' is neither 'auto' nor 'xla'" in capsys.readouterr().err
+
+
+def test_options_that_do_not_hold_are_refused(checkpoint):
+    for option in ("pallas", "matmul", "xla,matmul=xla", "matmul=auto", "", {"matmul": "xla"}):
+        with pytest.raises(ConfigurationError, match=r"is neither 'auto' nor 'xla' .* are decode_attention, "):
+            LLM(checkpoint("llama", num_hidden_layers=1), backend=option, progress=False)
+    with pytest.raises(ConfigurationError, match="does not hold on GPUs, where products of few rows"):
+        EngineConfig.make("gpu", 2, 64, backend="xla")
+
+
+def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_a_warning(caplog):
+    model = abstract_model(config_from_hf(TINY | {"num_attention_heads": 4096, "num_key_value_heads": 8}), "bfloat16")
+    config = EngineConfig.make("tpu", 2, 64)
+    assert config.backend.decode_attention == "pallas_tpu"
+    programs = ProgramSet.make(model, config)
+    decode, prefill, products = caplog.messages
+    assert decode.endswith("XLA's, not the TPU kernel: 1 x 512 queries of a KV head exceed 128")
+    assert prefill.startswith("prefill attention is XLA's, not the TPU kernel: 512 heads of size 128 need")
+    assert products.startswith("products with attn.o are XLA's, not the TPU kernel's: 524288 inputs need")
+    assert programs.config.backend == dataclasses.replace(
+        config.backend, decode_attention="xla", prefill_attention="xla"
+    )
+
+
+def test_a_compilation_says_once_what_xla_takes_over(caplog):
+    made = Deployment(TINY, "v5e-1", "float16", Buckets((16,), (2,), (128,)))
+    made.keys()
+    Report.of(made, ())
+    assert [message.partition(":")[0] for message in caplog.messages] == [
+        "decode attention is XLA's, not the TPU kernel",
+        "prefill attention is XLA's, not the TPU kernel",
+    ]
+
+
+def test_unknown_kernels_are_refused():
+    with pytest.raises(ValueError, match="qkv_attention='pallas_tpu' is none of 'xla', 'pallas_gpu'"):
+        Backend(qkv_attention="pallas_tpu")
+    with pytest.raises(ValueError, match="generation='v3' is none of None, 'v4'"):
+        Backend(generation="v3")
+
+
+@pytest.mark.parametrize("kernel", ["pallas_gpu", "pallas_tpu", "nki"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu", "neuron"])
+def test_a_platform_takes_its_own_kernels_and_a_cpu_all(platform, kernel):
+    backend, sizes = Backend(decode_attention=kernel), (2, 64, Buckets((16,), (2,), (64,)))
+    if platform == "cpu" or {"pallas_gpu": "gpu", "pallas_tpu": "tpu", "nki": "neuron"}[kernel] == platform:
+        assert EngineConfig(*sizes, platform=platform, backend=backend).backend == backend
+        return
+    with pytest.raises(ConfigurationError, match=f"{kernel}.*and this is '{platform}': choose decode_attention='xla'"):
+        EngineConfig(*sizes, platform=platform, backend=backend)
+
+
+def test_experts_that_the_kernel_cannot_multiply_by_are_xlas(caplog):
+    moe = EXPERTS | {"hidden_size": 8192, "moe_intermediate_size": 8100}
+    programs = ProgramSet.make(abstract_model(config_from_hf(moe), "bfloat16"), EngineConfig.make("tpu", 2, 64))
+    first, second = caplog.messages
+    assert "grouped matmul is XLA's, not the TPU kernel: weights 2 x 8192 x 8100 need" in first
+    assert "expert mlp is XLA's, not the TPU kernel: experts of 8192 x 8100 need" in second
+    assert (programs.config.backend.grouped_matmul, programs.config.backend.expert_mlp) == ("xla", "xla")
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "fp8_block", "mxfp8", "mxfp4", "mxfp4_a8"])
+@pytest.mark.parametrize("generation", ["v4", "v5e"])
+def test_floats_of_8_bits_are_xlas_where_the_matrix_unit_takes_none(generation, name, caplog):
+    cached, sizes = name if name in ("int8", "fp8") else None, (2, 128, Buckets((128,), (2,), (128,)))
+    config = EngineConfig.make("tpu", *sizes, kv_cache_dtype=cached, generation=generation)
+    backend = config.backend
+    options = dict(quantization=Quantization.named(name), backend=backend, scan=True)
+    model = abstract_model(config_from_hf(EXPERTS), "bfloat16", **options)
+    runs = ProgramSet.make(model, config).config.backend
+    if generation == "v5e" or name.startswith("int"):
+        rounds = name.endswith("_a8")
+        assert runs == dataclasses.replace(backend, expert_mlp="xla" if rounds else "pallas_tpu")
+        assert len(caplog.messages) == rounds
+        return
+    assert not any(weight.packed for weight in model.weights if weight.scheme is not None)
+    attention = {"decode_attention": "xla", "prefill_attention": "xla"} if cached else {}
+    assert runs == dataclasses.replace(backend, grouped_matmul="xla", expert_mlp="xla", **attention)
+    assert len(caplog.messages) == 3 + len(attention)
+    lacks = "float8_e5m2" if "mxfp4" in name else "float8_e4m3fn"
+    assert all(message.endswith(f": the matrix unit of TPU v4 takes no {lacks}") for message in caplog.messages)
+
+
+def test_keys_and_values_in_one_cell_change_no_logit(checkpoint):
+    buckets, (tokens,) = Buckets(prefill=(16,), batch=(2,), cache=(32,)), random_prompts([27])
+    apart, one = (
+        build_llm(checkpoint("llama", num_hidden_layers=1), buckets, platform=platform) for platform in ("cpu", "tpu")
+    )
+    assert [block.shapes for block in one.engine.plan.blocks] == [((2, 2, 128, 128),)]
+    np.testing.assert_allclose(one.logits(tokens), apart.logits(tokens), rtol=0, atol=1e-5)
+    (output,) = one.generate([tokens], SamplingParams(temperature=0, max_tokens=4))
+    assert_greedy(checkpoint("llama", num_hidden_layers=1), tokens, output.outputs[0].token_ids)
+
+
+def test_shares_that_devices_pass_on_are_whole_tiles_or_xlas(caplog):
+    shards = planned_shards(Parallelism.parse("cp=8"))
+    model = abstract_model(config_from_hf(TINY), "bfloat16", shards=shards)
+    config = EngineConfig.make("tpu", 2, 1024, Buckets((128,), (2,), (200, 1024)), shards)
+    programs = ProgramSet.make(model, config)
+    assert caplog.messages[-1].endswith("pages of 25 positions do not divide into tiles of 16")
+    assert programs.config.backend == dataclasses.replace(config.backend, prefill_attention="xla")
+
+
+def test_slots_are_whole_tiles_where_the_kernel_reads_them():
+    model = abstract_model(config_from_hf(TINY), jnp.bfloat16)
+    programs = ProgramSet.make(model, EngineConfig.make("tpu", 2, 300))
+    assert {shape[-2] for block in programs.plan.blocks for shape in block.shapes} == {384}
+    assert programs.plan.max_len == 300

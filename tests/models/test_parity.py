@@ -1,0 +1,81 @@
+"""Every family against transformers: logits of a whole prompt, float32, on tiny random checkpoints.
+
+About a second per case, most of it compilation.
+"""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferlib import LLM
+from inferlib.cache.plan import plan_cache
+from inferlib.checkpoint.load import load_weights
+from inferlib.checkpoint.safetensors import SafetensorsSource
+from inferlib.config import Buckets
+from inferlib.models.abstract import abstract_model
+from inferlib.models.batch import StepBatch, StepContext
+from inferlib.models.families import config_from_hf, family_of
+from tests.helpers.oracle import make_checkpoint, reference_logits
+from tests.helpers.oracle_cases import CASES, Case
+
+TOLERANCE = 1e-4  # of the logits' standard deviation, which is 1 to 2; up to 5e-5 where products are not fused
+BY_NAME = {case.name: case for case in CASES}
+
+
+def prompt_of(case: Case) -> np.ndarray:
+    return np.random.default_rng(len(case.name)).integers(0, 131, case.length).astype(np.int32)
+
+
+def one_pass(path, tokens: np.ndarray, *, scan: bool) -> np.ndarray:
+    """Logits [T, V] of a prompt in one prefill chunk, by the decoder alone."""
+    hf = json.loads((path / "config.json").read_text())
+    config, length = config_from_hf(hf), len(tokens)
+    model = abstract_model(config, "float32", scan=scan)
+    weights = load_weights(SafetensorsSource(path), family_of(hf), model)
+    plan = plan_cache(model, rows=1, max_len=length, chunk=length, dtype="float32")
+
+    def run(weights, cache, tokens):
+        decoder, zero = model.merge(weights), jnp.zeros(1, jnp.int32)
+        ctx = StepContext(StepBatch.of_chunks(tokens[None], zero, zero), config, plan.max_len)
+        hidden, *_ = decoder(ctx, plan.view(cache))
+        return decoder.logits(hidden, ctx.shards)
+
+    return np.asarray(jax.jit(run)(weights, plan.allocate(), tokens))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_logits_equal_transformers(case, tmp_path):
+    path, tokens = make_checkpoint(tmp_path, case.family, **case.options), prompt_of(case)
+    expected = reference_logits(path, tokens)
+    assert expected.std() >= 1
+    np.testing.assert_allclose(one_pass(path, tokens, scan=True), expected, rtol=0, atol=TOLERANCE * expected.std())
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "gemma3", "olmo3", "cohere2", "qwen2-moe-mixed", "longcat-flash"])
+def test_unrolled_layers_equal_transformers(name, tmp_path):
+    case = BY_NAME[name]
+    path, tokens = make_checkpoint(tmp_path, case.family, seed=1, **case.options), prompt_of(case)
+    expected = reference_logits(path, tokens)
+    np.testing.assert_allclose(one_pass(path, tokens, scan=False), expected, rtol=0, atol=TOLERANCE * expected.std())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("ministral3", "gemma3-linear", "phi3-longrope-long", "llama-dynamic-beyond", "mixtral-windows"),
+        *("mimo-v2-flash", "mistral4"),
+    ],
+)
+def test_prompts_in_chunks_equal_transformers(name, tmp_path):
+    """Chunks of 16 and windows of 8: the rings wrap, and scaling that depends on the length is constant."""
+    case = BY_NAME[name]
+    path, tokens = make_checkpoint(tmp_path, case.family, seed=2, **case.options), prompt_of(case)
+    buckets = Buckets(prefill=(16,), batch=(1,), cache=(case.length,))
+    llm = LLM(path, dtype="float32", max_batch=1, max_len=case.length, buckets=buckets, progress=False)
+    expected = reference_logits(path, tokens)
+    np.testing.assert_allclose(llm.logits(tokens.tolist()), expected, rtol=0, atol=TOLERANCE * expected.std())

@@ -1,0 +1,289 @@
+"""The cost model against hand calculation, `explain`, and published and own measurements. About 5 s."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from inferlib.cache.plan import plan_cache
+from inferlib.config import EngineConfig
+from inferlib.configs import load
+from inferlib.models.abstract import abstract_model
+from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, RopeSpec
+from inferlib.models.families import config_from_hf
+from inferlib.models.quantization import Quantization
+from inferlib.planning.costs import Deployed, step_time
+from inferlib.planning.explain import Collective, explain
+from inferlib.planning.network import ATTAINED, IDEAL, Span, place
+from inferlib.programs.program import ProgramKey
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import planned_shards
+from inferlib.targets import TargetError, parse_target
+from tests.helpers.pope_layouts import weight_gathered, weight_stationary_2d
+
+
+def deployed(name: str, target: str, parallel: str, quantization=None) -> Deployed:
+    return Deployed(
+        config_from_hf(load(name)),
+        parse_target(target),
+        Parallelism.parse(parallel),
+        quantization and Quantization.named(quantization),
+    )
+
+
+# ---- collectives
+
+
+def gather(target: str, mesh: tuple, axis: str, nbytes: int, kind="all-gather", efficiency=IDEAL) -> float:
+    return place(parse_target(target), mesh).seconds(Collective(kind, "", axis, nbytes), efficiency)
+
+
+def test_the_scaling_books_all_gather():
+    """bf16[2048, 8192] over an axis of 4 without wrap-around: three hops of a quarter over one link; a small one waits
+    for its hops, 8 us when measured."""
+    nbytes, mesh = 2048 * 8192 * 2, (("x", 8), ("y", 4))
+    assert gather("v5e:4x8", mesh, "y", nbytes) == pytest.approx(3 * nbytes / 4 / 50e9 + 3e-6)
+    small = gather("v5e:4x8", mesh, "y", 256 * 256 * 2, efficiency=ATTAINED)
+    assert small == pytest.approx(8e-6, rel=0.4)
+
+
+def test_rings_and_axes_add_bandwidth():
+    nbytes, mesh = 64 * 10**6, (("x", 64),)
+    # A full cube: three rings, both ways; two phases of 2 + 2 + 2 hops.
+    expected = 2 * (nbytes * 63 / 64 / (6 * 100e9) + 6e-6)
+    assert gather("v5p:4x4x4", mesh, "x", nbytes, "all-reduce") == pytest.approx(expected)
+    assert gather("v5p:4x4x4", mesh, "x", nbytes, "reduce-scatter") == pytest.approx(expected / 2)
+    # Joined axes are one.
+    joined = gather("v5p:4x4x4", (("a", 4), ("b", 16)), "a+b", nbytes, "all-reduce")
+    assert joined == pytest.approx(expected)
+    # A switch: one hop whatever the number.
+    assert gather("cuda:h200-4", (("x", 4),), "x", nbytes) == pytest.approx(nbytes * 3 / 4 / 450e9 + 2.8e-6)
+    # The two devices of a chip exchange over the chip alone.
+    assert gather("v7x-2", (("x", 2),), "x", nbytes) == pytest.approx(nbytes / 2 / 600e9 + 1e-6)
+
+
+def test_other_collectives():
+    nbytes, mesh = 10**7, (("x", 16), ("y", 16))
+    # Half of all bytes cross the middle of a ring, by two links of each direction.
+    assert gather("v5e-256", mesh, "y", nbytes, "all-to-all") == pytest.approx(nbytes * 16 / 8 / 50e9 + 8e-6)
+    assert gather("v5e-256", mesh, "y", nbytes, "collective-permute") == pytest.approx(nbytes / 50e9 + 1e-6)
+
+
+def test_the_last_axis_takes_the_nearest():
+    spans = place(parse_target("v5e-8"), (("data", 2), ("tensor", 4))).spans
+    assert spans["tensor"].devices == 4
+    assert spans["tensor"].dims == ((4, False),)
+    assert spans["data"].dims == ((2, False),)
+    # What no axis has is taken from two.
+    assert place(parse_target("v5e-16"), (("data", 2), ("tensor", 8))).spans["tensor"].dims == ((2, False), (4, False))
+    assert place(parse_target("v7x-8"), (("data", 4), ("tensor", 2))).spans["tensor"] == Span(die=2)
+    assert place(parse_target("v5e-256"), (("data", 16), ("tensor", 16))).spans["tensor"].devices == 16
+    with pytest.raises(TargetError, match="tensor 4 is not v5e:2x4, which has 8"):
+        place(parse_target("v5e-8"), (("tensor", 4),))
+
+
+# ---- bytes and operations
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        *itertools.product(
+            ["llama3-8b", "gemma3-4b", "smollm2-135m"],
+            ["tp=1,dp=8", "tp=2,dp=4", "tp=8", "tp=8,rules=tp_sp", "cp=4,tp=2", "cp=2,tp=4,rules=tp2d"],
+        ),
+        *itertools.product(
+            ["qwen3-30b-a3b", "glm-4.5", "deepseek-v2-lite"],
+            ["tp=8", "ep=8", "tp=2,ep=2,dp=2", "tp=4,ep=2,rules=dp_attention"],
+        ),
+    ],
+)
+def test_weights_cache_and_collectives_are_those_of_explain(name, parallel):
+    it, rows, max_len = deployed(name, "v5e-8", parallel), 4, 4096
+    shards = planned_shards(it.parallel)
+    batch = rows * it.replicas
+    model = abstract_model(it.config, "bfloat16", scan=True, shards=shards)
+    plan = plan_cache(model, rows=batch, max_len=max_len, chunk=512, dtype="bfloat16", platform="tpu")
+    engine = EngineConfig.make("tpu", batch, max_len, shards=shards)
+    told = explain(model, plan, engine, [ProgramKey("greedy", rows, max_len, steps=8)])
+    memory = it.memory(batch, max_len, 512)
+    assert memory.weights == sum(p.nbytes for p in told.weights)
+    assert memory.cache == sum(p.nbytes for p in told.cache)
+    assert memory.state == sum(p.nbytes for p in told.state)
+    assert it.decode(rows, 1000).collectives == told.steps[0].collectives
+
+
+def test_a_decode_step_by_hand():
+    it = deployed("llama3-8b", "v5e-1", "tp=1")
+    work = it.decode(rows=4, live=1000)
+    embedding = 128256 * 4096
+    norms = (2 * 32 + 1) * 4096
+    matrices = 8_030_261_248 - embedding - norms
+    assert work.flops == 2 * 4 * matrices + 4 * 32 * 4 * 4096 * 1000
+    assert work.weight_bytes == 2 * (matrices + norms)
+    assert work.cache_bytes == 2 * 32 * 8 * 128 * 2 * (4 * 1000 + 4)
+    assert work.collectives == ()
+    quantized = deployed("llama3-8b", "v5e-1", "tp=1", "int8").decode(rows=4, live=1000)
+    assert 0.5 < quantized.weight_bytes / work.weight_bytes < 0.502  # and the scales
+    assert quantized.flops == work.flops
+
+
+@pytest.mark.parametrize("parallel", ["cp=2,tp=4", "cp=8", "cp=4,tp=2,rules=helix", "cp=2,tp=4,rules=tp2d"])
+def test_a_sequence_axis_splits_what_a_tensor_axis_does(parallel):
+    """Of llama3-8b on 8 devices: 8 KV heads, so that "tp" splits everything."""
+    it, tp = deployed("llama3-8b", "v5e-8", parallel), deployed("llama3-8b", "v5e-8", "tp=8")
+    # "helix" splits queries, keys and values over two devices alone, "cp" no weights.
+    again = (1 / 2 - 1 / 8) * 32 * 4096 * (32 + 2 * 8) * 128 if "helix" in parallel else 0
+    copies = it.parallel.sequence if it.parallel.rules == "cp" else 1
+    more = it.prefill(1024, 2048).flops - tp.prefill(1024, 2048).flops
+    assert more == pytest.approx(2 * 1024 * again, rel=0.01, abs=1e10)
+    assert it.memory(4, 4096, 1024).cache == tp.memory(4, 4096, 1024).cache
+    decode = it.decode(4, 1000)
+    assert decode.cache_bytes == tp.decode(4, 1000).cache_bytes
+    assert decode.weight_bytes == pytest.approx(copies * tp.decode(4, 1000).weight_bytes + 2 * again, rel=0.01)
+    assert decode.collectives
+
+
+def test_a_ring_passes_the_cache_of_the_prompt():
+    it = deployed("llama3-8b", "v5e-8", "cp=4,tp=2")
+    ring = [c for c in it.prefill(1024, 3072).collectives if c.kind == "collective-permute"]
+    # Keys and values of a quarter of 4096 positions, 4 of 8 heads, three times in each of 32 layers.
+    assert [(c.nbytes, c.count) for c in ring] == [(4 * 1024 * 128 * 2, 2 * 3 * 32)]
+    # A device reads all of them, and writes its tokens and what it is given.
+    position = 2 * 2 * 32 * 4 * 128
+    assert it.prefill(1024, 3072).cache_bytes == position * (4096 + 256 + 3 / 4 * 4096)
+
+
+def test_latent_attention_by_hand():
+    """Decoding reads one latent and rotary key per position, for all heads, and works on them; prefill expands them. A
+    TPU pads none of the 576 numbers."""
+    it = deployed("deepseek-v2-lite", "v5e-1", "tp=1")
+    assert it.decode(4, 1000).cache_bytes == 2 * 27 * 576 * (4 * 1000 + 4)
+    more = it.decode(4, 2000).flops - it.decode(4, 1000).flops
+    assert more == 2 * 27 * 4 * 16 * (512 + 64 + 512) * 1000
+    more = it.prefill(512, 2000).flops - it.prefill(512, 1000).flops
+    assert more == 2 * 27 * 16 * 1000 * (512 * (128 + 64 + 128) + 512 * (128 + 128))
+
+
+def test_shared_caches_by_hand():
+    """20 of 35 layers hold a cache, 4 of them of all positions; all layers read one. Of the tables, the one that is the
+    head is read."""
+    it, rows, live = deployed("gemma3n-e4b", "v5e-4", "tp=1,dp=4"), 3, 4000
+    position = 2 * 2 * 2 * 256
+    work = it.decode(rows, live)
+    assert work.cache_bytes == position * rows * (7 * live + 28 * (512 + 1) + 20)
+    assert it.memory(4 * rows, 8192, 512).cache == position * rows * (4 * 8192 + 16 * (512 + 512))
+    assert work.weight_bytes == it.model.nbytes - 2 * 262400 * 35 * 256
+
+
+def test_a_decode_step_of_experts_by_hand():
+    """8 of 128 experts; of 16 on each of 8 devices, those that any of all rows chose are read."""
+    rows, layers, expert = 4, 48, 3 * 2048 * 768
+    alone, split = (deployed("qwen3-30b-a3b", target, mesh) for target, mesh in (("v5e-1", "tp=1"), ("v5e-8", "ep=8")))
+    others = 30_532_122_624 - layers * 128 * expert - 151936 * 2048
+    for it, held, tokens in ((alone, 128, rows), (split, 16, 8 * rows)):
+        work = it.decode(rows, live=1000)
+        read = held * (1 - (120 / 128) ** tokens)
+        assert work.weight_bytes == pytest.approx(2 * (others + layers * read * expert))
+        assert work.weight_bytes < it.memory(8 * rows, 2048, 512).weights
+        norms = layers * (2 * 2048 + 2 * 128) + 2048
+        attention = 4 * rows * layers * 32 * 128 * 1000
+        assert work.flops == pytest.approx(2 * rows * (others - norms + layers * 8 * expert) + attention)
+    # What explain says of a step.
+    (step,) = explain(
+        split.model,
+        split.plan(32, 2048, 1),
+        EngineConfig.make("tpu", 32, 2048, shards=split.shards),
+        [ProgramKey("greedy", rows, 2048)],
+    ).steps
+    assert step.expert_bytes == round(2 * layers * read * expert)
+
+
+def test_windows_bound_what_is_read():
+    it = deployed("gemma3-4b", "v5e-1", "tp=1")
+    per_position = 2 * 2 * 4 * 256
+    local, whole = 29, 5  # layers
+    more = it.decode(1, 30000).cache_bytes - it.decode(1, 20000).cache_bytes
+    assert more == per_position * whole * 10000
+    assert it.decode(1, 20000).cache_bytes == per_position * (whole * 20001 + local * (1024 + 2))
+
+
+def test_prefill_is_bound_by_compute_and_decode_by_memory():
+    it = deployed("llama3-70b", "v5e-8", "tp=8")
+    assert step_time(it.prefill(4096, 0), it.network).bound == "compute"
+    assert step_time(it.decode(1, 1000), it.network).bound == "memory"
+    # Operations grow with the prompt a little faster than its length: attention sees more.
+    ratio = it.prefill(4096, 4096).flops / it.prefill(4096, 0).flops
+    assert 1 < ratio < 1.2
+
+
+# ---- measurements
+
+
+def palm(parallel: bool = True) -> ModelConfig:
+    """PaLM-540B with its 48 heads padded to 64, as the paper ran it."""
+    attention = AttentionSpec(heads=64, kv_heads=1, head_dim=256, scale=1 / 16, rope=RopeSpec(256, 1e4))
+    layer = LayerSpec(attention, MlpSpec(4 * 18432), parallel=parallel)
+    return ModelConfig("palm", 256_000, 18432, (layer,) * 118, context=2048, tied=True)
+
+
+def test_palm_540b_on_64_tpu_v4():
+    """Table 2 of Pope et al. 2022: 64 tokens after 2048 in 1.82 s (int8, batch 64) and 6.0 s (bfloat16, batch 512);
+    2048 tokens in 0.29 s (int8, batch 1), and in 85.2 s at batch 512, an MFU of 76 %."""
+    v4 = parse_target("v4:4x4x4")
+    network = place(v4, (("yz", 16), ("x", 4)))
+
+    def stationary(*sizes, int8=False) -> float:
+        return step_time(weight_stationary_2d(palm(), network, *sizes, int8=int8), network).seconds
+
+    live = 2048 + 64 / 2
+    assert stationary(64, 1, live, int8=True) == pytest.approx(1.82 / 64, rel=0.25)
+    assert stationary(64, 1, live, int8=True) == pytest.approx(0.029, rel=0.25)
+    assert stationary(512, 1, live) == pytest.approx(6.0 / 64, rel=0.25)
+    assert stationary(1, 2048, 1024, int8=True) == pytest.approx(0.29, rel=0.25)
+    prefill = step_time(weight_gathered(palm(), network, 512, 2048, 1024), network).seconds
+    assert prefill == pytest.approx(85.2, rel=0.25)
+    mfu = 2 * 540e9 * 512 * 2048 / (prefill * 64 * 275e12)
+    assert mfu == pytest.approx(0.76, rel=0.25)
+    # Gathering weights pays for many tokens only.
+    assert prefill < stationary(512, 2048, 1024)
+    assert stationary(1, 2048, 1024) < step_time(weight_gathered(palm(), network, 1, 2048, 1024), network).seconds
+
+
+def test_serial_layers_cost_palm_a_seventh():
+    """Section 4.3: a decode step at batch 512 takes 14 % longer where attention and feed-forward follow one another."""
+    network = place(parse_target("v4:4x4x4"), (("yz", 16), ("x", 4)))
+    serial, parallel = (
+        step_time(weight_stationary_2d(palm(kind), network, 512, 1, 2080), network).seconds for kind in (False, True)
+    )
+    assert serial / parallel == pytest.approx(1.14, rel=0.1)
+
+
+def test_llama_70b_int8_on_16_v5e():
+    """jax-llm-examples: 159 tokens/s of each of 8 sequences. The cache is assumed to hold a thousand tokens each."""
+    it = deployed("llama3-70b", "v5e-16", "tp=16", "int8")
+    step, measured = step_time(it.decode(8, 1000), it.network), 1 / 159
+    assert step.bound == "memory"
+    assert 0.85 < step.floor / measured < 1.0
+    assert step.seconds == pytest.approx(measured, rel=0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "batch", "measured"),
+    [
+        ("llama3-8b", 1, 1, 4.22e-3),
+        ("llama3-8b", 1, 16, 5.31e-3),
+        ("llama3-8b", 1, 64, 8.47e-3),
+        ("llama3-70b", 4, 1, 11.00e-3),
+        ("llama3-70b", 4, 16, 12.10e-3),
+        ("llama3-70b", 4, 64, 16.43e-3),
+    ],
+)
+def test_own_decode_steps_on_h200(name, devices, batch, measured):
+    """The README's, a cache of 2048 tokens."""
+    target = "cuda:h200" if devices == 1 else f"cuda:h200-{devices}"
+    it = deployed(name, target, f"tp={devices}")
+    step = step_time(it.decode(batch, 2048), it.network)
+    assert step.floor < measured
+    assert step.seconds == pytest.approx(measured, rel=0.25)
