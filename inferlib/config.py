@@ -10,8 +10,9 @@ from typing import Literal, get_args, get_type_hints
 import jax
 import numpy as np
 
-from inferlib.models.batch import Backend, kernel_lacks
+from inferlib.models.batch import kernel_lacks
 from inferlib.models.config import MlaSpec, ModelConfig
+from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import SCHEMES
 from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.sharding import axes

@@ -16,13 +16,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from inferlib.models.batch import Backend
 from inferlib.models.config import ModelConfig
 from inferlib.models.decoder import Decoder
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.models.segments import Segment, segments_of
+from inferlib.ops.backend import Backend
 from inferlib.ops.packed import PackedTensor, Packing
 from inferlib.ops.quantized import QuantizedTensor, Scheme, nbytes, quantize
 from inferlib.pallas_kernels.generations_tpu import FLOAT4, planning_for

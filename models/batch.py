@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args, get_type_hints
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from inferlib.models.config import MlaSpec, ModelConfig, RopeSpec
 from inferlib.models.layers.rope import rope_angles
 from inferlib.models.recurrent import Mixer, Recurrent
+from inferlib.ops.backend import Backend
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -53,56 +52,6 @@ class StepBatch(NamedTuple):
         return StepBatch(jnp.zeros((0, 0), jnp.int32), none, none, none, tokens, lengths)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Backend:
-    """Which implementation of an operation a program is built with."""
-
-    decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
-    qkv_attention: Literal["xla", "pallas_gpu"] = "xla"  # and what precedes it, see `Attention.in_one`
-    prefill_attention: Literal["xla", "pallas_tpu", "nki"] = "xla"
-    grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"  # and the order of its rows
-    expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # of few tokens; "xla": as grouped products
-    matmul: Literal["xla", "pallas_tpu"] = "xla"  # with weights
-    add_norm: Literal["xla", "pallas_gpu"] = "xla"  # residual sums and the norms of few rows, on one device
-    all_reduce: Literal["xla", "pallas"] = "xla"
-    collective_matmul: Literal["xla", "pallas_tpu"] = "xla"  # where tokens are split, see `models.layers.ring`
-    exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
-    generation: Literal[None, "v4", "v5e", "v5p", "v6e", "v7x"] = None  # of TPUs: what is planned for, not a choice
-
-    def __post_init__(self):
-        for name, kind in get_type_hints(Backend).items():
-            known, given = get_args(kind), getattr(self, name)
-            if given not in known:
-                raise ValueError(f"backend {name}={given!r} is none of {', '.join(map(repr, known))}")
-
-    @staticmethod
-    def for_platform(platform: str, shards: Shards, cores: int = 1, generation: str | None = None) -> Backend:
-        """The best choice on "cpu", "gpu", "tpu" or "neuron"; NKI kernels where the Neuron compiler is installed.
-
-        cores: of a device. XLA multiplies on both of those that v4 and v5p have, kernels on one. generation: of a TPU,
-        such as v7x."""
-        if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
-            return Backend(decode_attention="nki", prefill_attention="nki")
-        if platform == "tpu":
-            kernels = ["decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp", "matmul"]
-            kernels += ["collective_matmul"] * (shards.splits_tokens and cores == 1)
-            return Backend(**dict.fromkeys(kernels, "pallas_tpu"), exchange="ragged", generation=generation)
-        if platform != "gpu":
-            return Backend()
-        all_reduce = "pallas" if _are_peers(shards) else "xla"
-        kernels = dict.fromkeys(("decode_attention", "qkv_attention", "grouped_matmul", "add_norm"), "pallas_gpu")
-        return Backend(**kernels, all_reduce=all_reduce, exchange="ragged")
-
-
-def _are_peers(shards: Shards) -> bool:
-    """Whether the fused all-reduce of `pallas_kernels` runs on these GPUs: Hopper or newer, all in one process and on
-    one axis, with a jax that lets kernels reach the memory of other devices."""
-    if shards.only_axis is None or not isinstance(shards.mesh, Mesh) or shards.several_processes:
-        return False
-    devices = shards.mesh.devices.flat
-    return jax.__version_info__ >= (0, 11) and all(float(d.compute_capability) >= 9 for d in devices)
-
-
 def kernel_lacks(spec: Mixer, backend: Backend, operation: str, scaled: bool = False) -> str:
     """What the kernel of an attention, "decode_attention" or "prefill_attention", cannot do of a layer, which XLA then
     does; "" if nothing.
@@ -140,7 +89,7 @@ class StepContext:
     config: ModelConfig
     max_len: int
     limit: int | None = None
-    backend: Backend = Backend()
+    backend: Backend = field(default_factory=Backend)
     shards: Shards = field(default_factory=Shards)
     counted: jax.Array | None = None
 

@@ -17,12 +17,12 @@ import numpy as np
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
 from inferlib.config import check_kv_cache_dtype
 from inferlib.models.abstract import AbstractModel, abstract_model
-from inferlib.models.batch import Backend
 from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.exchange import pairs_room
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import Mixer, Recurrent
+from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import nbytes
 from inferlib.planning.explain import Collective, explain_step
 from inferlib.planning.network import ATTAINED, IDEAL, Efficiency, Network, place

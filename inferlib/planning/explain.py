@@ -21,11 +21,11 @@ from rich.console import Console, Group
 from inferlib.cache.plan import BlockCache, BlockState, CachePlan
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.batch import Backend
 from inferlib.models.config import LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from inferlib.models.layers.exchange import exchange_of, pairs_room
 from inferlib.models.layers.ring import in_ring, rings
 from inferlib.models.recurrent import LightningSpec, Mamba2Spec
+from inferlib.ops.backend import Backend
 from inferlib.ops.cache_write import folded_rows
 from inferlib.ops.quantized import nbytes
 from inferlib.programs.program import Mode, ProgramKey, fuses

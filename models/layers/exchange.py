@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inferlib.models.batch import Backend
 from inferlib.models.config import MoeSpec
+from inferlib.ops.backend import Backend
 from inferlib.ops.loops import expected_trips
 from inferlib.ops.segment_sum import TILE, segment_sum
 from inferlib.sharding import axes

@@ -6,8 +6,8 @@ import math
 
 import jax
 
-from inferlib.models.batch import Backend
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec
+from inferlib.ops.backend import Backend
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 

@@ -18,8 +18,8 @@ from inferlib.checkpoint.shipped import QuantizedSource, form_of
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
-from inferlib.models.batch import Backend
 from inferlib.models.quantization import Quantization
+from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import make_shards

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from inferlib.models.batch import Backend, kernel_lacks
+from inferlib.models.batch import kernel_lacks
 from inferlib.models.config import MlaSpec, RopeSpec
+from inferlib.ops.backend import Backend
 from inferlib.ops.mla_decode_attention import mla_decode_attention
 from inferlib.pallas_kernels import mla_decode_attention_gpu as gpu
 from tests.kernels.test_mla_decode_attention import SCALE, Case

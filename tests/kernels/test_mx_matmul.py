@@ -14,9 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import WeightSpec, unpackable
-from inferlib.models.batch import Backend
 from inferlib.models.layers.norm import rms_norm
 from inferlib.models.quantization import Quantization
+from inferlib.ops.backend import Backend
 from inferlib.ops.matmul import matmul
 from inferlib.ops.packed import FEW_ROWS, PackedTensor, Packing
 from inferlib.ops.quantized import SCHEMES, Scheme

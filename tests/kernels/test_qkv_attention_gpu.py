@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from inferlib.models.batch import Backend, StepBatch, StepContext
+from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import AttentionSpec, NormSpec, OutputGate, QueryTemperature, RopeSpec
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import rms_norm
 from inferlib.models.layers.rope import apply_rope
 from inferlib.ops.add_norm import Unscaled
+from inferlib.ops.backend import Backend
 from inferlib.ops.decode_attention import decode_attention
 from inferlib.ops.matmul import matmul
 from inferlib.ops.qkv_attention import qkv_attention

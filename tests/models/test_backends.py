@@ -18,9 +18,10 @@ from inferlib.inspection.report import Report
 from inferlib.inspection.report_html import page
 from inferlib.inspection.report_text import render
 from inferlib.models.abstract import abstract_model
-from inferlib.models.batch import Backend, kernel_lacks
+from inferlib.models.batch import kernel_lacks
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.ops.backend import Backend
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program import ProgramKey, build
 from inferlib.programs.program_set import ProgramSet

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from inferlib.models.batch import Backend, StepBatch, StepContext
+from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import (
     AttentionSpec,
     ClampedSwiglu,
@@ -25,6 +25,7 @@ from inferlib.models.layers import exchange, moe
 from inferlib.models.layers.moe import Moe
 from inferlib.models.layout import Layout
 from inferlib.ops import group_order, segment_sum
+from inferlib.ops.backend import Backend
 from inferlib.ops.grouped_matmul import _by_tiles, grouped_matmul
 from inferlib.pallas_kernels import group_order_tpu
 

@@ -12,8 +12,8 @@ from inferlib.aot.neuron_lint import lint
 from inferlib.config import Buckets, EngineConfig
 from inferlib.inspection.hlo import Module
 from inferlib.models.abstract import abstract_model
-from inferlib.models.batch import Backend
 from inferlib.models.families import config_from_hf
+from inferlib.ops.backend import Backend
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from tests.helpers.oracle_cases import FAMILIES, SIZES

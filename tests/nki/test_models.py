@@ -8,8 +8,8 @@ import pytest
 
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.config import EngineConfig
-from inferlib.models.batch import Backend
 from inferlib.nki_kernels import simulator
+from inferlib.ops.backend import Backend
 from tests.conftest import assert_greedy, build_llm, random_prompts, write_tokenizer
 from tests.helpers.oracle import make_checkpoint
 

@@ -11,13 +11,14 @@ from jax import lax
 
 from inferlib import LLM
 from inferlib.config import Buckets
-from inferlib.models.batch import Backend, StepBatch, StepContext
+from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, RouterSpec
 from inferlib.models.layers import exchange, moe
 from inferlib.models.layers.exchange import Exchange, exchange_of, pairs_room
 from inferlib.models.layers.moe import Moe
 from inferlib.models.layout import Layout
 from inferlib.ops import segment_sum
+from inferlib.ops.backend import Backend
 from inferlib.programs.program import ProgramKey
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism

@@ -12,8 +12,8 @@ from inferlib import configs
 from inferlib.cli import app
 from inferlib.config import Buckets, EngineConfig
 from inferlib.models.abstract import abstract_model
-from inferlib.models.batch import Backend
 from inferlib.models.families import config_from_hf
+from inferlib.ops.backend import Backend
 from inferlib.planning.explain import explain
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import ProgramSet

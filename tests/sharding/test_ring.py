@@ -14,8 +14,8 @@ from inferlib.config import Buckets, EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.engine.sequence import Sequence
 from inferlib.models.abstract import abstract_model
-from inferlib.models.batch import Backend
 from inferlib.models.families import config_from_hf
+from inferlib.ops.backend import Backend
 from inferlib.planning.explain import Collective, Step, explain
 from inferlib.planning.network import ATTAINED, IDEAL, place
 from inferlib.programs.program import ProgramKey

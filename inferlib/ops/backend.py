@@ -1,0 +1,65 @@
+"""Which implementation of each operation a program prefers."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal, get_args, get_type_hints
+
+import jax
+from jax.sharding import Mesh
+
+from inferlib.sharding.shards import Shards
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """Which implementation of each operation a program prefers.
+
+    An op that cannot run the preferred implementation on its shapes takes another; its `choose` says which and why.
+    """
+
+    decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
+    qkv_attention: Literal["xla", "pallas_gpu"] = "xla"  # decode attention fused with what precedes it
+    prefill_attention: Literal["xla", "pallas_tpu", "nki"] = "xla"
+    grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"  # and the sort of its rows by group
+    expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # experts of decode-sized batches; "xla": grouped products
+    matmul: Literal["xla", "pallas_tpu"] = "xla"  # products with weights
+    add_norm: Literal["xla", "pallas_gpu"] = "xla"  # residual sum + norm of decode-sized batches on one device
+    all_reduce: Literal["xla", "pallas"] = "xla"
+    collective_matmul: Literal["xla", "pallas_tpu"] = "xla"  # where tokens are split, see `models.layers.ring`
+    exchange: Literal["padded", "ragged"] = "padded"  # of tokens with experts, see `models.layers.exchange`
+    generation: Literal[None, "v4", "v5e", "v5p", "v6e", "v7x"] = None  # the TPU generation planned for; not a choice
+
+    def __post_init__(self):
+        for name, kind in get_type_hints(Backend).items():
+            known, value = get_args(kind), getattr(self, name)
+            if value not in known:
+                raise ValueError(f"backend {name}={value!r} is none of {', '.join(map(repr, known))}")
+
+    @staticmethod
+    def for_platform(platform: str, shards: Shards, cores: int = 1, generation: str | None = None) -> Backend:
+        """The best choice on "cpu", "gpu", "tpu" or "neuron"; NKI kernels where the Neuron compiler is installed.
+
+        cores: cores of a device. v4 and v5p have two: XLA multiplies on both, a kernel on one. generation: the TPU's,
+        such as "v7x"."""
+        if platform == "neuron" and importlib.util.find_spec("neuronxcc"):
+            return Backend(decode_attention="nki", prefill_attention="nki")
+        if platform == "tpu":
+            kernels = ["decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp", "matmul"]
+            kernels += ["collective_matmul"] * (shards.splits_tokens and cores == 1)
+            return Backend(**dict.fromkeys(kernels, "pallas_tpu"), exchange="ragged", generation=generation)
+        if platform != "gpu":
+            return Backend()
+        all_reduce = "pallas" if _are_peers(shards) else "xla"
+        kernels = dict.fromkeys(("decode_attention", "qkv_attention", "grouped_matmul", "add_norm"), "pallas_gpu")
+        return Backend(**kernels, all_reduce=all_reduce, exchange="ragged")
+
+
+def _are_peers(shards: Shards) -> bool:
+    """Whether these GPUs can run the fused all-reduce kernel: Hopper or newer, all in one process and on one axis, with
+    a jax that lets kernels reach the memory of other devices."""
+    if shards.only_axis is None or not isinstance(shards.mesh, Mesh) or shards.several_processes:
+        return False
+    devices = shards.mesh.devices.flat
+    return jax.__version_info__ >= (0, 11) and all(float(d.compute_capability) >= 9 for d in devices)

@@ -1,0 +1,22 @@
+"""Which implementation an operation takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation that an op takes for given shapes, and why the preferred one was passed over.
+
+    name: the implementation, such as "xla" or "pallas_tpu". reason: why the backend's preferred implementation cannot
+    or should not run; empty if `name` is the preferred one.
+    """
+
+    name: str
+    reason: str = ""
+
+    @staticmethod
+    def of(preferred: str, reason: str | None, fallback: str = "xla") -> Choice:
+        """The preferred implementation, or the fallback if there is a reason against the preferred one."""
+        return Choice(fallback, reason) if reason else Choice(preferred)
