@@ -24,7 +24,7 @@ KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp
 # Where the kernels that a `Backend` can name run; a CPU interprets them all.
 _RUNS_ON = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "pallas": "gpu", "nki": "neuron"}
 # Operations that the option `backend` can leave to XLA.
-OPERATIONS = tuple(name for name, kind in get_type_hints(Backend).items() if "pallas_tpu" in get_args(kind))
+OPERATIONS = tuple(name for name, kind in get_type_hints(Backend).items() if "xla" in get_args(kind))
 
 
 class ConfigurationError(ValueError):
@@ -75,22 +75,19 @@ def backend_option(option: str) -> str:
     return "xla" if parts == set(known) else ",".join(part for part in known if part in parts)
 
 
-def with_option(backend: Backend, option: str, platform: str) -> Backend:
-    """A platform's choice as a user's `backend` changes it: "auto" not at all; "xla" takes all `OPERATIONS` from their
-    kernels, "matmul=xla,decode_attention=xla" some. A kernel that works with another goes with it: writes of chunks
-    with either attention, experts of few tokens with grouped products if weights are in groups.
+def with_option(backend: Backend, option: str) -> Backend:
+    """Apply a user's `backend` option to a platform's default. "auto" changes nothing; "xla" leaves all `OPERATIONS` to
+    XLA; "matmul=xla,decode_attention=xla" leaves these.
 
-    Raises ConfigurationError for anything else; on GPUs for all but "auto", as not every kernel there is chosen here.
+    A kernel that works with another goes with it: chunk writes with either attention, `expert_mlp` with grouped
+    products if weights are quantised in groups, `qkv_attention`, which includes decode attention, with that. Raises
+    ConfigurationError for any other option.
     """
     option = backend_option(option)
     if option == "auto":
         return backend
-    if platform == "gpu":
-        raise ConfigurationError(
-            f"backend {option!r} does not hold on GPUs, where products of few rows and the choice of experts take "
-            "kernels whatever it says: leave it out, or give 'auto'"
-        )
-    names = OPERATIONS if option == "xla" else [part.removesuffix("=xla") for part in option.split(",")]
+    names = {part.removesuffix("=xla") for part in option.split(",")} if option != "xla" else set(OPERATIONS)
+    names |= {"qkv_attention"} if "decode_attention" in names else set()
     return replace(backend, **dict.fromkeys(names, "xla"))
 
 
@@ -248,7 +245,7 @@ class EngineConfig:
         if not isinstance(buckets, Buckets | None):
             raise ConfigurationError(f"buckets must be Buckets(prefill=..., batch=..., cache=...), got {buckets!r}")
         shards = shards or Shards()
-        chosen = with_option(Backend.for_platform(platform, shards, cores, generation), backend, platform)
+        chosen = with_option(Backend.for_platform(platform, shards, cores, generation), backend)
         ragged, dealt = chosen.decode_attention == "pallas_gpu", shards.size(axes.TOKENS)
         if ragged and model is not None:
             scaled = kv_cache_dtype is not None

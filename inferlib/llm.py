@@ -71,10 +71,9 @@ class LLM:
     "tp=4,dp=2" or "cp=2,tp=4", or a `Parallelism`; None: one device. artifacts: a directory of `inferlib compile`: its
     programs run and none is ever compiled; what else is given must agree with it. expert_placement: a file that says
     which expert lies where, see `inferlib.placement`. expert_load: count how many tokens choose each expert, for
-    `LLM.expert_load`. backend: "auto": TPU and Trainium kernels wherever they run the model's part; "xla": nowhere;
-    "decode_attention=xla,matmul=xla": but for these operations, of `inferlib.config.OPERATIONS`; None: "auto", or as
-    the artifacts were compiled. On GPUs, where not all kernels are chosen by it, "auto" alone. seed: of requests that
-    give none.
+    `LLM.expert_load`. backend: "auto": kernels wherever they can run the model's part; "xla": no kernel;
+    "decode_attention=xla,matmul=xla": no kernel for these operations of `inferlib.config.OPERATIONS`; None: "auto", or
+    as the artifacts were compiled. seed: of requests that give none.
 
     Raises ArtifactError, CheckpointError, ConfigError, ConfigurationError, ShardingError or PeerError before device
     work.

@@ -56,8 +56,9 @@ def compile(
     backend: Annotated[
         str,
         typer.Option(
-            help="auto; xla: no kernel of TPUs and Trainium; decode_attention=xla,matmul=xla: not these (also "
-            "prefill_attention, grouped_matmul, expert_mlp, collective_matmul)."
+            help="auto: kernels wherever they run; xla: none; decode_attention=xla,matmul=xla: none for these "
+            "operations (also prefill_attention, qkv_attention, grouped_matmul, expert_mlp, choose_experts, add_norm, "
+            "all_reduce, collective_matmul)."
         ),
     ] = "auto",
     prefill_buckets: Annotated[

@@ -73,8 +73,9 @@ def generate(
     backend: Annotated[
         str | None,
         typer.Option(
-            help="auto; xla: no kernel of TPUs and Trainium; decode_attention=xla,matmul=xla: not these. By default "
-            "auto, or as --artifacts were compiled."
+            help="auto: kernels wherever they run; xla: none; decode_attention=xla,matmul=xla: none for these "
+            "operations (also prefill_attention, qkv_attention, grouped_matmul, expert_mlp, choose_experts, add_norm, "
+            "all_reduce, collective_matmul). By default auto, or as --artifacts were compiled."
         ),
     ] = None,
     expert_load: Annotated[

@@ -24,6 +24,7 @@ class Backend:
     prefill_attention: Literal["xla", "pallas_tpu", "nki"] = "xla"
     grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"  # and the sort of its rows by group
     expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # experts of decode-sized batches; "xla": grouped products
+    choose_experts: Literal["xla", "pallas_gpu"] = "xla"  # scores and top-k of decode-sized batches
     matmul: Literal["xla", "pallas_tpu"] = "xla"  # products with weights
     add_norm: Literal["xla", "pallas_gpu"] = "xla"  # residual sum + norm of decode-sized batches on one device
     all_reduce: Literal["xla", "pallas"] = "xla"
@@ -52,8 +53,8 @@ class Backend:
         if platform != "gpu":
             return Backend()
         all_reduce = "pallas" if _are_peers(shards) else "xla"
-        kernels = dict.fromkeys(("decode_attention", "qkv_attention", "grouped_matmul", "add_norm"), "pallas_gpu")
-        return Backend(**kernels, all_reduce=all_reduce, exchange="ragged")
+        kernels = "decode_attention", "qkv_attention", "grouped_matmul", "choose_experts", "add_norm"
+        return Backend(**dict.fromkeys(kernels, "pallas_gpu"), all_reduce=all_reduce, exchange="ragged")
 
 
 def _are_peers(shards: Shards) -> bool:

@@ -9,7 +9,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_FEW = 256  # tokens, whose choice is bound by starting kernels
+from inferlib.ops.choice import Choice
+
+_MOST_TOKENS = 256  # for which the time of the choice is that of launching kernels
+
+
+def choose(tokens: int, backend: str, *, grouped: bool) -> Choice:
+    """The implementation that `tokens` tokens take. grouped: a token may choose experts of its best groups only."""
+    if backend == "xla":
+        return Choice("xla")
+    if grouped:
+        return Choice("xla", "the kernel chooses among all experts, not among those of a token's best groups")
+    reason = f"{tokens} tokens are more than {_MOST_TOKENS}" if tokens > _MOST_TOKENS else ""
+    return Choice.of(backend, reason)
 
 
 def choose_experts(
@@ -20,17 +32,18 @@ def choose_experts(
     score: str,
     renormalize: bool,
     among: Callable[[jax.Array], jax.Array] | None = None,
+    backend: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
-    """logits [T, E] float32 -> the `count` best experts [T, k] int32 and their weights [T, k] float32, both by
-    descending rank, the first of equals first.
+    """logits [T, E] float32 -> the k = `count` best experts [T, k] int32 and their weights [T, k] float32, both by
+    descending rank; of equals, the first comes first.
 
-    score: "softmax" or "sigmoid". correction [E]: joins the scores for choosing, and not the weights. renormalize:
-    weights sum to 1. among: of what ranks them [T, E], that with -inf where experts cannot be chosen. On NVIDIA GPUs
-    few tokens are the kernel's, if they can be sent to any expert.
+    score: "softmax" or "sigmoid". correction [E]: added to the scores for choosing, but not to the weights.
+    renormalize: weights sum to 1. among: maps ranks [T, E] to ranks with -inf for experts that cannot be chosen.
+    backend: "xla", or "pallas_gpu", which NVIDIA GPUs run and other platforms replace by XLA; see `choose`.
     """
     options = dict(count=count, score=score, renormalize=renormalize)
     forms = {"default": partial(_by_xla, **options, among=among)}
-    if logits.shape[0] <= _FEW and among is None:
+    if choose(logits.shape[0], backend, grouped=among is not None).name == "pallas_gpu":
         from inferlib.pallas_kernels.choose_experts_gpu import choose_experts as kernel
 
         forms["cuda"] = partial(kernel, **options)

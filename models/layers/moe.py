@@ -85,7 +85,7 @@ class Moe(nnx.Module):
     ) -> tuple[jax.Array, Load]:
         """The sum of the chosen experts; judged [T, D]: what the router reads."""
         with jax.named_scope("router"):
-            experts, weights = self.router(judged, ctx.shards)
+            experts, weights = self.router(judged, ctx.shards, ctx.backend.choose_experts)
         if x.shape[0] > 1:
             experts = jnp.where(ctx.fed[:, None], experts, -1)  # inactive rows need none
         with jax.named_scope("experts"):

@@ -20,7 +20,7 @@ from inferlib.sharding.shards import Shards
 class Router(nnx.Module):
     """x [T, D] -> the chosen experts [T, k] int32 and their weights [T, k] float32, both by descending score.
 
-    Scores are float32. Every device routes its tokens to all experts, wherever they are.
+    Scores are float32. Every device scores all experts for its tokens, wherever the experts are.
     """
 
     def __init__(self, spec: RouterSpec, dim: int, dtype):
@@ -35,7 +35,8 @@ class Router(nnx.Module):
         if spec.correction:
             self.correction = param((spec.experts,), (axes.ROUTES,), jnp.float32, "zeros")
 
-    def __call__(self, x: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, shards: Shards, backend: str) -> tuple[jax.Array, jax.Array]:
+        """backend: see `ops.choose_experts`."""
         spec = self.spec
         if spec.norm_eps is not None:
             x = self.norm(x, shards) * jnp.asarray(self.norm.dim**-0.5, x.dtype)
@@ -49,7 +50,13 @@ class Router(nnx.Module):
         correction = self.correction[...] if spec.correction else None
         groups = None if spec.groups == 1 else partial(best_groups, spec=spec)
         experts, weights = choose_experts(
-            logits, correction, count=spec.chosen, score=spec.score, renormalize=spec.renormalize, among=groups
+            logits,
+            correction,
+            count=spec.chosen,
+            score=spec.score,
+            renormalize=spec.renormalize,
+            among=groups,
+            backend=backend,
         )
         if spec.expert_scale:
             weights = weights * self.expert_scale[...].astype(jnp.float32)[experts]
@@ -57,24 +64,26 @@ class Router(nnx.Module):
 
 
 def best_groups(scores: jax.Array, spec: RouterSpec) -> jax.Array:
-    """scores [T, E] with -inf for the experts of all but the best groups (DeepSeek-V2, node-limited routing)."""
+    """scores [T, E] with -inf for experts outside a token's best groups (node-limited routing of DeepSeek-V2)."""
     grouped = scores.reshape(scores.shape[0], spec.groups, -1)
-    of_groups = jnp.sum(jax.lax.top_k(grouped, {"max": 1, "top2": 2}[spec.group_score])[0], axis=-1)
-    _, best = jax.lax.top_k(of_groups, spec.chosen_groups)
-    kept = jnp.any(best[:, :, None] == jnp.arange(spec.groups), axis=1)
-    return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
+    group_scores = jnp.sum(jax.lax.top_k(grouped, {"max": 1, "top2": 2}[spec.group_score])[0], axis=-1)
+    _, best = jax.lax.top_k(group_scores, spec.chosen_groups)
+    is_best = jnp.any(best[:, :, None] == jnp.arange(spec.groups), axis=1)
+    return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 def sparsemixer(logits: jax.Array, jitter: float) -> tuple[jax.Array, jax.Array]:
-    """The two best experts of logits [T, E], each weighted by its softmax over those within reach of it."""
+    """The two best experts of logits [T, E] (Liu et al. 2023): each weight is a softmax over the logits that lie within
+    2 * `jitter` of the chosen one, relative to magnitude."""
     taken = jnp.zeros(logits.shape, bool)
     experts, weights = [], []
     for _ in range(2):
-        left = jnp.where(taken, -jnp.inf, logits)
-        best, expert = jnp.max(left, axis=1, keepdims=True), jnp.argmax(left, axis=1)
+        remaining = jnp.where(taken, -jnp.inf, logits)
+        best, expert = jnp.max(remaining, axis=1, keepdims=True), jnp.argmax(remaining, axis=1)
         far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * jitter
         chosen = jnp.arange(logits.shape[1]) == expert[:, None]
-        weights.append(jnp.sum(jnp.where(chosen, jax.nn.softmax(jnp.where(far, -jnp.inf, left)), 0), axis=1))
+        softmax = jax.nn.softmax(jnp.where(far, -jnp.inf, remaining))
+        weights.append(jnp.sum(jnp.where(chosen, softmax, 0), axis=1))
         experts.append(expert)
         taken = taken | chosen
     return jnp.stack(experts, axis=1).astype(jnp.int32), jnp.stack(weights, axis=1)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inferlib.ops.choose_experts import choose_experts
+from inferlib.ops.choice import Choice
+from inferlib.ops.choose_experts import choose, choose_experts
 from inferlib.pallas_kernels.choose_experts_gpu import choose_experts as kernel
 from tests.conftest import kernels_in
 
@@ -43,11 +44,19 @@ def test_experts_exist_whatever_the_logits():
 
 
 def test_few_tokens_take_it_on_gpus():
-    def taken(tokens, **options):
-        run = partial(choose_experts, correction=None, count=2, score="softmax", renormalize=True, **options)
-        return bool(kernels_in(run, jnp.ones((tokens, 8))))
+    def taken(tokens, backend="pallas_gpu", **options):
+        options |= dict(correction=None, count=2, score="softmax", renormalize=True, backend=backend)
+        return bool(kernels_in(partial(choose_experts, **options), jnp.ones((tokens, 8))))
 
     assert taken(1)
     assert taken(256)
     assert not taken(257)
     assert not taken(1, among=lambda ranks: ranks)
+    assert not taken(1, backend="xla")
+
+
+def test_the_choice_says_why_it_is_xlas():
+    assert choose(256, "pallas_gpu", grouped=False) == Choice("pallas_gpu")
+    assert choose(257, "pallas_gpu", grouped=False) == Choice("xla", "257 tokens are more than 256")
+    assert "best groups" in choose(1, "pallas_gpu", grouped=True).reason
+    assert choose(1, "xla", grouped=True) == Choice("xla")

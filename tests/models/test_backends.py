@@ -229,8 +229,27 @@ def test_options_that_do_not_hold_are_refused(checkpoint):
     for option in ("pallas", "matmul", "xla,matmul=xla", "matmul=auto", "", {"matmul": "xla"}):
         with pytest.raises(ConfigurationError, match=r"is neither 'auto' nor 'xla' .* are decode_attention, "):
             LLM(checkpoint("llama", num_hidden_layers=1), backend=option, progress=False)
-    with pytest.raises(ConfigurationError, match="does not hold on GPUs, where products of few rows"):
-        EngineConfig.make("gpu", 2, 64, backend="xla")
+
+
+@pytest.mark.parametrize(
+    ("option", "left"),
+    [
+        ("auto", {"qkv_attention", "choose_experts", "grouped_matmul", "add_norm"}),
+        ("decode_attention=xla,matmul=xla", {"choose_experts", "grouped_matmul", "add_norm"}),
+        ("choose_experts=xla,add_norm=xla", {"qkv_attention", "grouped_matmul"}),
+        ("xla", set()),
+    ],
+)
+def test_operations_are_left_to_xla_on_gpus(option, left):
+    """By the kernels that a decode program calls, and for "xla" by what it lowers to."""
+    buckets = Buckets((16,), (4,), (64,))
+    config = EngineConfig.make("gpu", 4, 64, buckets, backend=option)
+    model = abstract_model(config_from_hf(EXPERTS), "bfloat16", backend=config.backend)
+    programs, key = ProgramSet.make(model, config), ProgramKey("greedy", 4, 64)
+    function = build(programs.model, programs.plan, programs.config, key)
+    assert kernels_in(function, *programs.inputs(key)) == left
+    if option == "xla":
+        assert "triton" not in programs.lower(key, "cuda").as_text()
 
 
 def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_a_warning(caplog):
