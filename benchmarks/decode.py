@@ -34,7 +34,7 @@ from rich.table import Table
 from inferlib import configs
 from inferlib.cache.plan import BlockState, plan_cache
 from inferlib.checkpoint.load import load_weights
-from inferlib.config import EngineConfig, backend_option, chip_of
+from inferlib.config import DeviceKind, EngineConfig, backend_option
 from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.llm import ModelFiles
@@ -132,7 +132,7 @@ def of_experts(quantization: Quantization, config: ModelConfig, dtype: str) -> Q
 def engine_config(model: ModelConfig, batch: int, cache: int, shards: Shards, backend: str = "auto") -> EngineConfig:
     """For the devices that are there."""
     device = jax.devices()[0]
-    return EngineConfig.make(device.platform, batch, cache, None, shards, model, None, backend, *chip_of(device))
+    return EngineConfig.make(DeviceKind.of(device), batch, cache, None, shards, model, backend=backend)
 
 
 def measure(

@@ -6,17 +6,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from inferlib.config import Buckets
+    from inferlib.config import Buckets, EngineOptions
     from inferlib.conversion import convert
     from inferlib.llm import LLM, Stream
     from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from inferlib.sampling.params import SamplingParams
     from inferlib.sharding.mesh import Parallelism
 
-_HOME = {
+_MODULES = {
     "LLM": "inferlib.llm",
     "Buckets": "inferlib.config",
     "CompletionOutput": "inferlib.outputs",
+    "EngineOptions": "inferlib.config",
     "Logprob": "inferlib.outputs",
     "Parallelism": "inferlib.sharding.mesh",
     "RequestMetrics": "inferlib.outputs",
@@ -30,6 +31,7 @@ __all__ = [
     "LLM",
     "Buckets",
     "CompletionOutput",
+    "EngineOptions",
     "Logprob",
     "Parallelism",
     "RequestMetrics",
@@ -41,7 +43,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    # Importing a low floor (a kernel, a config) must not import everything above it.
-    if name not in _HOME:
+    # Importing a module of a low level (a kernel, a config) must not import everything above it.
+    if name not in _MODULES:
         raise AttributeError(f"module 'inferlib' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

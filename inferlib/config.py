@@ -1,11 +1,12 @@
-"""How a model is run: sizes, buckets and choices of the engine."""
+"""How a model is run: sizes, buckets and other choices of the engine."""
 
 from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, get_args, get_type_hints
+from pathlib import Path
+from typing import NamedTuple, SupportsIndex, TypedDict, TypeVar, get_args, get_type_hints
 
 import jax
 import numpy as np
@@ -18,10 +19,12 @@ from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
+T = TypeVar("T")
+
 DTYPES = ("float32", "bfloat16", "float16")
-# What keys and values can be kept in beside these.
+# Quantized types that the cache can store keys and values in.
 KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")}
-# Where the kernels that a `Backend` can name run; a CPU interprets them all.
+# The platform that each kind of kernel runs on; a CPU interprets all of them.
 _RUNS_ON = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "pallas": "gpu", "nki": "neuron"}
 # Operations that the option `backend` can leave to XLA.
 OPERATIONS = tuple(name for name, kind in get_type_hints(Backend).items() if "xla" in get_args(kind))
@@ -31,19 +34,30 @@ class ConfigurationError(ValueError):
     """An engine setting that cannot work."""
 
 
-def chip_of(device: jax.Device) -> tuple[int, str | None]:
-    """The last that `EngineConfig.make` is told, of a device: its cores, and the generation of a TPU."""
-    return getattr(device, "num_cores", None) or 1, GENERATIONS.get(device.device_kind)
+class DeviceKind(NamedTuple):
+    """What the defaults of a platform depend on.
+
+    platform: "cpu", "gpu", "tpu" or "neuron". cores: cores of one device; v4 and v5p have two. generation: of a TPU,
+    such as "v7x".
+    """
+
+    platform: str
+    cores: int = 1
+    generation: str | None = None
+
+    @staticmethod
+    def of(device: jax.Device) -> DeviceKind:
+        return DeviceKind(device.platform, getattr(device, "num_cores", None) or 1, GENERATIONS.get(device.device_kind))
 
 
 def check_dtype(dtype: str) -> None:
-    """Raises ConfigurationError for a type that weights cannot have."""
+    """Raise ConfigurationError if weights cannot have this dtype."""
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
 
 
 def check_kv_cache_dtype(name: str | None) -> None:
-    """Raises ConfigurationError for what keys and values cannot be kept in; None is the model's dtype."""
+    """Raise ConfigurationError if the cache cannot store keys and values in this type; None is the model's dtype."""
     if name is not None and name not in KV_CACHE_DTYPES:
         raise ConfigurationError(
             f"kv_cache_dtype {name!r} is not supported; choose one of {', '.join(KV_CACHE_DTYPES)}, or leave it out "
@@ -52,7 +66,7 @@ def check_kv_cache_dtype(name: str | None) -> None:
 
 
 def check_backend(backend: Backend, platform: str) -> None:
-    """Raises ConfigurationError for a kernel that does not run on the platform."""
+    """Raise ConfigurationError if a chosen kernel does not run on the platform."""
     for name, kernel in vars(backend).items():
         if platform not in ("cpu", _RUNS_ON.get(kernel, platform)):
             raise ConfigurationError(
@@ -93,10 +107,11 @@ def with_option(backend: Backend, option: str) -> Backend:
 
 @dataclass(frozen=True)
 class Buckets:
-    """The static shapes programs are compiled for; each ascending.
+    """The static sizes that programs are compiled for; each tuple is ascending.
 
-    prefill: tokens of a prefill chunk; longer prompts go chunk by chunk. batch: decode rows. cache: positions
-    that attention reads; the last is the longest sequence.
+    prefill: tokens of a chunk; a longer prompt is prefilled chunk by chunk.
+    batch: rows that decode together.
+    cache: positions that attention reads; the last one is the longest sequence.
     """
 
     prefill: tuple[int, ...]
@@ -113,9 +128,10 @@ class Buckets:
 
     @staticmethod
     def default(max_batch: int, max_len: int, *, ragged: bool = False, multiple: int = 1) -> Buckets:
-        """Powers of four up to the limits; `ragged`: attention reads live positions only, one cache bucket does.
+        """Powers of four up to the limits.
 
-        multiple: of what prefill buckets must be multiples.
+        ragged: attention reads only the positions that a row has, so one cache bucket is enough.
+        multiple: prefill buckets are multiples of it.
         """
         if max_batch < 1 or max_len < 2:
             raise ConfigurationError(f"max_batch must be at least 1 and max_len at least 2, got {max_batch}, {max_len}")
@@ -145,14 +161,17 @@ def pick(sizes: tuple[int, ...], need: int) -> int:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """max_batch: sequences decoded together; max_len: longest prompt plus output, in tokens.
+    """How a model is run, with nothing left to decide; see `EngineOptions` for what users give.
 
-    decode_steps: tokens per row and dispatch of a decode program. in_flight: dispatches the host runs ahead
-    of the results it has seen. scan: repeating layers are stacked and scanned instead of unrolled.
-    platform: "cpu", "gpu", "tpu", "neuron". free_layouts: the compiler chooses how weights lie in memory.
-    kv_cache_dtype: of keys and values, "int8" or "fp8" with a scale for each position and head, None for the model's
-    dtype. shards: the mesh; each of its replicas holds an equal share of the rows. expert_load: programs count the
-    tokens of each expert.
+    max_batch: sequences decoded together. max_len: longest prompt plus output, in tokens.
+    platform: "cpu", "gpu", "tpu" or "neuron".
+    decode_steps: tokens that a decode program generates per row and dispatch.
+    in_flight: dispatches that the host sends ahead of the results it has seen.
+    scan: repeating layers are stacked and scanned instead of unrolled.
+    free_layouts: the compiler chooses how weights lie in memory.
+    kv_cache_dtype: "int8" or "fp8" with one scale per position and head; None for the model's dtype.
+    shards: the mesh; each of its replicas has an equal part of the rows.
+    expert_load: programs count how many tokens choose each expert.
     """
 
     max_batch: int
@@ -175,9 +194,10 @@ class EngineConfig:
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_batch % (replicas := self.shards.replicas):
-            able = rounded_up(self.max_batch, replicas)
+            multiple = rounded_up(self.max_batch, replicas)
             raise ConfigurationError(
-                f"max_batch {self.max_batch} does not divide over {replicas} replicas: take a multiple, such as {able}"
+                f"max_batch {self.max_batch} does not divide over {replicas} replicas: take a multiple, such as "
+                f"{multiple}"
             )
         if self.max_len < 2:
             raise ConfigurationError(f"max_len must hold a prompt token and a new one, got {self.max_len}")
@@ -189,44 +209,55 @@ class EngineConfig:
             raise ConfigurationError(
                 f"the largest cache bucket ({self.buckets.cache[-1]}) must equal max_len ({self.max_len})"
             )
-        dealt = self.shards.size(axes.TOKENS)
-        if odd := [size for size in self.buckets.prefill if size % dealt]:
+        devices = self.shards.size(axes.TOKENS)  # that the tokens of a chunk are split over
+        if odd := [size for size in self.buckets.prefill if size % devices]:
             raise ConfigurationError(
-                f"prefill buckets are dealt out to {dealt} devices, which {odd} do not allow: take multiples, such as "
-                f"{sorted({rounded_up(size, dealt) for size in odd})}"
+                f"prefill buckets are dealt out to {devices} devices, which {odd} do not allow: take multiples, such "
+                f"as {sorted({rounded_up(size, devices) for size in odd})}"
             )
-        if self.buckets.prefill[-1] > rounded_up(self.max_len, dealt):
+        if self.buckets.prefill[-1] > rounded_up(self.max_len, devices):
             raise ConfigurationError(
                 f"the largest prefill bucket ({self.buckets.prefill[-1]}) exceeds max_len ({self.max_len})"
             )
 
     @property
     def counted(self) -> bool:
-        """Decode programs run all their steps: where a device loop would wait for the host to look at its condition."""
+        """True if decode programs always run all their steps: on GPUs a loop with a condition waits for the host."""
         return self.platform == "gpu"
 
     @cached_property
     def rows(self) -> int:
-        """Rows of each replica."""
+        """Number of rows on each replica."""
         return self.max_batch // self.shards.replicas
 
     @cached_property
     def row_buckets(self) -> tuple[int, ...]:
-        """Batch buckets of each replica."""
+        """Batch buckets in rows of one replica."""
         return tuple(sorted({-(-size // self.shards.replicas) for size in self.buckets.batch}))
 
     def most_chunks(self, width: int) -> int:
-        """How many prefill chunks of `width` tokens a replica takes in one step: the tokens of the longest chunk."""
+        """Number of chunks of `width` tokens that one step prefills on a replica: as many as fill the longest chunk."""
         return max(1, min(self.rows, self.buckets.prefill[-1] // width))
 
     def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(P, C) of each replica: one chunk of each size, and as many short ones as hold the longest's tokens."""
+        """All (P, C) of a replica: one chunk of each bucket C, or as many of it as `most_chunks` allows."""
         shapes = {(p, c) for c in self.buckets.prefill for p in (1, self.most_chunks(c))}
         return tuple(sorted(shapes, key=lambda s: (s[1], s[0])))
 
+    def check_model(self, model: ModelConfig) -> None:
+        """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted."""
+        if self.max_len > model.context:
+            raise ValueError(f"max_len {self.max_len} exceeds the model's context of {model.context} tokens")
+        counts = sorted({spec.experts for spec in model.mixtures})
+        if self.expert_load and len(counts) != 1:
+            several = f"layers of {' and of '.join(map(str, counts))} experts, not of as many each"
+            raise ConfigurationError(
+                f"expert_load counts the tokens of each expert, and the model has {several if counts else 'no experts'}"
+            )
+
     @staticmethod
     def make(
-        platform: Literal["cpu", "gpu", "tpu", "neuron"],
+        device: str | DeviceKind,
         max_batch: int,
         max_len: int,
         buckets: Buckets | None = None,
@@ -234,42 +265,136 @@ class EngineConfig:
         model: ModelConfig | None = None,
         kv_cache_dtype: str | None = None,
         backend: str = "auto",
-        cores: int = 1,
-        generation: str | None = None,
-    ):
-        """Defaults of a platform: scanned layers and free layouts on TPU; fewer steps per dispatch on GPU, where they
-        are counted and a row that ends keeps its place until the last; a single one on Trainium, which has no loops.
-        model: what will be run; cache buckets are finer where attention of its layers reads all of a bucket. backend:
-        see `with_option`. cores: of a device; generation: of TPUs, such as v7x."""
-        max_batch, max_len = _whole("max_batch", max_batch), _whole("max_len", max_len)
-        if not isinstance(buckets, Buckets | None):
-            raise ConfigurationError(f"buckets must be Buckets(prefill=..., batch=..., cache=...), got {buckets!r}")
-        shards = shards or Shards()
-        chosen = with_option(Backend.for_platform(platform, shards, cores, generation), backend)
-        ragged, dealt = chosen.decode_attention == "pallas_gpu", shards.size(axes.TOKENS)
-        if ragged and model is not None:
-            scaled = kv_cache_dtype is not None
-            lacks = [kernel_lacks(layer.attention, chosen, "decode_attention", scaled) for layer in model.layers]
-            # What is in chunks keeps a ring, read whole. Prefill expands all latents of a bucket.
-            read_live = (not lack or layer.attention.reach for lack, layer in zip(lacks, model.layers, strict=True))
-            latent = any(isinstance(layer.attention, MlaSpec) for layer in model.layers)
-            ragged = all(read_live) and not latent
-        buckets = buckets or Buckets.default(max_batch, max_len, ragged=ragged, multiple=dealt)
+    ) -> EngineConfig:
+        """The defaults of a device, or of a platform named by a string; see `EngineOptions`."""
+        options = EngineOptions(
+            max_batch=max_batch, max_len=max_len, buckets=buckets, kv_cache_dtype=kv_cache_dtype, backend=backend
+        )
+        return options.resolve(DeviceKind(device) if isinstance(device, str) else device, shards, model)
+
+
+class EngineSettings(TypedDict, total=False):
+    """The fields of `EngineOptions` as keyword arguments."""
+
+    max_batch: int | None
+    max_len: int | None
+    buckets: Buckets | None
+    kv_cache_dtype: str | None
+    backend: str | Backend | None
+    expert_load: bool
+    expert_placement: str | Path | None
+    decode_steps: int | None
+    in_flight: int | None
+    scan: bool | None
+    free_layouts: bool | None
+    platform: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What a user decides about the engine. None leaves a decision to `resolve`.
+
+    max_batch: sequences decoded together; by default 8.
+    max_len: longest prompt plus output, in tokens; by default the model's context, at most 2048.
+    buckets: static shapes to compile for; by default powers of four.
+    kv_cache_dtype: "int8" or "fp8" stores keys and values with one scale per position and head; by default they have
+        the model's dtype.
+    backend: "auto" runs the platform's kernels wherever they support the model; "xla" runs none of them;
+        "decode_attention=xla,matmul=xla" leaves these operations (of `OPERATIONS`) to XLA; a `Backend` is taken as it
+        is. By default "auto".
+    expert_load: programs count how many tokens choose each expert.
+    expert_placement: a file that says which device stores which expert (see `inferlib.placement`).
+    decode_steps, in_flight, scan, free_layouts: see `EngineConfig`; by default what suits the platform.
+    platform: whose defaults to take; by default the platform of the devices.
+    """
+
+    max_batch: int | None = None
+    max_len: int | None = None
+    buckets: Buckets | None = None
+    kv_cache_dtype: str | None = None
+    backend: str | Backend | None = None
+    expert_load: bool = False
+    expert_placement: str | Path | None = None
+    decode_steps: int | None = None
+    in_flight: int | None = None
+    scan: bool | None = None
+    free_layouts: bool | None = None
+    platform: str | None = None
+
+    def resolve(
+        self, device: DeviceKind, shards: Shards | None = None, model: ModelConfig | None = None
+    ) -> EngineConfig:
+        """The complete configuration for a device, a mesh and a model (which may be left out if max_len is given).
+
+        TPUs scan stacked layers and let the compiler choose the layouts of weights. GPUs run fewer steps per dispatch:
+        they always run all of them, so a row that ends keeps its place until the last. Trainium runs one, as it has no
+        loops. Raises ConfigurationError.
+        """
+        if self.platform is not None:
+            device = device._replace(platform=self.platform)
+        platform, shards = device.platform, shards or Shards()
+        max_batch = _whole("max_batch", 8 if self.max_batch is None else self.max_batch)
+        max_len = self._max_len(model)
+        if not isinstance(self.buckets, Buckets | None):
+            raise ConfigurationError(
+                f"buckets must be Buckets(prefill=..., batch=..., cache=...), got {self.buckets!r}"
+            )
+        backend = self.backend
+        if not isinstance(backend, Backend):
+            chosen = Backend.for_platform(platform, shards, device.cores, device.generation)
+            backend = with_option(chosen, "auto" if backend is None else backend)
+        buckets = self.buckets or Buckets.default(
+            max_batch,
+            max_len,
+            ragged=_reads_live_positions(backend, model, self.kv_cache_dtype),
+            multiple=shards.size(axes.TOKENS),
+        )
+        on_tpu = platform == "tpu"
         return EngineConfig(
             max_batch,
             max_len,
             buckets,
             platform=platform,
-            decode_steps={"gpu": 4, "neuron": 1}.get(platform, 8),
-            scan=platform == "tpu",
-            free_layouts=platform == "tpu",
-            kv_cache_dtype=kv_cache_dtype,
-            backend=chosen,
+            decode_steps=_default(self.decode_steps, {"gpu": 4, "neuron": 1}.get(platform, 8)),
+            in_flight=_default(self.in_flight, 2),
+            scan=_default(self.scan, on_tpu),
+            free_layouts=_default(self.free_layouts, on_tpu),
+            kv_cache_dtype=self.kv_cache_dtype,
+            backend=backend,
             shards=shards,
+            expert_load=self.expert_load,
         )
 
+    def _max_len(self, model: ModelConfig | None) -> int:
+        if self.max_len is not None:
+            return _whole("max_len", self.max_len)
+        if model is None:
+            raise ConfigurationError("max_len has no default without a model")
+        return min(model.context, 2048)
 
-def _whole(name: str, size) -> int:
+
+def _reads_live_positions(backend: Backend, model: ModelConfig | None, kv_cache_dtype: str | None) -> bool:
+    """True if decode attention reads only the positions that a row has, so that one cache bucket serves all lengths."""
+    if backend.decode_attention != "pallas_gpu":
+        return False
+    if model is None:
+        return True
+    # Prefill expands the latents of the whole bucket.
+    if any(isinstance(layer.attention, MlaSpec) for layer in model.layers):
+        return False
+    scaled = kv_cache_dtype is not None
+    # A layer with a window or chunks stores a ring and reads all of it, whatever the bucket.
+    return all(
+        layer.attention.reach or not kernel_lacks(layer.attention, backend, "decode_attention", scaled)
+        for layer in model.layers
+    )
+
+
+def _default(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _whole(name: str, size: SupportsIndex) -> int:
     try:
         return operator.index(size)
     except TypeError:

@@ -26,7 +26,6 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from inferlib import LLM, Buckets
-from inferlib.config import EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.outputs import RequestOutput
 
@@ -147,29 +146,10 @@ def small(checkpoint) -> LLM:
     return build_llm(checkpoint("llama", num_hidden_layers=1), buckets, decode_steps=2)
 
 
-def build_llm(
-    path: Path | str,
-    buckets: Buckets,
-    *,
-    dtype: str = "float32",
-    parallel: str | None = None,
-    quantization: str | None = None,
-    **options: Any,
-) -> LLM:
-    """An LLM; `options` replace what `EngineConfig.make` chooses for this platform."""
-    make = EngineConfig.make
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineConfig, "make", staticmethod(lambda *args: dataclasses.replace(make(*args), **options)))
-        return LLM(
-            path,
-            dtype=dtype,
-            max_batch=buckets.batch[-1],
-            max_len=buckets.cache[-1],
-            buckets=buckets,
-            parallel=parallel,
-            quantization=quantization,
-            progress=False,
-        )
+def build_llm(path: Path | str, buckets: Buckets, *, dtype: str = "float32", **options: Any) -> LLM:
+    """An LLM of these buckets. options: other keyword arguments of `LLM`."""
+    sizes = {"max_batch": buckets.batch[-1], "max_len": buckets.cache[-1], "buckets": buckets}
+    return LLM(path, dtype=dtype, progress=False, **sizes, **options)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from inferlib import configs
-from inferlib.config import Buckets, ConfigurationError, EngineConfig
+from inferlib.config import Buckets, ConfigurationError, DeviceKind, EngineConfig
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
@@ -75,8 +75,8 @@ class Plan:
         shards = planned_shards(Parallelism.parse(self.parallel))
         buckets = Buckets(self.prefill, self.batch, self.cache)
         sizes = buckets.batch[-1], self.max_len, buckets
-        options = dict(kv_cache_dtype=self.kv_cache_dtype, cores=self.slice.chip.cores)
-        return EngineConfig.make(self.slice.platform, *sizes, shards, **options)
+        device = DeviceKind(self.slice.platform, self.slice.chip.cores)
+        return EngineConfig.make(device, *sizes, shards, kv_cache_dtype=self.kv_cache_dtype)
 
     @cached_property
     def slice(self) -> Target:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.experimental.layout import Layout
 
-from inferlib.config import Buckets, ConfigurationError, EngineConfig, backend_option, check_dtype
+from inferlib.config import Buckets, ConfigurationError, DeviceKind, EngineConfig, backend_option, check_dtype
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
@@ -88,8 +88,8 @@ class Deployment:
     def config(self, shards: Shards) -> EngineConfig:
         sizes, target = (self.max_batch, self.max_len, self.buckets), self.slice
         kept = self.kv_cache_dtype, self.backend
-        options = dict(cores=target.chip.cores, generation=target.chip.name)
-        return EngineConfig.make(target.platform, *sizes, shards, self.model, *kept, **options)
+        device = DeviceKind(target.platform, target.chip.cores, target.chip.name)
+        return EngineConfig.make(device, *sizes, shards, self.model, *kept)
 
     def shards(self, devices: Sequence[jax.Device]) -> Shards:
         """The mesh; of a single device too where the device is not one of this process's own."""

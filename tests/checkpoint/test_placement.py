@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from inferlib import LLM, Buckets, SamplingParams, convert
 from inferlib.cli import app
-from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.config import ConfigurationError
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
 from inferlib.placement import ExpertPlacement, balanced, imbalance, read_load, write_load
@@ -29,12 +29,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = random_prompts([20, 3, 9, 1, 16], seed=3)
 
 
-def make(folder, *, scan: bool = False, **options) -> LLM:
-    sizes = dict(max_batch=4, max_len=64, buckets=BUCKETS, dtype="float32", progress=False)
-    default = EngineConfig.make
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineConfig, "make", staticmethod(lambda *args: dataclasses.replace(default(*args), scan=scan)))
-        return LLM(folder, **sizes | options)
+def make(folder, **options) -> LLM:
+    return LLM(folder, max_batch=4, max_len=64, buckets=BUCKETS, dtype="float32", progress=False, **options)
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 
-from inferlib import LLM, Buckets, SamplingParams
+from inferlib import LLM, Buckets, EngineOptions, SamplingParams
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import ConfigurationError, EngineConfig, pick
+from inferlib.config import ConfigurationError, EngineConfig, EngineSettings, pick
 from inferlib.models.config import ConfigError
 from tests.conftest import VOCAB, assert_greedy, random_prompts, reference
 
@@ -412,6 +413,22 @@ def test_bad_evaluations_are_refused_before_device_work(small):
 def test_bad_settings_are_refused(options, message, path):
     with pytest.raises(ValueError, match=message):
         LLM(path, **{"max_batch": 2, "max_len": 64, "progress": False, **options})
+
+
+def test_options_of_a_config_and_keywords_are_the_same(path):
+    """A keyword replaces the config's value; what is not given has the platform's default."""
+    options = EngineOptions(max_batch=2, max_len=64, buckets=Buckets((8,), (2,), (64,)), decode_steps=3, in_flight=4)
+    config = LLM(path, options, scan=True, in_flight=1, progress=False).config
+    assert (config.max_batch, config.buckets, config.decode_steps) == (2, options.buckets, 3)
+    assert (config.scan, config.in_flight, config.free_layouts) == (True, 1, False)
+
+
+def test_unknown_options_are_refused(path):
+    with pytest.raises(TypeError, match=r"argument 'max_btach'; known: dtype, .*, max_batch, max_len, .*, platform"):
+        LLM(path, max_btach=2)
+    with pytest.raises(TypeError, match=r"config must be EngineOptions\(...\), got {'max_batch': 2}"):
+        LLM(path, {"max_batch": 2})
+    assert get_type_hints(EngineSettings) == get_type_hints(EngineOptions)
 
 
 def test_sizes_may_be_numpys():

@@ -12,7 +12,6 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib import LLM, Buckets, SamplingParams
-from inferlib.config import EngineConfig
 from inferlib.models.abstract import WeightSpec, unpackable
 from inferlib.models.layers.norm import rms_norm
 from inferlib.models.quantization import Quantization
@@ -25,7 +24,7 @@ from inferlib.pallas_kernels.packed_weights_tpu import Weight, pack_float4, pack
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
-from tests.conftest import copies_of, kernels_in, random_prompts
+from tests.conftest import build_llm, copies_of, kernels_in, random_prompts
 
 BY_GROUP = ("mxfp4", "mxfp4 by float4", "mxfp8", "int4", "fp8_block", "fp8")
 FLOAT4 = "mxfp4 by float4"  # as v7x takes it
@@ -194,12 +193,8 @@ def test_layers_see_no_difference(shape, names, contract, name):
 
 def built(path, backend: Backend, quantization: str | None = "mxfp4") -> LLM:
     """A model in bfloat16, in stacked layers."""
-    buckets, make = Buckets(prefill=(16,), batch=(2,), cache=(64,)), EngineConfig.make
-    chosen = dict(scan=True, backend=backend)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineConfig, "make", staticmethod(lambda *a: dataclasses.replace(make(*a), **chosen)))
-        options = dict(dtype="bfloat16", max_batch=2, max_len=64, buckets=buckets, progress=False)
-        llm = LLM(path, quantization=quantization, **options)
+    buckets = Buckets(prefill=(16,), batch=(2,), cache=(64,))
+    llm = build_llm(path, buckets, dtype="bfloat16", quantization=quantization, scan=True, backend=backend)
     assert llm.engine.programs.config.backend == backend
     return llm
 

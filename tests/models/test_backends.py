@@ -13,7 +13,7 @@ import pytest
 from benchmarks import compile as compile_benchmark
 from benchmarks import decode as decode_benchmark
 from inferlib import LLM, Buckets, SamplingParams
-from inferlib.config import OPERATIONS, ConfigurationError, EngineConfig, backend_option
+from inferlib.config import OPERATIONS, ConfigurationError, DeviceKind, EngineConfig, backend_option
 from inferlib.inspection.report import Report
 from inferlib.inspection.report_html import page
 from inferlib.inspection.report_text import render
@@ -96,8 +96,8 @@ def test_a_model_of_latents_generates_what_transformers_does(checkpoint):
     path = checkpoint("minicpm3", max_position_embeddings=256, **sizes)
     prompts, shapes = random_prompts([1, 20, 120, 140, 7]), set()
     for options in (
-        {"backend": Backend(), "scan": True, "platform": "tpu"},
-        {"backend": KERNELS, "scan": True, "platform": "tpu"},
+        {"backend": Backend(), "platform": "tpu", "free_layouts": False},
+        {"backend": KERNELS, "platform": "tpu", "free_layouts": False},
         {"backend": Backend(decode_attention="pallas_gpu"), "scan": False},
     ):
         llm = build_llm(path, buckets, **options)
@@ -116,14 +116,9 @@ def test_a_model_of_latents_generates_what_transformers_does(checkpoint):
 def test_a_model_with_all_that_tpus_get_has_the_same_logits(checkpoint, quantization):
     """But for bfloat16. All experts are chosen: rounding picks among near equals."""
     sizes = dict(head_dim=128, hidden_size=256, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=4)
-    path, make, found = checkpoint("qwen3_moe", **sizes), EngineConfig.make, []
-    options = dict(dtype="bfloat16", max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
-    for backend in ("auto", "xla"):
-        with pytest.MonkeyPatch.context() as patch:
-            on_tpu = lambda _, *rest: dataclasses.replace(make("tpu", *rest), free_layouts=False)  # noqa: E731
-            patch.setattr(EngineConfig, "make", staticmethod(on_tpu))
-            found.append(LLM(path, backend=backend, quantization=quantization, **options))
-    kernels, plain = found
+    path, buckets = checkpoint("qwen3_moe", **sizes), Buckets((16,), (2,), (64,))
+    options = dict(dtype="bfloat16", quantization=quantization, platform="tpu", free_layouts=False)
+    kernels, plain = (build_llm(path, buckets, backend=backend, **options) for backend in ("auto", "xla"))
     chosen = Backend.for_platform("tpu", Shards())
     assert kernels.config.backend == chosen
     assert plain.config.backend == dataclasses.replace(chosen, **dict.fromkeys(OPERATIONS, "xla"))
@@ -307,7 +302,7 @@ def test_experts_that_the_kernel_cannot_multiply_by_are_xlas(caplog):
 @pytest.mark.parametrize("generation", ["v4", "v5e"])
 def test_floats_of_8_bits_are_xlas_where_the_matrix_unit_takes_none(generation, name, caplog):
     cached, sizes = name if name in ("int8", "fp8") else None, (2, 128, Buckets((128,), (2,), (128,)))
-    config = EngineConfig.make("tpu", *sizes, kv_cache_dtype=cached, generation=generation)
+    config = EngineConfig.make(DeviceKind("tpu", generation=generation), *sizes, kv_cache_dtype=cached)
     backend = config.backend
     options = dict(quantization=Quantization.named(name), backend=backend, scan=True)
     model = abstract_model(config_from_hf(EXPERTS), "bfloat16", **options)
@@ -327,13 +322,12 @@ def test_floats_of_8_bits_are_xlas_where_the_matrix_unit_takes_none(generation, 
 
 def test_keys_and_values_in_one_cell_change_no_logit(checkpoint):
     buckets, (tokens,) = Buckets(prefill=(16,), batch=(2,), cache=(32,)), random_prompts([27])
-    apart, one = (
-        build_llm(checkpoint("llama", num_hidden_layers=1), buckets, platform=platform) for platform in ("cpu", "tpu")
-    )
+    path, options = checkpoint("llama", num_hidden_layers=1), dict(scan=False, free_layouts=False, backend=Backend())
+    apart, one = (build_llm(path, buckets, platform=platform, **options) for platform in ("cpu", "tpu"))
     assert [block.shapes for block in one.engine.plan.blocks] == [((2, 2, 128, 128),)]
     np.testing.assert_allclose(one.logits(tokens), apart.logits(tokens), rtol=0, atol=1e-5)
     (output,) = one.generate([tokens], SamplingParams(temperature=0, max_tokens=4))
-    assert_greedy(checkpoint("llama", num_hidden_layers=1), tokens, output.outputs[0].token_ids)
+    assert_greedy(path, tokens, output.outputs[0].token_ids)
 
 
 def test_shares_that_devices_pass_on_are_whole_tiles_or_xlas(caplog):

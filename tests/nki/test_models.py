@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from inferlib import LLM, Buckets, SamplingParams
-from inferlib.config import EngineConfig
+from inferlib import Buckets, SamplingParams
 from inferlib.nki_kernels import simulator
 from inferlib.ops.backend import Backend
 from tests.conftest import assert_greedy, build_llm, random_prompts, write_tokenizer
@@ -39,16 +36,13 @@ def test_generates_what_transformers_does(family, overrides, tmp_path):
 
 
 @pytest.mark.slow
-def test_each_device_of_a_mesh_runs_the_kernels_on_its_heads(tmp_path, monkeypatch):
+def test_each_device_of_a_mesh_runs_the_kernels_on_its_heads(tmp_path):
     path = make_checkpoint(tmp_path, "llama", num_hidden_layers=1)
     write_tokenizer(path)
-    make = EngineConfig.make
-    monkeypatch.setattr(EngineConfig, "make", staticmethod(lambda *a: dataclasses.replace(make(*a), backend=NKI)))
     buckets = Buckets(prefill=(16,), batch=(2,), cache=(64,))
-    options = dict(dtype="float32", max_batch=2, max_len=64, buckets=buckets, progress=False, parallel="tp=2")
     prompts, params = random_prompts([5, 19]), SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     with simulator.session("trn2") as session:
-        outputs = LLM(path, **options).generate(prompts, params)
+        outputs = build_llm(path, buckets, backend=NKI, parallel="tp=2").generate(prompts, params)
     assert session.launches >= 2 * (2 + 5)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_greedy(path, prompt, output.outputs[0].token_ids)

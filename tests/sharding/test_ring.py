@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from inferlib import configs
-from inferlib.config import Buckets, EngineConfig
+from inferlib.config import Buckets, DeviceKind, EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.engine.sequence import Sequence
 from inferlib.models.abstract import abstract_model
@@ -80,7 +80,7 @@ def planned(parallel: str = "tp=8,rules=tp_sp", cores: int = 1, name: str = "lla
     shards = planned_shards(Parallelism.parse(parallel))
     model = abstract_model(config_from_hf(configs.load(name)), "bfloat16", scan=True, shards=shards, **options)
     buckets = Buckets((512, 2048), (256,), (4096,))
-    return ProgramSet.make(model, EngineConfig.make("tpu", 256, 4096, buckets, shards, cores=cores))
+    return ProgramSet.make(model, EngineConfig.make(DeviceKind("tpu", cores), 256, 4096, buckets, shards))
 
 
 @pytest.mark.parametrize(

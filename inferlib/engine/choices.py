@@ -1,0 +1,97 @@
+"""What a caller of `LLM` decides, and the programs that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+
+from inferlib.config import DeviceKind, EngineOptions, backend_option, check_dtype
+from inferlib.model_files import ModelFiles
+from inferlib.models.abstract import abstract_model
+from inferlib.models.config import ModelConfig
+from inferlib.models.quantization import Quantization
+from inferlib.placement import ExpertPlacement
+from inferlib.programs.program_set import ProgramSet
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import make_shards
+
+
+def engine_options(config: EngineOptions | None, options: Mapping[str, Any]) -> EngineOptions:
+    """The engine's options of both forms. Raises TypeError naming a keyword that `LLM` does not have."""
+    known = [field.name for field in fields(EngineOptions)]
+    if unknown := [name for name in options if name not in known]:
+        names = ("dtype", "quantization", "parallel", "artifacts", "seed", "progress", *known)
+        raise TypeError(f"LLM() got an unexpected keyword argument {unknown[0]!r}; known: {', '.join(names)}")
+    if not isinstance(config, EngineOptions | None):
+        raise TypeError(f"config must be EngineOptions(...), got {config!r}")
+    return replace(config or EngineOptions(), **options)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a caller of `LLM` decided, read and checked; None: not decided."""
+
+    dtype: str | None
+    quantization: Quantization | None
+    parallel: Parallelism | None
+    placement: ExpertPlacement | None
+    engine: EngineOptions
+
+    @staticmethod
+    def read(
+        files: ModelFiles,
+        dtype: str | None,
+        quantization: str | None,
+        parallel: str | Parallelism | None,
+        engine: EngineOptions,
+    ) -> Choices:
+        stored = files.quantization(quantization)
+        placement = None
+        if engine.expert_placement is not None:
+            placement = ExpertPlacement.read(engine.expert_placement)
+            placement.check(files.config)
+        if isinstance(parallel, str):
+            parallel = Parallelism.parse(parallel)
+        if isinstance(engine.backend, str):
+            engine = replace(engine, backend=backend_option(engine.backend))
+        return Choices(dtype, stored, parallel, placement, engine)
+
+    @property
+    def expert_slots(self) -> int | None:
+        return None if self.placement is None else self.placement.slots
+
+    def shared(self) -> dict[str, Any]:
+        """Settings that all processes must share, by name."""
+        settings = {field.name: getattr(self.engine, field.name) for field in fields(EngineOptions)}
+        settings |= {"dtype": self.dtype, "quantization": self.quantization, "parallel": self.parallel}
+        return settings | {"expert_placement": self.placement}
+
+    def compiled(self) -> dict[str, Any]:
+        """Settings that artifacts are compiled for, by name."""
+        names = ("dtype", "quantization", "parallel", "max_batch", "max_len", "buckets", "kv_cache_dtype", "backend")
+        return {name: self.shared()[name] for name in names} | {"expert_slots": self.expert_slots}
+
+
+def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:
+    """The programs to compile. Where layouts are free, they are chosen now, before weights are loaded."""
+    device = DeviceKind.of(jax.devices()[0])
+    dtype = choices.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
+    check_dtype(dtype)
+    shards = make_shards(choices.parallel)
+    config = choices.engine.resolve(device, shards, model)
+    config.check_model(model)
+    abstract = abstract_model(
+        model,
+        dtype,
+        quantization=choices.quantization,
+        backend=config.backend,
+        scan=config.scan,
+        shards=shards,
+        expert_slots=choices.expert_slots,
+    )
+    programs = ProgramSet.make(abstract, config)
+    programs.choose_layouts()
+    return programs
