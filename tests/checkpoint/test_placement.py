@@ -17,7 +17,7 @@ from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
 from inferlib.placement import ExpertPlacement, balanced, imbalance, read_load, write_load
 from inferlib.sharding.mesh import ShardingError
-from tests.conftest import random_prompts
+from tests.helpers.llms import random_prompts
 
 BUCKETS = Buckets(prefill=(16,), batch=(4,), cache=(64,))
 EXPERTS, CHOSEN, LAYERS = 7, 3, 2

@@ -23,8 +23,8 @@ from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import make_shards
-from tests.conftest import random_prompts
 from tests.helpers.cli_model import Commands, error_of
+from tests.helpers.llms import random_prompts
 from tests.helpers.oracle import make_checkpoint
 from tests.helpers.oracle_cases import SMOLLM2_HEADS
 from tests.helpers.shipped_checkpoints import LINEAR, SHIPPED, awq, compressed, gptq, ship

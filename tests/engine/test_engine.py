@@ -26,7 +26,7 @@ from inferlib.programs.program import CHUNK_COLUMNS, Control, ProgramKey, StepOu
 from inferlib.programs.program_set import ProgramSet, UnplannedProgramError, planned_keys
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.shards import Shards
-from tests.conftest import MAX_LEN, assert_greedy, new_engine, random_prompts
+from tests.helpers.llms import MAX_LEN, assert_greedy, new_engine, random_prompts
 
 EOS = 2
 MODES = ("greedy", "sample", "logprobs")

@@ -17,7 +17,8 @@ from inferlib import LLM, Buckets, EngineOptions, SamplingParams
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError, EngineConfig, EngineSettings, pick
 from inferlib.models.config import ConfigError
-from tests.conftest import VOCAB, assert_greedy, random_prompts, reference
+from tests.helpers.llms import assert_greedy, random_prompts, reference
+from tests.helpers.tokenizer import VOCAB
 
 EOS = 2
 TOLERANCE = 1e-4  # on log-probabilities, float32

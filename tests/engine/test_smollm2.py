@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from inferlib import LLM, Buckets, SamplingParams
-from tests.conftest import build_llm
+from tests.helpers.llms import build_llm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized_programs")]
 

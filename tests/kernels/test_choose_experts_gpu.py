@@ -12,7 +12,7 @@ import pytest
 from inferlib.ops.choice import Choice
 from inferlib.ops.choose_experts import choose, choose_experts
 from inferlib.pallas_kernels.choose_experts_gpu import choose_experts as kernel
-from tests.conftest import kernels_in
+from tests.helpers.kernels import kernels_in
 
 interpreted = partial(kernel, interpret=jax.default_backend() == "cpu")
 

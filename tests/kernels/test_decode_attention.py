@@ -12,8 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops.decode_attention import decode_attention
 from inferlib.pallas_kernels import block_stream_tpu, decode_attention_gpu, decode_attention_tpu
-from tests.conftest import copies_of
 from tests.helpers.decode_attention_cases import Case
+from tests.helpers.kernels import copies_of
 
 BACKENDS = {
     "xla": decode_attention,

@@ -17,7 +17,7 @@ from inferlib.ops.quantized import SCHEMES, QuantizedTensor
 from inferlib.pallas_kernels import expert_mlp_tpu
 from inferlib.pallas_kernels.expert_mlp_tpu import Blocks, unsupported
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
-from tests.conftest import copies_of
+from tests.helpers.kernels import copies_of
 from tests.helpers.packed_experts import packed, quantized
 
 

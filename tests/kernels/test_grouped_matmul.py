@@ -19,7 +19,7 @@ from inferlib.pallas_kernels.grouped_matmul_tpu import Blocks, default_blocks, g
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
-from tests.conftest import copies_of
+from tests.helpers.kernels import copies_of
 from tests.helpers.packed_experts import packed, quantized
 
 SMALL = Blocks(rows=64, columns=128, height=32, tail=16)

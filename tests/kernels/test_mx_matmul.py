@@ -24,7 +24,8 @@ from inferlib.pallas_kernels.packed_weights_tpu import Weight, pack_float4, pack
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
-from tests.conftest import build_llm, copies_of, kernels_in, random_prompts
+from tests.helpers.kernels import copies_of, kernels_in
+from tests.helpers.llms import build_llm, random_prompts
 
 BY_GROUP = ("mxfp4", "mxfp4 by float4", "mxfp8", "int4", "fp8_block", "fp8")
 FLOAT4 = "mxfp4 by float4"  # as v7x takes it

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.ops.attention import merge_attention
 from inferlib.ops.prefill_attention import BlockList, prefill_attention
 from inferlib.pallas_kernels import prefill_attention_tpu
-from tests.conftest import copies_of
+from tests.helpers.kernels import copies_of
 from tests.helpers.prefill_attention_cases import Case
 
 FP8 = "float8_e4m3fn"

@@ -27,8 +27,8 @@ from inferlib.ops.quantized import SCHEMES, quantize
 from inferlib.pallas_kernels import decode_attention_gpu, qkv_attention_gpu
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
-from tests.conftest import kernels_in
 from tests.helpers.decode_attention_cases import TOLERANCE, Case
+from tests.helpers.kernels import kernels_in
 
 SMALL = partial(Case, writes=True)  # what no query sees is NaN or infinite, with the new cells, and those of idle rows
 EPS = 1e-3

@@ -19,7 +19,7 @@ from inferlib.ops.quantized import SCHEMES, Scheme, quantize
 from inferlib.pallas_kernels import copies_gpu, grouped_matmul_gpu, mma_gpu, row_matmul_gpu
 from inferlib.pallas_kernels.copies_gpu import Ring
 from inferlib.pallas_kernels.row_matmul_gpu import Blocks, blocks, row_matmul, unsupported
-from tests.conftest import kernels_in, lowered_for_cuda
+from tests.helpers.kernels import kernels_in, lowered_for_cuda
 from tests.helpers.packed_experts import quantized
 
 on_cpu = jax.default_backend() == "cpu"

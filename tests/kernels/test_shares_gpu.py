@@ -17,7 +17,7 @@ from inferlib.ops.quantized import SCHEMES, quantize
 from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
 from inferlib.pallas_kernels.row_matmul_gpu import row_matmul
 from inferlib.pallas_kernels.shares_gpu import summed
-from tests.conftest import lowered_for_cuda
+from tests.helpers.kernels import lowered_for_cuda
 
 on_cpu = jax.default_backend() == "cpu"
 

@@ -28,7 +28,8 @@ from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
 from tests.aot.test_compile_tpu import EXPERTS, TINY
-from tests.conftest import MAX_LEN, assert_decoded, assert_greedy, build_llm, kernels_in, random_prompts, reference
+from tests.helpers.kernels import kernels_in
+from tests.helpers.llms import MAX_LEN, assert_decoded, assert_greedy, build_llm, random_prompts, reference
 
 TPU, GPU = {"platform": "tpu"}, "pallas_gpu"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -21,7 +21,7 @@ from inferlib.models.config import AttentionSpec, ConfigError, LayerSpec, MlpSpe
 from inferlib.models.families import config_from_hf
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import planned_shards
-from tests.conftest import MAX_LEN, assert_greedy, build_llm, new_engine, random_prompts, reference
+from tests.helpers.llms import MAX_LEN, assert_greedy, build_llm, new_engine, random_prompts, reference
 
 # Logits have a standard deviation of 1 to 3; float32 sums in another order differ by 3e-5 at most.
 TOLERANCE = 1e-4

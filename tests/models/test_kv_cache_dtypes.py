@@ -24,7 +24,7 @@ from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
 from inferlib.targets import parse_target
-from tests.conftest import assert_decoded, assert_rounded, random_prompts, reference
+from tests.helpers.llms import assert_decoded, assert_rounded, random_prompts, reference
 
 BUCKETS = Buckets((8, 16), (2,), (64,))
 

@@ -18,7 +18,7 @@ from inferlib.cache.plan import BlockState
 from inferlib.engine.engine import Engine
 from inferlib.programs.row_state import RowState
 from inferlib.sharding import axes
-from tests.conftest import new_engine, random_prompts
+from tests.helpers.llms import new_engine, random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SAMPLED = SamplingParams(seed=7, max_tokens=20, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5)

@@ -29,7 +29,7 @@ from inferlib.ops.matmul import matmul
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, Scheme, nbytes, quantize
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import make_shards, planned_shards
-from tests.conftest import random_prompts, reference
+from tests.helpers.llms import random_prompts, reference
 from tests.helpers.oracle import make_checkpoint
 
 # ---- the formats, written out: magnitudes in the order of their codes

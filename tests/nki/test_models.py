@@ -7,8 +7,9 @@ import pytest
 from inferlib import Buckets, SamplingParams
 from inferlib.nki_kernels import simulator
 from inferlib.ops.backend import Backend
-from tests.conftest import assert_greedy, build_llm, random_prompts, write_tokenizer
+from tests.helpers.llms import assert_greedy, build_llm, random_prompts
 from tests.helpers.oracle import make_checkpoint
+from tests.helpers.tokenizer import write_tokenizer
 
 NKI = Backend(decode_attention="nki", prefill_attention="nki")
 FAMILIES = [

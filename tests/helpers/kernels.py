@@ -1,0 +1,48 @@
+"""Which kernels a program calls, how they lower, and the cases that look for races."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+
+import jax
+import pytest
+from jax.experimental.pallas import triton
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+
+def copies_of(names: Iterable[str], early: Iterable[str]) -> pytest.MarkDecorator:
+    """Parametrise `name` and `mode` for a search for races in a TPU kernel.
+
+    The copies of every case happen only when they are waited for ("on_wait"), those of the cases in `early` also as
+    soon as they are started ("eager"). Either mode detects races; a race spoils other values in each.
+    """
+    cases = [*((name, "on_wait") for name in names), *((name, "eager") for name in early)]
+    return pytest.mark.parametrize(("name", "mode"), cases)
+
+
+def kernels_in(function: Callable, *args, of_gpus: bool = True) -> set[str]:
+    """Names of the Pallas kernels that `function` calls, also in loops, in branches and for other platforms."""
+    names, jaxprs = set(), [jax.make_jaxpr(function)(*args).jaxpr]
+    while jaxprs:
+        for equation in jaxprs.pop().eqns:
+            if equation.primitive.name == "pallas_call":
+                if of_gpus or not isinstance(equation.params["compiler_params"], triton.CompilerParams):
+                    names.add(equation.params["name"])
+            else:
+                jaxprs += jaxprs_in_params(equation.params)
+    return names
+
+
+def lowered_for_cuda(function: Callable, *args) -> str:
+    """The StableHLO of `function` for NVIDIA GPUs; Pallas raises here what it cannot lower.
+
+    No GPU is needed, but jax 0.12 needs the name of one.
+    """
+    known = inspect.signature(AbstractDevice).parameters
+    device = dict(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
+    device = AbstractDevice(**{name: value for name, value in device.items() if name in known})
+    checks = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.export.export(jax.jit(function), platforms=["cuda"], disabled_checks=checks)(*args).mlir_module()

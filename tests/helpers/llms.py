@@ -1,0 +1,159 @@
+"""Tiny random models, and what transformers computes for them.
+
+torch and transformers are imported inside functions: many tests do without, and they take seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from inferlib import LLM, Buckets
+from inferlib.engine.engine import Engine
+from inferlib.outputs import RequestOutput
+from tests.helpers.tokenizer import VOCAB
+
+MAX_LEN = 96
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
+
+# Overrides of the oracle's configurations. Windows are 8 positions: with chunks of at most 16 tokens a ring has 24
+# slots and wraps four times within MAX_LEN.
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 2},
+    "gemma2": {"num_hidden_layers": 2, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0},
+    "minicpm3": {"num_hidden_layers": 2},
+    "gpt_oss": {"num_hidden_layers": 2},
+    # Two stacked layers, then two that read the cache of the second.
+    "gemma3n_text": {"num_hidden_layers": 4, "layer_types": [_FULL] * 4, "num_kv_shared_layers": 2}
+    | {"intermediate_size": 80, "activation_sparsity_pattern": [0.7] * 4},
+    # Two layers with chunked attention, then one without positions.
+    "llama4_text": {"num_hidden_layers": 3, "no_rope_layer_interval": 3},
+    "qwen3_moe": {"num_hidden_layers": 2},
+    "gpt2": {"num_hidden_layers": 2},
+    # A ring and a layer with fewer, larger heads, then two layers that read their caches.
+    "gemma4_text": {"num_hidden_layers": 4, "layer_types": [_SLIDING, _FULL] * 2, "num_kv_shared_layers": 2}
+    | {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 131},
+    "mimo_v2_flash": {"num_hidden_layers": 2, "layer_types": [_FULL, _SLIDING]},
+    # Its `num_layers` counts pairs of layers.
+    "longcat_flash": {"num_hidden_layers": 2, "num_layers": 1},
+    # A stacked pattern of linear attention and attention, repeated twice.
+    "qwen3_5_text": {"layer_types": [_LINEAR, _FULL] * 2},
+    # The same pattern with convolutions.
+    "lfm2": {},
+    "minimax": {},
+    "olmo_hybrid": {"num_hidden_layers": 2, "layer_types": [_LINEAR, _FULL]},
+    # Linear attention and latent attention.
+    "kimi_linear": {"layer_types": [_LINEAR, _FULL], "num_hidden_layers": 2},
+    # A stacked pattern of a state space layer and attention with a feed-forward, repeated twice.
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"] * 2},
+    "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
+    # Stacked: a pattern of two layers that repeats twice, then a single layer.
+    "ministral": {"num_hidden_layers": 5, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL, _SLIDING]},
+}
+
+
+def build_llm(path: Path | str, buckets: Buckets, *, dtype: str = "float32", **options: Any) -> LLM:
+    """An LLM of these buckets. options: other keyword arguments of `LLM`."""
+    sizes = {"max_batch": buckets.batch[-1], "max_len": buckets.cache[-1], "buckets": buckets}
+    return LLM(path, dtype=dtype, progress=False, **sizes, **options)
+
+
+@contextlib.contextmanager
+def new_engine(llm: LLM, **options: Any) -> Iterator[Engine]:
+    """Give `llm` a new engine whose config differs in `options`, with the same weights and programs."""
+    before = llm.engine
+    config = dataclasses.replace(before.config, **options)
+    llm.engine = Engine(before.model, before.weights, config, programs=before.programs)
+    try:
+        yield llm.engine
+    finally:
+        llm.engine = before
+
+
+def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    """One prompt of random token ids per length, without special tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, VOCAB, length).tolist() for length in lengths]
+
+
+@functools.cache
+def _reference_model(path: Path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def reference(path: Path, tokens: list[int], kv_cache_dtype: str | None = None) -> np.ndarray:
+    """Logits [T, V] of one full pass of transformers over `tokens`; each model is loaded once.
+
+    kv_cache_dtype: round keys and values as a cache of that dtype does.
+    """
+    import torch
+    from transformers import DynamicCache
+
+    class Rounded(DynamicCache):
+        def update(self, *pair, **kwargs):
+            keys, values = (torch.from_numpy(_rounded(x.numpy(), kv_cache_dtype)) for x in pair[:2])
+            return super().update(keys, values, *pair[2:], **kwargs)
+
+    model = _reference_model(path)
+    cache = Rounded(config=model.config) if kv_cache_dtype else None
+    with torch.no_grad():
+        output = model(input_ids=torch.tensor([tokens]), past_key_values=cache, use_cache=cache is not None)
+    return output.logits[0].numpy()
+
+
+def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    """`x` [..., h] rounded to a dtype with one scale per head."""
+    most = 127 if dtype == "int8" else 448
+    scales = np.abs(x).max(-1, keepdims=True) / np.float32(most)
+    values = x / np.where(scales == 0, 1, scales)
+    values = np.rint(values) if dtype == "int8" else values.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    return values * scales
+
+
+def assert_greedy(path: Path, prompt: list[int], tokens: list[int]) -> None:
+    """Assert that each token is the most likely one after those before it, by one full pass of transformers.
+
+    Logits are of order 1; those that differ by less than 1e-3 count as equal.
+    """
+    logits = reference(path, [*prompt, *tokens[:-1]])[len(prompt) - 1 :]
+    short = logits.max(-1) - logits[np.arange(len(tokens)), tokens]
+    assert short.max() < 1e-3, f"step {short.argmax()} of {len(tokens)}: {short.max()} below the best logit"
+
+
+def assert_rounded(logits: np.ndarray, expected: np.ndarray, unrounded: np.ndarray) -> None:
+    """Assert that logits of a quantised cache are closer to the expected ones than to those of an exact cache.
+
+    A difference in the last bit of a float32 can round a cached number to its neighbour, and so in later layers. In
+    these models the logits then move by a tenth of the effect of rounding on average and by a third at most, single
+    ones by more.
+    """
+    error, effect = np.abs(logits - expected), np.abs(expected - unrounded)
+    assert error.mean() < effect.mean() / 4
+    assert error.max() < effect.max()
+
+
+def assert_decoded(path: Path, output: RequestOutput, rounding: Callable[[list[int]], np.ndarray]) -> None:
+    """Assert that the output's log-probabilities are those of one pass over all its tokens with the same rounding.
+
+    rounding: tokens [T] -> logits [T, V] of such a pass.
+    """
+    (completion,), start = output.outputs, len(output.prompt_token_ids) - 1
+    tokens = [*output.prompt_token_ids, *completion.token_ids[:-1]]
+    ids = np.array([list(step) for step in completion.logprobs])
+
+    def logprobs_of(logits: np.ndarray) -> np.ndarray:
+        logits = logits[start:].astype(np.float64)
+        return np.take_along_axis(logits - np.log(np.exp(logits).sum(-1, keepdims=True)), ids, -1)
+
+    logprobs = np.array([[entry.logprob for entry in step.values()] for step in completion.logprobs])
+    assert_rounded(logprobs, logprobs_of(rounding(tokens)), logprobs_of(reference(path, tokens)))
