@@ -58,10 +58,7 @@ RETIRED_NAMES = {
     "sharding": 4,
     "tests": 178,
 }
-CIRCLES = {
-    frozenset({"inferlib.models.config", "inferlib.models.recurrent"}),
-    frozenset({"inferlib.planning.explain", "inferlib.planning.explain_text"}),
-}
+CIRCLES = {frozenset({"inferlib.models.config", "inferlib.models.recurrent"})}
 
 
 def find_modules() -> dict[str, Path]:

@@ -24,7 +24,8 @@ from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import Mixer, Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import nbytes
-from inferlib.planning.explain import Collective, explain_step
+from inferlib.planning.collectives import Collective
+from inferlib.planning.estimate import estimate
 from inferlib.planning.network import ATTAINED, IDEAL, Efficiency, Network, place
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.row_state import RowState
@@ -288,7 +289,7 @@ class Deployed:
 
     def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
         plan = self.plan(self.replicas, key.limit, key.chunk or 1)
-        return explain_step(self.model, plan, self.shards, key, backend=self._backend).collectives
+        return estimate(self.model, plan, self.shards, key, self._backend)
 
     @cached_property
     def _backend(self) -> Backend:

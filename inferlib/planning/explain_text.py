@@ -1,41 +1,37 @@
-"""What `inferlib.planning.explain` tells, as tables for a terminal."""
+"""Tables for a terminal: where arrays lie on a mesh, and the collectives of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.filesize import decimal
 from rich.table import Table
 
-from inferlib.planning.explain import Explanation, Step
+from inferlib.planning.collectives import Placement, Step
+from inferlib.sharding.shards import Shards
+
+_TITLES = {"state": "rows"}
 
 
-def tables(e: Explanation) -> Iterator[Table | str]:
-    yield _placements(e)
-    yield from _waste(e.waste)
-    for step in e.steps:
-        yield _collectives(step)
-        yield from _experts(step)
-
-
-def _placements(e: Explanation) -> Table:
-    shards = e.shards
+def placements(shards: Shards, arrays: Mapping[str, Sequence[Placement]]) -> Table:
+    """A table of the arrays on each device, in groups."""
     mesh = "a device"
     if shards.mesh is not None:
         sizes = (f"{axis} {size}" for axis, size in shards.mesh.shape.items() if size > 1)
         mesh = f"{' x '.join(sizes)}, rules {shards.rules.name}"
     table = Table(box=SIMPLE_HEAD, title=f"Arrays on {mesh}", title_justify="left", show_footer=True)
-    everything = (*e.weights, *e.cache, *e.state)
+    total = sum(p.nbytes for group in arrays.values() for p in group)
     table.add_column("array", footer="all", no_wrap=True)
     table.add_column("count", justify="right")
     table.add_column("dimensions")
     table.add_column("shape", justify="right")
     table.add_column("on a device", justify="right")
-    table.add_column("bytes", justify="right", footer=decimal(sum(p.nbytes for p in everything)), no_wrap=True)
-    for title, placements in (("weights", e.weights), ("cache", e.cache), ("rows", e.state)):
-        table.add_row(f"[bold]{title}", *[""] * 4, f"[bold]{decimal(sum(p.nbytes for p in placements))}")
-        for p in placements:
+    table.add_column("bytes", justify="right", footer=decimal(total), no_wrap=True)
+    for name, group in arrays.items():
+        title = f"[bold]{_TITLES.get(name, name)}"
+        table.add_row(title, *[""] * 4, f"[bold]{decimal(sum(p.nbytes for p in group))}")
+        for p in group:
             dimensions = [
                 (name or "-") + (f"/{axis}" if axis else "") for name, axis in zip(p.axes, p.mesh_axes, strict=True)
             ]
@@ -45,13 +41,19 @@ def _placements(e: Explanation) -> Table:
     return table
 
 
-def _waste(waste: dict[str, float]) -> list[str]:
-    parts = [f"{share:.1%} of {what}" for what, share in waste.items() if share]
-    return [f"Padding and copies: {', '.join(parts)}"] if parts else []
+def waste(shares: Mapping[str, float]) -> Iterator[str]:
+    """A line about padding and copies, if there are any."""
+    parts = [f"{share:.1%} of {what}" for what, share in shares.items() if share]
+    if parts:
+        yield f"Padding and copies: {', '.join(parts)}"
 
 
-def _experts(step: Step) -> list[str]:
-    return [f"Reads {decimal(step.expert_bytes)} of experts, expected"] if step.expert_bytes else []
+def steps(steps: Sequence[Step]) -> Iterator[Table | str]:
+    """The collectives of each step, and the bytes of experts that it reads."""
+    for step in steps:
+        yield _collectives(step)
+        if step.expert_bytes:
+            yield f"Reads {decimal(step.expert_bytes)} of experts, expected"
 
 
 def _collectives(step: Step) -> Table | str:

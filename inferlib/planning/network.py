@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, prod
 
-from inferlib.planning.explain import Collective
+from inferlib.planning.collectives import Collective
 from inferlib.targets import Target, TargetError
 
 

@@ -8,8 +8,8 @@ times head size.
 from __future__ import annotations
 
 from inferlib.models.config import LayerSpec, ModelConfig
+from inferlib.planning.collectives import Collective
 from inferlib.planning.costs import Work
-from inferlib.planning.explain import Collective
 from inferlib.planning.network import Network
 
 _BYTES = 2  # of an activation

@@ -1,0 +1,314 @@
+"""The collectives of a greedy step by formulas, for the planner: it ranks hundreds of meshes in a second.
+
+`explain` records a program's collectives from a trace, which takes a hundred times as long. A test compares the two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import numpy as np
+
+from inferlib.cache.plan import BlockCache, BlockState, CachePlan
+from inferlib.models.abstract import AbstractModel
+from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
+from inferlib.models.layers.exchange import exchange_of, pairs_room
+from inferlib.models.layers.ring import in_ring, rings
+from inferlib.models.recurrent import LightningSpec, Mamba2Spec
+from inferlib.ops.backend import Backend
+from inferlib.ops.cache_write import folded_rows
+from inferlib.planning.collectives import Collective
+from inferlib.programs.program import ProgramKey
+from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
+
+
+def estimate(
+    model: AbstractModel, plan: CachePlan, shards: Shards, key: ProgramKey, backend: Backend
+) -> tuple[Collective, ...]:
+    """The collectives of one step of a greedy program without details."""
+    ledger = _Ledger(shards, backend)
+    _forward(ledger, model, plan, key)
+    if key.chunks:
+        ledger.reduce("last tokens of prompts", (axes.TOKENS,), (key.chunks, _width(model)), model.dtype)
+    _head(ledger, model, key.chunks + key.rows)
+    for rows in (key.rows, key.chunks):
+        if rows:
+            ledger.reduce("best token", (axes.VOCAB,), (rows, 1), np.float32)
+            ledger.reduce("best token", (axes.VOCAB,), (rows, 1), np.int32)
+    if key.steps > 1:
+        ledger.reduce("whether to go on", (axes.ROWS,), (2,), np.int32)
+    return ledger.collectives()
+
+
+class _Ledger:
+    """Adds up collectives. Its methods have the names of those of `Shards`, and note nothing where those do nothing."""
+
+    def __init__(self, shards: Shards, backend: Backend):
+        self.shards, self.backend = shards, backend
+        self.times = 1  # how often each of the next collectives takes place
+        self._counts: Counter[Collective] = Counter()
+
+    def reduce(self, purpose: str, names: Sequence[str], shape: tuple[int, ...], dtype, count: int = 1) -> None:
+        """A sum, maximum or minimum of arrays of this shape."""
+        self.add(Collective("all-reduce", purpose, "", _nbytes(shape, dtype), count), names)
+
+    def sum_tokens(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype, flops: int = 0) -> None:
+        """The sum of partial sums [T, D]. flops: operations of the product that hides it, on a device."""
+        kind = "reduce-scatter" if self.shards.splits_tokens or self.shards.feeders > 1 else "all-reduce"
+        kind = "fused reduce-scatter" if flops else kind
+        self.add(Collective(kind, purpose, "", _nbytes(self._padded(shape), dtype), flops=flops), names)
+
+    def all_tokens(self, purpose: str, shape: tuple[int, int], dtype, flops: int = 0) -> None:
+        """The gather of split tokens. flops: operations of the product that hides it, on a device."""
+        if self.shards.splits_tokens:
+            kind = "fused all-gather" if flops else "all-gather"
+            self.add(Collective(kind, purpose, "", _nbytes(self._padded(shape), dtype), flops=flops), (axes.MLP,))
+
+    def fed(self, purpose: str, shape: tuple[int, ...], dtype) -> None:
+        """The gather of the rows of all devices that share a feed-forward."""
+        if self.shards.feeders > 1:
+            self.gather(purpose, (axes.MLP,), shape, dtype)
+
+    def gather(self, purpose: str, names: Sequence[str], shape: tuple[int, ...], dtype) -> None:
+        """An all-gather whose result has this shape."""
+        self.add(Collective("all-gather", purpose, "", _nbytes(shape, dtype)), names)
+
+    def add(self, collective: Collective, names: Sequence[str]) -> None:
+        """A collective over the devices that split these logical axes."""
+        axis = "+".join(self.shards.mesh_axes(*names))
+        if axis and collective.count:
+            self._counts[replace(collective, axis=axis, count=1)] += self.times * collective.count
+
+    def collectives(self) -> tuple[Collective, ...]:
+        return tuple(replace(c, count=count) for c, count in self._counts.items())
+
+    def _padded(self, shape: tuple[int, int]) -> tuple[int, int]:
+        return (self.shards.padded(shape[0]), shape[1]) if self.shards.splits_tokens else shape
+
+
+def _nbytes(shape: tuple[int, ...], dtype) -> int:
+    return prod(shape) * np.dtype(dtype).itemsize
+
+
+def _width(model: AbstractModel) -> int:
+    """The width of the residual stream on a device."""
+    return model.config.dim // model.layout.shards.size(axes.EMBED)
+
+
+def _norm(ledger: _Ledger, model: AbstractModel, tokens: int, count: int = 1) -> None:
+    numbers = 2 if model.config.norm.kind == "layer" else 1
+    ledger.reduce("norms", (axes.EMBED,), (tokens, 1), np.float32, count * numbers)
+
+
+def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: ProgramKey) -> None:
+    """The decoder over a step's tokens."""
+    shards, config = ledger.shards, model.config
+    tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
+    hidden, dtype = (tokens, _width(model)), model.dtype
+    if config.mixtures:
+        ledger.fed("which rows are active", (tokens * shards.feeders,), np.int32)
+    ledger.sum_tokens("embedding", (axes.VOCAB,), hidden, dtype)
+    if config.per_layer is not None:
+        numbers = (tokens, len(config.layers) * config.per_layer.dim)
+        ledger.sum_tokens("per-layer embeddings", (axes.VOCAB,), numbers, dtype)
+        ledger.reduce("per-layer embeddings", (axes.EMBED,), numbers, dtype)
+    _streams(ledger, model, tokens, 1)
+    passed = set()  # unscanned layers whose cache was passed on: XLA does so once for all layers that share it
+    for number, (layers, block) in enumerate(zip(model.blocks(), plan.blocks, strict=True)):
+        layer, ledger.times = config.layers[layers[0]], len(layers)
+        flops = _in_ring(ledger, model, number, layer, tokens)
+        _extras(ledger, model, layer, tokens)
+        ledger.all_tokens("input of attention", hidden, dtype, flops["attn.qkv"])
+        owner = layers[0] if layer.attention.cache_of is None else layer.attention.cache_of
+        _mixer(ledger, model, layer, block, tokens, key, passes=len(layers) > 1 or owner not in passed)
+        passed |= {owner} if len(layers) == 1 else set()
+        if not layer.parallel:
+            ledger.sum_tokens("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype, flops["attn.o"])
+        if layer.mlp is not None:
+            _feed_forward(ledger, model, layer, tokens, flops)
+    ledger.times = 1
+    _streams(ledger, model, tokens, config.streams - 1)
+    ledger.all_tokens("head", hidden, dtype)
+
+
+def _extras(ledger: _Ledger, model: AbstractModel, layer: LayerSpec, tokens: int) -> None:
+    """A layer's norms, and what else surrounds its branches."""
+    config, branches = model.config, 1 if layer.parallel or layer.mlp is None else 2
+    _norm(ledger, model, tokens, 2 * layer.post_norm + layer.pre_norm * branches)
+    if config.streams > 1:  # before and after the layer
+        _norm(ledger, model, tokens, 2)
+        ledger.reduce("modalities", (axes.EMBED,), (tokens, config.streams), np.float32, 2)
+    if layer.laurel:
+        _norm(ledger, model, tokens)
+        ledger.reduce("learned residual", (axes.EMBED,), (tokens, layer.laurel), model.dtype)
+    if config.per_layer is not None:
+        _norm(ledger, model, tokens)
+        ledger.reduce("gate of per-layer embeddings", (axes.EMBED,), (tokens, config.per_layer.dim), model.dtype)
+
+
+def _in_ring(ledger: _Ledger, model: AbstractModel, block: int, layer: LayerSpec, tokens: int) -> Counter[str]:
+    """Operations on a device of the products of a block's layer that hide their collective, by weight."""
+    shards, names = ledger.shards, in_ring(model.config, layer)
+    weights = (w.of_layer for w in model.weights if w.block == block and w.part in names and w.scheme is None)
+    shapes = {w.part: shards.local_shape(w.axes, w.shape) for w in weights}
+    chosen = rings(model.config, layer, shapes, model.dtype, tokens, shards, ledger.backend)
+    return Counter({name: 2 * tokens * prod(shapes[name]) for name in chosen})
+
+
+def _streams(ledger: _Ledger, model: AbstractModel, tokens: int, projected: int) -> None:
+    """From one residual to several, or back; `projected` of them are."""
+    if model.config.streams > 1:
+        ledger.gather("parallel residuals", (axes.EMBED,), (tokens, projected, model.config.dim), model.dtype)
+        ledger.reduce("magnitudes", (axes.EMBED,), (tokens, model.config.streams), np.float32)
+
+
+def _feed_forward(ledger: _Ledger, model: AbstractModel, layer: LayerSpec, tokens: int, flops: Counter[str]) -> None:
+    """A layer's feed-forward, from the gather of its input to its sum."""
+    dtype, width, spec = model.dtype, _width(model), layer.mlp
+    if not layer.parallel:
+        ledger.all_tokens("input of feed-forward", (tokens, width), dtype, flops["mlp.gate_up"])
+    tokens *= ledger.shards.feeders
+    ledger.fed("input of feed-forward", (tokens, width), dtype)
+    if isinstance(spec, MoeSpec):
+        _mixture(ledger, model, spec, tokens)
+        width *= 2 if spec.own_norms else 1
+    else:
+        _gate_up(ledger, model, spec, tokens)
+    purpose = "attention and feed-forward" if layer.parallel else "feed-forward"
+    ledger.sum_tokens(purpose, (axes.MLP,), (tokens, width), dtype, flops["mlp.down"])
+
+
+def _gate_up(ledger: _Ledger, model: AbstractModel, spec: MlpSpec | MoeSpec, tokens: int) -> None:
+    halves = 2 if spec.gated else 1
+    width = halves * model.layout.hidden(spec.hidden) // ledger.shards.size(axes.MLP)
+    ledger.reduce("gate and up", (axes.EMBED,), (tokens, width), model.dtype)
+    if isinstance(spec, MlpSpec) and spec.sparsity:
+        ledger.reduce("mean and variance of gates", (axes.MLP,), (tokens, 2), np.float32)
+
+
+def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) -> None:
+    """A mixture of experts up to the sum over its width; `tokens` on a device."""
+    chosen = spec.router.chosen
+    ledger.reduce("router", (axes.EMBED,), (tokens, spec.router.experts), np.float32)
+    # Experts with norms of their own have two behind them; the two before take the sum of the residual's norm.
+    _norm(ledger, model, tokens, 2 if spec.own_norms else int(spec.router.norm_eps is not None))
+    received = _exchange(ledger, model, spec, tokens)
+    pairs = pairs_room(chosen, tokens, received, ledger.backend)
+    if pairs < received * chosen and ledger.shards.size(axes.EMBED) > 1:
+        ledger.reduce("whether more rounds follow", (axes.ROWS,), (), np.int32)
+    _gate_up(ledger, model, spec, pairs)
+    if spec.shared is not None:
+        _gate_up(ledger, model, spec.shared, tokens)
+    if spec.shared_gate:
+        ledger.reduce("gate of shared experts", (axes.EMBED,), (tokens, 1), np.float32)
+
+
+def _exchange(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) -> int:
+    """Tokens to the experts of other devices, and back. Returns how many a device receives in a round."""
+    dtype, width, devices = model.dtype, _width(model), ledger.shards.size(axes.EXPERTS)
+    how = exchange_of(spec, tokens, width * dtype.itemsize, devices, ledger.backend)
+    sent = received = tokens * devices
+    there, back = "all-gather", "reduce-scatter"
+    if how is not None:
+        there = back = "ragged-all-to-all" if how.ragged else "all-to-all"
+        sent = how.rows
+        received = how.room if how.ragged else sent
+        if how.ragged:
+            ledger.gather("how many tokens", (axes.EXPERTS,), (devices, devices), np.int32)
+        if received < devices * tokens or not how.ragged:
+            ledger.reduce("how many rounds", (axes.ROWS,), (), np.int32)
+    rows, routes = _nbytes((sent, width), dtype), _nbytes((sent, 2 * spec.router.chosen), np.float32)
+    ledger.add(Collective(there, "tokens to experts", "", rows), (axes.EXPERTS,))
+    ledger.add(Collective(there, "routes", "", routes), (axes.EXPERTS,))
+    ledger.add(Collective(back, "experts to tokens", "", rows), (axes.EXPERTS,))
+    return received
+
+
+def _mixer(
+    ledger: _Ledger,
+    model: AbstractModel,
+    layer: LayerSpec,
+    block: BlockCache | BlockState,
+    tokens: int,
+    key: ProgramKey,
+    *,
+    passes: bool,
+) -> None:
+    """A layer's mixer before its output projection; `tokens` on a device. passes: see `_over_stripes`."""
+    spec = layer.attention
+    if isinstance(spec, LightningSpec):
+        ledger.reduce("norm of all heads", (axes.KV_HEADS,), (tokens, 1), np.float32)
+    if isinstance(spec, Mamba2Spec) and model.layout.heads(spec).copies > 1:
+        devices = ledger.shards.size(axes.KV_HEADS)
+        ledger.gather("norms of groups of heads", (axes.KV_HEADS,), (tokens, devices), np.float32)
+    if not isinstance(block, BlockState):
+        heads = model.layout.heads(spec)
+        groups = heads.groups // ledger.shards.size(axes.KV_HEADS), heads.queries
+        _projections(ledger, model, spec, tokens, groups)
+        _over_stripes(ledger, model, spec, block, key, groups, passes=passes)
+
+
+def _projections(
+    ledger: _Ledger, model: AbstractModel, spec: AttentionSpec | MlaSpec, tokens: int, groups: tuple[int, int]
+) -> None:
+    """Queries, keys and values. groups: KV heads on a device, and queries of each."""
+    kv_heads, queries = groups
+    numbers = lambda purpose, *shape: ledger.reduce(purpose, (axes.EMBED,), (tokens, *shape), model.dtype)  # noqa: E731
+    if isinstance(spec, MlaSpec):
+        numbers("latents", spec.latent_dim)
+        if spec.q_rank is None:
+            numbers("queries", kv_heads, spec.head_dim)
+        return
+    numbers("queries, keys and values", kv_heads, queries + spec.fused_heads, spec.head_dim)
+    if spec.own_values:
+        numbers("values", kv_heads, spec.value_dim)
+    if spec.qk_norm == "full":
+        ledger.reduce("QK-norm", (axes.KV_HEADS,), (tokens, 1), np.float32, count=1 + (spec.cache_of is None))
+    if spec.gate is not None:
+        width = 1 if spec.gate.per_head else spec.value_dim // ledger.shards.size(axes.HEAD_OUT)
+        ledger.reduce("gates of heads", (axes.EMBED,), (tokens, kv_heads, queries, width), np.float32)
+
+
+def _over_stripes(
+    ledger: _Ledger,
+    model: AbstractModel,
+    spec: AttentionSpec | MlaSpec,
+    block: BlockCache,
+    key: ProgramKey,
+    groups: tuple[int, int],
+    *,
+    passes: bool,
+) -> None:
+    """Attention over positions that several devices own. groups: see `_projections`. passes: whether the rows' cache is
+    passed around where chunks are dealt out."""
+    shards, tokens = ledger.shards, key.chunks * key.chunk + key.rows
+    devices = shards.size(axes.POSITIONS)
+    if shards.size(axes.TOKENS) > 1:
+        tokens = key.rows
+        slots = block.slots if block.ring else min(block.slots, -(-key.limit // devices) * devices)
+        for array in block.arrays:
+            heads = shards.local_shape(block.axes, block.shapes[0])[-3]
+            cell = array.shape[len(block.axes) - 1 :]  # nothing for scales
+            shape = key.chunks, heads, folded_rows(slots // devices, array.fold), *cell
+            hops = devices - 1 if key.chunks and passes else 0
+            permute = Collective("collective-permute", "the rows' cache", "", _nbytes(shape, array.dtype), hops)
+            ledger.add(permute, (axes.POSITIONS,))
+    if tokens:
+        ledger.gather("log-sum-exps", (axes.POSITIONS,), (devices, tokens, *groups), np.float32)
+        shape = (tokens, *groups, spec.value_dim)
+        if shards.size(axes.HEAD_OUT) > 1:
+            exchange = Collective("all-to-all", "parts of attention", "", _nbytes(shape, model.dtype))
+            ledger.add(exchange, (axes.HEAD_OUT,))
+        else:
+            ledger.reduce("parts of attention", (axes.POSITIONS,), shape, model.dtype)
+
+
+def _head(ledger: _Ledger, model: AbstractModel, tokens: int) -> None:
+    """The logits of `tokens` tokens."""
+    _norm(ledger, model, tokens)
+    vocab = model.layout.vocab // ledger.shards.size(axes.VOCAB)
+    ledger.reduce("logits", (axes.EMBED,), (tokens, vocab), np.float32)

@@ -1,0 +1,78 @@
+"""What a collective of a program is for, told from where it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jax.extend.core import JaxprEqn
+
+# What a collective is for, by the file, class or function that calls it, if need be with the primitive. The innermost
+# caller that is listed decides; of one caller, the longest entry.
+PURPOSES = {
+    "all_reduce_norm_gpu.open_mailboxes": "mailboxes",
+    "attention": "queries, keys and values",
+    "attention.Attention.gated": "gates of heads",
+    "attention.Attention.qk_norm": "QK-norm",
+    "batch": "which rows are active",
+    "blocks.GeneralBlock.after_attention": "attention",
+    "blocks.ParallelBlock reduce_scatter": "attention and feed-forward",
+    "blocks.ParallelBlock psum": "attention and feed-forward",
+    "decoder.Decoder.__call__": "head",
+    "decoder.Decoder.embedding": "embedding",
+    "decoder.Decoder.logits": "logits",
+    "exchange all_gather": "tokens to experts",
+    "exchange reduce_scatter": "experts to tokens",
+    "exchange all_to_all": "tokens to experts and back",
+    "exchange ragged_all_to_all": "tokens to experts and back",
+    "exchange pmax": "how many rounds",
+    "lightning": "norm of all heads",
+    "mamba2": "norms of groups of heads",
+    "mla": "latents and queries",
+    "mlp": "gate and up",
+    "mlp.Mlp.cut": "mean and variance of gates",
+    "moe": "gate and up",
+    "moe pmax": "whether more rounds follow",
+    "moe.Moe.always": "gate of shared experts",
+    "moe.Moe.with_norms": "feed-forward",
+    "norm": "norms",
+    "per_layer.PerLayerEmbedding": "per-layer embeddings",
+    "per_layer.PerLayerInput": "gate of per-layer embeddings",
+    "program._Maker.any_row": "whether to go on",
+    "program._Maker.last_hidden": "last tokens of prompts",
+    "residual.AltUp": "modalities",
+    "residual.Laurel": "learned residual",
+    "residual.Streams": "magnitudes",
+    "residual.Streams all_gather": "parallel residuals",
+    "router": "router",
+    "sampler._argmax": "best token",
+    "sampler._threshold": "top-k and top-p, bit by bit",
+    "sampler.keep": "top-p mass",
+    "sampler.sample": "best logit",
+    "sampler.score": "log-probabilities",
+    "sampler.score all_gather": "most likely tokens",
+    "step_attention": "parts of attention",
+    "step_attention all_gather": "log-sum-exps",
+    "step_attention ppermute": "the rows' cache",
+}
+
+
+def purpose_of(eqn: JaxprEqn, scope: str) -> str:
+    """What a collective is for. scope: the named scopes that it lies in."""
+    primitive, nearest = eqn.primitive.name, ""
+    traceback = eqn.source_info.traceback
+    for code in traceback.raw_frames()[0] if traceback else ():
+        stem = Path(code.co_filename).stem
+        names = [stem, *(part for part in code.co_qualname.split(".") if part != "<locals>")]
+        for length in range(len(names), 0, -1):
+            place = ".".join(names[:length])
+            if purpose := PURPOSES.get(f"{place} {primitive}") or PURPOSES.get(place):
+                return purpose
+        if stem in ("blocks", "decoder"):
+            return ("input of " if primitive == "all_gather" else "") + branch_of(scope)
+        nearest = nearest or (code.co_name if "inferlib" in code.co_filename else "")
+    return nearest.replace("_", " ")
+
+
+def branch_of(scope: str) -> str:
+    """The branch of a layer that named scopes lie in."""
+    return "feed-forward" if "mlp" in scope else "attention"
