@@ -11,7 +11,7 @@ from typing import NamedTuple, SupportsIndex, TypedDict, TypeVar, get_args, get_
 import jax
 import numpy as np
 
-from inferlib.models.batch import kernel_lacks
+from inferlib.models.attention_choices import choose_attention
 from inferlib.models.config import MlaSpec, ModelConfig
 from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import SCHEMES
@@ -384,9 +384,10 @@ def _reads_live_positions(backend: Backend, model: ModelConfig | None, kv_cache_
         return False
     scaled = kv_cache_dtype is not None
     # A layer with a window or chunks stores a ring and reads all of it, whatever the bucket.
+    mixers = [layer.attention for layer in model.layers]
     return all(
-        layer.attention.reach or not kernel_lacks(layer.attention, backend, "decode_attention", scaled)
-        for layer in model.layers
+        mixer.reach or not choose_attention(mixer, "decode_attention", backend, scaled=scaled).reason
+        for mixer in mixers
     )
 
 

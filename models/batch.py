@@ -9,9 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from inferlib.models.config import MlaSpec, ModelConfig, RopeSpec
+from inferlib.models.config import ModelConfig, RopeSpec
 from inferlib.models.layers.rope import rope_angles
-from inferlib.models.recurrent import Mixer, Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -50,30 +49,6 @@ class StepBatch(NamedTuple):
     def of_rows(tokens: jax.Array, lengths: jax.Array) -> StepBatch:
         none = jnp.zeros((0,), jnp.int32)
         return StepBatch(jnp.zeros((0, 0), jnp.int32), none, none, none, tokens, lengths)
-
-
-def kernel_lacks(spec: Mixer, backend: Backend, operation: str, scaled: bool = False) -> str:
-    """What the kernel of an attention, "decode_attention" or "prefill_attention", cannot do of a layer, which XLA then
-    does; "" if nothing.
-
-    scaled: its cache is quantised."""
-    kernel = getattr(backend, operation)
-    if isinstance(spec, Recurrent):
-        return ""  # it attends to nothing
-    if isinstance(spec, MlaSpec) and kernel not in ("pallas_tpu", "pallas_gpu"):
-        return "latent attention"
-    if scaled and kernel != "pallas_tpu":
-        return "a cache of int8 or fp8"
-    if isinstance(spec, MlaSpec):
-        tiles = spec.kv_rank % 128 == 0 and spec.rope.dim in (32, 64, 128)
-        if kernel == "pallas_gpu":
-            from inferlib.pallas_kernels.mla_decode_attention_gpu import fits
-
-            tiles = fits(spec.kv_rank, spec.rope.dim)
-        return "" if tiles else f"latents of {spec.kv_rank} and rotary keys of {spec.rope.dim}"
-    if spec.value_dim != spec.head_dim and kernel != "pallas_tpu":
-        return "values of another size than keys"
-    return "chunked attention" if spec.chunk else ""
 
 
 @dataclass(frozen=True)

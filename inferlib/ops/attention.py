@@ -5,7 +5,9 @@ Slots that a query does not see may hold anything, NaN included; they never chan
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +16,29 @@ from jax import lax
 from inferlib.ops.matmul import precision_of
 
 
-def slot_positions(last: jax.Array, slots: int, ring: bool) -> jax.Array:
-    """Position held by each cache slot, [..., slots]; negative if none.
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How a layer's queries weigh what they see: softmax of softcap * tanh(scale * q . k / softcap).
 
-    last: [...] position written last. In a ring, position p lives in slot p mod `slots`.
+    window: a query sees the last `window` positions up to its own; an array: of each query or row. softcap None: logits
+    stay as they are. sinks [K, G]: a learned logit that joins the softmax's denominator.
+    """
+
+    scale: float
+    window: int | jax.Array | None = None
+    softcap: float | None = None
+    sinks: jax.Array | None = None
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The options as the kernels' keyword arguments."""
+        return dict(scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks)
+
+
+def slot_positions(last: jax.Array, slots: int, ring: bool) -> jax.Array:
+    """The position in each cache slot, [..., slots]; negative if the slot is empty.
+
+    last: [...] the position written last. In a ring, position p lives in slot p mod `slots`.
     """
     slot = jnp.arange(slots)
     if not ring:
@@ -28,7 +49,7 @@ def slot_positions(last: jax.Array, slots: int, ring: bool) -> jax.Array:
 def visible(queries: jax.Array, keys: jax.Array, window: int | jax.Array | None) -> jax.Array:
     """Causal (and windowed) visibility [..., C, S] of key positions [..., S] to query positions [..., C].
 
-    window: of all queries, or [..., C] of each.
+    window: one for all queries, or [..., C] of each.
     """
     q, k = queries[..., :, None], keys[..., None, :]
     seen = (k <= q) & (k >= 0)
@@ -40,25 +61,24 @@ def masked_attention(
     k: jax.Array,
     v: jax.Array,
     seen: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    softcap: float | None,
-    sinks: jax.Array | None,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     rotary: tuple[jax.Array, jax.Array, jax.Array | None] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] or [B, K, C, S] bool.
+    """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] or [B, K, C, S] bool, which has the
+    window in it. Values may have a size of their own.
 
-    k_scales, v_scales [B, K, S] float32: both or neither; k and v are then numbers of any type times these, which are
-    folded into logits and probabilities. rotary: a part of q and of k that is held apart, and its scales or None.
-    Values may have a size of their own. Returns out [B, C, K, G, h] in q's dtype and the log-sum-exp of the logits
-    [B, C, K, G] float32. sinks [K, G]: a learned logit that joins the denominator. A query that sees nothing yields 0
-    and -inf. Softmax in float32. A value or its scale that is not finite counts as zero, even if seen; a key or its
-    scale does not.
+    scales: of keys and of values, [B, K, S] float32 each: k and v are numbers of any type times these, which are folded
+    into logits and probabilities. rotary: a part of q and of k that is stored apart, and its scales or None.
+    Returns out [B, C, K, G, h] in q's dtype and the log-sum-exp of the logits [B, C, K, G] float32. A query that sees
+    nothing yields 0 and -inf. Softmax in float32. A value or its scale that is not finite counts as zero, even if seen;
+    a key or its scale does not.
     """
     b, c, k_heads, g, _ = q.shape
     highest, slots = precision_of(q.dtype), k.shape[2]
+    scale, softcap, sinks = options.scale, options.softcap, options.sinks
+    k_scales, v_scales = scales or (None, None)
     dot = partial(lax.dot_general, precision=highest, preferred_element_type=jnp.float32)
 
     def products(q: jax.Array, k: jax.Array, scales: jax.Array | None) -> jax.Array:
@@ -102,7 +122,7 @@ def merge_attention(
     """Attention over a union of disjoint key sets, from the parts' outputs and LSEs.
 
     outs [M, ..., h], lses [M, ...] (M at `axis`) -> (out [..., h], lse [...]). Any split gives the same answer.
-    sinks [K, G]: a logit that joins the denominator of the whole, and is in none of the parts.
+    sinks [K, G]: a logit that joins the denominator of the union, and is in none of the parts.
     """
     lse = jax.nn.logsumexp(lses, axis=axis)
     lse = lse if sinks is None else jnp.logaddexp(lse, sinks.astype(jnp.float32))

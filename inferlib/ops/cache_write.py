@@ -1,8 +1,8 @@
-"""Write new keys, values or latents, or scales of these, into the cache.
+"""Write new keys, values or latents, or their scales, into the cache.
 
-Numbers fewer than the 128 by which a TPU's memory is tiled may be folded: a row of the cache then holds those of f
-positions, position p of a page in row p // (128 f) * 128 + p % 128, and there in part p // 128 % f. So 128 positions in
-order are a part of 128 rows.
+Cells narrower than the 128 lanes of a TPU's memory may be folded: one row of the cache then holds f positions, position
+p of a page in row p // (128 f) * 128 + p % 128, and there in part p // 128 % f. So 128 consecutive positions are one
+part of 128 rows.
 """
 
 from __future__ import annotations
@@ -14,18 +14,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.choice import Choice
 from inferlib.ops.quantized import Scheme, quantize
 
-ROWS = 128  # of a folded cache, whose first parts hold positions in order
+ROWS = 128  # rows of a folded cache whose first parts are consecutive positions
 
 
 def rounded(new: Sequence[jax.Array], dtype, *, scaled: bool) -> list[jax.Array]:
-    """What a cache of this dtype holds of `new`, [T, K, h] each: the same, or if it is scaled quantised values of each,
-    then the scales [T, K] of each."""
+    """What a cache of this dtype stores of `new`, [T, K, h] each: the same arrays, or, if the cache is scaled, their
+    quantised values followed by the scales [T, K] of each."""
     if not scaled:
         return list(new)
-    held = [quantize(x, (2,), Scheme(jnp.dtype(dtype).name)) for x in new]
-    return [x.values for x in held] + [x.scales for x in held]
+    quantized = [quantize(x, (2,), Scheme(jnp.dtype(dtype).name)) for x in new]
+    return [x.values for x in quantized] + [x.scales for x in quantized]
+
+
+def choose_chunk_write(cache: Sequence[jax.Array], width: int, *, ring: bool, backend: str) -> Choice:
+    """The implementation of `chunk_write` for chunks of `width` tokens and a cache's arrays, which may be shapes."""
+    if backend != "pallas_tpu":
+        return Choice("xla")
+    from inferlib.pallas_kernels.chunk_write_tpu import unsupported
+
+    return Choice.of(backend, unsupported(cache, width, ring=ring))
 
 
 def chunk_write(
@@ -50,9 +60,9 @@ def chunk_write(
 
         kernel = partial(chunk_write_tpu.chunk_write, layer=0 if layer is None else layer, ring=ring)
         return lax.platform_dependent(cache, new, pages, slots, cpu=partial(kernel, interpret=True), default=kernel)
-    width, held = new[0].shape[1], cache[0].shape[-2]
+    width, capacity = new[0].shape[1], cache[0].shape[-2]
     at = slots[:, None] + jnp.arange(width)
-    at, pages = (at % held if ring else at).reshape(-1), jnp.repeat(pages, width)
+    at, pages = (at % capacity if ring else at).reshape(-1), jnp.repeat(pages, width)
     new = rounded([x.reshape(-1, *x.shape[2:]) for x in new], cache[0].dtype, scaled=cache[-1].ndim < cache[0].ndim)
     pairs = zip(cache, new, strict=True)
     return tuple(cache_write(x, part, pages, at, layer=layer, run=width) for x, part in pairs)
@@ -67,12 +77,12 @@ def cache_write(
     layer: jax.Array | None = None,
     run: int = 1,
 ) -> jax.Array:
-    """Put what is new of token t at page `pages[t]`, slot `slots[t]`.
+    """Put the cell of token t at page `pages[t]`, slot `slots[t]`.
 
     cache: [N, K, S, h], or [L, N, K, S, h] with `layer` the layer to write; or folded, [..., S / f, f * h]; new:
     [T, K, h]; all without h for scales. pages, slots: [T] int32. A page >= N or a slot >= S writes nothing: that is how
-    padding and inactive rows are dropped. Pairs (page, slot) are distinct. A donated cache is updated in place. run: so
-    many tokens in turn are of one page; if several, scales are written page by page.
+    padding and inactive rows are dropped. Pairs (page, slot) are distinct. A donated cache is updated in place. run:
+    every `run` consecutive tokens are of one page; if run > 1, scales are written page by page.
     """
     if new.ndim == 2 and run > 1:
         return _write_pages(cache, new.reshape(-1, run, new.shape[1]), pages[::run], slots.reshape(-1, run), layer)
@@ -89,24 +99,24 @@ def cache_write(
 def _write_pages(
     cache: jax.Array, new: jax.Array, pages: jax.Array, slots: jax.Array, layer: jax.Array | None
 ) -> jax.Array:
-    """Whole pages of scales: for a write of single numbers a TPU's compiler lays the whole cache out anew, at every
-    layer where a kernel, which takes it as it is, stands beside it."""
+    """Write whole pages of scales. For a write of single numbers a TPU's compiler changes the whole cache's layout, and
+    changes it back at every layer where a kernel reads the cache too."""
     count, (heads, size) = cache.shape[-3], cache.shape[-2:]
     for x, page, at in zip(new, pages, slots, strict=True):
         start = (jnp.minimum(page, count - 1), 0, 0)
         start = start if layer is None else (layer, *start)
-        held = lax.dynamic_slice(cache, start, (1,) * (cache.ndim - 2) + (heads, size))
+        old = lax.dynamic_slice(cache, start, (1,) * (cache.ndim - 2) + (heads, size))
         at = jnp.where(page < count, at, size)
-        held = held.at[..., at].set(x.T, mode="drop", unique_indices=True)
-        cache = lax.dynamic_update_slice(cache, held, start)
+        merged = old.at[..., at].set(x.T, mode="drop", unique_indices=True)
+        cache = lax.dynamic_update_slice(cache, merged, start)
     return cache
 
 
 def _write_folded(
     cache: jax.Array, new: jax.Array, pages: jax.Array, slots: jax.Array, layer: jax.Array | None
 ) -> jax.Array:
-    """Part by part, whole rows: a TPU's compiler would copy the cache for a write that begins within one. Positions of
-    a chunk share rows, but not parts."""
+    """Write whole rows, part by part: for a write that begins within a row a TPU's compiler would copy the cache.
+    Positions of a chunk share rows, but not parts."""
     size, rows = new.shape[2], cache.shape[-2]
     fold, heads = cache.shape[-1] // size, jnp.arange(new.shape[1], dtype=jnp.int32)
     new = jnp.tile(new.astype(cache.dtype), (1, 1, fold))
@@ -114,8 +124,8 @@ def _write_folded(
     for n in range(fold):
         at = (pages[:, None], heads, jnp.where(part == n, row, rows + slots)[:, None])
         at = at if layer is None else (layer, *at)
-        own = jnp.arange(cache.shape[-1]) // size == n
-        merged = jnp.where(own, new, cache.at[at].get(mode="clip", unique_indices=True))
+        in_part = jnp.arange(cache.shape[-1]) // size == n
+        merged = jnp.where(in_part, new, cache.at[at].get(mode="clip", unique_indices=True))
         cache = cache.at[at].set(merged, mode="drop", unique_indices=True)
     return cache
 
@@ -126,7 +136,7 @@ def folded_rows(slots: int, fold: int) -> int:
 
 
 def unfolded(cache: jax.Array, fold: int) -> jax.Array:
-    """[..., S / f, f * h] -> [..., S, h]. Parts are put together, as a TPU's compiler would copy what is transposed."""
+    """[..., S / f, f * h] -> [..., S, h]. Parts are concatenated, since a TPU's compiler would copy for a transpose."""
     if fold == 1:
         return cache
     *lead, rows, width = cache.shape

@@ -1,143 +1,163 @@
-"""Attention of each row's newest tokens over the row's cache, which may be written by it."""
+"""Attention of each row's newest tokens over the row's cache, which it may write."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inferlib.ops.attention import masked_attention, slot_positions, visible
+from inferlib.ops.attention import AttentionOptions, masked_attention, slot_positions, visible
 from inferlib.ops.cache_write import cache_write, rounded
+from inferlib.ops.choice import Choice
+from inferlib.ops.kv_cache import KvCache, LatentCache, NewCells, Shaped, gather_pages
+
+# Implementations that read one layer of a stacked cache where it lies, and write new cells there.
+IN_PLACE = frozenset({"pallas_tpu"})
+
+
+def choose(
+    cache: KvCache, window: int | jax.Array | None, backend: str, q: Shaped | None = None, *, new: bool = False
+) -> Choice:
+    """The implementation for a cache, whose arrays may be shapes.
+
+    window: an array, or its shape, if it is each query's own. q: the queries [B, C, K, G, h]; None: they are not known
+    yet, and what the kernel for TPUs lacks for their shapes is not asked. new: the implementation writes new cells.
+    """
+    if backend == "xla":
+        return Choice(backend)
+    return Choice.of(backend, _lacks(cache, window, backend, q, new))
+
+
+def _lacks(cache: KvCache, window, backend: str, q: Shaped | None, new: bool) -> str | None:
+    if cache.scaled and backend != "pallas_tpu":
+        return "a cache of int8 or fp8"
+    if cache.v is not None and cache.v.shape[-1] != cache.k.shape[-1] and backend != "pallas_tpu":
+        return "values of another size than keys"
+    if not isinstance(window, int | None):
+        return "chunked attention"
+    if q is None or backend != "pallas_tpu":
+        return None
+    from inferlib.pallas_kernels.decode_attention_tpu import unsupported
+
+    pages = None if cache.pages is None else cache.pages.shape[1]
+    return unsupported(q, cache.k, cache.v, window=window, pages=pages, scales=cache.scaled, new=new)
 
 
 def decode_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array | None,
+    cache: KvCache,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | jax.Array | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    ring: bool = False,
-    limit: int | None = None,
-    layer: jax.Array | int | None = None,
-    pages: jax.Array | None = None,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
+    new: NewCells | None = None,
     mask: jax.Array | None = None,
-    new: Sequence[jax.Array] | None = None,
-    written: jax.Array | None = None,
     backend: str = "xla",
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, KvCache]:
     """q [B, K, G, h]: row b's query is at position lengths[b] - 1; or [B, C, K, G, h]: at the last C positions.
 
-    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read, the new tokens' keys and values already written if
-    they are not in `new`; v None: keys are values too.
-    pages [B, M] int32: position p of row b is in page pages[b, p // S]; without, row b's cache is page b. lengths [B]
-    int32 counts the positions written; 0 marks an inactive row (out 0, lse -inf), and what would stand at a negative
-    position sees nothing. limit (static): no length exceeds it, so slots beyond are not read. ring: position p lives in
-    slot p mod S of one page, or of all; then these are at least window + C - 1. sinks [K, G]: a logit that joins the
-    softmax's denominator. window: of all queries, or [B] of each row's, which only "xla" takes. k_scales, v_scales
-    [N, K, S] or [L, N, K, S] float32: both or neither; k and v, int8 or float8_e4m3fn, are multiplied by their
-    position's and head's. mask [B, C, C] bool: which of a row's new tokens each of its queries sees, of those up to its
-    own; all without. Draft trees are verified with it: a token sees its ancestors. Scales and a mask are taken by "xla"
-    and "pallas_tpu". What no query sees may hold anything in all of them, NaN included. new: keys and values of the new
-    tokens, [B, K, h] or [B, C, K, h] each (or keys alone), of any float type; they are rounded to the cache's and
-    written before they are read, but for inactive rows and those where `written` [B] is false. No other row has a page
-    that one is written to. "pallas_tpu" writes them where they lie, and other cells of their tiles anew.
-    backend: "xla"; "pallas_gpu" and "nki" for Trainium (rows as pages; the former one query); "pallas_tpu", which reads
-    live pages only, and is interpreted on CPU.
-    Returns out in q's shape and dtype, lse [B, K, G] or [B, C, K, G] float32; with `new` also the cache: k, v if it is
-    given, and the scales if there are any.
+    lengths [B] int32 counts the positions written, at most `cache.limit`; 0 marks an inactive row (out 0, lse -inf),
+    and a query whose position would be negative sees nothing. In a ring there are at least window + C - 1 slots.
+    options.window: one for all queries, or [B] of each row's, which only "xla" takes. new: cells of the new tokens,
+    written before they are read; without, they are in the cache already. "pallas_tpu" writes them where they lie, and
+    other cells of their tiles anew. mask [B, C, C] bool: which of a row's new tokens each of its queries sees, of those
+    up to its own; without, all. Draft trees are verified with it: a token sees its ancestors. Slots that no query sees
+    may hold anything, NaN included.
+    backend: "xla"; "pallas_gpu" and "nki" for Trainium, without scales, pages of their own or a mask (rows as pages;
+    the former one query); "pallas_tpu", which reads live pages only, and is interpreted on CPU.
+    Returns out in q's shape and dtype, lse [B, K, G] or [B, C, K, G] float32, and the cache, with `new` in it. Raises
+    ValueError for what the backend does not take.
     """
-    if backend != "xla" and isinstance(window, jax.Array):
+    if backend != "xla" and isinstance(options.window, jax.Array):
         raise ValueError(f"backend {backend!r} takes one window for all rows; use xla")
-    if backend not in ("xla", "pallas_tpu") and (k_scales is not None or mask is not None):
-        given = "mask of new tokens" if k_scales is None else "scales of keys and values"
-        raise ValueError(f"backend {backend!r} takes no {given}; use xla")
-    if new is not None and backend != "pallas_tpu":
-        arrays = {"k": k, "v": v, "k_scales": k_scales, "v_scales": v_scales}
-        held = {name: x for name, x in arrays.items() if x is not None}
-        cache = write_new(tuple(held.values()), new, lengths, written, ring=ring, layer=layer, pages=pages)
-        options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, ring=ring, limit=limit, layer=layer)
-        arrays |= dict(zip(held, cache, strict=True))
-        found = decode_attention(q, lengths=lengths, pages=pages, mask=mask, **arrays, **options, backend=backend)
-        return *found, *cache
-    if v is None and backend != "pallas_tpu":
-        v = k
-    options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks)
+    if backend not in ("xla", "pallas_tpu") and (cache.scaled or mask is not None):
+        lacking = "scales of keys and values" if cache.scaled else "mask of new tokens"
+        raise ValueError(f"backend {backend!r} takes no {lacking}; use xla")
+    if new is not None and backend not in IN_PLACE:
+        cache, new = write_new(cache, new, lengths), None
     if backend == "pallas_gpu":
-        from inferlib.pallas_kernels import decode_attention_gpu
-
-        return decode_attention_gpu.decode_attention(q, k, v, lengths, ring=ring, limit=limit, **options)
-    if q.ndim == 4:
-        options |= dict(ring=ring, limit=limit, layer=layer, pages=pages, k_scales=k_scales, v_scales=v_scales)
-        new = None if new is None else [x[:, None] for x in new]
-        options |= dict(mask=mask, new=new, written=written)
-        out, lse, *cache = decode_attention(q[:, None], k, v, lengths, **options, backend=backend)
-        return out[:, 0], lse[:, 0], *cache
-    if backend == "nki":
-        from inferlib.nki_kernels.flash_decode import flash_decode
-
-        return flash_decode(q, k, v, lengths, ring=ring, limit=limit, table=pages, **options)
+        return *_by_gpu_kernel(q, cache, lengths, options), cache
+    single = q.ndim == 4
+    if single:
+        new = new and replace(new, cells=[x[:, None] for x in new.cells])
+        q = q[:, None]
     if backend == "pallas_tpu":
-        from inferlib.pallas_kernels import decode_attention_tpu
+        out, lse, cache = _by_tpu_kernel(q, cache, lengths, options, new, mask)
+    elif backend == "nki":
+        out, lse = _by_nki_kernel(q, cache, lengths, options)
+    else:
+        out, lse = _by_xla(q, cache, lengths, options, mask)
+    return (out[:, 0], lse[:, 0], cache) if single else (out, lse, cache)
 
-        options |= dict(ring=ring, layer=0 if layer is None else layer, pages=pages)
-        options |= dict(k_scales=k_scales, v_scales=v_scales, mask=mask, new=new, written=written)
-        kernel = partial(decode_attention_tpu.decode_attention, **options)
-        return lax.platform_dependent(q, k, v, lengths, cpu=partial(kernel, interpret=True), default=kernel)
+
+def _by_gpu_kernel(q, cache: KvCache, lengths, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
+    from inferlib.pallas_kernels.decode_attention_gpu import decode_attention as kernel
+
+    v = cache.k if cache.v is None else cache.v
+    return kernel(q, cache.k, v, lengths, ring=cache.ring, limit=cache.limit, **options.named)
+
+
+def _by_nki_kernel(q, cache: KvCache, lengths, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
+    from inferlib.nki_kernels.flash_decode import flash_decode
+
+    v = cache.k if cache.v is None else cache.v
+    return flash_decode(q, cache.k, v, lengths, ring=cache.ring, limit=cache.limit, table=cache.pages, **options.named)
+
+
+def _by_tpu_kernel(
+    q, cache: KvCache, lengths, options: AttentionOptions, new: NewCells | None, mask
+) -> tuple[jax.Array, jax.Array, KvCache]:
+    from inferlib.pallas_kernels import decode_attention_tpu
+
+    named = dict(options.named, ring=cache.ring, layer=0 if cache.layer is None else cache.layer, pages=cache.pages)
+    named |= dict(k_scales=cache.k_scales, v_scales=cache.v_scales, mask=mask)
+    if new is not None:
+        named |= dict(new=new.cells, written=new.written)
+    kernel = partial(decode_attention_tpu.decode_attention, **named)
+    forms = dict(cpu=partial(kernel, interpret=True), default=kernel)
+    out, lse, *arrays = lax.platform_dependent(q, cache.k, cache.v, lengths, **forms)
+    return out, lse, cache.with_arrays(arrays) if arrays else cache
+
+
+def _by_xla(q, cache: KvCache, lengths, options: AttentionOptions, mask) -> tuple[jax.Array, jax.Array]:
     rows, queries = q.shape[:2]
-    slots = k.shape[-2] * (1 if pages is None else pages.shape[1])
-    slots = slots if ring or limit is None else min(limit, slots)
+    slots, window = cache.slots, options.window
 
     def cells(x: jax.Array | None) -> jax.Array | None:
-        """Of the rows, [B, K, slots, ...]."""
+        """The rows' part of one of the cache's arrays, [B, K, slots, ...]."""
         if x is None:
             return None
-        x = x if layer is None else x[layer]
-        if pages is not None:
-            x = jnp.moveaxis(x[pages], 2, 1)
-            x = x.reshape(rows, x.shape[1], -1, *x.shape[4:])
-        return x[:rows, :, :slots]
+        x = cache.of_layer(x)
+        return (x if cache.pages is None else gather_pages(x, cache.pages))[:rows, :, :slots]
 
     positions = lengths[:, None] - queries + jnp.arange(queries)
     window = window[:, None] if isinstance(window, jax.Array) else window
-    held = slot_positions(lengths - 1, slots, ring)
-    seen = visible(positions, held, window)
+    stored = slot_positions(lengths - 1, slots, cache.ring)
+    seen = visible(positions, stored, window)
     if mask is not None:
-        new = held - positions[:, :1]  # which of the new tokens a slot holds, negative if none
-        allowed = jnp.take_along_axis(mask, jnp.clip(new, 0, queries - 1)[:, None], axis=2)
-        seen &= (new < 0)[:, None] | allowed
-    k, v, k_scales, v_scales = map(cells, (k, v, k_scales, v_scales))
-    options = dict(scale=scale, softcap=softcap, sinks=sinks, k_scales=k_scales, v_scales=v_scales)
-    out, lse = masked_attention(q, k, v, seen, **options)
+        index = stored - positions[:, :1]  # which of the new tokens a slot holds, negative if none
+        allowed = jnp.take_along_axis(mask, jnp.clip(index, 0, queries - 1)[:, None], axis=2)
+        seen &= (index < 0)[:, None] | allowed
+    v = cache.k if cache.v is None else cache.v
+    k, v, *scales = map(cells, (cache.k, v, cache.k_scales, cache.v_scales))
+    out, lse = masked_attention(q, k, v, seen, options, scales=tuple(scales) if cache.scaled else None)
     return out, jnp.where(lengths[:, None, None, None] > 0, lse, -jnp.inf)
 
 
-def write_new(
-    cache: Sequence[jax.Array],
-    new: Sequence[jax.Array],
-    lengths: jax.Array,
-    written: jax.Array | None,
-    *,
-    ring: bool,
-    layer: jax.Array | int | None,
-    pages: jax.Array | None,
-) -> tuple[jax.Array, ...]:
-    """The cache with the new tokens' cells, as `decode_attention` writes them."""
-    new = [x[:, None] if x.ndim == 3 else x for x in new]
-    (rows, queries), (count, _, slots) = new[0].shape[:2], cache[0].shape[-4:-1]
+def write_new(cache: KvCache | LatentCache, new: NewCells, lengths: jax.Array):
+    """The cache with the cells of the last tokens of `lengths` positions, by XLA."""
+    arrays, pages, ring = cache.arrays, cache.pages, isinstance(cache, KvCache) and cache.ring
+    cells = [x[:, None] if x.ndim == 3 else x for x in new.cells]
+    (rows, queries), (count, _, slots) = cells[0].shape[:2], arrays[0].shape[-4:-1]
     positions, row = lengths[:, None] - queries + jnp.arange(queries), jnp.arange(rows)[:, None]
-    kept = (positions >= 0) & (lengths[:, None] > 0)
-    kept = kept if written is None else kept & written[:, None]
+    written = (positions >= 0) & (lengths[:, None] > 0)
+    written = written if new.written is None else written & new.written[:, None]
     positions = positions % (slots * (1 if pages is None else pages.shape[1])) if ring else positions
     page = row if pages is None else jnp.take_along_axis(pages, jnp.maximum(positions, 0) // slots, axis=1)
-    at = jnp.where(kept, page, count + row).reshape(-1), (positions % slots).reshape(-1)
-    new = rounded([x.reshape(-1, *x.shape[2:]) for x in new], cache[0].dtype, scaled=cache[-1].ndim < cache[0].ndim)
-    return tuple(cache_write(x, part, *at, layer=layer) for x, part in zip(cache, new, strict=True))
+    at = jnp.where(written, page, count + row).reshape(-1), (positions % slots).reshape(-1)
+    cells = [x.reshape(-1, *x.shape[2:]) for x in cells]
+    cells = rounded(cells, arrays[0].dtype, scaled=arrays[-1].ndim < arrays[0].ndim)
+    pairs = zip(arrays, cells, strict=True)
+    return cache.with_arrays([cache_write(x, part, *at, layer=cache.layer) for x, part in pairs])

@@ -1,4 +1,4 @@
-"""What decode attention over latents takes, of projected tokens: queries in the latents' space and new cells."""
+"""The queries in the latents' space and the new cells that decode attention over latents takes, from projections."""
 
 from __future__ import annotations
 
@@ -7,11 +7,20 @@ from functools import partial
 import jax
 from jax import lax
 
+from inferlib.ops.choice import Choice
+
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def mla_queries_lacks(q: jax.Array, k: jax.Array, cos: jax.Array) -> str:
-    """What the kernel cannot do of these, "" if nothing; see `mla_queries`."""
+def choose(q: jax.Array, k: jax.Array, cos: jax.Array, backend: str) -> Choice:
+    """The implementation for operands of `mla_queries`, which may be shapes. "xla": `Mla.rotated` and `Mla.absorb`.
+
+    backend: that of decode attention.
+    """
+    return Choice.of(backend, _lacks(q, k, cos)) if backend == "pallas_gpu" else Choice("xla")
+
+
+def _lacks(q: jax.Array, k: jax.Array, cos: jax.Array) -> str | None:
     from inferlib.pallas_kernels.mla_queries_gpu import ROWS
 
     (rows, *_), rank, rotary = q.shape, k.shape[2], 2 * cos.shape[1]
@@ -21,18 +30,19 @@ def mla_queries_lacks(q: jax.Array, k: jax.Array, cos: jax.Array) -> str:
         return f"it takes queries and their weight of one of {', '.join(_DTYPES)}, not {q.dtype} and {k.dtype}"
     if any(n < 16 or n & (n - 1) for n in (rank, rotary)):
         return f"latents of {rank} and rotary keys of {rotary} numbers are no powers of two from 16 on"
-    return ""
+    return None
 
 
 def mla_queries(
     q: jax.Array, down: jax.Array, weight: jax.Array, k: jax.Array, cos: jax.Array, sin: jax.Array, eps: float
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Queries [B, H, R] and their rotary part [B, H, r], latents [B, 1, R] and rotary keys [B, 1, r] of q [B, H, n + r]
-    and down [B, D], by the GPU kernel, which is interpreted on CPU; see `pallas_kernels.mla_queries_gpu`.
+    """q [B, H, n + r] and down [B, D] -> queries [B, H, R] and their rotary part [B, H, r], latents [B, 1, R] and
+    rotary keys [B, 1, r], by the GPU kernel, which is interpreted on CPU; see `pallas_kernels.mla_queries_gpu`.
 
-    What `Mla.placed` and `Mla.absorb` compute of decode rows. Raises ValueError for what the kernel lacks.
+    The same as `Mla.rotated` and `Mla.absorb` of decode rows. weight [R], eps: of the latents' RMS norm; k [H, n, R];
+    cos, sin [B, r / 2]. Raises ValueError for what the kernel lacks.
     """
-    if reason := mla_queries_lacks(q, k, cos):
+    if reason := _lacks(q, k, cos):
         raise ValueError(f"mla_queries cannot run these: {reason}")
     from inferlib.pallas_kernels.mla_queries_gpu import mla_queries as kernel
 

@@ -10,14 +10,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inferlib.ops.attention import masked_attention, slot_positions, visible
+from inferlib.ops.attention import AttentionOptions, masked_attention, slot_positions, visible
+from inferlib.ops.choice import Choice
+from inferlib.ops.kv_cache import KvCache, Shaped, gather_pages
+
+# Implementations that read one layer of a stacked cache where it lies.
+IN_PLACE = frozenset({"pallas_tpu"})
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockList:
-    """Which positions count, of those that queries see. numbers [P, K, T, M] int32: for each chunk, KV head and tile of
-    `queries` tokens, blocks of `keys` positions, block n being those from n * keys on; negative numbers are none."""
+    """The blocks of positions that count, of those that queries see.
+
+    numbers [P, K, T, M] int32: for each chunk, KV head and tile of `queries` tokens, at most M blocks of `keys`
+    positions; block n begins at position n * keys, and negative numbers are no block.
+    """
 
     numbers: jax.Array
     queries: int = field(metadata={"static": True})
@@ -29,74 +37,96 @@ class BlockList:
         return jnp.repeat(jnp.any(listed, axis=3), self.queries, axis=2)[:, :, :width]
 
 
+def choose(cache: KvCache, window: int | jax.Array | None, backend: str, q: Shaped | None = None) -> Choice:
+    """The implementation for a cache, whose arrays may be shapes.
+
+    window: an array, or its shape, if it is each query's own. q: the queries [P, C, K, G, h]; None: they are not known
+    yet, and what the kernel for TPUs lacks for their shapes is not asked.
+    """
+    if backend == "xla":
+        return Choice(backend)
+    return Choice.of(backend, _lacks(cache, window, backend, q))
+
+
+def _lacks(cache: KvCache, window, backend: str, q: Shaped | None) -> str | None:
+    if cache.scaled and backend != "pallas_tpu":
+        return "a cache of int8 or fp8"
+    if cache.v is not None and cache.v.shape[-1] != cache.k.shape[-1] and backend != "pallas_tpu":
+        return "values of another size than keys"
+    if not isinstance(window, int | None):
+        return "chunked attention"
+    if q is None or backend != "pallas_tpu":
+        return None
+    from inferlib.pallas_kernels.prefill_attention_tpu import unsupported
+
+    return unsupported(q, cache.k, pages=None if cache.pages is None else cache.pages.shape[1], scales=cache.scaled)
+
+
 def prefill_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array | None,
+    cache: KvCache,
     rows: jax.Array,
     positions: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | jax.Array | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    ring: bool = False,
-    limit: int | None = None,
-    layer: jax.Array | int | None = None,
-    pages: jax.Array | None = None,
     listed: BlockList | None = None,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
     backend: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """q [P, C, K, G, h]: chunk p holds the ascending `positions[p]`, [P, C] int32, of row rows[p].
 
-    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read, the chunk's own keys and values already written; v
-    None: keys are values too.
-    pages [B, M] int32: position p of row b is in page pages[b, p // S]; without, row b's cache is page b. window: of
-    all queries, or [P, C] of each, which only "xla" takes. limit (static): no position reaches it, so slots beyond are
-    not read. ring: position p lives in slot p mod S of one page, or of all; then these are at least the window and the
-    span of a chunk. Rows that are not there (absent chunks) give garbage that the caller ignores. listed: what queries
-    see at most. k_scales, v_scales [N, K, S] or [L, N, K, S] float32: as in `decode_attention`; not for "nki".
-    backend: "xla"; "nki" for the Trainium kernel (rows as pages); "pallas_tpu", which reads only blocks that are seen,
-    and is interpreted on CPU.
-    Returns out [P, C, K, G, h], lse [P, C, K, G] float32.
+    The chunk's own keys and values are in the cache already. In a ring there are at least as many slots as the window
+    and the span of a chunk. Rows that do not exist (absent chunks) give garbage that the caller ignores.
+    options.window: one for all queries, or [P, C] of each, which only "xla" takes. listed: a query sees no position
+    outside these blocks.
+    backend: "xla"; "nki" for the Trainium kernel (rows as pages, no scales); "pallas_tpu", which reads only blocks that
+    are seen, and is interpreted on CPU.
+    Returns out [P, C, K, G, h] in q's dtype, lse [P, C, K, G] float32. Raises ValueError for scales with "nki".
     """
-    if backend == "nki" and k_scales is not None:
+    if backend == "nki" and cache.scaled:
         raise ValueError(f"backend {backend!r} takes no scales of keys and values; use xla")
-    options = dict(scale=scale, window=window, softcap=softcap, sinks=sinks, ring=ring, limit=limit)
-    if v is None and backend != "pallas_tpu":
-        v = k
     if backend == "nki":
         from inferlib.nki_kernels.flash_prefill import flash_prefill
 
-        return flash_prefill(q, k, v, rows, positions, **options)
+        v = cache.k if cache.v is None else cache.v
+        return flash_prefill(q, cache.k, v, rows, positions, ring=cache.ring, limit=cache.limit, **options.named)
     if backend == "pallas_tpu":
-        from inferlib.pallas_kernels import prefill_attention_tpu
+        return _by_tpu_kernel(q, cache, rows, positions, options, listed)
+    return _by_xla(q, cache, rows, positions, options, listed)
 
-        options |= dict(layer=0 if layer is None else layer, pages=pages, k_scales=k_scales, v_scales=v_scales)
-        if listed is not None:
-            blocks = prefill_attention_tpu.Blocks(listed.queries, listed.keys, edge=math.gcd(listed.keys, 256))
-            options |= dict(visits=listed.numbers, blocks=blocks)
-        kernel = partial(prefill_attention_tpu.prefill_attention, **options)
-        return lax.platform_dependent(q, k, v, rows, positions, cpu=partial(kernel, interpret=True), default=kernel)
-    slots = k.shape[-2] * (1 if pages is None else pages.shape[1])
-    slots = slots if ring or limit is None else min(limit, slots)
+
+def _by_tpu_kernel(
+    q, cache: KvCache, rows, positions, options: AttentionOptions, listed: BlockList | None
+) -> tuple[jax.Array, jax.Array]:
+    from inferlib.pallas_kernels import prefill_attention_tpu
+
+    named = dict(options.named, ring=cache.ring, limit=cache.limit, pages=cache.pages)
+    named |= dict(layer=0 if cache.layer is None else cache.layer, k_scales=cache.k_scales, v_scales=cache.v_scales)
+    if listed is not None:
+        blocks = prefill_attention_tpu.Blocks(listed.queries, listed.keys, edge=math.gcd(listed.keys, 256))
+        named |= dict(visits=listed.numbers, blocks=blocks)
+    kernel = partial(prefill_attention_tpu.prefill_attention, **named)
+    forms = dict(cpu=partial(kernel, interpret=True), default=kernel)
+    return lax.platform_dependent(q, cache.k, cache.v, rows, positions, **forms)
+
+
+def _by_xla(
+    q, cache: KvCache, rows, positions, options: AttentionOptions, listed: BlockList | None
+) -> tuple[jax.Array, jax.Array]:
+    slots, pages = cache.slots, cache.pages
 
     def cells(x: jax.Array | None) -> jax.Array | None:
-        """Of the chunks' rows, [P, K, slots, ...]."""
+        """The chunks' rows' part of one of the cache's arrays, [P, K, slots, ...]."""
         if x is None:
             return None
-        x = x if layer is None else x[layer]
+        x = cache.of_layer(x)
         if pages is None:
             return x[:, :, :slots][jnp.minimum(rows, x.shape[0] - 1)]
-        x = jnp.moveaxis(x[pages[jnp.minimum(rows, pages.shape[0] - 1)]], 2, 1)
-        return x.reshape(rows.size, x.shape[1], -1, *x.shape[4:])[:, :, :slots]
+        return gather_pages(x, pages[jnp.minimum(rows, pages.shape[0] - 1)])[:, :, :slots]
 
-    held = slot_positions(positions[:, -1], slots, ring)
-    seen = visible(positions, held, window)
+    stored = slot_positions(positions[:, -1], slots, cache.ring)
+    seen = visible(positions, stored, options.window)
     if listed is not None:
-        seen = seen[:, None] & listed.holds(held, positions.shape[1])
-    k, v, k_scales, v_scales = map(cells, (k, v, k_scales, v_scales))
-    options = dict(scale=scale, softcap=softcap, sinks=sinks, k_scales=k_scales, v_scales=v_scales)
-    return masked_attention(q, k, v, seen, **options)
+        seen = seen[:, None] & listed.holds(stored, positions.shape[1])
+    v = cache.k if cache.v is None else cache.v
+    k, v, *scales = map(cells, (cache.k, v, cache.k_scales, cache.v_scales))
+    return masked_attention(q, k, v, seen, options, scales=tuple(scales) if cache.scaled else None)

@@ -19,15 +19,13 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from inferlib.cache.plan import BlockCache, BlockState, CachePlan, plan_cache
+from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel, WeightSpec, gainful, unpackable
-from inferlib.models.batch import kernel_lacks
-from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.models.layers.ring import in_ring, lacks, rows_of
-from inferlib.ops.cache_write import folded_rows
 from inferlib.ops.expert_mlp import most_tokens
 from inferlib.pallas_kernels.generations_tpu import planning_for
+from inferlib.programs.attention_choices import with_runnable_attention
 from inferlib.programs.program import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.programs.row_state import RowState
 from inferlib.programs.start_functions import run
@@ -256,8 +254,6 @@ def _in_ring(model: AbstractModel, config: EngineConfig) -> Iterator[tuple[Weigh
 
 
 _CHECKED = {
-    ("decode_attention", "pallas_tpu"): "TPU",
-    ("prefill_attention", "pallas_tpu"): "TPU",
     ("grouped_matmul", "pallas_tpu"): "TPU",
     ("grouped_matmul", "pallas_gpu"): "GPU",
     ("expert_mlp", "pallas_tpu"): "TPU",
@@ -266,14 +262,8 @@ _CHECKED = {
 
 def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
     """The config with kernels that can run their share of the model; warns of those chosen that cannot."""
-    for name, does in {"decode_attention": "decodes", "prefill_attention": "prefills"}.items():
-        scaled, layers = config.kv_cache_dtype is not None, model.config.layers
-        lacks = [kernel_lacks(layer.attention, config.backend, name, scaled) for layer in layers]
-        for reason in sorted(set(filter(None, lacks))) if getattr(config.backend, name) != "xla" else ():
-            log.warning("%s: XLA %s %d of %d layers, not the kernel", reason, does, lacks.count(reason), len(layers))
+    config = with_runnable_attention(config, model, plan)
     checks = {
-        "decode_attention": partial(_decode_lacks, config, model, plan),
-        "prefill_attention": partial(_prefill_lacks, config, model, plan),
         "grouped_matmul": partial(_experts_lack, config, model, "grouped_matmul"),
         "expert_mlp": partial(_experts_lack, config, model, "expert_mlp"),
     }
@@ -291,68 +281,6 @@ def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> En
     if part := next(iter(reasons), None):
         log.warning("products with %s and their collective are XLA's, not the TPU kernel's: %s", part, reasons[part])
     return config
-
-
-def _decode_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
-    from inferlib.pallas_kernels import decode_attention_tpu, mla_decode_attention_tpu
-
-    for spec, queries, block, caches in _attentions(config, model, plan, "decode_attention"):
-        if isinstance(spec, MlaSpec):
-            heads = model.layout.heads(spec).groups // config.shards.size(axes.KV_HEADS)
-            shape = config.rows, 1, heads, spec.kv_rank + spec.rope.dim
-            unsupported = mla_decode_attention_tpu.unsupported
-        else:
-            shape = config.rows, 1, caches[0].shape[-3], queries, caches[0].shape[-1]
-            options = dict(window=spec.window, scales=block.scaled, new=not block.shared)
-            unsupported = partial(decode_attention_tpu.unsupported, **options)
-        if reason := unsupported(jax.ShapeDtypeStruct(shape, model.dtype), *caches):
-            return reason
-    return None
-
-
-def _prefill_lacks(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> str | None:
-    from inferlib.pallas_kernels import mla_prefill_attention_tpu, prefill_attention_tpu
-
-    dealt = config.shards.size(axes.TOKENS)
-    for spec, queries, block, caches in _attentions(config, model, plan, "prefill_attention"):
-        heads, slots, size = caches[0].shape[-3:]
-        # Where tokens are dealt out, what devices pass on of a row ends at the limit.
-        counts = {slots} if dealt == 1 else {min(slots, -(-limit // dealt)) for limit in config.buckets.cache}
-        for (chunks, chunk), count in itertools.product(config.prefill_shapes(), counts):
-            held = [
-                jax.ShapeDtypeStruct((*cache.shape[:-2], folded_rows(count, fold), cache.shape[-1]), cache.dtype)
-                for cache, fold in zip(caches, block.folds, strict=True)
-            ]
-            if isinstance(spec, MlaSpec):
-                local = model.layout.heads(spec).groups // config.shards.size(axes.KV_HEADS)
-                shapes = (
-                    (chunks, chunk // dealt, local, spec.nope_dim + spec.rope.dim),
-                    (local, spec.nope_dim, spec.kv_rank),
-                    (local, spec.kv_rank, spec.value_dim),
-                )
-                arrays = (jax.ShapeDtypeStruct(shape, model.dtype) for shape in shapes)
-                reason = mla_prefill_attention_tpu.unsupported(*arrays, *held)
-            else:
-                q = jax.ShapeDtypeStruct((chunks, chunk // dealt, heads, queries, size), model.dtype)
-                reason = prefill_attention_tpu.unsupported(q, held[0], scales=block.scaled)
-            if reason:
-                return reason
-    return None
-
-
-def _attentions(
-    config: EngineConfig, model: AbstractModel, plan: CachePlan, operation: str
-) -> Iterator[tuple[AttentionSpec | MlaSpec, int, BlockCache, list[jax.ShapeDtypeStruct]]]:
-    """Every block's attention that the kernel of an operation takes: its spec, queries of a KV head, and its cache,
-    planned and as a device has it."""
-    for block, layers in zip(plan.blocks, model.blocks(), strict=True):
-        spec = model.config.layers[layers[0]].attention
-        if isinstance(block, BlockState):
-            continue
-        if not kernel_lacks(spec, config.backend, operation, block.scaled):
-            shapes = (config.shards.local_shape(block.axes, shape) for shape in block.shapes)
-            held = [jax.ShapeDtypeStruct(s, block.dtype) for s in shapes]
-            yield spec, model.layout.heads(spec).queries, block, held
 
 
 def _experts_lack(config: EngineConfig, model: AbstractModel, name: str) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import jax
@@ -12,26 +13,28 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from inferlib.models.batch import StepContext, kernel_lacks
+from inferlib.models.batch import StepContext
 from inferlib.models.config import AttentionSpec, NormSpec, QueryTemperature
 from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm, scale_norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
-from inferlib.models.layers.step_attention import Attended, Share, attend, limit_of
+from inferlib.models.layers.step_attention import Arrays, Attended, StepPlan, attend, limit_of
 from inferlib.models.layout import HeadLayout
+from inferlib.ops import cache_write, decode_attention, prefill_attention, project_and_attend
 from inferlib.ops.add_norm import Unscaled
-from inferlib.ops.decode_attention import decode_attention
+from inferlib.ops.attention import AttentionOptions
+from inferlib.ops.choice import Choice
+from inferlib.ops.kv_cache import NewCells
 from inferlib.ops.matmul import Normed, gives_shares, matmul, product_shares
-from inferlib.ops.prefill_attention import prefill_attention
-from inferlib.ops.qkv_attention import qkv_attention
+from inferlib.ops.project_and_attend import HeadTransforms, QkvPartials
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 from inferlib.sharding.stripe import Stripe
 
 
-def warmed(q: jax.Array, temperature: QueryTemperature | None, ctx: StepContext) -> jax.Array:
-    """Queries [T, ...] scaled by the temperature of their positions."""
+def scale_by_temperature(q: jax.Array, temperature: QueryTemperature | None, ctx: StepContext) -> jax.Array:
+    """Queries [T, ...] times the temperature at their positions."""
     if temperature is None:
         return q
     positions = jnp.maximum(ctx.positions, 0) + temperature.first
@@ -42,9 +45,9 @@ def warmed(q: jax.Array, temperature: QueryTemperature | None, ctx: StepContext)
 class Attention(nnx.Module):
     """x [T, D] -> [T, D]: this device's part of the sum over heads, without `o_bias`.
 
-    One matrix holds, for each KV head, its G queries, its key and, where it has their size, its value: one read of x
-    and one launch, and a split over KV heads keeps every group whole. K and G are as laid out (see `HeadLayout`).
-    Where the cache is another layer's, there are queries alone.
+    One matrix makes, for each KV head, its G queries, its key and, if it has the same size, its value: x is read once,
+    in one launch, and a split over KV heads keeps every group whole. K and G are as laid out (see `HeadLayout`). A
+    layer that attends to another layer's cache makes queries alone.
     """
 
     def __init__(self, spec: AttentionSpec, layout: HeadLayout, norm: NormSpec, dim: int, dtype):
@@ -82,71 +85,74 @@ class Attention(nnx.Module):
     def __call__(
         self, x: jax.Array | Normed | Unscaled, ctx: StepContext, cache: LayerCache, *, shares: bool = False
     ) -> tuple[jax.Array, LayerCache]:
-        """shares: the last product's, [S, T, D]."""
-        spec = self.spec
-        if self.in_one(ctx, cache):
-            out, cache = self.step(x, cache, ctx)
+        """shares: the output projection's partial sums, [S, T, D]."""
+        if self.fuses(ctx, cache):
+            out, cache = self.attend_fused(self.project_partially(x, ctx), cache, ctx)
         else:
             q, new = self.project(x, ctx)
             out, cache = self.attend(q, new, cache, ctx)
-        if spec.gate is not None:
+        if self.spec.gate is not None:
             out = self.gated(out, x, ctx.shards)
         return (product_shares if shares else matmul)(out, self.o[...], contract=3), cache
 
-    def in_one(self, ctx: StepContext, cache: LayerCache) -> bool:
-        """Whether one kernel takes decode rows from their products on."""
-        spec, chunks = self.spec, math.prod(ctx.batch.chunk_tokens.shape)
-        if ctx.backend.qkv_attention == "xla" or chunks or ctx.shards.size(axes.POSITIONS) > 1:
-            return False
-        plain = spec.temperature is None and not spec.value_norm and spec.value_scale == 1.0 and spec.chunk is None
-        normed = spec.qk_norm in (None, "head") and not spec.qk_norm_after_rope
-        apart = cache.layer is None and len(cache.arrays) == 2 and not cache.scaled
-        return plain and normed and apart and spec.fused_heads == 2
+    def fuses(self, ctx: StepContext, cache: LayerCache) -> bool:
+        """True if one kernel takes the step's decode rows from their projections on."""
+        spec, unfit = self.spec, ""
+        if math.prod(ctx.batch.chunk_tokens.shape) or ctx.shards.size(axes.POSITIONS) > 1:
+            unfit = "prompt chunks or striped positions"
+        elif spec.temperature is not None or spec.value_norm or spec.value_scale != 1.0 or spec.chunk is not None:
+            unfit = "query temperatures, value norms, value scales or chunks"
+        elif spec.qk_norm not in (None, "head") or spec.qk_norm_after_rope or spec.fused_heads != 2:
+            unfit = "other norms, or values that are projected apart"
+        choice = project_and_attend.choose(cache.keys_and_values(), ctx.backend.qkv_attention, unfit=unfit)
+        return choice.name != "xla"
 
-    def step(
-        self, x: jax.Array | Normed | Unscaled, cache: LayerCache, ctx: StepContext
-    ) -> tuple[jax.Array, LayerCache]:
-        """Decode rows' [B, K, G, h], and the cache with what is new."""
-        spec = self.spec
-        arrays = {"bias": self.qkv_bias[...]} if spec.qkv_bias else {}
-        if spec.qk_norm:
-            arrays["norms"] = self.q_norm[...], self.k_norm[...]
-        if spec.rope is not None:
-            arrays["rope"] = ctx.rope[spec.rope]
-        if spec.sinks:
-            arrays["sinks"] = self.sinks[...]
-        options = dict(scale=spec.scale, window=spec.window, softcap=spec.softcap, ring=cache.ring, limit=ctx.limit)
-        options |= dict(eps=self.norm.eps, offset=float(self.norm.unit_offset))
+    def project_partially(self, x: jax.Array | Normed | Unscaled, ctx: StepContext) -> jax.Array | QkvPartials:
+        """Queries, keys and values of decode rows, [B, K, G + 2, h], as projected, or their partial sums."""
         w, y = self.qkv[...], x.y if isinstance(x, Normed | Unscaled) else x
-        if ctx.shards.size(axes.EMBED) == 1 and gives_shares(w, 1, y.shape[0], y.dtype):
-            if isinstance(x, Unscaled):
-                arrays["squares"] = x.squares
-                options |= dict(inputs=y.shape[1], inputs_eps=x.eps)
-            qkv, options["dtype"] = product_shares(y, w), y.dtype
-        else:
-            qkv = ctx.shards.sum(matmul(x, w), axes.EMBED)
-        out, k, v = qkv_attention(qkv, *cache.arrays, ctx.batch.decode_lengths, arrays, **options)
-        return out, replace(cache, arrays=(k, v))
+        if ctx.shards.size(axes.EMBED) > 1 or not gives_shares(w, 1, y.shape[0], y.dtype):
+            return ctx.shards.sum(matmul(x, w), axes.EMBED)
+        if not isinstance(x, Unscaled):
+            return QkvPartials(product_shares(y, w), y.dtype)
+        return QkvPartials(product_shares(y, w), y.dtype, x.squares, inputs=y.shape[1], eps=x.eps)
+
+    def attend_fused(
+        self, qkv: jax.Array | QkvPartials, cache: LayerCache, ctx: StepContext
+    ) -> tuple[jax.Array, LayerCache]:
+        """Decode rows' attention [B, K, G, h], and the cache with their cells."""
+        spec = self.spec
+        transforms = HeadTransforms(
+            bias=self.qkv_bias[...] if spec.qkv_bias else None,
+            norms=(self.q_norm[...], self.k_norm[...]) if spec.qk_norm else None,
+            rope=None if spec.rope is None else ctx.rope[spec.rope],
+            eps=self.norm.eps,
+            offset=float(self.norm.unit_offset),
+        )
+        sinks = self.sinks[...] if spec.sinks else None
+        options = AttentionOptions(spec.scale, spec.window, spec.softcap, sinks)
+        arrays, lengths = cache.keys_and_values(limit=ctx.limit), ctx.batch.decode_lengths
+        out, arrays = project_and_attend.project_and_attend(qkv, arrays, lengths, transforms, options)
+        return out, replace(cache, arrays=arrays.arrays)
 
     def gated(self, out: jax.Array, x: jax.Array | Normed | Unscaled, shards: Shards) -> jax.Array:
-        """Attention's output [T, K, G, h], or this device's share of h, by the gate of x [T, D]."""
+        """Attention's output [T, K, G, h], or this device's part of h, times the gate of x [T, D]."""
         gate = shards.sum(matmul(x, self.gate[...], out_dtype=jnp.float32), axes.EMBED)
         gate = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}[self.spec.gate.activation](gate)
         return out * gate.reshape(*out.shape[:3], -1).astype(out.dtype)
 
     def project(self, x: jax.Array | Normed | Unscaled, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """q [T, K, G, h], normed, rotated, scaled by the query temperature, and what is cached: k, normed and rotated,
-        and v [T, K, h]."""
+        """Queries [T, K, G, h], normed, rotated and scaled by temperature; and, to be cached, keys, normed and rotated,
+        and values, [T, K, h] each."""
         spec, g = self.spec, self.layout.queries
         qkv = ctx.shards.sum(matmul(x, self.qkv[...]), axes.EMBED)
         if spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
         rotated = spec.rope is not None and not spec.qk_norm
-        if rotated:  # all at once but values: a few heads at a time are so many fusions for a TPU
-            turned = np.arange(qkv.shape[2]) < g + (spec.cache_of is None)
-            qkv = jnp.where(turned[:, None], apply_rope(qkv, *ctx.rope[spec.rope]), qkv)
-        place = (lambda x, *_: x) if rotated else self.placed
-        q = warmed(place(qkv[:, :, :g], "q", ctx), spec.temperature, ctx)
+        if rotated:  # all but values at once: heads one by one would be as many fusions for a TPU
+            turns = np.arange(qkv.shape[2]) < g + (spec.cache_of is None)
+            qkv = jnp.where(turns[:, None], apply_rope(qkv, *ctx.rope[spec.rope]), qkv)
+        finish = (lambda x, *_: x) if rotated else self.norm_and_rotate
+        q = scale_by_temperature(finish(qkv[:, :, :g], "q", ctx), spec.temperature, ctx)
         if spec.cache_of is not None:
             return q, ()
         k = v = qkv[:, :, g]
@@ -158,10 +164,10 @@ class Attention(nnx.Module):
         if spec.value_norm:
             v = rms_norm(v, jnp.ones((spec.value_dim,)), self.norm.eps)
         v = v if spec.value_scale == 1.0 else v * jnp.asarray(spec.value_scale, v.dtype)
-        return q, (place(k, "k", ctx), v)
+        return q, (finish(k, "k", ctx), v)
 
-    def placed(self, x: jax.Array, which: Literal["q", "k"], ctx: StepContext) -> jax.Array:
-        """Queries or keys, normed and rotated."""
+    def norm_and_rotate(self, x: jax.Array, which: Literal["q", "k"], ctx: StepContext) -> jax.Array:
+        """Queries or keys after their norm and their rotary embedding, in the layer's order."""
         spec = self.spec
         if spec.qk_norm and not spec.qk_norm_after_rope:
             x = self.qk_norm(x, which, ctx.shards)
@@ -184,79 +190,90 @@ class Attention(nnx.Module):
     def attend(
         self, q: jax.Array, new: Sequence[jax.Array], cache: LayerCache, ctx: StepContext
     ) -> tuple[jax.Array, LayerCache]:
-        """[T, K, G, h], where the output projection takes in a share of h that share; and the cache with what is new
-        of all tokens [T, K, h]."""
-        spec, batch, own = self.spec, ctx.batch, ctx.shards.stripe(axes.POSITIONS)
-        split = math.prod(batch.chunk_tokens.shape)
-        dealt = ctx.shards.size(axes.POSITIONS) > 1
-        apart = len(cache.arrays) > 1
-        # Against a cell of key and value: zeros meet the value, and what meets the key is dropped.
-        q = q if apart else widened(q, cache.arrays[0].shape[-1])
-        sinks = self.sinks[...] if spec.sinks else None
-        options = dict(scale=spec.scale, softcap=spec.softcap, sinks=None if dealt else sinks, ring=cache.ring)
+        """Attention of all tokens [T, K, G, h], where the output projection's inputs are split over devices this
+        device's part of h; and the cache with the cells `new` of all tokens, [T, K, h] each."""
+        if len(cache.sizes) == 1:  # against cells of a key and a value: the value meets zeros
+            q = widened(q, cache.sizes[0])
+        step = GroupedStep(self.spec, ctx, q, self.sinks[...] if self.spec.sinks else None)
+        return attend(step, step.plan(cache), new, cache)
 
-        def reach(stripe: Stripe, positions: jax.Array, operation: str) -> tuple[int | jax.Array | None, str]:
-            """The window of these, and what implements their attention. No kernel takes a window for each row: one that
-            does not divide covers a position more on some devices."""
-            window = stripe.window(positions, self.window(positions))
-            lacks = isinstance(window, jax.Array) or kernel_lacks(spec, ctx.backend, operation, cache.scaled)
-            return window, "xla" if lacks else getattr(ctx.backend, operation)
 
-        def values(out: jax.Array, lse: jax.Array) -> Attended:
-            return out if apart else out[..., spec.head_dim : spec.head_dim + spec.value_dim], lse
+@dataclass(frozen=True)
+class GroupedStep:
+    """Grouped-query attention in one step. queries [T, K, G, h], as wide as the cache's keys; sinks [K, G]."""
 
-        def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
-            queries = q[:split].reshape(*batch.chunk_tokens.shape, *q.shape[1:])[which]
-            positions, limit = ctx.chunk_positions[which], limit_of(ctx, stripe)
-            window, kernel = reach(stripe, positions, "prefill_attention")
-            k, v, scales = _parts(share)
-            kind = dict(window=window, limit=limit, backend=kernel, **scales)
-            if k.ndim == 5:
-                kind["layer"] = cache.layer
-            numbers = stripe.number(positions)
-            return values(*prefill_attention(queries, k, v, pages, numbers, **kind, **options))
+    spec: AttentionSpec
+    ctx: StepContext
+    queries: jax.Array
+    sinks: jax.Array | None
 
-        def rows(stripe: Stripe) -> tuple[Attended, Share]:
-            queries, positions = q[split:], batch.decode_lengths - 1
-            limit, numbers, layer = limit_of(ctx, stripe), stripe.number(positions), None
-            if kernel == "pallas_tpu":
-                share, layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
-            else:
-                share = cache.read(queries.shape[0], limit)
-            k, v, scales = _parts(share)
-            kind = dict(window=window, limit=limit, layer=layer, backend=kernel, **scales)
-            if fresh is not None:
-                kind |= dict(new=fresh, written=stripe.owns(positions) if dealt else None)
-            out, lse, *share = decode_attention(queries, k, v, numbers + 1, **kind, **options)
-            return values(out, lse), tuple(share)
+    @property
+    def striped(self) -> bool:
+        """True if a row's positions are split over devices."""
+        return self.ctx.shards.size(axes.POSITIONS) > 1
 
-        window, kernel = reach(own, batch.decode_lengths - 1, "decode_attention")
-        fresh, attended = None, None
-        if new and kernel == "pallas_tpu" and split < q.shape[0]:  # it writes the cells of decode rows
-            fresh, new = [x[split:] for x in cache.cells(new)], [x[:split] for x in new]
-        prefill = reach(own, ctx.chunk_positions, "prefill_attention")[1]
-        if new and (count := new[0].shape[0]):
-            run = batch.chunk_tokens.shape[1] if count == split and "pallas_tpu" in (kernel, prefill) else 1
-            if run > 1 and prefill == "pallas_tpu" and not dealt and cache.takes_chunks(run):
-                new = [x.reshape(-1, run, *x.shape[1:]) for x in new]
-                cache = cache.write_chunks(new, batch.chunk_rows, batch.chunk_starts)
-            else:
-                cache = cache.write(new, ctx.pages[:count], ctx.positions[:count], own, run)
-        if fresh is not None:  # before chunks read the cache, so that it is written in place
-            attended, arrays = rows(own)
-            cache = replace(cache, arrays=arrays)
-        by_kernel = prefill == "pallas_tpu"
-        out = attend(
-            cache, ctx, chunks, lambda stripe: attended or rows(stripe)[0], sinks if dealt else None, stacked=by_kernel
+    def plan(self, cache: LayerCache) -> StepPlan:
+        ctx, width = self.ctx, self.ctx.batch.chunk_tokens.shape[1]
+        stripe = ctx.shards.stripe(axes.POSITIONS)
+        decode = self.choose_decode(cache)
+        prefill = self.choose_prefill(cache, self.options(stripe, ctx.chunk_positions))
+        in_place = prefill.name in prefill_attention.IN_PLACE
+        runs = in_place or decode.name in decode_attention.IN_PLACE
+        writer = cache_write.choose_chunk_write(cache.arrays, width, ring=cache.ring, backend=prefill.name)
+        return StepPlan(
+            rows_write=decode.name in decode_attention.IN_PLACE,
+            chunks_in_place=in_place,
+            run=width if runs else 1,
+            chunk_writer=writer.name if width > 1 and not self.striped and writer.name != "xla" else None,
+            sinks=self.sinks if self.striped else None,
         )
-        return out, cache
 
-    def window(self, positions: jax.Array) -> int | jax.Array | None:
-        """How many positions each of these sees, itself included."""
-        return self.spec.window if self.spec.chunk is None else positions % self.spec.chunk + 1
+    @cached_property
+    def row_options(self) -> AttentionOptions:
+        """How decode rows' queries weigh this device's positions."""
+        return self.options(self.ctx.shards.stripe(axes.POSITIONS), self.ctx.batch.decode_lengths - 1)
 
+    def options(self, stripe: Stripe, positions: jax.Array) -> AttentionOptions:
+        """How queries at these positions weigh the positions of a stripe. A window that the number of devices does not
+        divide covers one position more on some of them: then each query has its own."""
+        spec = self.spec
+        window = spec.window if spec.chunk is None else positions % spec.chunk + 1
+        window = stripe.window(positions, window)
+        return AttentionOptions(spec.scale, window, spec.softcap, None if self.striped else self.sinks)
 
-def _parts(share: Share) -> tuple[jax.Array, jax.Array | None, dict[str, jax.Array]]:
-    """Keys, values (None: they lie behind the keys) and the scales of both, as attention takes them."""
-    k, *rest = share
-    return k, rest[0] if rest else None, dict(zip(("k_scales", "v_scales"), rest[1:], strict=False))
+    def choose_decode(self, cache: LayerCache) -> Choice:
+        window, backend = self.row_options.window, self.ctx.backend.decode_attention
+        return decode_attention.choose(cache.keys_and_values(), window, backend)
+
+    def choose_prefill(self, cache: LayerCache, options: AttentionOptions) -> Choice:
+        return prefill_attention.choose(cache.keys_and_values(), options.window, self.ctx.backend.prefill_attention)
+
+    def chunks(self, cache: LayerCache, arrays: Arrays, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
+        """See `step_attention.LayerStep`."""
+        ctx, shape = self.ctx, self.ctx.batch.chunk_tokens.shape
+        queries = self.queries[: math.prod(shape)].reshape(*shape, *self.queries.shape[1:])[which]
+        positions = ctx.chunk_positions[which]
+        options = self.options(stripe, positions)
+        backend = self.choose_prefill(cache, options).name
+        cells, numbers = cache.keys_and_values(arrays, limit_of(ctx, stripe)), stripe.number(positions)
+        out = prefill_attention.prefill_attention(queries, cells, pages, numbers, options, backend=backend)
+        return self.values(cache, *out)
+
+    def rows(self, cache: LayerCache, new: Sequence[jax.Array] | None) -> tuple[Attended, LayerCache]:
+        """See `step_attention.LayerStep`."""
+        ctx, stripe = self.ctx, self.ctx.shards.stripe(axes.POSITIONS)
+        queries, positions = self.queries[math.prod(ctx.batch.chunk_tokens.shape) :], ctx.batch.decode_lengths - 1
+        limit, backend = limit_of(ctx, stripe), self.choose_decode(cache).name
+        in_place = backend in decode_attention.IN_PLACE
+        arrays = cache.arrays if in_place else cache.read(queries.shape[0], limit)
+        cells, lengths = cache.keys_and_values(arrays, limit), stripe.number(positions) + 1
+        writes = None if new is None else NewCells(new, stripe.owns(positions) if self.striped else None)
+        out, lse, cells = decode_attention.decode_attention(
+            queries, cells, lengths, self.row_options, new=writes, backend=backend
+        )
+        return self.values(cache, out, lse), cache if new is None else replace(cache, arrays=cells.arrays)
+
+    def values(self, cache: LayerCache, out: jax.Array, lse: jax.Array) -> Attended:
+        """Attention's output, without what the keys of cells that are key and value at once give."""
+        spec = self.spec
+        return out if len(cache.sizes) > 1 else out[..., spec.head_dim : spec.head_dim + spec.value_dim], lse

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from inferlib.ops.cache_write import cache_write, chunk_write, folded_rows, rounded
+from inferlib.ops.kv_cache import KvCache, LatentCache
 from inferlib.sharding.stripe import Stripe
 
 
@@ -19,13 +20,13 @@ from inferlib.sharding.stripe import Stripe
 class LayerCache:
     """arrays: keys and values, or latents and rotary keys, each [N, K, S, h]; in a scanned segment [L, N, K, S, h] with
     `layer` the current one. Rotary keys may be folded, [..., S / f, f * h] (see `inferlib.ops.cache_write`). Where keys
-    and values are one array, a cell holds a key, its value behind it, and padding. They may be quantised; then their
-    scales follow, each [N, K, S] or [L, N, K, S].
+    and values are one array, a cell holds a key, its value behind it, and padding. Quantised arrays are followed by
+    their scales, each [N, K, S] or [L, N, K, S].
 
-    Of a layer that shares another's, the arrays of that one.
+    A layer that shares another layer's cache gets the arrays of that layer.
 
-    In a ring (sliding-window layers), position p lives in slot p mod S. Where positions are dealt out to several
-    devices, this is one's share and p is the number among its own (see `Stripe`).
+    In a ring (sliding-window layers), position p lives in slot p mod S. Where positions are striped over several
+    devices, the arrays hold one device's positions and p is the number among these (see `Stripe`).
     """
 
     arrays: tuple[jax.Array, ...]
@@ -38,12 +39,12 @@ class LayerCache:
 
     @property
     def folds(self) -> tuple[int, ...]:
-        """How many positions a row of each array holds."""
+        """How many positions one row of each array holds."""
         return tuple(self.slots // x.shape[-2] if x.ndim == self.arrays[0].ndim else 1 for x in self.arrays)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of a position and head in each array but those of scales."""
+        """The size of a cell, h, in each array but the scales."""
         pairs = zip(self.arrays, self.folds, strict=True)
         return tuple(x.shape[-1] // fold for x, fold in pairs if x.ndim == self.arrays[0].ndim)
 
@@ -58,39 +59,52 @@ class LayerCache:
     def write(
         self, new: Sequence[jax.Array], pages: jax.Array, positions: jax.Array, stripe: Stripe, run: int = 1
     ) -> LayerCache:
-        """new: [T, K, h] for each array, or for cells side by side of one, at `positions` [T] of `pages` [T]; pages
-        >= N, negative positions and those of other devices are dropped. run: so many tokens in turn are of one page."""
+        """Write new cells at `positions` [T] of `pages` [T]: [T, K, h] for each array, or for each part of a cell.
+
+        Pages >= N, negative positions and those of other devices are dropped. run: every `run` consecutive tokens are
+        of one page.
+        """
         new = self.cells(new)
         slots = stripe.slots(positions, self.slots, ring=self.ring)
         pairs = zip(self.arrays, rounded(new, self.arrays[0].dtype, scaled=self.scaled), strict=True)
         write = partial(cache_write, pages=pages, slots=slots, layer=self.layer, run=run)
         return replace(self, arrays=tuple(write(old, x) for old, x in pairs))
 
-    def takes_chunks(self, width: int) -> bool:
-        """Whether `write_chunks` takes chunks of so many tokens."""
-        from inferlib.pallas_kernels.chunk_write_tpu import unsupported
+    def write_chunks(self, new: Sequence[jax.Array], pages: jax.Array, starts: jax.Array, backend: str) -> LayerCache:
+        """Write chunks of consecutive positions from `starts` [P] on; new: [P, C, K, h] for each array, as in `write`.
 
-        return unsupported(self.arrays, width, ring=self.ring) is None
-
-    def write_chunks(self, new: Sequence[jax.Array], pages: jax.Array, starts: jax.Array) -> LayerCache:
-        """The same by a TPU kernel, of chunks of consecutive positions from `starts` [P] on; new: [P, C, K, h]."""
-        slots = starts % self.slots if self.ring else starts
-        arrays = chunk_write(
-            self.arrays, self.cells(new), pages, slots, layer=self.layer, ring=self.ring, backend="pallas_tpu"
-        )
+        backend: see `inferlib.ops.cache_write.choose_chunk_write`.
+        """
+        slots, new = starts % self.slots if self.ring else starts, self.cells(new)
+        arrays = chunk_write(self.arrays, new, pages, slots, layer=self.layer, ring=self.ring, backend=backend)
         return replace(self, arrays=arrays)
 
     def cells(self, new: Sequence[jax.Array]) -> list[jax.Array]:
-        """What is cached of tokens, as `write` takes it, in the shape of cells, before it is rounded."""
+        """The cells of new keys and values, before they are rounded: one array for each of the cache's, padded to its
+        size."""
         if len(self.sizes) == 1:
             new = (jnp.concatenate(new, axis=-1),)
         return list(map(widened, new, self.sizes))
 
-    def read(self, rows: int, limit: int | None = None, first: jax.Array | int = 0) -> tuple[jax.Array, ...]:
-        """The arrays of the current layer, [N, K, S, ...]; of a scanned one, only what is asked for: [rows, K, limit,
-        ...], the first that of page `first`. What is folded stays so.
+    def keys_and_values(self, arrays: Sequence[jax.Array] | None = None, limit: int | None = None) -> KvCache:
+        """The keys and values that attention reads: of the arrays, in place if they are stacked; or of `arrays` read
+        from them before. limit: no position reaches it."""
+        arrays = self.arrays if arrays is None else arrays
+        cells = [x for x in arrays if x.ndim == arrays[0].ndim]
+        scales, layer = arrays[len(cells) :], self.layer if cells[0].ndim == 5 else None
+        return KvCache(*cells, *[None] * (2 - len(cells)), *scales, layer=layer, ring=self.ring, limit=limit)
 
-        XLA fuses one slice of the stacked cache with what reads it, and copies to memory a slice of a slice.
+    def latents(self, arrays: Sequence[jax.Array] | None = None, limit: int | None = None) -> LatentCache:
+        """The latents and rotary keys, likewise."""
+        latents, keys, *scales = self.arrays if arrays is None else arrays
+        layer = self.layer if latents.ndim == 5 else None
+        return LatentCache(latents, keys, tuple(scales) or None, layer=layer, limit=limit)
+
+    def read(self, rows: int, limit: int | None = None, first: jax.Array | int = 0) -> tuple[jax.Array, ...]:
+        """The arrays of the current layer, [N, K, S, ...]; of a stacked cache only `rows` pages from page `first` on
+        and slots below `limit`: [rows, K, limit, ...]. Folded arrays stay folded.
+
+        XLA fuses one slice of the stacked cache with what reads it, but copies a slice of a slice to memory.
         """
         if self.layer is None:
             return self.arrays
@@ -104,6 +118,6 @@ class LayerCache:
 
 
 def widened(x: jax.Array, size: int) -> jax.Array:
-    """x [..., n] with zeros up to [..., size]."""
+    """x [..., n], padded with zeros to [..., size]."""
     short = size - x.shape[-1]
     return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, short),)) if short else x

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from inferlib.models.batch import StepContext, kernel_lacks
+from inferlib.models.batch import StepContext
 from inferlib.models.config import MlaSpec
-from inferlib.models.layers.attention import warmed
+from inferlib.models.layers.attention import scale_by_temperature
 from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm
 from inferlib.models.layers.param import OfStack, param
 from inferlib.models.layers.rope import apply_rope
-from inferlib.models.layers.step_attention import Attended, Share, attend, limit_of
+from inferlib.models.layers.step_attention import Arrays, Attended, StepPlan, attend, limit_of
 from inferlib.models.layout import HeadLayout
+from inferlib.ops import mla_decode_attention as mla_decode
+from inferlib.ops import mla_prefill_attention as mla_prefill
+from inferlib.ops import mla_queries as mla_queries_op
+from inferlib.ops.choice import Choice
+from inferlib.ops.kv_cache import NewCells
 from inferlib.ops.matmul import Normed, matmul, precision_of
-from inferlib.ops.mla_decode_attention import mla_decode_attention
-from inferlib.ops.mla_prefill_attention import mla_prefill_attention
-from inferlib.ops.mla_queries import mla_queries, mla_queries_lacks
+from inferlib.ops.mla_prefill_attention import Expansion
+from inferlib.ops.mla_queries import mla_queries
 from inferlib.sharding import axes
 from inferlib.sharding.stripe import Stripe
 
@@ -31,10 +35,10 @@ from inferlib.sharding.stripe import Stripe
 class Mla(nnx.Module):
     """x [T, D] -> [T, D]: this device's part of the sum over heads, without `o_bias`.
 
-    The cache holds each token's latent [R], normed, and apart from it its rotary key [r], both shared by all heads;
-    zeros fill up what the plan makes larger. Prefill expands them to keys [n + r] and values [v] of each head; decoding
-    takes the queries to the latents' space instead and its output back, so that it reads each latent once for all
-    heads. H heads as laid out (see `HeadLayout`).
+    The cache has each token's latent [R], normed, and apart from it the token's rotary key [r], both shared by all
+    heads, and padded with zeros where the cache's plan has larger cells. Prefill expands them to keys [n + r] and
+    values [v] of each head. Decoding takes the queries to the latents' space instead and its output back, so that it
+    reads each latent once for all heads. H heads as laid out (see `HeadLayout`).
     """
 
     def __init__(self, spec: MlaSpec, layout: HeadLayout, dim: int, dtype):
@@ -57,22 +61,25 @@ class Mla(nnx.Module):
             self.o_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 
     def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        spec, (q, down) = self.spec, self.project(x, ctx)
-        plain = spec.rotates and spec.temperature is None and spec.latent_scale == 1.0
-        plain = plain and not ctx.batch.chunk_tokens.size and self.kernel(ctx, cache) == "pallas_gpu"
-        if plain and not mla_queries_lacks(q, self.k[...], ctx.rope[spec.rope][0]):
-            angles = ctx.rope[spec.rope]
-            *absorbed, latent, key = mla_queries(q, down, self.kv_norm[...], self.k[...], *angles, spec.eps)
-            out, cache = self.attend(q, absorbed, (latent, key), cache, ctx)
+        q, down = self.project(x, ctx)
+        if self.fuses(q, ctx, cache):
+            angles = ctx.rope[self.spec.rope]
+            *absorbed, latent, key = mla_queries(q, down, self.kv_norm[...], self.k[...], *angles, self.spec.eps)
+            out, cache = self.attend(q, (latent, key), cache, ctx, absorbed)
         else:
-            q, latent, key = self.placed(q, down, ctx)
-            out, cache = self.attend(q, None, (latent[:, None], key[:, None]), cache, ctx)
+            q, latent, key = self.rotated(q, down, ctx)
+            out, cache = self.attend(q, (latent[:, None], key[:, None]), cache, ctx)
         return matmul(out[:, :, 0], self.o[...], contract=2), cache
 
-    def kernel(self, ctx: StepContext, cache: LayerCache) -> str:
-        """What implements decode attention."""
-        lacks = kernel_lacks(self.spec, ctx.backend, "decode_attention", cache.scaled)
-        return "xla" if lacks else ctx.backend.decode_attention
+    def fuses(self, q: jax.Array, ctx: StepContext, cache: LayerCache) -> bool:
+        """True if one kernel makes the step's decode queries and new cells from their projections."""
+        spec = self.spec
+        if not spec.rotates or spec.temperature is not None or spec.latent_scale != 1.0 or ctx.batch.chunk_tokens.size:
+            return False
+        backend = choose_decode(spec, ctx, cache).name
+        if backend not in mla_decode.WRITING:
+            return False
+        return mla_queries_op.choose(q, self.k[...], ctx.rope[spec.rope][0], backend).name == backend
 
     def project(self, x: jax.Array | Normed, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
         """q [T, H, n + r], not rotated, and the latents and the rotary key [T, `spec.latent_dim`] as projected."""
@@ -84,9 +91,9 @@ class Mla(nnx.Module):
             return matmul(rms_norm(down[:, :rank], self.q_norm[...], spec.eps), self.q[...]), down
         return ctx.shards.sum(matmul(x, self.q[...]), axes.EMBED), down
 
-    def placed(self, q: jax.Array, down: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [T, H, n + r], the normed latent [T, R], and the rotary key [T, r], of what `project` returns; rotated, if
-        they are."""
+    def rotated(self, q: jax.Array, down: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [T, H, n + r], the normed latent [T, R], and the rotary key [T, r], of what `project` returns; with their
+        positions applied, if the layer has positions."""
         spec, n, rank = self.spec, self.spec.nope_dim, self.spec.q_rank or 0
         latent, key = down[:, rank : rank + spec.kv_rank], down[:, rank + spec.kv_rank :]
         if spec.rotates:
@@ -95,72 +102,92 @@ class Mla(nnx.Module):
             key = apply_rope(key, *angles)
         latent = rms_norm(latent, self.kv_norm[...], spec.eps)
         latent = latent if spec.latent_scale == 1.0 else latent * jnp.asarray(spec.latent_scale, latent.dtype)
-        return warmed(q, spec.temperature, ctx), latent, key
+        return scale_by_temperature(q, spec.temperature, ctx), latent, key
 
     def attend(
         self,
         q: jax.Array,
-        absorbed: Sequence[jax.Array] | None,
         new: Sequence[jax.Array],
         cache: LayerCache,
         ctx: StepContext,
+        absorbed: Sequence[jax.Array] | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        """[T, H, 1, v], where the output projection takes in a share of v that share; and the cache with what is new of
-        all tokens, latents [T, 1, R] and rotary keys [T, 1, r]. absorbed: decode rows' queries as `absorb` makes them,
-        if they are known; then q is that of no chunk."""
-        spec, batch, own = self.spec, ctx.batch, ctx.shards.stripe(axes.POSITIONS)
-        split = math.prod(batch.chunk_tokens.shape)
-        kernel = self.kernel(ctx, cache)
-        lacks = kernel_lacks(spec, ctx.backend, "prefill_attention", cache.scaled)
-        prefill = "xla" if lacks else ctx.backend.prefill_attention
+        """Attention of all tokens [T, H, 1, v], where the output projection's inputs are split over devices this
+        device's part of v; and the cache with the new cells of all tokens, latents [T, 1, R] and rotary keys [T, 1, r].
 
-        def chunks(share: Share, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
-            latents, keys, *scales = share
-            queries = widened(q[:split], spec.nope_dim + cache.sizes[1])
-            queries = queries.reshape(*batch.chunk_tokens.shape, *queries.shape[1:])[which]
-            kind = dict(scale=spec.scale, limit=limit_of(ctx, stripe), scales=tuple(scales) or None, backend=prefill)
-            k, v = self.k[...], self.v[...]
-            if prefill == "pallas_tpu" and isinstance(self.k.get_value(), OfStack):
-                k, v = (w.get_value().stack for w in (self.k, self.v))
-                kind["weight_layer"] = self.k.get_value().layer
-            if latents.ndim == 5:
-                kind["layer"] = cache.layer
-            numbers = stripe.number(ctx.chunk_positions[which])
-            out, lse = mla_prefill_attention(queries, k, v, latents, keys, pages, numbers, **kind)
-            return out[:, :, :, None], lse[..., None]
+        absorbed: the queries of a step of decode rows alone, as `LatentStep.absorb` makes them, if they are known.
+        """
+        step = LatentStep(self.spec, ctx, q, self.k, self.v, absorbed)
+        return attend(step, step.plan(cache), new, cache)
 
-        def rows(stripe: Stripe) -> tuple[Attended, Share]:
-            lengths, limit, layer = stripe.number(batch.decode_lengths - 1) + 1, limit_of(ctx, stripe), None
-            if kernel == "pallas_tpu":
-                arrays, layer = cache.arrays, cache.layer  # it reads a stacked cache where it lies
-            else:
-                arrays = cache.read(lengths.shape[0], limit)
-            latents, keys, *scales = arrays
-            parts = zip(absorbed or self.absorb(q[split:]), cache.sizes, strict=True)
-            queries = [widened(part, size) for part, size in parts]
-            kind = dict(limit=limit, layer=layer, scales=tuple(scales) or None, new=fresh, backend=kernel)
-            out, lse, *share = mla_decode_attention(*queries, latents, keys, lengths, scale=spec.scale, **kind)
-            return (self.values(out[..., : spec.kv_rank])[:, :, None], lse[..., None]), tuple(share)
 
-        fresh, attended = None, None
-        if kernel == "pallas_gpu" and cache.layer is None and ctx.shards.size(axes.POSITIONS) == 1 and split < len(q):
-            fresh, new = [x[split:] for x in new], [x[:split] for x in new]  # it writes the cells of decode rows
-        if count := len(new[0]):
-            cache = cache.write(new, ctx.pages[:count], ctx.positions[:count], own)
-        if fresh is not None:  # before chunks read the cache, so that it is written in place
-            attended, arrays = rows(own)
-            cache = replace(cache, arrays=arrays)
-        out = attend(cache, ctx, chunks, lambda stripe: attended or rows(stripe)[0], stacked=prefill == "pallas_tpu")
-        return out, cache
+def choose_decode(spec: MlaSpec, ctx: StepContext, cache: LayerCache) -> Choice:
+    backend = ctx.backend.decode_attention
+    return mla_decode.choose(spec.kv_rank, spec.rope.dim, backend, scaled=cache.scaled)
+
+
+@dataclass(frozen=True)
+class LatentStep:
+    """Latent attention in one step. queries [T, H, n + r]; k, v: the layer's parameters that expand latents; absorbed:
+    the decode rows' queries in the latents' space, if they are known."""
+
+    spec: MlaSpec
+    ctx: StepContext
+    queries: jax.Array
+    k: nnx.Param
+    v: nnx.Param
+    absorbed: Sequence[jax.Array] | None
+
+    def choose_prefill(self, cache: LayerCache) -> Choice:
+        spec, backend = self.spec, self.ctx.backend.prefill_attention
+        return mla_prefill.choose(spec.kv_rank, spec.rope.dim, backend, scaled=cache.scaled)
+
+    def plan(self, cache: LayerCache) -> StepPlan:
+        alone = cache.layer is None and self.ctx.shards.size(axes.POSITIONS) == 1
+        return StepPlan(
+            rows_write=alone and choose_decode(self.spec, self.ctx, cache).name in mla_decode.WRITING,
+            chunks_in_place=self.choose_prefill(cache).name in mla_prefill.IN_PLACE,
+        )
+
+    def chunks(self, cache: LayerCache, arrays: Arrays, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
+        """See `step_attention.LayerStep`."""
+        ctx, backend = self.ctx, self.choose_prefill(cache).name
+        shape = ctx.batch.chunk_tokens.shape
+        queries = widened(self.queries[: math.prod(shape)], self.spec.nope_dim + cache.sizes[1])
+        queries = queries.reshape(*shape, *queries.shape[1:])[which]
+        expansion = Expansion(self.k[...], self.v[...])
+        if backend in mla_prefill.IN_PLACE and isinstance(stacked := self.k.get_value(), OfStack):
+            expansion = Expansion(stacked.stack, self.v.get_value().stack, stacked.layer)
+        cells, numbers = cache.latents(arrays, limit_of(ctx, stripe)), stripe.number(ctx.chunk_positions[which])
+        out, lse = mla_prefill.mla_prefill_attention(
+            queries, expansion, cells, pages, numbers, scale=self.spec.scale, backend=backend
+        )
+        return out[:, :, :, None], lse[..., None]
+
+    def rows(self, cache: LayerCache, new: Sequence[jax.Array] | None) -> tuple[Attended, LayerCache]:
+        """See `step_attention.LayerStep`."""
+        ctx, stripe = self.ctx, self.ctx.shards.stripe(axes.POSITIONS)
+        lengths, limit = stripe.number(ctx.batch.decode_lengths - 1) + 1, limit_of(ctx, stripe)
+        backend = choose_decode(self.spec, ctx, cache).name
+        arrays = cache.arrays if backend in mla_decode.IN_PLACE else cache.read(lengths.shape[0], limit)
+        queries = self.absorbed or self.absorb(self.queries[math.prod(ctx.batch.chunk_tokens.shape) :])
+        queries = [widened(part, size) for part, size in zip(queries, cache.sizes, strict=True)]
+        cells, writes = cache.latents(arrays, limit), None if new is None else NewCells(new)
+        out, lse, cells = mla_decode.mla_decode_attention(
+            *queries, cells, lengths, scale=self.spec.scale, new=writes, backend=backend
+        )
+        attended = self.values(out[..., : self.spec.kv_rank])[:, :, None], lse[..., None]
+        return attended, cache if new is None else replace(cache, arrays=cells.arrays)
 
     def absorb(self, q: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Queries [B, H, n + r] -> [B, H, R] and [B, H, r]: the sum of their products with a latent and its rotary key
-        is that with the expanded key."""
+        """Queries [B, H, n + r] -> [B, H, R] and [B, H, r]. The products of these two with a latent and with its rotary
+        key add up to the product of the query with the expanded key."""
         n = self.spec.nope_dim
         return jnp.moveaxis(_dot(q[..., :n], self.k[...], ((2,), (1,)), ((1,), (0,))), 0, 1), q[..., n:]
 
     def values(self, out: jax.Array) -> jax.Array:
-        """What was attended to, [B, H, R] -> [B, H, v]; linear, so that shares of positions may be merged after it."""
+        """Attention's output in the latents' space [B, H, R] -> [B, H, v]; linear, so that parts of striped positions
+        may be merged after it."""
         return jnp.moveaxis(_dot(out, self.v[...], ((2,), (1,)), ((1,), (0,))), 0, 1)
 
 

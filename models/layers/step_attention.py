@@ -1,13 +1,15 @@
-"""Attention of a step's tokens over the cache, also where a row's positions are dealt out to several devices (see
-`inferlib.sharding.stripe`).
+"""A step's attention: new cells are written, then chunks and decode rows attend to their rows' cache.
 
-Each device attends to its own share of the cache; disjoint shares merge exactly by their log-sum-exps.
+Positions of a row may be striped over several devices (see `inferlib.sharding.stripe`). Then each device attends to its
+part of the cache, and the parts' results merge exactly by their log-sum-exps.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,85 +22,140 @@ from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 from inferlib.sharding.stripe import Stripe
 
-Share = tuple[jax.Array, ...]  # the arrays of a layer's cache, of one device's positions
-Attended = tuple[jax.Array, jax.Array]
+Arrays: TypeAlias = tuple[jax.Array, ...]  # the arrays of a layer's cache, with one device's positions
+Attended: TypeAlias = tuple[jax.Array, jax.Array]  # out [..., K, G, h] and log-sum-exps [..., K, G]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Who does what in a layer's step.
+
+    rows_write: decode attention writes the cells of decode rows itself, where they lie. chunks_in_place: attention of
+    chunks reads one layer of a stacked cache where it lies. Where only chunks are written: run, how many consecutive
+    tokens go to one page together; chunk_writer, the implementation that writes whole chunks, None if cells are written
+    one by one. sinks [K, G]: a logit that joins the denominator once the parts of striped positions are merged; None
+    where the parts have it.
+    """
+
+    rows_write: bool
+    chunks_in_place: bool
+    run: int = 1
+    chunk_writer: str | None = None
+    sinks: jax.Array | None = None
+
+
+class LayerStep(Protocol):
+    """One kind of attention's part of a step: its queries, and how they attend."""
+
+    @property
+    def ctx(self) -> StepContext: ...
+
+    def chunks(self, cache: LayerCache, arrays: Arrays, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
+        """Attention of `which` chunks to the positions of a stripe, which are in `arrays`, in these pages [P]: out
+        [P, C, K, G, h] and log-sum-exps."""
+        ...
+
+    def rows(self, cache: LayerCache, new: Sequence[jax.Array] | None) -> tuple[Attended, LayerCache]:
+        """Attention of decode rows to this device's positions, out [B, K, G, h] and log-sum-exps, and the cache. new:
+        their cells, if they are to be written."""
+        ...
 
 
 def attend(
-    cache: LayerCache,
-    ctx: StepContext,
-    chunks: Callable[[Share, jax.Array, Stripe, slice], Attended],
-    rows: Callable[[Stripe], Attended],
-    sinks: jax.Array | None = None,
-    stacked: bool = False,
-) -> jax.Array:
-    """The step's tokens [T, K, G, h]; where the output projection takes in a share of h, that share.
+    step: LayerStep, plan: StepPlan, new: Sequence[jax.Array], cache: LayerCache
+) -> tuple[jax.Array, LayerCache]:
+    """Attention of all tokens [T, K, G, h], and the cache with their cells `new`, [T, K, h] each or none.
 
-    chunks: the queries of some chunks over the positions of a stripe, by the prefill contract: takes arrays that hold
-    them, the chunks' pages [P] in these, the stripe and which chunks; returns out [P, C, K, G, h] and LSE. rows: the
-    decode rows' over those of a stripe, by the decode contract, from the cache itself: out [B, K, G, h]. sinks [K, G]:
-    where positions are dealt out, a logit that joins the denominator; once for all shares, so `chunks` and `rows` must
-    leave it out. stacked: `chunks` takes the arrays of a stacked cache, too.
+    Where the output projection's inputs are split over devices, this device's part of h. Rows that write their own
+    cells do so before chunks read the cache, so that it is written in place.
     """
-    batch, shards = ctx.batch, ctx.shards
-    whole, shares = [], []
-    if math.prod(batch.chunk_tokens.shape):
-        if shards.size(axes.TOKENS) > 1:
-            whole.append(_flat(_around_ring(cache, ctx, chunks, sinks)))
-        else:
-            shares += [tuple(map(_flat, part)) for part in _over_cache(cache, ctx, chunks, stacked)]
-    if batch.decode_tokens.shape[0]:
-        shares.append(rows(shards.stripe(axes.POSITIONS)))
-    if shares:
-        out, lse = (_joined(parts) for parts in zip(*shares, strict=True))
-        whole.append(_merged(out, lse, shards, sinks) if shards.size(axes.POSITIONS) > 1 else out)
-    return _joined(whole)
+    ctx, rows = step.ctx, None
+    split = math.prod(ctx.batch.chunk_tokens.shape)
+    if new and plan.rows_write and split < ctx.tokens:
+        cells, new = [x[split:] for x in cache.cells(new)], [x[:split] for x in new]
+        cache = write_cells(new, cache, ctx, plan)
+        rows, cache = step.rows(cache, cells)
+    else:
+        cache = write_cells(new, cache, ctx, plan)
+    united, parts = [], []
+    if split and ctx.shards.size(axes.TOKENS) > 1:
+        united.append(_flat(_around_ring(step, cache, plan)))
+    elif split:
+        parts += [(_flat(out), _flat(lse)) for out, lse in attend_chunks(step, cache, plan)]
+    if ctx.batch.decode_tokens.shape[0]:
+        parts.append(step.rows(cache, None)[0] if rows is None else rows)
+    if parts:
+        out, lse = (_joined(x) for x in zip(*parts, strict=True))
+        united.append(_merged(out, lse, ctx.shards, plan.sinks) if ctx.shards.size(axes.POSITIONS) > 1 else out)
+    return _joined(united), cache
+
+
+def write_cells(new: Sequence[jax.Array], cache: LayerCache, ctx: StepContext, plan: StepPlan) -> LayerCache:
+    """The cache with the cells of the step's first tokens, as many as `new` has."""
+    if not new or not (count := new[0].shape[0]):
+        return cache
+    batch = ctx.batch
+    only_chunks = count == math.prod(batch.chunk_tokens.shape)
+    if only_chunks and plan.chunk_writer is not None:
+        chunks = [x.reshape(*batch.chunk_tokens.shape, *x.shape[1:]) for x in new]
+        return cache.write_chunks(chunks, batch.chunk_rows, batch.chunk_starts, plan.chunk_writer)
+    run = plan.run if only_chunks else 1
+    return cache.write(new, ctx.pages[:count], ctx.positions[:count], ctx.shards.stripe(axes.POSITIONS), run)
+
+
+def attend_chunks(step: LayerStep, cache: LayerCache, plan: StepPlan) -> list[Attended]:
+    """Attention of chunks to this device's positions, together or chunk by chunk.
+
+    From a stacked cache that is not read in place, each chunk reads its row in one slice: the rows of several would be
+    copied to memory.
+    """
+    ctx, everyone = step.ctx, slice(None)
+    stripe, pages = ctx.shards.stripe(axes.POSITIONS), ctx.batch.chunk_rows
+    limit = limit_of(ctx, stripe)
+    if plan.chunks_in_place:
+        return [step.chunks(cache, cache.arrays, pages, stripe, everyone)]
+    if cache.layer is None:
+        return [step.chunks(cache, cache.read(cache.rows, limit), pages, stripe, everyone)]
+    firsts = jnp.minimum(pages, cache.rows - 1)
+    page = jnp.zeros(1, jnp.int32)
+    return [
+        step.chunks(cache, cache.read(1, limit, firsts[i]), page, stripe, slice(i, i + 1))
+        for i in range(pages.shape[0])
+    ]
 
 
 def limit_of(ctx: StepContext, stripe: Stripe) -> int | None:
-    """What no number of a position reaches on a device."""
+    """The static limit of the step in positions of one device; no such position reaches it."""
     return ctx.limit and stripe.most(ctx.limit)
 
 
-def _over_cache(cache: LayerCache, ctx: StepContext, chunks: Callable, stacked: bool) -> list[Attended]:
-    """Of a stacked cache one chunk after the other, each reading its row in one slice, unless `stacked`: the rows of
-    several would be copied to memory."""
-    stripe, pages = ctx.shards.stripe(axes.POSITIONS), ctx.batch.chunk_rows
-    limit, everyone = limit_of(ctx, stripe), slice(None)
-    if stacked:
-        return [chunks(cache.arrays, pages, stripe, everyone)]
-    if cache.layer is None:
-        return [chunks(cache.read(cache.rows, limit), pages, stripe, everyone)]
-    firsts = jnp.minimum(pages, cache.rows - 1)
-    own = jnp.zeros(1, jnp.int32)
-    return [chunks(cache.read(1, limit, firsts[i]), own, stripe, slice(i, i + 1)) for i in range(pages.shape[0])]
-
-
-def _around_ring(cache: LayerCache, ctx: StepContext, chunks: Callable, sinks: jax.Array | None) -> jax.Array:
-    """Ring attention (Liu et al. 2023): queries are of this device's tokens of the chunks; the shares of their rows'
-    cache are passed from device to device. -> out [P, C, K, G, h]."""
-    shards, slots = ctx.shards, cache.slots
-    if ctx.limit is not None and not cache.ring:
-        slots = min(slots, limit_of(ctx, shards.stripe(axes.POSITIONS)))
+def _around_ring(step: LayerStep, cache: LayerCache, plan: StepPlan) -> jax.Array:
+    """Ring attention (Liu et al. 2023): queries are those of this device's tokens of the chunks; the devices' parts of
+    the chunks' rows are passed from device to device. -> out [P, C, K, G, h]."""
+    ctx, slots = step.ctx, cache.slots
+    shards, local = ctx.shards, ctx.shards.stripe(axes.POSITIONS)
+    if (limit := limit_of(ctx, local)) is not None and not cache.ring:
+        slots = min(slots, limit)
     rows = jnp.minimum(ctx.batch.chunk_rows, cache.rows - 1)
-    held = zip(cache.read(cache.rows, slots), cache.folds, strict=True)
-    share = tuple(x[rows, :, : folded_rows(slots, fold)] for x, fold in held)
-    own = jnp.arange(rows.size)
+    pairs = zip(cache.read(cache.rows, slots), cache.folds, strict=True)
+    passing = tuple(x[rows, :, : folded_rows(slots, fold)] for x, fold in pairs)
+    pages = jnp.arange(rows.size)
     parts = []
     for passed in range(count := shards.size(axes.POSITIONS)):
-        current = share
+        arrays = passing
         if passed < count - 1:  # asked for before the computation that hides it
-            share = tuple(shards.pass_on(x, axes.POSITIONS) for x in share)
-        parts.append(chunks(current, own, shards.stripe(axes.POSITIONS, behind=passed), slice(None)))
+            passing = tuple(shards.pass_on(x, axes.POSITIONS) for x in passing)
+        stripe = shards.stripe(axes.POSITIONS, behind=passed)
+        parts.append(step.chunks(cache, arrays, pages, stripe, slice(None)))
     outs, lses = zip(*parts, strict=True)
-    return merge_attention(jnp.stack(outs), jnp.stack(lses), sinks=sinks)[0]
+    return merge_attention(jnp.stack(outs), jnp.stack(lses), sinks=plan.sinks)[0]
 
 
 def _merged(out: jax.Array, lse: jax.Array, shards: Shards, sinks: jax.Array | None) -> jax.Array:
-    """The attention of T tokens from every device's share, out [T, K, G, h] and lse [T, K, G].
+    """Attention of T tokens to all positions, from every device's part, out [T, K, G, h] and lse [T, K, G].
 
-    Where the output projection takes in a share of h, each device exchanges its parts for the others' of that share:
-    [T, K, G, h / n]; else all get [T, K, G, h].
+    Where the output projection's inputs are split over devices, each exchanges its parts for the others' of its part of
+    h: [T, K, G, h / n]; else all get [T, K, G, h].
     """
     lses = shards.stack(lse, axes.POSITIONS)
     if shards.size(axes.HEAD_OUT) > 1:

@@ -21,10 +21,6 @@ from hypothesis import strategies as st
 import inferlib.nki_kernels  # noqa: F401 (the stand-in)
 from inferlib.ops.attention import merge_attention
 from inferlib.ops.cache_write import unfolded
-from inferlib.ops.decode_attention import decode_attention
-from inferlib.ops.mla_decode_attention import mla_decode_attention
-from inferlib.ops.mla_prefill_attention import mla_prefill_attention
-from inferlib.ops.prefill_attention import prefill_attention
 from inferlib.pallas_kernels import (
     block_stream_tpu,
     decode_attention_gpu,
@@ -34,6 +30,12 @@ from inferlib.pallas_kernels import (
     prefill_attention_tpu,
 )
 from tests.helpers import decode_attention_cases, prefill_attention_cases
+from tests.helpers.attention_calls import (
+    decode_attention,
+    mla_decode_attention,
+    mla_prefill_attention,
+    prefill_attention,
+)
 from tests.helpers.decode_attention_cases import behind, folded
 from tests.kernels import test_mla_decode_attention, test_mla_prefill_attention
 

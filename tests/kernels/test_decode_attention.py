@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from inferlib.ops.decode_attention import decode_attention
 from inferlib.pallas_kernels import block_stream_tpu, decode_attention_gpu, decode_attention_tpu
+from tests.helpers.attention_calls import decode_attention
 from tests.helpers.decode_attention_cases import Case
 from tests.helpers.kernels import copies_of
 

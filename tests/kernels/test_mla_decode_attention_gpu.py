@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from inferlib.models.batch import kernel_lacks
+from inferlib.models.attention_choices import choose_attention
 from inferlib.models.config import MlaSpec, RopeSpec
 from inferlib.ops.backend import Backend
-from inferlib.ops.mla_decode_attention import mla_decode_attention
 from inferlib.pallas_kernels import mla_decode_attention_gpu as gpu
+from tests.helpers.attention_calls import mla_decode_attention
 from tests.kernels.test_mla_decode_attention import SCALE, Case
 
 RUN = partial(mla_decode_attention, backend="pallas_gpu")
@@ -108,7 +108,8 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
 )
 def test_models_that_it_decodes(rank, rotary, scaled, reason):
     spec = MlaSpec(16, None, rank, 128, 128, RopeSpec(rotary, 10000.0), 0.1)
-    assert kernel_lacks(spec, Backend(decode_attention="pallas_gpu"), "decode_attention", scaled) == reason
+    backend = Backend(decode_attention="pallas_gpu")
+    assert choose_attention(spec, "decode_attention", backend, scaled=scaled).reason == reason
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -14,9 +14,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops.cache_write import unfolded
-from inferlib.ops.mla_prefill_attention import mla_prefill_attention
 from inferlib.ops.quantized import Scheme, quantize
 from inferlib.pallas_kernels import mla_prefill_attention_tpu as tpu
+from tests.helpers.attention_calls import mla_prefill_attention
 from tests.helpers.decode_attention_cases import folded
 from tests.helpers.kernels import copies_of
 from tests.helpers.latent_cases import LatentCase

@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from inferlib.models.config import MlaSpec, RopeSpec
-from inferlib.models.layers.mla import Mla
-from inferlib.ops.mla_queries import mla_queries, mla_queries_lacks
+from inferlib.models.layers.mla import LatentStep, Mla
+from inferlib.ops.choice import Choice
+from inferlib.ops.mla_queries import choose, mla_queries
 from inferlib.pallas_kernels.mla_queries_gpu import ROWS
 from tests.helpers.decode_attention_cases import TOLERANCE
 
@@ -36,8 +37,8 @@ def expected(q, down, weight, k, cos, sin):
     before = down.shape[1] - rank - rope.dim
     spec = MlaSpec(heads, before or None, rank, n, n, rope, scale=1.0, eps=EPS)
     layer = SimpleNamespace(spec=spec, kv_norm={...: weight}, k={...: k})
-    q, latent, key = Mla.placed(layer, q, down, SimpleNamespace(rope={rope: (cos, sin)}))
-    return *Mla.absorb(layer, q), latent[:, None], key[:, None]
+    q, latent, key = Mla.rotated(layer, q, down, SimpleNamespace(rope={rope: (cos, sin)}))
+    return *LatentStep.absorb(layer, q), latent[:, None], key[:, None]
 
 
 @pytest.mark.parametrize(
@@ -71,15 +72,15 @@ def test_equals_what_layers_compute(given):
 def test_what_it_cannot_run_is_refused(given, reason):
     operands = draw(**dict(rank=32, rotary=16) | given)
     q, _, _, k, cos, _ = operands
-    assert reason in mla_queries_lacks(q, k, cos)
+    assert reason in choose(q, k, cos, "pallas_gpu").reason
     with pytest.raises(ValueError, match=reason):
         mla_queries(*operands, EPS)
 
 
 def test_queries_and_their_weight_are_of_one_dtype():
     q, _, _, k, cos, _ = draw(1, rank=32, rotary=16, dtype="bfloat16")
-    assert not mla_queries_lacks(q, k, cos)
-    assert mla_queries_lacks(q, k.astype("float32"), cos).endswith("not bfloat16 and float32")
+    assert choose(q, k, cos, "pallas_gpu") == Choice("pallas_gpu")
+    assert choose(q, k.astype("float32"), cos, "pallas_gpu").reason.endswith("not bfloat16 and float32")
 
 
 def test_lowers_to_triton():

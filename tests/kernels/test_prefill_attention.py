@@ -13,8 +13,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops.attention import merge_attention
-from inferlib.ops.prefill_attention import BlockList, prefill_attention
+from inferlib.ops.prefill_attention import BlockList
 from inferlib.pallas_kernels import prefill_attention_tpu
+from tests.helpers.attention_calls import prefill_attention
 from tests.helpers.kernels import copies_of
 from tests.helpers.prefill_attention_cases import Case
 

@@ -20,13 +20,12 @@ from inferlib.models.layers.norm import rms_norm
 from inferlib.models.layers.rope import apply_rope
 from inferlib.ops.add_norm import Unscaled
 from inferlib.ops.backend import Backend
-from inferlib.ops.decode_attention import decode_attention
 from inferlib.ops.matmul import matmul
-from inferlib.ops.qkv_attention import qkv_attention
 from inferlib.ops.quantized import SCHEMES, quantize
 from inferlib.pallas_kernels import decode_attention_gpu, qkv_attention_gpu
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
+from tests.helpers.attention_calls import decode_attention, qkv_attention
 from tests.helpers.decode_attention_cases import TOLERANCE, Case
 from tests.helpers.kernels import kernels_in
 
@@ -173,8 +172,6 @@ def test_bad_shapes_and_options_are_refused():
     with pytest.raises(ValueError, match="give a dtype with shares"):
         qkv_attention(qkv, k, v, lengths, arrays, scale=1.0, dtype=jnp.float32)
     squares = {"squares": jnp.ones((2, 1))}
-    with pytest.raises(ValueError, match="squares of a norm go with shares"):
-        qkv_attention(qkv, k, v, lengths, squares, scale=1.0)
     with pytest.raises(ValueError, match="how many inputs a row has"):
         qkv_attention(qkv[None], k, v, lengths, squares, scale=1.0, dtype=jnp.float32)
     with pytest.raises(ValueError, match="window"):
@@ -191,7 +188,7 @@ ROWS = StepBatch.of_rows(TOKEN, TOKEN)
 def taken(spec=SPEC, *cache, layer=None, batch=ROWS, chosen="pallas_gpu", parallel="tp=1") -> bool:
     shards = planned_shards(Parallelism.parse(parallel))
     ctx = StepContext(batch, None, 16, backend=Backend(qkv_attention=chosen), shards=shards)
-    return Attention.in_one(SimpleNamespace(spec=spec), ctx, LayerCache(cache or (KEYS, KEYS), layer=layer))
+    return Attention.fuses(SimpleNamespace(spec=spec), ctx, LayerCache(cache or (KEYS, KEYS), layer=layer))
 
 
 def test_layers_that_it_takes():
@@ -233,7 +230,7 @@ def test_layers_leave_sums_to_it(scheme, rows, kernels, normed):
 
     def step(x, w):
         layer = SimpleNamespace(spec=spec, qkv={...: w}, norm=NormSpec())
-        out, cells = Attention.step(layer, x, cache, ctx)
+        out, cells = Attention.attend_fused(layer, Attention.project_partially(layer, x, ctx), cache, ctx)
         return out, *cells.arrays
 
     whole = matmul(x.whole() if normed else x, w)

@@ -18,7 +18,7 @@ from inferlib.inspection.report import Report
 from inferlib.inspection.report_html import page
 from inferlib.inspection.report_text import render
 from inferlib.models.abstract import abstract_model
-from inferlib.models.batch import kernel_lacks
+from inferlib.models.attention_choices import choose_attention
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.ops.backend import Backend
@@ -77,8 +77,8 @@ def test_a_model_generates_what_transformers_does(family, changes, options, back
     llm = build_llm(path, buckets, backend=backend, **{"scan": True} | options)
     assert llm.engine.programs.config.backend == backend
     if backend.decode_attention == "pallas_tpu":
-        lacks = partial(kernel_lacks, backend=backend, operation="decode_attention", scaled=stored is not None)
-        assert not any(lacks(layer.attention) for layer in llm.model_config.layers)
+        choose = partial(choose_attention, operation="decode_attention", backend=backend, scaled=stored is not None)
+        assert not any(choose(layer.attention).reason for layer in llm.model_config.layers)
         assert {len(block.shapes) for block in llm.engine.plan.blocks} == {2 if changes["head_dim"] == 128 else 1}
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=20 if stored else None)
     for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
@@ -103,9 +103,8 @@ def test_a_model_of_latents_generates_what_transformers_does(checkpoint):
     ):
         llm = build_llm(path, buckets, **options)
         assert llm.engine.programs.config.backend == options["backend"]
-        kernel = options["backend"].decode_attention != "xla"
-        lacks = [kernel_lacks(x.attention, options["backend"], "decode_attention") for x in llm.model_config.layers]
-        assert not kernel or not any(lacks)
+        choose = partial(choose_attention, operation="decode_attention", backend=options["backend"], scaled=False)
+        assert not any(choose(layer.attention).reason for layer in llm.model_config.layers)
         shapes |= {shape[-2:] for block in llm.engine.plan.blocks for shape in block.shapes}
         for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12)):
             assert_greedy(path, output.prompt_token_ids, output.outputs[0].token_ids)

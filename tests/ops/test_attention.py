@@ -12,9 +12,8 @@ import pytest
 
 from inferlib.ops.attention import merge_attention
 from inferlib.ops.cache_write import cache_write, unfolded
-from inferlib.ops.decode_attention import decode_attention
-from inferlib.ops.prefill_attention import prefill_attention
 from inferlib.ops.quantized import Scheme, quantize
+from tests.helpers.attention_calls import decode_attention, prefill_attention
 
 TOLERANCE = 3e-6  # absolute, on outputs and log-sum-exps of order 1 in float32
 KV, GROUP, SIZE = 2, 3, 4

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from inferlib.ops.attention import merge_attention
-from inferlib.ops.decode_attention import decode_attention
-from inferlib.ops.prefill_attention import prefill_attention
 from inferlib.pallas_kernels import decode_attention_gpu
 from inferlib.sharding.stripe import Stripe
+from tests.helpers.attention_calls import decode_attention, prefill_attention
 
 KV, GROUP, SIZE, TOTAL = 2, 3, 16, 48
 SCALE = 0.3

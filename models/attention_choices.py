@@ -1,0 +1,36 @@
+"""Which implementation of attention a layer takes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from inferlib.models.config import MlaSpec
+from inferlib.models.recurrent import Mixer, Recurrent
+from inferlib.ops import decode_attention, mla_decode_attention, mla_prefill_attention, prefill_attention
+from inferlib.ops.backend import Backend
+from inferlib.ops.choice import Choice
+from inferlib.ops.kv_cache import KvCache
+
+Operation: TypeAlias = Literal["decode_attention", "prefill_attention"]
+
+
+def choose_attention(spec: Mixer, operation: Operation, backend: Backend, *, scaled: bool) -> Choice:
+    """The implementation of an operation for a layer, whatever the sizes of batch and cache; of recurrent layers, which
+    do not attend, the backend's. scaled: the cache is quantised."""
+    name = getattr(backend, operation)
+    if isinstance(spec, Recurrent):
+        return Choice(name)
+    if isinstance(spec, MlaSpec):
+        op = mla_decode_attention if operation == "decode_attention" else mla_prefill_attention
+        return op.choose(spec.kv_rank, spec.rope.dim, name, scaled=scaled)
+    op = decode_attention if operation == "decode_attention" else prefill_attention
+    scales = _array(1) if scaled else None
+    window = spec.window if spec.chunk is None else _array(1)
+    return op.choose(KvCache(_array(spec.head_dim), _array(spec.value_dim), scales, scales), window, name)
+
+
+def _array(size: int) -> Any:
+    return jax.ShapeDtypeStruct((1, 1, 1, size), jnp.float32)
