@@ -6,9 +6,8 @@ import operator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, SupportsIndex, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Any, NamedTuple, SupportsIndex, TypedDict, TypeVar, get_args, get_type_hints
 
-import jax
 import numpy as np
 
 from inferlib.models.attention_choices import choose_attention
@@ -46,7 +45,8 @@ class DeviceKind(NamedTuple):
     generation: str | None = None
 
     @staticmethod
-    def of(device: jax.Device) -> DeviceKind:
+    def of(device: Any) -> DeviceKind:
+        """device: a `jax.Device`."""
         return DeviceKind(device.platform, getattr(device, "num_cores", None) or 1, GENERATIONS.get(device.device_kind))
 
 

@@ -268,12 +268,13 @@ class LLM:
             raise ValueError(f"prompts must be text, token ids or a list of these, got {prompts!r}")
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
             prompts = [prompts]
+        params_list: Any = sampling_params
         if isinstance(sampling_params, Mapping) or not isinstance(sampling_params, Sized):
-            sampling_params = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(sampling_params)} sampling_params")
+            params_list = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
+        if len(params_list) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(params_list)} sampling_params")
         requests = []
-        for i, (prompt, params) in enumerate(zip(prompts, sampling_params, strict=True)):
+        for i, (prompt, params) in enumerate(zip(prompts, params_list, strict=True)):
             try:
                 requests.append(self.prepare(prompt, params))
             except ValueError as error:

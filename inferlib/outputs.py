@@ -1,4 +1,4 @@
-"""What a generation returns; names follow vLLM's offline API."""
+"""Results of generation; names follow vLLM's offline API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Logprob:
-    """logprob: natural logarithm of the probability; rank: 1 is the most likely token."""
+    """logprob: natural logarithm of the probability. rank: 1 is the most likely token."""
 
     logprob: float
     rank: int
@@ -19,8 +19,9 @@ class Logprob:
 class CompletionOutput:
     """One generated sequence.
 
-    finish_reason: "stop" (stop token or string; `stop_reason` says which, None for end of sequence) or "length".
-    logprobs: for each token, the asked-for alternatives and the token itself; cumulative_logprob: their sum.
+    finish_reason: "stop" or "length". stop_reason: the stop token or stop string, None for the end of sequence.
+    logprobs: for each token, the log-probabilities of the token itself and of the alternatives that were asked for.
+    cumulative_logprob: sum over the tokens of their log-probabilities.
     """
 
     index: int
@@ -34,12 +35,13 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Seconds on a monotonic clock, and what follows from them.
+    """When a request arrived and was answered, in seconds of a monotonic clock.
 
-    ttft: time to first token, waiting included; itl: mean time between a sequence's later tokens; None until known.
+    generated: tokens of all outputs. ttft: time to the first token, including the wait for a row. itl: mean time
+    between the tokens of a sequence after its first. Times are None while they are unknown.
     """
 
-    arrival_time: float
+    arrival_time: float = 0.0
     first_token_time: float | None = None
     finished_time: float | None = None
     generated: int = 0
@@ -59,10 +61,9 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """A prompt and what was generated for it.
+    """A prompt and the outputs generated for it.
 
-    prompt: None if the prompt was given as token ids. prompt_logprobs: one entry per prompt token, None for the
-    first.
+    prompt: None if the prompt came as token ids. prompt_logprobs: one entry per prompt token; the first is None.
     """
 
     request_id: int
@@ -70,5 +71,5 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    metrics: RequestMetrics | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
     finished: bool = False

@@ -40,9 +40,9 @@ _HEAD = b'{"id": '  # every line of results begins so
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What the command line says of every prompt.
+    """Options of the command line for every prompt.
 
-    seed: of prompts whose params have none. chat: texts are messages of a user. system: message before them.
+    seed: for prompts whose params have no seed. chat: texts are messages of a user. system: message before them.
     """
 
     params: SamplingParams
@@ -51,14 +51,15 @@ class RequestOptions:
     system: str | None
 
     def prompt(self, llm: LLM, text: str) -> Prompt:
-        """What to give the model for a text. Raises ValueError if there is no chat template to put it in."""
+        """The model's prompt for a text. Raises ValueError if a chat template is needed and the model has none."""
         if not self.chat:
             return text
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return llm.chat_prompt([*system, {"role": "user", "content": text}])
 
     def params_of(self, overrides: object, line: int) -> SamplingParams:
-        """With the "sampling_params" of a line. Raises ValueError for unknown names and invalid values."""
+        """The parameters of one line; overrides: its "sampling_params". Raises ValueError for unknown names and invalid
+        values."""
         import numpy as np
 
         if not isinstance(overrides, dict):
@@ -69,7 +70,7 @@ class RequestOptions:
         params = dataclasses.replace(self.params, **overrides)
         if params.seed is not None:
             return params
-        # By the line, so that a resumed run draws what an uninterrupted one would.
+        # From the line's number, so that a resumed run draws what an uninterrupted run would.
         seed = int(np.random.SeedSequence((self.seed, line)).generate_state(1)[0])
         return dataclasses.replace(params, seed=seed)
 
@@ -83,11 +84,12 @@ def run_batch(
     resume: bool,
     overwrite: bool,
 ) -> int:
-    """Complete the prompts of `source`, a file of JSON lines, into `target`; returns how many lines failed.
+    """Complete the prompts of `source`, a file of JSON lines, and write results to `target`. Returns the number of
+    failed lines.
 
-    A line that cannot be used gets an error for its result. If the run ends early (a signal, a full disk),
-    the finished lines stay and the command exits, naming the one that continues. load: called once the files
-    have been checked.
+    The result of an invalid line is an error. If the run ends early (a signal, a full disk), the finished lines stay,
+    and the command exits and names the command that continues. load: loads the model; called after the files have been
+    checked.
     """
     with user_errors():
         _check_files(source, target, resume=resume, overwrite=overwrite)
@@ -115,10 +117,10 @@ def run_batch(
 
 
 def finished_lines(path: Path) -> dict[int, int | str]:
-    """Lines that `path` has results for, with their ids; all else is removed from it.
+    """The numbers of lines that `path` has results for, with their ids.
 
-    That is errors, and a last line that was not written to its end. Raises ValueError if the file is not an
-    output of this command.
+    Removes everything else from the file: errors, and a last line that is incomplete. Raises ValueError if the file is
+    not an output of this command.
     """
     done, errors, end = {}, False, 0
     with path.open("rb") as file:
@@ -135,17 +137,17 @@ def finished_lines(path: Path) -> dict[int, int | str]:
                 done[record["line"]] = record["id"]
     os.truncate(path, end)
     if errors:
-        _keep_results(path)
+        _remove_errors(path)
     return done
 
 
-def _keep_results(path: Path) -> None:
-    """Remove the errors. The file is replaced as a whole, since a crash must not lose results."""
+def _remove_errors(path: Path) -> None:
+    """Remove the errors from a file. It is replaced as a whole, so that a crash loses no result."""
     path = path.resolve()
-    kept = path.with_name(path.name + ".tmp")
-    with path.open("rb") as old, kept.open("wb") as new:
+    temporary = path.with_name(path.name + ".tmp")
+    with path.open("rb") as old, temporary.open("wb") as new:
         new.writelines(raw for raw in old if "error" not in json.loads(raw))
-    kept.replace(path)
+    temporary.replace(path)
 
 
 def _read_result(path: Path, number: int, raw: bytes) -> dict[str, Any]:
@@ -166,7 +168,7 @@ def _not_results(path: Path, number: int) -> NoReturn:
 
 
 class _ResultFile:
-    """The output. Lines are written at once and unbuffered: a crash leaves at most a part of the last one."""
+    """The output. Lines are written at once and unbuffered, so a crash can only cut the last line."""
 
     def __init__(self, path: Path, mode: str):
         self._path = path
@@ -186,7 +188,7 @@ class _ResultFile:
 
 
 class _Batch:
-    """One run over the lines. failed: lines that got an error."""
+    """One run over the lines of a file. failed: number of lines that got an error."""
 
     def __init__(
         self,
@@ -215,7 +217,7 @@ class _Batch:
         self._summary.show(self._llm.compilations - self._compiled)
 
     def _requests(self, lines: Iterable[bytes]) -> Iterator[Request]:
-        """The lines as requests, one by one as the engine takes them; bad ones are written as errors."""
+        """Make requests of the lines, one by one as the engine takes them. Invalid lines get errors as results."""
         for number, raw in enumerate(lines, 1):
             if not raw.strip():
                 continue
@@ -236,13 +238,13 @@ class _Batch:
 
     def _request(self, fields: dict[str, Any], number: int) -> Request:
         _check_known("fields", fields, _FIELDS)
-        given = [field for field in _PROMPTS if field in fields]
-        if len(given) != 1:
-            raise ValueError(f"give one of {', '.join(_PROMPTS)}; there is {' and '.join(given) or 'none'}")
+        forms = [field for field in _PROMPTS if field in fields]
+        if len(forms) != 1:
+            raise ValueError(f"give one of {', '.join(_PROMPTS)}; there is {' and '.join(forms) or 'none'}")
         params = self._options.params_of(fields.get("sampling_params", {}), number)
-        if given == ["messages"]:
+        if forms == ["messages"]:
             prompt = self._llm.chat_prompt(fields["messages"])
-        elif given == ["prompt"]:
+        elif forms == ["prompt"]:
             if not isinstance(fields["prompt"], str):
                 raise ValueError(f"prompt must be a string, got {fields['prompt']!r}")
             prompt = self._options.prompt(self._llm, fields["prompt"])
@@ -283,8 +285,8 @@ def _name(fields: dict[str, Any], number: int) -> int | str:
     return name
 
 
-def _check_known(what: str, given: Iterable[str], known: Iterable[str]) -> None:
-    unknown = [name for name in given if name not in known]
+def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"unknown {what}: {', '.join(map(repr, unknown))}; known: {', '.join(known)}")
 
@@ -297,7 +299,7 @@ def _integer_keys(bias: dict[str, Any]) -> dict[int, Any]:
 
 
 def _check_files(source: Path, target: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raises ValueError for what would fail, or destroy something, only after the model is loaded."""
+    """Raise ValueError now for what would fail, or overwrite something, only after the model is loaded."""
     if not source.exists():
         raise ValueError(f"the input {source} does not exist")
     if source.is_dir() or target.is_dir():
@@ -326,7 +328,7 @@ def _continue_with() -> str:
 
 @contextmanager
 def _termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as Ctrl-C does, with the signal's number."""
+    """Within, SIGTERM raises KeyboardInterrupt with the signal's number, as Ctrl-C does without."""
 
     def interrupt(number: int, _: object) -> NoReturn:
         raise KeyboardInterrupt(number)
@@ -344,7 +346,7 @@ class _Rate(ProgressColumn):
 
 
 def _progress(source: Path, done: int) -> Progress:
-    """A bar of lines done and failed and their rate, on stderr if that is a terminal."""
+    """A bar with the numbers of lines done and failed and their rate, on stderr if that is a terminal."""
     columns = (
         TextColumn("lines"),
         BarColumn(),

@@ -1,119 +1,124 @@
-"""`inferlib compile`: all programs of a deployment, compiled ahead of time for a machine that need not be here."""
+"""`inferlib compile`: compile all programs of a deployment ahead of time, for this machine or another."""
 
 from __future__ import annotations
 
 import contextlib
 import json as json_module
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 import typer
 from rich.console import Console
 
+from inferlib.cli.arguments import Backend, BucketArguments, DtypeArguments, Json, ShapeArguments, grouped
 from inferlib.cli.compile_progress import CompileProgress
 from inferlib.cli.info import described, quantization_of
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
-    from inferlib.models.quantization import Quantization
+    from inferlib.aot.artifacts import ArtifactWriter
+    from inferlib.inspection.outcome import Outcome
+    from inferlib.inspection.report import Report
     from inferlib.programs.deployment import Deployment
+    from inferlib.programs.program import Mode
 
-_BUCKETS = {"prefill": "32,128,512", "batch": "1,8", "cache": "2048"}
 
-
-def compile(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Hugging Face directory, .gguf file or known name.", show_default=False),
-    ] = None,
-    *,
-    config: Annotated[
-        str | None, typer.Option(help="Instead of a model, a shape that comes with inferlib, by name.")
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class SourceArguments(ShapeArguments):
     plan: Annotated[
         str | None,
-        typer.Option(help="Instead of all that, a deployment plan that comes with inferlib, or a .yaml file."),
-    ] = None,
+        typer.Option(help="Instead of all that: a deployment plan that comes with inferlib, or a .yaml file."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeploymentArguments:
+    panel: ClassVar = "Deployment"
+
     target: Annotated[
         str | None, typer.Option(help="cpu, cuda, trn2, trn3 or a TPU slice such as v5e-8 (see inferlib targets).")
-    ] = None,
+    ] = None
     parallel: Annotated[
-        str | None, typer.Option(help="Devices to split over, such as tp=4,dp=2; by default all of a TPU's on tp.")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; by default float32 on CPU, else bfloat16.")
-    ] = None,
-    quantization: Annotated[
-        str | None, typer.Option(help="Of the weights: int8, int4, fp8, fp8_block, mxfp8(_a8) or mxfp4(_a8).")
-    ] = None,
-    kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: int8 or fp8; by default dtype.")] = None,
+        str | None,
+        typer.Option(help="Devices to split the model over, such as tp=4,dp=2; by default all of a TPU slice on tp."),
+    ] = None
     expert_placement: Annotated[
         Path | None,
-        typer.Option(help="File of expert slots, as inferlib place writes it; the programs serve any with as many."),
-    ] = None,
-    backend: Annotated[
-        str,
-        typer.Option(
-            help="auto: kernels wherever they run; xla: none; decode_attention=xla,matmul=xla: none for these "
-            "operations (also prefill_attention, qkv_attention, grouped_matmul, expert_mlp, choose_experts, add_norm, "
-            "all_reduce, collective_matmul)."
-        ),
-    ] = "auto",
-    prefill_buckets: Annotated[
-        str | None, typer.Option(help="Tokens of prefill chunks, ascending; by default 32,128,512.")
-    ] = None,
-    batch_buckets: Annotated[
-        str | None, typer.Option(help="Rows decoded together, the last being the largest batch; by default 1,8.")
-    ] = None,
-    cache_buckets: Annotated[
-        str | None,
-        typer.Option(help="Positions that attention reads, the last being the longest sequence; by default 2048."),
-    ] = None,
-    modes: Annotated[str, typer.Option(help="Sampling modes: greedy, sample, logprobs.")] = "greedy,sample",
-    out: Annotated[
-        Path | None, typer.Option(help="Directory for the programs, their manifest and the report; without: a report.")
-    ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the report as an HTML page here too.")] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Programs compiled at a time, each in its own process.")] = 2,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
-) -> None:
-    """Compile all programs of a model for a target, and report what they take and how fast they can be.
+        typer.Option(help="File of expert slots that inferlib place wrote; the programs run any with as many slots."),
+    ] = None
+    backend: Backend = "auto"
+    modes: Annotated[str, typer.Option(help="Sampling modes: greedy, sample, logprobs.")] = "greedy,sample"
 
-    For a TPU no TPU is needed. For Trainium the programs are lowered and checked, and compiled if neuronx-cc is there;
-    a script has its commands. Exits with 1 if something does not compile or fit, or copies the cache (not on a CPU).
+    def sampling_modes(self) -> tuple[Mode, ...]:
+        """`Deployment` refuses unknown ones."""
+        return cast("tuple[Mode, ...]", tuple(self.modes.split(",")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputArguments:
+    panel: ClassVar = "Output"
+
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory for the programs, their manifest and the report; by default only a report."),
+    ] = None
+    report: Annotated[Path | None, typer.Option(help="Also write the report to this HTML file.")] = None
+    workers: Annotated[int, typer.Option(min=1, help="Programs compiled at a time, each in its own process.")] = 2
+    json: Json = False
+
+
+@grouped
+def compile(
+    *,
+    source: SourceArguments,
+    options: DeploymentArguments,
+    formats: DtypeArguments,
+    buckets: BucketArguments,
+    output: OutputArguments,
+) -> None:
+    """Compile all programs of a model for a target; report what they need and how fast they can be.
+
+    A TPU target needs no TPU. For Trainium the programs are lowered and checked, and compiled if neuronx-cc is there; a
+    script has its commands. Exits with 1 if a program does not compile, does not fit, or copies the cache (not on a
+    CPU).
     """
-    if [model, config, plan].count(None) != 2:
+    if [source.model, source.config, source.plan].count(None) != 2:
         fail("give either a model, the name of a shape with --config, or a plan with --plan")
-    settings = dict(target=target, parallel=parallel, dtype=dtype, quantization=quantization)
-    settings["kv_cache_dtype"] = kv_cache_dtype
-    buckets = dict(prefill=prefill_buckets, batch=batch_buckets, cache=cache_buckets)
-    if plan and any((settings | buckets | {"placement": expert_placement}).values()):
+    decided = (options.target, options.parallel, options.expert_placement, *vars(formats).values())
+    if source.plan and any((*decided, *vars(buckets).values())):
         fail("--plan says target, split, dtypes, quantization, buckets and placement: give none of them beside it")
+    from inferlib.aot.compile import check_compiler
+
+    with user_errors():
+        if source.plan:
+            deployment = _planned(source.plan, options)
+        else:
+            deployment = _deployment(source, options, formats, buckets)
+        check_compiler(deployment.slice)
+    name = source.model or source.config or source.plan or ""
+    result, complete = _compile(deployment, name, source.model, output)
+    if output.out is not None:
+        text = f"programs, manifest and report.html are in {output.out}"
+        message = text if complete else f"nothing was written to {output.out}"
+        Console(stderr=True, force_jupyter=False).print(message, highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if result.ok else 1)
+
+
+def _compile(deployment: Deployment, name: str, checkpoint: str | None, output: OutputArguments) -> tuple[Report, bool]:
+    """Compile, show and store the programs. Returns the report, and whether every program was compiled."""
     from inferlib.aot.artifacts import ArtifactWriter
-    from inferlib.aot.compile import check_compiler, compile_programs, file_name
-    from inferlib.aot.neuron import script
+    from inferlib.aot.compile import compile_programs
     from inferlib.inspection.report import Report
     from inferlib.inspection.report_html import page
     from inferlib.inspection.report_text import render
 
     with user_errors():
-        words = tuple(modes.split(","))
-        if plan:
-            deployment = _planned(plan, words, backend)
-        else:
-            hf, files = described(model, config)
-            settings["quantization"] = quantization_of(files, quantization)
-            slots = _slots(hf, expert_placement)
-            deployment = deployment_of(
-                hf, **settings, buckets=buckets, modes=words, expert_slots=slots, backend=backend
-            )
-        check_compiler(deployment.slice)
         keys = deployment.keys()
-    name = model or config or plan
     with contextlib.ExitStack() as stack:
-        writer = ArtifactWriter(out, deployment) if out is not None else None
+        writer = None if output.out is None else ArtifactWriter(output.out, deployment)
         if writer is not None:
             with user_errors():
                 stack.enter_context(writer)
@@ -123,78 +128,92 @@ def compile(
                 deployment,
                 keys,
                 folder,
-                checkpoint=model if writer else None,
+                checkpoint=checkpoint if writer else None,
                 reuse=writer.reuse if writer else lambda key, layouts: None,
                 started=lambda key: progress.started(str(key)),
                 done=lambda outcome: progress.done(str(outcome.key), outcome),
-                workers=workers,
+                workers=output.workers,
             )
         result = Report.of(deployment, outcomes)
         complete = all(outcome.ok for outcome in outcomes)
         with user_errors():
-            if report is not None:
-                report.write_text(page(result, name), encoding="utf-8")
+            if output.report is not None:
+                output.report.write_text(page(result, name), encoding="utf-8")
             if writer is not None and complete:
-                facts = json_module.dumps(result.facts(), indent=1)
-                texts = {"report.json": facts, "report.html": page(result, name)}
-                if deployment.slice.platform == "neuron":
-                    texts["compile.sh"] = script((file_name(key, deployment.slice) for key in keys), deployment.slice)
-                writer.commit(outcomes, layouts, texts)
-    write(json_line(result.facts()).decode() if json else render(result, name))
-    if out is not None:
-        told = f"programs, manifest and report.html are in {out}" if complete else f"nothing was written to {out}"
-        Console(stderr=True, force_jupyter=False).print(told, highlight=False, soft_wrap=True)
-    raise typer.Exit(0 if result.ok else 1)
+                _commit(writer, outcomes, layouts, result, page(result, name))
+    write(json_line(result.facts()).decode() if output.json else render(result, name))
+    return result, complete
+
+
+def _commit(writer: ArtifactWriter, outcomes: Sequence[Outcome], layouts: Any, result: Report, html: str) -> None:
+    """Write the programs with their manifest and reports; for Trainium also its compiler's commands."""
+    from inferlib.aot.compile import file_name
+    from inferlib.aot.neuron import script
+
+    texts = {"report.json": json_module.dumps(result.facts(), indent=1), "report.html": html}
+    target = writer.deployment.slice
+    if target.platform == "neuron":
+        keys = writer.deployment.keys()
+        texts["compile.sh"] = script((file_name(key, target) for key in keys), target)
+    writer.commit(outcomes, layouts, texts)
 
 
 def deployment_of(
     hf: Mapping[str, Any],
-    *,
     target: str | None,
     parallel: str | None,
     dtype: str | None,
-    quantization: Quantization | None,
-    kv_cache_dtype: str | None,
-    buckets: Mapping[str, str | None],
-    modes: tuple[str, ...],
-    expert_slots: int | None = None,
-    backend: str = "auto",
+    buckets: BucketArguments,
+    **settings: Any,
 ) -> Deployment:
-    """What a command's options say, with their defaults."""
-    from inferlib.config import Buckets
+    """The deployment of a model that a command's options describe. settings: other fields of `Deployment`."""
     from inferlib.programs.deployment import Deployment
     from inferlib.sharding.mesh import Parallelism
     from inferlib.targets import parse_target
 
-    chosen = parse_target(target or "cpu")
-    devices = chosen.devices if chosen.platform == "tpu" else 1
+    slice_ = parse_target(target or "cpu")
+    devices = slice_.devices if slice_.platform == "tpu" else 1
     return Deployment(
         hf,
-        target=str(chosen),
-        dtype=dtype or ("float32" if chosen.platform == "cpu" else "bfloat16"),
-        buckets=Buckets(**{name: _sizes(_BUCKETS[name] if text is None else text) for name, text in buckets.items()}),
+        target=str(slice_),
+        dtype=dtype or ("float32" if slice_.platform == "cpu" else "bfloat16"),
+        buckets=buckets.parsed(),
         parallel=Parallelism(tensor=devices) if parallel is None else Parallelism.parse(parallel),
-        modes=modes,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        expert_slots=expert_slots,
-        backend=backend,
+        **settings,
+    )
+
+
+def _deployment(
+    source: SourceArguments, options: DeploymentArguments, formats: DtypeArguments, buckets: BucketArguments
+) -> Deployment:
+    hf, files = described(source.model, source.config)
+    return deployment_of(
+        hf,
+        options.target,
+        options.parallel,
+        formats.dtype,
+        buckets,
+        modes=options.sampling_modes(),
+        quantization=quantization_of(files, formats.quantization),
+        kv_cache_dtype=formats.kv_cache_dtype,
+        expert_slots=_slots(hf, options.expert_placement),
+        backend=options.backend,
     )
 
 
 def _slots(hf: Mapping[str, Any], file: Path | None) -> int | None:
-    """How many a file places experts of a model in."""
+    """Number of slots per layer of a placement file, checked against the model."""
     if file is None:
         return None
     from inferlib.models.families import config_from_hf
     from inferlib.placement import ExpertPlacement
 
     placement = ExpertPlacement.read(file)
-    placement.check(config_from_hf(hf))
+    placement.check(config_from_hf(dict(hf)))
     return placement.slots
 
 
-def _planned(name: str, modes: tuple[str, ...], backend: str) -> Deployment:
+def _planned(name: str, options: DeploymentArguments) -> Deployment:
     from inferlib import configs
     from inferlib.planning.plans import load_plan
     from inferlib.programs.deployment import Deployment
@@ -207,15 +226,8 @@ def _planned(name: str, modes: tuple[str, ...], backend: str) -> Deployment:
         dtype=plan.dtype,
         buckets=plan.engine.buckets,
         parallel=Parallelism.parse(plan.parallel),
-        modes=modes,
+        modes=options.sampling_modes(),
         quantization=plan.stored,
         kv_cache_dtype=plan.kv_cache_dtype,
-        backend=backend,
+        backend=options.backend,
     )
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(size) for size in text.split(","))
-    except ValueError:
-        raise ValueError(f"buckets are numbers with commas between them, such as 1,8,64, not {text!r}") from None

@@ -1,4 +1,4 @@
-"""What commands show while programs are compiled."""
+"""The table that commands show while programs are compiled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CompileProgress:
-    """A table of programs, by name, that grows while they are compiled, on a terminal's standard error."""
+    """A table of programs and their states, shown on a terminal's standard error while they are compiled."""
 
     def __init__(self, names: Sequence[str]):
         self._names = names

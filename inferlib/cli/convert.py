@@ -1,4 +1,4 @@
-"""`inferlib convert`: a model with its weights laid out, for mesh after mesh to load."""
+"""`inferlib convert`: write a model with its weights laid out, for any mesh to load."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 
+from inferlib.cli.arguments import Quantization
 from inferlib.cli.output import user_errors
 
 
@@ -17,18 +18,15 @@ def convert(
     out: Annotated[Path, typer.Argument(help="Directory to write; must not exist.", show_default=False)],
     *,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
-    quantization: Annotated[
-        str | None,
-        typer.Option(help="Of the matrices: int8, int4, fp8, fp8_block, mxfp8(_a8) or mxfp4(_a8)."),
-    ] = None,
+    quantization: Quantization = None,
     parallel: Annotated[
         str | None,
-        typer.Option(help="The mesh to cut the files for, such as tp=8; others can load them too."),
+        typer.Option(help="Mesh to split the files for, such as tp=8; other meshes can load them too."),
     ] = None,
 ) -> None:
-    """Write a model to a directory that loads without being laid out again, on any number of devices.
+    """Write a model to a directory whose weights load without being laid out again, on any number of devices.
 
-    Works on the CPU, whatever devices there are.
+    Runs on the CPU, whatever devices there are.
     """
     import jax
 
@@ -41,5 +39,5 @@ def convert(
         if mesh.devices > 1:
             jax.config.update("jax_num_cpu_devices", mesh.devices)
         nbytes = convert(model, out, dtype=dtype, quantization=quantization, parallel=mesh)
-    kept = f"{dtype} and {quantization}" if quantization else dtype
-    Console(stderr=True).print(f"{out}: {decimal(nbytes)} of {kept} weights", highlight=False, soft_wrap=True)
+    formats = f"{dtype} and {quantization}" if quantization else dtype
+    Console(stderr=True).print(f"{out}: {decimal(nbytes)} of {formats} weights", highlight=False, soft_wrap=True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
 
+from inferlib.cli.arguments import DtypeArguments, OptionalBackend, grouped
 from inferlib.cli.batch import RequestOptions, run_batch
 from inferlib.cli.output import Summary, fail, json_line, result_fields, user_errors, write
 
@@ -22,217 +23,243 @@ if TYPE_CHECKING:
 _HEADING = 60  # characters of a prompt that are shown above its text
 
 
-def _batch(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="Files of JSON lines")
+@dataclass(frozen=True, kw_only=True)
+class EngineArguments:
+    panel: ClassVar = "Engine"
+
+    max_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences decoded together; by default 8, or as compiled.")
+    ] = None
+    max_len: Annotated[
+        int | None,
+        typer.Option(min=2, help="Longest prompt plus output, in tokens; by default the context, at most 2048."),
+    ] = None
+    parallel: Annotated[
+        str | None,
+        typer.Option(help="Devices to split the model over, such as tp=4,dp=2 or cp=2,tp=4; by default one."),
+    ] = None
+    artifacts: Annotated[
+        Path | None, typer.Option(help="Directory that inferlib compile wrote: run its programs, compile none.")
+    ] = None
+    expert_placement: Annotated[
+        Path | None, typer.Option(help="File that says where each expert is stored, as inferlib place writes it.")
+    ] = None
+    expert_load: Annotated[
+        Path | None, typer.Option(help="Write to this file how many tokens chose each expert, for inferlib place.")
+    ] = None
+    backend: OptionalBackend = None
+    seed: Annotated[int, typer.Option(min=0, help="Each prompt draws its own random numbers from this seed.")] = 0
 
 
-def _hosts(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="Several hosts: the same command on each")
+@dataclass(frozen=True, kw_only=True)
+class PromptArguments:
+    panel: ClassVar = "Prompts and output"
+
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are messages of a user, put in the model's chat template.")
+    ] = False
+    system: Annotated[str | None, typer.Option(help="System message; needs --chat.")] = None
+    stream: Annotated[
+        bool | None,
+        typer.Option("--stream/--no-stream", help="Show text as it appears; by default for one prompt on a terminal."),
+    ] = None
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False
 
 
-def _sampling(help: str, *names: str) -> Any:
-    return typer.Option(*names, help=help, rich_help_panel="Sampling")
+@dataclass(frozen=True, kw_only=True)
+class FileArguments:
+    panel: ClassVar = "Files of JSON lines"
+
+    input_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            help='JSON lines to complete: objects with "prompt", "prompt_token_ids" or "messages". "id" (by default '
+            'the line number) and "sampling_params", which override the options below, are optional.',
+        ),
+    ] = None
+    output_file: Annotated[
+        Path | None,
+        typer.Option("--output", help="JSON lines of results or errors, in order of completion; needed with --input."),
+    ] = None
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Skip the lines that --output has results for, and append.")
+    ] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --output if it exists.")] = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostArguments:
+    panel: ClassVar = "Several hosts: the same command on each"
+
+    distributed: Annotated[
+        bool,
+        typer.Option("--distributed", help="Join the processes that Cloud TPU, SLURM, Open MPI or Kubernetes started."),
+    ] = False
+    coordinator: Annotated[
+        str | None,
+        typer.Option(help="Without any of them: HOST:PORT on which process 0 listens, the same for all processes."),
+    ] = None
+    processes: Annotated[int | None, typer.Option(help="With --coordinator: number of processes.")] = None
+    process: Annotated[
+        int | None,
+        typer.Option(
+            help="With --coordinator: number of this process; process 0 reads the prompts and writes the results."
+        ),
+    ] = None
+
+    def check(self) -> None:
+        missing = [self.coordinator, self.processes, self.process].count(None)
+        if missing < 3 and (missing or self.distributed):
+            fail("give --coordinator, --processes and --process together, or --distributed alone")
+
+    def join(self) -> int:
+        """Join the other processes, if the options say so. Returns the number of this process."""
+        if not self.distributed and self.coordinator is None:
+            return 0
+        from inferlib.distributed import initialize
+
+        with user_errors():
+            return initialize(self.coordinator, self.processes, self.process)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingArguments:
+    """The fields of `SamplingParams` but for the seed, which is the engine's."""
+
+    panel: ClassVar = "Sampling"
+
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128
+    min_tokens: Annotated[int, typer.Option(help="Tokens to generate before a stop token may be chosen.")] = 0
+    temperature: Annotated[float, typer.Option(help="0, the default here, picks the most likely token.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0: all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 1.0
+    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this times the most likely.")] = 0.0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: against tokens of prompt and output.")] = 1.0
+    presence_penalty: Annotated[float, typer.Option(help="Above 0: against tokens in the output.")] = 0.0
+    frequency_penalty: Annotated[float, typer.Option(help="Above 0: the same, for each time they are in it.")] = 0.0
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID=VALUE: add VALUE to the logit of a token; repeatable.")
+    ] = None
+    stop: Annotated[list[str] | None, typer.Option(help="A string that ends the output; repeatable.")] = None
+    stop_token_ids: Annotated[
+        list[int] | None, typer.Option("--stop-token-id", help="A token that ends the output; repeatable.")
+    ] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Generate past the end-of-sequence tokens.")] = False
+    include_stop_str_in_output: Annotated[
+        bool, typer.Option("--include-stop-str-in-output", help="Keep the stop string in the text.")
+    ] = False
+    skip_special_tokens: Annotated[bool, typer.Option(help="Leave special tokens out of the text.")] = True
+    n: Annotated[int, typer.Option("--n", help="Independent outputs per prompt.")] = 1
+    logprobs: Annotated[
+        int | None, typer.Option(help="Report log-probabilities, and those of this many most likely tokens.")
+    ] = None
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the tokens of the prompt.")] = None
+
+    def params(self) -> SamplingParams:
+        from inferlib.sampling.params import SamplingParams
+
+        values: dict[str, Any] = asdict(self) | {"logit_bias": _bias(self.logit_bias or ())}
+        return SamplingParams(**values)
+
+
+@grouped
 def generate(
-    context: typer.Context,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(help="Texts to complete; without any, all of stdin is one.", show_default=False),
+        typer.Argument(help="Texts to complete; by default all of stdin is one.", show_default=False),
     ] = None,
     *,
     model: Annotated[
         str, typer.Option(help="Hugging Face or converted directory, .gguf file or known name.")
     ] = "smollm2",
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="float32, bfloat16 or float16; by default float32 on CPU, else bfloat16."),
-    ] = None,
-    quantization: Annotated[
-        str | None,
-        typer.Option(help="Of the weights as they are loaded: int8, int4, fp8, fp8_block, mxfp8(_a8) or mxfp4(_a8)."),
-    ] = None,
-    kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: int8 or fp8; by default dtype.")] = None,
-    max_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences decoded together; by default 8, or as compiled.")
-    ] = None,
-    max_len: Annotated[
-        int | None,
-        typer.Option(min=2, help="Longest prompt plus output, in tokens; by default context or 2048."),
-    ] = None,
-    parallel: Annotated[
-        str | None,
-        typer.Option(help="Devices to split the model over, such as tp=4,dp=2 or cp=2,tp=4; by default one."),
-    ] = None,
-    artifacts: Annotated[
-        Path | None, typer.Option(help="Directory of inferlib compile: run its programs and compile none.")
-    ] = None,
-    expert_placement: Annotated[
-        Path | None, typer.Option(help="File that says which expert lies where, as inferlib place writes it.")
-    ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            help="auto: kernels wherever they run; xla: none; decode_attention=xla,matmul=xla: none for these "
-            "operations (also prefill_attention, qkv_attention, grouped_matmul, expert_mlp, choose_experts, add_norm, "
-            "all_reduce, collective_matmul). By default auto, or as --artifacts were compiled."
-        ),
-    ] = None,
-    expert_load: Annotated[
-        Path | None, typer.Option(help="Write here how many tokens chose each expert, for inferlib place.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Each prompt draws its own random numbers from this seed.")] = 0,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are messages of a user, put in the model's chat template.")
-    ] = False,
-    system: Annotated[str | None, typer.Option(help="System message, with --chat.")] = None,
-    stream: Annotated[
-        bool | None,
-        typer.Option("--stream/--no-stream", help="Show text as it appears; by default for one prompt on a terminal."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt.")] = False,
-    input_file: Annotated[
-        Path | None,
-        _batch(
-            'JSON lines to complete: objects with "prompt", "prompt_token_ids" or "messages" and, if wanted, '
-            '"id" (else the line number) and "sampling_params", which override the options below.',
-            "--input",
-        ),
-    ] = None,
-    output_file: Annotated[
-        Path | None,
-        _batch("JSON lines of results or errors, in order of completion; needed with --input.", "--output"),
-    ] = None,
-    resume: Annotated[bool, _batch("Skip the lines that --output has results for, and append.", "--resume")] = False,
-    overwrite: Annotated[bool, _batch("Replace --output if it exists.", "--overwrite")] = False,
-    distributed: Annotated[
-        bool, _hosts("Join the processes that Cloud TPU, SLURM, Open MPI or Kubernetes started.", "--distributed")
-    ] = False,
-    coordinator: Annotated[
-        str | None, _hosts("Where none of them did: HOST:PORT on which process 0 listens, the same for all.")
-    ] = None,
-    processes: Annotated[int | None, _hosts("With --coordinator: how many processes there are.")] = None,
-    process: Annotated[
-        int | None, _hosts("With --coordinator: number of this one; 0 reads the prompts and writes the results.")
-    ] = None,
-    max_tokens: Annotated[int, _sampling("Most tokens to generate.")] = 128,
-    min_tokens: Annotated[int, _sampling("Tokens to generate before a stop token may be chosen.")] = 0,
-    temperature: Annotated[float, _sampling("0, the default here, picks the most likely token.")] = 0.0,
-    top_k: Annotated[int, _sampling("Sample among the k most likely tokens; 0: all.")] = 0,
-    top_p: Annotated[float, _sampling("Sample among the likeliest tokens of this total probability.")] = 1.0,
-    min_p: Annotated[float, _sampling("Drop tokens less likely than this times the most likely.")] = 0.0,
-    repetition_penalty: Annotated[float, _sampling("Above 1: against tokens of prompt and output.")] = 1.0,
-    presence_penalty: Annotated[float, _sampling("Above 0: against tokens in the output.")] = 0.0,
-    frequency_penalty: Annotated[float, _sampling("The same, for each time they are in it.")] = 0.0,
-    logit_bias: Annotated[
-        list[str] | None, _sampling("ID=VALUE: add VALUE to the logit of a token; repeatable.")
-    ] = None,
-    stop: Annotated[list[str] | None, _sampling("A string that ends the output; repeatable.")] = None,
-    stop_token_ids: Annotated[
-        list[int] | None, _sampling("A token that ends the output; repeatable.", "--stop-token-id")
-    ] = None,
-    ignore_eos: Annotated[bool, _sampling("Generate past the end-of-sequence tokens.", "--ignore-eos")] = False,
-    include_stop_str_in_output: Annotated[
-        bool, _sampling("Keep the stop string in the text.", "--include-stop-str-in-output")
-    ] = False,
-    skip_special_tokens: Annotated[bool, _sampling("Leave special tokens out of the text.")] = True,
-    n: Annotated[int, _sampling("Independent outputs per prompt.", "--n")] = 1,
-    logprobs: Annotated[
-        int | None, _sampling("Report log-probabilities, and those of this many likeliest tokens.")
-    ] = None,
-    prompt_logprobs: Annotated[int | None, _sampling("The same for the tokens of the prompt.")] = None,
+    prompting: PromptArguments,
+    files: FileArguments,
+    formats: DtypeArguments,
+    engine: EngineArguments,
+    hosts: HostArguments,
+    sampling: SamplingArguments,
 ) -> None:
     """Generate text.
 
-    Text goes to stdout, or with --input to the --output file; all else to stderr.
+    Text goes to stdout, or with --input to the --output file; everything else goes to stderr.
     """
-    from_file = input_file is not None
-    if from_file != (output_file is not None):
-        fail("--input and --output go together: give both or neither")
-    if from_file and (prompts or json or stream):
-        fail("--input takes its prompts from a file and writes JSON: give no prompts, --json or --stream")
-    if not from_file and (resume or overwrite):
-        fail("--resume and --overwrite are about the file of --output: give --input and --output")
-    if resume and overwrite:
-        fail("--resume keeps what --overwrite removes: give one of them")
-    if system is not None and not chat:
-        fail("--system needs --chat")
-    if not from_file and not json and (logprobs is not None or prompt_logprobs is not None):
-        fail("log-probabilities are reported as JSON: add --json")
-
-    place = (coordinator, processes, process)
-    given = [value for value in place if value is not None]
-    if given and (distributed or len(given) < len(place)):
-        fail("give --coordinator, --processes and --process together, or --distributed alone")
-
+    _check(prompts, prompting, files, sampling)
+    hosts.check()
     with user_errors():
-        options = RequestOptions(_sampling_params(context.params), seed=seed, chat=chat, system=system)
+        options = RequestOptions(sampling.params(), engine.seed, prompting.chat, prompting.system)
 
     @cache
     def load() -> LLM:
-        from inferlib.llm import LLM
-        from inferlib.programs.compilation_cache import keep_compilations
+        return _load(model, formats, engine)
 
-        with user_errors():
-            keep_compilations()
-            sizes = dict(max_batch=max_batch, max_len=max_len)
-            kept = dict(dtype=dtype, quantization=quantization, kv_cache_dtype=kv_cache_dtype)
-            kept |= dict(expert_placement=expert_placement, backend=backend)
-            options = dict(parallel=parallel, artifacts=artifacts, expert_load=expert_load is not None, seed=seed)
-            return LLM(model, **kept, **sizes, **options)
-
-    def save_load() -> None:
-        if expert_load is not None and load.cache_info().currsize:
-            from inferlib.placement import write_load
-
-            with user_errors():
-                write_load(expert_load, load().expert_load())
-
-    if (distributed or given) and _join(*place) > 0:
+    if hosts.join() > 0:
         load().follow()
         return
-    if from_file:
-        failed = run_batch(load, input_file, output_file, options, resume=resume, overwrite=overwrite)
-        save_load()
-        raise typer.Exit(1 if failed else 0)
+    if files.input_file is not None and files.output_file is not None:
+        append = dict(resume=files.resume, overwrite=files.overwrite)
+        failed = run_batch(load, files.input_file, files.output_file, options, **append)
+        exit_code = 1 if failed else 0
+    else:
+        texts = prompts or [_read_stdin()]
+        _complete(load, texts, options, prompting)
+        exit_code = 0
+    if engine.expert_load is not None and load.cache_info().currsize:
+        from inferlib.placement import write_load
 
-    texts = prompts or [_read_stdin()]
-    single = len(texts) == n == 1 and not json
-    if stream and not single:
+        with user_errors():
+            write_load(engine.expert_load, load().expert_load())
+    raise typer.Exit(exit_code)
+
+
+def _check(
+    prompts: Sequence[str] | None, prompting: PromptArguments, files: FileArguments, sampling: SamplingArguments
+) -> None:
+    """End the command if its options do not go together."""
+    from_file = files.input_file is not None
+    if from_file != (files.output_file is not None):
+        fail("--input and --output go together: give both or neither")
+    if from_file and (prompts or prompting.json or prompting.stream):
+        fail("--input takes its prompts from a file and writes JSON: give no prompts, --json or --stream")
+    if not from_file and (files.resume or files.overwrite):
+        fail("--resume and --overwrite are about the file of --output: give --input and --output")
+    if files.resume and files.overwrite:
+        fail("--resume keeps what --overwrite removes: give one of them")
+    if prompting.system is not None and not prompting.chat:
+        fail("--system needs --chat")
+    if not from_file and not prompting.json and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
+        fail("log-probabilities are reported as JSON: add --json")
+
+
+def _load(model: str, formats: DtypeArguments, engine: EngineArguments) -> LLM:
+    from inferlib.llm import LLM
+    from inferlib.programs.compilation_cache import keep_compilations
+
+    with user_errors():
+        keep_compilations()
+        options: dict[str, Any] = asdict(formats) | asdict(engine) | {"expert_load": engine.expert_load is not None}
+        return LLM(model, **options)
+
+
+def _complete(load: Callable[[], LLM], texts: Sequence[str], options: RequestOptions, how: PromptArguments) -> None:
+    """Complete texts, to stdout."""
+    single = len(texts) == options.params.n == 1 and not how.json
+    if how.stream and not single:
         fail("--stream shows the text of one prompt: give one, and neither --n nor --json")
-    if stream is None:
-        stream = single and sys.stdout.isatty()
     llm = load()
-    compiled, summary = llm.compilations, Summary()
+    compilations, summary = llm.compilations, Summary()
     requests = _prepare(llm, texts, options)
-    if stream:
+    if how.stream or (how.stream is None and single and sys.stdout.isatty()):
         _stream(llm, requests[0], summary)
     else:
         results = sorted(llm.run(requests), key=lambda result: result.request_id)
         for text, result in zip(texts, results, strict=True):
             summary.add(result)
-            if json:
+            if how.json:
                 write(json_line({"prompt": text, **result_fields(result)}).decode())
             else:
-                _show(text, [output.text for output in result.outputs], headings=len(texts) * n > 1)
-    save_load()
-    summary.show(llm.compilations - compiled)
-
-
-def _join(coordinator: str | None, processes: int | None, process: int | None) -> int:
-    from inferlib.distributed import initialize
-
-    with user_errors():
-        return initialize(coordinator, processes, process)
-
-
-def _sampling_params(options: Mapping[str, Any]) -> SamplingParams:
-    """From the options, which have the names of its fields."""
-    from inferlib.sampling.params import SamplingParams
-
-    fields = {field.name: options[field.name] for field in dataclasses.fields(SamplingParams)}
-    # --seed is the engine's: with one for each request, equal prompts would get equal texts.
-    return SamplingParams(**fields | {"seed": None, "logit_bias": _bias(options["logit_bias"] or ())})
+                _show(text, [output.text for output in result.outputs], headings=len(texts) * options.params.n > 1)
+    summary.show(llm.compilations - compilations)
 
 
 def _bias(entries: Sequence[str]) -> dict[int, float]:
@@ -276,11 +303,12 @@ def _stream(llm: LLM, request: Request, summary: Summary) -> None:
     for piece in pieces:
         write(piece)
     write("\n")
-    summary.add(stream.output)
+    if stream.output is not None:
+        summary.add(stream.output)
 
 
 def _show(prompt: str, texts: Sequence[str], *, headings: bool) -> None:
-    """headings: on a terminal, the prompt is shown above."""
+    """headings: show the prompt above each text, on a terminal."""
     for text in texts:
         if headings and sys.stdout.isatty():
             line = " ".join(prompt.split())

@@ -1,4 +1,4 @@
-"""`inferlib info`: what a model is and the memory it takes, from its configuration and file headers."""
+"""`inferlib info`: describe a model and the memory it takes, from its configuration and file headers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from inferlib.cli.arguments import FormatArguments, Json, ShapeArguments, grouped
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
@@ -23,85 +24,73 @@ if TYPE_CHECKING:
     from inferlib.models.abstract import AbstractModel
     from inferlib.models.config import LayerSpec, MlpSpec, ModelConfig, MoeSpec
     from inferlib.models.quantization import Quantization
-    from inferlib.models.recurrent import Recurrent
     from inferlib.models.segments import Segment
     from inferlib.planning.explain import Explanation
 
 
+@grouped
 def info(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Hugging Face or converted directory, .gguf file or known name.", show_default=False),
-    ] = None,
     *,
-    config: Annotated[
-        str | None, typer.Option(help="Instead of a model, a shape that comes with inferlib, by name.")
-    ] = None,
+    shape: ShapeArguments,
     max_len: Annotated[
         int | None,
         typer.Option(min=2, help="Tokens of a sequence in the cache; by default the context, at most 2048."),
     ] = None,
     parallel: Annotated[
         str | None,
-        typer.Option(help="Also show what each device of such a mesh holds and what they exchange, such as tp=4,dp=2."),
+        typer.Option(help="Also show what each device of this mesh stores and exchanges, such as tp=4,dp=2."),
     ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="With --parallel: sequences decoded together.")] = 8,
-    quantization: Annotated[
-        str | None,
-        typer.Option(
-            help="Of the weights: int8, int4, fp8, fp8_block, mxfp8(_a8) or mxfp4(_a8); by default as they are stored."
-        ),
-    ] = None,
-    kv_cache_dtype: Annotated[
-        str | None, typer.Option(help="Of the cache: int8 or fp8; by default what the model is loaded as.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    formats: FormatArguments,
+    json: Json = False,
 ) -> None:
     """Show a model's recipe, its parameters and the bytes of weights and cache.
 
     Loads no weights and needs no devices.
     """
-    if (model is None) == (config is None):
-        fail("give either a model or the name of a shape with --config")
+    shape.check()
     from inferlib.config import DTYPES, check_kv_cache_dtype
     from inferlib.models.abstract import abstract_model
     from inferlib.models.families import config_from_hf
 
+    cache_dtype = formats.kv_cache_dtype
     with user_errors():
-        check_kv_cache_dtype(kv_cache_dtype)
-        hf, files = described(model, config)
+        check_kv_cache_dtype(cache_dtype)
+        hf, files = described(shape.model, shape.config)
         recipe, stored = config_from_hf(dict(hf)), files and files.nbytes
-        kept = quantization_of(files, quantization)
+        quantization = quantization_of(files, formats.quantization)
     length = max_len or min(recipe.context, 2048)
     if length > recipe.context:
         fail(f"--max-len {length} exceeds the model's context of {recipe.context} tokens")
     # Stacked layers are quicker to trace and take the same bytes.
     with user_errors():
-        models = {dtype: abstract_model(recipe, dtype, scan=True, quantization=kept) for dtype in DTYPES}
+        models = {dtype: abstract_model(recipe, dtype, scan=True, quantization=quantization) for dtype in DTYPES}
         explanation = None
-        facts = {"model": model or config, **_describe(models, length, kv_cache_dtype, stored)}
-        facts["quantization"] = kept and kept.name
+        facts = {"model": shape.name, **_describe(models, length, cache_dtype, stored)}
+        facts["quantization"] = quantization and quantization.name
         if parallel is not None:
-            explanation = _explain(recipe, parallel, max_batch, length, kept, kv_cache_dtype)
+            explanation = _explain(recipe, parallel, max_batch, length, quantization, cache_dtype)
             facts["parallel"] = explanation.facts()
     write(json_line(facts).decode() if json else _render(facts, models["float32"], explanation))
 
 
 def described(model: str | None, shape: str | None) -> tuple[Mapping[str, Any], ModelFiles | None]:
-    """The Hugging Face config of a model, and its files, or of a shape by name."""
+    """The Hugging Face config and the files of a model, or of a shape by name, which has no files."""
     from inferlib.configs import load, names
     from inferlib.model_files import ModelFiles
 
-    if shape is None:
+    if model is not None:
         files = ModelFiles.open(model)
         return files.hf, files
+    if shape is None:
+        raise ValueError("neither a model nor a shape is given")
     if shape not in names():
         raise ValueError(f"no model shape is called {shape!r}; known: {', '.join(names())}")
     return load(shape), None
 
 
 def quantization_of(files: ModelFiles | None, wanted: str | None) -> Quantization | None:
-    """Of a model's files, or of a shape that has none."""
+    """The format of a model's weights: as wanted, or as the files store them."""
     from inferlib.models.quantization import Quantization
 
     if files is not None:
@@ -114,9 +103,9 @@ def _describe(
 ) -> dict[str, Any]:
     """The facts as JSON values, by dtype where they depend on it; sizes in bytes, lengths in tokens.
 
-    Cache: "per_token" of one that all layers keep; "beyond_windows" of one that only the layers without a
-    window keep; "states" of a row, whatever its length, in recurrent layers; "per_sequence" of a
-    row for `max_len` tokens, in which layers with a window hold a ring.
+    Bytes of the cache: "per_token" that all layers store; "beyond_windows" per token that only layers without a window
+    store; "states" of a row in recurrent layers, whatever its length; "per_sequence" of a row for `max_len` tokens, in
+    which layers with a window store a ring.
     """
     model = models["float32"]
     config = model.config
@@ -165,8 +154,8 @@ def _explain(
     quantization: Quantization | None,
     kv_cache_dtype: str | None,
 ) -> Explanation:
-    """In bfloat16, or as quantised: the arrays on each device, a greedy decode step of all rows, and the longest
-    prefill chunk."""
+    """The arrays on each device, a greedy decode step of all rows and the longest prefill chunk, in bfloat16 or as
+    quantized."""
     from inferlib.cache.plan import plan_cache
     from inferlib.config import EngineConfig
     from inferlib.models.abstract import abstract_model
@@ -179,8 +168,8 @@ def _explain(
     config = EngineConfig.make("tpu", max_batch, max_len, shards=shards)
     model = abstract_model(recipe, "bfloat16", quantization=quantization, scan=True, shards=shards)
     chunk = config.buckets.prefill[-1]
-    kept = dict(dtype=kv_cache_dtype or "bfloat16", platform=config.platform)
-    plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, **kept)
+    dtype = kv_cache_dtype or "bfloat16"
+    plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, dtype=dtype, platform=config.platform)
     keys = [
         ProgramKey("greedy", config.rows, max_len, steps=config.decode_steps),
         ProgramKey("greedy", 0, max_len, chunks=1, chunk=chunk),
@@ -197,8 +186,8 @@ def _render(facts: dict[str, Any], model: AbstractModel, explanation: Explanatio
     recipe.add_row("model", facts["model"])
     recipe.add_row("family", config.family)
     active = facts["active_parameters"]
-    some = f", {active / 1e6:,.1f} million for a token" if active < facts["parameters"] else ""
-    recipe.add_row("parameters", f"{facts['parameters'] / 1e6:,.1f} million{some}")
+    per_token = f", {active / 1e6:,.1f} million for a token" if active < facts["parameters"] else ""
+    recipe.add_row("parameters", f"{facts['parameters'] / 1e6:,.1f} million{per_token}")
     if len(kinds) == 1:
         recipe.add_row("layers", f"{len(config.layers)}, all alike: {_layer(kinds[0])}")
     else:
@@ -262,7 +251,8 @@ def _layer(layer: LayerSpec) -> str:
     rope = attention.rope
     parts = [f"{attention.heads} heads of {attention.head_dim}"]
     if isinstance(attention, MlaSpec):
-        parts += [f"latents of {attention.kv_rank} + {rope.dim} for keys and values of {attention.value_dim}"]
+        rotary = attention.rope.dim if attention.rope else 0
+        parts += [f"latents of {attention.kv_rank} + {rotary} for keys and values of {attention.value_dim}"]
         parts += [f"queries' latents of {attention.q_rank}"] if attention.q_rank else []
     else:
         parts[0] += f", {attention.kv_heads} for keys and values"
@@ -287,7 +277,7 @@ def _layer(layer: LayerSpec) -> str:
     return ", ".join(parts)
 
 
-def _recurrent(spec: Recurrent) -> list[str]:
+def _recurrent(spec: Any) -> list[str]:
     from inferlib.models.recurrent import ShortConvSpec
 
     if isinstance(spec, ShortConvSpec):

@@ -25,7 +25,7 @@ def fail(message: str | Exception) -> NoReturn:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Around code that reads what the user gave: its errors are the user's and need no traceback."""
+    """For code that reads a user's input: its ValueErrors and OSErrors end the command with one line, no traceback."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -78,7 +78,7 @@ def result_fields(result: RequestOutput) -> dict[str, Any]:
 
 
 def _alternatives(entry: Mapping[int, Logprob] | None) -> list[dict[str, Any]] | None:
-    """The tokens reported at one position: first the one that is there, then the most likely ones."""
+    """The tokens reported for one position: first the token that stands there, then the most likely ones."""
     if entry is None:
         return None
     return [
@@ -87,8 +87,8 @@ def _alternatives(entry: Mapping[int, Logprob] | None) -> list[dict[str, Any]] |
     ]
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no infinity
+def _number(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else value  # JSON has no infinity
 
 
 class Summary:
@@ -104,14 +104,13 @@ class Summary:
         metrics = result.metrics
         self.prompt_tokens += len(result.prompt_token_ids)
         self.generated += metrics.generated
-        self._ttft.append(metrics.ttft)
-        if metrics.itl is not None:
-            self._itl.append(metrics.itl)
+        self._ttft += [] if metrics.ttft is None else [metrics.ttft]
+        self._itl += [] if metrics.itl is None else [metrics.itl]
         self._start = min(self._start, metrics.arrival_time)
-        self._end = max(self._end, metrics.finished_time)
+        self._end = max(self._end, metrics.finished_time or -math.inf)
 
     def show(self, compilations: int) -> None:
-        """compilations: how many the times include. Prints nothing if there are no results."""
+        """Print nothing if there are no results. compilations: how many of them the times include."""
         if not self._ttft:
             return
         several = len(self._ttft) > 1

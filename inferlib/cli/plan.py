@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from inferlib.cli.arguments import CacheDtype, Json, ShapeArguments, grouped
 from inferlib.cli.compile_progress import CompileProgress
 from inferlib.cli.info import described
-from inferlib.cli.output import fail, json_line, user_errors, write
+from inferlib.cli.output import json_line, user_errors, write
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,45 +25,60 @@ if TYPE_CHECKING:
     from inferlib.planning.planner import Option, Ranking
     from inferlib.programs.program import ProgramKey
 
-_BAR = 30  # characters of the longest
+_BAR = 30  # characters of the longest bar
 
 
-def plan(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Hugging Face directory, .gguf file or known name.", show_default=False),
-    ] = None,
-    *,
-    target: Annotated[str, typer.Option(help="What to run on, such as v5e-8; see `inferlib targets`.")],
-    config: Annotated[
-        str | None, typer.Option(help="Instead of a model, a shape that comes with inferlib, by name.")
-    ] = None,
-    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024,
-    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256,
-    concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 64,
-    slo: Annotated[str, typer.Option(help="Seconds that must hold, such as ttft=0.5,itl=0.02.")] = "",
+@dataclass(frozen=True, kw_only=True)
+class WorkloadArguments:
+    panel: ClassVar = "Workload"
+
+    input_len: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 1024
+    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 256
+    concurrency: Annotated[int, typer.Option(help="Requests at a time.")] = 64
+    slo: Annotated[str, typer.Option(help="Limits in seconds that must hold, such as ttft=0.5,itl=0.02.")] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatsArguments:
+    panel: ClassVar = "Number formats"
+
     quantization: Annotated[
         str | None,
         typer.Option(
-            help="Of the weights: none (bfloat16), int8, int4, fp8, fp8_block, mxfp8, mxfp4 or several with commas; "
-            "by default none,int8."
+            help="Formats of the weights, with commas between them: none (bfloat16), int8, int4, fp8, fp8_block, "
+            "mxfp8, mxfp4; by default none,int8."
         ),
-    ] = None,
-    kv_cache_dtype: Annotated[str | None, typer.Option(help="Of the cache: int8 or fp8; by default bfloat16.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 8,
-    plot: Annotated[Path | None, typer.Option(help="Write the frontier as a picture (.png, .svg, .pdf).")] = None,
+    ] = None
+    kv_cache_dtype: CacheDtype = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputArguments:
+    panel: ClassVar = "Output"
+
+    top: Annotated[int, typer.Option(min=1, help="Rows of the table.")] = 8
+    plot: Annotated[Path | None, typer.Option(help="Write the frontier as a picture (.png, .svg, .pdf).")] = None
     verify: Annotated[
         int, typer.Option(min=0, help="Compile this many of the best plans with the TPU compiler, to compare.")
-    ] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    ] = 0
+    json: Json = False
+
+
+@grouped
+def plan(
+    *,
+    shape: ShapeArguments,
+    target: Annotated[str, typer.Option(help="What to run on, such as v5e-8; see `inferlib targets`.")],
+    work: WorkloadArguments,
+    formats: FormatsArguments,
+    output: OutputArguments,
 ) -> None:
     """Rank meshes, presets, weight dtypes and batch sizes for a workload, by an analytical cost model.
 
     Needs no devices and no weights. Times are estimates from published figures. With --verify, exits with 1 if a plan
     does not compile or does not fit.
     """
-    if (model is None) == (config is None):
-        fail("give either a model or the name of a shape with --config")
+    shape.check()
     from inferlib.aot.verify import candidates
     from inferlib.models.families import config_from_hf
     from inferlib.models.quantization import Quantization
@@ -69,18 +86,22 @@ def plan(
     from inferlib.targets import parse_target
 
     with user_errors():
-        names = [None if name == "none" else name for name in (quantization or "").split(",")]
-        quantizations = [name and Quantization.named(name) for name in names] if quantization else USUAL
-        workload = Workload(input_len, output_len, concurrency)
-        goal, slice_ = Slo.parse(slo), parse_target(target)
-        hf, _ = described(model, config)
-        ranking = rank(config_from_hf(hf), slice_, workload, goal, quantizations, kv_cache_dtype)
-        chosen = candidates(ranking, verify) if verify else []
-        if plot is not None:
-            _plot(ranking, model or config, plot)
+        quantizations = USUAL
+        if formats.quantization:
+            names = formats.quantization.split(",")
+            quantizations = [None if name in ("", "none") else Quantization.named(name) for name in names]
+        workload = Workload(work.input_len, work.output_len, work.concurrency)
+        goal, slice_ = Slo.parse(work.slo), parse_target(target)
+        hf, _ = described(shape.model, shape.config)
+        ranking = rank(config_from_hf(dict(hf)), slice_, workload, goal, quantizations, formats.kv_cache_dtype)
+        chosen = candidates(ranking, output.verify) if output.verify else []
+        if output.plot is not None:
+            _plot(ranking, shape.name, output.plot)
     checks = _verified(hf, chosen)
-    name = model or config
-    write(json_line(_facts(ranking, name, checks)).decode() if json else _render(ranking, name, top, checks))
+    if output.json:
+        write(json_line(_facts(ranking, shape.name, checks)).decode())
+    else:
+        write(_render(ranking, shape.name, output.top, checks))
     raise typer.Exit(0 if all(check.compiled.outcome.ok for check in checks) else 1)
 
 
@@ -120,10 +141,10 @@ def _render(ranking: Ranking, model: str, top: int, checks: list[Check]) -> str:
     text, terminal = io.StringIO(), sys.stdout.isatty()
     console = Console(file=text, force_terminal=terminal, width=None if terminal else 140)
     work, target, best = ranking.workload, ranking.target, ranking.best
-    kept = best.deployed.kv_cache_dtype
+    cache_dtype = best.deployed.kv_cache_dtype
     console.print(
         f"{model} on {target}, devices: {target.devices}; prompts of {work.input_len} tokens, answers of "
-        f"{work.output_len}, {work.concurrency} at a time{f'; cache of {kept}' if kept else ''}",
+        f"{work.output_len}, {work.concurrency} at a time{f'; cache of {cache_dtype}' if cache_dtype else ''}",
         highlight=False,
     )
     console.print(_ranked(ranking, top), _frontier(ranking.frontier), highlight=False)
@@ -131,7 +152,7 @@ def _render(ranking: Ranking, model: str, top: int, checks: list[Check]) -> str:
         console.print(f"[bold]Nothing meets {_slo(ranking)}[/]; the nearest:", highlight=False)
     console.print(
         f"[bold]Best[/]: --parallel {best.deployed.parallel} --max-batch {best.batch} --max-len {work.max_len}"
-        f"{f' --kv-cache-dtype {kept}' if kept else ''}, "
+        f"{f' --kv-cache-dtype {cache_dtype}' if cache_dtype else ''}, "
         f"{best.deployed.weights} weights: TTFT {_ms(best.ttft)}, ITL {_ms(best.itl)}, "
         f"{best.throughput:,.0f} tokens/s",
         highlight=False,
@@ -162,8 +183,8 @@ def _compared(checks: list[Check]) -> Table:
         facts = check.facts()
         cells = []
         for figure, form in (("seconds", _ms), ("memory", _gib), ("bytes", _gib)):
-            found = facts["compiler"][figure]
-            cells += [form(facts["model"][figure]), "-" if found is None else form(found)]
+            compiled = facts["compiler"][figure]
+            cells += [form(facts["model"][figure]), "-" if compiled is None else form(compiled)]
         table.add_row(
             f"{facts['parallel']} {facts['weights']}", facts["program"], str(facts["batch"]), *cells, facts["status"]
         )

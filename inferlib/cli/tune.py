@@ -8,8 +8,9 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from inferlib.cli.arguments import BucketArguments, Json, grouped
 from inferlib.cli.compile import deployment_of
 from inferlib.cli.info import described, quantization_of
 from inferlib.cli.output import fail, json_line, user_errors, write
@@ -27,6 +29,34 @@ if TYPE_CHECKING:
     from inferlib.tuning.tune import Failed, Found
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProgramArguments:
+    """The deployment whose programs say which shapes kernels are tuned for."""
+
+    panel: ClassVar = "Shapes of a deployment, in place of cases"
+
+    config: Annotated[
+        str | None,
+        typer.Option(help="Tune for the programs of a model shape, by its name, on the whole slice."),
+    ] = None
+    parallel: Annotated[
+        str | None, typer.Option(help="With --config: devices to split over; by default all on tp.")
+    ] = None
+    quantization: Annotated[str | None, typer.Option(help="With --config: format of the weights, such as mxfp4.")] = (
+        None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchArguments:
+    panel: ClassVar = "Search"
+
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write no tables.")] = False
+    limit: Annotated[float, typer.Option(min=1, help="Most seconds that a candidate may take to compile.")] = 120
+    workers: Annotated[int, typer.Option(min=1, help="Candidates compiled at a time, each in its own process.")] = 2
+
+
+@grouped
 def tune(
     kernels: Annotated[
         list[str] | None,
@@ -35,24 +65,14 @@ def tune(
         ),
     ] = None,
     *,
-    target: Annotated[list[str], typer.Option(help="A TPU slice such as v5e-1; repeat it for others.")],
+    target: Annotated[list[str], typer.Option(help="A TPU slice such as v5e-1; repeatable.")],
     case: Annotated[
-        list[str] | None, typer.Option(help="One of benchmarks/kernels.py, by name; repeat it. By default all.")
+        list[str] | None, typer.Option(help="A case of benchmarks/kernels.py, by name; repeatable. By default all.")
     ] = None,
-    config: Annotated[
-        str | None, typer.Option(help="Instead, what the programs of this shape need on the whole slice, by its name.")
-    ] = None,
-    parallel: Annotated[
-        str | None, typer.Option(help="With --config: devices to split over; by default all on tp.")
-    ] = None,
-    quantization: Annotated[str | None, typer.Option(help="With --config: of the weights, such as mxfp4.")] = None,
-    prefill_buckets: Annotated[str | None, typer.Option(help="With --config: as of inferlib compile.")] = None,
-    batch_buckets: Annotated[str | None, typer.Option(help="With --config: as of inferlib compile.")] = None,
-    cache_buckets: Annotated[str | None, typer.Option(help="With --config: as of inferlib compile.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write no tables.")] = False,
-    limit: Annotated[float, typer.Option(min=1, help="Most seconds that a candidate may take to compile.")] = 120,
-    workers: Annotated[int, typer.Option(min=1, help="Candidates compiled at a time, each in its own process.")] = 2,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    programs: ProgramArguments,
+    buckets: BucketArguments,
+    search: SearchArguments,
+    json: Json = False,
 ) -> None:
     """Search block sizes of the TPU kernels, by the TPU compiler's listings, and write those that beat the rule.
 
@@ -60,50 +80,74 @@ def tune(
     target's generation, from which the kernel takes them for exactly these shapes. Exits with 1 if a case cannot be
     compiled.
     """
-    buckets = dict(prefill=prefill_buckets, batch=batch_buckets, cache=cache_buckets)
-    if config is None and any([parallel, quantization, *buckets.values()]):
+    if programs.config is None and any([programs.parallel, programs.quantization, *vars(buckets).values()]):
         fail("--parallel, --quantization and buckets say what a --config is deployed as: give that too")
-    if config is not None and case:
+    if programs.config is not None and case:
         fail("give either cases by name, with --case, or a --config, whose programs say which")
-    from inferlib.pallas_kernels.tuned_tpu import FOLDER
-    from inferlib.targets import parse_target
     from inferlib.tuning.kernel_cases import check_devices
-    from inferlib.tuning.tune import compiler_of, needed, tune, update
+    from inferlib.tuning.tune import compiler_of, tune, update
 
-    results, complete = [], True
+    results = []
     with user_errors():
-        targets = [parse_target(name) for name in target]
-        if others := [str(one) for one in targets if one.platform != "tpu"]:
-            raise ValueError(f"kernels are tuned for TPUs, not for {', '.join(others)}")
-        if twice := [name for name, count in Counter(one.chip.name for one in targets).items() if count > 1]:
-            raise ValueError(f"{twice[0]} is named twice, and there is one table for it")
-        if not dry_run and not os.access(FOLDER if FOLDER.exists() else FOLDER.parent, os.W_OK):
-            raise ValueError(f"{FOLDER} cannot be written: add --dry-run, or use an installation of your own")
-        named = {} if config is not None else _named(kernels, case)
+        targets = _targets(target)
+        folder = _tables(search.dry_run)
+        named = {} if programs.config is not None else _named(kernels, case)
         check_devices(named, targets)
-        hf = None if config is None else described(None, config)[0]
-        stored = quantization_of(None, quantization)
         for one in targets:
-            cases, unknown = named, []
-            if hf is not None:
-                options = dict(target=one.name, parallel=parallel, dtype=None, quantization=stored, kv_cache_dtype=None)
-                cases, unknown = needed(deployment_of(hf, **options, buckets=buckets, modes=("greedy",)))
-                cases, unknown = _of_kernels(kernels, cases), [x for x in unknown if x.kernel in (kernels or cases)]
+            cases, unknown = _needed(one, programs, buckets, kernels) if programs.config is not None else (named, [])
             with _shown(one, sum(map(len, cases.values()))) as steps:
-                found, failed = tune(one, cases, limit=limit, workers=workers, **steps)
-            failed = [*unknown, *failed]
-            file = FOLDER / f"{one.chip.name}.json"
-            written = not dry_run and update(file, found, compiler_of(one))
-            results.append((one, found, failed, file if written else None))
-            complete &= not failed
+                tuned, failed = tune(one, cases, limit=search.limit, workers=search.workers, **steps)
+            file = folder / f"{one.chip.name}.json"
+            written = not search.dry_run and update(file, tuned, compiler_of(one))
+            results.append((one, tuned, [*unknown, *failed], file if written else None))
     if json:
-        write(json_line({one.name: _facts(found, failed) for one, found, failed, _ in results}).decode())
+        write(json_line({one.name: _facts(tuned, failed) for one, tuned, failed, _ in results}).decode())
     else:
-        for one, found, failed, file in results:
-            write(_render(one, found, failed))
-            told = f"wrote {file}" if file else "no table was changed"
-            Console(stderr=True, force_jupyter=False).print(told, highlight=False, soft_wrap=True)
-    raise typer.Exit(0 if complete else 1)
+        for one, tuned, failed, file in results:
+            write(_render(one, tuned, failed))
+            message = f"wrote {file}" if file else "no table was changed"
+            Console(stderr=True, force_jupyter=False).print(message, highlight=False, soft_wrap=True)
+    raise typer.Exit(1 if any(failed for _, _, failed, _ in results) else 0)
+
+
+def _targets(names: list[str]) -> list[Target]:
+    from inferlib.targets import parse_target
+
+    targets = [parse_target(name) for name in names]
+    if others := [str(one) for one in targets if one.platform != "tpu"]:
+        raise ValueError(f"kernels are tuned for TPUs, not for {', '.join(others)}")
+    if twice := [name for name, count in Counter(one.chip.name for one in targets).items() if count > 1]:
+        raise ValueError(f"{twice[0]} is named twice, and there is one table for it")
+    return targets
+
+
+def _tables(dry_run: bool) -> Path:
+    """The folder of the tables. Raises ValueError if it cannot be written."""
+    from inferlib.pallas_kernels.tuned_tpu import FOLDER
+
+    if not dry_run and not os.access(FOLDER if FOLDER.exists() else FOLDER.parent, os.W_OK):
+        raise ValueError(f"{FOLDER} cannot be written: add --dry-run, or use an installation of your own")
+    return FOLDER
+
+
+def _needed(
+    target: Target, programs: ProgramArguments, buckets: BucketArguments, kernels: list[str] | None
+) -> tuple[dict[str, dict[str, Case]], list[Failed]]:
+    """The cases of a deployment's programs, and shapes that no case can express."""
+    from inferlib.tuning.tune import needed
+
+    hf, _ = described(None, programs.config)
+    deployment = deployment_of(
+        hf,
+        target.name,
+        programs.parallel,
+        None,
+        buckets,
+        quantization=quantization_of(None, programs.quantization),
+        modes=("greedy",),
+    )
+    cases, unknown = needed(deployment)
+    return _of_kernels(kernels, cases), [one for one in unknown if one.kernel in (kernels or cases)]
 
 
 def _named(kernels: list[str] | None, names: list[str] | None) -> dict[str, dict[str, Case]]:
@@ -111,7 +155,7 @@ def _named(kernels: list[str] | None, names: list[str] | None) -> dict[str, dict
 
     known = {**CASES, **RINGS}
     chosen = chosen_cases(kernels or list(known if names else CASES), names or None, known)
-    return {kernel: {name: known[kernel][name] for name in some} for kernel, some in chosen.items()}
+    return {kernel: {name: known[kernel][name] for name in names} for kernel, names in chosen.items()}
 
 
 def _of_kernels(kernels: list[str] | None, cases: Mapping[str, Any]) -> dict[str, dict[str, Case]]:
@@ -122,7 +166,7 @@ def _of_kernels(kernels: list[str] | None, cases: Mapping[str, Any]) -> dict[str
 
 @contextmanager
 def _shown(target: Target, total: int) -> Iterator[dict[str, Any]]:
-    """A bar of the cases whose search has ended, and what is compiled, on a terminal's standard error."""
+    """Show, on a terminal's standard error, how many cases are done and what is being compiled."""
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("[dim]{task.description}", markup=True)
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -133,14 +177,14 @@ def _shown(target: Target, total: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _facts(found: list[Found], failed: list[Failed]) -> dict[str, Any]:
+def _facts(tuned: list[Found], failed: list[Failed]) -> dict[str, Any]:
     return {
-        "found": [asdict(one) | {"kept": one.kept} for one in found],
+        "found": [asdict(one) | {"kept": one.kept} for one in tuned],
         "failed": [asdict(one) for one in failed],
     }
 
 
-def _render(target: Target, found: list[Found], failed: list[Failed]) -> str:
+def _render(target: Target, tuned: list[Found], failed: list[Failed]) -> str:
     from inferlib.tuning.tune import sizes_text
 
     text, terminal = io.StringIO(), sys.stdout.isatty()
@@ -150,7 +194,7 @@ def _render(target: Target, found: list[Found], failed: list[Failed]) -> str:
         table.add_column(title)
     for title in ("floor", "rule", "best", "gain", "tried", "refused"):
         table.add_column(title, justify="right")
-    for one in found:
+    for one in tuned:
         changed = {name: size for name, size in one.best.items() if size != one.rule[name]}
         table.add_row(
             one.kernel,
@@ -163,7 +207,7 @@ def _render(target: Target, found: list[Found], failed: list[Failed]) -> str:
             str(len(one.refused)),
         )
     console.print(table, highlight=False)
-    for one in found:
+    for one in tuned:
         for refused in one.refused:
             _tell(console, f"{one.kernel}, {one.cases[0]}: {sizes_text(refused.blocks)}", refused.reason)
     for one in failed:

@@ -1,0 +1,162 @@
+"""Options of commands, in groups that commands share: each option is declared once, as a field of a dataclass."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
+
+import typer
+
+from inferlib.cli.output import fail
+
+if TYPE_CHECKING:
+    from inferlib.config import Buckets
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take groups: a parameter that is annotated with a dataclass stands for an option per field.
+
+    The fields are annotated as typer's parameters are. `panel`, a class variable, is the heading of a group's options
+    in the help; options of groups without one stand under "Options".
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            parameters += _parameters(groups[name])
+        else:
+            parameters.append(parameter.replace(annotation=hints[name]))
+
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    run.__name__, run.__doc__, run.__module__ = command.__name__, command.__doc__, command.__module__
+    run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def _parameters(group: Any) -> Iterator[inspect.Parameter]:
+    hints, panel = get_type_hints(group, include_extras=True), getattr(group, "panel", None)
+    for field in fields(group):
+        hint = hints[field.name]
+        option = copy.copy(hint.__metadata__[0])
+        option.rich_help_panel = panel
+        yield inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=Annotated[hint.__origin__, option],
+        )
+
+
+# ---- options that stand alone in several commands
+
+Quantization = Annotated[
+    str | None,
+    typer.Option(
+        help="Format of the weights: int8, int4, fp8, fp8_block, mxfp8(_a8) or mxfp4(_a8); by default as they are "
+        "stored."
+    ),
+]
+CacheDtype = Annotated[
+    str | None,
+    typer.Option(help="Format of keys and values in the cache: int8 or fp8; by default that of activations."),
+]
+_BACKENDS = (
+    "auto: kernels wherever they run; xla: none; decode_attention=xla,matmul=xla: none for these operations (also "
+    "prefill_attention, qkv_attention, grouped_matmul, expert_mlp, choose_experts, add_norm, all_reduce, "
+    "collective_matmul)."
+)
+Backend = Annotated[str, typer.Option(help=_BACKENDS)]
+OptionalBackend = Annotated[
+    str | None, typer.Option(help=f"{_BACKENDS} By default auto, or as --artifacts were compiled.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+
+
+# ---- groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeArguments:
+    """A model: a checkpoint, or a shape without weights. Exactly one of the two is given."""
+
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Hugging Face or converted directory, .gguf file or known name.", show_default=False),
+    ] = None
+    config: Annotated[
+        str | None, typer.Option(help="Instead of a model: the name of a shape that comes with inferlib.")
+    ] = None
+
+    @property
+    def name(self) -> str:
+        return self.model or self.config or ""
+
+    def check(self) -> None:
+        if (self.model is None) == (self.config is None):
+            fail("give either a model or the name of a shape with --config")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatArguments:
+    """What numbers the weights and the cache hold."""
+
+    panel: ClassVar = "Number formats"
+
+    quantization: Quantization = None
+    kv_cache_dtype: CacheDtype = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeArguments(FormatArguments):
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float32, bfloat16 or float16, of weights, activations and cache; by default float32 on CPU, else "
+            "bfloat16."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketArguments:
+    """The static sizes to compile programs for, as text."""
+
+    panel: ClassVar = "Buckets"
+
+    prefill_buckets: Annotated[
+        str | None, typer.Option(help="Tokens of prefill chunks, ascending; by default 32,128,512.")
+    ] = None
+    batch_buckets: Annotated[
+        str | None, typer.Option(help="Rows decoded together; the last is the largest batch; by default 1,8.")
+    ] = None
+    cache_buckets: Annotated[
+        str | None,
+        typer.Option(help="Positions that attention reads; the last is the longest sequence; by default 2048."),
+    ] = None
+
+    def parsed(self) -> Buckets:
+        """Raises ValueError."""
+        from inferlib.config import Buckets
+
+        return Buckets(
+            prefill=_sizes(self.prefill_buckets, "32,128,512"),
+            batch=_sizes(self.batch_buckets, "1,8"),
+            cache=_sizes(self.cache_buckets, "2048"),
+        )
+
+
+def _sizes(text: str | None, default: str) -> tuple[int, ...]:
+    text = default if text is None else text
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise ValueError(f"buckets are numbers with commas between them, such as 1,8,64, not {text!r}") from None
