@@ -1,6 +1,6 @@
 """The abstract model: names, shapes, dtypes and logical axes of every weight, without allocating any.
 
-It is the single source that loading, random initialisation, budgets and compilation derive from.
+Loading, random initialisation, budgets and compilation all derive from it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
 from inferlib.models.segments import Segment, segments_of
 from inferlib.ops.backend import Backend
-from inferlib.ops.packed import PackedTensor, Packing
+from inferlib.ops.choice import Choice
+from inferlib.ops.packed import PackedTensor, Packing, choose
 from inferlib.ops.quantized import QuantizedTensor, Scheme, nbytes, quantize
 from inferlib.pallas_kernels.generations_tpu import FLOAT4, planning_for
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
 
-_MOST_ROWS = 512  # that the kernel of products takes at once
-
 
 @dataclass(frozen=True)
 class WeightSpec:
-    """One weight, as layers see it. `block` is its index in `Decoder.blocks`, None outside the layers; `part` its name
-    there. contracting: the dimensions over which products with it sum; scheme: how it is quantised, None if it is not;
-    packed: whether it is held as a kernel reads it, float4: that of a TPU which converts float4.
+    """One weight, as layers see it.
+
+    block: index of its block in `Decoder.blocks`; None outside the layers. part: its name in the block. contracting:
+    the dimensions that products sum over. scheme: how it is quantised; None if it is not. packed: it is stored as the
+    TPU kernel reads it; float4: as the kernel of a TPU that converts float4 in hardware reads it.
     """
 
     name: str
@@ -54,29 +55,43 @@ class WeightSpec:
 
     @property
     def of_layer(self) -> WeightSpec:
-        """Of a stacked weight, one layer's; else itself."""
+        """One layer of a stacked weight; any other weight itself."""
         if self.axes[0] != axes.LAYERS:
             return self
         contracting = tuple(i - 1 for i in self.contracting)
         return replace(self, shape=self.shape[1:], axes=self.axes[1:], contracting=contracting)
 
     def stored(self, whole: jax.Array) -> tuple[jax.Array, ...]:
-        """Its arrays, from the weight itself. Traceable."""
+        """The arrays that store it, made of the unquantised weight. Traceable."""
         if self.scheme is None:
-            return self.held(whole.astype(self.dtype))
-        return self.held(*jax.tree.leaves(quantize(whole, self.contracting, self.scheme)))
+            return self.packed_arrays(whole.astype(self.dtype))
+        return self.packed_arrays(*jax.tree.leaves(quantize(whole, self.contracting, self.scheme)))
 
-    def held(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """Its arrays, from those of its scheme. Traceable."""
+    def packed_arrays(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        """The arrays that store it, made of its scheme's: the same ones, unless it is packed. Traceable."""
         return self.packing.pack(*arrays) if self.packed else arrays
 
     @property
     def value(self) -> jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor:
-        """What layers see, of shapes."""
-        structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays]
-        if self.scheme is None and not self.packed:
-            return structs[0]
-        return (self.packing if self.packed else self.scheme).tensor(*structs)
+        """What layers see in its place, of shapes."""
+        return self.local(Shards())
+
+    def local(self, shards: Shards) -> jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor:
+        """A device's shard of `value`."""
+        arrays = ((shards.local_shape(array.axes, array.shape), array.dtype) for array in self.arrays)
+        structs = [jax.ShapeDtypeStruct(*array) for array in arrays]
+        if self.packed:
+            return self.packing.tensor(*structs)
+        return structs[0] if self.scheme is None else self.scheme.tensor(*structs)
+
+    @property
+    def in_groups(self) -> bool:
+        """True if groups of its inputs share a scale, or if it has zero points."""
+        return self.scheme is not None and (self.scheme.group is not None or self.scheme.zeros)
+
+    def pack_choice(self, dtype, shards: Shards) -> Choice:
+        """Whether the TPU kernel reads it packed, for activations of a dtype; see `packed.choose`."""
+        return choose(self.packing, dtype, shards) if self.contracting else Choice("xla")
 
     @property
     def packing(self) -> Packing:
@@ -84,21 +99,24 @@ class WeightSpec:
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
-        """What holds it."""
-        if self.scheme is None and not self.packed:
+        """The arrays that store it."""
+        if self.packed:
+            arrays = self.packing.arrays()
+        elif self.scheme is not None:
+            arrays = self.scheme.arrays(self.shape, self.axes, self.contracting)
+        else:
             return (ArraySpec(self.name, self.part, self.shape, self.dtype, self.axes),)
-        held = self.packing.arrays() if self.packed else self.scheme.arrays(self.shape, self.axes, self.contracting)
-        suffixes = {name: "" if name == "values" else f".{name}" for name in held}
+        suffixes = {name: "" if name == "values" else f".{name}" for name in arrays}
         return tuple(
             ArraySpec(self.name + suffixes[name], self.part + suffixes[name], shape, dtype, names)
-            for name, (shape, names, dtype) in held.items()
+            for name, (shape, names, dtype) in arrays.items()
         )
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """One array that programs take: a weight, or the values, scales or zero points of one (the latter are
-    named "... .scales" and "... .zeros")."""
+    """One array that programs take: a weight, or the values, scales ("... .scales") or zero points ("... .zeros") of a
+    quantised one."""
 
     name: str
     part: str
@@ -138,7 +156,7 @@ class AbstractModel:
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, weights))
 
     def layers_of(self, block: int) -> range:
-        """Indices of the model's layers whose weights `blocks[block]` holds."""
+        """Indices of the model's layers whose weights are in `Decoder.blocks[block]`."""
         at = 0
         for segment in self.segments:
             if block < at + len(segment.pattern):
@@ -153,7 +171,7 @@ class AbstractModel:
                 yield segment.layers(offset)
 
     def looks_up(self, name: str) -> bool:
-        """Whether a weight is a table of which a step reads its tokens' rows alone."""
+        """True if a weight is a table of which a step reads only the rows of its tokens."""
         return name in ("positions", "per_layer.table") or (name == "embed" and not self.config.tied)
 
     @property
@@ -162,7 +180,7 @@ class AbstractModel:
 
     @property
     def active_parameters(self) -> int:
-        """Those that one token uses: of experts, as many as it chooses."""
+        """Parameters that one token uses; of the experts, only those it chooses count."""
         total = 0.0
         for spec in self.weights:
             share = 1.0
@@ -181,7 +199,7 @@ class AbstractModel:
         keys, weights = jax.random.split(jax.random.key(seed), len(self.weights)), []
         for key, weight in zip(keys, self.weights, strict=True):
             places = tuple(shards.sharding(array.axes) for array in weight.arrays)
-            # Names that differ would be compilations that differ.
+            # Without names, which would make equal compilations differ.
             weights += _jit_random(places)(key, replace(weight, name="", part="", block=None))
         return tuple(weights)
 
@@ -206,9 +224,9 @@ def abstract_model(
 ) -> AbstractModel:
     """The structure of `config` with weights of `dtype`, or quantised.
 
-    backend: its kernels' weights are held as they read them where they are `gainful` and not `unpackable`.
-    scan: stack repeating layers (see `segments_of`). shards: the mesh, over which heads, feed-forward and vocabulary
-    are made to divide. expert_slots: see `Layout`. Raises ShardingError if it would cut a group of quantised elements.
+    backend: weights are packed for its kernels where `packed.choose` says so. scan: stack repeating layers (see
+    `segments_of`). shards: the mesh; heads, feed-forward and vocabulary are padded or copied to divide over it.
+    expert_slots: see `Layout`. Raises ShardingError if the mesh would cut a group of elements that share a scale.
     """
     segments, layout = segments_of(config.layers, scan=scan), Layout(config, shards, expert_slots)
     model = nnx.eval_shape(lambda: Decoder(layout, segments, jnp.dtype(dtype)))
@@ -222,25 +240,28 @@ def abstract_model(
         _must_keep_groups(weight, quantization, shards)
     with planning_for(backend.generation):
         weights = _packed(weights, dtype, backend, shards)
-    held = jax.tree.unflatten(tree, [_held(p, w) for p, w in zip(params, weights, strict=True)])
-    return AbstractModel(layout, np.dtype(dtype), segments, weights, graph, jax.tree.structure(held))
+    stored = jax.tree.unflatten(tree, [_stored(p, w) for p, w in zip(params, weights, strict=True)])
+    return AbstractModel(layout, np.dtype(dtype), segments, weights, graph, jax.tree.structure(stored))
 
 
 def _packed(weights: tuple[WeightSpec, ...], dtype, backend: Backend, shards: Shards) -> tuple[WeightSpec, ...]:
-    """The weights, those packed that the backend's kernels want and take."""
-    if backend.generation in FLOAT4:  # whose parts must be of more inputs than those of the other form
+    """The weights, packed where the backend's kernels read them packed."""
+
+    def can_pack(weight: WeightSpec) -> bool:
+        return weight.pack_choice(dtype, shards).name == "pallas_tpu"
+
+    if backend.generation in FLOAT4:  # that form needs more inputs on each device than the other
         forms = ((w, replace(w, float4=True)) for w in weights)
-        weights = tuple(form if gainful(w) and not unpackable(form, dtype, shards) else w for w, form in forms)
-    experts = [w for w in weights if gainful(w) and axes.EXPERTS in w.axes]
+        weights = tuple(form if can_pack(form) else w for w, form in forms)
+    experts = [w for w in weights if axes.EXPERTS in w.axes]
     kernels = {
-        True: backend.grouped_matmul == "pallas_tpu" and not any(unpackable(w, dtype, shards) for w in experts),
+        True: backend.grouped_matmul == "pallas_tpu" and not any(w.pack_choice(dtype, shards).reason for w in experts),
         False: backend.matmul == "pallas_tpu",
     }
-    weights = tuple(
-        replace(w, packed=kernels[axes.EXPERTS in w.axes] and gainful(w) and not unpackable(w, dtype, shards))
-        for w in weights
-    )
-    if shards.splits_tokens:  # products may take place in a ring, whose kernels read plain weights as they are
+    weights = tuple(replace(w, packed=kernels[axes.EXPERTS in w.axes] and can_pack(w)) for w in weights)
+    if (
+        shards.splits_tokens
+    ):  # products may be fused with collectives, whose kernels read unquantised weights as they are
         weights = tuple(replace(w, packed=w.packed and w.scheme is not None) for w in weights)
     return weights
 
@@ -263,23 +284,11 @@ def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -
     )
 
 
-def _held(p: nnx.Param, weight: WeightSpec) -> nnx.Param:
-    """The parameter, holding a `QuantizedTensor` or `PackedTensor` if the weight is quantised or packed."""
+def _stored(p: nnx.Param, weight: WeightSpec) -> nnx.Param:
+    """The parameter; of a quantised or packed weight, its value is a `QuantizedTensor` or `PackedTensor`."""
     if weight.scheme is None and not weight.packed:
         return p
     return p.replace(weight.value)
-
-
-def gainful(weight: WeightSpec) -> bool:
-    """Whether a TPU kernel wants a weight packed; experts by channel it reads as they are."""
-    if not weight.contracting or not weight.packing.gains:
-        return False
-    return axes.EXPERTS not in weight.axes or (weight.scheme is not None and weight.scheme.group is not None)
-
-
-def unpackable(weight: WeightSpec, dtype, shards: Shards) -> str | None:
-    """Why a gainful weight cannot be packed for the TPU kernel, None if it can."""
-    return weight.packing.lacks(jnp.dtype(dtype), shards, _MOST_ROWS)
 
 
 def _must_keep_groups(weight: WeightSpec, quantization: Quantization | None, shards: Shards) -> None:

@@ -25,7 +25,7 @@ from inferlib.models.layers.param import OfStack, param
 from inferlib.models.layers.per_layer import PerLayerEmbedding, PerLayerInput
 from inferlib.models.layers.recurrent import LAYERS
 from inferlib.models.layers.residual import AltUp, Laurel, Streams
-from inferlib.models.layers.ring import in_ring, ring_axis, rings
+from inferlib.models.layers.ring import ring_axis, ring_choices, ring_fused, ring_weights
 from inferlib.models.layout import Layout
 from inferlib.models.recurrent import Recurrent
 from inferlib.models.segments import Segment, block_of
@@ -438,14 +438,16 @@ def _split(block: Block, ctx: StepContext, *, stacked: bool) -> tuple[nnx.GraphD
 
 
 def _ringed(block: Block, ctx: StepContext, stacked: bool) -> frozenset[str]:
-    """See `models.layers.ring.rings`."""
-    shapes = {}
-    for name in in_ring(ctx.config, block.spec):
+    """The weights whose products are fused with a collective, see `models.layers.ring`."""
+    shapes, names = {}, ring_weights(ctx.config, block.spec)
+    for name in names:
         module, weight = name.split(".")
         value = getattr(getattr(block, module), weight).get_value()
         if isinstance(value, jax.Array):
             shapes[name], dtype = value.shape[stacked:], value.dtype
-    return rings(ctx.config, block.spec, shapes, dtype, ctx.tokens, ctx.shards, ctx.backend) if shapes else frozenset()
+    if not shapes:
+        return frozenset()
+    return ring_fused(ring_choices(names, shapes, dtype, ctx.tokens, ctx.shards, ctx.backend))
 
 
 # Of norms, and what expands latents.

@@ -1,7 +1,7 @@
-"""The feed-forwards of the experts that few tokens choose, on TPUs: gate, up, activation, down and the weighted sum.
+"""The feed-forwards of the experts that a decode-sized batch chooses, on TPUs: gate, up, activation, down, sum.
 
-All tokens go through every expert that any of them chose, whose weights are read once, one behind another: with few
-tokens reading takes longer than multiplying, and nothing is sorted, gathered or brought back.
+All tokens go through every expert that any of them chose, and each expert's weights are read once, one after the other.
+Reading takes longer than multiplying by so few tokens, and nothing has to be sorted, gathered or brought back.
 """
 
 from __future__ import annotations
@@ -25,13 +25,27 @@ from inferlib.pallas_kernels.tuned_tpu import tuned
 LANES, SUBLANES = 128, 16
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
 VMEM_BYTES = 52 << 20  # of 64 MiB, see `by_vmem`
-MARGIN_BYTES = 8 << 20  # of VMEM, for what the compiler keeps there
-WEIGHT_BYTES = 4 << 20  # most of a block of an expert's weights
+MARGIN_BYTES = 8 << 20  # of VMEM, left to the compiler
+WEIGHT_BYTES = 4 << 20  # largest block of an expert's weights
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Experts:
+    """Stacks gate_up [L, E, 2, D, F] and down [L, E, 1, F, D], and of the layer in use float32 gate_up_bias [E, 2, F],
+    gate_up_scales [E, 2, F] and down_scales [E, D]. The scales belong to weights quantised by channel; a `Weight` has
+    its own."""
+
+    gate_up: jax.Array | Weight
+    down: jax.Array | Weight
+    gate_up_scales: jax.Array | None = None
+    down_scales: jax.Array | None = None
+    gate_up_bias: jax.Array | None = None
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """columns: of gate and up, and rows of down, that are copied together; buffers: for such blocks."""
+    """columns: columns of gate and up, and rows of down, that are copied together. buffers: number of such blocks."""
 
     columns: int
     buffers: int = 2
@@ -41,7 +55,7 @@ class Blocks:
             raise ValueError("copies run ahead of the computation: there are at least two buffers")
 
     def of(self, gate_up: Stored, down: Stored) -> tuple[ExpertBlocks, ExpertBlocks]:
-        """Of gate_up [L, E, 2, D, F] and down [L, E, 1, F, D]. Of a packed F that is padded, all is one piece."""
+        """The blocks of gate_up [L, E, 2, D, F] and of down [L, E, 1, F, D]. A packed F that is padded is one piece."""
         (dim, hidden), (inputs, outer) = shape_of(gate_up)[-2:], shape_of(down)[-2:]
         depth = inputs if self.columns == hidden else self.columns
         return (
@@ -50,19 +64,19 @@ class Blocks:
         )
 
     def vmem_bytes(self, x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored) -> int:
-        """What it takes for x [T, D], gate_up [L, E, 2, D, F] and down [L, E, 1, F, D]."""
+        """Bytes of VMEM for x [T, D], gate_up [L, E, 2, D, F] and down [L, E, 1, F, D]."""
         (_, experts, _, dim, hidden), tokens = shape_of(gate_up), _rounded_up(x.shape[0], SUBLANES)
         wide, row = _rounded_up(self.columns, LANES), _rounded_up(dim, LANES)
         scales = 4 * experts * (4 * _rounded_up(hidden, LANES) + row) * 2
         rows = 4 * row * x.dtype.itemsize + 8 * row + 16 * wide
         if isinstance(gate_up, Weight):
             rows += (row + wide) * x.dtype.itemsize
-        return sum(held.nbytes for held in self.of(gate_up, down)) + scales + tokens * rows + by_vmem(MARGIN_BYTES)
+        return sum(blocks.nbytes for blocks in self.of(gate_up, down)) + scales + tokens * rows + by_vmem(MARGIN_BYTES)
 
 
 @tuned("expert_mlp", Blocks)
 def default_blocks(x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored) -> Blocks:
-    """For x [T, D], gate_up [L, E, 2, D, F], down [L, E, 1, F, D]: as few pieces as are not waited for long."""
+    """For x [T, D], gate_up [L, E, 2, D, F], down [L, E, 1, F, D]: the largest pieces whose first copy is short."""
     hidden, whole = shape_of(gate_up)[-1], 2 * matrix_bytes(gate_up) + matrix_bytes(down)
     tiles = hidden // LANES if hidden % LANES == 0 else 1
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0 and not _lacks(Blocks(hidden // n), gate_up, down)]
@@ -92,63 +106,58 @@ def _lacks(blocks: Blocks, gate_up: Stored, down: Stored) -> str | None:
 
 def expert_mlp(
     x: jax.Array,
-    gate_up: jax.Array | Weight,
-    down: jax.Array | Weight,
+    weights: Experts,
     factors: jax.Array,
-    chosen: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     *,
     layer: jax.Array | int = 0,
-    gate_up_scales: jax.Array | None = None,
-    down_scales: jax.Array | None = None,
-    gate_up_bias: jax.Array | None = None,
     scale_input: bool = False,
     read: float = 1.0,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """x [T, D], gate_up [L, E, 2, D, F], down [L, E, 1, F, D] of a layer -> [T, D] in x's dtype.
+    """x [T, D] through a layer's experts -> [T, D] in x's dtype.
 
     Row t is the sum over experts e of factors[t, e] * (activation(x gate_e, x up_e) down_e), of those whose factor is
-    not 0, accumulated in float32; scale_input: factors multiply x instead. factors [T, E] float32; chosen [E] int32: 0
-    for experts that no token chose, which are not read. Of this layer: gate_up_bias [E, 2, F], and scales [E, 2, F] and
-    [E, D] float32 of weights that are quantised by channel; a `Weight` has its own. read: share of experts that is
-    expected to be chosen, for the compiler's account. Raises ValueError where `unsupported` says why.
+    not 0, accumulated in float32; scale_input: factors multiply x instead. factors [T, E] float32; experts without any
+    factor are not read. read: expected share of experts that are, for the compiler's cost estimate. Raises ValueError
+    for what `unsupported` names.
     """
+    gate_up, down = weights.gate_up, weights.down
     if reason := unsupported(x, gate_up, down, blocks=blocks):
         raise ValueError(f"the TPU kernel does not run these experts: {reason}")
     by_channel = not isinstance(gate_up, Weight) and gate_up.dtype != x.dtype
-    if len({by_channel, gate_up_scales is not None, down_scales is not None}) != 1:
+    if len({by_channel, weights.gate_up_scales is not None, weights.down_scales is not None}) != 1:
         raise ValueError("weights quantised by channel need scales, and others have none")
     blocks, (_, experts, _, inner, hidden) = blocks or default_blocks(x, gate_up, down), shape_of(gate_up)
-    weights, (tokens, dim) = blocks.of(gate_up, down), x.shape
+    streams, (tokens, dim), chosen = blocks.of(gate_up, down), x.shape, jnp.any(factors != 0, axis=0)
     x = jnp.pad(x, ((0, -tokens % SUBLANES), (0, inner - dim)))
     factors = jnp.pad(factors.astype(jnp.float32), ((0, -tokens % SUBLANES), (0, 0)))
     stored = [in_hbm(w, interpret) for w in (gate_up, down)]
-    given = {"x": x, "factors": factors, "gate_up_scales": gate_up_scales, "down_scales": down_scales}
-    given = {name: a for name, a in (given | {"gate_up_bias": gate_up_bias}).items() if a is not None}
+    small = {name: getattr(weights, name) for name in ("gate_up_scales", "down_scales", "gate_up_bias")}
+    inputs = {name: a for name, a in ({"x": x, "factors": factors} | small).items() if a is not None}
     # A row of float32 can be read wherever it lies.
-    given = {n: a.reshape(-1, a.shape[-1]).astype(x.dtype if n == "x" else jnp.float32) for n, a in given.items()}
+    inputs = {n: a.reshape(-1, a.shape[-1]).astype(x.dtype if n == "x" else jnp.float32) for n, a in inputs.items()}
     rows, count = x.shape[0], len(stored[0])
     scratch = [
         pltpu.VMEM((rows, dim), jnp.float32),
         pltpu.SMEM((blocks.buffers, 2), jnp.int32),
         pltpu.SMEM((2,), jnp.int32),
         *[pltpu.SemaphoreType.DMA((count, blocks.buffers))] * 2,
-        pltpu.VMEM((rows, weights[1].depth), x.dtype),
-        *[ref for held in weights for ref in held.room],
-        *[ref for held in weights for ref in held.unpacked],
+        pltpu.VMEM((rows, streams[1].depth), x.dtype),
+        *[ref for stream in streams for ref in stream.room],
+        *[ref for stream in streams for ref in stream.unpacked],
     ]
-    if weights[0].ordered:
+    if streams[0].ordered:
         scratch.append(pltpu.VMEM(x.shape, x.dtype))
-    names = dict(names=tuple(given), weights=weights, stored=count)
+    names = dict(names=tuple(inputs), weights=streams, stored=count)
     out = pl.pallas_call(
         functools.partial(_kernel, **names, activation=activation, scale_input=scale_input),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(1,),
             in_specs=[
-                *[pl.BlockSpec(a.shape, lambda *_: (0, 0)) for a in given.values()],
+                *[pl.BlockSpec(a.shape, lambda *_: (0, 0)) for a in inputs.values()],
                 *[pl.BlockSpec(memory_space=pl.ANY)] * 2 * count,
             ],
             out_specs=pl.BlockSpec((rows, dim), lambda *_: (0, 0)),
@@ -168,23 +177,23 @@ def expert_mlp(
         ),
         interpret=interpret,
         name="expert_mlp",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), chosen.astype(jnp.int32), *given.values(), *stored[0], *stored[1])
+    )(jnp.asarray(layer, jnp.int32).reshape(1), chosen.astype(jnp.int32), *inputs.values(), *stored[0], *stored[1])
     return out[:tokens]
 
 
 def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, scale_input):
     """All tokens through all chosen experts.
 
-    Scalars: layer [1], chosen [E]. By name x [T, D], factors [T, E], scales [E * 2, F] and [E, D], gate_up_bias
-    [E * 2, F]; the `stored` arrays each of gate_up [L, E, 2, D, F] and down [L, E, 1, F, D] in HBM; out [T, D].
-    Scratch: the sum [T, D]; of each block the expert (E: none) and the piece of its width; the expert and the piece to
-    be copied next; semaphores; what down multiplies [T, C]; room for blocks, and for unpacked scales of one; for MXFP4,
-    x in the order of its bytes.
+    Scalars: layer [1], chosen [E]. Inputs by name: x [T, D], factors [T, E], gate_up_scales [E * 2, F], down_scales
+    [E, D], gate_up_bias [E * 2, F]; then the `stored` arrays of gate_up [L, E, 2, D, F] and of down [L, E, 1, F, D] in
+    HBM; out [T, D]. Scratch: the sum [T, D]; the expert (E: none) and the piece of its width in each buffer; the expert
+    and the piece to be copied next; semaphores; the activations [T, C] that down multiplies; buffers of blocks; one
+    block's unpacked scales; for MXFP4, x in the order of its bytes.
     """
-    given, refs = dict(zip(names, refs, strict=False)), list(refs[len(names) :])
-    hbm, (out_ref, sum_ref, held, state, *refs) = (refs[:stored], refs[stored : 2 * stored]), refs[2 * stored :]
+    inputs, refs = dict(zip(names, refs, strict=False)), list(refs[len(names) :])
+    hbm, (out_ref, sum_ref, in_buffer, state, *refs) = (refs[:stored], refs[stored : 2 * stored]), refs[2 * stored :]
     sems, (inner_ref, *refs) = refs[:2], refs[2:]
-    x_ref, factors_ref = given["x"], given["factors"]
+    x_ref, factors_ref = inputs["x"], inputs["factors"]
     xs_ref = refs.pop() if weights[0].ordered else x_ref
     rooms, refs = (refs[:stored], refs[stored : 2 * stored]), refs[2 * stored :]
     first = len(weights[0].unpacked)
@@ -203,7 +212,7 @@ def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, sc
 
     def start_next(buf):
         expert, piece = state[0], state[1]
-        held[buf, 0], held[buf, 1] = expert, piece
+        in_buffer[buf, 0], in_buffer[buf, 1] = expert, piece
 
         @pl.when(expert < experts)
         def _():
@@ -214,19 +223,19 @@ def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, sc
             state[1] = jnp.where(ends, 0, piece + 1)
 
     def take(expert, piece, buf):
-        """Add what all tokens have of a piece of an expert."""
+        """Add all tokens' results of one piece of an expert."""
         lanes = lax.broadcasted_iota(jnp.int32, factors_ref.shape, 1)
         factor = jnp.sum(jnp.where(lanes == expert, factors_ref[...], 0.0), axis=1, keepdims=True)
         both = []
         for part in range(2):
             y = weights[0].product(xs_ref, rooms[0], unpacked[0], piece, buf, part)
             row = pl.ds(expert * 2 + part, 1)
-            if "gate_up_scales" in given:
-                y = y * given["gate_up_scales"][row, at(piece)]
+            if "gate_up_scales" in inputs:
+                y = y * inputs["gate_up_scales"][row, at(piece)]
             if scale_input:
                 y = y * factor
-            if "gate_up_bias" in given:
-                y = y + given["gate_up_bias"][row, at(piece)]
+            if "gate_up_bias" in inputs:
+                y = y + inputs["gate_up_bias"][row, at(piece)]
             both.append(y)
         inner = activation(*both).astype(x_ref.dtype)
         if weights[1].depth > columns:
@@ -235,24 +244,24 @@ def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, sc
         if weights[1].ordered:
             permute(inner_ref, inner_ref)
         y = weights[1].product(inner_ref, rooms[1], unpacked[1], piece, buf, 0)
-        if "down_scales" in given:
-            y = y * given["down_scales"][pl.ds(expert, 1)]
+        if "down_scales" in inputs:
+            y = y * inputs["down_scales"][pl.ds(expert, 1)]
         sum_ref[...] += jnp.where(factor != 0, y if scale_input else y * factor, 0.0)
 
     def step(carry):
         buf, _ = carry
-        expert, piece = held[buf, 0], held[buf, 1]
+        expert, piece = in_buffer[buf, 0], in_buffer[buf, 1]
         start_next(jnp.where(buf == 0, buffers - 1, buf - 1))
         for copy in copies(expert, piece, buf):
             copy.wait()
         take(expert, piece, buf)
         buf = jnp.where(buf == buffers - 1, 0, buf + 1)
-        return buf, held[buf, 0] < experts
+        return buf, in_buffer[buf, 0] < experts
 
     sum_ref[...] = jnp.zeros_like(sum_ref)
     state[0], state[1] = first_nonzero(chosen_ref, 0, experts), 0
     lax.fori_loop(0, buffers - 1, lambda buf, _: start_next(buf), None)
-    lax.while_loop(lambda carry: carry[1], step, (0, held[0, 0] < experts))
+    lax.while_loop(lambda carry: carry[1], step, (0, in_buffer[0, 0] < experts))
     out_ref[...] = sum_ref[...].astype(out_ref.dtype)
 
 

@@ -292,7 +292,7 @@ def expand_all(
         expand(layout, layer, spec.axes, x, fill=float(spec.part.endswith(".scales")))
         for spec, x in zip(stored.arrays, held, strict=True)
     )
-    return target.held(*expanded) if stored.scheme == target.scheme else target.stored(*expanded)
+    return target.packed_arrays(*expanded) if stored.scheme == target.scheme else target.stored(*expanded)
 
 
 def _differences(stored: dict[str, Any], given: dict[str, Any], most: int = 5) -> str:

@@ -212,7 +212,7 @@ def keep(
     def whole(pieces: Sequence[jax.Array], fill: float) -> jax.Array:
         return assemble(layout, layer, weight.axes, weight.part, pieces[0].dtype, *pieces, fill=fill)
 
-    return weight.held(*kept(weight.scheme, weight.contracting, whole, *stored))
+    return weight.packed_arrays(*kept(weight.scheme, weight.contracting, whole, *stored))
 
 
 def _read(

@@ -10,7 +10,7 @@ class Choice:
     """The implementation that an op takes for given shapes, and why the preferred one was passed over.
 
     name: the implementation, such as "xla" or "pallas_tpu". reason: why the backend's preferred implementation cannot
-    or should not run; empty if `name` is the preferred one.
+    run; empty if `name` is the preferred one, or if nothing is lost without it, so that there is nothing to warn of.
     """
 
     name: str

@@ -4,22 +4,47 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Backend = Literal["xla", "pallas_tpu"]
+from inferlib.ops.choice import Choice
+
+# Rows of a device from which a product made in as many steps as there are devices takes little longer than in one step,
+# by the TPU compiler's estimate: with fewer, the matrix unit waits for its weights in each step.
+LEAST_ROWS = 128
+# The same for a weight that does not stay on chip: with fewer, reading it in each step takes longer than the products.
+LEAST_STREAMED_ROWS = 512
+
+
+def choose(rows: int, shape: tuple[int, ...], dtype, backend: str, *, scatters: bool) -> Choice:
+    """The implementation of `all_gather_matmul`, or with `scatters` of `matmul_reduce_scatter`, for `rows` rows of each
+    device and its shard of a layer's weight, of `shape`. Fewer than LEAST_ROWS rows are XLA's without a reason: the
+    kernel would not be faster.
+    """
+    if backend != "pallas_tpu" or rows < LEAST_ROWS:
+        return Choice("xla")
+    from inferlib.pallas_kernels.collective_matmul_tpu import stays, unsupported
+
+    *lead, outer = shape
+    parts, inner = (1, math.prod(lead)) if scatters else (math.prod(lead[1:]), lead[0])
+    x, w = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, inner), (1, parts, inner, outer)))
+    if rows < LEAST_STREAMED_ROWS and not stays(rows, parts, inner, outer, w.dtype.itemsize, scatters):
+        size = f"{parts * inner} x {outer}"
+        return Choice("xla", f"{size} do not stay on chip, and {rows} rows take less time than reading them anew")
+    return Choice.of(backend, unsupported(rows, x, w, scatters=scatters))
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RingWeight:
-    """A stack of weights [L, ...] of which `layer` is used, and whose product takes place with its collective over a
-    mesh axis: it stands where layers have a matrix, and `matmul` knows it. scatters: whether a reduce-scatter follows,
-    or an all-gather precedes. tokens: rows of the whole, which are `padded` to so many. ring, interpret: see
-    `all_gather_matmul`."""
+    """A stack of weights [L, ...], of which `layer` is used, and whose product is fused with a collective over a mesh
+    axis. It stands where layers have a matrix, and `matmul` knows it.
+
+    scatters: a reduce-scatter follows the product; otherwise an all-gather precedes it. tokens: rows on all devices,
+    which are padded to `padded`. ring, interpret: see `all_gather_matmul`.
+    """
 
     values: jax.Array
     layer: jax.Array
@@ -35,23 +60,23 @@ class RingWeight:
         return self.values.shape
 
     def __getitem__(self, index) -> RingWeight:
-        """As `nnx.Param` asks for its value: `w[...]`."""
+        """`w[...]`, by which `nnx.Param` reads its value."""
         if index is not Ellipsis:
             raise TypeError("a RingWeight is read whole, as w[...]")
         return self
 
     def of_layer(self, layer: jax.Array) -> RingWeight:
-        """Of the stack, the weight of one layer; nothing is copied."""
+        """One layer of the stack; nothing is copied."""
         return replace(self, layer=layer)
 
     def times(self, x: jax.Array) -> jax.Array:
-        """The product with x by the kernel: of a share [padded / n, K] -> [tokens, *P, N], or of [tokens, *K] -> a
-        share [padded / n, N]."""
-        kind = dict(axis=self.axis, ring=self.ring, layer=self.layer, backend="pallas_tpu", interpret=self.interpret)
+        """The product with x by the kernel: a shard [padded / n, K] -> [tokens, *P, N], or with `scatters` [tokens, *K]
+        -> a shard [padded / n, N]."""
+        options = dict(axis=self.axis, ring=self.ring, layer=self.layer, backend="pallas_tpu", interpret=self.interpret)
         if not self.scatters:
-            return all_gather_matmul(x, self.values, **kind)[: self.tokens]
+            return all_gather_matmul(x, self.values, **options)[: self.tokens]
         x = jnp.pad(x, [(0, self.padded - self.tokens), *[(0, 0)] * (x.ndim - 1)])
-        return matmul_reduce_scatter(x, self.values, **kind)
+        return matmul_reduce_scatter(x, self.values, **options)
 
 
 def all_gather_matmul(
@@ -61,15 +86,14 @@ def all_gather_matmul(
     axis: str,
     ring: tuple[int, ...] | None = None,
     layer: jax.Array | int = 0,
-    backend: Backend = "xla",
+    backend: str = "xla",
     interpret: bool = False,
 ) -> jax.Array:
     """x [T / n, K] of the n devices along `axis`, together [T, K], times this device's w [L, K, *P, N] of a layer ->
     [T, *P, N], accumulated in float32.
 
-    ring: the devices on the axis, each near to the next (see `sharding.mesh.ring_of`). The kernel makes the product of
-    the rows that have come while others are on their way; it takes what `collective_matmul_tpu.unsupported` allows.
-    interpret: it, for CPU devices that stand for others.
+    ring: the devices on the axis, each near to the next (see `sharding.mesh.ring_of`). backend: "pallas_tpu" multiplies
+    the rows that have arrived while others are on their way. interpret: the kernel is interpreted, on CPU devices.
     """
     if backend == "xla":
         return _dot(lax.all_gather(x, axis, tiled=True), lax.dynamic_index_in_dim(w, layer, keepdims=False))
@@ -88,13 +112,13 @@ def matmul_reduce_scatter(
     axis: str,
     ring: tuple[int, ...] | None = None,
     layer: jax.Array | int = 0,
-    backend: Backend = "xla",
+    backend: str = "xla",
     interpret: bool = False,
 ) -> jax.Array:
     """This device's x [T, *K] times its w [L, *K, N] of a layer, summed over the n devices along `axis`; each gets its
-    share [T / n, N] of the sum [T, N].
+    shard [T / n, N] of the sum [T, N].
 
-    Products are accumulated in float32; between devices sums are of x's dtype. ring, backend, interpret: as of
+    Products are accumulated in float32; sums between devices have x's dtype. ring, backend, interpret: see
     `all_gather_matmul`.
     """
     if backend == "xla":
@@ -103,8 +127,8 @@ def matmul_reduce_scatter(
     from inferlib.pallas_kernels import collective_matmul_tpu as kernels
 
     w = w.reshape(w.shape[0], -1, w.shape[-1])
-    x, kind = x.reshape(x.shape[0], -1), dict(axis=axis, ring=ring, layer=layer, interpret=_how(interpret))
-    return kernels.matmul_reduce_scatter(x, w, **kind)
+    x, options = x.reshape(x.shape[0], -1), dict(axis=axis, ring=ring, layer=layer, interpret=_how(interpret))
+    return kernels.matmul_reduce_scatter(x, w, **options)
 
 
 def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -113,7 +137,7 @@ def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _how(interpret: bool):
-    """Remote copies are known to this interpreter only."""
+    """The interpreter that knows remote copies, if any."""
     from jax.experimental.pallas import tpu as pltpu
 
     return pltpu.InterpretParams() if interpret else False

@@ -1,57 +1,104 @@
-"""The feed-forwards of the experts that tokens choose, and their weighted sum, for few tokens."""
+"""The feed-forwards of the experts that tokens choose, and their weighted sum, for decode-sized batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inferlib.ops.grouped_matmul import check_kernel_takes
+from inferlib.ops.choice import Choice
+from inferlib.ops.grouped_matmul import Weight
 from inferlib.ops.matmul import matmul
 from inferlib.ops.packed import PackedTensor
 from inferlib.ops.quantized import QuantizedTensor
 
+if TYPE_CHECKING:
+    from inferlib.pallas_kernels.packed_weights_tpu import Weight as StoredWeight
 
-def most_tokens(gate_up: jax.Array | QuantizedTensor | PackedTensor) -> int:
-    """With more, products of all tokens with an expert take longer than reading its weights, and tokens are for
-    `grouped_matmul`."""
-    return 32 if isinstance(gate_up, PackedTensor) and gate_up.bits == 4 else 128
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertWeights:
+    """gate_up [E, 2, D, F], down [E, F, D] and perhaps gate_up_bias [E, 2, F]. With a layer all are stacks [L, ...], of
+    which this layer is used."""
+
+    gate_up: Weight
+    down: Weight
+    gate_up_bias: jax.Array | None = None
+    layer: jax.Array | None = None
+
+
+def choose(tokens: int | None, weights: ExpertWeights, dtype, backend: str, *, split_inputs: bool = False) -> Choice:
+    """The implementation that takes `tokens` tokens of a dtype through experts; "xla" stands for products by
+    `grouped_matmul`.
+
+    tokens None: as many as the kernel is faster for. weights: arrays or their shapes. split_inputs: the mesh splits D.
+    """
+    if backend != "pallas_tpu":
+        return Choice("xla")
+    most = 32 if isinstance(weights.gate_up, PackedTensor) and weights.gate_up.bits == 4 else 128
+    if tokens is not None and tokens > most:
+        return Choice("xla", f"products of {tokens} tokens with an expert take longer than reading its weights")
+    if split_inputs:
+        return Choice("xla", "it cannot sum over devices, which split the model's width, before the activation")
+    return Choice.of(backend, _kernel_lacks(tokens or most, weights, dtype))
+
+
+def _kernel_lacks(tokens: int, weights: ExpertWeights, dtype) -> str | None:
+    from inferlib.pallas_kernels.expert_mlp_tpu import unsupported
+    from inferlib.pallas_kernels.expert_weights_tpu import shape_of
+
+    both = weights.gate_up, weights.down
+    if any(isinstance(w, QuantizedTensor) and (w.grouped or w.zeros is not None) for w in both):
+        return "it takes weights quantised in groups only if they are packed, and none with zero points"
+    gate_up, down = (jax.eval_shape(partial(_stack, stacked=weights.layer is not None), w) for w in both)
+    if shape_of(gate_up)[2] != 2:
+        return "it takes experts with gates"
+    if any(isinstance(w, QuantizedTensor | PackedTensor) and w.round_inputs for w in both):
+        return "it does not round what is multiplied by down"
+    return unsupported(jax.ShapeDtypeStruct((tokens, shape_of(gate_up)[-2]), dtype), gate_up, down)
+
+
+def _stack(w: Weight, stacked: bool) -> jax.Array | StoredWeight:
+    """Values [L, E, P, K, N] as the TPU kernel takes them; packed weights come with their scales."""
+    if isinstance(w, PackedTensor):
+        return w.of_experts(stacked)
+    values = w.values if isinstance(w, QuantizedTensor) else w
+    values = values if stacked else values[None]
+    return values if values.ndim == 5 else values[:, :, None]
 
 
 def expert_mlp(
     x: jax.Array,
-    gate_up: jax.Array | QuantizedTensor | PackedTensor,
-    down: jax.Array | QuantizedTensor | PackedTensor,
+    weights: ExpertWeights,
     factors: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     *,
-    layer: jax.Array | None = None,
-    gate_up_bias: jax.Array | None = None,
     scale_input: bool = False,
     read: float = 1.0,
     backend: str = "xla",
 ) -> jax.Array:
-    """x [T, D], gate_up [E, 2, D, F], down [E, F, D] -> [T, D], accumulated in float32.
+    """x [T, D] -> [T, D], accumulated in float32.
 
     Row t is the sum over experts e of factors[t, e] * (activation(x gate_e, x up_e) down_e), of those whose factor is
-    not 0; scale_input: factors multiply x instead. factors [T, E] float32; what rows without factors hold changes
-    nothing. gate_up_bias [E, 2, F]. layer: all weights are stacks [L, ...], of which this one is used. read (static):
-    share of experts that is expected to have factors, for the compiler's account of kernels.
-    backend: "xla", which takes all tokens through all experts; "pallas_tpu", which reads only experts that have a
-    factor, takes weights quantised by channel or packed, and is interpreted on CPU.
+    not 0; scale_input: factors multiply x instead. factors [T, E] float32; rows of x without factors may hold anything.
+    read (static): expected share of experts that have factors, for the compiler's cost estimate. backend: "xla" takes
+    all tokens through all experts; "pallas_tpu" reads only experts that have a factor, and is interpreted on CPU.
+    Raises ValueError for weights that the kernel does not take; see `choose`.
     """
-    check_kernel_takes(gate_up, backend)
-    check_kernel_takes(down, backend)
     if backend == "pallas_tpu":
-        if isinstance(down, QuantizedTensor | PackedTensor) and down.round_inputs:
-            raise ValueError("backend 'pallas_tpu' does not round the inputs of down; use grouped_matmul")
         static = dict(activation=activation, scale_input=scale_input, read=read)
-        return _by_kernel(x, gate_up, down, factors, layer, gate_up_bias, static)
-    if layer is not None:
-        gate_up, down, gate_up_bias = jax.tree.map(lambda w: w[layer], (gate_up, down, gate_up_bias))
+        return _by_kernel(x, weights, factors, static)
+    gate_up, down, gate_up_bias = weights.gate_up, weights.down, weights.gate_up_bias
+    if isinstance(gate_up, PackedTensor) or isinstance(down, PackedTensor):
+        raise ValueError("weights packed for the TPU kernel are read by pallas_tpu only, not by xla")
+    if weights.layer is not None:
+        gate_up, down, gate_up_bias = jax.tree.map(lambda w: w[weights.layer], (gate_up, down, gate_up_bias))
 
     def add(e: jax.Array, total: jax.Array) -> jax.Array:
         w_in, w_out, bias = jax.tree.map(lambda w: w[e], (gate_up, down, gate_up_bias))
@@ -67,27 +114,25 @@ def expert_mlp(
     return lax.fori_loop(0, factors.shape[1], add, jnp.zeros(x.shape, jnp.float32)).astype(x.dtype)
 
 
-def _by_kernel(x, gate_up, down, factors, layer, gate_up_bias, static) -> jax.Array:
+def _by_kernel(x: jax.Array, weights: ExpertWeights, factors: jax.Array, static: dict) -> jax.Array:
     """By the TPU kernel, which reads the stacks where they lie."""
     from inferlib.pallas_kernels import expert_mlp_tpu
-    from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
-    gate_up, down = (w.of_experts(layer is not None) if isinstance(w, PackedTensor) else w for w in (gate_up, down))
-    if layer is None:
-        if not isinstance(gate_up, Weight):
-            gate_up, down = jax.tree.map(lambda w: w[None], (gate_up, down))
-        gate_up_bias, layer = None if gate_up_bias is None else gate_up_bias[None], jnp.int32(0)
-    small = {} if gate_up_bias is None else {"gate_up_bias": gate_up_bias[layer]}
-    if isinstance(gate_up, QuantizedTensor):
-        small |= {"gate_up_scales": gate_up.scales[layer], "down_scales": down.scales[layer]}
-        gate_up, down = gate_up.values, down.values
-    if not isinstance(down, Weight):
-        down = down[:, :, None]
+    choice = choose(None, weights, x.dtype, "pallas_tpu")
+    if choice.reason:
+        raise ValueError(f"the TPU kernel does not run these experts: {choice.reason}")
+    stacked, layer = weights.layer is not None, weights.layer
+    gate_up, down = (_stack(w, stacked) for w in (weights.gate_up, weights.down))
+    small = {}
+    if weights.gate_up_bias is not None:
+        small["gate_up_bias"] = weights.gate_up_bias[layer] if stacked else weights.gate_up_bias
+    if isinstance(weights.gate_up, QuantizedTensor):
+        for name, w in (("gate_up_scales", weights.gate_up), ("down_scales", weights.down)):
+            small[name] = w.scales[layer] if stacked else w.scales
 
     def kernel(x, gate_up, down, factors, layer, small, interpret=False):
-        chosen = jnp.any(factors != 0, axis=0)
-        options = dict(layer=layer, interpret=interpret, **static, **small)
-        return expert_mlp_tpu.expert_mlp(x, gate_up, down, factors, chosen, **options)
+        experts = expert_mlp_tpu.Experts(gate_up, down, **small)
+        return expert_mlp_tpu.expert_mlp(x, experts, factors, layer=layer, interpret=interpret, **static)
 
-    inputs = (x, gate_up, down, factors, layer, small)
+    inputs = x, gate_up, down, factors, layer if stacked else jnp.int32(0), small
     return lax.platform_dependent(*inputs, cpu=partial(kernel, interpret=True), default=kernel)

@@ -1,7 +1,8 @@
-"""The order of choices by group: what products of groups are told, and the way back."""
+"""Sorting the choices of tokens by group, for products of groups, and the way back."""
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -10,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from inferlib.ops.choice import Choice
+
 
 class GroupOrder(NamedTuple):
-    """M = T * k choices sorted by group, those of no group last, and in each by token and choice; all int32.
+    """M = T * k choices sorted by group, then token, then choice; those of no group come last. All int32.
 
-    tokens, choices, ids [M]: of each in this order the token, which of its choices, and the group. places [k, T]: of
-    each choice, in this order. sizes [E]: choices of each group.
+    tokens, choices, ids [M]: the token, the number of the choice (below k) and the group of each sorted choice. places
+    [k, T]: where each token's choices are in the sorted order. sizes [E]: number of choices of each group.
     """
 
     tokens: jax.Array
@@ -25,34 +28,47 @@ class GroupOrder(NamedTuple):
     sizes: jax.Array
 
 
+def choose(shape: tuple[int, int], groups: int, backend: str, *, most: int | None = None) -> Choice:
+    """The implementation that sorts ids [T, k] = `shape`. most: token numbers are below it; T by default."""
+    if backend != "pallas_tpu":
+        return Choice("xla")
+    from inferlib.pallas_kernels.group_order_tpu import unsupported
+
+    return Choice.of("pallas_tpu", unsupported(math.prod(shape), groups, sum(_bits(shape, most))))
+
+
+def _bits(shape: tuple[int, int], most: int | None) -> tuple[int, int]:
+    """How many bits a token's number and a choice's number take."""
+    tokens, choices = shape
+    return ((tokens if most is None else most) - 1).bit_length(), (choices - 1).bit_length()
+
+
 def group_order(
-    ids: jax.Array, groups: int, *, numbers: jax.Array | None = None, most: int = 0, backend: str = "xla"
+    ids: jax.Array, groups: int, *, numbers: jax.Array | None = None, most: int | None = None, backend: str = "xla"
 ) -> GroupOrder:
-    """The order of ids [T, k] int32, each one of E = `groups` or that many for none.
+    """The order of ids [T, k] int32, each one of E = `groups`, or E for none.
 
-    numbers [T] int32: what tokens are called, rising and below `most`; by default 0 to T - 1. backend: that of the
-    products. By a kernel with "pallas_tpu", else XLA's form, which CPUs take too, as both give the same; so do more
-    choices than the kernel takes. Raises ValueError for numbers without their bound.
+    numbers [T] int32: the tokens' numbers, ascending and below `most`; 0 to T - 1 by default. backend: that of the
+    products; TPUs take the kernel with "pallas_tpu", if `choose` says so, and other platforms XLA, which gives the
+    same. Raises ValueError for numbers without `most`.
     """
-    if numbers is not None and most < 1:
-        raise ValueError("numbers of tokens need `most`, which they are below")
+    if numbers is None:
+        most = ids.shape[0]
+    elif most is None:
+        raise ValueError("numbers of tokens need `most`, their upper bound")
     forms = {"default": partial(_by_xla, groups=groups)}
-    if backend == "pallas_tpu":
-        from inferlib.pallas_kernels.group_order_tpu import unsupported
-
-        most = ids.shape[0] if numbers is None else most
-        bits = (most - 1).bit_length(), (ids.shape[1] - 1).bit_length()
-        if unsupported(ids.size, groups, sum(bits)) is None:
-            forms["tpu"] = partial(_by_kernel, groups=groups, bits=bits)
-        elif numbers is not None:  # which have too many bits
-            order = group_order(ids, groups, backend=backend)
-            return order._replace(tokens=numbers[order.tokens])
+    choice = choose(ids.shape, groups, backend, most=most)
+    if choice.name == "pallas_tpu":
+        forms["tpu"] = partial(_by_kernel, groups=groups, bits=_bits(ids.shape, most))
+    elif choice.reason and numbers is not None:  # the numbers have too many bits: sort without them
+        order = group_order(ids, groups, backend=backend)
+        return order._replace(tokens=numbers[order.tokens])
     return lax.platform_dependent(ids, numbers, **forms)
 
 
 def _by_xla(ids: jax.Array, numbers: jax.Array | None, *, groups: int) -> GroupOrder:
     (tokens, chosen), flat = ids.shape, ids.reshape(-1)
-    # A constant of few rows: to make it would take a kernel.
+    # If small, a constant: computing it would take another kernel.
     pairs = (np if flat.size <= 1024 else jnp).arange(flat.size, dtype=np.int32)
     order = jnp.argsort(flat)
     token = jnp.asarray(pairs // chosen)[order] if numbers is None else numbers[order // chosen]
@@ -63,13 +79,13 @@ def _by_xla(ids: jax.Array, numbers: jax.Array | None, *, groups: int) -> GroupO
 
 
 def _by_kernel(ids: jax.Array, numbers: jax.Array | None, *, groups: int, bits: tuple[int, int]) -> GroupOrder:
-    """bits: of a token's number, and of a choice's."""
+    """bits: see `_bits`."""
     from inferlib.pallas_kernels import group_order_tpu
 
-    (tokens, chosen), (of_token, of_choice) = ids.shape, bits
+    (tokens, chosen), (token_bits, choice_bits) = ids.shape, bits
     numbers = jnp.arange(tokens, dtype=jnp.int32) if numbers is None else numbers
     choices = jnp.arange(chosen, dtype=jnp.int32)[:, None]
-    keys = (ids.T << of_token | numbers) << of_choice | choices  # by choice, as they lie without padding
-    keys, places, sizes = group_order_tpu.group_order(keys, groups, of_token, of_choice)
-    token, choice = keys >> of_choice & ((1 << of_token) - 1), keys & ((1 << of_choice) - 1)
-    return GroupOrder(token, choice, keys >> of_token + of_choice, places.reshape(chosen, tokens), sizes)
+    keys = (ids.T << token_bits | numbers) << choice_bits | choices  # [k, T]: that lies in memory without padding
+    keys, places, sizes = group_order_tpu.group_order(keys, groups, token_bits, choice_bits)
+    token, choice = keys >> choice_bits & ((1 << token_bits) - 1), keys & ((1 << choice_bits) - 1)
+    return GroupOrder(token, choice, keys >> token_bits + choice_bits, places.reshape(chosen, tokens), sizes)

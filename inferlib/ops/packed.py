@@ -1,8 +1,7 @@
-"""Weights as the TPU kernels of products read them: a `PackedTensor` stands where layers have a matrix.
+"""Weights packed as the TPU kernels of products read them: a `PackedTensor` stands where layers have a matrix.
 
-What a product sums over is one dimension, K, and its results are another, N, in front of which gate and up stay apart:
-[..., P, K, N]; experts come before them. It is made of a matrix or a `QuantizedTensor` when weights are loaded;
-checkpoints hold those.
+Its arrays are [..., P, K, N]. A product sums over K and results in N; P keeps gate and up apart; experts come before.
+Weights are packed when they are loaded, from a matrix or a `QuantizedTensor`; checkpoints store those.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from inferlib.ops.choice import Choice
 from inferlib.ops.quantized import Scheme
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -26,15 +26,18 @@ if TYPE_CHECKING:
     from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm
     from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
-FEW_ROWS = 64  # up to which the kernel multiplies by what XLA can read itself: then it is memory that takes time
+# Rows up to which the kernel also multiplies by weights that XLA could read: until then memory takes the time.
+FEW_ROWS = 64
+MOST_ROWS = 512  # rows that the kernel of products takes at once
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedTensor:
-    """See `packed_weights_tpu.Weight` for values, scales and tops; those of one layer, or of a stack of which `layer`
-    is used. apart: whether the first dimension of a product is P; rest: its dimensions after that which N begins with;
-    round_inputs: see `Scheme`.
+    """A packed weight: one layer's, or a stack of which `layer` is used.
+
+    values, scales, tops: see `packed_weights_tpu.Weight`. apart: a product's first dimension is P. rest: a product's
+    dimensions after the first of those that N merges. round_inputs: see `Scheme`.
     """
 
     values: jax.Array
@@ -47,57 +50,55 @@ class PackedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
+        """Shape of the values."""
         return self.values.shape
 
     @property
     def bits(self) -> int:
-        """Of an element."""
+        """Bits of an element."""
         return 4 if self.tops is not None else jax.dtypes.itemsize_bits(self.values.dtype)
 
     def __getitem__(self, index) -> PackedTensor:
-        """As `nnx.Param` asks for its value: `w[...]`."""
+        """`w[...]`, by which `nnx.Param` reads its value."""
         if index is not Ellipsis:
             raise TypeError("a PackedTensor is read whole, as w[...]")
         return self
 
     def of_layer(self, layer: jax.Array) -> PackedTensor:
-        """Of a stack, the weight of one layer; nothing is copied."""
+        """One layer of a stacked weight; nothing is copied."""
         return replace(self, layer=layer)
 
     @property
     def readable(self) -> bool:
-        """Whether XLA reads it at the memory's rate: its values alone, or with a scale for each channel."""
+        """True if XLA reads the weight as fast as memory allows: it has no scales, or one for each channel."""
         return self.tops is None and (self.scales is None or self.scales.shape[-2] == 1)
 
     @property
     def stack(self) -> Weight:
-        """For the kernel, [L, P, K, N]."""
+        """The stack [L, P, K, N], as the kernel of products takes it."""
         from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
         arrays = (self.values, self.scales, self.tops)
         return Weight(*(x if x is None or x.ndim == 4 else x[None] for x in arrays))
 
     def of_experts(self, stacked: bool) -> Weight:
-        """For the kernels of experts, [L, E, P, K, N]. stacked: whether there is a dimension of layers."""
+        """The experts [L, E, P, K, N], as their kernels take them. stacked: they begin with a dimension
+        of layers."""
         from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
-        arrays = (self.values, self.scales, self.tops)
-        return Weight(*(x if x is None else x.reshape(_of_experts(x.shape, stacked)) for x in arrays))
+        def reshaped(x: jax.Array) -> jax.Array:
+            lead = x.shape[:2] if stacked else (1, x.shape[0])
+            return x.reshape(*lead, math.prod(x.shape[1 + stacked : -2]), *x.shape[-2:])
+
+        return Weight(*(x if x is None else reshaped(x) for x in (self.values, self.scales, self.tops)))
 
 
 def _codes(values: jax.Array) -> jax.Array:
-    """Of e2m1, as uint8. By arithmetic: XLA:CPU does not always know how to take the type for integers."""
+    """The codes of e2m1 values, as uint8. By arithmetic: XLA:CPU cannot always bitcast the type to integers."""
     x = values.astype(jnp.float32)
     size = jnp.abs(x)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
     code = jnp.where(size <= 2, 2 * size, jnp.where(size <= 4, size + 2, 7))
     return code.astype(jnp.uint8) | (jnp.signbit(x).astype(jnp.uint8) << 3)
-
-
-def _of_experts(shape: tuple[int, ...], stacked: bool) -> tuple[int, ...]:
-    """[(L,) E, (2,) 1, K, N] -> [L, E, P, K, N]"""
-    lead = shape[: 1 + stacked] if stacked else (1, shape[0])
-    return *lead, math.prod(shape[1 + stacked : -2]), *shape[-2:]
 
 
 def by_kernel(
@@ -108,8 +109,8 @@ def by_kernel(
     norm: RmsNorm | None = None,
     activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """x [T, *I], or its norm, times w -> [T, *O]; activation: of the two results [T, 2, ...] that it makes one of. The
-    kernel is interpreted on CPU."""
+    """x [T, *I], or its norm, times w -> [T, *O], by the TPU kernel, which CPUs interpret. activation: combines the two
+    results [T, 2, ...] into one."""
     from inferlib.pallas_kernels.mx_matmul_tpu import mx_matmul
 
     rows = x.reshape(x.shape[0], -1)
@@ -125,7 +126,7 @@ def by_kernel(
 
 
 def by_xla(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
-    """x [T, *I] times w, `readable`, -> [T, *O]."""
+    """x [T, *I] times w, which is `readable`, -> [T, *O], by XLA."""
     values, scales = (
         a if a is None or a.ndim == 3 else lax.dynamic_index_in_dim(a, w.layer, keepdims=False)
         for a in (w.values, w.scales)
@@ -142,15 +143,18 @@ def by_xla(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
 
 # ---- storage
 
-_DEPTH = 128  # inputs are padded to multiples of it, as `mx_matmul_tpu` takes them, or
-_FLOAT4_DEPTH = 256  # of this
+_DEPTH = 128  # inputs are padded to multiples of this, as `mx_matmul_tpu` takes them
+_FLOAT4_DEPTH = 256  # the same for `Packing.float4`
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How a weight of a scheme, or None and a dtype, is packed: its shape, logical axes and contracting dimensions,
-    which are neighbours; before them are those of a stack and of experts. float4: whether MXFP4 is for a TPU that
-    converts it."""
+    """How a weight is packed.
+
+    scheme: how it is quantised; None: it has `dtype` instead. shape, names, contracting: its shape, logical axes and
+    contracting dimensions, which are neighbours; the dimensions of a stack and of experts come before them. float4:
+    MXFP4 is packed for a TPU that converts it in hardware.
+    """
 
     scheme: Scheme | None
     shape: tuple[int, ...]
@@ -165,7 +169,7 @@ class Packing:
 
     @property
     def outer(self) -> int:
-        """The first dimension of the results."""
+        """Index of the first dimension of the results."""
         return self.contracting[-1] + 1
 
     @property
@@ -174,7 +178,7 @@ class Packing:
 
     @property
     def merged(self) -> int:
-        """The first dimension of N."""
+        """Index of the first dimension that N merges."""
         return self.outer + self.apart
 
     @property
@@ -184,14 +188,8 @@ class Packing:
         return parts, math.prod(self.shape[self.lead : self.outer]), math.prod(self.shape[self.merged :])
 
     @property
-    def gains(self) -> bool:
-        """Whether the kernel is for it. Fewer results than a tile has lanes would be padded in memory."""
-        known = np.dtype(self.dtype) == jnp.bfloat16 if self.scheme is None else not self.scheme.zeros
-        return known and (axes.EXPERTS in self.names or self.sizes[2] >= _DEPTH)
-
-    @property
     def group(self) -> int | None:
-        """Elements that share a scale, None for all."""
+        """Elements that share a scale; None: all inputs of a channel do."""
         group = self.scheme and self.scheme.group
         return group and self.scheme.group_of(self.shape[self.contracting[-1]])
 
@@ -201,11 +199,11 @@ class Packing:
 
     @property
     def depth(self) -> int:
-        """What inputs are padded to a multiple of."""
+        """Inputs are padded to a multiple of this."""
         return _FLOAT4_DEPTH if self.is_mxfp4 and self.float4 else _DEPTH
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...], np.dtype]]:
-        """Shape, axis names and dtype of each array; as `Scheme.arrays`."""
+        """Shape, axis names and dtype of each array, as `Scheme.arrays` gives them."""
         parts, inputs, columns = self.sizes
         padded = -(-inputs // self.depth) * self.depth
         inner, outer = self.names[self.lead], self.names[self.merged]
@@ -228,7 +226,7 @@ class Packing:
         return PackedTensor(*arrays, apart=self.apart, rest=self.shape[self.merged + 1 :], round_inputs=rounds)
 
     def pack(self, values: jax.Array, scales: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        """The arrays, of those of the scheme. Traceable."""
+        """The packed arrays, made of the scheme's. Traceable."""
         if self.is_mxfp4:
             from inferlib.pallas_kernels.packed_weights_tpu import pack_float4, pack_mxfp4
 
@@ -250,32 +248,43 @@ class Packing:
         x = x.reshape(*self.shape[: self.lead], -1, parts, columns)
         return jnp.moveaxis(x, -2, -3)
 
-    def lacks(self, dtype, shards: Shards, rows: int) -> str | None:
-        """Why the kernel cannot run a device's share of products with `rows` activations of a dtype, None if it can."""
-        first = {self.lead, self.merged}
-        whole = {name for i, name in enumerate(self.names) if name and i >= self.lead and i not in first}
-        if split := sorted(name for name in whole if shards.size(name) > 1):
-            return f"the mesh splits {' and '.join(split)}, a dimension that is one of several of its matrix"
-        _, inputs, _ = self.sizes
-        share = inputs // shards.size(self.names[self.lead])
-        if share % self.depth and share < inputs:
-            return f"the {share} inputs of a device do not divide into passes of {self.depth}"
-        if self.group is not None and self.group != self.scheme.group:
-            return f"groups have {self.group} inputs, not {self.scheme.group}, which do not divide theirs"
-        from inferlib.pallas_kernels import grouped_matmul_tpu, mx_matmul_tpu
-        from inferlib.pallas_kernels.packed_weights_tpu import Weight
+    def local(self, shards: Shards) -> PackedTensor:
+        """Shapes of a device's shard."""
+        shapes = ((shards.local_shape(names, shape), dtype) for shape, names, dtype in self.arrays().values())
+        return self.tensor(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
 
-        if axes.EXPERTS in self.names:
-            x = jax.ShapeDtypeStruct((rows, share), dtype)
-            return grouped_matmul_tpu.unsupported(x, self.local_experts(shards))
-        shapes = ((shards.local_shape(names, shape), kind) for shape, names, kind in self.arrays().values())
-        stack = (jax.ShapeDtypeStruct((1, *shape)[-4:], kind) for shape, kind in shapes)
-        return mx_matmul_tpu.unsupported(rows, dtype, Weight(*stack))
 
-    def local_experts(self, shards: Shards) -> Weight:
-        """Shapes of a device's share of experts, for kernels (see `PackedTensor.of_experts`)."""
-        from inferlib.pallas_kernels.packed_weights_tpu import Weight
+def choose(packing: Packing, dtype, shards: Shards, *, rows: int = MOST_ROWS) -> Choice:
+    """Whether a weight is packed for the kernel: "pallas_tpu" if products of `rows` activations of a dtype run in it.
 
-        shapes = ((shards.local_shape(names, shape), kind) for shape, names, kind in self.arrays().values())
-        stacked = self.names[0] == axes.LAYERS
-        return Weight(*(jax.ShapeDtypeStruct(_of_experts(shape, stacked), kind) for shape, kind in shapes))
+    "xla" has no reason where the kernel would not be faster: for experts quantised by channel, which `grouped_matmul`
+    reads as they are, and for fewer results than a tile has lanes, which would be padded in memory.
+    """
+    scheme, experts = packing.scheme, axes.EXPERTS in packing.names
+    known = np.dtype(packing.dtype) == jnp.bfloat16 if scheme is None else not scheme.zeros
+    by_group = scheme is not None and scheme.group is not None
+    if not known or not (by_group if experts else packing.sizes[2] >= _DEPTH):
+        return Choice("xla")
+    return Choice.of("pallas_tpu", _unsupported(packing, jnp.dtype(dtype), shards, rows))
+
+
+def _unsupported(packing: Packing, dtype, shards: Shards, rows: int) -> str | None:
+    """Why the kernel cannot multiply `rows` activations by a device's shard of the weight; None if it can."""
+    from inferlib.pallas_kernels import grouped_matmul_tpu, mx_matmul_tpu
+
+    first = {packing.lead, packing.merged}
+    whole = {name for i, name in enumerate(packing.names) if name and i >= packing.lead and i not in first}
+    if split := sorted(name for name in whole if shards.size(name) > 1):
+        return f"the mesh splits {' and '.join(split)}, a dimension that is one of several of its matrix"
+    _, inputs, _ = packing.sizes
+    local_inputs = inputs // shards.size(packing.names[packing.lead])
+    if local_inputs % packing.depth and local_inputs < inputs:
+        return f"the {local_inputs} inputs of a device do not divide into passes of {packing.depth}"
+    if packing.group is not None and packing.group != packing.scheme.group:
+        return f"groups have {packing.group} inputs, not {packing.scheme.group}, which do not divide theirs"
+    local = packing.local(shards)
+    if axes.EXPERTS in packing.names:
+        x = jax.ShapeDtypeStruct((rows, local_inputs), dtype)
+        experts = jax.eval_shape(lambda w: w.of_experts(packing.names[0] == axes.LAYERS), local)
+        return grouped_matmul_tpu.unsupported(x, experts)
+    return mx_matmul_tpu.unsupported(rows, dtype, jax.eval_shape(lambda w: w.stack, local))

@@ -16,7 +16,7 @@ from inferlib.cache.plan import BlockCache, BlockState, CachePlan
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from inferlib.models.layers.exchange import exchange_of, pairs_room
-from inferlib.models.layers.ring import in_ring, rings
+from inferlib.models.layers.ring import ring_choices, ring_fused, ring_weights
 from inferlib.models.recurrent import LightningSpec, Mamba2Spec
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_write import folded_rows
@@ -152,10 +152,10 @@ def _extras(ledger: _Ledger, model: AbstractModel, layer: LayerSpec, tokens: int
 
 def _in_ring(ledger: _Ledger, model: AbstractModel, block: int, layer: LayerSpec, tokens: int) -> Counter[str]:
     """Operations on a device of the products of a block's layer that hide their collective, by weight."""
-    shards, names = ledger.shards, in_ring(model.config, layer)
+    shards, names = ledger.shards, ring_weights(model.config, layer)
     weights = (w.of_layer for w in model.weights if w.block == block and w.part in names and w.scheme is None)
     shapes = {w.part: shards.local_shape(w.axes, w.shape) for w in weights}
-    chosen = rings(model.config, layer, shapes, model.dtype, tokens, shards, ledger.backend)
+    chosen = ring_fused(ring_choices(names, shapes, model.dtype, tokens, shards, ledger.backend))
     return Counter({name: 2 * tokens * prod(shapes[name]) for name in chosen})
 
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +17,15 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import ConfigurationError, EngineConfig
-from inferlib.models.abstract import AbstractModel, WeightSpec, gainful, unpackable
-from inferlib.models.layers.ring import in_ring, lacks, rows_of
-from inferlib.ops.expert_mlp import most_tokens
+from inferlib.models.abstract import AbstractModel
 from inferlib.pallas_kernels.generations_tpu import planning_for
 from inferlib.programs.attention_choices import with_runnable_attention
+from inferlib.programs.product_choices import Choices, product_choices, with_runnable_products
 from inferlib.programs.program import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.programs.row_state import RowState
 from inferlib.programs.start_functions import run
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import alone
-from inferlib.sharding.shards import Shards
-
-if TYPE_CHECKING:
-    from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +47,10 @@ class ProgramSet:
         plan: CachePlan,
         config: EngineConfig,
         layouts: Sequence[Layout] | None = None,
+        choices: Choices | None = None,
     ):
         self.model, self.plan, self.config = model, plan, config
+        self.choices = product_choices(config, model) if choices is None else choices
         self.layouts = layouts and tuple(layouts)
         self.strict = False
         self.misses = 0
@@ -81,9 +74,11 @@ class ProgramSet:
             dtype=config.kv_cache_dtype or model.dtype,
             platform=config.platform,
         )
+        choices = product_choices(config, model)
         with planning_for(config.backend.generation):
-            config = _runnable(config, model, plan)
-        return ProgramSet(model, plan, config, layouts)
+            config = with_runnable_attention(config, model, plan)
+        config = with_runnable_products(config, model, choices)
+        return ProgramSet(model, plan, config, layouts, choices)
 
     @property
     def compiled(self) -> int:
@@ -174,12 +169,25 @@ class ProgramSet:
         shardings = [self.config.shards.sharding(spec.axes) for spec in self.model.specs]
         if self.layouts is None and not self._free:
             return tuple(shardings)
-        demanded = {} if self.layouts else _demanded(self.model, self.config)
-        layouts = self.layouts or [demanded.get(spec.name, Layout.AUTO) for spec in self.model.specs]
+        required = {} if self.layouts else self._required_layouts()
+        layouts = self.layouts or [required.get(spec.name, Layout.AUTO) for spec in self.model.specs]
         return tuple(
             Format(layout, sharding or SingleDeviceSharding(jax.devices()[0]))
             for layout, sharding in zip(layouts, shardings, strict=True)
         )
+
+    def _required_layouts(self) -> dict[str, Layout]:
+        """Layouts, by name, of the weights whose product a prefill fuses with its collective: in any other layout each
+        step would copy them. The parts of a layer's weight (heads, gate and up) are apart, and in each part the rows
+        that are summed over come first."""
+        fused, required = self.choices["collective_matmul"], {}
+        for weight in self.model.weights:
+            if weight.name in fused and fused[weight.name].name != "xla":
+                one = weight.of_layer
+                dims, stack = list(range(len(one.shape))), len(weight.shape) - len(one.shape)
+                order = dims if one.axes[-1] == axes.EMBED else [*dims[1:-1], 0, dims[-1]]
+                required[weight.name] = Layout((*range(stack), *(stack + dim for dim in order)))
+        return required
 
     def allocate_state(self) -> RowState:
         """The state of rows that are all free."""
@@ -222,115 +230,6 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) ->
         raise ConfigurationError(
             f"{packed} weights work on a single CPU, in the process that compiles its programs: use int8, fp8 or mxfp8"
         )
-
-
-def _demanded(model: AbstractModel, config: EngineConfig) -> dict[str, Layout]:
-    """Layouts of the weights that a prefill multiplies together with its collective, by name: in any other each step
-    would copy them. A layer's parts (heads, gate and up) are apart, and in each the rows that are summed over."""
-    found = {}
-    for weight, reasons in _in_ring(model, config):
-        if None in reasons:
-            one = weight.of_layer
-            dims, stack = list(range(len(one.shape))), len(weight.shape) - len(one.shape)
-            order = dims if one.axes[-1] == axes.EMBED else [*dims[1:-1], 0, dims[-1]]
-            found[weight.name] = Layout((*range(stack), *(stack + dim for dim in order)))
-    return found
-
-
-def _in_ring(model: AbstractModel, config: EngineConfig) -> Iterator[tuple[WeightSpec, list[str | None]]]:
-    """The weights that could be multiplied together with their collective, if that is chosen, and for each step that
-    has tokens enough why they are not, None if they are."""
-    shards, steps = config.shards, {p * c + n for p, c in config.prefill_shapes() for n in (0, config.rows)}
-    if config.backend.collective_matmul == "xla":
-        return
-    rows = sorted({n for tokens in steps if (n := rows_of(tokens, shards))})
-    for weight in model.weights:
-        if weight.block is None or weight.scheme is not None:
-            continue
-        one, layer = weight.of_layer, model.config.layers[model.layers_of(weight.block)[0]]
-        if weight.part in in_ring(model.config, layer):
-            shape = shards.local_shape(one.axes, one.shape)
-            yield weight, [lacks(weight.part, shape, model.dtype, n) for n in rows]
-
-
-_CHECKED = {
-    ("grouped_matmul", "pallas_tpu"): "TPU",
-    ("grouped_matmul", "pallas_gpu"): "GPU",
-    ("expert_mlp", "pallas_tpu"): "TPU",
-}
-
-
-def _runnable(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
-    """The config with kernels that can run their share of the model; warns of those chosen that cannot."""
-    config = with_runnable_attention(config, model, plan)
-    checks = {
-        "grouped_matmul": partial(_experts_lack, config, model, "grouped_matmul"),
-        "expert_mlp": partial(_experts_lack, config, model, "expert_mlp"),
-    }
-    for name, reason_of in checks.items():
-        chosen = getattr(config.backend, name)
-        if (name, chosen) in _CHECKED and (reason := reason_of()):
-            log.warning("%s is XLA's, not the %s kernel: %s", name.replace("_", " "), _CHECKED[name, chosen], reason)
-            config = replace(config, backend=replace(config.backend, **{name: "xla"}))
-    if config.backend.matmul == "pallas_tpu":
-        plain = (w for w in model.weights if gainful(w) and not w.packed and axes.EXPERTS not in w.axes)
-        reasons = {w.part: unpackable(w, model.dtype, config.shards) for w in plain}
-        if part := next(filter(reasons.get, reasons), None):
-            log.warning("products with %s are XLA's, not the TPU kernel's: %s", part, reasons[part])
-    reasons = {w.part: found[-1] for w, found in _in_ring(model, config) if found and None not in found}
-    if part := next(iter(reasons), None):
-        log.warning("products with %s and their collective are XLA's, not the TPU kernel's: %s", part, reasons[part])
-    return config
-
-
-def _experts_lack(config: EngineConfig, model: AbstractModel, name: str) -> str | None:
-    """Why the chosen kernel cannot run the model's experts: `grouped_matmul`, or `expert_mlp` of few tokens."""
-    from inferlib.pallas_kernels import expert_mlp_tpu, grouped_matmul_gpu, grouped_matmul_tpu
-    from inferlib.pallas_kernels.expert_weights_tpu import shape_of
-
-    tokens = config.rows + max(p * c for p, c in config.prefill_shapes())
-    weights = [w for w in model.weights if axes.EXPERTS in w.axes and w.contracting]
-    if getattr(config.backend, name) == "pallas_gpu":
-        for weight in weights:
-            shape, scheme = config.shards.local_shape(weight.axes, weight.shape), weight.scheme
-            dtype = weight.dtype if scheme is None else jnp.dtype(scheme.values)
-            values = jax.ShapeDtypeStruct((math.prod(shape[:-2]), *shape[-2:]), dtype)
-            group = None if scheme is None or scheme.group is None else scheme.group_of(shape[-2])
-            if reason := grouped_matmul_gpu.unsupported(values, group, scheme is not None and bool(scheme.zeros)):
-                return reason
-        return None
-    unpacked = [w for w in weights if w.scheme and not w.packed and (w.scheme.zeros or w.scheme.group)]
-    if unpacked:
-        reasons = (unpackable(w, model.dtype, config.shards) for w in unpacked if gainful(w))
-        return next(filter(None, reasons), "it takes groups packed as for grouped matmul's kernel, no zero points")
-    if name == "expert_mlp" and not all(mixture.gated for mixture in model.config.mixtures):
-        return "it takes experts with gates"
-    if name == "expert_mlp" and any(w.scheme and w.scheme.round_inputs for w in weights):
-        return "it does not round what is multiplied by down"
-    for block, of_block in itertools.groupby(weights, key=lambda weight: weight.block):
-        parts = {weight.part.rpartition(".")[2]: weight for weight in of_block}
-        held = {part: _local_experts(weight, config.shards) for part, weight in parts.items()}
-        if name == "expert_mlp":
-            few = most_tokens(parts["gate_up"].value), shape_of(held["gate_up"])[-2]
-            few = jax.ShapeDtypeStruct(few, model.dtype)
-            reason = expert_mlp_tpu.unsupported(few, held["gate_up"], held["down"])
-            if reason:
-                return reason
-            continue
-        rows = tokens * model.config.layers[model.layers_of(block)[0]].mlp.router.chosen
-        for w in held.values():
-            if reason := grouped_matmul_tpu.unsupported(jax.ShapeDtypeStruct((rows, shape_of(w)[-2]), model.dtype), w):
-                return reason
-    return None
-
-
-def _local_experts(weight: WeightSpec, shards: Shards) -> jax.ShapeDtypeStruct | Weight:
-    """Shapes of a device's share of experts, as the TPU kernels take them: [L, E, P, K, N]."""
-    if weight.packed:
-        return weight.packing.local_experts(shards)
-    shape, at = shards.local_shape(weight.axes, weight.shape), weight.axes.index(axes.EXPERTS)
-    dtype = weight.dtype if weight.scheme is None else jnp.dtype(weight.scheme.values)
-    return jax.ShapeDtypeStruct((1, shape[at], math.prod(shape[at + 1 : -2]), *shape[-2:]), dtype)
 
 
 def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[ProgramKey]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,32 +19,33 @@ from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.router import Router
 from inferlib.models.layout import Layout
-from inferlib.ops.expert_mlp import expert_mlp, most_tokens
+from inferlib.ops import expert_mlp as mlp_op
+from inferlib.ops import grouped_matmul as grouped_op
+from inferlib.ops.expert_mlp import ExpertWeights, expert_mlp
 from inferlib.ops.group_order import GroupOrder, group_order
-from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul, unsorted_pays
+from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
 from inferlib.ops.loops import expected_trips
 from inferlib.ops.matmul import matmul
 from inferlib.ops.segment_sum import TILE, segment_sum
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
-Load = jax.Array | None  # [E] how many tokens chose each expert, if that is counted (see `StepContext.counted`)
+Load = jax.Array | None  # [E] number of tokens that chose each expert, if they are counted (`StepContext.counted`)
 
 
 class Moe(nnx.Module):
-    """x [T, D] -> [T, D]: this device's part of the sum over the feed-forward width; `finish` what follows that sum.
+    """x [T, D] -> [T, D]: this device's addend of the sum over the feed-forward width; `finish` is applied to the sum.
 
-    Where experts are split over devices, tokens go to them and back as `exchange` says. Where they are placed by a
-    file, their S slots are not in the order of the E experts: `slots` [S] lists those of each expert in turn, and
-    `copies` [E] how many each has.
+    If experts are split over devices, tokens travel to them and back; see `exchange`. If a file places the experts in S
+    slots, `slots` [S] lists the slots of expert 0, then those of expert 1, and so on, and `copies` [E] counts them.
     """
 
     def __init__(self, spec: MoeSpec, layout: Layout, dtype):
         self.spec, dim = spec, layout.config.dim
         self.router = Router(spec.router, dim, dtype)
         self.experts = Experts(spec, layout, dtype)
-        self.placed = layout.slots is not None
-        if self.placed:
+        self.has_placement = layout.slots is not None
+        if self.has_placement:
             self.slots = param((layout.slots,), (None,), jnp.int32, "range")
             self.copies = param((spec.experts,), (axes.ROUTES,), jnp.int32, "ones")
         if spec.shared is not None:
@@ -56,23 +58,24 @@ class Moe(nnx.Module):
             self.post_shared_norm = Norm(norm, dim, dtype)
 
     def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> tuple[jax.Array, Load]:
-        """layer: of a scanned segment, whose experts are stacked; see `Experts`."""
+        """layer: the layer of a scanned segment, whose experts are stacked; see `Experts`."""
         routed, shared, load = self.apart(x, ctx, layer)
         return routed if shared is None else routed + shared, load
 
     def apart(
         self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None, Load]:
-        """The sum of the chosen experts, and that of the shared ones if there are any."""
+        """The sum of the chosen experts and, apart from it, that of the shared experts if there are any."""
         routed, load = self.chosen(x, x, ctx, layer)
         return routed, None if self.spec.shared is None else self.always(x, ctx.shards), load
 
     def with_norms(
         self, x: jax.Array, shared: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> tuple[jax.Array, Load]:
-        """The whole sum over devices, of this device's tokens where they are split, by experts with norms of their own.
+        """The output of experts that have norms of their own, summed over devices; for this device's tokens, if tokens
+        are split.
 
-        x [T, D]: the residual; shared [T, D]: what shared experts take in.
+        x [T, D]: the residual; shared [T, D]: input of the shared experts.
         """
         shards, dim = ctx.shards, x.shape[1]
         routed, load = self.chosen(self.pre_norm(x, shards), x, ctx, layer)
@@ -83,23 +86,23 @@ class Moe(nnx.Module):
     def chosen(
         self, x: jax.Array, judged: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> tuple[jax.Array, Load]:
-        """The sum of the chosen experts; judged [T, D]: what the router reads."""
+        """The sum of the chosen experts. judged [T, D]: what the router reads."""
         with jax.named_scope("router"):
             experts, weights = self.router(judged, ctx.shards, ctx.backend.choose_experts)
         if x.shape[0] > 1:
-            experts = jnp.where(ctx.fed[:, None], experts, -1)  # inactive rows need none
+            experts = jnp.where(ctx.fed[:, None], experts, -1)  # inactive rows choose none
         with jax.named_scope("experts"):
             routed = self.routed(x, experts, weights, ctx, layer)
         return routed, None if ctx.counted is None else self.load(ctx.shards.unfed(experts), ctx.counted)
 
     def load(self, experts: jax.Array, counted: jax.Array) -> jax.Array:
-        """How many of the counted tokens [T] chose each expert."""
+        """The number of `counted` tokens [T] that chose each expert."""
         chosen = (experts[:, :, None] == jnp.arange(self.spec.experts)) & counted[:, None, None]
         return jnp.sum(chosen, axis=(0, 1), dtype=jnp.int32)
 
     def placement(self, experts: jax.Array, turns: jax.Array) -> jax.Array:
-        """The slots of experts [T, k], -1 for none; tokens take turns [T] at the copies of an expert."""
-        if not self.placed:
+        """The slots of experts [T, k], -1 for none. turns [T]: numbers by which tokens share out an expert's copies."""
+        if not self.has_placement:
             return experts
         copies, slots = self.copies[...], self.slots[...]
         at = (jnp.cumsum(copies) - copies)[experts] + turns[:, None] % copies[experts]
@@ -108,20 +111,21 @@ class Moe(nnx.Module):
     def routed(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> jax.Array:
-        """The weighted sum of the chosen experts [T, k]; -1 is none."""
+        """The weighted sum of the chosen experts [T, k]; -1 is none. Experts from E on are identities: zero experts of
+        LongCat (`MoeSpec.identity`)."""
         shards, devices = ctx.shards, ctx.shards.size(axes.EXPERTS)
         identity = self.spec.identity and experts >= self.spec.experts
-        row = x.shape[1] * x.dtype.itemsize
-        how = exchange_of(self.spec, x.shape[0], row, devices, ctx.backend)
-        compute = partial(self.experts, of_each=x.shape[0], ctx=ctx, layer=layer)
-        own = self.experts.count // devices
+        row_bytes = x.shape[1] * x.dtype.itemsize
+        exchange = exchange_of(self.spec, x.shape[0], row_bytes, devices, ctx.backend)
+        compute = partial(self.experts, tokens_each=x.shape[0], ctx=ctx, layer=layer)
+        count = self.experts.count // devices
         turns = jnp.arange(x.shape[0]) + shards.index(axes.ROWS)
         slots = self.placement(jnp.where(identity, -1, experts) if self.spec.identity else experts, turns)
-        out = through_experts(x, slots, weights, own, how, compute, shards)
+        out = through_experts(x, slots, weights, count, exchange, compute, shards)
         if not self.spec.identity:
             return out
-        kept = jnp.sum(jnp.where(identity, weights, 0), axis=1, keepdims=True)
-        return out + once((x * kept).astype(x.dtype), shards)
+        share = jnp.sum(jnp.where(identity, weights, 0), axis=1, keepdims=True)
+        return out + once((x * share).astype(x.dtype), shards)
 
     def always(self, x: jax.Array, shards: Shards) -> jax.Array:
         """The shared experts."""
@@ -132,13 +136,26 @@ class Moe(nnx.Module):
         return out
 
     def finish(self, x: jax.Array) -> jax.Array:
-        """What follows the sum over devices."""
+        """What is applied to the sum over devices."""
         return x if self.spec.shared is None else self.shared.finish(x)
 
 
 def once(x: jax.Array, shards: Shards) -> jax.Array:
-    """x on one of the devices whose parts will be summed over the feed-forward width, zeros on the others."""
+    """x on one of the devices whose addends will be summed over the feed-forward width, zeros on the others."""
     return jnp.where(shards.index(axes.MLP) == 0, x, 0) if shards.size(axes.MLP) > 1 else x
+
+
+class Pairs(NamedTuple):
+    """The M pairs of tokens and local experts of a grouped product, in the order of its rows.
+
+    ids [M]: each pair's expert. scales [M]: what multiplies its input, if router weights do. first: the product with
+    gate_up, which takes x [T, D]; next: the product with down, which takes rows [M, F].
+    """
+
+    ids: jax.Array
+    scales: jax.Array | None
+    first: Callable[..., jax.Array]
+    next: Callable[..., jax.Array]
 
 
 class Experts(nnx.Module):
@@ -161,49 +178,62 @@ class Experts(nnx.Module):
         x: jax.Array,
         experts: jax.Array,
         weights: jax.Array,
-        of_each: int,
+        tokens_each: int,
         ctx: StepContext,
         layer: jax.Array | None,
     ) -> jax.Array:
-        """x [T, *D], experts and weights [T, k] -> [T, *D]: the sum of those that are this device's.
+        """x [T, *D], experts and weights [T, k] -> [T, *D]: the weighted sum over this device's experts.
 
-        of_each: tokens of each device that experts are shared with. layer: with it all weights are [L, ...], and those
-        of this layer are used.
+        tokens_each: number of tokens of each device that shares the experts. layer: all weights are stacks [L, ...], of
+        which this layer is used.
         """
         shards, (tokens, chosen) = ctx.shards, experts.shape
-        own = self.count // shards.size(axes.EXPERTS)
-        experts = experts - shards.index(axes.EXPERTS) * own
-        ours = (experts >= 0) & (experts < own)
-        few = tokens <= most_tokens(self.gate_up[...])
-        if ctx.backend.expert_mlp == "pallas_tpu" and few and shards.size(axes.EMBED) == 1:
-            return self.at_once(x, jnp.where(ours, experts, own), weights, own, ctx, layer)
-        ids = jnp.where(ours, experts, own)
-        if (room := pairs_room(chosen, of_each, tokens, ctx.backend)) < ids.size:
-            return self.in_rounds(x, ids, weights, own, room, of_each, ctx, layer)
+        count = self.count // shards.size(axes.EXPERTS)
+        experts = experts - shards.index(axes.EXPERTS) * count
+        is_local = (experts >= 0) & (experts < count)
+        ids = jnp.where(is_local, experts, count)
+        mlp, split = self._weights(layer), shards.size(axes.EMBED) > 1
+        if mlp_op.choose(tokens, mlp, x.dtype, ctx.backend.expert_mlp, split_inputs=split).name != "xla":
+            return self._unsorted_mlp(x, ids, weights, count, ctx, mlp)
+        if (room := pairs_room(chosen, tokens_each, tokens, ctx.backend)) < ids.size:
+            return self._in_rounds(x, ids, weights, count, room, tokens_each, ctx, layer)
         shape, x = x.shape, x.reshape(tokens, -1)
-        by_input = self.spec.scale_input
-        # An active row alone, on one device, has chosen experts that are there: each kernel less counts.
+        # One active row on one device chooses experts that are there: nothing has to be masked, which saves kernels.
         alone = tokens == 1 and shards.size(axes.EXPERTS) == 1 and not self.spec.identity
-        # One by one: XLA:GPU writes what a sum over a dimension takes in to memory first, XLA:TPU lays it out anew.
-        if unsorted_pays(self.gate_up[...], ids.size, own, ctx.backend.grouped_matmul):
-            ids, scales = (experts if alone else jnp.where(ours, ids, -1)).reshape(-1), weights.reshape(-1)
-            product = partial(chosen_matmul, ids=ids, layer=layer, backend=ctx.backend.grouped_matmul)
-            first = partial(product, turns=chosen)
-            outputs = self.forward(x, first, ids, product, scales if by_input else None, shards, layer)
-            outputs = outputs.reshape(tokens, chosen, -1)
-            parts = [outputs[:, i] for i in range(chosen)]
+        choice = grouped_op.choose(
+            ids.size, self.gate_up[...], x.dtype, ctx.backend.grouped_matmul, stacked=layer is not None
+        )
+        # Outputs are summed one by one: before a sum over a dimension XLA:GPU writes its input to memory, and XLA:TPU
+        # lays it out anew.
+        if choice.name == "pallas_gpu_unsorted":
+            ids = (experts if alone else jnp.where(is_local, ids, -1)).reshape(-1)
+            outputs = self._unsorted(x, ids, weights, ctx, layer).reshape(tokens, chosen, -1)
+            outputs = [outputs[:, i] for i in range(chosen)]
         else:
-            order = group_order(ids, own, backend=ctx.backend.grouped_matmul)
-            scales = weights[order.tokens, order.choices] if by_input else None
-            outputs = self.by_expert(x, order.tokens, order, scales, ctx, layer)
-            # Back in the order of the tokens, whose sums then depend on nothing but themselves.
-            parts = [outputs[places] for places in order.places]
-        if not by_input:
-            parts = [y * weights[:, i, None] for i, y in enumerate(parts)]
-        total = sum(parts if alone else [jnp.where(ours[:, i, None], y, 0) for i, y in enumerate(parts)])
+            order = group_order(ids, count, backend=ctx.backend.grouped_matmul)
+            scales = weights[order.tokens, order.choices] if self.spec.scale_input else None
+            sorted_outputs = self._by_expert(x, order.tokens, order, scales, ctx, layer)
+            # Back in the order of the tokens, so that a token's sum depends on nothing but itself.
+            outputs = [sorted_outputs[places] for places in order.places]
+        if not self.spec.scale_input:
+            outputs = [y * weights[:, i, None] for i, y in enumerate(outputs)]
+        total = sum(outputs if alone else [jnp.where(is_local[:, i, None], y, 0) for i, y in enumerate(outputs)])
         return total.astype(x.dtype).reshape(shape)
 
-    def by_expert(
+    def _weights(self, layer: jax.Array | None) -> ExpertWeights:
+        bias = self.gate_up_bias[...] if self.spec.bias else None
+        return ExpertWeights(self.gate_up[...], self.down[...], bias, layer)
+
+    def _unsorted(
+        self, x: jax.Array, ids: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
+    ) -> jax.Array:
+        """x [T, D] through the experts ids [T * k], -1 for none, in the order of the tokens -> [T * k, D]."""
+        scales, chosen = weights.reshape(-1), weights.shape[1]
+        product = partial(chosen_matmul, ids=ids, layer=layer, backend=ctx.backend.grouped_matmul)
+        scales = scales if self.spec.scale_input else None
+        return self._forward(x, Pairs(ids, scales, partial(product, turns=chosen), product), ctx.shards, layer)
+
+    def _by_expert(
         self,
         x: jax.Array,
         rows: jax.Array,
@@ -212,53 +242,55 @@ class Experts(nnx.Module):
         ctx: StepContext,
         layer: jax.Array | None,
     ) -> jax.Array:
-        """`forward` of choices in the order of their experts: of rows [M] of x [T, *D] -> [M, D]."""
+        """Rows [M] of x [T, *D] through their experts, in the order of the experts -> [M, D]."""
         sizes, backend = order.sizes, ctx.backend.grouped_matmul
         product = partial(grouped_matmul, sizes=sizes, most=min(x.shape[0], rows.size), layer=layer, backend=backend)
         ids = jnp.minimum(order.ids, sizes.size - 1)
-        if x.ndim > 2:  # as they were exchanged; only those that are taken are laid out anew
-            x, rows = x[rows].reshape(ids.size, -1), None
-        return self.forward(x, partial(product, rows=rows), ids, product, scales, ctx.shards, layer)
+        gathered = None if x.ndim > 2 else rows
+        if x.ndim > 2:  # as they were exchanged; only the rows that are used are laid out anew
+            x = x[rows].reshape(ids.size, -1)
+        return self._forward(x, Pairs(ids, scales, partial(product, rows=gathered), product), ctx.shards, layer)
 
-    def in_rounds(
+    def _in_rounds(
         self,
         x: jax.Array,
         ids: jax.Array,
         weights: jax.Array,
-        own: int,
+        count: int,
         room: int,
-        of_each: int,
+        tokens_each: int,
         ctx: StepContext,
         layer: jax.Array | None,
     ) -> jax.Array:
-        """As many tokens at a time, in tiles, as have no more than `room` pairs with this device's experts (ids [T, k],
-        `own` for others'): tokens of all devices could choose these, but seldom do. No token is in two rounds, so that
-        its sum does not depend on others."""
+        """As `__call__`, in rounds of `room` pairs: all devices' tokens could choose these experts, but seldom do.
+
+        ids [T, k]: local experts, `count` for other devices'. A round takes whole tiles of tokens, as many as have no
+        more than `room` pairs. No token is in two rounds, so that its sum does not depend on other tokens.
+        """
         shards, (tokens, chosen) = ctx.shards, ids.shape
         devices, total, by_input = shards.size(axes.EXPERTS), ids.size, self.spec.scale_input
-        counts = jnp.sum(ids < own, axis=1, dtype=jnp.int32)
+        counts = jnp.sum(ids < count, axis=1, dtype=jnp.int32)
         counts = jnp.pad(counts, (0, -tokens % TILE))
         ends = jnp.cumsum(counts)
         tile_ends, tiles = ends[TILE - 1 :: TILE], counts.size // TILE
-        # This device's first, in the order of tokens. A TPU sorts all three sooner than it gathers one by the other.
-        pairs = jnp.arange(total, dtype=jnp.int32).reshape(ids.shape)
-        pairs = [a.reshape(-1) for a in (jnp.where(ids < own, pairs, pairs + total), ids, weights)]
-        pairs = [jnp.pad(a, (0, room)) for a in lax.sort(pairs, num_keys=1, is_stable=False)]
-        # Of the tokens of all devices those here are the ones that have a pair, or all.
-        longest = self.spec.most_choices(TILE * max(devices * of_each / tokens, 1), devices)
+        pairs = _local_first(ids, weights, count, room)
+        # Of all devices' tokens, those here are the ones that have a pair, or all.
+        longest = self.spec.most_choices(TILE * max(devices * tokens_each / tokens, 1), devices)
 
         def one_round(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             tile, _, out = carry
             first = jnp.where(tile > 0, tile_ends[tile - 1], 0)
             stop = jnp.sum(tile_ends <= first + room, dtype=jnp.int32)
-            some, now, factors = (lax.dynamic_slice_in_dim(a, first, room) for a in pairs)
+            pair_ids, experts, factors = (lax.dynamic_slice_in_dim(a, first, room) for a in pairs)
             place = jnp.arange(room, dtype=jnp.int32)
-            fits = place < tile_ends[stop - 1] - first
-            some, now = jnp.where(fits, some, total + place), jnp.where(fits, now, own)[:, None]
-            order = group_order(now, own, numbers=some, most=total + room, backend=ctx.backend.grouped_matmul)
+            in_round = place < tile_ends[stop - 1] - first
+            pair_ids = jnp.where(in_round, pair_ids, total + place)
+            experts = jnp.where(in_round, experts, count)[:, None]
+            backend = ctx.backend.grouped_matmul
+            order = group_order(experts, count, numbers=pair_ids, most=total + room, backend=backend)
             pair = jnp.minimum(order.tokens, total - 1)
             scales = weights[pair // chosen, pair % chosen] if by_input else None
-            outputs = self.by_expert(x, pair // chosen, order, scales, ctx, layer)
+            outputs = self._by_expert(x, pair // chosen, order, scales, ctx, layer)
             out = segment_sum(
                 out,
                 outputs,
@@ -271,36 +303,33 @@ class Experts(nnx.Module):
                 tiles=tiles,
                 longest=longest,
             )
-            left = stop < tiles
+            unfinished = stop < tiles
             if shards.size(axes.EMBED) > 1:  # there are collectives in a round, which all devices take part in
-                left = shards.max(left.astype(jnp.int32), axes.ROWS) > 0
-            return stop, left, out
+                unfinished = shards.max(unfinished.astype(jnp.int32), axes.ROWS) > 0
+            return stop, unfinished, out
 
-        out = lax.empty((counts.size, *x.shape[1:]), x.dtype)  # each tile is written by the round that has it
+        out = lax.empty((counts.size, *x.shape[1:]), x.dtype)  # each tile is written in the round that has it
         with expected_trips(1):
             out = lax.while_loop(lambda carry: carry[1], one_round, (jnp.int32(0), jnp.bool(True), out))[2]
         return out[:tokens]
 
-    def at_once(
+    def _unsorted_mlp(
         self,
         x: jax.Array,
-        experts: jax.Array,
+        ids: jax.Array,
         weights: jax.Array,
-        own: int,
+        count: int,
         ctx: StepContext,
-        layer: jax.Array | None,
+        mlp: ExpertWeights,
     ) -> jax.Array:
-        """All tokens through each expert that one of them chose: nothing is sorted, gathered and brought back."""
-        chosen = experts[:, :, None] == jnp.arange(own, dtype=jnp.int32)
+        """All tokens through each expert that any of them chose: nothing is sorted, gathered and brought back."""
+        chosen = ids[:, :, None] == jnp.arange(count, dtype=jnp.int32)
         factors = jnp.sum(jnp.where(chosen, weights[:, :, None], 0), axis=1)
         out = expert_mlp(
             x,
-            self.gate_up[...],
-            self.down[...],
+            mlp,
             factors,
             partial(gated, self.spec.activation),
-            layer=layer,
-            gate_up_bias=self.gate_up_bias[...] if self.spec.bias else None,
             scale_input=self.spec.scale_input,
             read=self.spec.read_share(x.shape[0]),
             backend=ctx.backend.expert_mlp,
@@ -309,33 +338,31 @@ class Experts(nnx.Module):
             return out
         if self.spec.scale_input:
             factors = jnp.any(chosen, axis=1).astype(factors.dtype)
-        down_bias = self.down_bias[...] if layer is None else self.down_bias[...][layer]
+        down_bias = self.down_bias[...] if mlp.layer is None else self.down_bias[...][mlp.layer]
         return out + once(matmul(factors, down_bias.astype(jnp.float32)), ctx.shards).astype(x.dtype)
 
-    def forward(
-        self,
-        x: jax.Array,
-        first: Callable[..., jax.Array],
-        ids: jax.Array,
-        product: Callable[..., jax.Array],
-        scales: jax.Array | None,
-        shards: Shards,
-        layer: jax.Array | None,
-    ) -> jax.Array:
-        """x [T, D] -> [M, D]: of each pair the expert ids [M], and what multiplies its input, scales [M]. product: of
-        inputs [M, I] and the experts' weights; first: of x, which knows whose pairs they are."""
+    def _forward(self, x: jax.Array, pairs: Pairs, shards: Shards, layer: jax.Array | None) -> jax.Array:
+        """x [T, D] -> [M, D]: gate and up, activation and down of each pair."""
 
         def bias(param: nnx.Param) -> jax.Array:
-            return (param[...] if layer is None else param[...][layer])[ids]
+            return (param[...] if layer is None else param[...][layer])[pairs.ids]
 
-        both = shards.sum(first(x, self.gate_up[...]), axes.EMBED)
-        if scales is not None:
-            both = (both * scales[:, None, None]).astype(x.dtype)
+        both = shards.sum(pairs.first(x, self.gate_up[...]), axes.EMBED)
+        if pairs.scales is not None:
+            both = (both * pairs.scales[:, None, None]).astype(x.dtype)
         if self.spec.bias:
             both = both + bias(self.gate_up_bias)
         if self.spec.gated:
             hidden = gated(self.spec.activation, both[:, 0], both[:, 1])
         else:
             hidden = ACTIVATIONS[self.spec.activation](both[:, 0])
-        out = product(hidden, self.down[...])
+        out = pairs.next(hidden, self.down[...])
         return out + once(bias(self.down_bias), shards) if self.spec.bias else out
+
+
+def _local_first(ids: jax.Array, weights: jax.Array, count: int, room: int) -> list[jax.Array]:
+    """The numbers, experts and weights of the pairs ids [T, k], first those of local experts, below `count`, in the
+    order of tokens; padded by `room`. A TPU sorts all three sooner than it gathers two of them by the first."""
+    pairs = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
+    pairs = [a.reshape(-1) for a in (jnp.where(ids < count, pairs, pairs + ids.size), ids, weights)]
+    return [jnp.pad(a, (0, room)) for a in lax.sort(pairs, num_keys=1, is_stable=False)]

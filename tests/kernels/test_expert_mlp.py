@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from inferlib.ops.expert_mlp import expert_mlp
+from inferlib.ops.choice import Choice
+from inferlib.ops.expert_mlp import ExpertWeights, choose, expert_mlp
 from inferlib.ops.packed import PackedTensor
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor
 from inferlib.pallas_kernels import expert_mlp_tpu
@@ -41,7 +42,7 @@ class Case:
     stacked: bool = True
 
     def check(self, run, *, pack: bool = True) -> None:
-        """Hold run(x, gate_up, down, factors, ...) to the oracle. pack: weights in groups, as the kernel takes them."""
+        """Hold run(x, weights, factors, ...) to the oracle. pack: weights in groups, as the kernel takes them."""
         rng, tokens = np.random.default_rng(len(self.choices)), len(self.choices)
         dtype, tolerance = (jnp.float32, 1e-5) if self.scheme is None else (jnp.bfloat16, 0.06)
         x = np.asarray(jnp.asarray(rng.normal(size=(tokens, self.dim)), dtype), float)
@@ -68,12 +69,10 @@ class Case:
             y = both[0] / (1 + np.exp(-both[0])) * both[1] @ w_out
             expected[token] += y if self.scale_input else factor * y
         x[~factors.any(1)] = np.nan
-        options = {"gate_up_bias": weights["bias"]} if self.bias else {}
-        if self.stacked:
-            options["layer"] = jnp.int32(1)
-        inputs = jnp.asarray(x, dtype), weights["gate_up"], weights["down"], jnp.asarray(factors, jnp.float32)
+        bias, layer = weights["bias"] if self.bias else None, jnp.int32(1) if self.stacked else None
+        experts = ExpertWeights(weights["gate_up"], weights["down"], bias, layer)
         run = partial(run, activation=activation, scale_input=self.scale_input)
-        got = jax.jit(lambda inputs, options: run(*inputs, **options))(inputs, options)
+        got = jax.jit(run)(jnp.asarray(x, dtype), experts, jnp.asarray(factors, jnp.float32))
         assert got.dtype == dtype
         np.testing.assert_allclose(np.asarray(got, float), expected, rtol=tolerance / 3, atol=tolerance)
 
@@ -120,17 +119,17 @@ def test_it_has_no_races(name, mode, capsys):
     assert "RACE" not in capsys.readouterr().out  # newer jax raises
 
 
-def directly(x, gate_up, down, factors, *, layer, activation, gate_up_bias=None, **options) -> jax.Array:
+def directly(x, weights: ExpertWeights, factors, *, activation, **options) -> jax.Array:
     """The kernel, without its contract."""
-    if gate_up_bias is not None:
-        options["gate_up_bias"] = gate_up_bias[layer]
+    gate_up, down, layer, small = weights.gate_up, weights.down, weights.layer, {}
+    if weights.gate_up_bias is not None:
+        small["gate_up_bias"] = weights.gate_up_bias[layer]
     if isinstance(gate_up, QuantizedTensor):
-        options |= {"gate_up_scales": gate_up.scales[layer], "down_scales": down.scales[layer]}
+        small |= {"gate_up_scales": gate_up.scales[layer], "down_scales": down.scales[layer]}
         gate_up, down = gate_up.values, down.values
     gate_up, down = (w.of_experts(stacked=True) if isinstance(w, PackedTensor) else w for w in (gate_up, down))
-    down = down if isinstance(down, Weight) else down[:, :, None]
-    chosen = jnp.any(factors != 0, axis=0)
-    return expert_mlp_tpu.expert_mlp(x, gate_up, down, factors, chosen, activation, layer=layer, **options)
+    experts = expert_mlp_tpu.Experts(gate_up, down if isinstance(down, Weight) else down[:, :, None], **small)
+    return expert_mlp_tpu.expert_mlp(x, experts, factors, activation, layer=layer, **options)
 
 
 def test_what_the_kernel_cannot_run_is_refused_with_the_reason():
@@ -147,3 +146,19 @@ def test_what_the_kernel_cannot_run_is_refused_with_the_reason():
     assert "768 columns do not divide into blocks of 512" in unsupported(*shapes(), blocks=Blocks(512))
     with pytest.raises(ValueError, match="two buffers"):
         Blocks(128, 1)
+
+
+def test_the_choice_says_why_it_is_xlas():
+    def lacks(tokens=None, scheme=None, halves=2, **options):
+        gate_up, down = jnp.ones((2, halves, 128, 128), jnp.bfloat16), jnp.ones((2, 128, 128), jnp.bfloat16)
+        if scheme is not None:
+            gate_up, down = quantized(gate_up, (2,), SCHEMES[scheme]), quantized(down, (1,), SCHEMES[scheme])
+        return choose(tokens, ExpertWeights(gate_up, down), jnp.bfloat16, "pallas_tpu", **options).reason
+
+    assert not lacks()
+    assert not lacks(128, "int8")
+    assert "129 tokens" in lacks(129)
+    assert "packed" in lacks(scheme="mxfp4")
+    assert "with gates" in lacks(halves=1)
+    assert "split the model's width" in lacks(split_inputs=True)
+    assert choose(None, None, jnp.bfloat16, "xla") == Choice("xla")

@@ -12,7 +12,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops import grouped_matmul as contract
-from inferlib.ops.packed import Packing
+from inferlib.ops.choice import Choice
+from inferlib.ops.packed import Packing, choose
 from inferlib.ops.quantized import SCHEMES
 from inferlib.pallas_kernels.generations_tpu import planning_for
 from inferlib.pallas_kernels.grouped_matmul_tpu import Blocks, default_blocks, grouped_matmul, unsupported
@@ -198,4 +199,4 @@ def test_usual_blocks_fit_the_experts_of_large_models():
                     assert default_blocks(x, w).rows <= max(rows, 16)
                 names = (axes.LAYERS, axes.EXPERTS, None, axes.EMBED, axes.MLP)
                 packing = Packing(SCHEMES["mxfp4"], (1, 64, *shape), names, (3,))
-                assert packing.lacks(jnp.bfloat16, Shards(), rows) is None
+                assert choose(packing, jnp.bfloat16, Shards(), rows=rows) == Choice("pallas_tpu")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
+from inferlib.ops.grouped_matmul import choose, chosen_matmul, grouped_matmul
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, quantize
 from inferlib.pallas_kernels import grouped_matmul_gpu as kernel
 from inferlib.pallas_kernels.grouped_matmul_gpu import Blocks, blocks, unsupported
@@ -105,15 +105,19 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
         )
 
 
-def test_zero_points_are_refused_and_not_dropped():
+def test_zero_points_are_xlas_and_not_dropped():
     held = quantize(jnp.ones((2, 64, 32)), (1,), SCHEMES["int8"])
     held = QuantizedTensor(held.values, held.scales, held.grouped, jnp.ones((2, 32), jnp.int8))
     x, sizes, ids = jnp.ones((3, 64)), jnp.array([1, 2], jnp.int32), jnp.zeros(3, jnp.int32)
+    assert jnp.any(grouped_matmul(x, held, sizes, most=2) < 64)
     for backend in ("pallas_gpu", "pallas_tpu"):
-        with pytest.raises(ValueError, match="no experts with zero points; use xla"):
-            grouped_matmul(x, held, sizes, most=2, backend=backend)
-    with pytest.raises(ValueError, match="no experts with zero points; use xla"):
-        chosen_matmul(x, held, ids, backend="pallas_gpu")
+        choice = choose(3, held, x.dtype, backend)
+        assert choice.name == "xla"
+        assert "zero points" in choice.reason
+        np.testing.assert_array_equal(
+            grouped_matmul(x, held, sizes, most=2, backend=backend), grouped_matmul(x, held, sizes, most=2)
+        )
+    np.testing.assert_array_equal(chosen_matmul(x, held, ids, backend="pallas_gpu"), chosen_matmul(x, held, ids))
 
 
 def test_blocks_of_usual_shapes():

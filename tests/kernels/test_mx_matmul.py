@@ -12,12 +12,12 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib import LLM, Buckets, SamplingParams
-from inferlib.models.abstract import WeightSpec, unpackable
+from inferlib.models.abstract import WeightSpec
 from inferlib.models.layers.norm import rms_norm
 from inferlib.models.quantization import Quantization
 from inferlib.ops.backend import Backend
 from inferlib.ops.matmul import matmul
-from inferlib.ops.packed import FEW_ROWS, PackedTensor, Packing
+from inferlib.ops.packed import FEW_ROWS, PackedTensor, Packing, choose
 from inferlib.ops.quantized import SCHEMES, Scheme
 from inferlib.pallas_kernels.mx_matmul_tpu import Blocks, RmsNorm, blocks, mx_matmul, unsupported
 from inferlib.pallas_kernels.packed_weights_tpu import Weight, pack_float4, pack_mxfp4
@@ -235,17 +235,17 @@ def test_reasons():
     def lacks(scheme: str, shape: tuple[int, ...] = (256, 512), shards: Shards = Shards(), dtype="bfloat16"):  # noqa: B008
         names = (axes.MLP, axes.EMBED)
         weight = WeightSpec("w", shape, np.dtype(dtype), names, "normal", None, "w", (0,), SCHEMES[scheme])
-        return unpackable(weight, dtype, shards)
+        return weight.pack_choice(dtype, shards).reason
 
-    assert lacks("mxfp4") is None
+    assert not lacks("mxfp4")
     assert "bfloat16, not float32" in lacks("mxfp4", dtype="float32")
     assert "groups have 64 inputs, not 128" in lacks("int4", (192, 512))
     four = planned_shards(Parallelism(tensor=4))
-    assert lacks("mxfp4", (1024, 512), four) is None
+    assert not lacks("mxfp4", (1024, 512), four)
     assert "the 64 inputs of a device" in lacks("mxfp4", (256, 512), four)
     assert "on-chip memory" in lacks("fp8", (1 << 18, 512))
-    packing = Packing(SCHEMES["fp8"], (4, 32, 64), (axes.KV_HEADS, axes.MLP, axes.EMBED), (0, 1))
-    assert "the mesh splits mlp" in packing.lacks(jnp.bfloat16, four, 16)
+    packing = Packing(SCHEMES["fp8"], (4, 32, 128), (axes.KV_HEADS, axes.MLP, axes.EMBED), (0, 1))
+    assert "the mesh splits mlp" in choose(packing, jnp.bfloat16, four, rows=16).reason
     x, weight = (
         jnp.zeros((4, 256), jnp.float32),
         Weight(jnp.zeros((1, 1, 256, 128), jnp.int8), jnp.zeros((1, 1, 1, 128))),

@@ -255,7 +255,7 @@ def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_a_warning(caplog)
     decode, prefill, products = caplog.messages
     assert decode.endswith("XLA's, not the TPU kernel: 1 x 512 queries of a KV head exceed 128")
     assert prefill.startswith("prefill attention is XLA's, not the TPU kernel: 512 heads of size 128 need")
-    assert products.startswith("products with attn.o are XLA's, not the TPU kernel's: 524288 inputs need")
+    assert products.startswith("products with attn.o run in XLA, not in the TPU kernel: 524288 inputs need")
     assert programs.config.backend == dataclasses.replace(
         config.backend, decode_attention="xla", prefill_attention="xla"
     )
@@ -293,9 +293,13 @@ def test_experts_that_the_kernel_cannot_multiply_by_are_xlas(caplog):
     moe = EXPERTS | {"hidden_size": 8192, "moe_intermediate_size": 8100}
     programs = ProgramSet.make(abstract_model(config_from_hf(moe), "bfloat16"), EngineConfig.make("tpu", 2, 64))
     first, second = caplog.messages
-    assert "grouped matmul is XLA's, not the TPU kernel: weights 2 x 8192 x 8100 need" in first
-    assert "expert mlp is XLA's, not the TPU kernel: experts of 8192 x 8100 need" in second
+    assert "grouped matmul runs in XLA, not in the TPU kernel: weights 2 x 8192 x 8100 need" in first
+    assert "expert mlp runs in XLA, not in the TPU kernel: experts of 8192 x 8100 need" in second
     assert (programs.config.backend.grouped_matmul, programs.config.backend.expert_mlp) == ("xla", "xla")
+    for op, message in (("grouped_matmul", first), ("expert_mlp", second)):
+        (choice,) = set(programs.choices[op].values())
+        assert choice.name == "xla"
+        assert message.endswith(choice.reason)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8", "fp8_block", "mxfp8", "mxfp4", "mxfp4_a8"])

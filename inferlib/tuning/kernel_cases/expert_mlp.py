@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
 
@@ -45,17 +45,17 @@ class ExpertMlp:
     def function(self):
         import jax
 
-        from inferlib.pallas_kernels.expert_mlp_tpu import expert_mlp
+        from inferlib.pallas_kernels.expert_mlp_tpu import Experts, expert_mlp
         from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
-        def run(x, factors, chosen, **arrays):
+        def run(x, factors, **arrays):
             gate_up, down = (
                 {name: arrays.pop(f"{part}.{name}") for name in _NAMES if f"{part}.{name}" in arrays}
                 for part in ("gate_up", "down")
             )
             gate_up, down = (Weight(**w) if len(w) > 1 else w["values"] for w in (gate_up, down))
-            run = partial(expert_mlp, activation=lambda gate, up: jax.nn.silu(gate) * up, layer=1)
-            return run(x, gate_up, down, factors, chosen, **arrays)
+            activation = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
+            return expert_mlp(x, Experts(gate_up, down, **arrays), factors, activation, layer=1)
 
         return run
 
@@ -65,7 +65,6 @@ class ExpertMlp:
         found = {
             "x": ((self.tokens, dim), "bfloat16"),
             "factors": ((self.tokens, experts), "float32"),
-            "chosen": ((experts,), "int32"),
         }
         if self.bias:
             found["gate_up_bias"] = (experts, 2, hidden), "bfloat16"
