@@ -62,11 +62,11 @@ class Artifacts:
             raise ArtifactError(f"{folder} holds no compiled programs ({_MANIFEST} is missing): run inferlib compile")
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
-            found = manifest["format"]
+            form = manifest["format"]
         except (ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"{file} is damaged ({error}): run inferlib compile again") from error
-        if found != _FORMAT:
-            raise ArtifactError(f"{file} has format {found}, this version of inferlib reads {_FORMAT}: compile again")
+        if form != _FORMAT:
+            raise ArtifactError(f"{file} has format {form}, this version of inferlib reads {_FORMAT}: compile again")
         return Artifacts(folder, manifest)
 
     @cached_property
@@ -104,10 +104,10 @@ class Artifacts:
                 f"{self.folder} is compiled for {made.parallel.devices} devices, and there are {len(jax.devices())}"
             )
 
-    def _same(self, name: str, made: Any, found: Any) -> None:
-        if made != found:
+    def _same(self, name: str, made: Any, wanted: Any) -> None:
+        if made != wanted:
             raise ArtifactError(
-                f"{self.folder} does not fit: {name} is {_short(made)} in its programs, and {_short(found)} here; "
+                f"{self.folder} does not fit: {name} is {_short(made)} in its programs, and {_short(wanted)} here; "
                 "run inferlib compile again, or change it here"
             )
 
@@ -162,14 +162,14 @@ def device_facts(kind: str, name: str) -> str:
     return f"{platform.machine()} {hashlib.sha256(flags.encode()).hexdigest()[:12]}"
 
 
-def _difference(made: Any, found: Any, path: str) -> tuple[str, Any, Any] | None:
+def _difference(made: Any, wanted: Any, path: str) -> tuple[str, Any, Any] | None:
     """Path and values of the first field that differs."""
-    if isinstance(made, Mapping) and isinstance(found, Mapping):
-        pairs = [(f"{path}.{k}", made.get(k), found.get(k)) for k in {**made, **found}]
-    elif isinstance(made, list | tuple) and isinstance(found, list | tuple) and len(made) == len(found):
-        pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(made, found, strict=True))]
+    if isinstance(made, Mapping) and isinstance(wanted, Mapping):
+        pairs = [(f"{path}.{k}", made.get(k), wanted.get(k)) for k in {**made, **wanted}]
+    elif isinstance(made, list | tuple) and isinstance(wanted, list | tuple) and len(made) == len(wanted):
+        pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(made, wanted, strict=True))]
     else:
-        return (path, made, found) if made != found else None
+        return (path, made, wanted) if made != wanted else None
     return next((d for name, a, b in pairs if (d := _difference(a, b, name))), None)
 
 

@@ -92,9 +92,9 @@ def serve(prepared: Callable[[Mapping[str, Any]], Answer]) -> None:
     answer = prepared(json.loads(sys.stdin.readline()))
     for line in sys.stdin:
         try:
-            found = answer(json.loads(line))
+            reply = answer(json.loads(line))
         except Exception as error:
             traceback.print_exc()
-            found = {"error": str(error) or type(error).__name__}
-        channel.write(json.dumps(found) + "\n")
+            reply = {"error": str(error) or type(error).__name__}
+        channel.write(json.dumps(reply) + "\n")
         channel.flush()

@@ -37,9 +37,9 @@ def compile_neuron(programs: ProgramSet, key: ProgramKey, path: Path, target: Ta
     Raises ValueError if it is too large for a core, breaks a rule of `neuron_lint`, or does not compile.
     """
     start = time.perf_counter()
-    held = sum(prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(programs.inputs(key)))
-    if held > target.hbm_bytes:
-        raise ValueError(f"RESOURCE_EXHAUSTED: {held} bytes of weights, cache and state; a core has {target.hbm_bytes}")
+    input_bytes = sum(prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(programs.inputs(key)))
+    if input_bytes > (limit := target.hbm_bytes):
+        raise ValueError(f"RESOURCE_EXHAUSTED: {input_bytes} bytes of weights, cache and state; a core has {limit}")
     computation = programs.lower(key, "neuron").compiler_ir("hlo")
     module = Module(computation.get_hlo_module().to_string())
     if findings := lint(module):
@@ -67,14 +67,14 @@ def nki_kernels(module: Module) -> dict[str, int]:
     """How often a program calls each NKI kernel, by the name of its operation."""
 
     def count(computation: Computation) -> Counter[str]:
-        found: Counter[str] = Counter()
+        names: Counter[str] = Counter()
         for i in computation.instructions.values():
             if i.op == "custom-call" and "AwsNeuron" in i.rest:
                 name = re.search(r'\bop_name="[^"]*\bnki_(\w+)', i.rest)
-                found.update([name[1]] if name else [])
+                names.update([name[1]] if name else [])
             elif i.op == "call":
-                found.update(count(module.computations[i.called("to_apply")]))
-        return found
+                names.update(count(module.computations[i.called("to_apply")]))
+        return names
 
     return dict(count(module.entry))
 

@@ -41,8 +41,8 @@ class Site:
     @property
     def place(self) -> str:
         """What it was traced from, as JAX names it."""
-        found = re.search(r'\bop_name="([^"]*)"', self.instruction.rest)
-        return found[1] if found else self.computation.name
+        match = re.search(r'\bop_name="([^"]*)"', self.instruction.rest)
+        return match[1] if match else self.computation.name
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ def deployment(hf: Mapping[str, Any], option: Option) -> Deployment:
     """What to compile for a plan: one bucket of each kind. hf: the model's Hugging Face config dictionary."""
     work, deployed = option.workload, option.deployed
     buckets = Buckets((work.chunk,), (option.batch,), (max(work.max_len, work.chunk),))
-    kept = dict(quantization=deployed.quantization, kv_cache_dtype=deployed.kv_cache_dtype)
-    return Deployment(hf, deployed.target.name, "bfloat16", buckets, deployed.parallel, ("greedy",), **kept)
+    stored = dict(quantization=deployed.quantization, kv_cache_dtype=deployed.kv_cache_dtype)
+    return Deployment(hf, deployed.target.name, "bfloat16", buckets, deployed.parallel, ("greedy",), **stored)
 
 
 def programs(made: Deployment) -> tuple[ProgramKey, ProgramKey]:

@@ -26,7 +26,7 @@ from inferlib.cli.output import fail, json_line, user_errors, write
 if TYPE_CHECKING:
     from inferlib.targets import Target
     from inferlib.tuning.kernel_cases import Case
-    from inferlib.tuning.tune import Failed, Found
+    from inferlib.tuning.tune import Failed, Result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,14 +177,14 @@ def _shown(target: Target, total: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _facts(tuned: list[Found], failed: list[Failed]) -> dict[str, Any]:
+def _facts(tuned: list[Result], failed: list[Failed]) -> dict[str, Any]:
     return {
-        "found": [asdict(one) | {"kept": one.kept} for one in tuned],
+        "found": [asdict(one) | {"kept": one.pays} for one in tuned],
         "failed": [asdict(one) for one in failed],
     }
 
 
-def _render(target: Target, tuned: list[Found], failed: list[Failed]) -> str:
+def _render(target: Target, tuned: list[Result], failed: list[Failed]) -> str:
     from inferlib.tuning.tune import sizes_text
 
     text, terminal = io.StringIO(), sys.stdout.isatty()
@@ -202,7 +202,7 @@ def _render(target: Target, tuned: list[Found], failed: list[Failed]) -> str:
             sizes_text(one.rule, "\n"),
             sizes_text(changed, "\n") or "as it is",
             *(f"{1e6 * seconds:.1f} us" for seconds in (one.floor_seconds, one.rule_seconds, one.seconds)),
-            f"[bold]{one.gain:.1%}[/]" if one.kept else f"{one.gain:.1%}",
+            f"[bold]{one.gain:.1%}[/]" if one.pays else f"{one.gain:.1%}",
             str(one.tried),
             str(len(one.refused)),
         )

@@ -35,10 +35,10 @@ def dump_flags(folder: Path) -> str:
 
 def find_listing(folder: Path, kernel: str) -> Path:
     """The listing of the kernel compiled last under this name."""
-    found = [p for p in folder.glob(f"*-{kernel}*packed-bundles-post-ra.txt") if "schedule-analysis" not in p.name]
-    if not found:
+    listings = [p for p in folder.glob(f"*-{kernel}*packed-bundles-post-ra.txt") if "schedule-analysis" not in p.name]
+    if not listings:
         raise FileNotFoundError(f"{folder} holds no listing of a kernel {kernel!r}: was `dump_flags` set?")
-    return max(found, key=lambda p: p.stat().st_mtime_ns)
+    return max(listings, key=lambda p: p.stat().st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Listing:
         self._ends: list[bool] = []
         spaces = dict(re.findall(r"%(\w+) = (?:int_to_ptr|scalar_lea)\.(vmem|hbm|smem)", text))
         for body in _bundles_of(text):
-            instructions = [_directed(_plain(part), spaces) for part in re.split(r" ;; ", body)]
+            instructions = [_directed(_without_comments(part), spaces) for part in re.split(r" ;; ", body)]
             self._bundles.append([i for i in instructions if i and not _is_vector(i)])
             self._ends.append("End region" in body)
         self._delay = delay or self._delay_slots()
@@ -96,12 +96,12 @@ class Listing:
     def _delay_slots(self) -> int:
         """Bundles that are still executed after a taken branch: of those of a loop's last branch, the last one is where
         regions end."""
-        found = []
+        delays = []
         for at, bundle in enumerate(self._bundles):
             if any(target is not None and target <= at for target in map(_branch_target, bundle)):
                 ends = self._ends[at + 1 : at + 1 + _MOST_DELAY]
-                found += [max(n for n, end in enumerate(ends, 1) if end)] if any(ends) else []
-        return min(found, default=_DELAY)
+                delays += [max(n for n, end in enumerate(ends, 1) if end)] if any(ends) else []
+        return min(delays, default=_DELAY)
 
 
 def _bundles_of(text: str) -> Iterator[str]:
@@ -117,7 +117,7 @@ def _bundles_of(text: str) -> Iterator[str]:
         yield "\n".join(lines)
 
 
-def _plain(instruction: str) -> str:
+def _without_comments(instruction: str) -> str:
     """Without comments, except what a division is for and where a copy goes."""
     instruction = re.sub(r"(sdivrem\.\w+)(.*?)/\* k(\w+) \*/", r"\1.\3\2", instruction)
     instruction = re.sub(r"dma\.general(.*?)/\* (\w+)-to-(\w+) \*/", r"dma.\2_to_\3\1", instruction, flags=re.S)
@@ -126,8 +126,8 @@ def _plain(instruction: str) -> str:
 
 def _directed(instruction: str, spaces: Mapping[str, str]) -> str:
     """A copy that is told only by the pointers it is given (`spaces`: where each points) says where it goes."""
-    if found := re.search(r"= dma\.general[^%]*(?:\(!?%p\w+\)[^%]*)?%(\w+),[^,]*,\s*%(\w+)", instruction):
-        source, target = (spaces.get(name) for name in found.groups())
+    if match := re.search(r"= dma\.general[^%]*(?:\(!?%p\w+\)[^%]*)?%(\w+),[^,]*,\s*%(\w+)", instruction):
+        source, target = (spaces.get(name) for name in match.groups())
         return instruction.replace("dma.general", f"dma.{source}_to_{target}")
     return instruction
 
@@ -146,8 +146,8 @@ def _is_vector(instruction: str) -> bool:
 
 
 def _branch_target(instruction: str) -> int | None:
-    found = re.search(r"= sbr\.\w+ .*target bundleno = (\d+)", instruction)
-    return int(found[1]) if found else None
+    match = re.search(r"= sbr\.\w+ .*target bundleno = (\d+)", instruction)
+    return int(match[1]) if match else None
 
 
 def _signed(x: int) -> int:
@@ -232,15 +232,15 @@ class _Machine:
         for instruction in _ordered(bundle):
             if (target := _branch_target(instruction)) is not None:
                 if branch is None:
-                    found = re.search(r"\((!?)%(p\w+)\)", instruction)
-                    branch = (self._predicate(found) if found else lambda: 1), target
+                    match = re.search(r"\((!?)%(p\w+)\)", instruction)
+                    branch = (self._predicate(match) if match else lambda: 1), target
             elif action := self._action(instruction):
                 actions.append(action)
         return actions, branch
 
-    def _predicate(self, found: re.Match) -> Callable[[], int]:
-        value = self._value("%" + found[2])
-        return (lambda: not value()) if found[1] else value
+    def _predicate(self, match: re.Match) -> Callable[[], int]:
+        value = self._value("%" + match[2])
+        return (lambda: not value()) if match[1] else value
 
     def _action(self, instruction: str) -> Callable[[], None] | None:
         name, op, rest = re.match(r"%(\w+) = ([\w.]+)\s*(.*)$", instruction, re.S).groups()
@@ -405,13 +405,13 @@ def _arguments(text: str) -> list[str]:
     """Split at commas outside brackets; what is not an operand is left out."""
     text = re.sub(r"\[(?:thread|resolvable|timing)[^\]]*\]", "", text)
     text = re.sub(r"^\[smem:(\[[^\]]*\])\]", r"\1,", text.strip())
-    found = re.findall(r"(?:\[(?:[^\[\]]|\[[^\[\]]*\])*\]|[^,\[\]])+", text)
-    return [part.strip() for part in found if part.strip()]
+    parts = re.findall(r"(?:\[(?:[^\[\]]|\[[^\[\]]*\])*\]|[^,\[\]])+", text)
+    return [part.strip() for part in parts if part.strip()]
 
 
 def _ordered(bundle: list[str]) -> list[str]:
     """Phis first, then each instruction after those of its bundle that define what it reads."""
-    defined = {found[1]: i for i, text in enumerate(bundle) if (found := re.match(r"%([sp]\d\w*) =", text))}
+    defined = {match[1]: i for i, text in enumerate(bundle) if (match := re.match(r"%([sp]\d\w*) =", text))}
     phis = [i for i, text in enumerate(bundle) if re.search(r"= [sp]phi ", text)]
     order = dict.fromkeys(phis)
 

@@ -100,8 +100,8 @@ class Instruction:
     root: bool
 
     def called(self, attribute: str) -> str | None:
-        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.rest)
-        return found and found[1]
+        match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.rest)
+        return match and match[1]
 
     @property
     def collective(self) -> str | None:
@@ -112,23 +112,23 @@ class Instruction:
     @property
     def cycles(self) -> int | None:
         """The compiler's estimate, None where it has none."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
-        return int(found[1]) if found and int(found[1]) < 1 << 60 else None
+        match = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
+        return int(match[1]) if match and int(match[1]) < 1 << 60 else None
 
     @property
     def expected_trips(self) -> int | None:
         """Of a loop of unknown length, if it says so, see `inferlib.ops.loops`."""
-        found = re.search(r'op_name="[^"]*\bexpected_trips=(\d+)/while"', self.rest)
-        return int(found[1]) if found and "known_trip_count" not in self.rest else None
+        match = re.search(r'op_name="[^"]*\bexpected_trips=(\d+)/while"', self.rest)
+        return int(match[1]) if match and "known_trip_count" not in self.rest else None
 
     @property
     def declared_cost(self) -> tuple[int, int, int] | None:
         """Bytes, FLOPs and bytes sent of a kernel that declares them."""
         if self.op != "custom-call":
             return None
-        found = re.search(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"([^}]*)', self.rest)
-        sent = found and re.search(r'"remote_bytes_transferred":"(\d+)"', found[3])
-        return found and (int(found[2]), int(found[1]), int(sent[1]) if sent else 0)
+        match = re.search(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"([^}]*)', self.rest)
+        sent = match and re.search(r'"remote_bytes_transferred":"(\d+)"', match[3])
+        return match and (int(match[2]), int(match[1]), int(sent[1]) if sent else 0)
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class Computation:
 
     @cached_property
     def parameters(self) -> tuple[Instruction, ...]:
-        found = (i for i in self.instructions.values() if i.op == "parameter")
-        return tuple(sorted(found, key=lambda i: int(i.content)))
+        parameters = (i for i in self.instructions.values() if i.op == "parameter")
+        return tuple(sorted(parameters, key=lambda i: int(i.content)))
 
     @cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
@@ -229,8 +229,8 @@ class Module:
     def copies(self, arguments: Sequence[int], smallest: int = 1 << 20) -> tuple[Copy, ...]:
         """Copies and changes of layout of these arguments of the program, of `smallest` bytes or more."""
         wanted = set(arguments)
-        found = self.cost.copies.items()
-        return tuple(Copy(*key, count) for key, count in found if key[0] in wanted and key[2] >= smallest)
+        counts = self.cost.copies.items()
+        return tuple(Copy(*key, count) for key, count in counts if key[0] in wanted and key[2] >= smallest)
 
     # ---- a step's cost
 
@@ -247,8 +247,8 @@ class Module:
                 if times == 1 and trips == self.counted:
                     trips = 1
                 for part in (body, condition):
-                    given = {part.parameters[0].name: dict(origins.get(i.operands[0], {}))}
-                    self._add(part, times * trips, given, cost)
+                    arguments = {part.parameters[0].name: dict(origins.get(i.operands[0], {}))}
+                    self._add(part, times * trips, arguments, cost)
             elif i.op in ("call", "async-start", "call-start"):
                 called = self.computations.get(i.called("to_apply") or i.called("calls") or "")
                 if called:
@@ -419,8 +419,8 @@ def _prefetch(i: Instruction, source: tuple[Shape, ...]) -> bool:
 
 
 def _branches(i: Instruction) -> list[str]:
-    found = re.search(r"branch_computations=\{([^}]*)\}", i.rest)
-    names = found[1].split(",") if found else [i.called("true_computation"), i.called("false_computation")]
+    match = re.search(r"branch_computations=\{([^}]*)\}", i.rest)
+    names = match[1].split(",") if match else [i.called("true_computation"), i.called("false_computation")]
     return [name.strip().lstrip("%") for name in names if name]
 
 
@@ -435,8 +435,8 @@ def _trips(i: Instruction, condition: Computation, computations: Mapping[str, Co
         called = computations[root.called("calls")]
         if called.root.op != "compare":
             return 1
-        given = {p.name: constants[o] for p, o in zip(called.parameters, root.operands, strict=True)}
-        root, constants = called.root, {**called.instructions, **given}
+        values = {p.name: constants[o] for p, o in zip(called.parameters, root.operands, strict=True)}
+        root, constants = called.root, {**called.instructions, **values}
     if root.op != "compare" or "direction=LT" not in root.rest:
         return 1
     limit = constants[root.operands[1]]

@@ -169,8 +169,8 @@ class Report:
     @cached_property
     def overhead(self) -> int:
         """The most that a program takes beside weights and cache."""
-        held = self.budget.weights + self.budget.cache
-        return max((p.peak - held for p in self.programs if p.peak is not None), default=0)
+        stored = self.budget.weights + self.budget.cache
+        return max((p.peak - stored for p in self.programs if p.peak is not None), default=0)
 
     @property
     def room(self) -> int:
@@ -194,7 +194,7 @@ class Report:
 
     def latencies(self) -> list[Latency]:
         """By prefill bucket and by batch bucket, at each cache bucket."""
-        found: dict[tuple, Latency] = {}
+        fastest: dict[tuple, Latency] = {}
         for p in self.programs:
             key = p.key
             if key.mode != self.deployment.modes[0] or key.detail:
@@ -205,9 +205,9 @@ class Report:
                 entry = Latency("ITL", key.rows * self.budget.replicas, key.limit, p.estimate, p.floor)
             else:
                 continue
-            if p.outcome.ok and (key.steps > 1 or (entry.kind, entry.size, entry.limit) not in found):
-                found[entry.kind, entry.size, entry.limit] = entry
-        return sorted(found.values(), key=lambda x: (x.kind, x.limit, x.size))
+            if p.outcome.ok and (key.steps > 1 or (entry.kind, entry.size, entry.limit) not in fastest):
+                fastest[entry.kind, entry.size, entry.limit] = entry
+        return sorted(fastest.values(), key=lambda x: (x.kind, x.limit, x.size))
 
     def advice(self) -> list[str]:
         """If it does not fit: by how much, and what would."""
@@ -224,8 +224,8 @@ class Report:
             lines.append(smaller)
         chip = self.deployment.slice.chip.name
         for name in dict.fromkeys([chip, *(c for c in CHIPS if CHIPS[c].platform == "tpu")]):
-            if (found := _smallest(self.deployment, name)) is not None:
-                lines.append(found)
+            if (line := _smallest(self.deployment, name)) is not None:
+                lines.append(line)
         return lines or ["no target of one slice holds it: lower the batch or cache buckets"]
 
     def _smaller_cache(self) -> str:

@@ -32,8 +32,8 @@ def render(report: Report, name: str) -> str:
 def settings_text(report: Report) -> str:
     """What the programs were compiled with, beside the model and the target."""
     made = report.deployment
-    kept = {"weights": made.quantization, "cache": made.kv_cache_dtype}
-    parts = [f"{how} {what}" for what, how in kept.items() if how]
+    stored = {"weights": made.quantization, "cache": made.kv_cache_dtype}
+    parts = [f"{how} {what}" for what, how in stored.items() if how]
     return ", ".join([str(made.parallel), made.dtype, *parts, f"backend {made.backend}"])
 
 
@@ -110,9 +110,9 @@ def _kernels(report: Report) -> list[str]:
     """For Trainium: which operations are NKI kernels, one line for programs with the same."""
     groups: dict[str, list[str]] = {}
     for p in report.programs:
-        found = (p.outcome.facts or {}).get("nki")
-        if found is not None:
-            calls = ", ".join(f"{count} {name}" for name, count in found.items()) or "none, XLA does all"
+        counts = (p.outcome.facts or {}).get("nki")
+        if counts is not None:
+            calls = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none, XLA does all"
             groups.setdefault(calls, []).append(str(p.key))
     return [f"NKI kernels of {'; '.join(keys)}: {calls}" for calls, keys in groups.items()]
 

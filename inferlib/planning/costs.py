@@ -202,19 +202,19 @@ class Deployed:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        plan, found = self.plan(self.replicas, self.config.context, 1), []
+        plan, blocks = self.plan(self.replicas, self.config.context, 1), []
         for block, layers in zip(plan.blocks, self.model.blocks(), strict=True):
             spec = self.config.layers[layers[0]].attention
             layout = self.model.layout.heads(spec)
             heads = layout.groups * layout.queries // self.shards.size(axes.KV_HEADS)
             cached = sum(array.position_bytes(self.shards) for array in block.arrays)
             state = block.row_bytes(self.shards) if isinstance(block, BlockState) else 0
-            found.append(Block(len(layers), spec, heads, cached, state))
-        return tuple(found)
+            blocks.append(Block(len(layers), spec, heads, cached, state))
+        return tuple(blocks)
 
     def plan(self, rows: int, max_len: int, chunk: int) -> CachePlan:
-        kept = dict(dtype=self.kv_cache_dtype or "bfloat16", platform=self.target.platform)
-        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, **kept)
+        kind = dict(dtype=self.kv_cache_dtype or "bfloat16", platform=self.target.platform)
+        return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, **kind)
 
     def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
         """Of `batch` rows over all replicas, prefilled by chunks of `chunk` tokens."""
@@ -322,7 +322,7 @@ def _traced(it: _Sizes) -> AbstractModel:
 
 def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
     """Every weight, the norms and biases as matrices of one column."""
-    found = []
+    matrices = []
     for weight in model.weights:
         local = shards.local_shape(weight.axes, weight.shape)
         names = dict(zip(weight.axes, local, strict=True))
@@ -341,8 +341,8 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
             use = "sampled"
         size = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
         counts = (elements, size, layers, inner) if matrix else (0, size, 0, 0)
-        found.append(Matrix(*counts, use, experts, fed=weight.part.startswith("mlp.")))
-    return tuple(found)
+        matrices.append(Matrix(*counts, use, experts, fed=weight.part.startswith("mlp.")))
+    return tuple(matrices)
 
 
 @lru_cache(maxsize=1024)

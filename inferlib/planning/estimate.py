@@ -196,19 +196,21 @@ def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) 
     ledger.reduce("router", (axes.EMBED,), (tokens, spec.router.experts), np.float32)
     # Experts with norms of their own have two behind them; the two before take the sum of the residual's norm.
     _norm(ledger, model, tokens, 2 if spec.own_norms else int(spec.router.norm_eps is not None))
-    received = _exchange(ledger, model, spec, tokens)
+    received, home = _exchange(ledger, model, spec, tokens)
     pairs = pairs_room(chosen, tokens, received, ledger.backend)
     if pairs < received * chosen and ledger.shards.size(axes.EMBED) > 1:
         ledger.reduce("whether more rounds follow", (axes.ROWS,), (), np.int32)
     _gate_up(ledger, model, spec, pairs)
+    ledger.add(home, (axes.EXPERTS,))
     if spec.shared is not None:
         _gate_up(ledger, model, spec.shared, tokens)
     if spec.shared_gate:
         ledger.reduce("gate of shared experts", (axes.EMBED,), (tokens, 1), np.float32)
 
 
-def _exchange(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) -> int:
-    """Tokens to the experts of other devices, and back. Returns how many a device receives in a round."""
+def _exchange(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) -> tuple[int, Collective]:
+    """Tokens to the experts of other devices. Returns how many a device receives in a round, and what brings the
+    experts' sums home."""
     dtype, width, devices = model.dtype, _width(model), ledger.shards.size(axes.EXPERTS)
     how = exchange_of(spec, tokens, width * dtype.itemsize, devices, ledger.backend)
     sent = received = tokens * devices
@@ -224,8 +226,7 @@ def _exchange(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int)
     rows, routes = _nbytes((sent, width), dtype), _nbytes((sent, 2 * spec.router.chosen), np.float32)
     ledger.add(Collective(there, "tokens to experts", "", rows), (axes.EXPERTS,))
     ledger.add(Collective(there, "routes", "", routes), (axes.EXPERTS,))
-    ledger.add(Collective(back, "experts to tokens", "", rows), (axes.EXPERTS,))
-    return received
+    return received, Collective(back, "experts to tokens", "", rows)
 
 
 def _mixer(

@@ -162,11 +162,11 @@ class Ranking:
     @cached_property
     def frontier(self) -> tuple[Option, ...]:
         """Those that no other beats in both ITL and throughput, the fastest for each user first."""
-        found: list[Option] = []
+        frontier: list[Option] = []
         for option in sorted(self.options, key=lambda o: (_digits(o.itl), -_digits(o.throughput))):
-            if not found or _digits(option.throughput) > _digits(found[-1].throughput):
-                found.append(option)
-        return tuple(found)
+            if not frontier or _digits(option.throughput) > _digits(frontier[-1].throughput):
+                frontier.append(option)
+        return tuple(frontier)
 
 
 def _digits(value: float) -> float:
@@ -212,9 +212,9 @@ def meshes(config: ModelConfig, target: Target, chunk: int) -> list[Parallelism]
     difference, the simplest first; replicas have experts of their own, or all share one set."""
     widths = _widths(target)
     kv_heads = max(1 if isinstance(x.attention, MlaSpec) else x.attention.kv_heads for x in config.layers)
-    found = _tensor_meshes(config, target)
+    candidates = _tensor_meshes(config, target)
     # Where tp would hold copies of the cache.
-    found += [
+    candidates += [
         Parallelism(tensor=n, **{axis: target.devices // n}, rules="dp_attention")
         for n in widths
         for axis in _replica_axes(config, target.devices // n)
@@ -227,12 +227,12 @@ def meshes(config: ModelConfig, target: Target, chunk: int) -> list[Parallelism]
             # For more devices than KV heads, as many as can on the tensor axis.
             rules += ["helix"] if tensor == max(n for n in widths if n <= kv_heads and width % n == 0) else []
             rules += ["tp2d"] if tensor > 1 else []
-            found += [
+            candidates += [
                 Parallelism(tensor=tensor, sequence=sequence, **{axis: target.devices // width}, rules=name)
                 for axis in _replica_axes(config, target.devices // width)
                 for name in rules
             ]
-    return [parallel for parallel in found if _divides(config, parallel)]
+    return [parallel for parallel in candidates if _divides(config, parallel)]
 
 
 def _tensor_meshes(config: ModelConfig, target: Target) -> list[Parallelism]:

@@ -58,12 +58,12 @@ class KernelCompiler:
         check_compiler(target)
         self.target, self._limit = target, limit
         self._folder = TemporaryDirectory()
-        module, plain = "inferlib.tuning.kernels", environment(target)
+        module, settings = "inferlib.tuning.kernels", environment(target)
         flags = {"LIBTPU_INIT_ARGS": dump_flags(Path(self._folder.name))}
         first = {"target": target.name, "folder": self._folder.name}
-        self._child = Child(module, first, plain | flags)
+        self._child = Child(module, first, settings | flags)
         # A compiler that writes listings down takes up to five times as long.
-        self._timed = Child(module, {"target": target.name, "folder": None}, plain)
+        self._timed = Child(module, {"target": target.name, "folder": None}, settings)
 
     def __enter__(self) -> KernelCompiler:
         return self

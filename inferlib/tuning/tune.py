@@ -49,7 +49,7 @@ class Refused:
 
 
 @dataclass(frozen=True)
-class Found:
+class Result:
     """What a search found for cases of one shape, which get the same blocks (see `tuned_tpu.Entry`).
 
     seconds, rule_seconds: of all cases together; gain: share of the rule's time, the mean of the cases. tried: how many
@@ -69,7 +69,7 @@ class Found:
     refused: tuple[Refused, ...]
 
     @property
-    def kept(self) -> bool:
+    def pays(self) -> bool:
         """Whether it is worth a line of a table."""
         return self.gain > GAIN
 
@@ -103,14 +103,14 @@ def needed(deployment: Deployment) -> tuple[dict[str, dict[str, Case]], list[Fai
     for (kernel, name), wanted in shapes.items():
         try:
             some = standing_for(kernel, wanted.shape, deployment.slice.devices)
-            found = {_name(_asked_by(case)) for case in some.values()}
+            standing = {_name(_asked_by(case)) for case in some.values()}
         except ValueError as error:
             failed.append(Failed(kernel, name, str(error)))
             continue
-        if found == {name}:
+        if standing == {name}:
             cases.setdefault(kernel, {}).update({f"{name}: {data}": case for data, case in some.items()})
-        elif any((kernel, other) not in shapes for other in found):  # else it was asked for before rows were padded
-            failed.append(Failed(kernel, name, f"the cases that stand for it ask for {' and '.join(found)}"))
+        elif any((kernel, other) not in shapes for other in standing):  # else it was asked for before rows were padded
+            failed.append(Failed(kernel, name, f"the cases that stand for it ask for {' and '.join(standing)}"))
     return cases, failed
 
 
@@ -144,64 +144,32 @@ def tune(
     workers: int = 2,
     told: Callable[[str], None] = lambda text: None,
     done: Callable[[int], None] = lambda cases: None,
-) -> tuple[list[Found], list[Failed]]:
-    """Search blocks for cases by kernel and name, on a device of the target; those of one shape are searched together,
+) -> tuple[list[Result], list[Failed]]:
+    """Search blocks for cases, by kernel and name, on a device of the target. Cases of one shape are searched together,
     and with those that stand for it (see `standing_for`).
 
-    limit: most seconds for a candidate. workers: child processes that compile. told: what is compiled; done: of
-    how many cases the search has ended. Raises CompileError if there is no compiler.
+    limit: most seconds for a candidate. workers: number of child processes that compile. told: called with what is
+    about to be compiled. done: called with the number of cases whose search has ended. Raises CompileError if there is
+    no compiler.
     """
-    pool = [KernelCompiler(target, limit) for _ in range(workers)]
-    idle: queue.SimpleQueue[KernelCompiler] = queue.SimpleQueue()
-    for compiler in pool:
-        idle.put(compiler)
+    search = _Search(target, limit, workers, told)
     named = [(kernel, name) for kernel in cases for name in cases[kernel]]
-    failed: list[Failed] = []
 
-    def measured(name: str, kernel: str, case: Case, blocks: Sizes | None) -> tuple[float, Asked]:
-        compiler = idle.get()
-        try:
-            told(f"{kernel}, {name} {sizes_text(blocks or {})}")
-            figures, asked = compiler.trial(case, blocks)
-            return figures.whole, asked
-        finally:
-            idle.put(compiler)
-
-    def by_rule(kernel: str, name: str, case: Case) -> _Member | None:
-        try:
-            return _Member(name, case, *measured(name, kernel, case, None))
-        except CompileError as error:
-            failed.append(Failed(kernel, name, str(error)))
-            return None
-
-    def search(members: list[_Member]) -> Found:
-        first = members[0]
-        kernel, shape, rule = first.asked.kernel, first.asked.shape, first.asked.blocks
-        others = [by_rule(kernel, name, case) for name, case in _standing_beside(members, target).items()]
-        everyone = [*members, *(one for one in others if one and one.asked.shape == shape)]
-        rule_seconds = [one.seconds for one in everyone]
-        floors = [pool[0].floor(one.case) for one in everyone]
-
-        def seconds_of(number: int, blocks: Sizes) -> float:
-            return measured(everyone[number].name, kernel, everyone[number].case, blocks)[0]
-
-        best, seconds, tried, refused = climb(kernel, rule, rule_seconds, floors, seconds_of)
+    def run(members: list[_Member]) -> Result:
+        result = search.run(members)
         done(len(members))
-        names, gain = tuple(one.name for one in everyone), 1 - _mean_ratio(seconds, rule_seconds)
-        sums = sum(rule_seconds), sum(seconds), sum(floors)
-        return Found(kernel, names, shape, rule, best, *sums, gain, tried, tuple(refused))
+        return result
 
     try:
         with ThreadPoolExecutor(workers) as threads:
-            members = list(threads.map(lambda at: by_rule(*at, cases[at[0]][at[1]]), named))
+            members = list(threads.map(lambda at: search.member(*at, cases[at[0]][at[1]]), named))
             done(members.count(None))
             groups: dict[str, list[_Member]] = {}
             for one in filter(None, members):
                 groups.setdefault(json.dumps([one.asked.kernel, one.asked.shape]), []).append(one)
-            return list(threads.map(search, groups.values())), failed
+            return list(threads.map(run, groups.values())), search.failed
     finally:
-        for compiler in pool:
-            compiler.close()
+        search.close()
 
 
 @dataclass(frozen=True)
@@ -212,6 +180,57 @@ class _Member:
     case: Case
     seconds: float
     asked: Asked
+
+
+class _Search:
+    """Compilers that threads take in turn, and the cases that failed with the blocks of the rule."""
+
+    def __init__(self, target: Target, limit: float, workers: int, told: Callable[[str], None]):
+        self.target, self.told = target, told
+        self.failed: list[Failed] = []
+        self._pool = [KernelCompiler(target, limit) for _ in range(workers)]
+        self._idle: queue.SimpleQueue[KernelCompiler] = queue.SimpleQueue()
+        for compiler in self._pool:
+            self._idle.put(compiler)
+
+    def close(self) -> None:
+        for compiler in self._pool:
+            compiler.close()
+
+    def member(self, kernel: str, name: str, case: Case) -> _Member | None:
+        """A case with its figures by the rule, None if it failed."""
+        try:
+            return _Member(name, case, *self._measured(name, kernel, case, None))
+        except CompileError as error:
+            self.failed.append(Failed(kernel, name, str(error)))
+            return None
+
+    def run(self, members: list[_Member]) -> Result:
+        """Search blocks for cases of one shape."""
+        first = members[0]
+        kernel, shape, rule = first.asked.kernel, first.asked.shape, first.asked.blocks
+        others = [self.member(kernel, name, case) for name, case in _standing_beside(members, self.target).items()]
+        everyone = [*members, *(one for one in others if one and one.asked.shape == shape)]
+        rule_seconds = [one.seconds for one in everyone]
+        floors = [self._pool[0].floor(one.case) for one in everyone]
+
+        def seconds_of(number: int, blocks: Sizes) -> float:
+            return self._measured(everyone[number].name, kernel, everyone[number].case, blocks)[0]
+
+        best, seconds, tried, refused = climb(kernel, rule, rule_seconds, floors, seconds_of)
+        names, gain = tuple(one.name for one in everyone), 1 - _mean_ratio(seconds, rule_seconds)
+        sums = sum(rule_seconds), sum(seconds), sum(floors)
+        return Result(kernel, names, shape, rule, best, *sums, gain, tried, tuple(refused))
+
+    def _measured(self, name: str, kernel: str, case: Case, blocks: Sizes | None) -> tuple[float, Asked]:
+        """Seconds of a case with some blocks, None for those of the rule, and what the kernel asked for."""
+        compiler = self._idle.get()
+        try:
+            self.told(f"{kernel}, {name} {sizes_text(blocks or {})}")
+            figures, asked = compiler.trial(case, blocks)
+            return figures.whole, asked
+        finally:
+            self._idle.put(compiler)
 
 
 def _standing_beside(members: Sequence[_Member], target: Target) -> dict[str, Case]:
@@ -262,13 +281,13 @@ def climb(
                     break
                 seen.add(valid)
                 try:
-                    found = _seconds_if_none_loses(blocks, rule_seconds, seconds_of)
+                    trial = _seconds_if_none_loses(blocks, rule_seconds, seconds_of)
                 except CompileError as error:
                     refused.append(Refused(blocks, str(error)))
                     break
-                if not found or _mean_ratio(found, rule_seconds) > _mean_ratio(seconds, rule_seconds) - STEP:
+                if not trial or _mean_ratio(trial, rule_seconds) > _mean_ratio(seconds, rule_seconds) - STEP:
                     break
-                best, seconds, improved = blocks, found, True
+                best, seconds, improved = blocks, trial, True
     return best, seconds, len(seen) - 1 - len(refused), refused
 
 
@@ -276,12 +295,12 @@ def _seconds_if_none_loses(
     blocks: Sizes, rule_seconds: Sequence[float], seconds_of: Callable[[int, Sizes], float]
 ) -> list[float]:
     """Of all cases, or none if one takes longer than it may."""
-    found = []
+    seconds = []
     for number, rule in enumerate(rule_seconds):
-        found.append(seconds_of(number, blocks))
-        if found[-1] > (1 + WORSE) * rule:
+        seconds.append(seconds_of(number, blocks))
+        if seconds[-1] > (1 + WORSE) * rule:
             return []
-    return found
+    return seconds
 
 
 def _mean_ratio(some: Sequence[float], others: Sequence[float]) -> float:
@@ -317,14 +336,14 @@ def compiler_of(target: Target) -> str:
     return f"libtpu {versions(target)['libtpu']}"
 
 
-def updated(entries: Iterable[Entry], found: Iterable[Found], compiler: str) -> list[Entry]:
+def updated(entries: Iterable[Entry], results: Iterable[Result], compiler: str) -> list[Entry]:
     """A table's entries, with what was searched for in place of what they say of it."""
     table = {entry.key: entry for entry in entries}
-    for one in found:
+    for one in results:
         times = (round(1e6 * seconds, 3) for seconds in (one.seconds, one.rule_seconds))
         entry = Entry(one.kernel, one.shape, one.best, *times, round(one.gain, 3), compiler)
         table.pop(entry.key, None)
-        if one.kept:
+        if one.pays:
             table[entry.key] = entry
     return [table[key] for key in sorted(table)]
 
@@ -341,10 +360,10 @@ def write(file: Path, entries: Iterable[Entry]) -> None:
         staged.unlink(missing_ok=True)
 
 
-def update(file: Path, found: Sequence[Found], compiler: str) -> bool:
+def update(file: Path, results: Sequence[Result], compiler: str) -> bool:
     """Bring what was found to a table; whether that changed it."""
     old = read(file)
-    new = updated(old, found, compiler)
+    new = updated(old, results, compiler)
     if new == old:
         return False
     write(file, new)

@@ -320,8 +320,8 @@ def test_deployments_that_cannot_work_are_refused(model):
 
 
 def test_deployments_survive_json(model):
-    kept = dict(modes=("greedy", "sample"), backend="xla")
-    made = deployment_of(model, parallel=Parallelism(tensor=2, data=2, rules="tp_sp"), **kept)
+    options = dict(modes=("greedy", "sample"), backend="xla")
+    made = deployment_of(model, parallel=Parallelism(tensor=2, data=2, rules="tp_sp"), **options)
     assert Deployment.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 

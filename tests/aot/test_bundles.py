@@ -255,15 +255,15 @@ def test_the_benchmark_as_a_command(monkeypatch, capsys):
 @pytest.mark.parametrize("kernel", MOST)
 def test_a_kernel_compiles_and_is_near_its_floor(generation, kernel):
     most = {case: bounds[generation] for case, bounds in MOST[kernel].items() if bounds[generation]}
-    found = measured(generation, kernel, most)
-    assert {case: line["R"] for case, line in found.items() if line["R"] > SLACK * most[case]} == {}
-    moved = {case: line["bytes_to_floor"] for case, line in found.items() if case in BYTES}
+    figures = measured(generation, kernel, most)
+    assert {case: line["R"] for case, line in figures.items() if line["R"] > SLACK * most[case]} == {}
+    moved = {case: line["bytes_to_floor"] for case, line in figures.items() if case in BYTES}
     assert {case: ratio for case, ratio in moved.items() if ratio >= BYTES[case]} == {}
     # With waits for copies.
     if kernel == "collective_matmul":
-        assert {case: line["r"] for case, line in found.items() if line["r"] > SLACK * 1.3 * most[case]} == {}
+        assert {case: line["r"] for case, line in figures.items() if line["r"] > SLACK * 1.3 * most[case]} == {}
     if kernel == "decode_attention" and GENERATIONS[generation] in ("v5e", "v6e"):
-        assert max(found[case]["r"] for case in ("A", "F", "L")) <= SLACK * 1.1
+        assert max(figures[case]["r"] for case in ("A", "F", "L")) <= SLACK * 1.1
 
 
 @pytest.mark.slow
@@ -272,5 +272,5 @@ def test_a_kernel_compiles_and_is_near_its_floor(generation, kernel):
 @pytest.mark.parametrize("kernel", MOST_CYCLES)
 def test_a_kernel_compiles_and_takes_microseconds(generation, kernel):
     most = MOST_CYCLES[kernel]
-    found = measured(generation, kernel, most)
-    assert {case for case, line in found.items() if line["cycles_us"] > SLACK * most[case][generation]} == set()
+    figures = measured(generation, kernel, most)
+    assert {case for case, line in figures.items() if line["cycles_us"] > SLACK * most[case][generation]} == set()

@@ -120,15 +120,15 @@ def test_collectives_are_those_that_explain_promises(target, parallel):
             (c.kind, c.nbytes, c.count)
             for c in explain(planned.model, planned.plan, planned.config, [p.key]).steps[0].collectives
         )
-        found = _large_apart((c["kind"], c["nbytes"], c["count"]) for c in p.collectives)
+        counts = _large_apart((c["kind"], c["nbytes"], c["count"]) for c in p.collectives)
         if made.parallel.tensor < 8:
             # These slices have two hosts, so the tokens of all replicas are gathered for process 0.
-            found.pop(("all-gather", 4 * 128 * p.key.steps), None)
+            counts.pop(("all-gather", 4 * 128 * p.key.steps), None)
             # Small ones turn into one another there.
-            for total in (found, promised):
+            for total in (counts, promised):
                 total.pop(("all-reduce", "small"), None)
                 total.pop(("all-gather", "small"), None)
-        assert found == promised, str(p.key)
+        assert counts == promised, str(p.key)
 
 
 def _large_apart(collectives) -> Counter:
@@ -251,8 +251,8 @@ def test_few_rows_are_reduced_whole():
     """With fewer rows a device than a tile holds, the compiler makes an all-reduce of a reduce-scatter."""
     made = replace(tiny("v5e-8", "tp=8,rules=tp_sp"), buckets=Buckets((128,), (32,), (512,)))
     (program,) = report_of(made, made.keys()[:1]).programs
-    found = {(c["kind"], c["nbytes"]): c["count"] for c in program.collectives}
-    assert found == {("all-reduce", 128): 2, ("all-reduce", 16384): 7, ("all-gather", 16384): 7}
+    counts = {(c["kind"], c["nbytes"]): c["count"] for c in program.collectives}
+    assert counts == {("all-reduce", 128): 2, ("all-reduce", 16384): 7, ("all-gather", 16384): 7}
 
 
 # ---- whole models
@@ -347,12 +347,12 @@ def test_products_take_place_with_their_collective_as_explain_promises(target, k
         (step,) = explain(planned.model, planned.plan, planned.config, [program.key]).steps
         fused = [c for c in step.collectives if c.kind.startswith("fused")]
         assert len(fused) == kernels
-        found, promised, padded = Counter(), Counter(), planned.config.shards.padded(step.tokens)
+        compiled, promised, padded = Counter(), Counter(), planned.config.shards.padded(step.tokens)
         for k in program.kernels:
-            found[k["sent"], k["flops"]] += k["count"] * bool(k["sent"])
+            compiled[k["sent"], k["flops"]] += k["count"] * bool(k["sent"])
         for c in fused:
             promised[c.nbytes * 7 // 8, c.flops * padded // step.tokens] += c.count
-        assert +found == promised
+        assert +compiled == promised
         assert program.copies == []
         apart = {(c["kind"], c["nbytes"]): c["count"] for c in program.collectives if c["nbytes"] > 1 << 16}
         assert sum(apart.values()) == (2 if kernels else 2 + 4 * 3)

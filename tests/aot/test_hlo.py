@@ -156,10 +156,14 @@ def test_in_place_updates_and_slices_are_no_copies():
     ],
 )
 def test_a_copy_is_traced_to_the_argument(copy, argument):
-    (found,) = loop(copy).copies([0, 1], smallest=0)
-    assert (found.argument, found.count, found.nbytes) == (argument, 4, [4 * 256 * 128 * 2, 4 * 64 * 128 * 2][argument])
+    (copied,) = loop(copy).copies([0, 1], smallest=0)
+    assert (copied.argument, copied.count, copied.nbytes) == (
+        argument,
+        4,
+        [4 * 256 * 128 * 2, 4 * 64 * 128 * 2][argument],
+    )
     assert loop(copy).copies([1 - argument], smallest=0) == ()
-    assert loop(copy).copies([argument], smallest=found.nbytes + 1) == ()
+    assert loop(copy).copies([argument], smallest=copied.nbytes + 1) == ()
 
 
 def test_bringing_a_weight_on_chip_as_it_is_is_no_copy():

@@ -33,7 +33,7 @@ from inferlib.tuning import tune
 from inferlib.tuning.kernel_cases import standing_for
 from inferlib.tuning.kernel_cases.decode_attention import DecodeAttention
 from inferlib.tuning.kernels import KernelCompiler
-from inferlib.tuning.tune import Found, climb
+from inferlib.tuning.tune import Result, climb
 from tests.aot.test_compile_tpu import EXPERTS
 from tests.helpers.cli_model import error_of
 
@@ -117,23 +117,23 @@ def test_a_file_that_is_no_table_is_named(tmp_path):
             read(tmp_path / "v5e.json")
 
 
-def found(gain: float, **changes) -> Found:
-    one = Found("prefill_attention", ("A",), SHAPE, WIDE, WIDE, 10e-6, 10e-6 * (1 - gain), 8e-6, gain, 3, ())
+def result(gain: float, **changes) -> Result:
+    one = Result("prefill_attention", ("A",), SHAPE, WIDE, WIDE, 10e-6, 10e-6 * (1 - gain), 8e-6, gain, 3, ())
     return replace(one, **changes)
 
 
 def test_a_search_takes_the_place_of_what_the_table_says_of_its_shape(tmp_path):
     file, other = tmp_path / "new" / "v6e.json", {**SHAPE, "width": 512}
-    assert tune.update(file, [found(0.1), found(0.2, shape=other)], "libtpu 1")
+    assert tune.update(file, [result(0.1), result(0.2, shape=other)], "libtpu 1")
     assert [(e.shape["width"], e.microseconds, e.compiler) for e in read(file)] == [
         (128, 9.0, "libtpu 1"),
         (512, 8.0, "libtpu 1"),
     ]
-    assert tune.update(file, [found(0.3)], "libtpu 2")
+    assert tune.update(file, [result(0.3)], "libtpu 2")
     assert [(e.microseconds, e.compiler) for e in read(file)] == [(7.0, "libtpu 2"), (8.0, "libtpu 1")]
-    assert tune.update(file, [found(0.01)], "libtpu 2")
+    assert tune.update(file, [result(0.01)], "libtpu 2")
     assert [e.shape for e in read(file)] == [other]
-    assert not tune.update(file, [found(0.01)], "libtpu 3")
+    assert not tune.update(file, [result(0.01)], "libtpu 3")
 
 
 def test_a_table_is_written_whole_or_not_at_all(folder, monkeypatch):
@@ -175,8 +175,8 @@ def test_it_finds_sizes_that_depend_on_each_other():
     def seconds(sizes):
         return 1 + abs(sizes["keys"] - 2048) / 2048 + abs(sizes["edge"] - sizes["keys"] / 2) / 512
 
-    best, found, tried, refused = search(seconds, keys=256, edge=256)
-    assert (best["keys"], best["edge"], found) == (2048, 1024, [1.0])
+    best, seconds_there, tried, refused = search(seconds, keys=256, edge=256)
+    assert (best["keys"], best["edge"], seconds_there) == (2048, 1024, [1.0])
     assert tried <= tune.MOST
     assert refused == []
 

@@ -24,7 +24,7 @@ def weight_stationary_2d(
     with the square root of the chips. Between layers they are split over all chips along D, and so is their norm.
     """
     x, yz = network.spans["x"].devices, network.spans["yz"].devices
-    chips, tokens, found = x * yz, rows * chunk, []
+    chips, tokens, collectives = x * yz, rows * chunk, []
     for layer in config.layers:
         attention, hidden = layer.attention, layer.mlp.hidden
         heads = attention.heads * attention.head_dim
@@ -32,7 +32,7 @@ def weight_stationary_2d(
         for part in ("all",) if layer.parallel else ("attention", "feed-forward"):
             inner = 0 if part == "attention" else hidden
             queries = 0 if part == "feed-forward" else heads
-            found += [
+            collectives += [
                 Collective("all-reduce", "norm", "yz+x", tokens * 4),
                 Collective("all-gather", "input", "yz", width),
                 Collective("reduce-scatter", "gate, up and queries", "x", column * (2 * inner + queries)),
@@ -41,11 +41,13 @@ def weight_stationary_2d(
             ]
             if queries:
                 pair = 2 * attention.kv_heads * attention.head_dim
-                found += [Collective("reduce-scatter", "key and value", "x", tokens * pair * _BYTES)]
+                collectives += [Collective("reduce-scatter", "key and value", "x", tokens * pair * _BYTES)]
             if queries and rows >= chips:
-                found += [Collective("all-to-all", "heads to rows and back", "yz+x", column * queries // x, count=2)]
+                collectives += [
+                    Collective("all-to-all", "heads to rows and back", "yz+x", column * queries // x, count=2)
+                ]
     flops, weights, cache = _whole(config, rows, chunk, live, 1 if int8 else 2)
-    return Work(flops / chips, weights / chips, cache / min(chips, rows), collectives=tuple(found))
+    return Work(flops / chips, weights / chips, cache / min(chips, rows), collectives=tuple(collectives))
 
 
 def weight_gathered(config: ModelConfig, network: Network, rows: int, chunk: int, live: float) -> Work:

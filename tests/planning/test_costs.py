@@ -215,9 +215,9 @@ def test_a_decode_step_of_experts_by_hand():
     rows, layers, expert = 4, 48, 3 * 2048 * 768
     alone, split = (deployed("qwen3-30b-a3b", target, mesh) for target, mesh in (("v5e-1", "tp=1"), ("v5e-8", "ep=8")))
     others = 30_532_122_624 - layers * 128 * expert - 151936 * 2048
-    for it, held, tokens in ((alone, 128, rows), (split, 16, 8 * rows)):
+    for it, experts, tokens in ((alone, 128, rows), (split, 16, 8 * rows)):
         work = it.decode(rows, live=1000)
-        read = held * (1 - (120 / 128) ** tokens)
+        read = experts * (1 - (120 / 128) ** tokens)
         assert work.weight_bytes == pytest.approx(2 * (others + layers * read * expert))
         assert work.weight_bytes < it.memory(8 * rows, 2048, 512).weights
         norms = layers * (2 * 2048 + 2 * 128) + 2048

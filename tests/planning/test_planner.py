@@ -79,9 +79,9 @@ def test_frontier_trades_one_for_the_other():
 
 def test_every_preset_is_ranked_where_it_makes_a_difference():
     options = ranking("llama3-70b", "v6e-16", quantizations=(None,)).options
-    found = {str(o.deployed.parallel) for o in options}
-    assert {"tp=16", "tp=16,rules=tp_sp", "tp=8,cp=2", "tp=8,cp=2,rules=helix", "tp=8,cp=2,rules=tp2d"} <= found
-    assert [mesh for mesh in found if "helix" in mesh] == ["tp=8,cp=2,rules=helix"]  # 8 KV heads
+    ranked = {str(o.deployed.parallel) for o in options}
+    assert {"tp=16", "tp=16,rules=tp_sp", "tp=8,cp=2", "tp=8,cp=2,rules=helix", "tp=8,cp=2,rules=tp2d"} <= ranked
+    assert [mesh for mesh in ranked if "helix" in mesh] == ["tp=8,cp=2,rules=helix"]  # 8 KV heads
     assert all(o.deployed.parallel.devices == 16 for o in options)
 
 

@@ -124,11 +124,11 @@ def test_explain_says_what_the_devices_hold(engine_of):
             (told.state, engine.state),
         ):
             parts = [array.addressable_shards[0].data for array in arrays]
-            held = Counter((part.shape, part.nbytes) for part in parts)
+            stored = Counter((part.shape, part.nbytes) for part in parts)
             said = Counter()
             for p in placements:
                 said[p.local_shape, p.nbytes // p.count] += p.count
-            assert said == held
+            assert said == stored
             assert sum(p.nbytes for p in placements) == sum(part.nbytes for part in parts)
 
 

@@ -83,8 +83,8 @@ def chosen_cases(
     known = [name for kernel in kernels for name in cases[kernel]]
     if unknown := [name for name in names or () if name not in known]:
         raise ValueError(f"no cases {unknown}; there are {'; '.join(known)}")
-    found = {kernel: [name for name in cases[kernel] if names is None or name in names] for kernel in kernels}
-    return {kernel: some for kernel, some in found.items() if some}
+    chosen = {kernel: [name for name in cases[kernel] if names is None or name in names] for kernel in kernels}
+    return {kernel: some for kernel, some in chosen.items() if some}
 
 
 def check_devices(kernels: Collection[str], targets: Collection[Target]) -> None:

@@ -40,9 +40,16 @@ class ChunkWrite:
         """Shapes and dtypes."""
         cache = (4, 1, self.heads, SLOTS, self.size), self.stored or "bfloat16"
         new = (1, self.width, self.heads, self.size), "bfloat16"
-        found = {"k": cache, "v": cache, "new_k": new, "new_v": new, "pages": ((1,), "int32"), "slots": ((1,), "int32")}
+        arrays = {
+            "k": cache,
+            "v": cache,
+            "new_k": new,
+            "new_v": new,
+            "pages": ((1,), "int32"),
+            "slots": ((1,), "int32"),
+        }
         scales = dict.fromkeys(("k_scales", "v_scales"), (cache[0][:-1], "float32"))
-        return found | scales if self.stored else found
+        return arrays | scales if self.stored else arrays
 
     def scalars(self) -> dict[int, np.ndarray]:
         """What the kernel is given in scalar memory, in its order."""

@@ -92,28 +92,28 @@ class DecodeAttention:
         size = -(-2 * self.size // 128) * 128 if self.one else self.size
         cache = (4, count, self.heads, slots, size), self.stored or "bfloat16"
         q = (rows, self.queries, self.heads, self.group, size), "bfloat16"
-        found = {"q": q, "k": cache} | ({} if self.one else {"v": cache}) | {"lengths": ((rows,), "int32")}
+        arrays = {"q": q, "k": cache} | ({} if self.one else {"v": cache}) | {"lengths": ((rows,), "int32")}
         if self.stored:
-            found |= dict.fromkeys(("k_scales", "v_scales"), (cache[0][:-1], "float32"))
+            arrays |= dict.fromkeys(("k_scales", "v_scales"), (cache[0][:-1], "float32"))
         if self.sinks:
-            found["sinks"] = (self.heads, self.group), "bfloat16"
+            arrays["sinks"] = (self.heads, self.group), "bfloat16"
         if self.writes:
             names = ("new_k",) if self.one else ("new_k", "new_v")
-            found |= dict.fromkeys(names, ((rows, self.queries, self.heads, size), "bfloat16"))
+            arrays |= dict.fromkeys(names, ((rows, self.queries, self.heads, size), "bfloat16"))
         if self.tree:
-            found["mask"] = (rows, self.queries, self.queries), "bool"
-        return found if self.page is None else {**found, "pages": (self.pages.shape, "int32")}
+            arrays["mask"] = (rows, self.queries, self.queries), "bool"
+        return arrays if self.page is None else {**arrays, "pages": (self.pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
         """What the kernel is given in scalar memory, in its order."""
-        given = [np.array(self.lengths), np.zeros(1, int)]
+        scalars = [np.array(self.lengths), np.zeros(1, int)]
         if self.slots is not None:
             first = np.maximum(np.array(self.lengths) - self.queries + 1 - self.window, 0)
             unit = math.gcd(self.slots, 128 if self.stored else 64)
-            given.append(first // unit * unit % self.slots)
+            scalars.append(first // unit * unit % self.slots)
         if self.page is not None:
-            given.append(self.pages.reshape(-1))
-        return dict(enumerate(given))
+            scalars.append(self.pages.reshape(-1))
+        return dict(enumerate(scalars))
 
 
 BATCH, LONG = (4096,) * 32, (131072,)

@@ -62,18 +62,18 @@ class ExpertMlp:
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes."""
         experts, dim, hidden = self.experts, self.dim, self.hidden
-        found = {
+        arrays = {
             "x": ((self.tokens, dim), "bfloat16"),
             "factors": ((self.tokens, experts), "float32"),
         }
         if self.bias:
-            found["gate_up_bias"] = (experts, 2, hidden), "bfloat16"
+            arrays["gate_up_bias"] = (experts, 2, hidden), "bfloat16"
         for part, shape in (("gate_up", (2, dim, hidden)), ("down", (1, hidden, dim))):
-            arrays = stored(self.scheme, 2, experts, *shape)
-            found |= {f"{part}.{name}": array for name, array in arrays.items()}
+            parts = stored(self.scheme, 2, experts, *shape)
+            arrays |= {f"{part}.{name}": array for name, array in parts.items()}
         if self.scheme in ("int8", "fp8"):
-            found |= {"gate_up_scales": ((experts, 2, hidden), "float32"), "down_scales": ((experts, dim), "float32")}
-        return found
+            arrays |= {"gate_up_scales": ((experts, 2, hidden), "float32"), "down_scales": ((experts, dim), "float32")}
+        return arrays
 
     def scalars(self) -> dict[int, np.ndarray]:
         """What the kernel is given in scalar memory, in its order."""

@@ -60,11 +60,11 @@ class GroupedMatmul:
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes."""
         x = (self.tokens * self.chosen, self.inner), "bfloat16"
-        found = {"x": x, "sizes": ((self.experts,), "int32")}
-        found |= stored(self.scheme, 2, self.experts, self.parts, self.inner, self.outer)
+        arrays = {"x": x, "sizes": ((self.experts,), "int32")}
+        arrays |= stored(self.scheme, 2, self.experts, self.parts, self.inner, self.outer)
         if self.scheme in ("int8", "fp8"):
-            found["by_channel"] = (self.experts, self.parts, self.outer), "float32"
-        return found
+            arrays["by_channel"] = (self.experts, self.parts, self.outer), "float32"
+        return arrays
 
     def scalars(self) -> dict[int, np.ndarray]:
         """What the kernel is given in scalar memory, in its order."""

@@ -57,18 +57,18 @@ class MlaDecodeAttention:
         """Shapes and dtypes."""
         rows, slots = len(self.lengths), self.page or -(-max(self.lengths) // 256) * 256
         count = rows if self.page is None else self.pages.size
-        found = {
+        arrays = {
             "q": ((rows, self.queries, self.heads, RANK + ROTARY), "bfloat16"),
             "latents": ((4, count, slots, RANK), "bfloat16"),
             "keys": ((4, count, slots // 2, 2 * ROTARY), "bfloat16"),
             "lengths": ((rows,), "int32"),
         }
-        return found if self.page is None else {**found, "pages": (self.pages.shape, "int32")}
+        return arrays if self.page is None else {**arrays, "pages": (self.pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
         """What the kernel is given in scalar memory, in its order."""
-        given = [np.array(self.lengths), np.zeros(1, int)]
-        return dict(enumerate(given if self.page is None else [*given, self.pages]))
+        scalars = [np.array(self.lengths), np.zeros(1, int)]
+        return dict(enumerate(scalars if self.page is None else [*scalars, self.pages]))
 
 
 BATCH, LONG = (4096,) * 32, (131072,)

@@ -57,7 +57,7 @@ class MlaPrefillAttention(OneChunk):
         """Shapes and dtypes."""
         slots = self.page or -(-(self.start + self.width) // 1024) * 1024
         count = 1 if self.page is None else self.pages.size
-        found = {
+        arrays = {
             "q": ((1, self.width, self.heads, SIZE + ROTARY), "bfloat16"),
             "k": ((4, self.heads, SIZE, RANK), "bfloat16"),
             "v": ((4, self.heads, RANK, SIZE), "bfloat16"),
@@ -66,13 +66,13 @@ class MlaPrefillAttention(OneChunk):
             "rows": ((1,), "int32"),
             "positions": ((1, self.width), "int32"),
         }
-        return found if self.page is None else {**found, "pages": (self.pages.shape, "int32")}
+        return arrays if self.page is None else {**arrays, "pages": (self.pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
         """What the kernel is given in scalar memory, in its order."""
         from inferlib.pallas_kernels.mla_prefill_attention_tpu import blocks
 
-        return self.given(blocks(self.width, self.heads, UNIT), layers=2)
+        return self.prefetched(blocks(self.width, self.heads, UNIT), layers=2)
 
 
 CASES = {

@@ -21,14 +21,14 @@ class OneChunk:
         count = -(-(self.start + self.width) // self.page)
         return np.random.default_rng(1).permutation(count)[None].astype(np.int32)
 
-    def given(self, chosen, layers: int) -> dict[int, np.ndarray]:
+    def prefetched(self, chosen, layers: int) -> dict[int, np.ndarray]:
         """What a kernel of these blocks is given in scalar memory, in its order. layers: so many numbers of layers."""
         first = np.arange(-(-self.width // chosen.queries) * chosen.queries, step=chosen.part)
         last = np.minimum(first + chosen.part, self.width) - 1
-        given = [np.zeros(1, int), np.zeros(layers, int), self.start + first[None], self.start + last[None]]
+        prefetched = [np.zeros(1, int), np.zeros(layers, int), self.start + first[None], self.start + last[None]]
         if self.page is not None:
-            given.append(self.pages)
-        return dict(enumerate(given))
+            prefetched.append(self.pages)
+        return dict(enumerate(prefetched))
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,17 @@ class PrefillAttention(OneChunk):
         size, count = self.cell, 1 if self.page is None else self.pages.size
         cache = (4, count, self.heads, slots, size), self.stored or "bfloat16"
         q = (1, self.width, self.heads, self.group, size), "bfloat16"
-        found = {"q": q, "k": cache} | ({} if self.one else {"v": cache})
-        found |= {"rows": ((1,), "int32"), "positions": ((1, self.width), "int32")}
+        arrays = {"q": q, "k": cache} | ({} if self.one else {"v": cache})
+        arrays |= {"rows": ((1,), "int32"), "positions": ((1, self.width), "int32")}
         if self.stored:
-            found |= dict.fromkeys(("k_scales", "v_scales"), (cache[0][:-1], "float32"))
-        return found if self.page is None else {**found, "pages": (self.pages.shape, "int32")}
+            arrays |= dict.fromkeys(("k_scales", "v_scales"), (cache[0][:-1], "float32"))
+        return arrays if self.page is None else {**arrays, "pages": (self.pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
         """What the kernel is given in scalar memory, in its order."""
         from inferlib.pallas_kernels.prefill_attention_tpu import blocks
 
-        return self.given(blocks(self.width, self.group, self.cell, 2), layers=1)
+        return self.prefetched(blocks(self.width, self.group, self.cell, 2), layers=1)
 
 
 CASES = {
