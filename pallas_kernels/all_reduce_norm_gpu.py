@@ -10,7 +10,6 @@ take turns: whoever fills one a second time has since had rows from every device
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, vector
 
+from inferlib.pallas_kernels.mailboxes import Mailboxes
+
 # Measured on 4 H200 (jax 0.11.2, D 4096, between two matmuls of one program, on the device's time line, with gaps of
 # 0.1 to 0.3 us on either side): 1 row 3.7-4.2 us, 16 rows 4.2-4.7 us; 64 rows with one warpgroup each 9.4 us. Opening
 # the mailboxes costs two small collectives and an exchange of addresses by the host: once, not in every step.
@@ -30,14 +31,6 @@ GROUP, VECTOR = 128, 8  # threads of a warpgroup; values a thread loads at once 
 LINE = GROUP * VECTOR  # values a warpgroup loads at once
 EMPTY = np.int32(-0x7FFF8000)  # 0x80008000: two negative zeros, which are sent as positive ones
 TRIES = 1 << 26  # reads of a mailbox that stays empty, most of a microsecond each, until the program is stopped
-
-
-class Mailboxes(NamedTuple):
-    """What successive calls share: each takes what the last one returned. Between programs, donate them."""
-
-    rows: jax.Array  # [2, devices, T, D]: a turn's rows from every device
-    calls: jax.Array  # [T] int32: calls so far
-    peers: jax.Array  # [2 * (devices + 1)] int32: the 64-bit addresses of every device's rows, then this one's index
 
 
 def fits(tokens: int, width: int, dtype) -> bool:

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inferlib.ops.add_norm import Unscaled
 from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.packed import FEW_ROWS, PackedTensor, by_kernel, by_xla
 from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
+from inferlib.ops.residual_norm import DeferredNorm
 
 
 def precision_of(dtype) -> lax.Precision | None:
@@ -35,8 +35,16 @@ class Normed:
     offset: float = field(metadata={"static": True})
 
 
+Activation = jax.Array | Normed | DeferredNorm
+
+
+def whole(x: Activation) -> jax.Array:
+    """The activations themselves."""
+    return x.y if isinstance(x, Normed) else x.whole() if isinstance(x, DeferredNorm) else x
+
+
 def matmul(
-    x: jax.Array | Normed | Unscaled,
+    x: Activation,
     w: jax.Array | QuantizedTensor | PackedTensor | RingWeight,
     *,
     contract: int = 1,
@@ -50,7 +58,7 @@ def matmul(
     quantised. activation: of w's two results [T, 2, F], what makes one [T, F] of them. out_dtype: dtype of the result;
     x's by default. With a RingWeight x or the result is a device's share.
     """
-    if isinstance(x, Unscaled) and (not isinstance(w, QuantizedTensor) or w.round_inputs):
+    if isinstance(x, DeferredNorm) and (not isinstance(w, QuantizedTensor) or w.round_inputs):
         x = x.whole()
     if isinstance(w, PackedTensor):
         return _packed(x, w, activation, out_dtype)
@@ -99,9 +107,9 @@ def _product(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
     return lax.dot_general(x, w, (((1,), (0,)), ((), ())), precision_of(x.dtype), preferred_element_type=out_dtype)
 
 
-def _quantized(x: jax.Array | Unscaled, w: QuantizedTensor, contract: int, out_dtype, activation) -> jax.Array:
-    def default(x: jax.Array | Unscaled, w: QuantizedTensor) -> jax.Array:
-        x = x.whole() if isinstance(x, Unscaled) else x
+def _quantized(x: jax.Array | DeferredNorm, w: QuantizedTensor, contract: int, out_dtype, activation) -> jax.Array:
+    def default(x: jax.Array | DeferredNorm, w: QuantizedTensor) -> jax.Array:
+        x = x.whole() if isinstance(x, DeferredNorm) else x
         y = _dequantized(x, w, contract, out_dtype)
         return y if activation is None else activation(y[:, 0], y[:, 1])
 
@@ -121,6 +129,11 @@ def rows_of_kernel(w: QuantizedTensor) -> int:
     return ROWS if w.grouped else 4
 
 
+def bound_by_weight(w: jax.Array | QuantizedTensor | PackedTensor | RingWeight, tokens: int) -> bool:
+    """True if GPUs multiply so few tokens by this weight with a kernel, as reading the weight bounds the product."""
+    return isinstance(w, QuantizedTensor) and w.zeros is None and tokens <= rows_of_kernel(w)
+
+
 def _form_on_gpu(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, activation) -> dict[str, Callable]:
     """On NVIDIA GPUs a kernel, if one takes them, for rows so few that unpacking the weight bounds XLA."""
     from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
@@ -128,14 +141,14 @@ def _form_on_gpu(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, act
     values, group = _matrix(w, contract)
     rows, inner, outer = x.shape[0], values.shape[1], w.shape[contract + w.grouped :]
 
-    def by_rows(x: jax.Array | Unscaled, w: QuantizedTensor) -> jax.Array:
-        x, norm = (x.y, dict(squares=x.squares, eps=x.eps)) if isinstance(x, Unscaled) else (x, {})
+    def by_rows(x: jax.Array | DeferredNorm, w: QuantizedTensor) -> jax.Array:
+        x, norm = (x.y, dict(squares=x.squares, eps=x.eps)) if isinstance(x, DeferredNorm) else (x, {})
         options = dict(dtype=out_dtype, activation=activation, **norm)
         y = row_matmul_gpu.row_matmul(x.reshape(rows, inner), *_arrays(w, contract), **options)
         return y.reshape(rows, *outer[activation is not None :])
 
-    def by_tiles(x: jax.Array | Unscaled, w: QuantizedTensor) -> jax.Array:
-        x = x.whole() if isinstance(x, Unscaled) else x
+    def by_tiles(x: jax.Array | DeferredNorm, w: QuantizedTensor) -> jax.Array:
+        x = x.whole() if isinstance(x, DeferredNorm) else x
         sizes = jnp.full((1,), rows, jnp.int32)
         options = dict(parts=1, sizes=sizes, dtype=out_dtype)
         y = grouped_matmul_gpu.grouped_matmul(x.reshape(rows, inner), *_arrays(w, contract), **options)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +19,11 @@ from inferlib.cache.plan import CachePlan
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import StepBatch, StepContext
-from inferlib.models.decoder import fuses_sums
+from inferlib.models.blocks import sums_feed_norms
+from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
 from inferlib.programs.row_state import RowState
 from inferlib.sampling.sampler import Sampled, Vocabulary, count_tokens, is_stop, mark_prompt, sample, score, unpack
 from inferlib.sharding import axes
-
-if TYPE_CHECKING:
-    from inferlib.pallas_kernels.all_reduce_norm_gpu import Mailboxes
 
 Mode = Literal["greedy", "sample", "logprobs"]
 MODES: tuple[Mode, ...] = get_args(Mode)  # each does all that those before it do
@@ -157,13 +155,11 @@ def _output_specs(spec: Callable, key: ProgramKey, load: bool) -> StepOutput:
     )
 
 
-def fuses(model: AbstractModel, config: EngineConfig, key: ProgramKey) -> bool:
-    """Whether the sums over devices of a program's layers take place in one kernel with the norms that follow."""
-    if config.backend.all_reduce == "xla" or config.scan or key.chunks or not fuses_sums(model.config, alone=False):
+def fuses_all_reduce(model: AbstractModel, config: EngineConfig, key: ProgramKey) -> bool:
+    """True if one kernel sums a layer's branches over devices and computes the norms that follow."""
+    if config.scan or key.chunks or not sums_feed_norms(model.config, sharded=True):
         return False
-    from inferlib.pallas_kernels.all_reduce_norm_gpu import fits
-
-    return fits(key.rows, model.config.dim, model.dtype)
+    return choose_all_reduce(key.rows, model.config.dim, model.dtype, backend=config.backend.all_reduce).name != "xla"
 
 
 def tree_specs(spec: Callable, names: RowState) -> RowState:
@@ -186,14 +182,12 @@ class _Maker:
         return self.config.shards.max(jnp.any(x, axis=-1).astype(jnp.int32), axes.ROWS) > 0
 
     def mailboxes(self) -> Mailboxes | None:
-        """Of one decode step's sums over devices, if they are fused; opened once, each step hands them on."""
-        if not fuses(self.model, self.config, self.key):
+        """State of the fused all-reduce, if decode steps take it. It is opened once; each step passes it on."""
+        if not fuses_all_reduce(self.model, self.config, self.key):
             return None
-        from inferlib.pallas_kernels.all_reduce_norm_gpu import open_mailboxes
-
         return open_mailboxes(self.key.rows, self.model.config.dim, self.config.shards.only_axis)
 
-    def run(self, weights, cache, batch: StepBatch, counted: jax.Array, boxes: Mailboxes | None = None):
+    def run(self, weights, cache, batch: StepBatch, counted: jax.Array, mailboxes: Mailboxes | None = None):
         """Hidden states [T, D], the decoder (for its head), the cache, the mailboxes and the experts' load, if it is
         asked for: of the tokens [T] that are `counted`."""
         decoder = self.model.merge(weights)
@@ -207,8 +201,8 @@ class _Maker:
             config.shards,
             counted if config.expert_load else None,
         )
-        hidden, caches, boxes, load = decoder(ctx, self.plan.view(cache), boxes)
-        return hidden, decoder, self.plan.flatten(caches), boxes, None if load is None else load[None, None]
+        hidden, caches, mailboxes, load = decoder(ctx, self.plan.view(cache), mailboxes)
+        return hidden, decoder, self.plan.flatten(caches), mailboxes, None if load is None else load[None, None]
 
     def counted_rows(self, rows: RowState) -> jax.Array:
         """[B] those whose choices of experts count: every device that prompts are dealt out to has the rows."""
@@ -239,18 +233,20 @@ class _Maker:
         state = state._replace(active=state.active & ~control.cancel)
         rows = state.head(key.rows)
 
-        def step(cache, rows, boxes):
+        def step(cache, rows, mailboxes):
             batch = StepBatch.of_rows(rows.token, jnp.where(rows.active, rows.length + 1, 0))
-            hidden, decoder, cache, boxes, load = self.run(weights, cache, batch, self.counted_rows(rows), boxes)
+            hidden, decoder, cache, mailboxes, load = self.run(
+                weights, cache, batch, self.counted_rows(rows), mailboxes
+            )
             rows, sampled = self.advance(rows, decoder.logits(hidden, self.config.shards))
-            return cache, rows, boxes, sampled, load
+            return cache, rows, mailboxes, sampled, load
 
-        boxes = self.mailboxes()
+        mailboxes = self.mailboxes()
         if key.steps == 1:
-            cache, rows, _, sampled, load = step(cache, rows, boxes)
+            cache, rows, _, sampled, load = step(cache, rows, mailboxes)
             outs = jax.tree.map(lambda x: x[None], sampled)
         else:
-            *_, shapes, load = jax.eval_shape(step, cache, rows, boxes)
+            *_, shapes, load = jax.eval_shape(step, cache, rows, mailboxes)
             outs = jax.tree.map(lambda s: jnp.full((key.steps, *s.shape), -1, s.dtype), shapes)
             load = jax.tree.map(jnp.zeros_like, load)
             started = rows.active
@@ -260,12 +256,12 @@ class _Maker:
                 return (i < key.steps) & running & ~(control.yield_early & finished)
 
             def body(i, carry):
-                cache, rows, boxes, outs, total = carry
-                cache, rows, boxes, sampled, load = step(cache, rows, boxes)
+                cache, rows, mailboxes, outs, total = carry
+                cache, rows, mailboxes, sampled, load = step(cache, rows, mailboxes)
                 outs = jax.tree.map(lambda out, x: out.at[i].set(x), outs, sampled)
-                return cache, rows, boxes, outs, jax.tree.map(jnp.add, total, load)
+                return cache, rows, mailboxes, outs, jax.tree.map(jnp.add, total, load)
 
-            carry = cache, rows, boxes, outs, load
+            carry = cache, rows, mailboxes, outs, load
             if self.config.counted:
                 cache, rows, _, outs, load = lax.fori_loop(0, key.steps, body, carry)
             else:

@@ -22,12 +22,12 @@ from inferlib.models.layers.rope import apply_rope
 from inferlib.models.layers.step_attention import Arrays, Attended, StepPlan, attend, limit_of
 from inferlib.models.layout import HeadLayout
 from inferlib.ops import cache_write, decode_attention, prefill_attention, project_and_attend
-from inferlib.ops.add_norm import Unscaled
 from inferlib.ops.attention import AttentionOptions
 from inferlib.ops.choice import Choice
 from inferlib.ops.kv_cache import NewCells
 from inferlib.ops.matmul import Normed, gives_shares, matmul, product_shares
 from inferlib.ops.project_and_attend import HeadTransforms, QkvPartials
+from inferlib.ops.residual_norm import DeferredNorm
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 from inferlib.sharding.stripe import Stripe
@@ -83,7 +83,7 @@ class Attention(nnx.Module):
                 self.k_norm = param((k, h), (axes.KV_HEADS, axes.HEAD_DIM), dtype, neutral)
 
     def __call__(
-        self, x: jax.Array | Normed | Unscaled, ctx: StepContext, cache: LayerCache, *, shares: bool = False
+        self, x: jax.Array | Normed | DeferredNorm, ctx: StepContext, cache: LayerCache, *, shares: bool = False
     ) -> tuple[jax.Array, LayerCache]:
         """shares: the output projection's partial sums, [S, T, D]."""
         if self.fuses(ctx, cache):
@@ -107,12 +107,12 @@ class Attention(nnx.Module):
         choice = project_and_attend.choose(cache.keys_and_values(), ctx.backend.qkv_attention, unfit=unfit)
         return choice.name != "xla"
 
-    def project_partially(self, x: jax.Array | Normed | Unscaled, ctx: StepContext) -> jax.Array | QkvPartials:
+    def project_partially(self, x: jax.Array | Normed | DeferredNorm, ctx: StepContext) -> jax.Array | QkvPartials:
         """Queries, keys and values of decode rows, [B, K, G + 2, h], as projected, or their partial sums."""
-        w, y = self.qkv[...], x.y if isinstance(x, Normed | Unscaled) else x
+        w, y = self.qkv[...], x.y if isinstance(x, Normed | DeferredNorm) else x
         if ctx.shards.size(axes.EMBED) > 1 or not gives_shares(w, 1, y.shape[0], y.dtype):
             return ctx.shards.sum(matmul(x, w), axes.EMBED)
-        if not isinstance(x, Unscaled):
+        if not isinstance(x, DeferredNorm):
             return QkvPartials(product_shares(y, w), y.dtype)
         return QkvPartials(product_shares(y, w), y.dtype, x.squares, inputs=y.shape[1], eps=x.eps)
 
@@ -134,13 +134,15 @@ class Attention(nnx.Module):
         out, arrays = project_and_attend.project_and_attend(qkv, arrays, lengths, transforms, options)
         return out, replace(cache, arrays=arrays.arrays)
 
-    def gated(self, out: jax.Array, x: jax.Array | Normed | Unscaled, shards: Shards) -> jax.Array:
+    def gated(self, out: jax.Array, x: jax.Array | Normed | DeferredNorm, shards: Shards) -> jax.Array:
         """Attention's output [T, K, G, h], or this device's part of h, times the gate of x [T, D]."""
         gate = shards.sum(matmul(x, self.gate[...], out_dtype=jnp.float32), axes.EMBED)
         gate = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}[self.spec.gate.activation](gate)
         return out * gate.reshape(*out.shape[:3], -1).astype(out.dtype)
 
-    def project(self, x: jax.Array | Normed | Unscaled, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def project(
+        self, x: jax.Array | Normed | DeferredNorm, ctx: StepContext
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Queries [T, K, G, h], normed, rotated and scaled by temperature; and, to be cached, keys, normed and rotated,
         and values, [T, K, h] each."""
         spec, g = self.spec, self.layout.queries

@@ -11,8 +11,8 @@ from flax import nnx
 
 from inferlib.models.config import Activation, ClampedSwiglu, MlpSpec
 from inferlib.models.layers.param import param
-from inferlib.ops.add_norm import Unscaled
 from inferlib.ops.matmul import Normed, matmul, product_shares
+from inferlib.ops.residual_norm import DeferredNorm
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -54,7 +54,7 @@ class Mlp(nnx.Module):
             self.gate_up_bias = param((halves, hidden), (axes.GATE_UP, axes.MLP), dtype, "zeros")
             self.down_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 
-    def __call__(self, x: jax.Array | Normed | Unscaled, shards: Shards, *, shares: bool = False) -> jax.Array:
+    def __call__(self, x: jax.Array | Normed | DeferredNorm, shards: Shards, *, shares: bool = False) -> jax.Array:
         """shares: the last product's, [S, T, D]."""
         spec, product = self.spec, product_shares if shares else matmul
         if spec.gated and not (spec.bias or spec.sparsity or shards.size(axes.EMBED) > 1):

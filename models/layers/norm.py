@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from inferlib.models.config import NormSpec
 from inferlib.models.layers.param import OfStack, param
+from inferlib.models.stream import Residual
 from inferlib.ops.matmul import Normed
+from inferlib.ops.residual_norm import DeferredNorm, residual_norm
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -40,6 +44,22 @@ class Norm(nnx.Module):
         mean = self.mean(y * y, shards)
         y = scale_norm(y, mean, self.weight[...], self.spec.eps, self.spec.unit_offset)
         return (y + self.bias[...].astype(jnp.float32) if self.spec.bias else y).astype(x.dtype)
+
+    def read(
+        self, residual: Residual, shards: Shards, *, defer: bool = False
+    ) -> tuple[Residual, jax.Array | Normed | DeferredNorm]:
+        """The residual with its pending branch added, and its norm for products.
+
+        defer: whether the reader takes a `DeferredNorm`, which the sum of split-K partial sums gives.
+        """
+        if residual.pending is None:
+            return residual, self.for_products(residual.x, self(residual.x, shards), shards)
+        x, y, mailboxes = residual_norm(
+            residual.x, residual.pending, self.weight[...], self.spec.eps, mailboxes=residual.mailboxes
+        )
+        if isinstance(y, DeferredNorm) and not defer:
+            y = y.whole()
+        return replace(residual, x=x, pending=None, mailboxes=mailboxes), y
 
     def for_products(self, x: jax.Array, y: jax.Array, shards: Shards) -> jax.Array | Normed:
         """y, the norm of x, or of the tokens of more devices, for what does nothing with it but products."""

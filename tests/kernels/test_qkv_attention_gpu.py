@@ -18,10 +18,10 @@ from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.norm import rms_norm
 from inferlib.models.layers.rope import apply_rope
-from inferlib.ops.add_norm import Unscaled
 from inferlib.ops.backend import Backend
 from inferlib.ops.matmul import matmul
 from inferlib.ops.quantized import SCHEMES, quantize
+from inferlib.ops.residual_norm import DeferredNorm
 from inferlib.pallas_kernels import decode_attention_gpu, qkv_attention_gpu
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import planned_shards
@@ -222,7 +222,7 @@ def test_layers_leave_sums_to_it(scheme, rows, kernels, normed):
     x, w, *cells = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
     w = w if scheme is None else quantize(w.astype(jnp.float32), (0,), SCHEMES[scheme])
     if normed:
-        x = Unscaled(x, jnp.asarray(rng.uniform(1, 99, size=(rows, 3)), jnp.float32), EPS)
+        x = DeferredNorm(x, jnp.asarray(rng.uniform(1, 99, size=(rows, 3)), jnp.float32), EPS)
     cache, shards = LayerCache(tuple(cells)), planned_shards(Parallelism())
     batch = StepBatch.of_rows(jnp.ones(rows, jnp.int32), jnp.arange(1, rows + 1))
     ctx = StepContext(batch, None, 16, backend=Backend(qkv_attention="pallas_gpu"), shards=shards)

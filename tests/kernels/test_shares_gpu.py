@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from inferlib.models.layers.mlp import gated
-from inferlib.ops.add_norm import Unscaled, add_shares
 from inferlib.ops.matmul import _arrays, _form_on_gpu, gives_shares, matmul, product_shares
 from inferlib.ops.quantized import SCHEMES, quantize
+from inferlib.ops.residual_norm import DeferredNorm, residual_norm
 from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
 from inferlib.pallas_kernels.row_matmul_gpu import row_matmul
 from inferlib.pallas_kernels.shares_gpu import summed
@@ -35,7 +35,7 @@ def norm_of(x, weight, eps=1e-5):
 def test_the_residuals_sum_and_a_norm_without_its_factor(splits, rows, width):
     shares, residual = draw((splits, rows, width)), draw((rows, width), 30, jnp.bfloat16, 1)
     weight = draw(width, 1, jnp.bfloat16, 2)
-    x, y = jax.jit(lambda *a: add_shares(*a, 1e-5))(shares, residual, weight)
+    x, y, _ = jax.jit(lambda *a: residual_norm(*a, 1e-5))(residual, shares, weight)
     branch = jnp.sum(shares, axis=0).astype(jnp.bfloat16)
     np.testing.assert_allclose(np.float32(x), np.float32(branch + residual), rtol=2.0**-7)
     assert x.dtype == y.dtype == jnp.bfloat16
@@ -45,7 +45,7 @@ def test_the_residuals_sum_and_a_norm_without_its_factor(splits, rows, width):
 
 def test_a_row_does_not_touch_another():
     residual = jnp.ones((2, 320), jnp.bfloat16).at[1, 5].set(jnp.nan)
-    x, y = add_shares(jnp.zeros((3, 2, 320)), residual, jnp.ones(320, jnp.bfloat16), 0.0)
+    x, y, _ = residual_norm(residual, jnp.zeros((3, 2, 320)), jnp.ones(320, jnp.bfloat16), 0.0)
     np.testing.assert_array_equal(y.whole()[0], np.ones(320))
     assert np.isnan(np.float32(x[1])).sum() == 1
     assert np.isnan(np.float32(y.whole()[1])).all()
@@ -75,7 +75,7 @@ def test_products_of_a_norm_without_its_factor(scheme, rows, activation, monkeyp
     activation = activation and partial(gated, activation)
     x, weight = draw((rows, 256), 20, jnp.bfloat16), draw(256, 1, jnp.bfloat16, 1)
     w = quantize(draw((256, 2, 64), seed=2), (0,), SCHEMES[scheme])
-    y = Unscaled(x * weight, jnp.sum(jnp.square(x.astype(jnp.float32)).reshape(rows, 2, 128), axis=2), 1e-5)
+    y = DeferredNorm(x * weight, jnp.sum(jnp.square(x.astype(jnp.float32)).reshape(rows, 2, 128), axis=2), 1e-5)
     matrix = np.float64(w.dequantized((0,), jnp.float32)).reshape(256, 2, 64)
     exact = np.einsum("ti,ipo->tpo", norm_of(x, weight), matrix)
     if activation:
@@ -90,7 +90,7 @@ def test_products_of_a_norm_without_its_factor(scheme, rows, activation, monkeyp
 
 def test_weights_that_no_kernel_multiplies_by_it_get_the_whole_norm():
     x, weight = draw((1, 256), 20, jnp.bfloat16), draw(256, 1, jnp.bfloat16, 1)
-    y = Unscaled(x * weight, jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1, keepdims=True), 1e-5)
+    y = DeferredNorm(x * weight, jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1, keepdims=True), 1e-5)
     plain = draw((256, 64), dtype=jnp.bfloat16, seed=2)
     quantised = quantize(plain.astype(jnp.float32), (0,), SCHEMES["mxfp8"])
     rounds = replace(quantised, round_inputs=True)
@@ -130,11 +130,11 @@ def test_shares_of_a_product(scheme):
 @pytest.mark.parametrize(("inputs", "outputs"), [(256, 128), (128, 24)])
 def test_they_lower_for_gpus(scheme, inputs, outputs, rows):
     """Weights that are copied ahead, and such as are loaded."""
-    y = Unscaled(jnp.ones((rows, inputs), jnp.bfloat16), jnp.ones((rows, 2)), 1e-5)
+    y = DeferredNorm(jnp.ones((rows, inputs), jnp.bfloat16), jnp.ones((rows, 2)), 1e-5)
     w = quantize(draw((inputs, 2, outputs)), (0,), SCHEMES[scheme])
     for run in (matmul, lambda y, w: matmul(y, w, activation=jnp.multiply), lambda y, w: product_shares(y.y, w)):
         text = lowered_for_cuda(run, y, w)
         assert "triton" in text
         assert ("cp.async" in text) == (outputs == 128)
     shares, residual = jnp.ones((3, rows, inputs)), jnp.ones((rows, inputs), jnp.bfloat16)
-    assert "triton" in lowered_for_cuda(lambda *a: add_shares(*a, 1e-5), shares, residual, residual[0])
+    assert "triton" in lowered_for_cuda(lambda *a: residual_norm(*a, 1e-5), residual, shares, residual[0])

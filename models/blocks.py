@@ -1,0 +1,284 @@
+"""One decoder layer, or a stack of equal ones: a mixer and a feed-forward around the residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from inferlib.models.batch import StepContext
+from inferlib.models.config import LayerSpec, MlaSpec, ModelConfig, MoeSpec
+from inferlib.models.layers.attention import Attention
+from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.mla import Mla
+from inferlib.models.layers.mlp import Mlp
+from inferlib.models.layers.moe import Load, Moe
+from inferlib.models.layers.norm import Norm
+from inferlib.models.layers.param import param
+from inferlib.models.layers.per_layer import PerLayerInput
+from inferlib.models.layers.recurrent import LAYERS
+from inferlib.models.layers.residual import AltUp, Laurel
+from inferlib.models.layout import Layout
+from inferlib.models.recurrent import Recurrent
+from inferlib.models.stream import Branch, Residual
+from inferlib.ops.collective_matmul import RingWeight
+from inferlib.ops.matmul import Activation, gives_shares, whole
+from inferlib.sharding import axes
+
+Output = tuple[Residual, LayerCache, Load]
+
+
+class Block(nnx.Module):
+    """The modules of a layer, and its two branches. Subclasses say how the branches meet the residual."""
+
+    def __init__(self, spec: LayerSpec, layout: Layout, dtype):
+        config = layout.config
+        self.spec, self.scale = spec, config.residual_scale
+        norm = lambda: Norm(config.norm, config.dim, dtype)  # noqa: E731
+        heads = layout.heads(spec.attention)
+        if isinstance(spec.attention, MlaSpec):
+            self.attn = Mla(spec.attention, heads, config.dim, dtype)
+        elif isinstance(spec.attention, Recurrent):
+            self.attn = LAYERS[type(spec.attention)](spec.attention, heads, config.dim, dtype)
+        else:
+            self.attn = Attention(spec.attention, heads, config.norm, config.dim, dtype)
+        if isinstance(spec.mlp, MoeSpec):
+            self.mlp = Moe(spec.mlp, layout, dtype)
+        elif spec.mlp is not None:
+            self.mlp = Mlp(spec.mlp, layout.hidden(spec.mlp.hidden), config.dim, dtype)
+        if spec.pre_norm:
+            self.pre_attn_norm = norm()
+            if not spec.parallel and spec.mlp is not None:
+                self.pre_mlp_norm = norm()
+        if spec.post_norm:
+            self.post_attn_norm, self.post_mlp_norm = norm(), norm()
+        if spec.scaled:
+            self.scalar = param((1,), (None,), dtype, "ones")
+        if spec.laurel:
+            self.laurel = Laurel(spec.laurel, config.norm, config.dim, dtype)
+        if config.streams > 1:
+            self.altup = AltUp(config.streams, config.norm, config.dim, dtype)
+        if config.per_layer is not None:
+            self.per_layer = PerLayerInput(config.per_layer, config.norm, config.dim, dtype)
+
+    def __call__(
+        self,
+        residual: Residual,
+        ctx: StepContext,
+        cache: LayerCache,
+        *,
+        layer: jax.Array | None = None,
+        token_inputs: jax.Array | None = None,
+    ) -> Output:
+        """The residual after this layer, its cache, and the load of its experts.
+
+        layer: the current layer of a scanned segment. token_inputs [T, P]: this layer's per-layer embeddings.
+        """
+        raise NotImplementedError
+
+    def attend(
+        self, y: Activation, ctx: StepContext, cache: LayerCache, *, partials: bool = False
+    ) -> tuple[Branch, LayerCache]:
+        """The mixer's branch; partials: left as split-K partial sums."""
+        y = y if _overlaps_collective(self.attn, "qkv") else _gathered(y, ctx)
+        out, cache = self.attn(y, ctx, cache, **{"shares": True} if partials else {})
+        over = () if _overlaps_collective(self.attn, "o") else (axes.KV_HEADS, axes.HEAD_OUT)
+        return Branch(out, over, self.attn_biases), cache
+
+    def feed(
+        self, y: Activation, ctx: StepContext, layer: jax.Array | None, *, partials: bool = False
+    ) -> tuple[Branch, Load]:
+        """The feed-forward's branch; partials: left as split-K partial sums."""
+        if not _overlaps_collective(self.mlp, "gate_up"):
+            y = _gathered(y, ctx)
+            y = ctx.shards.fed(whole(y)) if ctx.shards.feeders > 1 else y
+        out, load = self.feed_forward(y, ctx, layer, partials=partials)
+        return Branch(out, () if _overlaps_collective(self.mlp, "down") else (axes.MLP,), self.mlp_biases), load
+
+    def feed_forward(
+        self, y: Activation, ctx: StepContext, layer: jax.Array | None, *, partials: bool = False
+    ) -> tuple[jax.Array, Load]:
+        """This device's partial sum, and the load of its experts."""
+        if isinstance(self.mlp, Moe):
+            return self.mlp(whole(y), ctx, layer)
+        return self.mlp(y, ctx.shards, shares=partials), None
+
+    @property
+    def attn_biases(self) -> tuple[jax.Array, ...]:
+        """The bias that follows the mixer's sum, if there is one."""
+        return (self.attn.o_bias[...],) if self.spec.attention.o_bias else ()
+
+    @property
+    def mlp_biases(self) -> tuple[jax.Array, ...]:
+        """The bias that follows the feed-forward's sum, if there is one."""
+        if not self.spec.mlp.output_bias:
+            return ()
+        return ((self.mlp.shared if isinstance(self.mlp, Moe) else self.mlp).down_bias[...],)
+
+    @property
+    def owns_cache(self) -> bool:
+        """False if its layers attend to another layer's keys and values."""
+        return self.spec.attention.cache_of is None
+
+
+class PreNormBlock(Block):
+    """x += attention(norm(x)); x += mlp(norm(x)) (Llama, and most others)."""
+
+    def __call__(self, residual, ctx, cache, *, layer=None, token_inputs=None) -> Output:
+        shards, load, partials = ctx.shards, None, residual.lazy and self.leaves_partials(residual, ctx)
+        with jax.named_scope("attention"):
+            residual, y = self.pre_attn_norm.read(residual, shards, defer=partials)
+            branch, cache = self.attend(y, ctx, cache, partials=partials)
+            residual = residual.plus(branch, shards, self.scale)
+        if self.spec.mlp is not None:
+            with jax.named_scope("mlp"):
+                residual, y = self.pre_mlp_norm.read(residual, shards, defer=partials)
+                branch, load = self.feed(y, ctx, layer, partials=partials)
+                residual = residual.plus(branch, shards, self.scale)
+        return residual, cache, load
+
+    def leaves_partials(self, residual: Residual, ctx: StepContext) -> bool:
+        """True if both branches can be left as split-K partial sums: nothing follows them but the residual's sum."""
+        if residual.mailboxes is not None or not (isinstance(self.attn, Attention) and isinstance(self.mlp, Mlp)):
+            return False
+        if self.spec.attention.o_bias or self.spec.mlp.bias:
+            return False
+        products, dtype = ((self.attn.o, 3), (self.mlp.down, 1)), self.pre_mlp_norm.weight.dtype
+        return all(gives_shares(w[...], contract, ctx.tokens, dtype) for w, contract in products)
+
+
+class SandwichBlock(Block):
+    """x += post(attention(pre(x))); x += post(mlp(pre(x))) (Gemma, GLM-4); or without the norms before (OLMo 2)."""
+
+    def __call__(self, residual, ctx, cache, *, layer=None, token_inputs=None) -> Output:
+        shards, pre = ctx.shards, self.spec.pre_norm
+        with jax.named_scope("attention"):
+            y = self.pre_attn_norm.read(residual, shards)[1] if pre else residual.x
+            branch, cache = self.attend(y, ctx, cache)
+            y = self.post_attn_norm(branch.total(shards), shards)
+            residual = residual.plus(Branch(y), shards, self.scale)
+        with jax.named_scope("mlp"):
+            y = self.pre_mlp_norm.read(residual, shards)[1] if pre else residual.x
+            branch, load = self.feed(y, ctx, layer)
+            y = self.post_mlp_norm(branch.total(shards), shards)
+            return residual.plus(Branch(y), shards, self.scale), cache, load
+
+
+class ParallelBlock(Block):
+    """y = norm(x); x += attention(y) + mlp(y) (Cohere)."""
+
+    def __call__(self, residual, ctx, cache, *, layer=None, token_inputs=None) -> Output:
+        shards = ctx.shards
+        with jax.named_scope("attention"):
+            y = _gathered(self.pre_attn_norm.read(residual, shards)[1], ctx)
+            attn, cache = self.attn(y, ctx, cache)
+        with jax.named_scope("mlp"):
+            mlp, load = self.feed_forward(shards.fed(whole(y)), ctx, layer)
+            biases = self.attn_biases + self.mlp_biases
+            if shards.feeders > 1:  # attention is whole
+                branch = Branch(attn + shards.sum_tokens(mlp, axes.MLP), (), biases)
+            else:
+                branch = Branch(attn + mlp, (axes.MLP,), biases)
+            return residual.plus(branch, shards, self.scale), cache, load
+
+
+class GeneralBlock(Block):
+    """A layer whose residual is more than a sum: LAuReL, AltUp, per-layer embeddings, normed residuals, experts that
+    are deferred or have norms of their own (Gemma 3n, Gemma 4, MiniMax, LongCat)."""
+
+    def __call__(self, residual, ctx, cache, *, layer=None, token_inputs=None) -> Output:
+        shards, altup = ctx.shards, residual.x.ndim > 2
+        predicted = self.altup.predict(residual.x, shards) if altup else residual.x
+        x, cache = self.after_attention(predicted[:, 0] if altup else predicted, ctx, cache)
+        x, deferred, load = self.after_mlp(x, residual.deferred, ctx, layer)
+        x = self.altup.correct(predicted, x, shards) if altup else x
+        if token_inputs is not None and altup:
+            x = x.at[:, 1:].add(self.per_layer(x[:, 0] * self.altup.scale[...], token_inputs, shards)[:, None])
+        elif token_inputs is not None:
+            x = x + self.per_layer(x, token_inputs, shards)
+        x = x * self.scalar[...] if self.spec.scaled else x
+        return replace(residual, x=x, deferred=deferred), cache, load
+
+    def after_attention(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        """The residual [T, D] with attention's branch."""
+        spec, shards = self.spec, ctx.shards
+        with jax.named_scope("attention"):
+            y = self.pre_attn_norm.read(Residual(x), shards)[1] if spec.pre_norm else x
+            branch, cache = self.attend(y, ctx, cache)
+        out = branch.total(shards)
+        out = self.post_attn_norm(out, shards) if spec.post_norm else out
+        scales = spec.normed.attention if spec.normed else None
+        x = self.add(x, whole(y), out, scales)
+        if spec.laurel:
+            x = (x + self.laurel(whole(y), shards)) * jnp.asarray(2**-0.5, x.dtype)
+        return x, cache
+
+    def after_mlp(
+        self, x: jax.Array, deferred: jax.Array | None, ctx: StepContext, layer: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None, Load]:
+        """The residual [T, D] with the feed-forward's branch, the experts that are deferred to the next layer, and the
+        load. deferred: experts of the layer before."""
+        spec, shards = self.spec, ctx.shards
+        if spec.mlp is None:
+            return x, None, None
+        y, later = x, None
+        with jax.named_scope("mlp"):
+            if isinstance(spec.mlp, MoeSpec) and spec.mlp.own_norms:
+                tokens = shards.fed(shards.all_tokens(x, ctx.tokens))
+                out, load = self.mlp.with_norms(tokens, self.pre_mlp_norm(tokens, shards), ctx, layer)
+            else:
+                y = self.pre_mlp_norm.read(Residual(x), shards)[1] if spec.pre_norm else x
+                if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
+                    later, out, load = self.mlp.apart(shards.fed(whole(_gathered(y, ctx))), ctx, layer)
+                    branch = Branch(out, (axes.MLP,), self.mlp_biases)
+                else:
+                    branch, load = self.feed(y, ctx, layer)
+                if deferred is not None:
+                    branch = replace(branch, partials=branch.partials + deferred)
+                out = branch.total(shards)
+        out = self.post_mlp_norm(out, shards) if spec.post_norm else out
+        return self.add(x, whole(y), out, spec.normed.mlp if spec.normed else None), later, load
+
+    def add(self, x: jax.Array, y: jax.Array, out: jax.Array, scales: tuple[float, float] | None) -> jax.Array:
+        """The residual with a branch's output; scales: of a `NormedResidual`, which adds to the norm y of x."""
+        if scales is not None:
+            return y * scales[0] + out * scales[1]
+        return x + (out if self.scale == 1.0 else out * self.scale)
+
+
+def kind_of_block(spec: LayerSpec, config: ModelConfig) -> type[Block]:
+    """The class of a layer's block."""
+    defers = any(isinstance(layer.mlp, MoeSpec) and layer.mlp.deferred for layer in config.layers)
+    normed = spec.normed or (isinstance(spec.mlp, MoeSpec) and spec.mlp.own_norms)
+    extended = config.streams > 1 or config.per_layer is not None or spec.laurel or spec.scaled
+    if defers or normed or extended or not (spec.pre_norm or spec.post_norm):
+        return GeneralBlock
+    return ParallelBlock if spec.parallel else SandwichBlock if spec.post_norm else PreNormBlock
+
+
+def sums_feed_norms(config: ModelConfig, *, sharded: bool) -> bool:
+    """True if an RMS norm alone reads the residual after every branch, so that one kernel can add and norm.
+
+    sharded: it sums over devices too, each of which would add an output bias.
+    """
+    if config.norm.kind != "rms" or config.norm.unit_offset or config.residual_scale != 1.0:
+        return False
+    return all(
+        kind_of_block(layer, config) is PreNormBlock
+        and layer.mlp is not None
+        and not (sharded and (layer.attention.o_bias or layer.mlp.output_bias))
+        for layer in config.layers
+    )
+
+
+def _gathered(y: Activation, ctx: StepContext) -> Activation:
+    """The activations of all tokens, where they are split."""
+    return ctx.shards.all_tokens(whole(y), ctx.tokens) if ctx.shards.splits_tokens else y
+
+
+def _overlaps_collective(module: nnx.Module, name: str) -> bool:
+    """True if the product with this weight takes place together with its collective."""
+    weight = getattr(module, name, None)
+    return weight is not None and isinstance(weight.get_value(), RingWeight)

@@ -1,0 +1,174 @@
+"""Run a segment's layers: one after the other, or as a scan over stacked weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from inferlib.models.batch import StepContext
+from inferlib.models.blocks import Block
+from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.param import OfStack
+from inferlib.models.layers.ring import ring_axis, ring_choices, ring_fused, ring_weights
+from inferlib.models.segments import Segment
+from inferlib.models.stream import Residual
+from inferlib.ops.collective_matmul import RingWeight
+from inferlib.ops.packed import PackedTensor
+from inferlib.sharding import axes
+
+Ran = tuple[Residual, list[LayerCache], list[jax.Array]]
+
+
+def run_segment(
+    segment: Segment,
+    blocks: Sequence[Block],
+    residual: Residual,
+    ctx: StepContext,
+    caches: Sequence[LayerCache],
+    inputs: jax.Array | None,
+    traced: dict,
+) -> Ran:
+    """The residual after a segment, the caches of its blocks, and the loads [layers, E] of their experts.
+
+    inputs [T, L, P]: per-layer embeddings of all the model's layers. traced: functions of layers, shared by segments.
+    """
+    if segment.count > 1:
+        return _scan(segment, blocks, residual, ctx, caches, inputs)
+    new, loads = [], []
+    for number, (block, cache) in enumerate(zip(blocks, caches, strict=True), segment.start):
+        parts = _split(block, ctx, is_stacked=False)
+        key = parts.graph, cache.ring
+        if key not in traced:
+            traced[key] = _traced_layer(*key, ctx)
+        of_layer = None if inputs is None else inputs[:, number]
+        residual, arrays, load = traced[key](parts.states, residual, cache.arrays, cache.layer, of_layer)
+        new.append(LayerCache(arrays, cache.ring))
+        loads += [] if load is None else [load[None]]
+    return residual, new, loads
+
+
+def _traced_layer(graph: nnx.GraphDef, ring: bool, ctx: StepContext):
+    """A layer as a function that is traced once for all equal layers; XLA inlines it."""
+
+    @jax.jit
+    def layer(states, residual, arrays, place, inputs):
+        block = nnx.merge(graph, *states)
+        residual, cache, load = block(residual, ctx, LayerCache(arrays, ring, place), token_inputs=inputs)
+        return residual, cache.arrays, load
+
+    return layer
+
+
+def _scan(
+    segment: Segment,
+    blocks: Sequence[Block],
+    residual: Residual,
+    ctx: StepContext,
+    caches: Sequence[LayerCache],
+    inputs: jax.Array | None,
+) -> Ran:
+    """Scan over the repetitions of the segment's pattern.
+
+    The cache rides in the carry: as scan inputs and outputs it would exist twice. A cache that belongs to an earlier
+    block is only read, and stays outside. Experts and what a kernel reads by layer stay whole, as a layer's slice of
+    them would be copied.
+    """
+    parts = [_split(block, ctx, is_stacked=True) for block in blocks]
+    if inputs is not None:  # [T, L, P] -> [count, pattern, T, P]
+        inputs = inputs[:, segment.start : segment.stop]
+        inputs = jnp.moveaxis(inputs, 0, 1).reshape(segment.count, len(blocks), *inputs.shape[::2])
+
+    def body(carry, slices):
+        layer, residual, arrays = carry
+        states, inputs = slices
+        new, loads = [], []
+        for i, (block, part, state) in enumerate(zip(blocks, parts, states, strict=True)):
+            cache = LayerCache(arrays[i], caches[i].ring, layer) if block.owns_cache else caches[i]
+            of_layer = None if inputs is None else inputs[i]
+            whole = jax.tree.map(partial(_of_layer, layer), part.states[0], is_leaf=lambda p: isinstance(p, nnx.Param))
+            merged = nnx.merge(part.graph, whole, state)
+            residual, cache, load = merged(residual, ctx, cache, layer=layer, token_inputs=of_layer)
+            new.append(cache.arrays if block.owns_cache else ())
+            loads += [] if load is None else [load]
+        return (layer + 1, residual, tuple(new)), jnp.stack(loads) if loads else None
+
+    carry = (
+        jnp.int32(0),  # the layer; as an input it would be sliced from memory at each
+        residual,
+        tuple(cache.arrays if block.owns_cache else () for block, cache in zip(blocks, caches, strict=True)),
+    )
+    slices = tuple(part.states[1] for part in parts), inputs
+    (_, residual, new), loads = lax.scan(body, carry, slices, length=segment.count)
+    loads = [] if loads is None else [loads.reshape(-1, loads.shape[-1])]
+    return residual, [LayerCache(arrays, old.ring) for arrays, old in zip(new, caches, strict=True)], loads
+
+
+class _Parts(NamedTuple):
+    """A block's graph, and its weights: those that layers index themselves, then the others."""
+
+    graph: nnx.GraphDef
+    states: tuple[nnx.State, nnx.State]
+
+
+def _split(block: Block, ctx: StepContext, *, is_stacked: bool) -> _Parts:
+    ringed, shards = _ringed(block, ctx, is_stacked), ctx.shards
+
+    def is_whole(path, p) -> bool:
+        indexed = axes.EXPERTS in p.axes or p.axes in _WHOLE or isinstance(p.get_value(), PackedTensor)
+        return (is_stacked and indexed) or ".".join(path) in ringed
+
+    def with_collective(path, p):
+        if ".".join(path) not in ringed:
+            return p
+        values, axis = p.get_value() if is_stacked else p.get_value()[None], ring_axis(shards)
+        kind = dict(scatters=p.axes[-1] == axes.EMBED, interpret=shards.on_cpu)
+        kind |= dict(tokens=ctx.tokens, padded=shards.padded(ctx.tokens))
+        return p.replace(RingWeight(values, jnp.int32(0), axis, shards.ring(axis), **kind))
+
+    graph, whole, state = nnx.split(block, is_whole, ...)
+    return _Parts(graph, (nnx.map_state(with_collective, whole), state))
+
+
+def _ringed(block: Block, ctx: StepContext, is_stacked: bool) -> frozenset[str]:
+    """The weights whose products are fused with a collective, see `models.layers.ring`."""
+    shapes, dtype, names = {}, None, ring_weights(ctx.config, block.spec)
+    for name in names:
+        module, weight = name.split(".")
+        value = getattr(getattr(block, module), weight).get_value()
+        if isinstance(value, jax.Array):
+            shapes[name], dtype = value.shape[is_stacked:], value.dtype
+    if not shapes:
+        return frozenset()
+    return ring_fused(ring_choices(names, shapes, dtype, ctx.tokens, ctx.shards, ctx.backend))
+
+
+# Axes of stacked weights that layers index themselves: those of norms, and those that expand latents.
+_WHOLE = (
+    (axes.LAYERS, axes.EMBED),
+    (axes.LAYERS, axes.KV_HEADS, axes.HEAD_DIM, axes.LATENT),
+    (axes.LAYERS, axes.KV_HEADS, axes.LATENT, axes.HEAD_DIM),
+)
+
+
+def _of_layer(layer: jax.Array, p: nnx.Param) -> nnx.Param:
+    w = p.get_value()
+    if isinstance(w, (PackedTensor, RingWeight)):
+        return p.replace(w.of_layer(layer))
+    return p.replace(OfStack(w, layer)) if p.axes in _WHOLE else p
+
+
+def stacked(block: Block, count: int) -> Block:
+    """The block with `count` layers' weights, stacked along a leading axis."""
+    graph, state = nnx.split(block)
+    wide = jax.tree.map(
+        lambda p: p.replace(jnp.zeros((count, *p.shape), p.dtype), axes=(axes.LAYERS, *p.axes)),
+        state,
+        is_leaf=lambda p: isinstance(p, nnx.Param),
+    )
+    return nnx.merge(graph, wide)

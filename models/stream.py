@@ -1,0 +1,62 @@
+"""The residual stream, and the branches that layers add to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import jax
+
+from inferlib.ops.residual_norm import Mailboxes
+from inferlib.sharding.shards import Shards
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What a mixer or a feed-forward adds to the residual.
+
+    partials: this device's partial sum [T, D] over the logical axes `over`, or split-K partial sums [S, T, D] float32
+    of one product. biases [D]: added after the sum.
+    """
+
+    partials: jax.Array
+    over: tuple[str, ...] = ()
+    biases: tuple[jax.Array, ...] = ()
+
+    def total(self, shards: Shards) -> jax.Array:
+        """The whole sum [T, D]; this device's share of the tokens, where they are split."""
+        return self._biased(shards.sum_tokens(self.partials, *self.over) if self.over else self.partials)
+
+    def local(self) -> jax.Array:
+        """The partial sums of this device, to which the biases are added."""
+        return self._biased(self.partials)
+
+    def _biased(self, y: jax.Array) -> jax.Array:
+        for bias in self.biases:
+            y = y + bias
+        return y
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Residual:
+    """The residual stream between two branches.
+
+    x [T, D]: the residual, or several of them [T, N, D]; where tokens or the width are split, this device's share.
+    pending: partial sums of a branch that is still to be added, [T, D] or [S, T, D]: the next norm does both in one
+    kernel (see `ops.residual_norm`). deferred [T, D]: this device's partial sum of experts that the next feed-forward
+    is summed with (see `MoeSpec.deferred`). mailboxes: state of the kernel that also sums over devices. lazy: whether
+    branches are left pending.
+    """
+
+    x: jax.Array
+    pending: jax.Array | None = None
+    deferred: jax.Array | None = None
+    mailboxes: Mailboxes | None = None
+    lazy: bool = field(default=False, metadata={"static": True})
+
+    def plus(self, branch: Branch, shards: Shards, scale: float = 1.0) -> Residual:
+        """The residual with a branch times `scale` added, or left pending."""
+        if self.lazy:
+            return replace(self, pending=branch.local())
+        y = branch.total(shards)
+        return replace(self, x=self.x + (y if scale == 1.0 else y * scale))
