@@ -221,14 +221,22 @@ class GroupedStep:
         prefill = self.choose_prefill(cache, self.options(stripe, ctx.chunk_positions))
         in_place = prefill.name in prefill_attention.IN_PLACE
         runs = in_place or decode.name in decode_attention.IN_PLACE
-        writer = cache_write.choose_chunk_write(cache.arrays, width, ring=cache.ring, backend=prefill.name)
         return StepPlan(
             rows_write=decode.name in decode_attention.IN_PLACE,
             chunks_in_place=in_place,
             run=width if runs else 1,
-            chunk_writer=writer.name if width > 1 and not self.striped and writer.name != "xla" else None,
+            chunk_writer=self.choose_chunk_writer(cache, prefill.name),
             sinks=self.sinks if self.striped else None,
         )
+
+    def choose_chunk_writer(self, cache: LayerCache, backend: str) -> str | None:
+        """The implementation that writes whole chunks, where attention of chunks is by `backend`; None if there is none
+        for them."""
+        width = self.ctx.batch.chunk_tokens.shape[1]
+        if width <= 1 or self.striped:
+            return None
+        writer = cache_write.choose_chunk_write(cache.arrays, width, ring=cache.ring, backend=backend)
+        return None if writer.name == "xla" else writer.name
 
     @cached_property
     def row_options(self) -> AttentionOptions:
