@@ -7,8 +7,8 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from inferlib.models.config import MlaSpec
-from inferlib.models.recurrent import Mixer, Recurrent
+from inferlib.models.config import Mixer, MlaSpec
+from inferlib.models.recurrent import Recurrent
 from inferlib.ops import decode_attention, mla_decode_attention, mla_prefill_attention, prefill_attention
 from inferlib.ops.backend import Backend
 from inferlib.ops.choice import Choice

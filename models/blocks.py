@@ -18,7 +18,6 @@ from inferlib.models.layers.moe import Load, Moe
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.per_layer import PerLayerInput
-from inferlib.models.layers.recurrent import LAYERS
 from inferlib.models.layers.residual import AltUp, Laurel
 from inferlib.models.layout import Layout
 from inferlib.models.recurrent import Recurrent
@@ -41,7 +40,7 @@ class Block(nnx.Module):
         if isinstance(spec.attention, MlaSpec):
             self.attn = Mla(spec.attention, heads, config.dim, dtype)
         elif isinstance(spec.attention, Recurrent):
-            self.attn = LAYERS[type(spec.attention)](spec.attention, heads, config.dim, dtype)
+            self.attn = spec.attention.build(heads, config.dim, dtype)
         else:
             self.attn = Attention(spec.attention, heads, config.norm, config.dim, dtype)
         if isinstance(spec.mlp, MoeSpec):

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import ceil, comb
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-if TYPE_CHECKING:
-    from inferlib.models.recurrent import Mixer
+from inferlib.models.heads import HeadLayout, grouped_heads, separate_heads
+from inferlib.models.recurrent import Recurrent
 
 
 class ConfigError(ValueError):
@@ -171,6 +171,14 @@ class AttentionSpec:
         """Multiplications per query head and key seen."""
         return self.head_dim + self.value_dim
 
+    def head_layout(self, shards: int) -> HeadLayout:
+        """The heads as `shards` devices store them."""
+        return grouped_heads(self.heads, self.kv_heads, shards)
+
+    def cache_heads_in(self, layout: HeadLayout) -> int:
+        """Heads of the cache, as laid out."""
+        return layout.groups
+
 
 @dataclass(frozen=True)
 class MlaSpec:
@@ -224,6 +232,17 @@ class MlaSpec:
     def pair_width(self, decode: bool) -> int:
         """Multiplications per query head and key seen: decoding works on latents, prefill on what they expand to."""
         return 2 * self.kv_rank + self.rope.dim if decode else self.head_dim + self.value_dim
+
+    def head_layout(self, shards: int) -> HeadLayout:
+        """The heads as `shards` devices store them, each with its expanded key and value."""
+        return separate_heads(self.heads, shards)
+
+    def cache_heads_in(self, layout: HeadLayout) -> int:
+        """The one head of the cache, which every device of a split over heads stores."""
+        return 1
+
+
+Mixer = AttentionSpec | MlaSpec | Recurrent  # what mixes a layer's tokens
 
 
 @dataclass(frozen=True)

@@ -7,55 +7,12 @@ from math import ceil
 
 import numpy as np
 
-from inferlib.models.config import MlaSpec, MlpSpec, ModelConfig, MoeSpec
-from inferlib.models.recurrent import Mixer, Recurrent
+from inferlib.models.config import Mixer, MlaSpec, MlpSpec, ModelConfig, MoeSpec
+from inferlib.models.heads import HeadLayout
+from inferlib.models.recurrent import Recurrent
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
-
-
-@dataclass(frozen=True)
-class HeadLayout:
-    """Groups of query heads that share a key/value head, as the arrays hold them.
-
-    groups, queries: the arrays' K and G. source [groups, queries + 2]: which head of the checkpoint each slot holds
-    (the last two columns: the key and the value head), -1 for a zero head. copies: groups per key/value head.
-    """
-
-    groups: int
-    queries: int
-    copies: int
-    source: tuple[tuple[int, ...], ...]
-
-    @property
-    def plain(self) -> bool:
-        """Whether this is the checkpoint's own order, without padding or copies."""
-        return self.copies == 1 and all(slot >= 0 for row in self.source for slot in row)
-
-
-def head_layout(spec: Mixer, shards: int) -> HeadLayout:
-    """Lay out the heads for `shards` devices.
-
-    Key/value heads fewer than the devices are copied, their queries dealt among the copies; what does not divide is
-    padded with zero heads, whose output is zero. The heads of latent attention have a key and a value each, expanded.
-    Of linear attention, the value heads stand for queries and the key heads for key/value heads.
-    """
-    if isinstance(spec, MlaSpec):
-        heads = range(_rounded_up(spec.heads, shards))
-        return HeadLayout(len(heads), 1, 1, tuple((h if h < spec.heads else -1,) * 3 for h in heads))
-    copies = max(1, shards // spec.kv_heads)
-    queries = ceil(spec.group / copies)
-    groups = ceil(spec.kv_heads * copies / shards) * shards
-    rows = []
-    for group in range(groups):
-        kv, part = divmod(group, copies)
-        if kv >= spec.kv_heads:
-            rows.append((-1,) * (queries + 2))
-            continue
-        local = range(part * queries, (part + 1) * queries)
-        heads = [kv * spec.group + g if g < spec.group else -1 for g in local]
-        rows.append((*heads, kv, kv))
-    return HeadLayout(groups, queries, copies, tuple(rows))
 
 
 @dataclass(frozen=True)
@@ -95,15 +52,11 @@ class Layout:
             )
 
     def heads(self, spec: Mixer) -> HeadLayout:
-        return head_layout(spec, self.shards.size(axes.KV_HEADS))
+        return spec.head_layout(self.shards.size(axes.KV_HEADS))
 
     def cache_heads(self, spec: Mixer) -> int:
-        """Heads of a layer's cache; that of latents has one, which every device of a split over heads holds, a state
-        those of values."""
-        if isinstance(spec, MlaSpec):
-            return spec.cache_heads
-        heads = self.heads(spec)
-        return heads.groups * heads.queries if isinstance(spec, Recurrent) else heads.groups
+        """Heads of a layer's cache."""
+        return spec.cache_heads_in(self.heads(spec))
 
     def hidden(self, size: int) -> int:
         """Feed-forward width, padded with zeros."""

@@ -209,10 +209,7 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
 
 
 def _states(model: AbstractModel, spec: Recurrent, lead: tuple[int, ...]) -> BlockState:
-    heads = model.layout.heads(spec)
-    kept = spec.kept(heads.groups, heads.queries)
-    names = (axes.LAYERS, axes.PAGES)[-len(lead) :]
-    arrays = (
-        CacheArray((*lead, *x.shape), (*names, *x.axes), np.dtype(np.float32) if x.wide else model.dtype) for x in kept
-    )
-    return BlockState(tuple(arrays), tuple(x.name for x in kept))
+    states, names = spec.states(model.layout.heads(spec)), (axes.LAYERS, axes.PAGES)[-len(lead) :]
+    wide = np.dtype(np.float32)
+    arrays = (CacheArray((*lead, *x.shape), (*names, *x.axes), wide if x.wide else model.dtype) for x in states)
+    return BlockState(tuple(arrays), tuple(x.name for x in states))

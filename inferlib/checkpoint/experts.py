@@ -17,12 +17,13 @@ from jax import lax
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
-from inferlib.checkpoint.assemble import LoadItem, Piece, piece_bytes
+from inferlib.checkpoint.assemble import LoadItem, piece_bytes
 from inferlib.checkpoint.shipped import is_kept, kept
 from inferlib.checkpoint.source import TensorSource
 from inferlib.models.abstract import ArraySpec
 from inferlib.models.config import MoeSpec
 from inferlib.models.families.common import FusedExperts
+from inferlib.models.pieces import Piece
 from inferlib.ops.packed import Packing
 from inferlib.ops.quantized import Scheme, quantize
 from inferlib.programs.start_functions import fetched, join, run
@@ -69,7 +70,11 @@ def load_experts(
     for layer, pieces in enumerate(item.pieces):
         for expert in range(item.layer.mlp.experts):
             own = _of_expert(pieces, kind, item.layer.mlp, expert)
-            slots = [slot for slot, e in enumerate(item.placed[layer]) if e == expert] if item.placed else [expert]
+            slots = (
+                [slot for slot, e in enumerate(item.slot_experts[layer]) if e == expert]
+                if item.slot_experts
+                else [expert]
+            )
             if slots := [slot for slot in slots if arrays[0].owners(slot)]:
                 if weight.scheme is None:
                     tensors = _read(source.read, own, kind, item.fused_experts)

@@ -24,13 +24,12 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from inferlib.checkpoint.assemble import alike, expand
+from inferlib.checkpoint.assemble import Heads, expand, heads_of
 from inferlib.checkpoint.load import into_stack
 from inferlib.checkpoint.load import placement as placement_of
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.models.abstract import AbstractModel, ArraySpec, WeightSpec, abstract_model
-from inferlib.models.config import LayerSpec, ModelConfig
-from inferlib.models.layout import Layout
+from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import nbytes
 from inferlib.placement import TABLES, ExpertPlacement
@@ -264,7 +263,7 @@ def _expanded(
         return held
     layer = None if stored.block is None else model.config.layers[stored.block]
     places = tuple(shards.sharding(spec.axes) for spec in target.arrays)
-    static = (*alike(model.layout, layer, stored.part), replace(stored, name="", block=None), target)
+    static = heads_of(model.layout, layer, stored), replace(stored, name="", block=None), target
     return run(expand_all, static, *held, place=places)
 
 
@@ -285,12 +284,13 @@ def _take(axis: int, x: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def expand_all(
-    layout: Layout, layer: LayerSpec | None, stored: WeightSpec, target: WeightSpec, *held: jax.Array
+    heads: Heads | None, stored: WeightSpec, target: WeightSpec, *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
     """See `_expanded`. Traceable."""
+    whole = replace(target, scheme=stored.scheme, packed=False, float4=False)
     expanded = tuple(
-        expand(layout, layer, spec.axes, x, fill=float(spec.part.endswith(".scales")))
-        for spec, x in zip(stored.arrays, held, strict=True)
+        expand(x, spec.axes, spec.shape, heads, fill=float(spec.part.endswith(".scales")))
+        for spec, x in zip(whole.arrays, arrays, strict=True)
     )
     return target.packed_arrays(*expanded) if stored.scheme == target.scheme else target.stored(*expanded)
 

@@ -15,14 +15,14 @@ from jax import lax
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
-from inferlib.checkpoint.assemble import LoadItem, Piece, alike, assemble, layer_pieces, piece_bytes, top_pieces
+from inferlib.checkpoint.assemble import Heads, LoadItem, expand, heads_of, layer_assembly, piece_bytes, top_assembly
 from inferlib.checkpoint.experts import expert_pieces, load_experts
 from inferlib.checkpoint.shipped import QuantizedSource, is_kept, kept
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
-from inferlib.models.config import LayerSpec, ModelConfig, MoeSpec
+from inferlib.models.config import ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
-from inferlib.models.layout import Layout
+from inferlib.models.pieces import Arrange, Piece
 from inferlib.models.quantization import Quantization
 from inferlib.placement import TABLES, ExpertPlacement
 from inferlib.programs.start_functions import run
@@ -106,7 +106,7 @@ def load_weights(
                 arrays += placement.place(model, weight, shards, places)
                 continue
             if placement is not None and axes.EXPERTS in weight.axes:
-                item = replace(item, placed=placement.of(model, weight))
+                item = replace(item, slot_experts=placement.of(model, weight))
             arrays += load_item(source, item, model, shards, bar.advance, places)
     return tuple(arrays)
 
@@ -127,18 +127,19 @@ def load_item(
     one = replace(weight.of_layer, name="", block=None)
     sharding = placement(shards, one.axes, one.shape)
     split = dict(zip(one.axes, sharding.spec, strict=True)) if sharding else {}
-    static = (*alike(model.layout, item.layer, one.part), one)
+    carriers = tuple(split.get(name) for name in _tensor_axes(weight))
+    static = item.arrange, heads_of(model.layout, item.layer, one), one
     places = layer_places(one, shards, formats, stacked=stacked)
     arrays = None
     for number, pieces in enumerate(item.pieces):
         if is_kept(source, weight, pieces):
-            values = [_read(source.values, piece, weight.part, shards, split) for piece in pieces]
+            values = [_read(source.values, piece, carriers, shards) for piece in pieces]
             shared = (source.scales, source.zeros)[: 1 + weight.scheme.zeros]
             rows = [slice(*piece.rows) if piece.rows else None for piece in pieces]
             shared = [[read(p.tensor, own) for p, own in zip(pieces, rows, strict=True)] for read in shared]
             layer = run(keep, static, values, *shared, place=places)
         else:
-            tensors = [_read(source.read, piece, weight.part, shards, split) for piece in pieces]
+            tensors = [_read(source.read, piece, carriers, shards) for piece in pieces]
             layer = run(lay_out, static, *tensors, place=places)
         arrays = into_stack(weight, shards, formats, arrays, number, layer) if stacked else layer
         # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
@@ -197,20 +198,21 @@ def _put_layer(stack: jax.Array, layer: jax.Array, number: jax.Array) -> jax.Arr
     return lax.dynamic_update_index_in_dim(stack, layer, number, axis=0)
 
 
-def lay_out(layout: Layout, layer: LayerSpec | None, weight: WeightSpec, *pieces: jax.Array) -> tuple[jax.Array, ...]:
+def lay_out(
+    arrange: Callable[..., jax.Array], heads: Heads | None, weight: WeightSpec, *pieces: jax.Array
+) -> tuple[jax.Array, ...]:
     """The arrays of one layer's weight, from the checkpoint's tensors. Traceable."""
     dtype = weight.dtype.name if weight.scheme is None else "float32"
-    whole = assemble(layout, layer, weight.axes, weight.part, dtype, *pieces)
-    return weight.stored(whole)
+    return weight.stored(expand(arrange(*pieces), weight.axes, weight.shape, heads).astype(dtype))
 
 
 def keep(
-    layout: Layout, layer: LayerSpec | None, weight: WeightSpec, *stored: list[jax.Array]
+    arrange: Callable[..., jax.Array], heads: Heads | None, weight: WeightSpec, *stored: list[jax.Array]
 ) -> tuple[jax.Array, ...]:
     """The arrays of one layer's weight, from values, scales and zero points as they are stored. Traceable."""
 
     def whole(pieces: Sequence[jax.Array], fill: float) -> jax.Array:
-        return assemble(layout, layer, weight.axes, weight.part, pieces[0].dtype, *pieces, fill=fill)
+        return expand(arrange(*pieces), weight.axes, weight.shape, heads, fill).astype(pieces[0].dtype)
 
     return weight.packed_arrays(*kept(weight.scheme, weight.contracting, whole, *stored))
 
@@ -218,13 +220,12 @@ def keep(
 def _read(
     reader: Callable[[str, slice | None], np.ndarray],
     piece: Piece,
-    part: str,
+    carriers: Sequence[str | tuple[str, ...] | None],
     shards: Shards,
-    split: dict[str, str | tuple[str, ...] | None],
 ) -> np.ndarray | jax.Array:
     """A piece as stored: a view of the file, or on a mesh an array of which each device reads its part.
 
-    split: the mesh axes that split the weight's logical axes.
+    carriers: the mesh axes that split rows and columns of a matrix, as they do the weight's axes.
     """
     start, stop = piece.rows or (0, piece.shape[0])
 
@@ -238,8 +239,7 @@ def _read(
     if shards.mesh is None:
         return read(slice(start, stop) if piece.rows else None)
     shape = (stop - start, *piece.shape[1:])
-    # Tensors are split as the result is.
-    carriers = [split.get(name) for name in _axes_of(part)] if len(shape) == 2 else [None] * len(shape)
+    carriers = carriers if len(shape) == 2 else [None] * len(shape)
     spec = [axis if n % _size(shards, axis) == 0 else None for n, axis in zip(shape, carriers, strict=True)]
 
     @cache  # what several devices hold is read once
@@ -254,23 +254,13 @@ def _read(
     return jax.make_array_from_callback(shape, NamedSharding(shards.mesh, PartitionSpec(*spec)), of_device)
 
 
-def _axes_of(part: str) -> tuple[str, str]:
-    """What splits the rows and the columns of a part's checkpoint tensors, [out, in]."""
-    match part.replace(".shared.", "."):
-        case "attn.qkv" | "attn.q" | "attn.k" | "attn.v" | "attn.gate" | "attn.qk" | "attn.vz" | "attn.ba":
-            return axes.KV_HEADS, axes.EMBED
-        case "attn.z" | "attn.x" | "attn.bc" | "attn.dt" | "attn.bcx" | "attn.fade":
-            return axes.KV_HEADS, axes.EMBED
-        case "attn.down":
-            return axes.LATENT, axes.EMBED
-        case "attn.o":
-            return axes.EMBED, axes.KV_HEADS
-        case "mlp.gate_up":
-            return axes.MLP, axes.EMBED
-        case "mlp.down":
-            return axes.EMBED, axes.MLP
-        case _:
-            return axes.VOCAB, axes.EMBED
+def _tensor_axes(weight: WeightSpec) -> tuple[str, str]:
+    """The logical axes that can split rows and columns of a weight's checkpoint tensors, [out, in]."""
+    names = weight.of_layer.axes
+    if weight.block is None:
+        return axes.VOCAB, axes.EMBED
+    inner = next((name for name in (axes.KV_HEADS, axes.MLP, axes.LATENT) if name in names), axes.VOCAB)
+    return (axes.EMBED, inner) if names[-1] == axes.EMBED else (inner, axes.EMBED)
 
 
 def shipped_quantization(source: QuantizedSource, family: Family, config: ModelConfig) -> Quantization:
@@ -295,24 +285,24 @@ def _plain(dtype: np.dtype) -> bool:
 
 def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
     if weight.block is None:
-        pieces = (top_pieces(family.top, model.config, weight.part),)
-        return LoadItem(weight, None, pieces, family.fused_experts)
+        made = top_assembly(family.top, model.config, weight.part)
+        return LoadItem(weight, None, (made.pieces,), family.fused_experts, made.arrange)
     layers = model.layers_of(weight.block)
-    spec = model.config.layers[layers[0]]
-    per_layer = []
+    spec, per_layer, arrange = model.config.layers[layers[0]], [], None
     for i in layers:
         names = _names(family, model.config, i)
         if computed := family.computed.get(weight.part):
             values = computed(spec, i, len(model.config.layers))
-            pieces = (Piece(weight.name, (len(values),), values=values),)
+            pieces, arrange = (Piece(weight.name, (len(values),), values=values),), Arrange("d -> d")
         elif axes.EXPERTS in weight.axes:
             pieces = expert_pieces(names, spec.mlp, weight.part, model.config.dim, family.fused_experts)
         else:
-            pieces = layer_pieces(names, spec, weight.part, model.config.dim, weight.of_layer.shape)
+            made = layer_assembly(names, spec, weight.part, model.config.dim, weight.of_layer.shape)
+            pieces, arrange = made.pieces, made.arrange
         if family.transposed:
             pieces = tuple(replace(piece, transposed=len(piece.shape) == 2) for piece in pieces)
         per_layer.append(pieces)
-    return LoadItem(weight, spec, tuple(per_layer), family.fused_experts)
+    return LoadItem(weight, spec, tuple(per_layer), family.fused_experts, arrange)
 
 
 def _names(family: Family, config: ModelConfig, layer: int) -> dict[str, str]:

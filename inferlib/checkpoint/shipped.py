@@ -20,9 +20,9 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
-from inferlib.checkpoint.assemble import Piece
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import WeightSpec
+from inferlib.models.pieces import Piece
 from inferlib.ops.quantized import SCHEMES, Scheme
 
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

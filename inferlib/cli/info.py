@@ -247,7 +247,7 @@ def _layer(layer: LayerSpec) -> str:
 
     attention = layer.attention
     if isinstance(attention, Recurrent):
-        return ", ".join([*_recurrent(attention), *_feed_forward(layer.mlp)])
+        return ", ".join([attention.summary(), *_feed_forward(layer.mlp)])
     rope = attention.rope
     parts = [f"{attention.heads} heads of {attention.head_dim}"]
     if isinstance(attention, MlaSpec):
@@ -275,15 +275,6 @@ def _layer(layer: LayerSpec) -> str:
     parts += [f"LAuReL {layer.laurel}"] if layer.laurel else []
     parts += ["parallel"] if layer.parallel else []
     return ", ".join(parts)
-
-
-def _recurrent(spec: Any) -> list[str]:
-    from inferlib.models.recurrent import ShortConvSpec
-
-    if isinstance(spec, ShortConvSpec):
-        return [f"{spec.title} of {spec.heads * spec.head_dim} channels, {spec.taps} taps"]
-    heads = f"{spec.heads} heads" + (f", {spec.kv_heads} for queries and keys" if spec.group > 1 else "")
-    return [f"{spec.title} with {heads}", "states of {} x {}".format(*spec.state_shape)]
 
 
 def _feed_forward(spec: MlpSpec | MoeSpec | None) -> list[str]:

@@ -355,7 +355,7 @@ def _flops(programs: ProgramSet, key: ProgramKey) -> int:
     for layer in model.config.layers:
         spec, heads = layer.attention, model.layout.heads(layer.attention)
         if isinstance(spec, Recurrent):
-            attention += 2 * tokens * heads.groups * heads.queries * spec.token_width
+            attention += 2 * tokens * heads.groups * heads.queries * spec.token_products
             continue
         seen = min(key.limit, spec.reach or key.limit)
         attention += 2 * tokens * seen * heads.groups * heads.queries * spec.pair_width(decode=not key.chunks)

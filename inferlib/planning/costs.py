@@ -17,11 +17,11 @@ import numpy as np
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
 from inferlib.config import check_kv_cache_dtype
 from inferlib.models.abstract import AbstractModel, abstract_model
-from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
+from inferlib.models.config import Mixer, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.exchange import pairs_room
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
-from inferlib.models.recurrent import Mixer, Recurrent
+from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import nbytes
 from inferlib.planning.collectives import Collective
@@ -274,7 +274,7 @@ class Deployed:
         for block in self.blocks:
             spec, layers = block.attention, block.layers
             if isinstance(spec, Recurrent):
-                flops += 2.0 * layers * tokens * block.heads * spec.token_width
+                flops += 2.0 * layers * tokens * block.heads * spec.token_products
                 cache += 2.0 * layers * rows * block.state
                 continue
             reach, width = spec.reach or float("inf"), spec.pair_width(decode=not key.chunks)

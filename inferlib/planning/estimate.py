@@ -17,7 +17,7 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from inferlib.models.layers.exchange import exchange_of, pairs_room
 from inferlib.models.layers.ring import ring_choices, ring_fused, ring_weights
-from inferlib.models.recurrent import LightningSpec, Mamba2Spec
+from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_write import folded_rows
 from inferlib.planning.collectives import Collective
@@ -241,11 +241,10 @@ def _mixer(
 ) -> None:
     """A layer's mixer before its output projection; `tokens` on a device. passes: see `_over_stripes`."""
     spec = layer.attention
-    if isinstance(spec, LightningSpec):
-        ledger.reduce("norm of all heads", (axes.KV_HEADS,), (tokens, 1), np.float32)
-    if isinstance(spec, Mamba2Spec) and model.layout.heads(spec).copies > 1:
-        devices = ledger.shards.size(axes.KV_HEADS)
-        ledger.gather("norms of groups of heads", (axes.KV_HEADS,), (tokens, devices), np.float32)
+    if isinstance(spec, Recurrent):
+        for other in spec.collectives(model.layout.heads(spec), ledger.shards.size(axes.KV_HEADS)):
+            nbytes = _nbytes((tokens, other.numbers), np.float32)
+            ledger.add(Collective(other.kind, other.purpose, "", nbytes), (axes.KV_HEADS,))
     if not isinstance(block, BlockState):
         heads = model.layout.heads(spec)
         groups = heads.groups // ledger.shards.size(axes.KV_HEADS), heads.queries

@@ -1,6 +1,6 @@
 """Model families: a recipe (`config.json` -> `ModelConfig`) and a tensor name map each.
 
-To add one, write a module with a `Family` and list it below.
+To add one, write a module with a `Family` and list it below; code outside the library calls `register`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ FAMILIES: tuple[Family, ...] = (
     llama4.LLAMA4_TEXT,
 )
 
-# Architectures that are not supported, by the first of their ideas that the decoder lacks.
+# Architectures that are not supported, by the first idea that the decoder lacks.
 _LACKING = {
     "a linear-attention layer (Kimi Delta Attention with bounded fading)": ("BailingHybridForCausalLM",),
     "attention and a state space side by side in a layer": ("FalconH1ForCausalLM",),
@@ -128,10 +128,17 @@ _LACKING = {
     "images beside text": ("KimiK25ForConditionalGeneration",),
 }
 _MISSING = {name: idea for idea, names in _LACKING.items() for name in names}
-_BY_ARCHITECTURE = {
-    name: [family for family in FAMILIES if name in family.architectures]
-    for name in (name for family in FAMILIES for name in family.architectures)
-}
+_BY_ARCHITECTURE: dict[str, list[Family]] = {}
+
+
+def register(family: Family) -> None:
+    """Make a family known by its architectures."""
+    for name in family.architectures:
+        _BY_ARCHITECTURE.setdefault(name, []).append(family)
+
+
+for _family in FAMILIES:
+    register(_family)
 
 
 def family_of(hf: dict[str, Any]) -> Family:
@@ -149,7 +156,7 @@ def family_of(hf: dict[str, Any]) -> Family:
 
 
 def _of_text(hf: dict[str, Any], name: str, families: list[Family]) -> Family:
-    """The one of an architecture's families that its text part is of."""
+    """The family of an architecture's text part."""
     if len(families) == 1:
         return families[0]
     kind = options_of(hf, "text_config").get("model_type")

@@ -16,7 +16,7 @@ from inferlib.models.families.common import (
 from inferlib.models.families.deepseek import feeds
 from inferlib.models.families.latent import LATENT, latent_attention
 from inferlib.models.families.mistral import MIXTRAL_LAYER
-from inferlib.models.recurrent import KimiDeltaSpec
+from inferlib.models.mixers.kimi_delta import KimiDeltaSpec
 
 DEFAULTS = {
     "max_position_embeddings": 1048576,

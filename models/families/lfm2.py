@@ -17,7 +17,7 @@ from inferlib.models.families.common import (
     need,
     rope_spec,
 )
-from inferlib.models.recurrent import ShortConvSpec
+from inferlib.models.mixers.short_conv import ShortConvSpec
 
 DEFAULTS = {
     "num_key_value_heads": 8,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from inferlib.models.config import ConfigError, LayerSpec, MlpSpec, ModelConfig, MoeSpec, NormSpec, RouterSpec
+from inferlib.models.config import ConfigError, LayerSpec, Mixer, MlpSpec, ModelConfig, MoeSpec, NormSpec, RouterSpec
 from inferlib.models.families.common import (
     LAYER,
     MOE_LAYER,
@@ -24,7 +24,7 @@ from inferlib.models.families.common import (
 )
 from inferlib.models.families.granite import DEFAULTS as GRANITE_DEFAULTS
 from inferlib.models.families.granite import FUSED_LAYER, with_multipliers
-from inferlib.models.recurrent import Mamba2Spec, Mixer
+from inferlib.models.mixers.mamba2 import Mamba2Spec
 
 _ANY_STEP = (0.0, float("inf"))
 # What kinds of layers were called before, and in Nemotron-H's patterns.

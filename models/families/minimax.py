@@ -17,7 +17,7 @@ from inferlib.models.families.common import (
     rope_spec,
 )
 from inferlib.models.families.mistral import MIXTRAL_LAYER
-from inferlib.models.recurrent import LightningSpec
+from inferlib.models.mixers.lightning import LightningSpec
 
 LAYER = MIXTRAL_LAYER | {
     "lightning.qkv": "self_attn.qkv_proj",

@@ -21,7 +21,7 @@ from inferlib.models.families.common import (
     softmax_router,
     windows,
 )
-from inferlib.models.recurrent import GatedDeltaSpec
+from inferlib.models.mixers.gated_delta import GatedDeltaSpec
 
 # Norms stand on the branches' outputs only.
 POST_NORM = LAYER | {

@@ -28,7 +28,7 @@ from inferlib.models.families.common import (
     text_of,
 )
 from inferlib.models.families.qwen_moe import QWEN2_LAYER
-from inferlib.models.recurrent import GatedDeltaSpec
+from inferlib.models.mixers.gated_delta import GatedDeltaSpec
 
 DEFAULTS = {
     "num_key_value_heads": 4,

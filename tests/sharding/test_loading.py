@@ -16,7 +16,7 @@ from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.config import AttentionSpec
 from inferlib.models.families import config_from_hf
-from inferlib.models.layout import Layout, head_layout
+from inferlib.models.layout import Layout
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import planned_shards
 from tests.helpers.counted_reads import CountedReads
@@ -28,7 +28,7 @@ from tests.sharding.conftest import load
 @given(kv_heads=st.integers(1, 12), group=st.integers(1, 7), shards=st.integers(1, 16))
 def test_head_layout(kv_heads, group, shards):
     spec = AttentionSpec(kv_heads * group, kv_heads, 8, 1.0, None)
-    layout = head_layout(spec, shards)
+    layout = spec.head_layout(shards)
     assert layout.groups % shards == 0
     assert np.array(layout.source).shape == (layout.groups, layout.queries + 2)
     seen, groups_of_kv = [], Counter()
@@ -42,7 +42,7 @@ def test_head_layout(kv_heads, group, shards):
     assert {groups_of_kv[kv] for kv in range(kv_heads)} == {layout.copies}
     # Padding is less than a device's share; whatever divides stays as it is.
     assert groups_of_kv[-1] < shards
-    assert layout.plain == (kv_heads % shards == 0)
+    assert layout.unchanged == (kv_heads % shards == 0)
 
 
 def planned(parallel: str):

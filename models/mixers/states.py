@@ -1,5 +1,5 @@
-"""What rows keep in recurrent layers (see `models.recurrent`): a `LayerCache` of arrays [N, ...], in a scanned segment
-[L, N, ...]. It is read and written where it lies."""
+"""A row's state in a recurrent mixer: a `LayerCache` of arrays [N, ...], in a scanned segment [L, N, ...], which is
+read and written in place."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from inferlib.models.batch import StepBatch
 from inferlib.models.layers.kv_cache import LayerCache
 
 States = tuple[jax.Array, ...]
-# Of each of P rows inputs of C tokens [P, C, ...], what it keeps, and how many of the tokens, the first ones, are valid
-# [P] -> what the tokens return [P, C, ...], and what the row keeps then.
+# Takes inputs [P, C, ...] of C tokens of each of P rows, the rows' states [P, ...], and how many tokens of each row,
+# the first ones, are valid [P]; returns the outputs [P, C, ...] and the states after the valid tokens.
 Rule = Callable[[list[jax.Array], States, jax.Array], tuple[jax.Array, States]]
 
 
 def in_turn(
     rule: Rule, inputs: Sequence[jax.Array], batch: StepBatch, cache: LayerCache
 ) -> tuple[jax.Array, LayerCache]:
-    """Take a step's tokens, inputs [T, ...], through a rule: what they return [T, ...], and the cache. Tokens that are
-    not valid change nothing."""
+    """Run a step's tokens, inputs [T, ...] each, through a rule; returns outputs [T, ...] and the new cache. Tokens
+    that are not valid change no state."""
     (p, c), outs = batch.chunk_tokens.shape, []
     if split := math.prod((p, c)):
         chunks = [x[:split].reshape(p, c, *x.shape[1:]) for x in inputs]
-        out, new = rule(chunks, of_chunks(cache, batch), batch.chunk_lengths)
-        cache = with_chunks(cache, batch, new)
+        out, new = rule(chunks, chunk_states(cache, batch), batch.chunk_lengths)
+        cache = with_chunk_states(cache, batch, new)
         outs.append(out.reshape(split, *out.shape[2:]))
     if rows := batch.decode_tokens.shape[0]:
         live = (batch.decode_lengths > 0).astype(jnp.int32)
-        out, new = rule([x[split:, None] for x in inputs], of_rows(cache, rows), live)
-        cache = with_rows(cache, new)
+        out, new = rule([x[split:, None] for x in inputs], row_states(cache, rows), live)
+        cache = with_row_states(cache, new)
         outs.append(out[:, 0])
     return outs[0] if len(outs) == 1 else jnp.concatenate(outs), cache
 
@@ -46,8 +46,8 @@ def advance(
     state: jax.Array,
     lengths: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """What C tokens of each of P rows, inputs [P, C, ...], return [P, C, ...], of which so many are valid, lengths [P],
-    and the state after them: by chunks, or of a single token by a step."""
+    """Run C tokens of each of P rows, inputs [P, C, ...] each, through one of two forms of a rule: by chunks, or a
+    single token by a step. lengths [P]: the valid tokens. Returns outputs [P, C, ...] and the new state."""
     valid = jnp.arange(inputs[0].shape[1]) < lengths[:, None]
     if valid.shape[1] > 1:
         return by_chunks(*inputs, state, valid)
@@ -55,33 +55,33 @@ def advance(
     return out[:, None], state
 
 
-def of_rows(cache: LayerCache, rows: int) -> States:
-    """Those of the first rows, [B, ...] each."""
+def row_states(cache: LayerCache, rows: int) -> States:
+    """The states of the first rows, [B, ...] each."""
     return tuple(_read(x, cache.layer, 0, rows) for x in cache.arrays)
 
 
-def with_rows(cache: LayerCache, new: Sequence[jax.Array]) -> LayerCache:
-    """The cache with those of the first rows replaced."""
+def with_row_states(cache: LayerCache, new: Sequence[jax.Array]) -> LayerCache:
+    """The cache with the states of the first rows replaced."""
     return replace(cache, arrays=tuple(_write(x, cache.layer, 0, s) for x, s in zip(cache.arrays, new, strict=True)))
 
 
-def of_chunks(cache: LayerCache, batch: StepBatch) -> States:
-    """Those of the chunks' rows, [P, ...] each: zeros where a prompt starts."""
+def chunk_states(cache: LayerCache, batch: StepBatch) -> States:
+    """The states of the chunks' rows, [P, ...] each: zeros where a prompt starts."""
     states = []
     for x in cache.arrays:
-        held = jnp.concatenate([_read(x, cache.layer, row, 1) for row in batch.chunk_rows])
-        begins = (batch.chunk_starts == 0).reshape(-1, *(1,) * (held.ndim - 1))
-        states.append(jnp.where(begins, 0, held))
+        cached = jnp.concatenate([_read(x, cache.layer, row, 1) for row in batch.chunk_rows])
+        begins = (batch.chunk_starts == 0).reshape(-1, *(1,) * (cached.ndim - 1))
+        states.append(jnp.where(begins, 0, cached))
     return tuple(states)
 
 
-def with_chunks(cache: LayerCache, batch: StepBatch, new: Sequence[jax.Array]) -> LayerCache:
-    """The cache with those of the chunks' rows replaced; absent chunks replace none."""
+def with_chunk_states(cache: LayerCache, batch: StepBatch, new: Sequence[jax.Array]) -> LayerCache:
+    """The cache with the states of the chunks' rows replaced; absent chunks replace none."""
     arrays = []
     for x, states in zip(cache.arrays, new, strict=True):
         for i, row in enumerate(batch.chunk_rows):
-            held = _read(x, cache.layer, row, 1)
-            x = _write(x, cache.layer, row, jnp.where(batch.chunk_lengths[i] > 0, states[i : i + 1], held))
+            cached = _read(x, cache.layer, row, 1)
+            x = _write(x, cache.layer, row, jnp.where(batch.chunk_lengths[i] > 0, states[i : i + 1], cached))
         arrays.append(x)
     return replace(cache, arrays=tuple(arrays))
 
