@@ -38,7 +38,8 @@ from inferlib.planning.costs import Deployed
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.targets import parse_target
-from tests.conftest import MAX_LEN, VOCAB, build_llm, random_prompts, write_tokenizer
+from tests.helpers.llms import MAX_LEN, build_llm, random_prompts
+from tests.helpers.tokenizer import VOCAB, write_tokenizer
 
 HEADS, SIZE, WIDTH, HIDDEN, LAYERS = 6, 8, 32, 40, 3
 
