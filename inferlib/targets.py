@@ -23,21 +23,21 @@ Platform = Literal["cpu", "gpu", "tpu", "neuron"]
 
 
 class TargetError(ValueError):
-    """A target that does not exist or cannot do what is asked; the message says which can."""
+    """A target that does not exist or cannot do what is asked. The message says which can."""
 
 
 @dataclass(frozen=True)
 class Chip:
     """One chip's published figures; zero where nothing is published. Bandwidths in bytes/s, times in s.
 
-    hbm_bytes: what a program may use. vmem_bytes: on-chip memory of one core that kernels address; scratch_bytes: what
-    the compiler sets aside of it, the rest holds weights fetched ahead. flops: FLOP/s by dtype of the operands; a dtype
-    that is not listed runs at the rate of bfloat16. devices: JAX devices per chip, which share its figures equally.
-    cores: of a device that compute, each with an on-chip memory of its own.
-    links, link_bandwidth: ports to neighbours and the bandwidth of one in one direction. torus: dimensions of the
-    network, 0 for a switch. ring: an axis closes to a ring when its size is a multiple of this (0: never).
-    die_bandwidth: between the devices of a chip, one direction. hop_latency: of a neighbour exchange, or of one phase
-    over a switch. dcn_bandwidth: this chip's share of its host's network.
+    hbm_bytes: bytes that a program may use. vmem_bytes: on-chip memory of one core that kernels address.
+    scratch_bytes: the part of it that the compiler sets aside; the rest can take weights that are fetched ahead. flops:
+    FLOP/s by dtype of the operands; a dtype that is not listed runs at the rate of bfloat16. devices: JAX devices per
+    chip, which share its figures equally. cores: computing cores of a device, each with its own on-chip memory.
+    links, link_bandwidth: number of ports to neighbours, and bandwidth of one in one direction. torus: dimensions of
+    the network, 0 for a switch. ring: an axis closes to a ring if its size is a multiple of this (0: never).
+    die_bandwidth: between the devices of a chip, in one direction. hop_latency: of an exchange between neighbours, or
+    of one phase over a switch. dcn_bandwidth: this chip's share of its host's network.
     """
 
     name: str
@@ -67,8 +67,8 @@ class Chip:
 class Target:
     """A slice of chips. topology: chips along each axis of the network.
 
-    topology_name, topology_options: arguments of `jax.experimental.topologies.get_topology_desc` (TPU), the name empty
-    elsewhere. accelerator_type: the cloud's name, which the TPU compiler wants in TPU_ACCELERATOR_TYPE.
+    topology_name, topology_options: arguments of `jax.experimental.topologies.get_topology_desc` on TPUs; elsewhere the
+    name is empty. accelerator_type: the cloud's name, which the TPU compiler reads from TPU_ACCELERATOR_TYPE.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Target:
 
     @property
     def devices(self) -> int:
-        """JAX devices: what a mesh is made of."""
+        """The number of JAX devices, of which a mesh consists."""
         return self.chips * self.chip.devices
 
     @property
@@ -109,14 +109,13 @@ class Target:
         return self.name
 
 
-# "Typically around 1us" a hop: https://jax-ml.github.io/scaling-book/sharding. Assumed of Trainium too.
+# "Typically around 1us" for a hop: https://jax-ml.github.io/scaling-book/sharding. Assumed for Trainium too.
 _HOP_LATENCY = 1e-6
 _CLOUD = "https://cloud.google.com/tpu/docs/"
 _NEURON = "https://awsdocs-neuron.readthedocs-hosted.com/en/latest/about-neuron/arch/neuron-hardware/"
 
-# Usable HBM of a TPU is what its compiler (libtpu 0.0.42) says is available (v4: nominal), of a GPU what its driver
-# reports. Link bandwidths are the published sums over a chip's ports and both directions, divided. Rates by dtype are
-# the published ones.
+# Usable HBM is what a TPU's compiler (libtpu 0.0.42) calls available (v4: nominal), and what a GPU's driver reports.
+# Link bandwidths are the published sums over a chip's ports and both directions, divided. Rates by dtype are published.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -131,7 +130,7 @@ CHIPS = {
             flops={"bfloat16": 989e12, "int8": 1979e12, "float8": 1979e12, "float32": 67e12},
             links=1,
             link_bandwidth=450e9,
-            hop_latency=2.8e-6,  # as attained, half of a one-token NCCL all-reduce: 13 to 19 us on four H200
+            hop_latency=2.8e-6,  # measured: half of a one-token NCCL all-reduce, which takes 13 to 19 us on four H200
         ),
         Chip(
             "h200",
@@ -223,7 +222,7 @@ CHIPS = {
             link_bandwidth=100e9,
             torus=3,
             ring=4,
-            die_bandwidth=600e9,  # six times a link, says the same page
+            die_bandwidth=600e9,  # six times a link, by the same page
             hop_latency=_HOP_LATENCY,
             dcn_bandwidth=12.5e9,
         ),
@@ -277,8 +276,8 @@ def _cubes(most: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class _Generation:
-    """unit: what the cloud counts, per chip. prefix: of the cloud's names, or a GPU's; compiler: of the TPU compiler's;
-    options: for `Target.topology_options`."""
+    """Slices of a chip. unit: the cloud's count per chip. prefix: of the cloud's names, or of a GPU's. compiler: prefix
+    of the TPU compiler's names. options: for `Target.topology_options`."""
 
     chip: Chip
     topologies: tuple[tuple[int, ...], ...]
@@ -289,7 +288,7 @@ class _Generation:
 
     @cached_property
     def by_count(self) -> dict[int, tuple[int, ...]]:
-        """The topology of each cloud count: the one nearest to a cube."""
+        """The topology of each cloud count: the most cubic one."""
         nearest: dict[int, tuple[int, ...]] = {}
         for topology in sorted(self.topologies, key=sum):
             nearest.setdefault(prod(topology) * self.unit, topology)
@@ -312,14 +311,14 @@ class _Generation:
         )
 
     def names(self) -> tuple[str, ...]:
-        """The cloud's name of each power of two of chips."""
+        """The cloud's name for each power of two of chips."""
         counts = [n for n in self.by_count if (n & (n - 1)) == 0]
         if self.chip.platform == "tpu":
             return tuple(f"{self.chip.name}-{n}" for n in counts)
         return tuple(self.target(self.by_count[n]).name for n in counts)
 
 
-# v4's two TensorCores are one device ("megacore") on the cloud, two for the compiler unless told.
+# v4's two TensorCores are one device ("megacore") on the cloud, but two for the compiler by default.
 _GENERATIONS = {
     g.chip.name: g
     for g in (
@@ -340,7 +339,7 @@ _PLATFORMS = {"tpu": "tpu", "cuda": "gpu", "gpu": "gpu"}
 
 
 def target_names(chip: str | None = None) -> tuple[str, ...]:
-    """The common targets, of one chip or of all."""
+    """Names of the common targets, of one chip or of all."""
     generations = _GENERATIONS.values() if chip is None else (_GENERATIONS[chip],)
     return tuple(name for g in generations for name in g.names())
 
@@ -348,8 +347,8 @@ def target_names(chip: str | None = None) -> tuple[str, ...]:
 def parse_target(text: str) -> Target:
     """Read `cpu`, `cuda`, `cuda:h200-4`, `tpu:v5e-8`, `v5e:2x4`, `v5p:4x4x4`, `trn2`...
 
-    A number is what the cloud counts: chips, but TensorCores for v4, v5p and v7x (v5p-8 is 4 chips). Raises TargetError
-    with the nearest names, or the sizes that there are.
+    The number is the cloud's count: chips, but TensorCores for v4, v5p and v7x (v5p-8 is 4 chips). Raises TargetError,
+    which names the nearest targets or the sizes that exist.
     """
     rest, platform = text.strip().lower(), None
     prefix, colon, tail = rest.partition(":")

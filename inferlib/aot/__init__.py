@@ -1,1 +1,1 @@
-"""Compilation ahead of time: child processes that compile for a target, and the artifacts they leave."""
+"""Compilation ahead of time: child processes that compile for a target, and the artifacts that they write."""

@@ -1,4 +1,4 @@
-"""Compiled programs in a directory: a manifest and one file for each program, written whole or not at all.
+"""A directory of compiled programs: a manifest and one file for each program, written whole or not at all.
 
 A program's file is a pickle, as JAX serialises executables: load only directories that you made or trust.
 """
@@ -40,7 +40,7 @@ _MANIFEST = "manifest.json"
 
 
 class ArtifactError(ValueError):
-    """A directory of compiled programs that cannot be written or used; the message says why."""
+    """A directory of compiled programs that cannot be written or used. The message says why."""
 
 
 # ---- reading
@@ -48,14 +48,14 @@ class ArtifactError(ValueError):
 
 @dataclass(frozen=True)
 class Artifacts:
-    """An artifact directory, its manifest read."""
+    """A directory of compiled programs, opened for reading."""
 
     folder: Path
     manifest: Mapping[str, Any]
 
     @staticmethod
     def open(folder: str | Path) -> Artifacts:
-        """Raises ArtifactError if there is no such directory or its manifest is damaged."""
+        """Open a directory. Raises ArtifactError if it does not exist or its manifest is damaged."""
         folder = Path(folder).expanduser()
         file = folder / _MANIFEST
         if not file.is_file():
@@ -75,13 +75,14 @@ class Artifacts:
 
     @property
     def programs(self) -> list[dict[str, Any]]:
-        """What the manifest says of each program."""
+        """The manifest's entry of each program."""
         return self.manifest["programs"]
 
     def check(self, model: ModelConfig, wanted: Mapping[str, Any]) -> None:
-        """Raise ArtifactError naming the first field in which the programs differ from what is there and wanted.
+        """Raise ArtifactError, naming the first field in which the programs differ from this machine or from what is
+        wanted.
 
-        model: of the checkpoint. wanted: settings of `LLM`, None where any will do.
+        model: the checkpoint's model. wanted: settings of `LLM`, None where any will do.
         """
         made, target = self.deployment, self.deployment.slice
         device = jax.devices()[0]
@@ -112,7 +113,7 @@ class Artifacts:
             )
 
     def load(self) -> ProgramSet:
-        """The programs, ready to run on this process's devices; nothing is traced or compiled."""
+        """Load the programs for this process's devices. Nothing is traced or compiled."""
         made = self.deployment
         shards = made.shards(jax.devices())
         layouts = [layout_from_json(weight["layout"]) for weight in self.manifest["weights"]]
@@ -123,7 +124,7 @@ class Artifacts:
         return programs
 
     def start(self) -> Compiled:
-        """What loading the checkpoint takes, if it was compiled for one; see `functions.adopted`."""
+        """Functions that load the checkpoint, if they were compiled; see `programs.start_functions.adopted`."""
         entry = self.manifest["start"]
         if entry is None:
             return {}
@@ -150,7 +151,7 @@ def _loaded(serialized: tuple, devices: Sequence[jax.Device]) -> jax.stages.Comp
 
 
 def device_facts(kind: str, name: str) -> str:
-    """What an executable is bound to: the kind of device, and of a CPU its instructions."""
+    """What an executable is bound to: the kind of device, and on a CPU its instruction set."""
     if name != "cpu":
         return GENERATIONS.get(kind, kind)
     info = Path("/proc/cpuinfo")
@@ -163,7 +164,7 @@ def device_facts(kind: str, name: str) -> str:
 
 
 def _difference(made: Any, wanted: Any, path: str) -> tuple[str, Any, Any] | None:
-    """Path and values of the first field that differs."""
+    """Path and both values of the first field that differs."""
     if isinstance(made, Mapping) and isinstance(wanted, Mapping):
         pairs = [(f"{path}.{k}", made.get(k), wanted.get(k)) for k in {**made, **wanted}]
     elif isinstance(made, list | tuple) and isinstance(wanted, list | tuple) and len(made) == len(wanted):
@@ -190,9 +191,9 @@ def _short(value: Any) -> str:
 
 
 class ArtifactWriter:
-    """Builds an artifact directory beside its place; `commit` puts it there whole. A context manager.
+    """Builds a directory of programs beside its final place, and `commit` moves it there. A context manager.
 
-    Programs of a directory that is already there are reused where nothing they depend on has changed.
+    Programs of a directory that exists already are reused if nothing that they depend on has changed.
     """
 
     def __init__(self, folder: str | Path, deployment: Deployment):
@@ -216,7 +217,7 @@ class ArtifactWriter:
             if self.folder.exists() and any(self.folder.iterdir()):
                 if not (self.folder / _MANIFEST).exists():
                     raise ArtifactError(f"{self.folder} exists and holds other things than compiled programs")
-                with contextlib.suppress(ArtifactError):  # what cannot be read is not reused
+                with contextlib.suppress(ArtifactError):  # an unreadable directory is not reused
                     self._previous = {p["hash"]: p for p in Artifacts.open(self.folder).programs}
             self.staging.mkdir()
             self._stack.callback(shutil.rmtree, self.staging, ignore_errors=True)
@@ -227,10 +228,10 @@ class ArtifactWriter:
         self._stack.close()
 
     def reuse(self, key: ProgramKey, layouts: list | None) -> dict[str, Any] | None:
-        """Facts of an unchanged program of the directory that is there, its file taken over; else None."""
+        """Take over an unchanged program of the existing directory, and return its facts; else None."""
         self._hashes[key] = digest = self.deployment.program_hash(key, layouts)
         if self.deployment.slice.platform == "neuron":
-            return None  # lowering is quick, and a compiler may be there now that was not
+            return None  # lowering is quick, and a compiler may have been installed since
         entry = self._previous.get(digest)
         if entry is None:
             return None
@@ -241,7 +242,7 @@ class ArtifactWriter:
         return entry["facts"]
 
     def commit(self, outcomes: Sequence[Outcome], layouts: Sequence[Mapping] | None, texts: Mapping[str, str]) -> None:
-        """Write the manifest and `texts` (by file name), and put the directory in its place."""
+        """Write the manifest and `texts` (by file name), and move the directory to its place."""
         planned = self.deployment.planned()
         weights = [
             {"name": s.name, "shape": s.shape, "dtype": s.dtype.name, "axes": s.axes, "split": _split(planned, s.axes)}
@@ -287,7 +288,7 @@ def _split(programs: ProgramSet, names: Sequence[str]) -> list[list[str]]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Only one process writes a directory at a time; raises ArtifactError in the others."""
+    """A lock: one process writes a directory at a time. Raises ArtifactError in the others."""
     path = folder.with_name(f".{folder.name}.lock")
     with path.open("w") as file:
         try:

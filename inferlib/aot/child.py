@@ -1,4 +1,4 @@
-"""Child processes that answer JSON lines: what may die, or load a compiler, does it there."""
+"""Child processes that answer JSON lines, for work that may crash or that loads a compiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Answer = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class Child:
-    """`python -m module`, started at its first job and again after it died. first: the line it is given before jobs."""
+    """`python -m module`, started at its first job and again after a crash. first: the line that it reads first."""
 
     def __init__(self, module: str, first: Mapping[str, Any], environment: Mapping[str, str]):
         self._module, self._first, self._environment = module, first, environment
@@ -25,7 +25,7 @@ class Child:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
 
     def ask(self, job: Mapping[str, Any], limit: float | None = None) -> dict[str, Any]:
-        """The answer; "error" is in it if there is none, or none after `limit` seconds, when the process is killed."""
+        """The answer to a job. It contains "error" if the process died, or was killed after `limit` seconds."""
         self._errors.truncate(0)
         late = threading.Event()
 
@@ -65,7 +65,7 @@ class Child:
     def _started(self) -> subprocess.Popen:
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", self._module],  # -P: nothing in the user's folder is imported
+                [sys.executable, "-P", "-m", self._module],  # -P: import nothing from the user's folder
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -85,8 +85,8 @@ class Child:
 
 
 def serve(prepared: Callable[[Mapping[str, Any]], Answer]) -> None:
-    """What such a process does. prepared: of the first line, the function that answers jobs."""
-    # Compilers print; answers keep a channel of their own.
+    """The main loop of a child process. prepared: takes the first line and returns the function that answers jobs."""
+    # Compilers print to stdout, so answers have a channel of their own.
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     answer = prepared(json.loads(sys.stdin.readline()))

@@ -1,4 +1,4 @@
-"""Compiling the programs of a deployment ahead of time, side by side, in child processes."""
+"""Compiles the programs of a deployment ahead of time, several at a time, in child processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START = "start.xla"  # see `inferlib.programs.start_functions`
 
 
 class CompileError(ValueError):
-    """Programs cannot be compiled here; the message says what is missing."""
+    """Programs cannot be compiled on this machine. The message says what is missing."""
 
 
 def check_compiler(target: Target) -> None:
@@ -46,11 +46,11 @@ def compile_programs(
 ) -> tuple[list[Outcome], list[dict] | None]:
     """Compile `keys` (see `Deployment.keys`) into files of `folder`, named by `file_name`.
 
-    checkpoint: a model as for `LLM`, if it will be loaded on this machine: what that takes is compiled into `START`.
-    reuse: facts of a program that need not be compiled again, given the weights' layouts (None: its own choice).
-    Returns the outcomes in the order of `keys` and the layouts of the weights, as in a manifest; None, with the first
-    program's outcome alone, if that failed: it decides the layouts for all. Raises CompileError if the checkpoint
-    cannot be loaded.
+    checkpoint: a model as for `LLM`, if it will be loaded on this machine: the functions that load it are compiled into
+    `START`. reuse: returns the facts of a program that need not be compiled again, given the layouts of the weights
+    (None if that program chooses them). Returns the outcomes in the order of `keys`, and the layouts of the weights as
+    a manifest stores them. The first program decides the layouts: if it fails, returns its outcome alone, and None.
+    Raises CompileError if the checkpoint cannot be loaded.
     """
     target = deployment.slice
     check_compiler(target)
@@ -79,7 +79,7 @@ def compile_programs(
         if not first.ok:
             return [first], None
         layouts = first.facts["layouts"]
-        # Experts are put in place one by one, by functions of their own.
+        # Experts are loaded one by one, by separate functions.
         mixed = any(isinstance(layer.mlp, MoeSpec) for layer in deployment.model.layers)
         if checkpoint is not None and target.platform in ("cpu", "gpu") and not mixed:
             pool[0].compile_start(checkpoint, layouts, folder / START)
@@ -92,7 +92,7 @@ def compile_programs(
 
 
 def too_large(error: str) -> bool:
-    """Whether a compiler says that a program's arrays do not fit; on-chip memory is what a kernel asks too much of."""
+    """True if a compiler says that a program's arrays do not fit; exhausted on-chip memory does not count."""
     full = "RESOURCE_EXHAUSTED" in error or "Ran out of memory" in error
     return full and not re.search(r"space[= ][vs]mem", error)
 
@@ -103,12 +103,12 @@ def file_name(key: ProgramKey, target: Target) -> str:
 
 def environment(target: Target) -> dict[str, str]:
     settings = {"cpu": {"JAX_PLATFORMS": "cpu"}, "gpu": {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}}
-    settings["neuron"] = settings["cpu"]  # only traced there
+    settings["neuron"] = settings["cpu"]  # the child only traces
     settings["tpu"] = {
         "JAX_PLATFORMS": "cpu",
         "TPU_ACCELERATOR_TYPE": target.accelerator_type,
         "TPU_WORKER_HOSTNAMES": "localhost",
-        # No queries to a cloud that is not there, no lock on a chip that is not there, no log files.
+        # No queries to the cloud, no lock on a chip, no log files: this machine has neither cloud nor chip.
         "TPU_SKIP_MDS_QUERY": "1",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_LOG_DIR": "disabled",

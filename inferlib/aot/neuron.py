@@ -32,9 +32,9 @@ COMPILER = "neuronx-cc"
 
 
 def compile_neuron(programs: ProgramSet, key: ProgramKey, path: Path, target: Target) -> dict[str, Any]:
-    """Write a program's HLO proto to `path`, and beside it a NEFF if there is a compiler; tell what it is.
+    """Write a program's HLO proto to `path`, and a NEFF beside it if there is a compiler; return its facts.
 
-    Raises ValueError if it is too large for a core, breaks a rule of `neuron_lint`, or does not compile.
+    Raises ValueError if the program is too large for a core, breaks a rule of `neuron_lint`, or does not compile.
     """
     start = time.perf_counter()
     input_bytes = sum(prod(x.shape) * np.dtype(x.dtype).itemsize for x in jax.tree.leaves(programs.inputs(key)))
@@ -64,7 +64,7 @@ def compile_neuron(programs: ProgramSet, key: ProgramKey, path: Path, target: Ta
 
 
 def nki_kernels(module: Module) -> dict[str, int]:
-    """How often a program calls each NKI kernel, by the name of its operation."""
+    """How often a program calls each NKI kernel, by name of the operation."""
 
     def count(computation: Computation) -> Counter[str]:
         names: Counter[str] = Counter()
@@ -80,7 +80,7 @@ def nki_kernels(module: Module) -> dict[str, int]:
 
 
 def command(name: str, target: Target) -> list[str]:
-    """The compiler's command for an HLO file. Devices of a target are pairs of cores (LNC 2), float32 stays float32."""
+    """The compiler's command for an HLO file. A device is a pair of cores (LNC 2); float32 stays float32."""
     stem = name.removesuffix(HLO_SUFFIX)
     options = {"framework": "XLA", "target": target.chip.name, "lnc": "2", "model-type": "transformer"}
     options |= {"auto-cast": "none", "output": f"{stem}.neff", "logfile": f"{stem}.log"}
@@ -88,7 +88,7 @@ def command(name: str, target: Target) -> list[str]:
 
 
 def script(names: Iterable[str], target: Target) -> str:
-    """A shell script that compiles these HLO files, which lie beside it."""
+    """A shell script that compiles the HLO files beside it."""
     head = ["#!/bin/sh", f"# Compiles each program for {target.chip.name}.", "set -eu", 'cd "$(dirname "$0")"']
     return "\n".join([*head, *(shlex.join(command(name, target)) for name in names)]) + "\n"
 
@@ -97,9 +97,9 @@ def script(names: Iterable[str], target: Target) -> str:
 
 
 def _messages() -> type:
-    """HloModuleProto, as far as it says which number stands for which instruction; what else it has passes through.
+    """The part of HloModuleProto that numbers instructions and computations. All other fields pass through.
 
-    Numbers of the fields: xla/service/hlo.proto.
+    Field numbers are those of xla/service/hlo.proto.
     """
     file = descriptor_pb2.FileDescriptorProto(name="inferlib/hlo_ids.proto", package="inferlib", syntax="proto3")
     integer, message = descriptor_pb2.FieldDescriptorProto.TYPE_INT64, descriptor_pb2.FieldDescriptorProto.TYPE_MESSAGE
@@ -125,10 +125,10 @@ _Module = _messages()
 
 
 def small_ids(proto: bytes) -> bytes:
-    """The same module, its instructions and computations numbered from 1.
+    """The same module with its instructions and computations numbered from 1.
 
-    XLA has come to put the number of the computation in the upper half of an instruction's; XLAs as old as that of
-    Neuron's tools refuse numbers beyond 31 bits.
+    Recent XLA puts the computation's number into the upper half of an instruction's. The older XLA in Neuron's tools
+    refuses numbers of more than 31 bits.
     """
     module = _Module.FromString(proto)
     computations = {c.id: number for number, c in enumerate(module.computations, 1)}

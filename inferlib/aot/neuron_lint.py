@@ -1,4 +1,4 @@
-"""What the Trainium compiler rejects or gets wrong, looked for in a lowered module before the compiler sees it.
+"""Finds what the Trainium compiler rejects or gets wrong, in a lowered module, before the compiler sees it.
 
 Rules cite the compiler's own error codes (NCC_E...), documented at
 https://awsdocs-neuron.readthedocs-hosted.com/en/latest/compiler/error-codes.
@@ -15,7 +15,7 @@ from inferlib.inspection.hlo import Computation, Instruction, Module
 
 @dataclass(frozen=True)
 class Site:
-    """An instruction where it stands."""
+    """An instruction and the computation that it is part of."""
 
     instruction: Instruction
     computation: Computation
@@ -23,7 +23,7 @@ class Site:
 
     @property
     def dtype(self) -> str:
-        """Of its first result."""
+        """The dtype of its first result."""
         shapes = self.instruction.shapes
         return shapes[0].dtype if shapes else ""
 
@@ -34,20 +34,20 @@ class Site:
 
     @property
     def combines(self) -> bool:
-        """Whether the function that it applies computes something, rather than return one of its parameters."""
+        """True if the function that it applies computes something, rather than return one of its parameters."""
         applied = self.instruction.called("to_apply")
         return applied is not None and self.module.computations[applied].root.op != "parameter"
 
     @property
     def place(self) -> str:
-        """What it was traced from, as JAX names it."""
+        """JAX's name of the operation that it was traced from."""
         match = re.search(r'\bop_name="([^"]*)"', self.instruction.rest)
         return match[1] if match else self.computation.name
 
 
 @dataclass(frozen=True)
 class Rule:
-    """ops: the instructions it is about; none for all. broken: whether one of them breaks it."""
+    """A rule about some operations. ops: their names, none for all. broken: True for an instruction that breaks it."""
 
     name: str
     why: str
@@ -57,7 +57,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule, and the instruction that breaks it."""
+    """A rule and the instruction that breaks it."""
 
     rule: Rule
     op: str
@@ -129,7 +129,7 @@ RULES = (
 
 
 def lint(module: Module) -> list[Finding]:
-    """Every breach of `RULES` in a module as JAX lowers it, in its order."""
+    """All breaches of `RULES` in a module that JAX lowered, in the module's order."""
     findings = []
     for computation in module.computations.values():
         for instruction in computation.instructions.values():

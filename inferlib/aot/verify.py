@@ -1,4 +1,4 @@
-"""Plans against the real compiler: the programs of the best ones, compiled, beside what the cost model says of them."""
+"""Checks plans with the real compiler: compiles the programs of the best ones, and compares with the cost model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from inferlib.programs.program import ProgramKey
 
 @dataclass(frozen=True)
 class Check:
-    """A program of a plan: a decode step of all rows, or a prefill chunk, each reading all of the cache bucket.
+    """A program of a plan: a decode step of all rows, or a prefill chunk. Both read the whole cache bucket.
 
-    work, time: by the cost model; compiled: by the compiler.
+    work, time: the cost model's figures. compiled: the compiler's.
     """
 
     option: Option
@@ -32,7 +32,7 @@ class Check:
     compiled: ProgramReport
 
     def facts(self) -> dict[str, Any]:
-        """As JSON values: seconds, and bytes of a device: moved in a step, and held (`memory`)."""
+        """The check as JSON values: seconds, bytes that a device moves in a step, and the bytes of its `memory`."""
         p, option = self.compiled, self.option
         return {
             "parallel": str(option.deployed.parallel),
@@ -55,7 +55,7 @@ def candidates(ranking: Ranking, count: int) -> list[Option]:
 
 
 def deployment(hf: Mapping[str, Any], option: Option) -> Deployment:
-    """What to compile for a plan: one bucket of each kind. hf: the model's Hugging Face config dictionary."""
+    """The deployment of a plan, with one bucket of each kind. hf: the model's Hugging Face config dictionary."""
     work, deployed = option.workload, option.deployed
     buckets = Buckets((work.chunk,), (option.batch,), (max(work.max_len, work.chunk),))
     stored = dict(quantization=deployed.quantization, kv_cache_dtype=deployed.kv_cache_dtype)
@@ -63,7 +63,7 @@ def deployment(hf: Mapping[str, Any], option: Option) -> Deployment:
 
 
 def programs(made: Deployment) -> tuple[ProgramKey, ProgramKey]:
-    """A decode step, which decides the layouts of the weights, and a prefill of one chunk."""
+    """The two programs of a plan: a decode step, which decides the layouts of the weights, and a chunk's prefill."""
     (chunk,) = made.buckets.prefill
     return made.keys()[0], ProgramKey("greedy", 0, made.max_len, chunks=1, chunk=chunk)
 
@@ -78,7 +78,7 @@ def verify(
 ) -> list[Check]:
     """Compile the programs of some plans (see `candidates`) in child processes, `workers` plans at a time.
 
-    A plan whose decode step does not compile has no prefill in the result.
+    If a plan's decode step does not compile, the result lacks its prefill.
     """
 
     def one(option: Option) -> list[Check]:

@@ -1,7 +1,7 @@
 """A child process that compiles: `python -m inferlib.aot.worker`, driven by `inferlib.aot.compile`.
 
-It reads JSON lines from stdin, first a deployment and then one job each, and answers each with a line. A compiler that
-dies takes this process with it and nothing else; only here is a TPU's compiler ever loaded.
+It reads JSON lines from stdin, first a deployment and then jobs, and answers each with a line. A compiler that crashes
+takes only this process with it. No other process loads a TPU's compiler.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _devices(target: Target, count: int) -> list[jax.Device]:
 
 
 def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any]:
-    """Compile a program, write it to `path`, and tell what it is."""
+    """Compile a program, write it to `path`, and return its facts."""
     start = time.perf_counter()
     lowered = programs.lower(key)
     traced = time.perf_counter()
@@ -104,7 +104,7 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
 
 
 def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, Any]:
-    """Compile what loading this checkpoint and an empty cache take, and write it to `path`."""
+    """Compile the functions that load this checkpoint and make an empty cache, and write them to `path`."""
     with recorded() as functions:
         ModelFiles.open(model).load(programs.model, shards=programs.config.shards, formats=programs.formats)
         programs.plan.allocate(programs.config.shards)

@@ -1,1 +1,1 @@
-"""Inspection: reading what a compiler made, modules and listings of kernels, and reporting it."""
+"""Inspection: reads what a compiler made (modules, listings of kernels) and reports what it costs."""

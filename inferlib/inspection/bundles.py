@@ -1,11 +1,11 @@
-"""Executing the compiled listing of a TPU kernel, without a TPU: its cycles, its bytes, and where it waits for memory.
+"""Executes the compiled listing of a TPU kernel without a TPU: its cycles, its bytes, and its waits for memory.
 
-The TPU compiler schedules statically, one bundle of instructions a cycle, and writes its bundles down when asked (see
-`dump_flags`). Here the scalar, branch and copy instructions of a listing are executed exactly, with the scalars that
-decide its way (lengths, page tables) given; vector instructions are passed over, as they take their cycle and decide
-nothing. Copies to and from HBM go one after another at the memory's bandwidth and arrive a latency later, and a wait
-for one stalls. Devices of a ring do the same at the same time: what one sends to a neighbour, it gets from the other.
-Not modelled: bank conflicts, inefficiency of small copies, a second core. So times are estimates.
+The TPU compiler schedules statically, one bundle of instructions a cycle, and can write its bundles to a file (see
+`dump_flags`). Scalar, branch and copy instructions of a listing are executed exactly, on the scalars that decide its
+path (lengths, page tables). Vector instructions are skipped: they take their cycle and decide nothing. Copies to and
+from HBM run one after another at the memory's bandwidth and arrive a latency later; a wait for one stalls. Devices of a
+ring do the same at the same time: a device receives from one neighbour what it sends to the other. Bank conflicts, the
+inefficiency of small copies and a second core are not modelled, so times are estimates.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from pathlib import Path
 import numpy as np
 
 _MASK = 0xFFFFFFFF
-_GRANULE = 32  # bytes: the unit of a copy's size and of what is waited for
-_OPERAND = 1 << 24  # of the made-up addresses of operands
-_FLAG = (1 << 19) - (1 << 10)  # bits of a semaphore's address that say whose it is
-_DELAY, _MOST_DELAY = 4, 8  # bundles executed after a taken branch: where a listing does not tell, and the most
-DELAYS = {"v5e": 4, "v5p": 4, "v6e": 4, "v7x": 6}  # as listings with loops behind loops show
+_GRANULE = 32  # bytes: the unit in which copies and waits count
+_OPERAND = 1 << 24  # spacing of the invented addresses of operands
+_FLAG = (1 << 19) - (1 << 10)  # bits of a semaphore's address that name its device
+_DELAY, _MOST_DELAY = 4, 8  # bundles executed after a taken branch: the default, and the most
+DELAYS = {"v5e": 4, "v5p": 4, "v6e": 4, "v7x": 6}  # read from listings with loops behind loops
 _HEAD = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*[> ]*\{(.*)$")
 
 
 def dump_flags(folder: Path) -> str:
-    """The value of LIBTPU_INIT_ARGS, set before JAX is imported, that makes the compiler write listings to a folder."""
+    """The LIBTPU_INIT_ARGS that make the compiler write listings to a folder. Set them before JAX is imported."""
     return f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_pass_label_regex=.*packed-bundles-post-ra.*"
 
 
 def find_listing(folder: Path, kernel: str) -> Path:
-    """The listing of the kernel compiled last under this name."""
+    """The listing of the kernel that was compiled last under this name."""
     listings = [p for p in folder.glob(f"*-{kernel}*packed-bundles-post-ra.txt") if "schedule-analysis" not in p.name]
     if not listings:
         raise FileNotFoundError(f"{folder} holds no listing of a kernel {kernel!r}: was `dump_flags` set?")
@@ -43,10 +43,13 @@ def find_listing(folder: Path, kernel: str) -> Path:
 
 @dataclass(frozen=True)
 class Execution:
-    """cycles: bundles executed; elapsed: cycles with what waits for copies stalled; hbm_bytes: copied to and from HBM
-    by the kernel itself; copies: how many; sent: bytes copied to other devices. unmet: waits for copies that were never
-    started, and unknown: instructions that were passed over, by name; where either is not empty, figures are not to be
-    trusted."""
+    """What the execution of a listing took.
+
+    cycles: number of bundles executed. elapsed: cycles including stalls for copies. hbm_bytes: bytes that the kernel
+    copies to and from HBM. copies: number of those copies. sent: bytes copied to other devices. unmet: number of waits
+    for copies that never started. unknown: skipped instructions by name. Do not trust the figures if either is not
+    empty.
+    """
 
     cycles: int
     elapsed: float
@@ -58,8 +61,8 @@ class Execution:
 
 
 class Listing:
-    """A kernel's bundles. `run` executes them. delay: how many are still executed after a taken branch, as `DELAYS` has
-    it for a chip; None: what the listing tells of it."""
+    """A kernel's bundles; `run` executes them. delay: number of bundles still executed after a taken branch, from
+    `DELAYS`; None reads it from the listing."""
 
     def __init__(self, text: str, delay: int | None = None):
         self._bundles: list[list[str]] = []
@@ -74,7 +77,7 @@ class Listing:
 
     @property
     def size(self) -> int:
-        """In bundles."""
+        """The number of bundles."""
         return len(self._bundles)
 
     def run(
@@ -87,15 +90,13 @@ class Listing:
     ) -> Execution:
         """Execute the listing.
 
-        scalars: by index, the operands of the kernel that it reads as scalars. bandwidth: of HBM, in bytes per cycle;
-        latency: of a copy, in cycles. link: both of a copy to a neighbour; each instruction that makes some has a link
-        to itself.
+        scalars: the kernel's scalar operands, by index. bandwidth: of HBM, in bytes per cycle. latency: of a copy, in
+        cycles. link: bandwidth and latency of a copy to a neighbour; every instruction that sends has its own link.
         """
         return _Machine(self._bundles, self._delay, scalars, bandwidth, latency, link).run()
 
     def _delay_slots(self) -> int:
-        """Bundles that are still executed after a taken branch: of those of a loop's last branch, the last one is where
-        regions end."""
+        """Bundles still executed after a taken branch: behind a loop's last branch, regions end in the last of them."""
         delays = []
         for at, bundle in enumerate(self._bundles):
             if any(target is not None and target <= at for target in map(_branch_target, bundle)):
@@ -118,14 +119,14 @@ def _bundles_of(text: str) -> Iterator[str]:
 
 
 def _without_comments(instruction: str) -> str:
-    """Without comments, except what a division is for and where a copy goes."""
+    """The instruction without comments, except the kind of a division and the direction of a copy."""
     instruction = re.sub(r"(sdivrem\.\w+)(.*?)/\* k(\w+) \*/", r"\1.\3\2", instruction)
     instruction = re.sub(r"dma\.general(.*?)/\* (\w+)-to-(\w+) \*/", r"dma.\2_to_\3\1", instruction, flags=re.S)
     return re.sub(r"\}\s*$", "", re.sub(r"/\*.*?\*/", "", instruction, flags=re.S)).strip()
 
 
 def _directed(instruction: str, spaces: Mapping[str, str]) -> str:
-    """A copy that is told only by the pointers it is given (`spaces`: where each points) says where it goes."""
+    """The instruction, with the direction of a copy that only its pointers show. spaces: the memory of each pointer."""
     if match := re.search(r"= dma\.general[^%]*(?:\(!?%p\w+\)[^%]*)?%(\w+),[^,]*,\s*%(\w+)", instruction):
         source, target = (spaces.get(name) for name in match.groups())
         return instruction.replace("dma.general", f"dma.{source}_to_{target}")
@@ -182,12 +183,12 @@ _BINARY: dict[str, Callable[[int, int], int]] = {
     "pnor": lambda a, b: 1 - (a | b),
 }
 _MOVES = {"smov", "pmov"}
-_RENAMES = {"int_to_ptr", "ptr_to_int"}  # no instructions: the register keeps what it holds
+_RENAMES = {"int_to_ptr", "ptr_to_int"}  # no instructions: the register's value does not change
 
 
 class _Machine:
-    """One execution. Registers go by their names in the listing, each written once an iteration; `_physical` holds what
-    the register of a name's suffix holds now, which is what a phi takes."""
+    """One execution. Registers have their names in the listing, each written once in an iteration. `_physical` has the
+    current value of the register of a name's suffix, which a phi reads."""
 
     def __init__(self, bundles, delay, scalars, bandwidth, latency, link):
         self._bundles, self._delay = bundles, delay
@@ -227,7 +228,7 @@ class _Machine:
     # ---- translation: each instruction becomes a function
 
     def _translate(self, bundle: list[str]):
-        """Actions in the order of their dependences, and the branch: its condition and target."""
+        """Actions in the order of their dependences, and the branch's condition and target."""
         actions, branch = [], None
         for instruction in _ordered(bundle):
             if (target := _branch_target(instruction)) is not None:
@@ -355,7 +356,7 @@ class _Machine:
         return act
 
     def _send(self, size, there, here) -> Callable[[], None]:
-        """Signals the semaphore `here` when it has left, and `there` when it arrives."""
+        """A copy to a neighbour: it signals the semaphore `here` when it has left, and `there` when it arrives."""
         bandwidth, latency = self._link
         free = 0.0
 
@@ -370,7 +371,7 @@ class _Machine:
         return act
 
     def _fill(self, at: int, address: int) -> None:
-        """Bring the operand at an address to scalar memory, its rows padded to 128."""
+        """Copy the operand at an address to scalar memory, with rows padded to 128."""
         index = next(i for i in self._scalars if address in ((i + 1) * _OPERAND, ((i + 1) * _OPERAND << 4) & _MASK))
         array = np.atleast_1d(self._scalars[index])
         if array.ndim > 1:
@@ -378,7 +379,7 @@ class _Machine:
         self._memory.update(enumerate(array.reshape(-1).tolist(), at))
 
     def _signal(self, flag, size) -> Callable[[], None]:
-        """A copy on chip that was made of loads and stores is done. What follows a wait has a negative size."""
+        """The end of a copy on chip that consists of loads and stores. Signals behind a wait have a negative size."""
 
         def act():
             if _signed(size()) > 0:
@@ -402,7 +403,7 @@ class _Machine:
 
 
 def _arguments(text: str) -> list[str]:
-    """Split at commas outside brackets; what is not an operand is left out."""
+    """The operands: the text split at commas outside brackets."""
     text = re.sub(r"\[(?:thread|resolvable|timing)[^\]]*\]", "", text)
     text = re.sub(r"^\[smem:(\[[^\]]*\])\]", r"\1,", text.strip())
     parts = re.findall(r"(?:\[(?:[^\[\]]|\[[^\[\]]*\])*\]|[^,\[\]])+", text)
@@ -410,7 +411,7 @@ def _arguments(text: str) -> list[str]:
 
 
 def _ordered(bundle: list[str]) -> list[str]:
-    """Phis first, then each instruction after those of its bundle that define what it reads."""
+    """Phis first, then each instruction behind those of its bundle that define what it reads."""
     defined = {match[1]: i for i, text in enumerate(bundle) if (match := re.match(r"%([sp]\d\w*) =", text))}
     phis = [i for i, text in enumerate(bundle) if re.search(r"= [sp]phi ", text)]
     order = dict.fromkeys(phis)

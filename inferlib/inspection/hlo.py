@@ -1,8 +1,8 @@
-"""Reading compiled modules: bytes moved, cycles estimated, collectives and copies of each step, out of XLA's text.
+"""Reads XLA's text of compiled modules: bytes moved, estimated cycles, collectives and copies of each step.
 
-What `cost_analysis` gives counts the body of a loop once; here it counts as often as it runs. The loop over the steps
-of a decode program counts once, so figures are those of one step. Where only the device knows how often, as with tokens
-that go to experts in rounds, it counts as often as `ops.loops.expected_trips` says of balanced load.
+XLA's `cost_analysis` counts the body of a loop once; here it counts as often as it runs. The loop over the steps of a
+decode program counts once, so figures are those of one step. If only the device knows the number of trips, as with
+tokens that go to experts in rounds, a loop counts as often as `ops.loops.expected_trips` says for balanced load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# Instructions that move no bytes: names for what is there already, and control flow, whose parts count themselves.
+# Instructions that move no bytes: new names of existing arrays, and control flow, whose computations are counted.
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "after-all"),
     *("partition-id", "replica-id", "opt-barrier", "add-dependency", "copy-done", "call-start", "call-done"),
@@ -39,7 +39,7 @@ _IN_PLACE = {"dynamic-update-slice", "scatter"}
 
 @dataclass(frozen=True)
 class Shape:
-    """An array's shape as compiled. order: its dimensions, minor to major. space: 0 is HBM; 1 and more are on chip."""
+    """A compiled array's shape. order: dimensions from minor to major. space: 0 is HBM, higher numbers are on chip."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def bits(self) -> int:
-        """Of an element."""
+        """Bits of an element."""
         digits = re.search(r"\d+", self.dtype)
         return _BITS[self.dtype] if self.dtype in _BITS else int(digits[0]) if digits else 0
 
@@ -63,7 +63,7 @@ class Shape:
 
     @property
     def physical_bytes(self) -> int:
-        """With the padding to whole tiles."""
+        """Bytes with the padding to whole tiles."""
         sizes = [self.dims[d] for d in self.order]
         for i, size in enumerate(reversed(self.tile)):
             if i < len(sizes):
@@ -72,7 +72,7 @@ class Shape:
 
 
 def read_shapes(text: str) -> tuple[Shape, ...]:
-    """All arrays of a type, those of a tuple in order."""
+    """The shapes in the text of a type; of a tuple, all in order."""
     shapes = []
     for dtype, dims, order, rest in _SHAPE.findall(re.sub(r"/\*.*?\*/", "", text)):
         tile = re.match(r"T\(([\d,]*)\)", rest)
@@ -89,7 +89,7 @@ def _ints(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """shapes: of its result, flattened. content: between the parentheses. rest: what follows them."""
+    """One instruction. shapes: of its result, flattened. content: text in parentheses. rest: text behind them."""
 
     name: str
     op: str
@@ -105,25 +105,25 @@ class Instruction:
 
     @property
     def collective(self) -> str | None:
-        """Its kind, if it is one (or the start of one)."""
+        """The kind of collective that it is or starts, if any."""
         kind = self.op.removesuffix("-start")
         return kind if kind in _COLLECTIVES else None
 
     @property
     def cycles(self) -> int | None:
-        """The compiler's estimate, None where it has none."""
+        """The compiler's estimate, if it has one."""
         match = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
         return int(match[1]) if match and int(match[1]) < 1 << 60 else None
 
     @property
     def expected_trips(self) -> int | None:
-        """Of a loop of unknown length, if it says so, see `inferlib.ops.loops`."""
+        """The expected trips of a loop of unknown length, if it names them (see `inferlib.ops.loops`)."""
         match = re.search(r'op_name="[^"]*\bexpected_trips=(\d+)/while"', self.rest)
         return int(match[1]) if match and "known_trip_count" not in self.rest else None
 
     @property
     def declared_cost(self) -> tuple[int, int, int] | None:
-        """Bytes, FLOPs and bytes sent of a kernel that declares them."""
+        """Bytes, FLOPs and sent bytes of a kernel that declares its cost."""
         if self.op != "custom-call":
             return None
         match = re.search(r'"cost_estimate":\{"flops":"(\d+)".*?"bytes_accessed":"(\d+)"([^}]*)', self.rest)
@@ -156,7 +156,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """`count` collectives of a step. nbytes: of the whole array of one, as in `planning.explain.Collective`."""
+    """`count` equal collectives of a step. nbytes: of one whole array, as in `planning.collectives.Collective`."""
 
     kind: str
     nbytes: int
@@ -165,7 +165,7 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class Copy:
-    """`count` times a step, `nbytes` of argument number `argument` are put elsewhere or in another order."""
+    """`count` times in a step, `nbytes` bytes of argument number `argument` are copied or change their layout."""
 
     argument: int
     instruction: str
@@ -175,8 +175,11 @@ class Copy:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of our own that a step calls `count` times; of one call, as it declares them: bytes to and from HBM
-    without those of what is on chip, FLOPs, and bytes that it sends to other devices."""
+    """A kernel of this library that a step calls `count` times.
+
+    nbytes, flops, sent: what one call declares: bytes to and from HBM (arrays on chip do not count), operations, and
+    bytes sent to other devices.
+    """
 
     name: str
     nbytes: int
@@ -187,9 +190,12 @@ class Kernel:
 
 @dataclass
 class StepCost:
-    """Of one step on one device. bytes: to and from HBM. cycles: the compiler's estimate; uncosted: instructions that
-    it has none for (collectives, scatters, kernels that declare no cost); balanced: loops that are counted as often as
-    balanced load has them run."""
+    """The cost of one step on one device.
+
+    bytes: to and from HBM. cycles: the compiler's estimate. uncosted: number of instructions without an estimate
+    (collectives, scatters, kernels that declare no cost). balanced: number of loops whose trips are those of balanced
+    load.
+    """
 
     bytes: int = 0
     cycles: int = 0
@@ -203,7 +209,7 @@ class StepCost:
 class Module:
     """A compiled module, parsed from `compiled.as_text()`.
 
-    counted: trips of its loop over steps, which is in no other; 1 where they are not known when compiling.
+    counted: trips of its loop over steps, which lies in no other loop; 1 if they are not known when compiling.
     """
 
     def __init__(self, text: str, counted: int = 1):
@@ -227,7 +233,7 @@ class Module:
         return tuple(Kernel(*key, count) for key, count in sorted(self.cost.kernels.items()))
 
     def copies(self, arguments: Sequence[int], smallest: int = 1 << 20) -> tuple[Copy, ...]:
-        """Copies and changes of layout of these arguments of the program, of `smallest` bytes or more."""
+        """Copies and changes of layout of these arguments of the program, if they are of `smallest` bytes or more."""
         wanted = set(arguments)
         counts = self.cost.copies.items()
         return tuple(Copy(*key, count) for key, count in counts if key[0] in wanted and key[2] >= smallest)
@@ -235,9 +241,9 @@ class Module:
     # ---- a step's cost
 
     def _add(self, computation: Computation, times: int, origins: dict[str, dict[tuple, int]], cost: StepCost) -> None:
-        """Add what `times` runs of a computation cost.
+        """Add the cost of `times` runs of a computation.
 
-        origins: for each value, which argument of the program it is, by index within a tuple; grows on the way.
+        origins: the argument of the program that each value is, by index within a tuple. This call extends it.
         """
         for i in computation.instructions.values():
             if i.op == "while":
@@ -274,7 +280,7 @@ class Module:
             self._track(computation, i, times, origins, cost)
 
     def _track(self, computation: Computation, i: Instruction, times: int, origins: dict, cost: StepCost) -> None:
-        """Follow the program's arguments through an instruction, and note it if it copies one."""
+        """Follow the program's arguments through an instruction, and note whether it copies one."""
         first = origins.get(i.operands[0], {}) if i.operands else {}
         if i.op == "get-tuple-element":
             index = int(re.search(r"\bindex=(\d+)", i.rest)[1])
@@ -302,7 +308,7 @@ class Module:
                 cost.copies[argument, i.name, i.shapes[0].nbytes] += times
 
     def _through_fusion(self, i: Instruction, origins: dict) -> dict[tuple, int]:
-        """A fusion returns an argument where it updates it in place, or only moves it."""
+        """A fusion returns an argument if it updates it in place or only moves it."""
         called = self.computations[i.called("calls")]
         moves = self._only_moves(i)
         outputs = [called.root.name] if called.root.op != "tuple" else list(called.root.operands)
@@ -333,7 +339,7 @@ class Module:
         )
 
     def _collective_bytes(self, computation: Computation, i: Instruction) -> int:
-        """Of the whole array: what a reduce-scatter takes, what others return; several arrays together."""
+        """Bytes of the whole arrays: the input of a reduce-scatter, the results of other collectives."""
         if i.collective == "reduce-scatter":
             return sum(s.nbytes for o in i.operands for s in computation.instructions[o].shapes)
         shapes = i.shapes
@@ -344,12 +350,12 @@ class Module:
         return sum(s.nbytes for s in shapes)
 
     def _on_chip(self, computation: Computation, i: Instruction) -> int:
-        """Bytes of the operands and results of a kernel that are on chip before and after it."""
+        """Bytes of a kernel's operands and results that lie on chip."""
         inputs = (s for o in i.operands for s in computation.instructions[o].shapes[:1])
         return sum(s.nbytes for s in (*inputs, *i.shapes) if s.space)
 
     def _moved(self, computation: Computation, i: Instruction) -> Iterator[int]:
-        """Bytes that an instruction reads from HBM and writes to it."""
+        """Bytes that an instruction reads from HBM and writes to HBM."""
         inputs = [computation.instructions[o] for o in i.operands]
         if i.collective == "ragged-all-to-all":  # into its second operand, in place
             del inputs[1]
@@ -381,7 +387,7 @@ class Module:
                 yield self._written(called, output, shape) if called else shape.physical_bytes
 
     def _read(self, called: Computation, value: Instruction) -> int:
-        """Bytes that a fusion reads of a value that it is given: where it only slices it, the slices."""
+        """Bytes that a fusion reads of an operand; if it only slices it, those of the slices."""
         total, whole = 0, value.shapes[0].physical_bytes
         if value.root:
             return whole
@@ -400,7 +406,7 @@ class Module:
         return min(total, whole)
 
     def _written(self, called: Computation, output: Instruction, shape: Shape) -> int:
-        """Bytes of a fusion's result that it writes: where it updates an operand in place, the update."""
+        """Bytes of a result that a fusion writes; if it updates an operand in place, those of the update."""
         while output.op == "bitcast":
             output = called.instructions[output.operands[0]]
         if output.op == "fusion":
@@ -413,7 +419,7 @@ class Module:
 
 
 def _prefetch(i: Instruction, source: tuple[Shape, ...]) -> bool:
-    """Whether it takes bytes on chip as they are, to be used there: that costs nothing that reading would not."""
+    """True if it copies bytes to on-chip memory unchanged: that costs no more than reading them."""
     target = i.shapes[0]
     return bool(target.space and source and i.op != "transpose" and target.order == source[0].order)
 
@@ -425,7 +431,7 @@ def _branches(i: Instruction) -> list[str]:
 
 
 def _trips(i: Instruction, condition: Computation, computations: Mapping[str, Computation]) -> int:
-    """How often a loop runs; if that is not known when compiling, as often as it says it is expected to, or once."""
+    """The trips of a loop; if they are not known when compiling, the expected trips that it names, or 1."""
     if known := re.search(r'known_trip_count[":{]+n[":]+(\d+)', i.rest):
         return int(known[1])
     if i.expected_trips is not None:
@@ -450,9 +456,9 @@ _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 
 
 def _parse(text: str, computations: dict[str, Computation]) -> Computation:
-    """Fill `computations`; returns the entry."""
+    """Fill `computations`, and return the entry."""
     entry, name, instructions = None, None, {}
-    # What a kernel says of itself is written over several lines.
+    # A kernel's metadata spans several lines.
     text = re.sub(r"kernel_metadata=\{\n([^}]*)\n\}", r"kernel_metadata={\1}", text)
     for line in text.splitlines():
         if head := _HEAD.match(line):
@@ -486,7 +492,7 @@ def _instruction(start: re.Match, line: str) -> Instruction:
 
 
 def _closing(line: str, opening: int) -> int:
-    """Index of the parenthesis that closes the one at `opening`."""
+    """The index of the parenthesis that closes the one at `opening`."""
     depth = 0
     for at in range(opening, len(line)):
         depth += {"(": 1, ")": -1}.get(line[at], 0)

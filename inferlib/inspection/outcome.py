@@ -1,4 +1,4 @@
-"""What became of one program that was compiled ahead of time."""
+"""The outcome of compiling one program ahead of time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Status = Literal["compiled", "lowered", "reused", "too large", "failed"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program. facts: as its worker told them (see `inferlib.aot.worker`); error: or why not.
+    """The outcome of one program. facts: what its worker reported (see `inferlib.aot.worker`). error: why it failed.
 
-    "lowered": ready for a compiler that is not installed here.
+    Status "lowered": ready for a compiler that is not installed here.
     """
 
     key: ProgramKey

@@ -1,8 +1,8 @@
-"""What compiled programs take and how fast they can be: memory, bytes, collectives, copies, times of each step.
+"""A report on compiled programs: memory, bytes, collectives, copies and time of each step.
 
-Times are estimates, never a measurement: the compiler's own count of cycles, and for collectives, which it does not
-count, the cost model of `inferlib.planning.network`. The floor is what the chip's peak figures allow: weights and cache
-read once, or the FLOPs.
+Times are estimates, not measurements: the compiler's count of cycles, and for collectives, which it does not count, the
+cost model of `inferlib.planning.network`. The floor is the least time that the chip's peak figures allow: weights and
+cache read once, or the FLOPs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
 from inferlib.targets import CHIPS, parse_target, target_names
 
-# Hz, inferred: with them the compiler's cycles of large matrix products meet the chips' published peaks.
+# Hz, inferred: at these clocks the compiler's cycles of large matrix products match the chips' published peaks.
 CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e9}
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes on one device that follow from shapes alone. rows: of each of `replicas`; token: of a row's cache, per
-    position of those layers that keep them all; fixed: of a row's cache in the others, whatever its length."""
+    """Bytes on one device that follow from shapes alone.
+
+    rows: number of rows on each of `replicas`. token: bytes of one position of a row's cache, in the layers that store
+    all positions. fixed: bytes of a row's cache in the other layers, whatever its length.
+    """
 
     weights: int
     cache: int
@@ -49,7 +52,7 @@ class Budget:
 
     @property
     def row(self) -> int:
-        """Of one row's cache."""
+        """Bytes of one row's cache."""
         return self.cache // self.rows
 
     @staticmethod
@@ -73,10 +76,10 @@ class Budget:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """One program, per device and step. Bytes and seconds; None where the target or the compiler has no figure.
+    """One step of a program on one device, in bytes and seconds; None where the target or the compiler has no figure.
 
-    cycles: seconds of the compiler's estimate, and of kernels at the chip's peaks (see `benchmarks/kernels.py`);
-    network: of the collectives, modelled; estimate: both.
+    cycles: the compiler's estimate, with kernels at the chip's peaks (see `benchmarks/kernels.py`). network: modelled
+    time of the collectives. estimate: both together.
     """
 
     key: ProgramKey
@@ -109,7 +112,7 @@ class ProgramReport:
 
     @property
     def balanced(self) -> bool:
-        """Whether bytes and cycles are those of experts that are chosen equally often."""
+        """True if bytes and cycles assume that all experts are chosen equally often."""
         return bool((self.outcome.facts or {}).get("balanced"))
 
     @property
@@ -123,8 +126,8 @@ class ProgramReport:
 
 @dataclass(frozen=True)
 class Latency:
-    """What follows for users from a bucket: TTFT of a prompt as long as a prefill bucket, or ITL and throughput of a
-    batch, at `limit` positions. Seconds, estimated and at the floor."""
+    """What a bucket means for users, in seconds, estimated and at the floor: time to first token of a prompt that fills
+    a prefill bucket, or inter-token latency and throughput of a batch, at `limit` positions."""
 
     kind: str
     size: int
@@ -155,20 +158,20 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Everything compiled and fits, and nothing copies the cache, unless on a CPU, where products with a row's keys
-        may want them in another order."""
+        """True if everything compiled and fits, and nothing copies the cache. A CPU may copy it: products with a row's
+        keys may want them in another order."""
         free = self.deployment.slice.platform == "cpu"
         return all(p.outcome.ok for p in self.programs) and (free or not self.copied)
 
     @property
     def copied(self) -> bool:
-        """Whether something copies the cache; its scales may be moved, once in and once out."""
+        """True if something copies the cache. Its scales may be moved, once in and once out."""
         copies = (copy for p in self.programs for copy in (p.outcome.facts or {}).get("cache_copies", ()))
         return any(copy["count"] > 1 or not copy["array"].endswith(" scales") for copy in copies)
 
     @cached_property
     def overhead(self) -> int:
-        """The most that a program takes beside weights and cache."""
+        """The most bytes that a program takes beside weights and cache."""
         stored = self.budget.weights + self.budget.cache
         return max((p.peak - stored for p in self.programs if p.peak is not None), default=0)
 
@@ -179,21 +182,21 @@ class Report:
 
     @property
     def largest_batch(self) -> int | None:
-        """Rows that would fit, at the longest context."""
+        """The number of rows that would fit, at the longest context."""
         if not self.capacity:
             return None
         return max(self.room // self.budget.row, 0) * self.budget.replicas
 
     @property
     def largest_context(self) -> int | None:
-        """Positions of each row that would fit, at the largest batch."""
+        """The number of positions of each row that would fit, at the largest batch."""
         if not self.capacity or not self.budget.token:
             return None
         a_row = self.room // self.budget.rows - self.budget.fixed
         return min(max(a_row // self.budget.token, 0), self.deployment.model.context)
 
     def latencies(self) -> list[Latency]:
-        """By prefill bucket and by batch bucket, at each cache bucket."""
+        """Latencies of prefill buckets and of batch buckets, at each cache bucket."""
         fastest: dict[tuple, Latency] = {}
         for p in self.programs:
             key = p.key
@@ -210,7 +213,7 @@ class Report:
         return sorted(fastest.values(), key=lambda x: (x.kind, x.limit, x.size))
 
     def advice(self) -> list[str]:
-        """If it does not fit: by how much, and what would."""
+        """If the programs do not fit: by how much, and what would fit."""
         if all(p.fits for p in self.programs):
             return []
         need = self.budget.weights + self.budget.cache
@@ -237,7 +240,7 @@ class Report:
         return ""
 
     def facts(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The report as JSON values."""
         programs = []
         for p in self.programs:
             fields = {f: v for f, v in vars(p).items() if f not in ("key", "outcome")}
@@ -305,7 +308,7 @@ def _program(deployment: Deployment, planned: ProgramSet, outcome: Outcome) -> P
 
 
 def _network(deployment: Deployment, planned: ProgramSet, key: ProgramKey) -> float | None:
-    """Seconds of a step's collectives, by the cost model, which knows the networks of TPUs."""
+    """Seconds of a step's collectives by the cost model; None for chips other than TPUs, whose networks it knows."""
     if deployment.slice.platform != "tpu":
         return None
     shards = planned.config.shards
@@ -315,13 +318,13 @@ def _network(deployment: Deployment, planned: ProgramSet, key: ProgramKey) -> fl
 
 
 def _tokens(shards: Shards, key: ProgramKey) -> int:
-    """Of a step, on one device."""
+    """The number of tokens of a step on one device."""
     return key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
 
 
 def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
-    """Bytes that a step must read on one device: its weights once, of experts those that are chosen if all are equally
-    likely, and the cache of the rows it serves once."""
+    """Bytes that a step must read on one device: its weights once, and the cache of its rows once. Experts count as far
+    as they are chosen if all are equally likely."""
     model, plan, shards = programs.model, programs.plan, programs.config.shards
     tokens, total = _tokens(shards, key), expert_bytes(model, shards, _tokens(shards, key))
     for weight in model.weights:
@@ -344,7 +347,7 @@ def _cache_read(block: BlockCache | BlockState, shards: Shards, key: ProgramKey)
 
 
 def _flops(programs: ProgramSet, key: ProgramKey) -> int:
-    """Of a step on one device: matrix products, attention over all of `key.limit` (or the window) included."""
+    """FLOPs of the matrix products of a step on one device, with attention over all of `key.limit` (or the window)."""
     model, shards = programs.model, programs.config.shards
     tokens = _tokens(shards, key)
     matrices = [w for w in model.weights if w.contracting and axes.VOCAB not in w.axes]
@@ -373,7 +376,7 @@ def _need(deployment: Deployment) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without warnings, of what is only tried."""
+    """A context without warnings, for configurations that are only tried."""
     log = logging.getLogger("inferlib")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -384,14 +387,14 @@ def _quiet() -> Iterator[None]:
 
 
 def _smallest(deployment: Deployment, chip: str) -> str | None:
-    """The smallest slice of a chip that holds the model, the tensor axis as long as the others leave it."""
+    """The smallest slice of a chip that the model fits, with the tensor axis as long as the other axes allow."""
     for name in target_names(chip):
         target = parse_target(name)
         others = deployment.parallel.devices // deployment.parallel.tensor
         parallel = replace(deployment.parallel, tensor=max(target.devices // others, 1))
         if target.devices > 64 or parallel.devices != target.devices:
             continue
-        try:  # planning checks the axes against groups of weights and the cache
+        try:  # `planned` checks the axes against groups of weights and the cache
             with _quiet():
                 need = _need(replace(deployment, target=target.name, parallel=parallel))
         except (ShardingError, ConfigurationError):

@@ -1,4 +1,4 @@
-"""The report of compiled programs as one HTML page that needs nothing else: tables, and plots as inlined SVG."""
+"""The report of compiled programs as one HTML page that needs nothing else: tables, and plots as inline SVG."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PARTS = ("weights", "cache", "temporaries", "code")
 
 
 def page(report: Report, name: str) -> str:
-    """The whole page. name: of the model."""
+    """The whole page. name: the model's name."""
     made = report.deployment
     title = html.escape(f"{name} on {made.target}")
     fits = "fits" if report.copied else "fits, nothing copies the cache"

@@ -14,11 +14,11 @@ from rich.table import Table
 
 from inferlib.inspection.report import Latency, ProgramReport, Report, gib
 
-_WIDTH = 150  # where there is no terminal
+_WIDTH = 150  # if there is no terminal
 
 
 def render(report: Report, name: str) -> str:
-    """Tables of memory and time, then collectives, copies and errors. name: of the model."""
+    """Tables of memory and time, then collectives, copies and errors. name: the model's name."""
     text, terminal = io.StringIO(), sys.stdout.isatty()
     console = Console(file=text, force_terminal=terminal, width=None if terminal else _WIDTH)
     made = report.deployment
@@ -30,7 +30,7 @@ def render(report: Report, name: str) -> str:
 
 
 def settings_text(report: Report) -> str:
-    """What the programs were compiled with, beside the model and the target."""
+    """The settings of the programs other than model and target."""
     made = report.deployment
     stored = {"weights": made.quantization, "cache": made.kv_cache_dtype}
     parts = [f"{how} {what}" for what, how in stored.items() if how]
@@ -94,7 +94,7 @@ def latency_text(x: Latency) -> str:
 
 
 def _collectives(report: Report) -> list[str]:
-    """One line for programs with the same collectives."""
+    """The collectives, in one line for programs that have the same."""
     groups: dict[str, list[str]] = {}
     for p in report.programs:
         if p.collectives:
@@ -107,7 +107,7 @@ def collectives_text(p: ProgramReport) -> str:
 
 
 def _kernels(report: Report) -> list[str]:
-    """For Trainium: which operations are NKI kernels, one line for programs with the same."""
+    """The NKI kernels of programs for Trainium, in one line for programs that have the same."""
     groups: dict[str, list[str]] = {}
     for p in report.programs:
         counts = (p.outcome.facts or {}).get("nki")

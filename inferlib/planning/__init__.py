@@ -1,1 +1,1 @@
-"""Planning: what a step costs and what moves between devices, without a device and without compiling."""
+"""Planning: what a step costs and sends over the mesh, and which deployment suits a workload, without compiling."""

@@ -1,7 +1,7 @@
 """What a step costs a device: operations, bytes, collectives, and from them time.
 
 The analytical model of Pope et al. 2022 ("Efficiently Scaling Transformer Inference") and of the JAX scaling book.
-Weights, cache and collectives are those of the abstract model, the cache plan and `explain`; nothing is compiled.
+Weights come from the abstract model, the cache from its plan, collectives from `estimate`; nothing is compiled.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from inferlib.targets import Target
 
 @dataclass(frozen=True)
 class Work:
-    """One step of one device. flops: at the rate of bfloat16; bytes: read from and written to HBM."""
+    """One step on one device. flops: operations, as if all ran at the rate of bfloat16. bytes: read from and written to
+    HBM."""
 
     flops: float
     weight_bytes: float
@@ -52,8 +53,11 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. compute, memory, network: each alone, as attained; seconds: together; floor: with the
-    published figures attained and everything hidden behind the longest of the three."""
+    """Seconds of a step.
+
+    compute, memory, network: each of them alone, at attained rates. seconds: all together. floor: the longest of the
+    three at the published rates, with the others hidden behind it.
+    """
 
     compute: float
     memory: float
@@ -63,7 +67,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """The part that takes longest: "compute", "memory" or "network"."""
         parts = {"compute": self.compute, "memory": self.memory, "network": self.network}
         return max(parts, key=parts.__getitem__)
 
@@ -71,7 +75,7 @@ class StepTime:
 def step_time(work: Work, network: Network) -> StepTime:
     """How long a step takes.
 
-    Memory and compute overlap. A collective waits for what was computed, but meanwhile the next weights are fetched, as
+    Memory and compute overlap. A collective waits for what was computed. Meanwhile the next weights are fetched, as
     many as on-chip memory holds beside the compiler's scratch.
     """
     target = network.target
@@ -90,8 +94,10 @@ def step_time(work: Work, network: Network) -> StepTime:
 
 
 def _alone(work: Work, network: Network, efficiency: Efficiency) -> tuple[float, float, list[tuple[int, float]]]:
-    """Seconds of compute and of memory; how often and how long collectives are waited for. No weights are used between
-    a reduce-scatter and the all-gather that follows, so that they are one wait."""
+    """Seconds of compute, seconds of memory, and (count, seconds) of each kind of wait for a collective.
+
+    No weights are used between a reduce-scatter and the all-gather that follows it, so the two are one wait.
+    """
     target = network.target
     compute = work.flops / (target.rate("bfloat16") * efficiency.compute)
     memory = work.nbytes / (target.hbm_bandwidth * efficiency.memory)
@@ -107,8 +113,7 @@ def _alone(work: Work, network: Network, efficiency: Efficiency) -> tuple[float,
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a device. temporaries: assumed, the activations and attention scores of the widest layer and the logits,
-    twice."""
+    """Bytes on a device. temporaries: an assumption: twice the logits and the widest layer's activations and scores."""
 
     weights: int
     cache: int
@@ -122,8 +127,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A weight's part on a device. elements: in all its layers, of experts those of one; inner: those of a layer per
-    column of the model. experts: of which mixture. fed: of the feed-forward, see `Shards.feeders`."""
+    """One device's part of a weight.
+
+    elements: number of elements in all layers; for experts, of one expert. inner: elements of one layer for each column
+    of the model. experts: the mixture that it belongs to. fed: True for the feed-forward (see `Shards.feeders`).
+    """
 
     elements: int
     nbytes: int
@@ -136,9 +144,11 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Block:
-    """Layers that are alike, on a device. heads: of queries, or of values that have a state; cached: bytes of a
-    position in the cache that a layer reads, its own or another's; state: bytes of a row that a layer reads and
-    writes."""
+    """Equal layers on one device.
+
+    heads: number of query heads, or of value heads that have a state. cached: bytes of one position in the cache that a
+    layer reads, which may be another layer's. state: bytes of one row's state, which a layer reads and writes.
+    """
 
     layers: int
     attention: Mixer
@@ -148,15 +158,17 @@ class Block:
 
     @property
     def written(self) -> int:
-        """Numbers that a layer writes for a token."""
+        """Bytes that a layer writes to its cache for a token."""
         return self.cached if self.attention.cache_of is None else 0
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """A model on a mesh of a target. quantization: of the weights, None for bfloat16; kv_cache_dtype: likewise.
+    """A model on a mesh of a target.
 
-    Raises ConfigurationError for an unknown one."""
+    quantization: of the weights, None for bfloat16. kv_cache_dtype: None for bfloat16. Raises ConfigurationError for an
+    unknown one.
+    """
 
     config: ModelConfig
     target: Target
@@ -169,7 +181,7 @@ class Deployed:
 
     @property
     def weights(self) -> str:
-        """What they are kept in."""
+        """The format of the weights, by name."""
         return str(self.quantization or "bfloat16")
 
     @cached_property
@@ -178,22 +190,22 @@ class Deployed:
 
     @cached_property
     def network(self) -> Network:
-        """Raises TargetError if the mesh is not the slice."""
+        """The mesh on the slice. Raises TargetError if their sizes differ."""
         return place(self.target, tuple(self.shards.mesh.shape.items()) if self.shards.mesh else ())
 
     @cached_property
     def model(self) -> AbstractModel:
-        """Raises ShardingError if it does not divide over the mesh."""
+        """The model on the mesh. Raises ShardingError if it does not divide over it."""
         return _abstract(self.config, self.parallel, self.quantization)
 
     @property
     def replicas(self) -> int:
-        """Into how many shares the rows are split."""
+        """The number of shards that rows are split into."""
         return self.shards.size(axes.ROWS)
 
     @property
     def width(self) -> int:
-        """Of the residual stream on a device."""
+        """The width of the residual stream on a device."""
         return self.config.dim // self.shards.size(axes.EMBED)
 
     @cached_property
@@ -217,7 +229,7 @@ class Deployed:
         return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, **kind)
 
     def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
-        """Of `batch` rows over all replicas, prefilled by chunks of `chunk` tokens."""
+        """Memory for `batch` rows over all replicas, prefilled in chunks of `chunk` tokens."""
         model, rows = self.model, batch // self.replicas
         cache, scores = 0, 0
         for block, planned in zip(self.blocks, self.plan(batch, max_len, chunk).blocks, strict=True):
@@ -233,7 +245,7 @@ class Deployed:
         return Memory(weights, cache, _state_bytes(rows, vocab), 2 * live)
 
     def _widest(self, matrix: Matrix, tokens: int) -> int:
-        """Numbers of a layer that a device's tokens take beside a matrix; of experts, those a round has room for."""
+        """Activations of a device's tokens that a matrix produces; for experts, as many as a round has room for."""
         tokens *= self._feeders(matrix)
         if matrix.experts is None:
             return tokens * matrix.inner
@@ -241,7 +253,7 @@ class Deployed:
         return pairs_room(matrix.experts.router.chosen, tokens, everyone, self._backend) * (matrix.inner + self.width)
 
     def _feeders(self, matrix: Matrix) -> int:
-        """Of how many devices a matrix takes the tokens."""
+        """The number of devices whose tokens a matrix multiplies."""
         return self.shards.feeders if matrix.fed else 1
 
     def decode(self, rows: int, live: float) -> Work:
@@ -258,13 +270,17 @@ class Deployed:
     def _work(
         self, key: ProgramKey, *, tokens: float, sampled: int, rows: int, live: float, seen: float, ring: int = 1
     ) -> Work:
-        """tokens: on a device. live: positions read of a row's cache; seen: by a query, on average. ring: devices that
-        pass on their shares of a row's cache, so that each reads all of it, and writes what it is given."""
+        """The work of a step.
+
+        tokens: number of tokens on a device. live: positions of a row's cache that are read. seen: positions that a
+        query sees, on average. ring: number of devices that pass a row's cache around: each reads all of it, and writes
+        what it receives.
+        """
         count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
         everyone = tokens * self.shards.feeders * self.shards.size(axes.EXPERTS)
         flops = moved = weights = cache = 0.0
         for m in self.matrices:
-            # A device's experts take, on average, as many choices as its tokens make.
+            # On average, a device's experts are chosen as often as its tokens choose.
             times = count[m.use] * self._feeders(m) * (m.experts.router.chosen if m.experts else 1)
             flops += 2.0 * times * m.elements
             moved += 2.0 * times * m.layers * (self.width + m.inner)
@@ -307,7 +323,7 @@ def _abstract(config: ModelConfig, parallel: Parallelism, quantization: Quantiza
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Meshes that split the model's padded sizes alike share its abstract weights, which take a while to trace."""
+    """A key for `_traced`: meshes that split padded sizes alike share abstract weights, which take a while to trace."""
 
     config: ModelConfig
     quantization: Quantization | None
@@ -321,7 +337,7 @@ def _traced(it: _Sizes) -> AbstractModel:
 
 
 def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
-    """Every weight, the norms and biases as matrices of one column."""
+    """All weights; norms and biases count as matrices of one column."""
     matrices = []
     for weight in model.weights:
         local = shards.local_shape(weight.axes, weight.shape)
@@ -331,7 +347,7 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
         if axes.EXPERTS in weight.axes:
             experts = model.config.layers[model.layers_of(weight.block)[0]].mlp
         matrix = weight.init == "normal" and len(names) > 1
-        # Of per-layer embeddings, the table is looked up.
+        # A table of per-layer embeddings is looked up.
         columns = next((names[n] for n in (axes.EMBED, axes.LATENT, axes.PER_LAYER) if n in names), 1)
         inner = elements // layers // columns if matrix else 0
         use = "tokens"

@@ -1,4 +1,4 @@
-"""How long collectives take on a slice: a mesh laid on a torus or a switch.
+"""How long collectives take on a mesh that is laid on a torus or a switch.
 
 The model of the JAX scaling book (https://jax-ml.github.io/scaling-book/sharding): a phase (an all-gather or a
 reduce-scatter) moves (n - 1) / n of the whole array over every link of the axis at once, and no sooner than its hops.
@@ -17,7 +17,7 @@ from inferlib.targets import Target, TargetError
 
 @dataclass(frozen=True)
 class Efficiency:
-    """What is attained of the published figures; latency: times the published hop."""
+    """The share of published figures that is attained; for latency, a multiple of the published hop."""
 
     memory: float
     compute: float
@@ -53,7 +53,7 @@ class Network:
     spans: Mapping[str, Span]
 
     def seconds(self, collective: Collective, efficiency: Efficiency) -> float:
-        """Of one of a collective's `count`; of one that takes place with a product, what that does not hide."""
+        """Seconds of one of `collective.count` collectives; if a product hides it, only what exceeds the product."""
         if collective.flops:
             hidden = collective.flops / (self.target.rate("bfloat16") * efficiency.compute)
             return max(self.seconds(replace(collective, flops=0), efficiency) - hidden, 0.0)
@@ -66,12 +66,12 @@ class Network:
         return phases * (self._gather(span, nbytes, efficiency) + self._latency(span, efficiency))
 
     def _span(self, axis: str) -> Span:
-        """Of a mesh axis, or of several joined by "+"."""
+        """The span of a mesh axis, or of several joined by "+"."""
         spans = [self.spans[name] for name in axis.split("+")]
         return Span(tuple(dim for s in spans for dim in s.dims), prod(s.die for s in spans))
 
     def _bandwidth(self, ring: bool) -> float:
-        """Along a network axis: a ring sends both ways."""
+        """Bytes/s along a network axis; a ring sends both ways."""
         return self.target.chip.link_bandwidth * (2 if ring else 1)
 
     def _latency(self, span: Span, efficiency: Efficiency) -> float:
@@ -86,7 +86,7 @@ class Network:
         return (between + self._within(span, nbytes)) / efficiency.link
 
     def _all_to_all(self, span: Span, nbytes: float, efficiency: Efficiency) -> float:
-        """Bound by the middle links of the longest axis, which half of all bytes cross; a switch has none."""
+        """The bound is the middle links of the longest axis, which half of all bytes cross; a switch has none."""
         if self.target.chip.torus:
             between = max((nbytes * size / 4 / self._bandwidth(ring) for size, ring in span.dims), default=0.0)
         else:
@@ -99,7 +99,7 @@ class Network:
         return nbytes / bandwidth / efficiency.link + chip.hop_latency * efficiency.latency
 
     def _within(self, span: Span, nbytes: float) -> float:
-        """Among the devices of a chip."""
+        """Seconds to move the bytes among the devices of one chip."""
         return nbytes * (span.die - 1) / span.die / self.target.chip.die_bandwidth if span.die > 1 else 0.0
 
 
@@ -107,13 +107,13 @@ class Network:
 def place(target: Target, mesh: tuple[tuple[str, int], ...]) -> Network:
     """Lay a mesh (axis, size) on a target; the last axis takes the closest neighbours, as `sharding.mesh` does.
 
-    Raises TargetError if the mesh is not the slice.
+    Raises TargetError if the mesh and the slice differ in size.
     """
     if prod(size for _, size in mesh) != target.devices:
         sizes = ", ".join(f"{name} {size}" for name, size in mesh) or "one device"
         raise TargetError(f"a mesh of {sizes} is not {target}, which has {target.devices} devices")
     chip = target.chip
-    left = [(size, size) for size in target.topology]  # chips still free along each axis, and all
+    left = [(size, size) for size in target.topology]  # chips along each axis: still free, and in all
     die, spans = chip.devices, {}
     for name, size in reversed(mesh):
         inner = gcd(size, die)
@@ -131,7 +131,7 @@ def _is_ring(multiple: int, size: int, whole: int) -> bool:
 
 
 def _nearest(multiple: int, left: list[tuple[int, int]], chips: int) -> tuple[int, ...]:
-    """How many chips to take along each axis: whole axes where possible, as `jax.make_mesh`, and the shortest way."""
+    """Chips to take along each axis: whole axes where possible, as in `jax.make_mesh`, with the fewest hops."""
 
     def choices(at: int, need: int):
         if at == len(left):

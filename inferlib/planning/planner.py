@@ -1,4 +1,4 @@
-"""Planning: which mesh, preset, weight dtype and batch suit a workload on a target, ranked by the cost model alone."""
+"""Ranks meshes, presets, weight dtypes and batches for a workload on a target, by the cost model alone."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import planned_shards
 from inferlib.targets import CHIPS, Target, TargetError, parse_target, target_names
 
-_LONGEST_CHUNK = 1024  # of a prefill: enough tokens to be bound by compute on every chip
-USUAL = (None, Quantization.named("int8"))  # what is considered by default
-_WIDEST = 64  # devices of a replica, at most: beyond, a step is all latency
+_LONGEST_CHUNK = 1024  # tokens: enough for a prefill to be bound by compute on every chip
+USUAL = (None, Quantization.named("int8"))  # the default choice
+_WIDEST = 64  # most devices of a replica: with more, a step is all latency
 
 
 class PlanError(ValueError):
-    """A workload that cannot be planned; the message says what would do."""
+    """A workload that cannot be planned. The message says what would work."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Workload:
 
     @property
     def chunk(self) -> int:
-        """Tokens of a prefill chunk: the prompt's, rounded up to a power of two."""
+        """Tokens of a prefill chunk: the prompt's length rounded up to a power of two, within a limit."""
         return min(_LONGEST_CHUNK, 1 << (self.input_len - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class Slo:
-    """Seconds that must hold: to the first token, and on average between tokens."""
+    """Service-level objective, in seconds: time to first token, and mean inter-token latency."""
 
     ttft: float | None = None
     itl: float | None = None
@@ -70,7 +70,7 @@ class Slo:
         return Slo(**values)
 
     def missed_by(self, option: Option) -> float:
-        """How many times too long the worse of the two is, 1.0 if neither is."""
+        """The factor by which the worse of the two exceeds its limit, 1.0 if both hold."""
         pairs = ((self.ttft, option.ttft), (self.itl, option.itl))
         return max([1.0, *(actual / limit for limit, actual in pairs if limit is not None)])
 
@@ -79,8 +79,8 @@ class Slo:
 class Option:
     """One way to serve a workload, with `batch` rows over all replicas.
 
-    decode: a step of it, the cache half way through the answers; prefill: seconds of one prompt. Prompts are prefilled
-    between decode steps, so that each token waits for its share of them.
+    decode: time of a decode step, with the cache half way through the answers. prefill: seconds for one prompt. Prompts
+    are prefilled between decode steps, so every token waits for its share of them.
     """
 
     deployed: Deployed
@@ -92,12 +92,12 @@ class Option:
 
     @property
     def active(self) -> int:
-        """Rows that the workload fills."""
+        """The number of rows that the workload fills."""
         return min(self.batch, self.workload.concurrency)
 
     @property
     def _cycle(self) -> float:
-        """Seconds in which a full batch is answered."""
+        """Seconds to answer a full batch."""
         rows = -(-self.active // self.deployed.replicas)
         return self.workload.output_len * self.decode.seconds + rows * self.prefill
 
@@ -107,7 +107,7 @@ class Option:
 
     @property
     def ttft(self) -> float:
-        """The wait for a row, a decode step under way, and the prompt itself."""
+        """Time to first token: the wait for a row, the decode step that is running, and the prompt itself."""
         wait = (self.workload.concurrency / self.active - 1) * self._cycle
         return wait + self.decode.seconds + self.prefill
 
@@ -122,11 +122,11 @@ class Option:
 
     @property
     def over(self) -> int:
-        """Bytes that a device lacks; negative: bytes that are left."""
+        """Bytes by which a device's memory is exceeded; negative if there is room."""
         return self.memory.total - self.deployed.target.hbm_bytes
 
     def facts(self) -> dict[str, Any]:
-        """As JSON values; times in seconds, bytes of a device."""
+        """The option as JSON values: seconds, and bytes on a device."""
         return {
             "parallel": str(self.deployed.parallel),
             "weights": self.deployed.weights,
@@ -143,7 +143,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Ranking:
-    """options: those that fit, the best first: by how far they miss the SLO, then by throughput, then by ITL."""
+    """The options that fit, best first: by how far they miss the SLO, then by throughput, then by latency."""
 
     workload: Workload
     slo: Slo
@@ -156,12 +156,12 @@ class Ranking:
 
     @property
     def meets(self) -> bool:
-        """Whether the best one meets the SLO."""
+        """True if the best option meets the SLO."""
         return self.slo.missed_by(self.best) == 1.0
 
     @cached_property
     def frontier(self) -> tuple[Option, ...]:
-        """Those that no other beats in both ITL and throughput, the fastest for each user first."""
+        """The options that no other beats in both inter-token latency and throughput, lowest latency first."""
         frontier: list[Option] = []
         for option in sorted(self.options, key=lambda o: (_digits(o.itl), -_digits(o.throughput))):
             if not frontier or _digits(option.throughput) > _digits(frontier[-1].throughput):
@@ -170,7 +170,7 @@ class Ranking:
 
 
 def _digits(value: float) -> float:
-    """To three digits: what differs by less is equal, and the simpler mesh comes first."""
+    """The value to three digits: smaller differences count as equal, so that the simpler mesh comes first."""
     return float(f"{value:.3g}")
 
 
@@ -184,8 +184,8 @@ def rank(
 ) -> Ranking:
     """Rank every mesh, preset, weight dtype and batch. kv_cache_dtype: see `EngineConfig`.
 
-    Raises PlanError if nothing fits (saying by how much, and what would do) or the workload exceeds the model's
-    context, and TargetError for a target whose figures are not known.
+    Raises PlanError if nothing fits (the message says what is missing and what would work) or if the workload exceeds
+    the model's context; TargetError for a target without published figures.
     """
     if not target.hbm_bytes:
         raise TargetError(
@@ -208,12 +208,12 @@ def rank(
 
 
 def meshes(config: ModelConfig, target: Target, chunk: int) -> list[Parallelism]:
-    """Every mesh of all the devices that the model and its prefill chunks divide over, with each preset that makes a
-    difference, the simplest first; replicas have experts of their own, or all share one set."""
+    """All meshes of all devices that the model and its prefill chunks divide over, with every preset that makes a
+    difference, simplest first. Replicas have their own experts, or share one set."""
     widths = _widths(target)
     kv_heads = max(1 if isinstance(x.attention, MlaSpec) else x.attention.kv_heads for x in config.layers)
     candidates = _tensor_meshes(config, target)
-    # Where tp would hold copies of the cache.
+    # "tp" would copy the cache.
     candidates += [
         Parallelism(tensor=n, **{axis: target.devices // n}, rules="dp_attention")
         for n in widths
@@ -224,7 +224,7 @@ def meshes(config: ModelConfig, target: Target, chunk: int) -> list[Parallelism]
         for sequence in (n for n in widths if n > 1 and width % n == 0):
             tensor = width // sequence
             rules = ["cp"] if chunk % sequence == 0 else []
-            # For more devices than KV heads, as many as can on the tensor axis.
+            # For more devices than KV heads, with as many as possible on the tensor axis.
             rules += ["helix"] if tensor == max(n for n in widths if n <= kv_heads and width % n == 0) else []
             rules += ["tp2d"] if tensor > 1 else []
             candidates += [
@@ -245,7 +245,7 @@ def _tensor_meshes(config: ModelConfig, target: Target) -> list[Parallelism]:
 
 
 def _widths(target: Target) -> list[int]:
-    """Devices that a replica can have."""
+    """Possible numbers of devices of a replica."""
     return [n for n in range(1, min(target.devices, _WIDEST) + 1) if target.devices % n == 0]
 
 
@@ -263,7 +263,7 @@ def _divides(config: ModelConfig, parallel: Parallelism) -> bool:
 
 
 def _keeps_groups(deployed: Deployed) -> bool:
-    """Whether the mesh leaves quantised elements that share a scale together."""
+    """True if the mesh does not cut groups of quantised elements that share a scale."""
     try:
         _ = deployed.model
     except ShardingError:
@@ -272,14 +272,14 @@ def _keeps_groups(deployed: Deployed) -> bool:
 
 
 def _batches(concurrency: int, replicas: int) -> list[int]:
-    """Rows over all replicas: powers of two for each of them, the last holds all that come at a time."""
+    """Batch sizes over all replicas: a power of two on each, and last as many as there are requests at a time."""
     most = -(-concurrency // replicas)
     rows = [1 << k for k in range(most.bit_length()) if 1 << k < most]
     return [n * replicas for n in (*rows, most)]
 
 
 def _options(deployed: Deployed, workload: Workload) -> Iterator[Option]:
-    """One for each batch."""
+    """The options of a deployment, one for each batch size."""
     chunk = workload.chunk
     chunks = -(-workload.input_len // chunk)
     middle = step_time(deployed.prefill(chunk, chunk * (chunks - 1) / 2), deployed.network)
@@ -291,7 +291,7 @@ def _options(deployed: Deployed, workload: Workload) -> Iterator[Option]:
 
 
 def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> str:
-    """What is short, and the smallest of each kind of slice that would do."""
+    """A message about what is missing, and the smallest slice of each kind that would work."""
     deployed, target = nearest.deployed, nearest.deployed.target
     gib = 1024**3
     text = (
@@ -312,7 +312,7 @@ def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> st
 
 
 def _fits(deployed: Deployed, name: str, workload: Workload) -> bool:
-    """Whether one row of each replica fits on the widest tensor axis of a target."""
+    """True if one row of each replica fits a target with the widest tensor axis."""
     target = parse_target(name)
     deployed = replace(deployed, target=target, parallel=_tensor_meshes(deployed.config, target)[-1])
     return deployed.memory(deployed.replicas, workload.max_len, workload.chunk).total <= target.hbm_bytes

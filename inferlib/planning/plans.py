@@ -23,10 +23,10 @@ from inferlib.targets import Target, parse_target
 
 @dataclass(frozen=True)
 class Plan:
-    """What to compile a model for, as `configs/plans/*.yaml` hold it. Raises a ValueError if it cannot work.
+    """What to compile a model for; the contents of `configs/plans/*.yaml`. Raises ValueError if it cannot work.
 
-    model: a shape's name. target, parallel: as the command line takes them. dtype: of weights and activations;
-    quantization: of the weights, kv_cache_dtype: of the cache, None for `dtype`. max_len: tokens of a sequence.
+    model: name of a shape. target, parallel: in the command line's spelling. dtype: type of weights and activations.
+    quantization: of the weights, kv_cache_dtype: of the cache; None for `dtype`. max_len: most tokens of a sequence.
     prefill, batch, cache: see `Buckets`.
     """
 
@@ -51,11 +51,14 @@ class Plan:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.engine.max_len > self.shape.context:
             raise ConfigurationError(f"max_len {self.max_len} exceeds {self.model}'s context of {self.shape.context}")
-        _ = self.deployed.network, self.deployed.model  # the mesh is the slice, and the weights divide over it
+        _ = (
+            self.deployed.network,
+            self.deployed.model,
+        )  # raise if the mesh is not the slice, or the weights do not divide over it
 
     @staticmethod
     def parse(values: Mapping[str, Any]) -> Plan:
-        """From a mapping, as YAML holds it."""
+        """Read a plan from a mapping, as YAML yields it."""
         known = [f.name for f in fields(Plan)]
         if not isinstance(values, Mapping) or set(values) - set(known):
             strange = sorted(set(values) - set(known)) if isinstance(values, Mapping) else values
@@ -71,7 +74,7 @@ class Plan:
 
     @cached_property
     def engine(self) -> EngineConfig:
-        """Its mesh is abstract."""
+        """The engine's configuration, on an abstract mesh."""
         shards = planned_shards(Parallelism.parse(self.parallel))
         buckets = Buckets(self.prefill, self.batch, self.cache)
         sizes = buckets.batch[-1], self.max_len, buckets
@@ -84,7 +87,7 @@ class Plan:
 
     @cached_property
     def deployed(self) -> Deployed:
-        """For the cost model."""
+        """The deployment as the cost model takes it."""
         return Deployed(self.shape, self.slice, Parallelism.parse(self.parallel), self.stored, self.kv_cache_dtype)
 
     @cached_property
@@ -93,12 +96,12 @@ class Plan:
 
     @property
     def memory(self) -> Memory:
-        """Of a device, by the cost model."""
+        """Memory on a device, by the cost model."""
         return self.deployed.memory(self.batch[-1], self.max_len, self.prefill[-1])
 
 
 def load_plan(plan: str | Path) -> Plan:
-    """A plan by name, such as "llama3-8b-v5e-8", or from a YAML file. Raises ConfigurationError if it cannot work."""
+    """Read a plan by name, such as "llama3-8b-v5e-8", or from a YAML file; ConfigurationError if it cannot work."""
     path = Path(plan).expanduser()
     if str(plan) in configs.plan_names():
         text = configs.plan_text(str(plan))

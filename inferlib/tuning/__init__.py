@@ -1,1 +1,1 @@
-"""Tuning: block sizes of TPU kernels, searched for by the listings that the compiler writes."""
+"""Tuning: searches block sizes of TPU kernels by executing the listings that the compiler writes."""

@@ -1,7 +1,7 @@
-"""TPU kernels by the TPU compiler's own account, without a TPU: what a case takes, by the listing that is executed.
+"""Times of TPU kernels without a TPU, from the listing that the TPU compiler writes.
 
-A case is compiled and its listing executed (see `inferlib.inspection.bundles`) in a child process, which is this module
-run as a program, the only kind that the compiler is loaded in. Estimates, never measurements.
+A child process, which runs this module as a program, compiles a case and executes its listing (see
+`inferlib.inspection.bundles`). Only child processes load the compiler. The times are estimates, not measurements.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ LATENCY = 0.5e-6  # seconds, assumed
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a case on a device. cycles: bundles executed; hbm_bytes: copied; copies: how many; bundles: of the listing.
-    Seconds: of the cycles; busy: of cycles, or bytes or those sent at the published bandwidth, whichever is longer;
-    whole: with waits for copies, which arrive `LATENCY`, or a hop's, after their bytes could have."""
+    """The figures of a case on one device.
+
+    cycles: bundles executed. hbm_bytes: bytes copied, by so many `copies`. bundles: length of the listing.
+    cycles_seconds: seconds of the cycles. busy: seconds of the cycles, or of copied or sent bytes at the published
+    bandwidth, whichever is longest. whole: seconds with waits for copies, which arrive `LATENCY`, or that of a hop,
+    after their last byte.
+    """
 
     cycles: int
     hbm_bytes: int
@@ -49,7 +53,7 @@ class Figures:
 
 
 class KernelCompiler:
-    """Compiles kernels for a device of a TPU target. Close it after use, or use it as a context.
+    """Compiles kernels for one device of a TPU target. Close it after use, or use it as a context.
 
     limit: most seconds for a case. Raises CompileError if the compiler is not installed.
     """
@@ -62,7 +66,7 @@ class KernelCompiler:
         flags = {"LIBTPU_INIT_ARGS": dump_flags(Path(self._folder.name))}
         first = {"target": target.name, "folder": self._folder.name}
         self._child = Child(module, first, settings | flags)
-        # A compiler that writes listings down takes up to five times as long.
+        # Writing listings makes the compiler up to five times slower.
         self._timed = Child(module, {"target": target.name, "folder": None}, settings)
 
     def __enter__(self) -> KernelCompiler:
@@ -77,22 +81,25 @@ class KernelCompiler:
         self._folder.cleanup()
 
     def measure(self, case: Case) -> Figures:
-        """With the blocks that the library takes. Raises CompileError, which says why there are none."""
+        """The figures with the blocks that the library takes. Raises CompileError with the reason if there are none."""
         return Figures(**self._ask(self._child, case)["figures"])
 
     def compile_seconds(self, case: Case) -> float:
-        """Of this machine's CPU, to trace and compile it as programs are. Raises CompileError."""
+        """CPU seconds of this machine to trace and compile a case as programs are compiled. Raises CompileError."""
         return self._ask(self._timed, case)["seconds"]
 
     def trial(self, case: Case, blocks: Mapping[str, int] | None) -> tuple[Figures, Asked]:
-        """With these fields of the kernel's `Blocks`, None: by its rule; and what it asked for. Raises CompileError."""
+        """The figures with these fields of the kernel's `Blocks` (None: its rule's), and what it asked for.
+
+        Raises CompileError.
+        """
         answer = self._ask(self._child, case, blocks=blocks)
         if not answer["asked"]:
             raise CompileError("the kernel has no blocks to choose")
         return Figures(**answer["figures"]), Asked(**answer["asked"][-1])
 
     def floor(self, case: Case) -> float:
-        """Seconds for what a case must read and write, compute, or send around a ring, whichever takes longer."""
+        """The least seconds of a case: to read and write, to compute, or to send, whichever takes longest."""
         sent = case.sent_bytes if isinstance(case, CollectiveMatmul) else 0
         return max(
             case.floor_bytes / self.target.hbm_bandwidth,
@@ -164,7 +171,7 @@ def _compile(case: Case, devices: Sequence[jax.Device]) -> None:
 
 
 def _sending(target: Target, sent: int) -> float:
-    """Seconds to send so many bytes, half of them to each neighbour."""
+    """Seconds to send `sent` bytes, half of them to each neighbour."""
     return sent / 2 / target.chip.link_bandwidth
 
 

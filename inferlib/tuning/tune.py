@@ -1,8 +1,8 @@
-"""Block sizes of TPU kernels, searched for without a TPU, and the tables that the kernels take them from.
+"""Searches block sizes of TPU kernels without a TPU, and writes the tables that the kernels read them from.
 
-A candidate's figure is the modelled time of its listing (`kernels.Figures.whole`): of cycles or bytes at the memory's
-bandwidth, whichever is longer, and waits for copies that nothing hides. From the sizes of the kernel's rule one is
-changed at a time, as long as that helps.
+The time of a candidate is modelled from its listing (`kernels.Figures.whole`): cycles, or bytes at the memory's
+bandwidth if they take longer, and waits for copies that nothing hides. The search starts from the sizes of the kernel's
+rule, and changes one at a time as long as that helps.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from inferlib.tuning.kernel_cases import Case, standing_for
 from inferlib.tuning.kernel_cases.collective_matmul import CollectiveMatmul
 from inferlib.tuning.kernels import KernelCompiler
 
-GAIN = 0.02  # of the rule's time: blocks that gain less are not worth a line of a table
+GAIN = 0.02  # share of the rule's time: a smaller gain is not worth a line of a table
 WORSE = 0.01  # most that any of several cases may lose
-STEP = 0.002  # less is no gain: the search goes elsewhere
-MOST = 32  # candidates
+STEP = 0.002  # a smaller gain is none: the search turns elsewhere
+MOST = 32  # candidates of a search
 FACTORS = (Fraction(2), Fraction(1, 2), Fraction(3, 2), Fraction(2, 3))
 
 Sizes = Mapping[str, int]
@@ -42,7 +42,7 @@ Sizes = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Refused:
-    """A candidate that has no figure, and why."""
+    """A candidate that could not be compiled, and the reason."""
 
     blocks: Sizes
     reason: str
@@ -50,10 +50,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found for cases of one shape, which get the same blocks (see `tuned_tpu.Entry`).
+    """The result of a search for cases of one shape, which get the same blocks (see `tuned_tpu.Entry`).
 
-    seconds, rule_seconds: of all cases together; gain: share of the rule's time, the mean of the cases. tried: how many
-    candidates have figures.
+    seconds, rule_seconds: all cases together, with the best blocks and with the rule's. gain: share of the rule's time,
+    mean of the cases. tried: number of candidates that compiled.
     """
 
     kernel: str
@@ -70,13 +70,13 @@ class Result:
 
     @property
     def pays(self) -> bool:
-        """Whether it is worth a line of a table."""
+        """True if the gain is worth a line of a table."""
         return self.gain > GAIN
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A case whose kernel has no figure with the blocks of its rule, so that nothing is compared with it."""
+    """A case that does not compile with the blocks of the rule, so that there is nothing to compare with."""
 
     kernel: str
     case: str
@@ -87,9 +87,9 @@ class Failed:
 
 
 def needed(deployment: Deployment) -> tuple[dict[str, dict[str, Case]], list[Failed]]:
-    """Cases for the shapes in which a deployment's programs ask for blocks, by kernel; and shapes that have none.
+    """Cases for the shapes in which a deployment's programs ask for blocks, by kernel, and the shapes without a case.
 
-    Its programs are traced, which takes seconds and no device.
+    Traces the programs, which takes seconds and no device.
     """
     programs = deployment.planned()
     with trying(None) as asked:
@@ -109,7 +109,7 @@ def needed(deployment: Deployment) -> tuple[dict[str, dict[str, Case]], list[Fai
             continue
         if standing == {name}:
             cases.setdefault(kernel, {}).update({f"{name}: {data}": case for data, case in some.items()})
-        elif any((kernel, other) not in shapes for other in standing):  # else it was asked for before rows were padded
+        elif any((kernel, other) not in shapes for other in standing):  # else the rows were not padded yet
             failed.append(Failed(kernel, name, f"the cases that stand for it ask for {' and '.join(standing)}"))
     return cases, failed
 
@@ -174,7 +174,7 @@ def tune(
 
 @dataclass(frozen=True)
 class _Member:
-    """A case of a search. seconds, asked: with the blocks of the rule."""
+    """A case of a search. seconds: its time with the blocks of the rule. asked: what its kernel asked for."""
 
     name: str
     case: Case
@@ -234,7 +234,7 @@ class _Search:
 
 
 def _standing_beside(members: Sequence[_Member], target: Target) -> dict[str, Case]:
-    """Cases that stand for their shape and are not among them; none for types that no case has."""
+    """The cases that stand for the members' shape and are not members; none for types that no case has."""
     asked = members[0].asked
     try:
         standing = standing_for(asked.kernel, asked.shape, target.devices)
@@ -248,7 +248,7 @@ def sizes_text(blocks: Sizes, between: str = " ") -> str:
 
 
 def blocks_of(kernel: str) -> type:
-    """Its dataclass `Blocks`."""
+    """The kernel's dataclass `Blocks`."""
     return importlib.import_module(f"inferlib.pallas_kernels.{kernel}_tpu").Blocks
 
 
@@ -259,11 +259,11 @@ def climb(
     floors: Sequence[float],
     seconds_of: Callable[[int, Sizes], float],
 ) -> tuple[Sizes, Sequence[float], int, list[Refused]]:
-    """The best blocks, the seconds of each case with them, how many others have figures, and those that were refused.
+    """The best blocks, each case's seconds with them, the number of other blocks that compiled, and the refused ones.
 
-    rule_seconds, floors: of each case, with the rule's blocks and at best. seconds_of: of a case by number, with some
-    blocks; raises CompileError where they cannot be compiled. Ends where no neighbour gains, all cases are at their
-    floors or MOST candidates were tried.
+    rule_seconds, floors: each case's seconds with the rule's blocks, and at best. seconds_of: returns a case's seconds,
+    by its number, with some blocks; raises CompileError if they do not compile. The search ends if no neighbour gains,
+    if all cases are at their floors, or after MOST candidates.
     """
     made = blocks_of(kernel)
     best, seconds, seen, refused = rule, rule_seconds, {made(**rule)}, []
@@ -294,7 +294,7 @@ def climb(
 def _seconds_if_none_loses(
     blocks: Sizes, rule_seconds: Sequence[float], seconds_of: Callable[[int, Sizes], float]
 ) -> list[float]:
-    """Of all cases, or none if one takes longer than it may."""
+    """The seconds of all cases, or [] if one takes longer than it may."""
     seconds = []
     for number, rule in enumerate(rule_seconds):
         seconds.append(seconds_of(number, blocks))
@@ -303,12 +303,13 @@ def _seconds_if_none_loses(
     return seconds
 
 
-def _mean_ratio(some: Sequence[float], others: Sequence[float]) -> float:
-    return sum(a / b for a, b in zip(some, others, strict=True)) / len(some)
+def _mean_ratio(values: Sequence[float], others: Sequence[float]) -> float:
+    return sum(a / b for a, b in zip(values, others, strict=True)) / len(values)
 
 
 def _moves(blocks: Sizes) -> Iterator[Callable[[Sizes], Sizes]]:
-    """To neighbours: one size or all of them times a factor, a buffer more or less. ValueError where there is none."""
+    """Moves to neighbours: one size or all sizes times a factor, or one buffer more or less. A move raises ValueError
+    if there is no such neighbour."""
     sizes = [name for name, size in blocks.items() if name != "buffers" and not isinstance(size, bool)]
 
     def scaled(names: Sequence[str], factor: Fraction) -> Callable[[Sizes], Sizes]:
@@ -332,12 +333,12 @@ def _moves(blocks: Sizes) -> Iterator[Callable[[Sizes], Sizes]]:
 
 
 def compiler_of(target: Target) -> str:
-    """Name and version."""
+    """The compiler's name and version."""
     return f"libtpu {versions(target)['libtpu']}"
 
 
 def updated(entries: Iterable[Entry], results: Iterable[Result], compiler: str) -> list[Entry]:
-    """A table's entries, with what was searched for in place of what they say of it."""
+    """The entries of a table, with those of the shapes that were searched replaced."""
     table = {entry.key: entry for entry in entries}
     for one in results:
         times = (round(1e6 * seconds, 3) for seconds in (one.seconds, one.rule_seconds))
@@ -349,7 +350,7 @@ def updated(entries: Iterable[Entry], results: Iterable[Result], compiler: str) 
 
 
 def write(file: Path, entries: Iterable[Entry]) -> None:
-    """Whole or not at all."""
+    """Write a table, whole or not at all."""
     text = "[\n" + ",\n".join(json.dumps(asdict(entry)) for entry in entries) + "\n]\n"
     staged = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -361,7 +362,7 @@ def write(file: Path, entries: Iterable[Entry]) -> None:
 
 
 def update(file: Path, results: Sequence[Result], compiler: str) -> bool:
-    """Bring what was found to a table; whether that changed it."""
+    """Bring results to a table; True if that changed it."""
     old = read(file)
     new = updated(old, results, compiler)
     if new == old:

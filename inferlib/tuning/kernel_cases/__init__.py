@@ -1,6 +1,6 @@
-"""What TPU kernels are compiled for to see how good they are: a module for each kernel, with `CASES` by name.
+"""Cases that TPU kernels are judged by: a module for each kernel, with `CASES` by name.
 
-`benchmarks/kernels.py` shows them, `inferlib tune` searches their blocks.
+`benchmarks/kernels.py` shows their figures, `inferlib tune` searches their blocks.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from inferlib.tuning.kernel_cases import (
 
 
 class Case(Protocol):
-    """A kernel on arguments of some shapes. One on several devices is a `collective_matmul.CollectiveMatmul`."""
+    """A kernel with shapes of its arguments. A case on several devices is a `collective_matmul.CollectiveMatmul`."""
 
-    kernel: str  # its name in the compiler's listings
+    kernel: str  # the kernel's name in the compiler's listings
 
     @property
     def floor_bytes(self) -> int:
-        """What it must read and write."""
+        """Bytes that the kernel must read and write."""
 
     @property
     def floor_flops(self) -> int:
-        """Operations that it must do in bfloat16, 0 if memory bounds it in any case."""
+        """Operations in bfloat16 that it must do, 0 if memory bounds it anyway."""
 
     def function(self) -> Callable:
-        """Of the arguments, by name."""
+        """The function of the arguments, by name."""
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes, as the TPU that is traced for takes them."""
+        """Shapes and dtypes, as the TPU takes them that is traced for."""
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """What the kernel is given in scalar memory, in its order."""
+        """The kernel's operands in scalar memory, by index."""
 
 
 CASES: Mapping[str, Mapping[str, Case]] = {
@@ -57,9 +57,9 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "mx_matmul": mx_matmul.CASES,
     "prefill_attention": prefill_attention.CASES,
 }
-# Without blocks to choose.
+# Kernels without blocks to choose.
 FIXED: Mapping[str, Mapping[str, Case]] = {"chunk_write": chunk_write.CASES, "group_order": group_order.CASES}
-# On several devices.
+# Kernels on several devices.
 RINGS: Mapping[str, Mapping[str, collective_matmul.CollectiveMatmul]] = {"collective_matmul": collective_matmul.CASES}
 _KINDS = {
     "collective_matmul": collective_matmul.CollectiveMatmul,
@@ -76,8 +76,7 @@ _KINDS = {
 def chosen_cases(
     kernels: Sequence[str], names: Collection[str] | None, cases: Mapping[str, Mapping[str, Case]] = CASES
 ) -> dict[str, list[str]]:
-    """The names of those cases of some kernels, all if None; for kernels that have any. Raises ValueError for unknown
-    ones."""
+    """The names of the chosen cases, all if None, of the kernels that have any. Raises ValueError for unknown names."""
     if unknown := [kernel for kernel in kernels if kernel not in cases]:
         raise ValueError(f"no kernels {unknown}; there are {'; '.join(cases)}")
     known = [name for kernel in kernels for name in cases[kernel]]
@@ -99,9 +98,9 @@ def check_devices(kernels: Collection[str], targets: Collection[Target]) -> None
 
 
 def standing_for(kernel: str, shape: Mapping[str, Any], devices: int) -> dict[str, Case]:
-    """Cases by name in which the kernel asks for blocks of a shape (see `tuned_tpu.Entry`), with data as different as
-    it must do well on: full and unequal rows, first and last chunks. devices: that there are, for a kernel of several.
-    Raises ValueError if there are none."""
+    """Cases by name in which the kernel asks for blocks of a shape (see `tuned_tpu.Entry`), with different data that it
+    must do well on: full and unequal rows, first and last chunks. devices: the number of devices, for kernels on
+    several. Raises ValueError if there are no cases."""
     if kernel not in _KINDS:
         raise ValueError(f"no cases stand for shapes of {kernel}")
     return _KINDS[kernel].of(**shape, **({"devices": devices} if kernel in RINGS else {}))

@@ -1,4 +1,4 @@
-"""Writes of chunks to the cache."""
+"""Cases of writes of chunks to the cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SLOTS = 8192  # of a row
+SLOTS = 8192  # positions of a row
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ChunkWrite:
 
     @property
     def floor_bytes(self) -> int:
-        """What is new, read and written."""
+        """The new cells, read and written."""
         cell = 4 * self.size if self.stored is None else 2 * self.size + 8
         return self.width * self.heads * (4 * self.size + cell)
 
@@ -37,7 +37,7 @@ class ChunkWrite:
         return write
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes."""
+        """Shapes and dtypes of the arguments."""
         cache = (4, 1, self.heads, SLOTS, self.size), self.stored or "bfloat16"
         new = (1, self.width, self.heads, self.size), "bfloat16"
         arrays = {
@@ -52,7 +52,7 @@ class ChunkWrite:
         return arrays | scales if self.stored else arrays
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """What the kernel is given in scalar memory, in its order."""
+        """The kernel's operands in scalar memory, by index."""
         return {0: np.zeros(1, int), 1: np.array([self.start]), 2: np.zeros(1, int)}
 
 

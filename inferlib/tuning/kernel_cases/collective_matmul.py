@@ -16,8 +16,9 @@ from inferlib.pallas_kernels import collective_matmul_tpu
 
 @dataclass(frozen=True)
 class CollectiveMatmul:
-    """tokens of all devices; weights [P, K, N] of a device. scatters: the product comes before a reduce-scatter, else
-    after an all-gather. The floor counts the weights, the rows and the result of a device once."""
+    """A product with its collective. tokens: of all devices. weights: shape [P, K, N] on a device. scatters: a
+    reduce-scatter follows the product; else an all-gather precedes it. The floor counts weights, rows and result of a
+    device once."""
 
     tokens: int
     inner: int
@@ -29,7 +30,7 @@ class CollectiveMatmul:
 
     @staticmethod
     def of(rows, parts, inner, outer, itemsize, scatters, devices) -> dict[str, CollectiveMatmul]:
-        """Of the arguments of `blocks`; of eight devices, if there are as many."""
+        """The case with these arguments of `blocks`, on eight devices if there are so many."""
         if itemsize != 2:
             raise ValueError("there are cases of bfloat16")
         ring = min(devices, CollectiveMatmul.devices)
@@ -51,23 +52,23 @@ class CollectiveMatmul:
 
     @property
     def sent_bytes(self) -> int:
-        """By a device to its two neighbours."""
+        """Bytes that a device sends to its two neighbours."""
         travels = self.outer if self.scatters else self.inner
         return 2 * self.tokens // self.devices * (self.devices - 1) * travels
 
     def function(self) -> Callable:
-        """Of a device's parts of the arguments."""
+        """The function of a device's parts of the arguments."""
         return partial(getattr(collective_matmul_tpu, self.kernel), axis=self.axis, layer=1)
 
     def on(self, mesh: Mesh | AbstractMesh) -> Callable:
-        """Of whole arguments, by name."""
+        """The function of whole arguments, by name, on a mesh."""
         specs, out = self.specs()
         part = self.function()
         run = jax.shard_map(part, mesh=mesh, in_specs=tuple(specs.values()), out_specs=out, check_vma=False)
         return lambda **values: run(*(values[key] for key in specs))
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of all devices together."""
+        """Shapes and dtypes of the whole arguments."""
         n = self.devices
         if self.scatters:
             shapes = {"x": (self.tokens, n * self.inner), "w": (2, n * self.inner, self.outer)}
@@ -76,19 +77,19 @@ class CollectiveMatmul:
         return {name: (shape, "bfloat16") for name, shape in shapes.items()}
 
     def specs(self) -> tuple[dict[str, P], P]:
-        """How the arguments and the result are split."""
+        """The partition of the arguments and of the result."""
         if self.scatters:
             return {"x": P(None, "x"), "w": P(None, "x")}, P("x")
         return {"x": P("x"), "w": P(None, None, None, "x")}, P(None, None, "x")
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """What the kernel is given in scalar memory, in its order."""
+        """The kernel's operands in scalar memory, by index."""
         places = np.arange(self.devices)
         return {0: np.ones(1, int), 1: np.stack([-places % self.devices, places])}
 
 
 def layer(tokens: int, width: int, heads: int, hidden: int) -> dict[str, CollectiveMatmul]:
-    """The four products of a layer; heads: of size 128, queries, keys and values of a device."""
+    """The four products of a layer. heads: number of heads of size 128 on a device: queries, keys and values."""
     queries = (heads - 2) * 128
     return {
         f"qkv, {tokens}": CollectiveMatmul(tokens, width, 128, heads),

@@ -17,9 +17,12 @@ SHORT = tuple(np.exp(_RNG.uniform(np.log(17), np.log(8192), 64)).astype(int).tol
 
 @dataclass(frozen=True)
 class DecodeAttention:
-    """Rows of `lengths` positions, `queries` new ones each; bfloat16, or `stored` with scales. page: positions of one;
-    None: rows are pages. slots: of a ring. tree: new tokens see their ancestors only. writes: the kernel
-    writes their cells."""
+    """Decode rows.
+
+    lengths: positions of each row. queries: new tokens of each. stored: type of a cache with scales, None for bfloat16.
+    page: positions of a page; None: rows are pages. slots: of a ring. tree: new tokens see only their ancestors.
+    writes: the kernel writes their cells.
+    """
 
     lengths: tuple[int, ...]
     heads: int = 1
@@ -39,7 +42,7 @@ class DecodeAttention:
 
     @staticmethod
     def of(q, cache, arrays, itemsize, pages, seen) -> dict[str, DecodeAttention]:
-        """Of the arguments of `default_blocks`."""
+        """The case with these arguments of `default_blocks`."""
         (rows, queries, heads, group, size), slots = q, cache[1]
         if itemsize > 2:
             raise ValueError("there are cases of bfloat16 and of quantised caches")
@@ -78,7 +81,7 @@ class DecodeAttention:
 
     @property
     def one(self) -> bool:
-        """Whether key and value lie in one cell."""
+        """True if key and value lie in one cell."""
         return self.size % 128 != 0
 
     @property
@@ -86,7 +89,7 @@ class DecodeAttention:
         return None if self.page is None else shuffled_pages(self.lengths, self.page)
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes."""
+        """Shapes and dtypes of the arguments."""
         rows, slots = len(self.lengths), self.page or self.slots or -(-max(self.lengths) // 128) * 128
         count = rows if self.page is None else self.pages.size
         size = -(-2 * self.size // 128) * 128 if self.one else self.size
@@ -105,7 +108,7 @@ class DecodeAttention:
         return arrays if self.page is None else {**arrays, "pages": (self.pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """What the kernel is given in scalar memory, in its order."""
+        """The kernel's operands in scalar memory, by index."""
         scalars = [np.array(self.lengths), np.zeros(1, int)]
         if self.slots is not None:
             first = np.maximum(np.array(self.lengths) - self.queries + 1 - self.window, 0)

@@ -1,4 +1,4 @@
-"""What several kernels' cases draw, at random or not, the same each time."""
+"""Data that several kernels' cases share, the same each time."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import numpy as np
 
 
 def shuffled_pages(lengths: Sequence[int], page: int) -> np.ndarray:
-    """A table [rows, columns] int32 of pages of `page` positions in no order, as long as the longest row needs."""
+    """A page table [rows, columns] int32 in random order wide enough for the longest row. page: positions of a page."""
     columns = -(-max(lengths) // page)
     return np.random.default_rng(1).permutation(len(lengths) * columns).reshape(-1, columns).astype(np.int32)
 
 
 def unequal(most: int, rows: int) -> tuple[int, ...]:
-    """Lengths of rows, in even steps up to the largest."""
+    """Lengths of rows in even steps up to the largest."""
     return tuple(most * (row + 1) // rows for row in range(rows))
 
 
 def tokens_of_experts(tokens: int, experts: int, chosen: int) -> np.ndarray:
-    """[experts]: how many of `tokens` tokens, each of which takes `chosen` different experts, took each."""
+    """The number of tokens [experts] of each expert, if each of `tokens` tokens takes `chosen` different ones."""
     rng = np.random.default_rng(0)
     picks = np.concatenate([rng.permutation(experts)[:chosen] for _ in range(tokens)])
     return np.bincount(picks, minlength=experts)
 
 
 def stored(scheme: str, *shape: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shapes and dtypes of a stack of experts' matrices [..., K, N] as kernels read them: quantised by channel without
-    their scales, and by group as a `Weight`'s arrays."""
+    """Shapes and dtypes of a stack of experts' matrices [..., K, N] as kernels read them: without scales if quantised
+    by channel, as the arrays of a `Weight` if by group."""
     from inferlib.pallas_kernels.generations_tpu import FLOAT4, generation
 
     *lead, inputs, columns = shape
@@ -48,12 +48,12 @@ def stored(scheme: str, *shape: int) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def bits(scheme: str) -> float:
-    """Of an element with its share of a group's scale."""
+    """Bits of an element, with its part of a group's scale."""
     return {"bfloat16": 16, "mxfp4": 4.25, "mxfp8": 8.25, "int4": 4.25, "fp8_block": 8.25}.get(scheme, 8)
 
 
 def scheme_of(weight: list | dict) -> tuple[str, list[int]]:
-    """The scheme and the shape of experts' weights [E, P, K, N], of what `tuned_tpu` knows them by."""
+    """The scheme and the shape [E, P, K, N] of experts' weights, from their entry in `tuned_tpu`."""
     if isinstance(weight, list):
         return {"float8_e4m3fn": "fp8"}.get(weight[0], weight[0]), weight[1:]
     (dtype, *shape), (scales, *_) = weight["values"], weight["scales"]

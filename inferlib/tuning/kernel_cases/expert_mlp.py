@@ -1,4 +1,4 @@
-"""The feed-forwards of the experts of a layer, for few tokens that choose at random."""
+"""Cases of a layer's experts for a decode-sized number of tokens, which choose at random."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from inferlib.tuning.kernel_cases.draws import bits, scheme_of, stored, tokens_o
 
 @dataclass(frozen=True)
 class ExpertMlp:
-    """tokens [T, D], each of which chooses `chosen` of `experts` of width `hidden`, with weights of a scheme. The floor
-    counts those of the experts that are chosen, as they are stored."""
+    """Tokens [T, D], each of which chooses `chosen` of `experts` of width `hidden`, with weights of a scheme. The floor
+    counts the stored weights of the experts that are chosen."""
 
     tokens: int
     dim: int = 2048
@@ -28,13 +28,13 @@ class ExpertMlp:
 
     @staticmethod
     def of(x, gate_up, down) -> dict[str, ExpertMlp]:
-        """Of the arguments of `default_blocks`."""
+        """The case with these arguments of `default_blocks`."""
         scheme, (experts, _, _, hidden) = scheme_of(gate_up)
         return {"at random": ExpertMlp(x[1], x[2], hidden, experts, min(8, experts), scheme)}
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """Tokens of each expert."""
+        """The number of tokens of each expert."""
         return tokens_of_experts(self.tokens, self.experts, self.chosen)
 
     @property
@@ -60,7 +60,7 @@ class ExpertMlp:
         return run
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes."""
+        """Shapes and dtypes of the arguments."""
         experts, dim, hidden = self.experts, self.dim, self.hidden
         arrays = {
             "x": ((self.tokens, dim), "bfloat16"),
@@ -76,7 +76,7 @@ class ExpertMlp:
         return arrays
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """What the kernel is given in scalar memory, in its order."""
+        """The kernel's operands in scalar memory, by index."""
         return {0: np.ones(1, int), 1: self.counts}
 
 

@@ -1,4 +1,4 @@
-"""The order of choices by group, for tokens that choose at random."""
+"""Cases of the order of choices by group, for tokens that choose at random."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class GroupOrder:
-    """tokens, each of which chooses `chosen` of `groups`."""
+    """Tokens, each of which chooses `chosen` of `groups`."""
 
     tokens: int
     groups: int = 128
@@ -20,7 +20,7 @@ class GroupOrder:
 
     @property
     def floor_bytes(self) -> int:
-        """Choices read, order, places and sizes written."""
+        """Choices are read; order, places and sizes are written."""
         return 4 * (3 * self.tokens * self.chosen + self.groups)
 
     def function(self):
@@ -29,11 +29,11 @@ class GroupOrder:
         return lambda ids: group_order(ids, self.groups, backend="pallas_tpu")
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes."""
+        """Shapes and dtypes of the arguments."""
         return {"ids": ((self.tokens, self.chosen), "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """What the kernel is given in scalar memory, in its order."""
+        """The kernel's operands in scalar memory, by index."""
         return {}
 
 

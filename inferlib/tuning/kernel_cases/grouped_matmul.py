@@ -1,4 +1,4 @@
-"""Products of the experts of a layer, for tokens that choose at random."""
+"""Cases of products with a layer's experts, for tokens that choose at random."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from inferlib.tuning.kernel_cases.draws import bits, scheme_of, stored, tokens_o
 
 @dataclass(frozen=True)
 class GroupedMatmul:
-    """tokens, each of which chooses `chosen` of `experts`; weights [E, P, I, O] of a scheme. The floor counts the
-    weights of the experts that are chosen as they are stored, the rows of x and the result, each once."""
+    """Tokens, each of which chooses `chosen` of `experts`, with weights [E, P, I, O] of a scheme. The floor counts the
+    stored weights of the experts that are chosen, the rows of x and the result, each once."""
 
     tokens: int
     parts: int = 2
@@ -27,13 +27,13 @@ class GroupedMatmul:
 
     @staticmethod
     def of(x, w) -> dict[str, GroupedMatmul]:
-        """Of the arguments of `default_blocks`."""
+        """The case with these arguments of `default_blocks`."""
         scheme, (experts, parts, inner, outer) = scheme_of(w)
         return {"at random": GroupedMatmul(x[1], parts, inner, outer, experts, chosen=1, scheme=scheme)}
 
     @cached_property
     def sizes(self) -> np.ndarray:
-        """Rows of each expert."""
+        """The number of rows of each expert."""
         return tokens_of_experts(self.tokens, self.experts, self.chosen)
 
     @property
@@ -58,7 +58,7 @@ class GroupedMatmul:
         return run
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes."""
+        """Shapes and dtypes of the arguments."""
         x = (self.tokens * self.chosen, self.inner), "bfloat16"
         arrays = {"x": x, "sizes": ((self.experts,), "int32")}
         arrays |= stored(self.scheme, 2, self.experts, self.parts, self.inner, self.outer)
@@ -67,7 +67,7 @@ class GroupedMatmul:
         return arrays
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """What the kernel is given in scalar memory, in its order."""
+        """The kernel's operands in scalar memory, by index."""
         return {0: np.ones(1, int), 1: self.sizes}
 
 

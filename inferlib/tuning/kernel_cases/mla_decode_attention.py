@@ -1,4 +1,4 @@
-"""Decode attention over latents, of DeepSeek's sizes: 512 numbers and a rotary key of 64."""
+"""Cases of decode attention over latents, of DeepSeek's sizes: 512 numbers and a rotary key of 64."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from inferlib.tuning.kernel_cases.draws import shuffled_pages, unequal
 
 RANK, ROTARY = 512, 64
 
-POSITIONS = 131072  # of a batch
+POSITIONS = 131072  # in all rows of a batch
 
 
 @dataclass(frozen=True)
 class MlaDecodeAttention:
-    """Rows of `lengths` positions, `queries` new ones each; bfloat16. page: positions of one; None: rows are pages."""
+    """Decode rows in bfloat16. lengths: positions of each row. queries: new tokens of each. page: positions of a page;
+    None: rows are pages."""
 
     lengths: tuple[int, ...]
     heads: int = 128
@@ -28,7 +29,7 @@ class MlaDecodeAttention:
 
     @staticmethod
     def of(width, unit, longest, rank, itemsize) -> dict[str, MlaDecodeAttention]:
-        """Of the arguments of `blocks`."""
+        """The case with these arguments of `blocks`."""
         if (rank, itemsize) != (RANK, 2):
             raise ValueError(f"there are cases of {RANK} numbers in bfloat16")
         rows = max(POSITIONS // longest, 1)
@@ -54,7 +55,7 @@ class MlaDecodeAttention:
         return None if self.page is None else shuffled_pages(self.lengths, self.page)
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes."""
+        """Shapes and dtypes of the arguments."""
         rows, slots = len(self.lengths), self.page or -(-max(self.lengths) // 256) * 256
         count = rows if self.page is None else self.pages.size
         arrays = {
@@ -66,7 +67,7 @@ class MlaDecodeAttention:
         return arrays if self.page is None else {**arrays, "pages": (self.pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """What the kernel is given in scalar memory, in its order."""
+        """The kernel's operands in scalar memory, by index."""
         scalars = [np.array(self.lengths), np.zeros(1, int)]
         return dict(enumerate(scalars if self.page is None else [*scalars, self.pages]))
 

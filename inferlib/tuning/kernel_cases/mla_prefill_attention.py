@@ -1,4 +1,4 @@
-"""Prefill attention over latents, of DeepSeek's sizes: 512 numbers and a rotary key of 64, heads of 128."""
+"""Cases of prefill attention over latents, of DeepSeek's sizes: 512 numbers and a rotary key of 64, heads of 128."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from inferlib.tuning.kernel_cases.prefill_attention import OneChunk
 RANK, ROTARY, SIZE = 512, 64, 128
 UNIT = 256  # positions of 128 rows of rotary keys
 
-POSITIONS = 8192  # of a chunk and what is before it
+POSITIONS = 8192  # tokens of a chunk and of what precedes it
 
 
 @dataclass(frozen=True)
 class MlaPrefillAttention(OneChunk):
-    """One chunk of `width` tokens behind `start` others in the cache; bfloat16. page: positions of one; None: rows are
-    pages."""
+    """One chunk of `width` tokens behind `start` others in the cache, in bfloat16. page: positions of a page; None:
+    rows are pages."""
 
     width: int
     start: int = 0
@@ -29,7 +29,7 @@ class MlaPrefillAttention(OneChunk):
 
     @staticmethod
     def of(width, heads, unit) -> dict[str, MlaPrefillAttention]:
-        """Of the arguments of `blocks`."""
+        """The case with these arguments of `blocks`."""
         if unit != UNIT:
             raise ValueError(f"there are cases of rotary keys of {ROTARY} numbers")
         starts = {"first chunk": 0, "in the middle": (POSITIONS - width) // 2, "last chunk": POSITIONS - width}
@@ -37,14 +37,13 @@ class MlaPrefillAttention(OneChunk):
 
     @property
     def floor_bytes(self) -> int:
-        """Queries and output, each latent and rotary key once, and what expands them."""
+        """Queries and output, each latent and rotary key once, and the weights that expand them."""
         queries = self.width * self.heads * (2 * SIZE + ROTARY)
         return 2 * (queries + (self.start + self.width) * (RANK + ROTARY) + 2 * self.heads * RANK * SIZE)
 
     @property
     def floor_flops(self) -> int:
-        """Of the expansion of each latent once, and both products over the keys that each query sees, itself
-        included."""
+        """The expansion of each latent once, and both products over the keys that each query sees, with its own."""
         seen = int((self.start + 1 + np.arange(self.width)).sum())
         return 2 * self.heads * ((2 * SIZE + ROTARY) * seen + 2 * SIZE * RANK * (self.start + self.width))
 
@@ -54,7 +53,7 @@ class MlaPrefillAttention(OneChunk):
         return partial(mla_prefill_attention, scale=(SIZE + ROTARY) ** -0.5, layer=0, weight_layer=0)
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes."""
+        """Shapes and dtypes of the arguments."""
         slots = self.page or -(-(self.start + self.width) // 1024) * 1024
         count = 1 if self.page is None else self.pages.size
         arrays = {
@@ -69,7 +68,7 @@ class MlaPrefillAttention(OneChunk):
         return arrays if self.page is None else {**arrays, "pages": (self.pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """What the kernel is given in scalar memory, in its order."""
+        """The kernel's operands in scalar memory, by index."""
         from inferlib.pallas_kernels.mla_prefill_attention_tpu import blocks
 
         return self.prefetched(blocks(self.width, self.heads, UNIT), layers=2)

@@ -1,4 +1,4 @@
-"""Products of bfloat16 activations with weights."""
+"""Cases of products of bfloat16 activations with weights."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _DTYPES = {"mxfp8": "float8_e4m3fn", "fp8": "float8_e4m3fn", "fp8_block": "float
 
 @dataclass(frozen=True)
 class MxMatmul:
-    """x [rows, inputs] times one of two layers' weights [parts, inputs, outputs] of a scheme. normed: behind an RMS
-    norm; gated: the two parts are a gate and what goes through it."""
+    """x [rows, inputs] times the weights [parts, inputs, outputs] of one of two layers, of a scheme. normed: an RMS
+    norm precedes the product. gated: the two parts are the gate and the up half."""
 
     scheme: str
     rows: int = 16
@@ -28,7 +28,7 @@ class MxMatmul:
 
     @staticmethod
     def of(rows, parts, inputs, columns, bits, group) -> dict[str, MxMatmul]:
-        """Of the arguments of `blocks`."""
+        """The case with these arguments of `blocks`."""
         schemes = {(4, 32): "mxfp4", (4, 128): "int4", (8, 32): "mxfp8", (8, 128): "fp8_block", (8, inputs): "fp8"}
         schemes |= {(16, inputs): "bfloat16"}
         if (bits, group) not in schemes:
@@ -61,7 +61,7 @@ class MxMatmul:
         return run
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes."""
+        """Shapes and dtypes of the arguments."""
 
         def of(rows: int) -> tuple[int, ...]:
             return 2, self.parts, rows, self.outputs
@@ -77,12 +77,12 @@ class MxMatmul:
         return x | {"values": values, "scales": scales.get(self.scheme, (of(self.inputs // 128), "float32"))}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """What the kernel is given in scalar memory, in its order."""
+        """The kernel's operands in scalar memory, by index."""
         return {0: np.zeros(1, int)}
 
 
 SCHEMES = ("bfloat16", "int8", "mxfp4", "int4", "mxfp8", "fp8_block", "fp8")
-READABLE = ("bfloat16", "int8", "fp8")  # by XLA, which multiplies more rows by them
+READABLE = ("bfloat16", "int8", "fp8")  # XLA reads these, and multiplies more rows by them than the kernel
 CASES = {
     **{f"{scheme}, T 16": MxMatmul(scheme) for scheme in SCHEMES},
     **{f"{scheme}, T 64": MxMatmul(scheme, rows=64) for scheme in SCHEMES},

@@ -1,4 +1,4 @@
-"""Prefill attention of a chunk over a cache that holds its prefix and itself."""
+"""Cases of prefill attention of a chunk over a cache that contains its prefix and itself."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from functools import partial
 
 import numpy as np
 
-POSITIONS = 8192  # of a chunk and what is before it
+POSITIONS = 8192  # tokens of a chunk and of what precedes it
 
 
 class OneChunk:
-    """Of `width` tokens behind `start` others in the cache; page: positions of one, None: the row is a page."""
+    """A chunk of `width` tokens behind `start` cached ones. page: positions of a page; None: the row is a page."""
 
     @property
     def pages(self) -> np.ndarray | None:
-        """A table of pages in no order."""
+        """A page table in random order."""
         if self.page is None:
             return None
         count = -(-(self.start + self.width) // self.page)
         return np.random.default_rng(1).permutation(count)[None].astype(np.int32)
 
     def prefetched(self, chosen, layers: int) -> dict[int, np.ndarray]:
-        """What a kernel of these blocks is given in scalar memory, in its order. layers: so many numbers of layers."""
+        """The operands in scalar memory of a kernel with these blocks, by index. layers: number of layer numbers."""
         first = np.arange(-(-self.width // chosen.queries) * chosen.queries, step=chosen.part)
         last = np.minimum(first + chosen.part, self.width) - 1
         prefetched = [np.zeros(1, int), np.zeros(layers, int), self.start + first[None], self.start + last[None]]
@@ -33,8 +33,8 @@ class OneChunk:
 
 @dataclass(frozen=True)
 class PrefillAttention(OneChunk):
-    """One chunk of `width` tokens behind `start` others in the cache; bfloat16, or a cache `stored` with scales. page:
-    positions of one; None: rows are pages. slots: of a ring."""
+    """One chunk of `width` tokens behind `start` others in the cache. stored: type of a cache with scales, None for
+    bfloat16. page: positions of a page; None: rows are pages. slots: of a ring."""
 
     width: int
     start: int = 0
@@ -50,7 +50,7 @@ class PrefillAttention(OneChunk):
 
     @staticmethod
     def of(width, group, size, itemsize) -> dict[str, PrefillAttention]:
-        """Of the arguments of `blocks`."""
+        """The case with these arguments of `blocks`."""
         if itemsize != 2:
             raise ValueError("there are cases of bfloat16")
         starts = {"first chunk": 0, "in the middle": (POSITIONS - width) // 2, "last chunk": POSITIONS - width}
@@ -65,7 +65,7 @@ class PrefillAttention(OneChunk):
 
     @property
     def floor_flops(self) -> int:
-        """Of the two products over the keys that each query sees, itself included."""
+        """The two products over the keys that each query sees, with its own."""
         seen = self.start + 1 + np.arange(self.width)
         return 4 * self.size * self.heads * self.group * int(np.minimum(seen, self.window or seen).sum())
 
@@ -77,16 +77,16 @@ class PrefillAttention(OneChunk):
 
     @property
     def one(self) -> bool:
-        """Whether key and value lie in one cell."""
+        """True if key and value lie in one cell."""
         return self.size % 128 != 0
 
     @property
     def cell(self) -> int:
-        """Numbers of a cell, and of a query that meets it."""
+        """The width of a cell, and of a query that meets it."""
         return -(-2 * self.size // 128) * 128 if self.one else self.size
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes."""
+        """Shapes and dtypes of the arguments."""
         slots = self.page or self.slots or -(-(self.start + self.width) // 1024) * 1024
         size, count = self.cell, 1 if self.page is None else self.pages.size
         cache = (4, count, self.heads, slots, size), self.stored or "bfloat16"
@@ -98,7 +98,7 @@ class PrefillAttention(OneChunk):
         return arrays if self.page is None else {**arrays, "pages": (self.pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """What the kernel is given in scalar memory, in its order."""
+        """The kernel's operands in scalar memory, by index."""
         from inferlib.pallas_kernels.prefill_attention_tpu import blocks
 
         return self.prefetched(blocks(self.width, self.group, self.cell, 2), layers=1)
