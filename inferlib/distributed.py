@@ -1,9 +1,9 @@
-"""Several processes, usually one for each host: how they find each other, and how process 0 leads them.
+"""Several processes, usually one per host: how they find each other, and how process 0 leads them.
 
-Every process runs the same program on its part of one mesh. Process 0 takes requests and schedules; before it starts a
-compiled program it sends the program's key and host inputs to the others, which start the same (`Channel`). They decide
+Every process runs the same programs on its part of one mesh. Process 0 takes requests and schedules. Before it starts a
+program, it sends the program's key and host inputs to the others, which start the same program (`Channel`). They decide
 nothing, so nothing that happens on process 0 alone (clocks, random seeds, errors, an abandoned stream) can put them out
-of step. The same connections show that a process has died: the others end at once instead of waiting in a collective.
+of step. The connections also show that a process died: the others end at once instead of waiting in a collective.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from typing import Any, NoReturn
 
 import jax
 
-# The only private part of JAX in use: its coordinator's address, which may be autodetected, and its key-value store.
+# The only private part of JAX in use here: the coordinator's address, which JAX may detect, and the key-value store.
 from jax._src.distributed import global_state
 
-# A host that vanishes sends no end of its connections; probes find out within 5 + 3 * 5 seconds.
+# A host that vanishes does not close its connections; probes notice within 5 + 3 * 5 seconds.
 _PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
-_PATIENCE = 30  # seconds until JAX ends the processes because one of them is stopped, or does not end with the others
+_PATIENCE = 30  # seconds until JAX ends all processes because one is stopped, or does not end with the others
 _KEY = "inferlib/channel"
 
 
 class PeerError(ValueError):
-    """Another process cannot do its part; the message names it and says why."""
+    """Another process failed; the message names it and says why."""
 
 
 class _Signal(Enum):
-    DONE = "process 0 needs the others no more"
+    DONE = "process 0 no longer needs the others"
     ENDED = "the connection ended"
 
 
@@ -49,18 +49,20 @@ def initialize(
     *,
     timeout: int = 300,
 ) -> int:
-    """Join the other processes, before any other use of JAX; returns this process's number.
+    """Join the other processes, before any other use of JAX. Returns the number of this process.
 
-    coordinator: "host:port" on which process 0 listens, reachable from all. processes: how many there are. process:
-    number of this one. What is not given is found by `jax.distributed.initialize`: on Cloud TPU, under SLURM and Open
-    MPI (which run one process per GPU), and in Kubernetes indexed jobs. timeout: seconds to wait for the others, after
-    which this process ends with a message.
+    coordinator: "host:port" on which process 0 listens, reachable from all processes.
+    processes: number of processes.
+    process: number of this process.
+    timeout: seconds to wait for the others; then this process ends with a message.
 
-    Raises ValueError if an argument is wrong or missing, RuntimeError if JAX is in use already.
+    `jax.distributed.initialize` finds arguments that are left out: on Cloud TPU, under SLURM and Open MPI (which run
+    one process per GPU), and in Kubernetes indexed jobs. Raises ValueError if an argument is wrong or missing,
+    RuntimeError if JAX is in use already.
     """
     global _channel
     _check(coordinator, processes, process)
-    given = None not in (coordinator, processes, process)
+    complete = None not in (coordinator, processes, process)
     late = f"the processes did not find each other within {timeout} s: was each started, with the same coordinator?"
     watch = threading.Timer(timeout, _exit, [late])
     watch.daemon = True
@@ -70,8 +72,8 @@ def initialize(
             coordinator,
             processes,
             process,
-            cluster_detection_method="deactivate" if given else None,
-            initialization_timeout=timeout + _PATIENCE,  # it would end this process without a word that helps
+            cluster_detection_method="deactivate" if complete else None,
+            initialization_timeout=timeout + _PATIENCE,  # JAX would end this process without a helpful message
             heartbeat_timeout_seconds=_PATIENCE,
             shutdown_timeout_seconds=_PATIENCE,
         )
@@ -90,9 +92,9 @@ def initialize(
 
 
 def channel() -> Channel | None:
-    """The channel between the processes; None if there is only this one.
+    """The channel between the processes; None if there is only one process.
 
-    Raises RuntimeError if JAX knows of several and `initialize` was not called.
+    Raises RuntimeError if JAX runs in several processes and `initialize` was not called.
     """
     if _channel is None and jax.process_count() > 1:
         raise RuntimeError(
@@ -103,10 +105,11 @@ def channel() -> Channel | None:
 
 
 class Channel:
-    """Connections between process 0 and each of the others, pickled values over TCP: as with JAX's own coordinator, the
-    network between them must be trusted.
+    """Connections between process 0 and each other process, which carry pickled values over TCP. As with JAX's own
+    coordinator, the network must be trusted.
 
-    process: our number. After the `agreement` the end of any process ends all of them, with a message on stderr.
+    process: number of this process. After the `agreement`, the end of any process ends all of them, with a message on
+    stderr.
     """
 
     def __init__(self, process: int, links: dict[int, _Link]):
@@ -117,12 +120,12 @@ class Channel:
 
     @property
     def leads(self) -> bool:
-        """Whether this is process 0."""
+        """True on process 0."""
         return self.process == 0
 
     @contextmanager
     def together(self, order: Any) -> Iterator[None]:
-        """On process 0: a block that does what the others are ordered to do; if it fails, nobody can go on."""
+        """On process 0: order the others to do what the block does. If the block fails, no process can continue."""
         if not self._ready:
             raise RuntimeError("an earlier error or interrupt put the processes out of step: start them again")
         self._ready = False
@@ -131,7 +134,7 @@ class Channel:
         self._ready = True
 
     def order(self, order: Any) -> None:
-        """On process 0: send `order` to every other process, without waiting for them."""
+        """On process 0: send `order` to every other process without waiting for it."""
         data = pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
         for peer, link in self._links.items():
             try:
@@ -140,17 +143,17 @@ class Channel:
                 self._end(peer)
 
     def orders(self) -> Iterator[Any]:
-        """On the others: what process 0 orders, until it is done."""
+        """On the other processes: the orders of process 0, until it is done."""
         while (order := self._take(0)) is not _Signal.DONE:
             yield order
         self._done = True
 
     @contextmanager
     def agreement(self, settings: dict[str, Any]) -> Iterator[None]:
-        """A block that succeeds on all processes or on none. settings: what must be equal on all of them.
+        """A block that succeeds on all processes or on none. settings: must be equal on all of them.
 
-        Afterwards no process can go on without the others. Raises what the block raises, else PeerError naming the
-        processes where it failed or whose settings differ.
+        Afterwards no process can continue without the others. Raises the block's own error, else PeerError, which names
+        the processes where the block failed or whose settings differ.
         """
         if self._ready:
             raise RuntimeError("on several processes a program runs one LLM, and there is one already")
@@ -170,11 +173,11 @@ class Channel:
                 self._end(peer)
 
     def ready(self) -> None:
-        """From here on the others do what process 0 orders: it may end when it likes."""
+        """Let process 0 give orders from here on. It may end at any time."""
         self._ready = True
 
     def close(self) -> None:
-        """At the end of this process: tell the others, wait until they are done too."""
+        """At the end of this process: tell the others, and wait until they are done too."""
         if self.leads and self._ready:
             self.order(_Signal.DONE)
             for peer in self._links:
@@ -183,7 +186,7 @@ class Channel:
             with suppress(OSError):
                 self._links[0].send(pickle.dumps(_Signal.DONE))
         elif self._begun:
-            # An error here, while the others wait for us. JAX would wait for them; closed connections end them.
+            # This process failed while the others wait for it. JAX would wait for them; closed connections end them.
             sys.stdout.flush()
             os._exit(1)
         self._begun = False
@@ -191,7 +194,7 @@ class Channel:
             link.close()
 
     def _exchange(self, report: _Report) -> list[_Report]:
-        """Every process's report, in their order."""
+        """The reports of all processes, in the order of their numbers."""
         if not self.leads:
             with suppress(OSError):
                 self._links[0].send(pickle.dumps(report))
@@ -263,7 +266,7 @@ class _Report:
 
 
 def _problem(reports: list[_Report]) -> str:
-    """Which processes cannot go on, and why; "" if all can."""
+    """The processes that cannot continue, and why; "" if all can."""
     failed = [f"process {i} on {r.host}: {r.error}" for i, r in enumerate(reports) if r.error is not None]
     if failed:
         return "; ".join(failed)
@@ -276,7 +279,7 @@ def _problem(reports: list[_Report]) -> str:
 
 
 class _Link:
-    """A connection. host: of the other end; inbox: what came, in order; ended: nothing more will."""
+    """A connection. host: name of the other end. inbox: values received, in order. ended: no more will come."""
 
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -302,7 +305,7 @@ class _Link:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def greet(self, line: str) -> list[str]:
-        """Send a line of words and return that of the other end. Raises OSError if none comes."""
+        """Send a line of words and return the words of the other end. Raises OSError if none come."""
         self._connection.settimeout(_PATIENCE)
         self._connection.sendall(f"{line}\n".encode())
         words = self._file.readline(1024).decode().split()
@@ -315,7 +318,7 @@ _exiting = threading.Lock()
 
 
 def _exit(message: str) -> NoReturn:
-    """From any thread: the main one may wait in JAX for ever, so there is no other way out."""
+    """End the process from any thread. The main thread may wait in JAX for ever, so there is no other way."""
     _exiting.acquire()
     os.write(2, f"inferlib: {message}\n".encode())
     os._exit(1)
@@ -331,10 +334,12 @@ def _check(coordinator: str | None, processes: int | None, process: int | None) 
 
 
 def _connect(process: int, processes: int) -> Channel:
-    """Process 0 tells its port, and a word that keeps strangers out, through JAX's key-value store."""
+    """Connect to process 0, or to all others. JAX's key-value store tells them its port and a word that keeps strangers
+    out."""
     host, store = socket.gethostname(), global_state.client
+    assert store is not None
     if process > 0:
-        address = global_state.coordinator_address.rpartition(":")[0].strip("[]")
+        address = (global_state.coordinator_address or "").rpartition(":")[0].strip("[]")
         port, word = store.blocking_key_value_get(_KEY, 1000 * _PATIENCE).split()
         link = _Link(socket.create_connection((address, int(port))))
         link.host = link.greet(f"{word} {process} {host}")[0]
@@ -346,7 +351,7 @@ def _connect(process: int, processes: int) -> Channel:
         while len(links) < processes - 1:
             link = _Link(server.accept()[0])
             with suppress(OSError, ValueError):  # a stranger
-                given, peer, name = link.greet(host)
-                if secrets.compare_digest(given, word):
+                answer, peer, name = link.greet(host)
+                if secrets.compare_digest(answer, word):
                     link.host, links[int(peer)] = name, link
     return Channel(0, links)

@@ -1,1 +1,1 @@
-"""Continuous batching: requests in, tokens out."""
+"""Continuous batching: requests go in, tokens come out."""

@@ -1,4 +1,4 @@
-"""The engine: keeps the device busy and hands out tokens as they arrive."""
+"""The engine keeps the device busy and hands out tokens as they arrive."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.programs.counter import compilations
 from inferlib.programs.program import CHUNK_COLUMNS, ChunkInput, Mode, ProgramKey, StepOutput
 from inferlib.programs.program_set import ProgramSet, planned_keys
-from inferlib.sampling.sampler import Sampled, pack
+from inferlib.sampling.sampler import pack
 from inferlib.sharding import axes
 
 
@@ -29,10 +29,12 @@ from inferlib.sharding import axes
 class EngineStats:
     """Counts and seconds since the start.
 
-    program_misses: programs that were not compiled yet when they were needed. compilations: by XLA in this process
-    since the engine was built, whoever asked. compile_seconds: finding programs, compilations included.
-    enqueue_seconds: in the runtime, starting programs and copies of their results. wait_seconds: for results.
-    host_seconds: everything else, which is ours: scheduling and bookkeeping.
+    program_misses: programs that were not compiled yet when they were needed.
+    compilations: XLA compilations in this process since the engine was built, whoever asked for them.
+    compile_seconds: spent on programs that were not ready, compilation included.
+    enqueue_seconds: spent in the runtime, starting programs and copies of their results.
+    wait_seconds: spent waiting for results.
+    host_seconds: everything else: scheduling and bookkeeping.
     """
 
     dispatches: int = 0
@@ -45,13 +47,13 @@ class EngineStats:
     host_seconds: float = 0.0
 
     @property
-    def others(self) -> float:
-        """Seconds that are not the host's."""
+    def other_seconds(self) -> float:
+        """All seconds but the host's."""
         return self.compile_seconds + self.enqueue_seconds + self.wait_seconds
 
 
 class _Call(NamedTuple):
-    """A program and what the host gives it. cancel: rows to stop; yield_early: see `Control`."""
+    """A program and its inputs from the host. cancel: rows to stop. yield_early: see `Control`."""
 
     key: ProgramKey
     cancel: tuple[int, ...]
@@ -60,12 +62,13 @@ class _Call(NamedTuple):
 
 
 class Engine:
-    """Runs sequences over a model's weights. programs: compiled for them earlier, if they were.
+    """Runs sequences over a model's weights.
 
-    Dispatches are sent up to `config.in_flight` ahead of their results: everything a row needs to go on is on the
-    device. A row that ends meanwhile is inactive there and yields nothing.
+    Up to `config.in_flight` dispatches are sent ahead of their results, since the device has everything that a row
+    needs to continue. A row that ends meanwhile is inactive there and generates nothing.
 
     channel: to the other processes whose devices are in the mesh. Sequences run on process 0; the others `follow`.
+    programs: programs of this model and config; by default a new, empty set.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class Engine:
         self.plan = self.programs.plan
         self.stats = EngineStats()
         self.scheduler = Scheduler(config)
-        self.expert_load: np.ndarray | int = 0  # int64 [L, E], if it is counted
+        self.expert_load: np.ndarray | int = 0  # int64 [L, E] if it is counted
         self.cache = self.plan.allocate(config.shards)
         self.state = self.programs.allocate_state()
         self._compiled_before = compilations()
@@ -91,9 +94,9 @@ class Engine:
         self._controls: dict[bool, jax.Array] = {}
 
     def warmup(self, modes: Iterable[Mode], done: Callable = lambda key: None) -> int:
-        """Compile every planned program of these sampling modes; afterwards none is compiled at run time.
+        """Compile every planned program of these sampling modes; a program that is missing later is an error.
 
-        Returns how many programs there are.
+        Returns the number of programs. done: called with the key of each compiled program.
         """
         modes = tuple(modes)
         keys = planned_keys(self.config, modes)
@@ -104,13 +107,13 @@ class Engine:
         return len(keys)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. It must fit: prompt plus max_tokens at most max_len."""
+        """Queue a sequence, whose prompt and max_tokens together must be at most max_len."""
         if self.channel is not None and not self.channel.leads:
             raise RuntimeError("requests enter on process 0; on the others call LLM.follow()")
         self.scheduler.add(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Forget a sequence that is finished for the host (a stop string, an abandoned stream) or not begun."""
+        """Drop a sequence that waits, or that the host is done with (a stop string, an abandoned stream)."""
         if sequence.status is Status.WAITING:
             self.scheduler.waiting.remove(sequence)
         elif self.scheduler.running.get(sequence.row) is sequence:
@@ -120,13 +123,13 @@ class Engine:
             sequence.finish("stop")
 
     def advance(self, *, max_steps: int | None = None) -> list[Sequence]:
-        """Send what can be sent, wait for the oldest results and return the sequences they advanced.
+        """Send dispatches, wait for the oldest results and return the sequences that they advanced.
 
-        max_steps: bound on tokens per row between results; 1 streams token by token. An empty list with
-        `busy` false: nothing is left.
+        max_steps: most tokens per row between results; 1 streams token by token. If the list is empty and `busy` is
+        false, nothing is left to run.
         """
         stats = self.stats
-        start, others = time.perf_counter(), stats.others
+        start, others = time.perf_counter(), stats.other_seconds
         while len(self._in_flight) < self.config.in_flight:
             dispatch = self.scheduler.plan(max_steps or self.config.decode_steps)
             if dispatch is None:
@@ -135,11 +138,13 @@ class Engine:
         if not self._in_flight and not self.scheduler.idle:
             raise RuntimeError("an earlier error lost the results of running sequences: build a new LLM")
         advanced = self._receive() if self._in_flight else []
-        stats.host_seconds += time.perf_counter() - start - (stats.others - others)
+        stats.host_seconds += time.perf_counter() - start - (stats.other_seconds - others)
         return advanced
 
     def follow(self) -> None:
         """Run what process 0 runs, until it is done."""
+        if self.channel is None:
+            raise RuntimeError("there is no other process to follow")
         for order in self.channel.orders():
             if isinstance(order, _Call):
                 self._start(order)
@@ -203,11 +208,11 @@ class Engine:
         count = key.chunks * self.config.shards.replicas
         tokens = np.zeros((count, key.chunk), np.int32)
         table = np.zeros((count, len(CHUNK_COLUMNS)), np.int32)
-        # Absent chunks write nowhere; distinct rows keep the scatter's promise of unique indices.
+        # An absent chunk has a row beyond the last, which the scatter drops. The rows differ: indices must be unique.
         table[:, 0] = rows + np.arange(count) % key.chunks
         table[:, -1] = -1
         entries: list = [None] * count
-        for i, chunk in zip(self._slots(dispatch), dispatch.chunks, strict=True):
+        for i, chunk in zip(self._chunk_indices(dispatch), dispatch.chunks, strict=True):
             s, end = chunk.sequence, chunk.start + chunk.length
             tokens[i, : chunk.length] = s.prompt[chunk.start : end]
             following = s.prompt[end] if end < len(s.prompt) else -1
@@ -221,27 +226,28 @@ class Engine:
                 following,
             )
             entries[i] = (s.params, s.seed, s.eos_ids)
-        return ChunkInput(tokens, table, *pack(entries))
+        arrays: Any = (tokens, table, *pack(entries))
+        return ChunkInput(*arrays)
 
-    def _slots(self, dispatch: Dispatch) -> list[int]:
-        """Where each chunk stands in the chunk table: its replica's slots in order."""
-        taken, slots = Counter(), []
+    def _chunk_indices(self, dispatch: Dispatch) -> list[int]:
+        """The index of each chunk in the chunk table, which lists the chunks of one replica after the other."""
+        count, indices = Counter(), []
         for chunk in dispatch.chunks:
             replica = chunk.sequence.row // self.config.rows
-            slots.append(replica * dispatch.key.chunks + taken[replica])
-            taken[replica] += 1
-        return slots
+            indices.append(replica * dispatch.key.chunks + count[replica])
+            count[replica] += 1
+        return indices
 
     def _receive(self) -> list[Sequence]:
         """Wait for the oldest dispatch and account for its tokens."""
-        dispatch, output = self._in_flight.popleft()
+        dispatch, output_on_device = self._in_flight.popleft()
         start = time.perf_counter()
-        output = jax.device_get(output)
+        output: Any = jax.device_get(output_on_device)
         self.stats.wait_seconds += time.perf_counter() - start
         if output.load is not None:
             self.expert_load += output.load.sum(axis=(0, 1), dtype=np.int64)
         advanced, generated, steps = [], 0, dispatch.key.steps
-        columns = output.tokens.T.tolist()  # Python's numbers: picking them out of an array one by one takes far longer
+        columns = output.tokens.T.tolist()  # reading numbers out of an array one by one takes far longer
         for s, column in zip(dispatch.rows, dispatch.columns, strict=True):
             taken = s.accept(columns[column]) if s.status is Status.DECODE else 0
             if taken:
@@ -250,9 +256,9 @@ class Engine:
                 if s.params.logprobs is not None:
                     _add_logprobs(s, output.sampled, [(i, column) for i in range(taken)])
             if taken < steps:
-                # The row ended, or the device returned early to let a waiting prompt in.
+                # The row ended, or the device returned early for a waiting prompt.
                 self.scheduler.unused(s, steps - taken)
-        for i, chunk in zip(self._slots(dispatch), dispatch.chunks, strict=True) if dispatch.chunks else ():
+        for i, chunk in zip(self._chunk_indices(dispatch), dispatch.chunks, strict=True) if dispatch.chunks else ():
             s = chunk.sequence
             if s.detail and s.status is not Status.FINISHED:
                 s.prompt_details.append(jax.tree.map(partial(_first_positions, i, chunk.length), output.detail))
@@ -272,26 +278,19 @@ class Engine:
         return advanced
 
 
-def _add_logprobs(s: Sequence, sampled: Sampled, places: list) -> None:
-    """Of the sequence's last tokens, whose log-probabilities are at these indices of `sampled`."""
-    for token, at in zip(s.tokens[-len(places) :], places, strict=True):
-        s.logprobs.append(
-            TokenLogprobs(
-                token,
-                float(sampled.logprob[at]),
-                int(sampled.rank[at]),
-                sampled.top_ids[at],
-                sampled.top_logprobs[at],
-            )
-        )
+def _add_logprobs(s: Sequence, sampled: Any, indices: list) -> None:
+    """Store the log-probabilities of the sequence's last tokens. indices: of these tokens in `sampled`, a `Sampled`."""
+    for token, i in zip(s.tokens[-len(indices) :], indices, strict=True):
+        logprob, rank = float(sampled.logprob[i]), int(sampled.rank[i])
+        s.logprobs.append(TokenLogprobs(token, logprob, rank, sampled.top_ids[i], sampled.top_logprobs[i]))
 
 
 def _first_positions(chunk: int, length: int, x: np.ndarray) -> np.ndarray:
-    """What x [P, C / n, n, ...] holds of the first `length` positions of a chunk."""
+    """The first `length` positions of one chunk of x [P, C / n, n, ...], for n devices that share a chunk's tokens."""
     return x[chunk].reshape(-1, *x.shape[3:])[:length]
 
 
-def _layouts(weights: Iterable[jax.Array]) -> list[Layout]:
+def _layouts(weights: Iterable[Any]) -> list[Layout]:
     return [weight.format.layout for weight in weights]
 
 

@@ -1,4 +1,4 @@
-"""Iteration-level scheduling: which prompts get rows, and what the next dispatch runs."""
+"""Iteration-level scheduling: which prompts get rows, and what the next dispatch runs (Orca, OSDI 2022)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inferlib.programs.program import MODES, Mode, ProgramKey
 
 @dataclass(frozen=True)
 class Chunk:
-    """`length` prompt tokens of a sequence from position `start`; `last` if the prompt ends there."""
+    """`length` prompt tokens of a sequence from position `start`. last: the prompt ends with them."""
 
     sequence: Sequence
     start: int
@@ -23,8 +23,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One program call. rows: the sequences whose rows it may advance, up to `key.steps` tokens each; columns: where
-    their tokens stand in what the program returns."""
+    """One call of a program.
+
+    rows: the sequences whose rows it may advance, each by up to `key.steps` tokens.
+    columns: the column of each of these sequences in the tokens that the program returns.
+    """
 
     key: ProgramKey
     chunks: list[Chunk]
@@ -33,32 +36,33 @@ class Dispatch:
 
 
 class Scheduler:
-    """First come, first served. A prompt takes the lowest free row; prompts are prefilled before more is decoded,
-    while the rows that decode take part in the same step."""
+    """First come, first served. A prompt takes the lowest free row. While prompts are prefilled, the rows that decode
+    advance by one token in the same step."""
 
     def __init__(self, config: EngineConfig):
         self.config = config
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
-        # Replicas fill evenly: the lowest place in any of them first.
+        # Replicas fill evenly: the lowest local row of any replica comes first.
         self._free = [(row % config.rows, row) for row in range(config.max_batch)]
         heapq.heapify(self._free)
         self._last: Dispatch | None = None
-        self._repeats = 0  # how many more times the last dispatch is what comes next, if nothing is said meanwhile
+        self._repeats = 0  # how often the last dispatch may be repeated, unless a call changes what runs
 
     def add(self, sequence: Sequence) -> None:
         self._repeats = 0
         self.waiting.append(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Give a finished sequence's row back."""
+        """Free the row of a finished sequence."""
         self._repeats = 0
         if self.running.get(sequence.row) is sequence:
             del self.running[sequence.row]
             heapq.heappush(self._free, (sequence.row % self.config.rows, sequence.row))
 
     def unused(self, sequence: Sequence, steps: int) -> None:
-        """Of a dispatch, this many steps did not advance the sequence: it ended, or a prompt that waited came first."""
+        """Take back steps of a dispatch that did not advance the sequence: it ended, or the device returned early for a
+        waiting prompt."""
         self._repeats = 0
         sequence.scheduled -= steps
 
@@ -67,13 +71,13 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def plan(self, max_steps: int) -> Dispatch | None:
-        """The next dispatch, or None if everything that can be sent for is in flight.
+        """The next dispatch, or None if everything that can run is in flight.
 
-        max_steps: bound on decode steps per dispatch.
+        max_steps: most decode steps of a dispatch.
         """
         steps = self.config.decode_steps if max_steps >= self.config.decode_steps else 1
-        if self._repeats and steps == self._last.key.steps:
-            # Nearly always: and after a wait, with cold caches, planning anew is half of the host's work.
+        if self._last is not None and self._repeats and steps == self._last.key.steps:
+            # The usual case. After a wait, with cold caches, planning again would be half of the host's work.
             self._repeats -= 1
             for s in self._last.rows:
                 s.scheduled += steps
@@ -85,28 +89,28 @@ class Scheduler:
             self.running[sequence.row] = sequence
         decoding = [s for s in self.running.values() if s.may_be_active]
         prefilling = [s for s in self.running.values() if s.status is Status.PREFILL]
-        # Rows that may yield another token, as far as the host knows.
-        going_on = [s for s in decoding if s.scheduled < s.max_tokens]
+        # Sequences with tokens left to generate, as far as the host knows.
+        unfinished = [s for s in decoding if s.scheduled < s.max_tokens]
         if prefilling:
-            return self._step(*self._chunks(prefilling), decoding if going_on else [])
-        return self._decode(decoding, going_on, steps) if going_on else None
+            return self._step(*self._chunks(prefilling), decoding if unfinished else [])
+        return self._decode(decoding, unfinished, steps) if unfinished else None
 
     def _chunks(self, prefilling: list[Sequence]) -> tuple[list[Chunk], tuple[int, int]]:
-        """As many chunks as one step's tokens hold, oldest prompts first, and the (P, C) they need."""
+        """As many chunks as one step can prefill, oldest prompts first, and the (P, C) of the program for them."""
         sizes, longest = self.config.buckets.prefill, self.config.buckets.prefill[-1]
-        chunks, width, taken = [], 0, Counter()
+        chunks, width, count = [], 0, Counter()  # count: chunks of each replica
         for s in sorted(prefilling, key=lambda s: s.arrival):
             if chunks and (s.detail or chunks[0].sequence.detail):
-                continue  # a prompt that returns its details goes alone
+                continue  # a prompt that returns details is prefilled alone
             left, replica = len(s.prompt) - s.prefilled, s.row // self.config.rows
             need = max(width, pick(sizes, min(left, longest)))
-            if max(taken[replica] + 1, *taken.values(), 1) > self.config.most_chunks(need):
+            if max(count[replica] + 1, *count.values(), 1) > self.config.most_chunks(need):
                 continue
             width = need
-            taken[replica] += 1
+            count[replica] += 1
             length = min(left, longest)
             chunks.append(Chunk(s, s.prefilled, length, length == left))
-        return chunks, (1 if max(taken.values()) == 1 else self.config.most_chunks(width), width)
+        return chunks, (1 if max(count.values()) == 1 else self.config.most_chunks(width), width)
 
     def _step(self, chunks: list[Chunk], shape: tuple[int, int], decoding: list[Sequence]) -> Dispatch:
         detail = chunks[0].sequence.detail
@@ -128,24 +132,24 @@ class Scheduler:
         )
         return Dispatch(key, chunks, decoding, self._columns(decoding, rows))
 
-    def _decode(self, decoding: list[Sequence], going_on: list[Sequence], steps: int) -> Dispatch:
-        place = self.config.rows
-        rows = pick(self.config.row_buckets, 1 + max([s.row % place for s in going_on]))
-        if rows < place:
-            decoding = [s for s in decoding if s.row % place < rows]
+    def _decode(self, decoding: list[Sequence], unfinished: list[Sequence], steps: int) -> Dispatch:
+        replica_rows = self.config.rows
+        rows = pick(self.config.row_buckets, 1 + max([s.row % replica_rows for s in unfinished]))
+        if rows < replica_rows:
+            decoding = [s for s in decoding if s.row % replica_rows < rows]
         for s in decoding:
             s.scheduled += steps
         longest = max([s.max_length for s in decoding])
         limit = pick(self.config.buckets.cache, longest)
         key = ProgramKey(self._mode(decoding), rows, limit, steps)
         self._last = Dispatch(key, [], decoding, self._columns(decoding, rows))
-        left = min([s.max_tokens - s.scheduled for s in going_on])
+        left = min([s.max_tokens - s.scheduled for s in unfinished])
         self._repeats = max(0, min(-(-left // steps), (limit - longest) // steps))
         return self._last
 
     def _columns(self, sequences: list[Sequence], rows: int) -> list[int]:
-        place = self.config.rows
-        return [s.row // place * rows + s.row % place for s in sequences]
+        replica_rows = self.config.rows
+        return [s.row // replica_rows * rows + s.row % replica_rows for s in sequences]
 
     @staticmethod
     def _mode(sequences: list[Sequence]) -> Mode:

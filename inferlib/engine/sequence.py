@@ -1,4 +1,4 @@
-"""One sequence being generated: what the host knows of it."""
+"""One sequence that is being generated, as the host sees it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Status(Enum):
 
 @dataclass
 class TokenLogprobs:
-    """Log-probabilities at one position: the token's own, and the most likely ones [K]."""
+    """Log-probabilities at one position: of the token that stands there, and of the K most likely tokens."""
 
     token: int
     logprob: float
@@ -35,9 +35,14 @@ class TokenLogprobs:
 class Sequence:
     """A prompt and the tokens generated after it.
 
-    max_tokens: resolved bound, 0 if only the prompt is scored. detail: what every prompt position returns.
-    prefilled: prompt tokens sent to the device; scheduled: output tokens received plus steps in flight.
-    mode: what sampling this sequence needs from a program. stop_ids: tokens that end it.
+    max_tokens: most tokens to generate; 0 if only the prompt is scored.
+    detail: what to return for every position of the prompt.
+    row: its row while it runs.
+    prefilled: number of prompt tokens sent to the device.
+    scheduled: number of output tokens received, plus steps in flight.
+    prompt_details: one entry per chunk, `Sampled` or logits of its valid positions.
+    mode: the sampling mode that it needs of a program.
+    stop_ids: tokens that end it.
     """
 
     prompt: list[int]
@@ -47,12 +52,12 @@ class Sequence:
     eos_ids: tuple[int, ...] = ()
     detail: Literal["", "logprobs", "logits"] = ""
     status: Status = Status.WAITING
-    row: int | None = None
+    row: int = -1
     prefilled: int = 0
     scheduled: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_details: list = field(default_factory=list)  # per chunk: Sampled or logits, of valid positions
+    prompt_details: list = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
     arrival: float = field(default_factory=time.monotonic)
@@ -67,27 +72,29 @@ class Sequence:
         if self.params.logprobs is not None or self.detail == "logprobs":
             self.mode = "logprobs"
         else:
-            self.mode = "greedy" if self.params.plain else "sample"
+            self.mode = "greedy" if self.params.takes_argmax else "sample"
 
     @property
     def may_be_active(self) -> bool:
-        """Whether a decode dispatch may advance its row: even with all its tokens in flight, since an earlier
-        dispatch may have returned early."""
+        """True if a decode dispatch may advance its row. All its tokens may be in flight: an earlier dispatch may
+        have returned early."""
         return self.status is Status.DECODE and self.max_tokens > 1
 
     @property
     def max_length(self) -> int:
-        """Upper bound of the tokens in the cache after everything that was scheduled."""
+        """Most tokens that its cache may hold once every dispatch in flight has run."""
         scheduled = self.scheduled if self.scheduled < self.max_tokens else self.max_tokens
         return self.prefilled + scheduled - 1 if scheduled else self.prefilled
 
     def accept(self, tokens: list[int]) -> int:
-        """Append generated tokens up to the first negative one, which stands for none, and up to a stop token or
-        max_tokens, which end the sequence. Returns how many."""
+        """Append generated tokens and return how many were appended.
+
+        A negative token means that no token was generated from there on. A stop token or max_tokens ends the sequence.
+        """
         before = len(self.tokens)
         if not before and tokens[0] >= 0:
             self.first_token_time = time.monotonic()
-        # Nothing ends here: nearly always, and some hundred times in every dispatch of a large batch.
+        # The usual case, some hundred times per dispatch of a large batch: nothing ends here.
         if tokens[-1] >= 0 and before + len(tokens) < self.max_tokens and self.stop_ids.isdisjoint(tokens):
             self.tokens += tokens
             return len(tokens)

@@ -1,4 +1,4 @@
-"""What a request asks for (`SamplingParams`) and the sampler that compiled programs contain."""
+"""`SamplingParams`, and the sampler that compiled programs contain."""
 
 from __future__ import annotations
 

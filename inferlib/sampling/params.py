@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
-# Compiled programs have static shapes; these are the widths of the sampler's tables.
+# Widths of the sampler's tables: compiled programs have static shapes.
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKENS = 16
 
-# Below this temperature a request is greedy: dividing logits by less only adds rounding.
+# A request with a lower temperature is greedy: dividing logits by less only adds rounding errors.
 MIN_TEMPERATURE = 1e-5
 
 _INT32_MAX = 2**31 - 1
@@ -32,20 +33,19 @@ class SamplingParams:
         top_p: sample among the fewest most likely tokens whose probability reaches top_p, in (0, 1].
         min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
         repetition_penalty: in [0.01, 100]; logits of tokens in the prompt or the output are divided by it if
-            positive, multiplied if negative.
+            positive, multiplied by it if negative.
         presence_penalty: in [-2, 2], subtracted from the logits of tokens in the output.
         frequency_penalty: in [-2, 2], subtracted once for each time that the token is in the output.
-        logit_bias: token id -> number in [-100, 100] added to its logit; at most 300 entries. Kept as a dict.
+        logit_bias: token id -> number in [-100, 100] added to its logit; at most 300 entries. Stored as a dict.
         seed: in [0, 2**32); the same seed gives the same tokens whatever else is in the batch. None: the
             engine chooses one.
-        stop: strings that end the output. Kept as a tuple.
-        stop_token_ids: tokens that end the output; together with the end-of-sequence tokens at most 16.
-            Kept as a tuple.
+        stop: strings that end the output. Stored as a tuple.
+        stop_token_ids: tokens that end the output; with the end-of-sequence tokens at most 16. Stored as a tuple.
         ignore_eos: generate past the end-of-sequence tokens.
         include_stop_str_in_output: keep the stop string at the end of the text.
         skip_special_tokens: leave special tokens out of the text.
-        logprobs: number of most likely tokens to report at each step besides the chosen one, at most 20; None
-            for no log-probabilities at all.
+        logprobs: number of most likely tokens, at most 20, whose log-probabilities are reported at each step besides
+            that of the chosen token; None reports none at all.
         prompt_logprobs: the same for the tokens of the prompt.
     """
 
@@ -99,12 +99,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is chosen at every step."""
+        """True if every step chooses the most likely token."""
         return self.temperature < MIN_TEMPERATURE
 
     @property
-    def plain(self) -> bool:
-        """Whether an argmax over the model's own logits is all that generation needs."""
+    def takes_argmax(self) -> bool:
+        """True if each token is the argmax of the model's own logits, with nothing else to compute or report."""
         return (
             self.greedy
             and self.min_tokens == 0
@@ -121,7 +121,7 @@ class SamplingParams:
         Raises:
             ValueError: more than MAX_STOP_TOKENS of them.
         """
-        ids = tuple(dict.fromkeys((*self.stop_token_ids, *(() if self.ignore_eos else eos_ids))))
+        ids = tuple(dict.fromkeys((*(self.stop_token_ids or ()), *(() if self.ignore_eos else eos_ids))))
         if len(ids) > MAX_STOP_TOKENS:
             raise ValueError(
                 f"stop_token_ids and the model's end-of-sequence tokens are {len(ids)} tokens together; "
@@ -130,22 +130,26 @@ class SamplingParams:
         return ids
 
     def validate_for(self, vocab: int) -> None:
-        """Raises a ValueError if a token id is not in [0, vocab)."""
+        """Raise ValueError if a token id is not in [0, vocab)."""
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
-            outside = [i for i in ids if i >= vocab]
+            outside = [i for i in ids or () if i >= vocab]
             if outside:
                 raise ValueError(f"{name}: token {outside[0]} is not in the model's vocabulary, [0, {vocab})")
 
 
-def _check_int(name: str, value: object, low: int, high: int = _INT32_MAX) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
+def _is(kind: type, value: Any) -> bool:
+    """isinstance for numbers; True and False are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _check_int(name: str, value: Any, low: int, high: int = _INT32_MAX) -> None:
+    if not _is(Integral, value) or not low <= value <= high:
         raise ValueError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
 
 
-def _check_float(name: str, value: object, low: float, high: float, *, low_open: bool = False) -> None:
-    number = isinstance(value, Real) and not isinstance(value, bool)
+def _check_float(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
     # NaN fails every comparison.
-    if not number or not low <= value <= high or (low_open and value == low):
+    if not _is(Real, value) or not low <= value <= high or (low_open and value == low):
         allowed = f"{'(' if low_open else '['}{low:g}, {high:g}]"
         raise ValueError(f"{name} must be a number in {allowed}, got {value!r}")
 

@@ -1,7 +1,9 @@
-"""Sampling on the device: one row per sequence, every parameter an array, nothing that sorts the vocabulary.
+"""Sampling on the device: one row per sequence, every parameter an array, no sort of the vocabulary.
 
-Each row is processed in vLLM's order: logit bias, min_tokens, penalties, temperature, min_p, top_k, top_p,
-then a draw by the Gumbel-max trick. Rows never mix: what an inactive row holds, NaN included, stays there.
+Each row is processed in vLLM's order: logit bias, min_tokens, penalties, temperature, min_p, top_k, top_p, then a draw
+by the Gumbel-max trick. Rows never mix: NaN or other rubbish in an inactive row changes no other row.
+
+Shapes: N rows; V columns of logits on this device, all tokens or this device's shard of the vocabulary.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ from inferlib.sharding.shards import Shards
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which tokens the V columns of a device stand for: all of them, or its share of a split vocabulary."""
+    """The tokens that the V columns of a device stand for: all tokens, or its shard of a split vocabulary."""
 
     shards: Shards = field(default_factory=Shards)
 
     def ids(self, x: jax.Array) -> jax.Array:
-        """Token id of every element of x [N, V]."""
+        """The token id of each element of x [N, V]."""
         return lax.broadcasted_iota(jnp.int32, x.shape, 1) + self.shards.index(axes.VOCAB) * x.shape[1]
 
     def columns(self, ids: jax.Array, width: int) -> jax.Array:
-        """Column of each token id; `width` (which scatters drop) for negative ids and other devices' tokens."""
+        """The column of each token id; `width`, which scatters drop, for negative ids and tokens of other devices."""
         local = ids - self.shards.index(axes.VOCAB) * width
         return jnp.where((ids >= 0) & (local >= 0) & (local < width), local, width)
 
@@ -44,8 +46,8 @@ class Vocabulary:
     def max(self, x: jax.Array) -> jax.Array:
         return self.shards.max(x.max(-1, keepdims=True), axes.VOCAB)
 
-    def own(self, x: jax.Array, width: int) -> jax.Array:
-        """This device's columns [N, width] of x over the whole vocabulary."""
+    def local(self, x: jax.Array, width: int) -> jax.Array:
+        """This device's columns [N, width] of x, which has a column per token of the whole vocabulary."""
         return lax.dynamic_slice_in_dim(x, self.shards.index(axes.VOCAB) * width, width, axis=1)
 
     def size(self, width: int) -> int:
@@ -78,8 +80,8 @@ class RowParams(NamedTuple):
 class Sampled(NamedTuple):
     """One token for each of N rows; only the mode "logprobs" fills more than `token`.
 
-    Log-probabilities and ranks are those of the model's own logits, before any processing. K is MAX_LOGPROBS,
-    or the vocabulary if that is smaller.
+    Log-probabilities and ranks are of the model's own logits, before any processing. K: MAX_LOGPROBS, or the size of
+    the vocabulary if that is smaller.
     """
 
     token: jax.Array  # [N] int32
@@ -89,7 +91,7 @@ class Sampled(NamedTuple):
     top_logprobs: jax.Array | None = None  # [N, K] f32
 
 
-# A row that asks for nothing: temperature, top_p, min_p, repetition, presence, frequency.
+# The parameters of an empty row: temperature, top_p, min_p, repetition, presence, frequency.
 _NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 _INT_COLUMNS = 3  # top_k, seed, min_tokens; then the stop ids and the bias ids
 
@@ -97,15 +99,15 @@ _INT_COLUMNS = 3  # top_k, seed, min_tokens; then the stop ids and the bias ids
 def pack(
     rows: Sequence[tuple[SamplingParams, int, tuple[int, ...]] | None],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Parameters of N rows as two host arrays, so that a change costs two transfers; see `unpack`.
+    """Pack the parameters of N rows into two host arrays, so that a change costs two transfers; see `unpack`.
 
     Args:
         rows: (params, seed, end-of-sequence ids) of each row, None for an empty row. The caller derives the
-            seed from `params.seed` and the index of the output; its low 32 bits count.
+            seed from `params.seed` and the index of the output; only its low 32 bits are used.
 
     Returns:
-        int32 [N, 319] and float32 [N, 306]. Rows are independent: those of `pack([row])` can replace one
-        row of an earlier pack.
+        int32 [N, 319] and float32 [N, 306]. Rows are independent: the row of `pack([row])` can replace a row of
+        an earlier pack.
 
     Raises:
         ValueError: a row has more stop tokens than the sampler holds.
@@ -123,7 +125,8 @@ def pack(
         stop_ids = params.stop_ids(eos_ids)
         ints[row, _INT_COLUMNS : _INT_COLUMNS + len(stop_ids)] = stop_ids
         bias_start = _INT_COLUMNS + MAX_STOP_TOKENS
-        ints[row, bias_start : bias_start + len(params.logit_bias)] = list(params.logit_bias)
+        bias = params.logit_bias or {}
+        ints[row, bias_start : bias_start + len(bias)] = list(bias)
         floats[row, : len(_NEUTRAL)] = (
             0.0 if params.greedy else params.temperature,
             params.top_p,
@@ -132,12 +135,12 @@ def pack(
             params.presence_penalty,
             params.frequency_penalty,
         )
-        floats[row, len(_NEUTRAL) : len(_NEUTRAL) + len(params.logit_bias)] = list(params.logit_bias.values())
+        floats[row, len(_NEUTRAL) : len(_NEUTRAL) + len(bias)] = list(bias.values())
     return ints, floats
 
 
 def unpack(ints: jax.Array, floats: jax.Array) -> RowParams:
-    """The two arrays of `pack`, on the device, as the parameters that they hold."""
+    """The parameters in the two arrays of `pack`, on the device."""
     temperature, top_p, min_p, repetition, presence, frequency = (floats[:, i] for i in range(len(_NEUTRAL)))
     bias_start = _INT_COLUMNS + MAX_STOP_TOKENS
     return RowParams(
@@ -165,7 +168,7 @@ def sample(
     mode: Literal["greedy", "sample", "logprobs"],
     vocabulary: Vocabulary = WHOLE,
 ) -> Sampled:
-    """Chooses the next token of each row.
+    """Choose the next token of each row.
 
     Args:
         logits: [N, V] float32; -inf for tokens that do not exist.
@@ -173,22 +176,25 @@ def sample(
         counts: [N, V] int32, tokens seen so far (`mark_prompt`, `count_tokens`).
         generated: [N] int32, tokens that each row has generated before this one.
         mode: static. "greedy" takes the most likely token (the lowest id among equals) and reads nothing but
-            the logits, so the other arguments may be None; "sample" does what each row asks; "logprobs" also
-            reports log-probabilities.
-        vocabulary: of which this device's logits and counts hold a share.
+            the logits, so the other arguments may be None; "sample" samples by each row's parameters; "logprobs"
+            also reports log-probabilities.
+        vocabulary: the tokens that this device's columns stand for.
 
     Returns:
         The tokens, always in [0, V), even where the logits of a row are NaN.
     """
     if mode == "greedy":
         return Sampled(_argmax(logits, vocabulary))
+    assert params is not None
+    assert counts is not None
+    assert generated is not None
     processed = process(logits, params, counts, generated, vocabulary)
-    # Distance below the best token, in units of temperature: at least 0, whatever the scale of the logits.
+    # The distance to the best token in units of temperature, which is at least 0 whatever the scale of the logits.
     sampled = params.temperature > 0
     temperature = jnp.where(sampled, params.temperature, 1.0)
     distance = (vocabulary.max(processed) - processed) / temperature[:, None]
     noise = jax.vmap(_gumbel, (0, 0, None))(params.seed, generated, vocabulary.size(logits.shape[-1]))
-    noise = vocabulary.own(noise, logits.shape[-1])
+    noise = vocabulary.local(noise, logits.shape[-1])
     scores = jnp.where(sampled[:, None], noise, 0.0) - distance
     token = _argmax(jnp.where(keep(distance, params, vocabulary), scores, -jnp.inf), vocabulary)
     if mode == "sample":
@@ -216,32 +222,32 @@ def process(
 
 
 def keep(distance: jax.Array, params: RowParams, vocabulary: Vocabulary = WHOLE) -> jax.Array:
-    """Which tokens min_p, top_k and top_p leave, as a mask [N, V]; the best token always stays.
+    """A mask [N, V] of the tokens that min_p, top_k and top_p leave; the best token always stays.
 
-    Tokens as likely as the last one that is kept are all kept, so equal logits can exceed top_k. top_p is a
-    share of the probability that min_p and top_k leave.
+    Tokens as likely as the last one that stays also stay, so equal logits can exceed top_k. top_p is a fraction of the
+    probability that min_p and top_k leave.
 
     Args:
         distance: [N, V] float32, best logit of the row minus each logit, over the temperature; at least 0.
     """
     # Among floats that are at least 0, the order of the values is the order of their bits.
     bits = lax.bitcast_convert_type(distance, jnp.int32)
-    kept = distance <= -jnp.log(params.min_p)[:, None]
+    mask = distance <= -jnp.log(params.min_p)[:, None]
 
     top_k = jnp.where(params.top_k > 0, params.top_k, jnp.inf)
-    kept &= bits <= _threshold(bits, 1.0, top_k[:, None], vocabulary)
+    mask &= bits <= _threshold(bits, 1.0, top_k[:, None], vocabulary)
 
-    mass = jnp.where(kept, jnp.exp(-distance), 0.0)
+    mass = jnp.where(mask, jnp.exp(-distance), 0.0)
     target = params.top_p[:, None] * vocabulary.sum(mass)
     target = jnp.where(params.top_p[:, None] < 1, target, jnp.inf)
-    return kept & (bits <= _threshold(bits, mass, target, vocabulary))
+    return mask & (bits <= _threshold(bits, mass, target, vocabulary))
 
 
 def _threshold(bits: jax.Array, weights: jax.Array | float, target: jax.Array, vocabulary: Vocabulary) -> jax.Array:
-    """Smallest t [N, 1] for which the elements with bits <= t weigh `target` or more; 2**31 - 1 if none.
+    """The smallest t [N, 1] for which the elements with bits <= t weigh `target` or more; 2**31 - 1 if there is none.
 
-    Built bit by bit from the top, as the largest t for which the elements with bits < t weigh less. These 31
-    passes of compare and sum need no sort, and one number per row from each shard of a split vocabulary.
+    It is also the largest t for which the elements with bits < t weigh less, and is built bit by bit from the top.
+    These 31 passes of compare and sum need no sort, and one number per row from each shard of a split vocabulary.
 
     Args:
         bits: [N, V] int32, not negative.
@@ -264,30 +270,30 @@ def _threshold(bits: jax.Array, weights: jax.Array | float, target: jax.Array, v
 
 
 def _gumbel(seed: jax.Array, generated: jax.Array, vocab: int) -> jax.Array:
-    """Gumbel noise [V] that depends on the seed and the position alone."""
-    # The generator is named because its default is a global setting, and seeds promise tokens.
+    """Gumbel noise for each of `vocab` tokens, which depends only on the seed and the position."""
+    # Equal seeds promise equal tokens, so the generator is named: its default is a global setting.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), generated)
     random_bits = partial(jax.random.bits, shape=(vocab,), dtype=jnp.uint32)
     bits = lax.platform_dependent(key, neuron=partial(_bits_without_int64, size=vocab), default=random_bits)
-    # All 32 bits, finest near 0, where the largest noise comes from. jax.random.gumbel uses 23 of them, too
-    # coarse for tokens less likely than 1e-7, of which a large vocabulary has many.
+    # All 32 bits are used, and the finest steps are near 0, where the largest noise comes from. jax.random.gumbel uses
+    # 23 bits: too coarse for tokens less likely than 1e-7, of which a large vocabulary has many.
     uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
     return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
 
 
 def _bits_without_int64(key: jax.Array, size: int) -> jax.Array:
-    """The bits of `jax.random.bits`, which counts in 64-bit integers; Trainium has none, and XLA:CPU is slower so."""
+    """The same bits as `jax.random.bits`, without the 64-bit integers that Trainium lacks. Slower on XLA:CPU."""
     count = jnp.concatenate([jnp.zeros(size, jnp.uint32), jnp.arange(size, dtype=jnp.uint32)])
     high, low = jnp.split(threefry_2x32(jax.random.key_data(key), count), 2)
     return high ^ low
 
 
 def _argmax(x: jax.Array, vocabulary: Vocabulary) -> jax.Array:
-    """Token [N] int32 of the largest element of each row of x [N, V], the lowest among equals.
+    """The token [N] int32 with the largest element of each row of x [N, V], the lowest id among equals.
 
-    Two plain reductions: the Trainium compiler rejects the reduction over pairs that jnp.argmax lowers to.
+    Takes two reductions: the Trainium compiler rejects the reduction over pairs that jnp.argmax lowers to.
     """
-    # The last token where nothing equals the maximum (NaN) keeps the result a token.
+    # Where nothing equals the maximum (NaN), the result is the last token, so it always is a token.
     last = vocabulary.size(x.shape[-1]) - 1
     ids = jnp.where(x == vocabulary.max(x), vocabulary.ids(x), last)
     return vocabulary.shards.min(ids.min(-1), axes.VOCAB)
@@ -298,10 +304,11 @@ def score(logits: jax.Array, token: jax.Array, vocabulary: Vocabulary = WHOLE) -
     width = logits.shape[-1]
     best = vocabulary.max(logits)
     normaliser = jnp.log(vocabulary.sum(jnp.exp(logits - best)))
-    own = jnp.take_along_axis(logits, vocabulary.columns(token, width)[:, None], -1, mode="fill", fill_value=-jnp.inf)
-    chosen = vocabulary.shards.max(own, axes.VOCAB)
+    columns = vocabulary.columns(token, width)[:, None]
+    local = jnp.take_along_axis(logits, columns, -1, mode="fill", fill_value=-jnp.inf)
+    chosen = vocabulary.shards.max(local, axes.VOCAB)
     top, columns = lax.top_k(logits, min(MAX_LOGPROBS, width))
-    # Each device's best, most likely first; by device, so equal ones stay in the order of their ids.
+    # The best tokens of each device, most likely first, device after device: equal ones stay in the order of their ids.
     top = vocabulary.shards.gather(top, axes.VOCAB, dim=1)
     top_ids = vocabulary.shards.gather(columns + vocabulary.shards.index(axes.VOCAB) * width, axes.VOCAB, dim=1)
     top, order = lax.top_k(top, min(MAX_LOGPROBS, top.shape[-1]))
@@ -315,7 +322,7 @@ def score(logits: jax.Array, token: jax.Array, vocabulary: Vocabulary = WHOLE) -
 
 
 def is_stop(params: RowParams, tokens: jax.Array) -> jax.Array:
-    """Whether each of tokens [N] ends its row, [N] bool."""
+    """For each of tokens [N]: True if it ends its row, [N] bool."""
     return (params.stop_ids == tokens[:, None]).any(-1)
 
 
@@ -325,10 +332,10 @@ def count_tokens(
     active: jax.Array,
     vocabulary: Vocabulary = WHOLE,
 ) -> jax.Array:
-    """`counts` [N, V] with the tokens [N] just generated added, in the rows where `active` [N]."""
+    """`counts` [N, V] plus one for each of the new tokens [N], in the rows where `active` [N]."""
     rows, vocab = counts.shape
     where = jnp.arange(rows), vocabulary.columns(jnp.where(active, tokens, -1), vocab)
-    # Read and overwritten, as Trainium cannot add integers in a scatter. Each row has one token.
+    # Each row has one token. Counts are read and overwritten, as Trainium cannot add integers in a scatter.
     return counts.at[where].set(counts.at[where].get(mode="fill", fill_value=0) + 1, mode="drop")
 
 
@@ -343,13 +350,13 @@ def mark_prompt(
     """`counts` [R, V] with the tokens of P prefill chunks flagged as prompt.
 
     Args:
-        rows: [P] int32, the row that each chunk belongs to; a chunk whose row is R or more is dropped.
-        tokens, valid: [P, C], the chunks' tokens and which of them are not padding.
-        first: [P] bool, whether the chunk begins a prompt: its row is cleared before.
+        rows: [P] int32, the row of each chunk; a chunk whose row is R or more is dropped.
+        tokens, valid: [P, C], the chunks' tokens, and where they are not padding.
+        first: [P] bool, True if the chunk begins a prompt: its row is cleared first.
     """
     row_count, vocab = counts.shape
     counts = counts.at[jnp.where(first, rows, row_count)].set(0, mode="drop")
     where = rows[:, None], vocabulary.columns(jnp.where(valid, tokens, -1), vocab)
-    # Flagging is idempotent, so a token may occur many times in a chunk.
+    # Flagging twice changes nothing, so a token may occur many times in a chunk.
     flagged = counts.at[where].get(mode="fill", fill_value=0) | PROMPT_FLAG
     return counts.at[where].set(flagged, mode="drop")

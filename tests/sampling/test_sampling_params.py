@@ -116,12 +116,12 @@ def test_is_a_value():
 
 
 def test_greedy_and_plain():
-    assert SamplingParams(temperature=0).plain
+    assert SamplingParams(temperature=0).takes_argmax
     assert SamplingParams(temperature=1e-6).greedy
     assert not SamplingParams(temperature=1e-4).greedy
     # Neither filters, nor stopping, nor what the output looks like, changes an argmax.
     unimportant = {"top_k": 5, "top_p": 0.5, "min_p": 0.5, "seed": 1, "stop": "a", "stop_token_ids": [1]}
-    assert SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, **unimportant).plain
+    assert SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, **unimportant).takes_argmax
     for field, value in {
         "temperature": 1.0,
         "min_tokens": 1,
@@ -131,7 +131,7 @@ def test_greedy_and_plain():
         "logit_bias": {1: 1.0},
         "logprobs": 0,
     }.items():
-        assert not SamplingParams(**{"temperature": 0, field: value}).plain, field
+        assert not SamplingParams(**{"temperature": 0, field: value}).takes_argmax, field
 
 
 def test_stop_ids_join_end_of_sequence():
