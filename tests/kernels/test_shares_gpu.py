@@ -18,6 +18,7 @@ from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
 from inferlib.pallas_kernels.row_matmul_gpu import row_matmul
 from inferlib.pallas_kernels.shares_gpu import summed
 from tests.helpers.kernels import lowered_for_cuda
+from tests.helpers.packed_experts import quantized
 
 on_cpu = jax.default_backend() == "cpu"
 
@@ -64,9 +65,15 @@ def test_a_sum_gets_the_factor_of_the_norm_before_it(activated):
     np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 17])
-@pytest.mark.parametrize("scheme", ["mxfp4", "int8"])
-@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
+# Every pair of rows and activation, of scheme and rows, and of scheme and activation; int8 has a kernel for 1 row only.
+@pytest.mark.parametrize(
+    ("scheme", "rows", "activation"),
+    [
+        *(("mxfp4", 1, "silu"), ("mxfp4", 1, "gelu"), ("mxfp4", 5, None), ("mxfp4", 5, "silu")),
+        *(("mxfp4", 17, None), ("mxfp4", 17, "silu")),
+        *(("int8", 1, None), ("int8", 1, "silu"), ("int8", 5, "gelu"), ("int8", 17, "gelu")),
+    ],
+)
 def test_products_of_a_norm_without_its_factor(scheme, rows, activation, monkeypatch):
     """XLA's, and on GPUs by rows or by tiles, or none; the exact GELU, by erf, is no part of a kernel."""
     for module in (row_matmul_gpu, grouped_matmul_gpu):
@@ -74,7 +81,7 @@ def test_products_of_a_norm_without_its_factor(scheme, rows, activation, monkeyp
         monkeypatch.setattr(module, kernel, partial(getattr(module, kernel), interpret=on_cpu))
     activation = activation and partial(gated, activation)
     x, weight = draw((rows, 256), 20, jnp.bfloat16), draw(256, 1, jnp.bfloat16, 1)
-    w = quantize(draw((256, 2, 64), seed=2), (0,), SCHEMES[scheme])
+    w = quantized(draw((256, 2, 64), seed=2), (0,), SCHEMES[scheme])
     y = DeferredNorm(x * weight, jnp.sum(jnp.square(x.astype(jnp.float32)).reshape(rows, 2, 128), axis=2), 1e-5)
     matrix = np.float64(w.dequantized((0,), jnp.float32)).reshape(256, 2, 64)
     exact = np.einsum("ti,ipo->tpo", norm_of(x, weight), matrix)
@@ -82,8 +89,8 @@ def test_products_of_a_norm_without_its_factor(scheme, rows, activation, monkeyp
         exact = np.float64(activation(jnp.float32(exact[:, 0]), jnp.float32(exact[:, 1])))
     forms = _form_on_gpu(y, w, 1, jnp.bfloat16, activation)
     assert bool(forms) == (rows == 1 or scheme == "mxfp4")
-    for run in (jax.jit(partial(matmul, activation=activation)), *forms.values()):
-        got = run(y, w)
+    for run in (partial(matmul, activation=activation), *forms.values()):
+        got = jax.jit(run)(y, w)
         assert (got.shape, got.dtype) == (exact.shape, jnp.bfloat16)
         assert np.linalg.norm(np.float64(got) - exact) < 0.01 * np.linalg.norm(exact)
 

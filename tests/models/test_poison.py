@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,20 +64,25 @@ def poison(engine: Engine) -> float:
         if axes.POSITIONS not in names:
             cells = mask.reshape(-1, *(1,) * (array.ndim - names.index(axes.PAGES) - 1))
         bad = 99 if jnp.issubdtype(array.dtype, jnp.integer) else np.nan
-        spoiled.append(jnp.where(cells, array, jnp.asarray(bad, array.dtype)))
+        spoiled.append(_where(cells, array, bad))
     engine.cache = tuple(spoiled)
     idle = ~np.asarray(engine.state.active)
     huge = 1 << 30
     garbage = RowState(huge, huge, False, huge, huge, huge, np.nan, huge)
     state = (
-        jnp.where(idle.reshape(-1, *(1,) * (old.ndim - 1)), jnp.asarray(bad, old.dtype), old)
+        _where(~idle.reshape(-1, *(1,) * (old.ndim - 1)), old, bad)
         for old, bad in zip(engine.state, garbage, strict=True)
     )
     # Tokens of a prompt that goes on are counted already.
     prefilling = np.isin(np.arange(len(idle)), list(engine.scheduler.running))
-    kept = jnp.where(prefilling[:, None], engine.state.counts, huge)
-    engine.state = RowState(*state)._replace(counts=kept)
+    counts = _where(prefilling[:, None], engine.state.counts, huge)
+    engine.state = RowState(*state)._replace(counts=counts)
     return float(np.mean([mask.mean() for mask in masks]))
+
+
+def _where(valid: np.ndarray, array: jax.Array, bad: float) -> jax.Array:
+    """`array` with `bad` where it is not valid. On the host: a program for every shape and mesh takes longer."""
+    return jnp.array(np.where(valid, np.asarray(array), np.asarray(bad).astype(array.dtype)))
 
 
 @contextlib.contextmanager

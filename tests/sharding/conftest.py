@@ -146,14 +146,15 @@ def engine_of(shape_of, programs_of) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="session")
 def expected(engine_of) -> Callable:
-    """`expected(what, shape)`: "logits", "greedy" or "mixed" on one device."""
+    """`expected(what, shape)`: "logits", "greedy", "greedy with logits" or "mixed" on one device."""
 
     @functools.cache
     def compute(what: str, shape: str):
         engine = engine_of(shape)
         if what == "logits":
             return logits(engine)
-        return run(engine, requests([GREEDY] if what == "greedy" else MIXED, seed=2))
+        detail = "logits" if what == "greedy with logits" else ""
+        return run(engine, requests(MIXED if what == "mixed" else [GREEDY], seed=2, detail=detail))
 
     return compute
 
@@ -171,10 +172,10 @@ def run(engine: Engine, sequences: list[Sequence]) -> list[Sequence]:
     return sequences
 
 
-def requests(params: list[SamplingParams], seed: int) -> list[Sequence]:
+def requests(params: list[SamplingParams], seed: int, detail: str = "") -> list[Sequence]:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, 131, n).tolist() for n in LENGTHS]
-    return [Sequence(p, params[i % len(params)], 8 + i, seed=i) for i, p in enumerate(prompts)]
+    return [Sequence(p, params[i % len(params)], 8 + i, seed=i, detail=detail) for i, p in enumerate(prompts)]
 
 
 def logits(engine: Engine) -> np.ndarray:

@@ -52,7 +52,7 @@ SLOW = {
     "nemotron_h": "tp=8,rules=tp_sp tp=2,dp=2,rules=dp_attention",
     "gemma4": "ep=2,tp=2,rules=dp_attention",
 }
-EVERY = [*QUICK, *(pytest.param(f, mesh, marks=pytest.mark.slow) for f in SLOW for mesh in SLOW[f].split())]
+MORE = [(family, mesh) for family, meshes in SLOW.items() for mesh in meshes.split()]
 
 
 def assert_same_logits(engine, shape: str, expected) -> None:
@@ -76,7 +76,7 @@ def poison_before_each_dispatch(engine) -> list[float]:
     return shares
 
 
-@pytest.mark.parametrize(("shape", "parallel"), EVERY)
+@pytest.mark.parametrize(("shape", "parallel"), QUICK)
 def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected):
     """Of more prompts than there are rows, under continuous batching; whatever is not valid holds NaN. Every program
     that ran has the collectives that were promised."""
@@ -87,6 +87,23 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
     assert [s.tokens for s in got] == [s.tokens for s in expected("greedy", shape)]
     assert [len(s.tokens) for s in got] == [8 + i for i in range(len(LENGTHS))]
     assert len(shares) > 5
+    assert shares[0] == 0
+    assert 0 < max(shares) < 0.9
+    for key in engine.programs._compiled:
+        assert_promise_kept(engine.programs, key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "parallel"), MORE)
+def test_the_same_logits_and_greedy_tokens_in_one_run(shape, parallel, engine_of, expected):
+    """As above, but the run that generates also returns the logits of its prompts: two programs instead of four."""
+    engine = engine_of(shape, parallel)
+    shares = poison_before_each_dispatch(engine)
+    got, want = run(engine, requests([GREEDY], seed=2, detail="logits")), expected("greedy with logits", shape)
+    assert [s.tokens for s in got] == [s.tokens for s in want]
+    prompts, wanted = (np.concatenate([np.concatenate(s.prompt_details) for s in each]) for each in (got, want))
+    vocab = engine.model.config.vocab
+    assert np.abs(prompts[:, :vocab] - wanted[:, :vocab]).max() < 2e-5 * np.abs(wanted[:, :vocab]).max()
     assert shares[0] == 0
     assert 0 < max(shares) < 0.9
     for key in engine.programs._compiled:
