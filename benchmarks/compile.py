@@ -59,7 +59,7 @@ class Case:
         if self.only_experts:
             weights = abstract_model(config_from_hf(hf), "bfloat16").weights
             others = {weight.part for weight in weights if axes.EXPERTS not in weight.axes}
-            quantization = replace(quantization, kept=tuple(sorted(others)))
+            quantization = replace(quantization, unquantized=tuple(sorted(others)))
         buckets = Buckets(self.chunks or (512,), (self.rows,), (self.cache,))
         split = Parallelism.parse(self.parallel)
         options = dict(quantization=quantization, kv_cache_dtype=self.kv_cache_dtype, backend=backend)

@@ -126,7 +126,7 @@ def _noise(key: jax.Array, x: jax.Array) -> jax.Array:
 def of_experts(quantization: Quantization, config: ModelConfig, dtype: str) -> Quantization:
     """The same, of nothing but a model's experts."""
     others = {w.part for w in abstract_model(config, dtype).weights if axes.EXPERTS not in w.axes}
-    return replace(quantization, kept=tuple(sorted(others)))
+    return replace(quantization, unquantized=tuple(sorted(others)))
 
 
 def engine_config(model: ModelConfig, batch: int, cache: int, shards: Shards, backend: str = "auto") -> EngineConfig:

@@ -1,7 +1,7 @@
-"""Which expert lies in which slot: experts spread over devices by how many tokens they get, the hottest several times.
+"""Which expert is in which slot: experts are spread over devices by their tokens, and the busiest are copied.
 
-A layer's slots are dealt to the devices of the expert axis in runs of equal length. Weights and two small tables follow
-the placement, programs do not: they know the number of slots alone.
+The devices of the expert axis take equal runs of a layer's slots. Weights and two small tables depend on the placement;
+programs depend only on the number of slots.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.config import ModelConfig, MoeSpec
 from inferlib.sharding.shards import Shards
 
-TABLES = ("mlp.slots", "mlp.copies")  # the weights of `Moe` that are made of a placement
+TABLES = ("mlp.slots", "mlp.copies")  # the weights of `Moe` that a placement fills
 
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """layers: of each layer that has experts, in order, the expert of each slot. An expert in several slots is copied,
-    and its tokens take turns. Raises ConfigurationError if the layers differ in slots or an expert has none."""
+    """layers: for each layer with experts, in order, the expert in each slot. An expert may have several slots, among
+    which its tokens take turns. Raises ConfigurationError if the layers differ in their number of slots."""
 
     layers: tuple[tuple[int, ...], ...]
 
@@ -48,7 +48,7 @@ class ExpertPlacement:
         _write(path, "expert_placement", self.layers)
 
     def check(self, config: ModelConfig) -> None:
-        """Raise ConfigurationError if this is not of such a model."""
+        """Raise ConfigurationError if this is not a placement for the model."""
         if len(config.mixtures) != len(self.layers):
             raise ConfigurationError(
                 f"the expert placement has {len(self.layers)} layers, and the model {len(config.mixtures)} with experts"
@@ -66,7 +66,7 @@ class ExpertPlacement:
                 )
 
     def of(self, model: AbstractModel, weight: WeightSpec) -> tuple[tuple[int, ...], ...]:
-        """The experts of each slot, of the layers whose weight this is."""
+        """The expert in each slot, for the layers that a weight belongs to."""
         mixed = [i for i, layer in enumerate(model.config.layers) if isinstance(layer.mlp, MoeSpec)]
         return tuple(self.layers[mixed.index(i)] for i in model.layers_of(weight.block))
 
@@ -77,23 +77,23 @@ class ExpertPlacement:
         shards: Shards,
         formats: Sequence[Format | NamedSharding | None],
     ) -> tuple[jax.Array, ...]:
-        """The array of one of TABLES, on its devices. formats: as of `load_weights`."""
+        """The array of one of TABLES, on its devices. formats: see `load_weights`."""
         rows = np.array(self.of(model, weight))
         if weight.part == "mlp.slots":
             table = np.argsort(rows, axis=1, kind="stable")
         else:
             table = np.stack([np.bincount(row, minlength=weight.shape[-1]) for row in rows])
-        placed = shards.place(table.reshape(weight.shape).astype(weight.dtype), weight.axes)
-        return (jax.device_put(placed, formats[0]) if isinstance(formats[0], Format) else placed,)
+        array = shards.place(table.reshape(weight.shape).astype(weight.dtype), weight.axes)
+        return (jax.device_put(array, formats[0]) if isinstance(formats[0], Format) else array,)
 
 
 def balanced(load: np.ndarray, devices: int, slots: int | None = None) -> ExpertPlacement:
-    """A placement for which `devices` devices, as far as greedy choices go, get equally many tokens.
+    """A placement that gives each of `devices` devices about equally many tokens, by greedy choices.
 
-    load [layers, experts]: how many tokens chose each, as of `LLM.expert_load`. slots: how many there are, by default
-    as many as experts, rounded up to a multiple of the devices; those beyond hold copies of the experts with the most
-    tokens for each copy. Then the heaviest first goes to the device that has the fewest tokens yet. Raises
-    ConfigurationError.
+    load [layers, experts]: number of tokens that chose each expert, as `LLM.expert_load` gives it. slots: number of
+    slots; by default that of the experts, rounded up to a multiple of the devices. Surplus slots go to copies of the
+    experts with the most tokens per copy. Then each copy, the busiest first, goes to the device with the fewest tokens
+    so far. Raises ConfigurationError for a load or a number of slots that cannot be.
     """
     load = np.asarray(load, np.float64)
     if load.ndim != 2 or not load.size or not np.isfinite(load).all() or (load < 0).any():
@@ -113,24 +113,24 @@ def _balanced_layer(load: np.ndarray, devices: int, slots: int) -> tuple[int, ..
     for _ in range(slots - load.size):
         copies[np.argmax(load / copies)] += 1
     each = load / copies
-    held: list[list[int]] = [[] for _ in range(devices)]
+    by_device: list[list[int]] = [[] for _ in range(devices)]
     total = np.zeros(devices)
     for expert in np.argsort(-each, kind="stable").repeat(copies[np.argsort(-each, kind="stable")]):
-        free = [d for d in range(devices) if len(held[d]) < slots // devices]
-        device = min(free, key=lambda d: (expert in held[d], total[d], d))
-        held[device].append(int(expert))
+        free = [d for d in range(devices) if len(by_device[d]) < slots // devices]
+        device = min(free, key=lambda d: (expert in by_device[d], total[d], d))
+        by_device[device].append(int(expert))
         total[device] += each[expert]
-    return tuple(expert for of_device in held for expert in of_device)
+    return tuple(expert for experts in by_device for expert in experts)
 
 
 def imbalance(load: np.ndarray, placement: ExpertPlacement, devices: int) -> np.ndarray:
-    """[layers]: how many times the mean the device with most tokens gets."""
-    found = []
+    """[layers]: the tokens of the busiest device, relative to the mean over devices."""
+    ratios = []
     for row, slots in zip(np.asarray(load, np.float64), placement.layers, strict=True):
         copies = np.bincount(slots, minlength=row.size)
         of_devices = (row / copies)[np.array(slots)].reshape(devices, -1).sum(axis=1)
-        found.append(of_devices.max() / max(of_devices.mean(), 1e-9))
-    return np.array(found)
+        ratios.append(of_devices.max() / max(of_devices.mean(), 1e-9))
+    return np.array(ratios)
 
 
 def read_load(path: str | Path) -> np.ndarray:

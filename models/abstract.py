@@ -270,7 +270,7 @@ def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -
     block, parts = (path[1], path[2:]) if path[0] == "blocks" else (None, path)
     part = ".".join(str(x) for x in parts).removesuffix(".weight")
     stacked = p.axes[0] == axes.LAYERS
-    quantized = quantization is not None and p.contracting and part not in quantization.kept
+    quantized = quantization is not None and p.contracting and part not in quantization.unquantized
     return WeightSpec(
         name=".".join(str(x) for x in path),
         shape=p.shape,

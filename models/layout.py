@@ -1,4 +1,4 @@
-"""How a model's sizes are laid out so that they divide over the devices."""
+"""How a model's sizes are padded or copied so that they divide over the devices."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from inferlib.sharding.shards import Shards
 
 @dataclass(frozen=True)
 class Layout:
-    """The padded sizes of a model on a mesh. slots: of each layer's experts, if they are placed by a file (see
-    `inferlib.placement`). Raises ShardingError for sizes that must divide and do not."""
+    """The padded sizes of a model on a mesh. slots: number of slots for each layer's experts, if a file places them
+    (see `inferlib.placement`). Raises ShardingError for sizes that must divide and do not."""
 
     config: ModelConfig
     shards: Shards = field(default_factory=Shards)
@@ -63,7 +63,7 @@ class Layout:
         return _rounded_up(size, self.shards.size(axes.MLP))
 
     def experts(self, count: int) -> int:
-        """Experts, padded with some that no token is routed to; where they are placed by a file, its slots."""
+        """Number of experts, padded with experts that no token chooses; if a file places them, its slots."""
         return self.slots or _rounded_up(count, self.shards.size(axes.EXPERTS))
 
     @property
@@ -72,26 +72,26 @@ class Layout:
         return _rounded_up(self.config.vocab, self.shards.size(axes.VOCAB))
 
     def positions(self, count: int, multiple: int = 1) -> int:
-        """Slots that hold `count` positions, an equal number on each device, which is a multiple of `multiple`."""
+        """Slots for `count` positions: as many on each device, a multiple of `multiple`."""
         return _rounded_up(count, multiple * self.shards.size(axes.POSITIONS))
 
     def waste(self) -> dict[str, float]:
         """Share of the laid-out query heads, cache heads, feed-forward and vocabulary that is padding or copies."""
-        used, held = np.zeros(3), np.zeros(3)
+        used, laid_out = np.zeros(3), np.zeros(3)
         for layer in self.config.layers:
             heads, attn = self.heads(layer.attention), layer.attention
             feeds = self._feeds(layer.mlp)
             owns = attn.cache_of is None
             used += (attn.heads, owns * attn.cache_heads, sum(count * hidden for count, _, hidden in feeds))
-            widths = sum(laid_out * self.hidden(hidden) for _, laid_out, hidden in feeds)
+            widths = sum(count * self.hidden(hidden) for _, count, hidden in feeds)
             copies = self.shards.size(axes.KV_HEADS) if isinstance(attn, MlaSpec) else 1
-            held += (heads.groups * heads.queries, owns * self.cache_heads(attn) * copies, widths)
-        share = 1 - used / held
+            laid_out += (heads.groups * heads.queries, owns * self.cache_heads(attn) * copies, widths)
+        share = 1 - used / laid_out
         names = ("query heads", "cache", "feed-forward")
         return dict(zip(names, share.tolist(), strict=True)) | {"vocabulary": 1 - self.config.vocab / self.vocab}
 
     def _feeds(self, spec: MlpSpec | MoeSpec | None) -> list[tuple[int, int, int]]:
-        """A layer's feed-forwards: how many of them, how many as laid out, and their width."""
+        """A layer's feed-forwards: their number, their number as laid out, and their width."""
         if spec is None:
             return []
         if isinstance(spec, MlpSpec):

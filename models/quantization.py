@@ -9,34 +9,37 @@ from typing import Any
 from inferlib.models.config import ConfigError
 from inferlib.ops.quantized import SCHEMES, Scheme
 
-# By the names that users give; with _a8, inputs of products are rounded to MXFP8 too.
+# By the names that users write; with _a8, inputs of products are rounded to MXFP8 too.
 QUANTIZATIONS = SCHEMES | {f"{name}_a8": replace(SCHEMES[name], round_inputs=True) for name in ("mxfp8", "mxfp4")}
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """All matrices of products (see `layers.param`) are stored by `scheme` but those of the parts `kept` ("head",
-    "mlp.down", ...).
+    """The weights of products (see `layers.param`) are stored by `scheme`, except those of the parts `unquantized`
+    ("head", "mlp.down", ...).
 
-    Embeddings, norms, biases, routers and the taps of convolutions keep the model's dtype; so does a head that is the
-    embedding. name: as users give it.
+    Embeddings, norms, biases, routers and the taps of convolutions keep the model's dtype, and so does a head that is
+    the embedding. name: as users write it.
     """
 
     name: str
     scheme: Scheme
-    kept: tuple[str, ...] = ()
+    unquantized: tuple[str, ...] = ()
 
     @staticmethod
     def named(name: str) -> Quantization:
-        """Raises ConfigError listing the known names for another."""
+        """The quantization of a name. Raises ConfigError, which lists the known names, for any other."""
         if name not in QUANTIZATIONS:
             raise ConfigError(f"no quantization is called {name!r}; known: {', '.join(QUANTIZATIONS)}")
         return Quantization(name, QUANTIZATIONS[name])
 
     @staticmethod
     def from_json(value: Mapping[str, Any] | None) -> Quantization | None:
-        """Undo `dataclasses.asdict`, after JSON."""
-        return value and Quantization(value["name"], Scheme(**value["scheme"]), tuple(value["kept"]))
+        """Undo `dataclasses.asdict`, after JSON. Manifests of earlier versions say "kept" for `unquantized`."""
+        if value is None:
+            return None
+        unquantized = value["unquantized"] if "unquantized" in value else value["kept"]
+        return Quantization(value["name"], Scheme(**value["scheme"]), tuple(unquantized))
 
     def __str__(self) -> str:
         return self.name

@@ -1,6 +1,6 @@
 """Logical axis names: what a dimension of a weight, an activation or a cache means.
 
-Model code speaks of these names only; which mesh axis carries which is a table chosen at deployment.
+Model code uses only these names; a table chosen at deployment says which mesh axis carries each.
 """
 
 VOCAB = "vocab"  # V: rows of the embedding, columns of the head
@@ -9,12 +9,12 @@ KV_HEADS = "kv_heads"  # K: key/value heads
 QUERIES = "queries"  # G: query heads per KV head (in fused weights: G queries, one key, one value)
 HEAD_DIM = "head_dim"  # h: head size
 LATENT = "latent"  # R: low-rank latents of queries, of keys and values, or of a learned residual
-HEAD_OUT = "head_out"  # h: a head's output, where the output projection takes it in
+HEAD_OUT = "head_out"  # h: a head's output, as the input of the output projection
 MLP = "mlp"  # F: feed-forward width
 GATE_UP = "gate_up"  # 2: the gate and the up half
 EXPERTS = "experts"  # E: feed-forwards that tokens are routed to
 ROUTES = "routes"  # E: a router's columns, one for each expert
-PER_LAYER = "per_layer"  # P: per-layer embeddings, in the tables those of all layers
+PER_LAYER = "per_layer"  # P: per-layer embeddings; tables have those of all layers
 STREAMS = "streams"  # N: parallel residuals
 LAYERS = "layers"  # L: stacked layers of a scanned segment
 PAGES = "pages"  # N: cache pages

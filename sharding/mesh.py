@@ -23,9 +23,9 @@ class ShardingError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Devices along each mesh axis, and the preset that says what is split over them (see `sharding.rules`).
+    """Number of devices along each mesh axis, and the preset that says what is split over them (see `sharding.rules`).
 
-    rules: by default "cp" where the sequence axis is used, else "tp".
+    rules: by default "cp" if the sequence axis is used, else "tp".
     """
 
     tensor: int = 1
@@ -79,15 +79,15 @@ class Parallelism:
 
 
 def alone(device: jax.Device) -> AbstractMesh:
-    """A mesh of one device. What is traced under it (`jax.sharding.use_abstract_mesh`) can tell what that device is."""
+    """A mesh of one device. Functions traced under it (`jax.sharding.use_abstract_mesh`) can tell what device it is."""
     return Mesh(np.array([device]), ("device",)).abstract_mesh
 
 
 def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh with the axes MESH_AXES; on TPU, neighbours on an axis are neighbours on the torus.
 
-    devices: all there are by default, those of a process together; surplus ones stay unused. Raises ShardingError if
-    there are too few, or if a process would have none.
+    devices: by default all, process by process; surplus ones stay unused. Raises ShardingError if there are too few, or
+    if a process would have none.
     """
     devices = sorted(jax.devices(), key=lambda d: (d.process_index, d.id)) if devices is None else list(devices)
     shape = parallel.shape
@@ -100,17 +100,17 @@ def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None
             f"{min(idle)}: use devices of every process"
         )
     if parallel.devices == len(devices) and devices[0].platform == "tpu":
-        # An axis may be shorter than one of the torus, as 8 on 16 x 16 x 16.
-        placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-        return Mesh(placed, MESH_AXES)
+        # A mesh axis may be shorter than an axis of the torus, such as 8 on 16 x 16 x 16.
+        arranged = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        return Mesh(arranged, MESH_AXES)
     return Mesh(np.array(devices[: parallel.devices]).reshape(shape), MESH_AXES)
 
 
 def ring_of(devices: Sequence[jax.Device]) -> tuple[int, ...]:
-    """The devices' indices in an order in which each is a neighbour of the next on a TPU's network, and the last of the
-    first, as far as that is possible. Devices of a chip come one after the other; others than TPUs stay as they are.
+    """The devices' indices in an order in which each device is a neighbour of the next on a TPU's network, and the last
+    of the first, as far as possible. Devices of a chip follow one another; devices that are no TPUs keep their order.
 
-    Chips that fill a box of two or more dimensions, one of them even, are a ring without any wrap-around link. On a
+    Chips that fill a box of two or more dimensions, one of them even, form a ring without any wrap-around link. On a
     line that does not close, the last link leads back through all others.
     """
     if any(getattr(device, "coords", None) is None for device in devices):

@@ -15,11 +15,12 @@ _LOGICAL = frozenset(value for name, value in vars(axes).items() if name.isupper
 
 @dataclass(frozen=True)
 class Rules:
-    """table: logical axis -> mesh axis, or several in the mesh's order; a name that is not listed is not split.
+    """Which mesh axes split each logical axis.
 
-    Positions and the tokens of a chunk are dealt out in turn (see `sharding.stripe`), all else in runs.
-    split_tokens: between the matrix products, a step's tokens are split over the tensor axis (sequence parallelism
-    of the norms): each sum over the axis becomes a reduce-scatter, and an all-gather precedes the next product.
+    table: logical axis -> mesh axis, or several in the mesh's order; a name that is not listed is not split. Positions
+    and the tokens of a chunk are dealt out in turn (see `sharding.stripe`), all else in runs. split_tokens: between the
+    matrix products, a step's tokens are split over the tensor axis (sequence parallelism of the norms): each sum over
+    the axis becomes a reduce-scatter, and an all-gather precedes the next product.
     """
 
     name: str
@@ -57,9 +58,9 @@ class Rules:
         return PartitionSpec(*(of_one if len(of_one) > 1 else next(iter(of_one), None) for of_one in mesh_axes))
 
     def axes_of(self, name: str | None) -> tuple[str, ...]:
-        """The mesh axes that carry a logical axis, none if it is not split."""
-        found = dict(self.table).get(name, ())
-        return (found,) if isinstance(found, str) else found
+        """The mesh axes that carry a logical axis; none if it is not split."""
+        over = dict(self.table).get(name, ())
+        return (over,) if isinstance(over, str) else over
 
 
 # Replicas: rows and their cache. What is not routed to experts treats their axis as more of the same.

@@ -1,8 +1,8 @@
 """Positions dealt out in turn: of n devices, device d holds the positions p with p mod n = d.
 
-So causal attention is the same work for every device at every length (Striped Attention, Brandon et al. 2023). The
-d-th device's positions are numbered in order, p being number p // n. In these numbers its share of a cache is a
-cache like any other: what holds of positions, lengths and windows holds of numbers, and kernels see no difference.
+Causal attention is then the same work for every device at every length (Striped Attention, Brandon et al. 2023). Each
+device numbers its positions in order: p is number p // n. In these numbers its shard of a cache is a cache like any
+other: whatever is true of positions, lengths and windows is true of numbers, and kernels see no difference.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Stripe:
-    """Every `count`-th position from `index` on; by default all."""
+    """The positions a device owns: every `count`-th from `index` on; by default all."""
 
     count: int = 1
     index: jax.Array | int = 0
 
     def most(self, positions: int) -> int:
-        """How many of the first `positions` a device holds at most."""
+        """The most of the first `positions` that a device can own."""
         return -(-positions // self.count)
 
     def number(self, positions: jax.Array) -> jax.Array:
-        """The number of the last own position up to each of these; negative if there is none."""
+        """The number of the last owned position up to each of these; negative if there is none."""
         return positions if self.count == 1 else (positions - self.index) // self.count
 
     def window(self, positions: jax.Array, window: int | jax.Array | None) -> int | jax.Array | None:
-        """How many own positions are among the last `window` (of all, or of each) up to each of `positions`; a number
-        if all agree."""
+        """How many owned positions are among the last `window` (one for all, or one for each) up to each of
+        `positions`; an int if all agree."""
         if self.count == 1 or window is None:
             return window
         if isinstance(window, int) and window % self.count == 0:
@@ -38,13 +38,14 @@ class Stripe:
         return self.number(positions) - self.number(positions - window)
 
     def owns(self, positions: jax.Array) -> jax.Array:
-        """Whether each of these is an own position; negative ones are nobody's."""
+        """Whether the device owns each position; nobody owns negative ones."""
         return (positions >= 0) & (positions % self.count == self.index)
 
     def slots(self, positions: jax.Array, slots: int, *, ring: bool) -> jax.Array:
-        """Where each position is held in a cache of `slots`; what is another device's, or negative, is out of range.
+        """The slot of each position in a cache of `slots`; out of range for another device's position or a negative
+        one.
 
-        A page's positions are distinct, and so are the places of those out of range.
+        The positions of a page are distinct, and so are their slots, those out of range included.
         """
         number = self.number(positions)
         slot = number % slots if ring else number
@@ -53,7 +54,7 @@ class Stripe:
         return jnp.where(self.owns(positions), slot, slots + jnp.maximum(positions, 0))
 
     def take(self, x: jax.Array, dim: int) -> jax.Array:
-        """The own entries of x along a dimension of n times as many."""
+        """The owned entries of x along dimension `dim`."""
         if self.count == 1:
             return x
         dealt = x.reshape(*x.shape[:dim], -1, self.count, *x.shape[dim + 1 :])

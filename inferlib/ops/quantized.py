@@ -1,9 +1,9 @@
 """Weights in fewer bits: a `QuantizedTensor` stands wherever a matrix of `ops.matmul` stands.
 
-Elements share a scale along the dimensions that a product sums over ("contracting"): either all of an output channel,
-or groups of the last such dimension. Grouped elements are kept as [..., groups, group, ...], which a TPU's compiler
-fuses into the product; a reshape of the packed array would be written to memory. Sub-byte types are XLA's own, packed
-in device memory. What shares a scale may share a zero point: (value - zero) * scale.
+Elements share a scale along the dimensions that a product sums over ("contracting"): either all elements of an output
+channel, or groups along the last such dimension. Grouped elements are stored as [..., groups, group, ...], which the
+TPU's compiler fuses into the product; a reshape of a merged array would be written to memory. Sub-byte types are XLA's
+own, packed in device memory. Elements that share a scale may share a zero point: (value - zero) * scale.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from jax import lax
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a weight is stored. values, scales: dtypes; group: elements that share a scale, None for a whole channel;
-    zeros: whether they share a zero point too, of the values' dtype, an integer. round_inputs: what is multiplied by
-    the weight is rounded to MXFP8 in the same groups, as matrix units for MX formats take it.
+    """How a weight is stored.
 
-    A dimension that `group` does not divide has groups of their greatest common divisor.
+    values, scales: dtypes. group: number of elements that share a scale; None: a whole channel does. zeros: they share
+    a zero point too, of the values' dtype, an integer. round_inputs: inputs of the product are rounded to MXFP8 in the
+    same groups, as matrix units for MX formats take them.
+
+    If `group` does not divide a dimension, its groups have the greatest common divisor of the two.
     """
 
     values: str
@@ -39,36 +41,36 @@ class Scheme:
             raise ValueError("inputs are rounded in the groups of the weight, and it has none")
 
     def group_of(self, size: int) -> int:
-        """Elements that share a scale, of a dimension of `size`."""
+        """Number of elements that share a scale in a dimension of `size`."""
         return math.gcd(size, self.group)
 
     def arrays(
         self, shape: tuple[int, ...], names: tuple[str | None, ...], contracting: tuple[int, ...]
     ) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...], np.dtype]]:
-        """Shape, axis names and dtype of a weight's values, scales and zero points, if it has some; the latter two have
-        the axes of what they scale."""
+        """Shape, axis names and dtype of a weight's values, scales and, if it has some, zero points. Scales and zero
+        points have the axes of what they scale."""
         values, scales = np.dtype(self.values), np.dtype(self.scales)
         if self.group is None:
             rest = [i for i in range(len(shape)) if i not in contracting]
-            held = shape, names
+            stored = shape, names
             shared = tuple(shape[i] for i in rest), tuple(names[i] for i in rest)
         else:
             at = contracting[-1]
             group = self.group_of(shape[at])
             groups = (*shape[:at], shape[at] // group, *shape[at + 1 :])
-            held = (*groups[: at + 1], group, *groups[at + 1 :]), (*names[: at + 1], None, *names[at + 1 :])
+            stored = (*groups[: at + 1], group, *groups[at + 1 :]), (*names[: at + 1], None, *names[at + 1 :])
             shared = groups, names
-        arrays = {"values": (*held, values), "scales": (*shared, scales)}
+        arrays = {"values": (*stored, values), "scales": (*shared, scales)}
         return arrays | ({"zeros": (*shared, values)} if self.zeros else {})
 
     def tensor(self, values: jax.Array, scales: jax.Array, zeros: jax.Array | None = None) -> QuantizedTensor:
-        """Of a weight's arrays, in the order of `arrays`."""
+        """The tensor made of a weight's arrays, in the order of `arrays`."""
         return QuantizedTensor(values, scales, self.group is not None, zeros, self.round_inputs)
 
 
 MX_GROUP = 32  # elements that share a scale in MX formats
 
-# By the names that users give. MX formats are those of the OCP Microscaling Formats specification v1.0.
+# By the names that users write. MX formats are those of the OCP Microscaling Formats specification v1.0.
 SCHEMES = {
     "int8": Scheme("int8"),
     "int4": Scheme("int4", group=128),
@@ -82,8 +84,8 @@ SCHEMES = {
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A weight as values, scales and zero points, None if all are 0 (see `Scheme.arrays`); grouped: whether groups, not
-    channels, share a scale; round_inputs: see `Scheme`."""
+    """A weight as values, scales and zero points (None: all are 0); see `Scheme.arrays`. grouped: groups, not channels,
+    share a scale. round_inputs: see `Scheme`."""
 
     values: jax.Array
     scales: jax.Array
@@ -93,16 +95,16 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
+        """Shape of the values."""
         return self.values.shape
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.values.size
 
     def __getitem__(self, index) -> QuantizedTensor:
-        """As `nnx.Param` asks for its value: `w[...]`."""
+        """`w[...]`, by which `nnx.Param` reads its value."""
         if index is not Ellipsis:
             raise TypeError("a QuantizedTensor is read whole, as w[...]")
         return self
@@ -110,7 +112,7 @@ class QuantizedTensor:
     def dequantized(self, contracting: Sequence[int], dtype) -> jax.Array:
         """The weight as `dtype`, rounded once; grouped values keep their shape [..., groups, group, ...].
 
-        contracting: dimensions of the weight.
+        contracting: the dimensions of the weight that products sum over.
         """
         axes = (contracting[-1] + 1,) if self.grouped else tuple(contracting)
         values, scales = self.values.astype(jnp.float32), jnp.expand_dims(self.scales.astype(jnp.float32), axes)
@@ -120,7 +122,7 @@ class QuantizedTensor:
 
 
 def nbytes(shape: Sequence[int], dtype) -> int:
-    """Bytes of a device array, in which two elements of a sub-byte type share one."""
+    """Bytes of a device array; two elements of a 4-bit type share a byte."""
     return math.prod(shape) * jax.dtypes.itemsize_bits(dtype) // 8
 
 
@@ -131,8 +133,9 @@ def quantize(w: jax.Array, contracting: tuple[int, ...], scheme: Scheme) -> Quan
     """Round a weight to a scheme, to nearest with ties to even; traceable.
 
     The largest magnitude that shares a scale becomes the type's largest value. Scales of e8m0 are powers of two, chosen
-    as in section 6.3 of the OCP specification: what then exceeds the largest value saturates. A NaN or an infinity
-    spoils all that shares its scale. Raises ValueError for a scheme with zero points, which are only ever stored.
+    as in section 6.3 of the OCP specification: elements that then exceed the largest value saturate. A NaN or an
+    infinity spoils all elements that share its scale. Raises ValueError for a scheme with zero points: checkpoints may
+    have them, but nothing is quantised to them.
     """
     if scheme.zeros:
         raise ValueError("weights are not quantised with zero points; checkpoints that have some are kept as they are")
@@ -142,7 +145,7 @@ def quantize(w: jax.Array, contracting: tuple[int, ...], scheme: Scheme) -> Quan
     largest, most = jnp.max(jnp.abs(w), axis=shared, keepdims=True), largest_value(dtype)
     if scheme.scales == "float8_e8m0fnu":
         code = _exponent_code(largest, dtype)
-        # By the inverse, also a power of two: the smallest scale is subnormal, which devices take for zero.
+        # Multiply by the inverse, also a power of two: the smallest scale is subnormal, which devices flush to zero.
         scales, scaled = _power_of_two(code), w * _power_of_two(254 - code).astype(jnp.float32)
     else:
         scales = largest / most
@@ -154,22 +157,22 @@ def quantize(w: jax.Array, contracting: tuple[int, ...], scheme: Scheme) -> Quan
 
 
 def to_mxfp8(x: jax.Array, group: int) -> jax.Array:
-    """x [..., I] rounded to MXFP8 in groups along I, and as its own type again; bfloat16 holds it exactly."""
+    """x [..., I] rounded to MXFP8 in groups along I, as x's dtype; bfloat16 represents the result exactly."""
     axis = x.ndim - 1
-    held = quantize(x, (axis,), Scheme("float8_e4m3fn", group, "float8_e8m0fnu"))
-    return held.dequantized((axis,), x.dtype).reshape(x.shape)
+    rounded = quantize(x, (axis,), Scheme("float8_e4m3fn", group, "float8_e8m0fnu"))
+    return rounded.dequantized((axis,), x.dtype).reshape(x.shape)
 
 
 def largest_value(dtype) -> float:
-    """Of an element type; integers are used symmetrically."""
+    """The largest value of an element type; integers are used symmetrically."""
     info = ml_dtypes.iinfo(dtype) if jnp.issubdtype(dtype, jnp.integer) else ml_dtypes.finfo(dtype)
     return float(info.max)
 
 
 def _nearest(x: jax.Array, dtype) -> jax.Array:
-    """float32 values rounded to those of a narrower float type, as float32; ties to even.
+    """float32 values rounded to the values of a narrower float type, as float32; ties to even.
 
-    A conversion alone would not do: some of XLA's convert to four bits by way of float16, which rounds twice.
+    A conversion is not enough: XLA converts some types to four bits by way of float16, which rounds twice.
     """
     info = ml_dtypes.finfo(dtype)
     exponent = jnp.maximum((lax.bitcast_convert_type(x, jnp.int32) >> 23 & 255) - 127, info.minexp)
@@ -178,7 +181,7 @@ def _nearest(x: jax.Array, dtype) -> jax.Array:
 
 
 def _exponent_code(largest: jax.Array, dtype) -> jax.Array:
-    """The e8m0 code, as uint8, of 2^(floor(log2(largest)) - emax); of zeros the smallest, of a NaN or infinity NaN."""
+    """The e8m0 code, as uint8, of 2^(floor(log2(largest)) - emax): the smallest for zero, NaN for NaN or infinity."""
     emax = math.floor(math.log2(largest_value(dtype)))
     exponent = (lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 127  # of a subnormal: below what e8m0 has
     code = jnp.clip(exponent - emax, -127, 127) + 127

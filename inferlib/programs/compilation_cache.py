@@ -1,4 +1,4 @@
-"""Compiled programs kept between runs of the command line."""
+"""A cache of compiled programs between runs of the command line."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import jax
 
 
 def keep_compilations(folder: str | Path | None = None) -> None:
-    """Let XLA reuse compilations of earlier processes, kept in `folder` (by default in the user's cache directory).
+    """Let XLA reuse compilations of earlier processes, stored in `folder` (by default in the user's cache directory).
 
-    Does nothing where JAX was already told of a folder. The setting is the whole process's, so the library leaves it
-    to the application.
+    Does nothing if JAX already has a folder. The setting applies to the whole process, so the library leaves it to the
+    application.
     """
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(folder or Path.home() / ".cache" / "inferlib" / "xla"))

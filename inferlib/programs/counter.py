@@ -1,4 +1,4 @@
-"""Counts every XLA compilation of this process, whoever asks for it."""
+"""Counts every XLA compilation of this process, whatever triggers it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a set of programs is compiled from, as data that travels between processes and into manifests."""
+"""Everything that a set of programs is compiled from, as data that processes exchange and manifests store."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from inferlib.targets import Target, parse_target
 class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
-    quantization: of the weights, None for `dtype`. kv_cache_dtype: see `EngineConfig`. modes: sampling modes to
-    compile. expert_slots: of a placement of experts, whatever it is (see `inferlib.placement`). backend: see
+    quantization: how weights are stored; None: as `dtype`. kv_cache_dtype: see `EngineConfig`. modes: sampling modes to
+    compile. expert_slots: number of slots of an expert placement (see `inferlib.placement`). backend: see
     `inferlib.config.with_option`. Raises ConfigurationError, ShardingError or TargetError if they do not go together.
     """
 
@@ -87,18 +87,18 @@ class Deployment:
 
     def config(self, shards: Shards) -> EngineConfig:
         sizes, target = (self.max_batch, self.max_len, self.buckets), self.slice
-        kept = self.kv_cache_dtype, self.backend
         device = DeviceKind(target.platform, target.chip.cores, target.chip.name)
-        return EngineConfig.make(device, *sizes, shards, self.model, *kept)
+        options = dict(kv_cache_dtype=self.kv_cache_dtype, backend=self.backend)
+        return EngineConfig.make(device, *sizes, shards, self.model, **options)
 
     def shards(self, devices: Sequence[jax.Device]) -> Shards:
-        """The mesh; of a single device too where the device is not one of this process's own."""
+        """The mesh; also for a single TPU, which is not a device of this process."""
         if self.parallel.devices == 1 and self.slice.platform != "tpu":
             return Shards()
         return Shards(make_mesh(self.parallel, devices), preset(self.parallel.rules))
 
     def program_set(self, shards: Shards, layouts: Sequence[Layout] | None = None) -> ProgramSet:
-        """Its programs, traced for `shards` (see `shards`, and `planned_shards` where there are no devices)."""
+        """Its programs for a mesh: that of `shards`, or of `planned_shards` if there are no devices."""
         config = self.config(shards)
         options = dict(backend=config.backend, scan=config.scan, shards=shards, expert_slots=self.expert_slots)
         model = abstract_model(self.model, self.dtype, quantization=self.quantization, **options)
@@ -106,7 +106,7 @@ class Deployment:
         return ProgramSet.make(model, config, layouts)
 
     def planned(self) -> ProgramSet:
-        """Its programs where there are no devices: to budget with."""
+        """Its programs for planning, without devices."""
         return self._planned
 
     @cached_property
@@ -133,7 +133,8 @@ class Deployment:
         return Deployment(**{f.name: value[f.name] for f in fields(Deployment)} | made)
 
     def program_hash(self, key: ProgramKey, layouts: Sequence[Mapping] | None) -> str:
-        """What the compiled program of a key depends on. layouts: of the weights, as in a manifest."""
+        """A hash of everything that the compiled program of a key depends on. layouts: the weights' layouts, as in a
+        manifest."""
         parts = {
             **self.to_json(),
             "buckets": [self.max_batch, self.max_len, self.buckets.prefill[-1]],
@@ -163,11 +164,11 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
 
 # ---- versions
 
-# What programs are traced from.
+# The code that programs are traced from.
 _SOURCES = (
     *("inferlib.sharding", "inferlib.pallas_kernels", "inferlib.ops", "inferlib.models", "inferlib.sampling"),
     *("inferlib.cache", "inferlib.config", "inferlib.programs.program_set", "inferlib.programs.program"),
-    "inferlib.programs.row_state",
+    *("inferlib.programs.row_state", "inferlib.programs.attention_choices", "inferlib.programs.product_choices"),
 )
 
 
@@ -185,7 +186,7 @@ def code_version() -> str:
 
 
 def versions(target: Target) -> dict[str, str]:
-    """Versions that a compiled program is bound to."""
+    """The versions that a compiled program needs to run."""
     packages = ("inferlib", "jax", "jaxlib", *(("libtpu",) if target.platform == "tpu" else ()))
     return {name: _version(name) for name in packages} | {"code": code_version()}
 

@@ -1,4 +1,4 @@
-"""What the device remembers of every row between dispatches, so that decoding needs nothing from the host."""
+"""What the device stores of every row between dispatches, so that decoding needs nothing from the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inferlib.sharding import axes
 
 
 class RowState(NamedTuple):
-    """R rows. Donated through every program.
+    """The state of R rows; every program donates it.
 
     token [R]: last token, not yet in the cache; length [R]: tokens in the cache; active [R] bool;
     budget [R]: tokens still to generate; generated [R]: tokens generated; ints [R, NI], floats [R, NF]: packed

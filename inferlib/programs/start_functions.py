@@ -1,5 +1,5 @@
 """The small functions that a start needs beside its programs: they lay out the tensors of a checkpoint, and make an
-empty cache and state. Jitted where they are called, unless they were compiled earlier for just these arguments."""
+empty cache and state. They are jitted when called, unless they were compiled earlier for the same arguments."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ _recorded: ContextVar[dict[str, jax.stages.Compiled] | None] = ContextVar("recor
 
 
 def run(function: Callable, static: tuple, *arrays: Any, place: Any = None, donate: bool = False) -> Any:
-    """`function(*static, *arrays)`, its results where `place` (shardings, formats) says. Arrays may be in lists.
-
-    donate: the first array's memory becomes the result's."""
+    """`function(*static, *arrays)`. Arrays may be in lists. place: shardings or formats of the results. donate: the
+    result takes over the first array's memory."""
     adopted, recorded = _adopted.get(), _recorded.get()
     if not adopted and recorded is None:
         return _jitted(function, len(static), place, donate)(*static, *arrays)
@@ -38,20 +37,20 @@ def run(function: Callable, static: tuple, *arrays: Any, place: Any = None, dona
 
 
 def join(shape: tuple[int, ...], sharding: jax.sharding.Sharding, parts: Sequence[jax.Array]) -> jax.Array:
-    """An array made of its parts on the devices of this process."""
+    """An array made of its shards on the devices of this process."""
     if _recorded.get() is not None:
         return _Result(shape, parts[0].dtype, sharding=sharding)
     return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
 
 
 def fetched(arrays: tuple[jax.Array, ...]) -> list[np.ndarray]:
-    """Results on the host; of recorded functions, zeros."""
+    """The arrays on the host; zeros for results of recorded functions."""
     return [np.zeros(x.shape, x.dtype) if isinstance(x, _Result) else np.asarray(x) for x in arrays]
 
 
 @contextmanager
 def adopted(compiled: Compiled) -> Iterator[None]:
-    """Within, functions that are in `compiled` are not compiled."""
+    """A context in which functions that are in `compiled` are not compiled again."""
     token = _adopted.set(compiled)
     try:
         yield
@@ -61,10 +60,10 @@ def adopted(compiled: Compiled) -> Iterator[None]:
 
 @contextmanager
 def recorded() -> Iterator[dict[str, jax.stages.Compiled]]:
-    """Within, functions are compiled and not run; yields what `adopted` takes."""
-    token = _recorded.set(found := {})
+    """A context in which functions are compiled and not run; yields what `adopted` takes."""
+    token = _recorded.set(compiled := {})
     try:
-        yield found
+        yield compiled
     finally:
         _recorded.reset(token)
 
@@ -78,8 +77,8 @@ class _Result(jax.ShapeDtypeStruct):
 
 @cache
 def _jitted(function: Callable, static: int, place: Any, donate: bool) -> Callable:
-    given = (static,) if donate else ()
-    return jax.jit(function, static_argnums=tuple(range(static)), donate_argnums=given, out_shardings=place)
+    donated = (static,) if donate else ()
+    return jax.jit(function, static_argnums=tuple(range(static)), donate_argnums=donated, out_shardings=place)
 
 
 @cache

@@ -241,7 +241,7 @@ def test_rounds_whose_choices_a_tpu_kernel_sorts(name, monkeypatch):
     x = jnp.asarray(rng.normal(size=(tokens, DIM)), jnp.float32)
     ids = jnp.asarray(np.argsort(rng.random((tokens, EXPERTS)))[:, :chosen], jnp.int32).at[5].set(-1)
     weights = jnp.asarray(rng.random((tokens, chosen)), jnp.float32)
-    monkeypatch.setattr(exchange, "_FEW", 0)
+    monkeypatch.setattr(exchange, "_LEAST_ROOM", 0)
     for module in (exchange, moe, segment_sum):
         monkeypatch.setattr(module, "TILE", 2)
 

@@ -41,7 +41,7 @@ def tiny_tokens_are_worth_it(monkeypatch):
     """Shapes that are used here only: programs are kept."""
     monkeypatch.setattr(lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
     monkeypatch.setattr(exchange, "_START_BYTES", 0)
-    monkeypatch.setattr(exchange, "_FEW", 0)
+    monkeypatch.setattr(exchange, "_LEAST_ROOM", 0)
     for module in (exchange, moe, segment_sum):
         monkeypatch.setattr(module, "TILE", 2)
 
