@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -133,9 +134,9 @@ def _vmem_bytes(
     _, queries, heads, group, size = q.shape
     buffers = blocks.buffers + (scales and new)
     size, rows = pl.cdiv(size, LANES) * LANES, pl.cdiv(queries * group, SUBLANES) * SUBLANES
-    held = arrays * size * k.dtype.itemsize + (2 * 4 if scales else 0)
-    kept = heads * rows * (4 * (size + 4 * LANES) + (RESULTS + buffers) * 4 * size + 2 * 4 * blocks.part)
-    need = buffers * heads * blocks.block * held + kept + 3 * rows * blocks.part * 4
+    position = arrays * size * k.dtype.itemsize + (2 * 4 if scales else 0)
+    state = heads * rows * (4 * (size + 4 * LANES) + (RESULTS + buffers) * 4 * size + 2 * 4 * blocks.part)
+    need = buffers * heads * blocks.block * position + state + 3 * rows * blocks.part * 4
     if new:
         tiles = arrays * tiles_of(queries, tile := tile_of(5, k.dtype)) * tile * size * k.dtype.itemsize
         need += buffers * heads * (tiles + 4 * size * arrays * queries + (8 * 2 * LANES * 4 if scales else 0))
@@ -203,136 +204,207 @@ def decode_attention(
 
     if not interpret:  # or XLA would bring a small cache to VMEM whole
         cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    inputs = [packed(q) if new is None else jnp.concatenate([packed(q), *map(cells, new)], axis=2), *cache]
-    specs = [whole] * (1 + len(cache))
+    writes, in_hbm = new is not None, pl.BlockSpec(memory_space=pl.ANY)
+    queries_and_cells = packed(q) if new is None else jnp.concatenate([packed(q), *map(cells, new)], axis=2)
+    inputs, specs = _Inputs(queries_and_cells, tuple(cache)), _Inputs(in_hbm, (in_hbm,) * len(cache))
     if sinks is not None:
         wide = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None] * LOG2E, (queries, heads, group, LANES))
-        inputs.append(packed(wide))
-        specs.append(pl.BlockSpec((heads, width, LANES), lambda b, *_: (0, 0, 0)))
+        inputs = inputs._replace(sinks=packed(wide))
+        specs = specs._replace(sinks=pl.BlockSpec((heads, width, LANES), lambda b, _: (0, 0, 0)))
     if mask is not None:
         bits = jnp.sum(mask.astype(jnp.int32) << jnp.arange(queries), axis=-1)
-        inputs.append(jnp.broadcast_to(jnp.repeat(bits, group, axis=1)[:, :, None], (rows, width, LANES)))
-        specs.append(pl.BlockSpec((None, width, LANES), lambda b, *_: (b, 0, 0)))
-    scalars = [lengths.astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1)]
+        bits = jnp.broadcast_to(jnp.repeat(bits, group, axis=1)[:, :, None], (rows, width, LANES))
+        inputs = inputs._replace(mask=bits)
+        specs = specs._replace(mask=pl.BlockSpec((None, width, LANES), lambda b, _: (b, 0, 0)))
+    scalars = _Scalars(lengths.astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1))
     if ring:  # divided here: the scalar unit is slow at it
-        scalars.append(lax.rem(place.first(scalars[0]), place.capacity))
+        scalars = scalars._replace(origin=lax.rem(place.first(scalars.lengths), place.capacity))
     if pages is not None:
-        scalars.append(jnp.clip(pages.astype(jnp.int32), 0, cache[0].shape[1] - 1).reshape(-1))
+        scalars = scalars._replace(table=jnp.clip(pages.astype(jnp.int32), 0, cache[0].shape[1] - 1).reshape(-1))
     if written is not None:
-        scalars.append(written.astype(jnp.int32))
-    optional = {"pages": pages, "written": written, "sinks": sinks, "mask": mask}
-    targets = cache if new is not None else []
-    tiles = [tile_of(x.ndim, x.dtype) for x in targets]
+        scalars = scalars._replace(written=written.astype(jnp.int32))
+    targets = tuple(cache) if writes else ()
     kernel = functools.partial(
         _kernel,
         place=place,
         part=blocks.part,
         arrays=arrays,
         scaled=scaled,
-        writes=new is not None,
-        has={name for name, x in optional.items() if x is not None},
+        writes=writes,
         queries=queries,
         group=group,
         scale=scale * LOG2E,
         window=window,
         softcap=softcap and softcap * LOG2E,
     )
-    buffers = blocks.buffers + (scaled and new is not None)
-    held = (buffers, heads, blocks.block)
     live = rows * heads * min(place.capacity, window or place.capacity)
-    out, lse, *cache = pl.pallas_call(
+    moved = live * sum(math.prod(x.shape[4:]) * x.dtype.itemsize for x in cache) + 2 * q.size * q.dtype.itemsize
+    moved += sum(rows * heads * tile_of(x.ndim, x.dtype) * math.prod(x.shape[4:]) * x.dtype.itemsize for x in targets)
+    made = _Outputs(
+        jax.ShapeDtypeStruct((rows, heads, width, size), q.dtype),
+        jax.ShapeDtypeStruct((rows, heads, LANES), jnp.float32),
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in targets),
+    )
+    first_target = len(jax.tree.leaves(scalars)) + 1
+    ((out, lse, targets),) = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=1,
             grid=(rows,),
-            in_specs=specs,
-            out_specs=[whole] * (2 + len(targets)),
-            scratch_shapes=[
-                pltpu.VMEM((buffers, *inputs[0].shape[1:]), q.dtype),
-                *[pltpu.VMEM((*held, *x.shape[4:]), x.dtype) for x in cache],
-                pltpu.VMEM((2, heads, width, blocks.part), jnp.float32),
-                pltpu.VMEM((heads, width, LANES), jnp.float32),
-                pltpu.VMEM((heads, width, LANES), jnp.float32),
-                pltpu.VMEM((heads, width, size), jnp.float32),
-                pltpu.VMEM((RESULTS, heads, width, size), q.dtype),
-                pltpu.VMEM((RESULTS, heads, LANES), jnp.float32),
-                pltpu.SemaphoreType.DMA((2, RESULTS)),
-                pltpu.SMEM((buffers,), jnp.int32),
-                pltpu.SMEM((SCALARS + 1,), jnp.int32),
-                pltpu.SMEM((rows + 1,), jnp.int32),
-                pltpu.SemaphoreType.DMA((1 + len(cache), buffers)),
-                *[
-                    pltpu.VMEM((buffers, tiles_of(queries, tile), heads, tile, *x.shape[4:]), x.dtype)
-                    for x, tile in zip(targets, tiles, strict=True)
-                ],
-                *([pltpu.SMEM((2, buffers), jnp.int32), pltpu.SMEM((buffers,), jnp.int32)] if targets else []),
-                *([pltpu.SemaphoreType.DMA((len(cache), buffers))] if targets else []),
-            ],
+            in_specs=(specs,),
+            out_specs=(_Outputs(in_hbm, in_hbm, (in_hbm,) * len(targets)),),
+            scratch_shapes=[_scratch(inputs.q, inputs.cache, blocks, queries, width, writes=writes)],
         ),
-        out_shape=[
-            jax.ShapeDtypeStruct((rows, heads, width, size), q.dtype),
-            jax.ShapeDtypeStruct((rows, heads, LANES), jnp.float32),
-            *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in targets],
-        ],
-        input_output_aliases={len(scalars) + 1 + n: 2 + n for n in range(len(targets))},
+        out_shape=(made,),
+        input_output_aliases={first_target + n: 2 + n for n in range(len(targets))},
         # Checks triple what it takes to start a copy; `BlockStream` and the clipped table keep them in bounds.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
         cost_estimate=pl.CostEstimate(
-            flops=4 * live * size * width,
-            bytes_accessed=live * sum(math.prod(x.shape[4:]) * x.dtype.itemsize for x in cache)
-            + 2 * q.size * q.dtype.itemsize
-            + sum(
-                rows * heads * tile * math.prod(x.shape[4:]) * x.dtype.itemsize
-                for x, tile in zip(targets, tiles, strict=True)
-            ),
-            transcendentals=live * width,
+            flops=4 * live * size * width, bytes_accessed=moved, transcendentals=live * width
         ),
         interpret=interpret,
         name="decode_attention",
-    )(*scalars, *inputs)
+    )(scalars, inputs)
     out = out.reshape(rows, heads, queries, group, size)
     lse = lse[:, :, :width].reshape(rows, heads, queries, group)
-    return jnp.moveaxis(out, 2, 1), jnp.moveaxis(lse, 2, 1), *(x if k.ndim == 5 else x[0] for x in cache)
+    return jnp.moveaxis(out, 2, 1), jnp.moveaxis(lse, 2, 1), *(x if k.ndim == 5 else x[0] for x in targets)
 
 
-def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, scale, window, softcap):
-    """One row. Logits are in units of log 2, as exponentials are taken with base 2.
+class _Scalars(NamedTuple):
+    """In scalar memory: lengths [B]; layer [1]; of a ring, the slot of the first position that is read [B]; the page
+    table [B * M]; which rows' cells are written [B]."""
 
-    Scalars: lengths [B], layer [1]; of a ring the slot that the first position is in [B]; pages [B * M]; whose cells
-    are written [B]. In HBM: q [B, K, R, h] with R = C * G, and new cells behind them, k, v [L, N, K, S, h] (or k
-    alone), scales [L, N, K, S]. sinks [K, R, 128]; mask [R, 128], bits. out [K, R, h], lse [K, 128]; the cache again if
-    it is written. Scratch, for each buffer: q, and blocks of what is in HBM; products of queries and keys of this part
-    and the next [2, K, R, P]; the running maximum and sum [K, R, 128], lanes alike, and accumulator [K, R, h]; out and
-    lse of `RESULTS` rows and semaphores; units of each buffer; the stream's state and which of the two products is this
-    part's; which rows are not empty; semaphores; of a `CellWriter` what is staged, owners of buffers, where cells on
-    their way begin, and semaphores.
-    """
-    refs = list(refs)
+    lengths: Any
+    layer: Any
+    origin: Any = None
+    table: Any = None
+    written: Any = None
 
-    def take(count: int) -> list:
-        taken, refs[:] = refs[:count], refs[count:]
-        return taken
 
-    held = arrays + 2 * scaled
-    lengths_ref, layer_ref = take(2)
-    (origin_ref,) = take(1) if place.ring else (None,)
-    (table_ref,) = take(1) if "pages" in has else (None,)
-    (written_ref,) = take(1) if "written" in has else (None,)
-    (q_hbm,), in_hbm = take(1), take(held)
-    (sinks_ref,) = take(1) if "sinks" in has else (None,)
-    (mask_ref,) = take(1) if "mask" in has else (None,)
-    results_hbm = take(2)
-    in_hbm = take(held) if writes else in_hbm  # the same memory
-    (q_buf,), in_vmem = take(1), take(held)
-    (products_ref, top_ref, sum_ref, acc_ref), results = take(4), RowResults(results_hbm, take(2), *take(1))
-    counts, state, following, semaphores = take(4)
-    k_buf, v_buf = in_vmem[0], in_vmem[arrays - 1]
-    scales, staged = in_vmem[arrays:], take(held if writes else 0)
-    owners, pending, write_semaphores = refs or (None, None, None)
-    scalars = place, lengths_ref, layer_ref, origin_ref, table_ref
-    stream = BlockStream(*scalars, q_hbm, in_hbm, q_buf, in_vmem, counts, state, following, semaphores, owners)
-    writer = CellWriter(stream, queries, queries * group, scaled, written_ref, staged, write_semaphores, pending)
+class _Inputs(NamedTuple):
+    """In HBM: q [B, K, R, h] with R = C * G, and new cells behind the queries; k, v [L, N, K, S, h] (or k alone), then
+    scales [L, N, K, S]. On chip: sinks [K, R, 128]; mask [R, 128], bits."""
+
+    q: Any
+    cache: tuple
+    sinks: Any = None
+    mask: Any = None
+
+
+class _Outputs(NamedTuple):
+    """In HBM: out [B, K, R, h], lse [B, K, 128], and the cache again if it is written."""
+
+    out: Any
+    lse: Any
+    cache: tuple
+
+
+class _Scratch(NamedTuple):
+    """q, cache: of each buffer. products: of queries and keys, of this part and the next [2, K, R, P]. top, sum, acc:
+    the running maximum and sum [K, R, 128], lanes alike, and accumulator [K, R, h]. results: of `RESULTS` rows. counts:
+    units of each buffer. state: the stream's, and which of the two products is this part's. following: the next row
+    that is not empty. staged and what follows: of a `CellWriter`."""
+
+    q: Any
+    cache: tuple
+    products: Any
+    top: Any
+    sum: Any
+    acc: Any
+    results: tuple
+    result_semaphores: Any
+    counts: Any
+    state: Any
+    following: Any
+    semaphores: Any
+    staged: tuple = ()
+    owners: Any = None
+    pending: Any = None
+    write_semaphores: Any = None
+
+
+def _scratch(q: jax.Array, cache: Sequence[jax.Array], blocks: Blocks, queries: int, width: int, *, writes: bool):
+    """The kernel's scratch for inputs q and cache, and rows of `width` queries."""
+    rows, heads, _, size = q.shape
+    scaled = cache[-1].ndim < cache[0].ndim
+    buffers = blocks.buffers + (scaled and writes)
+    scratch = _Scratch(
+        q=pltpu.VMEM((buffers, *q.shape[1:]), q.dtype),
+        cache=tuple(pltpu.VMEM((buffers, heads, blocks.block, *x.shape[4:]), x.dtype) for x in cache),
+        products=pltpu.VMEM((2, heads, width, blocks.part), jnp.float32),
+        top=pltpu.VMEM((heads, width, LANES), jnp.float32),
+        sum=pltpu.VMEM((heads, width, LANES), jnp.float32),
+        acc=pltpu.VMEM((heads, width, size), jnp.float32),
+        results=(
+            pltpu.VMEM((RESULTS, heads, width, size), q.dtype),
+            pltpu.VMEM((RESULTS, heads, LANES), jnp.float32),
+        ),
+        result_semaphores=pltpu.SemaphoreType.DMA((2, RESULTS)),
+        counts=pltpu.SMEM((buffers,), jnp.int32),
+        state=pltpu.SMEM((SCALARS + 1,), jnp.int32),
+        following=pltpu.SMEM((rows + 1,), jnp.int32),
+        semaphores=pltpu.SemaphoreType.DMA((1 + len(cache), buffers)),
+    )
+    if not writes:
+        return scratch
+    tiles = [tile_of(x.ndim, x.dtype) for x in cache]
+    return scratch._replace(
+        staged=tuple(
+            pltpu.VMEM((buffers, tiles_of(queries, tile), heads, tile, *x.shape[4:]), x.dtype)
+            for x, tile in zip(cache, tiles, strict=True)
+        ),
+        owners=pltpu.SMEM((2, buffers), jnp.int32),
+        pending=pltpu.SMEM((buffers,), jnp.int32),
+        write_semaphores=pltpu.SemaphoreType.DMA((len(cache), buffers)),
+    )
+
+
+def _kernel(
+    scalars: _Scalars,
+    inputs: _Inputs,
+    outputs: _Outputs,
+    scratch: _Scratch,
+    *,
+    place,
+    part,
+    arrays,
+    scaled,
+    writes,
+    queries,
+    group,
+    scale,
+    window,
+    softcap,
+):
+    """One row. Logits are in units of log 2, as exponentials are taken with base 2."""
+    in_hbm = outputs.cache if writes else inputs.cache  # the same memory
+    sinks_ref, mask_ref, q_buf, counts, state = inputs.sinks, inputs.mask, scratch.q, scratch.counts, scratch.state
+    products_ref, top_ref, sum_ref, acc_ref = scratch.products, scratch.top, scratch.sum, scratch.acc
+    k_buf, v_buf, scales = scratch.cache[0], scratch.cache[arrays - 1], scratch.cache[arrays:]
+    results = RowResults((outputs.out, outputs.lse), scratch.results, scratch.result_semaphores)
+    stream = BlockStream(
+        place,
+        *scalars[:4],
+        inputs.q,
+        in_hbm,
+        q_buf,
+        scratch.cache,
+        counts,
+        state,
+        scratch.following,
+        scratch.semaphores,
+        scratch.owners,
+    )
+    writer = CellWriter(
+        stream,
+        queries,
+        queries * group,
+        scaled,
+        scalars.written,
+        scratch.staged,
+        scratch.write_semaphores,
+        scratch.pending,
+    )
     (heads, width, size), buffers = acc_ref.shape, counts.shape[0]
     # Blocks behind this one that have arrived: cells of the second are quantised while products are made.
     ahead = 2 if writes and scaled else 1
@@ -415,28 +487,28 @@ def _kernel(*refs, place, part, arrays, scaled, writes, has, queries, group, sca
             s = scaled_by(products_ref[this, head] * (scale if softcap is None else scale / softcap), 0, head)
             return jnp.where(seen, s if softcap is None else softcap * jnp.tanh(s), MASKED)
 
-        found, ps = [], []
+        taken, ps = [], []
         for head in range(heads):
             s = logits_of(head)
             old, total, acc = initial(head) if whole else (top_ref[head], sum_ref[head], acc_ref[head])
             top = jnp.maximum(old, jnp.max(s, axis=1, keepdims=True))
             p, decay = jnp.exp2(s - wide(top, part)), jnp.exp2(old - top)
             total = total * decay + jnp.sum(folded(p), axis=1, keepdims=True)
-            found.append((top, total, acc * wide(decay, size)))
+            taken.append((top, total, acc * wide(decay, size)))
             ps.append(jnp.where(seen, scaled_by(p, 1, head), 0.0) if scaled else p)
-        # The matrix unit has work while the maxima are found, and again while the last products with values arrive.
+        # The matrix unit has work while the maxima are taken, and again while the last products with values arrive.
         multiply(tasks[:early], next_buf, next_offset, 1 - this)
         for head in range(heads):
             values = operand(v_buf[buf, head, pl.ds(offset, part)])
             product = jnp.dot(ps[head].astype(q_buf.dtype), values, precision=exact, preferred_element_type=jnp.float32)
-            top, total, acc = found[head]
-            found[head] = top, total, acc + product
+            top, total, acc = taken[head]
+            taken[head] = top, total, acc + product
         multiply(tasks[early:], next_buf, next_offset, 1 - this)
         if whole:
-            results.put(row, found, length == 0)
+            results.put(row, taken, length == 0)
         else:
             for head in range(heads):
-                top_ref[head], sum_ref[head], acc_ref[head] = found[head]
+                top_ref[head], sum_ref[head], acc_ref[head] = taken[head]
 
     def take_block(index, buf):
         behind = later(buf, 1)
