@@ -166,10 +166,10 @@ def turn_queries(queries, work):
     n, size = queries.shape
     pieces = (size + 127) // 128
     part = size // pieces
-    held = nl.ndarray((n, size), dtype=queries.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=queries)
+    loaded = nl.ndarray((n, size), dtype=queries.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=loaded, src=queries)
     cast = nl.ndarray((n, size), dtype=work, buffer=nl.sbuf)
-    nisa.tensor_copy(dst=cast, src=held)
+    nisa.tensor_copy(dst=cast, src=loaded)
     turned = nl.ndarray((part, pieces, n), dtype=work, buffer=nl.sbuf)
     for piece in range(pieces):
         moved = nl.ndarray((part, n), dtype=work, buffer=nl.psum)
@@ -178,12 +178,12 @@ def turn_queries(queries, work):
     return turned
 
 
-def guard_keys(held, live, work):
+def guard_keys(loaded, live, work):
     """Keys that `turn_keys` can take: those in float8 are turned by a product, which garbage would spread in."""
-    if held.dtype == work:
-        return held
-    keys = nl.ndarray(held.shape, dtype=held.dtype, buffer=nl.sbuf)
-    clear_unseen(keys, held, live)
+    if loaded.dtype == work:
+        return loaded
+    keys = nl.ndarray(loaded.shape, dtype=loaded.dtype, buffer=nl.sbuf)
+    clear_unseen(keys, loaded, live)
     return keys
 
 

@@ -146,12 +146,12 @@ class Prefill(_Attention):
         rows = np.arange(chunks, 0, -1, dtype=np.int32)
         for chunk, start in enumerate(self.starts):
             reach = start + self.width if self.window is None else self.window
-            held = range(max(0, start + 1 - reach), start + self.width)
-            keys, values = rng.normal(size=(2, self.kv_heads, len(held), self.size)).astype(dtype)
-            at = [p % self.slots if self.ring else p for p in held]
+            cached = range(max(0, start + 1 - reach), start + self.width)
+            keys, values = rng.normal(size=(2, self.kv_heads, len(cached), self.size)).astype(dtype)
+            at = [p % self.slots if self.ring else p for p in cached]
             k[rows[chunk]][:, at], v[rows[chunk]][:, at] = keys, values
             for i in range(self.width):
-                seen = slice(max(0, start + i + 1 - reach) - held[0], start + i + 1 - held[0])
+                seen = slice(max(0, start + i + 1 - reach) - cached[0], start + i + 1 - cached[0])
                 want[chunk, i], want_lse[chunk, i] = attention(
                     *(x.astype(np.float64) for x in (q[chunk, i], keys[:, seen], values[:, seen])),
                     scale, self.softcap, sinks,
@@ -180,18 +180,18 @@ class Mx:
         x = rng.normal(size=(self.tokens, self.inner)).astype(ml_dtypes.bfloat16)
         w, scales = mx_pack.quantise(rng.normal(size=(self.inner, self.outer)), self.element)
         w, scales = mx_pack.for_trn2(w, scales) if old else (w, scales)
-        turned, given = x.T.astype(np.float32), None
+        turned, packed_x = x.T.astype(np.float32), None
         if self.packed:
-            given = mx_pack.quantise(turned, self.packed)
-            given = mx_pack.for_trn2(*given) if old else given
-            turned = mx_pack.dequantise(*given)
+            packed_x = mx_pack.quantise(turned, self.packed)
+            packed_x = mx_pack.for_trn2(*packed_x) if old else packed_x
+            turned = mx_pack.dequantise(*packed_x)
         elif not old:
             turned = mx_pack.dequantise(*mx_pack.quantise(turned, "float8_e4m3fn", headroom=1))
         run = jax.jit(partial(mx_matmul, element=self.element, x_element=self.packed, lnc=lnc))
-        if given is None:
+        if packed_x is None:
             got = run(x, mx_pack.pack(w), scales)
         else:
-            got = run(mx_pack.pack(given[0]), mx_pack.pack(w), scales, x_scales=given[1])
+            got = run(mx_pack.pack(packed_x[0]), mx_pack.pack(w), scales, x_scales=packed_x[1])
         want = turned.astype(np.float64).T @ mx_pack.dequantise(w, scales)
         return worst(got, want, 2.0**-8, floor=0.02 * self.inner**0.5)
 
@@ -257,10 +257,10 @@ class Router:
         w = (rng.normal(size=(self.width, self.experts)) / self.width**0.5).astype(dtype)
         bias = rng.normal(size=self.experts).astype(np.float32) if self.bias else None
         run = jax.jit(partial(router_topk, chosen=self.chosen, renormalize=self.renormalize, lnc=lnc))
-        found, weights = run(x, w, bias)
+        experts, weights = run(x, w, bias)
         scores = x.astype(np.float64) @ w.astype(np.float64) + (0 if bias is None else bias)
         want = np.argsort(-scores, axis=1)[:, : self.chosen]
-        if not np.array_equal(found, want):
+        if not np.array_equal(experts, want):
             return float("inf")
         best = np.exp(np.take_along_axis(scores, want, axis=1))
         total = best if self.renormalize else np.exp(scores)

@@ -240,8 +240,8 @@ def load_block(tile, cache, row, head, block, i, index, paged):
             oob_mode=nisa.oob_mode.skip,
         )
     else:
-        held = cache[row, head, start : start + lanes * tiles, :]
-        nisa.dma_copy(dst=tile[0:lanes, 0:tiles, :], src=held.reshape((lanes, tiles, size)))
+        source = cache[row, head, start : start + lanes * tiles, :]
+        nisa.dma_copy(dst=tile[0:lanes, 0:tiles, :], src=source.reshape((lanes, tiles, size)))
 
 
 def start_state(sinks, head, shape):
@@ -279,12 +279,12 @@ def attend(q, k, v, row, head, blocks, seen, live, index, buffers, eye, state, s
         scores = nl.ndarray((128, tiles, queries), dtype=nl.float32, buffer=nl.sbuf)
         at = 0
         for i in range(first, last):
-            held = buffers[i % 2]
-            load_block(held, k, row, head, blocks[i], i, index, paged)
+            loaded = buffers[i % 2]
+            load_block(loaded, k, row, head, blocks[i], i, index, paged)
             here = blocks[i][2]
             score_block(
                 scores[:, at : at + here, :],
-                held[:, 0:here, :],
+                loaded[:, 0:here, :],
                 turned,
                 seen[:, tile + at : tile + at + here, :],
                 live[:, tile + at : tile + at + here],
@@ -299,12 +299,12 @@ def attend(q, k, v, row, head, blocks, seen, live, index, buffers, eye, state, s
         product = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.psum)
         at = 0
         for i in range(first, last):
-            held = buffers[2 + i % 2]
-            load_block(held, v, row, head, blocks[i], i, index, paged)
+            loaded = buffers[2 + i % 2]
+            load_block(loaded, v, row, head, blocks[i], i, index, paged)
             here = blocks[i][2]
             add_values(
                 product,
-                held[:, 0:here, :],
+                loaded[:, 0:here, :],
                 weights[:, at : at + here, :],
                 live[:, tile + at : tile + at + here],
                 at == 0,
@@ -316,12 +316,12 @@ def attend(q, k, v, row, head, blocks, seen, live, index, buffers, eye, state, s
         first = last
 
 
-def score_block(scores, held, turned, seen, live, eye, work, scale, softcap):
+def score_block(scores, loaded, turned, seen, live, eye, work, scale, softcap):
     """scores [128, tiles, R] = keys [128, tiles, h] times queries, the least float32 where a query does not see."""
-    tiles = held.shape[1]
+    tiles = loaded.shape[1]
     part, pieces, queries = turned.shape
     tokens = seen.shape[2]
-    keys = guard_keys(held, live, work)
+    keys = guard_keys(loaded, live, work)
     group = max(1, min(keys_a_bank(keys, work), 512 // queries))
     for start in range(0, tiles, group):
         n = min(group, tiles - start)
@@ -381,12 +381,12 @@ def weigh(weights, scores, top, total, unit):
     return decay
 
 
-def add_values(product, held, weights, live, first):
+def add_values(product, loaded, weights, live, first):
     """product [h / pieces, pieces, R] += values [128, tiles, h] times weights [128, tiles, R]."""
     part, pieces, _ = product.shape
-    values = nl.ndarray(held.shape, dtype=held.dtype, buffer=nl.sbuf)
-    clear_unseen(values, held, live)
-    for i in range(held.shape[1]):
+    values = nl.ndarray(loaded.shape, dtype=loaded.dtype, buffer=nl.sbuf)
+    clear_unseen(values, loaded, live)
+    for i in range(loaded.shape[1]):
         for piece in range(pieces):
             nisa.nc_matmul(
                 dst=product[:, piece, :],

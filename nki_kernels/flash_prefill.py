@@ -163,21 +163,21 @@ def place_slots(slots):
 def load_step(cache, row, head, tile, tiles, slots):
     """[128, tiles, h] of the cache of one row, chosen at run time, and KV head."""
     page, size = cache.shape[2], cache.shape[3]
-    held = nl.ndarray((128, tiles, size), dtype=cache.dtype, buffer=nl.sbuf)
+    loaded = nl.ndarray((128, tiles, size), dtype=cache.dtype, buffer=nl.sbuf)
     whole = min(tiles, slots // 128 - tile)
     start = (head * page + tile * 128) * size
     if whole > 0:
         nisa.dma_copy(
-            dst=held[:, 0:whole, :],
+            dst=loaded[:, 0:whole, :],
             src=cache.ap(
                 pattern=[[size, 128], [128 * size, whole], [1, size]], offset=start, scalar_offset=row, indirect_dim=0
             ),
         )
     if whole < tiles:
         lanes = slots % 128
-        nisa.memset(dst=held[:, whole, :], value=0.0)
+        nisa.memset(dst=loaded[:, whole, :], value=0.0)
         nisa.dma_copy(
-            dst=held[0:lanes, whole, :],
+            dst=loaded[0:lanes, whole, :],
             src=cache.ap(
                 pattern=[[size, lanes], [1, size]],
                 offset=start + whole * 128 * size,
@@ -185,7 +185,7 @@ def load_step(cache, row, head, tile, tiles, slots):
                 indirect_dim=0,
             ),
         )
-    return held
+    return loaded
 
 
 def turn_step(k, row, head, tile, tiles, slots, live, eye):
@@ -204,9 +204,9 @@ def turn_step(k, row, head, tile, tiles, slots, live, eye):
 
 def clear_step(v, row, head, tile, tiles, slots, live):
     """[128, tiles, h]: the step's values, cleared where no query sees them."""
-    held = load_step(v, row, head, tile, tiles, slots)
-    values = nl.ndarray(held.shape, dtype=held.dtype, buffer=nl.sbuf)
-    clear_unseen(values, held, live)
+    loaded = load_step(v, row, head, tile, tiles, slots)
+    values = nl.ndarray(loaded.shape, dtype=loaded.dtype, buffer=nl.sbuf)
+    clear_unseen(values, loaded, live)
     return values
 
 

@@ -19,7 +19,7 @@ from inferlib.pallas_kernels.arithmetic_tpu import div, rem, seldom
 LANES = 128
 UNROLL = 16  # copies of pages that are started together
 MOST_COMPARED = 4  # blocks of a row that are counted without a division
-SCALARS = 3  # that `BlockStream.state` holds
+SCALARS = 3  # the scalars of `BlockStream.state`
 
 
 @dataclass(frozen=True)
@@ -125,28 +125,28 @@ class BlockStream:
         self.state[1] = jnp.where(ends, 0, index + 1)
 
     def wait(self, buffer: jax.Array) -> None:
-        """For the block in a buffer, if there is one."""
+        """Wait for the block in a buffer, if there is one."""
         units, most = self.counts[buffer], self.pages.block // self.pages.unit
         self._wait_for_queries(buffer)
 
         def wait_for(i, count):
             """A wait takes only the number of bytes from its copy."""
-            for n, held in enumerate(self.buffers):
-                part = held.at[buffer, :, self._positions(i, count)]
+            for n, copies in enumerate(self.buffers):
+                part = copies.at[buffer, :, self._positions(i, count)]
                 pltpu.make_async_copy(part, part, self.semaphores.at[1 + n, buffer]).wait()
 
         pl.when(units == most)(lambda: wait_for(0, most))
         seldom(units < most, lambda: self._in_runs(units, most - 1, wait_for))
 
     def end(self, ahead: int) -> None:
-        """After the last block, and waits for `ahead` behind it: queries are copied even where no block is left, since
-        that takes no branch."""
+        """Wait for the last copies of queries, after the last block and waits for `ahead` blocks behind it: queries are
+        copied even where no block is left, since that takes no branch."""
         for i in range(ahead, self.counts.shape[0]):
             self._wait_for_queries(rem(self.state[2] + i, self.counts.shape[0]))
 
     def _wait_for_queries(self, buffer: jax.Array) -> None:
-        held = self.query_buffers.at[buffer]
-        pltpu.make_async_copy(held, held, self.semaphores.at[0, buffer]).wait()
+        copy = self.query_buffers.at[buffer]
+        pltpu.make_async_copy(copy, copy, self.semaphores.at[0, buffer]).wait()
 
     def _positions(self, first: jax.Array | int, count: int):
         """Of units in a buffer."""
@@ -181,20 +181,20 @@ class BlockStream:
             if pages.columns is not None:
                 page, at = self.table[row * pages.columns + div(at, pages.slots)], rem(at, pages.slots)
             at = pl.ds(pl.multiple_of(at, unit), count * unit)
-            for n, (array, held) in enumerate(zip(self.arrays, self.buffers, strict=True)):
+            for n, (array, copies) in enumerate(zip(self.arrays, self.buffers, strict=True)):
                 source = array.at[self.layer[0], page, :, at]
-                target = held.at[buffer, :, self._positions(i, count)]
+                target = copies.at[buffer, :, self._positions(i, count)]
                 pltpu.make_async_copy(source, target, self.semaphores.at[1 + n, buffer]).start()
 
         # How many lie in the first page before its end, or before positions wrap.
         before = jnp.minimum(
             units, div(pages.slots - (slot if pages.columns is None else rem(slot, pages.slots)), unit)
         )
-        few = min(most - 1, pages.slots // unit)
+        longest = min(most - 1, pages.slots // unit)
         if pages.slots >= pages.block:
             pl.when(before == most)(lambda: start_run(0, most, slot))
         rest = jnp.where(before == most, 0, before)
-        self._in_runs(rest, few, lambda i, count: start_run(i, count, slot + i * unit))
+        self._in_runs(rest, longest, lambda i, count: start_run(i, count, slot + i * unit))
         if pages.columns is not None:
 
             def start_unit(i, _):
@@ -203,22 +203,22 @@ class BlockStream:
 
             lax.fori_loop(before, units, start_unit, None)
         elif pages.ring:
-            self._in_runs(units - before, few, lambda i, count: start_run(before + i, count, i * unit))
+            self._in_runs(units - before, longest, lambda i, count: start_run(before + i, count, i * unit))
 
     def _start_pages(self, row: jax.Array, column: jax.Array, units: jax.Array, buffer: jax.Array) -> None:
-        """Those of `units` pages of a row's table from this column on."""
+        """Start the copies of `units` pages of a row's table, from this column on."""
         pages, columns = self.pages, self.pages.columns
         first, end = row * columns + column, (row + 1) * columns
 
         def start_some(at, count):
-            into = [held.at[buffer, :, self._positions(at, count)] for held in self.buffers]
+            into = [copies.at[buffer, :, self._positions(at, count)] for copies in self.buffers]
             for n in range(count):
                 entry = first + at + n
                 if pages.ring:
                     entry = jnp.where(entry >= end, entry - columns, entry)
                 page = self.table[entry]
-                for m, (array, held) in enumerate(zip(self.arrays, into, strict=True)):
-                    source, target = array.at[self.layer[0], page], held.at[:, pl.ds(n * pages.unit, pages.unit)]
+                for m, (array, copies) in enumerate(zip(self.arrays, into, strict=True)):
+                    source, target = array.at[self.layer[0], page], copies.at[:, pl.ds(n * pages.unit, pages.unit)]
                     pltpu.make_async_copy(source, target, self.semaphores.at[1 + m, buffer]).start()
 
         if (most := pages.block // pages.unit) <= 2 * UNROLL:
@@ -242,8 +242,8 @@ def span(seen: int, unit: int) -> int:
 
 
 def zero_outside(values: Any, first: jax.Array | None, end: jax.Array, unit: int) -> None:
-    """Zero those of values [K, P, h], on chip, that are before `first`, which is below `unit` (None: 0), or not before
-    `end`."""
+    """Zero the values [K, P, h], on chip, of positions before `first`, which is below `unit` (None: 0), and from `end`
+    on."""
     heads, part, size = values.shape
     some = math.gcd(part, LANES)
 
@@ -255,8 +255,8 @@ def zero_outside(values: Any, first: jax.Array | None, end: jax.Array, unit: int
 
     def trim(i):
         position = i * some + lax.broadcasted_iota(jnp.int32, (heads, some, size), 1)
-        kept = position < end if first is None else (position >= first) & (position < end)
-        values[at(i)] = jnp.where(kept, values[at(i)].astype(jnp.float32), 0).astype(values.dtype)
+        inside = position < end if first is None else (position >= first) & (position < end)
+        values[at(i)] = jnp.where(inside, values[at(i)].astype(jnp.float32), 0).astype(values.dtype)
 
     def chunk(position):
         return jnp.clip(div(jnp.maximum(position, 0), some), 0, part // some - 1)

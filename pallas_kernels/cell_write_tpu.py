@@ -29,7 +29,7 @@ def tiles_of(cells: int, tile: int) -> int:
 
 
 def quantised(rows: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """Rows [R, h] of float32 as int8 or fp8 hold them, still in float32, and their scales [R, 1]: as by
+    """Rows [R, h] of float32, rounded to int8 or fp8 but still in float32, and their scales [R, 1]: as by
     `inferlib.ops.quantized.quantize`."""
     whole = jnp.issubdtype(dtype, jnp.integer)
     most = float((jnp.iinfo if whole else jnp.finfo)(dtype).max)
@@ -78,7 +78,7 @@ class CellWriter:
         cells = [self._cells(buffer, head, arrays) for head in range(heads)]
 
         def put_tile(n: int, j: int, start: jax.Array) -> None:
-            held, staged = stream.buffers[n], self.staged[n]
+            block_copy, staged = stream.buffers[n], self.staged[n]
             tile = staged.shape[3]
             inside = [first + c - start for c in range(self.new)]
             mine = slice(n % arrays * self.new, (n % arrays + 1) * self.new)
@@ -86,31 +86,31 @@ class CellWriter:
                 cell = cells[head][n // arrays][mine]
                 if n < arrays:
                     at = buffer, head, pl.ds(start, tile)
-                    merged = _merged(held[at], cell, inside)
+                    merged = _merged(block_copy[at], cell, inside)
                     staged[buffer, j, head] = merged
                 else:
                     at = buffer, pl.ds(head, 1), pl.ds(start, tile)
-                    merged, lane = held[at], lax.broadcasted_iota(jnp.int32, (1, tile), 1)
+                    merged, lane = block_copy[at], lax.broadcasted_iota(jnp.int32, (1, tile), 1)
                     for x, place in zip(cell, inside, strict=True):
                         merged = jnp.where(lane == place, x, merged)
                     staged[buffer, j, pl.ds(head, 1)] = merged
-                held[at] = merged
+                block_copy[at] = merged
             pl.when(holds)(lambda: self._copy(n, j, buffer, row, start).start())
 
         self._each_tile(first, put_tile)
 
     def end(self) -> None:
-        """Until all are in the cache."""
+        """Wait until all cells are in the cache."""
         for buffer in range(self.pending.shape[0]):
             self.wait(buffer)
 
     def has(self, buffer: jax.Array) -> jax.Array:
         """Whether the block in a buffer has new cells."""
-        found = (self.stream.counts[buffer] > 0) & (self._first(buffer) < self.stream.pages.block)
-        return found if self.written is None else found & (self.written[self.stream.owners[0, buffer]] > 0)
+        has = (self.stream.counts[buffer] > 0) & (self._first(buffer) < self.stream.pages.block)
+        return has if self.written is None else has & (self.written[self.stream.owners[0, buffer]] > 0)
 
     def wait(self, buffer: jax.Array) -> None:
-        """Until the tiles that were last sent from a buffer are in the cache."""
+        """Wait until the tiles that were last sent from a buffer are in the cache."""
         first, none = self.pending[buffer], self.stream.pages.block
 
         def wait_for(n: int, j: int, start: jax.Array) -> None:
@@ -163,7 +163,7 @@ class CellWriter:
 
 
 def _merged(tile: jax.Array, cells: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Array:
-    """tile [t, h] with cells [1, h] of float32 at places, of which those outside are left out; in words of 32 bits."""
+    """tile [t, h] with cells [1, h] of float32 at places, in words of 32 bits; places outside the tile are skipped."""
     words = pltpu.bitcast(tile, jnp.int32)
     packed = tile.shape[0] // words.shape[0]
     bits = 32 // packed

@@ -1,7 +1,7 @@
 """Cells of chunks of consecutive positions, written to a paged cache on TPUs.
 
-XLA scatters them one by one. Here whole tiles of memory are copied; what the first and the last one hold of other
-positions is read before, and written anew.
+XLA scatters them one by one. Here whole tiles of memory are copied; other positions in the first and the last tile are
+read before, and written anew.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _tiles(cache: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
 
 
 def _tokens(cache: Sequence[jax.ShapeDtypeStruct], width: int) -> int:
-    """Of a step: whole tiles, or less than one, and not too many."""
+    """Tokens of a grid step: whole tiles, or less than one, and not too many."""
     tiles, size, heads = _tiles(cache), cache[0].shape[-1], scale_rows(cache[0].shape[-3])
     tokens = width if all(width % tile == 0 or width < tile for tile in tiles) else math.gcd(width, *tiles)
     unit = LANES if tokens % LANES == 0 else math.gcd(tokens, *tiles)
@@ -85,7 +85,7 @@ def chunk_write(
     if not interpret:  # or XLA would bring a small cache to VMEM whole
         cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
     whole, count = pl.BlockSpec(memory_space=pl.ANY), len(new)
-    found = pl.pallas_call(
+    written = pl.pallas_call(
         functools.partial(_kernel, ring=ring, tiles=tiles, size=size),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -115,7 +115,7 @@ def chunk_write(
         interpret=interpret,
         name="chunk_write",
     )(*scalars, *[x.reshape(chunks, width, heads * size) for x in new], *cache)
-    return tuple(x if stacked else x[0] for x in found)
+    return tuple(x if stacked else x[0] for x in written)
 
 
 def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
@@ -128,10 +128,10 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
     """
     arrays = len(tiles)
     count = len(refs) - 3 * arrays - 3
-    new, held = refs[:count], refs[count + arrays : count + 2 * arrays]
+    new, in_hbm = refs[:count], refs[count + arrays : count + 2 * arrays]
     windows, (rows_s, scales_s, semaphores) = refs[-3 - arrays : -3], refs[-3:]
     chunk, group, part = (pl.program_id(n) for n in range(3))
-    tokens, (some, _, slots) = new[0].shape[0], (windows[0].shape[0], None, held[0].shape[3])
+    tokens, (some, _, slots) = new[0].shape[0], (windows[0].shape[0], None, in_hbm[0].shape[3])
     page, position = pages_ref[chunk], slots_ref[chunk] + part * tokens
     position = lax.rem(position, slots) if ring else position
 
@@ -140,7 +140,7 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
         if ring:
             at = jnp.where(at >= slots, at - slots, at)
         at, inside = (pl.ds(pl.multiple_of(x, tiles[n]), length) for x in (at, inside))
-        here = held[n].at[layer_ref[0], page, pl.ds(pl.multiple_of(group * some, some), some), at]
+        here = in_hbm[n].at[layer_ref[0], page, pl.ds(pl.multiple_of(group * some, some), some), at]
         pair = (windows[n].at[:, inside], here) if back else (here, windows[n].at[:, inside])
         return pltpu.make_async_copy(*pair, semaphores.at[n])
 
@@ -171,7 +171,7 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
             lax.fori_loop(0, jnp.where(fits, 0, length // tile), one, None)
 
     def put_cells(n: int, head: int) -> None:
-        """A head's, in a window, between what its first and last tile hold."""
+        """Put a head's cells in a window, between the old cells of its first and last tile."""
         tile, window = tiles[n], windows[n]
         x = new[n][:, head * size : (head + 1) * size].astype(jnp.float32)
         if count < arrays:

@@ -104,7 +104,7 @@ def mla_decode_attention(
 
     new = None if new is None else [x.astype(old.dtype) for x, old in zip(new, (latents, keys), strict=True)]
     written = [] if new is None else [latents, keys]
-    found = [
+    made = [
         jax.ShapeDtypeStruct((splits, *q.shape), q.dtype if splits == 1 else jnp.float32),
         jax.ShapeDtypeStruct((splits, rows, heads), jnp.float32),
     ]
@@ -120,8 +120,8 @@ def mla_decode_attention(
             *cells,
             None if new is None else [of_row(x) for x in new],
         ],
-        out_specs=[of_share(x) for x in found] + (cells if written else []),
-        out_shape=found + [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written],
+        out_specs=[of_share(x) for x in made] + (cells if written else []),
+        out_shape=made + [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written],
         input_output_aliases={3: 2, 4: 3} if written else {},
         compiler_params=plgpu.CompilerParams(num_warps=chosen.warps, num_stages=chosen.stages),
         interpret=interpret,
@@ -166,7 +166,7 @@ def _kernel(
 
     split, row = pl.program_id(1), pl.program_id(2)
     length, start, stop = share_of(lengths_ref, row, split, None, block, splits, programs)
-    held = stop if new_refs is None else jnp.minimum(stop, length - 1)  # what of them is read from the cache
+    end = stop if new_refs is None else jnp.minimum(stop, length - 1)  # of what is read from the cache
 
     acc = jnp.zeros((chosen.heads, rank), jnp.float32)
     top, total = jnp.full(heads.shape, -jnp.inf, jnp.float32), jnp.zeros(heads.shape, jnp.float32)
@@ -184,7 +184,7 @@ def _kernel(
     def step(i, carry):
         acc, top, total = carry
         position = start + i * block + jnp.arange(block)
-        seen = position < held
+        seen = position < end
         latents = plgpu.load(latents_ref.at[0, position[:, None], columns[None]], mask=seen[:, None], other=0)
         keys = plgpu.load(keys_ref.at[0, position[:, None], turned[None]], mask=seen[:, None], other=0)
         s = _dot(q, latents, trans_b=True) + _dot(rotary, keys, trans_b=True)
@@ -195,12 +195,12 @@ def _kernel(
         acc = acc * decay[:, None] + _dot(p.astype(latents.dtype), latents)
         return acc, new_top, total * decay + p.sum(axis=1)
 
-    acc, top, total = lax.fori_loop(0, pl.cdiv(held - start, block), step, (acc, top, total))
+    acc, top, total = lax.fori_loop(0, pl.cdiv(end - start, block), step, (acc, top, total))
     total = jnp.where(total > 0, total, 1.0)  # an empty share: acc 0, top -inf
     out = (acc / total[:, None]).astype(out_ref.dtype)
     # The merge passes over the outputs of empty shares.
-    kept = real if splits == 1 else real & (start < stop)
-    plgpu.store(out_ref.at[heads[:, None], columns[None]], out, mask=kept[:, None])
+    stored = real if splits == 1 else real & (start < stop)
+    plgpu.store(out_ref.at[heads[:, None], columns[None]], out, mask=stored[:, None])
     plgpu.store(lse_ref.at[heads], top + jnp.log(total), mask=real)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,12 +64,12 @@ def unsupported(
     keys: jax.ShapeDtypeStruct,
     *,
     pages: int | None = None,
-    given: Blocks | None = None,
+    sizes: Blocks | None = None,
 ) -> str | None:
     """Why the kernel cannot run q [B, C, H, R + r] on latents [..., S, R] and rotary keys [..., S / f, f * r], or None
     if it can.
 
-    pages: columns of the page table, None if rows are pages. given: blocks other than those of `blocks`.
+    pages: columns of the page table, None if rows are pages. sizes: block sizes other than those of `blocks`.
     """
     dtype, (slots, rank), width = jnp.dtype(latents.dtype), latents.shape[-2:], q.shape[1] * q.shape[2]
     if dtype not in (jnp.bfloat16, jnp.float32) or q.dtype != dtype or keys.dtype != dtype:
@@ -82,7 +83,7 @@ def unsupported(
     table = 4 * q.shape[0] * pl.cdiv(pages or 0, LANES) * LANES
     if table > SMEM_BYTES:
         return f"a table of {q.shape[0]} x {pages} pages needs {table} bytes of scalar memory, more than {SMEM_BYTES}"
-    chosen = _chosen(given, width, latents, keys, pages)
+    chosen = _chosen(sizes, width, latents, keys, pages)
     if chosen.part % unit:
         return f"a part of {chosen.part} positions is no multiple of {unit}"
     need = _vmem_bytes(width, rank, dtype.itemsize, chosen)
@@ -97,7 +98,7 @@ def _unit(latents: tuple[int, ...], keys: tuple[int, ...]) -> int:
 
 
 def _chosen(
-    given: Blocks | None,
+    sizes: Blocks | None,
     width: int,
     latents: jax.ShapeDtypeStruct,
     keys: jax.ShapeDtypeStruct,
@@ -105,14 +106,14 @@ def _chosen(
 ) -> Blocks:
     slots, rank = latents.shape[-2:]
     unit = _unit(latents.shape, keys.shape)
-    return given or blocks(width, unit, slots * (pages or 1), rank, latents.dtype.itemsize)
+    return sizes or blocks(width, unit, slots * (pages or 1), rank, latents.dtype.itemsize)
 
 
 def _vmem_bytes(width: int, rank: int, itemsize: int, blocks: Blocks) -> int:
     rows = pl.cdiv(width, 2 * SUBLANES) * 2 * SUBLANES
     cells = blocks.buffers * blocks.positions * (rank + LANES) * itemsize
-    kept = rows * (4 * (rank + 2 * LANES) + 2 * (2 * rank + 4 * LANES) * itemsize)
-    return cells + kept + rows * (4 * 4 * blocks.part + 2 * 4 * rank)
+    state = rows * (4 * (rank + 2 * LANES) + 2 * (2 * rank + 4 * LANES) * itemsize)
+    return cells + state + rows * (4 * 4 * blocks.part + 2 * 4 * rank)
 
 
 def mla_decode_attention(
@@ -139,7 +140,7 @@ def mla_decode_attention(
     """
     rows, queries, heads, size = q.shape
     columns = None if pages is None else pages.shape[1]
-    if reason := unsupported(q, latents, keys, pages=columns, given=blocks):
+    if reason := unsupported(q, latents, keys, pages=columns, sizes=blocks):
         raise ValueError(f"the TPU kernel does not run this latent attention: {reason}")
     latents, keys = (x if x.ndim == 4 else x[None] for x in (latents, keys))
     slots, rank = latents.shape[2:]
@@ -152,32 +153,32 @@ def mla_decode_attention(
     if not interpret:  # or XLA would bring a small cache to VMEM whole
         latents, keys = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (latents, keys))
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    scalars = [lengths.astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1)]
+    scalars = _Scalars(lengths.astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1))
     if pages is not None:
-        scalars.append(pages.astype(jnp.int32))
+        scalars = scalars._replace(table=pages.astype(jnp.int32))
     lines = pl.cdiv(width, LANES)
 
     def of_row(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, *shape), lambda b, *_: (b, 0, 0))
+        return pl.BlockSpec((None, *shape), lambda b, _: (b, 0, 0))
 
     live = rows * slots * (columns or 1)
     out, lse = pl.pallas_call(
-        functools.partial(
-            _kernel, paged=pages is not None, queries=queries, heads=heads, scale=scale * LOG2E, blocks=chosen
-        ),
+        functools.partial(_kernel, queries=queries, heads=heads, scale=scale * LOG2E, blocks=chosen),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=1,
             grid=(rows,),
-            in_specs=[of_row(width, rank), of_row(fold * width, LANES), whole, whole],
+            in_specs=(_Inputs(of_row(width, rank), of_row(fold * width, LANES), whole, whole),),
             out_specs=[of_row(width, rank), of_row(lines, LANES)],
             scratch_shapes=[
-                pltpu.VMEM((chosen.buffers, chosen.positions, rank), latents.dtype),
-                pltpu.VMEM((chosen.buffers, chosen.positions // fold, LANES), keys.dtype),
-                pltpu.VMEM((width, LANES), jnp.float32),
-                pltpu.VMEM((width, LANES), jnp.float32),
-                pltpu.VMEM((width, rank), jnp.float32),
-                pltpu.SMEM((3,), jnp.int32),
-                pltpu.SemaphoreType.DMA((2, chosen.buffers)),
+                _Scratch(
+                    pltpu.VMEM((chosen.buffers, chosen.positions, rank), latents.dtype),
+                    pltpu.VMEM((chosen.buffers, chosen.positions // fold, LANES), keys.dtype),
+                    pltpu.VMEM((width, LANES), jnp.float32),
+                    pltpu.VMEM((width, LANES), jnp.float32),
+                    pltpu.VMEM((width, rank), jnp.float32),
+                    pltpu.SMEM((3,), jnp.int32),
+                    pltpu.SemaphoreType.DMA((2, chosen.buffers)),
+                )
             ],
         ),
         out_shape=[
@@ -197,29 +198,53 @@ def mla_decode_attention(
         ),
         interpret=interpret,
         name="mla_decode_attention",
-    )(*scalars, q[..., :rank], spread, latents, keys)
+    )(scalars, _Inputs(q[..., :rank], spread, latents, keys))
     shape = rows, queries, heads
     return out.reshape(*shape, rank), lse.reshape(rows, -1)[:, :width].reshape(shape)
 
 
-def _kernel(*refs, paged, queries, heads, scale, blocks):
-    """One row. Logits are in units of log 2, as exponentials are taken with base 2.
+class _Scalars(NamedTuple):
+    """In scalar memory: lengths [B], layer [1], page table [B, M]."""
 
-    Scalars: lengths [B], layer [1], pages [B, M]. W = C * H queries: q [W, R], their rotary parts [f * W, 128], latents
-    [L, N, S, R] and keys [L, N, S / f, 128] in HBM, out [W, R], lse [W / 128, 128]. Scratch: copies of blocks [BUFFERS,
-    T, R] and [BUFFERS, T / f, 128]; the running maximum and sum [W, 128] (the sum's lanes add up, the maximum's are
-    alike) and accumulator [W, R]; the row and block to be copied next and the buffer to be read next; semaphores.
-    """
-    refs = list(refs)
-    lengths_ref, layer_ref = refs.pop(0), refs.pop(0)
-    table = refs.pop(0) if paged else None
-    q_ref, rotary_ref, latents_hbm, keys_hbm, out_ref, lse_ref, *scratch = refs
+    lengths: Any
+    layer: Any
+    table: Any = None
+
+
+class _Inputs(NamedTuple):
+    """With W = C * H queries: q [W, R], their rotary parts [f * W, 128]; in HBM latents [L, N, S, R] and keys
+    [L, N, S / f, 128]."""
+
+    q: Any
+    rotary: Any
+    latents: Any
+    keys: Any
+
+
+class _Scratch(NamedTuple):
+    """latents [n, T, R], keys [n, T / f, 128]: copies of n blocks. top, sum [W, 128]: the running maximum and sum (the
+    sum's lanes add up, the maximum's are alike). acc [W, R]. state: the row and block to be copied next and the buffer
+    to be read next."""
+
+    latents: Any
+    keys: Any
+    top: Any
+    sum: Any
+    acc: Any
+    state: Any
+    semaphores: Any
+
+
+def _kernel(scalars: _Scalars, inputs: _Inputs, out_ref, lse_ref, scratch: _Scratch, *, queries, heads, scale, blocks):
+    """One row: out_ref [W, R], lse_ref [W / 128, 128]. Logits are in units of log 2: exponentials have base 2."""
+    lengths_ref, layer_ref, table = scalars
+    q_ref, rotary_ref, latents_hbm, keys_hbm = inputs
     latents_buf, keys_buf, top_ref, sum_ref, acc_ref, state, sems = scratch
     row, rows = pl.program_id(0), pl.num_programs(0)
     width, rank = acc_ref.shape
     slots, fold = latents_hbm.shape[2], latents_hbm.shape[2] // keys_hbm.shape[2]
     block, unit, buffers = blocks.positions, LANES * fold, blocks.buffers
-    capacity = slots * (table.shape[1] if paged else 1)
+    capacity = slots * (1 if table is None else table.shape[1])
     exact = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
 
     def length_of(row):
@@ -237,7 +262,7 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
     def start_copy(row, index, offset, count, buf):
         """Start the copies that bring `count` positions of a page to `offset` in a buffer."""
         page, slot = row, index * block + offset
-        if paged:
+        if table is not None:
             page, slot = jnp.clip(table[row, div(slot, slots)], 0, latents_hbm.shape[1] - 1), rem(slot, slots)
         arrays, sources, targets = (latents_hbm, keys_hbm), parts_of(slot, count), parts_of(offset, count)
         for n, (hbm, vmem) in enumerate(zip(arrays, (latents_buf, keys_buf), strict=True)):
@@ -252,7 +277,7 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
         units = units_of(row, index)
         if slots >= block:
             whole = units == block // unit
-            if paged:
+            if table is not None:
                 whole &= rem(index * block, slots) + block <= slots
             pl.when(whole)(lambda: start_copy(row, index, 0, block, buf))
             units = jnp.where(whole, 0, units)
@@ -357,8 +382,8 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
         """[W, 128], all lanes alike, as rows of lanes."""
         for line in range(lse_ref.shape[0]):
             some = lse[line * LANES : (line + 1) * LANES]
-            own = lax.broadcasted_iota(jnp.int32, some.shape, 0) == lax.broadcasted_iota(jnp.int32, some.shape, 1)
-            lse_ref[line] = jnp.sum(jnp.where(own, some, 0.0), axis=0)
+            diagonal = lax.broadcasted_iota(jnp.int32, some.shape, 0) == lax.broadcasted_iota(jnp.int32, some.shape, 1)
+            lse_ref[line] = jnp.sum(jnp.where(diagonal, some, 0.0), axis=0)
 
     def clean(buf, start, count):
         """Zero the latents of a buffer's first `count` positions that no query sees, and their keys in rows of others:
@@ -366,15 +391,15 @@ def _kernel(*refs, paged, queries, heads, scale, blocks):
         after = jnp.minimum(div(length - start, LANES), div(count, LANES) - 1)
         at = pl.ds(pl.multiple_of(after * LANES, LANES), LANES)
         position = start + after * LANES + lax.broadcasted_iota(jnp.int32, (LANES, rank), 0)
-        kept = jnp.where(position < length, latents_buf[buf, at].astype(jnp.float32), 0)
-        latents_buf[buf, at] = kept.astype(latents_buf.dtype)
+        cleaned = jnp.where(position < length, latents_buf[buf, at].astype(jnp.float32), 0)
+        latents_buf[buf, at] = cleaned.astype(latents_buf.dtype)
         if fold > 1:
             line = div(after, fold)
             at = pl.ds(pl.multiple_of(line * LANES, LANES), LANES)
             part = lax.div(lax.broadcasted_iota(jnp.int32, (LANES, LANES), 1), LANES // fold)
             position = start + line * unit + part * LANES + lax.broadcasted_iota(jnp.int32, (LANES, LANES), 0)
-            kept = jnp.where(position < length, keys_buf[buf, at].astype(jnp.float32), 0)
-            keys_buf[buf, at] = kept.astype(keys_buf.dtype)
+            cleaned = jnp.where(position < length, keys_buf[buf, at].astype(jnp.float32), 0)
+            keys_buf[buf, at] = cleaned.astype(keys_buf.dtype)
 
         def zero(i, _):
             at = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)

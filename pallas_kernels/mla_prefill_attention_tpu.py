@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -128,10 +129,10 @@ def _depth(size: int) -> int:
 def _vmem_bytes(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStruct, blocks: Blocks) -> int:
     itemsize, depth, (rank, size) = jnp.dtype(q.dtype).itemsize, _depth(q.shape[3]), v.shape[-2:]
     queries, n = blocks.queries * blocks.heads, k.shape[-2]
-    kept = queries * (2 * itemsize * (depth + size) + 4 * (size + 2 * LANES) + 16) + 8 * blocks.queries * LANES
+    state = queries * (2 * itemsize * (depth + size) + 4 * (size + 2 * LANES) + 16) + 8 * blocks.queries * LANES
     weights = 2 * blocks.heads * rank * (n + size) * itemsize
-    held = blocks.keys * itemsize * (BUFFERS * (rank + LANES) + blocks.heads * (n + size) + depth - n)
-    return kept + weights + held + 3 * 4 * blocks.keys * (blocks.part + TOGETHER * (n + size))
+    on_chip = blocks.keys * itemsize * (BUFFERS * (rank + LANES) + blocks.heads * (n + size) + depth - n)
+    return state + weights + on_chip + 3 * 4 * blocks.keys * (blocks.part + TOGETHER * (n + size))
 
 
 def mla_prefill_attention(
@@ -179,9 +180,9 @@ def mla_prefill_attention(
     firsts, lasts = (positions[:, jnp.minimum(x, width - 1)].astype(jnp.int32) for x in (at, at + part - 1))
     there = rows < (cache[0].shape[1] if pages is None else pages.shape[0])
     layers = jnp.stack([jnp.asarray(n, jnp.int32) for n in (layer, weight_layer)])
-    scalars = [jnp.where(there, rows, -1).astype(jnp.int32), layers, firsts, jnp.minimum(lasts, capacity - 1)]
+    scalars = _Scalars(jnp.where(there, rows, -1).astype(jnp.int32), layers, firsts, jnp.minimum(lasts, capacity - 1))
     if pages is not None:
-        scalars.append(pages[jnp.where(there, rows, 0)].astype(jnp.int32))
+        scalars = scalars._replace(table=pages[jnp.where(there, rows, 0)].astype(jnp.int32))
     if not interpret:  # or XLA would bring a small cache or stack to VMEM whole
         k, v, *cache = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v, *cache))
     q = jnp.transpose(jnp.pad(q, ((0, 0),) * 3 + ((0, depth - size),)), (2, 0, 1, 3))
@@ -193,34 +194,37 @@ def mla_prefill_attention(
     cell = rank + LANES // fold  # numbers of a position
     moved = 2 * q.size + chunks * (heads // some) * (tiles * seen * cell + some * rank * (nope + value))
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, paged=pages is not None, scale=scale * LOG2E, capacity=capacity, fold=fold),
+        functools.partial(_kernel, scale=scale * LOG2E, capacity=capacity, fold=fold),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=1,
             grid=(chunks, heads // some, tiles),
-            in_specs=[
-                pl.BlockSpec((some, None, tile, depth), lambda p, g, t, *_: (g, p, t, 0)),
-                pl.BlockSpec((None, 1, tile), lambda p, g, t, *_: (p, 0, t)),
-                pl.BlockSpec((None, some, nope, rank), lambda p, g, t, rows, layers, *_: (layers[1], g, 0, 0)),
-                pl.BlockSpec((None, some, rank, value), lambda p, g, t, rows, layers, *_: (layers[1], g, 0, 0)),
-                whole,
-                whole,
-            ],
+            in_specs=(
+                _Inputs(
+                    pl.BlockSpec((some, None, tile, depth), lambda p, g, t, _: (g, p, t, 0)),
+                    pl.BlockSpec((None, 1, tile), lambda p, g, t, _: (p, 0, t)),
+                    pl.BlockSpec((None, some, nope, rank), lambda p, g, t, scalars: (scalars.layers[1], g, 0, 0)),
+                    pl.BlockSpec((None, some, rank, value), lambda p, g, t, scalars: (scalars.layers[1], g, 0, 0)),
+                    (whole, whole),
+                ),
+            ),
             out_specs=[
-                pl.BlockSpec((None, tile, some * value), lambda p, g, t, *_: (p, t, g)),
-                pl.BlockSpec((None, None, some, tile), lambda p, g, t, *_: (p, g, 0, t)),
+                pl.BlockSpec((None, tile, some * value), lambda p, g, t, _: (p, t, g)),
+                pl.BlockSpec((None, None, some, tile), lambda p, g, t, _: (p, g, 0, t)),
             ],
             scratch_shapes=[
-                pltpu.VMEM((BUFFERS, blocks.keys, rank), latents.dtype),
-                pltpu.VMEM((BUFFERS, blocks.keys // fold, LANES), keys.dtype),
-                pltpu.VMEM((some, nope, blocks.keys), q.dtype),
-                pltpu.VMEM((depth - nope, blocks.keys), q.dtype),
-                pltpu.VMEM((some, blocks.keys, value), q.dtype),
-                pltpu.VMEM((parts, part, LANES), jnp.int32),
-                pltpu.VMEM((products, part, LANES), jnp.float32),
-                pltpu.VMEM((products, part, LANES), jnp.float32),
-                pltpu.VMEM((products, part, value), jnp.float32),
-                pltpu.SMEM((STATE,), jnp.int32),
-                pltpu.SemaphoreType.DMA((2, BUFFERS)),
+                _Scratch(
+                    pltpu.VMEM((BUFFERS, blocks.keys, rank), latents.dtype),
+                    pltpu.VMEM((BUFFERS, blocks.keys // fold, LANES), keys.dtype),
+                    pltpu.VMEM((some, nope, blocks.keys), q.dtype),
+                    pltpu.VMEM((depth - nope, blocks.keys), q.dtype),
+                    pltpu.VMEM((some, blocks.keys, value), q.dtype),
+                    pltpu.VMEM((parts, part, LANES), jnp.int32),
+                    pltpu.VMEM((products, part, LANES), jnp.float32),
+                    pltpu.VMEM((products, part, LANES), jnp.float32),
+                    pltpu.VMEM((products, part, value), jnp.float32),
+                    pltpu.SMEM((STATE,), jnp.int32),
+                    pltpu.SemaphoreType.DMA((2, BUFFERS)),
+                )
             ],
         ),
         out_shape=[
@@ -240,33 +244,61 @@ def mla_prefill_attention(
         ),
         interpret=interpret,
         name="mla_prefill_attention",
-    )(*scalars, q, positions.astype(jnp.int32)[:, None], k, v, *cache)
+    )(scalars, _Inputs(q, positions.astype(jnp.int32)[:, None], k, v, tuple(cache)))
     return out.reshape(chunks, width, heads, value), jnp.moveaxis(lse.reshape(chunks, heads, width), 2, 1)
 
 
-def _kernel(*refs, paged, scale, capacity, fold):
-    """A tile of queries and some heads, H of them here. Logits are in units of log 2, as exponentials are taken with
-    base 2.
+class _Scalars(NamedTuple):
+    """In scalar memory, as in `TileStream`: rows, layers (of the cache and of the weights), positions, page table."""
 
-    Scalars: rows, layers (of the cache and of the weights), positions and pages as `TileStream` has them. q [H, tile,
-    depth], zeros behind n + r; positions [1, tile]; weights k [H, n, R] and v [H, R, v]; latents [L, N, 1, S, R] and
-    rotary keys [L, N, 1, S / f, 128] in HBM; out [tile, H * v], lse [H, tile]. Scratch: copies of blocks; a block
-    expanded: keys as columns [H, n, keys], of all heads rotary ones, zeros behind them, [depth - n, keys], and values
-    [H, keys, v]; positions of a part's queries [parts, rows, 128]; for each product, of a head and a part, the running
-    maximum and sum [n, rows, 128] (the sum's lanes add up, the maximum's are alike) and accumulator [n, rows, v]; the
-    stream's state; semaphores.
-    """
-    scalars, refs = list(refs[: 4 + paged]), refs[4 + paged :]
-    table = scalars.pop() if paged else None
-    q_ref, positions_ref, up_k, up_v, *in_hbm, out_ref, lse_ref, latents_buf, keys_buf = refs[:10]
-    keys_s, rotary_s, values_s, query_s, top_s, sum_s, acc_s, state, semaphores = refs[10:]
+    rows: Any
+    layers: Any
+    firsts: Any
+    lasts: Any
+    table: Any = None
+
+
+class _Inputs(NamedTuple):
+    """q [H, tile, depth], zeros behind n + r; positions [1, tile]; weights k [H, n, R] and v [H, R, v]; in HBM latents
+    [L, N, 1, S, R] and rotary keys [L, N, 1, S / f, 128]."""
+
+    q: Any
+    positions: Any
+    k: Any
+    v: Any
+    cache: tuple
+
+
+class _Scratch(NamedTuple):
+    """latents, rotary_keys: copies of blocks. A block expanded: keys as columns [H, n, keys]; rotary [depth - n, keys],
+    of all heads, zeros behind them; values [H, keys, v]. queries: positions of a part's queries [parts, rows, 128]. For
+    each product, of a head and a part, the running maximum and sum [n, rows, 128] (the sum's lanes add up, the
+    maximum's are alike) and accumulator [n, rows, v]. The stream's state and semaphores."""
+
+    latents: Any
+    rotary_keys: Any
+    keys: Any
+    rotary: Any
+    values: Any
+    queries: Any
+    top: Any
+    sum: Any
+    acc: Any
+    state: Any
+    semaphores: Any
+
+
+def _kernel(scalars: _Scalars, inputs: _Inputs, out_ref, lse_ref, scratch: _Scratch, *, scale, capacity, fold):
+    """A tile of queries and some heads, H of them here: out_ref [tile, H * v], lse_ref [H, tile]. Logits are in units
+    of log 2: exponentials have base 2."""
+    q_ref, positions_ref, up_k, up_v, in_hbm = inputs
+    latents_buf, keys_buf, keys_s, rotary_s, values_s, query_s, top_s, sum_s, acc_s, state, semaphores = scratch
     (heads, nope, _), size = up_k.shape, up_v.shape[2]
     (parts, rows, _), keys, products = query_s.shape, latents_buf.shape[1], acc_s.shape[0]
     rotary = LANES // fold
     exact = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
     stream = TileStream(
         *scalars,
-        table,
         listed=None,
         most_listed=None,
         arrays=in_hbm,
@@ -341,8 +373,8 @@ def _kernel(*refs, paged, scale, capacity, fold):
         @pl.when(count < keys)
         def _():
             row = lax.broadcasted_iota(jnp.int32, latents_buf.shape[1:], 0)
-            kept = jnp.where(row < count, latents_buf[buf].astype(jnp.float32), 0)
-            latents_buf[buf] = kept.astype(latents_buf.dtype)
+            cleaned = jnp.where(row < count, latents_buf[buf].astype(jnp.float32), 0)
+            latents_buf[buf] = cleaned.astype(latents_buf.dtype)
 
     def take(carry):
         """Take in a block. Heads are expanded while those before them are computed with; the next logits are computed

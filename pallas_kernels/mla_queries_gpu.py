@@ -41,14 +41,14 @@ def mla_queries(
         raise ValueError(f"mla_queries takes at most {ROWS} rows, not {rows}")
     shapes = (rows, heads, rank), (rows, heads, size), (rows, 1, rank), (rows, 1, size)
     whole = lambda x: pl.BlockSpec(x.shape, lambda *_: (0,) * len(x.shape))  # noqa: E731
-    found = [jax.ShapeDtypeStruct(shape, q.dtype) for shape in shapes]
+    made = [jax.ShapeDtypeStruct(shape, q.dtype) for shape in shapes]
     operands = q, down, weight, k, cos, sin
     return pl.pallas_call(
         partial(_kernel, eps=eps),
         grid=(heads, pl.cdiv(rank, COLUMNS) + 1),
         in_specs=[whole(x) for x in operands],
-        out_specs=[whole(x) for x in found],
-        out_shape=found,
+        out_specs=[whole(x) for x in made],
+        out_shape=made,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="mla_queries",
@@ -66,9 +66,9 @@ def _kernel(q_ref, down_ref, weight_ref, k_ref, cos_ref, sin_ref, queries_ref, r
     @pl.when(part < pl.num_programs(1) - 1)
     def _():
         inner, columns = jnp.arange(pl.next_power_of_2(max(n, 16))), part * COLUMNS + jnp.arange(min(COLUMNS, rank))
-        kept = inner < n
-        q = plgpu.load(q_ref.at[rows, head, inner[None]], mask=real & kept[None], other=0)
-        k = plgpu.load(k_ref.at[head, inner[:, None], columns[None]], mask=kept[:, None], other=0)
+        real_inner = inner < n
+        q = plgpu.load(q_ref.at[rows, head, inner[None]], mask=real & real_inner[None], other=0)
+        k = plgpu.load(k_ref.at[head, inner[:, None], columns[None]], mask=real_inner[:, None], other=0)
         y = plgpu.dot(q, k, precision=lax.Precision.HIGHEST)
         plgpu.store(queries_ref.at[rows, head, columns[None]], y.astype(queries_ref.dtype), mask=real)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -118,9 +119,9 @@ def _default(q: jax.ShapeDtypeStruct) -> Blocks:
 def _vmem_bytes(q: jax.ShapeDtypeStruct, itemsize: int, scales: int, blocks: Blocks) -> int:
     """itemsize: of the cache; scales: how many of a position are copied."""
     *_, group, size = q.shape
-    queries, held = blocks.queries * group, size * itemsize + 4 * (scales and -(-scales // SUBLANES) * SUBLANES)
-    kept = queries * (4 * size * jnp.dtype(q.dtype).itemsize + 4 * size + 8 * LANES) + 4 * blocks.queries * LANES
-    return kept + 2 * BUFFERS * blocks.keys * held + 3 * 4 * blocks.rows * blocks.keys
+    queries, position = blocks.queries * group, size * itemsize + 4 * (scales and -(-scales // SUBLANES) * SUBLANES)
+    state = queries * (4 * size * jnp.dtype(q.dtype).itemsize + 4 * size + 8 * LANES) + 4 * blocks.queries * LANES
+    return state + 2 * BUFFERS * blocks.keys * position + 3 * 4 * blocks.rows * blocks.keys
 
 
 def prefill_attention(
@@ -178,31 +179,36 @@ def prefill_attention(
     firsts, lasts = (positions[:, jnp.minimum(x, width - 1)].astype(jnp.int32) for x in (at, at + part - 1))
     lasts = lasts if ring else jnp.minimum(lasts, capacity - 1)
     there = rows < (cache[0].shape[1] if pages is None else pages.shape[0])
-    scalars = [jnp.where(there, rows, -1).astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1), firsts, lasts]
+    scalars = _Scalars(
+        jnp.where(there, rows, -1).astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1), firsts, lasts
+    )
     if pages is not None:
-        scalars.append(pages[jnp.where(there, rows, 0)].astype(jnp.int32))
+        scalars = scalars._replace(table=pages[jnp.where(there, rows, 0)].astype(jnp.int32))
     if visits is not None:
-        scalars += visible(visits, firsts[:, ::parts], lasts[:, parts - 1 :: parts], window, blocks.keys)
+        lists = visible(visits, firsts[:, ::parts], lasts[:, parts - 1 :: parts], window, blocks.keys)
+        scalars = scalars._replace(listed=tuple(lists))
     if not interpret:  # or XLA would bring a small cache to VMEM whole
         cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
     flat = (chunks, width, heads * group * size)
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    tokens = pl.BlockSpec((None, tile, group * size), lambda p, k, t, *_: (p, t, k))
+    tokens = pl.BlockSpec((None, tile, group * size), lambda p, k, t, _: (p, t, k))
     # Head by head, as products with weights leave them: in any other order XLA would copy them.
-    inputs = [jnp.transpose(q, (2, 3, 0, 1, 4)), positions.astype(jnp.int32)[:, None]]
-    specs = [pl.BlockSpec((None, group, None, tile, size), lambda p, k, t, *_: (k, 0, p, t, 0))]
-    specs.append(pl.BlockSpec((None, 1, tile), lambda p, k, t, *_: (p, 0, t)))
+    inputs = _Inputs(jnp.transpose(q, (2, 3, 0, 1, 4)), positions.astype(jnp.int32)[:, None], None, tuple(cache))
+    specs = _Inputs(
+        pl.BlockSpec((None, group, None, tile, size), lambda p, k, t, _: (k, 0, p, t, 0)),
+        pl.BlockSpec((None, 1, tile), lambda p, k, t, _: (p, 0, t)),
+        None,
+        (pl.BlockSpec(memory_space=pl.ANY),) * len(cache),
+    )
     if sinks is not None:
-        inputs.append(jnp.broadcast_to(sinks.astype(jnp.float32)[:, :, None] * LOG2E, (heads, group, LANES)))
-        specs.append(pl.BlockSpec((None, group, LANES), lambda p, k, t, *_: (k, 0, 0)))
+        wide = jnp.broadcast_to(sinks.astype(jnp.float32)[:, :, None] * LOG2E, (heads, group, LANES))
+        inputs = inputs._replace(sinks=wide)
+        specs = specs._replace(sinks=pl.BlockSpec((None, group, LANES), lambda p, k, t, _: (k, 0, 0)))
     products, count = parts * (group // stacked), stacked * part
     kernel = functools.partial(
         _kernel,
         arrays=1 if v is None else 2,
         scaled=scaled,
-        paged=pages is not None,
         most_listed=listed,
-        has_sinks=sinks is not None,
         scale=scale * LOG2E,
         window=window,
         softcap=softcap and softcap * LOG2E,
@@ -213,26 +219,30 @@ def prefill_attention(
     )
     seen = min(max(capacity - width // 2, 1), window or capacity)  # by a query; the most, of full chunks
     pairs = chunks * width * heads * group * seen
-    held = sum(size * x.dtype.itemsize if x.ndim == 5 else 4 * scale_rows(heads) for x in cache)  # of a position
+    position_bytes = sum(size * x.dtype.itemsize if x.ndim == 5 else 4 * scale_rows(heads) for x in cache)
     out, lse = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
+            num_scalar_prefetch=1,
             grid=(chunks, heads, tiles),
-            in_specs=[*specs, *[whole] * len(cache)],
-            out_specs=[tokens, pl.BlockSpec((None, None, group, tile), lambda p, k, t, *_: (p, k, 0, t))],
+            in_specs=(specs,),
+            out_specs=[tokens, pl.BlockSpec((None, None, group, tile), lambda p, k, t, _: (p, k, 0, t))],
             scratch_shapes=[
-                *[pltpu.VMEM((BUFFERS, blocks.keys, size), x.dtype) for x in cache if x.ndim == 5],
-                *[pltpu.VMEM((BUFFERS, scale_rows(heads), blocks.keys), x.dtype) for x in cache if x.ndim == 4],
-                pltpu.VMEM((parts, count, LANES), jnp.int32),
-                pltpu.VMEM((count, blocks.keys), jnp.float32),
-                pltpu.VMEM((count, blocks.keys), q.dtype),
-                pltpu.VMEM((count, LANES), jnp.float32),
-                pltpu.VMEM((products, count, LANES), jnp.float32),
-                pltpu.VMEM((products, count, LANES), jnp.float32),
-                pltpu.VMEM((products, count, size), jnp.float32),
-                pltpu.SMEM((STATE,), jnp.int32),
-                pltpu.SemaphoreType.DMA((len(cache), BUFFERS)),
+                _Scratch(
+                    buffers=(
+                        *[pltpu.VMEM((BUFFERS, blocks.keys, size), x.dtype) for x in cache if x.ndim == 5],
+                        *[pltpu.VMEM((BUFFERS, scale_rows(heads), blocks.keys), x.dtype) for x in cache if x.ndim == 4],
+                    ),
+                    queries=pltpu.VMEM((parts, count, LANES), jnp.int32),
+                    ahead=pltpu.VMEM((count, blocks.keys), jnp.float32),
+                    weights=pltpu.VMEM((count, blocks.keys), q.dtype),
+                    decay=pltpu.VMEM((count, LANES), jnp.float32),
+                    top=pltpu.VMEM((products, count, LANES), jnp.float32),
+                    sum=pltpu.VMEM((products, count, LANES), jnp.float32),
+                    acc=pltpu.VMEM((products, count, size), jnp.float32),
+                    state=pltpu.SMEM((STATE,), jnp.int32),
+                    semaphores=pltpu.SemaphoreType.DMA((len(cache), BUFFERS)),
+                )
             ],
         ),
         out_shape=[
@@ -243,47 +253,84 @@ def prefill_attention(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3, disable_bounds_checks=True),
         cost_estimate=pl.CostEstimate(
             flops=4 * pairs * size,
-            bytes_accessed=2 * q.size * q.dtype.itemsize + chunks * heads * tiles * seen * held,
+            bytes_accessed=2 * q.size * q.dtype.itemsize + chunks * heads * tiles * seen * position_bytes,
             transcendentals=pairs,
         ),
         interpret=interpret,
         name="prefill_attention",
-    )(*scalars, *inputs, *cache)
+    )(scalars, inputs)
     return out.reshape(q.shape), jnp.moveaxis(lse, 3, 1)
 
 
-def _kernel(*refs, arrays, scaled, paged, most_listed, has_sinks, scale, window, softcap, ring, capacity, unit, edge):
-    """One tile of queries and one KV head. Logits are in units of log 2, as exponentials are taken with base 2.
+class _Scalars(NamedTuple):
+    """In scalar memory, as in `TileStream`: rows, layer, positions of queries, the page table, lists of blocks."""
 
-    Scalars: rows, layer, positions, pages and lists as `TileStream` has them. q [G, tile, h], out [tile, G * h],
-    positions [1, tile], sinks [G, 128], k, v [L, N, K, S, h] (or k alone) and scales [L, N, K, S] in HBM, lse [G,
-    tile]. Scratch: copies of blocks and scales; for each part of the tile, positions of a product's queries [R, rows,
-    128]; the logits that are ahead [rows, keys]; what is left of the block before: weights [rows, keys] and decay
-    [rows, 128]; for each product, of some heads and a part, the running maximum and sum [n, rows, 128] (the sum's lanes
-    add up, the maximum's are alike) and accumulator [n, rows, h]; the stream's state; semaphores.
+    rows: Any
+    layer: Any
+    firsts: Any
+    lasts: Any
+    table: Any = None
+    listed: tuple | None = None
+
+
+class _Inputs(NamedTuple):
+    """q [G, tile, h], positions [1, tile], sinks [G, 128]; in HBM k, v [L, N, K, S, h] (or k alone), then scales
+    [L, N, K, S]."""
+
+    q: Any
+    positions: Any
+    sinks: Any
+    cache: tuple
+
+
+class _Scratch(NamedTuple):
+    """buffers: copies of blocks, then of scales. queries: for each part of the tile, positions of a product's queries
+    [parts, rows, 128]. ahead: the logits that are ahead [rows, keys]. weights [rows, keys], decay [rows, 128]: what is
+    left of the block before. For each product, of some heads and a part, the running maximum and sum [n, rows, 128]
+    (the sum's lanes add up, the maximum's are alike) and accumulator [n, rows, h]. The stream's state and semaphores.
     """
-    refs = list(refs)
 
-    def take(count: int) -> list:
-        taken, refs[:] = refs[:count], refs[count:]
-        return taken
+    buffers: tuple
+    queries: Any
+    ahead: Any
+    weights: Any
+    decay: Any
+    top: Any
+    sum: Any
+    acc: Any
+    state: Any
+    semaphores: Any
 
-    scalars, held = take(4), arrays + 2 * scaled
-    (table,) = take(1) if paged else (None,)
-    listed = take(2) if most_listed else None
-    q_ref, positions_ref = take(2)
-    (sinks_ref,) = take(1) if has_sinks else (None,)
-    in_hbm, (out_ref, lse_ref), in_vmem = take(held), take(2), take(held)
+
+def _kernel(
+    scalars: _Scalars,
+    inputs: _Inputs,
+    out_ref,
+    lse_ref,
+    scratch: _Scratch,
+    *,
+    arrays,
+    scaled,
+    most_listed,
+    scale,
+    window,
+    softcap,
+    ring,
+    capacity,
+    unit,
+    edge,
+):
+    """One tile of queries and one KV head: out_ref [tile, G * h], lse_ref [G, tile]. Logits are in units of log 2, as
+    exponentials are taken with base 2."""
+    q_ref, positions_ref, sinks_ref, in_hbm = inputs
+    in_vmem, query_s, ahead_s, p_s, decay_s, top_s, sum_s, acc_s, state, semaphores = scratch
     k_buf, v_buf, scales = in_vmem[0], in_vmem[arrays - 1], in_vmem[arrays:]
-    query_s, ahead_s, p_s, decay_s, top_s, sum_s, acc_s, state, semaphores = refs
     products, rows, size = acc_s.shape
     parts, keys = query_s.shape[0], k_buf.shape[1]
     part = q_ref.shape[1] // parts
     stacked, per_part = rows // part, products // parts
     exact = lax.Precision.HIGHEST if q_ref.dtype == jnp.float32 else None
-    stream = TileStream(
-        *scalars, table, listed, most_listed, in_hbm, in_vmem, state, semaphores, parts, window, ring, capacity, unit
-    )
+    stream = TileStream(*scalars, most_listed, in_hbm, in_vmem, state, semaphores, parts, window, ring, capacity, unit)
 
     def heads_of(product):
         """The head of each `part` rows of a product, and where they are in the tile."""
@@ -353,12 +400,12 @@ def _kernel(*refs, arrays, scaled, paged, most_listed, has_sinks, scale, window,
         more, then = is_full(index + 1), stream.after(buf)
         stream.start_next(stream.after(then))
         pl.when(more)(lambda: stream.wait(index + 1, then))
-        own, values = keys_of(buf, slice(None)), operand(v_buf[buf])
+        block, values = keys_of(buf, slice(None)), operand(v_buf[buf])
         value_scales = scales_of(1, buf, slice(None)) if scaled else None
         logits, behind = ahead_s[...], (products - 1, p_s[...], decay_s[...], operand(v_buf[previous]))
         for product in range(products):
             if product + 1 < products:
-                ahead = scores(product + 1, *own)
+                ahead = scores(product + 1, *block)
             else:
                 ahead = scores(0, *keys_of(jnp.where(more, then, buf), slice(None)))
             p, decay = weights(product, logits, value_scales)
@@ -397,25 +444,25 @@ def _kernel(*refs, arrays, scaled, paged, most_listed, has_sinks, scale, window,
     def take_masked(p, buf, at, start):
         """Take in some positions, from `start` on, for the queries of part `p`."""
 
-        def kept(x, axis):
+        def cleaned(x, axis):
             """Zero where no query of the tile sees a position: 0 * NaN is NaN."""
             position = start + lax.broadcasted_iota(jnp.int32, x.shape, axis)
             seen = (position >= stream.lowest()) & (position <= stream.last())
             return jnp.where(seen, x.astype(jnp.float32), 0)
 
         values = v_buf[buf, at]
-        values = (values if values.dtype == jnp.int8 else kept(values, 0)).astype(p_s.dtype)
-        value_scales = kept(scales_of(1, buf, at), 1) if scaled else None
+        values = (values if values.dtype == jnp.int8 else cleaned(values, 0)).astype(p_s.dtype)
+        value_scales = cleaned(scales_of(1, buf, at), 1) if scaled else None
         query, key = wide(query_s[p], edge), start + lax.broadcasted_iota(jnp.int32, (rows, edge), 1)
         seen = (key <= query) & (key <= stream.last())
         if window is not None:
             seen &= key > query - window
-        held = keys_of(buf, at)
-        ahead = scores(p * per_part, *held)
+        part_keys = keys_of(buf, at)
+        ahead = scores(p * per_part, *part_keys)
         for product in range(p * per_part, (p + 1) * per_part):
             logits = ahead
             if product + 1 < (p + 1) * per_part:
-                ahead = scores(product + 1, *held)
+                ahead = scores(product + 1, *part_keys)
             accumulate(product, *weights(product, jnp.where(seen, logits, MASKED), value_scales), values)
 
     def finish():

@@ -179,8 +179,8 @@ def _kernel(
         x = rounded(sum(load(made_ref, *share) for share in shares) * factor)
         return x if bias_ref is None else rounded(x + load(bias_ref))
 
-    def placed(slot, weight_ref):
-        """The same, normed and rotated."""
+    def finished(slot, weight_ref):
+        """Products after their norm and rotation."""
         at, other = jnp.broadcast_to(columns, slot.shape), jnp.broadcast_to(partner, slot.shape)
         x, across = product(slot, at), product(slot, other) if half else None
         if norm:
@@ -201,13 +201,13 @@ def _kernel(
 
     compute = jnp.promote_types(stored, k_ref.dtype)
     tile = (heads.size, columns.size)
-    q = placed(jnp.broadcast_to(heads[:, None], tile), q_norm_ref).astype(compute)
+    q = finished(jnp.broadcast_to(heads[:, None], tile), q_norm_ref).astype(compute)
     q = jnp.where((heads < group)[:, None], q, jnp.zeros((), compute))
     length, start, stop = over_cache.share_of(lengths_ref, row, split, window, block, splits, programs)
 
     # The new cell belongs to the last share, which writes it; no program reads it from the cache.
     owner = (start < stop) & (stop == length)
-    key = placed(jnp.full(columns.shape, group), k_norm_ref).astype(k_ref.dtype)
+    key = finished(jnp.full(columns.shape, group), k_norm_ref).astype(k_ref.dtype)
     value = product(jnp.full(columns.shape, group + 1), columns).astype(v_ref.dtype)
     slot = lax.rem(length - 1, slots) if ring else length - 1
     for ref, cell in ((k_out, key), (v_out, value)):

@@ -20,26 +20,27 @@ class RowResults:
     """Copies of outputs and LSEs, each row's behind those of the blocks that were started before.
 
     A pipelined output would be waited for a row later, and with it those blocks. memory: out [B, K, R, h] and lse
-    [B, K, 128], in HBM; held: the same of n rows on chip; semaphores [2, n].
+    [B, K, 128], in HBM; staged: the same of n rows on chip; semaphores [2, n].
     """
 
     memory: Sequence[Any]
-    held: Sequence[Any]
+    staged: Sequence[Any]
     semaphores: Any
 
     def make_room(self, row: jax.Array) -> None:
-        """For a row: what is where its results go must have left."""
+        """Wait until the place of a row's results is free."""
 
         @pl.when(row >= self._places)
         def _():
             self._wait(row)
 
-    def put(self, row: jax.Array, found: Sequence[tuple[jax.Array, ...]], dead: jax.Array) -> None:
-        """A row's results, of each head's maximum and sum [R, 128], lanes alike, and accumulator [R, h]. dead: none."""
-        (out, lse), place = self.held, rem(row, self._places)
-        shape = found[0][0].shape
+    def put(self, row: jax.Array, results: Sequence[tuple[jax.Array, ...]], dead: jax.Array) -> None:
+        """Store a row's output and LSE, from each head's maximum and sum [R, 128], lanes alike, and accumulator [R, h].
+        dead: the row is inactive."""
+        (out, lse), place = self.staged, rem(row, self._places)
+        shape = results[0][0].shape
         diagonal = lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
-        for head, (top, total, acc) in enumerate(found):
+        for head, (top, total, acc) in enumerate(results):
             empty = (top <= MASKED / 2) | dead
             total = jnp.where(empty, 1.0, total)
             out[place, head] = (acc * wide(jnp.where(empty, 0.0, 1.0 / total), acc.shape[1])).astype(out.dtype)
@@ -47,20 +48,21 @@ class RowResults:
             lse[place, head] = jnp.sum(jnp.where(diagonal, logs, 0.0), axis=0)
 
     def send(self, row: jax.Array) -> None:
+        """Start the copies of a row's results to memory."""
         place = rem(row, self._places)
-        for n, (memory, held) in enumerate(zip(self.memory, self.held, strict=True)):
-            pltpu.make_async_copy(held.at[place], memory.at[row], self.semaphores.at[n, place]).start()
+        for n, (memory, staged) in enumerate(zip(self.memory, self.staged, strict=True)):
+            pltpu.make_async_copy(staged.at[place], memory.at[row], self.semaphores.at[n, place]).start()
 
     def end(self, rows: int) -> None:
-        """Until all have left."""
+        """Wait until all results are in memory."""
         lax.fori_loop(max(rows - self._places, 0), rows, lambda row, _: self._wait(row), None)
 
     @property
     def _places(self) -> int:
-        return self.held[0].shape[0]
+        return self.staged[0].shape[0]
 
     def _wait(self, row: jax.Array) -> None:
         place = rem(row, self._places)
-        for n, held in enumerate(self.held):
-            here = held.at[place]
+        for n, staged in enumerate(self.staged):
+            here = staged.at[place]
             pltpu.make_async_copy(here, here, self.semaphores.at[n, place]).wait()

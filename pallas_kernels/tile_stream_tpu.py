@@ -16,14 +16,14 @@ from jax.experimental.pallas import tpu as pltpu
 from inferlib.pallas_kernels.arithmetic_tpu import div, rem
 
 SUBLANES = 8
-STATE = 3  # scalars that `TileStream.state` holds
+STATE = 3  # the scalars of `TileStream.state`
 
 Place = tuple[jax.Array, jax.Array, jax.Array]  # a tile: its chunk, head and number
 
 
 def visible(visits: jax.Array, first: jax.Array, last: jax.Array, window: int | None, keys: int) -> list[jax.Array]:
-    """Of visits [P, K, T, M] those that some query of a tile sees, whose first and last positions are [P, T]: how many
-    [P, K * T], and these in order, [P, K * T * M]."""
+    """The blocks of visits [P, K, T, M] that some query of a tile sees: how many [P, K * T], and these in order
+    [P, K * T * M]. first, last [P, T]: positions of the tiles' first and last queries."""
     first, last = first[:, None, :, None], last[:, None, :, None]
     seen = (visits >= 0) & (visits * keys <= last)
     if window is not None:
@@ -95,7 +95,7 @@ class TileStream:
         return 0 if self.window is None else jnp.maximum(self.first(at=at) - self.window + 1, 0)
 
     def visits(self, at: Place | None = None) -> jax.Array:
-        """How many blocks it visits."""
+        """How many blocks a tile visits, by default this tile."""
         at = at or self.here
         if self.listed is not None:
             count = self.listed[0][at[0], at[1] * self._tiles + at[2]]
@@ -104,7 +104,7 @@ class TileStream:
         return jnp.where(self.rows[at[0]] < 0, 0, jnp.maximum(count, 0))
 
     def start(self, index: jax.Array | int, at: Place | None = None) -> jax.Array:
-        """The first position of one of them."""
+        """The first position of a block that the tile visits."""
         at = at or self.here
         if self.listed is not None:
             first = (at[1] * self._tiles + at[2]) * self.most_listed
@@ -114,7 +114,7 @@ class TileStream:
     # ---- copies
 
     def begin(self, ahead: int) -> None:
-        """Start the first `ahead` ones, at the first step."""
+        """Start the copies of the first `ahead` blocks, at the first step."""
 
         @pl.when((self.here[0] == 0) & (self.here[1] == 0) & (self.here[2] == 0))
         def _():
@@ -136,14 +136,14 @@ class TileStream:
             self.state[1] = jnp.where(ends, 0, index + 1)
 
     def wait(self, index: jax.Array, buffer: jax.Array) -> None:
-        """For a block of this tile."""
+        """Wait for a block of this tile."""
         units, most = self._units(index, self.here), self._keys // self.unit
 
         def wait_for(i, count):
             """A wait takes only the number of bytes from its copy."""
-            for n, held in enumerate(self.buffers):
+            for n, copies in enumerate(self.buffers):
                 into = self._some(n, i * self.unit, count)
-                some = held.at[buffer, into] if self._of_cells(n) else held.at[buffer, :, into]
+                some = copies.at[buffer, into] if self._of_cells(n) else copies.at[buffer, :, into]
                 pltpu.make_async_copy(some, some, self.semaphores.at[n, buffer]).wait()
 
         whole = units == most
@@ -154,7 +154,7 @@ class TileStream:
         return len(self.arrays[n].shape) == 5
 
     def _some(self, n: int, position: jax.Array | int, count: int) -> pl.Slice:
-        """Where an array, or its buffer, holds `count` positions from `position` on, both multiples of a unit."""
+        """Where an array, or its buffer, has `count` positions from `position` on, both multiples of a unit."""
         fold = self.arrays[0].shape[3] // self.arrays[n].shape[3]
         return pl.ds(pl.multiple_of(div(position, fold), self.unit // fold), count // fold)
 
@@ -185,13 +185,13 @@ class TileStream:
         page, slot = self.rows[at[0]], lax.rem(position, self.capacity) if self.ring else position
         if self.table is not None:
             page, slot = jnp.clip(self.table[at[0], div(slot, slots)], 0, pages - 1), rem(slot, slots)
-        for n, (array, held) in enumerate(zip(self.arrays, self.buffers, strict=True)):
+        for n, (array, copies) in enumerate(zip(self.arrays, self.buffers, strict=True)):
             array = array.at[self.layer[0], page]
             source, into = (self._some(n, x, count) for x in (slot, offset))
             if self._of_cells(n):
-                pair = array.at[at[1] if heads > 1 else 0, source], held.at[buffer, into]
+                pair = array.at[at[1] if heads > 1 else 0, source], copies.at[buffer, into]
             else:
                 some = scale_rows(heads)
                 first = 0 if some == heads else pl.multiple_of(div(at[1], some) * some, some)
-                pair = array.at[pl.ds(first, some), source], held.at[buffer, :, into]
+                pair = array.at[pl.ds(first, some), source], copies.at[buffer, :, into]
             pltpu.make_async_copy(*pair, self.semaphores.at[n, buffer]).start()

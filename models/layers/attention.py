@@ -209,6 +209,11 @@ class GroupedStep:
     queries: jax.Array
     sinks: jax.Array | None
 
+    @cached_property
+    def stripe(self) -> Stripe:
+        """This device's positions."""
+        return self.ctx.shards.stripe(axes.POSITIONS)
+
     @property
     def striped(self) -> bool:
         """True if a row's positions are split over devices."""
@@ -216,12 +221,12 @@ class GroupedStep:
 
     def plan(self, cache: LayerCache) -> StepPlan:
         ctx, width = self.ctx, self.ctx.batch.chunk_tokens.shape[1]
-        stripe = ctx.shards.stripe(axes.POSITIONS)
         decode = self.choose_decode(cache)
-        prefill = self.choose_prefill(cache, self.options(stripe, ctx.chunk_positions))
+        prefill = self.choose_prefill(cache, self.options(self.stripe, ctx.chunk_positions))
         in_place = prefill.name in prefill_attention.IN_PLACE
         runs = in_place or decode.name in decode_attention.IN_PLACE
         return StepPlan(
+            self.stripe,
             rows_write=decode.name in decode_attention.IN_PLACE,
             chunks_in_place=in_place,
             run=width if runs else 1,
@@ -241,7 +246,7 @@ class GroupedStep:
     @cached_property
     def row_options(self) -> AttentionOptions:
         """How decode rows' queries weigh this device's positions."""
-        return self.options(self.ctx.shards.stripe(axes.POSITIONS), self.ctx.batch.decode_lengths - 1)
+        return self.options(self.stripe, self.ctx.batch.decode_lengths - 1)
 
     def options(self, stripe: Stripe, positions: jax.Array) -> AttentionOptions:
         """How queries at these positions weigh the positions of a stripe. A window that the number of devices does not
@@ -271,7 +276,7 @@ class GroupedStep:
 
     def rows(self, cache: LayerCache, new: Sequence[jax.Array] | None) -> tuple[Attended, LayerCache]:
         """See `step_attention.LayerStep`."""
-        ctx, stripe = self.ctx, self.ctx.shards.stripe(axes.POSITIONS)
+        ctx, stripe = self.ctx, self.stripe
         queries, positions = self.queries[math.prod(ctx.batch.chunk_tokens.shape) :], ctx.batch.decode_lengths - 1
         limit, backend = limit_of(ctx, stripe), self.choose_decode(cache).name
         in_place = backend in decode_attention.IN_PLACE

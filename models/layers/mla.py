@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +139,11 @@ class LatentStep:
     v: nnx.Param
     absorbed: Sequence[jax.Array] | None
 
+    @cached_property
+    def stripe(self) -> Stripe:
+        """This device's positions."""
+        return self.ctx.shards.stripe(axes.POSITIONS)
+
     def choose_prefill(self, cache: LayerCache) -> Choice:
         spec, backend = self.spec, self.ctx.backend.prefill_attention
         return mla_prefill.choose(spec.kv_rank, spec.rope.dim, backend, scaled=cache.scaled)
@@ -145,6 +151,7 @@ class LatentStep:
     def plan(self, cache: LayerCache) -> StepPlan:
         alone = cache.layer is None and self.ctx.shards.size(axes.POSITIONS) == 1
         return StepPlan(
+            self.stripe,
             rows_write=alone and choose_decode(self.spec, self.ctx, cache).name in mla_decode.WRITING,
             chunks_in_place=self.choose_prefill(cache).name in mla_prefill.IN_PLACE,
         )
@@ -166,7 +173,7 @@ class LatentStep:
 
     def rows(self, cache: LayerCache, new: Sequence[jax.Array] | None) -> tuple[Attended, LayerCache]:
         """See `step_attention.LayerStep`."""
-        ctx, stripe = self.ctx, self.ctx.shards.stripe(axes.POSITIONS)
+        ctx, stripe = self.ctx, self.stripe
         lengths, limit = stripe.number(ctx.batch.decode_lengths - 1) + 1, limit_of(ctx, stripe)
         backend = choose_decode(self.spec, ctx, cache).name
         arrays = cache.arrays if backend in mla_decode.IN_PLACE else cache.read(lengths.shape[0], limit)

@@ -68,14 +68,14 @@ def _dynamic(spec: RopeSpec, scaling: RopeScaling, max_len: int) -> tuple[np.nda
 
 def _llama3(spec: RopeSpec, scaling: RopeScaling, max_len: int) -> tuple[np.ndarray, float]:
     """Short wavelengths stay, long ones are divided by the factor, those between are blended."""
-    plain, factor = _frequencies(spec.base, spec.dim), np.float32(scaling.factor)
+    unscaled, factor = _frequencies(spec.base, spec.dim), np.float32(scaling.factor)
     low, high, context = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_context
-    wavelength = np.float32(2 * math.pi) / plain
+    wavelength = np.float32(2 * math.pi) / unscaled
     between = high - low or 1.0  # where they are equal (Llama 4), nothing is blended
     blend = (np.float32(context) / wavelength - np.float32(low)) / np.float32(between)
-    blended = (1 - blend) * plain / factor + blend * plain
-    scaled = np.where(wavelength > np.float32(context / low), plain / factor, blended)
-    return np.where(wavelength < np.float32(context / high), plain, scaled), 1.0
+    blended = (1 - blend) * unscaled / factor + blend * unscaled
+    scaled = np.where(wavelength > np.float32(context / low), unscaled / factor, blended)
+    return np.where(wavelength < np.float32(context / high), unscaled, scaled), 1.0
 
 
 def _yarn(spec: RopeSpec, scaling: RopeScaling, max_len: int) -> tuple[np.ndarray, float]:

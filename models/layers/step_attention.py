@@ -30,13 +30,14 @@ Attended: TypeAlias = tuple[jax.Array, jax.Array]  # out [..., K, G, h] and log-
 class StepPlan:
     """Who does what in a layer's step.
 
-    rows_write: decode attention writes the cells of decode rows itself, where they lie. chunks_in_place: attention of
-    chunks reads one layer of a stacked cache where it lies. Where only chunks are written: run, how many consecutive
-    tokens go to one page together; chunk_writer, the implementation that writes whole chunks, None if cells are written
-    one by one. sinks [K, G]: a logit that joins the denominator once the parts of striped positions are merged; None
-    where the parts have it.
+    stripe: this device's positions. rows_write: decode attention writes the cells of decode rows itself, where they
+    lie. chunks_in_place: attention of chunks reads one layer of a stacked cache where it lies. Where only chunks are
+    written: run, how many consecutive tokens go to one page together; chunk_writer, the implementation that writes
+    whole chunks, None if cells are written one by one. sinks [K, G]: a logit that joins the denominator once the parts
+    of striped positions are merged; None where the parts have it.
     """
 
+    stripe: Stripe
     rows_write: bool
     chunks_in_place: bool
     run: int = 1
@@ -100,7 +101,7 @@ def write_cells(new: Sequence[jax.Array], cache: LayerCache, ctx: StepContext, p
         chunks = [x.reshape(*batch.chunk_tokens.shape, *x.shape[1:]) for x in new]
         return cache.write_chunks(chunks, batch.chunk_rows, batch.chunk_starts, plan.chunk_writer)
     run = plan.run if only_chunks else 1
-    return cache.write(new, ctx.pages[:count], ctx.positions[:count], ctx.shards.stripe(axes.POSITIONS), run)
+    return cache.write(new, ctx.pages[:count], ctx.positions[:count], plan.stripe, run)
 
 
 def attend_chunks(step: LayerStep, cache: LayerCache, plan: StepPlan) -> list[Attended]:
@@ -110,7 +111,7 @@ def attend_chunks(step: LayerStep, cache: LayerCache, plan: StepPlan) -> list[At
     copied to memory.
     """
     ctx, everyone = step.ctx, slice(None)
-    stripe, pages = ctx.shards.stripe(axes.POSITIONS), ctx.batch.chunk_rows
+    stripe, pages = plan.stripe, ctx.batch.chunk_rows
     limit = limit_of(ctx, stripe)
     if plan.chunks_in_place:
         return [step.chunks(cache, cache.arrays, pages, stripe, everyone)]
@@ -133,8 +134,8 @@ def _around_ring(step: LayerStep, cache: LayerCache, plan: StepPlan) -> jax.Arra
     """Ring attention (Liu et al. 2023): queries are those of this device's tokens of the chunks; the devices' parts of
     the chunks' rows are passed from device to device. -> out [P, C, K, G, h]."""
     ctx, slots = step.ctx, cache.slots
-    shards, local = ctx.shards, ctx.shards.stripe(axes.POSITIONS)
-    if (limit := limit_of(ctx, local)) is not None and not cache.ring:
+    shards = ctx.shards
+    if (limit := limit_of(ctx, plan.stripe)) is not None and not cache.ring:
         slots = min(slots, limit)
     rows = jnp.minimum(ctx.batch.chunk_rows, cache.rows - 1)
     pairs = zip(cache.read(cache.rows, slots), cache.folds, strict=True)
