@@ -13,27 +13,30 @@ from tests.models.test_poison import poison
 from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, logits, requests, run
 from tests.sharding.hlo import assert_promise_kept
 
-# One family or two for each preset; the rest takes minutes. gemma3 has a ring, which wraps.
-QUICK = [
+# One family for each preset, in separate runs for logits and for tokens. gemma3 has a ring, which wraps.
+SEPARATE_RUNS = [
     ("smollm2", "tp=8"),
-    ("gemma3", "ep=2,tp=2,dp=2"),
     ("llama", "tp=4,rules=tp_sp"),
     ("qwen3", "cp=8"),
-    ("gemma3", "dp=2,cp=2,tp=2"),
-    ("smollm2", "cp=4,tp=2,rules=helix"),
+    ("gemma3", "ep=2,tp=2,dp=2"),
     ("gemma3", "cp=2,tp=2,rules=helix"),
     ("gemma3", "cp=2,tp=2,rules=tp2d"),
+    ("deepseek", "ep=2,tp=2,rules=dp_attention"),
+]
+# Other families and meshes, in one run; the rest takes minutes.
+QUICK = [
+    ("gemma3", "dp=2,cp=2,tp=2"),
+    ("smollm2", "cp=4,tp=2,rules=helix"),
     ("minicpm3", "tp=4"),
     ("minicpm3", "cp=2,tp=4"),
     ("experts", "ep=2,tp=2,rules=tp_sp"),
-    ("deepseek", "ep=2,tp=2,rules=dp_attention"),
     ("gemma3n", "tp=2,rules=tp_sp"),
     ("qwen3_5", "tp=4,dp=2"),
     ("minimax", "ep=2,tp=4"),
     ("nemotron_h", "ep=2,tp=4"),
 ]
 # Each preset with a ring (gemma3), with heads that do not divide (smollm2), with latents and with experts, and those
-# that states run on with each kind of states, unless QUICK has it; each mesh with one of them at least.
+# that states run on with each kind of states, unless it stands above; each mesh with one of them at least.
 SLOW = {
     "gemma3": "tp=8 tp=4,rules=tp_sp cp=8 cp=2,tp=4 dp=2,cp=2,tp=2,rules=helix cp=4,tp=2,rules=tp2d "
     "tp=4,rules=dp_attention",
@@ -52,7 +55,7 @@ SLOW = {
     "nemotron_h": "tp=8,rules=tp_sp tp=2,dp=2,rules=dp_attention",
     "gemma4": "ep=2,tp=2,rules=dp_attention",
 }
-MORE = [(family, mesh) for family, meshes in SLOW.items() for mesh in meshes.split()]
+ONE_RUN = [*QUICK, *(pytest.param(f, mesh, marks=pytest.mark.slow) for f in SLOW for mesh in SLOW[f].split())]
 
 
 def assert_same_logits(engine, shape: str, expected) -> None:
@@ -76,7 +79,7 @@ def poison_before_each_dispatch(engine) -> list[float]:
     return shares
 
 
-@pytest.mark.parametrize(("shape", "parallel"), QUICK)
+@pytest.mark.parametrize(("shape", "parallel"), SEPARATE_RUNS)
 def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected):
     """Of more prompts than there are rows, under continuous batching; whatever is not valid holds NaN. Every program
     that ran has the collectives that were promised."""
@@ -93,8 +96,7 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
         assert_promise_kept(engine.programs, key)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "parallel"), MORE)
+@pytest.mark.parametrize(("shape", "parallel"), ONE_RUN)
 def test_the_same_logits_and_greedy_tokens_in_one_run(shape, parallel, engine_of, expected):
     """As above, but the run that generates also returns the logits of its prompts: two programs instead of four."""
     engine = engine_of(shape, parallel)
