@@ -1,11 +1,11 @@
-"""Compiling whole models for TPU slices, without a TPU: memory, copies, bytes, and the compiler's estimate of a step.
+"""Compile whole models for TPU slices, without a TPU: memory, copies, bytes, and the compiler's estimate of a step.
 
     python benchmarks/compile.py --list
     python benchmarks/compile.py --only gpt-oss-20b --only "llama3-8b v5e:2x4"
 
-A deployment is chosen by words that its line of --list has, all of them; without any all are compiled. --backend xla
+--only chooses the deployments whose line of --list has all of its words; by default all are compiled. --backend xla
 leaves kernels out. Estimates are the compiler's count of cycles, with kernels at the chip's peaks, plus a model of the
-collectives. CPU seconds are those of all programs of a deployment, the child processes' start included.
+collectives. CPU seconds are for all programs of a deployment, including the start of child processes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -34,9 +35,9 @@ from inferlib.sharding.mesh import Parallelism
 
 @dataclass(frozen=True)
 class Case:
-    """A deployment whose decode step is compiled, and prefills of `chunks` tokens each.
+    """A deployment whose decode step is compiled, and one prefill for each size of `chunks`.
 
-    rows: of all replicas; cache: positions. only_experts: nothing else is quantised.
+    rows: on all replicas together. cache: positions. chunks: tokens of a chunk. only_experts: quantize nothing else.
     """
 
     config: str
@@ -55,18 +56,28 @@ class Case:
         return f"{self.config} {self.target} {self.parallel} {weights}, {self.rows} rows x {cache}"
 
     def deployment(self, backend: str) -> Deployment:
-        hf, quantization = configs.load(self.config), self.quantization and Quantization.named(self.quantization)
-        if self.only_experts:
+        hf = configs.load(self.config)
+        quantization = Quantization.named(self.quantization) if self.quantization else None
+        if self.only_experts and quantization:
             weights = abstract_model(config_from_hf(hf), "bfloat16").weights
             others = {weight.part for weight in weights if axes.EXPERTS not in weight.axes}
             quantization = replace(quantization, unquantized=tuple(sorted(others)))
         buckets = Buckets(self.chunks or (512,), (self.rows,), (self.cache,))
         split = Parallelism.parse(self.parallel)
-        options = dict(quantization=quantization, kv_cache_dtype=self.kv_cache_dtype, backend=backend)
-        return Deployment(hf, self.target, "bfloat16", buckets, split, ("greedy",), **options)
+        return Deployment(
+            hf,
+            self.target,
+            "bfloat16",
+            buckets,
+            split,
+            ("greedy",),
+            quantization=quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
+            backend=backend,
+        )
 
 
-_EXPERTS = dict(quantization="mxfp4", only_experts=True)
+_EXPERTS: dict[str, Any] = dict(quantization="mxfp4", only_experts=True)
 CASES = (
     Case("llama3-8b", "v5e:2x4", "tp=8", 32),
     Case("llama3-70b", "v6e:2x4", "tp=8", 32),
@@ -103,16 +114,16 @@ def main() -> None:
     parser.add_argument("--only", action="append", metavar="WORDS", help="deployments that have all these words")
     parser.add_argument("--backend", default="auto", help="as of inferlib compile")
     parser.add_argument("--list", action="store_true", help="name the deployments, and compile nothing")
-    given = parser.parse_args()
-    wanted = [words.split() for words in given.only or [""]]
+    args = parser.parse_args()
+    wanted = [words.split() for words in args.only or [""]]
     cases = [case for case in CASES if any(all(word in str(case) for word in words) for words in wanted)]
     if not cases:
-        parser.error(f"no deployment has all words of {given.only}; --list names them")
-    if given.list:
+        parser.error(f"no deployment has all words of {args.only}; --list names them")
+    if args.list:
         print(*cases, sep="\n")
         return
     try:
-        deployments = [(case, case.deployment(given.backend)) for case in cases]
+        deployments = [(case, case.deployment(args.backend)) for case in cases]
     except ValueError as error:
         parser.error(str(error))
     console = Console(width=None if Console().is_terminal else 160)
@@ -126,7 +137,7 @@ def main() -> None:
 
 
 def measured(case: Case, made: Deployment) -> Iterator[tuple[str, ...]]:
-    """Lines of the table: the decode step, which decides the layouts of the weights, and each prefill."""
+    """The lines of the table: the decode step, which decides the layouts of the weights, then each prefill."""
     before = _children()
     decode, *others = made.keys()
     prefills = [key for key in others if key.chunks == 1 and not (key.rows or key.detail)]
@@ -134,13 +145,14 @@ def measured(case: Case, made: Deployment) -> Iterator[tuple[str, ...]]:
     with TemporaryDirectory() as folder:
         outcomes, _ = compile_programs(made, keys, Path(folder))
     report, seconds = Report.of(made, outcomes), _children() - before
+    program: Any
     for program in report.programs:
         if not program.outcome.ok:
             raise SystemExit(f"{case}, {program.key}: {program.outcome.error}")
         yield (
             _step(program.key),
             f"{report.budget.weights / 2**30:.2f} GiB",
-            f"{program.peak / 2**30:.1f} of {report.capacity / 2**30:.2f} GiB",
+            f"{program.peak / 2**30:.1f} of {(report.capacity or 0) / 2**30:.2f} GiB",
             f"{program.temporaries / 2**20:.1f} MiB",
             str(len(program.copies)),
             f"{program.moved_bytes / 1e9:.2f}",

@@ -1,15 +1,15 @@
-"""Decode speed: ms per step, tokens/s, GB/s and the share of the copy bandwidth measured in the same run.
+"""Decode speed: ms per step, tokens/s, GB/s, and the fraction of the copy bandwidth measured in the same run.
 
     python benchmarks/decode.py --config llama3-8b --batch 1,64 --cache 2048 --peer hf
     python benchmarks/decode.py --model smollm2 --batch 1 --cache 512 --peer hf
 
---config takes a shape from configs/ with random weights, --model a checkpoint. Every row of the cache is full but for
-the steps that are timed. --quantization stores the matrices in fewer bits, with --experts-only those of experts alone.
-"host us" is our own Python per dispatch, "enqueue us" the call that starts a program; both overlap with the device,
-and are medians, as pauses of Python's garbage collector fall on either by chance.
-The floor of a step is the bytes it must read (weights once, each live key and value once, and the experts that are
-chosen if all are equally likely) over the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape:
-with a static cache and torch.compile on a GPU, as it is on a CPU; hf-plain: as it is on both.
+--config takes a shape from configs/ with random weights, --model a checkpoint. Every row of the cache is full except
+for the timed steps. --quantization stores the matrices in fewer bits, with --experts-only just those of experts. "host
+us" is our own Python per dispatch, "enqueue us" the call that starts a program. Both overlap with the device, and are
+medians, since pauses of Python's garbage collector fall on either by chance. The floor of a step is the bytes that it
+must read (weights once, each live key and value once, and the experts that are chosen if all are equally likely) over
+the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape: on a GPU with a static cache and
+torch.compile, on a CPU unchanged; hf-plain: unchanged on both.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from multiprocessing import get_context
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,15 +79,16 @@ def _copies(copy, x, loops: int) -> None:
 
 
 def step_bytes(model: AbstractModel, batch: int, length: int) -> float:
-    """Bytes that one decode step must read: all weights but tables of embeddings and the experts that nobody chose
-    (where all are equally likely), and the live cache."""
+    """Bytes that one decode step must read: the live cache, and all weights but embedding tables, and the experts that
+    tokens choose if all are equally likely."""
     config, total = model.config, 0.0
     for weight in model.weights:
         if model.looks_up(weight.name):
             continue
         share = 1.0
         if axes.EXPERTS in weight.axes:
-            share = config.layers[model.layers_of(weight.block)[0]].mlp.read_share(batch)
+            mlp: Any = config.layers[model.layers_of(weight.block or 0)[0]].mlp
+            share = mlp.read_share(batch)
         total += share * sum(nbytes(array.shape, array.dtype) for array in weight.arrays)
     plan = plan_cache(model, rows=1, max_len=length, chunk=1, dtype=model.dtype)
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
@@ -104,7 +106,9 @@ def occupy(engine: Engine, length: int) -> None:
     fill = cache(lambda sharding: jax.jit(_noise, donate_argnums=1, out_shardings=sharding))
     engine.cache = tuple(fill(x.sharding)(key, x) for key, x in zip(keys, engine.cache, strict=True))
     rows, room = engine.config.max_batch, engine.config.max_len - length
-    tokens = np.random.default_rng(0).integers(0, engine.model.config.vocab, rows)  # who choose their own experts
+    tokens = np.random.default_rng(0).integers(
+        0, engine.model.config.vocab, rows
+    )  # different tokens choose different experts
     values = {"token": tokens, "length": length, "budget": room, "generated": 1, "active": 1}
     fields = {
         name: jax.device_put(np.broadcast_to(np.asarray(value, x.dtype), (rows,)), x.sharding)
@@ -124,13 +128,13 @@ def _noise(key: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def of_experts(quantization: Quantization, config: ModelConfig, dtype: str) -> Quantization:
-    """The same, of nothing but a model's experts."""
+    """The same quantization, but of nothing except a model's experts."""
     others = {w.part for w in abstract_model(config, dtype).weights if axes.EXPERTS not in w.axes}
     return replace(quantization, unquantized=tuple(sorted(others)))
 
 
 def engine_config(model: ModelConfig, batch: int, cache: int, shards: Shards, backend: str = "auto") -> EngineConfig:
-    """For the devices that are there."""
+    """The engine's defaults on the devices of this machine."""
     device = jax.devices()[0]
     return EngineConfig.make(DeviceKind.of(device), batch, cache, None, shards, model, backend=backend)
 
@@ -168,12 +172,12 @@ def measure(
 
 
 def in_child(function, *args):
-    """Call the function in a process of its own, so that neither side holds memory the other needs."""
+    """Call the function in another process, so that neither takes memory that the other needs."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *args).result()
 
 
-def peer_hf(hf: dict, batch: int, cache: int, steps: int, dtype: str, plain: bool) -> float:
+def peer_hf(hf: dict, batch: int, cache: int, steps: int, dtype: str, unchanged: bool) -> float:
     """ms per step of Hugging Face `generate`, from two output lengths so that prefill drops out."""
     import torch
     import transformers
@@ -188,7 +192,7 @@ def peer_hf(hf: dict, batch: int, cache: int, steps: int, dtype: str, plain: boo
     torch.set_default_dtype(torch.float32)
     prompt = torch.randint(0, config.vocab_size, (batch, cache - steps - 1))
     options = dict(do_sample=False, eos_token_id=None, pad_token_id=0)
-    if gpu and not plain:
+    if gpu and not unchanged:
         options |= dict(cache_implementation="static")
 
     def seconds(new: int) -> float:
@@ -205,23 +209,23 @@ def peer_hf(hf: dict, batch: int, cache: int, steps: int, dtype: str, plain: boo
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    few = steps // 4
+    fewer = steps // 4
     for _ in range(2 if gpu else 1):
         seconds(steps)
-    pairs = [(seconds(steps) - seconds(few)) / (steps - few) for _ in range(3)]
+    pairs = [(seconds(steps) - seconds(fewer)) / (steps - fewer) for _ in range(3)]
     return statistics.median(pairs) * 1e3
 
 
 @contextmanager
 def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Around code that reads what the user gave: its errors are the user's and need no traceback."""
+    """For code that reads a user's input: its errors end the program with one line and no traceback."""
     try:
         yield
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shape = parser.add_mutually_exclusive_group(required=True)
     shape.add_argument("--config", choices=configs.names(), help="a shape from configs/, random weights")
@@ -231,7 +235,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=128, help="decode steps to time")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
     parser.add_argument("--quantization", choices=SCHEMES)
-    parser.add_argument("--experts-only", action="store_true", help="quantise nothing but experts")
+    parser.add_argument("--experts-only", action="store_true", help="quantize nothing but experts")
     parser.add_argument(
         "--backend", default="auto", help="xla, or for example decode_attention=xla: see inferlib generate"
     )
@@ -239,24 +243,30 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object per row instead of a table")
     args = parser.parse_args()
     with user_errors(parser):
-        batches = [int(b) for b in args.batch.split(",")]
-        files = ModelFiles.open(args.model) if args.model else None
+        args.batches = [int(b) for b in args.batch.split(",")]
+        args.files = ModelFiles.open(args.model) if args.model else None
         backend_option(args.backend)
-    hf = files.hf if files else configs.load(args.config)
+    args.parser, args.name = parser, args.config or args.model
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    hf = args.files.hf if args.files else configs.load(args.config)
     # The peer first: this process reserves most of a GPU's memory as soon as JAX starts.
     on_cpu = in_child(jax.default_backend) == "cpu"
     dtype = args.dtype or ("float32" if on_cpu else "bfloat16")
     options = args.cache, args.steps, dtype, args.peer == "hf-plain"
-    peers = [in_child(peer_hf, hf, b, *options) for b in batches] if args.peer else []
+    peers = [in_child(peer_hf, hf, b, *options) for b in args.batches] if args.peer else []
     config, quantization = config_from_hf(hf), args.quantization and Quantization.named(args.quantization)
     if quantization and args.experts_only:
         quantization = of_experts(quantization, config, dtype)
-    with user_errors(parser):
-        run = engine_config(config, batches[0], args.cache, Shards(), args.backend)
+    with user_errors(args.parser):
+        run = engine_config(config, args.batches[0], args.cache, Shards(), args.backend)
     model = abstract_model(config, dtype, quantization=quantization, backend=run.backend, scan=run.scan)
-    weights = load_weights(files.source, family_of(hf), model) if files else model.random_weights()
+    weights = load_weights(args.files.source, family_of(hf), model) if args.files else model.random_weights()
     copy = copy_bandwidth()
-    rows = [measure(model, weights, b, args.cache, args.steps, Shards(), args.backend) for b in batches]
+    rows = [measure(model, weights, b, args.cache, args.steps, Shards(), args.backend) for b in args.batches]
     for i, row in enumerate(rows):
         row |= {"share": row["gb_per_second"] * 1e9 / copy, "copy_gb_per_second": copy / 1e9}
         if args.peer:
@@ -264,24 +274,18 @@ def main() -> None:
     device = jax.devices()[0].device_kind
     if args.json:
         for row in rows:
-            print(json.dumps({"model": args.config or args.model, "dtype": dtype, "device": device, **row}))
-        return
-    table = Table(title=f"{args.config or args.model}, {dtype}, {device}; copy {copy / 1e9:.0f} GB/s", min_width=100)
-    for name in (
-        "batch",
-        "cache",
-        "ms/step",
-        "tokens/s",
-        "GB/s",
-        "of copy",
-        "host us",
-        "enqueue us",
-        "HF ms/step",
-        "HF / ours",
-    ):
+            print(json.dumps({"model": args.name, "dtype": dtype, "device": device, **row}))
+    else:
+        show(f"{args.name}, {dtype}, {device}; copy {copy / 1e9:.0f} GB/s", rows)
+
+
+def show(title: str, rows: list[dict]) -> None:
+    table = Table(title=title, min_width=100)
+    figures = ("batch", "cache", "ms/step", "tokens/s", "GB/s", "of copy", "host us", "enqueue us")
+    for name in (*figures, "HF ms/step", "HF / ours"):
         table.add_column(name, justify="right")
     for row in rows:
-        peer = (f"{row['peer_ms']:.2f}", f"{row['ratio']:.2f}x") if args.peer else ("", "")
+        peer = (f"{row['peer_ms']:.2f}", f"{row['ratio']:.2f}x") if "peer_ms" in row else ("", "")
         table.add_row(
             str(row["batch"]),
             str(row["cache"]),

@@ -1,9 +1,10 @@
-"""Every architecture against transformers, as a table: `models/README.md` holds what this prints.
+"""Compare every architecture with transformers, and print the table that `models/README.md` shows.
 
     python benchmarks/families.py --write
 
-Tiny random checkpoints in float32, those of the tests: the largest difference of a logit from transformers', over the
-cases of an architecture (options of its configuration), beside the standard deviation of transformers' logits.
+The checkpoints are the tiny random ones of the tests, in float32. The table shows the largest difference of a logit
+from transformers, over the cases of an architecture (options of its configuration), and the standard deviation of
+transformers' logits.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ def measure() -> dict[tuple[str, str], list[tuple[float, float]]]:
     from tests.helpers.oracle_cases import CASES
     from tests.models.test_parity import one_pass, prompt_of
 
-    found = defaultdict(list)
+    differences = defaultdict(list)
     for case in track(CASES, "against transformers"):
         with tempfile.TemporaryDirectory() as folder:
             path, tokens = make_checkpoint(Path(folder), case.family, **case.options), prompt_of(case)
             expected = reference_logits(path, tokens)
             hf = json.loads((path / "config.json").read_text())
-            found[hf["architectures"][0], family_of(hf).name].append(
+            differences[hf["architectures"][0], family_of(hf).name].append(
                 (float(np.abs(one_pass(path, tokens, scan=True) - expected).max()), expected.std())
             )
-    return found
+    return differences
 
 
-def table(found: dict[tuple[str, str], list[tuple[float, float]]]) -> str:
+def table(differences: dict[tuple[str, str], list[tuple[float, float]]]) -> str:
     rows = [
         f"| {name} | {recipe} | {len(cases)} | {max(d for d, _ in cases):.0e} | {min(s for _, s in cases):.1f} |"
-        for (name, recipe), cases in sorted(found.items())
+        for (name, recipe), cases in sorted(differences.items())
     ]
     return "\n".join((*HEADER, *rows)) + "\n"
 

@@ -1,10 +1,10 @@
-"""Host work per decode dispatch: our own Python between results and the next program's start.
+"""Host work per decode dispatch: our own Python between a result and the start of the next program.
 
     JAX_PLATFORMS=cpu python benchmarks/host.py --batch 1,64
 
-The device is a stand-in that answers at once, so that nothing but the host is timed. "hot": one dispatch behind the
-other. "cold": 5 ms of sleep and a copy of 480 MB in between, after which none of Python's code is in the caches, as
-after waiting for a device. Medians and the lowest of a hundred. The size of a model does not matter here.
+The device is a stand-in that answers at once, so only the host is timed. "hot": one dispatch directly after the other.
+"cold": 5 ms of sleep and a copy of 480 MB in between, which empty the CPU's caches as a wait for a device does. Figures
+are the median and the lowest of a hundred. The size of a model does not matter here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +30,7 @@ from inferlib.sampling.params import SamplingParams
 
 
 class Idle:
-    """Programs of a device that has the tokens already."""
+    """Stands in for the programs of a device that answers at once."""
 
     misses = 0
 
@@ -41,11 +42,11 @@ class Idle:
 
 
 def decoding(batch: int) -> Engine:
-    """An engine all of whose rows decode, and go on doing so."""
+    """An engine whose rows all decode, for as long as it runs."""
     layer = LayerSpec(AttentionSpec(heads=1, kv_heads=1, head_dim=2, scale=1.0, rope=None), MlpSpec(hidden=2))
     model = abstract_model(ModelConfig("none", vocab=64, dim=2, layers=(layer,), context=1 << 20), "float32")
     engine = Engine(model, (), EngineConfig.make("gpu", batch, 1 << 20))
-    engine.programs = Idle(engine.config)
+    engine.programs = cast(Any, Idle(engine.config))
     params = SamplingParams(temperature=0.0, max_tokens=1 << 19, ignore_eos=True)
     for row in range(batch):
         s = Sequence([0], params, 1 << 19, seed=0, status=Status.DECODE, row=row, prefilled=1, scheduled=1, tokens=[1])

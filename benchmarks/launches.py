@@ -1,11 +1,11 @@
-"""What a decode step launches on an NVIDIA H100, compiled on a machine that has no GPU.
+"""List the kernels that a decode step launches on an NVIDIA H100, compiled on a machine without a GPU.
 
     pip install "jax[cuda13]"
     python benchmarks/launches.py --config llama3-8b --quantization int8
 
-XLA compiles the step of a model's first --layers layers, and the last one's kernels, XLA's and ours, are listed in
-their order. A launch costs 1.5 to 4 us beside its bytes, which is what a step of few rows is made of. Without a GPU
-nothing is tuned: XLA's own products may be others on a device.
+XLA compiles the step of a model's first --layers layers; the table lists the kernels of the last of them, XLA's and
+ours, in order. A launch costs 1.5 to 4 us besides its bytes, and a step of a small batch is little else. Nothing is
+tuned without a GPU: on a device XLA may choose other kernels for its own products.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import re
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 from decode import of_experts
@@ -49,11 +50,11 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 8 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-# What starts nothing on the device.
+# Instructions that start nothing on the device.
 _FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant", "after-all"}
 
 
-def device() -> jax.Device:
+def device() -> Any:
     try:
         topology = topologies.get_topology_desc("", platform="cuda", target_config=H100, topology="1x1x1")
     except NotImplementedError as e:
@@ -64,23 +65,23 @@ def device() -> jax.Device:
 def launches(
     model: ModelConfig, layers: int, batch: int, cache: int, quantization: Quantization | None
 ) -> list[Instruction]:
-    """Of a decode step of the first `layers` layers, in order."""
+    """The launches of a decode step of the first `layers` layers, in order."""
     config = EngineConfig.make("gpu", batch, cache)
-    stacks = dict(backend=config.backend, scan=config.scan, quantization=quantization)
-    model = abstract_model(replace(model, layers=model.layers[:layers]), "bfloat16", **stacks)
-    programs, key, gpu = ProgramSet.make(model, config), ProgramKey("greedy", batch, cache), device()
-    placed = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(gpu))
-    inputs = jax.tree.map(lambda x: placed(x.shape, x.dtype), programs.inputs(key))
+    first = replace(model, layers=model.layers[:layers])
+    abstract = abstract_model(first, "bfloat16", backend=config.backend, scan=config.scan, quantization=quantization)
+    programs, key, gpu = ProgramSet.make(abstract, config), ProgramKey("greedy", batch, cache), device()
+    on_gpu = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(gpu))
+    inputs = jax.tree.map(lambda x: on_gpu(x.shape, x.dtype), programs.inputs(key))
     step = jax.jit(build(programs.model, programs.plan, programs.config, key), donate_argnums=(1, 2))
     with jax.sharding.use_abstract_mesh(alone(gpu)):
         compiled = step.trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
-    return [i for i in Module(compiled.as_text()).entry.instructions.values() if i.op not in _FREE]
+    return [i for i in Module(compiled.as_text() or "").entry.instructions.values() if i.op not in _FREE]
 
 
 def place(launch: Instruction) -> str:
-    """Where in the model it comes from."""
-    found = re.search(r'op_name="(?:jit\(decode\)/)?([^"]*)"', launch.rest)
-    words = found[1].split("/") if found else ["?"]
+    """The part of the model that it belongs to."""
+    match = re.search(r'op_name="(?:jit\(decode\)/)?([^"]*)"', launch.rest)
+    words = match[1].split("/") if match else ["?"]
     return "/".join(w for w in words if not re.fullmatch(r"cond|branch_\d_fun|jit\(.*\)|pallas_call", w))
 
 
@@ -88,10 +89,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=configs.names(), default="llama3-8b", help="a shape from configs/")
     parser.add_argument("--quantization", choices=SCHEMES)
-    parser.add_argument("--experts-only", action="store_true", help="quantise nothing but experts")
+    parser.add_argument("--experts-only", action="store_true", help="quantize nothing but experts")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--cache", type=int, default=2048, help="cache length in tokens")
-    parser.add_argument("--layers", type=int, default=4, help="of the model that is compiled, at least 2")
+    parser.add_argument("--layers", type=int, default=4, help="number of layers to compile, at least 2")
     args = parser.parse_args()
     if (args.experts_only and not args.quantization) or args.layers < 2:
         parser.error("--experts-only says what --quantization is for, and --layers is at least 2")
@@ -103,13 +104,13 @@ def main() -> None:
     if args.experts_only:
         scheme = of_experts(scheme, model, "bfloat16")
     counted = partial(launches, model, batch=args.batch, cache=args.cache, quantization=scheme)
-    found = counted(args.layers)
-    each = len(found) - len(counted(args.layers - 1))
-    end = next(n for n, launch in enumerate(found) if place(launch).startswith("head"))
+    all_launches = counted(args.layers)
+    each = len(all_launches) - len(counted(args.layers - 1))
+    end = next(n for n, launch in enumerate(all_launches) if place(launch).startswith("head"))
     stored = f"{'experts in ' if args.experts_only else ''}{args.quantization or 'bfloat16'}"
     title = f"{args.config}, {stored}, batch {args.batch}: {each} launches of a layer"
     table = Table("launch", "of", "result", title=title)
-    for launch in found[end - each : end]:
+    for launch in all_launches[end - each : end]:
         ours = launch.op == "custom-call" and "triton" in launch.rest
         result = ", ".join(f"{s.dtype}[{','.join(map(str, s.dims))}]" for s in launch.shapes)
         table.add_row("a kernel of ours" if ours else launch.name, place(launch), result)

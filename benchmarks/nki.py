@@ -1,11 +1,13 @@
-"""What the Trainium kernels do, by the counters of the stand-in: bytes, matrix slots, and each engine's estimated time.
+"""The Trainium kernels by the counters of the simulator: bytes, matrix slots, and each engine's estimated time.
 
 python benchmarks/nki.py
 
-Nothing here ran on a chip: times follow from published rates, each engine's alone, and say what could be hidden.
+Nothing here ran on a chip: the times of each engine follow from published rates, and say what could overlap.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import ml_dtypes
@@ -25,17 +27,18 @@ ENGINES = ("dma", "tensor", "vector", "scalar", "gpsimd")
 GROUP, SIZE = 4, 128
 
 
-def decode(target: str, context: int, dtype, page: int | None = None) -> tuple[simulator.Counters, int]:
+def decode(target: str, context: int, dtype: Any, page: int | None = None) -> tuple[simulator.Counters, int]:
     """(counters, bytes of live keys and values) of one token over `context` positions of one row."""
     rng = np.random.default_rng(0)
-    q = rng.normal(size=(1, 1, 1, GROUP, SIZE)).astype(ml_dtypes.bfloat16)
+    q: Any = rng.normal(size=(1, 1, 1, GROUP, SIZE)).astype(ml_dtypes.bfloat16)
     k, v = rng.normal(size=(2, 1, 1, context, SIZE)).astype(dtype)
-    table = None
+    table: Any = None
+    lengths: Any = np.array([context], np.int32)
     if page:
         table = np.arange(context // page, dtype=np.int32)[None]
         k, v = (x.reshape(context // page, 1, page, SIZE) for x in (k, v))
     with simulator.session(target) as session:
-        run = flash_decode(q, k, v, np.array([context], np.int32), scale=SIZE**-0.5, table=table, lnc=1)
+        run = flash_decode(q, k, v, lengths, scale=SIZE**-0.5, table=table, lnc=1)
         jax.block_until_ready(run)
     return session.cores[0], k.nbytes + v.nbytes
 
@@ -43,23 +46,26 @@ def decode(target: str, context: int, dtype, page: int | None = None) -> tuple[s
 def prefill(target: str, width: int, context: int) -> tuple[simulator.Counters, int]:
     """(counters, bytes of visible keys and values) of a chunk of `width` tokens at the end of `context` positions."""
     rng = np.random.default_rng(0)
-    q = rng.normal(size=(1, width, 1, GROUP, SIZE)).astype(ml_dtypes.bfloat16)
+    q: Any = rng.normal(size=(1, width, 1, GROUP, SIZE)).astype(ml_dtypes.bfloat16)
     k, v = rng.normal(size=(2, 1, 1, context, SIZE)).astype(ml_dtypes.bfloat16)
-    positions = np.arange(context - width, context, dtype=np.int32)[None]
+    rows: Any = np.zeros(1, np.int32)
+    positions: Any = np.arange(context - width, context, dtype=np.int32)[None]
     with simulator.session(target) as session:
-        run = flash_prefill(q, k, v, np.zeros(1, np.int32), positions, scale=SIZE**-0.5, lnc=1)
+        run = flash_prefill(q, k, v, rows, positions, scale=SIZE**-0.5, lnc=1)
         jax.block_until_ready(run)
     return session.cores[0], k.nbytes + v.nbytes
 
 
 def matmul(target: str, tokens: int, inner: int, outer: int, element: str) -> tuple[simulator.Counters, int, float]:
-    """(counters, bytes of the packed weights, share of matrix slots that are useful)."""
+    """(counters, bytes of the packed weights, fraction of matrix slots that are useful)."""
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(tokens, inner)).astype(ml_dtypes.bfloat16)
+    x: Any = rng.normal(size=(tokens, inner)).astype(ml_dtypes.bfloat16)
+    w: Any
+    scales: Any
     w, scales = mx_pack.quantise(rng.normal(size=(inner, outer)).astype(np.float32), element)
     if target == "trn2":
         w, scales = mx_pack.for_trn2(w, scales)
-    packed = mx_pack.pack(w)
+    packed: Any = mx_pack.pack(w)
     with simulator.session(target) as session:
         jax.block_until_ready(mx_matmul(x, packed, scales, element=element, lnc=1))
     core = session.cores[0]
@@ -71,16 +77,17 @@ def linear(target: str, tokens: int) -> list[tuple[str, simulator.Counters, int]
     rng = np.random.default_rng(0)
     shapes = dict(qkv=(4096, 768), gate=(4096, 1792), up=(4096, 1792), down=(1792, 4096))
     w = {name: (rng.normal(size=s) / s[0] ** 0.5).astype(ml_dtypes.bfloat16) for name, s in shapes.items()}
-    x, weight = rng.normal(size=(tokens, 4096)).astype(ml_dtypes.bfloat16), np.ones(4096, np.float32)
-    found = []
+    x: Any = rng.normal(size=(tokens, 4096)).astype(ml_dtypes.bfloat16)
+    weight: Any = np.ones(4096, np.float32)
+    measured = []
     for name, function, matrices in (
         ("norm and projection", rmsnorm_matmul, (w["qkv"],)),
         ("feed-forward", rmsnorm_mlp, (w["gate"], w["up"], w["down"])),
     ):
         with simulator.session(target) as session:
             jax.block_until_ready(function(x, weight, *matrices, eps=1e-5, lnc=1))
-        found.append((name, session.cores[0], sum(m.nbytes for m in matrices)))
-    return found
+        measured.append((name, session.cores[0], sum(m.nbytes for m in matrices)))
+    return measured
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""What quantised weights and caches cost in quality: perplexity of a model on a text for each format, beside the bytes.
+"""The quality of quantized weights and caches: perplexity of a model on a text for each format, and the bytes it takes.
 
     python benchmarks/quality.py --model smollm2 --tokens 1024
 
-The text, LICENSE unless given, as nobody edits that, is cut into windows of --window tokens; perplexity is exp of the
-mean negative log-probability of every token but each window's first. "KL" is the mean Kullback-Leibler divergence of
-the format's next-token distribution from that of float32, in nats: it shows what perplexity on a short text leaves in
-noise. Formats "kv int8" and "kv fp8" are of the cache alone.
+The text (by default LICENSE, which nobody edits) is cut into windows of --window tokens. Perplexity is exp of the mean
+negative log-probability of every token but the first of each window. "KL" is the mean Kullback-Leibler divergence of
+the format's next-token distribution from that of float32, in nats: it shows differences that are lost in the noise of a
+perplexity on a short text. Formats "kv int8" and "kv fp8" are of the cache alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -36,29 +37,31 @@ def measure(model: str, text: str, count: int, window: int, dtype: str, formats:
     rows, reference = [], None
     for name in ["none", *(f for f in formats if f != "none")]:
         option = "kv_cache_dtype" if name.startswith("kv ") else "quantization"
-        kept = {} if name == "none" else {option: name.removeprefix("kv ")}
+        options: dict[str, Any] = {} if name == "none" else {option: name.removeprefix("kv ")}
         buckets = Buckets(prefill=(window,), batch=(1,), cache=(window,))
-        llm = LLM(model, dtype=dtype, **kept, max_batch=1, max_len=window, buckets=buckets, progress=False)
+        llm = LLM(model, dtype=dtype, **options, max_batch=1, max_len=window, buckets=buckets, progress=False)
+        if llm.tokenizer is None:
+            raise SystemExit(f"{model} has no tokenizer")
         tokens = llm.tokenizer.encode(text)[:count]
         windows = [tokens[i : i + window] for i in range(0, len(tokens), window)]
         windows = [w for w in windows if len(w) > 1]
-        found = log_probabilities(llm, windows)
-        reference = found if reference is None else reference
+        logprobs = log_probabilities(llm, windows)
+        reference = logprobs if reference is None else reference
         ends = np.cumsum([len(w) for w in windows])
-        scored = np.setdiff1d(np.arange(ends[-1]), ends - 1)  # the last of a window has no successor
+        scored = np.setdiff1d(np.arange(ends[-1]), ends - 1)  # the last token of a window has no successor
         following = np.concatenate([w[1:] for w in windows])
         weights = llm.engine.model
-        quantised = [w for w in weights.weights if w.contracting]
+        matrices = [w for w in weights.weights if w.contracting]
         rows.append(
             {
-                "format": name if kept else dtype,
+                "format": name if options else dtype,
                 "bytes": weights.nbytes,
                 "token_bytes": llm.engine.plan.nbytes // window,
                 "bits": 8
-                * sum(a.nbytes for w in quantised for a in w.arrays)
-                / sum(int(np.prod(w.shape)) for w in quantised),
-                "perplexity": float(np.exp(-found[scored, following].mean())),
-                "kl": float((np.exp(reference) * (reference - found)).sum(axis=1).mean()),
+                * sum(a.nbytes for w in matrices for a in w.arrays)
+                / sum(int(np.prod(w.shape)) for w in matrices),
+                "perplexity": float(np.exp(-logprobs[scored, following].mean())),
+                "kl": float((np.exp(reference) * (reference - logprobs)).sum(axis=1).mean()),
                 "tokens": len(scored),
             }
         )

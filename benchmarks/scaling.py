@@ -1,4 +1,4 @@
-"""Tensor parallelism: decode ms per step on 1, 2, 4 ... devices and the share of their copy bandwidth together.
+"""Tensor parallelism: decode ms per step on 1, 2, 4 ... devices, and the fraction of their joint copy bandwidth.
 
 python benchmarks/scaling.py --config llama3-8b --devices 1,2,4 --batch 1,16,64
 """
