@@ -47,8 +47,8 @@ def convert(
     if isinstance(files.source, LaidOutWeights):
         raise CheckpointError(f"{files.path} is converted already; convert the original for another dtype")
     shards = make_shards(Parallelism.parse(parallel) if isinstance(parallel, str) else parallel)
-    kept = files.quantization(quantization)
-    stored = stored_model(files.config, dtype, kept)
+    scheme = files.quantization(quantization)
+    stored = stored_model(files.config, dtype, scheme)
     items = plan_load(files.source, family_of(files.hf), stored)
     show = on_terminal() if progress is None else progress
     with _whole(out, stored.nbytes) as directory, ByteProgress("converting", stored.nbytes, show=show) as bar:
@@ -63,7 +63,7 @@ def convert(
             bar.advance(nbytes)
         if jax.process_index() == 0:
             files.save_description(directory)
-            write_manifest(directory, files.hf, stored, kept)
+            write_manifest(directory, files.hf, stored, scheme)
     return stored.nbytes
 
 

@@ -73,12 +73,11 @@ class ModelFiles:
             if quantized := hf.get("quantization_config"):
                 source = QuantizedSource(source, form_of(quantized))
                 if unused := source.cache_scales:
-                    kept = "the cache keeps its dtype unless kv_cache_dtype says otherwise"
                     log.warning(
-                        "%s: %d scales and zero points of queries, keys and values are not used: %s",
+                        "%s: %d scales and zero points of queries, keys and values are not used: the cache keeps its "
+                        "dtype unless kv_cache_dtype says otherwise",
                         path,
                         len(unused),
-                        kept,
                     )
             if unseen := [name for name in source.names() if name.startswith(family_of(hf).senses)]:
                 log.warning("%s: the text model is run; %d tensors of images or sound are left out", path, len(unseen))

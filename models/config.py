@@ -43,7 +43,7 @@ class RopeScaling:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
-    partial_rotary_factor: float = 1.0  # proportional: share of the frequencies that turn at all, the highest
+    partial_rotary_factor: float = 1.0  # proportional: the fraction of frequencies, the highest, that rotate at all
     alpha: float | None = None  # dynamic, HunYuan's form: base * alpha^(d / (d - 2)), at any length
     short_factor: tuple[float, ...] = ()  # longrope, [dim / 2]
     long_factor: tuple[float, ...] = ()  # longrope, [dim / 2]
@@ -68,8 +68,8 @@ class RopeSpec:
     dim: int
     base: float
     scaling: RopeScaling | None = None
-    # The checkpoint pairs dimensions (2i, 2i+1) instead of (i, i + dim/2). Undone at load by a
-    # permutation of the query and key rows, so that programs know one form only.
+    # The checkpoint pairs dimensions (2i, 2i+1) instead of (i, i + dim/2). Loading permutes the query and key rows, so
+    # that programs know one form only.
     interleaved: bool = False
 
     def __post_init__(self):
@@ -90,8 +90,8 @@ class QueryTemperature:
 
 @dataclass(frozen=True)
 class OutputGate:
-    """What attention's output is multiplied by: an activation of a projection of the layer's input, one number for each
-    query head or one for each of its numbers."""
+    """Attention's output is multiplied by an activation of a projection of the layer's input: one number for each query
+    head, or one for each of its channels."""
 
     activation: Literal["sigmoid", "softplus"]
     per_head: bool
@@ -108,19 +108,19 @@ class AttentionSpec:
     rope: RopeSpec | None  # None: no positional embedding (NoPE)
     window: int | None = None  # a query sees itself and the window - 1 positions before it
     softcap: float | None = None  # logits -> softcap * tanh(logits / softcap)
-    # RMS norm over a head, over all heads together, or over a head without a weight.
+    # RMS norm over each head, over all heads together, or over each head without a learned weight.
     qk_norm: Literal["head", "full", "unit"] | None = None
     qk_norm_after_rope: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     temperature: QueryTemperature | None = None
-    value_dim: int | None = None  # size of value heads; None: that of keys
+    value_dim: int | None = None  # size of value heads; None: as large as keys
     value_scale: float = 1.0  # multiplies values
     key_is_value: bool = False  # values are the projected keys, before norm and rotation (Gemma 4)
-    value_norm: bool = False  # RMS norm over a value head without a weight
+    value_norm: bool = False  # RMS norm over each value head, without a learned weight
     sinks: bool = False  # a learned logit per query head joins the softmax's denominator (gpt-oss)
-    chunk: int | None = None  # a query sees no position before its own run of `chunk` positions (Llama 4)
-    cache_of: int | None = None  # the layer whose keys and values it attends to, having none of its own (Gemma 3n)
+    chunk: int | None = None  # positions are cut into runs of `chunk`; a query sees its run only (Llama 4)
+    cache_of: int | None = None  # this layer has no keys and values, and attends to those of that layer (Gemma 3n)
     gate: OutputGate | None = None
 
     def __post_init__(self):
@@ -143,19 +143,19 @@ class AttentionSpec:
 
     @property
     def fused_heads(self) -> int:
-        """How many heads the matrix of a KV head's queries makes beside them: its key, and a value of that size."""
+        """Heads that a KV head's matrix makes beside queries: the key, and the value if it is as large."""
         if self.cache_of is not None:
             return 0
         return 2 if self.value_dim == self.head_dim and not self.key_is_value else 1
 
     @property
     def own_values(self) -> bool:
-        """Whether values have a matrix of their own."""
+        """True if values have a separate matrix."""
         return self.fused_heads == 1 and not self.key_is_value
 
     @property
     def reach(self) -> int | None:
-        """The most positions that a query sees; None: all before it."""
+        """The most positions that a query sees; None: all positions up to its own."""
         return self.window or self.chunk
 
     @property
@@ -164,11 +164,11 @@ class AttentionSpec:
 
     @property
     def cache_sizes(self) -> tuple[int, ...]:
-        """Numbers per position and cache head of each array in the cache: a key, a value."""
+        """For each array of the cache, numbers per position and cache head: a key, a value."""
         return self.head_dim, self.value_dim
 
     def pair_width(self, decode: bool) -> int:
-        """Multiplications per query head and key seen."""
+        """Multiplications for each query head and each key that it sees."""
         return self.head_dim + self.value_dim
 
     def head_layout(self, shards: int) -> HeadLayout:
@@ -185,9 +185,9 @@ class MlaSpec:
     """Multi-head latent attention (MLA, DeepSeek-AI 2024: "DeepSeek-V2"): all heads' keys and values are projections
     of one latent per token, and beside it one rotary key for all heads.
 
-    q_rank: queries are made from a latent of this size; None: from the model's width. kv_rank: size of the keys' and
-    values' latent. nope_dim, rope.dim: parts of a query and key head without and with positions. eps: of the latents'
-    RMS norms. latent_bias: of the projections to latents and rotary key.
+    q_rank: size of the latent that queries are made from; None: they are made from the layer's input. kv_rank: size of
+    the keys' and values' latent. nope_dim, rope.dim: the parts of a query and key head without and with positions. eps:
+    of the latents' RMS norms. latent_bias: the projections to latents and rotary key have biases.
     """
 
     heads: int
@@ -216,21 +216,22 @@ class MlaSpec:
 
     @property
     def head_dim(self) -> int:
-        """Of a query or an expanded key."""
+        """Size of a query head or an expanded key head."""
         return self.nope_dim + self.rope.dim
 
     @property
     def latent_dim(self) -> int:
-        """Of what is projected from a token at once: the queries' latent, the keys' and values', the rotary key."""
+        """Size of a token's projection: the queries' latent, the keys' and values' latent, the rotary key."""
         return (self.q_rank or 0) + self.kv_rank + self.rope.dim
 
     @property
     def cache_sizes(self) -> tuple[int, ...]:
-        """Of the latent and of the rotary key."""
+        """For each array of the cache, numbers per position: a latent, a rotary key."""
         return self.kv_rank, self.rope.dim
 
     def pair_width(self, decode: bool) -> int:
-        """Multiplications per query head and key seen: decoding works on latents, prefill on what they expand to."""
+        """Multiplications for each query head and each key that it sees: decoding works on latents, prefill on expanded
+        keys and values."""
         return 2 * self.kv_rank + self.rope.dim if decode else self.head_dim + self.value_dim
 
     def head_layout(self, shards: int) -> HeadLayout:
@@ -264,8 +265,8 @@ class MlpSpec:
     activation: Activation = "silu"
     bias: bool = False
     gated: bool = True
-    # Of the gate, what is below the quantile `sparsity` of a normal distribution with a token's mean and variance is
-    # cut off, and the rest lowered by it (Gemma 3n).
+    # The gate is lowered by the quantile `sparsity` of a normal distribution with the token's mean and variance, then
+    # cut off at 0 (Gemma 3n).
     sparsity: float = 0.0
 
     def __post_init__(self):
@@ -280,11 +281,12 @@ class MlpSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Which `chosen` of `experts` a token goes to, and with which weights.
+    """How a token chooses `chosen` of `experts` experts, and their weights.
 
     Every expert has a score; the best are chosen, and their scores are the weights. A softmax over the chosen logits
-    alone is the score "softmax" with `renormalize`. "sparsemixer" (Liu et al. 2023, Phi-3.5-MoE) chooses two, one after
-    the other, each with a softmax over the logits that are within 2 * jitter of its own, relative to the larger.
+    alone is the score "softmax" with `renormalize`. "sparsemixer" (Liu et al. 2023, Phi-3.5-MoE) chooses two experts,
+    one after the other; the weight of each is from a softmax over the logits within 2 * jitter of its logit, relative
+    to the larger.
     """
 
     experts: int
@@ -293,15 +295,15 @@ class RouterSpec:
     renormalize: bool = False  # weights sum to 1 before `scale`
     scale: float = 1.0
     bias: bool = False  # of the logits
-    correction: bool = False  # a learned bias joins the scores for choosing, and not the weights (DeepSeek-V3)
-    # Only the experts of the best `chosen_groups` of `groups` can be chosen, groups compared by their best expert or by
+    correction: bool = False  # a learned bias is added to scores for choosing, but not to weights (DeepSeek-V3)
+    # Only experts of the best `chosen_groups` of `groups` can be chosen; groups are compared by their best expert or by
     # the sum of their best two.
     groups: int = 1
     chosen_groups: int = 1
     group_score: Literal["max", "top2"] = "top2"
     jitter: float = 0.0
     softcap: float | None = None  # logits -> softcap * tanh(logits / softcap)
-    # The eps of an RMS norm of the tokens with a learned weight, over the root of the width (Gemma 4); None: no norm.
+    # The eps of the router's RMS norm of its input, divided by the root of the width (Gemma 4); None: no norm.
     norm_eps: float | None = None
     expert_scale: bool = False  # a learned number for each expert multiplies its weights
 
@@ -326,9 +328,9 @@ class RouterSpec:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """Mixture of experts: the chosen experts' feed-forwards, weighted and summed, and shared ones that all tokens take.
+    """Mixture of experts: the weighted sum of the chosen experts' feed-forwards, and shared experts for all tokens.
 
-    hidden: of one expert. Dropless: every token reaches all experts that its router chose.
+    hidden: width of one expert. Dropless: every token reaches all experts that its router chose.
     """
 
     router: RouterSpec
@@ -338,13 +340,13 @@ class MoeSpec:
     gated: bool = True  # see `MlpSpec`
     shared: MlpSpec | None = None
     shared_gate: bool = False  # the shared experts are weighted by the sigmoid of a learned projection (Qwen2-MoE)
-    scale_input: bool = False  # weights multiply what goes into the experts, not what comes out (Llama 4)
-    identity: int = 0  # the last experts of the router return their input (LongCat's zero experts)
+    scale_input: bool = False  # weights multiply the experts' input, not their output (Llama 4)
+    identity: int = 0  # this many experts, the router's last, return their input (LongCat's zero experts)
     # The sum of the chosen experts is added with the next layer's feed-forward, so that its exchange of tokens can
-    # overlap attention; what is shared is added here (LongCat's shortcut).
+    # overlap attention; the shared experts are added here (LongCat's shortcut).
     deferred: bool = False
-    # Chosen and shared experts have norms of their own, before them and after them, where the former and the router
-    # read the residual (Gemma 4).
+    # Chosen and shared experts have separate norms before and after them; the chosen experts and the router read the
+    # residual (Gemma 4).
     own_norms: bool = False
 
     def __post_init__(self):
@@ -363,7 +365,7 @@ class MoeSpec:
 
     @property
     def experts(self) -> int:
-        """Those that have weights."""
+        """Experts that have weights."""
         return self.router.experts - self.identity
 
     @property
@@ -372,18 +374,19 @@ class MoeSpec:
         return self.shared is not None and self.shared.bias
 
     def read_share(self, tokens: int) -> float:
-        """Of the experts, those that any of `tokens` tokens chose, expected where all are equally likely: each is
-        passed over with probability (1 - chosen / experts)^tokens."""
+        """The expected fraction of experts that any of `tokens` tokens chose, if all are equally likely: a token passes
+        over an expert with probability 1 - chosen / experts."""
         return 1.0 - (1.0 - self.router.chosen / self.router.experts) ** tokens
 
     def device_share(self, devices: int) -> float:
-        """Of `devices` devices that hold as many experts each, those that have any a token chose, expected where all
-        are equally likely."""
+        """The expected fraction of `devices` devices, with equally many experts each, that have an expert which one
+        token chose, if all experts are equally likely."""
         every, chosen = self.router.experts, self.router.chosen
         return 1.0 - comb(every - ceil(self.experts / devices), chosen) / comb(every, chosen)
 
     def most_choices(self, tokens: float, devices: int) -> float:
-        """Of `tokens` tokens, the most choices that any has on one of `devices` devices, expected likewise."""
+        """The expected largest number of choices that one of `tokens` tokens has on one of `devices` devices, if all
+        experts are equally likely."""
         chosen, p = self.router.chosen, 1.0 / devices
         shares = [comb(chosen, n) * p**n * (1.0 - p) ** (chosen - n) for n in range(chosen)]
         return sum(1.0 - min(share, 1.0) ** tokens for share in accumulate(shares))
@@ -399,8 +402,8 @@ class NormSpec:
 
 @dataclass(frozen=True)
 class NormedResidual:
-    """A layer's residual is what its branches read (MiniMax-Text-01): of each branch keep * norm(x) + scale *
-    branch(norm(x)), with (keep, scale)."""
+    """The norm that a branch reads is also the residual (MiniMax-Text-01): keep * norm(x) + scale * branch(norm(x)).
+    Each field is a branch's (keep, scale)."""
 
     attention: tuple[float, float]
     mlp: tuple[float, float]
@@ -416,7 +419,7 @@ class LayerSpec:
     pre_norm: bool = True
     post_norm: bool = False
     parallel: bool = False  # attention and MLP read the same pre-normed input (Cohere)
-    scaled: bool = False  # a learned number multiplies what the layer returns (Gemma 4)
+    scaled: bool = False  # a learned number multiplies the layer's output (Gemma 4)
     normed: NormedResidual | None = None
     laurel: int = 0  # rank of a learned residual beside attention's (LAuReL, Menghani et al. 2024); 0: none
 
@@ -435,10 +438,10 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class PerLayerSpec:
-    """Per-layer embeddings (Gemma 3n): for every layer a token has `dim` numbers, of a table and of a projection of its
-    embedding, which gate what the layer adds to the residual at its end.
+    """Per-layer embeddings (Gemma 3n): for every layer a token has `dim` numbers, from a table and from a projection of
+    its embedding, which gate an addition to the residual at the layer's end.
 
-    vocab: rows of the table; tokens beyond them have the first.
+    vocab: rows of the table; tokens beyond them take the first row.
     """
 
     dim: int
@@ -493,23 +496,22 @@ class ModelConfig:
 
     @property
     def mixtures(self) -> tuple[MoeSpec, ...]:
-        """Of each layer that has experts, in order."""
+        """The mixtures of all layers that have one, in order."""
         return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec))
 
     def _require_caches(self) -> None:
-        """Layers without a cache of their own follow all that have one, and attend as the layer does that holds it."""
+        """Layers that share a cache must follow all layers that own one, and must attend as its owner does."""
         owners = [layer.attention.cache_of is None for layer in self.layers]
         _require(owners == sorted(owners, reverse=True), "layers that share others' caches must be the last ones")
         for i, layer in enumerate(self.layers):
             spec = layer.attention
             if spec.cache_of is None:
                 continue
-            ok = 0 <= spec.cache_of < owners.count(True) and isinstance(
-                held := self.layers[spec.cache_of].attention, AttentionSpec
-            )
+            owner = self.layers[spec.cache_of].attention if 0 <= spec.cache_of < owners.count(True) else None
+            ok = isinstance(owner, AttentionSpec)
             _require(ok, f"layer {i} shares the cache of layer {spec.cache_of}, which has none of keys and values")
             for name in ("kv_heads", "head_dim", "value_dim", "window", "chunk"):
-                ours, theirs = getattr(spec, name), getattr(held, name)
+                ours, theirs = getattr(spec, name), getattr(owner, name)
                 _require(
                     ours == theirs,
                     f"layer {i} shares the cache of layer {spec.cache_of} and has {name}={ours} instead of {theirs}",

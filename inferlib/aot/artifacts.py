@@ -252,7 +252,7 @@ class ArtifactWriter:
         cache = [
             {"shape": x.shape, "dtype": x.dtype.name, "axes": x.axes, "split": _split(planned, x.axes), "ring": b.ring}
             for b in planned.plan.blocks
-            for x in b.held
+            for x in b.owned
         ]
         target = self.deployment.slice
         manifest = {

@@ -1,7 +1,7 @@
-"""Experts, from checkpoint to devices: one after the other, each device taking its part of those that are its own.
+"""Load experts one after the other; each device takes its part of the experts that it stores.
 
-A layer's experts can be larger than everything else a device holds beside them, so that they are never read, nor laid
-out, together. Letters: E experts, D width, F feed-forward.
+A layer's experts can be larger than everything else on a device, so they are never read or laid out together. Letters:
+E experts, D width, F feed-forward.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax import lax
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from inferlib.checkpoint.assemble import LoadItem, piece_bytes
-from inferlib.checkpoint.shipped import is_kept, kept
+from inferlib.checkpoint.shipped import assemble_stored, is_stored_quantized
 from inferlib.checkpoint.source import TensorSource
 from inferlib.models.abstract import ArraySpec
 from inferlib.models.config import MoeSpec
@@ -30,7 +31,7 @@ from inferlib.programs.start_functions import fetched, join, run
 from inferlib.sharding import axes
 
 _PREFIX = "mlp.experts."
-# What the dimensions of one expert's tensors mean, [out, in], in the order of its parts.
+# The logical axes of one expert's tensors, [out, in].
 _DIMENSIONS = {
     "gate_up": (axes.MLP, axes.EMBED),
     "gate_up_bias": (axes.MLP,),
@@ -69,33 +70,30 @@ def load_experts(
     arrays = tuple(_Parts.of(spec, place) for spec, place in zip(weight.arrays, places, strict=True))
     for layer, pieces in enumerate(item.pieces):
         for expert in range(item.layer.mlp.experts):
-            own = _of_expert(pieces, kind, item.layer.mlp, expert)
-            slots = (
-                [slot for slot, e in enumerate(item.slot_experts[layer]) if e == expert]
-                if item.slot_experts
-                else [expert]
-            )
+            tensors_of_expert, slots = _of_expert(pieces, kind, item.layer.mlp, expert), [expert]
+            if item.slot_experts:
+                slots = [slot for slot, e in enumerate(item.slot_experts[layer]) if e == expert]
             if slots := [slot for slot in slots if arrays[0].owners(slot)]:
                 if weight.scheme is None:
-                    tensors = _read(source.read, own, kind, item.fused_experts)
+                    tensors = _read(source.read, tensors_of_expert, kind, item.fused_experts)
                     cut = lambda bounds, tensors=tensors: _cut(tensors, kind, bounds)  # noqa: E731
                     for slot in slots:
                         arrays[0].put(layer, slot, kind, cut)
                 else:
-                    for parts, whole in zip(arrays, _quantized(source, item, own), strict=True):
+                    for parts, whole in zip(arrays, _quantized(source, item, tensors_of_expert), strict=True):
                         for slot in slots:
                             parts.put(layer, slot, "", partial(parts.share, whole))
             # Without this the host runs ahead and stages the whole checkpoint in transfer buffers.
             for part in (part for parts in arrays for part in parts.arrays.values()):
                 part.block_until_ready()
-            advance(sum(piece_bytes(source, piece) for piece in own))
+            advance(sum(piece_bytes(source, piece) for piece in tensors_of_expert))
     return tuple(parts.whole() for parts in arrays)
 
 
 @dataclass
 class _Parts:
-    """An array of all experts in the making. bounds: of each device's part, by logical axis and, where an axis has no
-    name, dimension; arrays: the parts. On one device there is one part, of the place None."""
+    """The parts of an array of all experts while it is read. bounds: the range of each device's part, by logical axis,
+    or by dimension if that has no name; arrays: the parts. On one device there is one part, whose place is None."""
 
     spec: ArraySpec
     sharding: Sharding | None
@@ -123,7 +121,7 @@ class _Parts:
         return [here for here, (first, last) in bounds.items() if first <= slot < last]
 
     def put(self, layer: int, slot: int, kind: str, cut: Callable[[Mapping], list[np.ndarray]]) -> None:
-        """Lay out what `cut` gives of one expert for a device's bounds at its place there; see `_put`."""
+        """Write one expert into each device's part: `cut` gives its tensors within a device's bounds (see `_put`)."""
         for here in self.owners(slot):
             bounds = self.bounds[here]
             at = np.int32(slot - bounds[axes.EXPERTS][0])
@@ -131,7 +129,7 @@ class _Parts:
             self.arrays[here] = run(_put, (kind,), self.arrays[here], at, *cut(bounds), place=here, donate=True)
 
     def share(self, whole: np.ndarray, bounds: Mapping[str | int, tuple[int, int]]) -> list[np.ndarray]:
-        """Of one expert's array, as it is laid out."""
+        """Cut one expert's array, which is laid out already, to a device's bounds."""
         cut = tuple(slice(*b) for name, b in bounds.items() if name not in (axes.LAYERS, axes.EXPERTS))
         return [np.ascontiguousarray(whole[cut])]
 
@@ -140,14 +138,14 @@ class _Parts:
 
 
 def _quantized(source: TensorSource, item: LoadItem, pieces: Sequence[Piece]) -> list[np.ndarray]:
-    """The arrays of one expert. A device has a part of them, but scales are of whole channels."""
+    """Quantise one whole expert: a device stores a part of its arrays, but scales are of whole channels."""
     weight, kind = item.weight, item.weight.part.removeprefix(_PREFIX)
     lead = sum(name in (axes.LAYERS, axes.EXPERTS) for name in weight.axes)
     how = kind, tuple(i - lead for i in weight.contracting), weight.scheme, weight.packed, weight.float4
-    if is_kept(source, weight, pieces):
+    if is_stored_quantized(source, weight, pieces):
         readers = (source.values, source.scales, source.zeros)[: 2 + weight.scheme.zeros]
         stored = (_read(reader, pieces, kind, item.fused_experts) for reader in readers)
-        return fetched(run(_keep, how, *stored))
+        return fetched(run(_arrange_stored, how, *stored))
     return fetched(run(_quantize, how, *_read(source.read, pieces, kind, item.fused_experts)))
 
 
@@ -158,24 +156,25 @@ def _quantize(
     return _packed(scheme, contracting, float4, arrays) if packed else arrays
 
 
-def _keep(
+def _arrange_stored(
     kind: str, contracting: tuple[int, ...], scheme: Scheme, packed: bool, float4: bool, *stored: list[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    arrays = kept(scheme, contracting, lambda tensors, _: _laid_out(kind, tensors), *stored)  # no padding yet
+    # Nothing is padded yet.
+    arrays = assemble_stored(scheme, contracting, lambda tensors, _: _laid_out(kind, tensors), *stored)
     return _packed(scheme, contracting, float4, arrays) if packed else arrays
 
 
 def _packed(
     scheme: Scheme, contracting: tuple[int, ...], float4: bool, arrays: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """Arrays of a scheme in groups as kernels read them."""
+    """The arrays of a scheme in groups, in the layout that the TPU kernel reads."""
     *lead, groups, group, columns = arrays[0].shape
     shape = (*lead, groups * group, columns)
     return Packing(scheme, shape, (None,) * len(shape), contracting, float4=float4).pack(*arrays)
 
 
 def _of_expert(pieces: Sequence[Piece], kind: str, spec: MoeSpec, expert: int) -> Sequence[Piece]:
-    """Those of one expert; of a fused tensor, its row."""
+    """The pieces of one expert: its tensors, or its row of a fused tensor."""
     if len(pieces[0].shape) > len(_DIMENSIONS[kind]):
         return [replace(pieces[0], rows=(expert, expert + 1))]
     count = len(pieces) // spec.experts
@@ -185,7 +184,7 @@ def _of_expert(pieces: Sequence[Piece], kind: str, spec: MoeSpec, expert: int) -
 def _read(
     reader: Callable[[str, slice | None], np.ndarray], pieces: Sequence[Piece], kind: str, fused: FusedExperts
 ) -> list[np.ndarray]:
-    """One expert's tensors, [out, in] each: gate and up, or the one."""
+    """Read one expert's tensors, [out, in] each: gate and up, or a single one."""
     if pieces[0].rows is None:
         return [reader(piece.tensor, None) for piece in pieces]
     whole = reader(pieces[0].tensor, slice(*pieces[0].rows))[0]
@@ -196,13 +195,13 @@ def _read(
 
 
 def _cut(tensors: list[np.ndarray], kind: str, bounds: Mapping[str, tuple[int, int]]) -> list[np.ndarray]:
-    """What a device holds of one expert's tensors; beyond their ends is padding, which stays zero."""
+    """Cut one expert's tensors to a device's part. Bounds may reach into the padding, which stays zero."""
     cut = tuple(slice(*bounds[name]) for name in _DIMENSIONS[kind])
     return [np.ascontiguousarray(x[cut]) for x in tensors[slice(*bounds.get(axes.GATE_UP, (None,)))]]
 
 
 def _put(kind: str, array: jax.Array, at: tuple[jax.Array, ...], *tensors: jax.Array) -> jax.Array:
-    """Lay one expert out as the decoder wants it, at its place among the others. kind: "" if it is laid out."""
+    """Lay one expert out as the decoder wants it, and write it to its place. kind: "" if it is laid out already."""
     x = _laid_out(kind, tensors)
     start = (*at, *[0] * x.ndim)
     return lax.dynamic_update_slice(array, x.astype(array.dtype)[(None,) * len(at)], start)
@@ -210,11 +209,9 @@ def _put(kind: str, array: jax.Array, at: tuple[jax.Array, ...], *tensors: jax.A
 
 def _laid_out(kind: str, tensors: Sequence[jax.Array]) -> jax.Array:
     match kind:
-        case "gate_up":
-            return jnp.stack([tensor.T for tensor in tensors])  # [2, D, F]
-        case "gate_up_bias":
-            return jnp.stack(tensors)
+        case "gate_up" | "gate_up_bias":  # one or two, stacked
+            return rearrange(list(tensors), "halves f ... -> halves ... f")
         case "":
             return tensors[0]
         case _:
-            return tensors[0].T
+            return rearrange(tensors[0], "d ... -> ... d")

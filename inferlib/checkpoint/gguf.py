@@ -28,8 +28,8 @@ _ALIGNMENT = 32  # of the tensor data in bytes, unless the metadata says otherwi
 # Metadata value types: numbers by code with their struct format, and the others.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-# Tensor types that are plain arrays; all others are made of blocks.
-_PLAIN = {
+# Tensor types that are arrays of numbers; all others are made of blocks.
+_UNQUANTIZED = {
     "F32": np.float32,
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
@@ -104,13 +104,13 @@ class _Tensor:
     offset: int  # bytes from the start of the file
 
     @property
-    def plain(self) -> bool:
-        return self.type.name in _PLAIN
+    def unquantized(self) -> bool:
+        return self.type.name in _UNQUANTIZED
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the tensor once read."""
-        return np.dtype(_PLAIN.get(self.type.name, np.float32))
+        """The dtype of the tensor once it is read."""
+        return np.dtype(_UNQUANTIZED.get(self.type.name, np.float32))
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +119,7 @@ class _Tensor:
 
     def stored(self, path: Path) -> np.ndarray:
         """The tensor as it lies in the file: values, or the bytes of each row's blocks."""
-        if self.plain:
+        if self.unquantized:
             return map_array(path, self.dtype, self.shape, self.offset)
         items, size = self.block
         shape = (*self.shape[:-1], self.shape[-1] // items * size)
@@ -155,7 +155,7 @@ class GGUFCheckpoint(StoredTensors[_Tensor]):
         index = slice(None) if rows is None else rows
         order = self._row_order(tensor)
         stored = tensor.stored(self.path)[index if order is None else order[index]]
-        values = stored if tensor.plain else _dequantize(stored, tensor.type)
+        values = stored if tensor.unquantized else _dequantize(stored, tensor.type)
         if self._architecture.norm_offset and name.endswith("norm.weight"):
             return values - values.dtype.type(self._architecture.norm_offset)
         return values
@@ -331,7 +331,7 @@ def _tensor(path: Path, name: str, dims: tuple[int, ...], kind: int, offset: int
             f"{path}: tensor {name!r} has unknown type {kind}; a newer gguf package may know it"
         ) from None
     shape, block = tuple(reversed(dims)), GGML_QUANT_SIZES[type_]
-    rank = 1 if type_.name in _PLAIN else 2  # vectors are never quantised
+    rank = 1 if type_.name in _UNQUANTIZED else 2  # vectors are never quantised
     if len(shape) < rank or shape[-1] % block[0]:
         raise CheckpointError(f"{path}: tensor {name!r} of type {type_.name} cannot have shape {shape}")
     return _Tensor(name, shape, type_, block, offset)
@@ -345,7 +345,7 @@ def _check_tensors(path: Path, tensors: list[_Tensor], size: int) -> None:
     end = max((tensor.offset + tensor.nbytes for tensor in tensors), default=0)
     if end > size:
         raise CheckpointError(f"{path} is truncated: its tensors need {end} bytes, the file has {size}")
-    for tensor in {t.type: t for t in tensors if not t.plain}.values():
+    for tensor in {t.type: t for t in tensors if not t.unquantized}.values():
         try:
             _dequantize(np.zeros((1, tensor.block[1]), np.uint8), tensor.type)
         except NotImplementedError:
@@ -387,18 +387,18 @@ class _Header:
 
     def _strings(self, count: int) -> list[str]:
         # Vocabularies have several hundred thousand, so this loop calls nothing of ours.
-        data, size, at, found = self.data, len(self.data), self.at, []
+        data, size, at, texts = self.data, len(self.data), self.at, []
         length_at = struct.Struct("<Q").unpack_from
         if at + 8 * count > size:
             self._truncated(at + 8 * count)
-        while len(found) < count and at + 8 <= size:
+        while len(texts) < count and at + 8 <= size:
             end = at + 8 + length_at(data, at)[0]
-            found.append(data[at + 8 : end])
+            texts.append(data[at + 8 : end])
             at = end
-        if len(found) < count or at > size:
-            self._truncated(max(at, size) + 8 * (count - len(found)))
+        if len(texts) < count or at > size:
+            self._truncated(max(at, size) + 8 * (count - len(texts)))
         self.at = at
-        return [self._decode(text) for text in found]
+        return [self._decode(text) for text in texts]
 
     def _decode(self, text: bytes) -> str:
         try:
@@ -416,8 +416,8 @@ class _Header:
         self.at = end
         return taken
 
-    def _bad_type(self, found: str) -> NoReturn:
-        raise CheckpointError(f"{self.path} has a damaged header: metadata of {found} before byte {self.at}")
+    def _bad_type(self, kind: str) -> NoReturn:
+        raise CheckpointError(f"{self.path} has a damaged header: metadata of {kind} before byte {self.at}")
 
     def _truncated(self, needed: int) -> NoReturn:
         raise CheckpointError(

@@ -1,8 +1,8 @@
-"""Weights laid out for programs, as Orbax checkpoints: one per layer, and one of what is outside the layers.
+"""Weights laid out for programs, as Orbax checkpoints: one for each layer, and one for the parts outside the layers.
 
-They are stored as a single device would hold them: fused and in the order of the programs, but without the copies and
+They are stored as a single device would have them: fused and in the order of the programs, but without the copies and
 padding that a mesh needs (see `models.layout`), and layer by layer, whether or not a target stacks them. So any mesh
-can restore them, of which each device reads its own part, and neither side holds more than a layer beside the weights.
+can restore them: each device reads its part, and neither side needs room for more than a layer beside the weights.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _CHUNK_BYTES = 16 << 20
 
 
 def stored_model(config: ModelConfig, dtype: str, quantization: Quantization | None) -> AbstractModel:
-    """The model whose weights are stored."""
+    """The model as `convert` stores it: for one device, without kernels' layouts."""
     return abstract_model(config, dtype, quantization=quantization)
 
 
 def write_manifest(
     directory: Path, hf: dict[str, Any], model: AbstractModel, quantization: Quantization | None
 ) -> None:
-    """Say what the directory holds. hf: the config.json that the weights were laid out by."""
+    """Describe the directory's weights. hf: the config.json by which they were laid out."""
     manifest = {
         "format": FORMAT,
         "dtype": model.dtype.name,
@@ -79,7 +79,7 @@ def save_weights(directory: Path, weights: Iterable[tuple[WeightSpec, tuple[jax.
     with _checkpointer() as checkpointer, ThreadPoolExecutor(max_workers=1) as writer:
         for block, layer in groupby(weights, key=lambda weight: weight[0].block):
             arrays = {
-                spec.part: array for weight, held in layer for spec, array in zip(weight.arrays, held, strict=True)
+                spec.part: array for weight, values in layer for spec, array in zip(weight.arrays, values, strict=True)
             }
             options = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
             try:
@@ -150,10 +150,10 @@ class LaidOutWeights:
         formats: Sequence[Format | NamedSharding | None] | None = None,
         progress: bool = False,
     ) -> tuple[jax.Array, ...]:
-        """The arrays of `model` in the order of `model.specs`; placement and formats as for `load_weights`.
+        """Read the arrays of `model` in the order of `model.specs`; for placement and formats see `load_weights`.
 
         Weights that are not stored quantised are cast to the model's dtype, or quantised if the model says so. Raises
-        CheckpointError if the stored arrays are damaged or not those of its config.
+        CheckpointError if the stored arrays are damaged or belong to another config.
         """
         stored = stored_model(model.config, self.dtype.name, self.quantization)
         if different := _differences(self._arrays, _described(stored)):
@@ -161,7 +161,7 @@ class LaidOutWeights:
                 f"the weights in {self.directory} are not those of its config.json in this version of inferlib: "
                 f"{different}; convert the original again"
             )
-        # A layer's weight: the target's are of one layer or of a stack of them.
+        # Stored weights are of one layer each; the target's may be stacks.
         targets = {(i, weight.part): weight for weight in model.weights for i in _layers(model, weight)}
         rest = iter(formats or [None] * len(model.specs))
         formats = {weight.name: tuple(islice(rest, len(weight.arrays))) for weight in model.weights}
@@ -183,18 +183,19 @@ class LaidOutWeights:
                 }
                 arrays = self._restore(checkpointer, block, wanted)
                 for weight in weights:
-                    target, held = targets[block, weight.part], tuple(arrays.pop(spec.part) for spec in weight.arrays)
+                    target = targets[block, weight.part]
+                    restored = tuple(arrays.pop(spec.part) for spec in weight.arrays)
                     if placement is not None and axes.EXPERTS in weight.axes:
                         number = model.layers_of(target.block).index(block)
-                        held = _placed(weight, held, placement.of(model, target)[number], shards)
-                    layer, places = _expanded(model, shards, weight, target, held), formats[target.name]
+                        restored = _in_slots(weight, restored, placement.of(model, target)[number], shards)
+                    layer, places = _expanded(model, shards, weight, target, restored), formats[target.name]
                     if target.axes[0] == axes.LAYERS:
                         number = model.layers_of(target.block).index(block)
                         layer = into_stack(target, shards, places, loaded.get(target.name), number, layer)
                     else:
                         pairs = zip(layer, places, strict=True)
                         layer = tuple(jax.device_put(x, p) if isinstance(p, Format) else x for x, p in pairs)
-                    # The next may need the memory of what it was made of.
+                    # The next weight may need the memory of the arrays that this one was made of.
                     loaded[target.name] = jax.block_until_ready(layer)
                     bar.advance(sum(spec.nbytes for spec in weight.arrays))
         return tuple(array for weight in model.weights for array in loaded[weight.name])
@@ -247,32 +248,32 @@ def _layers(model: AbstractModel, weight: WeightSpec) -> Iterable[int | None]:
 
 
 def _wanted(stored: ArraySpec, target: WeightSpec, shards: Shards) -> jax.ShapeDtypeStruct:
-    """What to restore. Only a weight that is not quantised, and is not going to be, changes its dtype."""
+    """The array to restore. Only a weight that is not quantised, and is not going to be, changes its dtype."""
     whole = stored.part == target.part and target.scheme is None
     sharding = placement_of(shards, stored.axes, stored.shape) or SingleDeviceSharding(jax.devices()[0])
     return jax.ShapeDtypeStruct(stored.shape, target.dtype if whole else stored.dtype, sharding=sharding)
 
 
 def _expanded(
-    model: AbstractModel, shards: Shards, stored: WeightSpec, target: WeightSpec, held: tuple[jax.Array, ...]
+    model: AbstractModel, shards: Shards, stored: WeightSpec, target: WeightSpec, arrays: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, ...]:
-    """The arrays of one layer's weight with the copies and padding of the model's layout, quantised if it is to be."""
+    """Add the copies and padding of the model's layout to one layer's weight, and quantise it if the target says so."""
     target = replace(target.of_layer, name="", block=None)
     same = stored.scheme == target.scheme and not target.packed
-    if same and [x.shape for x in held] == [spec.shape for spec in target.arrays]:
-        return held
+    if same and [x.shape for x in arrays] == [spec.shape for spec in target.arrays]:
+        return arrays
     layer = None if stored.block is None else model.config.layers[stored.block]
     places = tuple(shards.sharding(spec.axes) for spec in target.arrays)
     static = heads_of(model.layout, layer, stored), replace(stored, name="", block=None), target
-    return run(expand_all, static, *held, place=places)
+    return run(expand_all, static, *arrays, place=places)
 
 
-def _placed(
-    stored: WeightSpec, held: tuple[jax.Array, ...], experts: tuple[int, ...], shards: Shards
+def _in_slots(
+    stored: WeightSpec, arrays: tuple[jax.Array, ...], experts: tuple[int, ...], shards: Shards
 ) -> tuple[jax.Array, ...]:
-    """The arrays of one layer's experts, in the order of their slots."""
+    """Put one layer's experts in the order of their slots."""
     order, taken = np.array(experts, np.int32), []
-    for spec, x in zip(stored.arrays, held, strict=True):
+    for spec, x in zip(stored.arrays, arrays, strict=True):
         at = spec.axes.index(axes.EXPERTS)
         place = placement_of(shards, spec.axes, (*x.shape[:at], order.size, *x.shape[at + 1 :]))
         taken.append(run(_take, (at,), x, order, place=place))
@@ -295,12 +296,12 @@ def expand_all(
     return target.packed_arrays(*expanded) if stored.scheme == target.scheme else target.stored(*expanded)
 
 
-def _differences(stored: dict[str, Any], given: dict[str, Any], most: int = 5) -> str:
-    """What differs, "" if nothing does."""
+def _differences(stored: dict[str, Any], expected: dict[str, Any], most: int = 5) -> str:
+    """List the entries that differ; "" if none does."""
     absent = "absent"
     lines = [
-        f"{name} was {stored.get(name, absent)} and is {given.get(name, absent)}"
-        for name in sorted(stored.keys() | given.keys())
-        if stored.get(name, absent) != given.get(name, absent)
+        f"{name} was {stored.get(name, absent)} and is {expected.get(name, absent)}"
+        for name in sorted(stored.keys() | expected.keys())
+        if stored.get(name, absent) != expected.get(name, absent)
     ]
     return ", ".join(lines[:most]) + (f" and {len(lines) - most} more" if len(lines) > most else "")

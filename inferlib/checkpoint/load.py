@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from inferlib.checkpoint.assemble import Heads, LoadItem, expand, heads_of, layer_assembly, piece_bytes, top_assembly
 from inferlib.checkpoint.experts import expert_pieces, load_experts
-from inferlib.checkpoint.shipped import QuantizedSource, is_kept, kept
+from inferlib.checkpoint.shipped import QuantizedSource, assemble_stored, is_stored_quantized
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
 from inferlib.models.config import ModelConfig, MoeSpec
@@ -30,17 +30,17 @@ from inferlib.progress import ByteProgress
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
-# Tensors that checkpoints carry and no model needs.
+# Endings of tensors that checkpoints contain and no model needs.
 _IGNORED = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 _IGNORED += tuple(f".self_attn.{name}" for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"))
 
 
 def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tuple[LoadItem, ...]:
-    """What to read for every weight but the tables of `inferlib.placement`. Raises CheckpointError for missing,
-    misshapen or unexpected tensors."""
+    """Match every weight, except the tables of `inferlib.placement`, with the tensors to read. Raises CheckpointError
+    for missing, misshapen or unexpected tensors."""
     present = set(source.names())
-    own = family.prefix.split("{i}")[0]
-    if any(name.startswith(own) and name.endswith(tuple(family.fused.values())) for name in present):
+    layers = family.prefix.split("{i}")[0]
+    if any(name.startswith(layers) and name.endswith(tuple(family.fused.values())) for name in present):
         family = replace(family, layer={**family.layer, **family.fused})
     items = tuple(_item(family, model, weight) for weight in model.weights if weight.part not in TABLES)
     if family.base and not any(name.startswith(family.base) for name in present):
@@ -48,7 +48,8 @@ def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tup
     pieces = (piece for item in items for layer in item.pieces for piece in layer)
     wanted = {piece.tensor: piece.stored for piece in pieces if piece.values is None}
     missing = sorted(set(wanted) - present)
-    if odd := [f"{name} {source.dtype(name)}" for name in wanted if name in present and not _plain(source.dtype(name))]:
+    dtypes = {name: source.dtype(name) for name in wanted if name in present}
+    if odd := [f"{name} {dtype}" for name, dtype in dtypes.items() if not _needs_no_scales(dtype)]:
         raise CheckpointError(
             "these weights are quantised, which config.json does not describe (it has no quantization_config, or one "
             f"of other tensors): {_some(odd)}; fetch the checkpoint's own config.json and all its files again, or "
@@ -59,7 +60,7 @@ def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tup
         for name, shape in wanted.items()
         if name in present and tuple(source.shape(name)) != shape
     ]
-    ignored = {*_idle_experts(family, model.config), *_idle_keys(family, model.config)}
+    ignored = {*_identity_experts(family, model.config), *_shared_cache_keys(family, model.config)}
     ignored |= {family.top["head"] + ".weight"} if model.config.tied else set()
     drafts = tuple(name.format(layers=len(model.config.layers)) for name in family.drafts)
     spare = source.spare if isinstance(source, QuantizedSource) else lambda _: False
@@ -89,12 +90,12 @@ def load_weights(
     formats: Sequence[Format | NamedSharding | None] | None = None,
     progress: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """The arrays of `model` in the order of `model.specs`, read tensor by tensor from `source`.
+    """Read the arrays of `model` tensor by tensor from `source`, in the order of `model.specs`.
 
-    Tensors are moved to the device as stored, laid out there and quantised if the model says so; the host holds a few
-    of them at a time. On a mesh each device reads its own part of a tensor. placement: of experts, if the model has
-    slots for them. formats: where each array goes and in which layout; None: where `shards` says, in the usual one.
-    progress: show bytes and rate.
+    Tensors go to the device as stored, and are laid out there and quantised if the model says so; the host has only a
+    few of them at a time. On a mesh each device reads its part of a tensor. placement: which expert is in which slot,
+    if the model has slots. formats: the device and memory layout of each array; None: as `shards` says, in the default
+    layout. progress: show bytes and rate.
     """
     items = {item.weight.name: item for item in plan_load(source, family, model)}
     total = sum(piece_bytes(source, piece) for item in items.values() for layer in item.pieces for piece in layer)
@@ -119,7 +120,7 @@ def load_item(
     advance: Callable[[int], None],
     formats: Sequence[Format | NamedSharding | None],
 ) -> tuple[jax.Array, ...]:
-    """Read the arrays of one weight. advance: takes the bytes read. formats: as of `load_weights`."""
+    """Read the arrays of one weight. advance: called with the bytes read. formats: see `load_weights`."""
     weight, stacked = item.weight, len(item.pieces) > 1
     if axes.EXPERTS in weight.axes:
         places = layer_places(weight, shards, formats, stacked=False)
@@ -132,12 +133,12 @@ def load_item(
     places = layer_places(one, shards, formats, stacked=stacked)
     arrays = None
     for number, pieces in enumerate(item.pieces):
-        if is_kept(source, weight, pieces):
+        if is_stored_quantized(source, weight, pieces):
             values = [_read(source.values, piece, carriers, shards) for piece in pieces]
             shared = (source.scales, source.zeros)[: 1 + weight.scheme.zeros]
             rows = [slice(*piece.rows) if piece.rows else None for piece in pieces]
-            shared = [[read(p.tensor, own) for p, own in zip(pieces, rows, strict=True)] for read in shared]
-            layer = run(keep, static, values, *shared, place=places)
+            shared = [[read(p.tensor, part) for p, part in zip(pieces, rows, strict=True)] for read in shared]
+            layer = run(lay_out_stored, static, values, *shared, place=places)
         else:
             tensors = [_read(source.read, piece, carriers, shards) for piece in pieces]
             layer = run(lay_out, static, *tensors, place=places)
@@ -151,14 +152,14 @@ def load_item(
 def layer_places(
     weight: WeightSpec, shards: Shards, formats: Sequence[Format | NamedSharding | None], *, stacked: bool
 ) -> tuple[Format | NamedSharding | None, ...]:
-    """Where the arrays of one layer's weight are made, to be stacked or as they stay."""
+    """Where the arrays of one layer's weight are made: temporarily if they are stacked later, else where they stay."""
     places = [placement(shards, array.axes, array.shape) for array in weight.arrays]
     return tuple(place if stacked else format or place for place, format in zip(places, formats, strict=True))
 
 
 def placement(shards: Shards, names: tuple[str | None, ...], shape: tuple[int, ...]) -> NamedSharding | None:
-    """Where an array with these logical axes lives. What does not divide over its mesh axis stays whole, and the
-    largest dimension that does is split in its place."""
+    """Where an array with these logical axes is stored. A dimension that does not divide over its mesh axis stays
+    whole, and the largest dimension that does is split instead."""
     sharding = shards.sharding(names)
     if sharding is None:
         return None
@@ -182,8 +183,8 @@ def into_stack(
     number: int,
     layer: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
-    """The arrays of a weight of scanned layers with those of one layer at its place; None: there are none yet. Their
-    memory is used again, so that the layers never exist twice."""
+    """Put the arrays of one layer into the stacks of a scanned weight; stacks None: make them first. The stacks' memory
+    is reused, so that the layers never exist twice."""
     places = [format or shards.sharding(spec.axes) for spec, format in zip(weight.arrays, formats, strict=True)]
     if stacks is None:
         pairs = zip(weight.arrays, places, strict=True)
@@ -201,20 +202,20 @@ def _put_layer(stack: jax.Array, layer: jax.Array, number: jax.Array) -> jax.Arr
 def lay_out(
     arrange: Callable[..., jax.Array], heads: Heads | None, weight: WeightSpec, *pieces: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """The arrays of one layer's weight, from the checkpoint's tensors. Traceable."""
+    """Make the arrays of one layer's weight from the checkpoint's tensors. Traceable."""
     dtype = weight.dtype.name if weight.scheme is None else "float32"
     return weight.stored(expand(arrange(*pieces), weight.axes, weight.shape, heads).astype(dtype))
 
 
-def keep(
+def lay_out_stored(
     arrange: Callable[..., jax.Array], heads: Heads | None, weight: WeightSpec, *stored: list[jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """The arrays of one layer's weight, from values, scales and zero points as they are stored. Traceable."""
+    """Make the arrays of one layer's weight from values, scales and zero points as they are stored. Traceable."""
 
     def whole(pieces: Sequence[jax.Array], fill: float) -> jax.Array:
         return expand(arrange(*pieces), weight.axes, weight.shape, heads, fill).astype(pieces[0].dtype)
 
-    return weight.packed_arrays(*kept(weight.scheme, weight.contracting, whole, *stored))
+    return weight.packed_arrays(*assemble_stored(weight.scheme, weight.contracting, whole, *stored))
 
 
 def _read(
@@ -223,7 +224,7 @@ def _read(
     carriers: Sequence[str | tuple[str, ...] | None],
     shards: Shards,
 ) -> np.ndarray | jax.Array:
-    """A piece as stored: a view of the file, or on a mesh an array of which each device reads its part.
+    """Read a piece as stored: a view of the file, or on a mesh an array of which each device reads its part.
 
     carriers: the mesh axes that split rows and columns of a matrix, as they do the weight's axes.
     """
@@ -242,7 +243,7 @@ def _read(
     carriers = carriers if len(shape) == 2 else [None] * len(shape)
     spec = [axis if n % _size(shards, axis) == 0 else None for n, axis in zip(shape, carriers, strict=True)]
 
-    @cache  # what several devices hold is read once
+    @cache  # parts that several devices share are read once
     def part_of(bounds: tuple[tuple[int, int], ...]) -> np.ndarray:
         (first, last), *columns = bounds
         rows = read(slice(start + first, start + last))
@@ -264,22 +265,23 @@ def _tensor_axes(weight: WeightSpec) -> tuple[str, str]:
 
 
 def shipped_quantization(source: QuantizedSource, family: Family, config: ModelConfig) -> Quantization:
-    """How a quantised checkpoint's weights are kept. Raises CheckpointError if a part of the layers mixes forms."""
-    model, quantized, plain = abstract_model(config, "float32"), set(), set()
+    """How the weights of a quantised checkpoint are stored. Raises CheckpointError if layers differ in whether a part
+    is quantised."""
+    model, quantized, unquantized = abstract_model(config, "float32"), set(), set()
     for item in plan_load(source, family, model):
         if item.weight.contracting:
             for pieces in item.pieces:
                 for piece in pieces:
-                    (quantized if source.holds(piece.tensor) else plain).add(item.weight.part)
-    if mixed := sorted(quantized & plain):
+                    (quantized if source.holds(piece.tensor) else unquantized).add(item.weight.part)
+    if mixed := sorted(quantized & unquantized):
         raise CheckpointError(
             f"some tensors of {', '.join(mixed)} are quantised and others are not, which layers cannot mix yet"
         )
-    return Quantization(source.form.name, source.form.scheme, tuple(sorted(plain)))
+    return Quantization(source.form.name, source.form.scheme, tuple(sorted(unquantized)))
 
 
-def _plain(dtype: np.dtype) -> bool:
-    """Whether numbers of this type can be weights without scales."""
+def _needs_no_scales(dtype: np.dtype) -> bool:
+    """True if numbers of this type can be weights without scales."""
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
 
 
@@ -306,7 +308,7 @@ def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
 
 
 def _names(family: Family, config: ModelConfig, layer: int) -> dict[str, str]:
-    """The map of parts to modules, of one layer."""
+    """One layer's map of parts to modules, prefix included."""
     number, sub = divmod(layer, family.sublayers)
     mixer = feed = family.prefix.format(i=number)
     if family.halves:
@@ -318,8 +320,8 @@ def _names(family: Family, config: ModelConfig, layer: int) -> dict[str, str]:
     }
 
 
-def _idle_experts(family: Family, config: ModelConfig) -> Iterator[str]:
-    """Weights that transformers keeps, unused, for experts that return their input."""
+def _identity_experts(family: Family, config: ModelConfig) -> Iterator[str]:
+    """Unused weights that transformers stores for experts that return their input."""
     for i, layer in enumerate(config.layers):
         if isinstance(layer.mlp, MoeSpec) and layer.mlp.identity:
             for part, module in _names(family, config, i).items():
@@ -327,8 +329,8 @@ def _idle_experts(family: Family, config: ModelConfig) -> Iterator[str]:
                     yield from (module.format(e=e) for e in range(layer.mlp.experts, layer.mlp.router.experts))
 
 
-def _idle_keys(family: Family, config: ModelConfig) -> Iterator[str]:
-    """Weights that checkpoints keep, unused, for the keys and values of layers that attend to another's."""
+def _shared_cache_keys(family: Family, config: ModelConfig) -> Iterator[str]:
+    """Unused weights that checkpoints store for keys and values of layers that attend to another layer's cache."""
     for i, layer in enumerate(config.layers):
         if layer.attention.cache_of is not None:
             names = _names(family, config, i)
@@ -337,7 +339,7 @@ def _idle_keys(family: Family, config: ModelConfig) -> Iterator[str]:
 
 
 def _without(base: str, item: LoadItem) -> LoadItem:
-    """An item of a checkpoint whose names do not begin with `base`."""
+    """The item for a checkpoint whose names lack the beginning `base`."""
     layers = tuple(tuple(replace(p, tensor=p.tensor.removeprefix(base)) for p in layer) for layer in item.pieces)
     return replace(item, pieces=layers)
 

@@ -1,7 +1,7 @@
 """Safetensors directories: one or many files, with or without an index.
 
-The header is read here because the numpy interface of the safetensors package has no bfloat16 and copies
-whole tensors; the format is eight bytes of header length, a JSON header and the data.
+The header is read here because the numpy interface of the safetensors package (0.8) cannot read float8 tensors; the
+format is eight bytes of header length, a JSON header and the data. Tensors are views of the mapped file.
 """
 
 from __future__ import annotations

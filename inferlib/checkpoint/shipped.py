@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised as they are shipped, kept as they are: what `quantization_config` says of tensors.
+"""Checkpoints that are shipped quantised, and stay as they are: what `quantization_config` says about their tensors.
 
 Known are fp8 with a scale for each 128 x 128 (DeepSeek's) or tensor (AutoFP8's, transformers'), gpt-oss's MXFP4,
 AWQ's int4, GPTQ's int4 and int8 without act-order, and compressed-tensors: int8 and fp8 by channel, tensor or group,
@@ -35,15 +35,18 @@ _CACHE_SCALES = re.compile(r".*\.self_attn\.(\w+\.)?([qkv]|kv|(?<=[qkv]_proj\.)o
 
 @dataclass(frozen=True)
 class Form:
-    """How tensors are quantised. name: the tensor's of the values is that of the weight with the ending `whole`
-    replaced by `values`, the others' likewise. rows: that share a scale. transposed: stored with the last two
-    dimensions the other way round.
+    """How a checkpoint's tensors are quantised.
 
-    Values and zero points that are not stored in their own dtype are packed: along a dimension of what is stored, codes
-    from an item's lowest bits on, or at `places`. Those of integers have an offset of half their range. `blocks`: the
-    last two dimensions of packed values are one. zeros_less: zero points are stored less this. order: a group for each
-    input channel. ignored: endings of other tensors. renamed: `scales` of other files. fused: endings of tensors of all
-    experts [E, out, in], whose others are named without ".weight" and have one scale for each expert, or its halves.
+    A weight's name ends in `whole`; with that ending replaced by `values`, `scales` or `zeros` it is the name of the
+    tensor of its values, scales or zero points. renamed: the ending of scales in some files, instead of `scales`.
+    ignored: endings of other tensors. order: ending of the tensor that gives each input channel's group. rows: number
+    of rows that share a scale. transposed: the last two dimensions are stored the other way round. blocks: the last two
+    dimensions of packed values together are one dimension of the weight.
+
+    Values and zero points whose stored dtype is not their own are packed along one dimension: codes from an item's
+    lowest bits on, or at `places`. Codes of integers have an offset of half their range. zeros_less: zero points are
+    stored less this number. fused: endings of tensors of all experts [E, out, in]; the names of their scales have no
+    ".weight", and there is one scale for each expert or each half of it.
     """
 
     name: str
@@ -70,7 +73,7 @@ class Form:
         return np.dtype(self.scheme.values)
 
     def unpacked(self, raw: np.ndarray, along: int, less: int = 0) -> np.ndarray:
-        """What is stored, as `element`s."""
+        """Unpack a stored tensor into `element`s."""
         if raw.dtype in (self.element, np.int8):  # a whole tensor's zero point is never packed
             return raw.astype(self.element, copy=False)
         bits = jax.dtypes.itemsize_bits(self.element)
@@ -191,9 +194,9 @@ def _unsupported(what: str, known: str) -> CheckpointError:
 
 
 class QuantizedSource:
-    """A quantised checkpoint as a `TensorSource`: each weight by its own name and shape, in float32 if it is read.
+    """A quantised checkpoint as a `TensorSource` of whole weights; `read` dequantises them to float32.
 
-    `values`, `scales` and `zeros` are what is stored. Raises CheckpointError if no weight is quantised, or one lacks
+    `values`, `scales` and `zeros` return what is stored. Raises CheckpointError if no weight is quantised, or one lacks
     scales or zero points, or has scales for other groups.
     """
 
@@ -225,9 +228,9 @@ class QuantizedSource:
         out, size = (shape[-1], shape[-2]) if form.blocks else shape[-2:]
         tensor = self._tensor(name, form.scales)
         count = math.prod(shape[:-2]) * -(-out // form.rows) * (1 if group is None else -(-size // group))
-        found = math.prod(self._source.shape(tensor))
-        few = (1, shape[0], 2 * shape[0]) if len(shape) == 3 else (1,)  # of whole tensors
-        if found != count and (group is not None or found not in few):
+        stored = math.prod(self._source.shape(tensor))
+        per_tensor = (1, shape[0], 2 * shape[0]) if len(shape) == 3 else (1,)
+        if stored != count and (group is not None or stored not in per_tensor):
             of = "each whole row" if group is None else f"groups of {group}"
             raise CheckpointError(
                 f"{tensor} has shape {self._source.shape(tensor)}, and {of} of a weight of {out} x {size}, as "
@@ -250,7 +253,7 @@ class QuantizedSource:
 
     @cached_property
     def _quantized(self) -> frozenset[str]:
-        """Names of the weights that are."""
+        """Names of the quantised weights."""
         form = self.form
         return frozenset(
             name if name.endswith(form.fused) else name.removesuffix(form.values) + form.whole
@@ -264,12 +267,12 @@ class QuantizedSource:
         return name.removesuffix(self.form.whole) + ending
 
     def _parts(self, name: str) -> list[str]:
-        """The tensors that hold a quantised weight."""
+        """The tensors of a quantised weight."""
         form = self.form
         return [self._tensor(name, ending) for ending in (form.values, form.scales, form.zeros) if ending]
 
     def holds(self, name: str) -> bool:
-        """Whether this weight is quantised."""
+        """True if this weight is quantised."""
         return name in self._quantized
 
     def names(self) -> Iterable[str]:
@@ -280,11 +283,11 @@ class QuantizedSource:
 
     @property
     def cache_scales(self) -> list[str]:
-        """Tensors for a quantised cache, which are left out."""
+        """Tensors for a quantised cache, which are not read."""
         return sorted(filter(_CACHE_SCALES.fullmatch, self._present))
 
     def spare(self, name: str) -> bool:
-        """Whether this is a bias of zeros beside a quantised weight, which AutoGPTQ gives all of them."""
+        """True if this is a bias of zeros beside a quantised weight; AutoGPTQ adds one to every weight."""
         weight = name.removesuffix(".bias") + self.form.whole
         return name.endswith(".bias") and self.holds(weight) and not self._source.read(name).any()
 
@@ -325,7 +328,7 @@ class QuantizedSource:
         return (values * spread(self.scales(name)))[rows or slice(None)]
 
     def values(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """[..., out, in] (or the other way round) of the element type."""
+        """The stored values [..., out, in] (or the other way round), of the element type."""
         form, tensor = self.form, self._tensor(name, self.form.values)
         if rows is None or form.blocks or not form.transposed:
             raw = self._source.read(tensor, rows)
@@ -368,13 +371,13 @@ class QuantizedSource:
         return zeros[:count][rows or slice(None)]
 
 
-def is_kept(source: TensorSource, weight: WeightSpec, pieces: Sequence[Piece]) -> bool:
-    """Whether a weight is to be held as its tensors are stored."""
-    held = isinstance(source, QuantizedSource) and source.holds(pieces[0].tensor)
-    return held and weight.scheme is not None
+def is_stored_quantized(source: TensorSource, weight: WeightSpec, pieces: Sequence[Piece]) -> bool:
+    """True if a weight keeps the quantisation in which its tensors are stored."""
+    stored = isinstance(source, QuantizedSource) and source.holds(pieces[0].tensor)
+    return stored and weight.scheme is not None
 
 
-def kept(
+def assemble_stored(
     scheme: Scheme,
     contracting: tuple[int, ...],
     lay_out: Callable[[Sequence[jax.Array], float], jax.Array],
@@ -382,10 +385,11 @@ def kept(
     scales: Sequence[jax.Array],
     *zeros: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
-    """The arrays of a weight whose values, scales and, if the scheme has them, zero points are stored. Traceable.
+    """Make the arrays of a weight from stored values, scales and, if the scheme has them, zero points. Traceable.
 
-    values: [out, in] each, as `lay_out` takes them with what to fill padding; scales, zeros: [out, in / group]. Every
-    element takes its scale along, so that it ends where the element does.
+    lay_out: takes tensors [out, in] and the number that fills padding. values: [out, in] each; scales, zeros:
+    [out, in / group]. Scales are spread over their elements and laid out like values, so that each ends where its
+    elements do.
     """
     whole = lay_out(values, 0)
     shape = scheme.arrays(whole.shape, (None,) * whole.ndim, contracting)["values"][0]

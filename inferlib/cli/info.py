@@ -139,7 +139,7 @@ def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, in
     plan = plan_cache(model, rows=1, max_len=max_len, chunk=chunk, dtype=dtype)
     tokens = beyond = states = 0
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
-        size = len(layers) * sum(array.position_bytes() for array in block.held)
+        size = len(layers) * sum(array.position_bytes() for array in block.owned)
         tokens += size
         states += len(layers) * block.row_bytes() if isinstance(block, BlockState) else 0
         beyond += size if model.config.layers[layers[0]].attention.reach is None else 0

@@ -62,7 +62,7 @@ class Budget:
         def local(shape: tuple[int, ...], names: tuple[str | None, ...], dtype) -> int:
             return nbytes(shards.local_shape(names, shape), dtype)
 
-        blocks = [(sum(array.nbytes(shards) for array in b.held), b) for b in plan.blocks]
+        blocks = [(sum(array.nbytes(shards) for array in b.owned), b) for b in plan.blocks]
         rows = programs.config.rows
         return Budget(
             weights=sum(local(s.shape, s.axes, s.dtype) for s in programs.model.specs),

@@ -13,7 +13,7 @@ from jax import lax
 
 from inferlib.ops.in_chunks import einsum, fades, in_chunks, live_only, over_chunks
 
-CHUNK = 64  # tokens whose updates are products; longer ones do more work in all, shorter ones more steps
+CHUNK = 64  # tokens whose updates become products; longer chunks do more work in all, shorter ones take more steps
 
 
 def gated_delta_step(
@@ -23,21 +23,21 @@ def gated_delta_step(
 
     q, k: [B, K, d_k]; v: [B, K, G, d_v]; log_decay, beta: [B, K, G]; state: [B, K * G, d_k, d_v] float32; live: [B]
     bool. Returns out [B, K, G, d_v] float32 and the new state. Rows that are not live keep their state and return
-    zeros, whatever they hold.
+    zeros, whatever their inputs.
     """
     b, heads, group, size = v.shape
     q, k, v, log_decay, beta = live_only(live, q, k, v, log_decay, beta)
     s = state.reshape(b, heads, group, -1, size)
-    held = jnp.where(live[:, None, None, None, None], s, 0.0)
+    old = jnp.where(live[:, None, None, None, None], s, 0.0)
 
     def read(x: jax.Array) -> jax.Array:
-        return jnp.sum(held * x[:, :, None, :, None], axis=3)
+        return jnp.sum(old * x[:, :, None, :, None], axis=3)
 
     decay = jnp.exp(log_decay)[..., None]
     change = beta[..., None] * (v - decay * read(k))
-    # Of the state before the token, so that it is read for both at once.
+    # Both reads are of the state before the token, so that it is loaded once.
     out = decay * read(q) + change * jnp.sum(q * k, axis=-1)[..., None, None]
-    new = decay[..., None] * held + k[:, :, None, :, None] * change[..., None, :]
+    new = decay[..., None] * old + k[:, :, None, :, None] * change[..., None, :]
     return out, jnp.where(live[:, None, None, None, None], new, s).reshape(state.shape)
 
 
@@ -48,11 +48,11 @@ def gated_delta_chunk(
 
     q, k: [P, C, K, d_k]; v: [P, C, K, G, d_v]; log_decay, beta: [P, C, K, G]; state: [P, K * G, d_k, d_v] float32;
     valid: [P, C] bool. Returns out [P, C, K, G, d_v] float32 and the state after the last token. Tokens that are not
-    valid change nothing, whatever they hold, and what they return is of no use.
+    valid change nothing, whatever their inputs, and their outputs are undefined.
 
     Within CHUNK tokens the changes d to the state solve a triangular system: with A[i, j] = b_i exp(g_j+1 + ... + g_i)
-    k_i k_j for j < i, (I + A) d = b (v - exp(g_1 + ... + g_i) S^T k_i) for the state S before them. All are solved at
-    once, up to S; one chunk after the other, products with the state remain.
+    k_i k_j for j < i, (I + A) d = b (v - exp(g_1 + ... + g_i) S^T k_i) for the state S before them. The systems of all
+    chunks are solved at once, with S left open; then products with the state remain, one chunk after the other.
     """
     p, c, heads, group, size = v.shape
     q, k, v, log_decay, beta = (in_chunks(x, CHUNK) for x in live_only(valid, q, k, v, log_decay, beta))
@@ -64,8 +64,8 @@ def gated_delta_chunk(
     strict = jnp.tril(jnp.ones((width, width)), -1)
     seen = ratio * einsum("npkid,npkjd->npkij", q, k)[:, :, :, None]
     system = strict * beta[..., None] * ratio * einsum("npkid,npkjd->npkij", k, k)[:, :, :, None]
-    given = beta[..., None] * jnp.concatenate([v, since[..., None] * k[:, :, :, None]], axis=-1)
-    solved = lax.linalg.triangular_solve(system, given, left_side=True, lower=True, unit_diagonal=True)
+    targets = beta[..., None] * jnp.concatenate([v, since[..., None] * k[:, :, :, None]], axis=-1)
+    solved = lax.linalg.triangular_solve(system, targets, left_side=True, lower=True, unit_diagonal=True)
     changes, reads = solved[..., :size], solved[..., size:]
 
     def step(s: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:

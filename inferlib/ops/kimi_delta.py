@@ -7,6 +7,8 @@ and keys are unit vectors, queries scaled. Everything is computed in float32.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,13 +26,13 @@ def kimi_delta_step(
 
     q, k, log_decay: [B, K, d_k]; v: [B, K, d_v]; beta: [B, K]; state: [B, K, d_k, d_v] float32; live: [B] bool.
     Returns out [B, K, d_v] float32 and the new state. Rows that are not live keep their state and return zeros,
-    whatever they hold.
+    whatever their inputs.
     """
     q, k, v, log_decay, beta = live_only(live, q, k, v, log_decay, beta)
     at = live[:, None, None, None]
-    held = jnp.where(at, state, 0.0) * jnp.exp(log_decay)[..., None]
-    change = beta[..., None] * (v - jnp.sum(held * k[..., None], axis=2))
-    new = held + k[..., None] * change[:, :, None]
+    faded = jnp.where(at, state, 0.0) * jnp.exp(log_decay)[..., None]
+    change = beta[..., None] * (v - jnp.sum(faded * k[..., None], axis=2))
+    new = faded + k[..., None] * change[:, :, None]
     return jnp.sum(new * q[..., None], axis=2), jnp.where(at, new, state)
 
 
@@ -41,7 +43,7 @@ def kimi_delta_chunk(
 
     q, k, log_decay: [P, C, K, d_k]; v: [P, C, K, d_v]; beta: [P, C, K]; state: [P, K, d_k, d_v] float32; valid: [P, C]
     bool. Returns out [P, C, K, d_v] float32 and the state after the last token. Tokens that are not valid change
-    nothing, whatever they hold, and what they return is of no use.
+    nothing, whatever their inputs, and their outputs are undefined.
 
     As `gated_delta_chunk`, but products of a query or key i with a key j are sums over channels, each faded from j to
     i. That is exp(g_j+1 + ... + g_i), of factors that are at most 1: fading to the end of j's block of tokens, over the
@@ -49,14 +51,11 @@ def kimi_delta_chunk(
     """
     p, c, heads, size = v.shape
 
-    def blocks(x: jax.Array) -> jax.Array:
-        return x.reshape(*x.shape[:3], -1, block, x.shape[-1])
-
     chunks = (in_chunks(x, CHUNK) for x in live_only(valid, q, k, v, log_decay, beta))
     q, k, v, log_decay, beta = (jnp.moveaxis(x, 3, 2) for x in chunks)  # [n, P, K, c, ...]
     count, width = q.shape[0], q.shape[3]
     block = min(BLOCK, width)
-    number = width // block
+    number, blocks = width // block, partial(_blocks, size=block)
     since = jnp.cumsum(blocks(log_decay), axis=4)  # from the start of a token's block [n, P, K, a, i, d]
     whole = since[..., -1, :]
     until = whole[..., None, :] - since  # to the end of it
@@ -69,23 +68,19 @@ def kimi_delta_chunk(
     )
 
     queries = blocks(jnp.concatenate([q, k], axis=0))  # of both, in one pass over the pairs
-    twice = lambda x: jnp.concatenate([x, x])  # noqa: E731
     causal = jnp.tril(jnp.ones((block, block), bool))[:, :, None]
     pairs = jnp.exp(jnp.where(causal, since[..., :, None, :] - since[..., None, :, :], -jnp.inf))
-    within = jnp.sum(queries[..., :, None, :] * twice(blocks(k))[..., None, :, :] * twice(pairs), axis=-1)
-    reached = (queries * jnp.exp(twice(since)))[:, :, :, :, None] * jnp.exp(twice(between))[..., None, :]
-    across = einsum("npkabid,npkbjd->npkaibj", reached, twice(blocks(k) * jnp.exp(until)))
+    within = jnp.sum(queries[..., :, None, :] * _twice(blocks(k))[..., None, :, :] * _twice(pairs), axis=-1)
+    reached = (queries * jnp.exp(_twice(since)))[:, :, :, :, None] * jnp.exp(_twice(between))[..., None, :]
+    across = einsum("npkabid,npkbjd->npkaibj", reached, _twice(blocks(k) * jnp.exp(until)))
     across = jnp.where((at[:, None] > at)[:, None, :, None], across, 0.0)
     products = across + jnp.eye(number)[:, None, :, None] * within[:, :, :, :, :, None]
     seen, met = jnp.split(products.reshape(2 * count, p, heads, width, width), 2)
 
-    def faded(x: jax.Array, within: jax.Array, blocks_between: jax.Array) -> jax.Array:
-        return x * jnp.exp(within + blocks_between[..., None, :]).reshape(x.shape)
-
-    q, read, k = faded(q, since, before), faded(k, since, before), faded(k, until, after)
-    given = beta[..., None] * jnp.concatenate([v, read], axis=-1)
+    q, read, k = _faded(q, since, before), _faded(k, since, before), _faded(k, until, after)
+    targets = beta[..., None] * jnp.concatenate([v, read], axis=-1)
     system = jnp.tril(jnp.ones((width, width)), -1) * beta[..., None] * met
-    solved = lax.linalg.triangular_solve(system, given, left_side=True, lower=True, unit_diagonal=True)
+    solved = lax.linalg.triangular_solve(system, targets, left_side=True, lower=True, unit_diagonal=True)
 
     def step(s: jax.Array, inputs: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         q, k, seen, change, reads, fading = inputs
@@ -96,3 +91,17 @@ def kimi_delta_chunk(
     inputs = q, k, seen, solved[..., :size], solved[..., size:], jnp.exp(jnp.sum(whole, axis=3))
     state, out = over_chunks(step, state, inputs)
     return jnp.moveaxis(out, (0, 3), (1, 2)).reshape(p, count * width, heads, size)[:, :c], state
+
+
+def _blocks(x: jax.Array, size: int) -> jax.Array:
+    """[n, P, K, c, d] -> [n, P, K, a, i, d], blocks of so many tokens."""
+    return x.reshape(*x.shape[:3], -1, size, x.shape[-1])
+
+
+def _twice(x: jax.Array) -> jax.Array:
+    return jnp.concatenate([x, x])
+
+
+def _faded(x: jax.Array, within: jax.Array, between: jax.Array) -> jax.Array:
+    """x [n, P, K, c, d], faded by what fades within blocks, [n, P, K, a, i, d], and between them, [n, P, K, a, d]."""
+    return x * jnp.exp(within + between[..., None, :]).reshape(x.shape)

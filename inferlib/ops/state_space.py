@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from inferlib.ops.in_chunks import einsum, fades, in_chunks, live_only, over_chunks
 
-CHUNK = 128  # tokens that attend to each other; longer ones do more work in all, shorter ones more steps
+CHUNK = 128  # tokens that attend to each other; longer chunks do more work in all, shorter ones take more steps
 
 
 def state_space_step(
@@ -21,15 +21,15 @@ def state_space_step(
 
     q, k: [B, K, d_k]; v: [B, K, G, d_v]; log_decay: [B, K, G]; state: [B, K * G, d_v, d_k] float32; live: [B] bool.
     Returns out [B, K, G, d_v] float32 and the new state. Rows that are not live keep their state and return zeros,
-    whatever they hold.
+    whatever their inputs.
     """
     q, k, v, log_decay = live_only(live, q, k, v, log_decay)
     s, rows = state.reshape(*v.shape, -1), live[:, None, None, None, None]
-    held = jnp.where(rows, s, 0.0)
+    old = jnp.where(rows, s, 0.0)
     decay = jnp.exp(log_decay)[..., None]
-    # Of the state before the token, so that it is read for both at once.
-    out = decay * jnp.sum(held * q[:, :, None, None], axis=-1) + v * jnp.sum(q * k, axis=-1)[..., None, None]
-    new = decay[..., None] * held + v[..., None] * k[:, :, None, None]
+    # Both reads are of the state before the token, so that it is loaded once.
+    out = decay * jnp.sum(old * q[:, :, None, None], axis=-1) + v * jnp.sum(q * k, axis=-1)[..., None, None]
+    new = decay[..., None] * old + v[..., None] * k[:, :, None, None]
     return out, jnp.where(rows, new, s).reshape(state.shape)
 
 
@@ -40,10 +40,10 @@ def state_space_chunk(
 
     q, k: [P, C, K, d_k]; v: [P, C, K, G, d_v]; log_decay: [P, C, K, G]; state: [P, K * G, d_v, d_k] float32;
     valid: [P, C] bool. Returns out [P, C, K, G, d_v] float32 and the state after the last token. Tokens that are not
-    valid change nothing, whatever they hold, and what they return is of no use.
+    valid change nothing, whatever their inputs, and their outputs are undefined.
 
-    Within CHUNK tokens each attends to those before it, by products weighted by what has faded since; the state
-    carries what was before the chunk.
+    Within a chunk each token attends to those before it, by products weighted by the fading since; the state carries
+    what came before the chunk.
     """
     p, c, heads, group, size = v.shape
     q, k, v, log_decay = (in_chunks(x, CHUNK) for x in live_only(valid, q, k, v, log_decay))

@@ -233,7 +233,7 @@ class Deployed:
         model, rows = self.model, batch // self.replicas
         cache, scores = 0, 0
         for block, planned in zip(self.blocks, self.plan(batch, max_len, chunk).blocks, strict=True):
-            cache += sum(array.nbytes(self.shards) for array in planned.held)
+            cache += sum(array.nbytes(self.shards) for array in planned.owned)
             if isinstance(planned, BlockState):
                 continue
             scores = max(scores, block.heads * self.shards.local_shape(planned.axes, planned.shapes[0])[-2])

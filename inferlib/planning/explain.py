@@ -79,7 +79,7 @@ def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: S
         config.shards,
         weights=_grouped(place(w.part, w.axes, w.shape, w.dtype) for w in model.specs),
         cache=_grouped(
-            place(_array_name(b, i), x.axes, x.shape, x.dtype) for b in plan.blocks for i, x in enumerate(b.held)
+            place(_array_name(b, i), x.axes, x.shape, x.dtype) for b in plan.blocks for i, x in enumerate(b.owned)
         ),
         state=_grouped(place(name, names, x.shape, x.dtype) for name, names, x in fields),
         waste=model.layout.waste(),

@@ -79,16 +79,17 @@ TOP_MAP = PER_LAYER_TOP | {
 
 
 def caches(hf: Hf, slides: Sequence[int | None]) -> tuple[int | None, ...]:
-    """For each of the last `num_kv_shared_layers` layers the last before them with its window; None for the others."""
-    own = len(slides) - (hf.get("num_kv_shared_layers") or 0)
-    if not 0 <= own <= len(slides):
+    """The layer whose cache each layer attends to: for the last `num_kv_shared_layers` layers, the last layer before
+    them with the same window; None for the others."""
+    owners = len(slides) - (hf.get("num_kv_shared_layers") or 0)
+    if not 0 <= owners <= len(slides):
         raise ConfigError(f"num_kv_shared_layers={hf['num_kv_shared_layers']} of {len(slides)} layers")
-    last = {window: i for i, window in enumerate(slides[:own])}
-    if missing := set(slides[own:]) - set(last):
+    last = {window: i for i, window in enumerate(slides[:owners])}
+    if missing := set(slides[owners:]) - set(last):
         raise ConfigError(
-            f"layers with windows {missing} share a cache, and none of the first {own} layers is like them"
+            f"layers with windows {missing} share a cache, and none of the first {owners} layers is like them"
         )
-    return tuple(None if i < own else last[window] for i, window in enumerate(slides))
+    return tuple(None if i < owners else last[window] for i, window in enumerate(slides))
 
 
 def per_layer(hf: Hf) -> PerLayerSpec:

@@ -71,19 +71,19 @@ def _attention(hf: Hf, rope: RopeSpec, window: int | None) -> AttentionSpec:
 
 
 def _by_other_names(hf: Hf) -> Hf:
-    """The options as transformers spells them, of a config in the spelling of the published one."""
-    found = {}
+    """Spell the options of a published config as transformers does."""
+    options = {}
     if (pattern := hf.get("hybrid_layer_pattern")) is not None:
-        found["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
+        options["layer_types"] = ["sliding_attention" if slides else "full_attention" for slides in pattern]
     if isinstance(kinds := hf.get("moe_layer_freq"), (list, tuple)):
-        found |= {"mlp_layer_types": ["sparse" if kind else "dense" for kind in kinds], "moe_layer_freq": None}
+        options |= {"mlp_layer_types": ["sparse" if kind else "dense" for kind in kinds], "moe_layer_freq": None}
     if (eps := hf.get("layernorm_epsilon")) is not None:
-        found["rms_norm_eps"] = eps
-    return {**hf, **found}
+        options["rms_norm_eps"] = eps
+    return {**hf, **options}
 
 
 def _of_windows(hf: Hf) -> Hf:
-    """Sizes of heads of the layers with a window."""
+    """The sizes of heads in layers with a window."""
     ours = {"num_key_value_heads": 2 * need(hf, "num_key_value_heads")}
     keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
     return ours | {key: hf["swa_" + key] for key in keys if hf.get("swa_" + key) is not None}

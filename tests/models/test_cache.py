@@ -137,7 +137,7 @@ def test_layers_that_share_a_cache_hold_none(llm_of):
     llm = llm_of("gemma3n_text", True)
     plan, spec = llm.engine.plan, llm.model_config.layers[0].attention
     shape = (2, plan.rows, spec.kv_heads, MAX_LEN, spec.head_dim)
-    held = [(block.shared, [array.shape for array in block.held]) for block in plan.blocks]
+    held = [(block.shared, [array.shape for array in block.owned]) for block in plan.blocks]
     assert held == [(False, [shape, shape]), (True, [])]
     assert [array.shape for array in llm.engine.cache] == [shape, shape]
 
@@ -193,7 +193,7 @@ def test_states_have_the_size_of_a_row_whatever_its_length(kept):
     plans = [plan_cache(hybrid(), rows=3, max_len=length, chunk=64, dtype=kept) for length in (100, 1000)]
     for block, other in zip(plans[0].blocks[:3], plans[1].blocks[:3], strict=True):
         assert block == other
-        assert [(x.shape, x.dtype) for x in block.held] == [
+        assert [(x.shape, x.dtype) for x in block.owned] == [
             ((3, 3, 16, 512), jnp.bfloat16),
             ((3, 32, 128, 128), jnp.float32),
         ]

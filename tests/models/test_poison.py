@@ -57,7 +57,7 @@ def poison(engine: Engine) -> float:
     assert not engine._in_flight
     masks = valid_cells(engine)
     blocks = (block for block in engine.plan.blocks if not block.shared)
-    of_arrays = [(mask, x.axes) for mask, block in zip(masks, blocks, strict=True) for x in block.held]
+    of_arrays = [(mask, x.axes) for mask, block in zip(masks, blocks, strict=True) for x in block.owned]
     spoiled = []
     for (mask, names), array in zip(of_arrays, engine.cache, strict=True):
         cells = mask[:, None] if names[-1] == axes.POSITIONS else mask[:, None, :, None]
