@@ -307,7 +307,7 @@ class _Generation:
             topology,
             topology_name=f"{self.compiler}:{dims}",
             accelerator_type=f"{self.prefix}-{chips * self.unit}",
-            topology_options=self.options | single,
+            topology_options={**self.options, **single},
         )
 
     def names(self) -> tuple[str, ...]:
@@ -355,9 +355,8 @@ def parse_target(text: str) -> Target:
     if colon and prefix in _PLATFORMS:
         rest, platform = tail, _PLATFORMS[prefix]
     match = re.fullmatch(r"([a-z0-9]+?)(?:[-:](\d+(?:x\d+)*))?", rest)
-    name = match and _ALIASES.get(match[1], match[1])
-    generation = _GENERATIONS.get(name)
-    if generation is None or (platform and generation.chip.platform != platform):
+    generation = match and _GENERATIONS.get(_ALIASES.get(match[1], match[1]))
+    if match is None or generation is None or (platform and generation.chip.platform != platform):
         raise TargetError(_unknown(text))
     size = match[2]
     if size is None and (1,) not in generation.topologies and generation.chip.platform == "tpu":

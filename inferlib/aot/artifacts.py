@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.sharding import Mesh
 
 from inferlib.aot.compile import START, file_name
 from inferlib.config import Buckets
@@ -132,7 +133,7 @@ class Artifacts:
         return {key: _loaded(made, devices) for key, made in pickle.loads(self._read(entry)).items()}
 
     def _devices(self, shards: Shards) -> list[jax.Device]:
-        return jax.devices()[:1] if shards.mesh is None else list(shards.mesh.devices.flat)
+        return list(shards.mesh.devices.flat) if isinstance(shards.mesh, Mesh) else jax.devices()[:1]
 
     def _read(self, entry: Mapping[str, Any]) -> bytes:
         file = self.folder / entry["file"]
@@ -259,7 +260,7 @@ class ArtifactWriter:
             "format": _FORMAT,
             "deployment": self.deployment.to_json(),
             "model_sha256": hashlib.sha256(json.dumps(asdict(self.deployment.model)).encode()).hexdigest(),
-            "device": device_facts(outcomes[0].facts["device_kind"], target.platform),
+            "device": device_facts((outcomes[0].facts or {})["device_kind"], target.platform),
             "versions": versions(target),
             "weights": weights,
             "cache": cache,
@@ -282,7 +283,7 @@ class ArtifactWriter:
         return {"file": name, "sha256": hashlib.sha256(data).hexdigest(), "nbytes": len(data)}
 
 
-def _split(programs: ProgramSet, names: Sequence[str]) -> list[list[str]]:
+def _split(programs: ProgramSet, names: Sequence[str | None]) -> list[list[str]]:
     return [list(programs.config.shards.mesh_axes(name)) for name in names]
 
 

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import IO, Any
 
 Answer = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -21,7 +21,7 @@ class Child:
 
     def __init__(self, module: str, first: Mapping[str, Any], environment: Mapping[str, str]):
         self._module, self._first, self._environment = module, first, environment
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[str] | None = None
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
 
     def ask(self, job: Mapping[str, Any], limit: float | None = None) -> dict[str, Any]:
@@ -35,13 +35,14 @@ class Child:
 
         try:
             process = self._started()
-            timer = limit and threading.Timer(limit, kill)
+            timer = threading.Timer(limit, kill) if limit else None
             if timer:
                 timer.start()
             try:
-                process.stdin.write(json.dumps(job) + "\n")
-                process.stdin.flush()
-                line = process.stdout.readline()
+                jobs, answers = _pipes(process)
+                jobs.write(json.dumps(job) + "\n")
+                jobs.flush()
+                line = answers.readline()
             finally:
                 if timer:
                     timer.cancel()
@@ -55,14 +56,15 @@ class Child:
     def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
+            jobs, answers = _pipes(process)
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-            process.stdout.close()
+                jobs.close()
+            answers.close()
             process.terminate()
             process.wait()
         self._errors.close()
 
-    def _started(self) -> subprocess.Popen:
+    def _started(self) -> subprocess.Popen[str]:
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", self._module],  # -P: import nothing from the user's folder
@@ -72,16 +74,23 @@ class Child:
                 text=True,
                 env=self._environment,
             )
-            self._process.stdin.write(json.dumps(self._first) + "\n")
+            _pipes(self._process)[0].write(json.dumps(self._first) + "\n")
         return self._process
 
     def _died(self) -> str:
         process, self._process = self._process, None
-        code = process.wait()
+        code = process.wait() if process is not None else 0
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return "\n".join([f"the compiler's process {how}", *lines[-12:]])
+
+
+def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    """The child's stdin and stdout."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.stdin, process.stdout
 
 
 def serve(prepared: Callable[[Mapping[str, Any]], Answer]) -> None:

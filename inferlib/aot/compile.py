@@ -78,7 +78,7 @@ def compile_programs(
         first = one(keys[0], None)
         if not first.ok:
             return [first], None
-        layouts = first.facts["layouts"]
+        layouts = (first.facts or {})["layouts"]
         # Experts are loaded one by one, by separate functions.
         mixed = any(isinstance(layer.mlp, MoeSpec) for layer in deployment.model.layers)
         if checkpoint is not None and target.platform in ("cpu", "gpu") and not mixed:

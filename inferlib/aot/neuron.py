@@ -41,6 +41,7 @@ def compile_neuron(programs: ProgramSet, key: ProgramKey, path: Path, target: Ta
     if input_bytes > (limit := target.hbm_bytes):
         raise ValueError(f"RESOURCE_EXHAUSTED: {input_bytes} bytes of weights, cache and state; a core has {limit}")
     computation = programs.lower(key, "neuron").compiler_ir("hlo")
+    assert computation is not None
     module = Module(computation.get_hlo_module().to_string())
     if findings := lint(module):
         raise ValueError("\n".join([f"{target} cannot run this program:", *map(str, findings)]))

@@ -58,8 +58,16 @@ def deployment(hf: Mapping[str, Any], option: Option) -> Deployment:
     """The deployment of a plan, with one bucket of each kind. hf: the model's Hugging Face config dictionary."""
     work, deployed = option.workload, option.deployed
     buckets = Buckets((work.chunk,), (option.batch,), (max(work.max_len, work.chunk),))
-    stored = dict(quantization=deployed.quantization, kv_cache_dtype=deployed.kv_cache_dtype)
-    return Deployment(hf, deployed.target.name, "bfloat16", buckets, deployed.parallel, ("greedy",), **stored)
+    return Deployment(
+        hf,
+        deployed.target.name,
+        "bfloat16",
+        buckets,
+        deployed.parallel,
+        modes=("greedy",),
+        quantization=deployed.quantization,
+        kv_cache_dtype=deployed.kv_cache_dtype,
+    )
 
 
 def programs(made: Deployment) -> tuple[ProgramKey, ProgramKey]:

@@ -75,7 +75,8 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
     done = time.perf_counter()
     path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
     counted = key.steps if programs.config.counted else 1
-    memory, module = compiled.memory_analysis(), Module(compiled.as_text(), counted)
+    memory, module = compiled.memory_analysis(), Module(compiled.as_text() or "", counted)
+    assert memory is not None
     weights, cache = len(programs.model.specs), len(programs.plan.arrays)
     cost, names = module.cost, [name for block in programs.plan.blocks if not block.shared for name in block.names]
     chosen = [layout_to_json(f.layout) for f in compiled.input_formats[0][0]] if programs.layouts is None else None

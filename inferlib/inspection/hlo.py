@@ -99,9 +99,10 @@ class Instruction:
     rest: str
     root: bool
 
-    def called(self, attribute: str) -> str | None:
+    def called(self, attribute: str) -> str:
+        """The computation that an attribute such as "body" names, "" if there is none."""
         match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.rest)
-        return match and match[1]
+        return match[1] if match else ""
 
     @property
     def collective(self) -> str | None:

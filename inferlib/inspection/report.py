@@ -21,7 +21,8 @@ from inferlib.inspection.outcome import Outcome
 from inferlib.models.config import MlaSpec
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.quantized import nbytes
-from inferlib.planning.explain import expert_bytes, explain
+from inferlib.planning.experts import expert_bytes
+from inferlib.planning.explain import explain
 from inferlib.planning.network import ATTAINED, place
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program import ProgramKey
@@ -98,7 +99,7 @@ class ProgramReport:
 
     @property
     def estimate(self) -> float | None:
-        return None if self.cycles is None else self.cycles + self.network
+        return None if self.cycles is None or self.network is None else self.cycles + self.network
 
     @property
     def fits(self) -> bool:

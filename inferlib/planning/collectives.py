@@ -7,6 +7,18 @@ from typing import Literal
 
 from inferlib.programs.program import ProgramKey
 
+Kind = Literal[
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "fused all-reduce",
+    "fused all-gather",
+    "fused reduce-scatter",
+]
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -36,10 +48,7 @@ class Collective:
     rounds, the first round counts (see `models.layers.exchange`).
     """
 
-    kind: Literal[
-        *("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute"),
-        *("fused all-reduce", "fused all-gather", "fused reduce-scatter"),
-    ]
+    kind: Kind
     purpose: str
     axis: str
     nbytes: int

@@ -26,6 +26,7 @@ from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import nbytes
 from inferlib.planning.collectives import Collective
 from inferlib.planning.estimate import estimate
+from inferlib.planning.experts import mixture_of
 from inferlib.planning.network import ATTAINED, IDEAL, Efficiency, Network, place
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.row_state import RowState
@@ -343,9 +344,7 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
         local = shards.local_shape(weight.axes, weight.shape)
         names = dict(zip(weight.axes, local, strict=True))
         layers, count = names.pop(axes.LAYERS, 1), names.pop(axes.EXPERTS, 1)
-        elements, experts = prod(local) // count, None
-        if axes.EXPERTS in weight.axes:
-            experts = model.config.layers[model.layers_of(weight.block)[0]].mlp
+        elements, experts = prod(local) // count, mixture_of(model, weight)
         matrix = weight.init == "normal" and len(names) > 1
         # A table of per-layer embeddings is looked up.
         columns = next((names[n] for n in (axes.EMBED, axes.LATENT, axes.PER_LAYER) if n in names), 1)

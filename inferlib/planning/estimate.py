@@ -176,7 +176,7 @@ def _feed_forward(ledger: _Ledger, model: AbstractModel, layer: LayerSpec, token
     if isinstance(spec, MoeSpec):
         _mixture(ledger, model, spec, tokens)
         width *= 2 if spec.own_norms else 1
-    else:
+    elif spec is not None:
         _gate_up(ledger, model, spec, tokens)
     purpose = "attention and feed-forward" if layer.parallel else "feed-forward"
     ledger.sum_tokens(purpose, (axes.MLP,), (tokens, width), dtype, flops["mlp.down"])
@@ -245,7 +245,7 @@ def _mixer(
         for other in spec.collectives(model.layout.heads(spec), ledger.shards.size(axes.KV_HEADS)):
             nbytes = _nbytes((tokens, other.numbers), np.float32)
             ledger.add(Collective(other.kind, other.purpose, "", nbytes), (axes.KV_HEADS,))
-    if not isinstance(block, BlockState):
+    elif not isinstance(block, BlockState):
         heads = model.layout.heads(spec)
         groups = heads.groups // ledger.shards.size(axes.KV_HEADS), heads.queries
         _projections(ledger, model, spec, tokens, groups)

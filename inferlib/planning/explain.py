@@ -21,13 +21,14 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.ops.quantized import nbytes
 from inferlib.planning import explain_text
 from inferlib.planning.collectives import Collective, Placement, Step
+from inferlib.planning.experts import expert_bytes
 from inferlib.planning.recorder import record
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.row_state import RowState
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
-__all__ = ["Collective", "Explanation", "Placement", "Step", "expert_bytes", "explain"]
+__all__ = ["Collective", "Explanation", "Placement", "Step", "explain"]
 
 
 @dataclass(frozen=True)
@@ -119,16 +120,3 @@ def _array_name(block: BlockCache | BlockState, number: int) -> str:
     if isinstance(block, BlockState):
         return block.names[number]
     return ("ring" if block.ring else "cache") + " scales" * (number >= len(block.shapes))
-
-
-def expert_bytes(model: AbstractModel, shards: Shards, tokens: int) -> int:
-    """Bytes of expert weights that a step reads on a device if all experts are equally likely.
-
-    tokens: number of tokens on each device; devices that share experts bring theirs together.
-    """
-    total, tokens = 0.0, tokens * shards.feeders * shards.size(axes.EXPERTS)
-    for weight in model.weights:
-        if axes.EXPERTS in weight.axes:
-            stored = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
-            total += stored * model.config.layers[model.layers_of(weight.block)[0]].mlp.read_share(tokens)
-    return round(total)

@@ -17,7 +17,7 @@ _TITLES = {"state": "rows"}
 def placements(shards: Shards, arrays: Mapping[str, Sequence[Placement]]) -> Table:
     """A table of the arrays on each device, in groups."""
     mesh = "a device"
-    if shards.mesh is not None:
+    if shards.mesh is not None and shards.rules is not None:
         sizes = (f"{axis} {size}" for axis, size in shards.mesh.shape.items() if size > 1)
         mesh = f"{' x '.join(sizes)}, rules {shards.rules.name}"
     table = Table(box=SIMPLE_HEAD, title=f"Arrays on {mesh}", title_justify="left", show_footer=True)

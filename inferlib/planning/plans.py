@@ -92,7 +92,7 @@ class Plan:
 
     @cached_property
     def stored(self) -> Quantization | None:
-        return self.quantization and Quantization.named(self.quantization)
+        return Quantization.named(self.quantization) if self.quantization else None
 
     @property
     def memory(self) -> Memory:

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from math import prod
+from typing import Any
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -21,14 +22,14 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MoeSpec
 from inferlib.models.layers.exchange import exchange_of
 from inferlib.ops.backend import Backend
-from inferlib.planning.collectives import Collective
+from inferlib.planning.collectives import Collective, Kind
 from inferlib.planning.purposes import branch_of, purpose_of
 from inferlib.programs.program import ProgramKey, build
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
-_KINDS = {
+_KINDS: dict[str, Kind] = {
     "psum": "all-reduce",
     "pmax": "all-reduce",
     "pmin": "all-reduce",
@@ -39,7 +40,7 @@ _KINDS = {
     "ppermute": "collective-permute",
 }
 # Kernels that contain a collective, by the name that they are called with.
-_KERNELS = {
+_KERNELS: dict[str, Kind] = {
     "all_reduce_norm": "fused all-reduce",
     "all_gather_matmul": "fused all-gather",
     "matmul_reduce_scatter": "fused reduce-scatter",
@@ -75,8 +76,9 @@ def _expected_rows(spec: MoeSpec, row_bytes: int, tokens: int, shards: Shards, b
     -> rows that it is expected to send."""
     devices = shards.size(axes.EXPERTS)
     exchange = exchange_of(spec, tokens, row_bytes, devices, backend)
-    ragged = exchange is not None and exchange.ragged
-    return {tokens * min(devices, spec.router.chosen): exchange.rows} if ragged else {}
+    if exchange is None or not exchange.ragged:
+        return {}
+    return {tokens * min(devices, spec.router.chosen): exchange.rows}
 
 
 class _Recording:
@@ -149,15 +151,15 @@ class _Recording:
         name, purpose = eqn.primitive.name, purpose_of(eqn, path)
         over = eqn.params["axes" if name in ("psum", "pmax", "pmin") else "axis_name"]
         for operand, result in zip(eqn.invars, eqn.outvars, strict=False):
-            array = result.aval if name == "all_gather" else operand.aval
+            array = _array(result if name == "all_gather" else operand)
             shape = array.shape
             if name == "ragged_all_to_all":
-                rows = self.expected_rows.get(shape[0]) or self.expected_rows[result.aval.shape[0]]
+                rows = self.expected_rows.get(shape[0]) or self.expected_rows[_array(result).shape[0]]
                 shape = (rows, *shape[1:])
             what = self._sent_to_experts(array) if purpose.startswith("tokens to experts") else ""
             self._add(Collective(_KINDS[name], what or purpose, "", prod(shape) * array.dtype.itemsize), over, times)
 
-    def _sent_to_experts(self, array) -> str:
+    def _sent_to_experts(self, array: Any) -> str:
         """What is sent besides the tokens themselves, "" for these."""
         if array.dtype == "int32":
             return "how many tokens"
@@ -170,7 +172,7 @@ class _Recording:
             self._add(Collective(kind, branch, "", _nbytes(eqn.invars[0])), over, times)
             return
         *_, x, w = eqn.invars
-        flops = 2 * self.tokens * prod(w.aval.shape[1:])
+        flops = 2 * self.tokens * prod(_array(w).shape[1:])
         gathers = kernel == "all_gather_matmul"
         nbytes = _nbytes(x if gathers else eqn.outvars[0]) * self.shards.size(axes.MLP)
         self._add(Collective(kind, f"input of {branch}" if gathers else branch, "", nbytes, flops=flops), over, times)
@@ -187,5 +189,10 @@ def _jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
                 yield jaxpr
 
 
+def _array(x: Var | Literal) -> Any:
+    """The shape and dtype of a variable."""
+    return x.aval
+
+
 def _nbytes(x: Var | Literal) -> int:
-    return prod(x.aval.shape) * x.aval.dtype.itemsize
+    return prod(_array(x).shape) * _array(x).dtype.itemsize

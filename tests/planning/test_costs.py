@@ -21,6 +21,7 @@ from inferlib.planning.costs import Deployed, step_time
 from inferlib.planning.estimate import estimate
 from inferlib.planning.explain import explain
 from inferlib.planning.network import ATTAINED, IDEAL, Span, place
+from inferlib.planning.purposes import PURPOSES
 from inferlib.planning.recorder import record
 from inferlib.programs.program import ProgramKey
 from inferlib.sharding.mesh import Parallelism
@@ -136,7 +137,10 @@ def test_estimated_collectives_of_a_prompt_are_those_recorded(name, parallel):
     model = abstract_model(config, "bfloat16", scan=True, shards=shards)
     plan = plan_cache(model, rows=16, max_len=2048, chunk=512, dtype="bfloat16", platform="tpu")
     key = ProgramKey("greedy", engine.rows, 2048, chunks=1, chunk=512)
-    assert counted(estimate(model, plan, shards, key, engine.backend)) == counted(record(model, plan, engine, key))
+    recorded = record(model, plan, engine, key)
+    assert counted(estimate(model, plan, shards, key, engine.backend)) == counted(recorded)
+    branches = {"input of attention", "attention", "input of feed-forward", "feed-forward", "routes", "how many tokens"}
+    assert {c.purpose for c in recorded} <= {*PURPOSES.values(), *branches}
 
 
 def counted(collectives: Iterable[Collective]) -> Counter[Collective]:
