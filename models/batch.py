@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from inferlib.models.config import ModelConfig, RopeSpec
 from inferlib.models.layers.rope import rope_angles
 from inferlib.ops.backend import Backend
+from inferlib.ops.matmul import Activations, Weight, matmul
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -73,6 +74,10 @@ class StepContext:
         """T."""
         p, c = self.batch.chunk_tokens.shape
         return p * c + self.batch.decode_tokens.shape[0]
+
+    def matmul(self, x: Activations, w: Weight, **options) -> jax.Array:
+        """`ops.matmul.matmul` by this step's backend."""
+        return matmul(x, w, backend=self.backend.matmul, **options)
 
     @cached_property
     def chunk_positions(self) -> jax.Array:

@@ -23,7 +23,7 @@ from inferlib.models.layout import Layout
 from inferlib.models.recurrent import Recurrent
 from inferlib.models.stream import Branch, Residual
 from inferlib.ops.collective_matmul import RingWeight
-from inferlib.ops.matmul import Activation, gives_shares, whole
+from inferlib.ops.matmul import Activations, choose, whole
 from inferlib.sharding import axes
 
 Output = tuple[Residual, LayerCache, Load]
@@ -78,16 +78,16 @@ class Block(nnx.Module):
         raise NotImplementedError
 
     def attend(
-        self, y: Activation, ctx: StepContext, cache: LayerCache, *, partials: bool = False
+        self, y: Activations, ctx: StepContext, cache: LayerCache, *, partials: bool = False
     ) -> tuple[Branch, LayerCache]:
         """The mixer's branch; partials: left as split-K partial sums."""
         y = y if _overlaps_collective(self.attn, "qkv") else _gathered(y, ctx)
-        out, cache = self.attn(y, ctx, cache, **{"shares": True} if partials else {})
+        out, cache = self.attn(y, ctx, cache, **{"partials": True} if partials else {})
         over = () if _overlaps_collective(self.attn, "o") else (axes.KV_HEADS, axes.HEAD_OUT)
         return Branch(out, over, self.attn_biases), cache
 
     def feed(
-        self, y: Activation, ctx: StepContext, layer: jax.Array | None, *, partials: bool = False
+        self, y: Activations, ctx: StepContext, layer: jax.Array | None, *, partials: bool = False
     ) -> tuple[Branch, Load]:
         """The feed-forward's branch; partials: left as split-K partial sums."""
         if not _overlaps_collective(self.mlp, "gate_up"):
@@ -97,12 +97,12 @@ class Block(nnx.Module):
         return Branch(out, () if _overlaps_collective(self.mlp, "down") else (axes.MLP,), self.mlp_biases), load
 
     def feed_forward(
-        self, y: Activation, ctx: StepContext, layer: jax.Array | None, *, partials: bool = False
+        self, y: Activations, ctx: StepContext, layer: jax.Array | None, *, partials: bool = False
     ) -> tuple[jax.Array, Load]:
         """This device's partial sum, and the load of its experts."""
         if isinstance(self.mlp, Moe):
             return self.mlp(whole(y), ctx, layer)
-        return self.mlp(y, ctx.shards, shares=partials), None
+        return self.mlp(y, ctx, partials=partials), None
 
     @property
     def attn_biases(self) -> tuple[jax.Array, ...]:
@@ -145,7 +145,11 @@ class PreNormBlock(Block):
         if self.spec.attention.o_bias or self.spec.mlp.bias:
             return False
         products, dtype = ((self.attn.o, 3), (self.mlp.down, 1)), self.pre_mlp_norm.weight.dtype
-        return all(gives_shares(w[...], contract, ctx.tokens, dtype) for w, contract in products)
+        choices = (
+            choose(w[...], ctx.tokens, dtype, contract=contract, backend=ctx.backend.matmul, partials=True)
+            for w, contract in products
+        )
+        return all(choice.name != "xla" for choice in choices)
 
 
 class SandwichBlock(Block):
@@ -188,15 +192,15 @@ class GeneralBlock(Block):
     are deferred or have norms of their own (Gemma 3n, Gemma 4, MiniMax, LongCat)."""
 
     def __call__(self, residual, ctx, cache, *, layer=None, token_inputs=None) -> Output:
-        shards, altup = ctx.shards, residual.x.ndim > 2
-        predicted = self.altup.predict(residual.x, shards) if altup else residual.x
+        altup = residual.x.ndim > 2
+        predicted = self.altup.predict(residual.x, ctx) if altup else residual.x
         x, cache = self.after_attention(predicted[:, 0] if altup else predicted, ctx, cache)
         x, deferred, load = self.after_mlp(x, residual.deferred, ctx, layer)
-        x = self.altup.correct(predicted, x, shards) if altup else x
+        x = self.altup.correct(predicted, x, ctx) if altup else x
         if token_inputs is not None and altup:
-            x = x.at[:, 1:].add(self.per_layer(x[:, 0] * self.altup.scale[...], token_inputs, shards)[:, None])
+            x = x.at[:, 1:].add(self.per_layer(x[:, 0] * self.altup.scale[...], token_inputs, ctx)[:, None])
         elif token_inputs is not None:
-            x = x + self.per_layer(x, token_inputs, shards)
+            x = x + self.per_layer(x, token_inputs, ctx)
         x = x * self.scalar[...] if self.spec.scaled else x
         return replace(residual, x=x, deferred=deferred), cache, load
 
@@ -211,7 +215,7 @@ class GeneralBlock(Block):
         scales = spec.normed.attention if spec.normed else None
         x = self.add(x, whole(y), out, scales)
         if spec.laurel:
-            x = (x + self.laurel(whole(y), shards)) * jnp.asarray(2**-0.5, x.dtype)
+            x = (x + self.laurel(whole(y), ctx)) * jnp.asarray(2**-0.5, x.dtype)
         return x, cache
 
     def after_mlp(
@@ -272,7 +276,7 @@ def sums_feed_norms(config: ModelConfig, *, sharded: bool) -> bool:
     )
 
 
-def _gathered(y: Activation, ctx: StepContext) -> Activation:
+def _gathered(y: Activations, ctx: StepContext) -> Activations:
     """The activations of all tokens, where they are split."""
     return ctx.shards.all_tokens(whole(y), ctx.tokens) if ctx.shards.splits_tokens else y
 

@@ -21,7 +21,7 @@ from inferlib.models.layout import Layout
 from inferlib.models.run_segment import run_segment, stacked
 from inferlib.models.segments import Segment, block_of
 from inferlib.models.stream import Residual
-from inferlib.ops.matmul import bound_by_weight, matmul
+from inferlib.ops.matmul import decode_sized, matmul
 from inferlib.ops.residual_norm import Mailboxes, choose
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -69,7 +69,7 @@ class Decoder(nnx.Module):
         _ = ctx.positions, ctx.pages, ctx.rope, self.config.mixtures and ctx.fed
         x, inputs = self.embedding(ctx), None
         if self.config.per_layer is not None:
-            inputs = self.per_layer(ctx.batch.tokens, x, ctx.shards)
+            inputs = self.per_layer(x, ctx)
         if self.config.streams > 1:
             x = self.streams.spread(x, ctx.shards)
         residual = Residual(x, mailboxes=mailboxes, lazy=mailboxes is not None or self.leaves_pending(ctx))
@@ -99,7 +99,8 @@ class Decoder(nnx.Module):
             return False
         if choose(ctx.tokens, self.config.dim, backend=ctx.backend.add_norm).name == "xla":
             return False
-        return self.config.mixtures or bound_by_weight(self.blocks[0].mlp.down[...], ctx.tokens)
+        dense = None if self.config.mixtures else self.blocks[0].mlp.down[...]
+        return dense is None or decode_sized(dense, ctx.tokens, ctx.backend.matmul)
 
     def lent(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
         """The cache of the layer whose keys and values a block's layers attend to, if they have none. caches: of the
@@ -118,14 +119,17 @@ class Decoder(nnx.Module):
             x = x + (jnp.where(ctx.shards.index(axes.VOCAB) == 0, at, 0) if split else at)
         return ctx.shards.sum_tokens(x, axes.VOCAB) if split else x
 
-    def logits(self, x: jax.Array, shards: Shards) -> jax.Array:
-        """Hidden states [T, D] -> logits [T, V] float32, of this device's share of the vocabulary."""
+    def logits(self, x: jax.Array, shards: Shards, backend: str | None = None) -> jax.Array:
+        """Hidden states [T, D] -> logits [T, V] float32, of this device's part of the vocabulary.
+
+        backend: see `matmul`.
+        """
         config = self.config
         with jax.named_scope("head"):
             y = self.final_norm(x, shards)
             head, transposed = (self.embed, True) if config.tied else (self.head, False)
             y = y if transposed else self.final_norm.for_products(x, y, shards)
-            logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32)
+            logits = matmul(y, head[...], transposed=transposed, out_dtype=jnp.float32, backend=backend)
             logits = shards.sum(logits, axes.EMBED)
             if config.head_bias:
                 logits = logits + self.head_bias[...].astype(jnp.float32)

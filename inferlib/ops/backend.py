@@ -25,7 +25,7 @@ class Backend:
     grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"  # and the sort of its rows by group
     expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # experts of decode-sized batches; "xla": grouped products
     choose_experts: Literal["xla", "pallas_gpu"] = "xla"  # scores and top-k of decode-sized batches
-    matmul: Literal["xla", "pallas_tpu"] = "xla"  # products with weights
+    matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"  # products with weights
     add_norm: Literal["xla", "pallas_gpu"] = "xla"  # residual sum + norm of decode-sized batches on one device
     all_reduce: Literal["xla", "pallas"] = "xla"
     collective_matmul: Literal["xla", "pallas_tpu"] = "xla"  # where tokens are split, see `models.layers.ring`
@@ -53,7 +53,7 @@ class Backend:
         if platform != "gpu":
             return Backend()
         all_reduce = "pallas" if _are_peers(shards) else "xla"
-        kernels = "decode_attention", "qkv_attention", "grouped_matmul", "choose_experts", "add_norm"
+        kernels = "decode_attention", "qkv_attention", "grouped_matmul", "choose_experts", "matmul", "add_norm"
         return Backend(**dict.fromkeys(kernels, "pallas_gpu"), all_reduce=all_reduce, exchange="ragged")
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops.choice import Choice
 from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.packed import FEW_ROWS, PackedTensor, by_kernel, by_xla
 from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
@@ -24,9 +25,9 @@ def precision_of(dtype) -> lax.Precision | None:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Normed:
-    """y [T, D], the RMS norm of x with weight + offset, for products, which make it themselves where their kernel can:
-    then nothing computes y. weight [L, D]: of all layers where those of the products are stacked, else of one."""
+class FusableNorm:
+    """The RMS norm y [T, D] of x with weight + offset. A kernel that norms its inputs itself takes x instead, and then
+    nothing computes y. weight [L, D]: of all layers where the products' weights are stacked, else of one."""
 
     x: jax.Array
     y: jax.Array
@@ -34,144 +35,69 @@ class Normed:
     eps: float = field(metadata={"static": True})
     offset: float = field(metadata={"static": True})
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.y.shape
 
-Activation = jax.Array | Normed | DeferredNorm
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.y.dtype
+
+    def whole(self) -> jax.Array:
+        return self.y
 
 
-def whole(x: Activation) -> jax.Array:
+Activations = jax.Array | FusableNorm | DeferredNorm
+Weight = jax.Array | QuantizedTensor | PackedTensor | RingWeight
+
+
+def whole(x: Activations) -> jax.Array:
     """The activations themselves."""
-    return x.y if isinstance(x, Normed) else x.whole() if isinstance(x, DeferredNorm) else x
+    return x.whole() if isinstance(x, FusableNorm | DeferredNorm) else x
+
+
+@dataclass(frozen=True)
+class Product:
+    """What `matmul` makes of activations and a weight; see there."""
+
+    contract: int
+    activation: Callable[[jax.Array, jax.Array], jax.Array] | None
+    out_dtype: jax.typing.DTypeLike
+    backend: str | None
+
+    def activated(self, y: jax.Array) -> jax.Array:
+        """[T, 2, F] -> [T, F], if there is an activation."""
+        return y if self.activation is None else self.activation(y[:, 0], y[:, 1])
 
 
 def matmul(
-    x: Activation,
-    w: jax.Array | QuantizedTensor | PackedTensor | RingWeight,
+    x: Activations,
+    w: Weight,
     *,
     contract: int = 1,
     transposed: bool = False,
     activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     out_dtype=None,
+    backend: str | None = None,
 ) -> jax.Array:
-    """x [T, *I], or the norm that stands for it, times w [*I, *O] -> [T, *O], accumulated in float32.
+    """x [T, *I] times w [*I, *O] -> [T, *O], accumulated in float32.
 
-    contract: how many leading dimensions of `w` (and trailing of `x`) are summed over. transposed: w is [O, I], and not
-    quantised. activation: of w's two results [T, 2, F], what makes one [T, F] of them. out_dtype: dtype of the result;
-    x's by default. With a RingWeight x or the result is a device's share.
+    contract: number of leading dimensions of `w` (and trailing ones of `x`) that are summed over. transposed: w is
+    [O, I], and an array. activation: combines the two results [T, 2, F] into one [T, F]. out_dtype: dtype of the
+    result; x's by default. backend: "xla" takes no GPU kernel; None takes those of the platform. TPU kernels are chosen
+    by the weight: a PackedTensor, or a RingWeight, with which x or the result is this device's share of the tokens.
     """
-    if isinstance(x, DeferredNorm) and (not isinstance(w, QuantizedTensor) or w.round_inputs):
-        x = x.whole()
-    if isinstance(w, PackedTensor):
-        return _packed(x, w, activation, out_dtype)
-    x = x.y if isinstance(x, Normed) else x
-    if isinstance(w, QuantizedTensor):
-        x = to_mxfp8(x, w.shape[contract]) if w.round_inputs else x
-        return _quantized(x, w, contract, out_dtype or x.dtype, activation)
-    if activation is not None:
-        y = matmul(x, w, contract=contract, out_dtype=out_dtype)
-        return activation(y[:, 0], y[:, 1])
-    if isinstance(w, RingWeight):
-        return w.times(x)
-    if transposed:
-        dimensions = (((1,), (1,)), ((), ()))
-        return lax.dot_general(x, w, dimensions, precision_of(x.dtype), preferred_element_type=out_dtype or x.dtype)
-    inner, outer = w.shape[:contract], w.shape[contract:]
-    if x.shape[1:] != inner:
-        raise ValueError(f"matmul: x {x.shape} does not end in the {contract} leading dimensions of w {w.shape}")
-    if x.shape[0] > 1:  # as it is: of a reshaped weight, XLA:TPU would not fuse the slice of a stack with the product
-        summed = tuple(range(1, contract + 1)), tuple(range(contract))
-        return lax.dot_general(
-            x, w, (summed, ((), ())), precision_of(x.dtype), preferred_element_type=out_dtype or x.dtype
-        )
-    forms = {name: partial(f, out_dtype=out_dtype or x.dtype) for name, f in _FORMS.items()}
-    y = lax.platform_dependent(x.reshape(1, -1), w.reshape(math.prod(inner), math.prod(outer)), **forms)
-    return y.reshape(1, *outer)
+    product = Product(contract, activation, out_dtype or x.dtype, backend)
+    if multiply := _PRODUCTS.get(type(w)):
+        return multiply(x, w, product)
+    return product.activated(_dense(whole(x), w, product, transposed))
 
 
-def _packed(x: jax.Array | Normed, w: PackedTensor, activation, out_dtype) -> jax.Array:
-    normed, x = (x, x.y) if isinstance(x, Normed) else (None, x)
-    out_dtype = out_dtype or x.dtype
-    if w.round_inputs:
-        normed, x = None, to_mxfp8(x, MX_GROUP)
-    if w.readable and x.shape[0] > FEW_ROWS:
-        y = by_xla(x, w, out_dtype)
-        return y if activation is None else activation(y[:, 0], y[:, 1])
-    from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm, unsupported
+def matmul_partials(x: jax.Array, w: QuantizedTensor, *, contract: int = 1) -> jax.Array:
+    """x [T, *I] times w [*I, *O] -> split-K partial sums [S, T, *O] float32, whose sum over S is the product.
 
-    if normed is None or unsupported(x.shape[0], x.dtype, w.stack, normed=True):
-        return by_kernel(x, w, out_dtype, activation=activation)
-    norm = RmsNorm(normed.weight, normed.eps, normed.offset)
-    return by_kernel(normed.x, w, out_dtype, norm=norm, activation=activation)
-
-
-def _product(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
-    return lax.dot_general(x, w, (((1,), (0,)), ((), ())), precision_of(x.dtype), preferred_element_type=out_dtype)
-
-
-def _quantized(x: jax.Array | DeferredNorm, w: QuantizedTensor, contract: int, out_dtype, activation) -> jax.Array:
-    def default(x: jax.Array | DeferredNorm, w: QuantizedTensor) -> jax.Array:
-        x = x.whole() if isinstance(x, DeferredNorm) else x
-        y = _dequantized(x, w, contract, out_dtype)
-        return y if activation is None else activation(y[:, 0], y[:, 1])
-
-    forms = {} if w.zeros is not None else _form_on_gpu(x, w, contract, out_dtype, activation)
-    return lax.platform_dependent(x, w, default=default, **forms) if forms else default(x, w)
-
-
-TILED_ROWS = 128  # up to which the GPU kernel of tiles is faster than XLA, which unpacks groups to memory
-TILED_GROUP = 128  # a step's inputs, which have to fit the shared memory
-
-
-def rows_of_kernel(w: QuantizedTensor) -> int:
-    """Up to how many rows a weight without zero points is best multiplied by the GPU kernel for few. The values of
-    channels XLA unpacks in the product's own kernel, which is as fast from eight rows on."""
-    from inferlib.pallas_kernels.row_matmul_gpu import ROWS
-
-    return ROWS if w.grouped else 4
-
-
-def bound_by_weight(w: jax.Array | QuantizedTensor | PackedTensor | RingWeight, tokens: int) -> bool:
-    """True if GPUs multiply so few tokens by this weight with a kernel, as reading the weight bounds the product."""
-    return isinstance(w, QuantizedTensor) and w.zeros is None and tokens <= rows_of_kernel(w)
-
-
-def _form_on_gpu(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, activation) -> dict[str, Callable]:
-    """On NVIDIA GPUs a kernel, if one takes them, for rows so few that unpacking the weight bounds XLA."""
-    from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
-
-    values, group = _matrix(w, contract)
-    rows, inner, outer = x.shape[0], values.shape[1], w.shape[contract + w.grouped :]
-
-    def by_rows(x: jax.Array | DeferredNorm, w: QuantizedTensor) -> jax.Array:
-        x, norm = (x.y, dict(squares=x.squares, eps=x.eps)) if isinstance(x, DeferredNorm) else (x, {})
-        options = dict(dtype=out_dtype, activation=activation, **norm)
-        y = row_matmul_gpu.row_matmul(x.reshape(rows, inner), *_arrays(w, contract), **options)
-        return y.reshape(rows, *outer[activation is not None :])
-
-    def by_tiles(x: jax.Array | DeferredNorm, w: QuantizedTensor) -> jax.Array:
-        x = x.whole() if isinstance(x, DeferredNorm) else x
-        sizes = jnp.full((1,), rows, jnp.int32)
-        options = dict(parts=1, sizes=sizes, dtype=out_dtype)
-        y = grouped_matmul_gpu.grouped_matmul(x.reshape(rows, inner), *_arrays(w, contract), **options)
-        y = y.reshape(rows, *outer)
-        return y if activation is None else activation(y[:, 0], y[:, 1])
-
-    if rows <= rows_of_kernel(w) and row_matmul_gpu.unsupported(x.dtype, values, group) is None:
-        return {"cuda": by_rows}
-    tiled = w.grouped and group <= TILED_GROUP and rows <= TILED_ROWS and x.dtype == jnp.bfloat16
-    return {"cuda": by_tiles} if tiled and grouped_matmul_gpu.unsupported(values, group, zeros=False) is None else {}
-
-
-def gives_shares(w: jax.Array | QuantizedTensor | PackedTensor | RingWeight, contract: int, tokens: int, dtype) -> bool:
-    """Whether `product_shares` takes rows [tokens, ...] of a dtype times a weight: where GPUs would take its kernel."""
-    from inferlib.pallas_kernels.row_matmul_gpu import unsupported
-
-    if not isinstance(w, QuantizedTensor) or w.zeros is not None or w.round_inputs or tokens > rows_of_kernel(w):
-        return False
-    return unsupported(dtype, *_matrix(w, contract)) is None
-
-
-def product_shares(x: jax.Array, w: QuantizedTensor, *, contract: int = 1) -> jax.Array:
-    """x [T, *I] times w [*I, *O] -> [S, T, *O] float32, whose sum over S is the product."""
+    For weights that `choose(..., partials=True)` multiplies by a kernel.
+    """
     from inferlib.pallas_kernels.row_matmul_gpu import blocks, row_matmul
 
     rows, (values, _), outer = x.shape[0], _matrix(w, contract), w.shape[contract + w.grouped :]
@@ -188,25 +114,155 @@ def product_shares(x: jax.Array, w: QuantizedTensor, *, contract: int = 1) -> ja
     return lax.platform_dependent(x, w, cuda=by_rows, default=default)
 
 
+def choose(
+    w: Weight,
+    tokens: int,
+    dtype: jax.typing.DTypeLike,
+    *,
+    contract: int = 1,
+    backend: str | None,
+    partials: bool = False,
+) -> Choice:
+    """The implementation on GPUs of `matmul`, or of `matmul_partials`, for `tokens` rows of a dtype and a quantised
+    weight: "row_matmul" for decode-sized batches, "grouped_matmul" for somewhat larger ones, or "xla".
+
+    XLA unpacks the weight first, which takes most of the time of such products.
+    """
+    from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
+
+    if backend not in (None, "pallas_gpu") or not isinstance(w, QuantizedTensor):
+        return Choice("xla")
+    if w.zeros is not None or (partials and w.round_inputs):
+        return Choice("xla", "zero points, or inputs that are rounded")
+    values, group = _matrix(w, contract)
+    reason = None if tokens <= _row_limit(w) else f"{tokens} rows"
+    reason = reason or row_matmul_gpu.unsupported(dtype, values, group)
+    if reason is None or partials:
+        return Choice.of("row_matmul", reason)
+    tiled = group is not None and group <= TILED_GROUP and tokens <= TILED_ROWS and dtype == jnp.bfloat16
+    if tiled and grouped_matmul_gpu.unsupported(values, group, zeros=False) is None:
+        return Choice("grouped_matmul", reason)
+    return Choice("xla", reason)
+
+
+TILED_ROWS = 128  # rows up to which the GPU kernel of tiles is faster than XLA, which unpacks groups to memory
+TILED_GROUP = 128  # inputs of a step of that kernel, which have to fit the shared memory
+
+
+def decode_sized(w: Weight, tokens: int, backend: str | None) -> bool:
+    """True if reading a quantised weight bounds its product with so few rows, for which GPUs have a kernel."""
+    prefers_kernel = backend in (None, "pallas_gpu") and isinstance(w, QuantizedTensor)
+    return prefers_kernel and w.zeros is None and tokens <= _row_limit(w)
+
+
+def _row_limit(w: QuantizedTensor) -> int:
+    """Rows up to which `row_matmul` is faster than XLA. XLA converts weights with a scale for each channel in the
+    product's own kernel, which is as fast from eight rows on."""
+    from inferlib.pallas_kernels.row_matmul_gpu import ROWS
+
+    return ROWS if w.grouped else 4
+
+
+# ---- products by kind of weight
+
+
+def _with_ring(x: Activations, w: RingWeight, product: Product) -> jax.Array:
+    return product.activated(w.times(whole(x)))
+
+
+def _packed(x: Activations, w: PackedTensor, product: Product) -> jax.Array:
+    """By the TPU kernel, which norms its inputs itself if it can; by XLA where that reads the weight as fast."""
+    y, activation = whole(x), product.activation
+    if w.round_inputs:
+        x = y = to_mxfp8(y, MX_GROUP)
+    if w.readable and y.shape[0] > FEW_ROWS:
+        return product.activated(by_xla(y, w, product.out_dtype))
+    from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm, unsupported
+
+    if not isinstance(x, FusableNorm) or unsupported(y.shape[0], y.dtype, w.stack, normed=True):
+        return by_kernel(y, w, product.out_dtype, activation=activation)
+    norm = RmsNorm(x.weight, x.eps, x.offset)
+    return by_kernel(x.x, w, product.out_dtype, norm=norm, activation=activation)
+
+
+def _quantized(x: Activations, w: QuantizedTensor, product: Product) -> jax.Array:
+    """By the GPU kernel that `choose` names, on GPUs; elsewhere by XLA."""
+    x = x if isinstance(x, DeferredNorm) and not w.round_inputs else whole(x)
+    x = to_mxfp8(x, w.shape[product.contract]) if w.round_inputs else x
+
+    def default(x: jax.Array | DeferredNorm, w: QuantizedTensor) -> jax.Array:
+        return product.activated(_dequantized(whole(x), w, product.contract, product.out_dtype, product.backend))
+
+    choice = choose(w, x.shape[0], x.dtype, contract=product.contract, backend=product.backend)
+    if choice.name == "xla":
+        return default(x, w)
+    kernel = {"row_matmul": _by_rows, "grouped_matmul": _by_tiles}[choice.name]
+    return lax.platform_dependent(x, w, cuda=partial(kernel, product=product), default=default)
+
+
+def _by_rows(x: jax.Array | DeferredNorm, w: QuantizedTensor, product: Product, interpret: bool = False) -> jax.Array:
+    from inferlib.pallas_kernels.row_matmul_gpu import row_matmul
+
+    rows, outer = x.shape[0], w.shape[product.contract + w.grouped :]
+    y, norm = (x.y, dict(squares=x.squares, eps=x.eps)) if isinstance(x, DeferredNorm) else (x, {})
+    options = dict(dtype=product.out_dtype, activation=product.activation, interpret=interpret, **norm)
+    y = row_matmul(y.reshape(rows, -1), *_arrays(w, product.contract), **options)
+    return y.reshape(rows, *outer[product.activation is not None :])
+
+
+def _by_tiles(x: jax.Array | DeferredNorm, w: QuantizedTensor, product: Product, interpret: bool = False) -> jax.Array:
+    from inferlib.pallas_kernels.grouped_matmul_gpu import grouped_matmul
+
+    rows, outer = x.shape[0], w.shape[product.contract + w.grouped :]
+    options = dict(parts=1, sizes=jnp.full((1,), rows, jnp.int32), dtype=product.out_dtype, interpret=interpret)
+    y = grouped_matmul(whole(x).reshape(rows, -1), *_arrays(w, product.contract), **options)
+    return product.activated(y.reshape(rows, *outer))
+
+
+_PRODUCTS = {QuantizedTensor: _quantized, PackedTensor: _packed, RingWeight: _with_ring}
+
+
+def _dense(x: jax.Array, w: jax.Array, product: Product, transposed: bool) -> jax.Array:
+    out_dtype, contract = product.out_dtype, product.contract
+    if transposed:
+        dimensions = (((1,), (1,)), ((), ()))
+        return lax.dot_general(x, w, dimensions, precision_of(x.dtype), preferred_element_type=out_dtype)
+    inner, outer = w.shape[:contract], w.shape[contract:]
+    if x.shape[1:] != inner:
+        raise ValueError(f"matmul: x {x.shape} does not end in the {contract} leading dimensions of w {w.shape}")
+    if x.shape[0] > 1:  # as it is: of a reshaped weight, XLA:TPU would not fuse the slice of a stack with the product
+        summed = tuple(range(1, contract + 1)), tuple(range(contract))
+        return lax.dot_general(x, w, (summed, ((), ())), precision_of(x.dtype), preferred_element_type=out_dtype)
+    forms = _ROW_FORMS if product.backend in (None, "pallas_gpu") else _XLA_ROW_FORMS
+    forms = {name: partial(form, out_dtype=out_dtype) for name, form in forms.items()}
+    y = lax.platform_dependent(x.reshape(1, -1), w.reshape(math.prod(inner), math.prod(outer)), **forms)
+    return y.reshape(1, *outer)
+
+
+def _product(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
+    return lax.dot_general(x, w, (((1,), (0,)), ((), ())), precision_of(x.dtype), preferred_element_type=out_dtype)
+
+
 def _matrix(w: QuantizedTensor, contract: int) -> tuple[jax.ShapeDtypeStruct, int | None]:
-    """A weight's values as GPU kernels take them, [1, I, O], and how many inputs share a scale."""
+    """The shape of a weight's values as GPU kernels take them, [1, I, O], and how many inputs share a scale."""
     at = contract + w.grouped
     shape = 1, math.prod(w.shape[:at]), math.prod(w.shape[at:])
     return jax.ShapeDtypeStruct(shape, w.values.dtype), w.shape[contract] if w.grouped else None
 
 
 def _arrays(w: QuantizedTensor, contract: int) -> tuple[jax.Array, jax.Array]:
-    """Its values so, and its scales."""
+    """A weight's values and scales as GPU kernels take them."""
     values, group = _matrix(w, contract)
     _, inner, outer = values.shape
     return w.values.reshape(values.shape), w.scales.reshape(1, *((inner // group,) if group else ()), outer)
 
 
-def _dequantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype) -> jax.Array:
-    """Written so that XLA reads the packed weight: the values of channels are converted in the product's fusion and
-    their zero points and scales change its result; those of groups are dequantised in the fusion, without a reshape."""
+def _dequantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, backend: str | None = None) -> jax.Array:
+    """By XLA, written so that it reads the packed weight. Values with a scale for each channel are converted
+    in the product's fusion, and zero points and scales change its result; values in groups are dequantised in the
+    fusion, without a reshape."""
     if not w.grouped:
-        y = matmul(x, w.values.astype(x.dtype), contract=contract, out_dtype=jnp.float32)
+        y = matmul(x, w.values.astype(x.dtype), contract=contract, out_dtype=jnp.float32, backend=backend)
         if w.zeros is not None:
             total = jnp.sum(x.astype(jnp.float32), axis=tuple(range(1, x.ndim)))
             y = y - total.reshape(-1, *[1] * w.zeros.ndim) * w.zeros.astype(jnp.float32)
@@ -237,8 +293,8 @@ def _row_in_parts(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
 
 
 def _row_on_gpu(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
-    """XLA:GPU makes a small product of one row a multiplication and a reduction (3x slower): the kernel's, or one of
-    two rows, which takes 2 us more."""
+    """The product by the kernel, or of two rows, which takes 2 us more: XLA:GPU makes a small product of one row a
+    multiplication and a reduction (3x slower)."""
     from inferlib.pallas_kernels import row_matmul_gpu
 
     if w.size > 2**23:
@@ -249,4 +305,5 @@ def _row_on_gpu(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
 
 
 # How the product of one row is best written for each platform.
-_FORMS = {"default": _product, "cpu": _row_in_parts, "cuda": _row_on_gpu}
+_XLA_ROW_FORMS = {"default": _product, "cpu": _row_in_parts}
+_ROW_FORMS = _XLA_ROW_FORMS | {"cuda": _row_on_gpu}

@@ -20,6 +20,7 @@ from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.blocks import sums_feed_norms
+from inferlib.models.decoder import Decoder
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
 from inferlib.programs.row_state import RowState
 from inferlib.sampling.sampler import Sampled, Vocabulary, count_tokens, is_stop, mark_prompt, sample, score, unpack
@@ -204,6 +205,9 @@ class _Maker:
         hidden, caches, mailboxes, load = decoder(ctx, self.plan.view(cache), mailboxes)
         return hidden, decoder, self.plan.flatten(caches), mailboxes, None if load is None else load[None, None]
 
+    def logits(self, decoder: Decoder, hidden: jax.Array) -> jax.Array:
+        return decoder.logits(hidden, self.config.shards, self.config.backend.matmul)
+
     def counted_rows(self, rows: RowState) -> jax.Array:
         """[B] those whose choices of experts count: every device that prompts are dealt out to has the rows."""
         return rows.active & (self.config.shards.index(axes.TOKENS) == 0)
@@ -238,7 +242,7 @@ class _Maker:
             hidden, decoder, cache, mailboxes, load = self.run(
                 weights, cache, batch, self.counted_rows(rows), mailboxes
             )
-            rows, sampled = self.advance(rows, decoder.logits(hidden, self.config.shards))
+            rows, sampled = self.advance(rows, self.logits(decoder, hidden))
             return cache, rows, mailboxes, sampled, load
 
         mailboxes = self.mailboxes()
@@ -288,7 +292,7 @@ class _Maker:
         hidden, decoder, cache, _, load = self.run(weights, cache, batch, counted)
         split = tokens.size
         ends = self.last_hidden(hidden[:split].reshape(*tokens.shape, -1), info["length"])
-        logits = decoder.logits(jnp.concatenate([ends, hidden[split:]]), self.config.shards)
+        logits = self.logits(decoder, jnp.concatenate([ends, hidden[split:]]))
 
         output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32), load=load)
         if key.rows:
@@ -300,7 +304,7 @@ class _Maker:
         state, first = self.admit(state, logits[: key.chunks], chunk, info)
         output = output._replace(chunk_tokens=first.token, chunk_sampled=first if key.mode == "logprobs" else None)
         if key.detail:
-            every = decoder.logits(hidden[:split], self.config.shards)
+            every = self.logits(decoder, hidden[:split])
             if key.detail == "logprobs":
                 # A chunk that is not full ends its prompt: nothing follows.
                 following = jnp.concatenate([chunk.tokens[:, 1:], info["next"][:, None]], axis=1)

@@ -25,7 +25,7 @@ from inferlib.ops import cache_write, decode_attention, prefill_attention, proje
 from inferlib.ops.attention import AttentionOptions
 from inferlib.ops.choice import Choice
 from inferlib.ops.kv_cache import NewCells
-from inferlib.ops.matmul import Normed, gives_shares, matmul, product_shares
+from inferlib.ops.matmul import Activations, choose, matmul_partials, whole
 from inferlib.ops.project_and_attend import HeadTransforms, QkvPartials
 from inferlib.ops.residual_norm import DeferredNorm
 from inferlib.sharding import axes
@@ -83,17 +83,17 @@ class Attention(nnx.Module):
                 self.k_norm = param((k, h), (axes.KV_HEADS, axes.HEAD_DIM), dtype, neutral)
 
     def __call__(
-        self, x: jax.Array | Normed | DeferredNorm, ctx: StepContext, cache: LayerCache, *, shares: bool = False
+        self, x: Activations, ctx: StepContext, cache: LayerCache, *, partials: bool = False
     ) -> tuple[jax.Array, LayerCache]:
-        """shares: the output projection's partial sums, [S, T, D]."""
+        """partials: return the output projection's partial sums, [S, T, D]."""
         if self.fuses(ctx, cache):
             out, cache = self.attend_fused(self.project_partially(x, ctx), cache, ctx)
         else:
             q, new = self.project(x, ctx)
             out, cache = self.attend(q, new, cache, ctx)
         if self.spec.gate is not None:
-            out = self.gated(out, x, ctx.shards)
-        return (product_shares if shares else matmul)(out, self.o[...], contract=3), cache
+            out = self.gated(out, x, ctx)
+        return (matmul_partials if partials else ctx.matmul)(out, self.o[...], contract=3), cache
 
     def fuses(self, ctx: StepContext, cache: LayerCache) -> bool:
         """True if one kernel takes the step's decode rows from their projections on."""
@@ -107,14 +107,15 @@ class Attention(nnx.Module):
         choice = project_and_attend.choose(cache.keys_and_values(), ctx.backend.qkv_attention, unfit=unfit)
         return choice.name != "xla"
 
-    def project_partially(self, x: jax.Array | Normed | DeferredNorm, ctx: StepContext) -> jax.Array | QkvPartials:
+    def project_partially(self, x: Activations, ctx: StepContext) -> jax.Array | QkvPartials:
         """Queries, keys and values of decode rows, [B, K, G + 2, h], as projected, or their partial sums."""
-        w, y = self.qkv[...], x.y if isinstance(x, Normed | DeferredNorm) else x
-        if ctx.shards.size(axes.EMBED) > 1 or not gives_shares(w, 1, y.shape[0], y.dtype):
-            return ctx.shards.sum(matmul(x, w), axes.EMBED)
+        w, tokens = self.qkv[...], x.shape[0]
+        choice = choose(w, tokens, x.dtype, backend=ctx.backend.matmul, partials=True)
+        if ctx.shards.size(axes.EMBED) > 1 or choice.name == "xla":
+            return ctx.shards.sum(ctx.matmul(x, w), axes.EMBED)
         if not isinstance(x, DeferredNorm):
-            return QkvPartials(product_shares(y, w), y.dtype)
-        return QkvPartials(product_shares(y, w), y.dtype, x.squares, inputs=y.shape[1], eps=x.eps)
+            return QkvPartials(matmul_partials(whole(x), w), x.dtype)
+        return QkvPartials(matmul_partials(x.y, w), x.dtype, x.squares, inputs=x.shape[1], eps=x.eps)
 
     def attend_fused(
         self, qkv: jax.Array | QkvPartials, cache: LayerCache, ctx: StepContext
@@ -134,19 +135,17 @@ class Attention(nnx.Module):
         out, arrays = project_and_attend.project_and_attend(qkv, arrays, lengths, transforms, options)
         return out, replace(cache, arrays=arrays.arrays)
 
-    def gated(self, out: jax.Array, x: jax.Array | Normed | DeferredNorm, shards: Shards) -> jax.Array:
+    def gated(self, out: jax.Array, x: Activations, ctx: StepContext) -> jax.Array:
         """Attention's output [T, K, G, h], or this device's part of h, times the gate of x [T, D]."""
-        gate = shards.sum(matmul(x, self.gate[...], out_dtype=jnp.float32), axes.EMBED)
+        gate = ctx.shards.sum(ctx.matmul(x, self.gate[...], out_dtype=jnp.float32), axes.EMBED)
         gate = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}[self.spec.gate.activation](gate)
         return out * gate.reshape(*out.shape[:3], -1).astype(out.dtype)
 
-    def project(
-        self, x: jax.Array | Normed | DeferredNorm, ctx: StepContext
-    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def project(self, x: Activations, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         """Queries [T, K, G, h], normed, rotated and scaled by temperature; and, to be cached, keys, normed and rotated,
         and values, [T, K, h] each."""
         spec, g = self.spec, self.layout.queries
-        qkv = ctx.shards.sum(matmul(x, self.qkv[...]), axes.EMBED)
+        qkv = ctx.shards.sum(ctx.matmul(x, self.qkv[...]), axes.EMBED)
         if spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
         rotated = spec.rope is not None and not spec.qk_norm
@@ -161,7 +160,7 @@ class Attention(nnx.Module):
         if spec.fused_heads == 2:
             v = qkv[:, :, g + 1]
         elif spec.own_values:
-            v = ctx.shards.sum(matmul(x, self.v[...]), axes.EMBED)
+            v = ctx.shards.sum(ctx.matmul(x, self.v[...]), axes.EMBED)
             v = v + self.v_bias[...] if spec.qkv_bias else v
         if spec.value_norm:
             v = rms_norm(v, jnp.ones((spec.value_dim,)), self.norm.eps)

@@ -26,7 +26,7 @@ from inferlib.ops import mla_prefill_attention as mla_prefill
 from inferlib.ops import mla_queries as mla_queries_op
 from inferlib.ops.choice import Choice
 from inferlib.ops.kv_cache import NewCells
-from inferlib.ops.matmul import Normed, matmul, precision_of
+from inferlib.ops.matmul import Activations, precision_of
 from inferlib.ops.mla_prefill_attention import Expansion
 from inferlib.ops.mla_queries import mla_queries
 from inferlib.sharding import axes
@@ -61,7 +61,7 @@ class Mla(nnx.Module):
         if spec.o_bias:
             self.o_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 
-    def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+    def __call__(self, x: Activations, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
         q, down = self.project(x, ctx)
         if self.fuses(q, ctx, cache):
             angles = ctx.rope[self.spec.rope]
@@ -70,7 +70,7 @@ class Mla(nnx.Module):
         else:
             q, latent, key = self.rotated(q, down, ctx)
             out, cache = self.attend(q, (latent[:, None], key[:, None]), cache, ctx)
-        return matmul(out[:, :, 0], self.o[...], contract=2), cache
+        return ctx.matmul(out[:, :, 0], self.o[...], contract=2), cache
 
     def fuses(self, q: jax.Array, ctx: StepContext, cache: LayerCache) -> bool:
         """True if one kernel makes the step's decode queries and new cells from their projections."""
@@ -82,15 +82,15 @@ class Mla(nnx.Module):
             return False
         return mla_queries_op.choose(q, self.k[...], ctx.rope[spec.rope][0], backend).name == backend
 
-    def project(self, x: jax.Array | Normed, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
+    def project(self, x: Activations, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
         """q [T, H, n + r], not rotated, and the latents and the rotary key [T, `spec.latent_dim`] as projected."""
         spec, rank = self.spec, self.spec.q_rank
-        down = ctx.shards.sum(matmul(x, self.down[...]), axes.EMBED)
+        down = ctx.shards.sum(ctx.matmul(x, self.down[...]), axes.EMBED)
         if spec.latent_bias:
             down = down + self.down_bias[...]
         if rank:
-            return matmul(rms_norm(down[:, :rank], self.q_norm[...], spec.eps), self.q[...]), down
-        return ctx.shards.sum(matmul(x, self.q[...]), axes.EMBED), down
+            return ctx.matmul(rms_norm(down[:, :rank], self.q_norm[...], spec.eps), self.q[...]), down
+        return ctx.shards.sum(ctx.matmul(x, self.q[...]), axes.EMBED), down
 
     def rotated(self, q: jax.Array, down: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [T, H, n + r], the normed latent [T, R], and the rotary key [T, r], of what `project` returns; with their

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from inferlib.models.batch import StepContext
 from inferlib.models.config import Activation, ClampedSwiglu, MlpSpec
 from inferlib.models.layers.param import param
-from inferlib.ops.matmul import Normed, matmul, product_shares
-from inferlib.ops.residual_norm import DeferredNorm
+from inferlib.ops.matmul import Activations, matmul_partials
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -54,13 +54,13 @@ class Mlp(nnx.Module):
             self.gate_up_bias = param((halves, hidden), (axes.GATE_UP, axes.MLP), dtype, "zeros")
             self.down_bias = param((dim,), (axes.EMBED,), dtype, "zeros")
 
-    def __call__(self, x: jax.Array | Normed | DeferredNorm, shards: Shards, *, shares: bool = False) -> jax.Array:
-        """shares: the last product's, [S, T, D]."""
-        spec, product = self.spec, product_shares if shares else matmul
+    def __call__(self, x: Activations, ctx: StepContext, *, partials: bool = False) -> jax.Array:
+        """partials: return the last product's split-K partial sums, [S, T, D]."""
+        spec, shards, product = self.spec, ctx.shards, matmul_partials if partials else ctx.matmul
         if spec.gated and not (spec.bias or spec.sparsity or shards.size(axes.EMBED) > 1):
-            hidden = matmul(x, self.gate_up[...], activation=partial(gated, spec.activation))
+            hidden = ctx.matmul(x, self.gate_up[...], activation=partial(gated, spec.activation))
             return product(hidden, self.down[...])
-        both = shards.sum(matmul(x, self.gate_up[...]), axes.EMBED)
+        both = shards.sum(ctx.matmul(x, self.gate_up[...]), axes.EMBED)
         if self.spec.bias:
             both = both + self.gate_up_bias[...]
         if not self.spec.gated:

@@ -25,7 +25,6 @@ from inferlib.ops.expert_mlp import ExpertWeights, expert_mlp
 from inferlib.ops.group_order import GroupOrder, group_order
 from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
 from inferlib.ops.loops import expected_trips
-from inferlib.ops.matmul import matmul
 from inferlib.ops.segment_sum import TILE, segment_sum
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -67,7 +66,7 @@ class Moe(nnx.Module):
     ) -> tuple[jax.Array, jax.Array | None, Load]:
         """The sum of the chosen experts and, apart from it, that of the shared experts if there are any."""
         routed, load = self.chosen(x, x, ctx, layer)
-        return routed, None if self.spec.shared is None else self.always(x, ctx.shards), load
+        return routed, None if self.spec.shared is None else self.always(x, ctx), load
 
     def with_norms(
         self, x: jax.Array, shared: jax.Array, ctx: StepContext, layer: jax.Array | None
@@ -79,7 +78,7 @@ class Moe(nnx.Module):
         """
         shards, dim = ctx.shards, x.shape[1]
         routed, load = self.chosen(self.pre_norm(x, shards), x, ctx, layer)
-        both = shards.sum_tokens(jnp.concatenate([routed, self.always(shared, shards)], axis=1), axes.MLP)
+        both = shards.sum_tokens(jnp.concatenate([routed, self.always(shared, ctx)], axis=1), axes.MLP)
         out = self.post_norm(both[:, :dim], shards) + self.post_shared_norm(self.finish(both[:, dim:]), shards)
         return out, load
 
@@ -88,7 +87,7 @@ class Moe(nnx.Module):
     ) -> tuple[jax.Array, Load]:
         """The sum of the chosen experts. judged [T, D]: what the router reads."""
         with jax.named_scope("router"):
-            experts, weights = self.router(judged, ctx.shards, ctx.backend.choose_experts)
+            experts, weights = self.router(judged, ctx)
         if x.shape[0] > 1:
             experts = jnp.where(ctx.fed[:, None], experts, -1)  # inactive rows choose none
         with jax.named_scope("experts"):
@@ -127,11 +126,11 @@ class Moe(nnx.Module):
         share = jnp.sum(jnp.where(identity, weights, 0), axis=1, keepdims=True)
         return out + once((x * share).astype(x.dtype), shards)
 
-    def always(self, x: jax.Array, shards: Shards) -> jax.Array:
+    def always(self, x: jax.Array, ctx: StepContext) -> jax.Array:
         """The shared experts."""
-        out = self.shared(x, shards)
+        out = self.shared(x, ctx)
         if self.spec.shared_gate:
-            gate = shards.sum(matmul(x, self.shared_gate[...][:, None], out_dtype=jnp.float32), axes.EMBED)
+            gate = ctx.shards.sum(ctx.matmul(x, self.shared_gate[...][:, None], out_dtype=jnp.float32), axes.EMBED)
             out = out * jax.nn.sigmoid(gate).astype(x.dtype)
         return out
 
@@ -339,7 +338,7 @@ class Experts(nnx.Module):
         if self.spec.scale_input:
             factors = jnp.any(chosen, axis=1).astype(factors.dtype)
         down_bias = self.down_bias[...] if mlp.layer is None else self.down_bias[...][mlp.layer]
-        return out + once(matmul(factors, down_bias.astype(jnp.float32)), ctx.shards).astype(x.dtype)
+        return out + once(ctx.matmul(factors, down_bias.astype(jnp.float32)), ctx.shards).astype(x.dtype)
 
     def _forward(self, x: jax.Array, pairs: Pairs, shards: Shards, layer: jax.Array | None) -> jax.Array:
         """x [T, D] -> [M, D]: gate and up, activation and down of each pair."""

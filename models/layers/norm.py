@@ -11,7 +11,7 @@ from flax import nnx
 from inferlib.models.config import NormSpec
 from inferlib.models.layers.param import OfStack, param
 from inferlib.models.stream import Residual
-from inferlib.ops.matmul import Normed
+from inferlib.ops.matmul import Activations, FusableNorm
 from inferlib.ops.residual_norm import DeferredNorm, residual_norm
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -45,9 +45,7 @@ class Norm(nnx.Module):
         y = scale_norm(y, mean, self.weight[...], self.spec.eps, self.spec.unit_offset)
         return (y + self.bias[...].astype(jnp.float32) if self.spec.bias else y).astype(x.dtype)
 
-    def read(
-        self, residual: Residual, shards: Shards, *, defer: bool = False
-    ) -> tuple[Residual, jax.Array | Normed | DeferredNorm]:
+    def read(self, residual: Residual, shards: Shards, *, defer: bool = False) -> tuple[Residual, Activations]:
         """The residual with its pending branch added, and its norm for products.
 
         defer: whether the reader takes a `DeferredNorm`, which the sum of split-K partial sums gives.
@@ -61,13 +59,13 @@ class Norm(nnx.Module):
             y = y.whole()
         return replace(residual, x=x, pending=None, mailboxes=mailboxes), y
 
-    def for_products(self, x: jax.Array, y: jax.Array, shards: Shards) -> jax.Array | Normed:
+    def for_products(self, x: jax.Array, y: jax.Array, shards: Shards) -> Activations:
         """y, the norm of x, or of the tokens of more devices, for what does nothing with it but products."""
         if self.spec.kind != "rms" or self.spec.bias or shards.size(axes.EMBED) > 1 or x.shape != y.shape:
             return y
         weight = self.weight.get_value()
         stack = weight.stack if isinstance(weight, OfStack) else weight[None]
-        return Normed(x, y, stack, self.spec.eps, float(self.spec.unit_offset))
+        return FusableNorm(x, y, stack, self.spec.eps, float(self.spec.unit_offset))
 
     def mean(self, y: jax.Array, shards: Shards) -> jax.Array:
         return shards.sum(jnp.sum(y, axis=-1, keepdims=True), axes.EMBED) / self.dim

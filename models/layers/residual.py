@@ -1,4 +1,4 @@
-"""Residuals that learn: LAuReL, and the parallel residuals of AltUp (both as in Gemma 3n)."""
+"""Learned residuals: LAuReL, and the parallel residuals of AltUp (both as in Gemma 3n)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from inferlib.models.batch import StepContext
 from inferlib.models.config import NormSpec
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
-from inferlib.ops.matmul import matmul, precision_of
+from inferlib.ops.matmul import precision_of
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -22,9 +23,9 @@ class Laurel(nnx.Module):
         self.right = param((rank, dim), (axes.LATENT, axes.EMBED), dtype, contracting=(0,))
         self.norm = Norm(norm, dim, dtype)
 
-    def __call__(self, x: jax.Array, shards: Shards) -> jax.Array:
-        latent = shards.sum(matmul(x, self.left[...]), axes.EMBED)
-        return x + self.norm(matmul(latent, self.right[...]), shards)
+    def __call__(self, x: jax.Array, ctx: StepContext) -> jax.Array:
+        latent = ctx.shards.sum(ctx.matmul(x, self.left[...]), axes.EMBED)
+        return x + self.norm(ctx.matmul(latent, self.right[...]), ctx.shards)
 
 
 class AltUp(nnx.Module):
@@ -39,27 +40,26 @@ class AltUp(nnx.Module):
         self.correction = param((streams, streams), (None, axes.STREAMS), dtype)
         self.scale = param((dim,), (axes.EMBED,), dtype, "ones")
 
-    def predict(self, x: jax.Array, shards: Shards) -> jax.Array:
+    def predict(self, x: jax.Array, ctx: StepContext) -> jax.Array:
         """[T, N, D] -> [T, N, D]."""
-        factors = matmul(self.modalities(x[:, 0], shards), self.prediction[...])
+        factors = ctx.matmul(self.modalities(x[:, 0], ctx), self.prediction[...])
         factors = factors.reshape(-1, self.streams, self.streams)
         return x + jnp.einsum("tmn,tnd->tmd", factors, x, precision=precision_of(x.dtype))
 
-    def correct(self, predicted: jax.Array, x: jax.Array, shards: Shards) -> jax.Array:
-        """What was predicted [T, N, D] and what the layer made of the first [T, D] -> [T, N, D]."""
-        factors = matmul(self.modalities(x, shards), self.correction[...]) + 1
+    def correct(self, predicted: jax.Array, x: jax.Array, ctx: StepContext) -> jax.Array:
+        """The predictions [T, N, D] and the layer's output for the first [T, D] -> [T, N, D]."""
+        factors = ctx.matmul(self.modalities(x, ctx), self.correction[...]) + 1
         return predicted + (x - predicted[:, 0])[:, None] * factors[:, :, None]
 
-    def modalities(self, x: jax.Array, shards: Shards) -> jax.Array:
+    def modalities(self, x: jax.Array, ctx: StepContext) -> jax.Array:
         """[T, D] -> [T, N], each within +-1."""
-        y = self.norm(x, shards) * jnp.asarray(1 / self.dim, x.dtype)
-        routed = shards.sum(matmul(y, self.router[...], out_dtype=jnp.float32), axes.EMBED)
+        y = self.norm(x, ctx.shards) * jnp.asarray(1 / self.dim, x.dtype)
+        routed = ctx.shards.sum(ctx.matmul(y, self.router[...], out_dtype=jnp.float32), axes.EMBED)
         return jnp.tanh(routed).astype(x.dtype)
 
 
 class Streams(nnx.Module):
-    """One residual [T, D] to N of them [T, N, D], and back. What is made by a projection gets the magnitude of the
-    first."""
+    """One residual [T, D] to N of them [T, N, D], and back. Projections are scaled to the magnitude of the first."""
 
     def __init__(self, streams: int, dim: int, dtype):
         self.dim = dim

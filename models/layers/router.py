@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from inferlib.models.batch import StepContext
 from inferlib.models.config import NormSpec, RouterSpec
 from inferlib.models.layers.norm import Norm
 from inferlib.models.layers.param import param
 from inferlib.ops.choose_experts import choose_experts
-from inferlib.ops.matmul import matmul
 from inferlib.sharding import axes
-from inferlib.sharding.shards import Shards
 
 
 class Router(nnx.Module):
@@ -35,12 +34,12 @@ class Router(nnx.Module):
         if spec.correction:
             self.correction = param((spec.experts,), (axes.ROUTES,), jnp.float32, "zeros")
 
-    def __call__(self, x: jax.Array, shards: Shards, backend: str) -> tuple[jax.Array, jax.Array]:
-        """backend: see `ops.choose_experts`."""
-        spec = self.spec
+    def __call__(self, x: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
+        """The experts [T, k] of each token of x [T, D], and their weights."""
+        spec, shards = self.spec, ctx.shards
         if spec.norm_eps is not None:
             x = self.norm(x, shards) * jnp.asarray(self.norm.dim**-0.5, x.dtype)
-        logits = shards.sum(matmul(x, self.weight[...], out_dtype=jnp.float32), axes.EMBED)
+        logits = shards.sum(ctx.matmul(x, self.weight[...], out_dtype=jnp.float32), axes.EMBED)
         if spec.bias:
             logits = logits + self.bias[...].astype(jnp.float32)
         if spec.softcap is not None:
@@ -56,7 +55,7 @@ class Router(nnx.Module):
             score=spec.score,
             renormalize=spec.renormalize,
             among=groups,
-            backend=backend,
+            backend=ctx.backend.choose_experts,
         )
         if spec.expert_scale:
             weights = weights * self.expert_scale[...].astype(jnp.float32)[experts]

@@ -21,7 +21,7 @@ from inferlib.models.mixers.common import LinearAttentionSpec
 from inferlib.models.pieces import Arrange, Assembly, HeadRows, Piece, assembly
 from inferlib.ops.causal_conv import causal_conv
 from inferlib.ops.gated_delta import gated_delta_chunk, gated_delta_step
-from inferlib.ops.matmul import Normed, matmul
+from inferlib.ops.matmul import Activations
 from inferlib.sharding import axes
 
 _EPS = 1e-6  # of the length of queries and keys
@@ -136,16 +136,16 @@ class GatedDelta(nnx.Module):
         self.norm = param((values,), (axes.HEAD_DIM,), dtype, "ones")
         self.o = param((k, g, values, dim), (*heads, axes.EMBED), dtype, contracting=(0, 1, 2))
 
-    def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        qk, vz = matmul(x, self.qk[...]), matmul(x, self.vz[...])
+    def __call__(self, x: Activations, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        qk, vz = ctx.matmul(x, self.qk[...]), ctx.matmul(x, self.vz[...])
         v, z = jnp.split(vz, 2, axis=-1)
         mixed = jnp.concatenate([qk, v.reshape(*qk.shape[:2], -1)], axis=-1)  # [T, K, c]
-        ba = matmul(x, self.ba[...], out_dtype=jnp.float32)
+        ba = ctx.matmul(x, self.ba[...], out_dtype=jnp.float32)
         log_decay = -jnp.exp(self.decay[...]) * jax.nn.softplus(ba[..., 1] + self.decay_shift[...])
         inputs = mixed, log_decay, self.spec.strength * jax.nn.sigmoid(ba[..., 0])
         out, cache = states.in_turn(self.rule, inputs, ctx.batch, cache)
         out = rms_norm(out, self.norm[...], self.spec.eps) * jax.nn.silu(z.astype(jnp.float32))
-        return matmul(out.astype(qk.dtype), self.o[...], contract=3), cache
+        return ctx.matmul(out.astype(qk.dtype), self.o[...], contract=3), cache
 
     def rule(self, inputs: list[jax.Array], old: states.States, lengths: jax.Array) -> tuple[jax.Array, states.States]:
         """See `states.Rule`."""

@@ -22,7 +22,7 @@ from inferlib.models.mixers.gated_delta import unit
 from inferlib.models.pieces import Assembly, Piece, assembly
 from inferlib.ops.causal_conv import causal_conv
 from inferlib.ops.kimi_delta import kimi_delta_chunk, kimi_delta_step
-from inferlib.ops.matmul import Normed, matmul
+from inferlib.ops.matmul import Activations
 from inferlib.sharding import axes
 
 
@@ -86,15 +86,15 @@ class KimiDelta(nnx.Module):
         names = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM, axes.EMBED)
         self.o = param((k, layout.queries, h, dim), names, dtype, contracting=(0, 1, 2))
 
-    def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        mixed, (fade, gate) = matmul(x, self.qkv[...]), jnp.split(matmul(x, self.down[...]), 2, axis=-1)
-        fade = matmul(fade, self.fade[...], out_dtype=jnp.float32) + self.decay_shift[...]
+    def __call__(self, x: Activations, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        mixed, (fade, gate) = ctx.matmul(x, self.qkv[...]), jnp.split(ctx.matmul(x, self.down[...]), 2, axis=-1)
+        fade = ctx.matmul(fade, self.fade[...], out_dtype=jnp.float32) + self.decay_shift[...]
         log_decay = -jnp.exp(self.decay[...])[:, None] * jax.nn.softplus(fade)
-        beta = jax.nn.sigmoid(matmul(x, self.b[...], out_dtype=jnp.float32))
+        beta = jax.nn.sigmoid(ctx.matmul(x, self.b[...], out_dtype=jnp.float32))
         out, cache = states.in_turn(self.rule, (mixed, log_decay, beta), ctx.batch, cache)
-        gate = jax.nn.sigmoid(matmul(gate, self.gate[...], out_dtype=jnp.float32))
+        gate = jax.nn.sigmoid(ctx.matmul(gate, self.gate[...], out_dtype=jnp.float32))
         out = (rms_norm(out, self.norm[...], self.spec.eps) * gate).astype(mixed.dtype)
-        return matmul(out[:, :, None], self.o[...], contract=3), cache
+        return ctx.matmul(out[:, :, None], self.o[...], contract=3), cache
 
     def rule(self, inputs: list[jax.Array], old: states.States, lengths: jax.Array) -> tuple[jax.Array, states.States]:
         """See `states.Rule`."""

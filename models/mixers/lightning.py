@@ -19,7 +19,7 @@ from inferlib.models.mixers import states
 from inferlib.models.mixers.common import EqualHeads
 from inferlib.models.pieces import Assembly, Piece, assembly
 from inferlib.models.recurrent import HeadCollective, StateArray
-from inferlib.ops.matmul import Normed, matmul
+from inferlib.ops.matmul import Activations
 from inferlib.ops.state_space import state_space_chunk, state_space_step
 from inferlib.sharding import axes
 
@@ -85,14 +85,14 @@ class Lightning(nnx.Module):
         names = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM, axes.EMBED)
         self.o = param((k, layout.queries, h, dim), names, dtype, contracting=(0, 1, 2))
 
-    def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        qkv, gate = matmul(x, self.qkv[...]), matmul(x, self.gate[...], out_dtype=jnp.float32)
+    def __call__(self, x: Activations, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        qkv, gate = ctx.matmul(x, self.qkv[...]), ctx.matmul(x, self.gate[...], out_dtype=jnp.float32)
         out, cache = states.in_turn(self.rule, (jax.nn.silu(qkv),), ctx.batch, cache)
         heads = self.spec.heads * self.layout.copies
         squares = ctx.shards.sum(jnp.sum(out * out, axis=(1, 2), keepdims=True), axes.KV_HEADS)
         out = scale_norm(out, squares / (heads * self.spec.head_dim), self.norm[...], self.spec.eps, False)
         out = (out * jax.nn.sigmoid(gate)).astype(qkv.dtype)
-        return matmul(out[:, :, None], self.o[...], contract=3), cache
+        return ctx.matmul(out[:, :, None], self.o[...], contract=3), cache
 
     def rule(self, inputs: list[jax.Array], old: states.States, lengths: jax.Array) -> tuple[jax.Array, states.States]:
         """See `states.Rule`."""

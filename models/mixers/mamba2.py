@@ -26,7 +26,7 @@ from inferlib.models.mixers.common import LinearAttentionSpec
 from inferlib.models.pieces import Assembly, Piece, assembly
 from inferlib.models.recurrent import HeadCollective
 from inferlib.ops.causal_conv import causal_conv
-from inferlib.ops.matmul import Normed, matmul
+from inferlib.ops.matmul import Activations
 from inferlib.ops.state_space import state_space_chunk, state_space_step
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -119,13 +119,13 @@ class Mamba2(nnx.Module):
         self.norm = param((k, g, size), heads, dtype, "ones")
         self.o = param((k, g, size, dim), (*heads, axes.EMBED), dtype, contracting=(0, 1, 2))
 
-    def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        mixed = flat(matmul(x, self.bc[...]), matmul(x, self.x[...]), dims=1)
-        z = matmul(x, self.z[...])
-        dt = jax.nn.softplus(matmul(x, self.dt[...], out_dtype=jnp.float32) + self.dt_shift[...])
+    def __call__(self, x: Activations, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        mixed = flat(ctx.matmul(x, self.bc[...]), ctx.matmul(x, self.x[...]), dims=1)
+        z = ctx.matmul(x, self.z[...])
+        dt = jax.nn.softplus(ctx.matmul(x, self.dt[...], out_dtype=jnp.float32) + self.dt_shift[...])
         out, cache = states.in_turn(self.rule, (mixed, jnp.clip(dt, *self.spec.limits)), ctx.batch, cache)
         out = self.normed(out * jax.nn.silu(z.astype(jnp.float32)), ctx.shards)
-        return matmul(out.astype(z.dtype), self.o[...], contract=3), cache
+        return ctx.matmul(out.astype(z.dtype), self.o[...], contract=3), cache
 
     def rule(self, inputs: list[jax.Array], old: states.States, lengths: jax.Array) -> tuple[jax.Array, states.States]:
         """See `states.Rule`."""

@@ -19,7 +19,7 @@ from inferlib.models.mixers.common import EqualHeads, check_taps
 from inferlib.models.pieces import Assembly, Piece, assembly
 from inferlib.models.recurrent import StateArray
 from inferlib.ops.causal_conv import causal_conv
-from inferlib.ops.matmul import Normed, matmul
+from inferlib.ops.matmul import Activations
 from inferlib.sharding import axes
 
 
@@ -80,10 +80,10 @@ class ShortConv(nnx.Module):
         names = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM, axes.EMBED)
         self.o = param((k, layout.queries, h, dim), names, dtype, contracting=(0, 1, 2))
 
-    def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        b, c, x = jnp.split(matmul(x, self.bcx[...]), 3, axis=-1)  # [T, K, h]
+    def __call__(self, x: Activations, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        b, c, x = jnp.split(ctx.matmul(x, self.bcx[...]), 3, axis=-1)  # [T, K, h]
         out, cache = states.in_turn(self.rule, (b * x,), ctx.batch, cache)
-        return matmul((c * out.astype(c.dtype))[:, :, None], self.o[...], contract=3), cache
+        return ctx.matmul((c * out.astype(c.dtype))[:, :, None], self.o[...], contract=3), cache
 
     def rule(self, inputs: list[jax.Array], old: states.States, lengths: jax.Array) -> tuple[jax.Array, states.States]:
         """See `states.Rule`."""

@@ -224,8 +224,8 @@ def test_layers_leave_sums_to_it(scheme, rows, kernels, normed):
     if normed:
         x = DeferredNorm(x, jnp.asarray(rng.uniform(1, 99, size=(rows, 3)), jnp.float32), EPS)
     cache, shards = LayerCache(tuple(cells)), planned_shards(Parallelism())
-    batch = StepBatch.of_rows(jnp.ones(rows, jnp.int32), jnp.arange(1, rows + 1))
-    ctx = StepContext(batch, None, 16, backend=Backend(qkv_attention="pallas_gpu"), shards=shards)
+    batch, kernels_of = StepBatch.of_rows(jnp.ones(rows, jnp.int32), jnp.arange(1, rows + 1)), "pallas_gpu"
+    ctx = StepContext(batch, None, 16, backend=Backend(qkv_attention=kernels_of, matmul=kernels_of), shards=shards)
     spec = replace(SPEC, rope=None)
 
     def step(x, w):

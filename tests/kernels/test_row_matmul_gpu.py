@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from inferlib.models.layers.mlp import ACTIVATIONS, gated
-from inferlib.ops.matmul import _dequantized, _form_on_gpu, matmul
+from inferlib.ops.matmul import Product, _by_rows, _by_tiles, _dequantized, choose, matmul
 from inferlib.ops.quantized import SCHEMES, Scheme
 from inferlib.pallas_kernels import copies_gpu, grouped_matmul_gpu, mma_gpu, row_matmul_gpu
 from inferlib.pallas_kernels.copies_gpu import Ring
@@ -256,12 +256,9 @@ ONE_AND_17_ROWS, TWO_TO_65_ROWS = ((1, "float32"), (17, "float32")), ((2, "bfloa
     ],
     ids=str,
 )
-def test_kernels_make_what_xla_makes(scheme, case, sizes, monkeypatch):
+def test_kernels_make_what_xla_makes(scheme, case, sizes):
     """On a CPU, where `matmul` is XLA's, kernels are interpreted. case: contracted and other dimensions, and whether an
     activation takes two of the latter."""
-    for module in (row_matmul_gpu, grouped_matmul_gpu):
-        kernel = module.__name__.rsplit(".", 1)[1].removesuffix("_gpu")
-        monkeypatch.setattr(module, kernel, partial(getattr(module, kernel), interpret=on_cpu))
     (inner, outer, activated), rng = case, np.random.default_rng(0)
     contract = len(inner)
     weight = jnp.asarray(rng.normal(size=(*inner, *outer)), jnp.float32)
@@ -270,14 +267,16 @@ def test_kernels_make_what_xla_makes(scheme, case, sizes, monkeypatch):
     taken = 0
     for rows, dtype in sizes:
         x = jnp.asarray(rng.normal(size=(rows, *inner)), jnp.bfloat16)
-        form = _form_on_gpu(x, w, contract, jnp.dtype(dtype), activation).get("cuda")
-        if form is None:
+        choice = choose(w, rows, x.dtype, contract=contract, backend="pallas_gpu")
+        if choice.name == "xla":
             assert rows > 4
             assert not w.grouped
             continue
         expected = jax.jit(_dequantized, static_argnums=(2, 3))(x.astype(jnp.float32), w, contract, jnp.float32)
         expected = np.asarray(activation(expected[:, 0], expected[:, 1]) if activated else expected, np.float64)
-        got = jax.jit(form)(x, w)
+        kernel = {"row_matmul": _by_rows, "grouped_matmul": _by_tiles}[choice.name]
+        product = Product(contract, activation, jnp.dtype(dtype), "pallas_gpu")
+        got = jax.jit(partial(kernel, product=product, interpret=on_cpu))(x, w)
         assert (got.shape, got.dtype, bool(np.isfinite(got).all())) == (expected.shape, dtype, True)
         error = np.linalg.norm(np.asarray(got, np.float64) - expected)
         assert error < (1e-3 if dtype == "float32" and not activated else 1e-2) * np.linalg.norm(expected)

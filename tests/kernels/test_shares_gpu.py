@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from inferlib.models.layers.mlp import gated
-from inferlib.ops.matmul import _arrays, _form_on_gpu, gives_shares, matmul, product_shares
+from inferlib.ops.matmul import Product, _arrays, _by_rows, _by_tiles, choose, matmul, matmul_partials
 from inferlib.ops.quantized import SCHEMES, quantize
 from inferlib.ops.residual_norm import DeferredNorm, residual_norm
-from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
 from inferlib.pallas_kernels.row_matmul_gpu import row_matmul
 from inferlib.pallas_kernels.shares_gpu import summed
 from tests.helpers.kernels import lowered_for_cuda
@@ -74,11 +73,8 @@ def test_a_sum_gets_the_factor_of_the_norm_before_it(activated):
         *(("int8", 1, None), ("int8", 1, "silu"), ("int8", 5, "gelu"), ("int8", 17, "gelu")),
     ],
 )
-def test_products_of_a_norm_without_its_factor(scheme, rows, activation, monkeypatch):
+def test_products_of_a_norm_without_its_factor(scheme, rows, activation):
     """XLA's, and on GPUs by rows or by tiles, or none; the exact GELU, by erf, is no part of a kernel."""
-    for module in (row_matmul_gpu, grouped_matmul_gpu):
-        kernel = module.__name__.rsplit(".", 1)[1].removesuffix("_gpu")
-        monkeypatch.setattr(module, kernel, partial(getattr(module, kernel), interpret=on_cpu))
     activation = activation and partial(gated, activation)
     x, weight = draw((rows, 256), 20, jnp.bfloat16), draw(256, 1, jnp.bfloat16, 1)
     w = quantized(draw((256, 2, 64), seed=2), (0,), SCHEMES[scheme])
@@ -87,9 +83,12 @@ def test_products_of_a_norm_without_its_factor(scheme, rows, activation, monkeyp
     exact = np.einsum("ti,ipo->tpo", norm_of(x, weight), matrix)
     if activation:
         exact = np.float64(activation(jnp.float32(exact[:, 0]), jnp.float32(exact[:, 1])))
-    forms = _form_on_gpu(y, w, 1, jnp.bfloat16, activation)
-    assert bool(forms) == (rows == 1 or scheme == "mxfp4")
-    for run in (partial(matmul, activation=activation), *forms.values()):
+    choice = choose(w, rows, y.dtype, backend="pallas_gpu").name
+    larger = {"mxfp4": {5: "row_matmul", 17: "grouped_matmul"}, "int8": {}}[scheme]
+    assert choice == ("row_matmul" if rows == 1 else larger.get(rows, "xla"))
+    kernels = {"row_matmul": [_by_rows], "grouped_matmul": [_by_tiles], "xla": []}[choice]
+    options = dict(product=Product(1, activation, jnp.bfloat16, "pallas_gpu"), interpret=on_cpu)
+    for run in (partial(matmul, activation=activation), *(partial(kernel, **options) for kernel in kernels)):
         got = jax.jit(run)(y, w)
         assert (got.shape, got.dtype) == (exact.shape, jnp.bfloat16)
         assert np.linalg.norm(np.float64(got) - exact) < 0.01 * np.linalg.norm(exact)
@@ -119,10 +118,11 @@ def test_what_does_not_go_together_is_refused():
 @pytest.mark.parametrize("scheme", ["mxfp4", "int8"])
 def test_shares_of_a_product(scheme):
     x, w = draw((2, 2, 128), dtype=jnp.bfloat16), quantize(draw((2, 128, 64), seed=1), (0, 1), SCHEMES[scheme])
-    assert gives_shares(w, 2, 2, jnp.bfloat16)
-    assert not gives_shares(w, 2, {"mxfp4": 17, "int8": 5}[scheme], jnp.bfloat16)
-    assert not gives_shares(w, 2, 2, jnp.float32)
-    got = jax.jit(lambda x, w: product_shares(x, w, contract=2))(x, w)
+    chosen = partial(choose, w, contract=2, backend="pallas_gpu", partials=True)
+    assert chosen(2, jnp.bfloat16).name == "row_matmul"
+    assert chosen({"mxfp4": 17, "int8": 5}[scheme], jnp.bfloat16).name == "xla"
+    assert "float32" in chosen(2, jnp.float32).reason
+    got = jax.jit(lambda x, w: matmul_partials(x, w, contract=2))(x, w)
     exact = np.einsum("tij,ijo->to", np.float64(x), np.float64(w.dequantized((0, 1), jnp.float32)).reshape(2, 128, 64))
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(np.sum(np.float64(got), axis=0), exact, rtol=0.01, atol=0.01 * np.abs(exact).max())
@@ -139,9 +139,11 @@ def test_they_lower_for_gpus(scheme, inputs, outputs, rows):
     """Weights that are copied ahead, and such as are loaded."""
     y = DeferredNorm(jnp.ones((rows, inputs), jnp.bfloat16), jnp.ones((rows, 2)), 1e-5)
     w = quantize(draw((inputs, 2, outputs)), (0,), SCHEMES[scheme])
-    for run in (matmul, lambda y, w: matmul(y, w, activation=jnp.multiply), lambda y, w: product_shares(y.y, w)):
+    for run in (matmul, lambda y, w: matmul(y, w, activation=jnp.multiply), lambda y, w: matmul_partials(y.y, w)):
         text = lowered_for_cuda(run, y, w)
         assert "triton" in text
         assert ("cp.async" in text) == (outputs == 128)
+    for backend, by_kernel in (("xla", False), ("pallas_gpu", True)):
+        assert ("triton" in lowered_for_cuda(partial(matmul, backend=backend), y, w)) == by_kernel
     shares, residual = jnp.ones((3, rows, inputs)), jnp.ones((rows, inputs), jnp.bfloat16)
     assert "triton" in lowered_for_cuda(lambda *a: residual_norm(*a, 1e-5), residual, shares, residual[0])

@@ -140,7 +140,7 @@ def test_a_model_with_all_that_tpus_get_has_the_same_logits(checkpoint, quantiza
 def test_sums_that_follow_our_products_are_made_with_their_norms(family, quantization, batch, fused, checkpoint):
     path, buckets, prompts = checkpoint(family), Buckets((16,), (batch,), (64,)), random_prompts([7] * batch)
     options = dict(quantization=quantization, platform="gpu", scan=False)
-    llm = build_llm(path, buckets, **options, backend=Backend(add_norm="pallas_gpu"))
+    llm = build_llm(path, buckets, **options, backend=Backend(add_norm=GPU, matmul=GPU))
     programs, key = llm.engine.programs, ProgramKey("greedy", batch, 64)
     called = kernels_in(build(programs.model, programs.plan, programs.config, key), *programs.inputs(key))
     assert ("add_norm" in called) == fused
@@ -167,7 +167,7 @@ def test_norms_of_few_rows_get_their_factor_after_their_products(family, quantiz
     sizes |= dict(decoder_sparse_step=2, moe_intermediate_size=64) if family == "qwen3_moe" else {}
     path, buckets, (tokens,) = checkpoint(family, **sizes), Buckets((16,), (1,), (64,)), random_prompts([7])
     options = dict(dtype="bfloat16", quantization=quantization, platform="gpu", scan=False)
-    llm = build_llm(path, buckets, **options, backend=Backend(add_norm=GPU, qkv_attention=attention))
+    llm = build_llm(path, buckets, **options, backend=Backend(add_norm=GPU, matmul=GPU, qkv_attention=attention))
     programs, key = llm.engine.programs, ProgramKey("greedy", 1, 64)
     called = kernels_in(build(programs.model, programs.plan, programs.config, key), *programs.inputs(key))
     assert ("added" in called) == (family != "gemma2")

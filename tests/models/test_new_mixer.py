@@ -33,7 +33,7 @@ from inferlib.models.mixers import states
 from inferlib.models.mixers.common import EqualHeads
 from inferlib.models.pieces import Assembly, Piece, assembly
 from inferlib.models.recurrent import HeadCollective, StateArray
-from inferlib.ops.matmul import Normed, matmul
+from inferlib.ops.matmul import Activations
 from inferlib.planning.costs import Deployed
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
@@ -86,11 +86,11 @@ class Average(nnx.Module):
         self.fade = param((k, h), heads, jnp.float32, "zeros")
         self.o = param((k, 1, h, dim), (heads[0], axes.QUERIES, heads[1], axes.EMBED), dtype, contracting=(0, 1, 2))
 
-    def __call__(self, x: jax.Array | Normed, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        v = matmul(x, self.v[...])
+    def __call__(self, x: Activations, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
+        v = ctx.matmul(x, self.v[...])
         out, cache = states.in_turn(self.rule, (v,), ctx.batch, cache)
         total = ctx.shards.sum(jnp.sum(out, axis=(1, 2), keepdims=True), axes.KV_HEADS)
-        return matmul((out - total / self.channels).astype(v.dtype)[:, :, None], self.o[...], contract=3), cache
+        return ctx.matmul((out - total / self.channels).astype(v.dtype)[:, :, None], self.o[...], contract=3), cache
 
     def rule(self, inputs: list[jax.Array], old: states.States, lengths: jax.Array) -> tuple[jax.Array, states.States]:
         (v,), (mean,) = inputs, old
