@@ -137,8 +137,8 @@ def normed(x, weight, eps):
     tokens, size = x.shape
     lanes = lanes_of(size)
     tiles = size // lanes
-    held = nl.ndarray((tokens, size), dtype=x.dtype, buffer=nl.sbuf)
-    nisa.dma_copy(dst=held, src=x)
+    loaded = nl.ndarray((tokens, size), dtype=x.dtype, buffer=nl.sbuf)
+    nisa.dma_copy(dst=loaded, src=x)
     scales = nl.ndarray((lanes, tiles), dtype=nl.float32, buffer=nl.sbuf)
     nisa.dma_copy(dst=scales, src=weight.reshape((lanes, tiles)))
     squares = nl.ndarray((tokens, size), dtype=nl.float32, buffer=nl.sbuf)
@@ -146,14 +146,14 @@ def normed(x, weight, eps):
     nisa.activation(
         dst=squares,
         op=nl.square,
-        data=held,
+        data=loaded,
         reduce_op=nl.add,
         reduce_res=total,
         reduce_cmd=nisa.reduce_cmd.reset_reduce,
     )
     nisa.activation(dst=total, op=nl.rsqrt, data=total, scale=1.0 / size, bias=eps)
     scaled = nl.ndarray((tokens, size), dtype=x.dtype, buffer=nl.sbuf)
-    nisa.tensor_scalar(dst=scaled, data=held, op0=nl.multiply, operand0=total)
+    nisa.tensor_scalar(dst=scaled, data=loaded, op0=nl.multiply, operand0=total)
     turned = nl.ndarray((lanes, tiles, tokens), dtype=x.dtype, buffer=nl.sbuf)
     for tile in range(tiles):
         moved = nl.ndarray((lanes, tokens), dtype=x.dtype, buffer=nl.psum)
@@ -196,15 +196,15 @@ def hide(turned, gate, up, first, last, act):
     return turn(hidden)
 
 
-def turn(held):
+def turn(loaded):
     """[M, D] in SBUF -> [lanes, tiles, M]."""
-    tokens, size = held.shape
+    tokens, size = loaded.shape
     lanes = lanes_of(size)
     tiles = size // lanes
-    turned = nl.ndarray((lanes, tiles, tokens), dtype=held.dtype, buffer=nl.sbuf)
+    turned = nl.ndarray((lanes, tiles, tokens), dtype=loaded.dtype, buffer=nl.sbuf)
     for tile in range(tiles):
-        moved = nl.ndarray((lanes, tokens), dtype=held.dtype, buffer=nl.psum)
-        source = held[:, tile : tile + (lanes - 1) * tiles + 1 : tiles]
+        moved = nl.ndarray((lanes, tokens), dtype=loaded.dtype, buffer=nl.psum)
+        source = loaded[:, tile : tile + (lanes - 1) * tiles + 1 : tiles]
         nisa.nc_transpose(dst=moved, data=source, engine=nisa.engine.tensor)
         nisa.tensor_copy(dst=turned[:, tile, :], src=moved, engine=nisa.engine.scalar)
     return turned

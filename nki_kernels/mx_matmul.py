@@ -77,10 +77,10 @@ def kernel(x, w, scales, element):
     for first in range(0, tokens, TOKENS):
         operands = []
         for start in range(first, min(first + TOKENS, tokens), 128):
-            held = turn_activations(x, start, min(128, tokens - start))
+            operand = turn_activations(x, start, min(128, tokens - start))
             if nisa.get_nc_version() == nisa.nc_version.gen4:
-                held = quantise(held)
-            operands.append(held)
+                operand = quantise(operand)
+            operands.append(operand)
         multiply(y, first, operands, w, scales, element, nl.float8_e4m3fn_x4)
     return (y,)
 
@@ -155,16 +155,16 @@ def take_activations(x, x_scales, start, tokens, element):
     spread = group_rows()
     for first in range(0, tiles, LOADED_TILES):
         here = min(LOADED_TILES, tiles - first)
-        held = load_packed(x, x_scales, first, here, start, tokens, even, element)
+        loaded = load_packed(x, x_scales, first, here, start, tokens, even, element)
         for tile in range(here):
             lanes = rows - (first + tile) * 128
-            dequantise(turned[:, first + tile, :, :], held, tile, lanes, element, spread)
+            dequantise(turned[:, first + tile, :, :], loaded, tile, lanes, element, spread)
     return (turned,)
 
 
-def quantise(held):
+def quantise(operand):
     """([128, K tiles, M] packed MXFP8, scales of the same shape)."""
-    turned = held[0]
+    turned = operand[0]
     tiles, tokens = turned.shape[1], turned.shape[2]
     data = nl.ndarray((128, tiles, tokens), dtype=nl.float8_e4m3fn_x4, buffer=nl.sbuf)
     scale = nl.ndarray((128, tiles, tokens), dtype=nl.uint8, buffer=nl.sbuf)
@@ -186,8 +186,8 @@ def load_packed(packed, scales, first, tiles, start, columns, width, element):
     if width > columns:
         nisa.memset(dst=data[:, :, columns:width], value=0)
     if whole > 0:
-        held = packed[top : top + whole * 128, start : start + columns].reshape_dim(0, (whole, 128))
-        nisa.dma_copy(dst=data[:, 0:whole, 0:columns], src=held.permute((1, 0, 2)))
+        source = packed[top : top + whole * 128, start : start + columns].reshape_dim(0, (whole, 128))
+        nisa.dma_copy(dst=data[:, 0:whole, 0:columns], src=source.permute((1, 0, 2)))
     if rows % 128 > 0:
         bottom = top + whole * 128
         nisa.memset(dst=data[:, whole, :], value=0)
@@ -279,17 +279,17 @@ def add_product_mx(sums, operands, weights, tile, i, lanes, columns, element, ki
     data, scale = weights
     packed = data.view(packed_dtype(element))
     for m in range(len(operands)):
-        held, held_scale = operands[m]
-        stationary = held
-        if held.dtype != kind:
-            stationary = held.view(kind)
+        operand, operand_scale = operands[m]
+        stationary = operand
+        if operand.dtype != kind:
+            stationary = operand.view(kind)
         for at in range(0, columns, 512):
             here = min(512, columns - at)
             nisa.nc_matmul_mx(
-                dst=sums[at // 512 * len(operands) + m][0 : held.shape[2], 0:here],
+                dst=sums[at // 512 * len(operands) + m][0 : operand.shape[2], 0:here],
                 stationary=stationary[0:lanes, tile + i, :],
                 moving=packed[0:lanes, i, at : at + here],
-                stationary_scale=held_scale[0:lanes, tile + i, :],
+                stationary_scale=operand_scale[0:lanes, tile + i, :],
                 moving_scale=scale[0:lanes, i, at : at + here],
                 accumulate=tile + i > 0,
             )
@@ -348,20 +348,20 @@ def dequantise(values, weights, tile, lanes, element, spread):
     nisa.nc_matmul(dst=repeated, stationary=spread[0:groups, tile, 0:lanes], moving=exponents, accumulate=False)
     factors = nl.ndarray((lanes, columns), dtype=nl.bfloat16, buffer=nl.sbuf)
     nisa.tensor_copy(dst=factors, src=repeated, engine=nisa.engine.scalar)
-    held = data[0:lanes, tile, :]
+    codes = data[0:lanes, tile, :]
     if element == "float4_e2m1fn":
-        even, odd = unpack_nibbles(held)
+        even, odd = unpack_nibbles(codes)
         scale_elements(values[0:lanes, 0:4:2, :], even, factors, nl.float8_e4m3)
         scale_elements(values[0:lanes, 1:4:2, :], odd, factors, nl.float8_e4m3)
     elif element == "float8_e5m2":
-        scale_elements(values[0:lanes], held, factors, nl.float8_e5m2)
+        scale_elements(values[0:lanes], codes, factors, nl.float8_e5m2)
     else:
-        scale_elements(values[0:lanes], held, factors, nl.float8_e4m3)
+        scale_elements(values[0:lanes], codes, factors, nl.float8_e4m3)
 
 
-def unpack_nibbles(held):
+def unpack_nibbles(codes):
     """Nibbles 0 and 2, and 1 and 3, of [lanes, even columns] uint16 as two bytes of e4m3, two columns at a time."""
-    even = held.view(nl.uint32)
+    even = codes.view(nl.uint32)
     odd = nl.ndarray(even.shape, dtype=nl.uint32, buffer=nl.sbuf)
     nisa.tensor_scalar(dst=odd, data=even, op0=nl.right_shift, operand0=4)
     made = []

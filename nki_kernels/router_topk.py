@@ -42,29 +42,29 @@ def router_topk(
         jax.ShapeDtypeStruct((tokens, chosen), jnp.float32),
     )
     static = dict(chosen=chosen, renormalize=renormalize)
-    found, weights = call("router_topk", route, lnc, results, x, w, bias.astype(jnp.float32), **static)
-    return found.astype(jnp.int32), weights
+    experts, weights = call("router_topk", route, lnc, results, x, w, bias.astype(jnp.float32), **static)
+    return experts.astype(jnp.int32), weights
 
 
 @nki.jit
 def route(x, w, bias, chosen, renormalize):
     """x [M, D], w [D, E], bias [E] float32 -> (experts [M, chosen] uint32, weights [M, chosen] float32)."""
     tokens, experts = x.shape[0], w.shape[1]
-    found = nl.ndarray((tokens, chosen), dtype=nl.uint32, buffer=nl.shared_hbm)
+    chosen_experts = nl.ndarray((tokens, chosen), dtype=nl.uint32, buffer=nl.shared_hbm)
     weights = nl.ndarray((tokens, chosen), dtype=nl.float32, buffer=nl.shared_hbm)
     if nl.program_id(0) == 0:
-        held = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(dst=held, src=x)
+        loaded = nl.ndarray(x.shape, dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=loaded, src=x)
         scores = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.sbuf)
         nisa.dma_copy(dst=scores, src=bias.ap(pattern=[[0, tokens], [1, experts]]))
         sums = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.psum)
-        add_product(sums, turn(held), w, 0, experts, 0, w.shape[0])
+        add_product(sums, turn(loaded), w, 0, experts, 0, w.shape[0])
         nisa.tensor_tensor(dst=scores, data1=scores, data2=sums, op=nl.add)
         best = nl.ndarray((tokens, 8), dtype=nl.float32, buffer=nl.sbuf)
         places = nl.ndarray((tokens, 8), dtype=nl.uint32, buffer=nl.sbuf)
         nisa.max8(dst=best, src=scores)
         nisa.nc_find_index8(dst=places, data=scores, vals=best)
-        nisa.dma_copy(dst=found, src=places[:, 0:chosen])
+        nisa.dma_copy(dst=chosen_experts, src=places[:, 0:chosen])
         shift = nl.ndarray((tokens, 1), dtype=nl.float32, buffer=nl.sbuf)
         nisa.tensor_scalar(dst=shift, data=best[:, 0:1], op0=nl.multiply, operand0=-1.0)
         raised = nl.ndarray((tokens, chosen), dtype=nl.float32, buffer=nl.sbuf)
@@ -76,7 +76,7 @@ def route(x, w, bias, chosen, renormalize):
         nisa.reciprocal(dst=total, data=total)
         nisa.tensor_scalar(dst=raised, data=raised, op0=nl.multiply, operand0=total)
         nisa.dma_copy(dst=weights, src=raised)
-    return found, weights
+    return chosen_experts, weights
 
 
 def add_exponentials(dst, total, scores, shift):

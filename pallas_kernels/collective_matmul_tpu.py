@@ -37,28 +37,28 @@ _GATHER_ID, _SCATTER_ID = 0, 1
 
 @dataclass(frozen=True)
 class Blocks:
-    """columns: of the weight that are copied together; held: that are on chip at a time, all there are if the weight is
-    to stay there for all steps; rows: of a product."""
+    """columns: columns of the weight that are copied together. resident: columns that are on chip at a time; all of
+    them, if the weight stays there for all steps. rows: rows of a product."""
 
     columns: int
-    held: int
+    resident: int
     rows: int
 
     def __post_init__(self):
         if self.columns % LANES or self.rows % SUBLANES or min(self.columns, self.rows) < 1:
             raise ValueError(f"columns are multiples of {LANES} and rows of {SUBLANES}, not as in {self}")
-        if self.held % self.columns or self.held < self.columns:
-            raise ValueError(f"{self.held} columns on chip are not one or more copies of {self.columns}")
+        if self.resident % self.columns or self.resident < self.columns:
+            raise ValueError(f"{self.resident} columns on chip are not one or more copies of {self.columns}")
 
     @property
     def buffers(self) -> int:
-        return self.held // self.columns
+        return self.resident // self.columns
 
     def vmem_bytes(self, rows: int, inner: int, outer: int, itemsize: int, *, scatters: bool) -> int:
         """With `rows` of a device and weights [L, P, inner, outer]."""
-        kept = self.held * inner + 2 * rows * (inner + (outer if scatters else self.columns))
+        arrays = self.resident * inner + 2 * rows * (inner + (outer if scatters else self.columns))
         product = self.rows * (inner * itemsize + 4 * self.columns)  # what the compiler keeps of one
-        return kept * itemsize + product + by_vmem(MARGIN_BYTES)
+        return arrays * itemsize + product + by_vmem(MARGIN_BYTES)
 
 
 @tuned("collective_matmul", Blocks)
@@ -67,28 +67,28 @@ def blocks(rows: int, parts: int, inner: int, outer: int, itemsize: int, scatter
     blocks of them do."""
     columns, whole = _columns(parts, outer)
     heights = _heights(rows)
-    choices = [Blocks(columns, held, n) for held in (whole, 4 * columns, 2 * columns) for n in heights]
+    choices = [Blocks(columns, resident, n) for resident in (whole, 4 * columns, 2 * columns) for n in heights]
     kind = dict(inner=inner, outer=outer, itemsize=itemsize, scatters=scatters)
     return next((one for one in choices if one.vmem_bytes(rows, **kind) <= by_vmem(VMEM_BYTES)), choices[-1])
 
 
 def stays(rows: int, parts: int, inner: int, outer: int, itemsize: int, scatters: bool) -> bool:
-    """Whether weights [L, parts, inner, outer] stay on chip beside `rows` of a device: else they are read in each
-    step."""
+    """True if weights [L, parts, inner, outer] stay on chip beside `rows` rows of a device; otherwise they are read in
+    each step."""
     least = Blocks(*_columns(parts, outer), min(_heights(rows)))
     return least.vmem_bytes(rows, inner, outer, itemsize, scatters=scatters) <= by_vmem(VMEM_BYTES)
 
 
 def _columns(parts: int, outer: int) -> tuple[int, int]:
-    """Columns that are copied together, and all there are."""
+    """The columns that are copied together, and all columns."""
     columns = next((n for n in range(COLUMNS, LANES, -LANES) if outer % n == 0), LANES)
     return columns, max(parts * outer // columns, 1) * columns
 
 
 def _heights(rows: int) -> list[int]:
-    """Rows of a product, the best first; few only if there is no other way."""
-    found = [n for n in _HEIGHTS if rows % n == 0] or [SUBLANES]
-    return [n for n in found if n >= LANES] or found[:1]
+    """Possible numbers of rows of a product, the best first; fewer than LANES only if there is no other way."""
+    heights = [n for n in _HEIGHTS if rows % n == 0] or [SUBLANES]
+    return [n for n in heights if n >= LANES] or heights[:1]
 
 
 def unsupported(
@@ -160,7 +160,7 @@ def all_gather_matmul(
             pltpu.SemaphoreType.REGULAR((2,)),
         ],
         remote=rows * inner,
-        weights=(1 if chosen.held >= parts * outer else devices) * inner * parts * outer,
+        weights=(1 if chosen.resident >= parts * outer else devices) * inner * parts * outer,
         vmem=_vmem_bytes(chosen, rows, w, scatters=False),
         collective_id=_GATHER_ID,
         interpret=interpret,
@@ -211,7 +211,7 @@ def matmul_reduce_scatter(
             pltpu.SemaphoreType.REGULAR((2,)),
         ],
         remote=rows * outer,
-        weights=(1 if chosen.held >= outer else devices) * inner * outer,
+        weights=(1 if chosen.resident >= outer else devices) * inner * outer,
         vmem=_vmem_bytes(chosen, rows, w, scatters=True),
         collective_id=_SCATTER_ID,
         interpret=interpret,
@@ -363,11 +363,11 @@ def _gather_kernel(layer_ref, ring_ref, x_hbm, w_hbm, out_hbm, *scratch, axis, h
         for side in range(2):
             store(at, side).wait()
 
-    own = pltpu.make_async_copy(x_hbm, gathered.at[0], x_sem)
-    own.start()
+    local_copy = pltpu.make_async_copy(x_hbm, gathered.at[0], x_sem)
+    local_copy.start()
     weights.begin()
     _meet(ring_ref, axis)
-    own.wait()
+    local_copy.wait()
 
     def take_step(step, _):
         for side in range(2):

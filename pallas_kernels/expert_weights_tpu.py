@@ -1,4 +1,4 @@
-"""Blocks of experts' weights in a TPU's on-chip memory, whatever the weights are stored as: room, copies, products."""
+"""Blocks of experts' weights in a TPU's on-chip memory, in any stored format: buffers, copies, products."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.pallas_kernels.arithmetic_tpu import div, rem
 from inferlib.pallas_kernels.generations_tpu import untaken, vmem_bits
-from inferlib.pallas_kernels.packed_weights_tpu import BLOCK, DEPTH, LANES, Held, Weight, unpack_scales
+from inferlib.pallas_kernels.packed_weights_tpu import BLOCK, DEPTH, LANES, LoadedMatrix, Weight, unpack_scales
 
 SCALED = 1024  # inputs whose scales are rows of whole tiles
 
@@ -27,15 +27,15 @@ def shape_of(w: Stored) -> tuple[int, ...]:
 
 
 def matrix_bytes(w: Stored) -> int:
-    """Of a matrix [K, N] as it is stored."""
+    """Bytes of one stored matrix [K, N]."""
     arrays = jax.tree.leaves(w)
     return sum(math.prod(a.shape[-2:]) * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in arrays)
 
 
 def unfit(x_dtype, w: Stored) -> str | None:
-    """Why rows of a dtype are not multiplied by experts' weights, None if they are.
+    """Why the kernels cannot multiply rows of a dtype by experts' weights; None if they can.
 
-    What has scales by channel is of int8 or float8_e4m3fn; what has them by group is a `Weight`.
+    Weights with scales by channel are int8 or float8_e4m3fn; those with scales by group are a `Weight`.
     """
     if isinstance(w, Weight):
         if x_dtype != jnp.bfloat16:
@@ -62,9 +62,10 @@ def in_hbm(w: jax.Array | Weight, interpret) -> list[jax.Array]:
 
 @dataclass(frozen=True)
 class ExpertBlocks:
-    """Blocks of weights [L, E, P, K, N]: `depth` inputs by `columns` columns of an expert's matrices, of which one is
-    whole. buffers: for blocks. once: whether quantised ones are unpacked before their products, which are then several,
-    or in each. together: then so many columns of one matrix, or all of the block. Make them with `of`."""
+    """Blocks of weights [L, E, P, K, N]: `depth` inputs by `columns` columns of an expert's matrices; one of the two is
+    the whole dimension. buffers: number of blocks on chip. once: a quantised block is unpacked once for several
+    products, not in each. together: if so, this many columns of one matrix are unpacked together; None: all of the
+    block. Make them with `of`."""
 
     weight: jax.ShapeDtypeStruct | Weight
     depth: int
@@ -95,17 +96,17 @@ class ExpertBlocks:
 
     @property
     def ordered(self) -> bool:
-        """Whether x is multiplied in the order of MXFP4's bytes (see `packed_weights_tpu.permute`)."""
+        """True if x is multiplied in the order of MXFP4's bytes (see `packed_weights_tpu.permute`)."""
         return isinstance(self.weight, Weight) and self.weight.ordered
 
     @property
     def orders_late(self) -> bool:
-        """Whether x is put in that order for each product, which it takes no longer for, and not before them."""
+        """True if x is put in that order for each product, which takes no longer, instead of once before them."""
         return self.ordered and self.once and self.together is None
 
     @property
     def lacks(self) -> str | None:
-        """Why there cannot be such blocks, None if there can."""
+        """Why there cannot be such blocks; None if there can."""
         *_, inputs, columns = shape_of(self.weight)
         deep = self.weight.depth if isinstance(self.weight, Weight) else LANES
         for what, size, block, tile in (
@@ -118,8 +119,8 @@ class ExpertBlocks:
 
     @property
     def scaled(self) -> int:
-        """Inputs whose scales come with a block: whole tiles of them, of which all are in use or one in turn, or all of
-        an expert's."""
+        """Number of inputs whose scales are copied with a block: whole tiles of scales, used all at once or in turn, or
+        all scales of an expert."""
         inputs = shape_of(self.weight)[-2]
         if inputs % SCALED or (SCALED % self.depth and self.depth % SCALED):
             return inputs
@@ -135,7 +136,7 @@ class ExpertBlocks:
 
     @property
     def unpacked(self) -> list[pltpu.MemoryRef]:
-        """Room for what the scales of the block in use are unpacked to, or before that the block."""
+        """Buffers for the unpacked elements and the unpacked scales of the block in use."""
         if not isinstance(self.weight, Weight):
             return []
         parts = self.weight.values.shape[2]
@@ -146,12 +147,12 @@ class ExpertBlocks:
 
     @property
     def _widths(self) -> list[int]:
-        """Of what is unpacked in turn: there is room for each, as only whole tiles of one can be cut off."""
+        """Widths of the columns unpacked together: each has a buffer, as only whole tiles of one can be cut off."""
         return sorted({columns.stop - columns.start for _, columns in self.turns}) if self.once else []
 
     @property
     def nbytes(self) -> int:
-        """Of `room` and `unpacked`."""
+        """Bytes of `room` and `unpacked`."""
         total = 0
         for ref in self.room + self.unpacked:
             (*lead, rows, columns), bits = ref.shape, vmem_bits(jax.dtypes.itemsize_bits(ref.dtype))
@@ -159,7 +160,7 @@ class ExpertBlocks:
         return total
 
     def copies(self, arrays: Sequence, room: Sequence, semaphores, layer, expert, piece, buffer) -> Iterator:
-        """Of a piece of an expert to a buffer. semaphores [arrays, n]."""
+        """The copies of a piece of an expert to a buffer. semaphores [arrays, n]."""
         inputs = shape_of(self.weight)[-2]
         for n, (array, into) in enumerate(zip(arrays, room, strict=True)):
             source, rows = array.at[layer, expert], into.shape[2]
@@ -171,9 +172,9 @@ class ExpertBlocks:
             yield pltpu.make_async_copy(source, into.at[buffer], semaphores.at[n, buffer])
 
     def unpack(self, room: Sequence, unpacked: Sequence, piece, buffer, turn: tuple[range, slice]) -> None:
-        """What is in turn of a block that is unpacked `once`, where none of its products does it."""
+        """Unpack the matrices and columns in turn of a block that is unpacked `once`, if no product does it."""
         for part in turn[0]:
-            self._held(room, unpacked, piece, buffer, part, turn).unpack(self._into(unpacked, part, turn))
+            self._matrix(room, unpacked, piece, buffer, part, turn).unpack(self._into(unpacked, part, turn))
 
     def product(
         self,
@@ -191,20 +192,22 @@ class ExpertBlocks:
         multiplied by scales of channels. unpacks: what of a block is unpacked `once`, this product does."""
         turn = turn or self.turns[0]
         if isinstance(self.weight, Weight) and (unpacks or not self.once):
-            held = self._held(room, unpacked, piece, buffer, part, turn)
-            return held.product(x_ref, self._into(unpacked, part, turn) if unpacks else None)
+            matrix = self._matrix(room, unpacked, piece, buffer, part, turn)
+            return matrix.product(x_ref, self._into(unpacked, part, turn) if unpacks else None)
         exact = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
         w = self._into(unpacked, part, turn)[...] if self.once else room[0][buffer, part]
         y = jnp.dot(x_ref[...], w, precision=exact, preferred_element_type=jnp.float32)
         return y * room[2][buffer, part, :, turn[1]] if self.once and self.weight.packed else y
 
     def _into(self, unpacked: Sequence, part: int, turn: tuple[range, slice]):
-        """Where what is in turn of a matrix is unpacked to."""
+        """The ref that the columns in turn of a matrix are unpacked to."""
         parts, columns = turn
         return unpacked[self._widths.index(columns.stop - columns.start)].at[part - parts.start]
 
-    def _held(self, room: Sequence, unpacked: Sequence, piece, buffer, part: int, turn: tuple[range, slice]) -> Held:
-        """With its scales unpacked: for each part late, as stores are what takes longest in that."""
+    def _matrix(
+        self, room: Sequence, unpacked: Sequence, piece, buffer, part: int, turn: tuple[range, slice]
+    ) -> LoadedMatrix:
+        """The matrix with its scales unpacked: late, for each part, as stores take the longest of it."""
         columns = turn[1]
         into = [ref.at[part, :, columns] for ref in unpacked[len(self._widths) :]]
         scales = unpack_scales(room[1].at[buffer, part, :, columns], into)
@@ -212,8 +215,8 @@ class ExpertBlocks:
         among = piece if self.scaled == inputs else rem(piece, self.scaled // self.depth)
         start = 0 if self.depth == inputs else among * self.depth
         tops = room[2].at[buffer, part, :, columns] if self.weight.packed else None
-        return Held(self.weight, room[0].at[buffer, part, :, columns], scales, tops, start)
+        return LoadedMatrix(self.weight, room[0].at[buffer, part, :, columns], scales, tops, start)
 
     def _rows(self, number: int, whole: int) -> int:
-        """Of the `whole` rows of the values, the scales or the tops, those that belong to a block."""
+        """How many of the `whole` rows of values, scales or tops belong to a block."""
         return whole if number == 2 else whole * (self.scaled if number else self.depth) // shape_of(self.weight)[-2]

@@ -142,6 +142,6 @@ def _ends(order_ref, bits: int, wide: int, groups: int) -> jax.Array:
         x, options = x.astype(jnp.float32).astype(jnp.bfloat16), dict(preferred_element_type=jnp.float32)
         return lax.dot_general(x, next_row, (((0,), (0,)), ((), ())), **options)
 
-    found = taken(of >> 8) * 256 + taken(of & 255)  # [128, wide]: bfloat16 holds 8 bits
-    fewer = (found <= group[:LANES].astype(jnp.float32)).astype(jnp.int32)
+    keys_at = taken(of >> 8) * 256 + taken(of & 255)  # [128, wide]: bfloat16 holds 8 bits
+    fewer = (keys_at <= group[:LANES].astype(jnp.float32)).astype(jnp.int32)
     return jnp.minimum(whole * LANES + jnp.sum(fewer, axis=0, keepdims=True), rows * LANES)

@@ -1,4 +1,4 @@
-"""Products of a few rows with weights of many groups on NVIDIA GPUs, weights as they are stored: each is read once.
+"""Products of decode-sized batches with weights of many groups on NVIDIA GPUs: each weight is read once, as stored.
 
 XLA copies the weights of chosen experts before it multiplies, and unpacks quantised ones to memory. A program of this
 kernel takes a tile of rows of one group and some columns of its weight, and unpacks in registers.
@@ -187,8 +187,8 @@ def _kernel(
 
     def load_scales(at, half):
         across = clipped if not early else clipped[None]
-        found = plgpu.load(scales_ref.at[(matrix, *at, halves * across + half)])
-        return power_of_two(found).astype(x_ref.dtype) if early else found.astype(jnp.float32)
+        loaded = plgpu.load(scales_ref.at[(matrix, *at, halves * across + half)])
+        return power_of_two(loaded).astype(x_ref.dtype) if early else loaded.astype(jnp.float32)
 
     def step(i, sums):
         k = i * depth + jnp.arange(depth)

@@ -1,8 +1,8 @@
-"""Matrix products of groups of rows on TPUs, each group with a weight of its own: the experts of a layer.
+"""Matrix products of groups of rows on TPUs, each group with its own weight: the experts of a layer.
 
 The weights of the groups that have rows are one stream of blocks, copied from HBM ahead of the computation and across
-tiles of rows. Rows stay where they are: a product takes whole sublanes from where its group starts, and those of other
-groups keep what they have. Quantised weights are copied as they are stored, and unpacked in registers.
+tiles of rows. Rows stay where they are: a product takes whole sublanes from where its group starts, and does not change
+the results of other groups' rows. Quantised weights are copied as they are stored, and unpacked in registers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from inferlib.pallas_kernels.tuned_tpu import tuned
 LANES, SUBLANES = 128, 16
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
 VMEM_BYTES = 48 << 20  # of 64 MiB, see `by_vmem`
-MARGIN_BYTES = 8 << 20  # of VMEM, for what the compiler keeps there
-SPARE_BYTES = 8 << 20  # of VMEM, for what XLA keeps there beside rows and results
-WEIGHT_BYTES = 8 << 20  # most of a block of weights: the larger, the fewer times is x read
+MARGIN_BYTES = 8 << 20  # of VMEM, left to the compiler
+SPARE_BYTES = 8 << 20  # of VMEM, left to XLA beside rows and results
+WEIGHT_BYTES = 8 << 20  # largest block of weights: the larger it is, the fewer times x is read
 ROWS = 1024
 FAST_ROWS = 1536  # where memory is fast and products are tall: the more, the fewer groups go on in the next tile
 FEW = 32  # rows of products of small groups
@@ -42,13 +42,13 @@ NARROW = ("v4", "v5e", "v5p")  # generations whose unit is 128 wide; others need
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of what the kernel has in VMEM.
+    """Sizes of the arrays in VMEM.
 
-    rows: of x and of the result. columns: of a group's weight that are copied together. height: rows of a product;
-    of the last ones of a group tail, or tail doubled, once or more. All three of rows are multiples of 16.
-    buffers: for blocks of weights. once: whether a quantised block is unpacked in the first product of a group, or in
-    each. together: then so many columns of one matrix, by which all of the group's rows in a tile are multiplied before
-    the next ones are unpacked; 0: all of the block.
+    rows: rows of x and of the result. columns: columns of a group's weight that are copied together. height: rows of a
+    product; the last products of a group have `tail` rows, or `tail` doubled, once or more. rows, height and tail are
+    multiples of 16. buffers: number of blocks of weights. once: a quantised block is unpacked in the first product of a
+    group, not in each. together: if so, this many columns of one matrix are unpacked and multiplied by all of the
+    group's rows in a tile before the next ones are; 0: all columns of the block.
     """
 
     rows: int
@@ -70,7 +70,7 @@ class Blocks:
 
     @property
     def heights(self) -> list[int]:
-        """Rows of products, falling."""
+        """Rows of products, in descending order."""
         lower = [self.tail << n for n in range(8) if self.tail << n < self.height]
         return [self.height, *reversed(lower)]
 
@@ -80,24 +80,24 @@ class Blocks:
         )
 
     def vmem_bytes(self, x: jax.ShapeDtypeStruct, w: Stored) -> int:
-        """What it takes to multiply x [M, I] by weights [L, E, P, I, O]."""
-        held, (groups, parts) = self.of(w), shape_of(w)[1:3]
+        """Bytes of VMEM for x [M, I] times weights [L, E, P, I, O]."""
+        stream, (groups, parts) = self.of(w), shape_of(w)[1:3]
         wide, inner = _rounded_up(self.columns, LANES), _rounded_up(x.shape[1], LANES)
         rows = 2 * self.rows * (inner + parts * wide) * x.dtype.itemsize
-        if held.ordered:
-            rows += (self.height if held.orders_late else self.rows) * inner * x.dtype.itemsize
+        if stream.ordered:
+            rows += (self.height if stream.orders_late else self.rows) * inner * x.dtype.itemsize
         scales = 0 if isinstance(w, Weight) or w.dtype == x.dtype else 2 * groups * parts * wide * 4
-        return held.nbytes + rows + scales + by_vmem(MARGIN_BYTES)
+        return stream.nbytes + rows + scales + by_vmem(MARGIN_BYTES)
 
 
 @tuned("grouped_matmul", Blocks)
 def default_blocks(x: jax.ShapeDtypeStruct, w: Stored) -> Blocks:
     """For x [M, I] and weights [L, E, P, I, O]: products as high as groups, and weights in as few pieces as fit."""
     rows, (groups, parts, inner, outer) = x.shape[0], shape_of(w)[1:]
-    high, few, quantised = _rounded_up(rows, SUBLANES), rows <= 16 * groups, isinstance(w, Weight)
-    lowest = FEW if few else LOW // (1 + quantised) if generation() in NARROW else 2 * LOW
+    high, small_groups, quantised = _rounded_up(rows, SUBLANES), rows <= 16 * groups, isinstance(w, Weight)
+    lowest = FEW if small_groups else LOW // (1 + quantised) if generation() in NARROW else 2 * LOW
     height = tail = min(high, lowest)
-    while 2 * height <= min(high, FEW if few else HIGH):
+    while 2 * height <= min(high, FEW if small_groups else HIGH):
         height *= 2
     tiles = outer // LANES if outer % LANES == 0 else 1
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0]
@@ -110,7 +110,7 @@ def default_blocks(x: jax.ShapeDtypeStruct, w: Stored) -> Blocks:
         most = rows // groups + 1.5 * (rows / groups) ** 0.5 + SUBLANES // 2
         height = min(max(_rounded_up(math.ceil(most), 2 * SUBLANES), HIGH), TALL)
     rows = min(FAST_ROWS if height > HIGH and generation() in FLOAT4 else ROWS, max(high, height))
-    least = min(height, FEW)  # where more do not fit, what fits few rows fits many
+    least = min(height, FEW)  # blocks that fit with so few rows fit with many
     choices = [Blocks(rows, columns, height, tail, 3, once), Blocks(rows, columns, height, tail, 2)]
     if once and generation() not in (*NARROW, *FLOAT4):  # which gain little by it, or compile it for long
         choices[1:1] = [replace(choices[0], buffers=2, together=n) for n in TOGETHER if n < columns]
@@ -161,7 +161,7 @@ def grouped_matmul(
     if (not isinstance(w, Weight) and w.dtype != x.dtype) != (scales is not None):
         raise ValueError("weights quantised by channel need scales, and others have none")
     blocks, (_, groups, parts, inner, outer) = blocks or default_blocks(x, w), shape_of(w)
-    total, held = x.shape[0], blocks.of(w)
+    total, stream = x.shape[0], blocks.of(w)
     height = max(_rounded_up(total, SUBLANES), blocks.height)
     x = jnp.pad(x, ((0, height - total), (0, inner - x.shape[1])))
     rows, count, stored = x.shape[0], outer // blocks.columns, in_hbm(w, interpret)
@@ -174,14 +174,16 @@ def grouped_matmul(
         pltpu.SMEM((blocks.buffers, 2), jnp.int32),
         pltpu.SMEM((5,), jnp.int32),
         pltpu.SemaphoreType.DMA((len(stored), blocks.buffers)),
-        *held.room,
-        *held.unpacked,
+        *stream.room,
+        *stream.unpacked,
     ]
-    if held.ordered:
-        scratch.append(pltpu.VMEM((blocks.height if held.orders_late else tile, inner), x.dtype))
+    if stream.ordered:
+        scratch.append(pltpu.VMEM((blocks.height if stream.orders_late else tile, inner), x.dtype))
     read = groups * (1 - (1 - 1 / groups) ** total)  # as if each row had any group
     out = pl.pallas_call(
-        functools.partial(_kernel, heights=blocks.heights, weights=held, stored=len(stored), scaled=scales is not None),
+        functools.partial(
+            _kernel, heights=blocks.heights, weights=stream, stored=len(stored), scaled=scales is not None
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(count, pl.cdiv(rows, tile)),
@@ -216,7 +218,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
     """
     refs = list(refs)
     scales_ref = refs.pop(0) if scaled else None
-    hbm, (out_ref, held, state, sems, *refs) = refs[:stored], refs[stored:]
+    hbm, (out_ref, in_buffer, state, sems, *refs) = refs[:stored], refs[stored:]
     xs_ref = refs.pop() if weights.ordered else x_ref
     room, unpacked = refs[:stored], refs[stored:]
     piece, tile = pl.program_id(0), pl.program_id(1)
@@ -233,7 +235,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
     def start_next(buf):
         """Start the copy of the block whose turn it is, if any is left."""
         group, piece = state[0], state[1]
-        held[buf, 0], held[buf, 1] = group, piece
+        in_buffer[buf, 0], in_buffer[buf, 1] = group, piece
 
         @pl.when(piece < pieces)
         def _():
@@ -263,7 +265,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
         parts, taken = turn
         at = pl.multiple_of(jnp.minimum(at, rows - height), SUBLANES)
         row = at + lax.broadcasted_iota(jnp.int32, (height, taken.stop - taken.start), 0)
-        own, at = (row >= first) & (row < stop), pl.ds(at, height)
+        in_group, at = (row >= first) & (row < stop), pl.ds(at, height)
         xs = xs_ref.at[:height] if weights.orders_late else xs_ref.at[at]
         if weights.orders_late:
             permute(x_ref.at[at], xs)
@@ -271,8 +273,8 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
             y = weights.product(xs, room, unpacked, piece, buf, part, turn, unpacks=unpacks)
             if scaled:
                 y = y * scales_ref[pl.ds(group * len(parts) + part, 1)]
-            kept = out_ref[part, at, taken].astype(jnp.float32)
-            out_ref[part, at, taken] = jnp.where(own, y, kept).astype(out_ref.dtype)
+            before = out_ref[part, at, taken].astype(jnp.float32)
+            out_ref[part, at, taken] = jnp.where(in_group, y, before).astype(out_ref.dtype)
 
     def multiply(group, buf, first, stop, begins):
         """The rows of the tile from `first` to before `stop`. begins: with them the group does."""
@@ -301,7 +303,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
     def take_group(carry):
         """What the tile has of a group's rows. A group that goes on in the next tile keeps its buffer."""
         start, buf, _ = carry
-        group = held[buf, 0]
+        group = in_buffer[buf, 0]
         stop = start + sizes_ref[group]
 
         @pl.when(start >= base)
@@ -317,7 +319,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
         return start, buf, ends & starts_here(start, buf)
 
     def starts_here(start, buf):
-        return (start < base + rows) & (held[buf, 1] == piece)
+        return (start < base + rows) & (in_buffer[buf, 1] == piece)
 
     start, buf = state[4], state[3]
     state[4], state[3], _ = lax.while_loop(lambda carry: carry[2], take_group, (start, buf, starts_here(start, buf)))

@@ -1,7 +1,7 @@
 """Products with weights on TPUs: a weight is one stream of blocks from memory, unpacked in registers if it is packed.
 
-Part of a product may be what comes before and behind it: an RMS norm of the rows, the activation that makes one of gate
-and up. What is stored is `packed_weights_tpu.Weight`.
+An RMS norm of the rows before a product, and the activation that combines gate and up after it, may be part of the
+kernel. Weights are stored as `packed_weights_tpu.Weight`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inferlib.pallas_kernels.packed_weights_tpu import (
     DEPTH,
     LANES,
     STEP,
-    Held,
+    LoadedMatrix,
     Weight,
     permute,
     unpack_scales,
@@ -36,7 +36,7 @@ X_ELEMENTS = 1 << 22  # of x at a time
 
 @dataclass(frozen=True)
 class Blocks:
-    """What a step computes: rows of x by columns of the weight, over all inputs."""
+    """A step multiplies `rows` rows of x by `columns` columns of the weight, over all inputs."""
 
     rows: int
     columns: int
@@ -50,7 +50,7 @@ class Blocks:
 def blocks(rows: int, parts: int, inputs: int, columns: int, bits: int, group: int) -> Blocks:
     """The default blocks of x [rows, inputs] times a weight [parts, inputs, columns] of `bits`, `group` to a scale.
 
-    About 2 MiB of a weight come at a time, at least eight times, so that little is waited for at the start.
+    About 2 MiB of a weight are copied at a time, in at least eight steps, so that the first copy is short.
     """
     most = max(by_vmem(2 << 23) // (inputs * bits) // LANES, by_vmem(2))
     most = min(most, 8, max(columns // 8 // LANES, 2))
@@ -63,8 +63,8 @@ def blocks(rows: int, parts: int, inputs: int, columns: int, bits: int, group: i
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RmsNorm:
-    """Of the rows of x [T, K], before a product: over the root of their mean square, times weight + offset. weight
-    [L, K]: of the product's layers."""
+    """An RMS norm of the rows of x [T, K] before a product: x over the root of its mean square, times weight + offset.
+    weight [L, K]: for all layers of the product's stack."""
 
     weight: jax.Array
     eps: float = field(metadata={"static": True})
@@ -94,10 +94,10 @@ def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None, 
 def _vmem_bytes(weight: Weight, chosen: Blocks, normed: bool) -> int:
     parts, rows = weight.values.shape[1], chosen.rows
     x = rows * weight.inputs * 2 * (2 + (normed or weight.ordered))
-    held = parts * weight.inputs * chosen.columns * vmem_bits(weight.bits) // 8 * 2
+    blocks_bytes = parts * weight.inputs * chosen.columns * vmem_bits(weight.bits) // 8 * 2
     scales = 4 * parts * pl.cdiv(weight.inputs, weight.group) * chosen.columns * 2
     out = rows * chosen.columns * (4 * parts + 4 * parts + 4)
-    return x + held + scales + out + STEP * chosen.columns * 2 + by_vmem(2 << 20)
+    return x + blocks_bytes + scales + out + STEP * chosen.columns * 2 + by_vmem(2 << 20)
 
 
 def mx_matmul(
@@ -113,19 +113,19 @@ def mx_matmul(
 ) -> jax.Array:
     """x [T, K] times layer `layer` of a weight [L, P, K, N] -> [P, T, N], accumulated in float32.
 
-    x may have fewer than K columns where K is padded. norm: of x, rounded to its dtype. activation: of the products,
-    float32, with the two parts of a weight, P = 2, of which it makes one [1, T, N]. out_dtype: x's by default. Raises
-    ValueError where `unsupported` says why.
+    x may have fewer than K columns if K is padded. norm: applied to x, and rounded to its dtype. activation: combines
+    the float32 products with the two parts of a weight, P = 2, into one [1, T, N]. out_dtype: x's by default. Raises
+    ValueError for what `unsupported` names.
     """
     if reason := unsupported(x.shape[0], x.dtype, weight, blocks_, normed=norm is not None):
         raise ValueError(f"the TPU kernel does not run this product: {reason}")
     inputs, (_, parts, _, columns) = weight.inputs, weight.values.shape
-    (given, width), out_dtype = x.shape, out_dtype or x.dtype
-    pad = ((0, -given % ROWS), (0, inputs - width))
+    (total, width), out_dtype = x.shape, out_dtype or x.dtype
+    pad = ((0, -total % ROWS), (0, inputs - width))
     operands = {"x": jnp.pad(x, pad)}
     if norm is not None:
         operands["norm"] = jnp.pad(norm.weight, ((0, 0), pad[1]))
-    rows = given + pad[0][1]
+    rows = total + pad[0][1]
     chosen = blocks_ or blocks(rows, parts, inputs, columns, weight.bits, weight.group)
     tall, wide = min(chosen.rows, rows), chosen.columns
     results = parts if activation is None else 1
@@ -135,8 +135,8 @@ def mx_matmul(
 
     specs = [pl.BlockSpec((tall, inputs), lambda t, n, *_: (t, 0))]
     if norm is not None:
-        few = min(norm.weight.shape[0], ROWS)
-        specs.append(pl.BlockSpec((few, inputs), lambda t, n, layer: (lax.div(layer[0], few), 0)))
+        norm_rows = min(norm.weight.shape[0], ROWS)
+        specs.append(pl.BlockSpec((norm_rows, inputs), lambda t, n, layer: (lax.div(layer[0], norm_rows), 0)))
     arrays = {"values": weight.values, "scales": weight.scales, "tops": weight.tops}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     if not interpret:  # or XLA would bring a small weight to VMEM whole
@@ -170,14 +170,14 @@ def mx_matmul(
             flops=2 * rows * inputs * parts * columns,
             bytes_accessed=pl.cdiv(rows, tall) * parts * weight.nbytes
             + rows * inputs * x.dtype.itemsize
-            + (0 if norm is None else few * inputs * norm.weight.dtype.itemsize)
+            + (0 if norm is None else norm_rows * inputs * norm.weight.dtype.itemsize)
             + results * rows * columns * jnp.dtype(out_dtype).itemsize,
             transcendentals=0 if activation is None else rows * columns,
         ),
         interpret=interpret,
         name="mx_matmul",
     )(jnp.asarray(layer, jnp.int32).reshape(1), *operands.values(), *arrays.values())
-    return y[:, :given] if given < rows else y
+    return y[:, :total] if total < rows else y
 
 
 def _kernel(layer_ref, *refs, names, width, eps, offset, activation, weight):
@@ -207,8 +207,8 @@ def _kernel(layer_ref, *refs, names, width, eps, offset, activation, weight):
         scales = []
         if "scales" in refs:
             scales = unpack_scales(refs["scales"].at[part], [ref.at[part] for ref in room])
-        held = Held(weight, values_ref.at[part], scales, tops)
-        return held.product(xs_ref)
+        matrix = LoadedMatrix(weight, values_ref.at[part], scales, tops)
+        return matrix.product(xs_ref)
 
     if activation is not None:
         out_ref[0] = activation(product(0), product(1)).astype(out_ref.dtype)
@@ -218,12 +218,12 @@ def _kernel(layer_ref, *refs, names, width, eps, offset, activation, weight):
 
 
 def _normalize(x_ref, weights_ref, layer: jax.Array, out_ref, width: int, eps: float, offset: float) -> None:
-    own = lax.broadcasted_iota(jnp.int32, weights_ref.shape, 0) == layer
-    weight = jnp.sum(jnp.where(own, weights_ref[...].astype(jnp.float32), 0), axis=0, keepdims=True) + offset
+    is_layer = lax.broadcasted_iota(jnp.int32, weights_ref.shape, 0) == layer
+    weight = jnp.sum(jnp.where(is_layer, weights_ref[...].astype(jnp.float32), 0), axis=0, keepdims=True) + offset
 
     @pl.loop(0, x_ref.shape[0], step=ROWS)
     def _(at):
-        few = pl.ds(pl.multiple_of(at, ROWS), ROWS)
-        x = x_ref[few, :].astype(jnp.float32)
+        tile = pl.ds(pl.multiple_of(at, ROWS), ROWS)
+        x = x_ref[tile, :].astype(jnp.float32)
         mean = jnp.sum(x * x, axis=1, keepdims=True) / width
-        out_ref[few, :] = (x * lax.rsqrt(mean + eps) * weight).astype(out_ref.dtype)
+        out_ref[tile, :] = (x * lax.rsqrt(mean + eps) * weight).astype(out_ref.dtype)

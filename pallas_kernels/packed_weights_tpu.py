@@ -1,10 +1,10 @@
-"""Weights as TPU kernels read them: how they are stored, and those in few bits unpacked in registers.
+"""Weights as TPU kernels read them: how they are stored, and how quantised ones are unpacked in registers.
 
-The MXU takes bfloat16 rows against weights of 8-bit floats, so that is what elements become. Those of 4 bits with a
-power of two for each 32 (MXFP4) become e5m2 with their scale in the exponent, four at a time in a 32-bit word, relative
-to the largest scale of their column: what is 2^-26 of that or less vanishes, as it does in a float32 sum. Chips that
-convert them to e5m2 themselves take them in another form (`pack_float4`) than others (`pack_mxfp4`). Scales of other
-formats multiply partial sums.
+The MXU multiplies bfloat16 rows by weights of 8-bit floats, so elements are unpacked to these. MXFP4 elements (4 bits,
+a power of two for each 32) become e5m2 with their scale in the exponent, four at a time in a 32-bit word, relative to
+the largest scale of their column: what is 2^-26 of that or less vanishes, as it does in a float32 sum. Chips that
+convert float4 to e5m2 in hardware read one form (`pack_float4`), others another (`pack_mxfp4`). Scales of other formats
+multiply partial sums.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
 FLOAT4_DEPTH = 8 * BLOCK  # inputs that are unpacked together there
 TALL = 64  # rows from which on the MXU is what takes longest
 REPEATED = 32  # rows that are repeated for groups shorter than DEPTH: more, and weights are scaled before the product
-# Inputs of one iteration: of many rows few, of int4 half as many, as the compiler takes longer for them.
+# Inputs of one iteration: fewer for many rows, and half as many for int4, which take longer to compile.
 STEP, TALL_STEP = 4096, 2048
 ELEMENTS = 1 << 22  # that are unpacked in one iteration, at most
 PERMUTED = 512  # rows that are permuted in one iteration
@@ -57,17 +57,17 @@ class Weight:
 
     @property
     def float4(self) -> bool:
-        """Whether it is what `pack_float4` returns."""
+        """True if the arrays are those of `pack_float4`."""
         return self.packed and self.scales.dtype == jnp.int8
 
     @property
     def ordered(self) -> bool:
-        """Whether x is multiplied as `permute` leaves it."""
+        """True if x is multiplied in the order that `permute` gives it."""
         return self.packed and not self.float4
 
     @property
     def depth(self) -> int:
-        """Inputs that are unpacked together, and that K is a multiple of."""
+        """Number of inputs that are unpacked together; K is a multiple of it."""
         return FLOAT4_DEPTH if self.float4 else DEPTH
 
     @property
@@ -77,7 +77,7 @@ class Weight:
 
     @property
     def group(self) -> int:
-        """Inputs that share a scale, if there are some."""
+        """Number of inputs that share a scale; K if there are no scales."""
         return BLOCK if self.packed else self.inputs // (1 if self.scales is None else self.scales.shape[-2])
 
     @property
@@ -87,24 +87,24 @@ class Weight:
 
     @property
     def element(self) -> jnp.dtype:
-        """Of what is unpacked, one that is quantised by group."""
+        """Dtype of an unpacked element, if it is quantised by group."""
         return jnp.float8_e5m2 if self.packed else jnp.bfloat16
 
     @property
     def operand(self) -> jnp.dtype:
-        """The one that is furthest from bfloat16 of those that matrix units are given."""
+        """Of the dtypes that the matrix unit multiplies by, the one furthest from bfloat16."""
         return self.element if self.packed else self.values.dtype
 
     @property
     def unpacked(self) -> list[tuple[int, jnp.dtype]]:
-        """Rows and dtype of what `unpack_scales` needs for N columns of each matrix."""
+        """Rows and dtype of each buffer that `unpack_scales` needs for N columns of a matrix."""
         if self.packed:
             return [(self.scales.shape[-2], jnp.int32)] * 2
         return [(self.inputs // BLOCK, jnp.float32)] if self.scales is not None and self.group == BLOCK else []
 
     @property
     def nbytes(self) -> int:
-        """Of one of its matrices."""
+        """Bytes of one of its matrices."""
         count = math.prod(self.values.shape[:-2])
         return sum(a.size * jax.dtypes.itemsize_bits(a.dtype) // 8 for a in jax.tree.leaves(self)) // count
 
@@ -132,8 +132,8 @@ def pack_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arra
     nibbles = nibbles.reshape(*codes.shape[:-2], -1, 4, 2, 16, columns)
     starts = jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None]
     magnitude_at, sign_at = ((starts + jnp.array(x, jnp.uint32))[..., None, None] for x in ((1, 4), (7, 0)))
-    held = (nibbles & 7) << magnitude_at | nibbles >> 3 << sign_at
-    words = jnp.sum(held, axis=(-4, -3), dtype=jnp.uint32)
+    bits = (nibbles & 7) << magnitude_at | nibbles >> 3 << sign_at
+    words = jnp.sum(bits, axis=(-4, -3), dtype=jnp.uint32)
     words = lax.bitcast_convert_type(words, jnp.int32).reshape(*codes.shape[:-2], -1, columns)
     exponents, tops = _exponents(scales)
     exponents = exponents.astype(jnp.uint32).reshape(*scales.shape[:-2], -1, 4, columns)
@@ -179,10 +179,12 @@ def power_of_two(code: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A matrix of a `weight`, or some inputs of one, on chip: refs of values [K, N] or MXFP4's words [K / 8, N], of
-    what `unpack_scales` gives if it has scales, and of the latter's tops [1, N]. start: of its inputs among those of
-    the scales."""
+class LoadedMatrix:
+    """A matrix of a `weight`, or some of its inputs, on chip.
+
+    values: ref of values [K, N], or of MXFP4's words [K / 8, N]. scales: what `unpack_scales` returns. tops: ref of
+    MXFP4's tops [1, N]. start: number of the first input among those of the scales.
+    """
 
     weight: Weight
     values: Any
@@ -197,13 +199,13 @@ class Held:
 
     @property
     def by_group(self) -> bool:
-        """Whether scales multiply partial sums."""
+        """True if scales multiply partial sums."""
         return not self.weight.packed and self.weight.scales is not None and self.weight.group <= DEPTH
 
     def product(self, x_ref, into=None) -> jax.Array:
-        """x [T, K] times the matrix -> float32 [T, N]. x is as `permute` leaves it if the weight is `ordered`.
+        """x [T, K] times the matrix -> float32 [T, N]. If the weight is `ordered`, x is in the order of `permute`.
 
-        into: a ref that all elements but for MXFP4's tops go to, as `unpack` leaves them.
+        into: a ref that the unpacked elements are written to, as by `unpack`.
         """
         width, rows = DEPTH if self.by_group and into is None else 2 * DEPTH, x_ref.shape[0]
 
@@ -238,10 +240,10 @@ class Held:
         return total * self.scales[0][pl.ds(div(self.start, self.weight.group), 1)]
 
     def unpack(self, into) -> None:
-        """All elements but for MXFP4's tops, to a ref [K, N] of `Weight.element`; groups are shorter than K."""
+        """Unpack all elements, without MXFP4's tops, to a ref [K, N] of `Weight.element`; groups are shorter than K."""
 
         def take(start: jax.Array | int, count: int) -> None:
-            for column in range(0, into.shape[1], UNPACKED):  # few at a time, or registers are spilled
+            for column in range(0, into.shape[1], UNPACKED):  # some columns at a time, or registers spill
                 columns = pl.ds(column, min(UNPACKED, into.shape[1] - column))
                 part = replace(self, values=self.values.at[:, columns], scales=[x.at[:, columns] for x in self.scales])
                 scales = part._scales(start, count)
@@ -257,7 +259,7 @@ class Held:
             take(whole * TALL_STEP, rest)
 
     def _scales(self, start: jax.Array | int, count: int) -> list[tuple[int, list[jax.Array]]]:
-        """Of `count` inputs, rows [1, N], and how many inputs each is of."""
+        """The scales of `count` inputs: rows [1, N], and how many inputs share each."""
         if self.weight.float4 or not (self.weight.packed or self.by_group):
             return []
         unit = DEPTH if self.weight.packed else self.weight.group
@@ -269,7 +271,7 @@ class Held:
         return [(unit, [ref[pl.ds(first + n, 1)] for n in range(rows)]) for ref in self.scales]
 
     def _partial(self, x: jax.Array, at: jax.Array | int, depth: int, scales: Sequence[list[jax.Array]]) -> jax.Array:
-        """The product over `depth` inputs from `at` on, whose scales are given."""
+        """The product over `depth` inputs from `at` on, with these scales."""
         if self.weight.packed:
             return _dot(x, self._elements(at, depth, scales))
         w = self.values[pl.ds(_multiple_of(at, DEPTH), depth)]
@@ -291,21 +293,21 @@ class Held:
 
     def _words(self, at: jax.Array | int, depth: int, keeps: list[jax.Array], adds: list[jax.Array]) -> jax.Array:
         """`depth` inputs as e5m2."""
-        found = []
+        floats = []
         for n in range(depth // DEPTH):
             word = self.values[pl.ds(_multiple_of(div(at, 8) + n * 16, 16), 16)]
             keep, add = (jnp.broadcast_to(rows[n], word.shape) for rows in (keeps, adds))
-            found += [_floats(word, half, keep, add) for half in range(2)]
-        return pltpu.bitcast(jnp.concatenate(found), jnp.float8_e5m2)
+            floats += [_floats(word, half, keep, add) for half in range(2)]
+        return pltpu.bitcast(jnp.concatenate(floats), jnp.float8_e5m2)
 
     def _float4(self, at: jax.Array | int, depth: int) -> jax.Array:
-        """The same of `pack_float4`."""
+        """As `_words`, for `pack_float4`."""
         words = self.values[pl.ds(_multiple_of(div(at, 8), 32), depth // 8)]
-        found = pltpu.bitcast(pltpu.bitcast(words, jnp.float4_e2m1fn).astype(jnp.float8_e5m2), jnp.int8)
+        codes = pltpu.bitcast(pltpu.bitcast(words, jnp.float4_e2m1fn).astype(jnp.float8_e5m2), jnp.int8)
         blocks = pl.ds(_multiple_of(div(at + self.start, BLOCK), 8), depth // BLOCK)
         shift, of_zero = (pltpu.bitcast(_spread(ref.at[blocks]), jnp.int8) for ref in self.scales)
-        shift = jnp.where(found != 0, shift, of_zero)
-        return pltpu.bitcast(pltpu.bitcast(found, jnp.int32) - pltpu.bitcast(shift, jnp.int32), jnp.float8_e5m2)
+        shift = jnp.where(codes != 0, shift, of_zero)
+        return pltpu.bitcast(pltpu.bitcast(codes, jnp.int32) - pltpu.bitcast(shift, jnp.int32), jnp.float8_e5m2)
 
 
 def _spread(ref) -> jax.Array:
@@ -343,9 +345,9 @@ def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def unpack_scales(scales_ref, refs: Sequence) -> Sequence:
-    """What `Held` multiplies by, of scales as they are stored: float32 [..., K / g, N]; of MXFP4's exponents what to
-    keep of them and what to add, [..., K / 128, N]; of its shifts what is taken from each byte of a
-    word, and from each of zero, int32 [..., K / 32, N]. refs: room for it, as `Weight.unpacked` says."""
+    """What `LoadedMatrix` multiplies by, of scales as they are stored: float32 [..., K / g, N]; of MXFP4's exponents
+    what to keep of them and what to add, [..., K / 128, N]; of its shifts what is taken from each byte of a word, and
+    from each of zero, int32 [..., K / 32, N]. refs: room for it, as `Weight.unpacked` says."""
     if scales_ref.dtype == jnp.int8 and refs:
         shift_ref, of_zero_ref = refs
         shift = scales_ref[...].astype(jnp.int32) * 0x01010101

@@ -62,7 +62,7 @@ def _table(generation: str) -> dict[tuple[str, str], Mapping[str, int]]:
 
 @dataclass(frozen=True)
 class Asked:
-    """That a kernel's blocks were asked for, and what they were."""
+    """One request for a kernel's blocks, and the answer."""
 
     kernel: str
     shape: Mapping[str, Any]
@@ -104,13 +104,13 @@ def tuned(kernel: str, blocks: type) -> Callable[[Callable], Callable]:
 
         @functools.wraps(rule)
         def choose(*args, **kwargs):
-            shape = {name: _plain(value) for name, value in signature.bind(*args, **kwargs).arguments.items()}
+            shape = {name: _json_value(value) for name, value in signature.bind(*args, **kwargs).arguments.items()}
             trial = _trial.get()
             if trial is None:
-                found = _table(at).get(_key(kernel, shape)) if (at := generation()) else None
+                entry = _table(at).get(_key(kernel, shape)) if (at := generation()) else None
             else:
-                found = trial.blocks
-            chosen = rule(*args, **kwargs) if found is None else blocks(**found)
+                entry = trial.blocks
+            chosen = rule(*args, **kwargs) if entry is None else blocks(**entry)
             if trial is not None:
                 trial.asked.append(Asked(kernel, shape, vars(chosen)))
             return chosen
@@ -120,10 +120,10 @@ def tuned(kernel: str, blocks: type) -> Callable[[Callable], Callable]:
     return wrap
 
 
-def _plain(value: Any) -> Any:
-    """As JSON has it."""
+def _json_value(value: Any) -> Any:
+    """The value as JSON represents it."""
     if is_dataclass(value):  # arrays that belong together
-        return {name: _plain(part) for name, part in vars(value).items() if part is not None}
+        return {name: _json_value(part) for name, part in vars(value).items() if part is not None}
     if hasattr(value, "dtype"):
         return [str(value.dtype), *value.shape[-4:]]
     return list(value) if isinstance(value, tuple) else value

@@ -102,7 +102,7 @@ class Deployment:
         config = self.config(shards)
         options = dict(backend=config.backend, scan=config.scan, shards=shards, expert_slots=self.expert_slots)
         model = abstract_model(self.model, self.dtype, quantization=self.quantization, **options)
-        check_packed(model, config, placed=True)
+        check_packed(model, config, on_devices=True)
         return ProgramSet.make(model, config, layouts)
 
     def planned(self) -> ProgramSet:

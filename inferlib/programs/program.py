@@ -283,11 +283,11 @@ class _Maker:
         state = state._replace(active=state.active & ~Control.unpack(packed).cancel)
         rows = state.head(key.rows)
         info = dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
-        own = self.config.shards.stripe(axes.TOKENS)
-        tokens = own.take(chunk.tokens, dim=1)
+        stripe = self.config.shards.stripe(axes.TOKENS)
+        tokens = stripe.take(chunk.tokens, dim=1)
         live = jnp.where(rows.active, rows.length + 1, 0)
         batch = StepBatch(tokens, info["row"], info["start"], info["length"], rows.token, live)
-        prompts = own.take(jnp.arange(key.chunk)[None], dim=1) < info["length"][:, None]
+        prompts = stripe.take(jnp.arange(key.chunk)[None], dim=1) < info["length"][:, None]
         counted = jnp.concatenate([prompts.reshape(-1), self.counted_rows(rows)])
         hidden, decoder, cache, _, load = self.run(weights, cache, batch, counted)
         split = tokens.size
@@ -308,7 +308,7 @@ class _Maker:
             if key.detail == "logprobs":
                 # A chunk that is not full ends its prompt: nothing follows.
                 following = jnp.concatenate([chunk.tokens[:, 1:], info["next"][:, None]], axis=1)
-                following = own.take(following, dim=1)
+                following = stripe.take(following, dim=1)
                 every = score(every, jnp.maximum(following, 0).reshape(-1), self.vocabulary)
             shape = (*tokens.shape, 1)
             output = output._replace(detail=jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), every))
@@ -319,8 +319,8 @@ class _Maker:
         shards, last = self.config.shards, jnp.maximum(lengths - 1, 0)
         stripe = shards.stripe(axes.TOKENS)
         slots = stripe.slots(last, chunks.shape[1], ring=False)
-        found = jnp.take_along_axis(chunks, slots[:, None, None], axis=1, mode="fill", fill_value=0)[:, 0]
-        return shards.sum(found, axes.TOKENS)
+        hidden = jnp.take_along_axis(chunks, slots[:, None, None], axis=1, mode="fill", fill_value=0)[:, 0]
+        return shards.sum(hidden, axes.TOKENS)
 
     def admit(self, state: RowState, logits: jax.Array, chunk: ChunkInput, info: dict) -> tuple[RowState, Sampled]:
         """Start decoding the rows whose prompt ends in this step."""

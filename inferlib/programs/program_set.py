@@ -65,7 +65,7 @@ class ProgramSet:
 
         Warns where a kernel of `config.backend` does not run its part of the model, and takes XLA's form in its place.
         """
-        check_packed(model, config, placed=config.shards.mesh is not None or layouts is not None)
+        check_packed(model, config, on_devices=config.shards.mesh is not None or layouts is not None)
         plan = plan_cache(
             model,
             rows=config.max_batch,
@@ -222,11 +222,11 @@ class ProgramSet:
         return weights, cache, state, control, chunk
 
 
-def check_packed(model: AbstractModel, config: EngineConfig, *, placed: bool) -> None:
+def check_packed(model: AbstractModel, config: EngineConfig, *, on_devices: bool) -> None:
     """Raise ConfigurationError for types of less than a byte where jax misreports the layout of such arrays, which
-    programs compiled ahead of their call then refuse: on CPUs, if the arrays are placed on particular devices."""
+    programs compiled ahead of their call then refuse: on CPUs, if the arrays are on_devices on particular devices."""
     packed = next((spec.dtype.name for spec in model.specs if jax.dtypes.itemsize_bits(spec.dtype) < 8), None)
-    if packed and placed and config.platform == "cpu":
+    if packed and on_devices and config.platform == "cpu":
         raise ConfigurationError(
             f"{packed} weights work on a single CPU, in the process that compiles its programs: use int8, fp8 or mxfp8"
         )
