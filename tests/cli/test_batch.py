@@ -73,17 +73,17 @@ def test_every_kind_of_line(batch):
     assert result.stdout == ""
     assert "4 prompts" in result.stderr
 
-    found, llm = batch.results(), batch.inferlib.llm
-    assert {line: record["id"] for line, record in found.items()} == {1: 1, 2: "mine", 3: 40, 5: 5}
+    results, llm = batch.results(), batch.inferlib.llm
+    assert {line: record["id"] for line, record in results.items()} == {1: 1, 2: "mine", 3: 40, 5: 5}
     text = llm.generate("hé", GREEDY)[0]
-    assert found[1]["outputs"][0]["text"] == text.outputs[0].text
-    assert found[1]["outputs"][0]["finish_reason"] == "length"
-    assert (found[1]["prompt_tokens"], found[1]["generated_tokens"]) == (3, 8)
+    assert results[1]["outputs"][0]["text"] == text.outputs[0].text
+    assert results[1]["outputs"][0]["finish_reason"] == "length"
+    assert (results[1]["prompt_tokens"], results[1]["generated_tokens"]) == (3, 8)
     short = llm.generate([7, 8, 9], SamplingParams(temperature=0.0, max_tokens=3))[0]
-    assert found[2]["outputs"][0]["token_ids"] == short.outputs[0].token_ids
-    assert found[3]["outputs"][0]["text"] == llm.chat(messages, GREEDY)[0].outputs[0].text
+    assert results[2]["outputs"][0]["token_ids"] == short.outputs[0].token_ids
+    assert results[3]["outputs"][0]["text"] == llm.chat(messages, GREEDY)[0].outputs[0].text
     # null: up to the model's context of 256
-    assert found[5]["outputs"][0]["token_ids"] == [5] * 254
+    assert results[5]["outputs"][0]["token_ids"] == [5] * 254
 
 
 def test_prompts_of_a_chat(batch):
@@ -128,13 +128,13 @@ def test_bad_lines_report_and_the_rest_completes(batch):
     result = batch.run()
     assert result.exit_code == 1
     assert result.stderr.splitlines()[0].startswith(f"{len(BAD)} lines failed")
-    found = batch.results()
+    results = batch.results()
     for number, (bad, message) in enumerate(BAD):
-        record = found.pop(2 * number + 1)
+        record = results.pop(2 * number + 1)
         assert set(record) == {"id", "line", "error"}, bad
         assert message in record["error"], bad
-    assert len(found) == len(BAD)
-    assert {tuple(record["outputs"][0]["token_ids"]) for record in found.values()} == {
+    assert len(results) == len(BAD)
+    assert {tuple(record["outputs"][0]["token_ids"]) for record in results.values()} == {
         tuple(batch.inferlib.llm.generate("fine", GREEDY)[0].outputs[0].token_ids)
     }
 
@@ -210,10 +210,10 @@ def test_resume_does_what_is_missing(batch):
         batch.target.write_bytes(whole[:cut])
         result = batch.run(*SAMPLING, "--resume")
         assert result.exit_code == 0, result.output
-        kept = whole[:cut].count(b"\n")
-        assert (f"{kept} lines are done already" in result.stderr) == (kept > 0)
+        finished = whole[:cut].count(b"\n")
+        assert (f"{finished} lines are done already" in result.stderr) == (finished > 0)
         assert batch.tokens() == tokens
-        assert batch.target.read_bytes().startswith(b"".join(lines[:kept]))
+        assert batch.target.read_bytes().startswith(b"".join(lines[:finished]))
 
 
 def test_resume_tries_errors_again(batch):
@@ -300,12 +300,13 @@ def test_interruption(batch, number):
     assert message == "interrupted; the finished lines are kept"
     assert shlex.split(command) == ["inferlib", *map(str, arguments), "--resume"]
 
-    kept = batch.target.read_bytes()
-    assert 3 <= kept.count(b"\n") < count
-    batch.source.write_bytes(b"".join(batch.source.read_bytes().splitlines(keepends=True)[: kept.count(b"\n") + 20]))
+    finished = batch.target.read_bytes()
+    assert 3 <= finished.count(b"\n") < count
+    lines = batch.source.read_bytes().splitlines(keepends=True)
+    batch.source.write_bytes(b"".join(lines[: finished.count(b"\n") + 20]))
     assert batch.run(*SAMPLING, "--resume").exit_code == 0
-    assert batch.target.read_bytes().startswith(kept[: kept.rindex(b"\n") + 1])
+    assert batch.target.read_bytes().startswith(finished[: finished.rindex(b"\n") + 1])
     continued = batch.tokens()
-    assert len(continued) >= kept.count(b"\n") + 20
+    assert len(continued) >= finished.count(b"\n") + 20
     assert batch.run(*SAMPLING, "--overwrite").exit_code == 0
     assert batch.tokens().items() <= continued.items()

@@ -110,17 +110,17 @@ def result(out: str) -> dict[str, Any]:
     return json.loads(next(line for line in reversed(out.splitlines()) if line.startswith("{")))
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     """Tokens, text and messages; numbers to 1e-4, as sums are made in another order."""
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
         if name in ("logprobs", "logits"):
-            np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
+            np.testing.assert_allclose(result[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
         elif name == "scores":
-            for a, b in zip(found[name], value, strict=True):
+            for a, b in zip(result[name], value, strict=True):
                 np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
         else:
-            assert found[name] == value, name
+            assert result[name] == value, name
 
 
 def test_two_processes(start, expected, model):
@@ -228,10 +228,10 @@ def test_interrupt(start):
     ],
 )
 def test_an_error_on_another_process_ends_process_0(fault, messages, start):
-    (code, _, err), (other, _, own) = start(2, "tp=2", "greedy", {"fault": fault}).wait()
+    (code, _, err), (other, _, other_err) = start(2, "tp=2", "greedy", {"fault": fault}).wait()
     assert (code, other) == (1, 1)
     assert lost(1, 0) in err  # perhaps amid a traceback that was being written
-    lines = own.strip().splitlines()
+    lines = other_err.strip().splitlines()
     assert lines[-1:] == messages[-1:]
     assert set(messages) <= set(lines)
 
@@ -240,10 +240,10 @@ def test_an_error_on_another_process_ends_process_0(fault, messages, start):
 
 
 def test_a_model_that_one_process_cannot_see(start, tmp_path):
-    (code, _, err), (other, _, own) = start(2, "tp=2", "greedy", {"model": str(tmp_path / "none")}).wait()
+    (code, _, err), (other, _, other_err) = start(2, "tp=2", "greedy", {"model": str(tmp_path / "none")}).wait()
     assert (code, other) == (1, 1)
     problem = f"model '{tmp_path}/none': the path does not exist"
-    assert own.splitlines()[-1].startswith(f"inferlib.checkpoint.source.CheckpointError: {problem}")
+    assert other_err.splitlines()[-1].startswith(f"inferlib.checkpoint.source.CheckpointError: {problem}")
     assert err.splitlines()[-1].startswith(f"inferlib.distributed.PeerError: process 1 on {HOST}: {problem}")
 
 

@@ -234,10 +234,10 @@ def test_logprobs_are_those_of_a_full_pass(params, small, path):
 
 def test_asking_for_logprobs_changes_no_token(small):
     prompts = random_prompts([13, 1, 8], seed=5)
-    plain = [o.outputs[0].token_ids for o in small.generate(prompts, SAMPLED)]
+    without = [o.outputs[0].token_ids for o in small.generate(prompts, SAMPLED)]
     params = dataclasses.replace(SAMPLED, logprobs=0, prompt_logprobs=0)
     outputs = small.generate(prompts, params)
-    assert [o.outputs[0].token_ids for o in outputs] == plain
+    assert [o.outputs[0].token_ids for o in outputs] == without
     assert all(len(entry) == 1 for o in outputs for entry in o.outputs[0].logprobs)
 
 

@@ -76,10 +76,10 @@ def sentencepiece_reference(text: str, scores: dict[str, float], ids: dict[str, 
             break
         at = -max(joined)[1]
         symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
-    found = []
+    encoded = []
     for symbol in symbols:
-        found += [ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
-    return found
+        encoded += [ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+    return encoded
 
 
 # Small tokenizers, trained on the corpus
@@ -168,9 +168,9 @@ def test_sentencepiece_equals_the_reference(sentencepiece, sentencepiece_metadat
         if kind == 1
     }
     for text in CORPUS:
-        found = sentencepiece.encode(text)
-        assert found == [1, *sentencepiece_reference(text, scores, ids)]
-        assert sentencepiece.decode(found) == text
+        encoded = sentencepiece.encode(text)
+        assert encoded == [1, *sentencepiece_reference(text, scores, ids)]
+        assert sentencepiece.decode(encoded) == text
     assert any(len(ids) > 2 for ids in map(sentencepiece.encode, CORPUS))
     assert sentencepiece.encode("a</s>b", add_special_tokens=False) == [ids["\u2581a"], 2, ids["\u2581b"]]
 
@@ -195,9 +195,9 @@ def test_gemma_joins_in_the_order_of_ids_and_spells_spaces_out(sentencepiece_met
         # Without a space in front, which the reference puts there.
         expected = sentencepiece_reference("\u0000" + text, scores, ids)[2:]
         expected = expected if text else []
-        found = gemma.encode(text, add_special_tokens=False)
-        assert found == expected
-        assert gemma.decode(found) == text
+        encoded = gemma.encode(text, add_special_tokens=False)
+        assert encoded == expected
+        assert gemma.decode(encoded) == text
 
 
 def test_phi3_special_tokens_swallow_white_space(sentencepiece_metadata):
@@ -239,8 +239,8 @@ def test_bos_and_eos(byte_level_metadata):
             byte_level_metadata | {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
         )
         assert tokenizer.bos_token_id == 1
-        plain = tokenizer.encode("x", add_special_tokens=False)
-        return ["x" if token == plain[0] else token for token in tokenizer.encode("x")]
+        x_ids = tokenizer.encode("x", add_special_tokens=False)
+        return ["x" if token == x_ids[0] else token for token in tokenizer.encode("x")]
 
     assert edges() == ["x"]
     assert edges(pre="llama-bpe") == [1, "x"]
@@ -380,8 +380,8 @@ def test_stream_of_random_tokens(kind, request):
     tokenizer, rng = request.getfixturevalue(kind), np.random.default_rng(0)
     emoji = tokenizer.encode("\U0001f642", add_special_tokens=False)
     for trial in range(400):
-        few = rng.integers(0, tokenizer.vocab_size + 20, 6).tolist() + emoji
-        ids = rng.choice(few if trial % 2 else tokenizer.vocab_size + 20, rng.integers(1, 60)).tolist()
+        choices = rng.integers(0, tokenizer.vocab_size + 20, 6).tolist() + emoji
+        ids = rng.choice(choices if trial % 2 else tokenizer.vocab_size + 20, rng.integers(1, 60)).tolist()
         skip = bool(trial % 3)
         pieces = streamed(tokenizer, ids, iter(lambda: int(rng.integers(1, 5)), 0), skip)
         assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=skip), ids
@@ -390,10 +390,10 @@ def test_stream_of_random_tokens(kind, request):
 def test_stream_is_prompt(byte_level):
     """All the text that is complete has been given out after each token."""
     ids = byte_level.encode("".join(CORPUS))
-    stream, given = TextStream(byte_level), ""
+    stream, text = TextStream(byte_level), ""
     for count, token in enumerate(ids[:1500], start=1):
-        given += stream.push([token])
-        assert given == byte_level.decode(ids[:count]).removesuffix("\ufffd")
+        text += stream.push([token])
+        assert text == byte_level.decode(ids[:count]).removesuffix("\ufffd")
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])

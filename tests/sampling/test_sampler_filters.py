@@ -53,18 +53,18 @@ def test_filters_on_adversarial_logits(logits, top_k, top_p, min_p):
     sure = np.abs(np.exp(-np.float64(distance)) - min_p) > 1e-6 * min_p
     np.testing.assert_array_equal(by_min_p[sure], reference_keep(distance, min_p=min_p)[sure])
 
-    for kept, allowed in ((by_p, np.ones(24, bool)), (by_all, by_k & by_min_p)):
-        assert kept[logits.argmax()]
-        assert not (kept & ~allowed).any()
-        last = distance[kept].max()
-        np.testing.assert_array_equal(kept, allowed & (distance <= last))
+    for mask, allowed in ((by_p, np.ones(24, bool)), (by_all, by_k & by_min_p)):
+        assert mask[logits.argmax()]
+        assert not (mask & ~allowed).any()
+        last = distance[mask].max()
+        np.testing.assert_array_equal(mask, allowed & (distance <= last))
         if top_p == 1:
-            np.testing.assert_array_equal(kept, allowed)
+            np.testing.assert_array_equal(mask, allowed)
             continue
         # Smallest set that reaches top_p, up to the rounding of a float32 sum.
         probs = np.where(allowed, np.exp(-np.float64(distance)), 0)
-        assert probs[kept].sum() >= (top_p - 1e-6) * probs.sum()
-        assert probs[kept & (distance < last)].sum() < (top_p + 1e-6) * probs.sum()
+        assert probs[mask].sum() >= (top_p - 1e-6) * probs.sum()
+        assert probs[mask & (distance < last)].sum() < (top_p + 1e-6) * probs.sum()
 
 
 def test_filters_equal_sorting_on_a_real_vocabulary():
