@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Self
 
 from rich.console import Console
 from rich.progress import (
@@ -10,55 +11,45 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
 
 
-class ByteProgress:
-    """A bar that counts bytes and shows the rate; a context manager. Silent if `show` is false."""
+class _Bar:
+    """A bar on standard error; a context manager. Silent if `show` is false."""
 
-    def __init__(self, title: str, total: int, *, show: bool):
-        columns = (
-            TextColumn(title),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeElapsedColumn(),
-        )
+    def __init__(self, title: str, total: int | None, columns: tuple[ProgressColumn, ...], *, show: bool):
+        columns = (TextColumn(title), BarColumn(), *columns, TimeElapsedColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not show)
         self._task = self._bar.add_task(title, total=total)
 
     def advance(self, count: int) -> None:
         self._bar.advance(self._task, count)
 
-    def __enter__(self) -> ByteProgress:
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 
     def __exit__(self, *_) -> None:
         self._bar.stop()
+
+
+class ByteProgress(_Bar):
+    """A bar that counts bytes and shows their rate."""
+
+    def __init__(self, title: str, total: int, *, show: bool):
+        super().__init__(title, total, (DownloadColumn(), TransferSpeedColumn()), show=show)
+
+
+class CountProgress(_Bar):
+    """A bar of finished items out of `total`; None if that is unknown."""
+
+    def __init__(self, title: str, total: int | None, *, show: bool):
+        super().__init__(title, total, (MofNCompleteColumn(),), show=show)
 
 
 def on_terminal() -> bool:
     return sys.stderr.isatty()
-
-
-class CountProgress:
-    """A bar of finished items out of `total` (None: unknown); a context manager. Silent if `show` is false."""
-
-    def __init__(self, title: str, total: int | None, *, show: bool):
-        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not show)
-        self._task = self._bar.add_task(title, total=total)
-
-    def advance(self, count: int) -> None:
-        self._bar.advance(self._task, count)
-
-    def __enter__(self) -> CountProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._bar.stop()
