@@ -1,4 +1,4 @@
-"""What a loader really takes from a checkpoint."""
+"""Counts the bytes that a loader takes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from inferlib.checkpoint.source import TensorSource
 
 
 class CountedReads:
-    """A source that notes the bytes of each part that is taken from what it read, by tensor."""
+    """A source that records, for each tensor, the bytes of every part that is taken of it."""
 
     def __init__(self, source: TensorSource):
         self._source, self.taken = source, {}

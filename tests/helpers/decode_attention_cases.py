@@ -28,27 +28,27 @@ def quantized(x: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
 def cached(k: np.ndarray, v: np.ndarray, layers: int | None, dtype: str, stored: str | None) -> dict[str, jax.Array]:
     """Keys and values as a cache holds them, with their scales if it is quantised; the last of `layers`, if any, of
     which the others are NaN."""
-    found = {}
+    arrays = {}
     for name, x in {"k": k, "v": v}.items():
         x = np.stack([np.full_like(x, np.nan)] * (layers - 1) + [x]) if layers else x
         if stored:
-            found[name], found[f"{name}_scales"] = map(jnp.asarray, quantized(x, stored))
+            arrays[name], arrays[f"{name}_scales"] = map(jnp.asarray, quantized(x, stored))
         else:
-            found[name] = jnp.asarray(x, dtype)
-    return found
+            arrays[name] = jnp.asarray(x, dtype)
+    return arrays
 
 
 def behind(cells: jax.Array, table: np.ndarray, firsts: Sequence[int]) -> jax.Array:
     """Of cells [N, K, S, h], those of the rows whose pages are table [B, M] from position firsts[b] on, moved to where
     these begin; NaN follows."""
     cells = np.asarray(cells)
-    found = cells.copy()
+    moved = cells.copy()
     for pages, first in zip(table, firsts, strict=True):
         row = np.moveaxis(cells[pages], 1, 0)  # [K, M, S, h]
         line = row.reshape(row.shape[0], -1, row.shape[-1])
         line = np.concatenate([line[:, first:], np.full_like(line[:, :first], np.nan)], axis=1)
-        found[pages] = np.moveaxis(line.reshape(row.shape), 0, 1)
-    return jnp.asarray(found)
+        moved[pages] = np.moveaxis(line.reshape(row.shape), 0, 1)
+    return jnp.asarray(moved)
 
 
 def folded(cells: jax.Array, fold: int) -> jax.Array:
@@ -59,14 +59,14 @@ def folded(cells: jax.Array, fold: int) -> jax.Array:
     return cache_write(empty, cells.reshape(-1, 1, size), pages, at)
 
 
-def _check_written(found: jax.Array, want: jax.Array, stale: jax.Array) -> None:
+def _check_written(written: jax.Array, want: jax.Array, stale: jax.Array) -> None:
     """New cells, the only ones in which `want` and `stale` differ, may be rounded otherwise if they are quantised; all
     other bits are the same."""
-    found, want, stale = map(np.asarray, (found, want, stale))
+    written, want, stale = map(np.asarray, (written, want, stale))
     same = want.view(f"u{want.itemsize}") == stale.view(f"u{want.itemsize}")
-    np.testing.assert_array_equal(*(x.view(f"u{x.itemsize}")[same] for x in (found, want)))
+    np.testing.assert_array_equal(*(x.view(f"u{x.itemsize}")[same] for x in (written, want)))
     rtol, atol = {"float8_e4m3fn": (1 / 8, 0), "int8": (0, 1)}.get(want.dtype.name, (1e-6, 0))
-    np.testing.assert_allclose(*(x.astype(np.float32)[~same] for x in (found, want)), rtol, atol)
+    np.testing.assert_allclose(*(x.astype(np.float32)[~same] for x in (written, want)), rtol, atol)
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ class Case:
 
     def mask(self, rng: np.random.Generator) -> np.ndarray:
         """[B, C, C]: each new token's ancestors and itself; the parent of the i-th is one before it."""
-        found = np.zeros((len(self.lengths), self.queries, self.queries), bool)
-        for tree in found:
+        masks = np.zeros((len(self.lengths), self.queries, self.queries), bool)
+        for tree in masks:
             for i in range(self.queries):
                 tree[i] = tree[rng.integers(i)] if i else False
                 tree[i, i] = True
-        return found
+        return masks
 
     def inputs(self, seed: int) -> dict[str, Any]:
         """Arguments of the operation; slots that no query sees hold NaN and infinities."""
@@ -127,37 +127,37 @@ class Case:
                 at = table[row, slot // self.slots], slice(None), slot % self.slots
                 drawn = rng.normal(size=(2, self.heads, self.size))
                 k[at], v[at] = drawn.astype(jnp.dtype(self.dtype)).astype(float)
-        plain = k, v
-        found = {"q": jnp.asarray(q, self.dtype)} | cached(k, v, self.layers, self.dtype, self.stored)
+        cells = k, v
+        inputs = {"q": jnp.asarray(q, self.dtype)} | cached(k, v, self.layers, self.dtype, self.stored)
         if self.queries is None:
-            found["q"] = found["q"][:, 0]
+            inputs["q"] = inputs["q"][:, 0]
         if self.one:
-            found["v"] = None
-        found["lengths"] = jnp.asarray(self.lengths, jnp.int32)
+            inputs["v"] = None
+        inputs["lengths"] = jnp.asarray(self.lengths, jnp.int32)
         if self.sinks:
-            found["sinks"] = jnp.asarray(rng.normal(size=(self.heads, self.group)), jnp.float32)
+            inputs["sinks"] = jnp.asarray(rng.normal(size=(self.heads, self.group)), jnp.float32)
         if self.layers:
-            found["layer"] = jnp.int32(self.layers - 1)
+            inputs["layer"] = jnp.int32(self.layers - 1)
         if self.columns:
-            found["pages"] = jnp.asarray(table, jnp.int32)
+            inputs["pages"] = jnp.asarray(table, jnp.int32)
         if self.writes:
-            self._take_out(found, plain)
+            self._take_out(inputs, cells)
         if self.tree:
-            found["mask"] = jnp.asarray(self.mask(rng))
-        return found
+            inputs["mask"] = jnp.asarray(self.mask(rng))
+        return inputs
 
-    def _take_out(self, inputs: dict[str, Any], plain: Sequence[np.ndarray]) -> None:
-        """Pass the new tokens' cells, [N, K, S, h] in `plain`, apart from the cache."""
+    def _take_out(self, inputs: dict[str, Any], cells: Sequence[np.ndarray]) -> None:
+        """Pass the new tokens' cells, [N, K, S, h] in `cells`, apart from the cache."""
         names = ["k"] if self.one else ["k", "v"]
         shape = len(self.lengths), self.queries or 1, self.heads, self.size
         new = {name: np.full(shape, np.nan) for name in names}
-        own = np.broadcast_to(self.writes, shape[0])
+        written = np.broadcast_to(self.writes, shape[0])
         for row, query, at in self._new(inputs):
-            for name, x in zip(names, plain, strict=False) if own[row] else ():
+            for name, x in zip(names, cells, strict=False) if written[row] else ():
                 new[name][row, query] = x[at]
-                for held in {name, f"{name}_scales"} & set(inputs):
-                    stale = 77 if inputs[held].dtype == jnp.int8 else jnp.nan
-                    inputs[held] = inputs[held].at[(-1, *at) if self.layers else at].set(stale)
+                for stored in {name, f"{name}_scales"} & set(inputs):
+                    stale = 77 if inputs[stored].dtype == jnp.int8 else jnp.nan
+                    inputs[stored] = inputs[stored].at[(-1, *at) if self.layers else at].set(stale)
         inputs["new"] = [jnp.asarray(x if self.queries else x[:, 0], self.dtype) for x in new.values()]
         if not isinstance(self.writes, bool):
             inputs["written"] = jnp.asarray(self.writes)
@@ -174,16 +174,16 @@ class Case:
         if self.writes:
             whole = replace(self, writes=False).inputs(seed)
             names = [name for name in ("k", "v", "k_scales", "v_scales") if whole.get(name) is not None]
-            for name, found in zip(names, cache, strict=True):
-                _check_written(found, whole[name], inputs[name])
+            for name, array in zip(names, cache, strict=True):
+                _check_written(array, whole[name], inputs[name])
         self.hold(whole, out, lse, tolerance)
         return out, lse
 
     def hold(self, inputs: dict[str, Any], out: jax.Array, lse: jax.Array, tolerance: float | None = None) -> None:
         """To the oracle."""
         tolerance = tolerance or TOLERANCE[jnp.dtype(self.dtype).name]
-        for found, want in zip((out, lse), self.oracle(inputs), strict=True):
-            np.testing.assert_allclose(found.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)
+        for result, want in zip((out, lse), self.oracle(inputs), strict=True):
+            np.testing.assert_allclose(result.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)
 
     def oracle(self, inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Query by query in float64."""

@@ -33,18 +33,18 @@ def tokens_of(llm: LLM, params: SamplingParams | list[SamplingParams]) -> list[l
 def greedy(llm: LLM) -> dict[str, Any]:
     """More prompts than rows, chunked prefill, and what happens on process 0 alone: a stream that is left, a request
     that is not valid."""
-    found: dict[str, Any] = {"greedy": tokens_of(llm, SamplingParams(temperature=0, max_tokens=20))}
+    results: dict[str, Any] = {"greedy": tokens_of(llm, SamplingParams(temperature=0, max_tokens=20))}
     stream = iter(llm.stream("an eel", SamplingParams(temperature=0, max_tokens=40)))
-    found["stream"] = [next(stream) for _ in range(3)]
+    results["stream"] = [next(stream) for _ in range(3)]
     stream.close()
     try:
         llm.generate([[1], [999999]], SamplingParams(temperature=0))
     except ValueError as error:
-        found["error"] = str(error)
+        results["error"] = str(error)
     lengths = [SamplingParams(temperature=0, max_tokens=n) for n in (3, 30, 1, 9, 17)]
-    found["lengths"] = tokens_of(llm, lengths)
-    found["stop"] = [o.outputs[0].text for o in llm.generate(["a", "tea"], stop_params(found["stream"]))]
-    return found
+    results["lengths"] = tokens_of(llm, lengths)
+    results["stop"] = [o.outputs[0].text for o in llm.generate(["a", "tea"], stop_params(results["stream"]))]
+    return results
 
 
 def stop_params(pieces: list[str]) -> SamplingParams:
@@ -53,16 +53,16 @@ def stop_params(pieces: list[str]) -> SamplingParams:
 
 def everything(llm: LLM) -> dict[str, Any]:
     """Also all other modes."""
-    found = greedy(llm)
-    found["seeded"] = tokens_of(llm, SamplingParams(temperature=0.9, top_p=0.95, max_tokens=12, seed=5))
-    found["unseeded"] = tokens_of(llm, SamplingParams(temperature=1.2, top_k=30, max_tokens=12, n=2))
+    results = greedy(llm)
+    results["seeded"] = tokens_of(llm, SamplingParams(temperature=0.9, top_p=0.95, max_tokens=12, seed=5))
+    results["unseeded"] = tokens_of(llm, SamplingParams(temperature=1.2, top_k=30, max_tokens=12, n=2))
     (output,) = llm.generate("teal", SamplingParams(temperature=0, max_tokens=4, logprobs=3, prompt_logprobs=2))
     ranks = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
-    found["ranks"] = [[[token, entry.rank] for token, entry in entries.items()] for entries in ranks]
-    found["logprobs"] = [entry.logprob for entries in ranks for entry in entries.values()]
-    found["logits"] = llm.logits(PROMPTS[1]).tolist()
-    found["scores"] = [scores.tolist() for scores in llm.score(PROMPTS)]
-    return found
+    results["ranks"] = [[[token, entry.rank] for token, entry in entries.items()] for entries in ranks]
+    results["logprobs"] = [entry.logprob for entries in ranks for entry in entries.values()]
+    results["logits"] = llm.logits(PROMPTS[1]).tolist()
+    results["scores"] = [scores.tolist() for scores in llm.score(PROMPTS)]
+    return results
 
 
 def warm(llm: LLM) -> dict[str, Any]:
@@ -148,11 +148,11 @@ def main(
     sources = count_reads()
     llm = build(model, parallel, **sizes or {})
     fail(llm)
-    found = {"followed": True} if llm.follow() else SCENARIOS[scenario](llm)
+    results = {"followed": True} if llm.follow() else SCENARIOS[scenario](llm)
     taken = {name: parts for source in sources for name, parts in source.taken.items()}
     devices = llm.config.shards.mesh.devices
     homes = [[device.process_index for device in row] for row in devices.reshape(len(devices), -1)]
-    print("\n" + json.dumps({"found": found, "taken": taken, "homes": homes}), flush=True)
+    print("\n" + json.dumps({"found": results, "taken": taken, "homes": homes}), flush=True)
     if then and process == 0:
         SCENARIOS[then](llm)
 

@@ -74,24 +74,24 @@ class Case:
                 slot = position % capacity
                 at = table[rows[chunk], slot // self.slots], slice(None), slot % self.slots
                 k[at], v[at] = rng.normal(size=(2, self.heads, self.size))
-        found = {"q": jnp.asarray(q, self.dtype)} | cached(k, v, self.layers, self.dtype, self.stored)
+        inputs = {"q": jnp.asarray(q, self.dtype)} | cached(k, v, self.layers, self.dtype, self.stored)
         if self.one:
-            found["v"] = None
-        found["rows"] = jnp.asarray(np.where(np.array(self.starts) < 0, count, rows), jnp.int32)
-        found["positions"] = jnp.asarray(positions, jnp.int32)
+            inputs["v"] = None
+        inputs["rows"] = jnp.asarray(np.where(np.array(self.starts) < 0, count, rows), jnp.int32)
+        inputs["positions"] = jnp.asarray(positions, jnp.int32)
         if self.sinks:
-            found["sinks"] = jnp.asarray(rng.normal(size=(self.heads, self.group)), jnp.float32)
+            inputs["sinks"] = jnp.asarray(rng.normal(size=(self.heads, self.group)), jnp.float32)
         if self.layers:
-            found["layer"] = jnp.int32(self.layers - 1)
+            inputs["layer"] = jnp.int32(self.layers - 1)
         if self.columns:
-            found["pages"] = jnp.asarray(table, jnp.int32)
+            inputs["pages"] = jnp.asarray(table, jnp.int32)
         if self.listed:
             tiles, blocks = -(-self.width // 128), self.slots * columns // 128
             numbers = [rng.permutation(blocks)[: self.listed] for _ in range(chunks * self.heads * tiles)]
             numbers = np.array(numbers).reshape(chunks, self.heads, tiles, self.listed)
             numbers[..., -1] = np.where(rng.random(numbers.shape[:-1]) < 0.5, -1, numbers[..., -1])
-            found["listed"] = BlockList(jnp.asarray(numbers, jnp.int32), 128, 128)
-        return found
+            inputs["listed"] = BlockList(jnp.asarray(numbers, jnp.int32), 128, 128)
+        return inputs
 
     def static(self) -> dict[str, Any]:
         return {"scale": self.size**-0.5, **self.options} | ({"ring": True} if self.ring else {})
@@ -117,7 +117,7 @@ class Case:
             k, v = (x * np.asarray(inputs[f"{name}_scales"])[..., None] for name, x in {"k": k, "v": v}.items())
         k, v = (x[-1] if self.layers else x for x in (k, v))
         table = np.asarray(inputs.get("pages", np.arange(len(self.starts))[:, None]))
-        capacity, found = table.shape[1] * self.slots, {}
+        capacity, results = table.shape[1] * self.slots, {}
         for chunk, start in enumerate(self.starts):
             if start < 0:
                 continue
@@ -134,8 +134,8 @@ class Case:
             slots = keys % capacity
             at = table[int(inputs["rows"][chunk]), slots // self.slots], slice(None), slots % self.slots
             every = seen.any((0, 1))[:, None, None]
-            found[chunk] = self._attend(q[chunk, :real], *(np.where(every, x[at], 0) for x in (k, v)), seen, inputs)
-        return found
+            results[chunk] = self._attend(q[chunk, :real], *(np.where(every, x[at], 0) for x in (k, v)), seen, inputs)
+        return results
 
     def _attend(self, q, k, v, seen, inputs) -> tuple[np.ndarray, np.ndarray]:
         """q [C, K, G, h], k, v [T, K, h], seen [K, C, T]."""

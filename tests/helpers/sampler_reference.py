@@ -1,4 +1,4 @@
-"""What the sampler has to do, rule by rule in float64."""
+"""The sampler's rules, one by one in float64."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ def reference_process(logits, params, prompt, output, eos=()):
 
 
 def reference_keep(distance, top_k=0, top_p=1.0, min_p=0.0):
-    """Mask [V] of kept tokens from sorted distances; tokens tied with the last one kept are kept."""
+    """Mask [V] of the tokens that remain, from sorted distances; tokens tied with the last of them remain too."""
     distance = np.asarray(distance, np.float64)
-    kept = np.exp(-distance) >= min_p
+    survivors = np.exp(-distance) >= min_p
     if top_k:
-        kept &= distance <= np.sort(distance[kept])[:top_k][-1]
+        survivors &= distance <= np.sort(distance[survivors])[:top_k][-1]
     if top_p < 1:
-        order = np.sort(distance[kept])
+        order = np.sort(distance[survivors])
         mass = np.cumsum(np.exp(-order))
-        kept &= distance <= order[np.searchsorted(mass, top_p * mass[-1])]
-    return kept
+        survivors &= distance <= order[np.searchsorted(mass, top_p * mass[-1])]
+    return survivors
 
 
 def reference_probs(processed, params):
     """Probabilities [V] of drawing each token."""
     distance = (processed.max() - processed) / params.temperature
-    kept = reference_keep(distance, max(params.top_k, 0), params.top_p, params.min_p)
-    return scipy.special.softmax(np.where(kept, -distance, -np.inf))
+    survivors = reference_keep(distance, max(params.top_k, 0), params.top_p, params.min_p)
+    return scipy.special.softmax(np.where(survivors, -distance, -np.inf))
 
 
 def counts_of(vocab, prompt, output):

@@ -260,15 +260,15 @@ SHIPPED = {
 def ship(case: str, folder: Path) -> tuple[Path, Path]:
     """A checkpoint as shipped, and the float one it stands for."""
     (family, options), config, which, encode, _ = SHIPPED[case]
-    plain, folder = make_checkpoint(folder / "float", family, **options), folder / "shipped"
-    tensors, stored = load_file(plain / "model.safetensors"), {}
+    dense, folder = make_checkpoint(folder / "float", family, **options), folder / "shipped"
+    tensors, stored = load_file(dense / "model.safetensors"), {}
     for name, w in tensors.items():
         if not which(name):
             stored[name] = w
             continue
         parts, tensors[name] = encode(w)
         stored |= {name.removesuffix(".weight") + ending: np.asarray(x, order="C") for ending, x in parts.items()}
-    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
     if "kv_cache_scheme" in config:
         names = "k_scale", "v_scale", "q_scale", "k_zero_point", "v_proj.output_zero_point", "attn.q_global_scale"
         stored |= {f"model.layers.0.self_attn.{name}": np.full(1, 0.5, np.float32) for name in names}
@@ -283,6 +283,6 @@ def ship(case: str, folder: Path) -> tuple[Path, Path]:
         data += x.tobytes()
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
-    hf = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
+    hf = json.loads((dense / "config.json").read_text()) | {"quantization_config": config}
     (folder / "config.json").write_text(json.dumps(hf))
-    return folder, plain
+    return folder, dense
