@@ -1,4 +1,4 @@
-"""Models usable by name: those that come with a Python package."""
+"""Models that users can name: those inside installable Python packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inferlib.checkpoint.source import CheckpointError
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A GGUF file inside an installed package. requirement: what to give to pip."""
+    """A GGUF file inside a Python package. requirement: the package as pip names it."""
 
     description: str
     package: str

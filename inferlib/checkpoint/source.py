@@ -1,4 +1,4 @@
-"""What the loader needs to know of a checkpoint: named tensors that can be read a few rows at a time."""
+"""A checkpoint as the loader sees it: named tensors that can be read a few rows at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class CheckpointError(ValueError):
 class TensorSource(Protocol):
     """Tensors by their Hugging Face names, in Hugging Face layout (projections are [out, in]).
 
-    Every method raises CheckpointError for a name that the checkpoint does not hold.
+    Every method raises CheckpointError for a name that is not in the checkpoint.
     """
 
     def names(self) -> Iterable[str]: ...
@@ -25,7 +25,7 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> np.dtype:
-        """Type of what `read` returns; bfloat16 is `ml_dtypes.bfloat16`."""
+        """The dtype of the arrays that `read` returns; bfloat16 is `ml_dtypes.bfloat16`."""
         ...
 
     def nbytes(self, name: str) -> int:
@@ -33,12 +33,12 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """The tensor or rows of its first axis; a read-only view of the file where its format allows."""
+        """The tensor or rows of its first axis; a read-only view of the file if its format allows."""
         ...
 
 
 class StoredTensor(Protocol):
-    """What a file's header says of a tensor; see `TensorSource`."""
+    """A tensor as a file's header describes it; see `TensorSource`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -54,8 +54,8 @@ T = TypeVar("T", bound=StoredTensor)
 
 
 class StoredTensors(Generic[T]):
-    """The part of a `TensorSource` that files' headers answer; all but `names` raise CheckpointError for a tensor that
-    is not there. path: of the file or directory; `_tensors`: what headers say, by tensor."""
+    """The methods of a `TensorSource` that need only files' headers; all but `names` raise CheckpointError for an
+    unknown tensor. path: of the file or directory; `_tensors`: the headers' entries, by tensor."""
 
     path: Path
     _tensors: dict[str, T]

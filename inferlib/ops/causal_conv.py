@@ -1,4 +1,4 @@
-"""A short causal convolution of each channel by itself."""
+"""A short causal convolution, each channel by itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def causal_conv(x: jax.Array, tail: jax.Array, weight: jax.Array, lengths: jax.A
 
     x: [P, C, *c]; tail: [P, k - 1, *c], the inputs before them, zeros where there were none; weight: [k, *c], the last
     of the taps for the token itself; lengths: [P] int32: the valid tokens, the first ones. Returns out [P, C, *c]
-    float32, and the tail after the valid tokens. Others change nothing, whatever they hold.
+    float32, and the tail after the valid tokens. Other tokens change nothing, whatever their inputs.
     """
     taps, count = weight.shape[0], x.shape[1]
     inputs = jnp.concatenate([tail.astype(x.dtype), x], axis=1)

@@ -1,4 +1,4 @@
-"""What rules that go over tokens by chunks have in common."""
+"""Helpers of recurrent rules that advance by chunks of tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def live_only(live: jax.Array, *inputs: jax.Array) -> list[jax.Array]:
-    """In float32, zero where not live [B] or [P, C]: then nothing is written, and nothing fades."""
+    """The inputs in float32, zero where `live` [B] or [P, C] is False: there nothing is written, and nothing fades."""
     return [
         jnp.where(live.reshape(*live.shape, *(1,) * (x.ndim - live.ndim)), x.astype(jnp.float32), 0) for x in inputs
     ]
 
 
 def in_chunks(x: jax.Array, most: int) -> jax.Array:
-    """[P, C, ...] -> [n, P, c, ...] of at most so many tokens, with zeros behind the last."""
+    """Cut [P, C, ...] into chunks [n, P, c, ...] of at most `most` tokens, padded with zeros at the end."""
     width = min(most, 1 << (x.shape[1] - 1).bit_length())
     count = -(-x.shape[1] // width)
     x = jnp.pad(x, [(0, 0), (0, count * width - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
@@ -32,7 +32,7 @@ def over_chunks(
     state: jax.Array,
     inputs: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """`lax.scan` over inputs [n, ...]; of a single chunk without a loop."""
+    """`lax.scan` over inputs [n, ...]; a single chunk takes no loop."""
     if inputs[0].shape[0] > 1:
         return lax.scan(step, state, inputs)
     state, out = step(state, tuple(x[0] for x in inputs))
@@ -40,10 +40,10 @@ def over_chunks(
 
 
 def fades(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """log_decay [..., c] -> what is left at token i of what token j wrote, [..., i, j], zero for j > i; at each token
-    of the state before the chunk, [..., c]; and behind the chunk of what each token wrote, [..., c].
+    """log_decay [..., c] -> three factors that remain: at token i of what token j wrote, [..., i, j], zero for j > i;
+    at each token of the state before the chunk, [..., c]; and after the chunk of what each token wrote, [..., c].
 
-    Of what fades after token j to token i the logarithms are summed: a difference of sums would lose what is small.
+    The logarithms after token j up to token i are summed: a difference of cumulative sums would lose small ones.
     """
     width = log_decay.shape[-1]
     lower = jnp.tril(jnp.ones((width, width)))

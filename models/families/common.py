@@ -65,20 +65,20 @@ _ACTIVATIONS = {
     "gelu": "gelu",
     "relu2": "relu2",
 }
-# What a configuration of several parts may say outside that of its text.
+# Options that a configuration of several parts may have outside its `text_config`.
 _OUTSIDE = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
-# What the names of tensors of images and sound begin with.
+# Beginnings of the names of tensors of images and sound.
 _SENSES = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 _SENSES += ("audio_tower.", "embed_vision.", "embed_audio.")
-# Options that are numbers.
+# Options that must be numbers.
 _WHOLE = re.compile(r"(num|n)_\w+|\w+_(size|dim|rank|heads|layers|experts|group|tok|embeddings|window)")
 _FLAG = re.compile(r"tie_\w+|use_(bias|conv_bias|double_wide_mlp|expert_bias|qk_norm|sliding_window)")
 _REAL = re.compile(r"(\w+_)?(eps|epsilon|theta|factor|multiplier)|beta_(fast|slow)|mscale(_all_dim)?")
 _POSITIONS = re.compile(r"\w+_position_embeddings")
-# Those that are lists of numbers, of layers or with one for each, or may be.
+# Options that may be lists: numbers of layers, or one number for each layer.
 _LISTS = re.compile(r"(?!num_|n_)\w+_layers|\w+_per_layer|(short|long)_factor")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# What each kind of rotary scaling reads, first what it cannot do without.
+# The options that each kind of rotary scaling reads: required, optional.
 _ROPE_OPTIONS = {
     "linear": (("factor",), ()),
     "dynamic": (("factor",), ()),
@@ -94,8 +94,8 @@ _ROPE_OPTIONS = {
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """One tensor of all experts: [E, out, in], or `transposed` [E, in, out]; gate and up are halves of `out`, or
-    `interleaved` in turn."""
+    """How one tensor stores all experts: [E, out, in], or `transposed` [E, in, out]; gate and up are the halves of
+    `out`, or its `interleaved` rows."""
 
     transposed: bool = False
     interleaved: bool = False
@@ -106,21 +106,21 @@ class Family:
     """A recipe and a name map.
 
     recipe: Hugging Face config dictionary -> ModelConfig.
-    defaults: what transformers' configuration class assumes for keys that config.json lacks.
-    layer: part of a layer -> checkpoint module below `prefix`; entries a config does not use are ignored.
+    defaults: values that transformers' configuration class assumes for keys that config.json lacks.
+    layer: part of a layer -> checkpoint module below `prefix`; entries that a config does not use are ignored.
     top: `embed`, `final_norm`, `head` -> checkpoint module.
-    fused_experts: how a checkpoint holds them, if all in one tensor.
-    fused: what differs in `layer` where they are in one tensor, if checkpoints of both forms are published.
-    computed: parts of layers that checkpoints do not hold, as functions of a layer, its number and how many there are.
-    base: what the names of tensors begin with, except in checkpoints of a model without its head.
+    fused_experts: the layout of tensors that store all experts.
+    fused: entries that replace those of `layer` for such tensors, if checkpoints of both forms are published.
+    computed: parts of layers that no checkpoint stores, as functions of a layer, its number and the number of layers.
+    base: beginning of every tensor's name, absent in checkpoints of a model without its head.
     transposed: matrices of layers are stored [in, out].
-    sublayers: how many layers the checkpoint holds as one; {sub} in a module is which of them.
-    halves: the checkpoint holds what a layer has of attention and of feed-forward as layers of their own, in turn.
-    drafts: beginnings of the names of tensors that are left out, for predicting several tokens at once; {layers} is
+    sublayers: number of our layers that the checkpoint stores as one; {sub} in a module is a layer's number there.
+    halves: the checkpoint stores a layer's mixer and its feed-forward as two layers.
+    drafts: beginnings of the names of tensors for predicting several tokens at once, which are not read; {layers} is
     the number of layers.
-    senses: likewise, of images and sound; the loader says that they are left out.
-    text_type: the `model_type` of the text part, where an architecture holds one of several.
-    lists: options that are numbers elsewhere and here may have one for each layer.
+    senses: beginnings of the names of tensors of images and sound, which are not read; the loader says so.
+    text_type: the `model_type` of the text part, if an architecture can have one of several.
+    lists: options that are numbers in other families, and here may be lists with one for each layer.
     """
 
     name: str
@@ -155,10 +155,10 @@ class Family:
 
 
 def text_of(family: Family, architecture: str, *, whole: bool = False, text_type: str = "") -> Family:
-    """The family of the text part of a model that also sees or hears, whose other parts are left out.
+    """The family of the text part of a model that also sees or hears; its other parts are not read.
 
-    whole: the text part has its own head, as a model by itself ("language_model.model.", "language_model.lm_head"), and
-    is not the body alone ("model.language_model."). text_type: see `Family`.
+    whole: the text part is a model with its head ("language_model.model.", "language_model.lm_head"), not a body alone
+    ("model.language_model."). text_type: see `Family`.
     """
 
     def recipe(hf: Hf) -> ModelConfig:
@@ -191,7 +191,7 @@ def _check_numbers(
 
 
 def options_of(hf: Hf, key: str) -> Hf:
-    """An object within the config; none is an empty one."""
+    """An object within the config; empty if it is absent."""
     value = hf.get(key) or {}
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key} in config.json must be an object, it is {value!r}")
@@ -255,7 +255,7 @@ def softmax_router(hf: Hf, experts: int, **options: Any) -> RouterSpec:
 
 
 def grouped_sigmoid_router(hf: Hf) -> RouterSpec:
-    """DeepSeek-V3's."""
+    """DeepSeek-V3's router."""
     return RouterSpec(
         need(hf, "n_routed_experts"),
         need(hf, "num_experts_per_tok"),
@@ -294,9 +294,9 @@ def model(
 
 
 def _stretched_context(layer: LayerSpec) -> int:
-    """What the kinds of scaling that state the trained context stretch it to, else 0.
+    """The context to which dynamic and yarn scaling stretch the trained one, else 0.
 
-    The others are used with `max_position_embeddings` stretched already.
+    Other kinds are used with a `max_position_embeddings` that is stretched already.
     """
     scaling = layer.attention.rope and layer.attention.rope.scaling
     if scaling is None or scaling.kind not in ("dynamic", "yarn"):
@@ -305,7 +305,7 @@ def _stretched_context(layer: LayerSpec) -> int:
 
 
 def layer_types(hf: Hf, other: str, is_other: Callable[[int], bool]) -> Sequence[str]:
-    """Each layer's kind, "full_attention" or `other`, by `layer_types`, or where they are absent, by `is_other` (layer
+    """Each layer's kind, "full_attention" or `other`: by `layer_types`, or if they are absent by `is_other` (layer
     index -> bool)."""
     count, known = need(hf, "num_hidden_layers"), ("full_attention", other)
     types = hf.get("layer_types") or [known[bool(is_other(i))] for i in range(count)]
@@ -318,20 +318,20 @@ def layer_types(hf: Hf, other: str, is_other: Callable[[int], bool]) -> Sequence
 
 
 def windows(hf: Hf, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """Each layer's window, by `layer_types`, or where they are absent, by `slides` (layer index -> bool)."""
+    """Each layer's window: by `layer_types`, or if they are absent by `slides` (layer index -> bool)."""
     types = layer_types(hf, "sliding_attention", slides)
     return tuple(need(hf, "sliding_window") if kind == "sliding_attention" else None for kind in types)
 
 
 def rope_parameters(hf: Hf) -> Hf:
-    """The rotary options of all layers, whichever style they are written in."""
+    """The rotary options of all layers, in either style."""
     return options_of(hf, "rope_scaling") or options_of(hf, "rope_parameters")
 
 
 def rope_spec(hf: Hf, parameters: Hf | None = None, *, partial: bool = False, interleaved: bool = False) -> RopeSpec:
-    """Rotary embedding by `parameters`, if None those of the config.
+    """The rotary embedding that `parameters` describe; None: the config's rotary options.
 
-    partial: the family can rotate a part of a head. interleaved: see `RopeSpec`.
+    partial: the family may rotate only a part of a head. interleaved: see `RopeSpec`.
     """
     options = rope_parameters(hf) if parameters is None else parameters
     _check_numbers(options, _POSITIONS, (int, float), "a number")
@@ -340,7 +340,7 @@ def rope_spec(hf: Hf, parameters: Hf | None = None, *, partial: bool = False, in
         raise ConfigError("rope_parameters per layer type are not supported for this architecture")
     fraction = options.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if options.get("rope_type") == "proportional":
-        fraction = 1.0  # a share of the frequencies; see `RopeScaling`
+        fraction = 1.0  # here it is a fraction of the frequencies; see `RopeScaling`
     if fraction != 1.0 and not partial:
         raise ConfigError(f"partial_rotary_factor={fraction} is not supported for this architecture")
     return RopeSpec(
@@ -352,11 +352,11 @@ def rope_spec(hf: Hf, parameters: Hf | None = None, *, partial: bool = False, in
 
 
 def rope_specs(hf: Hf, sliding_theta: float, *, partial: bool = False) -> tuple[RopeSpec, RopeSpec]:
-    """(full, sliding): for families whose layers with a window have their own rotary embedding. partial: see
+    """(full, sliding): for families whose layers with a window have another rotary embedding. partial: see
     `rope_spec`.
 
-    In older configs `rope_theta` and `rope_scaling` are those of the full layers; the others have the
-    base `sliding_theta`, unscaled.
+    In older configs `rope_theta` and `rope_scaling` apply to the full layers; layers with a window have the base
+    `sliding_theta`, unscaled.
     """
     nested = options_of(hf, "rope_parameters")
     if not set(nested) <= set(_LAYER_TYPES):

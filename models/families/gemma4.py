@@ -110,7 +110,7 @@ def _experts(hf: Hf, dense: MlpSpec) -> MoeSpec:
 
 
 def _sizes(hf: Hf, layer: int, kind: str) -> Hf:
-    """Sizes of one layer's heads that differ from those of the others, in either style."""
+    """The head sizes of one layer that differ from other layers' sizes, in either style of config."""
     if hf.get("per_layer_config") is not None:
         return {int(i): sizes for i, sizes in hf["per_layer_config"].items()}.get(layer, {})
     if kind == "sliding_attention":

@@ -52,7 +52,7 @@ _NAMES = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
 }
-# Likewise, of `linear_attn_config`.
+# The same for names in `linear_attn_config`.
 _LINEAR_NAMES = {
     "head_dim": "linear_head_dim",
     "num_heads": "linear_num_heads",

@@ -27,13 +27,13 @@ from inferlib.models.families.granite import FUSED_LAYER, with_multipliers
 from inferlib.models.mixers.mamba2 import Mamba2Spec
 
 _ANY_STEP = (0.0, float("inf"))
-# What kinds of layers were called before, and in Nemotron-H's patterns.
+# Older names of kinds of layers, and their letters in Nemotron-H's patterns.
 _KINDS = {"mamba": "linear_attention", "attention": "full_attention"}
 _KINDS |= {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
 def _mamba(part: str) -> dict[str, str]:
-    """The names of a layer's state space, below `part`."""
+    """The name map of a layer's state space, whose modules are below `part`."""
     names = {"in": "in_proj", "conv": "conv1d", "norm": "norm", "out": "out_proj"}
     names |= {"decay": "A_log", "dt_shift": "dt_bias", "skip": "D"}
     return {f"mamba.{ours}": f"{part}.{theirs}" for ours, theirs in names.items()}
@@ -52,7 +52,7 @@ def _limits(hf: Hf) -> tuple[float, float]:
 
 
 def _states(hf: Hf) -> Mamba2Spec:
-    """As Bamba's configuration and those after it have it."""
+    """The state space as configs of Bamba and later models describe it."""
     expect(hf, "mamba_proj_bias", False)
     expect(hf, "hidden_act", "silu")
     heads, size, inner = need(hf, "mamba_n_heads"), hf["mamba_d_head"], hf["mamba_expand"] * need(hf, "hidden_size")
@@ -102,7 +102,7 @@ NEMOTRON_H_DEFAULTS = {
     "time_step_limit": _ANY_STEP,
 }
 
-# Names of older configs -> those of now.
+# Names in older configs -> today's names.
 _NAMES = {
     "attention_head_dim": "head_dim",
     "mamba_conv_bias": "use_conv_bias",
@@ -113,8 +113,8 @@ _NAMES = {
 
 
 def nemotron_h(hf: Hf) -> ModelConfig:
-    """Steps are kept within `time_step_limit`, as in the published implementation; transformers 5 takes
-    `time_step_min` for the least of prompts, and no limit in decoding."""
+    """Steps stay within `time_step_limit`, as in the published implementation; transformers 5 limits those of prompts
+    to `time_step_min` at least, and those of decoding not at all."""
     hf = {_NAMES.get(key, key): value for key, value in hf.items()}
     for key in ("use_bias", "mamba_proj_bias", "attention_bias", "residual_in_fp32"):
         expect(hf, key, False)
@@ -152,7 +152,7 @@ def _nemotron_experts(hf: Hf) -> MoeSpec:
 def _paired(
     kinds: Sequence[str], mixers: Mapping[str, Mixer], feeds: Mapping[str, MlpSpec | MoeSpec]
 ) -> list[LayerSpec]:
-    """Layers of a mixer and the feed-forward that follows it, if one does."""
+    """Pair each mixer with the feed-forward that follows it, if one does."""
     layers = []
     for number, kind in enumerate(kinds):
         if kind in mixers:

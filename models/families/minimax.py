@@ -40,7 +40,7 @@ DEFAULTS = {
 
 
 def minimax(hf: Hf) -> ModelConfig:
-    """`rotary_dim`, in the published configs, is how much of a head is rotated; transformers 5 rotates all of it."""
+    """In published configs `rotary_dim` is the rotated part of a head; transformers 5 rotates all of it."""
     expect(hf, "hidden_act", "silu")
     if hf.get("rotary_dim") is not None:
         hf = {"partial_rotary_factor": hf["rotary_dim"] / head_dim(hf), **hf}
@@ -62,8 +62,8 @@ def _scales(hf: Hf, name: str) -> tuple[float, float]:
 
 
 def _decay(layer: LayerSpec, number: int, count: int) -> tuple[float, ...]:
-    """How quickly each head's state fades: half of them more slowly than 2^-4 a token in the first layer, and all the
-    more slowly the later the layer."""
+    """How quickly each head's state fades: in the first layer half of the heads fade more slowly than 2^-4 a token, and
+    every later layer fades more slowly than the one before."""
     heads, share = layer.attention.heads, 1 - number / (count - 1 + 1e-5) + 1e-5
     return tuple(2 ** (-8 * (head + 1) / heads) * share for head in range(heads))
 

@@ -21,7 +21,7 @@ DEFAULTS = {
 
 
 def smollm3(hf: Hf) -> ModelConfig:
-    """`no_rope_layers` marks the layers that do rotate; windows, if used, are those of the others."""
+    """`no_rope_layers` marks the layers that do rotate; the other layers have windows, if windows are used."""
     count = need(hf, "num_hidden_layers")
     rotates = hf.get("no_rope_layers") or [(i + 1) % hf["no_rope_layer_interval"] != 0 for i in range(count)]
     if len(rotates) < count:
