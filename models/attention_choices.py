@@ -29,7 +29,8 @@ def choose_attention(spec: Mixer, operation: Operation, backend: Backend, *, sca
     op = decode_attention if operation == "decode_attention" else prefill_attention
     scales = _array(1) if scaled else None
     window = spec.window if spec.chunk is None else _array(1)
-    return op.choose(KvCache(_array(spec.head_dim), _array(spec.value_dim), scales, scales), window, name)
+    keys, values = map(_array, spec.cache_sizes)
+    return op.choose(KvCache(keys, values, scales, scales), window, name)
 
 
 def _array(size: int) -> Any:

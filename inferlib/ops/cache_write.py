@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def rounded(new: Sequence[jax.Array], dtype, *, scaled: bool) -> list[jax.Array]
     return [x.values for x in quantized] + [x.scales for x in quantized]
 
 
-def choose_chunk_write(cache: Sequence[jax.Array], width: int, *, ring: bool, backend: str) -> Choice:
+def choose_chunk_write(cache: Sequence[Any], width: int, *, ring: bool, backend: str) -> Choice:
     """The implementation of `chunk_write` for chunks of `width` tokens and a cache's arrays, which may be shapes."""
     if backend != "pallas_tpu":
         return Choice("xla")
@@ -44,7 +45,7 @@ def chunk_write(
     pages: jax.Array,
     slots: jax.Array,
     *,
-    layer: jax.Array | None = None,
+    layer: jax.Array | int | None = None,
     ring: bool = False,
     backend: str = "xla",
 ) -> tuple[jax.Array, ...]:
@@ -74,7 +75,7 @@ def cache_write(
     pages: jax.Array,
     slots: jax.Array,
     *,
-    layer: jax.Array | None = None,
+    layer: jax.Array | int | None = None,
     run: int = 1,
 ) -> jax.Array:
     """Put the cell of token t at page `pages[t]`, slot `slots[t]`.
@@ -97,7 +98,7 @@ def cache_write(
 
 
 def _write_pages(
-    cache: jax.Array, new: jax.Array, pages: jax.Array, slots: jax.Array, layer: jax.Array | None
+    cache: jax.Array, new: jax.Array, pages: jax.Array, slots: jax.Array, layer: jax.Array | int | None
 ) -> jax.Array:
     """Write whole pages of scales. For a write of single numbers a TPU's compiler changes the whole cache's layout, and
     changes it back at every layer where a kernel reads the cache too."""
@@ -113,7 +114,7 @@ def _write_pages(
 
 
 def _write_folded(
-    cache: jax.Array, new: jax.Array, pages: jax.Array, slots: jax.Array, layer: jax.Array | None
+    cache: jax.Array, new: jax.Array, pages: jax.Array, slots: jax.Array, layer: jax.Array | int | None
 ) -> jax.Array:
     """Write whole rows, part by part: for a write that begins within a row a TPU's compiler would copy the cache.
     Positions of a chunk share rows, but not parts."""

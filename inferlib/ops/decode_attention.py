@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ from jax import lax
 from inferlib.ops.attention import AttentionOptions, masked_attention, slot_positions, visible
 from inferlib.ops.cache_write import cache_write, rounded
 from inferlib.ops.choice import Choice
-from inferlib.ops.kv_cache import KvCache, LatentCache, NewCells, Shaped, gather_pages
+from inferlib.ops.kv_cache import KvCache, LatentCache, NewCells, Shaped, gather_pages, shape_of
+
+Cache = TypeVar("Cache", KvCache, LatentCache)
 
 # Implementations that read one layer of a stacked cache where it lies, and write new cells there.
 IN_PLACE = frozenset({"pallas_tpu"})
@@ -43,7 +46,9 @@ def _lacks(cache: KvCache, window, backend: str, q: Shaped | None, new: bool) ->
     from inferlib.pallas_kernels.decode_attention_tpu import unsupported
 
     pages = None if cache.pages is None else cache.pages.shape[1]
-    return unsupported(q, cache.k, cache.v, window=window, pages=pages, scales=cache.scaled, new=new)
+    v = None if cache.v is None else shape_of(cache.v)
+    k, scaled = shape_of(cache.k), cache.scaled
+    return unsupported(shape_of(q), k, v, window=window, pages=pages, scales=scaled, new=new)
 
 
 def decode_attention(
@@ -95,15 +100,15 @@ def decode_attention(
 def _by_gpu_kernel(q, cache: KvCache, lengths, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
     from inferlib.pallas_kernels.decode_attention_gpu import decode_attention as kernel
 
-    v = cache.k if cache.v is None else cache.v
-    return kernel(q, cache.k, v, lengths, ring=cache.ring, limit=cache.limit, **options.named)
+    return kernel(q, cache.k, cache.values, lengths, ring=cache.ring, limit=cache.limit, **options.named)
 
 
 def _by_nki_kernel(q, cache: KvCache, lengths, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
     from inferlib.nki_kernels.flash_decode import flash_decode
 
-    v = cache.k if cache.v is None else cache.v
-    return flash_decode(q, cache.k, v, lengths, ring=cache.ring, limit=cache.limit, table=cache.pages, **options.named)
+    return flash_decode(
+        q, cache.k, cache.values, lengths, ring=cache.ring, limit=cache.limit, table=cache.pages, **options.named
+    )
 
 
 def _by_tpu_kernel(
@@ -125,10 +130,8 @@ def _by_xla(q, cache: KvCache, lengths, options: AttentionOptions, mask) -> tupl
     rows, queries = q.shape[:2]
     slots, window = cache.slots, options.window
 
-    def cells(x: jax.Array | None) -> jax.Array | None:
+    def cells(x: jax.Array) -> jax.Array:
         """The rows' part of one of the cache's arrays, [B, K, slots, ...]."""
-        if x is None:
-            return None
         x = cache.of_layer(x)
         return (x if cache.pages is None else gather_pages(x, cache.pages))[:rows, :, :slots]
 
@@ -140,13 +143,13 @@ def _by_xla(q, cache: KvCache, lengths, options: AttentionOptions, mask) -> tupl
         index = stored - positions[:, :1]  # which of the new tokens a slot holds, negative if none
         allowed = jnp.take_along_axis(mask, jnp.clip(index, 0, queries - 1)[:, None], axis=2)
         seen &= (index < 0)[:, None] | allowed
-    v = cache.k if cache.v is None else cache.v
-    k, v, *scales = map(cells, (cache.k, v, cache.k_scales, cache.v_scales))
-    out, lse = masked_attention(q, k, v, seen, options, scales=tuple(scales) if cache.scaled else None)
+    k, v = cells(cache.k), cells(cache.values)
+    scales = cache.scales and (cells(cache.scales[0]), cells(cache.scales[1]))
+    out, lse = masked_attention(q, k, v, seen, options, scales=scales)
     return out, jnp.where(lengths[:, None, None, None] > 0, lse, -jnp.inf)
 
 
-def write_new(cache: KvCache | LatentCache, new: NewCells, lengths: jax.Array):
+def write_new(cache: Cache, new: NewCells, lengths: jax.Array) -> Cache:
     """The cache with the cells of the last tokens of `lengths` positions, by XLA."""
     arrays, pages, ring = cache.arrays, cache.pages, isinstance(cache, KvCache) and cache.ring
     cells = [x[:, None] if x.ndim == 3 else x for x in new.cells]

@@ -12,6 +12,10 @@ import jax.numpy as jnp
 Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 
+def shape_of(x: Shaped) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KvCache:
@@ -43,6 +47,14 @@ class KvCache:
         """The same cache with other contents, in the order of `arrays`."""
         names = [name for name in ("k", "v", "k_scales", "v_scales") if getattr(self, name) is not None]
         return replace(self, **dict(zip(names, arrays, strict=True)))
+
+    @property
+    def values(self) -> jax.Array:
+        return self.k if self.v is None else self.v
+
+    @property
+    def scales(self) -> tuple[jax.Array, jax.Array] | None:
+        return None if self.k_scales is None or self.v_scales is None else (self.k_scales, self.v_scales)
 
     @property
     def scaled(self) -> bool:

@@ -12,7 +12,7 @@ from inferlib.ops.attention import AttentionOptions, masked_attention, slot_posi
 from inferlib.ops.cache_write import unfolded
 from inferlib.ops.choice import Choice
 from inferlib.ops.decode_attention import write_new
-from inferlib.ops.kv_cache import LatentCache, NewCells, Shaped, gather_pages
+from inferlib.ops.kv_cache import LatentCache, NewCells, Shaped, gather_pages, shape_of
 
 # Implementations that read one layer of a stacked cache where it lies.
 IN_PLACE = frozenset({"pallas_tpu"})
@@ -44,7 +44,7 @@ def choose_for(q: Shaped, cache: LatentCache, backend: str) -> Choice:
         return Choice(backend)
     from inferlib.pallas_kernels.mla_decode_attention_tpu import unsupported
 
-    return Choice.of(backend, unsupported(q, *cache.arrays))
+    return Choice.of(backend, unsupported(shape_of(q), shape_of(cache.latents), shape_of(cache.keys)))
 
 
 def mla_decode_attention(

@@ -12,7 +12,7 @@ from jax import lax
 from inferlib.ops.attention import AttentionOptions
 from inferlib.ops.cache_write import folded_rows, unfolded
 from inferlib.ops.choice import Choice
-from inferlib.ops.kv_cache import KvCache, LatentCache, Shaped
+from inferlib.ops.kv_cache import KvCache, LatentCache, Shaped, shape_of
 from inferlib.ops.matmul import precision_of
 from inferlib.ops.prefill_attention import prefill_attention
 
@@ -57,7 +57,8 @@ def choose_for(q: Shaped, expansion: Expansion, cache: LatentCache, backend: str
         return Choice(backend)
     from inferlib.pallas_kernels.mla_prefill_attention_tpu import unsupported
 
-    return Choice.of(backend, unsupported(q, expansion.keys, expansion.values, *cache.arrays))
+    shapes = map(shape_of, (q, expansion.keys, expansion.values, cache.latents, cache.keys))
+    return Choice.of(backend, unsupported(*shapes))
 
 
 def mla_prefill_attention(

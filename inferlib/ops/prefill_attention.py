@@ -12,7 +12,7 @@ from jax import lax
 
 from inferlib.ops.attention import AttentionOptions, masked_attention, slot_positions, visible
 from inferlib.ops.choice import Choice
-from inferlib.ops.kv_cache import KvCache, Shaped, gather_pages
+from inferlib.ops.kv_cache import KvCache, Shaped, gather_pages, shape_of
 
 # Implementations that read one layer of a stacked cache where it lies.
 IN_PLACE = frozenset({"pallas_tpu"})
@@ -59,7 +59,8 @@ def _lacks(cache: KvCache, window, backend: str, q: Shaped | None) -> str | None
         return None
     from inferlib.pallas_kernels.prefill_attention_tpu import unsupported
 
-    return unsupported(q, cache.k, pages=None if cache.pages is None else cache.pages.shape[1], scales=cache.scaled)
+    pages = None if cache.pages is None else cache.pages.shape[1]
+    return unsupported(shape_of(q), shape_of(cache.k), pages=pages, scales=cache.scaled)
 
 
 def prefill_attention(
@@ -87,8 +88,9 @@ def prefill_attention(
     if backend == "nki":
         from inferlib.nki_kernels.flash_prefill import flash_prefill
 
-        v = cache.k if cache.v is None else cache.v
-        return flash_prefill(q, cache.k, v, rows, positions, ring=cache.ring, limit=cache.limit, **options.named)
+        return flash_prefill(
+            q, cache.k, cache.values, rows, positions, ring=cache.ring, limit=cache.limit, **options.named
+        )
     if backend == "pallas_tpu":
         return _by_tpu_kernel(q, cache, rows, positions, options, listed)
     return _by_xla(q, cache, rows, positions, options, listed)
@@ -114,10 +116,8 @@ def _by_xla(
 ) -> tuple[jax.Array, jax.Array]:
     slots, pages = cache.slots, cache.pages
 
-    def cells(x: jax.Array | None) -> jax.Array | None:
+    def cells(x: jax.Array) -> jax.Array:
         """The chunks' rows' part of one of the cache's arrays, [P, K, slots, ...]."""
-        if x is None:
-            return None
         x = cache.of_layer(x)
         if pages is None:
             return x[:, :, :slots][jnp.minimum(rows, x.shape[0] - 1)]
@@ -127,6 +127,6 @@ def _by_xla(
     seen = visible(positions, stored, options.window)
     if listed is not None:
         seen = seen[:, None] & listed.holds(stored, positions.shape[1])
-    v = cache.k if cache.v is None else cache.v
-    k, v, *scales = map(cells, (cache.k, v, cache.k_scales, cache.v_scales))
-    return masked_attention(q, k, v, seen, options, scales=tuple(scales) if cache.scaled else None)
+    k, v = cells(cache.k), cells(cache.values)
+    scales = cache.scales and (cells(cache.scales[0]), cells(cache.scales[1]))
+    return masked_attention(q, k, v, seen, options, scales=scales)

@@ -1,6 +1,8 @@
-"""Weighted sums of the rows of segments of unequal length: what experts made of each token's choices."""
+"""Weighted sums over segments of rows: the experts' outputs for each token."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -8,40 +10,51 @@ from jax import lax
 
 from inferlib.ops.loops import expected_trips
 
-TILE = 256  # segments that are summed together: many enough that loops cost little, few enough to stay on chip
+TILE = 256  # segments that are summed together: enough that loops cost little, and few enough to stay on chip
+
+
+@dataclass(frozen=True)
+class Segments:
+    """T segments of unequal length. Segment t is the rows `places[p]` times `factors[p]` for p from starts[t] on,
+    counts[t] of them and in this order.
+
+    T is a multiple of `TILE`; places [M] int32, factors [M] float32 (None: ones), starts and counts [T] int32.
+    """
+
+    places: jax.Array
+    factors: jax.Array | None
+    starts: jax.Array
+    counts: jax.Array
 
 
 def segment_sum(
     into: jax.Array,
     rows: jax.Array,
-    places: jax.Array,
-    factors: jax.Array | None,
-    starts: jax.Array,
-    counts: jax.Array,
-    first: jax.Array,
-    stop: jax.Array,
+    segments: Segments,
+    first: jax.Array | int,
+    stop: jax.Array | int,
     *,
     tiles: float,
     longest: float,
 ) -> jax.Array:
-    """into [T, *D], rows [M, *E] -> [T, *D]: `into`, but in tiles `first` to before `stop`, each of `TILE` segments.
+    """into [T, *D], rows [M, *E] -> [T, *D]: `into`, with the segments' sums in tiles `first` to before `stop`, each of
+    `TILE` segments, accumulated in float32 and reshaped.
 
-    Segment t is the sum of factors[p] * rows[places[p]] for p from starts[t] on, counts[t] of them and in this order,
-    accumulated in float32 and reshaped. T is a multiple of `TILE`; places [M] int32, factors [M] float32 (None: ones),
-    starts and counts [T] int32; rows that are in no segment hold anything. tiles, longest: how many tiles there are and
-    how long the longest segment of one is where load is balanced, for the account of what was compiled.
+    Rows that are in no segment may hold anything. tiles, longest: how many tiles there are and how long the longest
+    segment of one is where load is balanced, for the account of what was compiled.
     """
+    places, factors, starts, counts = segments.places, segments.factors, segments.starts, segments.counts
     each = (TILE, *[1] * (rows.ndim - 1))
 
     def tile(i: jax.Array, into: jax.Array) -> jax.Array:
         start, count = (lax.dynamic_slice_in_dim(a, i * TILE, TILE) for a in (starts, counts))
 
         def add(j: jax.Array, total: jax.Array) -> jax.Array:
-            some = (j < count).reshape(each)
+            inside = (j < count).reshape(each)
             p = jnp.where(j < count, start + j, 0)
             row = rows[places[p]].astype(jnp.float32)
             row = row if factors is None else row * factors[p].reshape(each)
-            return total + jnp.where(some, row, 0)
+            return total + jnp.where(inside, row, 0)
 
         with expected_trips(longest):
             total = lax.fori_loop(0, jnp.max(count), add, jnp.zeros((TILE, *rows.shape[1:]), jnp.float32))

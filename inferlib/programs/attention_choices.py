@@ -53,7 +53,9 @@ def _attention_blocks(
     """The spec and the cache of every block of attention layers whose kind the preferred kernel has."""
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         spec = model.config.layers[layers[0]].attention
-        if not isinstance(block, BlockCache) or getattr(config.backend, operation) == "xla":
+        if not isinstance(block, BlockCache) or not isinstance(spec, AttentionSpec | MlaSpec):
+            continue
+        if getattr(config.backend, operation) == "xla":
             continue
         if not choose_attention(spec, operation, config.backend, scaled=block.scaled).reason:
             yield spec, block

@@ -52,7 +52,7 @@ class Attention(nnx.Module):
 
     def __init__(self, spec: AttentionSpec, layout: HeadLayout, norm: NormSpec, dim: int, dtype):
         self.spec, self.layout, self.norm = spec, layout, norm
-        k, g, h, value = layout.groups, layout.queries, spec.head_dim, spec.value_dim
+        (h, value), k, g = spec.cache_sizes, layout.groups, layout.queries
         heads = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM)
         slots = g + spec.fused_heads
         self.qkv = param((dim, k, slots, h), (axes.EMBED, *heads), dtype, contracting=(0,))
@@ -149,7 +149,8 @@ class Attention(nnx.Module):
         if spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
         rotated = spec.rope is not None and not spec.qk_norm
-        if rotated:  # all but values at once: heads one by one would be as many fusions for a TPU
+        if spec.rope is not None and rotated:
+            # All but values at once: heads one by one would be as many fusions for a TPU.
             turns = np.arange(qkv.shape[2]) < g + (spec.cache_of is None)
             qkv = jnp.where(turns[:, None], apply_rope(qkv, *ctx.rope[spec.rope]), qkv)
         finish = (lambda x, *_: x) if rotated else self.norm_and_rotate
@@ -163,7 +164,7 @@ class Attention(nnx.Module):
             v = ctx.shards.sum(ctx.matmul(x, self.v[...]), axes.EMBED)
             v = v + self.v_bias[...] if spec.qkv_bias else v
         if spec.value_norm:
-            v = rms_norm(v, jnp.ones((spec.value_dim,)), self.norm.eps)
+            v = rms_norm(v, jnp.ones(spec.cache_sizes[1:]), self.norm.eps)
         v = v if spec.value_scale == 1.0 else v * jnp.asarray(spec.value_scale, v.dtype)
         return q, (finish(k, "k", ctx), v)
 
@@ -290,4 +291,4 @@ class GroupedStep:
     def values(self, cache: LayerCache, out: jax.Array, lse: jax.Array) -> Attended:
         """Attention's output, without what the keys of cells that are key and value at once give."""
         spec = self.spec
-        return out if len(cache.sizes) > 1 else out[..., spec.head_dim : spec.head_dim + spec.value_dim], lse
+        return out if len(cache.sizes) > 1 else out[..., spec.head_dim : sum(spec.cache_sizes)], lse

@@ -22,7 +22,7 @@ from jax import lax
 from inferlib.models.config import MoeSpec
 from inferlib.ops.backend import Backend
 from inferlib.ops.loops import expected_trips
-from inferlib.ops.segment_sum import TILE, segment_sum
+from inferlib.ops.segment_sum import TILE, Segments, segment_sum
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -211,10 +211,7 @@ def _summed_at_home(home: jax.Array, places: jax.Array, trip: _Trip, dim: int) -
     return segment_sum(
         lax.empty((counts.size, dim), home.dtype),
         home,
-        places.reshape(-1)[jnp.argsort(~first)],
-        None,
-        jnp.cumsum(counts) - counts,
-        counts,
+        Segments(places.reshape(-1)[jnp.argsort(~first)], None, jnp.cumsum(counts) - counts, counts),
         0,
         tiles,
         tiles=tiles,

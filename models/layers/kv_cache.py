@@ -98,7 +98,8 @@ class LayerCache:
         """The latents and rotary keys, likewise."""
         latents, keys, *scales = self.arrays if arrays is None else arrays
         layer = self.layer if latents.ndim == 5 else None
-        return LatentCache(latents, keys, tuple(scales) or None, layer=layer, limit=limit)
+        pair = (scales[0], scales[1]) if scales else None
+        return LatentCache(latents, keys, pair, layer=layer, limit=limit)
 
     def read(self, rows: int, limit: int | None = None, first: jax.Array | int = 0) -> tuple[jax.Array, ...]:
         """The arrays of the current layer, [N, K, S, ...]; of a stacked cache only `rows` pages from page `first` on
@@ -106,13 +107,13 @@ class LayerCache:
 
         XLA fuses one slice of the stacked cache with what reads it, but copies a slice of a slice to memory.
         """
-        if self.layer is None:
+        if (layer := self.layer) is None:
             return self.arrays
         slots = self.slots if self.ring or limit is None else min(limit, self.slots)
 
         def part(x: jax.Array, fold: int) -> jax.Array:
             sizes = (1, rows, x.shape[2], folded_rows(slots, fold), *x.shape[4:])
-            return lax.dynamic_slice(x, (self.layer, first, *[0] * (x.ndim - 2)), sizes)[0]
+            return lax.dynamic_slice(x, (layer, first, *[0] * (x.ndim - 2)), sizes)[0]
 
         return tuple(map(part, self.arrays, self.folds))
 

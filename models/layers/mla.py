@@ -178,10 +178,10 @@ class LatentStep:
         backend = choose_decode(self.spec, ctx, cache).name
         arrays = cache.arrays if backend in mla_decode.IN_PLACE else cache.read(lengths.shape[0], limit)
         queries = self.absorbed or self.absorb(self.queries[math.prod(ctx.batch.chunk_tokens.shape) :])
-        queries = [widened(part, size) for part, size in zip(queries, cache.sizes, strict=True)]
+        q, rotary = (widened(part, size) for part, size in zip(queries, cache.sizes, strict=True))
         cells, writes = cache.latents(arrays, limit), None if new is None else NewCells(new)
         out, lse, cells = mla_decode.mla_decode_attention(
-            *queries, cells, lengths, scale=self.spec.scale, new=writes, backend=backend
+            q, rotary, cells, lengths, scale=self.spec.scale, new=writes, backend=backend
         )
         attended = self.values(out[..., : self.spec.kv_rank])[:, :, None], lse[..., None]
         return attended, cache if new is None else replace(cache, arrays=cells.arrays)

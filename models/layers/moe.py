@@ -25,7 +25,7 @@ from inferlib.ops.expert_mlp import ExpertWeights, expert_mlp
 from inferlib.ops.group_order import GroupOrder, group_order
 from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
 from inferlib.ops.loops import expected_trips
-from inferlib.ops.segment_sum import TILE, segment_sum
+from inferlib.ops.segment_sum import TILE, Segments, segment_sum
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -293,10 +293,7 @@ class Experts(nnx.Module):
             out = segment_sum(
                 out,
                 outputs,
-                order.places[0],
-                None if by_input else factors,
-                ends - counts - first,
-                counts,
+                Segments(order.places[0], None if by_input else factors, ends - counts - first, counts),
                 tile,
                 stop,
                 tiles=tiles,

@@ -326,7 +326,11 @@ def test_sums_of_segments(monkeypatch):
         want[t] = np.sum(rows[places[at]] * factors[at, None, None], axis=0).reshape(6)
     inputs = [np.full((12, 6), np.nan), rows, places, factors, starts, counts]
     inputs = [a.astype(np.float32 if a.dtype == float else np.int32) for a in inputs]
-    got = jax.jit(partial(segment_sum.segment_sum, tiles=2, longest=2))(*inputs, 1, 3)
+
+    def run(into, rows, *segments):
+        return segment_sum.segment_sum(into, rows, segment_sum.Segments(*segments), 1, 3, tiles=2, longest=2)
+
+    got = jax.jit(run)(*inputs)
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
