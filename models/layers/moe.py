@@ -285,8 +285,7 @@ class Experts(nnx.Module):
             in_round = place < tile_ends[stop - 1] - first
             pair_ids = jnp.where(in_round, pair_ids, total + place)
             experts = jnp.where(in_round, experts, count)[:, None]
-            backend = ctx.backend.grouped_matmul
-            order = group_order(experts, count, numbers=pair_ids, most=total + room, backend=backend)
+            order = group_order(experts, count, numbers=pair_ids, most=total + room, backend=ctx.backend.grouped_matmul)
             pair = jnp.minimum(order.tokens, total - 1)
             scales = weights[pair // chosen, pair % chosen] if by_input else None
             outputs = self._by_expert(x, pair // chosen, order, scales, ctx, layer)

@@ -237,6 +237,7 @@ def test_options_that_do_not_hold_are_refused(checkpoint):
         ("decode_attention=xla,matmul=xla", {"choose_experts", "grouped_matmul", "add_norm"}),
         ("choose_experts=xla,add_norm=xla", {"qkv_attention", "grouped_matmul"}),
         ("xla", set()),
+        ("grouped_matmul=xla,all_reduce=xla", {"qkv_attention", "choose_experts", "add_norm"}),
     ],
 )
 def test_operations_are_left_to_xla_on_gpus(option, left):
@@ -249,6 +250,24 @@ def test_operations_are_left_to_xla_on_gpus(option, left):
     assert kernels_in(function, *programs.inputs(key)) == left
     if option == "xla":
         assert "triton" not in programs.lower(key, "cuda").as_text()
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "mxfp4"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_xla_leaves_no_triton_kernel_for_products(rows, quantization):
+    """Of one row and of several, whatever the weights are stored as."""
+    stored = quantization and Quantization.named(quantization)
+
+    def text(option):
+        config = EngineConfig.make("gpu", rows, 64, Buckets((16,), (rows,), (64,)), backend=option)
+        hf = TINY | {"num_hidden_layers": 1}
+        model = abstract_model(config_from_hf(hf), "bfloat16", quantization=stored, backend=config.backend)
+        programs = ProgramSet.make(model, config)
+        return programs.lower(ProgramKey("greedy", rows, 64), "cuda").as_text()
+
+    assert "triton" not in text("xla")
+    assert "row_matmul" not in text("matmul=xla")
+    assert "triton" in text("auto")
 
 
 def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_a_warning(caplog):
