@@ -1,4 +1,4 @@
-"""How a model's layers are cut into patterns that repeat, which a scan runs."""
+"""Cut a model's layers into segments: patterns that repeat, which a scan runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def segments_of(layers: Sequence[LayerSpec], *, scan: bool) -> tuple[Segment, ..
 
 
 def block_of(segments: Sequence[Segment], layer: int) -> tuple[int, int | None]:
-    """The block that holds a layer, and its place there, None if it is alone."""
+    """The block of a layer, and the layer's index in it; None if the block has one layer."""
     at = 0
     for segment in segments:
         if layer < segment.stop:

@@ -65,7 +65,7 @@ def open_mailboxes(tokens: int, width: int, axis: str) -> Mailboxes:
 
 
 def all_reduce_norm(
-    partial_sum: jax.Array, residual: jax.Array, weight: jax.Array, eps: float, boxes: Mailboxes
+    partial_sum: jax.Array, residual: jax.Array, weight: jax.Array, eps: float, mailboxes: Mailboxes
 ) -> tuple[jax.Array, jax.Array, Mailboxes]:
     """x = residual + the sum of all devices' `partial_sum`, and its RMS norm times weight.
 
@@ -83,7 +83,7 @@ def all_reduce_norm(
     groups = 1 if tokens > MAX_TOKENS // 2 else max(n for n in (1, 2, 4) if width // LINE % n == 0)
     share = width // groups
     layout = plgpu.Layout.WG_STRIDED((share,), vec_size=VECTOR)
-    add_up, total = _add_up(boxes.rows.shape[1:], share, layout), _total(groups, layout)
+    add_up, total = _add_up(mailboxes.rows.shape[1:], share, layout), _total(groups, layout)
 
     def kernel(partial_sum, residual, weight, rows, calls, peers, x_out, y_out):
         row, here = lax.axis_index("row"), pl.ds(lax.axis_index("group") * share, share)
@@ -94,11 +94,11 @@ def all_reduce_norm(
         squares = pl.run_scoped(partial(total, x * x), plgpu.SMEM((groups * 4,), jnp.float32), collective_axes="group")
         y_out[row, here] = (x * lax.rsqrt(squares / width + eps) * scale).astype(y_out.dtype)
 
-    rows, calls = jax.new_ref(boxes.rows), jax.new_ref(boxes.calls)
+    rows, calls = jax.new_ref(mailboxes.rows), jax.new_ref(mailboxes.calls)
     out = jax.ShapeDtypeStruct(partial_sum.shape, partial_sum.dtype)
     run = _launch(kernel, "all_reduce_norm", (tokens, groups), (out, out))
-    x, y = run(partial_sum, residual, weight, rows, calls, boxes.peers)
-    return x, y, Mailboxes(jax.freeze(rows), jax.freeze(calls), boxes.peers)
+    x, y = run(partial_sum, residual, weight, rows, calls, mailboxes.peers)
+    return x, y, Mailboxes(jax.freeze(rows), jax.freeze(calls), mailboxes.peers)
 
 
 def _launch(kernel, name, size, out):

@@ -68,14 +68,14 @@ class Ring:
         g, t = lane >> 2, lane & 3
         g = g ^ 2 * t if self.words == 4 else g
         at = ring + slot * self.size + 4 * self.words * (8 * t + g) + token
-        found = []
+        words = []
         for row in range(8):
-            place, some = 128 * self.words * row, []
+            place, of_row = 128 * self.words * row, []
             if self.words == 1:
-                some = [asm(f"ld.shared.b32 $0, [$1+{place}];", "=r,r", [at])]
+                of_row = [asm(f"ld.shared.b32 $0, [$1+{place}];", "=r,r", [at])]
             for w in range(0, self.words - 1, 2):
                 both = asm(f"ld.shared.b64 $0, [$1+{place + 4 * w}];", "=l,r", [at], jnp.int64)
                 halves = "{ .reg .b32 d; mov.b64 {$0, d}, $1; }", "{ .reg .b32 d; mov.b64 {d, $0}, $1; }"
-                some += [asm(half, "=r,l", [both]) for half in halves]
-            found.append(some)
-        return found
+                of_row += [asm(half, "=r,l", [both]) for half in halves]
+            words.append(of_row)
+        return words

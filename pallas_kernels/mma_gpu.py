@@ -91,8 +91,8 @@ def mma(kind: str, words: list, at: int, right: list, tile: list, interpret: boo
     """
     if interpret:
         by_warp = [jax.tree.map(lambda y: y.reshape(-1, LANES), some) for some in (words, right, tile)]
-        found = jax.vmap(lambda words, *rest: mma_by_lanes(kind, words, at, *rest))(*by_warp)
-        return [y.reshape(-1) for y in found]
+        results = jax.vmap(lambda words, *rest: mma_by_lanes(kind, words, at, *rest))(*by_warp)
+        return [y.reshape(-1) for y in results]
     count = len(words[0])
     texts = _ASSEMBLY.get(kind, ["mov.b32 $0, $1;"])[at : at + 2 // count]
     makes = []

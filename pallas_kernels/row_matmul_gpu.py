@@ -67,9 +67,9 @@ def blocks(matrices: int, inputs: int, outputs: int, dtype, *, rows: int = 1) ->
     copied = stored % _WIDEST == 0
     tiles = lambda words: matrices * pl.cdiv(stored, 8 * words)  # noqa: E731
     # Words that pay where so many programs of a step are left; copies make do with fewer programs.
-    most, few = (2, 1000) if number == 8 else (4, 1000 if copied else 1500)
+    most, enough = (2, 1000) if number == 8 else (4, 1000 if copied else 1500)
     fits = [words for words in (4, 2, 1) if 4 // number <= words <= most and stored % words == 0]
-    words = next((words for words in fits if tiles(words) * steps >= few), fits[-1])
+    words = next((words for words in fits if tiles(words) * steps >= enough), fits[-1])
     programs = AHEAD if copied else PROGRAMS
     if copied and rows == 1 and number > 2 and 4 * matrices * inputs * stored <= SMALL:
         programs = FEWER
@@ -194,8 +194,8 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
     """
     spec, (inputs, stored), width = KINDS[kind], w_ref.shape[1:], chosen.words
     number, rows = spec.outputs, out_ref.shape[0] if ids_ref is None else 1
-    plain, single, fours = kind == "bfloat16", rows == 1, pl.cdiv(rows, 4)
-    of_columns, powers = not plain and group is None, group is not None and scales_ref.dtype == jnp.int32
+    unquantized, single, fours = kind == "bfloat16", rows == 1, pl.cdiv(rows, 4)
+    of_columns, powers = not unquantized and group is None, group is not None and scales_ref.dtype == jnp.int32
     per_group = (group or UNIT) // UNIT  # units
     groups = inputs // UNIT // per_group
     g, t = jnp.arange(LANES) >> 2, jnp.arange(LANES) & 3
@@ -242,8 +242,8 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
     def inputs_of(step, c):
         """[rows / 4][4] words for each lane: its pairs of inputs of unit c; of a single row those of any unit."""
         c = g >> 1 if single else c
-        found = [_side_by_side(x_ref, (row_of(four),), (begin(step, c) >> 1) + 4 * t, 4) for four in range(fours)]
-        return [[jnp.where(group_of(step, c) < groups, y, 0) for y in each] for each in found]
+        words = [_side_by_side(x_ref, (row_of(four),), (begin(step, c) >> 1) + 4 * t, 4) for four in range(fours)]
+        return [[jnp.where(group_of(step, c) < groups, y, 0) for y in each] for each in words]
 
     def scales_of(step, c):
         """The words or numbers that each lane's scales are in."""
@@ -272,7 +272,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
         first_words = weights(start, 0)
     first_inputs = inputs_of(start, 0)
     ups = downs = [None] * fours
-    if not plain:
+    if not unquantized:
         some = (per_group * _UNITS * UNIT // 2) * (pl.cdiv(share, per_group) + (per_group > 1))
         at = over(start)[0] * (per_group * _UNITS * UNIT // 2)
         largest = [_largest(x_ref, row_of(four), at, min(some, inputs // 2), single) for four in range(fours)]
@@ -280,7 +280,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
     zeros = [[jnp.zeros(LANES, jnp.float32)] * 4 for _ in range(width * number // 4)]
 
     def prepared(xs):
-        if plain:
+        if unquantized:
             return xs
         return [[scaled(pair, up, interpret) for pair in each] for each, up in zip(xs, ups, strict=True)]
 
@@ -341,22 +341,22 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
     elif of_columns:
         scales = _side_by_side(scales_ref, (matrix,), first, outputs)
     for four, down in enumerate(downs):
-        found = _in_order(spec, sums[four])
+        results = _in_order(spec, sums[four])
         if single:
-            found = [_over(jnp.sum, y, 4) for y in found]
-            quads = [found[n : n + 4] for n in range(0, len(found), 4)]
-            found = [jnp.where(t < 2, jnp.where(t < 1, a, b), jnp.where(t < 3, c, d)) for a, b, c, d in quads]
-        found = found if plain else [y * (down * spec.factor) for y in found]
+            results = [_over(jnp.sum, y, 4) for y in results]
+            quads = [results[n : n + 4] for n in range(0, len(results), 4)]
+            results = [jnp.where(t < 2, jnp.where(t < 1, a, b), jnp.where(t < 3, c, d)) for a, b, c, d in quads]
+        results = results if unquantized else [y * (down * spec.factor) for y in results]
         if of_columns:
-            found = [y * scale.astype(jnp.float32) for y, scale in zip(found, scales, strict=True)]
+            results = [y * scale.astype(jnp.float32) for y, scale in zip(results, scales, strict=True)]
         if single:
-            for n, y in enumerate(found):
+            for n, y in enumerate(results):
                 plgpu.store(out_ref.at[m, part, first + 4 * n + t], y)
             continue
         row = jnp.broadcast_to((4 * four + t)[:, None], (LANES, 4))
         for n in range(0, outputs, 4):
             at = first[:, None] + (n + jnp.arange(4))[None]
-            plgpu.store(out_ref.at[row, part, at], _quads(*found[n : n + 4]), mask=row < rows)
+            plgpu.store(out_ref.at[row, part, at], _quads(*results[n : n + 4]), mask=row < rows)
 
 
 def _quads(a, b, c, d):
@@ -368,13 +368,13 @@ def _quads(a, b, c, d):
 def _side_by_side(ref, at: tuple, base, count: int) -> list:
     """`count` neighbours for each lane, from base on; four of 32 bits are one reading."""
     lift = lambda y: y[:, None] if jnp.ndim(y) else y  # noqa: E731
-    found = []
+    neighbours = []
     for i in range(0, count, 4):
-        some = min(count - i, 4)
-        place = jnp.broadcast_to((base + i)[:, None] + jnp.arange(some)[None], (base.size, some))
-        some_found = plgpu.load(ref.at[(*map(lift, at), place)])
-        found += lax.split(some_found, [1] * some, 1) if some > 1 else [some_found]
-    return [y.reshape(base.shape) for y in found]
+        size = min(count - i, 4)
+        place = jnp.broadcast_to((base + i)[:, None] + jnp.arange(size)[None], (base.size, size))
+        loaded = plgpu.load(ref.at[(*map(lift, at), place)])
+        neighbours += lax.split(loaded, [1] * size, 1) if size > 1 else [loaded]
+    return [y.reshape(base.shape) for y in neighbours]
 
 
 def _largest(x_ref, row, at, count: int, single: bool):
@@ -415,10 +415,10 @@ def _products(kind: str, words: list, right: list, tiles: list, interpret: bool)
     """tiles + words x right, of a unit: words [8][width], of a lane's inputs; right [8]."""
     out = []
     for n, tile in enumerate(tiles):  # of registers 2 n and 2 n + 1
-        held = sorted({e // len(KINDS[kind].pairs) for e in (2 * n, 2 * n + 1)})
-        some = [[of_input[w] for w in held] for of_input in words]
+        indices = sorted({e // len(KINDS[kind].pairs) for e in (2 * n, 2 * n + 1)})
+        of_tile = [[of_input[w] for w in indices] for of_input in words]
         at = 2 * n % len(KINDS[kind].pairs)
-        out.append(mma(kind, some, at, right, tile, interpret))
+        out.append(mma(kind, of_tile, at, right, tile, interpret))
     return out
 
 

@@ -151,8 +151,9 @@ TILED_GROUP = 128  # inputs of a step of that kernel, which have to fit the shar
 
 def decode_sized(w: Weight, tokens: int, backend: str | None) -> bool:
     """True if reading a quantised weight bounds its product with so few rows, for which GPUs have a kernel."""
-    prefers_kernel = backend in (None, "pallas_gpu") and isinstance(w, QuantizedTensor)
-    return prefers_kernel and w.zeros is None and tokens <= _row_limit(w)
+    if backend not in (None, "pallas_gpu") or not isinstance(w, QuantizedTensor):
+        return False
+    return w.zeros is None and tokens <= _row_limit(w)
 
 
 def _row_limit(w: QuantizedTensor) -> int:
@@ -187,8 +188,9 @@ def _packed(x: Activations, w: PackedTensor, product: Product) -> jax.Array:
 
 def _quantized(x: Activations, w: QuantizedTensor, product: Product) -> jax.Array:
     """By the GPU kernel that `choose` names, on GPUs; elsewhere by XLA."""
-    x = x if isinstance(x, DeferredNorm) and not w.round_inputs else whole(x)
-    x = to_mxfp8(x, w.shape[product.contract]) if w.round_inputs else x
+    if w.round_inputs:
+        x = to_mxfp8(whole(x), w.shape[product.contract])
+    x = x if isinstance(x, DeferredNorm) else whole(x)
 
     def default(x: jax.Array | DeferredNorm, w: QuantizedTensor) -> jax.Array:
         return product.activated(_dequantized(whole(x), w, product.contract, product.out_dtype, product.backend))
@@ -214,8 +216,11 @@ def _by_tiles(x: jax.Array | DeferredNorm, w: QuantizedTensor, product: Product,
     from inferlib.pallas_kernels.grouped_matmul_gpu import grouped_matmul
 
     rows, outer = x.shape[0], w.shape[product.contract + w.grouped :]
-    options = dict(parts=1, sizes=jnp.full((1,), rows, jnp.int32), dtype=product.out_dtype, interpret=interpret)
-    y = grouped_matmul(whole(x).reshape(rows, -1), *_arrays(w, product.contract), **options)
+    values, scales = _arrays(w, product.contract)
+    sizes = jnp.full((1,), rows, jnp.int32)
+    y = grouped_matmul(
+        whole(x).reshape(rows, -1), values, scales, parts=1, sizes=sizes, dtype=product.out_dtype, interpret=interpret
+    )
     return product.activated(y.reshape(rows, *outer))
 
 

@@ -89,7 +89,8 @@ def residual_norm(
     if branch.ndim == 2:
         from inferlib.pallas_kernels.add_norm_gpu import add_norm
 
-        return *_on_gpu(partial(add_norm, eps=eps), branch, x, weight), None
+        x, y = _on_gpu(partial(add_norm, eps=eps), branch, x, weight)
+        return x, y, None
     from inferlib.pallas_kernels.shares_gpu import added
 
     x, y, squares = _on_gpu(added, branch, x, weight)

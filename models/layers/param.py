@@ -37,8 +37,8 @@ def param(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class OfStack:
-    """That of a layer, of a stack [L, ...] which what takes it may rather have whole: as a parameter's value, w[...] is
-    the layer's."""
+    """One layer of a stacked weight [L, ...]. `w[...]` slices; a kernel that indexes stacks takes `w.stack` and
+    `w.layer`."""
 
     stack: jax.Array
     layer: jax.Array

@@ -51,9 +51,9 @@ def calls_of(loop, calls, tokens, width):
 
     def run(parts, residual, weight):
         def call(i, carry):
-            x, boxes, xs, ys = carry
-            x, y, boxes = all_reduce_norm(scaled(parts[0], i), x, weight, EPS, boxes)
-            return x, boxes, xs.at[i].set(x), ys.at[i].set(y)
+            x, mailboxes, xs, ys = carry
+            x, y, mailboxes = all_reduce_norm(scaled(parts[0], i), x, weight, EPS, mailboxes)
+            return x, mailboxes, xs.at[i].set(x), ys.at[i].set(y)
 
         space = jnp.zeros((calls, tokens, width), residual.dtype)
         carry = residual, open_mailboxes(tokens, width, "tensor"), space, space
@@ -90,15 +90,15 @@ def test_all_reduce_norm_equals_sum_and_norm(loop, tokens, width):
 
 @several_gpus
 def test_mailboxes_serve_several_programs():
-    held = (True, True, True)
-    opened = on_all(lambda: jax.tree.map(lambda v: v[None], tuple(open_mailboxes(8, 2048, "tensor"))), (), held)()
+    per_device = (True, True, True)
+    opened = on_all(lambda: jax.tree.map(lambda v: v[None], tuple(open_mailboxes(8, 2048, "tensor"))), (), per_device)()
 
-    def step(parts, residual, weight, boxes):
-        boxes = Mailboxes(*(v[0] for v in boxes))
-        x, y, boxes = all_reduce_norm(parts[0], residual, weight, EPS, boxes)
-        return x[None, None], y[None, None], tuple(v[None] for v in boxes)
+    def step(parts, residual, weight, mailboxes):
+        mailboxes = Mailboxes(*(v[0] for v in mailboxes))
+        x, y, mailboxes = all_reduce_norm(parts[0], residual, weight, EPS, mailboxes)
+        return x[None, None], y[None, None], tuple(v[None] for v in mailboxes)
 
-    run = on_all(step, (True, False, False, held), (True, True, held), donate_argnums=3)
+    run = on_all(step, (True, False, False, per_device), (True, True, per_device), donate_argnums=3)
     for seed in range(5):
         case = draw(seed, 8, 2048)
         x, y, opened = run(*case, opened)
@@ -130,4 +130,6 @@ def test_says_what_it_cannot_take(tokens, width, dtype):
     assert not fits(tokens, width, jnp.dtype(dtype))
     rows = jax.ShapeDtypeStruct((tokens, width), dtype)
     with pytest.raises(ValueError, match=r"lax\.psum"):
-        jax.eval_shape(partial(all_reduce_norm, eps=EPS, boxes=None), rows, rows, jax.ShapeDtypeStruct((width,), dtype))
+        jax.eval_shape(
+            partial(all_reduce_norm, eps=EPS, mailboxes=None), rows, rows, jax.ShapeDtypeStruct((width,), dtype)
+        )

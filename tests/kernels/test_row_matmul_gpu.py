@@ -49,10 +49,10 @@ def test_rows_by_the_matrices_they_choose(scheme):
     run = partial(row_matmul, parts=2, turns=2, chosen=Blocks(1 if scheme else 2, splits=2), interpret=on_cpu)
     spoiled = (values.at[2:4].set(jnp.nan), None) if scales is None else (values, scales.at[2:4].set(jnp.nan))
     got = jax.jit(run)(x, *spoiled, ids)
-    given = np.array([0, 1, 3])
+    chosen_rows = np.array([0, 1, 3])
     expected = np.einsum("mi,mpio->mpo", np.asarray(x, np.float64)[rows], exact.reshape(3, 2, 256, 88)[ids])
     assert got.shape == (4, 2, 88)
-    check(got[given], expected[given])
+    check(got[chosen_rows], expected[chosen_rows])
 
 
 @pytest.mark.skipif(on_cpu, reason="copies that run ahead have no meaning but on a GPU")
@@ -117,9 +117,9 @@ def test_copies_lie_where_they_are_read(words, monkeypatch):
     width = min(words, 2)  # of a reading
     assert len(reads) == 8 * words // width
     for lane in range(32):
-        found = [memory[int(at[lane]) + place + 4 * word] for place, at in reads for word in range(width)]
+        copied = [memory[int(at[lane]) + place + 4 * word] for place, at in reads for word in range(width)]
         rows = 8 * (lane & 3) + np.arange(8)
-        assert found == [
+        assert copied == [
             16 * 70 + row * stride + 4 * (words * (lane >> 2) + word) for row in rows for word in range(words)
         ]
 
@@ -297,8 +297,8 @@ def test_products_of_other_dtypes_take_no_kernel():
     for rows in (1, 17):
         assert not kernels_in(matmul, jnp.ones((rows, 64)), w)
     for taken_too, outputs, dtype in ((True, 32, "bfloat16"), (False, 2**18, "bfloat16"), (False, 32, "float32")):
-        x, plain = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, 64), (64, outputs)))
-        assert ("row_matmul" in kernels_in(matmul, x, plain)) == taken_too
+        x, dense = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, 64), (64, outputs)))
+        assert ("row_matmul" in kernels_in(matmul, x, dense)) == taken_too
 
 
 def test_what_it_cannot_run_is_refused_with_the_reason(monkeypatch):

@@ -97,11 +97,11 @@ def test_products_of_a_norm_without_its_factor(scheme, rows, activation):
 def test_weights_that_no_kernel_multiplies_by_it_get_the_whole_norm():
     x, weight = draw((1, 256), 20, jnp.bfloat16), draw(256, 1, jnp.bfloat16, 1)
     y = DeferredNorm(x * weight, jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1, keepdims=True), 1e-5)
-    plain = draw((256, 64), dtype=jnp.bfloat16, seed=2)
-    quantised = quantize(plain.astype(jnp.float32), (0,), SCHEMES["mxfp8"])
+    dense = draw((256, 64), dtype=jnp.bfloat16, seed=2)
+    quantised = quantize(dense.astype(jnp.float32), (0,), SCHEMES["mxfp8"])
     rounds = replace(quantised, round_inputs=True)
-    shifted = replace(quantize(plain.astype(jnp.float32), (0,), SCHEMES["int8"]), zeros=jnp.ones(64))
-    for w in (plain, rounds, shifted):
+    shifted = replace(quantize(dense.astype(jnp.float32), (0,), SCHEMES["int8"]), zeros=jnp.ones(64))
+    for w in (dense, rounds, shifted):
         got, want = (np.float32(jax.jit(matmul)(x, w)) for x in (y, y.whole()))
         # XLA rounds one of the whole norms and not the other, from where e4m3 may go to another neighbour.
         assert np.linalg.norm(got - want) < (0.05 if w is rounds else 0.01) * np.linalg.norm(want)
