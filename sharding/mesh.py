@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
@@ -50,7 +51,7 @@ class Parallelism:
     def parse(text: str) -> Parallelism:
         """Read "tp=4,dp=2" or "tensor=4,sequence=2,rules=helix"; short names are tp, cp, ep and dp."""
         known = {f.name for f in fields(Parallelism)}
-        values: dict[str, int | str] = {}
+        values: dict[str, Any] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
             name, _, value = part.partition("=")
             name = _SHORT.get(name, name)

@@ -59,7 +59,7 @@ class Rules:
 
     def axes_of(self, name: str | None) -> tuple[str, ...]:
         """The mesh axes that carry a logical axis; none if it is not split."""
-        over = dict(self.table).get(name, ())
+        over = () if name is None else dict(self.table).get(name, ())
         return (over,) if isinstance(over, str) else over
 
 
