@@ -83,7 +83,7 @@ class _Architecture:
     wide_blocks: int = 0
 
 
-_GEMMA = {"activation": "gelu_pytorch_tanh", "norm_offset": 1.0}
+_GEMMA: dict[str, Any] = {"activation": "gelu_pytorch_tanh", "norm_offset": 1.0}
 _ARCHITECTURES = {
     "llama": _Architecture("LlamaForCausalLM", interleaved=True),
     "qwen2": _Architecture("Qwen2ForCausalLM"),

@@ -90,7 +90,7 @@ class Form:
 
 
 _MXFP4 = Form("mxfp4", SCHEMES["mxfp4"], whole="", values="_blocks", scales="_scales", transposed=True, blocks=True)
-_INT32 = dict(values=".qweight", scales=".scales", zeros=".qzeros", order=".g_idx", transposed=True)
+_INT32: dict[str, Any] = dict(values=".qweight", scales=".scales", zeros=".qzeros", order=".g_idx", transposed=True)
 
 
 def form_of(config: Mapping[str, Any]) -> Form:

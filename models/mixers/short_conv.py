@@ -87,6 +87,7 @@ class ShortConv(nnx.Module):
 
     def rule(self, inputs: list[jax.Array], old: states.States, lengths: jax.Array) -> tuple[jax.Array, states.States]:
         """See `states.Rule`."""
-        out, tail = causal_conv(*inputs, *old, self.conv[...], lengths)
+        ((mixed,), (tail,)) = inputs, old
+        out, tail = causal_conv(mixed, tail, self.conv[...], lengths)
         valid = jnp.arange(out.shape[1]) < lengths[:, None]
         return jnp.where(valid[..., None, None], out, 0.0), (tail,)
