@@ -217,18 +217,18 @@ def test_a_text_model_within_others(tmp_path):
     """A checkpoint that also sees and hears, and holds keys and values of layers that attend to another's."""
     sizes = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "num_kv_shared_layers": 1}
     sizes |= {"intermediate_size": 80, "activation_sparsity_pattern": [0.7] * 2}
-    plain = make_checkpoint(tmp_path / "plain", "gemma3n_text", **sizes)
-    tensors, whole = load_file(plain / FILE), tmp_path / "whole"
+    dense = make_checkpoint(tmp_path / "plain", "gemma3n_text", **sizes)
+    tensors, whole = load_file(dense / FILE), tmp_path / "whole"
     within = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
     within |= {"model.vision_tower.stem.weight": np.ones(3), "model.embed_audio.norm.weight": np.ones(3)}
     within |= {"model.language_model.layers.1.self_attn.v_proj.weight": np.ones((48, 96))}
     whole.mkdir()
     save_file(within, whole / FILE)
-    text = json.loads((plain / "config.json").read_text())
+    text = json.loads((dense / "config.json").read_text())
     config = {"architectures": ["Gemma3nForConditionalGeneration"], "text_config": text, "eos_token_id": [1, 106]}
     (whole / "config.json").write_text(json.dumps(config))
     assert config_from_hf(config).eos_token_ids == (1, 106)
-    for a, b in zip(load(plain)[1], load(whole)[1], strict=True):
+    for a, b in zip(load(dense)[1], load(whole)[1], strict=True):
         np.testing.assert_array_equal(a, b)
     save_file({**within, "model.language_model.layers.0.self_attn.x.weight": np.ones(3)}, whole / FILE)
     with pytest.raises(CheckpointError, match=r"unexpected: model.language_model.layers.0.self_attn.x.weight"):
@@ -268,17 +268,17 @@ def test_stacked_layers_hold_the_same_weights(checkpoint):
     folder = checkpoint("ministral")
 
     def by_layer(scan):
-        found = {}
+        result = {}
         for spec, weight in zip(
             *[x if isinstance(x, list) else x.weights for x in load(folder, scan=scan)], strict=True
         ):
             if spec.block is None:
-                found[spec.name] = weight
+                result[spec.name] = weight
                 continue
             layers = list(models[scan].layers_of(spec.block))
             for layer, part in zip(layers, weight if len(layers) > 1 else [weight], strict=True):
-                found[layer, spec.part] = part
-        return found
+                result[layer, spec.part] = part
+        return result
 
     models = {scan: load(folder, scan=scan)[0] for scan in (False, True)}
     stacked, unrolled = by_layer(True), by_layer(False)

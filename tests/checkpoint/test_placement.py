@@ -91,15 +91,15 @@ def test_converted_and_quantised(folder, tmp_path):
     COPIED.write(tmp_path / "placement.json")
     convert(folder, tmp_path / "laid_out", dtype="float32", quantization="int8", progress=False)
     options = dict(quantization="int8", parallel="ep=2", expert_placement=tmp_path / "placement.json")
-    alone, *placed = (
+    alone, *sharded = (
         make(folder, quantization="int8"),
         make(folder, **options),
         make(tmp_path / "laid_out", **options),
     )
-    for a, b in zip(placed[0].engine.weights, placed[1].engine.weights, strict=True):
+    for a, b in zip(sharded[0].engine.weights, sharded[1].engine.weights, strict=True):
         np.testing.assert_array_equal(a, b)
     want = alone.logits(PROMPTS[0])
-    np.testing.assert_allclose(placed[0].logits(PROMPTS[0]), want, rtol=0, atol=2e-5 * np.abs(want).max())
+    np.testing.assert_allclose(sharded[0].logits(PROMPTS[0]), want, rtol=0, atol=2e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize(
@@ -188,14 +188,14 @@ def test_from_load_to_placement_on_the_command_line(folder, tmp_path):
         return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
     sizes = ("--max-batch", "4", "--max-len", "64")
-    plain = ("generate", "abc", "--model", str(folder), *sizes, "--max-tokens", "5")
-    done = run(*plain, "--expert-load", files["load.json"])
+    dense = ("generate", "abc", "--model", str(folder), *sizes, "--max-tokens", "5")
+    done = run(*dense, "--expert-load", files["load.json"])
     assert done.exit_code == 0, done.stderr
     load = read_load(files["load.json"])
     assert load.shape == (LAYERS, EXPERTS)
     assert load.sum(axis=1).tolist() == [CHOSEN * (3 + 5 - 1)] * LAYERS
-    placed = run("place", files["load.json"], files["placement.json"], "--devices", "2", "--slots", "10")
-    assert "10 slots in each of 2 layers, the busiest device at 1." in placed.stderr
+    sharded = run("place", files["load.json"], files["placement.json"], "--devices", "2", "--slots", "10")
+    assert "10 slots in each of 2 layers, the busiest device at 1." in sharded.stderr
     assert ExpertPlacement.read(files["placement.json"]) == balanced(load, 2, 10)
     assert "exists" in run("place", files["load.json"], files["placement.json"], "--devices", "2").stderr
 

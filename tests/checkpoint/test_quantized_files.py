@@ -34,21 +34,21 @@ def load(
     path: Path, quantization: str | None = None, parallel: str = "", scan: bool = False, **options
 ) -> tuple[AbstractModel, tuple[jax.Array, ...]]:
     files, shards = ModelFiles.open(path), make_shards(Parallelism.parse(parallel))
-    kept = files.quantization(quantization)
-    options = {"dtype": "float32", "quantization": kept, "scan": scan, "shards": shards} | options
+    stored_as = files.quantization(quantization)
+    options = {"dtype": "float32", "quantization": stored_as, "scan": scan, "shards": shards} | options
     model = abstract_model(files.config, **options)
     return model, files.load(model, shards=shards)
 
 
 def whole(model: AbstractModel, arrays: tuple[jax.Array, ...]) -> dict[str, np.ndarray]:
     """Each weight as float32; what scale zeros have is no matter."""
-    rest, found = iter(arrays), {}
+    rest, result = iter(arrays), {}
     for weight in model.weights:
-        held = tuple(islice(rest, len(weight.arrays)))
+        cached = tuple(islice(rest, len(weight.arrays)))
         if weight.scheme is not None:
-            held = [weight.scheme.tensor(*held).dequantized(weight.contracting, "float32")]
-        found[weight.name] = np.asarray(held[0]).reshape(weight.shape)
-    return found
+            cached = [weight.scheme.tensor(*cached).dequantized(weight.contracting, "float32")]
+        result[weight.name] = np.asarray(cached[0]).reshape(weight.shape)
+    return result
 
 
 # ---- converted
@@ -80,16 +80,16 @@ def test_converted_weights_are_those_made_at_load(tmp_path):
 
 @pytest.mark.parametrize("case", SHIPPED)
 def test_shipped_weights_are_kept(case, tmp_path, caplog):
-    path, plain = ship(case, tmp_path)
+    path, dense = ship(case, tmp_path)
     scheme = form_of(SHIPPED[case][1]).scheme
     for parallel in SHIPPED[case][-1]:
         for scan in (False, True) if not parallel else (False,):
-            _, floats = load(plain, parallel=parallel, scan=scan)
+            _, floats = load(dense, parallel=parallel, scan=scan)
             model, arrays = load(path, parallel=parallel, scan=scan)
             assert [(x.shape, x.dtype) for x in arrays] == [(spec.shape, spec.dtype) for spec in model.specs]
             for weight, (name, got), want in zip(model.weights, whole(model, arrays).items(), floats, strict=True):
-                kept = weight.contracting and name != "head" and (case != "gpt-oss" or ".experts." in name)
-                assert weight.scheme == (scheme if kept else None), name
+                quantized = weight.contracting and name != "head" and (case != "gpt-oss" or ".experts." in name)
+                assert weight.scheme == (scheme if quantized else None), name
                 np.testing.assert_allclose(got, want, rtol=1e-6, atol=0, err_msg=f"{parallel} {name}")
     bits = {name: jax.dtypes.itemsize_bits(getattr(scheme, name)) for name in ("values", "scales")}
     shared = bits["scales"] + bits["values"] * scheme.zeros
@@ -97,7 +97,7 @@ def test_shipped_weights_are_kept(case, tmp_path, caplog):
         taken = math.prod(weight.shape) * bits["values"] + math.prod(weight.arrays[1].shape) * shared
         assert sum(x.nbytes for x in weight.arrays) * 8 == taken
     stored = ModelFiles.open(path)
-    assert stored.nbytes < 0.7 * ModelFiles.open(plain).nbytes
+    assert stored.nbytes < 0.7 * ModelFiles.open(dense).nbytes
     with pytest.raises(CheckpointError, match="quantise the original"):
         stored.quantization("mxfp8")
     of_cache = "kv_cache_scheme" in SHIPPED[case][1]
@@ -105,8 +105,8 @@ def test_shipped_weights_are_kept(case, tmp_path, caplog):
 
 
 def test_info_counts_weights_as_they_are_kept(tmp_path):
-    path, plain = ship("int8 by channel", tmp_path)
-    tensors, inferlib = load_file(plain / "model.safetensors"), Commands(path)
+    path, dense = ship("int8 by channel", tmp_path)
+    tensors, inferlib = load_file(dense / "model.safetensors"), Commands(path)
 
     def taken(which) -> int:
         """In bfloat16, with float32 scales."""
@@ -116,7 +116,7 @@ def test_info_counts_weights_as_they_are_kept(tmp_path):
     assert facts["quantization"] == "int8 by channel"
     assert facts["weight_bytes"]["bfloat16"] == taken(LINEAR)
     assert sum(weight["nbytes"] for weight in facts["parallel"]["weights"]) == taken(LINEAR)
-    made = json.loads(inferlib("info", plain, "--json", "--quantization", "int8").stdout)
+    made = json.loads(inferlib("info", dense, "--json", "--quantization", "int8").stdout)
     assert made["weight_bytes"]["bfloat16"] == taken(lambda name: LINEAR(name) or name == "lm_head.weight")
     assert "int8 by channel weights" in inferlib("info", path).stdout
     assert "cannot become mxfp8: quantise the original" in error_of(inferlib("info", path, "--quantization", "mxfp8"))
@@ -126,14 +126,14 @@ def test_info_counts_weights_as_they_are_kept(tmp_path):
 
 
 def test_a_config_that_contradicts_its_tensors_is_named(tmp_path):
-    path, plain = ship("AutoFP8", tmp_path)
-    for folder, config in ((path, {}), (plain, SHIPPED["AutoFP8"][1])):
+    path, dense = ship("AutoFP8", tmp_path)
+    for folder, config in ((path, {}), (dense, SHIPPED["AutoFP8"][1])):
         hf = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(hf | {"quantization_config": config}))
     with pytest.raises(CheckpointError, match=r"no quantization_config.*proj\.weight float8_e4m3fn, .*fetch"):
         load(path)
     with pytest.raises(CheckpointError, match=r"no weight is quantised so \(no \*\.weight of float8_e4m3fn\): take"):
-        ModelFiles.open(plain)
+        ModelFiles.open(dense)
     with pytest.raises(CheckpointError, match=r"says mxfp4, and no weight is quantised so \(no \*_blocks\): take"):
         QuantizedSource(Tensors({"a.weight": np.zeros((2, 2), np.float32)}), form_of({"quant_method": "mxfp4"}))
 
@@ -147,29 +147,29 @@ def test_experts_are_packed_for_kernels_as_they_are_loaded(tmp_path):
     )
     convert(path, converted, dtype="float32", progress=False)
     model, arrays = load(path)
-    rest, plain = iter(arrays), {}
+    rest, dense = iter(arrays), {}
     for weight in model.weights:
-        plain[weight.name] = tuple(islice(rest, len(weight.arrays)))
+        dense[weight.name] = tuple(islice(rest, len(weight.arrays)))
     for source, parallel in ((path, ""), (path, "ep=2"), (converted, "ep=2")):
         model, arrays = load(source, parallel=parallel, dtype="bfloat16", backend=backend)
         assert [(x.shape, x.dtype) for x in arrays] == [(spec.shape, spec.dtype) for spec in model.specs]
         rest = iter(arrays)
         for weight in model.weights:
-            held = tuple(islice(rest, len(weight.arrays)))
+            cached = tuple(islice(rest, len(weight.arrays)))
             assert weight.packed == (weight.scheme is not None)
             if weight.packed:
                 of_one = weight if not parallel else replace(weight, shape=(7, *weight.shape[1:]))
-                for got, want in zip(held, of_one.packing.pack(*plain[weight.name]), strict=True):
+                for got, want in zip(cached, of_one.packing.pack(*dense[weight.name]), strict=True):
                     np.testing.assert_array_equal(got[: len(want)], want, err_msg=f"{source.name} {weight.name}")
 
 
 @pytest.mark.parametrize("case", ["awq experts", "int8 by channel with zero points"])
 def test_logits_are_those_of_the_weights_they_stand_for(case, tmp_path):
-    path, plain = ship(case, tmp_path)
+    path, dense = ship(case, tmp_path)
     (prompt,) = random_prompts([12])
     sizes = dict(dtype="float32", max_batch=1, max_len=32, buckets=Buckets((16,), (1,), (32,)), progress=False)
     llm = LLM(path, **sizes)
-    np.testing.assert_allclose(llm.logits(prompt), LLM(plain, **sizes).logits(prompt), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(llm.logits(prompt), LLM(dense, **sizes).logits(prompt), rtol=0, atol=1e-4)
     assert sum(nbytes(w.shape, w.dtype) for w in llm.engine.weights) == llm.engine.model.nbytes
 
 
@@ -231,13 +231,13 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}
 
 
 def test_missing_and_wrong_scales_are_named():
-    held = {"b.weight": np.zeros((2, 2), np.float32)}
-    lone = Tensors(held | {"a.weight": np.zeros((2, 2), np.int8)})
+    cached = {"b.weight": np.zeros((2, 2), np.float32)}
+    lone = Tensors(cached | {"a.weight": np.zeros((2, 2), np.int8)})
     with pytest.raises(CheckpointError, match=r"lacks the scales of quantised weights: a\.weight_scale; fetch"):
         QuantizedSource(lone, form_of(compressed("int", 8, "channel", "int-quantized")))
     parts, _ = gptq(np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32), 4, 32)
     parts = {"a" + ending: x for ending, x in parts.items()}
-    source = QuantizedSource(Tensors(held, **parts), form_of(GPTQ))
+    source = QuantizedSource(Tensors(cached, **parts), form_of(GPTQ))
     assert [source.spare(name) for name in ("a.bias", "b.bias", "a.g_idx")] == [True, False, False]
     for missing, kind in ((".scales", "scales"), (".qzeros", "zero points")):
         rest = {name: x for name, x in parts.items() if not name.endswith(missing)}

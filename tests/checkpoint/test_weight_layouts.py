@@ -32,8 +32,8 @@ def engine_config(llm: LLM, **changes) -> EngineConfig:
     return replace(llm.config, scan=True, **changes)
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["programs decide", "weights decide"])
-def test_programs_run_on_weights_in_any_layout(llm, given, monkeypatch):
+@pytest.mark.parametrize("adopt_programs", [True, False], ids=["programs decide", "weights decide"])
+def test_programs_run_on_weights_in_any_layout(llm, adopt_programs, monkeypatch):
     """Stacked and single weights, every dimension the other way round; the same tokens as in the usual layout."""
     expected = llm.generate(["to be", "or not"], GREEDY)
     files = ModelFiles.open(llm.path)
@@ -43,7 +43,7 @@ def test_programs_run_on_weights_in_any_layout(llm, given, monkeypatch):
     weights = load_weights(files.source, family_of(files.hf), model, formats=programs.formats)
     orders = [weight.format.layout.major_to_minor for weight in weights]
     assert orders == [layout.major_to_minor for layout in layouts]
-    engine = Engine(model, weights, config, programs=programs if given else None)
+    engine = Engine(model, weights, config, programs=programs if adopt_programs else None)
     monkeypatch.setattr(llm, "engine", engine)
     outputs = llm.generate(["to be", "or not"], GREEDY)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]

@@ -43,12 +43,12 @@ def check(run, dtype, width, slots, heads, places, ring, size=128):
         x = np.asarray(x.astype(want.dtype)).reshape(len(places), width, heads, *want.shape[4:])
         for chunk, (page, slot) in enumerate(places):
             at = slot + np.arange(width)
-            kept = at < (10 * slots if ring else slots)
+            valid = at < (10 * slots if ring else slots)
             if page < PAGES:
-                want[1, page][:, at[kept] % slots] = np.moveaxis(x[chunk, kept], 0, 1)
+                want[1, page][:, at[valid] % slots] = np.moveaxis(x[chunk, valid], 0, 1)
     pages, starts = (jnp.array(x, jnp.int32) for x in zip(*places, strict=True))
-    found = jax.jit(partial(run, layer=1, ring=ring))(cache, new, pages, starts)
-    for x, want in zip(found, expected, strict=True):
+    result = jax.jit(partial(run, layer=1, ring=ring))(cache, new, pages, starts)
+    for x, want in zip(result, expected, strict=True):
         bits = f"u{want.itemsize}"
         np.testing.assert_array_equal(np.asarray(x).view(bits), want.view(bits))
 

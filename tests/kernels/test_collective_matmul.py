@@ -138,13 +138,13 @@ def test_what_they_cannot_run_is_refused_with_the_reason():
     assert "256 rows do not divide into products of 96" in reason(sizes=Blocks(128, 256, 96))
     assert "bytes on chip, and there are" in reason(rows=8192)
     assert "bytes on chip, and there are" in reason(rows=4096, scatters=True)
-    for columns, held, rows, message in (
+    for columns, cached, rows, message in (
         (100, 200, 16, "multiples"),
         (128, 256, 24, "multiples"),
         (256, 384, 16, "one"),
     ):
         with pytest.raises(ValueError, match=message):
-            Blocks(columns, held, rows)
+            Blocks(columns, cached, rows)
 
 
 def test_bad_calls_raise_before_anything_runs():

@@ -58,9 +58,9 @@ class Case:
         if self.scheme:
             for name in ("gate_up", "down"):
                 summed, float4 = (len(shapes[name]) + self.stacked - 1,), self.float4 and name == "gate_up"
-                held = quantized(weights[name], summed, SCHEMES[self.scheme])
-                exact[name] = np.asarray(held.dequantized(summed, jnp.float32), float).reshape(exact[name].shape)
-                weights[name] = packed(held, self.scheme, float4=float4) if held.grouped and pack else held
+                cached = quantized(weights[name], summed, SCHEMES[self.scheme])
+                exact[name] = np.asarray(cached.dequantized(summed, jnp.float32), float).reshape(exact[name].shape)
+                weights[name] = packed(cached, self.scheme, float4=float4) if cached.grouped and pack else cached
         expected = np.zeros((tokens, self.dim))
         for token, expert in np.argwhere(factors):
             w_in, w_out, bias = (exact[n][1, expert] if self.stacked else exact[n][expert] for n in shapes)

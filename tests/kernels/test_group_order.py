@@ -24,8 +24,8 @@ def expected(ids: np.ndarray, groups: int, numbers: np.ndarray | None = None) ->
 
 
 def check(run, ids: np.ndarray, groups: int, numbers: np.ndarray | None = None) -> None:
-    found = jax.jit(run)(jnp.asarray(ids, jnp.int32), None if numbers is None else jnp.asarray(numbers, jnp.int32))
-    for name, got, want in zip(GroupOrder._fields, found, expected(ids, groups, numbers), strict=True):
+    result = jax.jit(run)(jnp.asarray(ids, jnp.int32), None if numbers is None else jnp.asarray(numbers, jnp.int32))
+    for name, got, want in zip(GroupOrder._fields, result, expected(ids, groups, numbers), strict=True):
         assert got.dtype == jnp.int32
         np.testing.assert_array_equal(got, want, err_msg=name)
 

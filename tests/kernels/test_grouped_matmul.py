@@ -55,9 +55,9 @@ class Case:
                 expected[:, end - size : end] = x[end - size : end] @ w[1, group]
         sizes, weights = jnp.asarray(self.sizes, jnp.int32), jnp.asarray(w, self.dtype)
         if self.scheme:
-            held = quantized(weights, (3,), SCHEMES[self.scheme])
-            w = np.asarray(held.dequantized((3,), jnp.float32), float).reshape(w.shape)
-            weights = packed(held, self.scheme, float4=self.float4).of_experts(stacked=True) if pack else held
+            cached = quantized(weights, (3,), SCHEMES[self.scheme])
+            w = np.asarray(cached.dequantized((3,), jnp.float32), float).reshape(w.shape)
+            weights = packed(cached, self.scheme, float4=self.float4).of_experts(stacked=True) if pack else cached
             for group, (end, size) in enumerate(zip(ends, self.sizes, strict=True)):
                 expected[:, end - size : end] = x[end - size : end] @ w[1, group] if size else 0
         got = run(jnp.asarray(x, self.dtype), weights, sizes, jnp.int32(1))
@@ -182,9 +182,11 @@ def test_rows_and_results_lie_on_chip_beside_smaller_tiles():
     """Down of DeepSeek-V3 on v6e: with a third buffer and higher tiles one of them would not."""
     w = jax.ShapeDtypeStruct((1, 16, 1, 512, 7168), "float8_e4m3fn")
     with planning_for("v6e"):
-        few, some, many = (default_blocks(jax.ShapeDtypeStruct((m, 512), "bfloat16"), w) for m in (4096, 6144, 16384))
-    assert (few.rows, few.buffers) == (many.rows, many.buffers)
-    assert (some.rows, some.buffers) == (few.rows // 2, few.buffers - 1) == (few.rows // 2, 2)
+        fewest, middle, most = (
+            default_blocks(jax.ShapeDtypeStruct((m, 512), "bfloat16"), w) for m in (4096, 6144, 16384)
+        )
+    assert (fewest.rows, fewest.buffers) == (most.rows, most.buffers)
+    assert (middle.rows, middle.buffers) == (fewest.rows // 2, fewest.buffers - 1) == (fewest.rows // 2, 2)
 
 
 def test_usual_blocks_fit_the_experts_of_large_models():

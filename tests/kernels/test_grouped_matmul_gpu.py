@@ -63,12 +63,12 @@ def test_few_rows_in_any_order_by_the_weights_they_choose(scheme, dtype):
     w, values = draw(scheme, (6, 256, 72), dtype, 1)
     x = jnp.asarray(rng.normal(size=(2, 256)), dtype)  # each is two rows
     w = poisoned(w, np.array([1, 2, 3, 4]))
-    given = np.array([0, 2, 3])
-    expected = np.einsum("mi,mio->mo", np.asarray(x, np.float64)[given // 2], values[ids[given]])
+    token_of_row = np.array([0, 2, 3])
+    expected = np.einsum("mi,mio->mo", np.asarray(x, np.float64)[token_of_row // 2], values[ids[token_of_row]])
     for backend in ("xla", "pallas_gpu"):
         got = jax.jit(partial(chosen_matmul, turns=2, backend=backend))(x, w, ids)
         assert (got.shape, got.dtype) == ((4, 72), dtype)
-        check(got[given], expected, dtype)
+        check(got[token_of_row], expected, dtype)
 
 
 @pytest.mark.parametrize("rows", [16, 32])
@@ -106,18 +106,18 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
 
 
 def test_zero_points_are_xlas_and_not_dropped():
-    held = quantize(jnp.ones((2, 64, 32)), (1,), SCHEMES["int8"])
-    held = QuantizedTensor(held.values, held.scales, held.grouped, jnp.ones((2, 32), jnp.int8))
+    cached = quantize(jnp.ones((2, 64, 32)), (1,), SCHEMES["int8"])
+    cached = QuantizedTensor(cached.values, cached.scales, cached.grouped, jnp.ones((2, 32), jnp.int8))
     x, sizes, ids = jnp.ones((3, 64)), jnp.array([1, 2], jnp.int32), jnp.zeros(3, jnp.int32)
-    assert jnp.any(grouped_matmul(x, held, sizes, most=2) < 64)
+    assert jnp.any(grouped_matmul(x, cached, sizes, most=2) < 64)
     for backend in ("pallas_gpu", "pallas_tpu"):
-        choice = choose(3, held, x.dtype, backend)
+        choice = choose(3, cached, x.dtype, backend)
         assert choice.name == "xla"
         assert "zero points" in choice.reason
         np.testing.assert_array_equal(
-            grouped_matmul(x, held, sizes, most=2, backend=backend), grouped_matmul(x, held, sizes, most=2)
+            grouped_matmul(x, cached, sizes, most=2, backend=backend), grouped_matmul(x, cached, sizes, most=2)
         )
-    np.testing.assert_array_equal(chosen_matmul(x, held, ids, backend="pallas_gpu"), chosen_matmul(x, held, ids))
+    np.testing.assert_array_equal(chosen_matmul(x, cached, ids, backend="pallas_gpu"), chosen_matmul(x, cached, ids))
 
 
 def test_blocks_of_usual_shapes():

@@ -44,7 +44,7 @@ class Case(LatentCase):
             position = np.arange(length)
             at = table[row, position // self.slots], 0, position % self.slots
             cells[at] = rng.normal(size=(length, self.rank + self.rotary))
-        found = {
+        result = {
             "q": jnp.asarray(q[..., : self.rank], self.dtype),
             "rotary": jnp.asarray(q[..., self.rank :], self.dtype),
             "latents": jnp.asarray(cells[..., : self.rank], self.dtype),
@@ -53,12 +53,12 @@ class Case(LatentCase):
         }
         if self.layers:
             for name in ("latents", "keys"):
-                poison = [jnp.full_like(found[name], jnp.nan)] * (self.layers - 1)
-                found[name] = jnp.stack([*poison, found[name]])
-            found["layer"] = jnp.int32(self.layers - 1)
+                poison = [jnp.full_like(result[name], jnp.nan)] * (self.layers - 1)
+                result[name] = jnp.stack([*poison, result[name]])
+            result["layer"] = jnp.int32(self.layers - 1)
         if self.columns:
-            found["pages"] = jnp.asarray(table, jnp.int32)
-        return found
+            result["pages"] = jnp.asarray(table, jnp.int32)
+        return result
 
     def check(self, run: Callable) -> tuple[jax.Array, jax.Array]:
         """Hold `run` to the oracle; returns its output and LSE."""
@@ -71,8 +71,8 @@ class Case(LatentCase):
     def hold(self, inputs: dict[str, Any], out: jax.Array, lse: jax.Array) -> None:
         """To the oracle."""
         tolerance = TOLERANCE[jnp.dtype(self.dtype).name]
-        for found, want in zip((out, lse), self.oracle(inputs), strict=True):
-            np.testing.assert_allclose(found.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)
+        for result, want in zip((out, lse), self.oracle(inputs), strict=True):
+            np.testing.assert_allclose(result.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)
 
     def oracle(self, inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """Query by query in float64."""
@@ -143,16 +143,16 @@ def test_one_query_needs_no_axis():
 def test_scales_of_latents_and_keys_are_folded_in():
     """Quantised, they are numbers times the scale of their position; unseen scales are NaN too."""
     case = Case((0, 3, 128), slots=128, fold=1)
-    inputs, held = case.inputs(), {}
+    inputs, cached = case.inputs(), {}
     for name in ("latents", "keys"):
-        held[name] = quantize(inputs[name], (3,), Scheme("int8"))
-        inputs[name] = held[name].dequantized((3,), jnp.float32)
+        cached[name] = quantize(inputs[name], (3,), Scheme("int8"))
+        inputs[name] = cached[name].dequantized((3,), jnp.float32)
     wants = case.oracle(inputs)
-    inputs |= {name: x.values for name, x in held.items()}
-    scales = tuple(held[name].scales for name in ("latents", "keys"))
+    inputs |= {name: x.values for name, x in cached.items()}
+    scales = tuple(cached[name].scales for name in ("latents", "keys"))
     assert not jnp.isfinite(scales[0]).all()
-    for found, want in zip(mla_decode_attention(**inputs, scales=scales, scale=SCALE), wants, strict=True):
-        np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    for result, want in zip(mla_decode_attention(**inputs, scales=scales, scale=SCALE), wants, strict=True):
+        np.testing.assert_allclose(result, want, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="no scales of latents"):
         mla_decode_attention(**inputs, scales=scales, scale=SCALE, backend="pallas_tpu")
 
@@ -210,9 +210,9 @@ def test_blocks_for_any_shape(monkeypatch):
     for width in (1, 2, 16, 70, 128, 192, 1000, 1024):
         for unit in (128, 256, 512):
             for slots in (unit, 3 * unit, 4096, 131072):
-                found = tpu.blocks(width, unit, slots, 512, 2)
-                assert found.part % unit == 0
-                assert found.positions < 2 * max(slots, unit)
+                result = tpu.blocks(width, unit, slots, 512, 2)
+                assert result.part % unit == 0
+                assert result.positions < 2 * max(slots, unit)
                 q = jax.ShapeDtypeStruct((4, 1, width, 512 + 128 * 128 // unit), jnp.bfloat16)
                 latents = jax.ShapeDtypeStruct((4, slots, 512), jnp.bfloat16)
                 keys = jax.ShapeDtypeStruct((4, slots * 128 // unit, 128), jnp.bfloat16)

@@ -36,7 +36,7 @@ def with_new(run, lengths, latents, keys, **rest):
         stale.append(x.at[rows, :, last].set(jnp.nan, mode="drop"))
     out, lse, *cache = run(lengths=lengths, latents=stale[0], keys=stale[1], new=new, **rest)
     pairs = zip(cache, (latents, keys), strict=True)
-    same = jnp.stack([jnp.array_equal(found, want, equal_nan=True) for found, want in pairs])
+    same = jnp.stack([jnp.array_equal(result, want, equal_nan=True) for result, want in pairs])
     return out, jnp.where(jnp.all(same), lse, jnp.nan)
 
 
@@ -83,7 +83,7 @@ def test_shares_of_usual_shapes():
 def test_what_it_cannot_run_is_refused_with_the_reason():
     inputs = SMALL((1, 2)).inputs()
     q, rotary = inputs.pop("q")[:, 0], inputs.pop("rotary")[:, 0]
-    for given, reason in (
+    for argument, reason in (
         (dict(q=q.astype(jnp.bfloat16)), "queries and a cache of one of"),
         (dict(q=q[:, None]), "one query of a row"),
         (dict(rotary=rotary[:, :1]), "do not match"),
@@ -92,7 +92,7 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
         (dict(scales=(q, q)), "no scales of latents"),
     ):
         with pytest.raises(ValueError, match=reason):
-            RUN(**{"q": q, "rotary": rotary, **inputs, **given}, scale=SCALE)
+            RUN(**{"q": q, "rotary": rotary, **inputs, **argument}, scale=SCALE)
     with pytest.raises(ValueError, match="powers of two from 16"):
         gpu.Blocks(heads=8)
 

@@ -57,24 +57,24 @@ class Case(LatentCase):
             position = np.arange(min(positions[chunk, -1] + 1, capacity))
             at = table[rows[chunk], position // self.slots], position % self.slots
             cells[at] = rng.normal(size=(position.size, self.rank + self.rotary))
-        found = {
+        result = {
             "q": q,
             "k": k,
             "v": v,
             "latents": cells[:, None, :, : self.rank],
             "keys": folded(jnp.asarray(cells[:, None, :, self.rank :], self.dtype), self.fold),
         }
-        found = {name: jnp.asarray(x, self.dtype) for name, x in found.items()}
+        result = {name: jnp.asarray(x, self.dtype) for name, x in result.items()}
         if self.layers:
             for name in ("k", "v", "latents", "keys"):
-                poison = [jnp.full_like(found[name], jnp.nan)] * (self.layers - 1)
-                held = [found[name], *poison] if name in "kv" else [*poison, found[name]]
-                found[name] = jnp.stack(held)
-            found |= {"layer": jnp.int32(self.layers - 1), "weight_layer": jnp.int32(0)}
+                poison = [jnp.full_like(result[name], jnp.nan)] * (self.layers - 1)
+                cached = [result[name], *poison] if name in "kv" else [*poison, result[name]]
+                result[name] = jnp.stack(cached)
+            result |= {"layer": jnp.int32(self.layers - 1), "weight_layer": jnp.int32(0)}
         if self.columns:
-            found["pages"] = jnp.asarray(table, jnp.int32)
-        found["rows"] = jnp.asarray(np.where(np.array(self.starts) < 0, count, rows), jnp.int32)
-        return found | {"positions": jnp.asarray(positions, jnp.int32)}
+            result["pages"] = jnp.asarray(table, jnp.int32)
+        result["rows"] = jnp.asarray(np.where(np.array(self.starts) < 0, count, rows), jnp.int32)
+        return result | {"positions": jnp.asarray(positions, jnp.int32)}
 
     def check(self, run: Callable) -> tuple[np.ndarray, np.ndarray]:
         """Hold `run` to the oracle; returns its output and LSE."""
@@ -91,15 +91,15 @@ class Case(LatentCase):
 
     def oracle(self, inputs: dict[str, Any]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Output and LSE of each chunk's queries up to the cache's end, in float64; absent chunks are not in it."""
-        held = {name: inputs[name] for name in ("q", "k", "v", "latents")} | {
+        cached = {name: inputs[name] for name in ("q", "k", "v", "latents")} | {
             "keys": unfolded(inputs["keys"], self.fold)
         }
-        held = {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in held.items()}
+        cached = {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in cached.items()}
         if self.layers:
-            held |= {name: held[name][0 if name in "kv" else -1] for name in held if name != "q"}
-        q, k, v, latents, keys = held.values()
+            cached |= {name: cached[name][0 if name in "kv" else -1] for name in cached if name != "q"}
+        q, k, v, latents, keys = cached.values()
         table = np.asarray(inputs.get("pages", np.arange(len(self.starts))[:, None]))
-        capacity, found = min(table.shape[1] * self.slots, self.limit or 1 << 30), {}
+        capacity, result = min(table.shape[1] * self.slots, self.limit or 1 << 30), {}
         for chunk, start in enumerate(self.starts):
             if start < 0:
                 continue
@@ -107,8 +107,8 @@ class Case(LatentCase):
             at, real = np.arange(min(positions[-1] + 1, capacity)), int(np.sum(positions < capacity))
             cells = table[int(inputs["rows"][chunk]), at // self.slots], 0, at % self.slots
             queries = np.moveaxis(q[chunk, :real], 1, 0)  # [H, C, n + r]
-            own = latents[cells] @ np.swapaxes(k, 1, 2)  # [H, T, n]
-            logits = queries[..., : self.nope] @ np.swapaxes(own, 1, 2) + queries[..., self.nope :] @ keys[cells].T
+            local = latents[cells] @ np.swapaxes(k, 1, 2)  # [H, T, n]
+            logits = queries[..., : self.nope] @ np.swapaxes(local, 1, 2) + queries[..., self.nope :] @ keys[cells].T
             logits = np.where(at <= positions[:real, None], logits * SCALE, -np.inf)
             top = np.maximum(logits.max(-1, initial=-np.inf), -1e30)
             p = np.exp(logits - top[..., None])
@@ -116,8 +116,8 @@ class Case(LatentCase):
             with np.errstate(divide="ignore"):
                 lse = np.log(total) + np.where(total > 0, top, 0)
             out = p / np.maximum(total, 1e-300)[..., None] @ (latents[cells] @ v)
-            found[chunk] = np.moveaxis(out, 0, 1), lse.T
-        return found
+            result[chunk] = np.moveaxis(out, 0, 1), lse.T
+        return result
 
 
 BACKENDS = {"xla": mla_prefill_attention, "tpu": partial(mla_prefill_attention, backend="pallas_tpu")}
@@ -154,13 +154,13 @@ def test_equals_the_oracle(name, backend):
 def test_scales_of_latents_and_keys_are_folded_in():
     """Quantised, they are numbers times the scale of their position; unseen scales are NaN too."""
     case = Case((0, 60), width=16, slots=128, fold=1)
-    inputs, held = case.inputs(), {}
+    inputs, cached = case.inputs(), {}
     for name in ("latents", "keys"):
-        held[name] = quantize(inputs[name], (3,), Scheme("int8"))
-        inputs[name] = held[name].dequantized((3,), jnp.float32)
+        cached[name] = quantize(inputs[name], (3,), Scheme("int8"))
+        inputs[name] = cached[name].dequantized((3,), jnp.float32)
     wants = case.oracle(inputs)
-    inputs |= {name: x.values for name, x in held.items()}
-    scales = tuple(held[name].scales for name in ("latents", "keys"))
+    inputs |= {name: x.values for name, x in cached.items()}
+    scales = tuple(cached[name].scales for name in ("latents", "keys"))
     out, lse = mla_prefill_attention(**inputs, scales=scales, scale=SCALE)
     for chunk, (want, want_lse) in wants.items():
         np.testing.assert_allclose(out[chunk], want, rtol=1e-4, atol=1e-4)

@@ -42,7 +42,7 @@ def expected(q, down, weight, k, cos, sin):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "inputs",
     [
         dict(rows=1, dtype="bfloat16"),
         dict(rows=ROWS, nope=40, rank=32, rotary=16, before=24),
@@ -50,18 +50,18 @@ def expected(q, down, weight, k, cos, sin):
     ],
     ids=["V2-Lite's", "a latent of queries before them", "rows that fill no tile"],
 )
-def test_equals_what_layers_compute(given):
-    operands = draw(**given)
-    found = jax.jit(lambda *xs: mla_queries(*xs, EPS))(*operands)
+def test_equals_what_layers_compute(inputs):
+    operands = draw(**inputs)
+    result = jax.jit(lambda *xs: mla_queries(*xs, EPS))(*operands)
     scale = operands[3].shape[1] ** 0.5  # of what is summed
-    for got, want in zip(found, expected(*operands), strict=True):
+    for got, want in zip(result, expected(*operands), strict=True):
         assert (got.dtype, got.shape) == (operands[0].dtype, want.shape)
         tolerance = TOLERANCE[got.dtype.name]
         np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=tolerance, atol=tolerance * scale / 8)
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("inputs", "reason"),
     [
         (dict(rows=17), "at most 16 rows, not 17"),
         (dict(rows=1, dtype="int8"), "one of bfloat16, float16, float32, not int8 and int8"),
@@ -69,8 +69,8 @@ def test_equals_what_layers_compute(given):
         (dict(rows=1, rotary=8), "latents of 32 and rotary keys of 8"),
     ],
 )
-def test_what_it_cannot_run_is_refused(given, reason):
-    operands = draw(**dict(rank=32, rotary=16) | given)
+def test_what_it_cannot_run_is_refused(inputs, reason):
+    operands = draw(**dict(rank=32, rotary=16) | inputs)
     q, _, _, k, cos, _ = operands
     assert reason in choose(q, k, cos, "pallas_gpu").reason
     with pytest.raises(ValueError, match=reason):

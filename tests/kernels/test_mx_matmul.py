@@ -44,10 +44,10 @@ def packed(name: str, w: np.ndarray, spoilt: tuple[int, ...] | None = None) -> t
         arrays[1][spoilt] = np.nan
     arrays = [jnp.asarray(array) for array in arrays]
     values = jax.jit(lambda *arrays: scheme.tensor(*arrays).dequantized((1,), jnp.float32))
-    held = arrays[0] if scheme is None else values(*arrays).reshape(whole.shape)
+    cached = arrays[0] if scheme is None else values(*arrays).reshape(whole.shape)
     spec = dataclasses.replace(spec, packed=True, float4=name == FLOAT4)
     tensor = spec.packing.tensor(*jax.jit(spec.held)(*arrays))
-    return tensor, np.moveaxis(np.asarray(held, np.float64), 2, 1)
+    return tensor, np.moveaxis(np.asarray(cached, np.float64), 2, 1)
 
 
 def check(x: jax.Array, weight: Weight, exact: np.ndarray, layer: int = 1, **options) -> np.ndarray:
@@ -109,8 +109,8 @@ def test_norm_and_activation_are_part_of_it(name, rows, layer):
     assert np.mean(np.asarray(y) == np.asarray(products)) > 0.5
     both = jnp.stack([jnp.tanh(products[0]) * products[1]])
     options = dict(layer=layer, norm=norm, activation=lambda gate, up: jnp.tanh(gate) * up, interpret=True)
-    found = mx_matmul(x, tensor.stack, out_dtype=jnp.float32, **options)
-    np.testing.assert_allclose(found, both, rtol=0, atol=most * 2**-7)
+    result = mx_matmul(x, tensor.stack, out_dtype=jnp.float32, **options)
+    np.testing.assert_allclose(result, both, rtol=0, atol=most * 2**-7)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8", "fp8"])
@@ -121,9 +121,9 @@ def test_many_rows_are_multiplied_by_xla(name):
     assert not kernels_in(lambda x: matmul(x, tensor.of_layer(jnp.int32(2))), x)
     assert kernels_in(lambda x: matmul(x, tensor.of_layer(jnp.int32(2))), x[1:]) == {"mx_matmul"}
     many = matmul(x, tensor.of_layer(jnp.int32(2)), out_dtype=jnp.float32)
-    few = matmul(x[:8], tensor.of_layer(jnp.int32(2)), out_dtype=jnp.float32)
+    small_batch = matmul(x[:8], tensor.of_layer(jnp.int32(2)), out_dtype=jnp.float32)
     np.testing.assert_allclose(many, np.einsum("tk,pkn->tpn", np.asarray(x, np.float64), exact[2]), atol=1e-3)
-    np.testing.assert_allclose(many[:8], few, atol=1e-4)
+    np.testing.assert_allclose(many[:8], small_batch, atol=1e-4)
 
 
 @copies_of(("mxfp4", "mxfp8", "int4", "bfloat16"), early=("mxfp4", "bfloat16"))
@@ -194,9 +194,9 @@ def test_layers_see_no_difference(shape, names, contract, name):
     arrays = jax.jit(ready.stored)(w)
     assert [(x.shape, x.dtype) for x in arrays] == [(a.shape, a.dtype) for a in ready.arrays]
     x = jnp.asarray(rng.standard_normal((5, *shape[:contract])), jnp.bfloat16)
-    plain = matmul(x, scheme.tensor(*jax.jit(spec.stored)(w)), contract=contract, out_dtype=jnp.float32)
-    found = matmul(x, ready.packing.tensor(*arrays), contract=contract, out_dtype=jnp.float32)
-    np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-5)
+    dense = matmul(x, scheme.tensor(*jax.jit(spec.stored)(w)), contract=contract, out_dtype=jnp.float32)
+    result = matmul(x, ready.packing.tensor(*arrays), contract=contract, out_dtype=jnp.float32)
+    np.testing.assert_allclose(result, dense, rtol=1e-5, atol=1e-5)
 
 
 def built(path, backend: Backend, quantization: str | None = "mxfp4") -> LLM:
@@ -212,13 +212,13 @@ def built(path, backend: Backend, quantization: str | None = "mxfp4") -> LLM:
 def test_a_model_has_the_same_logits(checkpoint, quantization):
     """But for bfloat16, of chunks; and by them it chooses the tokens of rows. Layers are stacked."""
     path, prompts = checkpoint("llama", num_hidden_layers=2), random_prompts([5, 20])
-    plain, llm = (built(path, backend, quantization) for backend in (Backend(), Backend(matmul="pallas_tpu")))
-    for model, packed in ((plain, False), (llm, True)):
+    dense, llm = (built(path, backend, quantization) for backend in (Backend(), Backend(matmul="pallas_tpu")))
+    for model, packed in ((dense, False), (llm, True)):
         assert any(weight.packed for weight in model.engine.programs.model.weights) == packed
     for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8)):
         prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
         sequence = [*prompt, *tokens[:-1]]
-        expected = plain.logits(sequence)
+        expected = dense.logits(sequence)
         within = 0.1 * np.std(expected)
         np.testing.assert_allclose(llm.logits(sequence), expected, rtol=0, atol=within)
         rows = expected[len(prompt) - 1 :]
@@ -231,11 +231,11 @@ def test_a_model_of_experts_has_the_same_logits(checkpoint):
     experts = {"num_local_experts": 4, "num_experts_per_tok": 4}
     path = checkpoint("gpt_oss", hidden_size=64, intermediate_size=96, num_hidden_layers=2, **experts)
     (tokens,), kernels = random_prompts([12]), ("grouped_matmul", "expert_mlp")
-    plain = built(path, Backend()).logits(tokens)
+    dense = built(path, Backend()).logits(tokens)
     for count in (1, 2):
         llm = built(path, Backend(**dict.fromkeys(kernels[:count], "pallas_tpu")))
         assert {axes.EXPERTS in w.axes for w in llm.engine.programs.model.weights if w.packed} == {True}
-        np.testing.assert_allclose(llm.logits(tokens), plain, rtol=0, atol=0.1 * np.std(plain))
+        np.testing.assert_allclose(llm.logits(tokens), dense, rtol=0, atol=0.1 * np.std(dense))
 
 
 def test_reasons():

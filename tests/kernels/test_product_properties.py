@@ -69,10 +69,10 @@ xla = jax.jit(partial(matmul, out_dtype=jnp.float32))
 @settings(max_examples=10)
 def test_products_of_odd_shapes_by_xla(name, seed, spread):
     rows, inputs, columns = PRODUCTS[name]
-    held = quantized(jnp.asarray(weights(seed, spread, inputs, 2, columns)), (0,), SCHEMES[name])
-    exact = np.asarray(held.dequantized((0,), jnp.float32), np.float64).reshape(inputs, 2, columns)
+    cached = quantized(jnp.asarray(weights(seed, spread, inputs, 2, columns)), (0,), SCHEMES[name])
+    exact = np.asarray(cached.dequantized((0,), jnp.float32), np.float64).reshape(inputs, 2, columns)
     x = jnp.asarray(np.random.default_rng(seed).standard_normal((rows, inputs)), jnp.float32)
-    hold(np.moveaxis(np.asarray(xla(x, held), np.float64), 1, 0), x, np.moveaxis(exact, 1, 0))
+    hold(np.moveaxis(np.asarray(xla(x, cached), np.float64), 1, 0), x, np.moveaxis(exact, 1, 0))
 
 
 # ---- groups of rows

@@ -67,9 +67,9 @@ def one_after_the_other(qkv, k, v, lengths, arrays, *, eps, offset, **options):
 def check(case: Case, offset: float = 0.0, **has) -> None:
     inputs, arrays = draw(case, **has)
     options = dict(eps=EPS, offset=offset) | case.static()
-    found, want = (jax.jit(partial(run, **options))(*inputs, arrays) for run in (qkv_attention, one_after_the_other))
+    result, want = (jax.jit(partial(run, **options))(*inputs, arrays) for run in (qkv_attention, one_after_the_other))
     tolerance = TOLERANCE[jnp.dtype(case.dtype).name]
-    for got, expected in zip(found, want, strict=True):
+    for got, expected in zip(result, want, strict=True):
         assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
         got, expected = (np.asarray(x.astype(jnp.float32)) for x in (got, expected))
         np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance)
@@ -107,14 +107,14 @@ def test_long_rows_get_more_shares(monkeypatch):
 def shares_of(qkv: jax.Array, normed: bool) -> tuple[jax.Array, dict, dict]:
     """Three shares [3, B, K, G + 2, h] that add up to products, but for the factor of a norm of 48 inputs, if normed;
     its squares; its options."""
-    rng, rows, found = np.random.default_rng(3), qkv.shape[0], np.float32(qkv)
+    rng, rows, result = np.random.default_rng(3), qkv.shape[0], np.float32(qkv)
     arrays, options = {}, dict(dtype=qkv.dtype)
     if normed:
         squares = rng.uniform(1, 100, size=(rows, 5)).astype(np.float32)
-        found = found * np.sqrt(squares.sum(1) / 48 + 1e-2).reshape(-1, 1, 1, 1)
+        result = result * np.sqrt(squares.sum(1) / 48 + 1e-2).reshape(-1, 1, 1, 1)
         arrays, options = dict(squares=jnp.asarray(squares)), options | dict(inputs=48, inputs_eps=1e-2)
-    parts = rng.normal(size=(2, *found.shape)).astype(np.float32)
-    return jnp.stack([*parts, found - parts.sum(0)]), arrays, options
+    parts = rng.normal(size=(2, *result.shape)).astype(np.float32)
+    return jnp.stack([*parts, result - parts.sum(0)]), arrays, options
 
 
 @pytest.mark.parametrize("normed", [False, True])
@@ -142,9 +142,9 @@ def test_sums_are_rounded_as_products_are():
     (qkv, *cache), arrays = draw(case, rotary=32, **ALL)
     options = dict(eps=EPS, offset=0.0) | case.static()
     shares = jnp.stack([qkv.astype(jnp.float32) * size for size in (1.0, 2.0**-10)])
-    found = jax.jit(partial(qkv_attention, **options, dtype=jnp.bfloat16))(shares, *cache, arrays)
-    plain = jax.jit(partial(qkv_attention, **options))(qkv, *cache, arrays)
-    for got, expected in zip(found, plain, strict=True):
+    result = jax.jit(partial(qkv_attention, **options, dtype=jnp.bfloat16))(shares, *cache, arrays)
+    dense = jax.jit(partial(qkv_attention, **options))(qkv, *cache, arrays)
+    for got, expected in zip(result, dense, strict=True):
         np.testing.assert_array_equal(np.float32(got), np.float32(expected))
 
 
@@ -161,8 +161,8 @@ def test_a_sink_of_nothing():
     inputs, arrays = draw(case)
     arrays["sinks"] = arrays["sinks"].at[0, 1].set(-jnp.inf)
     options = dict(eps=EPS, offset=0.0) | case.static()
-    found, want = (jax.jit(partial(run, **options))(*inputs, arrays) for run in (qkv_attention, one_after_the_other))
-    np.testing.assert_allclose(found[0], want[0], rtol=2e-5, atol=2e-5)
+    result, want = (jax.jit(partial(run, **options))(*inputs, arrays) for run in (qkv_attention, one_after_the_other))
+    np.testing.assert_allclose(result[0], want[0], rtol=2e-5, atol=2e-5)
 
 
 def test_bad_shapes_and_options_are_refused():

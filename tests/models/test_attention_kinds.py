@@ -92,7 +92,7 @@ def test_what_the_kernel_lacks_is_said(platform, name, ragged, reasons, caplog):
     ProgramSet.make(abstract_model(model, "bfloat16", backend=config.backend, scan=True), config)
     said = [message for message in caplog.messages if "layers" in message]
     assert len(said) == len(reasons)
-    assert all(found.startswith(reason) for found, reason in zip(said, reasons, strict=True))
+    assert all(result.startswith(reason) for result, reason in zip(said, reasons, strict=True))
 
 
 def test_stacked_layers_decode_as_transformers_does(model):

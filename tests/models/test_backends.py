@@ -118,15 +118,15 @@ def test_a_model_with_all_that_tpus_get_has_the_same_logits(checkpoint, quantiza
     sizes = dict(head_dim=128, hidden_size=256, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=4)
     path, buckets = checkpoint("qwen3_moe", **sizes), Buckets((16,), (2,), (64,))
     options = dict(dtype="bfloat16", quantization=quantization, platform="tpu", free_layouts=False)
-    kernels, plain = (build_llm(path, buckets, backend=backend, **options) for backend in ("auto", "xla"))
+    kernels, unquantized = (build_llm(path, buckets, backend=backend, **options) for backend in ("auto", "xla"))
     chosen = Backend.for_platform("tpu", Shards())
     assert kernels.config.backend == chosen
-    assert plain.config.backend == dataclasses.replace(chosen, **dict.fromkeys(OPERATIONS, "xla"))
+    assert unquantized.config.backend == dataclasses.replace(chosen, **dict.fromkeys(OPERATIONS, "xla"))
     assert any(weight.packed for weight in kernels.engine.programs.model.weights)
     (tokens,) = random_prompts([20])
     (output,) = kernels.generate([tokens], SamplingParams(temperature=0, max_tokens=8))
     new = output.outputs[0].token_ids
-    logits = plain.logits([*tokens, *new])
+    logits = unquantized.logits([*tokens, *new])
     margin = 0.1 * np.std(logits)
     np.testing.assert_allclose(kernels.logits(tokens), logits[: len(tokens)], rtol=0, atol=margin)
     steps = logits[len(tokens) - 1 : -1]
@@ -145,9 +145,9 @@ def test_sums_that_follow_our_products_are_made_with_their_norms(family, quantiz
     called = kernels_in(build(programs.model, programs.plan, programs.config, key), *programs.inputs(key))
     assert ("add_norm" in called) == fused
     if fused:
-        plain = build_llm(path, buckets, **options, backend=Backend())
+        unquantized = build_llm(path, buckets, **options, backend=Backend())
         ours, theirs = (
-            [output.outputs[0].token_ids for output in each.generate(prompts, GREEDY)] for each in (llm, plain)
+            [output.outputs[0].token_ids for output in each.generate(prompts, GREEDY)] for each in (llm, unquantized)
         )
         assert ours == theirs
 

@@ -115,8 +115,8 @@ def test_rotary_keys_of_latents_are_folded_where_memory_is_tiled():
     """DeepSeek-V3's 576 numbers a position take no padding; a row's slots are whole tiles of folded keys."""
     model = abstract_model(config_from_hf(configs.load("deepseek-v3") | {"num_hidden_layers": 4}), jnp.bfloat16)
     options = dict(rows=3, max_len=600, chunk=16, dtype=jnp.bfloat16)
-    plain, tiled = (plan_cache(model, **options, platform=platform) for platform in ("cpu", "tpu"))
-    assert [(block.shapes[0][-2:], block.shapes[1][-2:]) for block in plain.blocks] == [((600, 512), (600, 64))] * 4
+    dense, tiled = (plan_cache(model, **options, platform=platform) for platform in ("cpu", "tpu"))
+    assert [(block.shapes[0][-2:], block.shapes[1][-2:]) for block in dense.blocks] == [((600, 512), (600, 64))] * 4
     assert [(block.shapes[0][-2:], block.shapes[1][-2:]) for block in tiled.blocks] == [((768, 512), (384, 128))] * 4
     assert {block.folds for block in tiled.blocks} == {(1, 2)}
     assert tiled.nbytes == 4 * 3 * 768 * 576 * 2
@@ -137,8 +137,8 @@ def test_layers_that_share_a_cache_hold_none(llm_of):
     llm = llm_of("gemma3n_text", True)
     plan, spec = llm.engine.plan, llm.model_config.layers[0].attention
     shape = (2, plan.rows, spec.kv_heads, MAX_LEN, spec.head_dim)
-    held = [(block.shared, [array.shape for array in block.owned]) for block in plan.blocks]
-    assert held == [(False, [shape, shape]), (True, [])]
+    cached = [(block.shared, [array.shape for array in block.owned]) for block in plan.blocks]
+    assert cached == [(False, [shape, shape]), (True, [])]
     assert [array.shape for array in llm.engine.cache] == [shape, shape]
 
 
@@ -187,10 +187,10 @@ def hybrid(parallel: str = "tp=1"):
     return abstract_model(config_from_hf(hf), jnp.bfloat16, shards=planned_shards(Parallelism.parse(parallel)))
 
 
-@pytest.mark.parametrize("kept", [jnp.bfloat16, "int8"])
-def test_states_have_the_size_of_a_row_whatever_its_length(kept):
+@pytest.mark.parametrize("kv_dtype", [jnp.bfloat16, "int8"])
+def test_states_have_the_size_of_a_row_whatever_its_length(kv_dtype):
     """A quantised cache is that of the layers with attention."""
-    plans = [plan_cache(hybrid(), rows=3, max_len=length, chunk=64, dtype=kept) for length in (100, 1000)]
+    plans = [plan_cache(hybrid(), rows=3, max_len=length, chunk=64, dtype=kv_dtype) for length in (100, 1000)]
     for block, other in zip(plans[0].blocks[:3], plans[1].blocks[:3], strict=True):
         assert block == other
         assert [(x.shape, x.dtype) for x in block.owned] == [
@@ -201,7 +201,7 @@ def test_states_have_the_size_of_a_row_whatever_its_length(kept):
         assert sum(x.position_bytes() for x in block.arrays) == 0
     values = plans[0].blocks[3].arrays[0]
     assert values.shape == (3, 2, 100, 256)
-    assert values.dtype == (jnp.int8 if kept == "int8" else jnp.bfloat16)
+    assert values.dtype == (jnp.int8 if kv_dtype == "int8" else jnp.bfloat16)
 
 
 def test_a_quantised_cache_needs_keys_and_values():

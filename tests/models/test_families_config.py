@@ -255,8 +255,8 @@ def test_mimo_has_other_names_on_the_hub():
         "num_key_value_heads": 8,
         "sliding_window": 129,
     }
-    found = recipe("mimo_v2_flash", SIZES | published)
-    assert found == completed("mimo_v2_flash", SIZES | transformers_own)
+    result = recipe("mimo_v2_flash", SIZES | published)
+    assert result == completed("mimo_v2_flash", SIZES | transformers_own)
     other = {"swa_num_attention_heads": 48, "swa_head_dim": 96, "swa_v_head_dim": 64}
     spec = recipe("mimo_v2_flash", SIZES | published | other).layers[1].attention
     assert (spec.heads, spec.kv_heads, spec.head_dim, spec.value_dim, spec.rope.dim) == (48, 16, 96, 64, 32)

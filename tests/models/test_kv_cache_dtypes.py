@@ -82,12 +82,12 @@ def test_plans_hold_values_and_scales(checkpoint):
 
 def test_the_cost_model_and_explain_count_them():
     config, target = config_from_hf(configs.load("llama3-8b")), parse_target("v5e-8")
-    plain = Deployed(config, target, Parallelism.parse("tp=4,cp=2"))
-    made = dataclasses.replace(plain, kv_cache_dtype="int8")
+    dense = Deployed(config, target, Parallelism.parse("tp=4,cp=2"))
+    made = dataclasses.replace(dense, kv_cache_dtype="int8")
     # Of a KV head of 128 in each half: two bytes a number, or one and a scale.
-    assert [d.blocks[0].cached for d in (plain, made)] == [2 * 2 * 2 * 128, 2 * 2 * (128 + 4)]
-    assert made.memory(8, 4096, 512).cache * 256 == plain.memory(8, 4096, 512).cache * 132
-    assert made.decode(8, 2048).cache_bytes * 256 == pytest.approx(plain.decode(8, 2048).cache_bytes * 132)
+    assert [d.blocks[0].cached for d in (dense, made)] == [2 * 2 * 2 * 128, 2 * 2 * (128 + 4)]
+    assert made.memory(8, 4096, 512).cache * 256 == dense.memory(8, 4096, 512).cache * 132
+    assert made.decode(8, 2048).cache_bytes * 256 == pytest.approx(dense.decode(8, 2048).cache_bytes * 132)
     shards = planned_shards(Parallelism.parse("tp=4,cp=2"))
     sizes = EngineConfig.make("cpu", 2, 64, Buckets((16,), (2,), (64,)), shards, kv_cache_dtype="int8")
     model = abstract_model(config, "bfloat16", scan=True, shards=shards)
@@ -99,7 +99,7 @@ def test_the_cost_model_and_explain_count_them():
     }
     assert sum(p.nbytes for p in explained.cache) == plan.nbytes // 8
     with pytest.raises(ConfigurationError, match="kv_cache_dtype 'int4' is not supported; choose one of int8, fp8"):
-        dataclasses.replace(plain, kv_cache_dtype="int4")
+        dataclasses.replace(dense, kv_cache_dtype="int4")
 
 
 def test_deployments_say_it(checkpoint):
@@ -119,11 +119,11 @@ def test_commands_take_it():
     ]
     assert [x["per_token"] for x in shown] == [32 * 8 * 2 * 128 * 2, 32 * 8 * 2 * (128 + 4)]
     arguments = ["plan", "--config", "llama3-8b", "--target", "v6e-1", "--input-len", "8192", "--concurrency", "16"]
-    plain, less = (
+    dense, less = (
         json.loads(run(app, [*arguments, "--json", *more]).stdout)["best"] for more in ([], ["--kv-cache-dtype", "fp8"])
     )
-    assert (plain["kv_cache_dtype"], less["kv_cache_dtype"]) == ("bfloat16", "fp8")
-    assert less["tokens_per_second"] > plain["tokens_per_second"]
+    assert (dense["kv_cache_dtype"], less["kv_cache_dtype"]) == ("bfloat16", "fp8")
+    assert less["tokens_per_second"] > dense["tokens_per_second"]
     assert "--kv-cache-dtype fp8" in run(app, [*arguments, "--kv-cache-dtype", "fp8"]).stdout
     for command in (["info", "--config", "llama3-8b"], arguments, ["compile", "--config", "llama3-8b"]):
         result = run(app, [*command, "--kv-cache-dtype", "int3"])

@@ -104,7 +104,7 @@ def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> lis
 
 
 @pytest.mark.parametrize(
-    ("family", "scan", "kept", "params"),
+    ("family", "scan", "kv_dtype", "params"),
     [
         ("llama", False, None, GREEDY),
         ("gemma2", False, None, GREEDY),
@@ -117,9 +117,9 @@ def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> lis
     ],
     ids=["llama", "gemma2", "ministral stacked", "experts stacked", "int8", "fp8 stacked", "fp8 latents", "sampled"],
 )
-def test_poison_changes_no_token(family, scan, kept, params, llm_of, small):
+def test_poison_changes_no_token(family, scan, kv_dtype, params, llm_of, small):
     """Everything invalid is poisoned at the start and again before every dispatch."""
-    llm = small if family == "small" else llm_of(family, scan, kept)
+    llm = small if family == "small" else llm_of(family, scan, kv_dtype)
     prompts, shares = random_prompts([20, 1, 9, 33, 16, 4], seed=10), []
     expected = tokens_of(llm, prompts, params)
     with before_each_dispatch(llm, lambda engine: shares.append(poison(engine))):
@@ -130,7 +130,7 @@ def test_poison_changes_no_token(family, scan, kept, params, llm_of, small):
 
 
 @pytest.mark.parametrize(
-    ("family", "scan", "kept"),
+    ("family", "scan", "kv_dtype"),
     [
         ("llama", False, None),
         ("gemma2", False, None),
@@ -141,9 +141,9 @@ def test_poison_changes_no_token(family, scan, kept, params, llm_of, small):
         ("minicpm3", False, "fp8"),
     ],
 )
-def test_poison_changes_no_logit(family, scan, kept, llm_of):
+def test_poison_changes_no_logit(family, scan, kv_dtype, llm_of):
     """The logits of a prompt that takes several chunks, bit by bit."""
-    llm, (prompt,) = llm_of(family, scan, kept), random_prompts([70], seed=11)
+    llm, (prompt,) = llm_of(family, scan, kv_dtype), random_prompts([70], seed=11)
     expected = llm.logits(prompt)
     with before_each_dispatch(llm, poison):
         np.testing.assert_array_equal(llm.logits(prompt), expected)

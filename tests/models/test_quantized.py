@@ -82,9 +82,9 @@ MATRICES = hnp.arrays(np.float32, (64, 2), elements=NUMBERS)
 @settings(max_examples=60)
 def test_codec_is_exact(name, w):
     scheme = SCHEMES[name]
-    held = quantize(jnp.asarray(w), (0,), scheme)
+    cached = quantize(jnp.asarray(w), (0,), scheme)
     expected = rounded(w, scheme)
-    once = restored(held, w.shape)
+    once = restored(cached, w.shape)
     if scheme.scales == "float32":  # the division by a scale rounds: once in float32, in the oracle too
         step = np.abs(w).max() / GRIDS[scheme.values][-1]
         np.testing.assert_allclose(once, expected, rtol=1e-6, atol=float(step) * 1e-5)
@@ -104,9 +104,9 @@ def test_every_mx_code_survives(dtype, name):
     x = np.concatenate([grid, ties, beyond]).astype(np.float32)
     block = np.zeros((32, x.size), np.float32)
     block[0], block[-1] = x, GRIDS[dtype][-1]  # whose largest makes the scale one
-    held = quantize(block, (0,), SCHEMES[name])
-    assert (held.scales.astype(jnp.float32) == 1.0).all()
-    np.testing.assert_array_equal(held.values[0, 0].astype(jnp.float32), nearest(x, GRIDS[dtype]))
+    cached = quantize(block, (0,), SCHEMES[name])
+    assert (cached.scales.astype(jnp.float32) == 1.0).all()
+    np.testing.assert_array_equal(cached.values[0, 0].astype(jnp.float32), nearest(x, GRIDS[dtype]))
 
 
 def test_scales_of_mx_blocks():
@@ -140,13 +140,13 @@ def test_product_is_that_of_the_rounded_weight(name, tokens, shape, contract):
     rng = np.random.default_rng(tokens)
     w, x = rng.normal(size=shape).astype(np.float32), rng.normal(size=(tokens, *shape[:contract])).astype(np.float32)
     contracting = tuple(range(contract))
-    held = jax.jit(lambda w: quantize(w, contracting, SCHEMES[name]))(w)
+    cached = jax.jit(lambda w: quantize(w, contracting, SCHEMES[name]))(w)
     described = SCHEMES[name].arrays(shape, ("a",) * len(shape), contracting)
     for part, (size, _, dtype) in described.items():
-        assert (getattr(held, part).shape, getattr(held, part).dtype) == (size, dtype)
-    whole = np.asarray(held.dequantized(contracting, jnp.float32), np.float64).reshape(shape)
+        assert (getattr(cached, part).shape, getattr(cached, part).dtype) == (size, dtype)
+    whole = np.asarray(cached.dequantized(contracting, jnp.float32), np.float64).reshape(shape)
     assert 0 < np.abs(whole - w).max() < 1
-    got = jax.jit(lambda x, w: matmul(x, w, contract=contract))(x, held)
+    got = jax.jit(lambda x, w: matmul(x, w, contract=contract))(x, cached)
     np.testing.assert_allclose(got, np.tensordot(x.astype(np.float64), whole, contract), rtol=1e-5, atol=1e-4)
 
 
@@ -162,11 +162,11 @@ def rounded_along_last(x: np.ndarray, group: int) -> np.ndarray:
 def test_inputs_are_rounded_too(name, tokens, shape, contract, group):
     rng, contracting = np.random.default_rng(tokens), tuple(range(contract))
     x = (3 * rng.normal(size=(tokens, *shape[:contract]))).astype(np.float32)
-    held = quantize(rng.normal(size=shape).astype(np.float32), contracting, Quantization.named(name).scheme)
-    whole = np.asarray(held.dequantized(contracting, jnp.float32), np.float64).reshape(shape)
+    cached = quantize(rng.normal(size=shape).astype(np.float32), contracting, Quantization.named(name).scheme)
+    whole = np.asarray(cached.dequantized(contracting, jnp.float32), np.float64).reshape(shape)
     expected = np.tensordot(rounded_along_last(x, group).astype(np.float64), whole, contract)
     assert np.abs(expected - np.tensordot(x.astype(np.float64), whole, contract)).max() > 0.1
-    got = jax.jit(lambda x, w: matmul(x, w, contract=contract))(x, held)
+    got = jax.jit(lambda x, w: matmul(x, w, contract=contract))(x, cached)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -185,13 +185,13 @@ def drawn(rng: np.random.Generator, scheme: Scheme, shape, contracting) -> Quant
 @pytest.mark.parametrize(("shape", "contract"), [((96, 2, 8), 1), ((2, 3, 64, 8), 3)])
 def test_zero_points_are_subtracted(scheme, tokens, shape, contract):
     rng, contracting = np.random.default_rng(tokens), tuple(range(contract))
-    held = drawn(rng, scheme, shape, contracting)
-    values, scales, zeros = (np.asarray(x).astype(np.float64) for x in (held.values, held.scales, held.zeros))
+    cached = drawn(rng, scheme, shape, contracting)
+    values, scales, zeros = (np.asarray(x).astype(np.float64) for x in (cached.values, cached.scales, cached.zeros))
     axes = (contract,) if scheme.group else contracting
     whole = ((values - np.expand_dims(zeros, axes)) * np.expand_dims(scales, axes)).reshape(shape)
-    np.testing.assert_allclose(held.dequantized(contracting, jnp.float32).reshape(shape), whole, rtol=1e-6)
+    np.testing.assert_allclose(cached.dequantized(contracting, jnp.float32).reshape(shape), whole, rtol=1e-6)
     x = rng.normal(size=(tokens, *shape[:contract])).astype(np.float32)
-    got = jax.jit(lambda x, w: matmul(x, w, contract=contract))(x, held)
+    got = jax.jit(lambda x, w: matmul(x, w, contract=contract))(x, cached)
     np.testing.assert_allclose(got, np.tensordot(x.astype(np.float64), whole, contract), rtol=1e-5, atol=1e-4)
 
 
@@ -203,10 +203,10 @@ def rounded_checkpoint(path, out, scheme: Scheme, head_dim: int):
     tensors = load_file(path / "model.safetensors")
     for name, w in tensors.items():
         if name.endswith("proj.weight") or name == "lm_head.weight":
-            own = scheme
+            local = scheme
             if scheme.group is not None and "o_proj" in name:
-                own = Scheme(scheme.values, math.gcd(head_dim, scheme.group), scheme.scales)
-            tensors[name] = np.ascontiguousarray(rounded(w.T, own).T)
+                local = Scheme(scheme.values, math.gcd(head_dim, scheme.group), scheme.scales)
+            tensors[name] = np.ascontiguousarray(rounded(w.T, local).T)
     out.mkdir()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text((path / "config.json").read_text())
@@ -272,20 +272,20 @@ def test_recurrent_layers_are_those_of_their_rounded_weights(family, name, paral
     types = "layers_block_type" if family == "nemotron_h" else "layer_types"
     path, (prompt,) = checkpoint(family, num_hidden_layers=1, **{types: (kind,)}), random_prompts([27])
     sizes = dict(dtype="float32", max_batch=1, max_len=32, buckets=Buckets((16,), (1,), (32,)), progress=False)
-    plain, held = LLM(path, **sizes), LLM(path, quantization=name, parallel=parallel, **sizes)
-    before = plain.logits(prompt)
-    specs = abstract_model(plain.model_config, "float32", quantization=Quantization.named(name)).weights
+    dense, cached = LLM(path, **sizes), LLM(path, quantization=name, parallel=parallel, **sizes)
+    before = dense.logits(prompt)
+    specs = abstract_model(dense.model_config, "float32", quantization=Quantization.named(name)).weights
     mixer = {spec.part.removeprefix("attn."): spec.scheme for spec in specs if spec.part.startswith("attn.")}
     assert {part for part, scheme in mixer.items() if scheme is not None} == parts
-    engine = plain.engine
+    engine = dense.engine
     rounded = tuple(
         quantize(w, s.contracting, s.scheme).dequantized(s.contracting, w.dtype).reshape(w.shape) if s.scheme else w
         for s, w in zip(specs, engine.weights, strict=True)
     )
-    plain.engine = Engine(engine.model, rounded, engine.config, programs=engine.programs)
-    expected = plain.logits(prompt)
+    dense.engine = Engine(engine.model, rounded, engine.config, programs=engine.programs)
+    expected = dense.logits(prompt)
     assert np.abs(expected - before).max() > 0.01
-    np.testing.assert_allclose(held.logits(prompt), expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(cached.logits(prompt), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("per_head", [True, False])
@@ -318,16 +318,16 @@ def test_experts_multiply_as_their_rounded_weights(name, layer, rows):
     sizes = np.array([1, 0, rows // 2, rows - 1 - rows // 2 - 1], np.int32)
     x, groups = rng.normal(size=(rows, 64)).astype(np.float32), np.repeat(np.arange(4), sizes)
     if name == "zeros":
-        held = drawn(rng, Scheme("int4", 32, zeros=True), shape, contracting)
+        cached = drawn(rng, Scheme("int4", 32, zeros=True), shape, contracting)
     else:
-        held = quantize(rng.normal(size=shape).astype(np.float32), contracting, Quantization.named(name).scheme)
-    whole = np.asarray(held.dequantized(contracting, jnp.float32)).reshape(-1, 4, 2, 64, 8)[layer or 0]
-    taken = rounded_along_last(x, 32) if held.round_inputs else x
+        cached = quantize(rng.normal(size=shape).astype(np.float32), contracting, Quantization.named(name).scheme)
+    whole = np.asarray(cached.dequantized(contracting, jnp.float32)).reshape(-1, 4, 2, 64, 8)[layer or 0]
+    taken = rounded_along_last(x, 32) if cached.round_inputs else x
     expected = np.einsum("ri,rpio->rpo", taken[: groups.size], whole[groups])
-    got = jax.jit(lambda x, w: grouped_matmul(x, w, sizes, most=rows, layer=layer and jnp.int32(layer)))(x, held)
+    got = jax.jit(lambda x, w: grouped_matmul(x, w, sizes, most=rows, layer=layer and jnp.int32(layer)))(x, cached)
     np.testing.assert_allclose(got[: groups.size], expected, rtol=1e-4, atol=1e-4)
-    few = jax.jit(lambda x, w: chosen_matmul(x, w, groups.astype(np.int32), layer=layer and jnp.int32(layer)))
-    np.testing.assert_allclose(few(x[: groups.size], held), expected, rtol=1e-4, atol=1e-4)
+    small_batch = jax.jit(lambda x, w: chosen_matmul(x, w, groups.astype(np.int32), layer=layer and jnp.int32(layer)))
+    np.testing.assert_allclose(small_batch(x[: groups.size], cached), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_experts_are_quantised_one_by_one(tmp_path):
@@ -341,11 +341,11 @@ def test_experts_are_quantised_one_by_one(tmp_path):
             model = abstract_model(files.config, "float32", quantization=Quantization.named(name), shards=shards)
             weights = {s.name: w for s, w in zip(model.specs, files.load(model, shards=shards), strict=True)}
             loaded.append({k: np.asarray(w) for k, w in weights.items() if ".experts." in k})
-        plain = abstract_model(files.config, "float32")
-        floats = {w.part: np.asarray(x) for w, x in zip(plain.weights, files.load(plain), strict=True)}
+        dense = abstract_model(files.config, "float32")
+        floats = {w.part: np.asarray(x) for w, x in zip(dense.weights, files.load(dense), strict=True)}
         for part, contracting in (("gate_up", (2,)), ("down", (1,))):
-            held = quantize(floats[f"mlp.experts.{part}"], contracting, SCHEMES[name])
-            for array, suffix in ((held.values, ""), (held.scales, ".scales")):
+            cached = quantize(floats[f"mlp.experts.{part}"], contracting, SCHEMES[name])
+            for array, suffix in ((cached.values, ""), (cached.scales, ".scales")):
                 for one in loaded:
                     got = one[f"blocks.0.mlp.experts.{part}{suffix}"]
                     np.testing.assert_array_equal(got[:7], array, err_msg=f"{name} {part}{suffix}")
@@ -365,9 +365,9 @@ def test_a_model_whose_inputs_are_rounded(checkpoint):
     """Other logits than without, and near them."""
     path, (prompt,) = checkpoint("llama"), random_prompts([20])
     sizes = dict(dtype="float32", max_batch=1, max_len=32, buckets=Buckets(prefill=(16,), batch=(1,), cache=(32,)))
-    plain, both = (LLM(path, quantization=q, progress=False, **sizes).logits(prompt) for q in ("mxfp8", "mxfp8_a8"))
-    assert np.abs(both - plain).max() > 0.01
-    assert np.corrcoef(both.ravel(), plain.ravel())[0, 1] > 0.99
+    dense, both = (LLM(path, quantization=q, progress=False, **sizes).logits(prompt) for q in ("mxfp8", "mxfp8_a8"))
+    assert np.abs(both - dense).max() > 0.01
+    assert np.corrcoef(both.ravel(), dense.ravel())[0, 1] > 0.99
 
 
 # ---- what cannot be

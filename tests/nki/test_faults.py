@@ -61,9 +61,9 @@ def sbuf_overflow(x):
 
 @fault("psum-capacity")
 def psum_overflow(x):
-    held = []
+    cached = []
     for _ in range(9):
-        held.append(nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.psum))
+        cached.append(nl.ndarray((128, 1), dtype=nl.float32, buffer=nl.psum))
     return x
 
 
@@ -334,8 +334,8 @@ def uses_is(x):
 
 @fault("language")
 def uses_a_comprehension(x):
-    held = [x for _ in range(2)]
-    return held[0]
+    cached = [x for _ in range(2)]
+    return cached[0]
 
 
 @fault("language")

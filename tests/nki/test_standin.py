@@ -131,22 +131,22 @@ def select(x):
     high = nl.ndarray((4, 1), dtype=nl.float32, buffer=nl.sbuf)
     nisa.iota(dst=low, pattern=[[0, 1]], offset=10, channel_multiplier=1)
     nisa.memset(dst=high, value=13.0)
-    kept = nl.ndarray((4, 5), dtype=nl.float32, buffer=nl.sbuf)
+    state = nl.ndarray((4, 5), dtype=nl.float32, buffer=nl.sbuf)
     most = nl.ndarray((4, 1), dtype=nl.float32, buffer=nl.sbuf)
-    nisa.range_select(dst=kept, on_true_tile=t, comp_op0=nl.greater_equal, comp_op1=nl.less, bound0=low, bound1=high,
+    nisa.range_select(dst=state, on_true_tile=t, comp_op0=nl.greater_equal, comp_op1=nl.less, bound0=low, bound1=high,
                       range_start=10, reduce_res=most)  # fmt: skip
     triangle = nl.ndarray((4, 5), dtype=nl.float32, buffer=nl.sbuf)
     nisa.affine_select(dst=triangle, pattern=[[-1, 5]], channel_multiplier=1, on_true_tile=t, on_false_value=-1.0,
                        cmp_op=nl.greater_equal)  # fmt: skip
-    return store(kept), store(most), store(triangle)
+    return store(state), store(most), store(triangle)
 
 
 def test_range_and_affine_select():
     x = np.arange(20, dtype=np.float32).reshape(4, 5)
-    kept, most, triangle = nki.jit(select)(x)
+    state, most, triangle = nki.jit(select)(x)
     column, row = np.arange(5)[None], np.arange(4)[:, None]
     least = np.finfo(np.float32).min
-    np.testing.assert_array_equal(kept, np.where((column >= row) & (column < 3), x, least))
+    np.testing.assert_array_equal(state, np.where((column >= row) & (column < 3), x, least))
     np.testing.assert_array_equal(most[:, 0], [2, 7, 12, least])
     np.testing.assert_array_equal(triangle, np.where(row >= column, x, -1))
 

@@ -105,19 +105,19 @@ def test_prefill(name, limit):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("name", ["plain", "ring of all options"])
+@pytest.mark.parametrize("name", ["dense", "ring of all options"])
 def test_prefill_over_a_quantised_cache(name, dtype):
     """Written as rows and chunks come; what is read is what the values and scales stand for."""
     options, width, starts = OPTIONS[name], 4, [13, 0]
     ring, q = options.get("ring", False), random_queries(2, width)
     history = random_history(2, 24)
-    held = quantize(jnp.asarray(history), (4,), Scheme(dtype))
-    meant = np.asarray(held.dequantized((4,), jnp.float32))
+    cached = quantize(jnp.asarray(history), (4,), Scheme(dtype))
+    meant = np.asarray(cached.dequantized((4,), jnp.float32))
     np.testing.assert_allclose(meant, history, rtol=0, atol=0.02 if dtype == "int8" else 0.15)
     first, stop = [max(start - 5, 0) if ring else 0 for start in starts], [start + width for start in starts]
-    values = [cache_of(np.asarray(x, np.float32), 8 if ring else 24, first, stop, ring) for x in held.values]
+    values = [cache_of(np.asarray(x, np.float32), 8 if ring else 24, first, stop, ring) for x in cached.values]
     values = [np.where(np.isnan(x) & (dtype == "int8"), 77, x).astype(dtype) for x in values]
-    scales = [cache_of(x[..., None], 8 if ring else 24, first, stop, ring)[..., 0] for x in held.scales]
+    scales = [cache_of(x[..., None], 8 if ring else 24, first, stop, ring)[..., 0] for x in cached.scales]
     options = {**options, "scale": SCALE, "k_scales": scales[0], "v_scales": scales[1]}
     positions = jnp.array(starts)[:, None] + jnp.arange(width)
     out, lse = prefill_attention(q, *values, jnp.arange(2), positions, **options)
@@ -219,19 +219,19 @@ def test_cache_write(layer):
 def test_a_folded_cache_is_written_and_unfolded(layer):
     """Neighbours, positions that share a row, and what must write nothing; everything else keeps its value."""
     fold, slots, size, rng = 4, 1024, 3, np.random.default_rng(5)
-    plain = rng.normal(size=(2, 3, KV, slots, size)).astype(np.float32)
+    dense = rng.normal(size=(2, 3, KV, slots, size)).astype(np.float32)
     pages, at = np.mgrid[:3, :slots].reshape(2, -1)
     empty = jnp.zeros((3, KV, slots // fold, fold * size))
-    folded = jnp.stack([cache_write(empty, layers[pages, :, at], pages, at) for layers in plain])
-    np.testing.assert_array_equal(unfolded(folded, fold), plain)
+    folded = jnp.stack([cache_write(empty, layers[pages, :, at], pages, at) for layers in dense])
+    np.testing.assert_array_equal(unfolded(folded, fold), dense)
     where = [(0, 0), (0, 1), (0, 128), (0, 256), (2, 1023), (1, 600), (3, 1), (1, 1024), (1, 5000)]
     new = rng.normal(size=(len(where), KV, size)).astype(np.float32)
-    folded, plain = (folded[0], plain[0]) if layer is None else (folded, plain)
-    found = cache_write(folded, new, *map(jnp.array, zip(*where, strict=True)), layer=layer)
-    target = plain if layer is None else plain[layer]
+    folded, dense = (folded[0], dense[0]) if layer is None else (folded, dense)
+    result = cache_write(folded, new, *map(jnp.array, zip(*where, strict=True)), layer=layer)
+    target = dense if layer is None else dense[layer]
     for token, (page, slot) in enumerate(where[:6]):
         target[page, :, slot] = new[token]
-    np.testing.assert_array_equal(unfolded(found, fold), plain)
+    np.testing.assert_array_equal(unfolded(result, fold), dense)
 
 
 def test_cache_write_converts_to_the_type_of_the_cache():

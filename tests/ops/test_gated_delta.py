@@ -77,8 +77,8 @@ def test_a_step_equals_a_chunk_of_one_token():
     *inputs, state = draw(np.random.default_rng(1), 5, 1)
     live = np.array([True, False, True, False, True])
     state[1] = np.nan
-    given = _where(live, [x[:, 0] for x in inputs])
-    out, after = jax.jit(gated_delta_step)(*given, state, live)
+    first = _where(live, [x[:, 0] for x in inputs])
+    out, after = jax.jit(gated_delta_step)(*first, state, live)
     np.testing.assert_array_equal(after[~live], state[~live])
     np.testing.assert_array_equal(out[~live], 0)
     for row in np.flatnonzero(live):

@@ -66,8 +66,8 @@ def test_a_step_equals_a_chunk_of_one_token():
     *inputs, state = draw(4, 1)
     live = np.array([True, False, True, False])
     state[1] = np.nan
-    given = poisoned([x[:, 0] for x in inputs], live)
-    out, after = jax.jit(state_space_step)(*given, state, live)
+    first = poisoned([x[:, 0] for x in inputs], live)
+    out, after = jax.jit(state_space_step)(*first, state, live)
     np.testing.assert_array_equal(after[~live], state[~live])
     np.testing.assert_array_equal(out[~live], 0)
     for row in np.flatnonzero(live):

@@ -31,13 +31,13 @@ def compiled_collectives(hlo: str, mesh: Mesh) -> Collectives:
     those of an all-to-all are its parts. The body of a loop counts as often as it runs, or once where that is not
     known.
     """
-    groups, found, calls = _groups(mesh), {}, {}
+    groups, result, calls = _groups(mesh), {}, {}
     name = entry = ""
     for line in hlo.splitlines():
         if head := re.match(r"(ENTRY )?%([\w.-]+) \(.*\{$", line):
             name = head[2]
             entry = name if head[1] else entry
-            found[name], calls[name] = Counter(), []
+            result[name], calls[name] = Counter(), []
         elif match := _COLLECTIVE.search(line):
             arrays, kind, members = match.groups()
             members = [tuple(map(int, group.split(","))) for group in members.strip("{}").split("},{")]
@@ -46,13 +46,13 @@ def compiled_collectives(hlo: str, mesh: Mesh) -> Collectives:
             if kind == "all-to-all":
                 sizes = [sum(sizes)]
             for nbytes in sizes:
-                found[name][kind, axis, nbytes * (len(members[0]) if kind == "reduce-scatter" else 1)] += 1
+                result[name][kind, axis, nbytes * (len(members[0]) if kind == "reduce-scatter" else 1)] += 1
         elif " while(" in line or " call(" in line or " fusion(" in line:
             trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
             calls[name] += [(called, int(trips[1]) if trips else 1) for called in _CALL.findall(line)]
 
     def total(computation: str) -> Collectives:
-        counts = Counter(found[computation])
+        counts = Counter(result[computation])
         for called, times in calls[computation]:
             for key, count in total(called).items():
                 counts[key] += times * count
@@ -63,7 +63,7 @@ def compiled_collectives(hlo: str, mesh: Mesh) -> Collectives:
 
 def _groups(mesh: Mesh) -> dict[tuple[bool, frozenset], str]:
     """The mesh axes of each way to group devices: (whether by pairs of a ring, the groups or pairs) -> axes."""
-    found, used = {}, [axis for axis, size in mesh.shape.items() if size > 1]
+    result, used = {}, [axis for axis, size in mesh.shape.items() if size > 1]
     places = np.arange(mesh.size).reshape(mesh.devices.shape)
     for count in range(1, len(used) + 1):
         for axes in itertools.combinations(used, count):
@@ -71,8 +71,8 @@ def _groups(mesh: Mesh) -> dict[tuple[bool, frozenset], str]:
             members = np.moveaxis(places, at, range(-count, 0)).reshape(-1, prod(mesh.shape[axis] for axis in axes))
             pairs = np.stack([members, np.roll(members, -1, axis=1)], axis=-1).reshape(-1, 2)
             for by_pairs, rows in ((False, members), (True, pairs)):
-                found[by_pairs, frozenset(frozenset(row) for row in rows.tolist())] = "+".join(axes)
-    return found
+                result[by_pairs, frozenset(frozenset(row) for row in rows.tolist())] = "+".join(axes)
+    return result
 
 
 def promised(programs: ProgramSet, key: ProgramKey) -> Collectives:

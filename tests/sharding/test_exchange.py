@@ -186,7 +186,7 @@ def test_what_is_chosen(monkeypatch):
 def test_devices_that_a_token_goes_to():
     rng = np.random.default_rng(4)
     for experts, chosen, devices in ((8, 2, 4), (7, 3, 4), (16, 1, 2)):
-        own = -(-experts // devices)
-        drawn = [any(e < own for e in rng.permutation(experts)[:chosen]) for _ in range(4000)]
+        local = -(-experts // devices)
+        drawn = [any(e < local for e in rng.permutation(experts)[:chosen]) for _ in range(4000)]
         share = MoeSpec(RouterSpec(experts, chosen), 8).device_share(devices)
         assert share == pytest.approx(np.mean(drawn), abs=0.03)

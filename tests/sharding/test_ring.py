@@ -45,7 +45,7 @@ SMALL = {
 @pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_model_gives_the_same_logits(layers):
     """One layer is unrolled, two are stacked."""
-    shards, found = make_shards(Parallelism.parse("tp=2,rules=tp_sp")), []
+    shards, result = make_shards(Parallelism.parse("tp=2,rules=tp_sp")), []
     config = config_from_hf(SMALL | {"num_hidden_layers": layers})
     model = abstract_model(config, "float32", scan=True, shards=shards)
     weights = model.random_weights(1, shards)
@@ -58,18 +58,18 @@ def test_a_model_gives_the_same_logits(layers):
         assert ("fused all-gather" in kinds(programs, key)) == (kernel == "pallas_tpu")
         engine = Engine(model, weights, settings, programs=programs)
         (s,) = run(engine, [Sequence(tokens, GREEDY, 0, 0, detail="logits")])
-        found.append(np.concatenate(s.prompt_details)[:, : config.vocab])
-    assert np.std(found[0]) > 0.02
-    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-5)
-    np.testing.assert_array_equal(*(logits.argmax(-1) for logits in found))
+        result.append(np.concatenate(s.prompt_details)[:, : config.vocab])
+    assert np.std(result[0]) > 0.02
+    np.testing.assert_allclose(result[1], result[0], rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(*(logits.argmax(-1) for logits in result))
 
 
 def kinds(programs: ProgramSet, key: ProgramKey) -> dict[str, set[str]]:
     """The purposes of collectives of each kind."""
-    step, found = step_of(programs, key), {}
+    step, result = step_of(programs, key), {}
     for c in step.collectives:
-        found.setdefault(c.kind, set()).add(c.purpose)
-    return found
+        result.setdefault(c.kind, set()).add(c.purpose)
+    return result
 
 
 def step_of(programs: ProgramSet, key: ProgramKey) -> Step:
@@ -88,14 +88,14 @@ def planned(parallel: str = "tp=8,rules=tp_sp", cores: int = 1, name: str = "lla
 )
 def test_products_of_enough_rows_take_place_with_their_collective(chunk, rows, fused):
     programs = planned()
-    found = kinds(programs, ProgramKey("greedy", rows, 4096, chunks=bool(chunk), chunk=chunk))
+    result = kinds(programs, ProgramKey("greedy", rows, 4096, chunks=bool(chunk), chunk=chunk))
     gathered, summed = {"input of attention", "input of feed-forward"}, {"attention", "feed-forward"}
     if fused:
-        assert (found["fused all-gather"], found["fused reduce-scatter"]) == (gathered, summed)
-        assert (found["all-gather"], found["reduce-scatter"]) == ({"head"}, {"embedding"})
+        assert (result["fused all-gather"], result["fused reduce-scatter"]) == (gathered, summed)
+        assert (result["all-gather"], result["reduce-scatter"]) == ({"head"}, {"embedding"})
     else:
-        assert found["all-gather"] == gathered | {"head"}
-        assert found["reduce-scatter"] == summed | {"embedding"}
+        assert result["all-gather"] == gathered | {"head"}
+        assert result["reduce-scatter"] == summed | {"embedding"}
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_products_of_enough_rows_take_place_with_their_collective(chunk, rows, f
     ],
 )
 def test_where_the_kernels_do_not_run_xla_does(options, expected):
-    found = kinds(planned(**options), ProgramKey("greedy", 0, 4096, chunks=1, chunk=2048))
-    assert {kind for kind in found if kind.startswith("fused")} == expected
+    result = kinds(planned(**options), ProgramKey("greedy", 0, 4096, chunks=1, chunk=2048))
+    assert {kind for kind in result if kind.startswith("fused")} == expected
     if options.get("name") == "llama3-1b":  # heads of 64
-        assert "input of attention" in found["all-gather"]
+        assert "input of attention" in result["all-gather"]
 
 
 def test_what_a_product_does_not_hide_of_its_collective_is_the_networks():
