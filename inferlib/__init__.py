@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from inferlib.config import Buckets, EngineOptions
+    from inferlib.config import Buckets, EngineConfig, EngineOptions
     from inferlib.conversion import convert
     from inferlib.llm import LLM, Stream
     from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
@@ -17,6 +17,7 @@ _MODULES = {
     "LLM": "inferlib.llm",
     "Buckets": "inferlib.config",
     "CompletionOutput": "inferlib.outputs",
+    "EngineConfig": "inferlib.config",
     "EngineOptions": "inferlib.config",
     "Logprob": "inferlib.outputs",
     "Parallelism": "inferlib.sharding.mesh",
@@ -31,6 +32,7 @@ __all__ = [
     "LLM",
     "Buckets",
     "CompletionOutput",
+    "EngineConfig",
     "EngineOptions",
     "Logprob",
     "Parallelism",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsIndex, TypedDict, TypeVar, get_args, get_type_hints
@@ -254,6 +254,13 @@ class EngineConfig:
             raise ConfigurationError(
                 f"expert_load counts the tokens of each expert, and the model has {several if counts else 'no experts'}"
             )
+
+    def as_options(self) -> EngineOptions:
+        """The same decisions, as a user gives them. Raises ConfigurationError if there is a mesh: see `parallel`."""
+        if self.shards.mesh is not None:
+            raise ConfigurationError("LLM makes the mesh: leave shards out of EngineConfig and give parallel='tp=...'")
+        names = {field.name for field in fields(EngineOptions)} & {field.name for field in fields(self)}
+        return EngineOptions(**{name: getattr(self, name) for name in names})
 
     @staticmethod
     def make(

@@ -15,7 +15,7 @@ import numpy as np
 
 from inferlib import distributed
 from inferlib.aot.artifacts import Artifacts
-from inferlib.config import ConfigurationError, EngineOptions, EngineSettings
+from inferlib.config import ConfigurationError, EngineConfig, EngineOptions, EngineSettings
 from inferlib.engine.choices import Choices, engine_options, plan_programs
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
 from inferlib.engine.request import Request, request_output
@@ -48,7 +48,8 @@ class LLM:
 
     model: a Hugging Face directory (config.json, safetensors, tokenizer.json), a `.gguf` file, a directory that
         `convert` wrote, or a known name ("smollm2").
-    config: options of the engine, such as `EngineOptions(max_batch=32, max_len=4096)`.
+    config: options of the engine, such as `EngineOptions(max_batch=32, max_len=4096)`, which leave the rest to the
+        platform; or a complete `EngineConfig` without a mesh.
     dtype: "float32", "bfloat16" or "float16", for weights, cache and activations; by default float32 on CPU, else
         bfloat16.
     quantization: "int8", "int4", "fp8", "fp8_block", "mxfp8" or "mxfp4" quantizes the matrices of products (not the
@@ -69,7 +70,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path,
-        config: EngineOptions | None = None,
+        config: EngineOptions | EngineConfig | None = None,
         *,
         dtype: str | None = None,
         quantization: str | None = None,

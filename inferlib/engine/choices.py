@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from inferlib.config import DeviceKind, EngineOptions, backend_option, check_dtype
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions, backend_option, check_dtype
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
@@ -19,14 +19,16 @@ from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import make_shards
 
 
-def engine_options(config: EngineOptions | None, options: Mapping[str, Any]) -> EngineOptions:
+def engine_options(config: EngineOptions | EngineConfig | None, options: Mapping[str, Any]) -> EngineOptions:
     """The engine's options of both forms. Raises TypeError naming a keyword that `LLM` does not have."""
     known = [field.name for field in fields(EngineOptions)]
     if unknown := [name for name in options if name not in known]:
         names = ("dtype", "quantization", "parallel", "artifacts", "seed", "progress", *known)
         raise TypeError(f"LLM() got an unexpected keyword argument {unknown[0]!r}; known: {', '.join(names)}")
+    if isinstance(config, EngineConfig):
+        config = config.as_options()
     if not isinstance(config, EngineOptions | None):
-        raise TypeError(f"config must be EngineOptions(...), got {config!r}")
+        raise TypeError(f"config must be EngineOptions(...) or an EngineConfig, got {config!r}")
     return replace(config or EngineOptions(), **options)
 
 

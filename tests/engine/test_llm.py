@@ -13,10 +13,11 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 
-from inferlib import LLM, Buckets, EngineOptions, SamplingParams
+from inferlib import LLM, Buckets, EngineOptions, Parallelism, SamplingParams
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError, EngineConfig, EngineSettings, pick
 from inferlib.models.config import ConfigError
+from inferlib.sharding.shards import make_shards
 from tests.helpers.llms import assert_greedy, random_prompts, reference
 from tests.helpers.tokenizer import VOCAB
 
@@ -424,10 +425,20 @@ def test_options_of_a_config_and_keywords_are_the_same(path):
     assert (config.scan, config.in_flight, config.free_layouts) == (True, 1, False)
 
 
+def test_a_complete_config_is_taken_as_it_is(path):
+    config = dataclasses.replace(EngineConfig.make("cpu", 2, 64, Buckets((8,), (2,), (64,))), decode_steps=3, scan=True)
+    assert LLM(path, config, progress=False).config == config
+    split = dataclasses.replace(config, shards=make_shards(Parallelism.parse("tp=2")))
+    with pytest.raises(ConfigurationError, match=r"LLM makes the mesh.* parallel='tp=...'"):
+        LLM(path, split)
+
+
 def test_unknown_options_are_refused(path):
     with pytest.raises(TypeError, match=r"argument 'max_btach'; known: dtype, .*, max_batch, max_len, .*, platform"):
         LLM(path, max_btach=2)
-    with pytest.raises(TypeError, match=r"config must be EngineOptions\(...\), got {'max_batch': 2}"):
+    with pytest.raises(
+        TypeError, match=r"config must be EngineOptions\(...\) or an EngineConfig, got {'max_batch': 2}"
+    ):
         LLM(path, {"max_batch": 2})
     assert get_type_hints(EngineSettings) == get_type_hints(EngineOptions)
 
