@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from dataclasses import asdict
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -69,7 +70,9 @@ def info(
         facts = {"model": shape.name, **_describe(models, length, cache_dtype, stored)}
         facts["quantization"] = quantization and quantization.name
         if parallel is not None:
-            explanation = _explain(recipe, parallel, max_batch, length, quantization, cache_dtype)
+            explanation, facts["implementations"] = _explain(
+                recipe, parallel, max_batch, length, quantization, cache_dtype
+            )
             facts["parallel"] = explanation.facts()
     write(json_line(facts).decode() if json else _render(facts, models["float32"], explanation))
 
@@ -153,20 +156,22 @@ def _explain(
     max_len: int,
     quantization: Quantization | None,
     kv_cache_dtype: str | None,
-) -> Explanation:
+) -> tuple[Explanation, list[dict[str, str]]]:
     """The arrays on each device, a greedy decode step of all rows and the longest prefill chunk, in bfloat16 or as
-    quantized."""
+    quantized; and the implementations that TPUs take, see `Choices.facts`."""
     from inferlib.cache.plan import plan_cache
     from inferlib.config import EngineConfig
     from inferlib.models.abstract import abstract_model
     from inferlib.planning.explain import explain
+    from inferlib.programs.choices import Choices
     from inferlib.programs.program import ProgramKey
     from inferlib.sharding.mesh import Parallelism
     from inferlib.sharding.shards import planned_shards
 
     shards = planned_shards(Parallelism.parse(parallel))
     config = EngineConfig.make("tpu", max_batch, max_len, shards=shards)
-    model = abstract_model(recipe, "bfloat16", quantization=quantization, scan=True, shards=shards)
+    describe = partial(abstract_model, recipe, "bfloat16", quantization=quantization, scan=True, shards=shards)
+    model = describe()
     chunk = config.buckets.prefill[-1]
     dtype = kv_cache_dtype or "bfloat16"
     plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, dtype=dtype, platform=config.platform)
@@ -174,11 +179,12 @@ def _explain(
         ProgramKey("greedy", config.rows, max_len, steps=config.decode_steps),
         ProgramKey("greedy", 0, max_len, chunks=1, chunk=chunk),
     ]
-    return explain(model, plan, config, keys)
+    packed = describe(backend=config.backend)  # weights as TPUs store them
+    return explain(model, plan, config, keys), Choices.of(config, packed, plan).facts(packed)
 
 
 def _render(facts: dict[str, Any], model: AbstractModel, explanation: Explanation | None) -> str:
-    """Two tables: the recipe, and the memory by dtype; then the explanation of a mesh."""
+    """Two tables: the recipe, and the memory by dtype; then the explanation of a mesh and the implementations."""
     config = model.config
     kinds = list(dict.fromkeys(config.layers))
     recipe = Table.grid(padding=(0, 2))
@@ -229,7 +235,20 @@ def _render(facts: dict[str, Any], model: AbstractModel, explanation: Explanatio
         console.print(explanation, highlight=False)
     elif explanation is not None:
         text.write(str(explanation))  # not cut to the width of a terminal that is not there
+    if explanation is not None:
+        console.print(_implementations(facts["implementations"]), highlight=False)
     return text.getvalue()
+
+
+def _implementations(rows: list[dict[str, str]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, title="Implementations on a TPU", title_justify="left")
+    table.add_column("operation", no_wrap=True)
+    table.add_column("implementation", no_wrap=True)
+    table.add_column("layers or weights")
+    table.add_column("reason, if not the preferred one")
+    for row in rows:
+        table.add_row(row["op"], row["implementation"], row["layers"], row["reason"])
+    return table
 
 
 def _runs(segment: Segment, kinds: list[LayerSpec]) -> str:

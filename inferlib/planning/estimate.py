@@ -16,11 +16,11 @@ from inferlib.cache.plan import BlockCache, BlockState, CachePlan
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec
 from inferlib.models.layers.exchange import exchange_of, pairs_room
-from inferlib.models.layers.ring import ring_choices, ring_fused, ring_weights
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.cache_write import folded_rows
 from inferlib.planning.collectives import Collective
+from inferlib.programs.product_choices import ring_products
 from inferlib.programs.program import ProgramKey
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -120,7 +120,7 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     passed = set()  # unscanned layers whose cache was passed on: XLA does so once for all layers that share it
     for number, (layers, block) in enumerate(zip(model.blocks(), plan.blocks, strict=True)):
         layer, ledger.times = config.layers[layers[0]], len(layers)
-        flops = _in_ring(ledger, model, number, layer, tokens)
+        flops = _in_ring(ledger, model, number, tokens)
         _extras(ledger, model, layer, tokens)
         ledger.all_tokens("input of attention", hidden, dtype, flops["attn.qkv"])
         owner = layers[0] if layer.attention.cache_of is None else layer.attention.cache_of
@@ -150,13 +150,10 @@ def _extras(ledger: _Ledger, model: AbstractModel, layer: LayerSpec, tokens: int
         ledger.reduce("gate of per-layer embeddings", (axes.EMBED,), (tokens, config.per_layer.dim), model.dtype)
 
 
-def _in_ring(ledger: _Ledger, model: AbstractModel, block: int, layer: LayerSpec, tokens: int) -> Counter[str]:
+def _in_ring(ledger: _Ledger, model: AbstractModel, block: int, tokens: int) -> Counter[str]:
     """Operations on a device of the products of a block's layer that hide their collective, by weight."""
-    shards, names = ledger.shards, ring_weights(model.config, layer)
-    weights = (w.of_layer for w in model.weights if w.block == block and w.part in names and w.scheme is None)
-    shapes = {w.part: shards.local_shape(w.axes, w.shape) for w in weights}
-    chosen = ring_fused(ring_choices(names, shapes, model.dtype, tokens, shards, ledger.backend))
-    return Counter({name: 2 * tokens * prod(shapes[name]) for name in chosen})
+    products = ring_products(model, block, tokens, ledger.shards, ledger.backend)
+    return Counter({p.part: 2 * tokens * prod(p.shape) for p in products if p.choice.name == "pallas_tpu"})
 
 
 def _streams(ledger: _Ledger, model: AbstractModel, tokens: int, projected: int) -> None:

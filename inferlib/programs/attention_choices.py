@@ -1,11 +1,9 @@
-"""Which implementations of attention a model's programs take, and warnings where they are not the preferred ones."""
+"""Which implementations of attention a model's programs take."""
 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,43 +20,27 @@ from inferlib.ops.kv_cache import KvCache, LatentCache
 from inferlib.ops.mla_prefill_attention import Expansion
 from inferlib.sharding import axes
 
-log = logging.getLogger(__name__)
+OPERATIONS: tuple[Operation, ...] = ("decode_attention", "prefill_attention")
 
 
-def with_runnable_attention(config: EngineConfig, model: AbstractModel, plan: CachePlan) -> EngineConfig:
-    """The config, with XLA's attention where the preferred kernel cannot run every layer that it should.
-
-    Warns of this, and of layers whose kind of attention the kernel does not have.
-    """
-    layers, scaled = model.config.layers, config.kv_cache_dtype is not None
-    operations: dict[Operation, str] = {"decode_attention": "decodes", "prefill_attention": "prefills"}
-    for operation, does in operations.items():
-        choices = [choose_attention(layer.attention, operation, config.backend, scaled=scaled) for layer in layers]
-        reasons = [choice.reason for choice in choices]
-        for reason in sorted(set(filter(None, reasons))):
-            log.warning("%s: XLA %s %d of %d layers, not the kernel", reason, does, reasons.count(reason), len(layers))
-    for operation in operations:
-        choose = _choose_decode if operation == "decode_attention" else _choose_prefill
-        blocks = _attention_blocks(config, model, plan, operation)
-        choices = itertools.chain.from_iterable(choose(config, model, *block) for block in blocks)
-        if choice := next((choice for choice in choices if choice.reason), None):
-            log.warning("%s is XLA's, not the TPU kernel: %s", operation.replace("_", " "), choice.reason)
-            config = replace(config, backend=replace(config.backend, **{operation: choice.name}))
-    return config
-
-
-def _attention_blocks(
+def attention_choices(
     config: EngineConfig, model: AbstractModel, plan: CachePlan, operation: Operation
-) -> Iterator[tuple[AttentionSpec | MlaSpec, BlockCache]]:
-    """The spec and the cache of every block of attention layers whose kind the preferred kernel has."""
+) -> tuple[dict[range, Choice], Choice | None]:
+    """The choice of each block of layers that attend, and the choice, if any, that all layers must take because the
+    preferred kernel cannot run some layer although it has that kind of attention."""
+    choices: dict[range, Choice] = {}
+    fallback, choose = None, _choose_decode if operation == "decode_attention" else _choose_prefill
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         spec = model.config.layers[layers[0]].attention
         if not isinstance(block, BlockCache) or not isinstance(spec, AttentionSpec | MlaSpec):
             continue
-        if getattr(config.backend, operation) == "xla":
-            continue
-        if not choose_attention(spec, operation, config.backend, scaled=block.scaled).reason:
-            yield spec, block
+        choice = choose_attention(spec, operation, config.backend, scaled=block.scaled)
+        if choice.name != "xla":
+            refusals = (sized for sized in choose(config, model, spec, block) if sized.reason)
+            choice = next(refusals, choice)
+            fallback = fallback or (choice if choice.reason else None)
+        choices[layers] = choice
+    return choices, fallback
 
 
 def _choose_decode(

@@ -168,7 +168,8 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
 _SOURCES = (
     *("inferlib.sharding", "inferlib.pallas_kernels", "inferlib.ops", "inferlib.models", "inferlib.sampling"),
     *("inferlib.cache", "inferlib.config", "inferlib.programs.program_set", "inferlib.programs.program"),
-    *("inferlib.programs.row_state", "inferlib.programs.attention_choices", "inferlib.programs.product_choices"),
+    *("inferlib.programs.row_state", "inferlib.programs.choices"),
+    *("inferlib.programs.attention_choices", "inferlib.programs.product_choices"),
 )
 
 

@@ -1,12 +1,10 @@
-"""Which implementations the products of a model take, decided once for all programs, and warnings where the preferred
-one cannot run."""
+"""Which implementations a model's products with weights and its layers with experts take."""
 
 from __future__ import annotations
 
 import itertools
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -16,45 +14,14 @@ from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.config import MoeSpec
 from inferlib.models.layers.ring import ring_choices, ring_weights
 from inferlib.ops import choose_experts, expert_mlp, grouped_matmul
+from inferlib.ops.backend import Backend
 from inferlib.ops.choice import Choice
 from inferlib.ops.expert_mlp import ExpertWeights
-from inferlib.pallas_kernels.generations_tpu import planning_for
 from inferlib.sharding import axes
-
-log = logging.getLogger(__name__)
-
-# By operation, a field of `Backend`, and by what it applies to: the name of a weight, or "layers 0 to 3".
-Choices = Mapping[str, Mapping[str, Choice]]
-
-_CHIPS = {"pallas_tpu": "TPU", "pallas_gpu": "GPU"}
+from inferlib.sharding.shards import Shards
 
 
-def product_choices(config: EngineConfig, model: AbstractModel) -> Choices:
-    """The choices of products with weights and of the layers with experts."""
-    with planning_for(config.backend.generation):
-        return {
-            "matmul": _packed_products(config, model),
-            "collective_matmul": _fused_products(config, model),
-            **_expert_layers(config, model),
-        }
-
-
-def with_runnable_products(config: EngineConfig, model: AbstractModel, choices: Choices) -> EngineConfig:
-    """The config without the kernels of experts that cannot run every layer; warns of each kernel passed over."""
-    for op in ("grouped_matmul", "expert_mlp"):
-        if reason := next((choice.reason for choice in choices[op].values() if choice.reason), None):
-            chip = _CHIPS[getattr(config.backend, op)]
-            log.warning("%s runs in XLA, not in the %s kernel: %s", op.replace("_", " "), chip, reason)
-            config = replace(config, backend=replace(config.backend, **{op: "xla"}))
-    parts = {weight.name: weight.part for weight in model.weights}
-    for op, beside in (("matmul", ""), ("collective_matmul", " and their collective")):
-        reasons = ((parts[name], choice.reason) for name, choice in choices[op].items() if choice.reason)
-        if refused := next(reasons, None):
-            log.warning("products with %s%s run in XLA, not in the TPU kernel: %s", refused[0], beside, refused[1])
-    return config
-
-
-def _packed_products(config: EngineConfig, model: AbstractModel) -> dict[str, Choice]:
+def packed_products(config: EngineConfig, model: AbstractModel) -> dict[str, Choice]:
     """By weight, whether the TPU kernel of products reads it packed."""
     if config.backend.matmul != "pallas_tpu":
         return {}
@@ -62,35 +29,54 @@ def _packed_products(config: EngineConfig, model: AbstractModel) -> dict[str, Ch
     return {w.name: Choice("pallas_tpu") if w.packed else w.pack_choice(model.dtype, config.shards) for w in weights}
 
 
-def _fused_products(config: EngineConfig, model: AbstractModel) -> dict[str, Choice]:
+def fused_products(config: EngineConfig, model: AbstractModel) -> dict[str, Choice]:
     """By weight, whether its product is fused with its collective in any step, and if not, why not in the largest."""
-    choices, shards, backend = {}, config.shards, config.backend
+    choices: dict[str, Choice] = {}
+    if config.backend.collective_matmul == "xla":
+        return choices
     steps = sorted({p * c + n for p, c in config.prefill_shapes() for n in (0, config.rows)})
-    if backend.collective_matmul == "xla":
-        return {}
-    for weight in model.weights:
-        if weight.block is None or weight.scheme is not None:
-            continue
-        names = ring_weights(model.config, model.config.layers[model.layers_of(weight.block)[0]])
-        if weight.part in names:
-            one = weight.of_layer
-            shapes = {weight.part: shards.local_shape(one.axes, one.shape)}
-            every = [ring_choices(names, shapes, model.dtype, n, shards, backend)[weight.part] for n in steps]
-            choices[weight.name] = next((choice for choice in every if choice.name != "xla"), every[-1])
+    for block, _ in enumerate(model.blocks()):
+        for step in (ring_products(model, block, tokens, config.shards, config.backend) for tokens in steps):
+            for product in step:
+                old = choices.get(product.weight)
+                choices[product.weight] = product.choice if old is None or old.name == "xla" else old
     return choices
 
 
-def _expert_layers(config: EngineConfig, model: AbstractModel) -> Choices:
-    """The choices of each block of layers with experts."""
-    choices: dict[str, dict[str, Choice]] = {"grouped_matmul": {}, "expert_mlp": {}, "choose_experts": {}}
+@dataclass(frozen=True)
+class RingProduct:
+    """A product with a weight, by name, which a kernel can fuse with its collective. part: the weight's name in its
+    block. shape: of a device's shard for one layer."""
+
+    weight: str
+    part: str
+    shape: tuple[int, ...]
+    choice: Choice
+
+
+def ring_products(
+    model: AbstractModel, block: int, tokens: int, shards: Shards, backend: Backend
+) -> tuple[RingProduct, ...]:
+    """The products of one layer of a block that a kernel can fuse, in a step of `tokens` tokens."""
+    names = ring_weights(model.config, model.config.layers[model.layers_of(block)[0]])
+    weights = [w for w in model.weights if w.block == block and w.part in names and w.scheme is None]
+    shapes = {w.part: shards.local_shape(w.of_layer.axes, w.of_layer.shape) for w in weights}
+    choices = ring_choices(names, shapes, model.dtype, tokens, shards, backend)
+    return tuple(RingProduct(w.name, w.part, shapes[w.part], choices[w.part]) for w in weights)
+
+
+def expert_choices(config: EngineConfig, model: AbstractModel) -> dict[str, dict[range, Choice]]:
+    """By operation, the choice of each block of layers with experts."""
+    choices: dict[str, dict[range, Choice]] = {"grouped_matmul": {}, "expert_mlp": {}, "choose_experts": {}}
     weights = [w for w in model.weights if axes.EXPERTS in w.axes and w.contracting]
     for block, of_block in itertools.groupby(weights, key=lambda weight: weight.block):
         if block is None:
             continue
         layers = model.layers_of(block)
         spec = model.config.layers[layers[0]].mlp
+        assert isinstance(spec, MoeSpec)  # the only feed-forward whose weights have experts
         for op, choice in _experts(config, model, spec, list(of_block)).items():
-            choices[op][_name_of(layers)] = choice
+            choices[op][layers] = choice
     return choices
 
 
@@ -118,10 +104,3 @@ def _experts(
         choices |= {op: replace(choices[op], reason=reason) for op in preferred if choices[op].reason}
     routed = choose_experts.choose(config.rows, backend.choose_experts, grouped=spec.router.groups > 1)
     return choices | {"choose_experts": routed}
-
-
-def _name_of(layers: range) -> str:
-    if len(layers) == 1:
-        return f"layer {layers[0]}"
-    every = f", every {layers.step}th" if layers.step > 1 else ""
-    return f"layers {layers[0]} to {layers[-1]}{every}"

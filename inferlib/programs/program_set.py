@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -18,9 +19,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel
-from inferlib.pallas_kernels.generations_tpu import planning_for
-from inferlib.programs.attention_choices import with_runnable_attention
-from inferlib.programs.product_choices import Choices, product_choices, with_runnable_products
+from inferlib.programs.choices import Choices
 from inferlib.programs.program import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.programs.row_state import RowState
 from inferlib.programs.start_functions import run
@@ -50,7 +49,7 @@ class ProgramSet:
         choices: Choices | None = None,
     ):
         self.model, self.plan, self.config = model, plan, config
-        self.choices = product_choices(config, model) if choices is None else choices
+        self.choices = choices or Choices.of(config, model, plan)
         self.layouts = layouts and tuple(layouts)
         self.strict = False
         self.misses = 0
@@ -74,10 +73,10 @@ class ProgramSet:
             dtype=config.kv_cache_dtype or model.dtype,
             platform=config.platform,
         )
-        choices = product_choices(config, model)
-        with planning_for(config.backend.generation):
-            config = with_runnable_attention(config, model, plan)
-        config = with_runnable_products(config, model, choices)
+        choices = Choices.of(config, model, plan)
+        choices.warn(config.backend, model)
+        if choices.fallbacks:
+            config = replace(config, backend=choices.runnable(config.backend))
         return ProgramSet(model, plan, config, layouts, choices)
 
     @property
@@ -180,7 +179,7 @@ class ProgramSet:
         """Layouts, by name, of the weights whose product a prefill fuses with its collective: in any other layout each
         step would copy them. The parts of a layer's weight (heads, gate and up) are apart, and in each part the rows
         that are summed over come first."""
-        fused, required = self.choices["collective_matmul"], {}
+        fused, required = self.choices.weights["collective_matmul"], {}
         for weight in self.model.weights:
             if weight.name in fused and fused[weight.name].name != "xla":
                 one = weight.of_layer

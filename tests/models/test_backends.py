@@ -276,9 +276,9 @@ def test_a_model_that_the_kernel_cannot_run_gets_xlas_form_and_a_warning(caplog)
     assert config.backend.decode_attention == "pallas_tpu"
     programs = ProgramSet.make(model, config)
     decode, prefill, products = caplog.messages
-    assert decode.endswith("XLA's, not the TPU kernel: 1 x 512 queries of a KV head exceed 128")
-    assert prefill.startswith("prefill attention is XLA's, not the TPU kernel: 512 heads of size 128 need")
-    assert products.startswith("products with attn.o run in XLA, not in the TPU kernel: 524288 inputs need")
+    assert decode.endswith("runs in XLA, not in the TPU kernel: 1 x 512 queries of a KV head exceed 128")
+    assert prefill.startswith("prefill attention runs in XLA, not in the TPU kernel: 512 heads of size 128 need")
+    assert products.startswith("matmul with attn.o runs in XLA, not in the TPU kernel: 524288 inputs need")
     assert programs.config.backend == dataclasses.replace(
         config.backend, decode_attention="xla", prefill_attention="xla"
     )
@@ -289,8 +289,8 @@ def test_a_compilation_says_once_what_xla_takes_over(caplog):
     made.keys()
     Report.of(made, ())
     assert [message.partition(":")[0] for message in caplog.messages] == [
-        "decode attention is XLA's, not the TPU kernel",
-        "prefill attention is XLA's, not the TPU kernel",
+        "decode attention runs in XLA, not in the TPU kernel",
+        "prefill attention runs in XLA, not in the TPU kernel",
     ]
 
 
@@ -320,7 +320,7 @@ def test_experts_that_the_kernel_cannot_multiply_by_are_xlas(caplog):
     assert "expert mlp runs in XLA, not in the TPU kernel: experts of 8192 x 8100 need" in second
     assert (programs.config.backend.grouped_matmul, programs.config.backend.expert_mlp) == ("xla", "xla")
     for op, message in (("grouped_matmul", first), ("expert_mlp", second)):
-        (choice,) = set(programs.choices[op].values())
+        (choice,) = set(programs.choices.layers[op].values())
         assert choice.name == "xla"
         assert message.endswith(choice.reason)
 

@@ -167,14 +167,19 @@ def test_info_of_a_mesh():
     def info(parallel: str, *options: str):
         return CliRunner().invoke(app, ["info", "--config", "llama3-8b", "--parallel", parallel, *options])
 
-    facts = json.loads(info("tp=16,dp=4", "--json").stdout)["parallel"]
+    described = json.loads(info("tp=16,dp=4", "--json").stdout)
+    attention = {"op": "decode_attention", "implementation": "pallas_tpu", "layers": "32 of 32", "reason": ""}
+    assert attention in described["implementations"]
+    facts = described["parallel"]
     assert facts["mesh"] == {"data": 4, "expert": 1, "sequence": 1, "tensor": 16}
     assert facts["waste"]["cache"] == 0.5
     decode, prefill = facts["steps"]
     assert (decode["tokens"], prefill["tokens"]) == (2, 512)  # 8 rows of 4 replicas
     by_purpose = {c["purpose"]: (c["count"], c["nbytes"]) for c in decode["collectives"]}
     assert by_purpose["attention"] == by_purpose["feed-forward"] == (32, 2 * 4096 * 2)
-    assert "Arrays on data 4 x tensor 16, rules tp" in info("tp=16,dp=4").stdout
+    text = info("tp=16,dp=4").stdout
+    assert "Arrays on data 4 x tensor 16, rules tp" in text
+    assert "Implementations on a TPU" in text
     ring = json.loads(info("cp=4,tp=2", "--json").stdout)["parallel"]["steps"][1]
     permuted = [c for c in ring["collectives"] if c["kind"] == "collective-permute"]
     # Keys and values of 4 heads, 512 of 2048 positions, to three devices in each of 32 layers.
