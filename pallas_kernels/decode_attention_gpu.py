@@ -1,8 +1,8 @@
 """Decode attention on NVIDIA GPUs: one query per row over the live part of that row's cache.
 
 XLA copies a sliced or masked cache before it reads it; this kernel reads each visible key and value once,
-and nothing else. A program owns one share (a run of visible positions) of one row and KV head; where rows
-have more than one share, a second small kernel merges them by log-sum-exp.
+and nothing else. A program computes one share (a run of visible positions) of one row and KV head; if rows
+have more than one share, a second small kernel merges the shares by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from inferlib.attention_values import AttentionOptions, KvCache
+
 # Chosen by measuring tiles of 4-32 KB, 1-8 warps and 1-4 stages on an H200 (jax 0.11.2, bf16, K 8, G 4,
 # h 128; GB/s of live keys and values; in the same run a device memcpy moved 4204-4217 GB/s read plus written
 # and x * 1.5 on 4 GB 3192-3205; XLA: einsums and softmax over the whole cache, values not masked):
@@ -30,41 +32,32 @@ from jax.experimental.pallas import triton as plgpu
 #   64 x 2048, K 3, G 3, h 64             32.0    3150     36.9
 TILE_BYTES = 16 * 1024
 WARPS, STAGES = 4, 2
-PROGRAMS = 4 * 132  # as many as stay resident at once with these tiles, on the 132 SMs of an H100 or H200
-FEW = 2 * 132  # of them, which are all at work at once: a row's shares may be half as long
+PROGRAMS = 4 * 132  # how many stay resident at once with these tiles, on the 132 SMs of an H100 or H200
+FEW = 2 * 132  # up to so many programs all work at once, and a row's shares may be half as long
 SHORT_SHARE, LONG_SHARE = 128, 2048
-MERGED = 1024  # numbers that a program merges at once
+MERGED = 1024  # numbers that a program of the merging kernel takes at once
 
 
 def decode_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lengths: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    ring: bool = False,
-    limit: int | None = None,
-    interpret: bool = False,
+    q: jax.Array, cache: KvCache, lengths: jax.Array, options: AttentionOptions, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """q [B, K, G, h]: row b's query stands at position lengths[b] - 1; its cache is page b.
+    """Attend with q [B, K, G, h]: row b's query stands at position lengths[b] - 1, and its cache is page b.
 
-    k, v: [N, K, S, h] with N >= B, the query's own key and value already written. lengths [B] int32 counts
-    the valid positions, at most S unless `ring`; 0 marks an inactive row (out 0, lse -inf). window: only
-    the last `window` positions are visible. ring: position p lives in slot p mod S. sinks [K, G] float32: a
-    logit that joins the softmax's denominator. limit (static): no length exceeds it; a tight one saves
-    programs that find nothing to do. Slots that are not visible are not read. interpret: run on any device.
-    Returns out [B, K, G, h] in q's dtype and the log of the softmax's denominator, lse [B, K, G] float32.
+    cache: k, v [N, K, S, h] with N >= B, which have the query's own key and value already; scales, layers and page
+    tables are not read. A tight `limit` saves programs without work. lengths [B] int32 counts the valid positions, at
+    most S except in a ring; 0 marks an inactive row (out 0, lse -inf). The kernel does not read slots that no query
+    sees. interpret: run on any device.
+    Returns out [B, K, G, h] in q's dtype and the log of the softmax's denominator, lse [B, K, G] float32. Raises
+    ValueError for caches of other shapes and for a ring without a window.
     """
     rows, kv_heads, group, size = q.shape
-    options = dealt(k, v, rows, kv_heads, size, window=window, ring=ring, limit=limit)
-    splits = options["splits"]
+    k, v, sinks = cache.k, cache.values, options.sinks
+    window, ring, limit = options.shared_window, cache.ring, cache.limit
+    split = dealt(k, v, rows, kv_heads, size, window=window, ring=ring, limit=limit)
+    splits = split["splits"]
     page = pl.BlockSpec((None, None, *k.shape[2:]), lambda b, h, s: (b, h, 0, 0))
     parts, lses = pl.pallas_call(
-        functools.partial(_kernel, scale=scale, softcap=softcap, **options),
+        functools.partial(_kernel, scale=options.scale, softcap=options.softcap, **split),
         grid=(rows, kv_heads, splits),
         in_specs=[
             pl.BlockSpec((rows,), lambda b, h, s: (0,)),
@@ -99,8 +92,9 @@ def dealt(
     ring: bool,
     limit: int | None,
 ) -> dict[str, Any]:
-    """How programs share the rows of k, v [N, K, S, h] among them, as kernels take it: window, ring, block, splits and
-    programs. Raises ValueError for a cache that is not of so many rows and heads of this size, and rings of no window.
+    """How programs divide the rows of k, v [N, K, S, h]: the kernels' arguments window, ring, block, splits, programs.
+
+    Raises ValueError if the cache does not have these rows, heads and size, and for a ring without a window.
     """
     slots = k.shape[2]
     if k.shape != v.shape or k.shape[0] < rows or (k.shape[1], k.shape[3]) != (kv_heads, size):
@@ -115,10 +109,10 @@ def dealt(
 
 
 def _tiling(heads: int, row_bytes: int, longest: int) -> tuple[int, int]:
-    """Positions per loop step, and the most shares that a row of at most `longest` visible positions has.
+    """Positions per loop step, and the most shares of a row with at most `longest` visible positions.
 
-    heads: B * K. Merging costs about 7 us at 64 x 8 heads, so rows stay whole where they fill the chip and
-    none is so long that it would finish last by far; else a row longer than the average gets more shares.
+    heads: B * K. Merging costs about 7 us at 64 x 8 heads. So rows stay whole if they fill the chip and none is so
+    long that it would finish far behind the others; otherwise rows longer than the average get more shares.
     """
     block = max(TILE_BYTES // row_bytes, 16)
     even = PROGRAMS // heads
@@ -183,8 +177,9 @@ def attend(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Online softmax of queries q [R, C] over positions of a cache, in a kernel.
 
-    cells: refs of keys and values [S, h], the first position and that behind the last. carry: sum of values [R, C], the
-    largest logit [R] and the sum of exponentials [R] so far; returns them. R and C are powers of two, C at least h.
+    cells: refs of keys and values [S, h], the first position and the one behind the last. carry: the weighted sum of
+    values [R, C], the largest logit [R] and the sum of exponentials [R] so far. Returns the new carry. R and C are
+    powers of two, C at least h.
     """
     k_ref, v_ref, start, stop = cells
     (slots, size), columns = k_ref.shape, jnp.arange(q.shape[1])
@@ -214,7 +209,7 @@ def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
 
 
 def store_share(acc, top, total, out_ref, lse_ref, *, split: bool, some) -> None:
-    """The result [G, h] and lse [G] of a share; of an empty one (`some` false), which the merge passes over, lse."""
+    """Store a share's result [G, h] and lse [G]; of an empty share (`some` false) only lse, as the merge skips it."""
     (group, size), heads, columns = out_ref.shape, jnp.arange(acc.shape[0]), jnp.arange(acc.shape[1])
     in_tile = (heads < group)[:, None] & (columns < size)[None]
     total = jnp.where(total > 0, total, 1.0)  # an empty share: acc 0, top -inf
@@ -235,7 +230,7 @@ def share_of(lengths_ref, row, split, window: int | None, block: int, splits: in
 
 
 def _shares_of(length, lengths_ref, window, splits, programs):
-    """Shares of a row when `programs` are dealt to the rows in proportion to their visible positions."""
+    """Shares of a row if rows get `programs` in proportion to their visible positions."""
     if lengths_ref.size == 1:
         return max(min(int(programs + 0.5), splits), 1)
     rows = jnp.arange(power_of_two(lengths_ref.size))

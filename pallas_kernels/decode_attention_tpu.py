@@ -1,16 +1,16 @@
 """Decode attention on TPUs: flash decoding over a paged cache, one read of each visible key and value.
 
 The live parts of all rows are one stream of blocks (see `block_stream_tpu`). Copies from HBM run ahead of the
-computation and across rows, and so do logits: those of the next part, be it the next row's first, are taken while this
-part's softmax waits for its maximum, so that the matrix unit has work. What a block holds that a query does not see is
-read at most to the end of a unit (a page, or 64 or 128 positions) and never changes a result.
+computation and across rows, and so do logits: while the softmax of one part waits for its maximum, the matrix unit
+computes the logits of the next part, which may be the first part of the next row. Positions that no query sees are read
+at most to the end of a unit (a page, or 64 or 128 positions) and never change a result.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.attention_values import AttentionOptions, KvCache, NewCells, Shaped
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, div, folded, seldom, wide
 from inferlib.pallas_kernels.block_stream_tpu import SCALARS, BlockStream, Pages, span, unit_of, zero_outside
 from inferlib.pallas_kernels.cell_write_tpu import CellWriter, tile_of, tiles_of
@@ -29,22 +30,25 @@ from inferlib.pallas_kernels.tuned_tpu import tuned
 
 SUBLANES = 8
 # Chosen by `benchmarks/kernels.py` on v5e, v5p, v6e and v7x.
-BLOCK_BYTES = 1 << 20  # most keys of a block: fewer, and waits show; more, and short rows compute what they do not have
+BLOCK_BYTES = 1 << 20  # of a block's keys; with smaller blocks waits show, with larger ones short rows compute padding
 PART = 4096  # positions times heads times tiles of queries that are computed at once
-FAST = ("v5p", "v7x")  # memory waits for computation: twice as much at once, though short rows have less
-MOST_QUERIES = 128  # of a KV head: their LSEs are one row of lanes
-MOST_MASKED = 32  # queries of a row where a mask says which see which: bits of a word
-VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p unless told otherwise
-AHEAD = 4096  # bytes of one dimension of the keys whose products are made while maxima are found
-RESULTS = 4  # rows whose results are on their way to memory
+FAST = (
+    "v5p",
+    "v7x",
+)  # memory waits for computation: parts are twice as large, though short rows fill them less
+MOST_QUERIES = 128  # of a KV head: their LSEs fill one row of lanes
+MOST_MASKED = 32  # queries of a row with a mask: one bit of a word each
+VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p by default
+AHEAD = 4096  # bytes of one dimension of the keys that are multiplied while the softmax takes its maxima
+RESULTS = 4  # rows whose results are being copied to memory
 SMEM_BYTES = 512 << 10  # of 1 MiB
 QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """block: positions of a row that are copied together, of all its KV heads; part: of these, what is computed at
-    once; buffers: blocks on chip; there is one more where new cells are quantised."""
+    """block: positions of a row, of all its KV heads, that are copied together. part: positions of a block that are
+    computed at once. buffers: blocks on chip; the kernel adds one if it quantises new cells."""
 
     block: int
     part: int
@@ -59,9 +63,11 @@ class Blocks:
 def default_blocks(
     q: tuple[int, ...], cache: tuple[int, ...], arrays: int, itemsize: int, pages: int | None, seen: int | None
 ) -> Blocks:
-    """For queries [B, C, K, G, h] and `arrays` of a cache, each [K, S, h]; pages: columns of the table; seen: positions
-    that a row's queries see together, None for all. A block is these, or an equal part that fits, or a power of two
-    units."""
+    """Block sizes for queries [B, C, K, G, h] and a cache of 1 or 2 `arrays` of shape [K, S, h].
+
+    pages: columns of the table. seen: number of positions that a row's queries see together, None for all. A block
+    has as many positions as are seen, or an equal part of them that fits; if all are seen, a power of two units.
+    """
     heads, slots, size = cache
     unit = _unit(slots, pages, seen, itemsize == 1)
     most = max(BLOCK_BYTES // (heads * pl.cdiv(size, LANES) * LANES * itemsize * unit), 1)
@@ -72,7 +78,7 @@ def default_blocks(
         units = span(seen, unit) // unit
         block = pl.cdiv(units, pl.cdiv(units, most)) * unit
     part, work = block, heads * pl.cdiv(q[1] * q[3], SUBLANES)
-    # With more queries what is kept of a part takes the room.
+    # More queries need more room for the state of a part.
     while part * work > (2 * PART if q[1] == 1 and generation() in FAST else PART) and part % (2 * LANES) == 0:
         part //= 2
     return Blocks(block, part)
@@ -84,28 +90,25 @@ def _unit(slots: int, columns: int | None, seen: int | None, scaled: bool) -> in
 
 
 def unsupported(
-    q: jax.ShapeDtypeStruct,
-    k: jax.ShapeDtypeStruct,
-    v: jax.ShapeDtypeStruct | None = None,
+    q: Shaped,
+    cache: KvCache,
     *,
     window: int | None = None,
-    pages: int | None = None,
-    scales: bool = False,
     mask: bool = False,
     new: bool = False,
     blocks: Blocks | None = None,
 ) -> str | None:
-    """Why the kernel cannot run q [B, C, K, G, h] on a cache k, v [..., S, h], or None if it can.
+    """Why the kernel cannot run q [B, C, K, G, h] on a cache, or None if it can. The cache's arrays may be shapes.
 
-    v: None if keys are values too. pages: columns of the page table, None if rows are pages. scales: of a quantised
-    cache. mask: of the new tokens. new: it writes their cells.
+    mask: a mask says which new tokens a query sees. new: the kernel writes the new tokens' cells.
     """
+    k, v, scales, columns = cache.k, cache.v, cache.scaled, cache.columns
     dtype, slots, queries = jnp.dtype(k.dtype), k.shape[-2], q.shape[1]
     if v is not None and v.shape != k.shape:
         return f"values of size {v.shape[-1]} are apart from keys of size {k.shape[-1]}"
     if q.dtype not in (jnp.bfloat16, jnp.float32) or (dtype not in QUANTISED if scales else dtype != q.dtype):
-        cache = "int8 or float8_e4m3fn" if scales else "their type"
-        return f"it takes queries of bfloat16 or float32 and a cache of {cache}, not {q.dtype} and {dtype}"
+        stored = "int8 or float8_e4m3fn" if scales else "their type"
+        return f"it takes queries of bfloat16 or float32 and a cache of {stored}, not {q.dtype} and {dtype}"
     if reason := untaken(dtype):
         return reason
     tile = LANES if scales else SUBLANES * 4 // dtype.itemsize
@@ -115,12 +118,12 @@ def unsupported(
         return f"{queries} x {q.shape[3]} queries of a KV head exceed {MOST_QUERIES}"
     if mask and queries > MOST_MASKED:
         return f"a mask of {queries} new tokens exceeds {MOST_MASKED}"
-    table = 4 * q.shape[0] * (pages or 0)
+    table = 4 * q.shape[0] * (columns or 0)
     if table > SMEM_BYTES:
-        return f"a table of {q.shape[0]} x {pages} pages needs {table} bytes of scalar memory, more than {SMEM_BYTES}"
+        return f"a table of {q.shape[0]} x {columns} pages needs {table} bytes of scalar memory, more than {SMEM_BYTES}"
     arrays, seen = 1 if v is None else 2, window and window + queries - 1
-    blocks = blocks or default_blocks(q.shape, k.shape[-3:], arrays, dtype.itemsize, pages, seen)
-    if blocks.block % (unit := _unit(slots, pages, window, scales)):
+    blocks = blocks or default_blocks(q.shape, k.shape[-3:], arrays, dtype.itemsize, columns, seen)
+    if blocks.block % (unit := _unit(slots, columns, window, scales)):
         return f"blocks of {blocks.block} positions do not divide into units of {unit}"
     need = _vmem_bytes(q, k, arrays, scales, new, blocks)
     if need > VMEM_BYTES:
@@ -128,9 +131,7 @@ def unsupported(
     return None
 
 
-def _vmem_bytes(
-    q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, arrays: int, scales: bool, new: bool, blocks: Blocks
-) -> int:
+def _vmem_bytes(q: Shaped, k: Shaped, arrays: int, scales: bool, new: bool, blocks: Blocks) -> int:
     _, queries, heads, group, size = q.shape
     buffers = blocks.buffers + (scales and new)
     size, rows = pl.cdiv(size, LANES) * LANES, pl.cdiv(queries * group, SUBLANES) * SUBLANES
@@ -145,54 +146,74 @@ def _vmem_bytes(
 
 def decode_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array | None,
+    cache: KvCache,
     lengths: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    ring: bool = False,
-    layer: jax.Array | int = 0,
-    pages: jax.Array | None = None,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
+    new: NewCells | None = None,
     mask: jax.Array | None = None,
-    new: Sequence[jax.Array] | None = None,
-    written: jax.Array | None = None,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, ...]:
-    """q [B, C, K, G, h]: row b's queries stand at the last C of its lengths[b] positions, all written in the cache
-    unless `new` has what is cached of them.
+    """Attend with q [B, C, K, G, h]: row b's queries stand at the last C of its lengths[b] positions.
 
-    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read; v None: keys are values too. Position p of row b
-    lives in page pages[b, p // S], slot p mod S; pages [B, M] int32; without, row b is page b. ring: the positions of a
-    row wrap around its pages; then there are at least window + C - 1 slots. window: a query sees only the last `window`
-    positions up to its own. lengths [B] int32, 0 marks an inactive row (out 0, lse -inf). sinks [K, G]: a logit that
-    joins the softmax's denominator. k_scales, v_scales [N, K, S] or [L, N, K, S] float32: of keys and values that are
-    int8 or float8_e4m3fn. mask [B, C, C] bool: which of the new tokens, of those up to its own, a query sees. new: the
-    keys and values of the last C positions, [B, C, K, h] each (or of keys alone), to be written in place; no other row
-    has a page that a row's are written to. written [B] bool: of which rows they are; without, of all. blocks: sizes, by
-    default those of `default_blocks`. Only live pages are read.
+    The cache has all of a row's positions but those of `new`; `cache.limit` is not read. A ring has at least
+    window + C - 1 slots. lengths [B] int32; 0 marks an inactive row (out 0, lse -inf). new: cells of the last C
+    positions, [B, C, K, h] for each array of cells, which the kernel writes in place. mask [B, C, C] bool: which of the
+    new tokens, up to its own, a query sees. blocks: sizes, by default those of `default_blocks`. Only live pages are
+    read.
     Returns out [B, C, K, G, h] in q's dtype and the log of the softmax's denominator, lse [B, C, K, G] float32; with
-    `new` also k, v if it is given, and the scales if there are any, which take the buffers of those passed in.
-    Raises ValueError where `unsupported` says why.
+    `new` also the cache's arrays, in the buffers of those passed in.
+    Raises ValueError with the reason of `unsupported`, and for a ring without a window.
     """
-    rows, queries, heads, group, size = q.shape
-    columns, scaled = None if pages is None else pages.shape[1], k_scales is not None
-    options = dict(window=window, pages=columns, scales=scaled, mask=mask is not None, new=new is not None)
-    if reason := unsupported(q, k, v, **options, blocks=blocks):
+    window = options.shared_window
+    if reason := unsupported(q, cache, window=window, mask=mask is not None, new=new is not None, blocks=blocks):
         raise ValueError(f"the TPU kernel does not run this decode attention: {reason}")
-    if ring and window is None:
+    if cache.ring and window is None:
         raise ValueError("a ring cache forgets old positions: pass the layer's window")
-    cache = [x if k.ndim == 5 else x[None] for x in (k, v, k_scales, v_scales) if x is not None]
-    slots, width = k.shape[-2], queries * group
-    seen = window and window + queries - 1  # by a row's queries together
-    arrays = 1 if v is None else 2
+    sizes = _sizes(q, cache, window, new is not None, blocks)
+    arrays = [x if cache.k.ndim == 5 else x[None] for x in cache.arrays]
+    if not interpret:  # or XLA would bring a small cache to VMEM whole
+        arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
+    inputs = _lay_out(q, arrays, options, new, mask)
+    scalars = _scalars(sizes.place, cache, lengths, new)
+    out, lse, written = _call(sizes, options, scalars, inputs, interpret)
+    rows, queries, heads, group, size = q.shape
+    out = out.reshape(rows, heads, queries, group, size)
+    lse = lse[:, :, : queries * group].reshape(rows, heads, queries, group)
+    return jnp.moveaxis(out, 2, 1), jnp.moveaxis(lse, 2, 1), *(x if cache.k.ndim == 5 else x[0] for x in written)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The static sizes of one call: queries [B, C, K, G, h], the place of positions in the cache, and block sizes.
+
+    arrays: 2 if keys and values are apart, else 1. scaled: the cache is quantised. writes: the kernel writes new cells.
+    """
+
+    shape: tuple[int, ...]
+    place: Pages
+    blocks: Blocks
+    arrays: int
+    scaled: bool
+    writes: bool
+
+
+def _sizes(q: jax.Array, cache: KvCache, window: int | None, writes: bool, blocks: Blocks | None) -> _Sizes:
+    k, columns, slots = cache.k, cache.columns, cache.k.shape[-2]
+    seen = window and window + q.shape[1] - 1  # by a row's queries together
+    arrays = 1 if cache.v is None else 2
     blocks = blocks or default_blocks(q.shape, k.shape[-3:], arrays, k.dtype.itemsize, columns, seen)
-    place = Pages(slots, columns, ring, seen, _unit(slots, columns, seen, scaled), blocks.block)
+    place = Pages(slots, columns, cache.ring, seen, _unit(slots, columns, seen, cache.scaled), blocks.block)
+    return _Sizes(q.shape, place, blocks, arrays, cache.scaled, writes)
+
+
+def _lay_out(
+    q: jax.Array, arrays: Sequence[jax.Array], options: AttentionOptions, new: NewCells | None, mask: jax.Array | None
+) -> _Inputs:
+    """The kernel's inputs, for the cache's arrays [L, N, K, S, ...]."""
+    rows, queries, heads, group, _ = q.shape
+    width, sinks = queries * group, options.sinks
 
     def packed(x: jax.Array) -> jax.Array:
         """[..., C, K, G, h] -> [..., K, C * G, h]."""
@@ -202,77 +223,101 @@ def decode_attention(
         """[B, C, K, h] -> [B, K, C, h]."""
         return jnp.moveaxis(x, 1, 2).astype(q.dtype)
 
-    if not interpret:  # or XLA would bring a small cache to VMEM whole
-        cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
-    writes, in_hbm = new is not None, pl.BlockSpec(memory_space=pl.ANY)
-    queries_and_cells = packed(q) if new is None else jnp.concatenate([packed(q), *map(cells, new)], axis=2)
-    inputs, specs = _Inputs(queries_and_cells, tuple(cache)), _Inputs(in_hbm, (in_hbm,) * len(cache))
+    queries_and_cells = packed(q) if new is None else jnp.concatenate([packed(q), *map(cells, new.cells)], axis=2)
+    inputs = _Inputs(queries_and_cells, tuple(arrays))
     if sinks is not None:
         wide = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None] * LOG2E, (queries, heads, group, LANES))
         inputs = inputs._replace(sinks=packed(wide))
-        specs = specs._replace(sinks=pl.BlockSpec((heads, width, LANES), lambda b, _: (0, 0, 0)))
     if mask is not None:
         bits = jnp.sum(mask.astype(jnp.int32) << jnp.arange(queries), axis=-1)
         bits = jnp.broadcast_to(jnp.repeat(bits, group, axis=1)[:, :, None], (rows, width, LANES))
         inputs = inputs._replace(mask=bits)
-        specs = specs._replace(mask=pl.BlockSpec((None, width, LANES), lambda b, _: (b, 0, 0)))
-    scalars = _Scalars(lengths.astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1))
-    if ring:  # divided here: the scalar unit is slow at it
+    return inputs
+
+
+def _scalars(place: Pages, cache: KvCache, lengths: jax.Array, new: NewCells | None) -> _Scalars:
+    scalars = _Scalars(lengths.astype(jnp.int32), jnp.asarray(cache.layer_or_first, jnp.int32).reshape(1))
+    if cache.ring:  # divided here: the scalar unit is slow at it
         scalars = scalars._replace(origin=lax.rem(place.first(scalars.lengths), place.capacity))
-    if pages is not None:
-        scalars = scalars._replace(table=jnp.clip(pages.astype(jnp.int32), 0, cache[0].shape[1] - 1).reshape(-1))
-    if written is not None:
-        scalars = scalars._replace(written=written.astype(jnp.int32))
-    targets = tuple(cache) if writes else ()
-    kernel = functools.partial(
-        _kernel,
-        place=place,
-        part=blocks.part,
-        arrays=arrays,
-        scaled=scaled,
-        writes=writes,
-        queries=queries,
-        group=group,
-        scale=scale * LOG2E,
-        window=window,
-        softcap=softcap and softcap * LOG2E,
-    )
-    live = rows * heads * min(place.capacity, window or place.capacity)
-    moved = live * sum(math.prod(x.shape[4:]) * x.dtype.itemsize for x in cache) + 2 * q.size * q.dtype.itemsize
-    moved += sum(rows * heads * tile_of(x.ndim, x.dtype) * math.prod(x.shape[4:]) * x.dtype.itemsize for x in targets)
-    made = _Outputs(
-        jax.ShapeDtypeStruct((rows, heads, width, size), q.dtype),
+    if cache.pages is not None:
+        scalars = scalars._replace(table=jnp.clip(cache.pages.astype(jnp.int32), 0, cache.k.shape[-4] - 1).reshape(-1))
+    if new is not None and new.written is not None:
+        scalars = scalars._replace(written=new.written.astype(jnp.int32))
+    return scalars
+
+
+def _call(
+    sizes: _Sizes,
+    options: AttentionOptions,
+    scalars: _Scalars,
+    inputs: _Inputs,
+    interpret: bool | pltpu.InterpretParams,
+) -> _Outputs:
+    rows, queries, heads, group, size = sizes.shape
+    width, in_hbm = queries * group, pl.BlockSpec(memory_space=pl.ANY)
+    specs = _Inputs(in_hbm, (in_hbm,) * len(inputs.cache))
+    if inputs.sinks is not None:
+        specs = specs._replace(sinks=pl.BlockSpec((heads, width, LANES), lambda b, _: (0, 0, 0)))
+    if inputs.mask is not None:
+        specs = specs._replace(mask=pl.BlockSpec((None, width, LANES), lambda b, _: (b, 0, 0)))
+    targets = inputs.cache if sizes.writes else ()
+    shapes = _Outputs(
+        jax.ShapeDtypeStruct((rows, heads, width, size), inputs.q.dtype),
         jax.ShapeDtypeStruct((rows, heads, LANES), jnp.float32),
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in targets),
     )
     first_target = len(jax.tree.leaves(scalars)) + 1
-    ((out, lse, targets),) = pl.pallas_call(
-        kernel,
+    (outputs,) = pl.pallas_call(
+        _kernel_of(sizes, options),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(rows,),
             in_specs=(specs,),
             out_specs=(_Outputs(in_hbm, in_hbm, (in_hbm,) * len(targets)),),
-            scratch_shapes=[_scratch(inputs.q, inputs.cache, blocks, queries, width, writes=writes)],
+            scratch_shapes=[_scratch(inputs.q, inputs.cache, sizes.blocks, queries, width, writes=sizes.writes)],
         ),
-        out_shape=(made,),
+        out_shape=(shapes,),
         input_output_aliases={first_target + n: 2 + n for n in range(len(targets))},
         # Checks triple what it takes to start a copy; `BlockStream` and the clipped table keep them in bounds.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * live * size * width, bytes_accessed=moved, transcendentals=live * width
-        ),
+        cost_estimate=_cost(sizes, options.shared_window, inputs),
         interpret=interpret,
         name="decode_attention",
     )(scalars, inputs)
-    out = out.reshape(rows, heads, queries, group, size)
-    lse = lse[:, :, :width].reshape(rows, heads, queries, group)
-    return jnp.moveaxis(out, 2, 1), jnp.moveaxis(lse, 2, 1), *(x if k.ndim == 5 else x[0] for x in targets)
+    return outputs
+
+
+def _kernel_of(sizes: _Sizes, options: AttentionOptions) -> Callable[..., None]:
+    softcap = options.softcap
+    return functools.partial(
+        _kernel,
+        place=sizes.place,
+        part=sizes.blocks.part,
+        arrays=sizes.arrays,
+        scaled=sizes.scaled,
+        writes=sizes.writes,
+        queries=sizes.shape[1],
+        group=sizes.shape[3],
+        scale=options.scale * LOG2E,
+        window=options.shared_window,
+        softcap=softcap and softcap * LOG2E,
+    )
+
+
+def _cost(sizes: _Sizes, window: int | None, inputs: _Inputs) -> pl.CostEstimate:
+    rows, queries, heads, group, size = sizes.shape
+    live = rows * heads * min(sizes.place.capacity, window or sizes.place.capacity)
+    moved = live * sum(math.prod(x.shape[4:]) * x.dtype.itemsize for x in inputs.cache)
+    moved += 2 * math.prod(sizes.shape) * inputs.q.dtype.itemsize
+    for x in inputs.cache if sizes.writes else ():
+        moved += rows * heads * tile_of(x.ndim, x.dtype) * math.prod(x.shape[4:]) * x.dtype.itemsize
+    width = queries * group
+    return pl.CostEstimate(flops=4 * live * size * width, bytes_accessed=moved, transcendentals=live * width)
 
 
 class _Scalars(NamedTuple):
-    """In scalar memory: lengths [B]; layer [1]; of a ring, the slot of the first position that is read [B]; the page
-    table [B * M]; which rows' cells are written [B]."""
+    """Scalar memory: lengths [B]; layer [1]; origin [B], a ring's slot of the first position that is read; the page
+    table [B * M]; written [B], 1 for rows whose new cells are written."""
 
     lengths: Any
     layer: Any
@@ -282,8 +327,8 @@ class _Scalars(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """In HBM: q [B, K, R, h] with R = C * G, and new cells behind the queries; k, v [L, N, K, S, h] (or k alone), then
-    scales [L, N, K, S]. On chip: sinks [K, R, 128]; mask [R, 128], bits."""
+    """HBM: q [B, K, R, h] with R = C * G, and new cells behind the queries; k, v [L, N, K, S, h] (or only k), then
+    their scales [L, N, K, S]. On chip: sinks [K, R, 128]; mask [R, 128] of bits."""
 
     q: Any
     cache: tuple
@@ -292,7 +337,7 @@ class _Inputs(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """In HBM: out [B, K, R, h], lse [B, K, 128], and the cache again if it is written."""
+    """HBM: out [B, K, R, h], lse [B, K, 128], and the cache's arrays if the kernel writes them."""
 
     out: Any
     lse: Any
@@ -300,10 +345,10 @@ class _Outputs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """q, cache: of each buffer. products: of queries and keys, of this part and the next [2, K, R, P]. top, sum, acc:
-    the running maximum and sum [K, R, 128], lanes alike, and accumulator [K, R, h]. results: of `RESULTS` rows. counts:
-    units of each buffer. state: the stream's, and which of the two products is this part's. following: the next row
-    that is not empty. staged and what follows: of a `CellWriter`."""
+    """q, cache: the copies in each buffer. products [2, K, R, P]: queries times keys of this part and of the next one.
+    top, sum [K, R, 128]: the running maximum and sum, equal in all lanes. acc [K, R, h]: the accumulator. results: of
+    `RESULTS` rows. counts: units in each buffer. state: the stream's state, then the index of this part's products.
+    following: for each row, the next row that is not empty. The fields from `staged` on belong to a `CellWriter`."""
 
     q: Any
     cache: tuple

@@ -1,13 +1,15 @@
-"""Decode attention on NVIDIA GPUs from the products of queries, keys and values on: the sum of their shares, bias,
-norms of heads, rotary embedding, the write of the new cell and attention in one kernel (Triton lowering), whose
-programs' results are then merged.
+"""Decode attention on NVIDIA GPUs that starts from the projection of queries, keys and values (Triton lowering).
 
-XLA takes five to ten kernels for what precedes attention, each longer by its launch than by its work on a few rows.
+One kernel adds up the projection's partial sums, adds the bias, norms the heads, rotates them, writes the new cell and
+attends; a second one merges its programs' results. XLA takes five to ten kernels for the steps before attention, and
+for a few rows each of them takes longer to launch than to run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,61 +17,90 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from inferlib.attention_values import AttentionOptions, HeadTransforms, KvCache, QkvPartials
 from inferlib.pallas_kernels import decode_attention_gpu as over_cache
 from inferlib.pallas_kernels.shares_gpu import norm_factor, summed
 
-MOST_SHARES = 16  # of products, that each program of attention sums for itself
+MOST_SHARES = 16  # partial sums that each program of attention adds up for itself
 
 
 def qkv_attention(
-    qkv: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: jax.Array | QkvPartials,
+    cache: KvCache,
     lengths: jax.Array,
+    transforms: HeadTransforms,
+    options: AttentionOptions,
     *,
-    scale: float,
-    bias: jax.Array | None = None,
-    norms: tuple[jax.Array, jax.Array] | None = None,
-    rope: tuple[jax.Array, jax.Array] | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    ring: bool = False,
-    limit: int | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    dtype: jax.typing.DTypeLike | None = None,
-    squares: jax.Array | None = None,
-    inputs: int | None = None,
-    inputs_eps: float = 0.0,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """qkv [B, K, G + 2, h]: of each row's newest token, at position lengths[b] - 1, G queries, a key and a value for
-    each KV head -> out [B, K, G, h] and the cache with what is new.
+    """Attend from the projection of each row's newest token, at position lengths[b] - 1.
 
-    bias [K, G + 2, h] is added; queries and keys are then normed (RMS over a head, eps, times `norms`, the weights [h]
-    of queries and of keys, plus offset) and, of their first r numbers, the pairs (i, i + r / 2) rotated by rope: cos
-    and sin [B, r / 2] float32. Key and value are rounded to the dtype of k, v [N, K, S, h], written in place and
-    attended to. The rest is as in `decode_attention_gpu.decode_attention`.
-
-    With a dtype, qkv [P, B, K, G + 2, h] float32 are shares, whose sum over P is rounded to it; squares [B, n], inputs,
-    inputs_eps: of the norm that was multiplied, whose factor is to come, see `shares_gpu`.
+    qkv [B, K, G + 2, h]: for each KV head G queries, a key and a value; or their partial sums. `transforms` turn it
+    into queries, keys and values. Key and value are rounded to the dtype of the cache's k, v [N, K, S, h], written in
+    place and attended to. cache, lengths, options, interpret: as in `decode_attention_gpu.decode_attention`.
+    Returns out [B, K, G, h] and the cache's k and v with the new cells. Raises ValueError for other shapes.
     """
-    if qkv.ndim != (4 if dtype is None else 5):
-        raise ValueError(f"give a dtype with shares [P, B, K, G + 2, h], and none with their sum, not {qkv.shape}")
-    if squares is not None and (dtype is None or inputs is None):
-        raise ValueError("squares of a norm go with shares of its products: give a dtype and how many inputs a row has")
-    rows, kv_heads, slots_made, size = qkv.shape[-4:]
-    group = slots_made - 2
-    options = over_cache.dealt(k, v, rows, kv_heads, size, window=window, ring=ring, limit=limit)
-    splits, stored = options["splits"], dtype or qkv.dtype
-    if dtype is not None and (rows * kv_heads * splits > over_cache.FEW or qkv.shape[0] > MOST_SHARES):
-        norm = dict(inputs=inputs, eps=inputs_eps, dtype=dtype, interpret=interpret)
-        qkv = summed(qkv.reshape(*qkv.shape[:2], -1), squares, **norm).reshape(qkv.shape[1:])
-        squares = None
-    q_norm, k_norm = norms or (None, None)
-    cos, sin = rope or (None, None)
+    products, squares, stored = _products(qkv)
+    (rows, kv_heads, _, size), k = products.shape[-4:], cache.k
+    window, ring, limit = options.shared_window, cache.ring, cache.limit
+    split = over_cache.dealt(k, cache.values, rows, kv_heads, size, window=window, ring=ring, limit=limit)
+    inputs_norm = (None, 0.0)
+    if isinstance(qkv, QkvPartials):
+        inputs_norm = qkv.inputs, qkv.eps
+        if rows * kv_heads * split["splits"] > over_cache.FEW or products.shape[0] > MOST_SHARES:
+            norm: dict[str, Any] = dict(inputs=qkv.inputs, eps=qkv.eps, dtype=stored, interpret=interpret)
+            flat = products.reshape(*products.shape[:2], -1)
+            products, squares = summed(flat, squares, **norm).reshape(products.shape[1:]), None
+    kernel = partial(
+        _kernel,
+        norm=transforms.norms and (transforms.eps, transforms.offset),
+        inputs_norm=inputs_norm,
+        stored=stored,
+        scale=options.scale,
+        softcap=options.softcap,
+        **split,
+    )
+    q_norm, k_norm = transforms.norms or (None, None)
+    cos, sin = transforms.rope or (None, None)
+    operands = _Operands(
+        lengths, products, k, cache.values, squares, transforms.bias, q_norm, k_norm, cos, sin, options.sinks
+    )
+    parts, lses, k, v = _call(kernel, operands, split["splits"], stored, interpret)
+    out = parts[0] if split["splits"] == 1 else over_cache.merge(parts, lses, stored, interpret)[0]
+    return out, k, v
 
+
+def _products(qkv: jax.Array | QkvPartials) -> tuple[jax.Array, jax.Array | None, jax.typing.DTypeLike]:
+    """The projection or its partial sums, the squares of its norm, and the dtype of the projection."""
+    if not isinstance(qkv, QkvPartials):
+        if qkv.ndim != 4:
+            raise ValueError(f"a projection is [B, K, G + 2, h], and partial sums come as QkvPartials, not {qkv.shape}")
+        return qkv, None, qkv.dtype
+    if qkv.partials.ndim != 5:
+        raise ValueError(f"partial sums are [S, B, K, G + 2, h], not {qkv.partials.shape}")
+    if qkv.squares is not None and qkv.inputs is None:
+        raise ValueError("squares of a norm need the number of a row's inputs")
+    return qkv.partials, qkv.squares, qkv.dtype
+
+
+class _Operands(NamedTuple):
+    """lengths [B], products [(S,) B, K, G + 2, h], k and v [N, K, S, h], squares [B, n], bias [K, G + 2, h], q_norm and
+    k_norm [h], cos and sin [B, r / 2], sinks [K, G]."""
+
+    lengths: Any
+    products: Any
+    k: Any
+    v: Any
+    squares: Any
+    bias: Any
+    q_norm: Any
+    k_norm: Any
+    cos: Any
+    sin: Any
+    sinks: Any
+
+
+def _specs(x: _Operands) -> _Operands:
     def whole(x: jax.Array | None) -> pl.BlockSpec | None:
         return x if x is None else pl.BlockSpec(x.shape, lambda b, h, s: (0,) * x.ndim)
 
@@ -79,54 +110,52 @@ def qkv_attention(
     def of_head(x: jax.Array | None) -> pl.BlockSpec | None:
         return x if x is None else pl.BlockSpec((None, *x.shape[1:]), lambda b, h, s: (h,) + (0,) * (x.ndim - 1))
 
-    page = pl.BlockSpec((None, None, *k.shape[2:]), lambda b, h, s: (b, h, 0, 0))
-    made = pl.BlockSpec((None, None, slots_made, size), lambda b, h, s: (b, h, 0, 0))
-    if qkv.ndim == 5:
-        made = pl.BlockSpec((qkv.shape[0], None, None, slots_made, size), lambda b, h, s: (0, b, h, 0, 0))
-    out_shape = (rows, kv_heads, group, size)
-    parts, lses, k, v = pl.pallas_call(
-        partial(
-            _kernel,
-            norm=norms and (eps, offset),
-            inputs_norm=(inputs, inputs_eps),
-            stored=stored,
-            scale=scale,
-            softcap=softcap,
-            **options,
-        ),
+    page = pl.BlockSpec((None, None, *x.k.shape[2:]), lambda b, h, s: (b, h, 0, 0))
+    head = x.products.shape[-2:]
+    products = pl.BlockSpec((None, None, *head), lambda b, h, s: (b, h, 0, 0))
+    if x.products.ndim == 5:
+        products = pl.BlockSpec((x.products.shape[0], None, None, *head), lambda b, h, s: (0, b, h, 0, 0))
+    return _Operands(
+        whole(x.lengths),
+        products,
+        page,
+        page,
+        whole(x.squares),
+        of_head(x.bias),
+        whole(x.q_norm),
+        whole(x.k_norm),
+        of_row(x.cos),
+        of_row(x.sin),
+        of_head(x.sinks),
+    )
+
+
+def _call(
+    kernel: Callable[..., None], operands: _Operands, splits: int, stored: jax.typing.DTypeLike, interpret: bool
+) -> Sequence[jax.Array]:
+    rows, kv_heads, heads, size = operands.products.shape[-4:]
+    specs, shape = _specs(operands), (rows, kv_heads, heads - 2, size)
+    return pl.pallas_call(
+        kernel,
         grid=(rows, kv_heads, splits),
-        in_specs=[
-            whole(lengths),
-            made,
-            page,
-            page,
-            whole(squares),
-            of_head(bias),
-            whole(q_norm),
-            whole(k_norm),
-            of_row(cos),
-            of_row(sin),
-            of_head(sinks),
-        ],
+        in_specs=[*specs],
         out_specs=[
-            pl.BlockSpec((None, None, None, group, size), lambda b, h, s: (s, b, h, 0, 0)),
-            pl.BlockSpec((None, None, None, group), lambda b, h, s: (s, b, h, 0)),
-            page,
-            page,
+            pl.BlockSpec((None, None, None, *shape[2:]), lambda b, h, s: (s, b, h, 0, 0)),
+            pl.BlockSpec((None, None, None, shape[2]), lambda b, h, s: (s, b, h, 0)),
+            specs.k,
+            specs.v,
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((splits, *out_shape), stored if splits == 1 else jnp.float32),
-            jax.ShapeDtypeStruct((splits, *out_shape[:3]), jnp.float32),
-            jax.ShapeDtypeStruct(k.shape, k.dtype),
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            jax.ShapeDtypeStruct((splits, *shape), stored if splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct((splits, *shape[:3]), jnp.float32),
+            jax.ShapeDtypeStruct(operands.k.shape, operands.k.dtype),
+            jax.ShapeDtypeStruct(operands.v.shape, operands.v.dtype),
         ],
         input_output_aliases={2: 2, 3: 3},
         compiler_params=plgpu.CompilerParams(num_warps=over_cache.WARPS, num_stages=over_cache.STAGES),
         interpret=interpret,
         name="qkv_attention",
-    )(lengths, qkv, k, v, squares, bias, q_norm, k_norm, cos, sin, sinks)
-    out = parts[0] if splits == 1 else over_cache.merge(parts, lses, stored, interpret)[0]
-    return out, k, v
+    )(*operands)
 
 
 def _kernel(

@@ -24,7 +24,7 @@ FOLDERS = {
 # The import order, lowest first, as ARCHITECTURE.md names it. The longest prefix of a module's name decides.
 LEVELS = (
     ("configs", "sharding"),
-    ("nki_kernels", "pallas_kernels"),
+    ("attention_values", "nki_kernels", "pallas_kernels"),
     ("ops",),
     ("models",),
     (
@@ -47,8 +47,8 @@ KERNEL_LIBRARIES = {"einops", "jax", "jaxlib", "ml_dtypes", "nki", "numpy"}
 MOST_LINES, MOST_PARAMETERS = 60, 8
 RETIRED = frozenset({"boxes", "few", "found", "given", "held", "kept", "own", "placed", "plain"})
 # What is still to be mended: at most so many in a top-level folder. It only shrinks.
-LONG_FUNCTIONS = {"models": 1, "pallas_kernels": 11}
-MANY_PARAMETERS = {"inferlib": 1, "nki_kernels": 6, "pallas_kernels": 12}
+LONG_FUNCTIONS = {"models": 1, "pallas_kernels": 9}
+MANY_PARAMETERS = {"inferlib": 1, "nki_kernels": 6, "pallas_kernels": 8}
 RETIRED_NAMES = {"nki_kernels": 9}
 
 
@@ -110,7 +110,7 @@ def test_lowest_levels_stand_alone():
         ours = {name for name in imports(module) if name.split(".")[0] == "inferlib"}
         folder = ".".join(module.split(".")[:2])
         if level_of(module) <= KERNELS:
-            allowed = (folder,) if level_of(module) == 0 else (folder, "inferlib.sharding")
+            allowed = (folder,) if level_of(module) == 0 else (folder, "inferlib.attention_values", "inferlib.sharding")
             assert all(name.startswith(allowed) for name in ours), f"{module} imports {ours}"
 
 

@@ -5,34 +5,14 @@ Slots that a query does not see may hold anything, NaN included; they never chan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.attention_values import AttentionOptions
 from inferlib.ops.matmul import precision_of
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """How a layer's queries weigh what they see: softmax of softcap * tanh(scale * q . k / softcap).
-
-    window: a query sees the last `window` positions up to its own; an array: of each query or row. softcap None: logits
-    stay as they are. sinks [K, G]: a learned logit that joins the softmax's denominator.
-    """
-
-    scale: float
-    window: int | jax.Array | None = None
-    softcap: float | None = None
-    sinks: jax.Array | None = None
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """The options as the kernels' keyword arguments."""
-        return dict(scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks)
 
 
 def slot_positions(last: jax.Array, slots: int, ring: bool) -> jax.Array:

@@ -45,10 +45,7 @@ def _lacks(cache: KvCache, window, backend: str, q: Shaped | None, new: bool) ->
         return None
     from inferlib.pallas_kernels.decode_attention_tpu import unsupported
 
-    pages = None if cache.pages is None else cache.pages.shape[1]
-    v = None if cache.v is None else shape_of(cache.v)
-    k, scaled = shape_of(cache.k), cache.scaled
-    return unsupported(shape_of(q), k, v, window=window, pages=pages, scales=scaled, new=new)
+    return unsupported(shape_of(q), cache, window=window, new=new)
 
 
 def decode_attention(
@@ -100,7 +97,7 @@ def decode_attention(
 def _by_gpu_kernel(q, cache: KvCache, lengths, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
     from inferlib.pallas_kernels.decode_attention_gpu import decode_attention as kernel
 
-    return kernel(q, cache.k, cache.values, lengths, ring=cache.ring, limit=cache.limit, **options.named)
+    return kernel(q, cache, lengths, options)
 
 
 def _by_nki_kernel(q, cache: KvCache, lengths, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
@@ -116,12 +113,13 @@ def _by_tpu_kernel(
 ) -> tuple[jax.Array, jax.Array, KvCache]:
     from inferlib.pallas_kernels import decode_attention_tpu
 
-    named = dict(options.named, ring=cache.ring, layer=0 if cache.layer is None else cache.layer, pages=cache.pages)
-    named |= dict(k_scales=cache.k_scales, v_scales=cache.v_scales, mask=mask)
-    if new is not None:
-        named |= dict(new=new.cells, written=new.written)
-    kernel = partial(decode_attention_tpu.decode_attention, **named)
-    forms = dict(cpu=partial(kernel, interpret=True), default=kernel)
+    def run(q, k, v, lengths, *, interpret: bool):
+        of_call = replace(cache, k=k, v=v)
+        return decode_attention_tpu.decode_attention(
+            q, of_call, lengths, options, new=new, mask=mask, interpret=interpret
+        )
+
+    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
     out, lse, *arrays = lax.platform_dependent(q, cache.k, cache.v, lengths, **forms)
     return out, lse, cache.with_arrays(arrays) if arrays else cache
 

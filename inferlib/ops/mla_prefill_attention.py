@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inferlib.ops.attention import AttentionOptions
+from inferlib.attention_values import AttentionOptions, Expansion
 from inferlib.ops.cache_write import folded_rows, unfolded
 from inferlib.ops.choice import Choice
 from inferlib.ops.kv_cache import KvCache, LatentCache, Shaped, shape_of
@@ -18,26 +17,6 @@ from inferlib.ops.prefill_attention import prefill_attention
 
 # Implementations that read one layer of a stacked cache, and of stacked weights, where it lies.
 IN_PLACE = frozenset({"pallas_tpu"})
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Expansion:
-    """What expands a latent [R] to a key without positions and a value for each of H heads.
-
-    keys [H, n, R], values [H, R, v]; or [W, H, ...], stacks of which `layer` is read.
-    """
-
-    keys: jax.Array
-    values: jax.Array
-    layer: jax.Array | int | None = None
-
-    def of_layer(self) -> tuple[jax.Array, jax.Array]:
-        """[H, n, R] and [H, R, v]."""
-        if self.keys.ndim == 3:
-            return self.keys, self.values
-        at = partial(lax.dynamic_index_in_dim, index=self.layer, keepdims=False)
-        return at(self.keys), at(self.values)
 
 
 def choose(rank: int, rotary: int, backend: str, *, scaled: bool) -> Choice:

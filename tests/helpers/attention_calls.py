@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -30,6 +30,17 @@ def decode_attention(q, k, v, lengths, *, new=None, written=None, **named) -> tu
     cells = None if new is None else NewCells(new, written)
     out, lse, cache = decode.decode_attention(q, cache, lengths, options, new=cells, **named)
     return (out, lse) if new is None else (out, lse, *cache.arrays)
+
+
+def on_decode_kernel(kernel: Callable, **rest) -> Callable:
+    """A decode kernel's entry point that takes one keyword for each array and option."""
+
+    def run(q, k, v, lengths, *, new=None, written=None, **named):
+        cache, options = KvCache(k, v, **_take(named, _KV)), AttentionOptions(**_take(named, _OPTIONS))
+        named |= {} if new is None else {"new": NewCells(new, written)}
+        return kernel(q, cache, lengths, options, **named, **rest)
+
+    return run
 
 
 def prefill_attention(q, k, v, rows, positions, **named) -> tuple[jax.Array, jax.Array]:

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.attention_values import KvCache
 from inferlib.pallas_kernels import block_stream_tpu, decode_attention_gpu, decode_attention_tpu
-from tests.helpers.attention_calls import decode_attention
+from tests.helpers.attention_calls import decode_attention, on_decode_kernel
 from tests.helpers.decode_attention_cases import Case
 from tests.helpers.kernels import copies_of
 
 BACKENDS = {
     "xla": decode_attention,
-    "gpu": partial(decode_attention_gpu.decode_attention, interpret=True),
+    "gpu": on_decode_kernel(decode_attention_gpu.decode_attention, interpret=True),
     "tpu": partial(decode_attention, backend="pallas_tpu"),
 }
 CASES = {
@@ -144,7 +145,7 @@ def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
     case = (CASES | MORE_CASES | QUANTISED_CASES | WRITING_CASES)[name]
     case = dataclasses.replace(case, queries=case.queries or 1)
-    case.check(partial(decode_attention_tpu.decode_attention, interpret=params))
+    case.check(on_decode_kernel(decode_attention_tpu.decode_attention, interpret=params))
     assert "RACE" not in capsys.readouterr().out  # newer jax raises
 
 
@@ -164,7 +165,7 @@ def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reas
     q = jax.ShapeDtypeStruct((2, case.queries or 1, case.heads, case.group, case.size), case.dtype)
     k = jax.ShapeDtypeStruct((2, case.heads, case.slots, case.size), case.dtype)
     v = jax.ShapeDtypeStruct((*k.shape[:-1], values or case.size), case.dtype)
-    assert reason in decode_attention_tpu.unsupported(q, k, v)
+    assert reason in decode_attention_tpu.unsupported(q, KvCache(k, v))
     with pytest.raises(ValueError, match=reason):
         jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), q, k, v, jax.ShapeDtypeStruct((2,), jnp.int32))
 
@@ -172,8 +173,9 @@ def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reas
 def test_a_page_table_must_fit_scalar_memory():
     q = jax.ShapeDtypeStruct((300, 1, 1, 4, 128), jnp.bfloat16)
     k = jax.ShapeDtypeStruct((300 * 500, 1, 128, 128), jnp.bfloat16)
-    assert "300 x 500 pages needs 600000 bytes of scalar memory" in decode_attention_tpu.unsupported(q, k, pages=500)
-    assert decode_attention_tpu.unsupported(q, k, pages=300) is None
+    cache = lambda columns: KvCache(k, pages=jax.ShapeDtypeStruct((300, columns), jnp.int32))  # noqa: E731
+    assert "300 x 500 pages needs 600000 bytes of scalar memory" in decode_attention_tpu.unsupported(q, cache(500))
+    assert decode_attention_tpu.unsupported(q, cache(300)) is None
 
 
 def test_a_ring_needs_a_window():

@@ -12,9 +12,10 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from inferlib.pallas_kernels import decode_attention_gpu
 from inferlib.pallas_kernels.decode_attention_gpu import decode_attention
+from tests.helpers.attention_calls import on_decode_kernel
 from tests.helpers.decode_attention_cases import Case
 
-RUN = partial(decode_attention, interpret=True)
+RUN = on_decode_kernel(decode_attention, interpret=True)
 
 
 @pytest.mark.parametrize("group", [1, 3, 16, 20])
@@ -64,7 +65,7 @@ def test_bad_shapes_and_options_are_refused():
 def test_lowers_to_triton(size):
     inputs = Case((1, 2), size=size, slots=500, dtype=jnp.bfloat16, sinks=True).inputs(8)
     device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
-    run = jax.jit(partial(decode_attention, scale=1.0, softcap=5.0, window=300, ring=True))
+    run = jax.jit(partial(on_decode_kernel(decode_attention), scale=1.0, softcap=5.0, window=300, ring=True))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         text = run.trace(**inputs).lower(lowering_platforms=("cuda",)).as_text()
     assert "xla.gpu.triton" in text

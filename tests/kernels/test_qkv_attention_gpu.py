@@ -167,12 +167,12 @@ def test_a_sink_of_nothing():
 
 def test_bad_shapes_and_options_are_refused():
     (qkv, k, v, lengths), arrays = draw(SMALL((1, 2)))
-    with pytest.raises(ValueError, match="give a dtype with shares"):
+    with pytest.raises(ValueError, match="as QkvPartials"):
         qkv_attention(qkv[None], k, v, lengths, arrays, scale=1.0)
-    with pytest.raises(ValueError, match="give a dtype with shares"):
+    with pytest.raises(ValueError, match="partial sums are"):
         qkv_attention(qkv, k, v, lengths, arrays, scale=1.0, dtype=jnp.float32)
     squares = {"squares": jnp.ones((2, 1))}
-    with pytest.raises(ValueError, match="how many inputs a row has"):
+    with pytest.raises(ValueError, match="number of a row's inputs"):
         qkv_attention(qkv[None], k, v, lengths, squares, scale=1.0, dtype=jnp.float32)
     with pytest.raises(ValueError, match="window"):
         qkv_attention(qkv, k, v, lengths, arrays, scale=1.0, ring=True)

@@ -12,7 +12,7 @@ import pytest
 from inferlib.ops.attention import merge_attention
 from inferlib.pallas_kernels import decode_attention_gpu
 from inferlib.sharding.stripe import Stripe
-from tests.helpers.attention_calls import decode_attention, prefill_attention
+from tests.helpers.attention_calls import decode_attention, on_decode_kernel, prefill_attention
 
 KV, GROUP, SIZE, TOTAL = 2, 3, 16, 48
 SCALE = 0.3
@@ -65,7 +65,7 @@ def test_shares_merge_to_the_whole(count, window, ring):
     firsts = np.maximum(lengths - (window or TOTAL), 0)
     want, _ = decode_attention(q, *history, last + 1, window=window, **options)
     shares = [share_of(history, stripe, firsts, lengths, slots, ring=ring) for stripe in stripes]
-    for kernel in (decode_attention, partial(decode_attention_gpu.decode_attention, interpret=True)):
+    for kernel in (decode_attention, on_decode_kernel(decode_attention_gpu.decode_attention, interpret=True)):
         local = dict(window=stripes[0].window(last, window), ring=ring, limit=stripes[0].most(30))
         attend = jax.jit(partial(kernel, **options, **local))
         parts = [attend(q, *share, stripe.number(last) + 1) for share, stripe in zip(shares, stripes, strict=True)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -67,17 +66,16 @@ class DecodeAttention:
         return seen * self.heads * cell
 
     def function(self):
+        from inferlib.attention_values import AttentionOptions, KvCache, NewCells
         from inferlib.pallas_kernels.decode_attention_tpu import decode_attention
 
-        options = dict(window=self.window, ring=self.slots is not None, layer=0) | ({"v": None} if self.one else {})
-        if not self.writes:
-            return partial(decode_attention, scale=self.size**-0.5, **options)
+        def run(q, lengths, *, sinks=None, mask=None, new_k=None, new_v=None, **cache):
+            options = AttentionOptions(self.size**-0.5, self.window, sinks=sinks)
+            stored = KvCache(**cache, layer=0, ring=self.slots is not None)
+            new = NewCells([x for x in (new_k, new_v) if x is not None]) if self.writes else None
+            return decode_attention(q, stored, lengths, options, new=new, mask=mask)
 
-        def writing(new_k, new_v=None, **inputs):
-            new = [x for x in (new_k, new_v) if x is not None]
-            return decode_attention(**inputs, new=new, scale=self.size**-0.5, **options)
-
-        return writing
+        return run
 
     @property
     def one(self) -> bool:
