@@ -32,20 +32,23 @@ WEIGHT_BYTES = 4 << 20  # largest block of an expert's weights
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Experts:
-    """Stacks gate_up [L, E, 2, D, F] and down [L, E, 1, F, D], and of the layer in use float32 gate_up_bias [E, 2, F],
-    gate_up_scales [E, 2, F] and down_scales [E, D]. The scales belong to weights quantised by channel; a `Weight` has
-    its own."""
+    """The experts of layer `layer` of the stacks gate_up [L, E, 2, D, F] and down [L, E, 1, F, D].
+
+    gate_up_bias [E, 2, F], gate_up_scales [E, 2, F] and down_scales [E, D] are float32 and of this layer alone. The
+    scales belong to weights quantised by channel; a `Weight` has its own.
+    """
 
     gate_up: jax.Array | Weight
     down: jax.Array | Weight
     gate_up_scales: jax.Array | None = None
     down_scales: jax.Array | None = None
     gate_up_bias: jax.Array | None = None
+    layer: jax.Array | int = 0
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """columns: columns of gate and up, and rows of down, that are copied together. buffers: number of such blocks."""
+    """columns: columns of gate and up, and rows of down, that are copied together. buffers: number of them in VMEM."""
 
     columns: int
     buffers: int = 2
@@ -55,7 +58,8 @@ class Blocks:
             raise ValueError("copies run ahead of the computation: there are at least two buffers")
 
     def of(self, gate_up: Stored, down: Stored) -> tuple[ExpertBlocks, ExpertBlocks]:
-        """The blocks of gate_up [L, E, 2, D, F] and of down [L, E, 1, F, D]. A packed F that is padded is one piece."""
+        """The blocks of gate_up [L, E, 2, D, F] and of down [L, E, 1, F, D]. If F is packed and padded, it is one
+        piece."""
         (dim, hidden), (inputs, outer) = shape_of(gate_up)[-2:], shape_of(down)[-2:]
         depth = inputs if self.columns == hidden else self.columns
         return (
@@ -64,7 +68,7 @@ class Blocks:
         )
 
     def vmem_bytes(self, x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored) -> int:
-        """Bytes of VMEM for x [T, D], gate_up [L, E, 2, D, F] and down [L, E, 1, F, D]."""
+        """Bytes of VMEM that x [T, D], gate_up [L, E, 2, D, F] and down [L, E, 1, F, D] need."""
         (_, experts, _, dim, hidden), tokens = shape_of(gate_up), _rounded_up(x.shape[0], SUBLANES)
         wide, row = _rounded_up(self.columns, LANES), _rounded_up(dim, LANES)
         scales = 4 * experts * (4 * _rounded_up(hidden, LANES) + row) * 2
@@ -76,7 +80,7 @@ class Blocks:
 
 @tuned("expert_mlp", Blocks)
 def default_blocks(x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored) -> Blocks:
-    """For x [T, D], gate_up [L, E, 2, D, F], down [L, E, 1, F, D]: the largest pieces whose first copy is short."""
+    """The largest pieces whose first copy is short, for x [T, D], gate_up [L, E, 2, D, F] and down [L, E, 1, F, D]."""
     hidden, whole = shape_of(gate_up)[-1], 2 * matrix_bytes(gate_up) + matrix_bytes(down)
     tiles = hidden // LANES if hidden % LANES == 0 else 1
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0 and not _lacks(Blocks(hidden // n), gate_up, down)]
@@ -85,7 +89,7 @@ def default_blocks(x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored) -> Bl
 
 
 def unsupported(x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored, *, blocks: Blocks | None = None) -> str | None:
-    """Why the kernel cannot take x [T, D] through gate_up [L, E, 2, D, F] and down [L, E, 1, F, D], or None."""
+    """Why the kernel cannot send x [T, D] through gate_up [L, E, 2, D, F] and down [L, E, 1, F, D]; None if it can."""
     if reason := unfit(x.dtype, gate_up) or unfit(x.dtype, down):
         return reason
     if isinstance(gate_up, Weight) != isinstance(down, Weight):
@@ -110,46 +114,25 @@ def expert_mlp(
     factors: jax.Array,
     activation: Callable[[jax.Array, jax.Array], jax.Array],
     *,
-    layer: jax.Array | int = 0,
     scale_input: bool = False,
     read: float = 1.0,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """x [T, D] through a layer's experts -> [T, D] in x's dtype.
+    """Send x [T, D] through a layer's experts -> [T, D] in x's dtype.
 
-    Row t is the sum over experts e of factors[t, e] * (activation(x gate_e, x up_e) down_e), of those whose factor is
-    not 0, accumulated in float32; scale_input: factors multiply x instead. factors [T, E] float32; experts without any
-    factor are not read. read: expected share of experts that are, for the compiler's cost estimate. Raises ValueError
-    for what `unsupported` names.
+    Row t is the sum of factors[t, e] * (activation(x gate_e, x up_e) down_e) over the experts e whose factor is not 0,
+    accumulated in float32. scale_input: factors multiply x instead. factors [T, E] float32; experts without any factor
+    are not read. read: expected share of experts that are read, for the compiler's cost estimate. Raises ValueError
+    with the reason of `unsupported`.
     """
+    _check(x, weights, blocks)
     gate_up, down = weights.gate_up, weights.down
-    if reason := unsupported(x, gate_up, down, blocks=blocks):
-        raise ValueError(f"the TPU kernel does not run these experts: {reason}")
-    by_channel = not isinstance(gate_up, Weight) and gate_up.dtype != x.dtype
-    if len({by_channel, weights.gate_up_scales is not None, weights.down_scales is not None}) != 1:
-        raise ValueError("weights quantised by channel need scales, and others have none")
-    blocks, (_, experts, _, inner, hidden) = blocks or default_blocks(x, gate_up, down), shape_of(gate_up)
-    streams, (tokens, dim), chosen = blocks.of(gate_up, down), x.shape, jnp.any(factors != 0, axis=0)
-    x = jnp.pad(x, ((0, -tokens % SUBLANES), (0, inner - dim)))
-    factors = jnp.pad(factors.astype(jnp.float32), ((0, -tokens % SUBLANES), (0, 0)))
-    stored = [in_hbm(w, interpret) for w in (gate_up, down)]
-    small = {name: getattr(weights, name) for name in ("gate_up_scales", "down_scales", "gate_up_bias")}
-    inputs = {name: a for name, a in ({"x": x, "factors": factors} | small).items() if a is not None}
-    # A row of float32 can be read wherever it lies.
-    inputs = {n: a.reshape(-1, a.shape[-1]).astype(x.dtype if n == "x" else jnp.float32) for n, a in inputs.items()}
-    rows, count = x.shape[0], len(stored[0])
-    scratch = [
-        pltpu.VMEM((rows, dim), jnp.float32),
-        pltpu.SMEM((blocks.buffers, 2), jnp.int32),
-        pltpu.SMEM((2,), jnp.int32),
-        *[pltpu.SemaphoreType.DMA((count, blocks.buffers))] * 2,
-        pltpu.VMEM((rows, streams[1].depth), x.dtype),
-        *[ref for stream in streams for ref in stream.room],
-        *[ref for stream in streams for ref in stream.unpacked],
-    ]
-    if streams[0].ordered:
-        scratch.append(pltpu.VMEM(x.shape, x.dtype))
+    blocks = blocks or default_blocks(x, gate_up, down)
+    (tokens, dim), chosen = x.shape, jnp.any(factors != 0, axis=0)
+    inputs, stored = _operands(x, factors, weights, interpret)
+    x = inputs["x"]
+    rows, streams, count = x.shape[0], blocks.of(gate_up, down), len(stored[0])
     names = dict(names=tuple(inputs), weights=streams, stored=count)
     out = pl.pallas_call(
         functools.partial(_kernel, **names, activation=activation, scale_input=scale_input),
@@ -161,7 +144,7 @@ def expert_mlp(
                 *[pl.BlockSpec(memory_space=pl.ANY)] * 2 * count,
             ],
             out_specs=pl.BlockSpec((rows, dim), lambda *_: (0, 0)),
-            scratch_shapes=scratch,
+            scratch_shapes=_scratch(x, dim, streams, count, blocks.buffers),
         ),
         out_shape=jax.ShapeDtypeStruct((rows, dim), x.dtype),
         compiler_params=pltpu.CompilerParams(
@@ -169,26 +152,76 @@ def expert_mlp(
             disable_bounds_checks=True,
             vmem_limit_bytes=vmem_limit(blocks.vmem_bytes(x, gate_up, down)),
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=int(read * experts * 6 * rows * dim * hidden),
-            bytes_accessed=int(read * experts * (2 * matrix_bytes(gate_up) + matrix_bytes(down)))
-            + 2 * x.size * x.dtype.itemsize,
-            transcendentals=int(read * rows * experts * hidden),
-        ),
+        cost_estimate=_cost(x, dim, gate_up, down, read),
         interpret=interpret,
         name="expert_mlp",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), chosen.astype(jnp.int32), *inputs.values(), *stored[0], *stored[1])
+    )(_scalar(weights.layer), chosen.astype(jnp.int32), *inputs.values(), *stored[0], *stored[1])
     return out[:tokens]
 
 
+def _check(x: jax.Array, weights: Experts, blocks: Blocks | None) -> None:
+    """Raise ValueError for weights that the kernel cannot take."""
+    gate_up, down = weights.gate_up, weights.down
+    if reason := unsupported(x, gate_up, down, blocks=blocks):
+        raise ValueError(f"the TPU kernel does not run these experts: {reason}")
+    by_channel = not isinstance(gate_up, Weight) and gate_up.dtype != x.dtype
+    if len({by_channel, weights.gate_up_scales is not None, weights.down_scales is not None}) != 1:
+        raise ValueError("weights quantised by channel need scales, and others have none")
+
+
+def _operands(
+    x: jax.Array, factors: jax.Array, weights: Experts, interpret: bool | pltpu.InterpretParams
+) -> tuple[dict[str, jax.Array], list[list[jax.Array]]]:
+    """The inputs in VMEM by name, their rows padded to whole tiles, and the arrays of gate_up and of down in HBM."""
+    (tokens, dim), inner = x.shape, shape_of(weights.gate_up)[-2]
+    x = jnp.pad(x, ((0, -tokens % SUBLANES), (0, inner - dim)))
+    factors = jnp.pad(factors.astype(jnp.float32), ((0, -tokens % SUBLANES), (0, 0)))
+    stored = [in_hbm(w, interpret) for w in (weights.gate_up, weights.down)]
+    small = {name: getattr(weights, name) for name in ("gate_up_scales", "down_scales", "gate_up_bias")}
+    inputs = {name: a for name, a in ({"x": x, "factors": factors} | small).items() if a is not None}
+    # A row of float32 can be read wherever it lies.
+    inputs = {n: a.reshape(-1, a.shape[-1]).astype(x.dtype if n == "x" else jnp.float32) for n, a in inputs.items()}
+    return inputs, stored
+
+
+def _scratch(x: jax.Array, dim: int, streams: tuple[ExpertBlocks, ExpertBlocks], count: int, buffers: int) -> list:
+    """The kernel's scratch in the order of its docstring, for padded x, results of width `dim`, and `count` arrays of
+    each weight."""
+    scratch = [
+        pltpu.VMEM((x.shape[0], dim), jnp.float32),
+        pltpu.SMEM((buffers, 2), jnp.int32),
+        pltpu.SMEM((2,), jnp.int32),
+        *[pltpu.SemaphoreType.DMA((count, buffers))] * 2,
+        pltpu.VMEM((x.shape[0], streams[1].depth), x.dtype),
+        *[ref for stream in streams for ref in stream.room],
+        *[ref for stream in streams for ref in stream.unpacked],
+    ]
+    return [*scratch, pltpu.VMEM(x.shape, x.dtype)] if streams[0].ordered else scratch
+
+
+def _cost(x: jax.Array, dim: int, gate_up: Stored, down: Stored, read: float) -> pl.CostEstimate:
+    """The cost of the kernel where a share `read` of the experts is read."""
+    rows, (_, experts, _, _, hidden) = x.shape[0], shape_of(gate_up)
+    return pl.CostEstimate(
+        flops=int(read * experts * 6 * rows * dim * hidden),
+        bytes_accessed=int(read * experts * (2 * matrix_bytes(gate_up) + matrix_bytes(down)))
+        + 2 * x.size * x.dtype.itemsize,
+        transcendentals=int(read * rows * experts * hidden),
+    )
+
+
+def _scalar(layer: jax.Array | int) -> jax.Array:
+    return jnp.asarray(layer, jnp.int32).reshape(1)
+
+
 def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, scale_input):
-    """All tokens through all chosen experts.
+    """Send all tokens through all chosen experts.
 
     Scalars: layer [1], chosen [E]. Inputs by name: x [T, D], factors [T, E], gate_up_scales [E * 2, F], down_scales
     [E, D], gate_up_bias [E * 2, F]; then the `stored` arrays of gate_up [L, E, 2, D, F] and of down [L, E, 1, F, D] in
     HBM; out [T, D]. Scratch: the sum [T, D]; the expert (E: none) and the piece of its width in each buffer; the expert
-    and the piece to be copied next; semaphores; the activations [T, C] that down multiplies; buffers of blocks; one
-    block's unpacked scales; for MXFP4, x in the order of its bytes.
+    and the piece to copy next; semaphores; the activations [T, C] that down multiplies; buffers of blocks; the unpacked
+    scales of one block; for MXFP4, x in the order of the weight's bytes.
     """
     inputs, refs = dict(zip(names, refs, strict=False)), list(refs[len(names) :])
     hbm, (out_ref, sum_ref, in_buffer, state, *refs) = (refs[:stored], refs[stored : 2 * stored]), refs[2 * stored :]

@@ -30,14 +30,16 @@ MARGIN_BYTES = 8 << 20  # of VMEM, left to the compiler
 SPARE_BYTES = 8 << 20  # of VMEM, left to XLA beside rows and results
 WEIGHT_BYTES = 8 << 20  # largest block of weights: the larger it is, the fewer times x is read
 ROWS = 1024
-FAST_ROWS = 1536  # where memory is fast and products are tall: the more, the fewer groups go on in the next tile
-FEW = 32  # rows of products of small groups
-HIGH = 128  # and of others
-TALL = 288  # and at most of those with blocks of so many elements, as compilers take longer for higher ones
+FAST_ROWS = 1536  # where memory is fast and products are tall: with more rows, fewer groups go on in the next tile
+SMALL_HEIGHT = 32  # rows of a product of small groups
+HIGH = 128  # rows of a product of other groups
+TALL = 288  # most rows of a product with blocks of up to TALL_ELEMENTS: compilers take longer for higher ones
 TALL_ELEMENTS = 1 << 22
-TOGETHER = (1536, 1024)  # columns that are unpacked together where there is no room for a block
-LOW = 32  # and of their last ones, as the weight's way into the matrix unit takes as long
-NARROW = ("v4", "v5e", "v5p")  # generations whose unit is 128 wide; others need twice as many rows
+TOGETHER = (1536, 1024)  # columns that are unpacked together where a whole block has no room
+LOW = (
+    32  # rows of a group's last products: fewer save nothing, as loading the weight into the matrix unit takes as long
+)
+NARROW = ("v4", "v5e", "v5p")  # generations whose matrix unit is 128 wide; others need twice as many rows
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Blocks:
     rows: rows of x and of the result. columns: columns of a group's weight that are copied together. height: rows of a
     product; the last products of a group have `tail` rows, or `tail` doubled, once or more. rows, height and tail are
     multiples of 16. buffers: number of blocks of weights. once: a quantised block is unpacked in the first product of a
-    group, not in each. together: if so, this many columns of one matrix are unpacked and multiplied by all of the
-    group's rows in a tile before the next ones are; 0: all columns of the block.
+    group, not in each. together: if `once`, this many columns of one matrix are unpacked and multiplied by all of the
+    group's rows in a tile before the next columns are; 0: all columns of the block.
     """
 
     rows: int
@@ -80,7 +82,7 @@ class Blocks:
         )
 
     def vmem_bytes(self, x: jax.ShapeDtypeStruct, w: Stored) -> int:
-        """Bytes of VMEM for x [M, I] times weights [L, E, P, I, O]."""
+        """Bytes of VMEM that x [M, I] times weights [L, E, P, I, O] needs."""
         stream, (groups, parts) = self.of(w), shape_of(w)[1:3]
         wide, inner = _rounded_up(self.columns, LANES), _rounded_up(x.shape[1], LANES)
         rows = 2 * self.rows * (inner + parts * wide) * x.dtype.itemsize
@@ -92,25 +94,25 @@ class Blocks:
 
 @tuned("grouped_matmul", Blocks)
 def default_blocks(x: jax.ShapeDtypeStruct, w: Stored) -> Blocks:
-    """For x [M, I] and weights [L, E, P, I, O]: products as high as groups, and weights in as few pieces as fit."""
+    """Products as high as groups, and weights in as few pieces as fit, for x [M, I] and weights [L, E, P, I, O]."""
     rows, (groups, parts, inner, outer) = x.shape[0], shape_of(w)[1:]
     high, small_groups, quantised = _rounded_up(rows, SUBLANES), rows <= 16 * groups, isinstance(w, Weight)
-    lowest = FEW if small_groups else LOW // (1 + quantised) if generation() in NARROW else 2 * LOW
+    lowest = SMALL_HEIGHT if small_groups else LOW // (1 + quantised) if generation() in NARROW else 2 * LOW
     height = tail = min(high, lowest)
-    while 2 * height <= min(high, FEW if small_groups else HIGH):
+    while 2 * height <= min(high, SMALL_HEIGHT if small_groups else HIGH):
         height *= 2
     tiles = outer // LANES if outer % LANES == 0 else 1
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0]
     fit = [n for n in pieces if parts * matrix_bytes(w) <= n * by_vmem(WEIGHT_BYTES)]
     columns = outer // (fit or pieces[-1:])[0]
     # Others convert floats of 8 bits so slowly that scales of 128 inputs rather multiply sums.
-    once = quantised and (w.group == BLOCK or generation() in FLOAT4) and height > FEW
+    once = quantised and (w.group == BLOCK or generation() in FLOAT4) and height > SMALL_HEIGHT
     if once and generation() not in NARROW and height == HIGH and parts * inner * columns <= TALL_ELEMENTS:
         # Most groups are one product: of random sizes these, and rows before them.
         most = rows // groups + 1.5 * (rows / groups) ** 0.5 + SUBLANES // 2
         height = min(max(_rounded_up(math.ceil(most), 2 * SUBLANES), HIGH), TALL)
     rows = min(FAST_ROWS if height > HIGH and generation() in FLOAT4 else ROWS, max(high, height))
-    least = min(height, FEW)  # blocks that fit with so few rows fit with many
+    least = min(height, SMALL_HEIGHT)  # blocks that fit with so few rows fit with many
     choices = [Blocks(rows, columns, height, tail, 3, once), Blocks(rows, columns, height, tail, 2)]
     if once and generation() not in (*NARROW, *FLOAT4):  # which gain little by it, or compile it for long
         choices[1:1] = [replace(choices[0], buffers=2, together=n) for n in TOGETHER if n < columns]
@@ -149,47 +151,34 @@ def grouped_matmul(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """x [M, I], its rows sorted by group, times w [L, E, P, I, O] of a layer: the first sizes[0] rows with group 0's.
+    """x [M, I], its rows sorted by group, times a layer of w [L, E, P, I, O] -> [P, M, O] in x's dtype.
 
-    Returns [P, M, O] in x's dtype, accumulated in float32. sizes [E] int32 sum to at most M; rows beyond are in no
-    group, and hold anything in x and in the result. scales [E, P, O] float32: of the columns of this layer, if w is
-    quantised by channel. A `Weight` has its own, and may have more inputs than x, where they are padded. Only weights
-    of groups that have rows are read, once for every `blocks.columns`. Raises ValueError where `unsupported` says why.
+    sizes [E] int32 sum to at most M: the first sizes[0] rows belong to group 0, and so on. Rows beyond them are in no
+    group and hold anything, in x and in the result. Sums are float32. scales [E, P, O] float32: the scales of this
+    layer's columns, if w is quantised by channel. A `Weight` has its own, and may have more inputs than x if they are
+    padded. Only weights of groups that have rows are read, each once, `blocks.columns` columns at a time. Raises
+    ValueError with the reason of `unsupported`.
     """
-    if reason := unsupported(x, w, blocks=blocks):
-        raise ValueError(f"the TPU kernel does not run this grouped product: {reason}")
-    if (not isinstance(w, Weight) and w.dtype != x.dtype) != (scales is not None):
-        raise ValueError("weights quantised by channel need scales, and others have none")
+    _check(x, w, scales, blocks)
     blocks, (_, groups, parts, inner, outer) = blocks or default_blocks(x, w), shape_of(w)
     total, stream = x.shape[0], blocks.of(w)
     height = max(_rounded_up(total, SUBLANES), blocks.height)
     x = jnp.pad(x, ((0, height - total), (0, inner - x.shape[1])))
-    rows, count, stored = x.shape[0], outer // blocks.columns, in_hbm(w, interpret)
-    tile, itemsize = min(blocks.rows, rows), x.dtype.itemsize
+    rows, stored = x.shape[0], in_hbm(w, interpret)
+    tile = min(blocks.rows, rows)
     inputs, specs = [x], [pl.BlockSpec((tile, inner), lambda c, t, *_: (t, 0))]
     if scales is not None:
         inputs.append(scales.reshape(groups * parts, outer))
         specs.append(pl.BlockSpec((groups * parts, blocks.columns), lambda c, t, *_: (0, c)))
-    scratch = [
-        pltpu.SMEM((blocks.buffers, 2), jnp.int32),
-        pltpu.SMEM((5,), jnp.int32),
-        pltpu.SemaphoreType.DMA((len(stored), blocks.buffers)),
-        *stream.room,
-        *stream.unpacked,
-    ]
-    if stream.ordered:
-        scratch.append(pltpu.VMEM((blocks.height if stream.orders_late else tile, inner), x.dtype))
-    read = groups * (1 - (1 - 1 / groups) ** total)  # as if each row had any group
+    options = dict(heights=blocks.heights, weights=stream, stored=len(stored), scaled=scales is not None)
     out = pl.pallas_call(
-        functools.partial(
-            _kernel, heights=blocks.heights, weights=stream, stored=len(stored), scaled=scales is not None
-        ),
+        functools.partial(_kernel, **options),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(count, pl.cdiv(rows, tile)),
+            grid=(outer // blocks.columns, pl.cdiv(rows, tile)),
             in_specs=[*specs, *[pl.BlockSpec(memory_space=pl.ANY)] * len(stored)],
             out_specs=pl.BlockSpec((parts, tile, blocks.columns), lambda c, t, *_: (0, t, c)),
-            scratch_shapes=scratch,
+            scratch_shapes=_scratch(x, blocks, stream, len(stored)),
         ),
         out_shape=jax.ShapeDtypeStruct((parts, rows, outer), x.dtype),
         compiler_params=pltpu.CompilerParams(
@@ -197,24 +186,55 @@ def grouped_matmul(
             disable_bounds_checks=True,
             vmem_limit_bytes=vmem_limit(blocks.vmem_bytes(x, w)),
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * total * inner * parts * outer,
-            bytes_accessed=int(read * parts * matrix_bytes(w)) + total * (inner * count + parts * outer) * itemsize,
-            transcendentals=0,
-        ),
+        cost_estimate=_cost(total, x.dtype, w, blocks),
         interpret=interpret,
         name="grouped_matmul",
     )(jnp.asarray(layer, jnp.int32).reshape(1), sizes.astype(jnp.int32), *inputs, *stored)
     return out[:, :total]
 
 
+def _check(x: jax.Array, w: Stored, scales: jax.Array | None, blocks: Blocks | None) -> None:
+    """Raise ValueError for a product that the kernel cannot compute."""
+    if reason := unsupported(x, w, blocks=blocks):
+        raise ValueError(f"the TPU kernel does not run this grouped product: {reason}")
+    if (not isinstance(w, Weight) and w.dtype != x.dtype) != (scales is not None):
+        raise ValueError("weights quantised by channel need scales, and others have none")
+
+
+def _scratch(x: jax.Array, blocks: Blocks, stream: ExpertBlocks, count: int) -> list:
+    """The kernel's scratch in the order of its docstring, for padded x and a weight of `count` arrays."""
+    scratch = [
+        pltpu.SMEM((blocks.buffers, 2), jnp.int32),
+        pltpu.SMEM((5,), jnp.int32),
+        pltpu.SemaphoreType.DMA((count, blocks.buffers)),
+        *stream.room,
+        *stream.unpacked,
+    ]
+    if stream.ordered:
+        height = blocks.height if stream.orders_late else min(blocks.rows, x.shape[0])
+        scratch.append(pltpu.VMEM((height, x.shape[1]), x.dtype))
+    return scratch
+
+
+def _cost(rows: int, dtype: jax.typing.DTypeLike, w: Stored, blocks: Blocks) -> pl.CostEstimate:
+    """The cost of `rows` rows that choose their groups at random."""
+    groups, parts, inner, outer = shape_of(w)[1:]
+    read = groups * (1 - (1 - 1 / groups) ** rows)
+    moved = rows * (inner * (outer // blocks.columns) + parts * outer) * jnp.dtype(dtype).itemsize
+    return pl.CostEstimate(
+        flops=2 * rows * inner * parts * outer,
+        bytes_accessed=int(read * parts * matrix_bytes(w)) + moved,
+        transcendentals=0,
+    )
+
+
 def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled):
-    """One tile of rows, some columns. Grid: pieces of the columns, tiles.
+    """Multiply one tile of rows by one piece of the columns. Grid: pieces, tiles.
 
     Scalars: layer [1], sizes [E]. x [T, I]; scales [E * P, C]; the `stored` arrays of w [L, E, P, I, O] in HBM; out
-    [P, T, C]. Scratch: of each block of weights the group and the piece of its columns; the state: group and piece to
-    be copied next, the first group that has rows, the buffer to be read next and the row where its group starts;
-    semaphores; room for blocks, and for unpacked scales of one; x in the order of a weight's bytes, if that is another.
+    [P, T, C]. Scratch: the group and the piece in each buffer; the state: group and piece to copy next, the first group
+    that has rows, the buffer to read next and the row where its group starts; semaphores; buffers of blocks; the
+    unpacked scales of one block; x in the order of the weight's bytes, if that differs.
     """
     refs = list(refs)
     scales_ref = refs.pop(0) if scaled else None
@@ -261,7 +281,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
     # ---- computation
 
     def product(group, buf, first, stop, turn, at, height, *, unpacks=False):
-        """Of the tile's rows from `at` on, those from `first` to before `stop`."""
+        """Multiply `height` rows from `at` on; store the results of rows first <= row < stop."""
         parts, taken = turn
         at = pl.multiple_of(jnp.minimum(at, rows - height), SUBLANES)
         row = at + lax.broadcasted_iota(jnp.int32, (height, taken.stop - taken.start), 0)
@@ -277,7 +297,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
             out_ref[part, at, taken] = jnp.where(in_group, y, before).astype(out_ref.dtype)
 
     def multiply(group, buf, first, stop, begins):
-        """The rows of the tile from `first` to before `stop`. begins: with them the group does."""
+        """Multiply the tile's rows first <= row < stop. begins: the group's first row is among them."""
         for turn in weights.turns:
             multiply_turn(group, buf, first, stop, begins | (weights.together is not None), turn)
 
@@ -289,7 +309,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
 
         at, height, waits = first & -SUBLANES, heights[0], begins
         for high, lower in zip(heights, [*heights[1:], 0], strict=True):
-            rest = max(high - heights[-1], lower)  # what lower products can take
+            rest = max(high - heights[-1], lower)  # rows that lower products can take
             count, done = lax.div(jnp.maximum(stop - at - rest, 0) + high - 1, high), 0
             if weights.once and 2 * high > height:
                 now = waits & (count > 0)
@@ -301,7 +321,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
             at += count * high
 
     def take_group(carry):
-        """What the tile has of a group's rows. A group that goes on in the next tile keeps its buffer."""
+        """Multiply the group's rows in this tile. A group that goes on in the next tile keeps its buffer."""
         start, buf, _ = carry
         group = in_buffer[buf, 0]
         stop = start + sizes_ref[group]

@@ -64,7 +64,7 @@ def blocks(rows: int, parts: int, inputs: int, columns: int, bits: int, group: i
 @dataclass(frozen=True)
 class RmsNorm:
     """An RMS norm of the rows of x [T, K] before a product: x over the root of its mean square, times weight + offset.
-    weight [L, K]: for all layers of the product's stack."""
+    weight [L, K]: the norms of all layers of the product's stack."""
 
     weight: jax.Array
     eps: float = field(metadata={"static": True})
@@ -72,8 +72,7 @@ class RmsNorm:
 
 
 def unsupported(rows: int, dtype, weight: Weight, chosen: Blocks | None = None, *, normed: bool = False) -> str | None:
-    """Why the kernel cannot multiply x [rows, K], or its norm, by a weight (of arrays or their shapes), or None if it
-    can."""
+    """Why the kernel cannot multiply x [rows, K], or its norm, by a weight (of arrays or shapes); None if it can."""
     if dtype != jnp.bfloat16:
         return f"it takes activations of bfloat16, not {jnp.dtype(dtype)}"
     if reason := untaken(weight.operand):
@@ -113,41 +112,23 @@ def mx_matmul(
 ) -> jax.Array:
     """x [T, K] times layer `layer` of a weight [L, P, K, N] -> [P, T, N], accumulated in float32.
 
-    x may have fewer than K columns if K is padded. norm: applied to x, and rounded to its dtype. activation: combines
-    the float32 products with the two parts of a weight, P = 2, into one [1, T, N]. out_dtype: x's by default. Raises
-    ValueError for what `unsupported` names.
+    x may have fewer than K columns if K is padded. norm: x is normed first, and rounded to its dtype. activation:
+    combines the float32 products with the two matrices of a weight, P = 2, into one [1, T, N]. out_dtype: x's by
+    default. blocks_: the default is `blocks`. Raises ValueError with the reason of `unsupported`.
     """
     if reason := unsupported(x.shape[0], x.dtype, weight, blocks_, normed=norm is not None):
         raise ValueError(f"the TPU kernel does not run this product: {reason}")
-    inputs, (_, parts, _, columns) = weight.inputs, weight.values.shape
-    (total, width), out_dtype = x.shape, out_dtype or x.dtype
-    pad = ((0, -total % ROWS), (0, inputs - width))
-    operands = {"x": jnp.pad(x, pad)}
-    if norm is not None:
-        operands["norm"] = jnp.pad(norm.weight, ((0, 0), pad[1]))
-    rows = total + pad[0][1]
-    chosen = blocks_ or blocks(rows, parts, inputs, columns, weight.bits, weight.group)
-    tall, wide = min(chosen.rows, rows), chosen.columns
-    results = parts if activation is None else 1
-
-    def of_weight(array: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec((None, parts, array.shape[2], wide), lambda t, n, layer: (layer[0], 0, 0, n))
-
-    specs = [pl.BlockSpec((tall, inputs), lambda t, n, *_: (t, 0))]
-    if norm is not None:
-        norm_rows = min(norm.weight.shape[0], ROWS)
-        specs.append(pl.BlockSpec((norm_rows, inputs), lambda t, n, layer: (lax.div(layer[0], norm_rows), 0)))
-    arrays = {"values": weight.values, "scales": weight.scales, "tops": weight.tops}
-    arrays = {name: array for name, array in arrays.items() if array is not None}
-    if not interpret:  # or XLA would bring a small weight to VMEM whole
-        arrays = {name: pltpu.with_memory_space_constraint(array, pltpu.HBM) for name, array in arrays.items()}
-    normed = norm is not None or weight.ordered
-    scratch = [pltpu.VMEM((tall, inputs), x.dtype)] if normed else []
-    scratch += [pltpu.VMEM((parts, depth, wide), dtype) for depth, dtype in weight.unpacked]
+    (total, width), (_, parts, _, columns) = x.shape, weight.values.shape
+    operands, arrays = _operands(x, weight, norm, interpret)
+    rows = operands["x"].shape[0]
+    chosen = blocks_ or blocks(rows, parts, weight.inputs, columns, weight.bits, weight.group)
+    tile = Blocks(min(chosen.rows, rows), chosen.columns)
+    results = jax.ShapeDtypeStruct((parts if activation is None else 1, rows, columns), out_dtype or x.dtype)
+    rewrites = norm is not None or weight.ordered
     y = pl.pallas_call(
         functools.partial(
             _kernel,
-            names=(*operands, *arrays, "out", *["xs"] * normed),
+            names=(*operands, *arrays, "out", *["xs"] * rewrites),
             width=width,
             eps=norm and norm.eps,
             offset=norm and norm.offset,
@@ -156,36 +137,82 @@ def mx_matmul(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(pl.cdiv(rows, tall), pl.cdiv(columns, wide)),
-            in_specs=[*specs, *map(of_weight, arrays.values())],
-            out_specs=pl.BlockSpec((results, tall, wide), lambda t, n, *_: (0, t, n)),
-            scratch_shapes=scratch,
+            grid=(pl.cdiv(rows, tile.rows), pl.cdiv(columns, tile.columns)),
+            in_specs=_in_specs(operands, arrays, tile),
+            out_specs=pl.BlockSpec((results.shape[0], tile.rows, tile.columns), lambda t, n, *_: (0, t, n)),
+            scratch_shapes=[
+                *[pltpu.VMEM((tile.rows, weight.inputs), x.dtype)] * rewrites,
+                *(pltpu.VMEM((parts, depth, tile.columns), dtype) for depth, dtype in weight.unpacked),
+            ],
         ),
-        out_shape=jax.ShapeDtypeStruct((results, rows, columns), out_dtype),
+        out_shape=results,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_limit(max(_vmem_bytes(weight, chosen, norm is not None), 14 << 20)),
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * rows * inputs * parts * columns,
-            bytes_accessed=pl.cdiv(rows, tall) * parts * weight.nbytes
-            + rows * inputs * x.dtype.itemsize
-            + (0 if norm is None else norm_rows * inputs * norm.weight.dtype.itemsize)
-            + results * rows * columns * jnp.dtype(out_dtype).itemsize,
-            transcendentals=0 if activation is None else rows * columns,
-        ),
+        cost_estimate=_cost(operands, weight, results, tile, activated=activation is not None),
         interpret=interpret,
         name="mx_matmul",
     )(jnp.asarray(layer, jnp.int32).reshape(1), *operands.values(), *arrays.values())
     return y[:, :total] if total < rows else y
 
 
+def _operands(
+    x: jax.Array, weight: Weight, norm: RmsNorm | None, interpret: bool | pltpu.InterpretParams
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """By name: x and the norm's weight, padded to whole tiles and to the weight's inputs; the weight's arrays."""
+    pad = ((0, -x.shape[0] % ROWS), (0, weight.inputs - x.shape[1]))
+    operands = {"x": jnp.pad(x, pad)}
+    if norm is not None:
+        operands["norm"] = jnp.pad(norm.weight, ((0, 0), pad[1]))
+    arrays = {"values": weight.values, "scales": weight.scales, "tops": weight.tops}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    if not interpret:  # or XLA would bring a small weight to VMEM whole
+        arrays = {name: pltpu.with_memory_space_constraint(array, pltpu.HBM) for name, array in arrays.items()}
+    return operands, arrays
+
+
+def _norm_rows(norm: jax.Array) -> int:
+    """Rows of the norm's weight [L, K] that are copied, among them the layer's."""
+    return min(norm.shape[0], ROWS)
+
+
+def _in_specs(operands: dict[str, jax.Array], arrays: dict[str, jax.Array], tile: Blocks) -> list[pl.BlockSpec]:
+    """Blocks of the operands and of the weight's arrays [L, P, ., N], whose layer is a scalar."""
+
+    def of_weight(array: jax.Array) -> pl.BlockSpec:
+        shape = (None, *array.shape[1:3], tile.columns)
+        return pl.BlockSpec(shape, lambda t, n, layer: (layer[0], 0, 0, n))
+
+    inputs = operands["x"].shape[1]
+    specs = [pl.BlockSpec((tile.rows, inputs), lambda t, n, *_: (t, 0))]
+    if "norm" in operands:
+        rows = _norm_rows(operands["norm"])
+        specs.append(pl.BlockSpec((rows, inputs), lambda t, n, layer: (lax.div(layer[0], rows), 0)))
+    return [*specs, *map(of_weight, arrays.values())]
+
+
+def _cost(
+    operands: dict[str, jax.Array], weight: Weight, results: jax.ShapeDtypeStruct, tile: Blocks, *, activated: bool
+) -> pl.CostEstimate:
+    (rows, inputs), parts, columns = operands["x"].shape, weight.values.shape[1], results.shape[2]
+    norm = operands.get("norm")
+    return pl.CostEstimate(
+        flops=2 * rows * inputs * parts * columns,
+        bytes_accessed=pl.cdiv(rows, tile.rows) * parts * weight.nbytes
+        + rows * inputs * operands["x"].dtype.itemsize
+        + (0 if norm is None else _norm_rows(norm) * inputs * norm.dtype.itemsize)
+        + results.size * results.dtype.itemsize,
+        transcendentals=rows * columns if activated else 0,
+    )
+
+
 def _kernel(layer_ref, *refs, names, width, eps, offset, activation, weight):
-    """Some columns of the weight times some rows of x [T, K], of which `width` columns are x's.
+    """Multiply one tile of rows of x [T, K], whose columns from `width` on are padding, by some columns of the weight.
 
     norm [16, K] has the layer's weight among others; values [P, K, N], scales [P, K / g, N], tops [P, 1, N] and out
-    [P, T, N] hold those columns. Scratch: xs, what is multiplied, if not x itself: normed, or with its inputs in the
-    order of the words' bytes; and what scales are unpacked to.
+    [P, T, N] hold those columns. Scratch: xs, the left operand if it is not x itself but normed, or with its inputs in
+    the order of the words' bytes; and the unpacked scales.
     """
     room = refs[len(names) :]
     refs = dict(zip(names, refs, strict=False))

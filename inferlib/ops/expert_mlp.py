@@ -131,8 +131,8 @@ def _by_kernel(x: jax.Array, weights: ExpertWeights, factors: jax.Array, static:
             small[name] = w.scales[layer] if stacked else w.scales
 
     def kernel(x, gate_up, down, factors, layer, small, interpret=False):
-        experts = expert_mlp_tpu.Experts(gate_up, down, **small)
-        return expert_mlp_tpu.expert_mlp(x, experts, factors, layer=layer, interpret=interpret, **static)
+        experts = expert_mlp_tpu.Experts(gate_up, down, **small, layer=layer)
+        return expert_mlp_tpu.expert_mlp(x, experts, factors, interpret=interpret, **static)
 
     inputs = x, gate_up, down, factors, layer if stacked else jnp.int32(0), small
     return lax.platform_dependent(*inputs, cpu=partial(kernel, interpret=True), default=kernel)

@@ -128,8 +128,9 @@ def directly(x, weights: ExpertWeights, factors, *, activation, **options) -> ja
         small |= {"gate_up_scales": gate_up.scales[layer], "down_scales": down.scales[layer]}
         gate_up, down = gate_up.values, down.values
     gate_up, down = (w.of_experts(stacked=True) if isinstance(w, PackedTensor) else w for w in (gate_up, down))
-    experts = expert_mlp_tpu.Experts(gate_up, down if isinstance(down, Weight) else down[:, :, None], **small)
-    return expert_mlp_tpu.expert_mlp(x, experts, factors, activation, layer=layer, **options)
+    down = down if isinstance(down, Weight) else down[:, :, None]
+    experts = expert_mlp_tpu.Experts(gate_up, down, **small, layer=layer)
+    return expert_mlp_tpu.expert_mlp(x, experts, factors, activation, **options)
 
 
 def test_what_the_kernel_cannot_run_is_refused_with_the_reason():

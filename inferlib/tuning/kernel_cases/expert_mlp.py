@@ -55,7 +55,7 @@ class ExpertMlp:
             )
             gate_up, down = (Weight(**w) if len(w) > 1 else w["values"] for w in (gate_up, down))
             activation = lambda gate, up: jax.nn.silu(gate) * up  # noqa: E731
-            return expert_mlp(x, Experts(gate_up, down, **arrays), factors, activation, layer=1)
+            return expert_mlp(x, Experts(gate_up, down, **arrays, layer=1), factors, activation)
 
         return run
 
