@@ -46,7 +46,7 @@ def packed(name: str, w: np.ndarray, spoilt: tuple[int, ...] | None = None) -> t
     values = jax.jit(lambda *arrays: scheme.tensor(*arrays).dequantized((1,), jnp.float32))
     cached = arrays[0] if scheme is None else values(*arrays).reshape(whole.shape)
     spec = dataclasses.replace(spec, packed=True, float4=name == FLOAT4)
-    tensor = spec.packing.tensor(*jax.jit(spec.held)(*arrays))
+    tensor = spec.packing.tensor(*jax.jit(spec.packed_arrays)(*arrays))
     return tensor, np.moveaxis(np.asarray(cached, np.float64), 2, 1)
 
 
