@@ -1,15 +1,16 @@
-"""Prefill attention on TPUs: flash attention of chunks of queries over a paged cache that holds their prefix and
+"""Prefill attention on TPUs: flash attention of chunks over a paged cache that has their prefix and the chunks
 themselves (Dao 2023, "FlashAttention-2").
 
-Queries of a tile and a KV head visit blocks of keys one after another. Blocks that no query of the tile sees are never
-copied, those that all see are taken without a mask. The next logits are computed while a softmax is taken, also from
-one block to the next; copies run ahead of the computation, also from one tile to the next.
+The queries of a tile and a KV head visit blocks of keys one after another. The kernel never copies blocks that no query
+of the tile sees, and uses no mask for blocks that all of them see. It computes the next logits during a softmax,
+also from one block to the next. Copies run ahead of the computation, also from one tile to the next.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,25 +20,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.attention_values import AttentionOptions, KvCache, Shaped
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, div, folded, rem, wide
 from inferlib.pallas_kernels.generations_tpu import untaken
 from inferlib.pallas_kernels.tile_stream_tpu import STATE, SUBLANES, TileStream, scale_rows, visible
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
-# Finite, so that differences are; a maximum starts higher, so that what is masked weighs nothing even alone.
+# Finite, so that differences are finite. A maximum starts at LOWEST, so that masked logits weigh nothing even alone.
 MASKED, LOWEST = (-part * float(jnp.finfo(jnp.float32).max) for part in (0.7, 0.3))
 LOG2E = math.log2(math.e)
-BUFFERS = 4  # of blocks: one computes, one has a product left, of one logits are ahead, and one is being copied
-ROWS_BYTES, MOST_TILES = 512 << 10, 8  # most queries of a tile, all heads of a KV head; most times 128 tokens
-VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p unless told otherwise
+# Buffers of blocks: one is in the softmax, one awaits its last product, one has its logits computed, one is copied.
+BUFFERS = 4
+# A tile has at most so many bytes of queries, of all heads of a KV head, and so many times 128 tokens.
+ROWS_BYTES, MOST_TILES = 512 << 10, 8
+VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p by default
 SMEM_BYTES = 512 << 10  # of 1 MiB
 QUANTISED = (jnp.int8, jnp.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """queries: tokens of a tile; keys: positions of a block; rows: most queries times heads that share a product and a
-    softmax; edge: positions that are computed at once where some are masked."""
+    """queries: tokens of a tile. keys: positions of a block. rows: the most queries times heads that share a product
+    and a softmax. edge: positions that are computed at once in blocks with a mask."""
 
     queries: int
     keys: int
@@ -62,36 +66,28 @@ class Blocks:
 
 @tuned("prefill_attention", Blocks)
 def blocks(width: int, group: int, size: int, itemsize: int) -> Blocks:
-    """For chunks of `width` tokens and `group` heads of `size` that share a KV head."""
+    """Block sizes for chunks of `width` tokens and `group` heads of `size` that share a KV head."""
     most = min(max(ROWS_BYTES // (group * size * itemsize * LANES), 1), MOST_TILES) * LANES
     if width <= LANES:
         queries = width
-    else:  # alike, rather than full ones and a small rest
+    else:  # equal tiles, rather than full ones and a small rest
         tiles = pl.cdiv(width, most)
         queries = min(pl.cdiv(pl.cdiv(width, tiles), LANES), width // LANES) * LANES
     chosen = Blocks(queries, 512)
-    # Where there are few products, each waits for the one before: they had better be large.
+    # With few products each waits for the one before it, so they should be large.
     return chosen if group // chosen.stacked(group) > 2 else replace(chosen, edge=512)
 
 
-def unsupported(
-    q: jax.ShapeDtypeStruct,
-    k: jax.ShapeDtypeStruct,
-    *,
-    pages: int | None = None,
-    visits: int = 0,
-    scales: bool = False,
-    blocks: Blocks | None = None,
-) -> str | None:
-    """Why the kernel cannot run q [P, C, K, G, h] on a cache k [..., K, S, h], or None if it can.
+def unsupported(q: Shaped, cache: KvCache, *, visits: int = 0, blocks: Blocks | None = None) -> str | None:
+    """Why the kernel cannot run q [P, C, K, G, h] on a cache, or None if it can. The cache's arrays may be shapes.
 
-    pages: columns of the page table, None if rows are pages; visits: most blocks that are listed for a tile; scales: of
-    a quantised cache.
+    visits: the most blocks that are listed for a tile.
     """
+    k, scales = cache.k, cache.scaled
     dtype, slots, size = jnp.dtype(k.dtype), k.shape[-2], k.shape[-1]
     if q.dtype not in (jnp.bfloat16, jnp.float32) or (dtype not in QUANTISED if scales else dtype != q.dtype):
-        cache = "int8 or float8_e4m3fn" if scales else "their type"
-        return f"it takes queries of bfloat16 or float32 and a cache of {cache}, not {q.dtype} and {dtype}"
+        stored = "int8 or float8_e4m3fn" if scales else "their type"
+        return f"it takes queries of bfloat16 or float32 and a cache of {stored}, not {q.dtype} and {dtype}"
     if reason := untaken(dtype):
         return reason
     if size % LANES:
@@ -103,7 +99,7 @@ def unsupported(
         return f"chunks of {q.shape[1]} tokens do not divide into tiles of {tile}"
     blocks = blocks or _default(q)
     listed = q.shape[2] * pl.cdiv(q.shape[1], blocks.queries) * (visits + 1) if visits else 0
-    scalars = 4 * q.shape[0] * (2 * pl.cdiv(q.shape[1], blocks.part) + (pages or 0) + listed)
+    scalars = 4 * q.shape[0] * (2 * pl.cdiv(q.shape[1], blocks.part) + (cache.columns or 0) + listed)
     if scalars > SMEM_BYTES:
         return f"tables of {q.shape[0]} chunks need {scalars} bytes of scalar memory, not {SMEM_BYTES}"
     need = _vmem_bytes(q, dtype.itemsize, scale_rows(q.shape[2]) if scales else 0, blocks)
@@ -112,12 +108,12 @@ def unsupported(
     return None
 
 
-def _default(q: jax.ShapeDtypeStruct) -> Blocks:
+def _default(q: Shaped) -> Blocks:
     return blocks(q.shape[1], q.shape[3], q.shape[4], jnp.dtype(q.dtype).itemsize)
 
 
-def _vmem_bytes(q: jax.ShapeDtypeStruct, itemsize: int, scales: int, blocks: Blocks) -> int:
-    """itemsize: of the cache; scales: how many of a position are copied."""
+def _vmem_bytes(q: Shaped, itemsize: int, scales: int, blocks: Blocks) -> int:
+    """itemsize: of the cache. scales: how many scales of a position are copied."""
     *_, group, size = q.shape
     queries, position = blocks.queries * group, size * itemsize + 4 * (scales and -(-scales // SUBLANES) * SUBLANES)
     state = queries * (4 * size * jnp.dtype(q.dtype).itemsize + 4 * size + 8 * LANES) + 4 * blocks.queries * LANES
@@ -126,144 +122,178 @@ def _vmem_bytes(q: jax.ShapeDtypeStruct, itemsize: int, scales: int, blocks: Blo
 
 def prefill_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array | None,
+    cache: KvCache,
     rows: jax.Array,
     positions: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    ring: bool = False,
-    limit: int | None = None,
-    layer: jax.Array | int = 0,
-    pages: jax.Array | None = None,
     visits: jax.Array | None = None,
-    k_scales: jax.Array | None = None,
-    v_scales: jax.Array | None = None,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """q [P, C, K, G, h]: chunk p holds the ascending positions[p], [P, C] int32, of row rows[p]; negative ones see
-    nothing (out 0, lse -inf). All are written in the cache. Chunks of rows that are not there give 0.
+    """Attend with q [P, C, K, G, h]: chunk p holds the ascending positions[p], [P, C] int32, of row rows[p].
 
-    k, v: [N, K, S, h], or [L, N, K, S, h] of which `layer` is read; v None: keys are values too. Position p of row b
-    lives in page pages[b, p // S], slot p mod S; pages [B, M] int32; without, row b is page b. ring: the positions of a
-    row wrap around its pages; then there are at least as many slots as the window and a chunk's span. window: a query
-    sees only the last `window` positions up to its own. limit: no position reaches it. sinks [K, G]: a logit that joins
-    the softmax's denominator. visits [P, K, T, M] int32: of the positions that the queries of tile t see, only those in
-    these blocks count, block n being the positions from n * blocks.keys on; negative ones are none. k_scales, v_scales
-    [N, K, S] or [L, N, K, S] float32: of keys and values that are int8 or float8_e4m3fn. Blocks that no query of a tile
-    sees are not read.
+    The cache has all of these positions already. Negative positions see nothing (out 0, lse -inf); chunks of rows that
+    do not exist give 0. A ring has at least as many slots as the window and a chunk's span. visits [P, K, T, M] int32:
+    the queries of tile t see only positions of these blocks, where block n begins at position n * blocks.keys and
+    negative numbers are no block. The kernel does not read blocks that no query of a tile sees.
     Returns out [P, C, K, G, h] in q's dtype and the log of the softmax's denominator, lse [P, C, K, G] float32.
-    Raises ValueError where `unsupported` says why.
+    Raises ValueError with the reason of `unsupported`, for a ring without a window and for visits without blocks.
     """
-    chunks, width, heads, group, size = q.shape
-    columns, listed = None if pages is None else pages.shape[1], 0 if visits is None else visits.shape[-1]
-    scaled = k_scales is not None
-    if reason := unsupported(q, k, pages=columns, visits=listed, scales=scaled, blocks=blocks):
+    window = options.shared_window
+    if reason := unsupported(q, cache, visits=0 if visits is None else visits.shape[-1], blocks=blocks):
         raise ValueError(f"the TPU kernel does not run this prefill attention: {reason}")
-    if ring and window is None:
+    if cache.ring and window is None:
         raise ValueError("a ring cache forgets old positions: pass the layer's window")
     if visits is not None and blocks is None:
         raise ValueError("visits are numbers of blocks: pass `blocks`, which says of what size")
     blocks = blocks or _default(q)
-    cache = [x if k.ndim == 5 else x[None] for x in (k, v, k_scales, v_scales) if x is not None]
-    slots, tile, part, stacked = k.shape[-2], blocks.queries, blocks.part, blocks.stacked(group)
-    capacity = slots * (columns or 1)
-    if limit is not None and not ring:
-        capacity = min(capacity, limit)
-    tiles, parts = pl.cdiv(width, tile), tile // part
-    at = jnp.arange(tiles * parts) * part
+    arrays = [x if cache.k.ndim == 5 else x[None] for x in cache.arrays]
+    scalars = _scalars(cache, rows, positions, window, visits, blocks)
+    if not interpret:  # or XLA would bring a small cache to VMEM whole
+        arrays = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
+    inputs = _lay_out(q, positions, options.sinks, arrays)
+    kernel = _kernel_of(cache, options, 0 if visits is None else visits.shape[-1], blocks)
+    out, lse = _call(kernel, scalars, inputs, blocks, _cost(q.shape, cache, window, blocks, inputs), interpret)
+    return out.reshape(q.shape), jnp.moveaxis(lse, 3, 1)
+
+
+def _capacity(cache: KvCache) -> int:
+    """Positions that a row of the cache has room for."""
+    capacity = cache.k.shape[-2] * (cache.columns or 1)
+    return capacity if cache.limit is None or cache.ring else min(capacity, cache.limit)
+
+
+def _scalars(
+    cache: KvCache,
+    rows: jax.Array,
+    positions: jax.Array,
+    window: int | None,
+    visits: jax.Array | None,
+    blocks: Blocks,
+) -> _Scalars:
+    width, tile, part = positions.shape[1], blocks.queries, blocks.part
+    parts = tile // part
+    at = jnp.arange(pl.cdiv(width, tile) * parts) * part
     firsts, lasts = (positions[:, jnp.minimum(x, width - 1)].astype(jnp.int32) for x in (at, at + part - 1))
-    lasts = lasts if ring else jnp.minimum(lasts, capacity - 1)
-    there = rows < (cache[0].shape[1] if pages is None else pages.shape[0])
-    scalars = _Scalars(
-        jnp.where(there, rows, -1).astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1), firsts, lasts
-    )
-    if pages is not None:
-        scalars = scalars._replace(table=pages[jnp.where(there, rows, 0)].astype(jnp.int32))
+    lasts = lasts if cache.ring else jnp.minimum(lasts, _capacity(cache) - 1)
+    there = rows < (cache.k.shape[-4] if cache.pages is None else cache.pages.shape[0])
+    chosen = jnp.where(there, rows, -1).astype(jnp.int32)
+    scalars = _Scalars(chosen, jnp.asarray(cache.layer_or_first, jnp.int32).reshape(1), firsts, lasts)
+    if cache.pages is not None:
+        scalars = scalars._replace(table=cache.pages[jnp.where(there, rows, 0)].astype(jnp.int32))
     if visits is not None:
         lists = visible(visits, firsts[:, ::parts], lasts[:, parts - 1 :: parts], window, blocks.keys)
         scalars = scalars._replace(listed=tuple(lists))
-    if not interpret:  # or XLA would bring a small cache to VMEM whole
-        cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
-    flat = (chunks, width, heads * group * size)
-    tokens = pl.BlockSpec((None, tile, group * size), lambda p, k, t, _: (p, t, k))
+    return scalars
+
+
+def _lay_out(q: jax.Array, positions: jax.Array, sinks: jax.Array | None, arrays: Sequence[jax.Array]) -> _Inputs:
+    """The kernel's inputs, for the cache's arrays [L, N, K, S, ...]."""
     # Head by head, as products with weights leave them: in any other order XLA would copy them.
-    inputs = _Inputs(jnp.transpose(q, (2, 3, 0, 1, 4)), positions.astype(jnp.int32)[:, None], None, tuple(cache))
+    inputs = _Inputs(jnp.transpose(q, (2, 3, 0, 1, 4)), positions.astype(jnp.int32)[:, None], None, tuple(arrays))
+    if sinks is None:
+        return inputs
+    shape = (*q.shape[2:4], LANES)
+    return inputs._replace(sinks=jnp.broadcast_to(sinks.astype(jnp.float32)[:, :, None] * LOG2E, shape))
+
+
+def _kernel_of(cache: KvCache, options: AttentionOptions, most_listed: int, blocks: Blocks) -> Callable[..., None]:
+    slots, softcap = cache.k.shape[-2], options.softcap
+    return functools.partial(
+        _kernel,
+        arrays=1 if cache.v is None else 2,
+        scaled=cache.scaled,
+        most_listed=most_listed,
+        scale=options.scale * LOG2E,
+        window=options.shared_window,
+        softcap=softcap and softcap * LOG2E,
+        ring=cache.ring,
+        capacity=_capacity(cache),
+        unit=slots if cache.pages is not None and slots <= 2 * LANES else math.gcd(slots, LANES),
+        edge=blocks.edge,
+    )
+
+
+def _cost(
+    shape: tuple[int, ...], cache: KvCache, window: int | None, blocks: Blocks, inputs: _Inputs
+) -> pl.CostEstimate:
+    chunks, width, heads, group, size = shape
+    capacity = _capacity(cache)
+    seen = min(max(capacity - width // 2, 1), window or capacity)  # by a query; the most, of full chunks
+    pairs = chunks * width * heads * group * seen
+    position_bytes = sum(size * x.dtype.itemsize if x.ndim == 5 else 4 * scale_rows(heads) for x in inputs.cache)
+    copied = chunks * heads * pl.cdiv(width, blocks.queries) * seen * position_bytes
+    return pl.CostEstimate(
+        flops=4 * pairs * size,
+        bytes_accessed=2 * math.prod(shape) * inputs.q.dtype.itemsize + copied,
+        transcendentals=pairs,
+    )
+
+
+def _call(
+    kernel: Callable[..., None],
+    scalars: _Scalars,
+    inputs: _Inputs,
+    blocks: Blocks,
+    cost: pl.CostEstimate,
+    interpret: bool | pltpu.InterpretParams,
+) -> Sequence[jax.Array]:
+    heads, group, chunks, width, size = inputs.q.shape
+    tile = blocks.queries
     specs = _Inputs(
         pl.BlockSpec((None, group, None, tile, size), lambda p, k, t, _: (k, 0, p, t, 0)),
         pl.BlockSpec((None, 1, tile), lambda p, k, t, _: (p, 0, t)),
-        None,
-        (pl.BlockSpec(memory_space=pl.ANY),) * len(cache),
+        None if inputs.sinks is None else pl.BlockSpec((None, group, LANES), lambda p, k, t, _: (k, 0, 0)),
+        (pl.BlockSpec(memory_space=pl.ANY),) * len(inputs.cache),
     )
-    if sinks is not None:
-        wide = jnp.broadcast_to(sinks.astype(jnp.float32)[:, :, None] * LOG2E, (heads, group, LANES))
-        inputs = inputs._replace(sinks=wide)
-        specs = specs._replace(sinks=pl.BlockSpec((None, group, LANES), lambda p, k, t, _: (k, 0, 0)))
-    products, count = parts * (group // stacked), stacked * part
-    kernel = functools.partial(
-        _kernel,
-        arrays=1 if v is None else 2,
-        scaled=scaled,
-        most_listed=listed,
-        scale=scale * LOG2E,
-        window=window,
-        softcap=softcap and softcap * LOG2E,
-        ring=ring,
-        capacity=capacity,
-        unit=slots if pages is not None and slots <= 2 * LANES else math.gcd(slots, LANES),
-        edge=blocks.edge,
-    )
-    seen = min(max(capacity - width // 2, 1), window or capacity)  # by a query; the most, of full chunks
-    pairs = chunks * width * heads * group * seen
-    position_bytes = sum(size * x.dtype.itemsize if x.ndim == 5 else 4 * scale_rows(heads) for x in cache)
-    out, lse = pl.pallas_call(
+    return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(chunks, heads, tiles),
+            grid=(chunks, heads, pl.cdiv(width, tile)),
             in_specs=(specs,),
-            out_specs=[tokens, pl.BlockSpec((None, None, group, tile), lambda p, k, t, _: (p, k, 0, t))],
-            scratch_shapes=[
-                _Scratch(
-                    buffers=(
-                        *[pltpu.VMEM((BUFFERS, blocks.keys, size), x.dtype) for x in cache if x.ndim == 5],
-                        *[pltpu.VMEM((BUFFERS, scale_rows(heads), blocks.keys), x.dtype) for x in cache if x.ndim == 4],
-                    ),
-                    queries=pltpu.VMEM((parts, count, LANES), jnp.int32),
-                    ahead=pltpu.VMEM((count, blocks.keys), jnp.float32),
-                    weights=pltpu.VMEM((count, blocks.keys), q.dtype),
-                    decay=pltpu.VMEM((count, LANES), jnp.float32),
-                    top=pltpu.VMEM((products, count, LANES), jnp.float32),
-                    sum=pltpu.VMEM((products, count, LANES), jnp.float32),
-                    acc=pltpu.VMEM((products, count, size), jnp.float32),
-                    state=pltpu.SMEM((STATE,), jnp.int32),
-                    semaphores=pltpu.SemaphoreType.DMA((len(cache), BUFFERS)),
-                )
+            out_specs=[
+                pl.BlockSpec((None, tile, group * size), lambda p, k, t, _: (p, t, k)),
+                pl.BlockSpec((None, None, group, tile), lambda p, k, t, _: (p, k, 0, t)),
             ],
+            scratch_shapes=[_scratch(inputs, blocks)],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(flat, q.dtype),
+            jax.ShapeDtypeStruct((chunks, width, heads * group * size), inputs.q.dtype),
             jax.ShapeDtypeStruct((chunks, heads, group, width), jnp.float32),
         ],
         # Checks triple what it takes to start a copy; `TileStream` and `lasts` keep them in bounds.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3, disable_bounds_checks=True),
-        cost_estimate=pl.CostEstimate(
-            flops=4 * pairs * size,
-            bytes_accessed=2 * q.size * q.dtype.itemsize + chunks * heads * tiles * seen * position_bytes,
-            transcendentals=pairs,
-        ),
+        cost_estimate=cost,
         interpret=interpret,
         name="prefill_attention",
     )(scalars, inputs)
-    return out.reshape(q.shape), jnp.moveaxis(lse, 3, 1)
+
+
+def _scratch(inputs: _Inputs, blocks: Blocks) -> _Scratch:
+    (heads, group, _, _, size), cache, keys = inputs.q.shape, inputs.cache, blocks.keys
+    stacked, parts = blocks.stacked(group), blocks.queries // blocks.part
+    products, count = parts * (group // stacked), stacked * blocks.part
+    return _Scratch(
+        buffers=(
+            *[pltpu.VMEM((BUFFERS, keys, size), x.dtype) for x in cache if x.ndim == 5],
+            *[pltpu.VMEM((BUFFERS, scale_rows(heads), keys), x.dtype) for x in cache if x.ndim == 4],
+        ),
+        queries=pltpu.VMEM((parts, count, LANES), jnp.int32),
+        ahead=pltpu.VMEM((count, keys), jnp.float32),
+        weights=pltpu.VMEM((count, keys), inputs.q.dtype),
+        decay=pltpu.VMEM((count, LANES), jnp.float32),
+        top=pltpu.VMEM((products, count, LANES), jnp.float32),
+        sum=pltpu.VMEM((products, count, LANES), jnp.float32),
+        acc=pltpu.VMEM((products, count, size), jnp.float32),
+        state=pltpu.SMEM((STATE,), jnp.int32),
+        semaphores=pltpu.SemaphoreType.DMA((len(cache), BUFFERS)),
+    )
 
 
 class _Scalars(NamedTuple):
-    """In scalar memory, as in `TileStream`: rows, layer, positions of queries, the page table, lists of blocks."""
+    """Scalar memory, as in `TileStream`: rows, layer, positions of queries, the page table, lists of blocks."""
 
     rows: Any
     layer: Any
@@ -274,7 +304,7 @@ class _Scalars(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """q [G, tile, h], positions [1, tile], sinks [G, 128]; in HBM k, v [L, N, K, S, h] (or k alone), then scales
+    """q [G, tile, h], positions [1, tile], sinks [G, 128]. HBM: k, v [L, N, K, S, h] (or only k), then their scales
     [L, N, K, S]."""
 
     q: Any
@@ -284,11 +314,11 @@ class _Inputs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """buffers: copies of blocks, then of scales. queries: for each part of the tile, positions of a product's queries
-    [parts, rows, 128]. ahead: the logits that are ahead [rows, keys]. weights [rows, keys], decay [rows, 128]: what is
-    left of the block before. For each product, of some heads and a part, the running maximum and sum [n, rows, 128]
-    (the sum's lanes add up, the maximum's are alike) and accumulator [n, rows, h]. The stream's state and semaphores.
-    """
+    """buffers: copies of blocks, then of scales. queries [parts, rows, 128]: the positions of the queries in each part
+    of the tile. ahead [rows, keys]: the next logits. weights [rows, keys], decay [rows, 128]: of the block before,
+    whose product with values is still to come. top, sum [n, rows, 128], acc [n, rows, h]: the running maximum (equal in
+    all lanes), sum (spread over the lanes) and accumulator of each product, which has some heads of a part. state,
+    semaphores: those of the stream."""
 
     buffers: tuple
     queries: Any

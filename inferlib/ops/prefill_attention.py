@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -59,8 +59,7 @@ def _lacks(cache: KvCache, window, backend: str, q: Shaped | None) -> str | None
         return None
     from inferlib.pallas_kernels.prefill_attention_tpu import unsupported
 
-    pages = None if cache.pages is None else cache.pages.shape[1]
-    return unsupported(shape_of(q), shape_of(cache.k), pages=pages, scales=cache.scaled)
+    return unsupported(shape_of(q), cache)
 
 
 def prefill_attention(
@@ -101,13 +100,18 @@ def _by_tpu_kernel(
 ) -> tuple[jax.Array, jax.Array]:
     from inferlib.pallas_kernels import prefill_attention_tpu
 
-    named = dict(options.named, ring=cache.ring, limit=cache.limit, pages=cache.pages)
-    named |= dict(layer=0 if cache.layer is None else cache.layer, k_scales=cache.k_scales, v_scales=cache.v_scales)
+    visits = blocks = None
     if listed is not None:
+        visits = listed.numbers
         blocks = prefill_attention_tpu.Blocks(listed.queries, listed.keys, edge=math.gcd(listed.keys, 256))
-        named |= dict(visits=listed.numbers, blocks=blocks)
-    kernel = partial(prefill_attention_tpu.prefill_attention, **named)
-    forms = dict(cpu=partial(kernel, interpret=True), default=kernel)
+
+    def run(q, k, v, rows, positions, *, interpret: bool):
+        of_call = replace(cache, k=k, v=v)
+        return prefill_attention_tpu.prefill_attention(
+            q, of_call, rows, positions, options, visits=visits, blocks=blocks, interpret=interpret
+        )
+
+    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
     return lax.platform_dependent(q, cache.k, cache.v, rows, positions, **forms)
 
 

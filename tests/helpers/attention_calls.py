@@ -48,6 +48,16 @@ def prefill_attention(q, k, v, rows, positions, **named) -> tuple[jax.Array, jax
     return prefill.prefill_attention(q, cache, rows, positions, options, **named)
 
 
+def on_prefill_kernel(kernel: Callable) -> Callable:
+    """A prefill kernel's entry point that takes one keyword for each array and option."""
+
+    def run(q, k, v, rows, positions, **named):
+        cache, options = KvCache(k, v, **_take(named, _KV)), AttentionOptions(**_take(named, _OPTIONS))
+        return kernel(q, cache, rows, positions, options, **named)
+
+    return run
+
+
 def mla_decode_attention(q, rotary, latents, keys, lengths, *, new=None, **named) -> tuple[jax.Array, ...]:
     """out, lse and, with `new`, the cache's arrays."""
     cache, cells = LatentCache(latents, keys, **_take(named, _LATENT)), None if new is None else NewCells(new)

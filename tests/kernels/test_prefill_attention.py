@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.attention_values import KvCache
 from inferlib.ops.attention import merge_attention
 from inferlib.ops.prefill_attention import BlockList
 from inferlib.pallas_kernels import prefill_attention_tpu
-from tests.helpers.attention_calls import prefill_attention
+from tests.helpers.attention_calls import on_prefill_kernel, prefill_attention
 from tests.helpers.kernels import copies_of
 from tests.helpers.prefill_attention_cases import Case
 
@@ -110,7 +111,7 @@ def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reas
     case = Case((1, 2), **changes)
     q = jax.ShapeDtypeStruct((2, case.width, case.heads, case.group, case.size), case.dtype)
     k = jax.ShapeDtypeStruct((2, case.heads, case.slots, case.size), case.dtype)
-    assert re.search(reason, prefill_attention_tpu.unsupported(q, k))
+    assert re.search(reason, prefill_attention_tpu.unsupported(q, KvCache(k)))
     rows, positions = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2,), (2, case.width)))
     with pytest.raises(ValueError, match=reason):
         jax.eval_shape(partial(BACKENDS["tpu"], scale=1.0), q, k, k, rows, positions)
@@ -118,9 +119,11 @@ def test_what_the_tpu_kernel_cannot_run_is_refused_with_the_reason(changes, reas
 
 def test_a_page_table_must_fit_scalar_memory():
     q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((64, 16, 1, 4, 128), (200000, 1, 16, 128)))
-    assert "64 chunks need 768512 bytes of scalar memory" in prefill_attention_tpu.unsupported(q, k, pages=3000)
-    assert "64 chunks need 768768 bytes of scalar memory" in prefill_attention_tpu.unsupported(q, k, visits=3000)
-    assert prefill_attention_tpu.unsupported(q, k, pages=1000, visits=1000) is None
+    cache = lambda columns: KvCache(k, pages=jax.ShapeDtypeStruct((64, columns), jnp.int32))  # noqa: E731
+    unsupported = prefill_attention_tpu.unsupported
+    assert "64 chunks need 768512 bytes of scalar memory" in unsupported(q, cache(3000))
+    assert "64 chunks need 768768 bytes of scalar memory" in unsupported(q, KvCache(k), visits=3000)
+    assert unsupported(q, cache(1000), visits=1000) is None
 
 
 def test_a_ring_needs_a_window():
@@ -142,7 +145,7 @@ def test_sizes_of_blocks_are_checked(sizes):
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
-    real = prefill_attention_tpu.prefill_attention
+    real = on_prefill_kernel(prefill_attention_tpu.prefill_attention)
 
     def run(**inputs):
         if listed := inputs.pop("listed", None):

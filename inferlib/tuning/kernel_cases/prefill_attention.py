@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -70,10 +69,16 @@ class PrefillAttention(OneChunk):
         return 4 * self.size * self.heads * self.group * int(np.minimum(seen, self.window or seen).sum())
 
     def function(self):
+        from inferlib.attention_values import AttentionOptions, KvCache
         from inferlib.pallas_kernels.prefill_attention_tpu import prefill_attention
 
-        options = dict(scale=self.size**-0.5, window=self.window, ring=self.slots is not None)
-        return partial(prefill_attention, layer=0, **options | ({"v": None} if self.one else {}))
+        options = AttentionOptions(self.size**-0.5, self.window)
+
+        def run(q, rows, positions, **cache):
+            stored = KvCache(**cache, layer=0, ring=self.slots is not None)
+            return prefill_attention(q, stored, rows, positions, options)
+
+        return run
 
     @property
     def one(self) -> bool:
