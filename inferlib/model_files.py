@@ -123,7 +123,7 @@ class ModelFiles:
                 f"the programs are for {model.layout.slots or 'no'} expert slots, and the placement has "
                 f"{placement.slots if placement else 'none'}: give the expert placement that they were made for"
             )
-        options = dict(placement=placement, shards=shards, formats=formats, progress=progress)
+        options: dict[str, Any] = dict(placement=placement, shards=shards, formats=formats, progress=progress)
         if isinstance(self.source, LaidOutWeights):
             return self.source.load(model, **options)
         return load_weights(self.source, family_of(self.hf), model, **options)

@@ -373,7 +373,7 @@ class MoeSpec:
         """Whether a bias is added to the sum over devices."""
         return self.shared is not None and self.shared.bias
 
-    def read_share(self, tokens: int) -> float:
+    def read_share(self, tokens: float) -> float:
         """The expected fraction of experts that any of `tokens` tokens chose, if all are equally likely: a token passes
         over an expert with probability 1 - chosen / experts."""
         return 1.0 - (1.0 - self.router.chosen / self.router.experts) ** tokens

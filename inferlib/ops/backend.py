@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import jax
 from jax.sharding import Mesh
@@ -49,12 +49,14 @@ class Backend:
         if platform == "tpu":
             kernels = ["decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp", "matmul"]
             kernels += ["collective_matmul"] * (shards.splits_tokens and cores == 1)
-            return Backend(**dict.fromkeys(kernels, "pallas_tpu"), exchange="ragged", generation=generation)
+            fields: dict[str, Any] = {**dict.fromkeys(kernels, "pallas_tpu"), "generation": generation}
+            return Backend(exchange="ragged", **fields)
         if platform != "gpu":
             return Backend()
         all_reduce = "pallas" if _are_peers(shards) else "xla"
         kernels = "decode_attention", "qkv_attention", "grouped_matmul", "choose_experts", "matmul", "add_norm"
-        return Backend(**dict.fromkeys(kernels, "pallas_gpu"), all_reduce=all_reduce, exchange="ragged")
+        fields = dict.fromkeys(kernels, "pallas_gpu")
+        return Backend(all_reduce=all_reduce, exchange="ragged", **fields)
 
 
 def _are_peers(shards: Shards) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +73,9 @@ class RingWeight:
     def times(self, x: jax.Array) -> jax.Array:
         """The product with x by the kernel: a shard [padded / n, K] -> [tokens, *P, N], or with `scatters` [tokens, *K]
         -> a shard [padded / n, N]."""
-        options = dict(axis=self.axis, ring=self.ring, layer=self.layer, backend="pallas_tpu", interpret=self.interpret)
+        options: dict[str, Any] = dict(
+            axis=self.axis, ring=self.ring, layer=self.layer, backend="pallas_tpu", interpret=self.interpret
+        )
         if not self.scatters:
             return all_gather_matmul(x, self.values, **options)[: self.tokens]
         x = jnp.pad(x, [(0, self.padded - self.tokens), *[(0, 0)] * (x.ndim - 1)])
@@ -127,7 +130,8 @@ def matmul_reduce_scatter(
     from inferlib.pallas_kernels import collective_matmul_tpu as kernels
 
     w = w.reshape(w.shape[0], -1, w.shape[-1])
-    x, options = x.reshape(x.shape[0], -1), dict(axis=axis, ring=ring, layer=layer, interpret=_how(interpret))
+    x = x.reshape(x.shape[0], -1)
+    options: dict[str, Any] = dict(axis=axis, ring=ring, layer=layer, interpret=_how(interpret))
     return kernels.matmul_reduce_scatter(x, w, **options)
 
 

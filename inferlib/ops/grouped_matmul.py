@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +188,7 @@ def _by_gpu_kernel(
     singly = scales is not None and "ids" in groups and row_matmul_gpu.unsupported(x.dtype, values, group) is None
 
     def kernel(x, values, scales, rows, groups, interpret=False):
-        options = dict(parts=math.prod(parts), turns=turns, interpret=interpret)
+        options: dict[str, Any] = dict(parts=math.prod(parts), turns=turns, interpret=interpret)
         if singly:
             return row_matmul_gpu.row_matmul(x, values, scales, groups["ids"], dtype=x.dtype, **options)
         return grouped_matmul_gpu.grouped_matmul(x, values, scales, rows=rows, **groups, **options)

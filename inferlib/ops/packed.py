@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +117,7 @@ def by_kernel(
     layer = jnp.int32(0) if w.layer is None else w.layer
 
     def run(rows: jax.Array, stack: Weight, layer: jax.Array, norm: RmsNorm | None, *, interpret: bool = False):
-        options = dict(norm=norm, activation=activation, out_dtype=out_dtype, interpret=interpret)
+        options: dict[str, Any] = dict(norm=norm, activation=activation, out_dtype=out_dtype, interpret=interpret)
         return mx_matmul(rows, stack, layer=layer, **options)
 
     y = lax.platform_dependent(rows, w.stack, layer, norm, cpu=partial(run, interpret=True), default=run)

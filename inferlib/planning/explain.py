@@ -24,7 +24,7 @@ from inferlib.planning.collectives import Collective, Placement, Step
 from inferlib.planning.experts import expert_bytes
 from inferlib.planning.recorder import record
 from inferlib.programs.program import ProgramKey
-from inferlib.programs.row_state import RowState
+from inferlib.programs.row_state import STATE_AXES, RowState
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -75,7 +75,7 @@ def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: S
     """Explain a model under `config.shards`, whose mesh may be abstract, and a step of each of these programs."""
     place = partial(_place, config.shards)
     state = jax.eval_shape(partial(RowState.zeros, plan.rows, model.layout.vocab))
-    fields = zip(RowState._fields, RowState.AXES, state, strict=True)
+    fields = zip(RowState._fields, STATE_AXES, state, strict=True)
     return Explanation(
         config.shards,
         weights=_grouped(place(w.part, w.axes, w.shape, w.dtype) for w in model.specs),

@@ -88,7 +88,7 @@ class Deployment:
     def config(self, shards: Shards) -> EngineConfig:
         sizes, target = (self.max_batch, self.max_len, self.buckets), self.slice
         device = DeviceKind(target.platform, target.chip.cores, target.chip.name)
-        options = dict(kv_cache_dtype=self.kv_cache_dtype, backend=self.backend)
+        options: dict[str, Any] = dict(kv_cache_dtype=self.kv_cache_dtype, backend=self.backend)
         return EngineConfig.make(device, *sizes, shards, self.model, **options)
 
     def shards(self, devices: Sequence[jax.Device]) -> Shards:
@@ -100,7 +100,9 @@ class Deployment:
     def program_set(self, shards: Shards, layouts: Sequence[Layout] | None = None) -> ProgramSet:
         """Its programs for a mesh: that of `shards`, or of `planned_shards` if there are no devices."""
         config = self.config(shards)
-        options = dict(backend=config.backend, scan=config.scan, shards=shards, expert_slots=self.expert_slots)
+        options: dict[str, Any] = dict(
+            backend=config.backend, scan=config.scan, shards=shards, expert_slots=self.expert_slots
+        )
         model = abstract_model(self.model, self.dtype, quantization=self.quantization, **options)
         check_packed(model, config, on_devices=True)
         return ProgramSet.make(model, config, layouts)
@@ -179,6 +181,8 @@ def code_version() -> str:
     digest = hashlib.sha256()
     for name in _SOURCES:
         spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
         folder = Path(spec.origin).parent
         files = [f for f in folder.rglob("*") if f.suffix in (".py", ".json")]  # .json: blocks of kernels
         for file in sorted(files) if spec.submodule_search_locations else [Path(spec.origin)]:

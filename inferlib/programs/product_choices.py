@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,9 +88,9 @@ def _experts(
     is for, and of its router when decoding."""
     backend, shards, dtype = config.backend, config.shards, model.dtype
     rows = (config.rows + max(p * c for p, c in config.prefill_shapes())) * spec.router.chosen
-    local = {w.part.rpartition(".")[2]: w.local(shards) for w in weights}
-    layer = jax.ShapeDtypeStruct((), jnp.int32) if weights[0].axes[0] == axes.LAYERS else None
-    options = dict(backend=backend.grouped_matmul, stacked=layer is not None)
+    local: dict[str, Any] = {w.part.rpartition(".")[2]: w.local(shards) for w in weights}
+    layer: Any = jax.ShapeDtypeStruct((), jnp.int32) if weights[0].axes[0] == axes.LAYERS else None
+    options: dict[str, Any] = dict(backend=backend.grouped_matmul, stacked=layer is not None)
     products = [grouped_matmul.choose(rows, w, dtype, **options) for w in local.values()]
     both = ExpertWeights(local["gate_up"], local["down"], layer=layer)
     split = shards.size(axes.EMBED) > 1

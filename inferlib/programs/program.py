@@ -22,7 +22,7 @@ from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.blocks import sums_feed_norms
 from inferlib.models.decoder import Decoder
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
-from inferlib.programs.row_state import RowState
+from inferlib.programs.row_state import STATE_AXES, RowState
 from inferlib.sampling.sampler import Sampled, Vocabulary, count_tokens, is_stop, mark_prompt, sample, score, unpack
 from inferlib.sharding import axes
 
@@ -110,9 +110,9 @@ def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: Prog
     if config.shards.mesh is None:
         return function
     spec = config.shards.rules.spec
-    state = tree_specs(spec, RowState.AXES)
+    state = tree_specs(spec, STATE_AXES)
     fixed = (tuple(spec(w.axes) for w in model.specs), tuple(spec(array.axes) for array in plan.arrays), state)
-    chunk = (ChunkInput(*(spec((axes.ROWS, None)) for _ in ChunkInput._fields)),) if key.chunks else ()
+    chunk = (ChunkInput._make(spec((axes.ROWS, None)) for _ in ChunkInput._fields),) if key.chunks else ()
     output = _output_specs(spec, key, config.expert_load)
     if config.shards.several_processes:
         function, output = _gathered(function, output, config.shards.mesh), PartitionSpec()

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.programs.choices import Choices
 from inferlib.programs.program import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
-from inferlib.programs.row_state import RowState
+from inferlib.programs.row_state import STATE_AXES, RowState
 from inferlib.programs.start_functions import run
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import alone
@@ -147,10 +148,10 @@ class ProgramSet:
         """
         inputs = self.inputs(key)
         # Free layouts cannot be part of a ShapeDtypeStruct.
-        free = {"in_shardings": (self.formats, *[None] * (len(inputs) - 1))} if self._free else {}
+        free: dict[str, Any] = {"in_shardings": (self.formats, *[None] * (len(inputs) - 1))} if self._free else {}
         function = jax.jit(build(self.model, self.plan, self.config, key), donate_argnums=(1, 2), **free)
         with self._known_device():
-            return function.trace(*inputs).lower(lowering_platforms=platform and (platform,))
+            return function.trace(*inputs).lower(lowering_platforms=(platform,) if platform else None)
 
     def _known_device(self) -> AbstractContextManager:
         """Around a trace without a mesh, says what the device is: blocks of TPU kernels depend on it."""
@@ -190,14 +191,15 @@ class ProgramSet:
 
     def allocate_state(self) -> RowState:
         """The state of rows that are all free."""
-        place = RowState(*(self.config.shards.sharding(names) for names in RowState.AXES))
+        place = RowState._make(self.config.shards.sharding(names) for names in STATE_AXES)
         return run(RowState.zeros, (self.config.max_batch, self.model.layout.vocab), place=place)
 
     def inputs(self, key: ProgramKey) -> tuple:
         """Abstract arguments of a key's program."""
         config, shards = self.config, self.config.shards
 
-        def struct(shape: tuple[int, ...], dtype, names: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
+        def struct(shape: tuple[int, ...], dtype, names: tuple[str | None, ...]) -> Any:
+            """A ShapeDtypeStruct in an array's place."""
             return jax.ShapeDtypeStruct(shape, dtype, sharding=shards.sharding(names))
 
         weights = tuple(
@@ -206,7 +208,7 @@ class ProgramSet:
         )
         cache = tuple(struct(x.shape, x.dtype, x.axes) for x in self.plan.arrays)
         state = jax.eval_shape(partial(RowState.zeros, config.max_batch, self.model.layout.vocab))
-        state = RowState(*(struct(x.shape, x.dtype, n) for x, n in zip(state, RowState.AXES, strict=True)))
+        state = RowState(*(struct(x.shape, x.dtype, n) for x, n in zip(state, STATE_AXES, strict=True)))
         by_row = (axes.ROWS, None)
         control = struct((shards.replicas, config.rows + 1), jnp.int32, by_row)
         if not key.chunks:
@@ -246,7 +248,7 @@ def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[Pr
                 keys += [ProgramKey(mode, rows, limit, steps) for steps in {1, config.decode_steps}]
             for chunks, chunk in config.prefill_shapes():
                 keys += [ProgramKey(mode, rows, limit, chunks=chunks, chunk=chunk) for rows in (0, config.rows)]
-            detail = {"greedy": "logits", "logprobs": "logprobs"}.get(mode)
-            if detail:
+            details: dict[Mode, Literal["logits", "logprobs"]] = {"greedy": "logits", "logprobs": "logprobs"}
+            if detail := details.get(mode):
                 keys += [ProgramKey(mode, 0, limit, chunks=1, chunk=chunk, detail=detail) for chunk in buckets.prefill]
     return keys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -58,5 +58,5 @@ class RowState(NamedTuple):
 
 
 _ROW = (axes.ROWS,)
-# Logical axes of every field.
-RowState.AXES = RowState(_ROW, _ROW, _ROW, _ROW, _ROW, (axes.ROWS, None), (axes.ROWS, None), (axes.ROWS, axes.VOCAB))
+# A `RowState` of the logical axes of every field.
+STATE_AXES: Any = RowState._make([_ROW] * 5 + [(axes.ROWS, None), (axes.ROWS, None), (axes.ROWS, axes.VOCAB)])

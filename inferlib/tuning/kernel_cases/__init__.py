@@ -33,19 +33,24 @@ class Case(Protocol):
     @property
     def floor_bytes(self) -> int:
         """Bytes that the kernel must read and write."""
+        ...
 
     @property
     def floor_flops(self) -> int:
         """Operations in bfloat16 that it must do, 0 if memory bounds it anyway."""
+        ...
 
     def function(self) -> Callable:
         """The function of the arguments, by name."""
+        ...
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes, as the TPU takes them that is traced for."""
+        ...
 
     def scalars(self) -> dict[int, np.ndarray]:
         """The kernel's operands in scalar memory, by index."""
+        ...
 
 
 CASES: Mapping[str, Mapping[str, Case]] = {

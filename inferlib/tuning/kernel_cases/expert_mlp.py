@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class ExpertMlp:
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of the arguments."""
         experts, dim, hidden = self.experts, self.dim, self.hidden
-        arrays = {
+        arrays: dict[str, tuple[tuple[int, ...], str]] = {
             "x": ((self.tokens, dim), "bfloat16"),
             "factors": ((self.tokens, experts), "float32"),
         }
@@ -81,8 +82,8 @@ class ExpertMlp:
 
 
 _NAMES = ("values", "scales", "tops")
-GPT_OSS = {"dim": 2880, "hidden": 2880, "experts": 32, "chosen": 4, "bias": True}
-MIXTRAL = {"dim": 4096, "hidden": 3584, "experts": 8, "chosen": 2}
+GPT_OSS: dict[str, Any] = {"dim": 2880, "hidden": 2880, "experts": 32, "chosen": 4, "bias": True}
+MIXTRAL: dict[str, Any] = {"dim": 4096, "hidden": 3584, "experts": 8, "chosen": 2}
 CASES = {
     "Qwen3-30B-A3B, 1 token": ExpertMlp(1),
     "Qwen3-30B-A3B, 32 tokens": ExpertMlp(32),

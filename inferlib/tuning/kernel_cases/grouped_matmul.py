@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -71,7 +72,7 @@ class GroupedMatmul:
         return {0: np.ones(1, int), 1: self.sizes}
 
 
-DOWN = {"parts": 1, "inner": 768, "outer": 2048}
+DOWN: dict[str, Any] = {"parts": 1, "inner": 768, "outer": 2048}
 GPT_OSS = {"inner": 2880, "outer": 2880, "experts": 32, "chosen": 4}
 CASES = {
     "gate and up, 1 token": GroupedMatmul(1),

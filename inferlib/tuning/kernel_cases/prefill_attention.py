@@ -12,6 +12,10 @@ POSITIONS = 8192  # tokens of a chunk and of what precedes it
 class OneChunk:
     """A chunk of `width` tokens behind `start` cached ones. page: positions of a page; None: the row is a page."""
 
+    width: int
+    start: int
+    page: int | None
+
     @property
     def pages(self) -> np.ndarray | None:
         """A page table in random order."""
