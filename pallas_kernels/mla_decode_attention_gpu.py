@@ -1,13 +1,13 @@
 """Decode attention over latents (MLA) on NVIDIA GPUs: each latent is read once, as a key and as a value.
 
-A program owns one share of a row's positions and a tile of its heads; where rows have more than one share, a second
-small kernel merges them by log-sum-exp. The new token's latent and rotary key never come from the cache: programs have
-them in registers, and one stores them.
+A program computes one share of a row's positions for a tile of its heads; if rows have more than one share, a second
+small kernel merges the shares by log-sum-exp. The new token's latent and rotary key never come from the cache: all
+programs have them in registers, and one stores them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,9 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from inferlib.attention_values import LatentCache, NewCells, Shaped
 from inferlib.pallas_kernels.decode_attention_gpu import LONG_SHARE, merge, share_of
 
-PROGRAMS = 2 * 132  # as many as stay resident at once with these tiles, on the 132 SMs of an H100 or H200
+PROGRAMS = 2 * 132  # how many stay resident at once with these tiles, on the 132 SMs of an H100 or H200
 MOST_SHARES = 128  # of a row
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -41,16 +42,16 @@ class Blocks:
 
 
 def blocks(dtype: jax.typing.DTypeLike) -> Blocks:
-    """Tiles of as many bytes whatever the dtype."""
+    """Tile sizes, of equal bytes for all dtypes."""
     return Blocks(positions=16) if jnp.dtype(dtype).itemsize == 4 else Blocks()
 
 
 def fits(rank: int, rotary: int) -> bool:
-    """Whether latents and rotary keys of these sizes are tiles that the kernel keeps in registers."""
+    """True if latents and rotary keys of these sizes are tiles that the kernel keeps in registers."""
     return all(16 <= n <= 512 and n & (n - 1) == 0 for n in (rank, rotary))
 
 
-def unsupported(q: jax.ShapeDtypeStruct, latents: jax.ShapeDtypeStruct, keys: jax.ShapeDtypeStruct) -> str | None:
+def unsupported(q: Shaped, latents: Shaped, keys: Shaped) -> str | None:
     """Why the kernel cannot run q [B, H, R] on latents [N, 1, S, R] and rotary keys [N, 1, S, r], or None if it can."""
     rank, rotary = latents.shape[-1], keys.shape[-1]
     if latents.dtype.name not in DTYPES or q.dtype != latents.dtype or keys.dtype != latents.dtype:
@@ -67,26 +68,25 @@ def unsupported(q: jax.ShapeDtypeStruct, latents: jax.ShapeDtypeStruct, keys: ja
 def mla_decode_attention(
     q: jax.Array,
     rotary: jax.Array,
-    latents: jax.Array,
-    keys: jax.Array,
+    cache: LatentCache,
     lengths: jax.Array,
-    new: Sequence[jax.Array] | None = None,
-    *,
     scale: float,
-    limit: int | None = None,
+    *,
+    new: NewCells | None = None,
     chosen: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
-    """q [B, H, R] and rotary [B, H, r]: row b's query, at position lengths[b] - 1: H heads taken to the latents' R
-    dimensions, and their rotary part. Its cache is page b of latents [N, 1, S, R] and rotary keys [N, 1, S, r], N >= B.
+    """Attend with q [B, H, R] and its rotary part [B, H, r]: row b's query stands at position lengths[b] - 1.
 
-    lengths [B] int32 counts positions, at most S; 0 marks an inactive row (out 0, lse -inf). limit (static): no length
-    exceeds it. new: latents [B, 1, R] and rotary keys [B, 1, r] of the queries' positions, of any float type, which are
-    written to the cache where it lies; without, they are there already. Slots that hold no position are not read.
-    interpret: run on any device.
+    H heads are in the latents' R dimensions. Row b's cache is page b of latents [N, 1, S, R] and rotary keys [N, 1, S,
+    r], N >= B. lengths [B] int32 counts positions, at most S and `cache.limit`; 0 marks an inactive row (out 0, lse
+    -inf). scale multiplies the logits. new: latents [B, 1, R] and rotary keys [B, 1, r] of the queries' positions,
+    which the kernel writes in place, in all active rows; without, the cache has them already. The kernel does not read
+    slots that hold no position. interpret: run on any device.
     Returns out [B, H, R] in q's dtype and the log of the softmax's denominator, lse [B, H] float32; with `new` also the
-    cache, latents and rotary keys. Raises ValueError where `unsupported` says why.
+    cache's latents and rotary keys. Raises ValueError with the reason of `unsupported`, and for shapes that differ.
     """
+    latents, keys, limit = cache.latents, cache.keys, cache.limit
     if reason := unsupported(q, latents, keys):
         raise ValueError(f"the GPU kernel does not run this latent attention: {reason}")
     (rows, heads, rank), slots = q.shape, latents.shape[2]
@@ -95,6 +95,22 @@ def mla_decode_attention(
     chosen = chosen or blocks(q.dtype)
     tiles = pl.cdiv(heads, chosen.heads)
     splits = _splits(rows * tiles, slots if limit is None else min(limit, slots), chosen.positions)
+    cells = None
+    if new is not None:
+        cells = [x.astype(old.dtype) for x, old in zip(new.cells, (latents, keys), strict=True)]
+    kernel = partial(_kernel, scale=scale, chosen=chosen, splits=splits, programs=PROGRAMS / tiles)
+    operands = lengths, q, rotary, latents, keys, cells
+    out, lse, *written = _call(kernel, operands, (tiles, splits, rows), chosen, interpret)
+    out, lse = (out[0], lse[0]) if splits == 1 else merge(out, lse, q.dtype, interpret)
+    return out, lse, *written
+
+
+def _call(
+    kernel: Callable[..., None], operands: tuple, grid: tuple[int, int, int], chosen: Blocks, interpret: bool
+) -> Sequence[jax.Array]:
+    """operands: lengths, q, rotary, latents, keys and new cells or None. grid: tiles of heads, shares, rows."""
+    lengths, q, rotary, latents, keys, new = operands
+    _, splits, rows = grid
 
     def of_row(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((None, *x.shape[1:]), lambda t, s, b: (b, *(0,) * (x.ndim - 1)))
@@ -102,17 +118,16 @@ def mla_decode_attention(
     def of_share(x: jax.ShapeDtypeStruct) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *x.shape[2:]), lambda t, s, b: (s, b, *(0,) * (x.ndim - 2)))
 
-    new = None if new is None else [x.astype(old.dtype) for x, old in zip(new, (latents, keys), strict=True)]
     written = [] if new is None else [latents, keys]
-    made = [
+    shapes = [
         jax.ShapeDtypeStruct((splits, *q.shape), q.dtype if splits == 1 else jnp.float32),
-        jax.ShapeDtypeStruct((splits, rows, heads), jnp.float32),
+        jax.ShapeDtypeStruct((splits, *q.shape[:2]), jnp.float32),
     ]
     cells = [of_row(latents), of_row(keys)]
-    out, lse, *cache = pl.pallas_call(
-        partial(_kernel, scale=scale, chosen=chosen, splits=splits, programs=PROGRAMS / tiles),
+    return pl.pallas_call(
+        kernel,
         # Programs of the same positions are neighbours: the first of them reads for all.
-        grid=(tiles, splits, rows),
+        grid=grid,
         in_specs=[
             pl.BlockSpec((rows,), lambda t, s, b: (0,)),
             of_row(q),
@@ -120,20 +135,21 @@ def mla_decode_attention(
             *cells,
             None if new is None else [of_row(x) for x in new],
         ],
-        out_specs=[of_share(x) for x in made] + (cells if written else []),
-        out_shape=made + [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written],
+        out_specs=[of_share(x) for x in shapes] + (cells if written else []),
+        out_shape=shapes + [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written],
         input_output_aliases={3: 2, 4: 3} if written else {},
         compiler_params=plgpu.CompilerParams(num_warps=chosen.warps, num_stages=chosen.stages),
         interpret=interpret,
         name="mla_decode_attention",
     )(lengths, q, rotary, latents, keys, new)
-    out, lse = (out[0], lse[0]) if splits == 1 else merge(out, lse, q.dtype, interpret)
-    return out, lse, *cache
 
 
 def _splits(programs: int, longest: int, positions: int) -> int:
-    """The most shares of a row of at most `longest` positions, where one share of each makes so many programs: twice an
-    even part of the chip, for rows longer than the average; one if rows fill it and none would finish last by far."""
+    """The most shares of a row of at most `longest` positions. programs: their number if each row has one share.
+
+    Twice an even part of the chip, for rows longer than the average; one if rows fill the chip and none would finish
+    far behind the others.
+    """
     even = PROGRAMS // programs
     splits = max(2 * even if even > 1 else 1, min(pl.cdiv(longest, LONG_SHARE), 8))
     return min(splits, pl.cdiv(longest, positions), MOST_SHARES)

@@ -1,14 +1,14 @@
 """Decode attention over latents (MLA) on TPUs: each latent is read once, as a key and as a value of all heads.
 
-The live parts of all rows are one stream of blocks, copied from HBM ahead of the computation and across rows. With the
-128 heads of DeepSeek-V3 there are 240 operations to a byte, so the matrix unit must not wait either: a block that all
-queries see is one straight line of code in which the logits of one part are computed beside the softmax of the part
-before it.
+The live parts of all rows are one stream of blocks, copied from HBM ahead of the computation and across rows. The 128
+heads of DeepSeek-V3 make 240 operations for each byte, so the matrix unit must not wait either: a block that all
+queries see is straight-line code that computes the logits of one part beside the softmax of the part before it.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,13 +18,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.attention_values import LatentCache, Shaped
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, div, rem, wide
 from inferlib.pallas_kernels.generations_tpu import by_vmem
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
 SUBLANES = 8
 UNROLL = 4  # copies of pages that are started together
-TOGETHER = 2  # edges that are computed in one go, while as many are left
+TOGETHER = 2  # edges that are computed in one go, as long as so many are left
 MOST_QUERIES = 1024  # of a row, heads times tokens
 VMEM_BYTES = 40 << 20  # of 64 MiB, see `by_vmem`
 SMEM_BYTES = 512 << 10  # of 1 MiB
@@ -32,8 +33,8 @@ SMEM_BYTES = 512 << 10  # of 1 MiB
 
 @dataclass(frozen=True)
 class Blocks:
-    """positions: of a block, computed in one go if all queries see all of it; part: whose logits are there at a time;
-    edge: computed in one go where some are not seen; buffers: blocks that are on chip."""
+    """positions: of a block, which is computed in one go if all queries see all of it. part: positions whose logits
+    exist at a time. edge: positions that are computed in one go in other blocks. buffers: blocks on chip."""
 
     positions: int
     part: int
@@ -49,9 +50,9 @@ class Blocks:
 
 @tuned("mla_decode_attention", Blocks)
 def blocks(width: int, unit: int, longest: int, rank: int, itemsize: int) -> Blocks:
-    """For `width` queries of a row of at most `longest` latents of `rank` numbers, which are copied by the `unit`. Few
-    queries leave the matrix unit little to do for a position, so that more of them make up for what it costs to
-    start."""
+    """Block sizes for `width` queries of a row of at most `longest` latents of `rank` numbers, copied in multiples of
+    `unit`. With few queries the matrix unit has little to do for each position, so a part takes more positions to make
+    up for the cost of starting it."""
     row = max(unit, 1 << (longest - 1).bit_length())
     part = min(row, max(unit, 1 << (min(1024, (1 << 15) // width).bit_length() - 1)))
     edge = max(part, min(row, 512))
@@ -59,9 +60,9 @@ def blocks(width: int, unit: int, longest: int, rank: int, itemsize: int) -> Blo
 
 
 def unsupported(
-    q: jax.ShapeDtypeStruct,
-    latents: jax.ShapeDtypeStruct,
-    keys: jax.ShapeDtypeStruct,
+    q: Shaped,
+    latents: Shaped,
+    keys: Shaped,
     *,
     pages: int | None = None,
     sizes: Blocks | None = None,
@@ -93,15 +94,15 @@ def unsupported(
 
 
 def _unit(latents: tuple[int, ...], keys: tuple[int, ...]) -> int:
-    """Positions that are copied together: those of 128 rows of keys."""
+    """Positions that are copied together: as many as 128 rows of keys hold."""
     return LANES * (latents[-2] // keys[-2])
 
 
 def _chosen(
     sizes: Blocks | None,
     width: int,
-    latents: jax.ShapeDtypeStruct,
-    keys: jax.ShapeDtypeStruct,
+    latents: Shaped,
+    keys: Shaped,
     pages: int | None,
 ) -> Blocks:
     slots, rank = latents.shape[-2:]
@@ -118,93 +119,111 @@ def _vmem_bytes(width: int, rank: int, itemsize: int, blocks: Blocks) -> int:
 
 def mla_decode_attention(
     q: jax.Array,
-    latents: jax.Array,
-    keys: jax.Array,
+    cache: LatentCache,
     lengths: jax.Array,
-    *,
     scale: float,
-    layer: jax.Array | int = 0,
-    pages: jax.Array | None = None,
+    *,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """q [B, C, H, R + r]: row b's queries stand at the last C of its lengths[b] positions, all written in the cache:
-    H heads taken to the latents' R dimensions, and their rotary part.
+    """Attend with q [B, C, H, R + r]: row b's queries stand at the last C of its lengths[b] positions.
 
-    latents [N, S, R] and rotary keys [N, S / f, f * r], or [L, N, ...] of which `layer` is read; f * r = 128. The key
-    of position p of a page lies in row p // (128 f) * 128 + p % 128, part p // 128 % f of its lanes. Position p of row
-    b lives in page pages[b, p // S], slot p mod S; pages [B, M] int32; without, row b is page b. lengths [B] int32, 0
-    marks an inactive row (out 0, lse -inf). Only live pages are read.
+    H heads are in the latents' R dimensions, with their rotary part behind them. The cache has all positions already,
+    and its arrays lack the axis of KV heads: latents [N, S, R] and folded rotary keys [N, S / f, f * r], or [L, N,
+    ...]; f * r = 128. Scales and `limit` are not read. lengths [B] int32, 0 marks an inactive row (out 0, lse -inf).
+    scale multiplies the logits. Only live pages are read.
     Returns out [B, C, H, R] in q's dtype and the log of the softmax's denominator, lse [B, C, H] float32.
-    Raises ValueError where `unsupported` says why.
+    Raises ValueError with the reason of `unsupported`.
     """
-    rows, queries, heads, size = q.shape
-    columns = None if pages is None else pages.shape[1]
-    if reason := unsupported(q, latents, keys, pages=columns, sizes=blocks):
+    if reason := unsupported(q, cache.latents, cache.keys, pages=cache.columns, sizes=blocks):
         raise ValueError(f"the TPU kernel does not run this latent attention: {reason}")
-    latents, keys = (x if x.ndim == 4 else x[None] for x in (latents, keys))
-    slots, rank = latents.shape[2:]
-    width, fold = queries * heads, slots // keys.shape[2]
-    chosen = _chosen(blocks, width, latents, keys, columns)
-    q = q.reshape(rows, width, size)
-    rotary = jnp.pad(q[..., rank:], ((0, 0), (0, 0), (0, LANES // fold - (size - rank))))
-    # One copy of the rotary queries for each part of a row of keys, zeros against the others.
-    spread = (jnp.eye(fold, dtype=q.dtype)[:, None, :, None] * rotary[:, None, :, None]).reshape(rows, -1, LANES)
+    (rows, queries, heads, _), rank = q.shape, cache.latents.shape[-1]
+    latents, keys = (x if x.ndim == 4 else x[None] for x in (cache.latents, cache.keys))
+    width = queries * heads
+    chosen = _chosen(blocks, width, latents, keys, cache.columns)
+    q, rotary = _spread(q.reshape(rows, width, -1), latents, keys)
     if not interpret:  # or XLA would bring a small cache to VMEM whole
         latents, keys = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (latents, keys))
+    scalars = _Scalars(lengths.astype(jnp.int32), jnp.asarray(cache.layer_or_first, jnp.int32).reshape(1))
+    if cache.pages is not None:
+        scalars = scalars._replace(table=cache.pages.astype(jnp.int32))
+    kernel = functools.partial(_kernel, queries=queries, heads=heads, scale=scale * LOG2E, blocks=chosen)
+    live = rows * latents.shape[2] * (cache.columns or 1)
+    out, lse = _call(kernel, scalars, _Inputs(q, rotary, latents, keys), chosen, live, interpret)
+    shape = rows, queries, heads
+    return out.reshape(*shape, rank), lse.reshape(rows, -1)[:, :width].reshape(shape)
+
+
+def _spread(q: jax.Array, latents: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Queries [B, W, R + r], and their rotary parts [B, f * W, 128]: one copy for each part of a row of keys, with
+    zeros against the other parts."""
+    rows, _, size = q.shape
+    rank, fold = latents.shape[-1], latents.shape[2] // keys.shape[2]
+    rotary = jnp.pad(q[..., rank:], ((0, 0), (0, 0), (0, LANES // fold - (size - rank))))
+    return q, (jnp.eye(fold, dtype=q.dtype)[:, None, :, None] * rotary[:, None, :, None]).reshape(rows, -1, LANES)
+
+
+def _call(
+    kernel: Callable[..., None],
+    scalars: _Scalars,
+    inputs: _Inputs,
+    blocks: Blocks,
+    live: int,
+    interpret: bool | pltpu.InterpretParams,
+) -> Sequence[jax.Array]:
+    """live: the most positions of all rows that are read."""
+    (rows, width, size), rank, dtype = inputs.q.shape, inputs.latents.shape[-1], inputs.q.dtype
+    fold, lines = inputs.latents.shape[2] // inputs.keys.shape[2], pl.cdiv(width, LANES)
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    scalars = _Scalars(lengths.astype(jnp.int32), jnp.asarray(layer, jnp.int32).reshape(1))
-    if pages is not None:
-        scalars = scalars._replace(table=pages.astype(jnp.int32))
-    lines = pl.cdiv(width, LANES)
+    need = _vmem_bytes(width, rank, inputs.latents.dtype.itemsize, blocks)
 
     def of_row(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape), lambda b, _: (b, 0, 0))
 
-    live = rows * slots * (columns or 1)
-    out, lse = pl.pallas_call(
-        functools.partial(_kernel, queries=queries, heads=heads, scale=scale * LOG2E, blocks=chosen),
+    return pl.pallas_call(
+        kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(rows,),
             in_specs=(_Inputs(of_row(width, rank), of_row(fold * width, LANES), whole, whole),),
             out_specs=[of_row(width, rank), of_row(lines, LANES)],
-            scratch_shapes=[
-                _Scratch(
-                    pltpu.VMEM((chosen.buffers, chosen.positions, rank), latents.dtype),
-                    pltpu.VMEM((chosen.buffers, chosen.positions // fold, LANES), keys.dtype),
-                    pltpu.VMEM((width, LANES), jnp.float32),
-                    pltpu.VMEM((width, LANES), jnp.float32),
-                    pltpu.VMEM((width, rank), jnp.float32),
-                    pltpu.SMEM((3,), jnp.int32),
-                    pltpu.SemaphoreType.DMA((2, chosen.buffers)),
-                )
-            ],
+            scratch_shapes=[_scratch(inputs, blocks, width, fold)],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((rows, width, rank), q.dtype),
+            jax.ShapeDtypeStruct((rows, width, rank), dtype),
             jax.ShapeDtypeStruct((rows, lines, LANES), jnp.float32),
         ],
         # Checks triple what it takes to start a copy; `start_copy` and `length_of` keep them in bounds.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=True,
-            vmem_limit_bytes=max(_vmem_bytes(width, rank, latents.dtype.itemsize, chosen) + (4 << 20), 16 << 20),
+            vmem_limit_bytes=max(need + (4 << 20), 16 << 20),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * live * width * (size + rank),
-            bytes_accessed=(live * (rank + LANES // fold) + q.size + rows * width * rank) * q.dtype.itemsize,
+            bytes_accessed=(live * (rank + LANES // fold) + rows * width * (size + rank)) * dtype.itemsize,
             transcendentals=live * width,
         ),
         interpret=interpret,
         name="mla_decode_attention",
-    )(scalars, _Inputs(q[..., :rank], spread, latents, keys))
-    shape = rows, queries, heads
-    return out.reshape(*shape, rank), lse.reshape(rows, -1)[:, :width].reshape(shape)
+    )(scalars, inputs._replace(q=inputs.q[..., :rank]))
+
+
+def _scratch(inputs: _Inputs, blocks: Blocks, width: int, fold: int) -> _Scratch:
+    rank = inputs.latents.shape[-1]
+    return _Scratch(
+        pltpu.VMEM((blocks.buffers, blocks.positions, rank), inputs.latents.dtype),
+        pltpu.VMEM((blocks.buffers, blocks.positions // fold, LANES), inputs.keys.dtype),
+        pltpu.VMEM((width, LANES), jnp.float32),
+        pltpu.VMEM((width, LANES), jnp.float32),
+        pltpu.VMEM((width, rank), jnp.float32),
+        pltpu.SMEM((3,), jnp.int32),
+        pltpu.SemaphoreType.DMA((2, blocks.buffers)),
+    )
 
 
 class _Scalars(NamedTuple):
-    """In scalar memory: lengths [B], layer [1], page table [B, M]."""
+    """Scalar memory: lengths [B], layer [1], page table [B, M]."""
 
     lengths: Any
     layer: Any
@@ -212,7 +231,7 @@ class _Scalars(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """With W = C * H queries: q [W, R], their rotary parts [f * W, 128]; in HBM latents [L, N, S, R] and keys
+    """W = C * H queries q [W, R] and their rotary parts [f * W, 128]. HBM: latents [L, N, S, R], keys
     [L, N, S / f, 128]."""
 
     q: Any
@@ -222,9 +241,9 @@ class _Inputs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """latents [n, T, R], keys [n, T / f, 128]: copies of n blocks. top, sum [W, 128]: the running maximum and sum (the
-    sum's lanes add up, the maximum's are alike). acc [W, R]. state: the row and block to be copied next and the buffer
-    to be read next."""
+    """latents [n, T, R], keys [n, T / f, 128]: copies of n blocks. top, sum [W, 128]: the running maximum (equal in all
+    lanes) and sum (spread over the lanes). acc [W, R]: the accumulator. state: the row and the block to be copied next
+    and the buffer to be read next."""
 
     latents: Any
     keys: Any

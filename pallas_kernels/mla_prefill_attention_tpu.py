@@ -1,16 +1,17 @@
-"""Prefill attention over latents (MLA) on TPUs: flash attention of chunks of queries over a paged cache that holds
-their prefix and themselves, whose keys and values are expanded on chip.
+"""Prefill attention over latents (MLA) on TPUs: flash attention of chunks over a paged cache of latents, which has
+their prefix and the chunks themselves; the kernel expands keys and values on chip.
 
-A step takes some heads and a tile of their queries through the blocks of latents that the tile sees: for each pair of
-heads a block becomes keys, as columns, and values, which then meet all queries of the tile and are gone. So memory
-holds latents alone, and a position costs as few operations as expanded ones, but for what its expansion takes. Against
-queries in the latents' space (`mla_decode_attention_tpu`) that is less from about 170 queries of a tile on.
+A grid step takes some heads and a tile of their queries through the blocks of latents that the tile sees. For each pair
+of heads it expands a block to keys, as columns, and values, uses them for all queries of the tile and drops them. So
+memory holds only latents, and a position costs as few operations as with expanded keys and values, plus its expansion.
+From about 170 queries of a tile on, this is less than with queries in the latents' space (`mla_decode_attention_tpu`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.attention_values import Expansion, LatentCache, Shaped
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, LOG2E, MASKED, folded, wide
 from inferlib.pallas_kernels.generations_tpu import by_vmem, generation, vmem_limit
 from inferlib.pallas_kernels.tile_stream_tpu import STATE, TileStream
 from inferlib.pallas_kernels.tuned_tpu import tuned
 
-# A maximum starts higher than what is masked, so that this weighs nothing even alone.
+# A maximum starts higher than masked logits, so that they weigh nothing even alone.
 LOWEST = -0.3 * float(jnp.finfo(jnp.float32).max)
 BUFFERS = 2  # of blocks: one computes, one is being copied
 TOGETHER = 2  # heads that are expanded in one product, which fill a matrix unit of 256
@@ -37,8 +39,8 @@ SMEM_BYTES = 512 << 10  # of 1 MiB
 
 @dataclass(frozen=True)
 class Blocks:
-    """queries: tokens of a tile; heads: of a step; keys: positions of a block; rows: most queries that share a product
-    and a softmax."""
+    """queries: tokens of a tile. heads: heads of a grid step. keys: positions of a block. rows: the most queries that
+    share a product and a softmax."""
 
     queries: int
     heads: int
@@ -59,11 +61,11 @@ class Blocks:
 
 @tuned("mla_prefill_attention", Blocks)
 def blocks(width: int, heads: int, unit: int) -> Blocks:
-    """For chunks of `width` tokens and `heads` heads, of latents that are copied by the `unit`."""
-    tile = min(MOST_TILE, by_vmem(2 * MOST_TILE))  # where there is less, rather fewer heads: each tile expands anew
+    """Block sizes for chunks of `width` tokens and `heads` heads; latents are copied in multiples of `unit`."""
+    tile = min(MOST_TILE, by_vmem(2 * MOST_TILE))  # with less memory rather fewer heads, as each tile expands anew
     if width <= LANES:
         queries = width
-    else:  # alike, rather than full ones and a small rest
+    else:  # equal tiles, rather than full ones and a small rest
         tiles = pl.cdiv(width, tile)
         queries = min(pl.cdiv(pl.cdiv(width, tiles), LANES), width // LANES) * LANES
     most = min(MOST_HEADS // 2 if generation() in NARROW else MOST_HEADS, by_vmem(MOST_HEADS))
@@ -71,11 +73,11 @@ def blocks(width: int, heads: int, unit: int) -> Blocks:
 
 
 def unsupported(
-    q: jax.ShapeDtypeStruct,
-    k: jax.ShapeDtypeStruct,
-    v: jax.ShapeDtypeStruct,
-    latents: jax.ShapeDtypeStruct,
-    keys: jax.ShapeDtypeStruct,
+    q: Shaped,
+    k: Shaped,
+    v: Shaped,
+    latents: Shaped,
+    keys: Shaped,
     *,
     pages: int | None = None,
     blocks: Blocks | None = None,
@@ -112,12 +114,12 @@ def unsupported(
     return None
 
 
-def _unit(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct) -> int:
-    """Positions that are copied together: those of 128 rows of rotary keys."""
+def _unit(q: Shaped, k: Shaped) -> int:
+    """Positions that are copied together: as many as 128 rows of rotary keys hold."""
     return LANES * (LANES // (q.shape[3] - k.shape[-2]))
 
 
-def _default(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct) -> Blocks:
+def _default(q: Shaped, k: Shaped) -> Blocks:
     return blocks(q.shape[1], q.shape[2], _unit(q, k))
 
 
@@ -126,7 +128,7 @@ def _depth(size: int) -> int:
     return pl.cdiv(size, LANES) * LANES
 
 
-def _vmem_bytes(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStruct, blocks: Blocks) -> int:
+def _vmem_bytes(q: Shaped, k: Shaped, v: Shaped, blocks: Blocks) -> int:
     itemsize, depth, (rank, size) = jnp.dtype(q.dtype).itemsize, _depth(q.shape[3]), v.shape[-2:]
     queries, n = blocks.queries * blocks.heads, k.shape[-2]
     state = queries * (2 * itemsize * (depth + size) + 4 * (size + 2 * LANES) + 16) + 8 * blocks.queries * LANES
@@ -137,99 +139,114 @@ def _vmem_bytes(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDt
 
 def mla_prefill_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    latents: jax.Array,
-    keys: jax.Array,
+    expansion: Expansion,
+    cache: LatentCache,
     rows: jax.Array,
     positions: jax.Array,
-    *,
     scale: float,
-    limit: int | None = None,
-    layer: jax.Array | int = 0,
-    weight_layer: jax.Array | int = 0,
-    pages: jax.Array | None = None,
+    *,
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """q [P, C, H, n + r]: chunk p holds the ascending positions[p], [P, C] int32, of row rows[p]; negative ones see
-    nothing (out 0, lse -inf). All are written in the cache. Chunks of rows that are not there give 0.
+    """Attend with q [P, C, H, n + r]: chunk p holds the ascending positions[p], [P, C] int32, of row rows[p].
 
-    k [H, n, R] and v [H, R, v], or [W, H, ...] of which `weight_layer` is read: what makes a latent each head's key, to
-    which its rotary key is appended, and value. latents [N, S, R] and rotary keys [N, S / f, f * r], or [L, N, ...] of
-    which `layer` is read; f * r = 128; pages: as in `mla_decode_attention_tpu`. limit: no position reaches it. Blocks
-    that no query of a tile sees are not read.
+    The cache has all of these positions already, and its arrays lack the axis of KV heads, as in
+    `mla_decode_attention_tpu`; scales are not read. A head's key is the latent's expansion and the rotary key behind
+    it. Negative positions see nothing (out 0, lse -inf); chunks of rows that do not exist give 0. scale multiplies the
+    logits. The kernel does not read blocks that no query of a tile sees.
     Returns out [P, C, H, v] in q's dtype and the log of the softmax's denominator, lse [P, C, H] float32.
-    Raises ValueError where `unsupported` says why.
+    Raises ValueError with the reason of `unsupported`.
     """
-    columns = None if pages is None else pages.shape[1]
-    if reason := unsupported(q, k, v, latents, keys, pages=columns, blocks=blocks):
+    k, v, columns = expansion.keys, expansion.values, cache.columns
+    if reason := unsupported(q, k, v, cache.latents, cache.keys, pages=columns, blocks=blocks):
         raise ValueError(f"the TPU kernel does not run this latent attention: {reason}")
     blocks = blocks or _default(q, k)
-    need = _vmem_bytes(q, k, v, blocks)
+    need, fold = _vmem_bytes(q, k, v, blocks), _unit(q, k) // LANES
     k, v = (x if x.ndim == 4 else x[None] for x in (k, v))
     # [L, N, 1, S, ...], as of one KV head.
-    cache = [(x if x.ndim == 4 else x[None])[:, :, None] for x in (latents, keys)]
-    (chunks, width, heads, size), (rank, value) = q.shape, v.shape[-2:]
-    slots, fold, nope = latents.shape[-2], _unit(q, k) // LANES, k.shape[-2]
-    tile, part, some, depth = blocks.queries, blocks.part, blocks.heads, _depth(size)
-    capacity = slots * (columns or 1)
-    capacity = capacity if limit is None else min(capacity, limit)
-    tiles, parts = pl.cdiv(width, tile), tile // part
-    at = jnp.arange(tiles * parts) * part
-    firsts, lasts = (positions[:, jnp.minimum(x, width - 1)].astype(jnp.int32) for x in (at, at + part - 1))
-    there = rows < (cache[0].shape[1] if pages is None else pages.shape[0])
-    layers = jnp.stack([jnp.asarray(n, jnp.int32) for n in (layer, weight_layer)])
-    scalars = _Scalars(jnp.where(there, rows, -1).astype(jnp.int32), layers, firsts, jnp.minimum(lasts, capacity - 1))
-    if pages is not None:
-        scalars = scalars._replace(table=pages[jnp.where(there, rows, 0)].astype(jnp.int32))
+    arrays = [(x if x.ndim == 4 else x[None])[:, :, None] for x in (cache.latents, cache.keys)]
+    (chunks, width, heads, size), value = q.shape, v.shape[-1]
+    capacity = cache.latents.shape[-2] * (columns or 1)
+    capacity = capacity if cache.limit is None else min(capacity, cache.limit)
+    layers = cache.layer_or_first, 0 if expansion.layer is None else expansion.layer
+    scalars = _scalars(cache, rows, positions, layers, capacity, blocks)
     if not interpret:  # or XLA would bring a small cache or stack to VMEM whole
-        k, v, *cache = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v, *cache))
-    q = jnp.transpose(jnp.pad(q, ((0, 0),) * 3 + ((0, depth - size),)), (2, 0, 1, 3))
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    products = some * parts
+        k, v, *arrays = (pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v, *arrays))
+    q = jnp.transpose(jnp.pad(q, ((0, 0),) * 3 + ((0, _depth(size) - size),)), (2, 0, 1, 3))
+    inputs = _Inputs(q, positions.astype(jnp.int32)[:, None], k, v, tuple(arrays))
+    kernel = functools.partial(_kernel, scale=scale * LOG2E, capacity=capacity, fold=fold)
+    out, lse = _call(kernel, scalars, inputs, blocks, need, _cost(inputs, size, capacity, blocks), interpret)
+    return out.reshape(chunks, width, heads, value), jnp.moveaxis(lse.reshape(chunks, heads, width), 2, 1)
+
+
+def _scalars(
+    cache: LatentCache,
+    rows: jax.Array,
+    positions: jax.Array,
+    layers: tuple[jax.Array | int, jax.Array | int],
+    capacity: int,
+    blocks: Blocks,
+) -> _Scalars:
+    width, tile, part = positions.shape[1], blocks.queries, blocks.part
+    at = jnp.arange(pl.cdiv(width, tile) * (tile // part)) * part
+    firsts, lasts = (positions[:, jnp.minimum(x, width - 1)].astype(jnp.int32) for x in (at, at + part - 1))
+    there = rows < (cache.latents.shape[-3] if cache.pages is None else cache.pages.shape[0])
+    stacked = jnp.stack([jnp.asarray(n, jnp.int32) for n in layers])
+    scalars = _Scalars(jnp.where(there, rows, -1).astype(jnp.int32), stacked, firsts, jnp.minimum(lasts, capacity - 1))
+    if cache.pages is not None:
+        scalars = scalars._replace(table=cache.pages[jnp.where(there, rows, 0)].astype(jnp.int32))
+    return scalars
+
+
+def _cost(inputs: _Inputs, size: int, capacity: int, blocks: Blocks) -> pl.CostEstimate:
+    """size: numbers n + r of a query."""
+    (heads, chunks, width, _), (nope, rank), value = inputs.q.shape, inputs.k.shape[-2:], inputs.v.shape[-1]
+    tiles, groups, cell = pl.cdiv(width, blocks.queries), heads // blocks.heads, rank + size - nope
     seen = max(capacity - width // 2, 1)  # by a query; the most, of full chunks
-    pairs = chunks * width * heads * seen
-    expanded = chunks * tiles * heads * seen
-    cell = rank + LANES // fold  # numbers of a position
-    moved = 2 * q.size + chunks * (heads // some) * (tiles * seen * cell + some * rank * (nope + value))
-    out, lse = pl.pallas_call(
-        functools.partial(_kernel, scale=scale * LOG2E, capacity=capacity, fold=fold),
+    pairs, expanded = chunks * width * heads * seen, chunks * tiles * heads * seen
+    moved = 2 * inputs.q.size + chunks * groups * (tiles * seen * cell + blocks.heads * rank * (nope + value))
+    return pl.CostEstimate(
+        flops=2 * pairs * (size + value) + 2 * expanded * rank * (nope + value),
+        bytes_accessed=moved * inputs.q.dtype.itemsize,
+        transcendentals=pairs,
+    )
+
+
+def _call(
+    kernel: Callable[..., None],
+    scalars: _Scalars,
+    inputs: _Inputs,
+    blocks: Blocks,
+    need: int,
+    cost: pl.CostEstimate,
+    interpret: bool | pltpu.InterpretParams,
+) -> Sequence[jax.Array]:
+    """need: bytes of on-chip memory."""
+    (heads, chunks, width, depth), (nope, rank), value = inputs.q.shape, inputs.k.shape[-2:], inputs.v.shape[-1]
+    tile, step, groups = blocks.queries, blocks.heads, heads // blocks.heads
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    specs = _Inputs(
+        pl.BlockSpec((step, None, tile, depth), lambda p, g, t, _: (g, p, t, 0)),
+        pl.BlockSpec((None, 1, tile), lambda p, g, t, _: (p, 0, t)),
+        pl.BlockSpec((None, step, nope, rank), lambda p, g, t, scalars: (scalars.layers[1], g, 0, 0)),
+        pl.BlockSpec((None, step, rank, value), lambda p, g, t, scalars: (scalars.layers[1], g, 0, 0)),
+        (whole, whole),
+    )
+    return pl.pallas_call(
+        kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(chunks, heads // some, tiles),
-            in_specs=(
-                _Inputs(
-                    pl.BlockSpec((some, None, tile, depth), lambda p, g, t, _: (g, p, t, 0)),
-                    pl.BlockSpec((None, 1, tile), lambda p, g, t, _: (p, 0, t)),
-                    pl.BlockSpec((None, some, nope, rank), lambda p, g, t, scalars: (scalars.layers[1], g, 0, 0)),
-                    pl.BlockSpec((None, some, rank, value), lambda p, g, t, scalars: (scalars.layers[1], g, 0, 0)),
-                    (whole, whole),
-                ),
-            ),
+            grid=(chunks, groups, pl.cdiv(width, tile)),
+            in_specs=(specs,),
             out_specs=[
-                pl.BlockSpec((None, tile, some * value), lambda p, g, t, _: (p, t, g)),
-                pl.BlockSpec((None, None, some, tile), lambda p, g, t, _: (p, g, 0, t)),
+                pl.BlockSpec((None, tile, step * value), lambda p, g, t, _: (p, t, g)),
+                pl.BlockSpec((None, None, step, tile), lambda p, g, t, _: (p, g, 0, t)),
             ],
-            scratch_shapes=[
-                _Scratch(
-                    pltpu.VMEM((BUFFERS, blocks.keys, rank), latents.dtype),
-                    pltpu.VMEM((BUFFERS, blocks.keys // fold, LANES), keys.dtype),
-                    pltpu.VMEM((some, nope, blocks.keys), q.dtype),
-                    pltpu.VMEM((depth - nope, blocks.keys), q.dtype),
-                    pltpu.VMEM((some, blocks.keys, value), q.dtype),
-                    pltpu.VMEM((parts, part, LANES), jnp.int32),
-                    pltpu.VMEM((products, part, LANES), jnp.float32),
-                    pltpu.VMEM((products, part, LANES), jnp.float32),
-                    pltpu.VMEM((products, part, value), jnp.float32),
-                    pltpu.SMEM((STATE,), jnp.int32),
-                    pltpu.SemaphoreType.DMA((2, BUFFERS)),
-                )
-            ],
+            scratch_shapes=[_scratch(inputs, blocks)],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((chunks, width, heads * value), q.dtype),
-            jax.ShapeDtypeStruct((chunks, heads // some, some, width), jnp.float32),
+            jax.ShapeDtypeStruct((chunks, width, heads * value), inputs.q.dtype),
+            jax.ShapeDtypeStruct((chunks, groups, step, width), jnp.float32),
         ],
         # Checks triple what it takes to start a copy; `TileStream` and `lasts` keep them in bounds.
         compiler_params=pltpu.CompilerParams(
@@ -237,19 +254,34 @@ def mla_prefill_attention(
             disable_bounds_checks=True,
             vmem_limit_bytes=vmem_limit(need + by_vmem(8 << 20)),
         ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * pairs * (size + value) + 2 * expanded * rank * (nope + value),
-            bytes_accessed=moved * q.dtype.itemsize,
-            transcendentals=pairs,
-        ),
+        cost_estimate=cost,
         interpret=interpret,
         name="mla_prefill_attention",
-    )(scalars, _Inputs(q, positions.astype(jnp.int32)[:, None], k, v, tuple(cache)))
-    return out.reshape(chunks, width, heads, value), jnp.moveaxis(lse.reshape(chunks, heads, width), 2, 1)
+    )(scalars, inputs)
+
+
+def _scratch(inputs: _Inputs, blocks: Blocks) -> _Scratch:
+    (nope, rank), value, depth = inputs.k.shape[-2:], inputs.v.shape[-1], inputs.q.shape[-1]
+    latents, rotary_keys = inputs.cache
+    part, parts, dtype = blocks.part, blocks.queries // blocks.part, inputs.q.dtype
+    products = blocks.heads * parts
+    return _Scratch(
+        pltpu.VMEM((BUFFERS, blocks.keys, rank), latents.dtype),
+        pltpu.VMEM((BUFFERS, blocks.keys * rotary_keys.shape[-2] // latents.shape[-2], LANES), rotary_keys.dtype),
+        pltpu.VMEM((blocks.heads, nope, blocks.keys), dtype),
+        pltpu.VMEM((depth - nope, blocks.keys), dtype),
+        pltpu.VMEM((blocks.heads, blocks.keys, value), dtype),
+        pltpu.VMEM((parts, part, LANES), jnp.int32),
+        pltpu.VMEM((products, part, LANES), jnp.float32),
+        pltpu.VMEM((products, part, LANES), jnp.float32),
+        pltpu.VMEM((products, part, value), jnp.float32),
+        pltpu.SMEM((STATE,), jnp.int32),
+        pltpu.SemaphoreType.DMA((2, BUFFERS)),
+    )
 
 
 class _Scalars(NamedTuple):
-    """In scalar memory, as in `TileStream`: rows, layers (of the cache and of the weights), positions, page table."""
+    """Scalar memory, as in `TileStream`: rows, layers (of the cache and of the weights), positions, page table."""
 
     rows: Any
     layers: Any
@@ -259,8 +291,8 @@ class _Scalars(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """q [H, tile, depth], zeros behind n + r; positions [1, tile]; weights k [H, n, R] and v [H, R, v]; in HBM latents
-    [L, N, 1, S, R] and rotary keys [L, N, 1, S / f, 128]."""
+    """q [H, tile, depth], with zeros behind n + r; positions [1, tile]; weights k [H, n, R] and v [H, R, v]. HBM:
+    latents [L, N, 1, S, R] and rotary keys [L, N, 1, S / f, 128]."""
 
     q: Any
     positions: Any
@@ -270,10 +302,11 @@ class _Inputs(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """latents, rotary_keys: copies of blocks. A block expanded: keys as columns [H, n, keys]; rotary [depth - n, keys],
-    of all heads, zeros behind them; values [H, keys, v]. queries: positions of a part's queries [parts, rows, 128]. For
-    each product, of a head and a part, the running maximum and sum [n, rows, 128] (the sum's lanes add up, the
-    maximum's are alike) and accumulator [n, rows, v]. The stream's state and semaphores."""
+    """latents, rotary_keys: copies of blocks. keys [H, n, keys], rotary [depth - n, keys] and values [H, keys, v]: an
+    expanded block; keys are columns, and all heads share the rotary part, which has zeros behind it. queries [parts,
+    rows, 128]: the positions of a part's queries. top, sum [n, rows, 128], acc [n, rows, v]: the running maximum (equal
+    in all lanes), sum (spread over the lanes) and accumulator of each product, which has one head and part. state,
+    semaphores: those of the stream."""
 
     latents: Any
     rotary_keys: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -89,9 +90,13 @@ def _by_gpu_kernel(
         raise ValueError("backend 'pallas_gpu' takes rows as pages of one layer, without a page table; use xla")
     from inferlib.pallas_kernels import mla_decode_attention_gpu
 
-    kernel = partial(mla_decode_attention_gpu.mla_decode_attention, scale=scale, limit=cache.limit)
+    def run(q, rotary, latents, keys, lengths, cells, *, interpret: bool):
+        of_call, added = replace(cache, latents=latents, keys=keys), None if cells is None else NewCells(cells)
+        kernel = mla_decode_attention_gpu.mla_decode_attention
+        return kernel(q, rotary, of_call, lengths, scale, new=added, interpret=interpret)
+
     operands = q, rotary, cache.latents, cache.keys, lengths, new and new.cells
-    forms = dict(cpu=partial(kernel, interpret=True), default=kernel)
+    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
     out, lse, *arrays = lax.platform_dependent(*operands, **forms)
     return out, lse, cache.with_arrays(arrays) if arrays else cache
 
@@ -101,9 +106,12 @@ def _by_tpu_kernel(q, rotary, cache: LatentCache, lengths, scale: float) -> tupl
 
     q = jnp.concatenate([q, rotary], axis=-1)
     latents, keys = jnp.squeeze(cache.latents, -3), jnp.squeeze(cache.keys, -3)
-    options = dict(scale=scale, layer=0 if cache.layer is None else cache.layer, pages=cache.pages)
-    kernel = partial(mla_decode_attention_tpu.mla_decode_attention, **options)
-    forms = dict(cpu=partial(kernel, interpret=True), default=kernel)
+
+    def run(q, latents, keys, lengths, *, interpret: bool):
+        of_call = replace(cache, latents=latents, keys=keys)
+        return mla_decode_attention_tpu.mla_decode_attention(q, of_call, lengths, scale, interpret=interpret)
+
+    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
     return lax.platform_dependent(q, latents, keys, lengths, **forms)
 
 

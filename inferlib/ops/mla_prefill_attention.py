@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -81,12 +82,18 @@ def _by_tpu_kernel(
     from inferlib.pallas_kernels import mla_prefill_attention_tpu
 
     latents, keys = (jnp.squeeze(x, -3) for x in (cache.latents, cache.keys))
-    layers = (0 if layer is None else layer for layer in (cache.layer, expansion.layer))
-    options = dict(scale=scale, limit=cache.limit, pages=cache.pages)
-    options |= dict(zip(("layer", "weight_layer"), layers, strict=True))
-    kernel = partial(mla_prefill_attention_tpu.mla_prefill_attention, **options)
+
+    def run(q, keys, values, latents, rotary_keys, rows, positions, *, interpret: bool):
+        of_call, weights = (
+            replace(cache, latents=latents, keys=rotary_keys),
+            replace(expansion, keys=keys, values=values),
+        )
+        kernel = mla_prefill_attention_tpu.mla_prefill_attention
+        return kernel(q, weights, of_call, rows, positions, scale, interpret=interpret)
+
     arrays = q, expansion.keys, expansion.values, latents, keys, rows, positions
-    return lax.platform_dependent(*arrays, cpu=partial(kernel, interpret=True), default=kernel)
+    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
+    return lax.platform_dependent(*arrays, **forms)
 
 
 def _cells(cache: LatentCache, rows: jax.Array, rotary: int, dtype) -> tuple[jax.Array, jax.Array]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.attention_values import LatentCache
 from inferlib.ops.cache_write import unfolded
 from inferlib.ops.quantized import Scheme, quantize
 from inferlib.pallas_kernels import mla_decode_attention_tpu as tpu
@@ -165,7 +166,9 @@ def test_the_tpu_kernel_has_no_races(name, mode, capsys):
 
     def run(q, rotary, latents, keys, **rest):
         q = jnp.concatenate([q, rotary], axis=-1)
-        return tpu.mla_decode_attention(q, jnp.squeeze(latents, -3), jnp.squeeze(keys, -3), interpret=params, **rest)
+        cells = {name: rest.pop(name) for name in ("layer", "pages") if name in rest}
+        cache = LatentCache(jnp.squeeze(latents, -3), jnp.squeeze(keys, -3), **cells)
+        return tpu.mla_decode_attention(q, cache, interpret=params, **rest)
 
     CASES[name].check(run)
     assert "RACE" not in capsys.readouterr().out  # newer jax raises
@@ -201,7 +204,7 @@ def test_blocks_are_checked():
     arrays = (jnp.squeeze(inputs[name], -3) for name in ("latents", "keys"))
     q = jnp.concatenate([inputs["q"], inputs["rotary"]], axis=-1)
     with pytest.raises(ValueError, match="a part of 256 positions is no multiple of 512"):
-        tpu.mla_decode_attention(q, *arrays, inputs["lengths"], scale=SCALE, blocks=SMALL)
+        tpu.mla_decode_attention(q, LatentCache(*arrays), inputs["lengths"], SCALE, blocks=SMALL)
 
 
 def test_blocks_for_any_shape(monkeypatch):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.attention_values import Expansion, LatentCache
 from inferlib.ops.cache_write import unfolded
 from inferlib.ops.quantized import Scheme, quantize
 from inferlib.pallas_kernels import mla_prefill_attention_tpu as tpu
@@ -206,10 +207,9 @@ def test_blocks_are_checked():
         tpu.Blocks(128, 2, 200)
     inputs = Case((1,), slots=512).inputs()
     arrays = [jnp.squeeze(inputs.pop(name), -3) for name in ("latents", "keys")]
+    inputs |= {"expansion": Expansion(inputs.pop("k"), inputs.pop("v")), "cache": LatentCache(*arrays)}
     with pytest.raises(ValueError, match="blocks of 384 positions of 2 heads do not fit 256 of 3"):
-        tpu.mla_prefill_attention(
-            **inputs, latents=arrays[0], keys=arrays[1], scale=SCALE, blocks=tpu.Blocks(32, 2, 384)
-        )
+        tpu.mla_prefill_attention(**inputs, scale=SCALE, blocks=tpu.Blocks(32, 2, 384))
 
 
 def test_blocks_for_any_shape(monkeypatch):
@@ -235,9 +235,11 @@ def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
 
-    def run(latents, keys, **rest):
-        latents, keys = (jnp.squeeze(x, -3) for x in (latents, keys))
-        return tpu.mla_prefill_attention(latents=latents, keys=keys, interpret=params, **rest)
+    def run(k, v, latents, keys, *, weight_layer=None, **rest):
+        cells = {name: rest.pop(name) for name in ("layer", "pages", "limit") if name in rest}
+        cache = LatentCache(jnp.squeeze(latents, -3), jnp.squeeze(keys, -3), **cells)
+        weights = Expansion(k, v, weight_layer)
+        return tpu.mla_prefill_attention(expansion=weights, cache=cache, interpret=params, **rest)
 
     CASES[name].check(run)
     assert "RACE" not in capsys.readouterr().out  # newer jax raises

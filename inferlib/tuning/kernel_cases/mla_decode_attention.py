@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -46,9 +45,15 @@ class MlaDecodeAttention:
         return 2 * sum(self.lengths) * self.queries * self.heads * (2 * RANK + ROTARY)
 
     def function(self):
+        from inferlib.attention_values import LatentCache
         from inferlib.pallas_kernels.mla_decode_attention_tpu import mla_decode_attention
 
-        return partial(mla_decode_attention, scale=(128 + ROTARY) ** -0.5, layer=0)
+        def run(q, latents, keys, lengths, *, pages=None):
+            return mla_decode_attention(
+                q, LatentCache(latents, keys, layer=0, pages=pages), lengths, (128 + ROTARY) ** -0.5
+            )
+
+        return run
 
     @property
     def pages(self) -> np.ndarray | None:

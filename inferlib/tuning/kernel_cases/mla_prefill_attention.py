@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -48,9 +47,14 @@ class MlaPrefillAttention(OneChunk):
         return 2 * self.heads * ((2 * SIZE + ROTARY) * seen + 2 * SIZE * RANK * (self.start + self.width))
 
     def function(self):
+        from inferlib.attention_values import Expansion, LatentCache
         from inferlib.pallas_kernels.mla_prefill_attention_tpu import mla_prefill_attention
 
-        return partial(mla_prefill_attention, scale=(SIZE + ROTARY) ** -0.5, layer=0, weight_layer=0)
+        def run(q, k, v, latents, keys, rows, positions, *, pages=None):
+            cache = LatentCache(latents, keys, layer=0, pages=pages)
+            return mla_prefill_attention(q, Expansion(k, v, 0), cache, rows, positions, (SIZE + ROTARY) ** -0.5)
+
+        return run
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of the arguments."""
