@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.nki_kernels import mx_pack, simulator
 from inferlib.nki_kernels.decode_linear import rmsnorm_matmul, rmsnorm_mlp
 from inferlib.nki_kernels.flash_decode import flash_decode
@@ -38,7 +39,7 @@ def decode(target: str, context: int, dtype: Any, page: int | None = None) -> tu
         table = np.arange(context // page, dtype=np.int32)[None]
         k, v = (x.reshape(context // page, 1, page, SIZE) for x in (k, v))
     with simulator.session(target) as session:
-        run = flash_decode(q, k, v, lengths, scale=SIZE**-0.5, table=table, lnc=1)
+        run = flash_decode(q, KvCache(k, v, pages=table), lengths, AttentionOptions(SIZE**-0.5), lnc=1)
         jax.block_until_ready(run)
     return session.cores[0], k.nbytes + v.nbytes
 
@@ -51,7 +52,7 @@ def prefill(target: str, width: int, context: int) -> tuple[simulator.Counters, 
     rows: Any = np.zeros(1, np.int32)
     positions: Any = np.arange(context - width, context, dtype=np.int32)[None]
     with simulator.session(target) as session:
-        run = flash_prefill(q, k, v, rows, positions, scale=SIZE**-0.5, lnc=1)
+        run = flash_prefill(q, KvCache(k, v), rows, positions, AttentionOptions(SIZE**-0.5), lnc=1)
         jax.block_until_ready(run)
     return session.cores[0], k.nbytes + v.nbytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 from jax import lax
@@ -29,11 +29,6 @@ class AttentionOptions:
     window: int | jax.Array | None = None
     softcap: float | None = None
     sinks: jax.Array | None = None
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """The options as the kernels' keyword arguments."""
-        return dict(scale=self.scale, window=self.window, softcap=self.softcap, sinks=self.sinks)
 
     @property
     def shared_window(self) -> int | None:

@@ -5,7 +5,7 @@ Caches hold NaN and infinities in every slot that no query sees.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -13,6 +13,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.nki_kernels import mx_pack
 from inferlib.nki_kernels.call import is_gen4
 from inferlib.nki_kernels.decode_linear import rmsnorm_matmul, rmsnorm_mlp
@@ -70,9 +71,13 @@ class Decode(_Attention):
         table = None
         if self.page:
             k, v, table = self._paged(rng, k, v)
-        options = dict(scale=scale, window=self.window, softcap=self.softcap, ring=self.ring, limit=self.limit, lnc=lnc)
-        run = jax.jit(partial(flash_decode, **options))
-        out, lse = run(q, k, v, np.array(self.lengths, np.int32), sinks=sinks, table=table)
+
+        @jax.jit
+        def run(q, k, v, lengths, sinks, table):
+            cache = KvCache(k, v, pages=table, ring=self.ring, limit=self.limit)
+            return flash_decode(q, cache, lengths, AttentionOptions(scale, self.window, self.softcap, sinks), lnc=lnc)
+
+        out, lse = run(q, k, v, np.array(self.lengths, np.int32), sinks, table)
         return max(worst(out, want, TOLERANCE[self.dtype]), worst(lse, want_lse, TOLERANCE[self.dtype]))
 
     def _seen(self, length: int, token: int) -> list[int]:
@@ -157,8 +162,14 @@ class Prefill(_Attention):
                     scale, self.softcap, sinks,
                 )  # fmt: skip
         positions = np.array(self.starts, np.int32)[:, None] + np.arange(self.width, dtype=np.int32)
-        options = dict(scale=scale, window=self.window, softcap=self.softcap, ring=self.ring, limit=self.limit, lnc=lnc)
-        out, lse = jax.jit(partial(flash_prefill, **options))(q, k, v, rows, positions, sinks=sinks)
+
+        @jax.jit
+        def run(q, k, v, rows, positions, sinks):
+            cache, options = KvCache(k, v, ring=self.ring, limit=self.limit), AttentionOptions(scale, self.window)
+            options = replace(options, softcap=self.softcap, sinks=sinks)
+            return flash_prefill(q, cache, rows, positions, options, lnc=lnc)
+
+        out, lse = run(q, k, v, rows, positions, sinks)
         return max(worst(out, want, TOLERANCE[self.dtype]), worst(lse, want_lse, TOLERANCE[self.dtype]))
 
 

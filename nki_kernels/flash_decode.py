@@ -1,8 +1,8 @@
-"""Flash decoding on Trainium: a few query tokens a row over the live part of that row's cache, read once.
+"""Flash decoding on Trainium: a few query tokens of each row attend to the live part of its cache, which is read once.
 
-Scores lie with slots on partitions, so that softmax uses every lane however few query heads share a KV head: keys are
-transposed on the Tensor engine, a tile's scores are one product of 128 slots by all queries, and the same layout feeds
-the product with the values, in which a column of ones sums the probabilities. A chunk of up to 8192 slots is one step
+Scores have slots on partitions, so that the softmax uses every lane however few query heads share a KV head. The Tensor
+engine transposes keys, a tile's scores are one product of 128 slots by all queries, and the same layout feeds the
+product with the values, in which a column of ones sums the probabilities. A chunk of up to 8192 slots is one step
 of the online softmax (Milakov and Gimelshein 2018; Dao et al. 2022).
 """
 
@@ -14,6 +14,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.nki_kernels.attention_tiles import (
     BLOCK_TILES,
     FLOOR,
@@ -41,55 +42,47 @@ SKIPPED = 1073741824.0
 
 
 def flash_decode(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    lengths: jax.Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    ring: bool = False,
-    limit: int | None = None,
-    table: jax.Array | None = None,
-    lnc: int | None = None,
+    q: jax.Array, cache: KvCache, lengths: jax.Array, options: AttentionOptions, *, lnc: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """q [B, Q, K, G, h]: query i of row b stands at position lengths[b] - Q + i; Q * G <= 128, h <= 256.
+    """Attend with q [B, Q, K, G, h]: query i of row b stands at position lengths[b] - Q + i; Q * G <= 128, h <= 256.
 
-    k, v [N, K, S, h], the queries' own keys and values already written; row b's cache is page b, or the pages
-    table[b] [B, M] int32 (S a power of two). lengths [B] int32: visible positions; 0 marks an inactive row. A query
-    before position 0 sees nothing. ring: position p lives in slot p mod S. limit (static): no length exceeds
-    it. sinks [K, G] float32. float8 caches have no scales of their own: that of keys belongs in `scale`, that of
-    values in the result. lnc: physical cores that share the work, by default the host's. Slots that no query sees may
-    hold anything.
-    Returns out [B, Q, K, G, h] in q's dtype, lse [B, Q, K, G] float32.
+    The cache has the queries' own keys and values already; it is one layer, whose pages have a power of two slots if
+    there is a page table. It has no scales: the scale of float8 keys belongs in `options.scale`, that of float8 values
+    in the result. `cache.limit` is not read with a page table. lengths [B] int32 counts the visible positions; 0 marks
+    an inactive row. A query before position 0 sees nothing. lnc: physical cores that share the work, by default the
+    host's. Slots that no query sees may hold anything.
+    Returns out [B, Q, K, G, h] in q's dtype, lse [B, Q, K, G] float32. Raises ValueError for inputs that the kernel
+    does not take.
     """
     rows, tokens, kv_heads, group, size = q.shape
-    _check(q, k, v, ring, window, softcap, scale, table)
+    k, v, table = cache.k, cache.values, cache.pages
+    window, softcap, sinks = options.shared_window, options.softcap or 0.0, options.sinks
+    _check(q, cache, options)
     paged = table is not None
     slots = k.shape[2] * (table.shape[1] if paged else 1)
-    if limit is not None and not ring and not paged:
-        slots = min(limit, slots)
-    spans = _spans(lengths, tokens, slots, window, ring)
+    if cache.limit is not None and not cache.ring and not paged:
+        slots = min(cache.limit, slots)
+    spans = _spans(lengths, tokens, slots, window, cache.ring)
     known = spans[:, 1, :tokens] > 0 if sinks is None else lengths[:, None] > 0  # else there is nothing to sum
     turned = jnp.transpose(q, (0, 2, 1, 3, 4)).reshape(rows, kv_heads, tokens * group, size)
     if sinks is None:
         sinks = jnp.full((kv_heads, group), FLOOR, jnp.float32)
     else:
-        sinks = jnp.maximum(sinks.astype(jnp.float32) / unit_of(scale, softcap or 0.0), FLOOR)
+        sinks = jnp.maximum(sinks.astype(jnp.float32) / unit_of(options.scale, softcap), FLOOR)
     sinks = jnp.tile(sinks, (1, tokens))
     results = (jax.ShapeDtypeStruct(turned.shape, q.dtype), jax.ShapeDtypeStruct(turned.shape[:3], jnp.float32))
     table = table if paged else jnp.zeros((rows, 1), jnp.int32)
-    static = dict(slots=slots, scale=float(scale), softcap=float(softcap or 0.0), paged=paged)
+    static = dict(slots=slots, scale=float(options.scale), softcap=float(softcap), paged=paged)
     out, lse = call("flash_decode", kernel, lnc, results, turned, k, v, spans, sinks, table, **static)
     out = out.reshape(rows, kv_heads, tokens, group, size).transpose(0, 2, 1, 3, 4)
     lse = lse.reshape(rows, kv_heads, tokens, group).transpose(0, 2, 1, 3)
     return out, jnp.where(known[..., None, None], lse, -jnp.inf)
 
 
-def _check(q, k, v, ring, window, softcap, scale, table) -> None:
+def _check(q: jax.Array, cache: KvCache, options: AttentionOptions) -> None:
     _, tokens, kv_heads, group, size = q.shape
+    k, v, table, ring = cache.k, cache.values, cache.pages, cache.ring
+    window, softcap, scale = options.shared_window, options.softcap, options.scale
     if k.shape != v.shape or k.dtype != v.dtype or (k.shape[1], k.shape[3]) != (kv_heads, size):
         raise ValueError(f"k {k.shape} {k.dtype} and v {v.shape} {v.dtype} must both be [N, {kv_heads}, S, {size}]")
     if tokens * group > 128:
@@ -98,7 +91,7 @@ def _check(q, k, v, ring, window, softcap, scale, table) -> None:
         raise ValueError(f"head size {size} in {k.dtype}: at most 256, and a multiple of 4 bytes")
     if ring and (window is None or table is not None):
         raise ValueError("a ring cache is contiguous and forgets old positions: pass the layer's window, and no table")
-    if ring and window + tokens - 1 > k.shape[2]:
+    if ring and window is not None and window + tokens - 1 > k.shape[2]:
         raise ValueError(f"a ring of {k.shape[2]} slots cannot hold a window of {window} for {tokens} tokens")
     if scale <= 0 or (softcap is not None and softcap <= 0):
         raise ValueError(f"scale {scale} and softcap {softcap} must be positive")
@@ -113,7 +106,7 @@ def _check(q, k, v, ring, window, softcap, scale, table) -> None:
 
 
 def _spans(lengths: jax.Array, tokens: int, slots: int, window: int | None, ring: bool) -> jax.Array:
-    """[B, 2, Q + 1] float32: first slot and count that each query sees, and last of all of them together."""
+    """[B, 2, Q + 1] float32: the first slot and the count that each query sees, then those that any of them sees."""
     stop = lengths[:, None] - tokens + 1 + jnp.arange(tokens, dtype=jnp.int32)
     count = jnp.clip(stop, 0, slots if window is None else min(window, slots))
     first = jnp.maximum(stop, 0) - count

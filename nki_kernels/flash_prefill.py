@@ -12,6 +12,7 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
+from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.nki_kernels.attention_tiles import (
     FLOOR,
     FP32_MIN,
@@ -35,60 +36,60 @@ STEP_TILES, COLUMNS = 16, 512
 
 def flash_prefill(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    cache: KvCache,
     rows: jax.Array,
     positions: jax.Array,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | jax.Array | None = None,
-    softcap: float | None = None,
-    sinks: jax.Array | None = None,
-    ring: bool = False,
-    limit: int | None = None,
     lnc: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """q [P, C, K, G, h]: chunk p holds the ascending `positions[p]`, [P, C] int32, of row rows[p]; h <= 256.
+    """Attend with q [P, C, K, G, h], h <= 256: chunk p holds the ascending positions[p], [P, C] int32, of row rows[p].
 
-    k, v [N, K, S, h], the chunk's own keys and values already written. window: of all queries, or [P, C] of each.
-    ring: position p lives in slot p mod S; then S >= window + the span of a chunk. limit (static): no position reaches
-    it. sinks [K, G]. Rows >= N (absent chunks) read nothing and give garbage that the caller ignores. float8 caches as
-    in flash_decode. lnc: physical cores, which take tiles of queries in turn. Slots that no query sees may hold
-    anything.
-    Returns out [P, C, K, G, h] in q's dtype, lse [P, C, K, G] float32.
+    The cache is one layer, with rows as pages and without scales (float8 as in `flash_decode`), and has the chunks' own
+    keys and values already. A ring has at least as many slots as the window and the span of a chunk. options.window:
+    one for all queries, or [P, C] of each. Rows >= N (absent chunks) read nothing and give garbage that the caller
+    ignores. lnc: physical cores, which take tiles of queries in turn. Slots that no query sees may hold anything.
+    Returns out [P, C, K, G, h] in q's dtype, lse [P, C, K, G] float32. Raises ValueError for inputs that the kernel
+    does not take.
     """
     chunks, width, kv_heads, group, size = q.shape
-    if k.shape != v.shape or k.dtype != v.dtype or (k.shape[1], k.shape[3]) != (kv_heads, size):
-        raise ValueError(f"k {k.shape} {k.dtype} and v {v.shape} {v.dtype} must both be [N, {kv_heads}, S, {size}]")
-    if size > 256 or size % (2 if size > 128 else 1) or size * k.dtype.itemsize % 4:
-        raise ValueError(f"head size {size} in {k.dtype}: at most 256, and a multiple of 4 bytes")
-    if ring and window is None:
-        raise ValueError("a ring cache forgets old positions: pass the layer's window")
-    if scale <= 0 or (softcap is not None and softcap <= 0):
-        raise ValueError(f"scale {scale} and softcap {softcap} must be positive")
-    slots = k.shape[2] if limit is None or ring else min(limit, k.shape[2])
+    k, v, ring, scale, softcap = cache.k, cache.values, cache.ring, options.scale, options.softcap or 0.0
+    _check(q, cache, options)
+    slots = k.shape[2] if cache.limit is None or ring else min(cache.limit, k.shape[2])
     positions = jnp.where(rows[:, None] < k.shape[0], positions, -1)  # absent chunks read nothing
-    bounds, spans = _bounds(positions, slots, window, ring)
+    bounds, spans = _bounds(positions, slots, options.window, ring)
     turned = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(chunks, kv_heads, group * width, size)
     bounds = jnp.tile(bounds, (1, group, 1))
-    if sinks is None:
+    if options.sinks is None:
         sinks = jnp.full((kv_heads, group), FLOOR, jnp.float32)
     else:
-        sinks = jnp.maximum(sinks.astype(jnp.float32) / unit_of(scale, softcap or 0.0), FLOOR)
+        sinks = jnp.maximum(options.sinks.astype(jnp.float32) / unit_of(scale, softcap), FLOOR)
     sinks = jnp.repeat(sinks, width, axis=1)[..., None]
     results = (
         jax.ShapeDtypeStruct(turned.shape, q.dtype),
         jax.ShapeDtypeStruct((*turned.shape[:3], 1), jnp.float32),
     )
     chosen = jnp.minimum(rows, k.shape[0] - 1).astype(jnp.int32)[:, None]
-    static = dict(slots=slots, scale=float(scale), softcap=float(softcap or 0.0))
+    static = dict(slots=slots, scale=float(scale), softcap=float(softcap))
     out, lse = call("flash_prefill", kernel, lnc, results, turned, k, v, chosen, bounds, spans, sinks, **static)
     out = out.reshape(chunks, kv_heads, group, width, size).transpose(0, 3, 1, 2, 4)
     return out, lse.reshape(chunks, kv_heads, group, width).transpose(0, 3, 1, 2)
 
 
+def _check(q: jax.Array, cache: KvCache, options: AttentionOptions) -> None:
+    k, v, (kv_heads, _, size) = cache.k, cache.values, q.shape[2:]
+    if k.shape != v.shape or k.dtype != v.dtype or (k.shape[1], k.shape[3]) != (kv_heads, size):
+        raise ValueError(f"k {k.shape} {k.dtype} and v {v.shape} {v.dtype} must both be [N, {kv_heads}, S, {size}]")
+    if size > 256 or size % (2 if size > 128 else 1) or size * k.dtype.itemsize % 4:
+        raise ValueError(f"head size {size} in {k.dtype}: at most 256, and a multiple of 4 bytes")
+    if cache.ring and options.window is None:
+        raise ValueError("a ring cache forgets old positions: pass the layer's window")
+    if options.scale <= 0 or (options.softcap is not None and options.softcap <= 0):
+        raise ValueError(f"scale {options.scale} and softcap {options.softcap} must be positive")
+
+
 def _bounds(positions, slots: int, window, ring: bool) -> tuple[jax.Array, jax.Array]:
-    """[P, C, 2 or 4] float32: the interval of slots that each query sees, in a ring two; [P, 2, 1]: what any sees."""
+    """[P, C, 2 or 4] float32: the interval of slots that each query sees, two in a ring; [P, 2, 1]: the span of all."""
     stop = positions + 1
     first = jnp.zeros_like(stop) if window is None else jnp.maximum(stop - window, 0)
     earliest = first.min(axis=1)

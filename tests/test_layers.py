@@ -48,7 +48,7 @@ MOST_LINES, MOST_PARAMETERS = 60, 8
 RETIRED = frozenset({"boxes", "few", "found", "given", "held", "kept", "own", "placed", "plain"})
 # What is still to be mended: at most so many in a top-level folder. It only shrinks.
 LONG_FUNCTIONS = {"models": 1, "pallas_kernels": 5}
-MANY_PARAMETERS = {"inferlib": 1, "nki_kernels": 6, "pallas_kernels": 4}
+MANY_PARAMETERS = {"inferlib": 1, "nki_kernels": 4, "pallas_kernels": 4}
 RETIRED_NAMES = {"nki_kernels": 9}
 
 

@@ -103,9 +103,7 @@ def _by_gpu_kernel(q, cache: KvCache, lengths, options: AttentionOptions) -> tup
 def _by_nki_kernel(q, cache: KvCache, lengths, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
     from inferlib.nki_kernels.flash_decode import flash_decode
 
-    return flash_decode(
-        q, cache.k, cache.values, lengths, ring=cache.ring, limit=cache.limit, table=cache.pages, **options.named
-    )
+    return flash_decode(q, cache, lengths, options)
 
 
 def _by_tpu_kernel(

@@ -87,9 +87,7 @@ def prefill_attention(
     if backend == "nki":
         from inferlib.nki_kernels.flash_prefill import flash_prefill
 
-        return flash_prefill(
-            q, cache.k, cache.values, rows, positions, ring=cache.ring, limit=cache.limit, **options.named
-        )
+        return flash_prefill(q, cache, rows, positions, options)
     if backend == "pallas_tpu":
         return _by_tpu_kernel(q, cache, rows, positions, options, listed)
     return _by_xla(q, cache, rows, positions, options, listed)

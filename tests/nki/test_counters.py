@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import nki as benchmark
+from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.nki_kernels import simulator
 from inferlib.nki_kernels.flash_decode import flash_decode
 
@@ -29,7 +30,8 @@ def test_pages_without_live_slots_are_not_read():
     cache = np.ones((512, 1, 16, 128), ml_dtypes.bfloat16)
     q, table = np.ones((1, 1, 1, 4, 128), ml_dtypes.bfloat16), np.arange(512, dtype=np.int32)[None]
     with simulator.session("trn2") as session:
-        out, _ = flash_decode(q, cache, cache, np.array([1000], np.int32), scale=0.1, table=table, lnc=1)
+        paged = KvCache(cache, pages=table)
+        out, _ = flash_decode(q, paged, np.array([1000], np.int32), AttentionOptions(0.1), lnc=1)
         np.testing.assert_allclose(np.asarray(out, np.float32), 1, rtol=0.01)
     live = 2 * 1008 * 128 * 2
     assert live < session.cores[0].hbm_read < 1.03 * live

@@ -16,6 +16,7 @@ import nki.language as nl
 import numpy as np
 import pytest
 
+from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.nki_kernels import flash_decode, simulator
 
 FAULTS = {}
@@ -479,4 +480,4 @@ def test_a_dtype_that_the_generation_lacks_is_refused_before_launch():
     cache = jnp.zeros((1, 1, 128, 64), jnp.float8_e4m3fn)
     q, lengths = jnp.zeros((1, 1, 1, 4, 64), jnp.bfloat16), jnp.array([3], jnp.int32)
     with simulator.session("trn2"), pytest.raises(simulator.RuleError, match=r"\[generation\].*float8_e4m3fn"):
-        flash_decode.flash_decode(q, cache, cache, lengths, scale=1.0)
+        flash_decode.flash_decode(q, KvCache(cache), lengths, AttentionOptions(1.0))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.nki_kernels.decode_linear import rmsnorm_matmul, rmsnorm_mlp
 from inferlib.nki_kernels.flash_decode import flash_decode
 from inferlib.nki_kernels.flash_prefill import flash_prefill
@@ -14,10 +15,10 @@ from inferlib.nki_kernels.mx_matmul import mx_matmul
 LENGTHS = jnp.array([3], jnp.int32)
 
 
-def decode(*, tokens=1, group=4, size=64, dtype=jnp.bfloat16, page=128, **options):
+def decode(*, tokens=1, group=4, size=64, dtype=jnp.bfloat16, page=128, table=None, ring=False, lnc=None, **options):
     q = jnp.zeros((1, tokens, 1, group, size), jnp.bfloat16)
-    cache = jnp.zeros((1, 1, page, size), dtype)
-    return flash_decode(q, cache, cache, LENGTHS, **{"scale": 1.0, **options})
+    cache = KvCache(jnp.zeros((1, 1, page, size), dtype), pages=table, ring=ring)
+    return flash_decode(q, cache, LENGTHS, AttentionOptions(**{"scale": 1.0, **options}), lnc=lnc)
 
 
 @pytest.mark.parametrize(
@@ -42,13 +43,13 @@ def test_flash_decode(options, reason):
 def test_flash_decode_of_more_rows_than_pages():
     q, cache = jnp.zeros((2, 1, 1, 4, 64), jnp.bfloat16), jnp.zeros((1, 1, 128, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match="row b's page is b"):
-        flash_decode(q, cache, cache, jnp.array([1, 1]), scale=1.0)
+        flash_decode(q, KvCache(cache), jnp.array([1, 1]), AttentionOptions(1.0))
 
 
 def test_flash_decode_of_more_rows_of_pages_than_float32_counts():
     q, cache = jnp.zeros((1, 1, 1, 4, 4), jnp.bfloat16), jax.ShapeDtypeStruct((1 << 24, 1, 16, 4), jnp.bfloat16)
     with pytest.raises(ValueError, match="exact below"):
-        flash_decode(q, cache, cache, LENGTHS, scale=1.0, table=jnp.zeros((1, 2), jnp.int32))
+        flash_decode(q, KvCache(cache, pages=jnp.zeros((1, 2), jnp.int32)), LENGTHS, AttentionOptions(1.0))
 
 
 @pytest.mark.parametrize(
@@ -57,9 +58,9 @@ def test_flash_decode_of_more_rows_of_pages_than_float32_counts():
 )
 def test_flash_prefill(size, options, reason):
     q, cache = jnp.zeros((1, 2, 1, 4, size), jnp.bfloat16), jnp.zeros((1, 1, 128, size), jnp.bfloat16)
-    positions = jnp.array([[0, 1]], jnp.int32)
+    cache, positions = KvCache(cache, ring=options.get("ring", False)), jnp.array([[0, 1]], jnp.int32)
     with pytest.raises(ValueError, match=reason):
-        flash_prefill(q, cache, cache, jnp.array([0]), positions, **{"scale": 1.0, **options})
+        flash_prefill(q, cache, jnp.array([0]), positions, AttentionOptions(options.get("scale", 1.0)))
 
 
 @pytest.mark.parametrize(
