@@ -14,7 +14,7 @@ import numpy as np
 from inferlib.checkpoint.attention import attention_assembly, fused_rows, latent_assembly
 from inferlib.checkpoint.source import TensorSource
 from inferlib.models.abstract import WeightSpec
-from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, ModelConfig
+from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.families.common import FusedExperts
 from inferlib.models.heads import HeadLayout
 from inferlib.models.layout import Layout
@@ -71,7 +71,7 @@ def _mixer_assembly(names: Mapping[str, str], spec: LayerSpec, parameter: str, d
 
 def _mlp_assembly(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int) -> Assembly:
     if part == "mlp.router.correction":
-        return _correction(names[part], spec.mlp.router.experts)
+        return _correction(names[part], _mixture(spec).router.experts)
     module = part.removesuffix("_bias").removesuffix(".bias")
     suffix, columns = (".weight", (dim,)) if module == part else (".bias", ())
 
@@ -80,7 +80,8 @@ def _mlp_assembly(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int
 
     match module.removeprefix("mlp.").removeprefix("shared."):
         case "gate_up":
-            mlp = spec.mlp.shared if module.startswith("mlp.shared.") else spec.mlp
+            mlp = _mixture(spec).shared if module.startswith("mlp.shared.") else spec.mlp
+            assert mlp is not None
             gate, up = (module.removesuffix("gate_up") + key for key in ("gate", "up"))
             if not mlp.gated:
                 return assembly(piece(module if module in names else up, mlp.hidden, *columns), "f ... -> ... 1 f")
@@ -90,14 +91,20 @@ def _mlp_assembly(names: Mapping[str, str], spec: LayerSpec, part: str, dim: int
                 halves = piece(gate, mlp.hidden, *columns), piece(up, mlp.hidden, *columns)
             return assembly(halves, "two f ... -> ... two f")
         case "down" if suffix == ".weight":
-            mlp = spec.mlp.shared if module.startswith("mlp.shared.") else spec.mlp
+            mlp = _mixture(spec).shared if module.startswith("mlp.shared.") else spec.mlp
+            assert mlp is not None
             return assembly(piece(module, dim, mlp.hidden), "d f -> f d")
         case "router":
-            return assembly(piece(module, spec.mlp.router.experts, *columns), "e ... -> ... e")
+            return assembly(piece(module, _mixture(spec).router.experts, *columns), "e ... -> ... e")
         case "shared_gate":
             return assembly(piece(module, 1, dim), "1 d -> d")
         case _:
             return assembly(piece(module, dim), "d -> d")
+
+
+def _mixture(spec: LayerSpec) -> MoeSpec:
+    assert isinstance(spec.mlp, MoeSpec)  # only mixtures have routers and shared experts
+    return spec.mlp
 
 
 def _correction(name: str, experts: int) -> Assembly:
@@ -126,6 +133,7 @@ def top_assembly(names: Mapping[str, str], config: ModelConfig, part: str) -> As
     tensor = names[part] + ".weight"
     if part.startswith("per_layer."):
         spec = config.per_layer
+        assert spec is not None  # only models that have it name its parts
         width = len(config.layers) * spec.dim
         shapes = {"table": (spec.vocab, width), "projection": (width, config.dim), "norm": (spec.dim,)}
         shape, kind = shapes[part.removeprefix("per_layer.")], "projection"

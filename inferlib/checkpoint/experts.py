@@ -68,9 +68,11 @@ def load_experts(
     """
     weight, kind = item.weight, item.weight.part.removeprefix(_PREFIX)
     arrays = tuple(_Parts.of(spec, place) for spec, place in zip(weight.arrays, places, strict=True))
+    spec = item.layer.mlp if item.layer is not None else None
+    assert isinstance(spec, MoeSpec)  # only mixtures have weights of all experts
     for layer, pieces in enumerate(item.pieces):
-        for expert in range(item.layer.mlp.experts):
-            tensors_of_expert, slots = _of_expert(pieces, kind, item.layer.mlp, expert), [expert]
+        for expert in range(spec.experts):
+            tensors_of_expert, slots = _of_expert(pieces, kind, spec, expert), [expert]
             if item.slot_experts:
                 slots = [slot for slot, e in enumerate(item.slot_experts[layer]) if e == expert]
             if slots := [slot for slot in slots if arrays[0].owners(slot)]:

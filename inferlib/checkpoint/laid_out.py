@@ -164,9 +164,9 @@ class LaidOutWeights:
         # Stored weights are of one layer each; the target's may be stacks.
         targets = {(i, weight.part): weight for weight in model.weights for i in _layers(model, weight)}
         rest = iter(formats or [None] * len(model.specs))
-        formats = {weight.name: tuple(islice(rest, len(weight.arrays))) for weight in model.weights}
+        places_of = {weight.name: tuple(islice(rest, len(weight.arrays))) for weight in model.weights}
         loaded: dict[str, tuple[jax.Array, ...]] = {
-            weight.name: placement.place(model, weight, shards, formats[weight.name])
+            weight.name: placement.place(model, weight, shards, places_of[weight.name])
             for weight in model.weights
             if weight.part in TABLES
         }
@@ -188,7 +188,7 @@ class LaidOutWeights:
                     if placement is not None and axes.EXPERTS in weight.axes:
                         number = model.layers_of(target.block).index(block)
                         restored = _in_slots(weight, restored, placement.of(model, target)[number], shards)
-                    layer, places = _expanded(model, shards, weight, target, restored), formats[target.name]
+                    layer, places = _expanded(model, shards, weight, target, restored), places_of[target.name]
                     if target.axes[0] == axes.LAYERS:
                         number = model.layers_of(target.block).index(block)
                         layer = into_stack(target, shards, places, loaded.get(target.name), number, layer)

@@ -89,7 +89,7 @@ class DecodeAttention:
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of the arguments."""
         rows, slots = len(self.lengths), self.page or self.slots or -(-max(self.lengths) // 128) * 128
-        count = rows if self.page is None else self.pages.size
+        count = rows if (pages := self.pages) is None else pages.size
         size = -(-2 * self.size // 128) * 128 if self.one else self.size
         cache = (4, count, self.heads, slots, size), self.stored or "bfloat16"
         q = (rows, self.queries, self.heads, self.group, size), "bfloat16"
@@ -103,7 +103,7 @@ class DecodeAttention:
             arrays |= dict.fromkeys(names, ((rows, self.queries, self.heads, size), "bfloat16"))
         if self.tree:
             arrays["mask"] = (rows, self.queries, self.queries), "bool"
-        return arrays if self.page is None else {**arrays, "pages": (self.pages.shape, "int32")}
+        return arrays if pages is None else {**arrays, "pages": (pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
         """The kernel's operands in scalar memory, by index."""
@@ -112,8 +112,8 @@ class DecodeAttention:
             first = np.maximum(np.array(self.lengths) - self.queries + 1 - self.window, 0)
             unit = math.gcd(self.slots, 128 if self.stored else 64)
             scalars.append(first // unit * unit % self.slots)
-        if self.page is not None:
-            scalars.append(self.pages.reshape(-1))
+        if (pages := self.pages) is not None:
+            scalars.append(pages.reshape(-1))
         return dict(enumerate(scalars))
 
 

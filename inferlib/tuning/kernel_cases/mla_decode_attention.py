@@ -62,19 +62,19 @@ class MlaDecodeAttention:
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of the arguments."""
         rows, slots = len(self.lengths), self.page or -(-max(self.lengths) // 256) * 256
-        count = rows if self.page is None else self.pages.size
+        count = rows if (pages := self.pages) is None else pages.size
         arrays = {
             "q": ((rows, self.queries, self.heads, RANK + ROTARY), "bfloat16"),
             "latents": ((4, count, slots, RANK), "bfloat16"),
             "keys": ((4, count, slots // 2, 2 * ROTARY), "bfloat16"),
             "lengths": ((rows,), "int32"),
         }
-        return arrays if self.page is None else {**arrays, "pages": (self.pages.shape, "int32")}
+        return arrays if pages is None else {**arrays, "pages": (pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
         """The kernel's operands in scalar memory, by index."""
         scalars = [np.array(self.lengths), np.zeros(1, int)]
-        return dict(enumerate(scalars if self.page is None else [*scalars, self.pages]))
+        return dict(enumerate(scalars if (pages := self.pages) is None else [*scalars, pages]))
 
 
 BATCH, LONG = (4096,) * 32, (131072,)

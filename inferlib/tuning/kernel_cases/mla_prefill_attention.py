@@ -59,7 +59,7 @@ class MlaPrefillAttention(OneChunk):
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of the arguments."""
         slots = self.page or -(-(self.start + self.width) // 1024) * 1024
-        count = 1 if self.page is None else self.pages.size
+        count = 1 if (pages := self.pages) is None else pages.size
         arrays = {
             "q": ((1, self.width, self.heads, SIZE + ROTARY), "bfloat16"),
             "k": ((4, self.heads, SIZE, RANK), "bfloat16"),
@@ -69,7 +69,7 @@ class MlaPrefillAttention(OneChunk):
             "rows": ((1,), "int32"),
             "positions": ((1, self.width), "int32"),
         }
-        return arrays if self.page is None else {**arrays, "pages": (self.pages.shape, "int32")}
+        return arrays if pages is None else {**arrays, "pages": (pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
         """The kernel's operands in scalar memory, by index."""

@@ -29,8 +29,8 @@ class OneChunk:
         first = np.arange(-(-self.width // chosen.queries) * chosen.queries, step=chosen.part)
         last = np.minimum(first + chosen.part, self.width) - 1
         prefetched = [np.zeros(1, int), np.zeros(layers, int), self.start + first[None], self.start + last[None]]
-        if self.page is not None:
-            prefetched.append(self.pages)
+        if (pages := self.pages) is not None:
+            prefetched.append(pages)
         return dict(enumerate(prefetched))
 
 
@@ -97,14 +97,14 @@ class PrefillAttention(OneChunk):
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of the arguments."""
         slots = self.page or self.slots or -(-(self.start + self.width) // 1024) * 1024
-        size, count = self.cell, 1 if self.page is None else self.pages.size
+        size, count = self.cell, 1 if (pages := self.pages) is None else pages.size
         cache = (4, count, self.heads, slots, size), self.stored or "bfloat16"
         q = (1, self.width, self.heads, self.group, size), "bfloat16"
         arrays = {"q": q, "k": cache} | ({} if self.one else {"v": cache})
         arrays |= {"rows": ((1,), "int32"), "positions": ((1, self.width), "int32")}
         if self.stored:
             arrays |= dict.fromkeys(("k_scales", "v_scales"), (cache[0][:-1], "float32"))
-        return arrays if self.page is None else {**arrays, "pages": (self.pages.shape, "int32")}
+        return arrays if pages is None else {**arrays, "pages": (pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
         """The kernel's operands in scalar memory, by index."""
