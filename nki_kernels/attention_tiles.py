@@ -1,4 +1,4 @@
-"""What the attention kernels share: how a cache is cut into tiles, which slots are seen, and guards against garbage.
+"""Parts of the attention kernels: how to cut a cache into tiles, mark the slots seen, and guard against garbage.
 
 Functions of this file run inside kernels: plain NKI, undecorated.
 
@@ -27,14 +27,14 @@ def is_float8(dtype):
 
 
 def unit_of(scale, softcap):
-    """What scores are multiplied by before the exponential: capped ones are tangents."""
+    """The factor of scores before the exponential. Capped scores are tangents, so their factor is the cap."""
     if softcap > 0.0:
         return softcap
     return scale
 
 
 def work_dtype(cache):
-    """What keys and weights are multiplied in: the cache's dtype, bfloat16 for float8."""
+    """The dtype of the products with keys and with weights: the cache's, or bfloat16 for float8."""
     if is_float8(cache.dtype):
         return nl.bfloat16
     return cache.dtype
@@ -179,7 +179,7 @@ def turn_queries(queries, work):
 
 
 def guard_keys(loaded, live, work):
-    """Keys that `turn_keys` can take: those in float8 are turned by a product, which garbage would spread in."""
+    """Keys that `turn_keys` can take. It turns float8 keys by a product, which would spread garbage."""
     if loaded.dtype == work:
         return loaded
     keys = nl.ndarray(loaded.shape, dtype=loaded.dtype, buffer=nl.sbuf)

@@ -1,4 +1,4 @@
-"""New cells of a paged cache, written by a TPU kernel that has the blocks they belong to on chip."""
+"""Writes new cells to a paged cache from within a TPU kernel that has the cells' blocks on chip."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ LANES, SUBLANES = 128, 8
 
 
 def tile_of(ndim: int, dtype) -> int:
-    """Positions of a tile of memory, of cells [L, N, K, S, h] or of scales [L, N, K, S]."""
+    """Positions of a tile of memory, for cells [L, N, K, S, h] (ndim 5) or scales [L, N, K, S] (ndim 4)."""
     return LANES if ndim == 4 else SUBLANES * 4 // jnp.dtype(dtype).itemsize
 
 
 def tiles_of(cells: int, tile: int) -> int:
-    """Tiles that a run of cells touches at most."""
+    """The most tiles that a run of `cells` positions touches."""
     return (cells + tile - 2) // tile + 1
 
 
 def quantised(rows: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    """Rows [R, h] of float32, rounded to int8 or fp8 but still in float32, and their scales [R, 1]: as by
-    `inferlib.ops.quantized.quantize`."""
+    """Quantise float32 rows [R, h] to int8 or fp8, as `inferlib.ops.quantized.quantize` does.
+
+    Returns the rounded values, still in float32, and the scales [R, 1].
+    """
     whole = jnp.issubdtype(dtype, jnp.integer)
     most = float((jnp.iinfo if whole else jnp.finfo)(dtype).max)
     scales = jnp.max(jnp.abs(rows), axis=1, keepdims=True) / most
@@ -43,12 +45,12 @@ def quantised(rows: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
 class CellWriter:
     """Puts the last `new` cells of rows into the blocks of a stream, and from there into the cache.
 
-    Memory is written tile by tile; what else is in a cell's tile has just been read with its block. Cells lie behind
-    the `width` queries of a row, [K, width + new * n, h]: keys, then values if they are apart. Of a quantised cache
-    (`scaled`) they are rounded here. written [B]: 0 for rows whose last cells
-    are in the cache already; None: there are none. staged: what is on its way from a buffer to each array of the
-    stream, [n, tiles, K, tile, ...], since blocks are changed once they are used; semaphores [arrays, n]; pending [n]:
-    where the cells that are on their way from a buffer begin in its block, the size of one if there are none.
+    Memory is written tile by tile; the other positions of a cell's tile have just been read with its block. Cells lie
+    behind the `width` queries of a row, [K, width + new * n, h]: keys, then values if they are apart. For a quantised
+    cache (`scaled`) the writer rounds them. written [B]: 0 for rows whose last cells are in the cache already; None: no
+    row is such. staged: for each array of the stream, the tiles on their way from a buffer to the cache,
+    [n, tiles, K, tile, ...], because the block itself changes once it is used. semaphores [arrays, n]. pending [n]:
+    where a buffer's cells on their way to the cache begin in its block; the size of a block if there are none.
     """
 
     stream: BlockStream
@@ -65,10 +67,10 @@ class CellWriter:
             self.pending[buffer] = self.stream.pages.block
 
     def put(self, buffer: jax.Array) -> None:
-        """The cells of the block in a buffer, which has arrived; copies of their tiles to the cache are started.
+        """Put the new cells into the block in a buffer, which has arrived, and start to copy their tiles to the cache.
 
-        Without branches as far as the first tile goes, so that the compiler puts it among other instructions; where
-        there are no cells, what is there is written once more.
+        The first tile's code has no branches, so that the compiler can mix it with other instructions; in a block
+        without new cells it writes the old contents again.
         """
         stream, heads, block = self.stream, self.stream.query_buffers.shape[1], self.stream.pages.block
         arrays = len(self.staged) // (1 + self.scaled)
@@ -105,7 +107,7 @@ class CellWriter:
             self.wait(buffer)
 
     def has(self, buffer: jax.Array) -> jax.Array:
-        """Whether the block in a buffer has new cells."""
+        """True if the block in a buffer has new cells."""
         has = (self.stream.counts[buffer] > 0) & (self._first(buffer) < self.stream.pages.block)
         return has if self.written is None else has & (self.written[self.stream.owners[0, buffer]] > 0)
 
@@ -123,11 +125,11 @@ class CellWriter:
             self.pending[buffer] = none
 
     def _first(self, buffer: jax.Array) -> jax.Array:
-        """Where the new cells of a buffer's row begin, or would, in its block."""
+        """Where in its block the new cells of a buffer's row begin; outside the block if they are elsewhere."""
         return self.stream.length(self.stream.owners[0, buffer]) - self.new - self.stream.owners[1, buffer]
 
     def _each_tile(self, first: jax.Array, act: Callable) -> None:
-        """act(n, j, start): of each array the j-th tile with cells, which begins at `start` in the block."""
+        """Call act(n, j, start) for array n's j-th tile with new cells, which begins at `start` in the block."""
         for n, staged in enumerate(self.staged):
             tile, begin = staged.shape[3], jnp.clip(first, 0, self.stream.pages.block - 1)
             for j in range(staged.shape[1]):
@@ -139,7 +141,7 @@ class CellWriter:
                     pl.when(inside)(lambda n=n, j=j, start=start: act(n, j, start))
 
     def _cells(self, buffer: jax.Array, head: int, arrays: int) -> tuple[list[jax.Array], ...]:
-        """[1, h] each, and if they are quantised their scales, [1, 1]."""
+        """The cells of a head, [1, h] each, and if the cache is quantised their scales, [1, 1] each."""
         rows = self.stream.query_buffers[buffer, head].astype(jnp.float32)
         each = [slice(self.width + c, self.width + c + 1) for c in range(arrays * self.new)]
         if not self.scaled:
@@ -148,7 +150,7 @@ class CellWriter:
         return [values[at] for at in each], [scales[at] for at in each]
 
     def _copy(self, n: int, j: int, buffer: jax.Array, row: jax.Array, start: jax.Array):
-        """Of an array's j-th staged tile, which begins at `start` in its row's block, to the cache."""
+        """The copy to the cache of array n's j-th staged tile, which begins at `start` in its row's block."""
         stream, pages = self.stream, self.stream.pages
         at = stream.owners[1, buffer] + start
         if pages.ring:
@@ -163,7 +165,7 @@ class CellWriter:
 
 
 def _merged(tile: jax.Array, cells: Sequence[jax.Array], places: Sequence[jax.Array]) -> jax.Array:
-    """tile [t, h] with cells [1, h] of float32 at places, in words of 32 bits; places outside the tile are skipped."""
+    """tile [t, h] with float32 cells [1, h] put at places, in words of 32 bits; places outside the tile are skipped."""
     words = pltpu.bitcast(tile, jnp.int32)
     packed = tile.shape[0] // words.shape[0]
     bits = 32 // packed

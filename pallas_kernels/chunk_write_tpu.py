@@ -1,7 +1,7 @@
-"""Cells of chunks of consecutive positions, written to a paged cache on TPUs.
+"""A TPU kernel that writes the cells of chunks of consecutive positions to a paged cache.
 
-XLA scatters them one by one. Here whole tiles of memory are copied; other positions in the first and the last tile are
-read before, and written anew.
+XLA scatters cells one by one. This kernel copies whole tiles of memory; it reads the other positions of the first and
+the last tile and writes them again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inferlib.pallas_kernels.arithmetic_tpu import LANES, div
 from inferlib.pallas_kernels.cell_write_tpu import quantised, tile_of
 from inferlib.pallas_kernels.tile_stream_tpu import SUBLANES, scale_rows
 
-MOST_BYTES = 1 << 20  # of the new cells of a step, of one array in float32
+MOST_BYTES = 1 << 20  # of a grid step's new cells, for one array in float32
 
 
 def unsupported(cache: Sequence[jax.ShapeDtypeStruct], width: int, *, ring: bool) -> str | None:
@@ -39,12 +39,12 @@ def unsupported(cache: Sequence[jax.ShapeDtypeStruct], width: int, *, ring: bool
 
 
 def _tiles(cache: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
-    """Positions of a tile of each array, of cells or of scales."""
+    """Positions of a tile in each array, which has cells or scales."""
     return [tile_of(5 if x.ndim == cache[0].ndim else 4, x.dtype) for x in cache]
 
 
 def _tokens(cache: Sequence[jax.ShapeDtypeStruct], width: int) -> int:
-    """Tokens of a grid step: whole tiles, or less than one, and not too many."""
+    """Tokens of a grid step: whole tiles, or a part of one, of at most `MOST_BYTES`."""
     tiles, size, heads = _tiles(cache), cache[0].shape[-1], scale_rows(cache[0].shape[-3])
     tokens = width if all(width % tile == 0 or width < tile for tile in tiles) else math.gcd(width, *tiles)
     unit = LANES if tokens % LANES == 0 else math.gcd(tokens, *tiles)
@@ -53,7 +53,7 @@ def _tokens(cache: Sequence[jax.ShapeDtypeStruct], width: int) -> int:
 
 
 def _window(tokens: int, tile: int) -> int:
-    """Positions of all tiles that so many tokens touch."""
+    """Positions of the most tiles that `tokens` consecutive positions touch."""
     return (pl.cdiv(tokens, tile) + 1) * tile
 
 
@@ -67,11 +67,12 @@ def chunk_write(
     ring: bool = False,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, ...]:
-    """cache: one or two arrays [N, K, S, h], or [L, N, K, S, h] of which `layer` is written; if they are int8 or
-    float8_e4m3fn their scales follow, [N, K, S] or [L, N, K, S] float32. new: what is put in each, [P, C, K, h] of any
-    float type: token c of chunk p in page pages[p], slot slots[p] + c, modulo S in a ring; slots of S or more and pages
-    of N or more are dropped. pages, slots: [P] int32. Returns the cache, in the buffers of that passed in.
-    Raises ValueError where `unsupported` says why.
+    """Put token c of chunk p at page pages[p], slot slots[p] + c, modulo S in a ring; pages, slots: [P] int32.
+
+    cache: one or two arrays [N, K, S, h], or [L, N, K, S, h] of which `layer` is written; if they are int8 or
+    float8_e4m3fn, their scales follow, [N, K, S] or [L, N, K, S] float32. new: for each array of cells
+    [P, C, K, h] of any float type. A page of N or more, or a slot of S or more, writes nothing.
+    Returns the cache, in the buffers of the one passed in. Raises ValueError with the reason of `unsupported`.
     """
     if reason := unsupported(cache, new[0].shape[1], ring=ring):
         raise ValueError(f"the TPU kernel does not write these chunks: {reason}")
@@ -119,12 +120,12 @@ def chunk_write(
 
 
 def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
-    """Some tokens of a chunk and some heads.
+    """Write some tokens of a chunk for some heads.
 
-    Scalars: pages [P], -1 if absent, slots [P], layer [1]. new [tokens, heads * h]; cache in HBM, twice the same
-    memory. Scratch: of each array of the cache the tiles that are written, [heads, window, ...]; rows of a head in
-    float32, with a tile before and behind them, [h / 128, rows, 128]: none wider can be read from any row on. Scales of
-    each of `new` [n, heads, tokens]; semaphores.
+    Scalars: pages [P], -1 if absent, slots [P], layer [1]. new [tokens, heads * h]. cache: in HBM, as input and output
+    the same memory. Scratch: for each array of the cache the tiles to write, [heads, window, ...]; the rows of a head
+    in float32, with a tile before and behind them, [h / 128, rows, 128], because only rows of 128 lanes can be read
+    from any row on; the scales of each of `new`, [n, heads, tokens]; semaphores.
     """
     arrays = len(tiles)
     count = len(refs) - 3 * arrays - 3

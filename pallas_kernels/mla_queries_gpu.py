@@ -1,7 +1,7 @@
-"""What comes before decode attention over latents (MLA) of a few rows, in one kernel on NVIDIA GPUs (Triton lowering).
+"""The steps before decode attention over latents (MLA) of a few rows, in one kernel on NVIDIA GPUs (Triton lowering).
 
-XLA takes a kernel or two for each: queries to the latents' space, their rotation, the new latent's norm, the new key's
-rotation. Those products of one row it makes a multiplication and a reduction.
+The steps take queries to the latents' space, rotate them, norm the new latent and rotate the new key. XLA takes a
+kernel or two for each step, and computes the products of a single row as a multiplication and a reduction.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-ROWS = 16  # of a tile of the tensor cores, and at most
-COLUMNS = 64  # of the latents' dimensions, of a program
+ROWS = 16  # of a tile of the tensor cores; the kernel takes at most so many
+COLUMNS = 64  # dimensions of the latents that a program computes
 
 
 def mla_queries(
@@ -29,10 +29,11 @@ def mla_queries(
     eps: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Of q [B, H, n + r] the last r numbers are rotated by cos and sin [B, r / 2] float32, the others taken to the
-    latents' dimensions by k [H, n, R]. Of down [B, D] the last R + r numbers are a latent, normed with weight [R], and
-    a key, rotated. R and r: powers of two from 16 on; B at most `ROWS`.
+    """Compute decode attention's queries and new cells from the projections q [B, H, n + r] and down [B, D].
 
+    The last r numbers of a query are rotated by cos and sin [B, r / 2] float32, and k [H, n, R] takes the others to the
+    latents' dimensions. The last R + r numbers of `down` are a latent, whose RMS norm has weight [R] and eps, and a
+    key, which is rotated. R and r: powers of two from 16 on; B at most `ROWS`.
     Returns queries [B, H, R] and their rotary part [B, H, r], latents [B, 1, R] and rotary keys [B, 1, r], each rounded
     once, to q's dtype. Raises ValueError for more rows.
     """
@@ -56,7 +57,8 @@ def mla_queries(
 
 
 def _kernel(q_ref, down_ref, weight_ref, k_ref, cos_ref, sin_ref, queries_ref, rotary_ref, latent_ref, key_ref, *, eps):
-    """The first programs of a head multiply, one rotates its query, and that of the first head makes what is cached."""
+    """A head's last program rotates its query, the others multiply; the first head's last one also makes the new
+    cells."""
     (count, _, _), (_, n, rank), half = q_ref.shape, k_ref.shape, cos_ref.shape[1]
     head, part = pl.program_id(0), pl.program_id(1)
     rows, places, before = jnp.arange(ROWS)[:, None], jnp.arange(half)[None], down_ref.shape[1] - rank - 2 * half
