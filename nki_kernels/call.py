@@ -1,4 +1,4 @@
-"""Call a kernel from JAX: as a function where NKI is installed, by host execution on the stand-in."""
+"""Call a kernel from JAX: as a function where NKI is installed, otherwise on the host by the stand-in."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from inferlib.nki_kernels import simulator
 
 
 def is_gen4() -> bool:
-    """Whether kernels are compiled for trn3, as the stand-in's session or the vendor's variable says."""
+    """True if kernels are compiled for trn3: the stand-in's session or the vendor's environment variable says so."""
     if simulator.is_injected():
         return simulator.generation().number == 4
     return os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE") in ("trn3", "gen4")
 
 
 def logical_cores() -> int:
-    """Physical cores of a logical NeuronCore: what the host is configured for, two unless told; on the stand-in one."""
+    """Physical cores of a logical NeuronCore, as the host is configured; by default two, and one on the stand-in."""
     return int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", 1 if simulator.is_injected() else 2))
 
 
@@ -29,9 +29,9 @@ def call(
 ) -> list[jax.Array]:
     """Launch `kernel[lnc](*arrays, **static)`, which returns `results`; inside or outside `jax.jit`.
 
-    name: of the operation, which marks its place in a lowered program. lnc: physical cores of a logical NeuronCore, 1
-    or 2; None for `logical_cores()`, which a Trainium host insists on. Lowered for Trainium without NKI, the place
-    holds a custom call without the kernel's binary: programs can be checked so, not compiled.
+    name: the operation's name, which marks it in a lowered program. lnc: physical cores of a logical NeuronCore, 1 or
+    2; None for `logical_cores()`, which a Trainium host insists on. Lowered for Trainium without NKI, a program has a
+    custom call without the kernel's binary in this place: it can be checked, not compiled.
     """
     lnc = logical_cores() if lnc is None else lnc
     if lnc not in (1, 2):

@@ -1,4 +1,4 @@
-"""Cases of every kernel with float64 oracles: what the tests run on the stand-in and `verify` on a chip.
+"""Cases of every kernel with float64 oracles. Tests run them on the stand-in, and `verify` on a chip.
 
 Caches hold NaN and infinities in every slot that no query sees.
 """
@@ -22,14 +22,14 @@ from inferlib.nki_kernels.flash_prefill import flash_prefill
 from inferlib.nki_kernels.mx_matmul import mx_matmul
 from inferlib.nki_kernels.router_topk import router_topk
 
-# Of outputs of unit scale: what rounding keys' products, probabilities and results to the dtype may add up to.
+# Largest error of outputs of unit scale: rounding of the keys' products, the probabilities and the results, together.
 TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "float8_e4m3": 3e-2, "float8_e4m3fn": 3e-2}
 TOLERANCE["float8_e5m2"] = 3e-2
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Attention:
-    """What a case of attention leaves at its usual value. size: of a head; slots: of a row's cache."""
+    """Settings of attention with their usual values. size: of a head. slots: of a row's cache."""
 
     kv_heads: int = 1
     size: int = 64

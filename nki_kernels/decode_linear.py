@@ -1,8 +1,9 @@
-"""The rest of a decode layer on Trainium: norm with projection, and the feed-forward, each one kernel.
+"""Two kernels of a decode layer on Trainium beside attention: norm and projection, and the feed-forward with its norm.
 
-With few tokens a layer is the time it takes to read its weights once; these kernels do everything else meanwhile.
-Tokens are the stationary side of every product, weights stream past. The sum's dimension of size D is laid out as lanes
-x tiles, k = lane * tiles + tile, with as many lanes as divide it, so that each lane reads whole rows and none is empty.
+With few tokens, a layer takes as long as reading its weights once; these kernels do everything else meanwhile. Tokens
+are the stationary side of every product, and weights stream past. The contracted dimension of size D is laid out as
+lanes x tiles, k = lane * tiles + tile, with the most lanes that divide it, so that each lane reads whole rows and no
+lane is empty.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import nki.language as nl
 
 from inferlib.nki_kernels.call import call, logical_cores
 
-# Columns of one product, and tiles of the sum's dimension that are loaded at once.
+# Columns of one product, and tiles of the contracted dimension that are loaded at once.
 COLUMNS, LOADED_TILES = 512, 16
 TOKENS = 128
 ACTIVATIONS = ("silu", "gelu_tanh")

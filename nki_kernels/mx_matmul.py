@@ -1,7 +1,7 @@
 """Matrix products with MXFP8 and MXFP4 weights (OCP MX v1.0), read from HBM as packed as they are stored.
 
 Trn3 multiplies packed operands (`nc_matmul_mx`); its activations are quantised to MXFP8 on the Vector engine unless
-they come in MX. Trn2 has no such product: tiles are dequantised to bfloat16 in SBUF, and HBM traffic is the same.
+they are MX already. Trn2 has no such product: tiles are dequantised to bfloat16 in SBUF, with the same HBM traffic.
 
 Packed: k = 4 * row + element, element 0 in the low bits, so that a row holds 4 neighbours and 8 rows share a scale.
 """
@@ -22,7 +22,7 @@ GROUP = 32
 TILE_K = 512
 # Tiles of K that are loaded at once, and tokens that share one reading of the weights.
 LOADED_TILES, TOKENS = 8, 256
-# A nibble with its bits in the places of an e4m3, the sign 4 higher and the rest 2: smaller by this power of two.
+# A nibble becomes an e4m3, smaller by this power of two, when its sign moves up 4 bits and its other bits 2.
 NIBBLE_SHIFT = 6.0
 SIGNS, MAGNITUDES = 0x08080808, 0x07070707
 
@@ -145,7 +145,7 @@ def turn_activations(x, start, tokens):
 
 
 def take_activations(x, x_scales, start, tokens, element):
-    """Activations that come in MX, as `quantise` gives them; on trn2 dequantised, as `turn_activations` gives them."""
+    """Load activations that are MX already: as `quantise` returns them, or on trn2 as `turn_activations` does."""
     rows = x.shape[0]
     tiles = (rows + 127) // 128
     even = tokens + tokens % 2
@@ -177,7 +177,8 @@ def quantise(operand):
 def load_packed(packed, scales, first, tiles, start, columns, width, element):
     """(data [128, tiles, width], scales): K tiles from `first` and columns from `start`, zeros beyond either.
 
-    Scales lie as nc_matmul_mx wants them; on trn2, at most LOADED_TILES at once, as `load_exponents` says.
+    Scales are laid out as nc_matmul_mx wants them; on trn2 as `load_exponents` returns them, at most LOADED_TILES at
+    once.
     """
     rows = min(tiles * 128, packed.shape[0] - first * 128)
     whole = rows // 128
@@ -263,55 +264,58 @@ def multiply(y, first, operands, w, scales, element, kind):
             for tile in range(0, tiles, LOADED_TILES):
                 loaded = min(LOADED_TILES, tiles - tile)
                 weights = load_packed(w, scales, tile, loaded, start, columns, columns + columns % 2, element)
-                for i in range(loaded):
-                    lanes = min(128, rows - (tile + i) * 128)
-                    if quad:
-                        add_product_mx(sums, operands, weights, tile, i, lanes, columns, element, kind)
-                    else:
-                        add_product(sums, operands, weights, tile, i, lanes, columns, element, spread)
+                if quad:
+                    add_products_mx(sums, operands, weights, tile, rows, columns, element, kind)
+                else:
+                    add_products(sums, operands, weights, tile, rows, columns, element, spread)
             store(y, first, start, columns, sums, len(operands))
         turn = turn + 1
 
 
-def add_product_mx(sums, operands, weights, tile, i, lanes, columns, element, kind):
-    """Add the product of K tile `tile + i`, packed operands and all."""
-    lanes = whole_quadrants(lanes)
+def add_products_mx(sums, operands, weights, first, rows, columns, element, kind):
+    """Add the products of the loaded K tiles, which start at tile `first`, by `nc_matmul_mx`. rows: of all tiles."""
     data, scale = weights
-    packed = data.view(packed_dtype(element))
-    for m in range(len(operands)):
-        operand, operand_scale = operands[m]
-        stationary = operand
-        if operand.dtype != kind:
-            stationary = operand.view(kind)
-        for at in range(0, columns, 512):
-            here = min(512, columns - at)
-            nisa.nc_matmul_mx(
-                dst=sums[at // 512 * len(operands) + m][0 : operand.shape[2], 0:here],
-                stationary=stationary[0:lanes, tile + i, :],
-                moving=packed[0:lanes, i, at : at + here],
-                stationary_scale=operand_scale[0:lanes, tile + i, :],
-                moving_scale=scale[0:lanes, i, at : at + here],
-                accumulate=tile + i > 0,
-            )
+    for i in range(data.shape[1]):
+        tile = first + i
+        lanes = whole_quadrants(min(128, rows - tile * 128))
+        packed = data.view(packed_dtype(element))
+        for m in range(len(operands)):
+            operand, operand_scale = operands[m]
+            stationary = operand
+            if operand.dtype != kind:
+                stationary = operand.view(kind)
+            for at in range(0, columns, 512):
+                here = min(512, columns - at)
+                nisa.nc_matmul_mx(
+                    dst=sums[at // 512 * len(operands) + m][0 : operand.shape[2], 0:here],
+                    stationary=stationary[0:lanes, tile, :],
+                    moving=packed[0:lanes, i, at : at + here],
+                    stationary_scale=operand_scale[0:lanes, tile, :],
+                    moving_scale=scale[0:lanes, i, at : at + here],
+                    accumulate=tile > 0,
+                )
 
 
-def add_product(sums, operands, weights, tile, i, lanes, columns, element, spread):
-    """The same through bfloat16."""
-    values = nl.ndarray((128, 4, columns + columns % 2), dtype=nl.bfloat16, buffer=nl.sbuf)
-    dequantise(values, weights, i, lanes, element, spread)
-    for m in range(len(operands)):
-        turned = operands[m][0]
-        for k in range(4):
-            nisa.nc_matmul(
-                dst=sums[m][0 : turned.shape[3], 0:columns],
-                stationary=turned[0:lanes, tile + i, k, :],
-                moving=values[0:lanes, k, 0:columns],
-                accumulate=tile + i + k > 0,
-            )
+def add_products(sums, operands, weights, first, rows, columns, element, spread):
+    """As `add_products_mx`, for trn2: weights are dequantised to bfloat16."""
+    for i in range(weights[0].shape[1]):
+        tile = first + i
+        lanes = min(128, rows - tile * 128)
+        values = nl.ndarray((128, 4, columns + columns % 2), dtype=nl.bfloat16, buffer=nl.sbuf)
+        dequantise(values, weights, i, lanes, element, spread)
+        for m in range(len(operands)):
+            turned = operands[m][0]
+            for k in range(4):
+                nisa.nc_matmul(
+                    dst=sums[m][0 : turned.shape[3], 0:columns],
+                    stationary=turned[0:lanes, tile, k, :],
+                    moving=values[0:lanes, k, 0:columns],
+                    accumulate=tile + k > 0,
+                )
 
 
 def group_rows():
-    """[128, LOADED_TILES, 128] bfloat16: one where scale row r is that of lane p of tile i, r = 16 i + p // 8.
+    """[128, LOADED_TILES, 128] bfloat16: one where row r scales lane p of tile i, r = 16 i + p // 8, else zero.
 
     A product with it repeats a tile's rows 8 times.
     """

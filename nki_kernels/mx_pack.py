@@ -1,4 +1,4 @@
-"""MX on the host, in numpy: quantise, pack for the kernels, and what trn2 needs of float8."""
+"""MX formats on the host, in numpy: quantise, pack for the kernels, and convert float8 for trn2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LIMITS = {"float8_e4m3fn": (8, 448.0), "float8_e5m2": (15, 57344.0), "float4_e2
 def quantise(values: np.ndarray, element: str, headroom: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """values [K, N] -> elements [K, N], scales [K / 32, N] uint8 of 2**(s - 127), by the OCP sample algorithm.
 
-    headroom: powers of two by which the scale is greater; 1 is what quantize_mx of trn3 does. Elements saturate.
+    headroom: powers of two by which the scale is greater; trn3's quantize_mx has 1. Elements saturate.
     """
     greatest, limit = _LIMITS[element]
     groups = np.asarray(values, np.float32).reshape(-1, GROUP, values.shape[1])
@@ -25,7 +25,7 @@ def quantise(values: np.ndarray, element: str, headroom: int = 0) -> tuple[np.nd
 
 
 def dequantise(elements: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """[K, N] float64."""
+    """The values of elements [K, N] with scales [K / 32, N], as [K, N] float64."""
     factors = np.exp2(np.repeat(scales, GROUP, axis=0).astype(np.float64) - 127)
     return elements.astype(np.float64) * factors
 
@@ -40,8 +40,8 @@ def pack(elements: np.ndarray) -> np.ndarray:
 def for_trn2(elements: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """float8_e4m3fn [K, N] and scales as trn2 reads them: its e4m3 ends at 240 and has infinities.
 
-    Groups that hold more than 240 are halved and their scales doubled; of these, elements below 2**-6 may lose one bit.
-    Other elements stay as they are.
+    Groups with a value beyond 240 are halved and their scales doubled; their elements below 2**-6 may lose one bit.
+    Other groups do not change.
     """
     if elements.dtype != ml_dtypes.float8_e4m3fn:
         return elements, scales

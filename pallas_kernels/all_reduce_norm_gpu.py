@@ -1,9 +1,10 @@
 """One-shot all-reduce over the NVIDIA GPUs of one process, fused with the residual sum and RMS norm that follow it.
 
-Every device stores its rows into a mailbox of every device, waits until its own is full, and adds up what it holds in
-the order of the devices, so that all get the same bits. There are no flags and no fences: an empty mailbox holds a word
-that no sender writes, a row has come when none of its words is that one, and its reader empties it again. Two mailboxes
-take turns: whoever fills one a second time has since had rows from every device, sent after that device emptied it.
+Every device stores its rows into a mailbox of every device, waits until its local mailbox is full, and adds up the rows
+in the order of the devices, so that all get the same bits. There are no flags and no fences: an empty mailbox holds a
+word that no sender writes, a row has arrived when none of its words is that one, and its reader empties it again. Two
+mailboxes take turns: a device that fills one a second time has since received rows from every device, which each
+sent after it had emptied that mailbox.
 (The Lamport protocol of TensorRT-LLM's one-shot all-reduce; plain loads and stores over NVLink, no multicast.)
 """
 
@@ -34,7 +35,7 @@ TRIES = 1 << 26  # reads of a mailbox that stays empty, most of a microsecond ea
 
 
 def fits(tokens: int, width: int, dtype) -> bool:
-    """Whether `all_reduce_norm` takes arrays [tokens, width] of this dtype."""
+    """True if `all_reduce_norm` takes arrays [tokens, width] of this dtype."""
     return tokens <= MAX_TOKENS and width % LINE == 0 and dtype == jnp.bfloat16
 
 
@@ -47,7 +48,7 @@ def open_mailboxes(tokens: int, width: int, axis: str) -> Mailboxes:
             f"mailboxes need a mesh of one axis; {axis!r} spans {devices} of {mesh.size} devices {mesh.shape}"
         )
     empty = lax.bitcast_convert_type(jnp.full((2, devices, tokens, width // 2), EMPTY), jnp.bfloat16)
-    # All devices have emptied theirs before any may send. The barrier keeps the sum of a constant from being folded.
+    # All devices empty their mailboxes before any may send. The barrier keeps XLA from folding the sum of a constant.
     empty = lax.optimization_barrier(empty.reshape(2, devices, tokens, width))
     met = lax.psum(empty[0, 0, 0, 0].astype(jnp.float32), axis)
 
@@ -79,7 +80,7 @@ def all_reduce_norm(
             f"all_reduce_norm takes at most {MAX_TOKENS} rows of bfloat16, their width a multiple of {LINE}; "
             f"{partial_sum.dtype}[{tokens}, {width}] needs lax.psum"
         )
-    # A row's warpgroups, four at most; where rows outnumber the SMs, one each, so that all are resident.
+    # The warpgroups of a row: four at most, and one if rows outnumber the SMs, so that all are resident.
     groups = 1 if tokens > MAX_TOKENS // 2 else max(n for n in (1, 2, 4) if width // LINE % n == 0)
     share = width // groups
     layout = plgpu.Layout.WG_STRIDED((share,), vec_size=VECTOR)
@@ -108,11 +109,11 @@ def _launch(kernel, name, size, out):
 
 
 def _add_up(shape, share, layout):
-    """The exchange of one block's row: refs (partial sums, mailboxes' rows, calls, peers) -> [share] float32."""
+    """The exchange of one block's row: a function of refs (partial sums, mailboxes' rows, calls, peers) that gives the
+    sum over devices, [share] float32."""
     devices, tokens, width = shape
     row_bytes, line_bytes, lines = 2 * width, 2 * LINE, share // LINE
     box_bytes = tokens * row_bytes  # of one sender
-    words = 4 * devices * lines  # of 32 bits that a thread receives
     result = plgpu.ShapeDtypeStruct((share,), jnp.float32, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4, return_type=result)
@@ -147,17 +148,10 @@ def _add_up(shape, share, layout):
 
         box = _pointer(add(_address(rows), turn))
         offsets = [d * box_bytes + n * line_bytes for d in range(devices) for n in range(lines)]
-        ptx = "{ .reg .pred wait, late; .reg .u32 tries; mov.u32 tries, 0; AGAIN: "
-        for k, offset in enumerate(offsets):
-            line = ", ".join(f"${4 * k + word}" for word in range(4))
-            ptx += f"ld.relaxed.sys.global.v4.b32 {{{line}}}, [${words}+{offset}]; "
-        ptx += f"setp.eq.b32 wait, $0, ${words + 1}; "
-        ptx += "".join(f"setp.eq.or.b32 wait, ${k}, ${words + 1}, wait; " for k in range(1, words))
-        ptx += f"add.u32 tries, tries, 1; setp.gt.and.u32 late, tries, {TRIES}, wait; @late trap; @wait bra AGAIN; }}"
-        got = _ptx(ptx, box, empty, out=(i32,) * words)
+        words = _wait_for_words(box, empty, offsets)
         for offset in offsets:
             _ptx(f"st.global.v4.b32 [$0+{offset}], {{$1, $1, $1, $1}};", box, empty)
-        gpu.barrier()  # all have read the count
+        gpu.barrier()  # all warpgroups have read the count
         first = equal(thread, _const(0, 64))
         _ptx("@$2 st.global.b32 [$0], $1;", count, add(done, _const(1)), first)
 
@@ -166,7 +160,7 @@ def _add_up(shape, share, layout):
         for n in range(lines):
             for device in range(devices):
                 k = 4 * (device * lines + n)
-                value = vector.bitcast(eight, vector.from_elements(quad, got[k : k + 4]))
+                value = vector.bitcast(eight, vector.from_elements(quad, words[k : k + 4]))
                 value = arith.extf(ir.VectorType.get((VECTOR,), ir.F32Type.get()), value)
                 registers[n] = arith.addf(registers[n], value) if device else value
         return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
@@ -174,8 +168,21 @@ def _add_up(shape, share, layout):
     return add_up
 
 
+def _wait_for_words(box, empty, offsets):
+    """Read 16 bytes at each offset of a mailbox until no word of 32 bits is `empty` -> the words."""
+    count = 4 * len(offsets)
+    ptx = "{ .reg .pred wait, late; .reg .u32 tries; mov.u32 tries, 0; AGAIN: "
+    for k, offset in enumerate(offsets):
+        line = ", ".join(f"${4 * k + word}" for word in range(4))
+        ptx += f"ld.relaxed.sys.global.v4.b32 {{{line}}}, [${count}+{offset}]; "
+    ptx += f"setp.eq.b32 wait, $0, ${count + 1}; "
+    ptx += "".join(f"setp.eq.or.b32 wait, ${k}, ${count + 1}, wait; " for k in range(1, count))
+    ptx += f"add.u32 tries, tries, 1; setp.gt.and.u32 late, tries, {TRIES}, wait; @late trap; @wait bra AGAIN; }}"
+    return _ptx(ptx, box, empty, out=(_int(32),) * count)
+
+
 def _load(ref, layout):
-    """A warpgroup's share, in float32."""
+    """A warpgroup's part of a row, in float32."""
     result = plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
@@ -186,7 +193,7 @@ def _load(ref, layout):
 
 
 def _total(groups, layout):
-    """The sum over all of a block's warpgroups: (x [share] float32 in each, scratch [4 * groups]) -> scalar."""
+    """The sum over a block's warpgroups: a function (x [share] float32 of each, scratch [4 * groups]) -> scalar."""
     warps = 4 * groups
     scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT)
 

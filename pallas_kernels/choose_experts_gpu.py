@@ -1,4 +1,4 @@
-"""The choice of a few tokens' experts in one kernel on NVIDIA GPUs (Triton lowering), where XLA takes four or five."""
+"""Choose the experts of a decode-sized batch in one kernel on NVIDIA GPUs (Triton); XLA takes four or five kernels."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """Matrix products that overlap with their collective on TPUs: all-gather before, or reduce-scatter after.
 
 The devices of a mesh axis form a ring. In each of n steps a device multiplies the rows that it has while the next ones
-travel: half of them go to the right and half to the left, so both directions of the links are busy. What travels lies
-in on-chip memory, twice: one copy is computed with and passed on while a neighbour writes the other, once it was told
-that this one is free. Weights stay on chip for all steps if they fit.
+travel: half of them go to the right and half to the left, so both directions of the links are busy. On-chip memory has
+two buffers for the rows that travel: a device multiplies and passes on one while a neighbour writes the other, as soon
+as it is told that this one is free. Weights stay on chip for all steps if they fit.
 (Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition".)
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -30,8 +30,8 @@ MARGIN_BYTES = 4 << 20  # of VMEM, for what the compiler keeps there
 COLUMNS = 512
 # Rows of a product, the best first: with many the weight is pushed into the matrix unit less often.
 _HEIGHTS = (*range(576, 112, -SUBLANES), *range(1024, 576, -SUBLANES), *range(112, 0, -SUBLANES))
-# Neighbours meet before they write to each other. One that has left a call needed this device's rows for it, so this
-# one had met both of its neighbours: who comes early to the next call is not mistaken for another in this.
+# Neighbours meet before they write to each other. A neighbour that has left a call needed this device's rows for it, so
+# this device had met both neighbours by then: one that comes early to the next call is not taken for one in this call.
 _GATHER_ID, _SCATTER_ID = 0, 1
 
 
@@ -55,7 +55,7 @@ class Blocks:
         return self.resident // self.columns
 
     def vmem_bytes(self, rows: int, inner: int, outer: int, itemsize: int, *, scatters: bool) -> int:
-        """With `rows` of a device and weights [L, P, inner, outer]."""
+        """Bytes of VMEM for `rows` rows of a device and weights [L, P, inner, outer]."""
         arrays = self.resident * inner + 2 * rows * (inner + (outer if scatters else self.columns))
         product = self.rows * (inner * itemsize + 4 * self.columns)  # what the compiler keeps of one
         return arrays * itemsize + product + by_vmem(MARGIN_BYTES)
@@ -63,8 +63,8 @@ class Blocks:
 
 @tuned("collective_matmul", Blocks)
 def blocks(rows: int, parts: int, inner: int, outer: int, itemsize: int, scatters: bool) -> Blocks:
-    """For `rows` of a device and weights [L, parts, inner, outer], which stay on chip if they fit, else four or two
-    blocks of them do."""
+    """Blocks for `rows` rows of a device and weights [L, parts, inner, outer]: all of the weight is on chip if it
+    fits, otherwise four or two blocks."""
     columns, whole = _columns(parts, outer)
     heights = _heights(rows)
     choices = [Blocks(columns, resident, n) for resident in (whole, 4 * columns, 2 * columns) for n in heights]
@@ -86,7 +86,7 @@ def _columns(parts: int, outer: int) -> tuple[int, int]:
 
 
 def _heights(rows: int) -> list[int]:
-    """Possible numbers of rows of a product, the best first; fewer than LANES only if there is no other way."""
+    """Possible numbers of rows of a product, the best first; fewer than LANES only if no larger number divides."""
     heights = [n for n in _HEIGHTS if rows % n == 0] or [SUBLANES]
     return [n for n in heights if n >= LANES] or heights[:1]
 
@@ -94,8 +94,8 @@ def _heights(rows: int) -> list[int]:
 def unsupported(
     rows: int, x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct, *, scatters: bool, blocks_: Blocks | None = None
 ) -> str | None:
-    """Why the kernels cannot multiply x [..., K], of which each device has or gets `rows`, by w [L, P, K, N], or None
-    if they can. scatters: by `matmul_reduce_scatter`."""
+    """Why the kernels cannot multiply x [..., K] by w [L, P, K, N]; None if they can. rows: rows of x, or of the
+    result if `scatters`, on each device. scatters: ask for `matmul_reduce_scatter`."""
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
         return f"they take rows and weights of bfloat16, or both of float32, not {x.dtype} and {w.dtype}"
     if rows % SUBLANES or rows < 2 * SUBLANES:
@@ -130,23 +130,19 @@ def all_gather_matmul(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """x [T / n, K] of each of the n devices along a mesh axis, together [T, K], times this device's w [L, P, K, N] of a
-    layer -> [P, T, N] in x's dtype; inside `shard_map`. Products are summed over K in float32.
+    """Gather x [T / n, K] of the n devices along a mesh axis to [T, K] and multiply it by a layer of this device's
+    w [L, P, K, N] -> [P, T, N] in x's dtype; inside `shard_map`. Products are summed over K in float32.
 
     ring: the devices' indices on the axis in an order in which neighbours are near to each other, the last to the first
     too; 0, 1, ... if None. The same rows times the same weight give the same bits on every device, in any ring.
-    Raises ValueError where `unsupported` says why.
+    Raises ValueError with the reason of `unsupported`.
     """
     rows, inner = x.shape
     chosen = _checked(rows, x, w, blocks, scatters=False)
     devices, (_, parts, _, outer) = lax.axis_size(axis), w.shape
-    kernel = functools.partial(_gather_kernel, axis=axis, height=chosen.rows)
-    return _call(
-        kernel,
+    call = _Call(
         "all_gather_matmul",
-        (x, w, layer),
-        axis,
-        ring,
+        functools.partial(_gather_kernel, axis=axis, height=chosen.rows),
         jax.ShapeDtypeStruct((parts, devices * rows, outer), x.dtype),
         scratch=[
             pltpu.VMEM((2, rows, inner), x.dtype),
@@ -159,12 +155,13 @@ def all_gather_matmul(
             pltpu.SemaphoreType.DMA((2, 2)),
             pltpu.SemaphoreType.REGULAR((2,)),
         ],
-        remote=rows * inner,
+        flops=2 * devices * x.size * parts * outer,
+        sent=rows * inner,
         weights=(1 if chosen.resident >= parts * outer else devices) * inner * parts * outer,
-        vmem=_vmem_bytes(chosen, rows, w, scatters=False),
+        vmem_bytes=_vmem_bytes(chosen, rows, w, scatters=False),
         collective_id=_GATHER_ID,
-        interpret=interpret,
     )
+    return call(x, w, layer, axis=axis, ring=ring, interpret=interpret)
 
 
 def matmul_reduce_scatter(
@@ -177,13 +174,13 @@ def matmul_reduce_scatter(
     blocks: Blocks | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """This device's x [T, K] times its w [L, K, N] of a layer, summed over the n devices along a mesh axis; of the sum
-    [T, N] each gets its share [T / n, N], in x's dtype; inside `shard_map`.
+    """Multiply this device's x [T, K] by a layer of its w [L, K, N] and sum over the n devices along a mesh axis; each
+    device gets its shard [T / n, N] of the sum [T, N] in x's dtype; inside `shard_map`.
 
-    ring: as of `all_gather_matmul`. Order of summation: over K in float32, then along the ring, the first half of a
-    device's rows from its right neighbour on to the right, all around to itself, the second half from its left one on
-    to the left; each addition is in float32, and what travels to the next is rounded to x's dtype.
-    Raises ValueError where `unsupported` says why.
+    ring: see `all_gather_matmul`. Order of summation: over K in float32, then along the ring. The first half of a
+    device's rows travels to the right, from its right neighbour all around to itself; the second half travels to the
+    left, from its left neighbour. Each addition is in float32, and the sum that is sent on is rounded to x's dtype.
+    Raises ValueError with the reason of `unsupported`.
     """
     devices, (total, inner), outer = lax.axis_size(axis), x.shape, w.shape[-1]
     if total % devices:
@@ -191,13 +188,9 @@ def matmul_reduce_scatter(
     rows, w = total // devices, w[:, None]
     chosen = _checked(rows, x, w, blocks, scatters=True)
     count = outer // chosen.columns
-    kernel = functools.partial(_scatter_kernel, axis=axis, height=chosen.rows)
-    return _call(
-        kernel,
+    call = _Call(
         "matmul_reduce_scatter",
-        (x, w, layer),
-        axis,
-        ring,
+        functools.partial(_scatter_kernel, axis=axis, height=chosen.rows),
         jax.ShapeDtypeStruct((rows, outer), x.dtype),
         scratch=[
             pltpu.VMEM((2, rows, inner), x.dtype),
@@ -210,12 +203,13 @@ def matmul_reduce_scatter(
             pltpu.SemaphoreType.DMA((2, 2, count)),
             pltpu.SemaphoreType.REGULAR((2,)),
         ],
-        remote=rows * outer,
+        flops=2 * x.size * outer,
+        sent=rows * outer,
         weights=(1 if chosen.resident >= outer else devices) * inner * outer,
-        vmem=_vmem_bytes(chosen, rows, w, scatters=True),
+        vmem_bytes=_vmem_bytes(chosen, rows, w, scatters=True),
         collective_id=_SCATTER_ID,
-        interpret=interpret,
     )
+    return call(x, w, layer, axis=axis, ring=ring, interpret=interpret)
 
 
 def _checked(rows: int, x: jax.Array, w: jax.Array, chosen: Blocks | None, *, scatters: bool) -> Blocks:
@@ -226,41 +220,72 @@ def _checked(rows: int, x: jax.Array, w: jax.Array, chosen: Blocks | None, *, sc
     return chosen or _default(rows, w, scatters)
 
 
-def _call(kernel, name, inputs, axis, ring, out, *, scratch, remote, weights, vmem, collective_id, interpret):
-    x, w, layer = inputs
-    devices, me = lax.axis_size(axis), lax.axis_index(axis)
+@dataclass(frozen=True)
+class _Call:
+    """One of the two kernels for arrays of given shapes.
+
+    out: the result. flops: of all steps. sent: elements that a device sends to others in a step. weights: elements of
+    the weight that a device reads in all steps.
+    """
+
+    name: str
+    kernel: Callable
+    out: jax.ShapeDtypeStruct
+    scratch: list
+    flops: int
+    sent: int
+    weights: int
+    vmem_bytes: int
+    collective_id: int
+
+    def __call__(
+        self,
+        x: jax.Array,
+        w: jax.Array,
+        layer: jax.Array | int,
+        *,
+        axis: str,
+        ring: Sequence[int] | None,
+        interpret: bool | pltpu.InterpretParams,
+    ) -> jax.Array:
+        """x times a layer of w [L, P, K, N] by the kernel, over the devices of a mesh axis in the order of `ring`."""
+        devices, me = lax.axis_size(axis), lax.axis_index(axis)
+        around = _around(devices, axis, ring)
+        if not interpret:  # or XLA would bring small weights to VMEM whole
+            w = pltpu.with_memory_space_constraint(w, pltpu.HBM)
+        return pl.pallas_call(
+            self.kernel,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=(),
+                in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
+                out_specs=pl.BlockSpec(memory_space=pl.ANY),
+                scratch_shapes=self.scratch,
+            ),
+            out_shape=self.out,
+            compiler_params=pltpu.CompilerParams(
+                collective_id=self.collective_id, disable_bounds_checks=True, vmem_limit_bytes=self.vmem_bytes
+            ),
+            cost_estimate=pl.CostEstimate(
+                flops=self.flops,
+                bytes_accessed=(self.weights + x.size + self.out.size) * x.dtype.itemsize,
+                transcendentals=0,
+                remote_bytes_transferred=(devices - 1) * self.sent * x.dtype.itemsize,
+            ),
+            interpret=interpret,
+            name=self.name,
+        )(jnp.asarray(layer, jnp.int32).reshape(1), jnp.asarray(around, jnp.int32)[me], x, w)
+
+
+def _around(devices: int, axis: str, ring: Sequence[int] | None) -> np.ndarray:
+    """[n, 2, n]: for each device the devices 0, 1, ... places to its left, and to its right."""
     order = np.arange(devices) if ring is None else np.asarray(ring)
     if sorted(order.tolist()) != list(range(devices)):
         raise ValueError(f"a ring of {devices} devices names each once, not {order.tolist()}")
     if devices < 2:
         raise ValueError(f"there is one device along {axis!r}: it needs no collective")
-    # [n, 2, n]: of each device, those 0, 1, ... places to its left, and to its right.
     places, steps = np.argsort(order)[:, None], np.arange(devices)
-    around = np.stack([order[(places - steps) % devices], order[(places + steps) % devices]], axis=1)
-    if not interpret:  # or XLA would bring small weights to VMEM whole
-        w = pltpu.with_memory_space_constraint(w, pltpu.HBM)
-    return pl.pallas_call(
-        kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(),
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * 2,
-            out_specs=pl.BlockSpec(memory_space=pl.ANY),
-            scratch_shapes=scratch,
-        ),
-        out_shape=out,
-        compiler_params=pltpu.CompilerParams(
-            collective_id=collective_id, disable_bounds_checks=True, vmem_limit_bytes=vmem
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * x.size * w.shape[1] * w.shape[3] * (devices if name == "all_gather_matmul" else 1),
-            bytes_accessed=(weights + x.size + out.size) * x.dtype.itemsize,
-            transcendentals=0,
-            remote_bytes_transferred=(devices - 1) * remote * x.dtype.itemsize,
-        ),
-        interpret=interpret,
-        name=name,
-    )(jnp.asarray(layer, jnp.int32).reshape(1), jnp.asarray(around, jnp.int32)[me], x, w)
+    return np.stack([order[(places - steps) % devices], order[(places + steps) % devices]], axis=1)
 
 
 # ---- parts of both kernels
@@ -281,7 +306,7 @@ class _Weights:
         return div(block, self.pieces), pl.multiple_of(rem(block, self.pieces) * self.columns, LANES)
 
     def copy(self, at):
-        """Of the block that is `at`-th in all steps."""
+        """The copy of the block that is `at`-th in all steps."""
         part, column = self.place(rem(at, self.count))
         source = self.w_hbm.at[self.layer, part, :, pl.ds(column, self.columns)]
         slot = rem(at, self.buffers)
@@ -291,13 +316,13 @@ class _Weights:
         lax.fori_loop(0, min(self.buffers, self.count), lambda at, _: self.copy(at).start(), None)
 
     def of(self, step, block):
-        """The ref of a block, which has come."""
+        """The ref of a block, after its copy has arrived."""
         at = step * self.count + block
         pl.when((step == 0) | (not self.stays))(lambda: self.copy(at).wait())
         return self.buf.at[block if self.stays else rem(at, self.buffers)]
 
     def done(self, step, block):
-        """A block's buffer is for the next."""
+        """Start the copy of the next block into this block's buffer."""
         if not self.stays:
             at = step * self.count + block + self.buffers
             pl.when(at < self.steps * self.count)(lambda: self.copy(at).start())
@@ -330,11 +355,12 @@ def _half(side, rows):
 
 
 def _gather_kernel(layer_ref, ring_ref, x_hbm, w_hbm, out_hbm, *scratch, axis, height):
-    """In step s: the first half of the rows of the device s places to the left, the second of the one to the right.
+    """In step s, multiply the first half of the rows of the device s places to the left, and the second half of those
+    of the device s places to the right.
 
-    Scalars: layer [1], ring [2, n] (see `_call`). x [R, K], w [L, P, K, N], out [P, n R, N] in HBM. Scratch: rows
-    [2, R, K]; blocks of weights [BUFFERS, K, C]; results [2, R, C]; semaphores: of sent rows for each side, of received
-    ones for each copy and side, and how often the neighbour's next copy is free.
+    Scalars: layer [1], ring [2, n] (see `_around`). x [R, K], w [L, P, K, N], out [P, n R, N] in HBM. Scratch: rows
+    [2, R, K]; blocks of weights [BUFFERS, K, C]; results [2, R, C]; semaphores: of x, of blocks, of results, of sent
+    rows for each side, of received rows for each buffer and side, and how often the neighbour's next buffer is free.
     """
     gathered, w_buf, staged, x_sem, w_sems, out_sems, send_sems, recv_sems, free_sems = scratch
     steps, (_, rows, _) = ring_ref.shape[1], gathered.shape
@@ -352,7 +378,7 @@ def _gather_kernel(layer_ref, ring_ref, x_hbm, w_hbm, out_hbm, *scratch, axis, h
         )
 
     def store(at, side):
-        """Of the `at`-th block's results, a half."""
+        """Copy one half of the `at`-th block's results to HBM."""
         step, slot, (start, count) = div(at, weights.count), rem(at, 2), _half(side, rows)
         part, column = weights.place(rem(at, weights.count))
         row = pl.multiple_of(ring_ref[side, step] * rows + start, SUBLANES)
@@ -416,12 +442,12 @@ def _gather_kernel(layer_ref, ring_ref, x_hbm, w_hbm, out_hbm, *scratch, axis, h
 
 
 def _scatter_kernel(layer_ref, ring_ref, x_hbm, w_hbm, out_hbm, *scratch, axis, height):
-    """In step s: what the first half of the rows of the device s + 1 places to the left gets, and the second half of
-    the one to the right; in the last these are its own.
+    """In step s, add to the sums that belong to two devices s + 1 places away: the first half of the rows of the left
+    one, and the second half of the rows of the right one. In the last step both are this device.
 
-    Scalars: layer [1], ring [2, n] (see `_call`). x [n R, K], w [L, 1, K, N], out [R, N] in HBM. Scratch: rows
-    [2, R, K]; blocks of weights [BUFFERS, K, C]; sums [2, N / C, R, C]; semaphores: of sent blocks for each side, of
-    received ones for each copy and side, and how often the neighbour's next block is free.
+    Scalars: layer [1], ring [2, n] (see `_around`). x [n R, K], w [L, 1, K, N], out [R, N] in HBM. Scratch: rows
+    [2, R, K]; blocks of weights [BUFFERS, K, C]; sums [2, N / C, R, C]; semaphores: of x, of blocks, of the result, of
+    sent blocks for each side, of received blocks for each buffer and side, and how often the neighbour's is free.
     """
     x_buf, w_buf, sums, x_sems, w_sems, out_sem, send_sems, recv_sems, free_sems = scratch
     steps, (_, _, rows, columns) = ring_ref.shape[1], sums.shape

@@ -1,9 +1,9 @@
-"""Copies from memory to shared memory that run ahead of a program of one warp on NVIDIA GPUs, by PTX statements: Pallas
-has none, and of loads to registers the assembler puts each close to its use.
+"""Copies from memory to shared memory that run ahead of a program of one warp on NVIDIA GPUs, by PTX statements. Pallas
+has no such copies, and the assembler moves each load to registers close to its use.
 
-The compiler takes statements for functions without effects, and orders them by what they take and give alone: so each
-takes a word that the one before it gives. None may be made twice of one, either; no compiler of jax 0.10 to 0.12 does.
-Lane i has element i of [32].
+The compiler takes statements for functions without effects, and orders them by their operands and results alone, so
+each statement takes a word (a token) that the one before it returns. A compiler must not duplicate a statement, either;
+none of jax 0.10 to 0.12 does. Lane i has element i of [32].
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SLOTS = 4  # a power of two that divides a step's units, by whose number in the 
 
 @dataclass(frozen=True)
 class Ring:
-    """Places in shared memory, each for 32 rows of eight times `words` 32-bit words, of which lane 4 g + t reads rows
-    8 t to 8 t + 7 of words g. Row 8 t + k lies at 4 k + t, and of four words some in another order, so that the lanes
-    of a reading find theirs in different banks (of four words, if the two readings become one). One of the SLOTS is
-    read while the others are filled."""
+    """Slots in shared memory, each with 32 rows of eight times `words` 32-bit words. Lane 4 g + t reads rows 8 t to
+    8 t + 7 of the g-th words. Row 8 t + k lies at 4 k + t, and some groups of four words are in another order, so that
+    the lanes of one load read different banks (also if two loads become one of four words). One of the SLOTS is read
+    while the others are filled."""
 
     words: int
 
@@ -37,15 +37,15 @@ class Ring:
         return 1024 * self.words
 
     def begin(self) -> jax.Array:
-        """Where the ring is."""
+        """The address of the ring in shared memory."""
         text = f"{{ .shared .align 16 .b8 ring[{SLOTS * self.size}]; mov.u32 $0, ring; }}"
         return asm(text, "=r,r", [jnp.zeros(LANES, jnp.int32)])
 
     def copy(self, ring, slot, ref, at, stride: int, real, token) -> jax.Array:
-        """Ask for rows of `stride` bytes, of which those copied begin 16 * at bytes from the start of ref's array, if
-        real; else for zeros, which read no memory. (A predicate would become branches, before which the assembler
-        waits for what was loaded earlier.)"""
-        chunks = 2 * self.words  # of 16 bytes, of a row
+        """Start to copy rows that are `stride` bytes apart, from 16 * at bytes after the start of ref's array; zeros,
+        which read no memory, unless real. (A predicate would become branches, before which the assembler waits for
+        earlier loads.)"""
+        chunks = 2 * self.words  # chunks of 16 bytes in a row
         lane = jnp.arange(LANES)
         place, chunk = lane // chunks, lane % chunks
         source = at + (8 * (place % 4) + place // 4) * (stride // 16) + chunk
@@ -58,12 +58,12 @@ class Ring:
         return asm(text, "=r,l,r,r,r,r", [ref, source, target, real, token])
 
     def wait(self, token, read: list) -> jax.Array:
-        """Until all copies but the newest, which fill every slot but two, are there, and what was read has been."""
+        """Wait until all copies have arrived but the newest, which fill all slots but two, and until `read` is read."""
         text = f"cp.async.wait_group {SLOTS - 2}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
         return asm(text, ",".join(["=r", "r", *["r"] * len(read)]), [token, *read])
 
     def read(self, ring, slot, token) -> list:
-        """[8][words] of each lane: of its rows."""
+        """[8][words] for each lane: the words of its eight rows."""
         lane = jnp.arange(LANES)
         g, t = lane >> 2, lane & 3
         g = g ^ 2 * t if self.words == 4 else g

@@ -22,7 +22,7 @@ Stored = jax.Array | jax.ShapeDtypeStruct | Weight
 
 
 def shape_of(w: Stored) -> tuple[int, ...]:
-    """[..., K, N]"""
+    """The shape [..., K, N] of weights, also of packed ones."""
     return (*w.values.shape[:-2], w.inputs, w.values.shape[-1]) if isinstance(w, Weight) else w.shape
 
 
@@ -55,7 +55,7 @@ def unfit(x_dtype, w: Stored) -> str | None:
 
 
 def in_hbm(w: jax.Array | Weight, interpret) -> list[jax.Array]:
-    """The arrays of weights, which XLA would bring to VMEM whole if they are small."""
+    """The arrays of weights, pinned to HBM: XLA would bring small ones to VMEM whole."""
     arrays = jax.tree.leaves(w)
     return arrays if interpret else [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays]
 
@@ -188,8 +188,8 @@ class ExpertBlocks:
         *,
         unpacks: bool = False,
     ) -> jax.Array:
-        """x [T, depth] times the columns in turn, or all, of a matrix of a block -> float32 [T, columns], to be
-        multiplied by scales of channels. unpacks: what of a block is unpacked `once`, this product does."""
+        """x [T, depth] times the columns in turn, or all, of a matrix of a block -> float32 [T, columns], before scales
+        by channel. unpacks: this product does the unpacking of a block that is unpacked `once`."""
         turn = turn or self.turns[0]
         if isinstance(self.weight, Weight) and (unpacks or not self.once):
             matrix = self._matrix(room, unpacked, piece, buffer, part, turn)
@@ -207,7 +207,7 @@ class ExpertBlocks:
     def _matrix(
         self, room: Sequence, unpacked: Sequence, piece, buffer, part: int, turn: tuple[range, slice]
     ) -> LoadedMatrix:
-        """The matrix with its scales unpacked: late, for each part, as stores take the longest of it."""
+        """The matrix with its scales unpacked, as late as possible, for each part: stores take most of the time."""
         columns = turn[1]
         into = [ref.at[part, :, columns] for ref in unpacked[len(self._widths) :]]
         scales = unpack_scales(room[1].at[buffer, part, :, columns], into)

@@ -1,11 +1,11 @@
-"""Where rows go that are sorted by group on TPUs, and where from: a sort in vector registers, twice.
+"""The order of rows sorted by group on TPUs, and its inverse: two sorts in vector registers.
 
-The second sort, of the first one's order, is the inverse permutation: by its own account XLA's gather of single numbers
-takes ten cycles for each.
+The second sort, of the first one's order, gives the inverse permutation: XLA estimates ten cycles for each number of a
+gather of single numbers.
 
-It is Batcher's bitonic sort. A position's lowest bits are the register, then come sublane and lane, as half of all
-comparisons are then of whole registers; transposed, the result lies in order. Keys whose block falls are complemented,
-so that all comparisons are alike.
+The sort is Batcher's bitonic sort. A position's lowest bits number the register, the next ones sublane and lane: half
+of all comparisons are then of whole registers. The transposed result is in order. Keys of descending blocks are
+complemented, so that all comparisons are alike.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PADDING = jnp.iinfo(jnp.int32).max
 
 
 def registers(count: int) -> int:
-    """How many hold so many keys, a power of two."""
+    """Number of registers for `count` keys, a power of two."""
     return max(LEAST, pl.next_power_of_2(pl.cdiv(count, LANES * SUBLANES)))
 
 
 def unsupported(count: int, groups: int, bits: int) -> str | None:
-    """Why the kernel cannot sort so many choices by group, None if it can. bits: that number token and choice."""
+    """Why the kernel cannot sort `count` choices by group; None if it can. bits: bits of the token and the choice."""
     size = registers(count)
     if size > MOST:
         return f"{count} choices are more than {MOST * LANES * SUBLANES}"
@@ -46,12 +46,11 @@ def group_order(
     *,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """keys of M choices, int32 of any shape and in any order -> keys sorted [M], places [M] and sizes [E], int32.
+    """Sort the keys of M choices, int32 of any shape and order -> sorted keys [M], places [M] and sizes [E], int32.
 
-    A key is of its own and has in its bits, from the highest, the group, of E = `groups` or that many for none, the
-    token and the choice, of which the last two take `of_token` and `of_choice`. places: where in the sorted keys the
-    first choices of all tokens are, in order, then the second ones. sizes: choices of each group. Raises ValueError
-    where `unsupported` says why.
+    Keys differ. From the highest bit, a key has the group (E = `groups` for none), the token in `of_token` bits and the
+    choice in `of_choice` bits. places: the positions in the sorted keys of the first choices of all tokens, in order,
+    then of the second ones. sizes: number of choices of each group. Raises ValueError with the reason of `unsupported`.
     """
     if reason := unsupported(keys.size, groups, of_token + of_choice):
         raise ValueError(f"the TPU kernel does not sort these: {reason}")
@@ -98,7 +97,7 @@ def _positions(shape: tuple[int, int, int]) -> jax.Array:
 
 
 def _sorted(x: jax.Array) -> jax.Array:
-    """x [V, 8, 128], V a power of two: by position."""
+    """Sort x [V, 8, 128], V a power of two, by position."""
     low, at = x.shape[0].bit_length() - 1, _positions(x.shape)
     sublane, lane = (lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), d) for d in (0, 1))
     gray, x = at ^ at >> 1, x ^ -(at & 1)
@@ -121,7 +120,7 @@ def _sorted(x: jax.Array) -> jax.Array:
 
 
 def _in_order(x: jax.Array, linear_ref, out_ref) -> None:
-    """x [V, 8, 128] by position -> out [8 * V, 128], row by row."""
+    """Write x [V, 8, 128], in the order of positions, to out [8 * V, 128], row by row."""
     size = x.shape[0]
     for v in range(size):
         linear_ref[pl.ds(v, SUBLANES, stride=size)] = x[v]
@@ -131,7 +130,7 @@ def _in_order(x: jax.Array, linear_ref, out_ref) -> None:
 
 
 def _ends(order_ref, bits: int, wide: int, groups: int) -> jax.Array:
-    """[1, wide]: how many keys are of each group or of lower ones: whole rows, and what the next row has."""
+    """[1, wide]: number of keys of each group and of lower ones: in whole rows, plus those in the next row."""
     rows = order_ref.shape[0]
     of = jnp.minimum(order_ref[...] >> bits, groups)
     row, group = (lax.broadcasted_iota(jnp.int32, (rows, wide), d) for d in (0, 1))

@@ -21,8 +21,8 @@ _PACKED = ("int4", "float4_e2m1fn")
 
 @dataclass(frozen=True)
 class Blocks:
-    """rows of a tile: at least 16, for the tensor cores. columns of a program, depth: inputs of one step; splits:
-    programs that share the inputs of an output."""
+    """rows: rows of a tile, at least 16 for the tensor cores. columns: columns of a program. depth: inputs of one step.
+    splits: programs that share the inputs of an output. warps, stages: of Triton."""
 
     rows: int = 16
     columns: int = 64
@@ -35,10 +35,10 @@ class Blocks:
 def blocks(
     total: int, groups: int, parts: int, inputs: int, outputs: int, dtype, group: int | None, powers: bool = False
 ) -> Blocks:
-    """For `total` rows of `groups` groups that each multiply [P, I, O] of a dtype, `group` inputs sharing a scale, all
-    of which are powers of two or not."""
+    """Blocks for `total` rows of `groups` groups, each with weights [P, I, O] of a dtype and a scale for every `group`
+    inputs. powers: the scales are powers of two."""
     packed, rows = jnp.dtype(dtype).name in _PACKED, min(max(16, 1 << (total // groups).bit_length()), 64)
-    if groups == 1:  # all rows are its own; of llama3-8b's gate and up in MXFP4, tiles of 32 took 1.3 times those of 64
+    if groups == 1:  # of all rows; for llama3-8b's gate and up in MXFP4, tiles of 32 took 1.3 times as long as of 64
         rows = 16 if total <= 16 else 64
     columns, depth = (128, 64) if jnp.dtype(dtype).itemsize == 1 else (64, 128)
     if packed:
@@ -53,14 +53,14 @@ def blocks(
 
 @functools.cache
 def converts_e4m3() -> bool:
-    """Whether the GPUs here, if there are any, have instructions for float8_e4m3fn."""
+    """True if this process's GPUs have instructions for float8_e4m3fn, or there are none."""
     devices = jax.local_devices() if jax.default_backend() == "gpu" else ()
     return all(float(device.compute_capability) >= 8.9 for device in devices)
 
 
 def unsupported(values: jax.ShapeDtypeStruct, group: int | None, zeros: bool) -> str | None:
-    """Why the kernel cannot multiply by values [N, I, O], `group` inputs sharing a scale, with zero points or without;
-    None if it can."""
+    """Why the kernel cannot multiply by values [N, I, O] with a scale for every `group` inputs, and with `zeros` or
+    without; None if it can. zeros: there are zero points."""
     if zeros:
         return "it knows no zero points"
     if values.size >= 2**31:
@@ -74,55 +74,57 @@ def unsupported(values: jax.ShapeDtypeStruct, group: int | None, zeros: bool) ->
     return None
 
 
+@dataclass(frozen=True)
+class Sorted:
+    """Rows sorted by group: the first sizes[0] rows belong to group `first`, the next sizes[1] to the one after it, and
+    so on. rows [M]: x is [T, I], and row m stands for x[rows[m]]."""
+
+    sizes: jax.Array
+    first: jax.Array | int = 0
+    rows: jax.Array | None = None
+
+
 def grouped_matmul(
     x: jax.Array,
     values: jax.Array,
     scales: jax.Array | None,
+    groups: Sorted | jax.Array,
     *,
     parts: int,
-    sizes: jax.Array | None = None,
-    first: jax.Array | int = 0,
-    ids: jax.Array | None = None,
-    rows: jax.Array | None = None,
-    turns: int = 1,
     chosen: Blocks | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """x [M, I] times values [N * P, I, O] -> [M, P, O] of a dtype, x's by default, accumulated in float32.
+    """x [M, I] times the P matrices of each row's group, of values [N * P, I, O] -> [M, P, O] of a dtype, by default
+    x's, accumulated in float32.
 
-    sizes [E]: x is sorted by group, its first sizes[0] rows take the P matrices of group `first`, and so on. Or ids
-    [M]: row m takes those of group ids[m], and is x[m // turns]. Rows beyond all groups and with negative ids are not
-    written. rows [M]: x is [T, I], and row m stands for x[rows[m]]. scales: [N * P, O] of columns, or [N * P, I / g, O]
-    of g inputs each; None for values that stand for themselves. Raises ValueError where `unsupported` says why.
+    groups: `Sorted` rows, or ids [M] of rows in any order, where row m is x[m // n] of x [M / n, I]. Rows beyond all
+    groups and rows with negative ids are not written. scales: [N * P, O] of columns, or [N * P, I / g, O] of g inputs
+    each; None for values that need none. Raises ValueError with the reason of `unsupported`.
     """
-    total, (inputs, outputs) = x.shape[0] * turns if rows is None else rows.size, values.shape[1:]
+    (inputs, outputs), rows = values.shape[1:], groups.rows if isinstance(groups, Sorted) else None
+    total, count = _counts(x, groups)
     group = None if scales is None or scales.ndim == 2 else inputs // scales.shape[1]
     if reason := unsupported(values, group, zeros=False):
         raise ValueError(f"the GPU kernel does not run this grouped_matmul: {reason}")
-    packed, dtype = values.dtype.name in _PACKED, jnp.dtype(dtype or x.dtype)
-    groups = total if sizes is None else sizes.size
+    packed, kind, dtype = values.dtype.name in _PACKED, values.dtype.name, jnp.dtype(dtype or x.dtype)
     powers = scales is not None and scales.dtype == jnp.float8_e8m0fnu
-    chosen = chosen or blocks(total, groups, parts, inputs, outputs, values.dtype, group, powers)
+    chosen = chosen or blocks(total, count, parts, inputs, outputs, values.dtype, group, powers)
     if group is not None and (chosen.depth % group or (not powers and chosen.depth != group)):
         raise ValueError(f"steps of {chosen.depth} inputs do not go with groups of {group}, scales of {scales.dtype}")
-    if sizes is None:
-        of, begin, end = ids, None, None
-    else:
-        of, begin, end = _tiles(sizes, total, chosen.rows)
-        of = of + first
-    kind = values.dtype.name
+    group_of, begin, end = _tiles(groups, total, chosen.rows) if isinstance(groups, Sorted) else (groups, None, None)
     if packed:
         values = lax.bitcast_convert_type(values.reshape(*values.shape[:2], outputs // 2, 2), jnp.uint8)
     if powers:
         scales = lax.bitcast_convert_type(scales, jnp.uint8)
     programs = pl.cdiv(values.shape[2], chosen.columns // 2 if packed else chosen.columns)
+    turns = 1 if isinstance(groups, Sorted) else total // x.shape[0]
     options = dict(parts=parts, turns=turns, chosen=chosen, kind=kind, group=group, interpret=interpret)
-    kernel = functools.partial(_kernel, **options)
+    operands = group_of, begin, end, rows, x, values, scales
     out = pl.pallas_call(
-        kernel,
-        grid=(parts * programs, of.size, chosen.splits),
-        in_specs=[_whole(a) for a in (of, begin, end, rows, x, values, scales)],
+        functools.partial(_kernel, **options),
+        grid=(parts * programs, group_of.size, chosen.splits),
+        in_specs=[_whole(a) for a in operands],
         out_specs=pl.BlockSpec((None, total, parts, outputs), lambda n, t, s: (s, 0, 0, 0)),
         out_shape=jax.ShapeDtypeStruct(
             (chosen.splits, total, parts, outputs), dtype if chosen.splits == 1 else jnp.float32
@@ -130,18 +132,29 @@ def grouped_matmul(
         compiler_params=plgpu.CompilerParams(num_warps=chosen.warps, num_stages=chosen.stages),
         interpret=interpret,
         name="grouped_matmul",
-    )(of, begin, end, rows, x, values, scales)
+    )(*operands)
     return out[0] if chosen.splits == 1 else jnp.sum(out, axis=0).astype(dtype)
 
 
-def _tiles(sizes: jax.Array, total: int, height: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Group, first row and end of each tile of up to `height` rows; of those too many the end is 0."""
-    tiles = -(-sizes // height)  # of each group
+def _counts(x: jax.Array, groups: Sorted | jax.Array) -> tuple[int, int]:
+    """M, and the most groups that have rows. Raises ValueError for ids that are not a multiple of x's rows."""
+    if isinstance(groups, Sorted):
+        return x.shape[0] if groups.rows is None else groups.rows.size, groups.sizes.size
+    if groups.size % x.shape[0]:
+        raise ValueError(f"{groups.size} ids are not the same number for each of {x.shape[0]} rows")
+    return groups.size, groups.size
+
+
+def _tiles(groups: Sorted, total: int, height: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Group, first row and end of each tile of up to `height` rows; the end of surplus tiles is 0."""
+    sizes = groups.sizes
+    tiles = -(-sizes // height)  # tiles of each group
     ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
     number = jnp.arange(min(total, sizes.size + total // height), dtype=jnp.int32)
     of = jnp.minimum(jnp.sum(ends[None] <= number[:, None], axis=1, dtype=jnp.int32), sizes.size - 1)
     begin = starts[of] + (number - (ends - tiles)[of]) * height
-    return of, begin, jnp.where(number < ends[-1], jnp.minimum(begin + height, (starts + sizes)[of]), 0)
+    end = jnp.where(number < ends[-1], jnp.minimum(begin + height, (starts + sizes)[of]), 0)
+    return of + groups.first, begin, end
 
 
 def _whole(array: jax.Array | None) -> pl.BlockSpec | None:
@@ -165,8 +178,9 @@ def _kernel(
     group,
     interpret,
 ):
-    """group_ref, begin_ref, end_ref [tiles]: the group of a tile and its rows, or only of each row its group; x_ref
-    [T, I], w_ref [N * P, I, O or O / 2], scales_ref [N * P, O] or [N * P, I / g, O], out_ref [M, P, O]."""
+    """group_ref, begin_ref, end_ref [tiles]: the group of each tile, its first row and the end of its rows; or only
+    group_ref [M], the group of each row. rows_ref [M]: the rows of x, if not in order. x_ref [T, I], w_ref
+    [N * P, I, O or O / 2], scales_ref [N * P, O] or [N * P, I / g, O], out_ref [M, P, O]."""
     (inputs, stored), depth, halves = w_ref.shape[1:], chosen.depth, 2 if kind in _PACKED else 1
     width = chosen.columns // halves
     # Scales that are powers of two multiply weights exactly, for several groups a step; others multiply sums.
@@ -195,7 +209,7 @@ def _kernel(
         within = True if inputs % depth == 0 else k < inputs
         within = within if within is True else within[None]
         xs = plgpu.load(x_ref.at[source[:, None], k[None]], mask=real[:, None] & within, other=0)
-        # Where x is zero, and where no result is stored, any weight will do.
+        # Any weight will do where x is zero or no result is stored.
         k = jnp.minimum(k, inputs - 1)
         if early:
             at = matrix, k.reshape(-1, group)[:, :, None], clipped[None, None]
@@ -223,7 +237,7 @@ def _kernel(
 
 
 def _unpacked(stored, kind: str, dtype, assembly: bool) -> tuple:
-    """Stored elements as `dtype`; of packed ones first those of the lower halves of bytes, then the others."""
+    """Stored elements as `dtype`. Packed elements give two arrays: the lower halves of bytes, then the upper."""
     if assembly:
         return tuple(
             plgpu.elementwise_inline_asm(

@@ -1,5 +1,5 @@
-"""The tensor cores' `mma.m16n8k16` on weights as they lie in memory, and other instructions of NVIDIA GPUs that have no
-name in JAX; interpreted, their meaning."""
+"""The tensor cores' `mma.m16n8k16` on weights as they lie in memory, and other instructions of NVIDIA GPUs that JAX
+does not have. Interpreted, they are emulated."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plgpu
 
-LANES = 32  # of a warp, 4 g + t of the fragments that PTX defines; not [8, 4], of which the compiler takes 8 t + g
+LANES = 32  # lanes of a warp: 4 g + t of PTX's fragments. An array [8, 4] would not do: the compiler makes it 8 t + g
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How words become registers of pairs. pairs: the outputs in the halves of each; factor: between an element and its
-    float16."""
+    """How words become registers of pairs. pairs: the two outputs in the halves of each register. factor: an element
+    divided by its float16."""
 
     pairs: tuple[tuple[int, int], ...]
     factor: float = 1.0
 
     @property
     def outputs(self) -> int:
-        """In a word."""
+        """Number of outputs in a word."""
         return 2 * len(self.pairs)
 
 
@@ -65,7 +65,7 @@ def _unpacked(kind: str, word) -> list:
 
 
 def bytes_of(word, selector, interpret: bool):
-    """Byte i of the result is the one of word that hexadecimal digit i of the selector names, of 4 zero."""
+    """A word whose byte i is the byte of `word` that hexadecimal digit i of the selector names; digit 4 gives zero."""
     if not interpret:
         return asm("prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word, selector])
     digits = [lax.shift_right_logical(selector, 4 * i) & 7 for i in range(4)]
@@ -83,14 +83,13 @@ def scaled(pair, up, interpret: bool):
 
 
 def mma(kind: str, words: list, at: int, right: list, tile: list, interpret: bool = False) -> list:
-    """tile, four numbers of each lane, plus four products in turn, of inputs 2 k and 2 k + 1 of words [8][1 or 2]: of
-    their registers from `at` on two.
+    """tile, four numbers of each lane, plus four products in turn, with inputs 2 k and 2 k + 1 of words [8][1 or 2].
+    Each product takes two of the registers that the words become, from `at` on.
 
-    One statement for each number, as a statement has one result; what they share is one to the assembler, which finds
-    it equal.
+    There is one statement for each number, as a statement has one result; the assembler merges their equal parts.
     """
     if interpret:
-        by_warp = [jax.tree.map(lambda y: y.reshape(-1, LANES), some) for some in (words, right, tile)]
+        by_warp = [jax.tree.map(lambda y: y.reshape(-1, LANES), operand) for operand in (words, right, tile)]
         results = jax.vmap(lambda words, *rest: mma_by_lanes(kind, words, at, *rest))(*by_warp)
         return [y.reshape(-1) for y in results]
     count = len(words[0])
@@ -114,8 +113,8 @@ def mma(kind: str, words: list, at: int, right: list, tile: list, interpret: boo
 
 
 def mma_by_lanes(kind: str, words: list, at: int, right: list, tile: list) -> list:
-    """`mma` of a warp, from what the PTX ISA says of lane (g, t): it has rows g and g + 8 of a and c and column g of b;
-    of 16 inputs 2 t, 2 t + 1 and those 8 further on; of c's columns 2 t and 2 t + 1."""
+    """`mma` of a warp by the PTX ISA: lane (g, t) has rows g and g + 8 of a and c and column g of b; of 16 inputs 2 t,
+    2 t + 1 and the two that are 8 further on; and columns 2 t and 2 t + 1 of c."""
     dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float16
     made = [list(chain(*(_unpacked(kind, word) for word in some)))[at : at + 2] for some in words]
     pairs = lambda y: jnp.stack(y, axis=-1).reshape(8, 8)  # noqa: E731  [g, 2 t + half]
@@ -138,10 +137,10 @@ def _words_of(low, high):
     return low | (high << 16)
 
 
-# $1, a word, to $0, a pair of float16; common steps of a word's pairs are one to the assembler. Of e2m1 a sign comes to
-# the first bit of each byte (lop3: p where the mask has ones, else q), exponent and mantissa to where the upper byte of
-# a float16 has their last bits: 2^-14 of the value. An integer's bits below those of 1024 add to it; less that, and the
-# offset that made them positive.
+# $1, a word, becomes $0, a pair of float16; the assembler merges common steps of a word's pairs. The sign of an e2m1
+# moves to the first bit of each byte (lop3: p where the mask has ones, else q), and exponent and mantissa to the place
+# of their last bits in the upper byte of a float16: 2^-14 of the value. An integer's bits are put below those of 1024,
+# from which 1024 and the offset that made them positive are subtracted.
 _E2M1_EVEN = "shl.b32 p, $1, 4; shl.b32 q, $1, 1; lop3.b32 p, p, q, 0x80808080, 0xE4;"
 _E2M1_ODD = "mov.b32 p, $1; shr.u32 q, $1, 3; lop3.b32 p, p, q, 0x80808080, 0xE4;"
 _INT4_EVEN = """mov.b32 m, 0x000F000F; mov.b32 f, 0x64086408; lop3.b32 p, p, m, f, 0x6A;

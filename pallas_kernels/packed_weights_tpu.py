@@ -2,7 +2,7 @@
 
 The MXU multiplies bfloat16 rows by weights of 8-bit floats, so elements are unpacked to these. MXFP4 elements (4 bits,
 a power of two for each 32) become e5m2 with their scale in the exponent, four at a time in a 32-bit word, relative to
-the largest scale of their column: what is 2^-26 of that or less vanishes, as it does in a float32 sum. Chips that
+the largest scale of their column: elements of 2^-26 of that or less vanish, as they do in a float32 sum. Chips that
 convert float4 to e5m2 in hardware read one form (`pack_float4`), others another (`pack_mxfp4`). Scales of other formats
 multiply partial sums.
 """
@@ -26,14 +26,14 @@ from inferlib.pallas_kernels.generations_tpu import FLOAT4, generation
 LANES = 128
 DEPTH = 128  # inputs that are unpacked together
 BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
-FLOAT4_DEPTH = 8 * BLOCK  # inputs that are unpacked together there
-TALL = 64  # rows from which on the MXU is what takes longest
-REPEATED = 32  # rows that are repeated for groups shorter than DEPTH: more, and weights are scaled before the product
+FLOAT4_DEPTH = 8 * BLOCK  # inputs that are unpacked together on chips in FLOAT4
+TALL = 64  # rows from which on the MXU takes longest
+REPEATED = 32  # most rows repeated for groups shorter than DEPTH; with more, weights are scaled before the product
 # Inputs of one iteration: fewer for many rows, and half as many for int4, which take longer to compile.
 STEP, TALL_STEP = 4096, 2048
-ELEMENTS = 1 << 22  # that are unpacked in one iteration, at most
+ELEMENTS = 1 << 22  # most elements unpacked in one iteration
 PERMUTED = 512  # rows that are permuted in one iteration
-UNPACKED = LANES  # columns that are unpacked together, where products come later
+UNPACKED = LANES  # columns that are unpacked together if products come later
 _TOP = 27  # exponent of the largest scale of a column, of 5 bits, so that 6.0 is finite
 _MIDDLE = 14  # the exponent of 0.5 in e5m2
 
@@ -72,7 +72,7 @@ class Weight:
 
     @property
     def inputs(self) -> int:
-        """K"""
+        """K, padding included."""
         return self.values.shape[-2] * (8 if self.packed else 1)
 
     @property
@@ -82,7 +82,7 @@ class Weight:
 
     @property
     def bits(self) -> int:
-        """Of an element."""
+        """Bits of an element."""
         return 4 if self.packed else jax.dtypes.itemsize_bits(self.values.dtype)
 
     @property
@@ -92,7 +92,7 @@ class Weight:
 
     @property
     def operand(self) -> jnp.dtype:
-        """Of the dtypes that the matrix unit multiplies by, the one furthest from bfloat16."""
+        """The dtype furthest from bfloat16 among those that the matrix unit multiplies by."""
         return self.element if self.packed else self.values.dtype
 
     @property
@@ -145,8 +145,8 @@ def pack_float4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arr
     """As `pack_mxfp4`, for chips in FLOAT4. K is padded to a multiple of 256. Returns words int32 [..., K / 8, N],
     shifts int8 [..., K / 32, N] and tops float32 [..., 1, N].
 
-    A word is eight codes, as they are and in their order: converted, a block is a register. A shift is what is taken
-    from a byte to have the scale in its exponent, 0 of all codes of zero.
+    A word is eight codes, unchanged and in order: a converted block is a register. A shift is subtracted from a byte to
+    put the scale in its exponent; it is 0 if all codes are zero.
     """
     inputs, columns = codes.shape[-2:]
     pad = [(0, 0)] * (codes.ndim - 2)
@@ -161,8 +161,8 @@ def pack_float4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _exponents(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """int32 [..., B, N] of e8m0 codes, such that the largest of a column is _TOP, and what takes that away, float32
-    [..., 1, N]. Where that would be no normal number the largest is less."""
+    """Exponents int32 [..., B, N] of e8m0 codes, the largest of a column shifted to _TOP, and the factors float32
+    [..., 1, N] that undo the shift. Where a factor would not be a normal number, the largest exponent is less."""
     top = jnp.max(scales, axis=-2, keepdims=True).astype(jnp.int32)
     most = jnp.minimum(_TOP, top + _MIDDLE - 1)
     tops = jnp.where(top == 255, 255, top - most + _MIDDLE)
@@ -170,7 +170,7 @@ def _exponents(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def power_of_two(code: jax.Array) -> jax.Array:
-    """float32 of an e8m0 code, int32; 2^-127 as zero, which devices take it for."""
+    """An e8m0 code, int32, as float32; 2^-127 becomes zero, as devices flush it."""
     bits = lax.bitcast_convert_type(code << 23, jnp.float32)
     return jnp.where(code == 255, jnp.nan, bits)
 
@@ -284,7 +284,7 @@ class LoadedMatrix:
         return sum(y[n * rows : (n + 1) * rows] * scale for n, scale in enumerate(scales))
 
     def _elements(self, at: jax.Array | int, depth: int, scales: Sequence[list[jax.Array]]) -> jax.Array:
-        """`depth` inputs from `at` on, with their scales."""
+        """The elements of `depth` inputs from `at` on, with their scales."""
         if self.weight.float4:
             return self._float4(at, depth)
         if self.weight.packed:
@@ -311,7 +311,7 @@ class LoadedMatrix:
 
 
 def _spread(ref) -> jax.Array:
-    """Each row of int32 [R, N] in eight rows: of 128 columns that is how it is loaded."""
+    """Repeat each row of int32 [R, N] in eight rows: for 128 columns, that is how it is loaded."""
     rows, columns = ref.shape
     tiles = [
         [jnp.broadcast_to(ref[pl.ds(row, 1), pl.ds(at, width)], (8, width)) for row in range(rows)]
@@ -333,7 +333,7 @@ def _multiple_of(x: jax.Array | int, n: int) -> jax.Array | int:
 
 
 def _repeated(x: jax.Array, count: int) -> jax.Array:
-    """x [T, I] -> [count * T, I], each time with what is multiplied by one of as many scales, and zeros."""
+    """x [T, I] -> [count * T, I]: copy n has the inputs that scale n multiplies, and zeros."""
     if count == 1:
         return x
     group = div(lax.broadcasted_iota(jnp.int32, x.shape, 1), x.shape[1] // count)
@@ -345,9 +345,9 @@ def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def unpack_scales(scales_ref, refs: Sequence) -> Sequence:
-    """What `LoadedMatrix` multiplies by, of scales as they are stored: float32 [..., K / g, N]; of MXFP4's exponents
-    what to keep of them and what to add, [..., K / 128, N]; of its shifts what is taken from each byte of a word, and
-    from each of zero, int32 [..., K / 32, N]. refs: room for it, as `Weight.unpacked` says."""
+    """Scales as `LoadedMatrix` takes them, from stored ones: float32 [..., K / g, N]; for MXFP4's exponents masks and
+    addends [..., K / 128, N]; for its shifts the numbers subtracted from each byte of a word, and from each zero byte,
+    int32 [..., K / 32, N]. refs: the buffers of `Weight.unpacked`."""
     if scales_ref.dtype == jnp.int8 and refs:
         shift_ref, of_zero_ref = refs
         shift = scales_ref[...].astype(jnp.int32) * 0x01010101
@@ -366,7 +366,7 @@ def unpack_scales(scales_ref, refs: Sequence) -> Sequence:
 
 
 def permute(x_ref, xs_ref) -> None:
-    """x [T, K], T a multiple of 16, with its inputs in the order of the bytes of `pack_mxfp4`; also in place."""
+    """Put the inputs of x [T, K], T a multiple of 16, in the order of the bytes of `pack_mxfp4`; may be in place."""
 
     def take(start: jax.Array | int, count: int) -> None:
         rows, lane = pl.ds(_multiple_of(start, 16), count), lax.broadcasted_iota(jnp.int32, (count // 2, DEPTH), 1)

@@ -1,11 +1,11 @@
 """Products of one to sixteen rows with weights on NVIDIA GPUs by the tensor cores, each weight read once.
 
 Weights are the left operand of `mma.m16n8k16`: a register of it holds a pair of outputs of one input, as a word of
-memory does, so nothing is transposed. The right operand has two columns for one of them each: x stands in the lower or
-the upper half of a register, beside a zero. Its eight columns so serve four rows, or, of a single row, four groups of
-inputs, whose sums get their scales and are added at the end. Quantised elements become float16, which holds every
-type's values exactly; so does it hold inputs, scaled by a power of two, unless they are 2^-29 of the largest. Products
-are summed in float32.
+memory does, so nothing is transposed. The right operand has two columns, one for each output of the pair: x stands in
+the lower or the upper half of a register, beside a zero. Its eight columns thus serve four rows, or four groups of
+inputs of a single row, whose sums get their scales and are added at the end. Quantised elements become float16, which
+holds every type's values exactly. It also holds inputs exactly, scaled by a power of two, unless they are 2^-29 of the
+largest. Products are summed in float32.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from inferlib.pallas_kernels.grouped_matmul_gpu import converts_e4m3
 from inferlib.pallas_kernels.mma_gpu import KINDS, LANES, Kind, bytes_of, mma, scaled
 from inferlib.pallas_kernels.shares_gpu import summed
 
-ROWS = 16  # without ids, those that share one reading of the weights
-# Programs, of one warp each; of an H100 or H200, which has 132 SMs.
-PROGRAMS = 20 * 132  # that load their weights: as many as it holds at a time
-AHEAD = 8 * 132  # that have them copied three units ahead
-FEWER = 4 * 132  # the same, of one row with matrices that are SMALL together and not bfloat16
-SMALL = 26 * 2**20  # bytes
-SHARED = 12 * 132  # the same, of 2 to SHARED_ROWS rows with weights of four bits, whose unpacking wants more warps
-SHARED_ROWS = 12  # beyond, registers do not suffice for so many
+ROWS = 16  # most rows that share one reading of the weights
+# Numbers of programs, of one warp each, for an H100 or H200, which has 132 SMs.
+PROGRAMS = 20 * 132  # programs that load their weights: as many as it holds at a time
+AHEAD = 8 * 132  # programs whose weights are copied three units ahead
+FEWER = 4 * 132  # the same, for one row with matrices that have up to SMALL bytes together and are not bfloat16
+SMALL = 26 * 2**20
+SHARED = 12 * 132  # the same, for 2 to SHARED_ROWS rows with weights of four bits, whose unpacking wants more warps
+SHARED_ROWS = 12  # with more rows, registers do not suffice for so many programs
 UNIT = 32  # inputs, of which a lane reads 8
-_UNITS = 4  # of a step
-_WIDEST = 8 * 4  # words of an input that a program reads at most
+_UNITS = 4  # units of a step
+_WIDEST = 8 * 4  # most words of an input that a program reads
 _TOP = 14  # exponent of the largest input in float16
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """words: of 32 bits that a lane reads side by side; splits: programs that share the inputs of an output, whose
-    results another kernel adds; copied: weights go to a ring ahead of their use, else they are loaded."""
+    """words: words of 32 bits that a lane reads side by side. splits: programs that share the inputs of an output;
+    another kernel adds their results. copied: weights are copied to a ring ahead of their use, otherwise loaded."""
 
     words: int = 2
     splits: int = 1
@@ -56,17 +56,18 @@ class Blocks:
 
 
 def blocks(matrices: int, inputs: int, outputs: int, dtype, *, rows: int = 1) -> Blocks:
-    """For so many matrices [I, O] of a dtype, each multiplied by a row of its own, or all by the same rows.
+    """Blocks for `matrices` matrices [I, O] of a dtype, each multiplied by a row of its own, or all by the same rows.
 
-    Programs of one warp, whose results are added by another kernel, were faster than those of several, that add on
-    chip: by 1.2 to 1.7 times for llama3-8b's gate and up, whose larger programs do not fill the SMs evenly. What is
-    under way has an optimum, and what follows reads a share for each split: so the numbers of programs above.
+    Programs of one warp, whose results are added by another kernel, were faster than programs of several warps, which
+    add on chip: by 1.2 to 1.7 times for llama3-8b's gate and up, whose larger programs do not fill the SMs evenly. The
+    bytes under way have an optimum, and the next kernel reads a partial sum for each split: this gives the numbers of
+    programs above.
     """
     number = KINDS[jnp.dtype(dtype).name].outputs
     stored, steps = outputs // number, pl.cdiv(inputs, _UNITS * UNIT)
     copied = stored % _WIDEST == 0
     tiles = lambda words: matrices * pl.cdiv(stored, 8 * words)  # noqa: E731
-    # Words that pay where so many programs of a step are left; copies make do with fewer programs.
+    # Wide reads pay while at least `enough` programs of one step are left; copies make do with fewer programs.
     most, enough = (2, 1000) if number == 8 else (4, 1000 if copied else 1500)
     fits = [words for words in (4, 2, 1) if 4 // number <= words <= most and stored % words == 0]
     words = next((words for words in fits if tiles(words) * steps >= enough), fits[-1])
@@ -80,8 +81,8 @@ def blocks(matrices: int, inputs: int, outputs: int, dtype, *, rows: int = 1) ->
 
 
 def unsupported(x_dtype, values: jax.ShapeDtypeStruct, group: int | None) -> str | None:
-    """Why the kernel cannot multiply rows of a dtype by values [N, I, O], `group` inputs sharing a scale; None if it
-    can."""
+    """Why the kernel cannot multiply rows of a dtype by values [N, I, O] with a scale for every `group` inputs; None if
+    it can."""
     kind, (inputs, outputs) = KINDS.get(values.dtype.name), values.shape[1:]
     if kind is None or jnp.dtype(x_dtype) != jnp.bfloat16:
         return f"products of {jnp.dtype(x_dtype).name} with {values.dtype.name}"
@@ -95,7 +96,31 @@ def unsupported(x_dtype, values: jax.ShapeDtypeStruct, group: int | None) -> str
     return None
 
 
-@partial(jax.jit, static_argnames=("parts", "turns", "chosen", "activation", "eps", "shares", "dtype", "interpret"))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["squares"],
+    meta_fields=["activation", "eps", "partials", "dtype"],
+)
+@dataclass(frozen=True)
+class Epilogue:
+    """What follows a product of M rows.
+
+    squares, eps: results are multiplied by the factor of the RMS norm of x, see `shares_gpu`. activation: combines two
+    results, of two parts or side by side in one, to one [M, O], each rounded to dtype before. partials: return the
+    split-K partial sums [S, M, P O] float32 instead, with no activation and no norm.
+    """
+
+    activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    squares: jax.Array | None = None
+    eps: float = 0.0
+    partials: bool = False
+    dtype: jax.typing.DTypeLike = jnp.float32
+
+
+_FLOAT32 = Epilogue()
+
+
+@partial(jax.jit, static_argnames=("parts", "chosen", "interpret"))
 def row_matmul(
     x: jax.Array,
     values: jax.Array,
@@ -103,50 +128,31 @@ def row_matmul(
     ids: jax.Array | None = None,
     *,
     parts: int = 1,
-    turns: int = 1,
+    epilogue: Epilogue = _FLOAT32,
     chosen: Blocks | None = None,
-    activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-    squares: jax.Array | None = None,
-    eps: float = 0.0,
-    shares: bool = False,
-    dtype: jax.typing.DTypeLike = jnp.float32,
     interpret: bool = False,
 ) -> jax.Array:
-    """x [M / turns, I] bfloat16 times values [N * P, I, O] -> [M, P, O] of a dtype: x[m // turns] by the P matrices of
-    group ids[m].
+    """x [M / n, I] bfloat16 times values [N * P, I, O] -> [M, P, O] of the epilogue's dtype: x[m // n] times the P
+    matrices of group ids[m].
 
-    activation: what makes one [M, O] of two results, of two parts or side by side in one, rounded to the dtype before.
-    squares, eps: of a norm of x whose factor the results get; see `shares_gpu`. shares: what is still to be summed,
-    [S, M, P O] float32, with none of that.
-
-    Without ids up to `ROWS` rows go to the first group, which is read once. Where an id is negative the result is
-    anything. scales: [N * P, O] of columns, or [N * P, I / g, O] of g inputs each; none of bfloat16. A value that is
-    not finite spoils the output that it shares a register with, too. Raises ValueError where `unsupported` says why.
+    Without ids n is 1, and up to `ROWS` rows are multiplied by the first group, which is read once. Where an id is
+    negative the result is anything. scales: [N * P, O] of columns, or [N * P, I / g, O] of g inputs each; None for
+    bfloat16 values. A value that is not finite spoils the output that it shares a register with, too. Raises ValueError
+    with the reason of `unsupported`.
     """
-    inputs, outputs = values.shape[1:]
-    group = None if scales is None or scales.ndim == 2 else inputs // scales.shape[1]
-    kind = values.dtype.name
-    if reason := unsupported(x.dtype, values, group):
-        raise ValueError(f"the GPU kernel for few rows does not run {reason}")
+    group = None if scales is None or scales.ndim == 2 else values.shape[1] // scales.shape[1]
+    kind, outputs = values.dtype.name, values.shape[2]
+    _check(x, values, group, ids, epilogue)
     count, shared = (x.shape[0], x.shape[0]) if ids is None else (ids.size, 1)
-    if squares is not None and ids is not None:
-        raise ValueError("the GPU kernel for few rows takes a norm's squares for rows without ids")
-    if shares and (activation is not None or squares is not None):
-        raise ValueError("shares are of the product alone: leave out the activation and the norm's squares")
-    if shared > ROWS or (ids is None and turns > 1):
-        raise ValueError(f"the GPU kernel takes up to {ROWS} rows without ids, each once, not {x.shape} {turns} times")
-    chosen = chosen or blocks(count // shared * parts, inputs, outputs, kind, rows=shared)
+    chosen = chosen or blocks(count // shared * parts, values.shape[1], outputs, kind, rows=shared)
     words = _as_words(values, KINDS[kind].outputs)
-    if words.shape[2] % max(chosen.words, 4 // KINDS[kind].outputs):
-        raise ValueError(f"{words.shape[2]} words of {kind} are no multiple of those of {chosen}")
-    if chosen.copied and words.shape[2] % (8 * chosen.words):
-        raise ValueError(f"{words.shape[2]} words of {kind} do not fill the programs of {chosen}, which copy them")
+    _check_blocks(chosen, words, kind)
     if scales is not None and scales.dtype == jnp.float8_e8m0fnu:
         scales = _as_words(scales, 4)
     operands = ids, _as_words(x, 2), words, scales
-    # Where weights begin: a statement takes a reference as a pointer, of the shape of what else it takes.
+    # Where weights begin: a statement takes a reference as a pointer, of the shape of its other arguments.
     base = words.reshape(-1) if chosen.copied and not interpret else None
-    options = dict(parts=parts, turns=turns, chosen=chosen, group=group, interpret=interpret)
+    options = dict(parts=parts, turns=count // x.shape[0], chosen=chosen, group=group, interpret=interpret)
     out = pl.pallas_call(
         partial(_kernel, kind=kind, **options),
         grid=(parts * pl.cdiv(words.shape[2], 8 * chosen.words), count // shared, chosen.splits),
@@ -160,23 +166,58 @@ def row_matmul(
         interpret=interpret,
         name="row_matmul",
     )(*operands, base)
-    if shares:
-        return out.reshape(chosen.splits, count, -1)
+    return _finished(out, epilogue, x.shape[1], interpret)
+
+
+def _check(x: jax.Array, values: jax.Array, group: int | None, ids: jax.Array | None, epilogue: Epilogue) -> None:
+    """Raise ValueError for a product that the kernel cannot compute."""
+    if reason := unsupported(x.dtype, values, group):
+        raise ValueError(f"the GPU kernel for few rows does not run {reason}")
+    if epilogue.squares is not None and ids is not None:
+        raise ValueError("the GPU kernel for few rows takes a norm's squares for rows without ids")
+    if epilogue.partials and (epilogue.activation is not None or epilogue.squares is not None):
+        raise ValueError("partial sums are of the product alone: leave out the activation and the norm's squares")
+    if ids is None and x.shape[0] > ROWS:
+        raise ValueError(f"the GPU kernel takes up to {ROWS} rows without ids, not {x.shape}")
+    if ids is not None and ids.size % x.shape[0]:
+        raise ValueError(f"{ids.size} ids are not the same number for each of {x.shape[0]} rows")
+
+
+def _check_blocks(chosen: Blocks, words: jax.Array, kind: str) -> None:
+    if words.shape[2] % max(chosen.words, 4 // KINDS[kind].outputs):
+        raise ValueError(f"{words.shape[2]} words of {kind} are no multiple of those of {chosen}")
+    if chosen.copied and words.shape[2] % (8 * chosen.words):
+        raise ValueError(f"{words.shape[2]} words of {kind} do not fill the programs of {chosen}, which copy them")
+
+
+def _finished(out: jax.Array, epilogue: Epilogue, inputs: int, interpret: bool) -> jax.Array:
+    """The epilogue of partial sums [S, M, P, O] of products with `inputs` inputs."""
+    splits, count, parts, outputs = out.shape
+    if epilogue.partials:
+        return out.reshape(splits, count, -1)
+    activation, squares = epilogue.activation, epilogue.squares
     runs = activation is not None and _runs(activation)
     if squares is not None or runs:
-        rest = dict(inputs=inputs, eps=eps, activation=activation if runs else None, dtype=dtype, interpret=interpret)
-        y = summed(out.reshape(chosen.splits, count, -1), squares, **rest)
+        y = summed(
+            out.reshape(splits, count, -1),
+            squares,
+            inputs=inputs,
+            eps=epilogue.eps,
+            activation=activation if runs else None,
+            dtype=epilogue.dtype,
+            interpret=interpret,
+        )
         if runs:
             return y
     else:
-        y = jnp.sum(out, axis=0).astype(dtype)
+        y = jnp.sum(out, axis=0).astype(epilogue.dtype)
     if activation is None:
         return y.reshape(count, parts, outputs)
     return activation(*jnp.split(y.reshape(count, -1), 2, axis=1))
 
 
 def _runs(activation) -> bool:
-    """Whether a kernel can: on GPUs Pallas has no erf."""
+    """True if a kernel can compute the activation: on GPUs Pallas has no erf."""
     return "erf" not in str(jax.make_jaxpr(activation)(0.0, 0.0))
 
 
@@ -185,12 +226,12 @@ def _as_words(x: jax.Array, count: int) -> jax.Array:
 
 
 def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts, turns, chosen, group, interpret):
-    """x_ref [T, I / 2] and w_ref [N * P, I, words] are int32; scales_ref [N * P, O] or [N * P, I / g, O], or of e8m0
-    [N * P, I / g, O / 4] int32; base_ref [32], the first of w_ref, if weights are copied; out_ref [M, P, O].
+    """x_ref [T, I / 2] and w_ref [N * P, I, words] are int32; scales_ref [N * P, O] or [N * P, I / g, O], or for e8m0
+    [N * P, I / g, O / 4] int32; base_ref [32], the first words of w_ref, if weights are copied; out_ref [M, P, O].
 
-    A unit is 32 inputs of a group, of which lane (g, t) reads 8, from 8 t on. A step is a unit of each of four groups,
-    or, where columns share a scale, any four units. Of a single row the sums of unit c, of several those of row c, are
-    columns 2 c and 2 c + 1 of the products; so lane (g, t) ends with those of c = t, for the words that g's lanes read.
+    A unit is 32 inputs of a group; lane (g, t) reads 8 of them, from 8 t on. A step is one unit of each of four groups,
+    or any four units where columns share a scale. Columns 2 c and 2 c + 1 of the products are the sums of unit c of a
+    single row, or of row c of several. So lane (g, t) ends with the sums of c = t, for the words that g's lanes read.
     """
     spec, (inputs, stored), width = KINDS[kind], w_ref.shape[1:], chosen.words
     number, rows = spec.outputs, out_ref.shape[0] if ids_ref is None else 1
@@ -214,7 +255,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
     last = jnp.minimum(start + share, steps) - 1
 
     def over(step):
-        """Of each lane the step's group of groups, and its place there."""
+        """For each lane the step's group of groups, and its place in it."""
         if per_group == 1:
             return step, 0
         return lax.div(step, jnp.full_like(step, per_group)), lax.rem(step, jnp.full_like(step, per_group))
@@ -223,35 +264,35 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
         return _UNITS * over(step)[0] + c
 
     def begin(step, c):
-        """The first input of a step's unit c; if there is none, of another."""
+        """The first input of a step's unit c, or of another unit if that one does not exist."""
         return (jnp.minimum(group_of(step, c), groups - 1) * per_group + over(step)[1]) * UNIT
 
     def later(step, c):
-        """Step and unit of the one that is c after the first of a step."""
+        """The step and the number of the unit that is c units after the first unit of a step."""
         return step + (c >> 2), c & 3
 
     def row_of(four):
-        """For each lane the row that its columns of the right operand stand for."""
+        """For each lane the row that its columns of the right operand hold."""
         return m // turns if single else jnp.minimum(4 * four + (g >> 1), rows - 1)
 
     def weights(step, c):
-        """[8][width] words for each lane: of each of its inputs of unit c."""
+        """[8][width] words for each lane: the weights of each of its inputs of unit c."""
         at = begin(jnp.minimum(step, last), c) + 8 * t
         return [_side_by_side(w_ref, (matrix, at + k), first, width) for k in range(8)]
 
     def inputs_of(step, c):
-        """[rows / 4][4] words for each lane: its pairs of inputs of unit c; of a single row those of any unit."""
+        """[rows / 4][4] words for each lane: its pairs of inputs of unit c, or for a single row those of any unit."""
         c = g >> 1 if single else c
         words = [_side_by_side(x_ref, (row_of(four),), (begin(step, c) >> 1) + 4 * t, 4) for four in range(fours)]
         return [[jnp.where(group_of(step, c) < groups, y, 0) for y in each] for each in words]
 
     def scales_of(step, c):
-        """The words or numbers that each lane's scales are in."""
+        """The words or numbers that hold each lane's scales."""
         at, less = jnp.minimum(group_of(step, c), groups - 1), 4 if powers else 1
         return _side_by_side(scales_ref, (matrix, at), first * number // less, width * number // less)
 
     def numbers_of(scales):
-        """[width * number] of what `scales_of` read."""
+        """[width * number] float32 from the words or numbers of `scales_of`."""
         return [_power(y, n) for y in scales for n in range(4)] if powers else [y.astype(jnp.float32) for y in scales]
 
     ring = None
@@ -308,7 +349,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
             else:
                 of_unit, next_xs = prepared(xs), inputs_of(*later(i, c + 1))
                 next_scales = scales_of(*later(i, c + 1)) if group is not None else []
-            # Which bytes of a pair of inputs the right operand has in a lane: of an active one its column's half.
+            # The bytes of a pair of inputs that a lane of the right operand takes: its column's half if it is active.
             places = [jnp.where((g & 1) > 0, high, low) for low, high in ((0x4410, 0x1044), (0x4432, 0x3244))]
             places = [jnp.where((g >> 1) == c, place, 0x4444) for place in places] if single else places
             right = [[bytes_of(pair, place, interpret) for pair in each for place in places] for each in of_unit]
@@ -335,7 +376,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
     first_scales = [] if single or group is None else scales_of(start, 0)
     sums, *_ = lax.fori_loop(0, count, step, ([zeros] * fours, first_words, first_inputs, first_scales))
     first, outputs = number * first, width * number
-    # Of a single row a lane stores each fourth output of its words.
+    # With a single row, a lane stores every fourth output of its words.
     if of_columns and single:
         scales = [plgpu.load(scales_ref.at[matrix, first + n + t]) for n in range(0, outputs, 4)]
     elif of_columns:
@@ -360,13 +401,13 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
 
 
 def _quads(a, b, c, d):
-    """[..., 4] of four [...]."""
+    """Stack four arrays [...] to [..., 4]."""
     pair = lambda x, y: jnp.concatenate([x[..., None], y[..., None]], axis=-1)  # noqa: E731
     return pair(pair(a, c), pair(b, d)).reshape(*a.shape, 4)
 
 
 def _side_by_side(ref, at: tuple, base, count: int) -> list:
-    """`count` neighbours for each lane, from base on; four of 32 bits are one reading."""
+    """Load `count` neighbours for each lane, from base on; four words of 32 bits are one load."""
     lift = lambda y: y[:, None] if jnp.ndim(y) else y  # noqa: E731
     neighbours = []
     for i in range(0, count, 4):
@@ -378,7 +419,7 @@ def _side_by_side(ref, at: tuple, base, count: int) -> list:
 
 
 def _largest(x_ref, row, at, count: int, single: bool):
-    """Of the `count` words of a row from `at` on, or of those and others, the largest number's bits, for each lane."""
+    """For each lane the bits of the largest number in `count` words of a row from `at` on, and perhaps in others."""
     lanes, each = (LANES, 8) if single else (8, 16)
     lane = jnp.arange(at.size) & (lanes - 1)
     each = min(each, 1 << (pl.cdiv(count, lanes) - 1).bit_length())
@@ -394,13 +435,13 @@ def _largest(x_ref, row, at, count: int, single: bool):
 
 
 def _over(reduce, y, lanes: int):
-    """Of so many neighbours one number, for all of them."""
+    """Reduce each `lanes` neighbours to one number, and give it to all of them."""
     groups = y.reshape(-1, lanes)
     return jnp.broadcast_to(reduce(groups, axis=1, keepdims=True), groups.shape).reshape(y.shape)
 
 
 def _factors(largest, single: bool) -> tuple:
-    """Powers of two: by which a lane's inputs are multiplied, and its sums at the end, which are those of row t."""
+    """Two powers of two: one multiplies a lane's inputs, the other its sums at the end, which belong to row t."""
     exponent = jnp.clip(largest >> 23, _TOP + 2, 254)
     up = _float((254 + _TOP - exponent) << 23)
     if not single:
@@ -412,7 +453,7 @@ def _factors(largest, single: bool) -> tuple:
 
 
 def _products(kind: str, words: list, right: list, tiles: list, interpret: bool) -> list:
-    """tiles + words x right, of a unit: words [8][width], of a lane's inputs; right [8]."""
+    """tiles + words x right for one unit: words [8][width] of a lane's inputs, right [8]."""
     out = []
     for n, tile in enumerate(tiles):  # of registers 2 n and 2 n + 1
         indices = sorted({e // len(KINDS[kind].pairs) for e in (2 * n, 2 * n + 1)})
@@ -423,13 +464,13 @@ def _products(kind: str, words: list, right: list, tiles: list, interpret: bool)
 
 
 def _places(spec: Kind, tiles: int) -> list[int]:
-    """Which of a lane's outputs the numbers of its tiles are, in their order."""
+    """The output of its lane that each number of the tiles belongs to, in the order of the numbers."""
     pairs = len(spec.pairs)
     return [spec.outputs * (e // pairs) + spec.pairs[e % pairs][half] for e in range(2 * tiles) for half in range(2)]
 
 
 def _in_order(spec: Kind, tiles: list) -> list:
-    """A lane's outputs as they lie in memory."""
+    """A lane's outputs in the order of memory."""
     numbers = [number for tile in tiles for number in tile]
     return [numbers[i] for i in np.argsort(_places(spec, len(tiles)))]
 
@@ -437,13 +478,13 @@ def _in_order(spec: Kind, tiles: list) -> list:
 def _add_scaled(spec: Kind, sums: list, new: list, scales: list, powers: bool) -> list:
     each, out = [scales[place] for place in _places(spec, len(sums))], []
     for total, y, scale in zip(chain(*sums), chain(*new), each, strict=True):
-        # A scale that is not a number came as an infinity.
+        # A scale that is NaN arrives as an infinity.
         out.append(total + y * scale + scale * 0.0 if powers else total + y * scale)
     return [out[i : i + 4] for i in range(0, len(out), 4)]
 
 
 def _power(word, i: int):
-    """Byte i, an e8m0, as float32; of NaN infinity, of 2^-127, which is subnormal, zero."""
+    """Byte i, an e8m0, as float32; NaN becomes infinity, and 2^-127, which is subnormal, zero."""
     return _float((word << (23 - 8 * i) if i < 3 else word >> 1) & 0x7F800000)
 
 

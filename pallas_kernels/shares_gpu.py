@@ -1,8 +1,8 @@
-"""Sums of the shares of products of few rows on NVIDIA GPUs (Triton lowering), with what follows them: an activation,
-or the residual and the next norm but for its factor, which the sums of that norm's products get.
+"""Sums of split-K partial sums on NVIDIA GPUs (Triton), with the operation that follows: an activation, or the residual
+and the next norm without its factor, by which the sums of that norm's products are multiplied later.
 
-A norm's factor is one number of a row, and products are linear: without it every column is on its own, and no kernel
-has to see a whole row before the next product begins.
+A norm's factor is one number for a row, and products are linear: without it columns do not depend on each other, and no
+kernel has to see a whole row before the next product begins.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-TILE = 128  # columns of a program, of 4 warps, or of 8 where most shares are read: 4 took 0.3 us more there
+TILE = 128  # columns of a program of 4 warps, or of 8 in `added`, which reads the most: 4 took 0.3 us more there
 
 
 def summed(
@@ -28,9 +28,11 @@ def summed(
     dtype: jax.typing.DTypeLike,
     interpret: bool = False,
 ) -> jax.Array:
-    """shares [S, M, O] -> their sum [M, O], or the activation [M, O / 2] of its halves, rounded to the dtype before.
+    """Sum partial sums `shares` [S, M, O] over S -> [M, O], or the activation [M, O / 2] of its halves; both rounded to
+    the dtype, before the activation too.
 
-    squares [M, P]: of the norm of rows of `inputs` numbers that was multiplied, whose factor is to come; see `added`.
+    squares [M, P]: see `added`; the rows multiplied were a norm of `inputs` numbers without its factor, which the sums
+    get here.
     """
     _, rows, columns = shares.shape
     halves = 2 if activation else 1
@@ -51,8 +53,8 @@ def summed(
 def added(
     shares: jax.Array, residual: jax.Array, weight: jax.Array, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """shares [S, M, D], residual [M, D], weight [D] -> x [M, D], the sum of all, rounded before the residual is added;
-    y [M, D], x times weight; squares [M, P] float32, whose sum over P is that of x squared."""
+    """Partial sums `shares` [S, M, D], residual [M, D], weight [D] -> x [M, D], the sum over S, rounded, plus the
+    residual; y [M, D], x times weight; squares [M, P] float32, whose sum over P is the sum of x squared."""
     rows, width = residual.shape
     tiles = pl.cdiv(width, TILE)
 
@@ -74,14 +76,14 @@ def added(
 
 
 def _sum(shares_ref, row, at, real):
-    """[TILE] of the columns `at`."""
+    """The sum over partial sums of a row's columns `at`, [TILE]."""
     splits = shares_ref.shape[0]
     share = jnp.arange(pl.next_power_of_2(splits))[:, None]
     return plgpu.load(shares_ref.at[share, row, at[None]], mask=(share < splits) & real[None], other=0).sum(axis=0)
 
 
 def norm_factor(squares_ref, row, inputs: int, eps: float):
-    """Of a row's norm, by squares [M, P] of its `inputs` numbers."""
+    """The factor of a row's RMS norm, from squares [M, P] of its `inputs` numbers."""
     count = squares_ref.shape[1]
     part = jnp.arange(pl.next_power_of_2(count))
     total = jnp.sum(plgpu.load(squares_ref.at[row, part], mask=part < count, other=0))

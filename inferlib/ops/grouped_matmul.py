@@ -126,7 +126,7 @@ def chosen_matmul(
     x = _inputs(x, w)
     if choose(ids.size, w, x.dtype, backend, stacked=bool(lead)).name.startswith("pallas_gpu"):
         ids = ids if layer is None else jnp.where(ids < 0, ids, ids + layer * w.shape[lead])
-        return _by_gpu_kernel(x, w, None, parts, turns, ids=ids)
+        return _by_gpu_kernel(x, w, None, parts, ids=ids)
     layer_w = w if layer is None else jax.tree.map(lambda array: array[layer], w)
     chosen = jax.tree.map(lambda array: array[jnp.maximum(ids, 0)], layer_w)
     if isinstance(chosen, QuantizedTensor):
@@ -177,7 +177,6 @@ def _by_gpu_kernel(
     w: jax.Array | QuantizedTensor,
     rows: jax.Array | None,
     parts: Sequence[int],
-    turns: int = 1,
     **groups: jax.Array,
 ) -> jax.Array:
     from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
@@ -188,10 +187,12 @@ def _by_gpu_kernel(
     singly = scales is not None and "ids" in groups and row_matmul_gpu.unsupported(x.dtype, values, group) is None
 
     def kernel(x, values, scales, rows, groups, interpret=False):
-        options: dict[str, Any] = dict(parts=math.prod(parts), turns=turns, interpret=interpret)
+        options: dict[str, Any] = dict(parts=math.prod(parts), interpret=interpret)
         if singly:
-            return row_matmul_gpu.row_matmul(x, values, scales, groups["ids"], dtype=x.dtype, **options)
-        return grouped_matmul_gpu.grouped_matmul(x, values, scales, rows=rows, **groups, **options)
+            epilogue = row_matmul_gpu.Epilogue(dtype=x.dtype)
+            return row_matmul_gpu.row_matmul(x, values, scales, groups["ids"], epilogue=epilogue, **options)
+        of_rows = groups["ids"] if "ids" in groups else grouped_matmul_gpu.Sorted(**groups, rows=rows)
+        return grouped_matmul_gpu.grouped_matmul(x, values, scales, of_rows, **options)
 
     forms = dict(cpu=partial(kernel, interpret=True), default=kernel)
     y = lax.platform_dependent(x, values, scales, rows, groups, **forms)

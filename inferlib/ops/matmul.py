@@ -98,13 +98,13 @@ def matmul_partials(x: jax.Array, w: QuantizedTensor, *, contract: int = 1) -> j
 
     For weights that `choose(..., partials=True)` multiplies by a kernel.
     """
-    from inferlib.pallas_kernels.row_matmul_gpu import blocks, row_matmul
+    from inferlib.pallas_kernels.row_matmul_gpu import Epilogue, blocks, row_matmul
 
     rows, (values, _), outer = x.shape[0], _matrix(w, contract), w.shape[contract + w.grouped :]
     splits = blocks(*values.shape, values.dtype, rows=rows).splits
 
     def by_rows(x: jax.Array, w: QuantizedTensor) -> jax.Array:
-        y = row_matmul(x.reshape(rows, -1), *_arrays(w, contract), shares=True)
+        y = row_matmul(x.reshape(rows, -1), *_arrays(w, contract), epilogue=Epilogue(partials=True))
         return y.reshape(splits, rows, *outer)
 
     def default(x: jax.Array, w: QuantizedTensor) -> jax.Array:
@@ -203,24 +203,22 @@ def _quantized(x: Activations, w: QuantizedTensor, product: Product) -> jax.Arra
 
 
 def _by_rows(x: jax.Array | DeferredNorm, w: QuantizedTensor, product: Product, interpret: bool = False) -> jax.Array:
-    from inferlib.pallas_kernels.row_matmul_gpu import row_matmul
+    from inferlib.pallas_kernels.row_matmul_gpu import Epilogue, row_matmul
 
     rows, outer = x.shape[0], w.shape[product.contract + w.grouped :]
     y, norm = (x.y, dict(squares=x.squares, eps=x.eps)) if isinstance(x, DeferredNorm) else (x, {})
-    options = dict(dtype=product.out_dtype, activation=product.activation, interpret=interpret, **norm)
-    y = row_matmul(y.reshape(rows, -1), *_arrays(w, product.contract), **options)
+    epilogue = Epilogue(product.activation, dtype=product.out_dtype, **norm)
+    y = row_matmul(y.reshape(rows, -1), *_arrays(w, product.contract), epilogue=epilogue, interpret=interpret)
     return y.reshape(rows, *outer[product.activation is not None :])
 
 
 def _by_tiles(x: jax.Array | DeferredNorm, w: QuantizedTensor, product: Product, interpret: bool = False) -> jax.Array:
-    from inferlib.pallas_kernels.grouped_matmul_gpu import grouped_matmul
+    from inferlib.pallas_kernels.grouped_matmul_gpu import Sorted, grouped_matmul
 
     rows, outer = x.shape[0], w.shape[product.contract + w.grouped :]
     values, scales = _arrays(w, product.contract)
-    sizes = jnp.full((1,), rows, jnp.int32)
-    y = grouped_matmul(
-        whole(x).reshape(rows, -1), values, scales, parts=1, sizes=sizes, dtype=product.out_dtype, interpret=interpret
-    )
+    groups, options = Sorted(jnp.full((1,), rows, jnp.int32)), dict(dtype=product.out_dtype, interpret=interpret)
+    y = grouped_matmul(whole(x).reshape(rows, -1), values, scales, groups, parts=1, **options)
     return product.activated(y.reshape(rows, *outer))
 
 
@@ -305,7 +303,7 @@ def _row_on_gpu(x: jax.Array, w: jax.Array, out_dtype) -> jax.Array:
     if w.size > 2**23:
         return _product(x, w, out_dtype)
     if row_matmul_gpu.unsupported(x.dtype, jax.ShapeDtypeStruct((1, *w.shape), w.dtype), None) is None:
-        return row_matmul_gpu.row_matmul(x, w[None], dtype=out_dtype)[:, 0]
+        return row_matmul_gpu.row_matmul(x, w[None], epilogue=row_matmul_gpu.Epilogue(dtype=out_dtype))[:, 0]
     return _product(jnp.pad(x, ((0, 1), (0, 0))), w, out_dtype)[:1]
 
 

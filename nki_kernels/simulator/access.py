@@ -64,8 +64,10 @@ def check_written(tensor: NkiTensor, what: str, core: Core) -> None:
     if (flags == tensor.word(SETTLED)).all():
         return
     require(bool((flags != 0).all()), "unwritten", f"{what} reads {tensor}, of which parts were never written")
-    own = (flags == tensor.word(SETTLED)) | (flags == tensor.word(1 + core.index))
-    require(bool(own.all()), "core-race", f"{what} reads {tensor}, written by the other core since the last barrier")
+    readable = (flags == tensor.word(SETTLED)) | (flags == tensor.word(1 + core.index))
+    require(
+        bool(readable.all()), "core-race", f"{what} reads {tensor}, written by the other core since the last barrier"
+    )
 
 
 def mark_written(tensor: NkiTensor, what: str, core: Core, by_matmul: bool = False) -> None:

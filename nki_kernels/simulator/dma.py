@@ -58,9 +58,9 @@ def dma_copy(
     require(dst.size == src.size, "element-count", f"{what} of {src} to {dst}")
     require(not (dst.is_indirect() and src.is_indirect()), "subset", f"{what} from and to indices")
     by_vector = any(t.is_indirect() and t.index.per_partition for t in (dst, src))
-    plain = dst.dtype == src.dtype and not by_vector
+    copies_only = dst.dtype == src.dtype and not by_vector
     hardware = dge_mode.name == "hwdge"
-    require(plain or not hardware, "dtype", f"{what} of {src} to {dst}: hwdge neither converts nor gathers")
+    require(copies_only or not hardware, "dtype", f"{what} of {src} to {dst}: hwdge neither converts nor gathers")
     moved = 0
     for there, here in _parts(core, what, dst, src, oob_mode):
         moved += _move(core, what, there, here)
@@ -71,7 +71,7 @@ def _parts(core: Core, what: str, dst: NkiTensor, src: NkiTensor, mode: oob_mode
     """(destination, source) of every transfer: one, or one for every index of a vector that is not skipped."""
     if not (dst.is_indirect() or src.is_indirect()):
         return [(dst, src)]
-    indirect, plain = (src, dst) if src.is_indirect() else (dst, src)
+    indirect, direct = (src, dst) if src.is_indirect() else (dst, src)
     index, rows = indirect.index, indirect.shape[0]
     check_written(index.offsets, what, core)
     indices = index.offsets.raw()[:, 0].astype(np.int64)
@@ -80,11 +80,11 @@ def _parts(core: Core, what: str, dst: NkiTensor, src: NkiTensor, mode: oob_mode
     require(skips or bool(inside.all()), "out-of-bounds", f"{what}: {indices[~inside]} of {index.bound} rows")
     if not index.per_partition:
         require(not skips, "subset", f"{what} that skips a scalar index")
-        pairs = [(plain, indirect.moved(int(indices[0]) * index.step, rows))]
+        pairs = [(direct, indirect.moved(int(indices[0]) * index.step, rows))]
     else:
-        require(plain.shape[0] == rows, "shape", f"{what} of {plain} by {rows} indices")
+        require(direct.shape[0] == rows, "shape", f"{what} of {direct} by {rows} indices")
         pairs = [
-            (plain.moved(int(row) * plain.strides[0], 1), indirect.moved(int(indices[row]) * index.step, 1))
+            (direct.moved(int(row) * direct.strides[0], 1), indirect.moved(int(indices[row]) * index.step, 1))
             for row in np.flatnonzero(inside)
         ]
     return pairs if indirect is src else [(there, here) for here, there in pairs]

@@ -205,10 +205,10 @@ def tensor_reduce(dst, op, data, axis, negate=False, keepdims=False, name=None):
     axes = sorted([axis] if isinstance(axis, int) else axis)
     trailing = axes == list(range(data.ndim - len(axes), data.ndim)) and 0 not in axes
     require(trailing, "reduce-axis", f"{what} of axes {axes} of {data}")
-    kept = data.shape[: axes[0]]
-    fits = dst.shape[0] == data.shape[0] and dst.size == int(np.prod(kept))
+    leading = data.shape[: axes[0]]
+    fits = dst.shape[0] == data.shape[0] and dst.size == int(np.prod(leading))
     require(fits, "shape", f"{what} of axes {axes} of {data} into {dst}")
-    values = read(core, what, data).reshape(*kept, -1)
+    values = read(core, what, data).reshape(*leading, -1)
     with np.errstate(all="ignore"):
         reduced = {"add": np.sum, "multiply": np.prod, "maximum": np.max, "minimum": np.min}[op.name](values, axis=-1)
     write(core, what, dst, -reduced if negate else reduced)
@@ -315,8 +315,8 @@ def select_reduce(
 ):
     """dst = on_true where predicate else on_false, a number or a column."""
     core, what = current(), "select_reduce"
-    plain = reduce_res is None and reduce_cmd.name == "idle" and reduce_op is MAXIMUM and not reverse_pred
-    require(plain, "subset", f"{what} with a reduction or a reversed predicate")
+    selects_only = reduce_res is None and reduce_cmd.name == "idle" and reduce_op is MAXIMUM and not reverse_pred
+    require(selects_only, "subset", f"{what} with a reduction or a reversed predicate")
     operand(core, f"{what} predicate", predicate, kinds=("int8", "uint8", "int16", "uint16"))
     operand(core, f"{what} on_true", on_true, kinds=dtypes.FLOATS)
     operand(core, f"{what} dst", dst)
@@ -402,12 +402,12 @@ def nc_find_index8(dst, data, vals, name=None):
     _eights(what, data, dst, vals)
     values, wanted = read(core, what, data), read(core, what, vals)
     kind = dtypes.storage_dtype(dst.dtype)
-    found = np.full(wanted.shape, np.iinfo(kind).max, kind)
+    indices = np.full(wanted.shape, np.iinfo(kind).max, kind)
     for p, row in enumerate(wanted):
         for i, value in enumerate(row):
             places = np.flatnonzero(values[p] == value)
             earlier = int((row[:i] == value).sum())
             if earlier < len(places):
-                found[p, i] = places[earlier]
-    write_raw(core, what, dst, found)
+                indices[p, i] = places[earlier]
+    write_raw(core, what, dst, indices)
     busy(core, Engine.vector, free_size(data))

@@ -251,8 +251,8 @@ class NkiTensor:
     def reshape(self, shape) -> NkiTensor:
         require(self.index is None and self.is_contiguous(), "view", f"reshape of {self}, which is not contiguous")
         require(math.prod(shape) == self.size, "view", f"reshape of {self} to {list(shape)}")
-        kept = not self.on_chip or shape[0] == self.shape[0]
-        require(kept, "view", f"reshape of {self} to {list(shape)} changes its partitions")
+        same_partitions = not self.on_chip or shape[0] == self.shape[0]
+        require(same_partitions, "view", f"reshape of {self} to {list(shape)} changes its partitions")
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         if self.on_chip:
             strides[0] = self.strides[0]

@@ -55,8 +55,8 @@ def nc_matmul(
 ):
     """dst [M, N] = stationary [K, M].T @ moving [K, N]."""
     core, what = current(), "nc_matmul"
-    plain = not is_transpose and not tile_position and not tile_size and perf_mode.name == "none"
-    require(plain, "subset", f"{what} in a transpose, tiling or performance mode")
+    default_mode = not is_transpose and not tile_position and not tile_size and perf_mode.name == "none"
+    require(default_mode, "subset", f"{what} in a transpose, tiling or performance mode")
     for side, tensor in (("stationary", stationary), ("moving", moving)):
         operand(core, f"{what} {side}", tensor, SBUF, MATMUL_DTYPES)
     kinds = {stationary.dtype, moving.dtype}
@@ -138,8 +138,8 @@ def _accumulate(core: Core, what: str, dst: NkiTensor, product: np.ndarray, accu
         require(not foreign.any(), "accumulate", f"{what} onto {dst}, initialised by another instruction")
         require(accumulate is None or bool(started.all()), "accumulate", f"{what} onto {dst}, which holds no product")
         if started.any():
-            held = np.where(started, dst.raw().astype(np.float32), 0).reshape(product.shape)
-            product = product + held
+            before = np.where(started, dst.raw().astype(np.float32), 0).reshape(product.shape)
+            product = product + before
     write(core, what, dst, product, by_matmul=True)
 
 

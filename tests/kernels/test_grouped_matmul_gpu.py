@@ -80,10 +80,9 @@ def test_blocks_change_nothing(scheme, rows):
     stored = (w, None) if scheme is None else (w.values.reshape(3, 192, 80), w.scales)
     expected = np.einsum("mi,mio->mo", np.asarray(x, np.float64), values[np.repeat(np.arange(3), sizes)])
     for chosen in (Blocks(rows, 64, 64, splits=1), Blocks(rows, 32, 32, splits=4)):
-        run = partial(
-            kernel.grouped_matmul, parts=1, sizes=sizes, chosen=chosen, interpret=jax.default_backend() == "cpu"
-        )
-        check(run(x, *stored)[:, 0], expected, "float32")
+        options = dict(parts=1, chosen=chosen, interpret=jax.default_backend() == "cpu")
+        got = kernel.grouped_matmul(x, *stored, kernel.Sorted(sizes), **options)
+        check(got[:, 0], expected, "float32")
 
 
 def test_what_it_cannot_run_is_refused_with_the_reason():
@@ -98,11 +97,12 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
     assert "45 outputs" in unsupported(values(4, 256, 45, dtype="int4"), 128, False)
     x, w = jnp.zeros((4, 240)), jnp.zeros((2, 240, 256), jnp.int8)
     with pytest.raises(ValueError, match="does not run this grouped_matmul: groups of 24"):
-        kernel.grouped_matmul(x, w, jnp.ones((2, 10, 256)), parts=1, ids=jnp.zeros(4, jnp.int32))
+        kernel.grouped_matmul(x, w, jnp.ones((2, 10, 256)), jnp.zeros(4, jnp.int32), parts=1)
+    ids, chosen = jnp.zeros(4, jnp.int32), Blocks()
     with pytest.raises(ValueError, match="steps of 64 inputs do not go with groups of 128"):
-        kernel.grouped_matmul(
-            x[:, :128], w[:, :128], jnp.ones((2, 1, 256)), parts=1, ids=jnp.zeros(4, jnp.int32), chosen=Blocks()
-        )
+        kernel.grouped_matmul(x[:, :128], w[:, :128], jnp.ones((2, 1, 256)), ids, parts=1, chosen=chosen)
+    with pytest.raises(ValueError, match="3 ids are not the same number for each of 4 rows"):
+        kernel.grouped_matmul(x, w[:, :, :64], None, jnp.zeros(3, jnp.int32), parts=1)
 
 
 def test_zero_points_are_xlas_and_not_dropped():

@@ -18,7 +18,7 @@ from inferlib.ops.matmul import Product, _by_rows, _by_tiles, _dequantized, choo
 from inferlib.ops.quantized import SCHEMES, Scheme
 from inferlib.pallas_kernels import copies_gpu, grouped_matmul_gpu, mma_gpu, row_matmul_gpu
 from inferlib.pallas_kernels.copies_gpu import Ring
-from inferlib.pallas_kernels.row_matmul_gpu import Blocks, blocks, row_matmul, unsupported
+from inferlib.pallas_kernels.row_matmul_gpu import Blocks, Epilogue, blocks, row_matmul, unsupported
 from tests.helpers.kernels import kernels_in, lowered_for_cuda
 from tests.helpers.packed_experts import quantized
 
@@ -46,7 +46,7 @@ def test_rows_by_the_matrices_they_choose(scheme):
     rng, ids, rows = np.random.default_rng(0), np.array([2, 0, -1, 2]), np.array([0, 0, 1, 1])
     values, scales, exact = draw(scheme, (6, 256, 88))
     x = jnp.asarray(rng.normal(size=(2, 256)) * np.exp(3 * rng.normal(size=(2, 256))), jnp.bfloat16)
-    run = partial(row_matmul, parts=2, turns=2, chosen=Blocks(1 if scheme else 2, splits=2), interpret=on_cpu)
+    run = partial(row_matmul, parts=2, chosen=Blocks(1 if scheme else 2, splits=2), interpret=on_cpu)
     spoiled = (values.at[2:4].set(jnp.nan), None) if scales is None else (values, scales.at[2:4].set(jnp.nan))
     got = jax.jit(run)(x, *spoiled, ids)
     chosen_rows = np.array([0, 1, 3])
@@ -181,8 +181,8 @@ def test_an_activation_of_two_results(scheme, rows, parts):
     values, scales, exact = draw(scheme, (parts, 384, 144 // parts))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(rows, 384)) / 20, jnp.bfloat16)
     chosen = Blocks(2 if scheme is None else 1, splits=3)
-    options = dict(parts=parts, activation=lambda gate, up: jax.nn.silu(gate) * up, chosen=chosen, interpret=on_cpu)
-    got = row_matmul(x, values, scales, dtype="bfloat16", **options)
+    epilogue = Epilogue(lambda gate, up: jax.nn.silu(gate) * up, dtype="bfloat16")
+    got = row_matmul(x, values, scales, parts=parts, epilogue=epilogue, chosen=chosen, interpret=on_cpu)
     gate, up = np.split(np.einsum("mi,pio->mpo", np.asarray(x, np.float64), exact).reshape(rows, 144), 2, axis=1)
     expected = gate / (1 + np.exp(-gate)) * up
     assert (got.shape, got.dtype) == ((rows, 72), "bfloat16")
@@ -325,6 +325,10 @@ def test_what_it_cannot_run_is_refused_with_the_reason(monkeypatch):
 
     with pytest.raises(ValueError, match="up to 16 rows without ids"):
         row_matmul(jnp.ones((17, 64), jnp.bfloat16), jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32)))
+    with pytest.raises(ValueError, match="3 ids are not the same number for each of 2 rows"):
+        row_matmul(
+            jnp.ones((2, 64), jnp.bfloat16), jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32)), jnp.zeros(3, int)
+        )
     args = jnp.ones((1, 64), jnp.bfloat16), jnp.ones((1, 64, 36), jnp.int8), jnp.ones((1, 36))
     with pytest.raises(ValueError, match="9 words of int8 are no multiple"):
         row_matmul(*args, chosen=Blocks(words=2), interpret=True)

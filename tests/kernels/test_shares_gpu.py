@@ -14,7 +14,7 @@ from inferlib.models.layers.mlp import gated
 from inferlib.ops.matmul import Product, _arrays, _by_rows, _by_tiles, choose, matmul, matmul_partials
 from inferlib.ops.quantized import SCHEMES, quantize
 from inferlib.ops.residual_norm import DeferredNorm, residual_norm
-from inferlib.pallas_kernels.row_matmul_gpu import row_matmul
+from inferlib.pallas_kernels.row_matmul_gpu import Epilogue, row_matmul
 from inferlib.pallas_kernels.shares_gpu import summed
 from tests.helpers.kernels import lowered_for_cuda
 from tests.helpers.packed_experts import quantized
@@ -110,9 +110,9 @@ def test_weights_that_no_kernel_multiplies_by_it_get_the_whole_norm():
 def test_what_does_not_go_together_is_refused():
     x, values, scales = jnp.ones((1, 64), jnp.bfloat16), jnp.ones((1, 64, 32), jnp.int8), jnp.ones((1, 32))
     with pytest.raises(ValueError, match="squares for rows without ids"):
-        row_matmul(x, values, scales, jnp.zeros(1, jnp.int32), squares=jnp.ones((1, 1)))
+        row_matmul(x, values, scales, jnp.zeros(1, jnp.int32), epilogue=Epilogue(squares=jnp.ones((1, 1))))
     with pytest.raises(ValueError, match="leave out the activation"):
-        row_matmul(x, values, scales, shares=True, activation=jnp.multiply)
+        row_matmul(x, values, scales, epilogue=Epilogue(jnp.multiply, partials=True))
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "int8"])
@@ -126,7 +126,7 @@ def test_shares_of_a_product(scheme):
     exact = np.einsum("tij,ijo->to", np.float64(x), np.float64(w.dequantized((0, 1), jnp.float32)).reshape(2, 128, 64))
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(np.sum(np.float64(got), axis=0), exact, rtol=0.01, atol=0.01 * np.abs(exact).max())
-    ours = row_matmul(x.reshape(2, 256), *_arrays(w, 2), shares=True, interpret=on_cpu)
+    ours = row_matmul(x.reshape(2, 256), *_arrays(w, 2), epilogue=Epilogue(partials=True), interpret=on_cpu)
     assert ours.shape == got.shape
     np.testing.assert_allclose(np.sum(np.float64(ours), axis=0), exact, rtol=0.01, atol=0.01 * np.abs(exact).max())
 
