@@ -206,8 +206,8 @@ def _by_rows(x: jax.Array | DeferredNorm, w: QuantizedTensor, product: Product, 
     from inferlib.pallas_kernels.row_matmul_gpu import Epilogue, row_matmul
 
     rows, outer = x.shape[0], w.shape[product.contract + w.grouped :]
-    y, norm = (x.y, dict(squares=x.squares, eps=x.eps)) if isinstance(x, DeferredNorm) else (x, {})
-    epilogue = Epilogue(product.activation, dtype=product.out_dtype, **norm)
+    y, squares, eps = (x.y, x.squares, x.eps) if isinstance(x, DeferredNorm) else (x, None, 0.0)
+    epilogue = Epilogue(product.activation, squares, eps, dtype=product.out_dtype)
     y = row_matmul(y.reshape(rows, -1), *_arrays(w, product.contract), epilogue=epilogue, interpret=interpret)
     return y.reshape(rows, *outer[product.activation is not None :])
 
@@ -217,8 +217,8 @@ def _by_tiles(x: jax.Array | DeferredNorm, w: QuantizedTensor, product: Product,
 
     rows, outer = x.shape[0], w.shape[product.contract + w.grouped :]
     values, scales = _arrays(w, product.contract)
-    groups, options = Sorted(jnp.full((1,), rows, jnp.int32)), dict(dtype=product.out_dtype, interpret=interpret)
-    y = grouped_matmul(whole(x).reshape(rows, -1), values, scales, groups, parts=1, **options)
+    groups, x = Sorted(jnp.full((1,), rows, jnp.int32)), whole(x).reshape(rows, -1)
+    y = grouped_matmul(x, values, scales, groups, parts=1, dtype=product.out_dtype, interpret=interpret)
     return product.activated(y.reshape(rows, *outer))
 
 
