@@ -24,7 +24,7 @@ lint: .venv/.dev
 
 # No file may have more type errors than pyright-baseline.json lists, public modules none.
 types: .venv/.dev
-	$(BIN)/python -P .ci/types.py
+	$(BIN)/python .ci/check_types.py
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .

@@ -1,9 +1,7 @@
 """Type errors of pyright against `pyright-baseline.json`: no file may have more than it lists, public modules none.
 
-python -P .ci/types.py            # exit code 1 if there are more
-python -P .ci/types.py --write    # take what there is as the baseline, where it is less
-
--P: without it, Python would import this file in place of its own module `types`.
+python .ci/check_types.py            # exit code 1 if there are more
+python .ci/check_types.py --write    # take what there is as the baseline, where it is less
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ def main() -> None:
         lower = {file: min(count, allowed.get(file, 0)) for file, count in sorted(counts.items()) if file in allowed}
         BASELINE.write_text(json.dumps(lower, indent=1) + "\n")
     elif total < before:
-        print("there are fewer than the baseline has: run python -P .ci/types.py --write")
+        print("there are fewer than the baseline has: run python .ci/check_types.py --write")
     sys.exit(bool(worse))
 
 
