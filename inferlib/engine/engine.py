@@ -240,9 +240,10 @@ class Engine:
 
     def _receive(self) -> list[Sequence]:
         """Wait for the oldest dispatch and account for its tokens."""
-        dispatch, output_on_device = self._in_flight.popleft()
+        dispatch, on_device = self._in_flight.popleft()
         start = time.perf_counter()
-        output: Any = jax.device_get(output_on_device)
+        output: Any = jax.device_get(on_device)
+        del on_device  # freeing it takes the runtime 30 us, which are not the host's
         self.stats.wait_seconds += time.perf_counter() - start
         if output.load is not None:
             self.expert_load += output.load.sum(axis=(0, 1), dtype=np.int64)
