@@ -34,6 +34,7 @@ from tests.helpers.attention_calls import (
     decode_attention,
     mla_decode_attention,
     mla_prefill_attention,
+    on_decode_kernel,
     prefill_attention,
 )
 from tests.helpers.decode_attention_cases import behind, folded
@@ -94,7 +95,7 @@ DECODE = {
     "xla": (decode_attention, PAGED),
     "tpu": (partial(decode_attention, backend="pallas_tpu"), PAGED),
     "nki": (partial(decode_attention, backend="nki"), PAGED),
-    "gpu": (partial(decode_attention_gpu.decode_attention, interpret=True), UNPAGED),
+    "gpu": (on_decode_kernel(decode_attention_gpu.decode_attention, interpret=True), UNPAGED),
 }
 LENGTHS = rows_of(4, near(80, 16, 20, 32))
 

@@ -21,7 +21,7 @@ SCALE = 0.7
 
 SINKS = np.random.default_rng(5).normal(size=(KV, GROUP)).astype(np.float32)
 OPTIONS = {
-    "plain": {},
+    "dense": {},
     "softcap": {"softcap": 0.8},
     "sinks": {"sinks": SINKS},
     "window": {"window": 5},
