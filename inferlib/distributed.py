@@ -9,17 +9,19 @@ of step. The connections also show that a process died: the others end at once i
 from __future__ import annotations
 
 import atexit
+import hashlib
+import ipaddress
+import logging
 import os
-import pickle
-import secrets
 import socket
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
-from queue import Empty, SimpleQueue
+from pathlib import Path
+from queue import Empty
 from typing import Any, NoReturn
 
 import jax
@@ -27,10 +29,14 @@ import jax
 # The only private part of JAX in use here: the coordinator's address, which JAX may detect, and the key-value store.
 from jax._src.distributed import global_state
 
-# A host that vanishes does not close its connections; probes notice within 5 + 3 * 5 seconds.
-_PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
+from inferlib.links import Link, read_secret
+from inferlib.messages import Message, MessageError
+
+log = logging.getLogger(__name__)
+
 _PATIENCE = 30  # seconds until JAX ends all processes because one is stopped, or does not end with the others
 _KEY = "inferlib/channel"
+_DONE, _LOST, _REPORT, _REPORTS = "done", "lost", "report", "reports"  # kinds of messages, beside those of orders
 
 
 class PeerError(ValueError):
@@ -38,7 +44,6 @@ class PeerError(ValueError):
 
 
 class _Signal(Enum):
-    DONE = "process 0 no longer needs the others"
     ENDED = "the connection ended"
 
 
@@ -47,21 +52,26 @@ def initialize(
     processes: int | None = None,
     process: int | None = None,
     *,
+    secret: str | Path | None = None,
     timeout: int = 300,
 ) -> int:
     """Join the other processes, before any other use of JAX. Returns the number of this process.
 
-    coordinator: "host:port" on which process 0 listens, reachable from all processes.
+    coordinator: "host:port" on which process 0 listens, reachable from all processes. If the host is localhost or
+        another loopback address, process 0 listens there alone, otherwise on all of its interfaces.
     processes: number of processes.
     process: number of this process.
+    secret: a file with the same 16 bytes or more for all processes, which others may not read; by default
+        ~/.config/inferlib/secret, which is made if it is missing. Only a process that knows it can take part.
     timeout: seconds to wait for the others; then this process ends with a message.
 
     `jax.distributed.initialize` finds arguments that are left out: on Cloud TPU, under SLURM and Open MPI (which run
     one process per GPU), and in Kubernetes indexed jobs. Raises ValueError if an argument is wrong or missing,
-    RuntimeError if JAX is in use already.
+    SecretError for a file that is no use, RuntimeError if JAX is in use already.
     """
     global _channel
     _check(coordinator, processes, process)
+    word = read_secret(secret)
     complete = None not in (coordinator, processes, process)
     late = f"the processes did not find each other within {timeout} s: was each started, with the same coordinator?"
     watch = threading.Timer(timeout, _exit, [late])
@@ -76,6 +86,7 @@ def initialize(
             initialization_timeout=timeout + _PATIENCE,  # JAX would end this process without a helpful message
             heartbeat_timeout_seconds=_PATIENCE,
             shutdown_timeout_seconds=_PATIENCE,
+            coordinator_bind_address=coordinator if _loopback(coordinator) else None,
         )
     except ValueError as error:
         raise ValueError(
@@ -84,7 +95,7 @@ def initialize(
         ) from None
     else:
         if global_state.num_processes > 1:
-            _channel = _connect(global_state.process_id, global_state.num_processes)
+            _channel = _connect(global_state.process_id, global_state.num_processes, word)
             atexit.register(_channel.close)
     finally:
         watch.cancel()
@@ -105,14 +116,13 @@ def channel() -> Channel | None:
 
 
 class Channel:
-    """Connections between process 0 and each other process, which carry pickled values over TCP. As with JAX's own
-    coordinator, the network must be trusted.
+    """Connections between process 0 and each other process, which carry typed messages over TCP.
 
     process: number of this process. After the `agreement`, the end of any process ends all of them, with a message on
     stderr.
     """
 
-    def __init__(self, process: int, links: dict[int, _Link]):
+    def __init__(self, process: int, links: dict[int, Link]):
         self.process, self._links = process, links
         self._begun = self._ready = self._done = False
         for peer in links:
@@ -124,7 +134,7 @@ class Channel:
         return self.process == 0
 
     @contextmanager
-    def together(self, order: Any) -> Iterator[None]:
+    def together(self, order: Message) -> Iterator[None]:
         """On process 0: order the others to do what the block does. If the block fails, no process can continue."""
         if not self._ready:
             raise RuntimeError("an earlier error or interrupt put the processes out of step: start them again")
@@ -133,18 +143,18 @@ class Channel:
         yield
         self._ready = True
 
-    def order(self, order: Any) -> None:
+    def order(self, order: Message) -> None:
         """On process 0: send `order` to every other process without waiting for it."""
-        data = pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
+        data = order.encode()
         for peer, link in self._links.items():
             try:
                 link.send(data)
             except OSError:
                 self._end(peer)
 
-    def orders(self) -> Iterator[Any]:
+    def orders(self) -> Iterator[Message]:
         """On the other processes: the orders of process 0, until it is done."""
-        while (order := self._take(0)) is not _Signal.DONE:
+        while (order := self._take(0)).kind != _DONE:
             yield order
         self._done = True
 
@@ -162,7 +172,7 @@ class Channel:
             yield
         except Exception as caught:
             error = caught
-        reports = self._exchange(_Report(socket.gethostname(), error and str(error), settings))
+        reports = self._exchange(_Report(socket.gethostname(), error and str(error), _digests(settings)))
         problem = _problem(reports)
         if error is not None:
             raise error
@@ -179,12 +189,12 @@ class Channel:
     def close(self) -> None:
         """At the end of this process: tell the others, and wait until they are done too."""
         if self.leads and self._ready:
-            self.order(_Signal.DONE)
+            self.order(Message(_DONE))
             for peer in self._links:
                 self._take(peer, _PATIENCE)
         elif self._done:
             with suppress(OSError):
-                self._links[0].send(pickle.dumps(_Signal.DONE))
+                self._links[0].send(Message(_DONE).encode())
         elif self._begun:
             # This process failed while the others wait for it. JAX would wait for them; closed connections end them.
             sys.stdout.flush()
@@ -197,23 +207,23 @@ class Channel:
         """The reports of all processes, in the order of their numbers."""
         if not self.leads:
             with suppress(OSError):
-                self._links[0].send(pickle.dumps(report))
-            reports = self._links[0].inbox.get()
-            return [self._ended(0), report] if reports is _Signal.ENDED else reports
+                self._links[0].send(Message(_REPORT, asdict(report)).encode())
+            answer = self._links[0].inbox.get()
+            return [self._ended(0), report] if answer is _Signal.ENDED else _reports(answer)
         reports = [report]
         for peer in sorted(self._links):
             value = self._links[peer].inbox.get()
-            reports.append(self._ended(peer) if value is _Signal.ENDED else value)
+            reports.append(self._ended(peer) if value is _Signal.ENDED else _Report(**value.fields))
         self._begun = not _problem(reports)
         for link in self._links.values():
             with suppress(OSError):
-                link.send(pickle.dumps(reports))
+                link.send(Message(_REPORTS, {"reports": [asdict(r) for r in reports]}).encode())
         return reports
 
     def _ended(self, peer: int) -> _Report:
         return _Report(self._links[peer].host, "it has ended", {})
 
-    def _take(self, peer: int, timeout: float | None = None) -> Any:
+    def _take(self, peer: int, timeout: float | None = None) -> Message:
         try:
             value = self._links[peer].inbox.get(timeout=timeout)
         except Empty:
@@ -226,15 +236,15 @@ class Channel:
         link = self._links[peer]
         try:
             while True:
-                value = link.receive()
-                if isinstance(value, _Lost):
-                    self._exit(value.reason)
-                if value is _Signal.DONE:
+                message = link.receive()
+                if message.kind == _LOST:
+                    self._exit(str(message.fields["reason"]))
+                if message.kind == _DONE:
                     self._begun = False
-                elif isinstance(value, list):
-                    self._begun = not _problem(value)
-                link.inbox.put(value)
-        except (EOFError, OSError, pickle.UnpicklingError):
+                elif message.kind == _REPORTS:
+                    self._begun = not _problem(_reports(message))
+                link.inbox.put(message)
+        except (EOFError, OSError):
             link.ended = True
         except Exception as error:
             self._end(peer, f"sends what cannot be read, another version of inferlib: {error}")
@@ -246,7 +256,7 @@ class Channel:
         reason = f"process {lost} on {self._links[lost].host} {what}"
         for peer in self._links.keys() - {lost} if self.leads else ():
             with suppress(OSError):
-                self._links[peer].send(pickle.dumps(_Lost(reason)))
+                self._links[peer].send(Message(_LOST, {"reason": reason}).encode())
         self._exit(reason)
 
     def _exit(self, reason: str) -> NoReturn:
@@ -254,15 +264,21 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class _Lost:
-    reason: str
-
-
-@dataclass(frozen=True)
 class _Report:
+    """error: why the block failed here. settings: their digests."""
+
     host: str
     error: str | None
-    settings: dict[str, Any]
+    settings: dict[str, str]
+
+
+def _digests(settings: dict[str, Any]) -> dict[str, str]:
+    """Equal for equal settings, which are values whose repr says everything."""
+    return {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in settings.items()}
+
+
+def _reports(message: Message) -> list[_Report]:
+    return [_Report(**report) for report in message.fields["reports"]]
 
 
 def _problem(reports: list[_Report]) -> str:
@@ -272,48 +288,14 @@ def _problem(reports: list[_Report]) -> str:
         return "; ".join(failed)
     first, differences = reports[0].settings, []
     for i, report in enumerate(reports):
-        names = [name for name in first if report.settings[name] != first[name]]
+        names = [name for name in first if report.settings.get(name) != first[name]]
         if names:
             differences.append(f"process {i} on {report.host} differs from process 0 in {', '.join(names)}")
     return "; ".join(differences)
 
 
-class _Link:
-    """A connection. host: name of the other end. inbox: values received, in order. ended: no more will come."""
-
-    def __init__(self, connection: socket.socket):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _PROBES.items():
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self.host, self.inbox, self.ended = "", SimpleQueue(), False
-        self._connection, self._file = connection, connection.makefile("rb")
-        self._sending = threading.Lock()
-
-    def send(self, data: bytes) -> None:
-        """Send a pickled value. Raises OSError if the connection ended."""
-        with self._sending:
-            self._connection.sendall(data)
-
-    def receive(self) -> Any:
-        """The next value; raises EOFError or OSError at the end of the connection."""
-        return pickle.load(self._file)
-
-    def close(self) -> None:
-        with suppress(OSError):  # it may have ended
-            self._connection.shutdown(socket.SHUT_RDWR)
-
-    def greet(self, line: str) -> list[str]:
-        """Send a line of words and return the words of the other end. Raises OSError if none come."""
-        self._connection.settimeout(_PATIENCE)
-        self._connection.sendall(f"{line}\n".encode())
-        words = self._file.readline(1024).decode().split()
-        self._connection.settimeout(None)
-        return words
-
-
 _channel: Channel | None = None
+_SECRETS = "its secret may be another; copy ~/.config/inferlib/secret to every host, or give secret= (--secret)"
 _exiting = threading.Lock()
 
 
@@ -333,25 +315,63 @@ def _check(coordinator: str | None, processes: int | None, process: int | None) 
         raise ValueError(f"process must be a number from 0 to processes - 1, got {process} of {processes}")
 
 
-def _connect(process: int, processes: int) -> Channel:
-    """Connect to process 0, or to all others. JAX's key-value store tells them its port and a word that keeps strangers
-    out."""
-    host, store = socket.gethostname(), global_state.client
+def _loopback(coordinator: str | None) -> bool:
+    """Is the host of "host:port" this machine alone?"""
+    host = _host(coordinator or "")
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _connect(process: int, processes: int, secret: bytes) -> Channel:
+    """Connect to process 0, or to all others. JAX's key-value store tells them its port."""
+    host, store, coordinator = socket.gethostname(), global_state.client, global_state.coordinator_address or ""
     assert store is not None
     if process > 0:
-        address = (global_state.coordinator_address or "").rpartition(":")[0].strip("[]")
-        port, word = store.blocking_key_value_get(_KEY, 1000 * _PATIENCE).split()
-        link = _Link(socket.create_connection((address, int(port))))
-        link.host = link.greet(f"{word} {process} {host}")[0]
+        port = int(store.blocking_key_value_get(_KEY, 1000 * _PATIENCE))
+        try:
+            connection = socket.create_connection((_host(coordinator), port), timeout=_PATIENCE)
+            link = Link(connection, secret, leads=False, patience=_PATIENCE)
+            link.host = link.greet(Message("greeting", {"process": process, "host": host})).fields["host"]
+        except (EOFError, OSError, MessageError) as error:
+            raise PeerError(f"process 0 does not answer ({error}): {_SECRETS}") from None
         return Channel(process, {0: link})
-    word, links, both = secrets.token_hex(), {}, socket.has_dualstack_ipv6()
+    with _listener(coordinator, processes) as server:
+        store.key_value_set(_KEY, str(server.getsockname()[1]))
+        return Channel(0, _accept(server, processes, secret))
+
+
+def _listener(coordinator: str, processes: int) -> socket.socket:
+    if _loopback(coordinator):
+        host = "127.0.0.1" if _host(coordinator) == "localhost" else _host(coordinator)
+        return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    with socket.create_server(("", 0), family=family, backlog=processes, dualstack_ipv6=both) as server:
-        store.key_value_set(_KEY, f"{server.getsockname()[1]} {word}")
-        while len(links) < processes - 1:
-            link = _Link(server.accept()[0])
-            with suppress(OSError, ValueError):  # a stranger
-                answer, peer, name = link.greet(host)
-                if secrets.compare_digest(answer, word):
-                    link.host, links[int(peer)] = name, link
-    return Channel(0, links)
+    return socket.create_server(("", 0), family=family, backlog=processes, dualstack_ipv6=both)
+
+
+def _accept(server: socket.socket, processes: int, secret: bytes) -> dict[int, Link]:
+    """The links to all other processes. Each connection has a thread of its own: a stranger's delays nobody."""
+    links: dict[int, Link] = {}
+    greeting = Message("greeting", {"host": socket.gethostname()})
+
+    def welcome(connection: socket.socket, address: tuple) -> None:
+        try:
+            link = Link(connection, secret, leads=True, patience=_PATIENCE)
+            fields = link.greet(greeting).fields
+            link.host, process = str(fields["host"]), fields["process"]
+        except (EOFError, OSError, MessageError, KeyError) as error:
+            log.warning("a connection from %s is turned away: %s", address[0], error)
+            connection.close()
+        else:
+            links.setdefault(process, link)
+
+    server.settimeout(0.2)
+    while links.keys() != set(range(1, processes)):
+        with suppress(TimeoutError):
+            threading.Thread(target=welcome, args=server.accept(), daemon=True).start()
+    return links

@@ -107,11 +107,20 @@ class HostArguments:
             help="With --coordinator: number of this process; process 0 reads the prompts and writes the results."
         ),
     ] = None
+    secret: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that all processes share and others cannot read; by default ~/.config/inferlib/secret, made if "
+            "it is missing."
+        ),
+    ] = None
 
     def check(self) -> None:
         missing = [self.coordinator, self.processes, self.process].count(None)
         if missing < 3 and (missing or self.distributed):
             fail("give --coordinator, --processes and --process together, or --distributed alone")
+        if self.secret is not None and missing and not self.distributed:
+            fail("--secret is for several processes: give --coordinator, --processes and --process, or --distributed")
 
     def join(self) -> int:
         """Join the other processes, if the options say so. Returns the number of this process."""
@@ -120,7 +129,7 @@ class HostArguments:
         from inferlib.distributed import initialize
 
         with user_errors():
-            return initialize(self.coordinator, self.processes, self.process)
+            return initialize(self.coordinator, self.processes, self.process, secret=self.secret)
 
 
 @dataclass(frozen=True, kw_only=True)

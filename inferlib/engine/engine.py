@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,11 +15,12 @@ from jax.experimental.layout import Layout
 
 from inferlib.config import EngineConfig
 from inferlib.distributed import Channel
+from inferlib.engine.calls import CALL, Call, warmup_message
 from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
 from inferlib.models.abstract import AbstractModel
 from inferlib.programs.counter import compilations
-from inferlib.programs.program import CHUNK_COLUMNS, ChunkInput, Mode, ProgramKey, StepOutput
+from inferlib.programs.program import CHUNK_COLUMNS, ChunkInput, Mode, StepOutput
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.sampling.sampler import pack
 from inferlib.sharding import axes
@@ -50,15 +51,6 @@ class EngineStats:
     def other_seconds(self) -> float:
         """All seconds but the host's."""
         return self.compile_seconds + self.enqueue_seconds + self.wait_seconds
-
-
-class _Call(NamedTuple):
-    """A program and its inputs from the host. cancel: rows to stop. yield_early: see `Control`."""
-
-    key: ProgramKey
-    cancel: tuple[int, ...]
-    yield_early: bool
-    chunk: ChunkInput | None
 
 
 class Engine:
@@ -101,7 +93,7 @@ class Engine:
         modes = tuple(modes)
         keys = planned_keys(self.config, modes)
         if self.channel is not None and self.channel.leads:
-            self.channel.order(modes)
+            self.channel.order(warmup_message(modes))
         self.programs.compile_all(keys, done)
         self.programs.strict = True
         return len(keys)
@@ -146,10 +138,10 @@ class Engine:
         if self.channel is None:
             raise RuntimeError("there is no other process to follow")
         for order in self.channel.orders():
-            if isinstance(order, _Call):
-                self._start(order)
+            if order.kind == CALL:
+                self._start(Call.from_message(order))
             else:
-                self.warmup(order)
+                self.warmup(order.fields["modes"])
         jax.block_until_ready(self.state)
 
     @property
@@ -158,17 +150,17 @@ class Engine:
 
     def _send(self, dispatch: Dispatch) -> None:
         chunk = self._chunk_input(dispatch) if dispatch.chunks else None
-        call = _Call(dispatch.key, tuple(self._cancelled), bool(self.scheduler.waiting), chunk)
+        call = Call(dispatch.key, tuple(self._cancelled), bool(self.scheduler.waiting), chunk)
         self._cancelled.clear()
         if self.channel is None:
             output = self._start(call)
         else:
-            with self.channel.together(call):
+            with self.channel.together(call.to_message()):
                 output = self._start(call)
         self.stats.dispatches += 1
         self._in_flight.append((dispatch, output))
 
-    def _start(self, call: _Call) -> StepOutput:
+    def _start(self, call: Call) -> StepOutput:
         program = self.programs.ready(call.key)
         if program is None:
             start = time.perf_counter()
@@ -191,7 +183,7 @@ class Engine:
         shards = self.config.shards
         return shards.place(x, (axes.ROWS, None)) if shards.several_processes else x
 
-    def _control(self, call: _Call) -> jax.Array | np.ndarray:
+    def _control(self, call: Call) -> jax.Array | np.ndarray:
         if not call.cancel and call.yield_early in self._controls:
             return self._controls[call.yield_early]
         shards, rows = self.config.shards, self.config.rows

@@ -78,8 +78,16 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("secret") / "secret"
+    file.touch(0o600)
+    file.write_text("what the processes of this test know")
+    return file
+
+
 @pytest.fixture
-def start(model) -> Iterator[Callable[..., Processes]]:
+def start(model, secret) -> Iterator[Callable[..., Processes]]:
     """`start(processes, parallel, scenario, last, **options)`: see `hosts_program.main`; last: other options of the
     last process."""
     with contextlib.ExitStack() as stack:
@@ -88,7 +96,7 @@ def start(model) -> Iterator[Callable[..., Processes]]:
             processes: int, parallel: str | None, scenario: str, last: dict | None = None, **options: Any
         ) -> Processes:
             options |= {"port": free_port(), "processes": processes, "parallel": parallel, "scenario": scenario}
-            options = {"model": str(model), "devices": 1, **options}
+            options = {"model": str(model), "devices": 1, "secret": str(secret), **options}
             every = [options | {"process": i} for i in range(processes)]
             every[-1] |= last or {}
             program = [sys.executable, "-m", "tests.helpers.hosts_program"]
@@ -276,17 +284,19 @@ def test_devices_of_every_process_take_part(start):
 
 
 @pytest.mark.slow
-def test_processes_that_do_not_come():
-    code = "import sys; from inferlib.distributed import initialize; initialize(sys.argv[1], 2, 0, timeout=2)"
-    running = Processes([[sys.executable, "-c", code, f"localhost:{free_port()}"]])
+def test_processes_that_do_not_come(secret):
+    call = "initialize(sys.argv[1], 2, 0, secret=sys.argv[2], timeout=2)"
+    code = f"import sys; from inferlib.distributed import initialize; {call}"
+    running = Processes([[sys.executable, "-c", code, f"localhost:{free_port()}", str(secret)]])
     ((status, _, err),) = running.wait()
     assert status == 1
     assert "inferlib: the processes did not find each other within 2 s" in err
 
 
 @pytest.mark.slow
-def test_nothing_says_where_the_processes_are():
-    running = Processes([[sys.executable, "-c", "from inferlib.distributed import initialize; initialize()"]])
+def test_nothing_says_where_the_processes_are(secret):
+    code = "import sys; from inferlib.distributed import initialize; initialize(secret=sys.argv[1])"
+    running = Processes([[sys.executable, "-c", code, str(secret)]])
     ((status, _, err),) = running.wait()
     assert status == 1
     assert err.strip().endswith("Kubernetes says it here: give coordinator, processes and process")
@@ -298,6 +308,7 @@ def test_nothing_says_where_the_processes_are():
         ({"coordinator": "localhost"}, "coordinator must be HOST:PORT, got 'localhost'"),
         ({"coordinator": "a:1", "processes": 0, "process": 0}, "processes must be at least 1, got 0"),
         ({"coordinator": "a:1", "processes": 2, "process": 2}, "a number from 0 to processes - 1, got 2 of 2"),
+        ({"coordinator": "a:1", "processes": 2, "process": 1, "secret": "/none"}, "/none: No such file or directory"),
     ],
 )
 def test_arguments(arguments, message):
@@ -309,12 +320,13 @@ def test_arguments(arguments, message):
 
 
 @pytest.fixture
-def command(model) -> Iterator[Callable[..., Processes]]:
+def command(model, secret) -> Iterator[Callable[..., Processes]]:
     """`command(*arguments)`: `inferlib generate` on two processes."""
     with contextlib.ExitStack() as stack:
 
         def begin(*arguments: str) -> Processes:
-            place = ["--coordinator", f"localhost:{free_port()}", "--processes", "2", "--process"]
+            address = f"localhost:{free_port()}"
+            place = ["--secret", str(secret), "--coordinator", address, "--processes", "2", "--process"]
             words = [*COMMAND, "generate", "--model", str(model), *arguments, "--parallel", "tp=2", *place]
             running = Processes([[*words, str(i)] for i in range(2)])
             stack.callback(running.kill)

@@ -134,6 +134,7 @@ def main(
     scenario: str,
     then: str = "",
     fault: str = "",
+    secret: str,
     sizes: dict[str, int] | None = None,
     patience: int | None = None,
 ) -> None:
@@ -142,7 +143,7 @@ def main(
     jax.config.update("jax_num_cpu_devices", devices)
     if patience is not None:
         distributed._PATIENCE = patience
-    assert distributed.initialize(f"localhost:{port}", processes, process) == process
+    assert distributed.initialize(f"localhost:{port}", processes, process, secret=secret) == process
     fail = FAULTS.get(fault, lambda llm: None)
     fail(None)
     sources = count_reads()

@@ -1,0 +1,47 @@
+"""A program and its inputs from the host, as the engine starts it and as processes send it to each other."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+
+from inferlib.messages import Message, MessageError
+from inferlib.programs.program import ChunkInput, Mode, ProgramKey
+
+CALL, WARMUP = "call", "warmup"  # kinds of messages
+
+
+class Call(NamedTuple):
+    """cancel: rows to stop. yield_early: see `Control`. chunk: host arrays, if the program prefills."""
+
+    key: ProgramKey
+    cancel: tuple[int, ...]
+    yield_early: bool
+    chunk: ChunkInput | None
+
+    def to_message(self) -> Message:
+        head = {"key": asdict(self.key), "cancel": [int(row) for row in self.cancel], "yield_early": self.yield_early}
+        arrays: Any = () if self.chunk is None else self.chunk
+        return Message(CALL, head, tuple(map(np.asarray, arrays)))
+
+    @staticmethod
+    def from_message(message: Message) -> Call:
+        """Raises MessageError if the message is not what `to_message` makes."""
+        try:
+            key = ProgramKey(**message.fields["key"])
+            cancel, yield_early = message.fields["cancel"], message.fields["yield_early"]
+            arrays: Any = message.arrays
+            chunk = ChunkInput(*arrays) if arrays else None
+        except (KeyError, TypeError) as error:
+            raise MessageError(f"a call of another version of inferlib: {error}") from None
+        numbers = [getattr(key, f.name) for f in fields(key) if f.name not in ("mode", "detail")]
+        if key.mode not in get_args(Mode) or not all(isinstance(n, int) for n in [*numbers, *cancel]):
+            raise MessageError(f"a call of another version of inferlib: {message.fields}")
+        return Call(key, tuple(cancel), yield_early, chunk)
+
+
+def warmup_message(modes: tuple[Mode, ...]) -> Message:
+    """An order to warm up for these sampling modes."""
+    return Message(WARMUP, {"modes": list(modes)})
