@@ -137,8 +137,11 @@ def kernel(q, k, v, spans, sinks, table, slots, scale, softcap, paged):
     else:
         blocks = cut_slots(slots, cores, core)
     positions = slot_positions(blocks)
+    steps = cut_steps(blocks)
     eye = identity(nl.bfloat16)
-    buffers = two_buffers(k, blocks, paged) + two_buffers(v, blocks, paged)
+    keys = (k, two_buffers(k, blocks, paged), paged)
+    values = (v, two_buffers(v, blocks, paged), paged)
+    unit = unit_of(scale, softcap)
     tokens = spans.shape[2] - 1
     for row in range(rows):
         span = load_spans(spans, row)
@@ -153,10 +156,32 @@ def kernel(q, k, v, spans, sinks, table, slots, scale, softcap, paged):
         for head in range(kv_heads):
             if paged and head > 0:
                 index = next_head(index, k.shape[2] // run)
+            place = (row, head, index)
             state = start_state(sinks, head, q.shape)
-            attend(q, k, v, row, head, blocks, seen, live, index, buffers, eye, state, scale, softcap, paged)
-            finish(out, lse, state, row, head, scale, softcap)
+            turned = turn_queries(q[row, head], work_dtype(k))
+            for step in steps:
+                scores = score_step(keys, place, step, (turned, scale, softcap), (seen, live), eye)
+                add_step(state, scores, values, place, step, live, unit)
+            finish(out, lse, state, row, head, unit)
     return out, lse
+
+
+def cut_steps(blocks):
+    """Steps of the online softmax: blocks of at most CHUNK_TILES tiles together, as (number, first tile, block)."""
+    steps = []
+    step = []
+    tile = 0
+    start = 0
+    for i in range(len(blocks)):
+        if tile + blocks[i][2] - start > CHUNK_TILES:
+            steps.append(step)
+            step = []
+            start = tile
+        step.append((i, tile, blocks[i]))
+        tile = tile + blocks[i][2]
+    if len(step) > 0:
+        steps.append(step)
+    return steps
 
 
 def two_buffers(cache, blocks, paged):
@@ -217,10 +242,16 @@ def next_head(index, per_page):
     return made
 
 
-def load_block(tile, cache, row, head, block, i, index, paged):
-    """Fill a tile with block i of the cache of one row and KV head."""
+def load_block(source, place, i, block):
+    """[128, tiles, h]: block i of the cache of one row and KV head.
+
+    source: (cache, two buffers, whether it is paged); place: (row, KV head, `find_pages` of them if paged).
+    """
+    cache, buffers, paged = source
+    row, head, index = place
     start, lanes, tiles = block
     pages, kv_heads, page, size = cache.shape
+    tile = buffers[i % 2]
     if paged:
         runs = cache.reshape((pages * kv_heads * (page // tiles), tiles * size))
         nisa.dma_copy(
@@ -233,8 +264,9 @@ def load_block(tile, cache, row, head, block, i, index, paged):
             oob_mode=nisa.oob_mode.skip,
         )
     else:
-        source = cache[row, head, start : start + lanes * tiles, :]
-        nisa.dma_copy(dst=tile[0:lanes, 0:tiles, :], src=source.reshape((lanes, tiles, size)))
+        run = cache[row, head, start : start + lanes * tiles, :]
+        nisa.dma_copy(dst=tile[0:lanes, 0:tiles, :], src=run.reshape((lanes, tiles, size)))
+    return tile[:, 0:tiles, :]
 
 
 def start_state(sinks, head, shape):
@@ -255,70 +287,40 @@ def start_state(sinks, head, shape):
     return top, total, sums
 
 
-def attend(q, k, v, row, head, blocks, seen, live, index, buffers, eye, state, scale, softcap, paged):
-    """Take the blocks of one row and KV head into the state, CHUNK_TILES tiles a step of the online softmax."""
-    top, total, sums = state
-    queries = q.shape[2]
-    work = work_dtype(k)
-    turned = turn_queries(q[row, head], work)
-    first = 0
-    tile = 0
-    while first < len(blocks):
-        last = first
-        tiles = 0
-        while last < len(blocks) and tiles + blocks[min(last, len(blocks) - 1)][2] <= CHUNK_TILES:
-            tiles = tiles + blocks[last][2]
-            last = last + 1
-        scores = nl.ndarray((128, tiles, queries), dtype=nl.float32, buffer=nl.sbuf)
-        at = 0
-        for i in range(first, last):
-            loaded = buffers[i % 2]
-            load_block(loaded, k, row, head, blocks[i], i, index, paged)
-            here = blocks[i][2]
-            score_block(
-                scores[:, at : at + here, :],
-                loaded[:, 0:here, :],
-                turned,
-                seen[:, tile + at : tile + at + here, :],
-                live[:, tile + at : tile + at + here],
-                eye,
-                work,
-                scale,
-                softcap,
-            )
-            at = at + here
-        weights = nl.ndarray((128, tiles, queries), dtype=work, buffer=nl.sbuf)
-        decay = weigh(weights, scores, top, total, unit_of(scale, softcap))
-        product = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.psum)
-        at = 0
-        for i in range(first, last):
-            loaded = buffers[2 + i % 2]
-            load_block(loaded, v, row, head, blocks[i], i, index, paged)
-            here = blocks[i][2]
-            add_values(
-                product,
-                loaded[:, 0:here, :],
-                weights[:, at : at + here, :],
-                live[:, tile + at : tile + at + here],
-                at == 0,
-            )
-            at = at + here
-        fade(sums, decay)
-        nisa.tensor_tensor(dst=sums, data1=sums, data2=product, op=nl.add)
-        tile = tile + tiles
-        first = last
+def score_step(source, place, step, query, masks, eye):
+    """[128, tiles, R] float32: keys of a step's slots times queries, the least float32 where a query does not see.
+
+    query: (queries [h / pieces, pieces, R], scale, softcap); masks: (slots that each token sees [128, tiles of all
+    blocks, Q], slots that any sees [128, tiles of all blocks]).
+    """
+    turned, _, _ = query
+    seen, live = masks
+    start = step[0][1]
+    scores = nl.ndarray((128, stop_of(step) - start, turned.shape[2]), dtype=nl.float32, buffer=nl.sbuf)
+    for part in step:
+        i, tile, block = part
+        stop = tile + block[2]
+        loaded = guard_keys(load_block(source, place, i, block), live[:, tile:stop], turned.dtype)
+        score_block(scores[:, tile - start : stop - start, :], loaded, query, seen[:, tile:stop, :], eye)
+    return scores
 
 
-def score_block(scores, loaded, turned, seen, live, eye, work, scale, softcap):
+def stop_of(step):
+    """The tile after the last of a step."""
+    _, tile, block = step[len(step) - 1]
+    return tile + block[2]
+
+
+def score_block(scores, keys, query, seen, eye):
     """scores [128, tiles, R] = keys [128, tiles, h] times queries, the least float32 where a query does not see."""
-    tiles = loaded.shape[1]
+    turned, scale, softcap = query
+    tiles = keys.shape[1]
     part, pieces, queries = turned.shape
     tokens = seen.shape[2]
-    keys = guard_keys(loaded, live, work)
-    group = max(1, min(keys_a_bank(keys, work), 512 // queries))
+    group = max(1, min(keys_a_bank(keys, turned.dtype), 512 // queries))
     for start in range(0, tiles, group):
         n = min(group, tiles - start)
-        flipped = nl.ndarray((part, pieces, n * 128), dtype=work, buffer=nl.sbuf)
+        flipped = nl.ndarray((part, pieces, n * 128), dtype=turned.dtype, buffer=nl.sbuf)
         turn_keys(flipped, keys[:, start : start + n, :], eye)
         raw = nl.ndarray((128, n, queries), dtype=nl.float32, buffer=nl.psum)
         for i in range(n):
@@ -340,6 +342,23 @@ def score_block(scores, loaded, turned, seen, live, eye, work, scale, softcap):
             on_true=raw.reshape_dim(2, shape),
             on_false=FP32_MIN,
         )
+
+
+def add_step(state, scores, source, place, step, live, unit):
+    """Take a step's scores [128, tiles, R] and values into the state, one step of the online softmax."""
+    top, total, sums = state
+    cache, _, _ = source
+    weights = nl.ndarray(scores.shape, dtype=work_dtype(cache), buffer=nl.sbuf)
+    decay = weigh(weights, scores, top, total, unit)
+    product = nl.ndarray(sums.shape, dtype=nl.float32, buffer=nl.psum)
+    start = step[0][1]
+    for part in step:
+        i, tile, block = part
+        stop = tile + block[2]
+        loaded = load_block(source, place, i, block)
+        add_values(product, loaded, weights[:, tile - start : stop - start, :], live[:, tile:stop], tile == start)
+    fade(sums, decay)
+    nisa.tensor_tensor(dst=sums, data1=sums, data2=product, op=nl.add)
 
 
 def weigh(weights, scores, top, total, unit):
@@ -395,11 +414,10 @@ def fade(sums, decay):
     nisa.tensor_tensor(dst=sums, data1=sums, data2=decay[0:part].expand_dim(1).broadcast(1, pieces), op=nl.multiply)
 
 
-def finish(out, lse, state, row, head, scale, softcap):
+def finish(out, lse, state, row, head, unit):
     """Merge both cores' states, divide, and write; of two cores the first writes `out`, the second `lse`."""
     top, total, sums = state
     part, pieces, queries = sums.shape
-    unit = unit_of(scale, softcap)
     cores = nl.num_programs()
     if cores == 2:
         top, total, sums = merge_cores(top, total, sums, unit)

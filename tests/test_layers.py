@@ -59,7 +59,7 @@ MOST_LINES, MOST_PARAMETERS = 60, 8
 RETIRED = frozenset({"boxes", "few", "found", "given", "held", "kept", "own", "placed", "plain"})
 # What is still to be mended: at most so many in a top-level folder. It only shrinks.
 LONG_FUNCTIONS: dict[str, int] = {}
-MANY_PARAMETERS: dict[str, int] = {"nki_kernels": 2}
+MANY_PARAMETERS: dict[str, int] = {}
 RETIRED_NAMES: dict[str, int] = {}
 
 
