@@ -92,9 +92,9 @@ class StepContext:
         return jnp.concatenate([self.chunk_positions.reshape(-1), self.batch.decode_lengths - 1])
 
     @cached_property
-    def fed(self) -> jax.Array:
-        """[T] whether each token is of an active row; of all tokens that the feed-forward takes (see `Shards.fed`)."""
-        return self.shards.fed(self.positions) >= 0
+    def mlp_active(self) -> jax.Array:
+        """Whether the row of each token is active: [T] of the tokens that the feed-forward takes."""
+        return self.shards.gather_for_mlp(self.positions) >= 0
 
     @cached_property
     def pages(self) -> jax.Array:

@@ -92,7 +92,7 @@ class Block(nnx.Module):
         """The feed-forward's branch; partials: left as split-K partial sums."""
         if not _overlaps_collective(self.mlp, "gate_up"):
             y = _gathered(y, ctx)
-            y = ctx.shards.fed(whole(y)) if ctx.shards.feeders > 1 else y
+            y = ctx.shards.gather_for_mlp(whole(y)) if ctx.shards.mlp_row_shards > 1 else y
         out, load = self.feed_forward(y, ctx, layer, partials=partials)
         return Branch(out, () if _overlaps_collective(self.mlp, "down") else (axes.MLP,), self.mlp_biases), load
 
@@ -178,9 +178,9 @@ class ParallelBlock(Block):
             y = _gathered(self.pre_attn_norm.read(residual, shards)[1], ctx)
             attn, cache = self.attn(y, ctx, cache)
         with jax.named_scope("mlp"):
-            mlp, load = self.feed_forward(shards.fed(whole(y)), ctx, layer)
+            mlp, load = self.feed_forward(shards.gather_for_mlp(whole(y)), ctx, layer)
             biases = self.attn_biases + self.mlp_biases
-            if shards.feeders > 1:  # attention is whole
+            if shards.mlp_row_shards > 1:  # attention is whole
                 branch = Branch(attn + shards.sum_tokens(mlp, axes.MLP), (), biases)
             else:
                 branch = Branch(attn + mlp, (axes.MLP,), biases)
@@ -229,12 +229,12 @@ class GeneralBlock(Block):
         y, later = x, None
         with jax.named_scope("mlp"):
             if isinstance(spec.mlp, MoeSpec) and spec.mlp.own_norms:
-                tokens = shards.fed(shards.all_tokens(x, ctx.tokens))
+                tokens = shards.gather_for_mlp(shards.all_tokens(x, ctx.tokens))
                 out, load = self.mlp.with_norms(tokens, self.pre_mlp_norm(tokens, shards), ctx, layer)
             else:
                 y = self.pre_mlp_norm.read(Residual(x), shards)[1] if spec.pre_norm else x
                 if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
-                    later, out, load = self.mlp.apart(shards.fed(whole(_gathered(y, ctx))), ctx, layer)
+                    later, out, load = self.mlp.apart(shards.gather_for_mlp(whole(_gathered(y, ctx))), ctx, layer)
                     branch = Branch(out, (axes.MLP,), self.mlp_biases)
                 else:
                     branch, load = self.feed(y, ctx, layer)

@@ -66,7 +66,7 @@ class Decoder(nnx.Module):
         devices, where `sums_feed_norms` and layers are unrolled.
         """
         # Cached now: computed in a scan's body they would not outlive it.
-        _ = ctx.positions, ctx.pages, ctx.rope, self.config.mixtures and ctx.fed
+        _ = ctx.positions, ctx.pages, ctx.rope, self.config.mixtures and ctx.mlp_active
         x, inputs = self.embedding(ctx), None
         if self.config.per_layer is not None:
             inputs = self.per_layer(x, ctx)

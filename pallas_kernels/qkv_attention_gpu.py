@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from inferlib.attention_values import AttentionOptions, HeadTransforms, KvCache, QkvPartials
 from inferlib.pallas_kernels import decode_attention_gpu as over_cache
-from inferlib.pallas_kernels.shares_gpu import norm_factor, summed
+from inferlib.pallas_kernels.partial_sums_gpu import norm_factor, summed
 
 MOST_SHARES = 16  # partial sums that each program of attention adds up for itself
 

@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 from inferlib.pallas_kernels.copies_gpu import SLOTS, Ring
 from inferlib.pallas_kernels.grouped_matmul_gpu import converts_e4m3
 from inferlib.pallas_kernels.mma_gpu import KINDS, LANES, Kind, bytes_of, mma, scaled
-from inferlib.pallas_kernels.shares_gpu import summed
+from inferlib.pallas_kernels.partial_sums_gpu import summed
 
 ROWS = 16  # most rows that share one reading of the weights
 # Numbers of programs, of one warp each, for an H100 or H200, which has 132 SMs.
@@ -105,8 +105,8 @@ def unsupported(x_dtype, values: jax.ShapeDtypeStruct, group: int | None) -> str
 class Epilogue:
     """What follows a product of M rows.
 
-    squares, eps: results are multiplied by the factor of the RMS norm of x, see `shares_gpu`. activation: combines two
-    results, of two parts or side by side in one, to one [M, O], each rounded to dtype before. partials: return the
+    squares, eps: results are multiplied by the factor of the RMS norm of x, see `partial_sums_gpu`. activation: takes
+    two results, of two parts or side by side in one, to one [M, O], each rounded to dtype before. partials: return the
     split-K partial sums [S, M, P O] float32 instead, with no activation and no norm.
     """
 

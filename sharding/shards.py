@@ -54,8 +54,8 @@ class Shards:
         return self.rules is not None and self.rules.split_tokens and bool(self.mesh_axes(axes.MLP))
 
     @property
-    def feeders(self) -> int:
-        """Number of devices that split the feed-forward but have different rows: it takes their tokens together."""
+    def mlp_row_shards(self) -> int:
+        """Number of shards of rows that the feed-forward takes together, because it is split over the same devices."""
         apart = set(self.mesh_axes(axes.ROWS)) & set(self.mesh_axes(axes.MLP))
         return self.size(axes.MLP) if apart else 1
 
@@ -165,10 +165,10 @@ class Shards:
         return lax.ppermute(x, self.mesh_axes(name), [(i, (i + 1) % n) for i in range(n)]) if n > 1 else x
 
     def sum_tokens(self, x: jax.Array, *names: str) -> jax.Array:
-        """Sum partial sums [T, D] over logical axes. If tokens are split, or were `fed`, each device gets the sums of
-        its tokens only."""
+        """Sum partial sums [T, D] over logical axes. If tokens are split, or came from `gather_for_mlp`, each device
+        gets the sums of its tokens only."""
         over = self.mesh_axes(*names)
-        if not over or not (self.splits_tokens or self.feeders > 1):
+        if not over or not (self.splits_tokens or self.mlp_row_shards > 1):
             return self.sum(x, *names)
         short = self.padded(x.shape[0]) - x.shape[0] if self.splits_tokens else 0
         padded = jnp.pad(x, ((0, short), (0, 0))) if short else x
@@ -184,14 +184,14 @@ class Shards:
         """Undo the split of tokens: this device's shard -> [tokens, D]."""
         return self.gather(x, axes.MLP, dim=0)[:tokens] if self.splits_tokens else x
 
-    def fed(self, x: jax.Array) -> jax.Array:
-        """[T, ...] -> [n T, ...]: the rows of all n `feeders`, as the feed-forward takes them."""
-        return self.gather(x, axes.MLP, dim=0) if self.feeders > 1 else x
+    def gather_for_mlp(self, x: jax.Array) -> jax.Array:
+        """[T, ...] -> [n T, ...]: the tokens of all n `mlp_row_shards`, which the feed-forward takes together."""
+        return self.gather(x, axes.MLP, dim=0) if self.mlp_row_shards > 1 else x
 
-    def unfed(self, x: jax.Array) -> jax.Array:
-        """This device's rows of what was `fed`."""
-        rows = x.shape[0] // self.feeders
-        return lax.dynamic_slice_in_dim(x, self.index(axes.MLP) * rows, rows) if self.feeders > 1 else x
+    def local_rows(self, x: jax.Array) -> jax.Array:
+        """This device's rows of what came from `gather_for_mlp`."""
+        rows = x.shape[0] // self.mlp_row_shards
+        return lax.dynamic_slice_in_dim(x, self.index(axes.MLP) * rows, rows) if self.mlp_row_shards > 1 else x
 
 
 def make_shards(parallel: Parallelism | None, devices: Sequence[jax.Device] | None = None) -> Shards:

@@ -91,7 +91,7 @@ def residual_norm(
 
         x, y = _on_gpu(partial(add_norm, eps=eps), branch, x, weight)
         return x, y, None
-    from inferlib.pallas_kernels.shares_gpu import added
+    from inferlib.pallas_kernels.partial_sums_gpu import added
 
     x, y, squares = _on_gpu(added, branch, x, weight)
     return x, DeferredNorm(y, squares, eps), None

@@ -131,7 +131,8 @@ class Matrix:
     """One device's part of a weight.
 
     elements: number of elements in all layers; for experts, of one expert. inner: elements of one layer for each column
-    of the model. experts: the mixture that it belongs to. fed: True for the feed-forward (see `Shards.feeders`).
+    of the model. experts: the mixture that it belongs to. in_mlp: whether the feed-forward multiplies by it, which may
+    take the rows of several devices together (`Shards.mlp_row_shards`).
     """
 
     elements: int
@@ -140,7 +141,7 @@ class Matrix:
     inner: int
     use: Literal["tokens", "sampled", "looked up"]
     experts: MoeSpec | None = None
-    fed: bool = False
+    in_mlp: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,15 +248,15 @@ class Deployed:
 
     def _widest(self, matrix: Matrix, tokens: int) -> int:
         """Activations of a device's tokens that a matrix produces; for experts, as many as a round has room for."""
-        tokens *= self._feeders(matrix)
+        tokens *= self._row_shards(matrix)
         if matrix.experts is None:
             return tokens * matrix.inner
         everyone = tokens * self.shards.size(axes.EXPERTS)
         return pairs_room(matrix.experts.router.chosen, tokens, everyone, self._backend) * (matrix.inner + self.width)
 
-    def _feeders(self, matrix: Matrix) -> int:
+    def _row_shards(self, matrix: Matrix) -> int:
         """The number of devices whose tokens a matrix multiplies."""
-        return self.shards.feeders if matrix.fed else 1
+        return self.shards.mlp_row_shards if matrix.in_mlp else 1
 
     def decode(self, rows: int, live: float) -> Work:
         """A greedy decode step of `rows` rows of each replica, `live` positions of each in the cache."""
@@ -278,11 +279,11 @@ class Deployed:
         what it receives.
         """
         count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
-        everyone = tokens * self.shards.feeders * self.shards.size(axes.EXPERTS)
+        everyone = tokens * self.shards.mlp_row_shards * self.shards.size(axes.EXPERTS)
         flops = moved = weights = cache = 0.0
         for m in self.matrices:
             # On average, a device's experts are chosen as often as its tokens choose.
-            times = count[m.use] * self._feeders(m) * (m.experts.router.chosen if m.experts else 1)
+            times = count[m.use] * self._row_shards(m) * (m.experts.router.chosen if m.experts else 1)
             flops += 2.0 * times * m.elements
             moved += 2.0 * times * m.layers * (self.width + m.inner)
             if m.use != "looked up":
@@ -356,7 +357,7 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
             use = "sampled"
         size = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
         counts = (elements, size, layers, inner) if matrix else (0, size, 0, 0)
-        matrices.append(Matrix(*counts, use, experts, fed=weight.part.startswith("mlp.")))
+        matrices.append(Matrix(*counts, use, experts, in_mlp=weight.part.startswith("mlp.")))
     return tuple(matrices)
 
 

@@ -58,7 +58,7 @@ class _Ledger:
 
     def sum_tokens(self, purpose: str, names: Sequence[str], shape: tuple[int, int], dtype, flops: int = 0) -> None:
         """The sum of partial sums [T, D]. flops: operations of the product that hides it, on a device."""
-        kind = "reduce-scatter" if self.shards.splits_tokens or self.shards.feeders > 1 else "all-reduce"
+        kind = "reduce-scatter" if self.shards.splits_tokens or self.shards.mlp_row_shards > 1 else "all-reduce"
         kind = "fused reduce-scatter" if flops else kind
         self.add(Collective(kind, purpose, "", _nbytes(self._padded(shape), dtype), flops=flops), names)
 
@@ -68,9 +68,9 @@ class _Ledger:
             kind = "fused all-gather" if flops else "all-gather"
             self.add(Collective(kind, purpose, "", _nbytes(self._padded(shape), dtype), flops=flops), (axes.MLP,))
 
-    def fed(self, purpose: str, shape: tuple[int, ...], dtype) -> None:
+    def gather_for_mlp(self, purpose: str, shape: tuple[int, ...], dtype) -> None:
         """The gather of the rows of all devices that share a feed-forward."""
-        if self.shards.feeders > 1:
+        if self.shards.mlp_row_shards > 1:
             self.gather(purpose, (axes.MLP,), shape, dtype)
 
     def gather(self, purpose: str, names: Sequence[str], shape: tuple[int, ...], dtype) -> None:
@@ -110,7 +110,7 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
     tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
     hidden, dtype = (tokens, _width(model)), model.dtype
     if config.mixtures:
-        ledger.fed("which rows are active", (tokens * shards.feeders,), np.int32)
+        ledger.gather_for_mlp("which rows are active", (tokens * shards.mlp_row_shards,), np.int32)
     ledger.sum_tokens("embedding", (axes.VOCAB,), hidden, dtype)
     if config.per_layer is not None:
         numbers = (tokens, len(config.layers) * config.per_layer.dim)
@@ -168,8 +168,8 @@ def _feed_forward(ledger: _Ledger, model: AbstractModel, layer: LayerSpec, token
     dtype, width, spec = model.dtype, _width(model), layer.mlp
     if not layer.parallel:
         ledger.all_tokens("input of feed-forward", (tokens, width), dtype, flops["mlp.gate_up"])
-    tokens *= ledger.shards.feeders
-    ledger.fed("input of feed-forward", (tokens, width), dtype)
+    tokens *= ledger.shards.mlp_row_shards
+    ledger.gather_for_mlp("input of feed-forward", (tokens, width), dtype)
     if isinstance(spec, MoeSpec):
         _mixture(ledger, model, spec, tokens)
         width *= 2 if spec.own_norms else 1

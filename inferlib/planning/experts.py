@@ -22,7 +22,7 @@ def expert_bytes(model: AbstractModel, shards: Shards, tokens: int) -> int:
 
     tokens: number of tokens on each device; devices that share experts bring theirs together.
     """
-    total, tokens = 0.0, tokens * shards.feeders * shards.size(axes.EXPERTS)
+    total, tokens = 0.0, tokens * shards.mlp_row_shards * shards.size(axes.EXPERTS)
     for weight in model.weights:
         if mixture := mixture_of(model, weight):
             stored = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)

@@ -22,8 +22,8 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import MoeSpec
 from inferlib.models.layers.exchange import exchange_of
 from inferlib.ops.backend import Backend
+from inferlib.planning.collective_purposes import branch_of, purpose_of
 from inferlib.planning.collectives import Collective, Kind
-from inferlib.planning.purposes import branch_of, purpose_of
 from inferlib.programs.program import ProgramKey, build
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding import axes
@@ -95,7 +95,8 @@ class _Recording:
         row_bytes = model.config.dim // shards.size(axes.EMBED) * model.dtype.itemsize
         for spec in {layer.mlp for layer in model.config.layers if isinstance(layer.mlp, MoeSpec)}:
             self.route_widths.add(2 * spec.router.chosen)
-            self.expected_rows |= _expected_rows(spec, row_bytes, self.tokens * shards.feeders, shards, config.backend)
+            tokens = self.tokens * shards.mlp_row_shards
+            self.expected_rows |= _expected_rows(spec, row_bytes, tokens, shards, config.backend)
         self._counts: Counter[Collective] = Counter()
         self._numbers: dict[Hashable, int] = {}
         self._fresh = count()

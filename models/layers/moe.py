@@ -89,10 +89,10 @@ class Moe(nnx.Module):
         with jax.named_scope("router"):
             experts, weights = self.router(judged, ctx)
         if x.shape[0] > 1:
-            experts = jnp.where(ctx.fed[:, None], experts, -1)  # inactive rows choose none
+            experts = jnp.where(ctx.mlp_active[:, None], experts, -1)  # inactive rows choose none
         with jax.named_scope("experts"):
             routed = self.routed(x, experts, weights, ctx, layer)
-        return routed, None if ctx.counted is None else self.load(ctx.shards.unfed(experts), ctx.counted)
+        return routed, None if ctx.counted is None else self.load(ctx.shards.local_rows(experts), ctx.counted)
 
     def load(self, experts: jax.Array, counted: jax.Array) -> jax.Array:
         """The number of `counted` tokens [T] that chose each expert."""

@@ -16,12 +16,12 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, RopeSpec
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.planning.collective_purposes import PURPOSES
 from inferlib.planning.collectives import Collective
 from inferlib.planning.costs import Deployed, step_time
 from inferlib.planning.estimate import estimate
 from inferlib.planning.explain import explain
 from inferlib.planning.network import ATTAINED, IDEAL, Span, place
-from inferlib.planning.purposes import PURPOSES
 from inferlib.planning.recorder import record
 from inferlib.programs.program import ProgramKey
 from inferlib.sharding.mesh import Parallelism

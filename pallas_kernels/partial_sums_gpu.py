@@ -19,7 +19,7 @@ TILE = 128  # columns of a program of 4 warps, or of 8 in `added`, which reads t
 
 
 def summed(
-    shares: jax.Array,
+    partials: jax.Array,
     squares: jax.Array | None = None,
     *,
     inputs: int | None = None,
@@ -28,42 +28,43 @@ def summed(
     dtype: jax.typing.DTypeLike,
     interpret: bool = False,
 ) -> jax.Array:
-    """Sum partial sums `shares` [S, M, O] over S -> [M, O], or the activation [M, O / 2] of its halves; both rounded to
-    the dtype, before the activation too.
+    """Sum `partials` [S, M, O] over S -> [M, O], or the activation [M, O / 2] of the sum's halves.
+
+    Both are rounded to the dtype, before the activation too.
 
     squares [M, P]: see `added`; the rows multiplied were a norm of `inputs` numbers without its factor, which the sums
     get here.
     """
-    _, rows, columns = shares.shape
+    _, rows, columns = partials.shape
     halves = 2 if activation else 1
     outputs = columns // halves
 
-    def kernel(shares_ref, squares_ref, out_ref):
+    def kernel(partials_ref, squares_ref, out_ref):
         row, at = pl.program_id(1), pl.program_id(0) * TILE + jnp.arange(TILE)
         factor = norm_factor(squares_ref, row, inputs, eps) if squares_ref is not None else 1.0
-        y = [_sum(shares_ref, row, n * outputs + at, at < outputs) * factor for n in range(halves)]
+        y = [_sum(partials_ref, row, n * outputs + at, at < outputs) * factor for n in range(halves)]
         y = [part.astype(dtype) for part in y]
         y = activation(*(part.astype(jnp.float32) for part in y)).astype(dtype) if activation else y[0]
         plgpu.store(out_ref.at[row, at], y, mask=at < outputs)
 
     out = jax.ShapeDtypeStruct((rows, outputs), dtype)
-    return _call(kernel, "summed", (shares, squares), out, (pl.cdiv(outputs, TILE), rows), 4, interpret)
+    return _call(kernel, "summed", (partials, squares), out, (pl.cdiv(outputs, TILE), rows), 4, interpret)
 
 
 def added(
-    shares: jax.Array, residual: jax.Array, weight: jax.Array, *, interpret: bool = False
+    partials: jax.Array, residual: jax.Array, weight: jax.Array, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Partial sums `shares` [S, M, D], residual [M, D], weight [D] -> x [M, D], the sum over S, rounded, plus the
-    residual; y [M, D], x times weight; squares [M, P] float32, whose sum over P is the sum of x squared."""
+    """`partials` [S, M, D], residual [M, D], weight [D] -> x [M, D], the sum over S, rounded, plus the residual;
+    y [M, D], x times weight; squares [M, P] float32, whose sum over P is the sum of x squared."""
     rows, width = residual.shape
     tiles = pl.cdiv(width, TILE)
 
-    def kernel(shares_ref, residual_ref, weight_ref, x_ref, y_ref, squares_ref):
+    def kernel(partials_ref, residual_ref, weight_ref, x_ref, y_ref, squares_ref):
         tile, row = pl.program_id(0), pl.program_id(1)
         at = tile * TILE + jnp.arange(TILE)
         real = at < width
         load = lambda ref, *place: plgpu.load(ref.at[(*place, at)], mask=real, other=0).astype(jnp.float32)  # noqa: E731
-        branch = _sum(shares_ref, row, at, real).astype(x_ref.dtype).astype(jnp.float32)
+        branch = _sum(partials_ref, row, at, real).astype(x_ref.dtype).astype(jnp.float32)
         x = (load(residual_ref, row) + branch).astype(x_ref.dtype)
         plgpu.store(x_ref.at[row, at], x, mask=real)
         x = x.astype(jnp.float32)
@@ -72,14 +73,14 @@ def added(
 
     like = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     out = [like, like, jax.ShapeDtypeStruct((rows, tiles), jnp.float32)]
-    return _call(kernel, "added", (shares, residual, weight), out, (tiles, rows), 8, interpret)
+    return _call(kernel, "added", (partials, residual, weight), out, (tiles, rows), 8, interpret)
 
 
-def _sum(shares_ref, row, at, real):
+def _sum(partials_ref, row, at, real):
     """The sum over partial sums of a row's columns `at`, [TILE]."""
-    splits = shares_ref.shape[0]
-    share = jnp.arange(pl.next_power_of_2(splits))[:, None]
-    return plgpu.load(shares_ref.at[share, row, at[None]], mask=(share < splits) & real[None], other=0).sum(axis=0)
+    splits = partials_ref.shape[0]
+    part = jnp.arange(pl.next_power_of_2(splits))[:, None]
+    return plgpu.load(partials_ref.at[part, row, at[None]], mask=(part < splits) & real[None], other=0).sum(axis=0)
 
 
 def norm_factor(squares_ref, row, inputs: int, eps: float):

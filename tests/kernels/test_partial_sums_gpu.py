@@ -1,4 +1,4 @@
-"""Products of few rows whose sums and norms are shared on NVIDIA GPUs: interpreted elsewhere. About 45 s."""
+"""Products of few rows on NVIDIA GPUs whose partial sums and norms a later kernel finishes: interpreted elsewhere."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from inferlib.models.layers.mlp import gated
 from inferlib.ops.matmul import Product, _arrays, _by_rows, _by_tiles, choose, matmul, matmul_partials
 from inferlib.ops.quantized import SCHEMES, quantize
 from inferlib.ops.residual_norm import DeferredNorm, residual_norm
+from inferlib.pallas_kernels.partial_sums_gpu import summed
 from inferlib.pallas_kernels.row_matmul_gpu import Epilogue, row_matmul
-from inferlib.pallas_kernels.shares_gpu import summed
 from tests.helpers.kernels import lowered_for_cuda
 from tests.helpers.packed_experts import quantized
 
@@ -33,10 +33,10 @@ def norm_of(x, weight, eps=1e-5):
 
 @pytest.mark.parametrize(("splits", "rows", "width"), [(1, 1, 96), (5, 3, 320), (56, 8, 1024)])
 def test_the_residuals_sum_and_a_norm_without_its_factor(splits, rows, width):
-    shares, residual = draw((splits, rows, width)), draw((rows, width), 30, jnp.bfloat16, 1)
+    partials, residual = draw((splits, rows, width)), draw((rows, width), 30, jnp.bfloat16, 1)
     weight = draw(width, 1, jnp.bfloat16, 2)
-    x, y, _ = jax.jit(lambda *a: residual_norm(*a, 1e-5))(residual, shares, weight)
-    branch = jnp.sum(shares, axis=0).astype(jnp.bfloat16)
+    x, y, _ = jax.jit(lambda *a: residual_norm(*a, 1e-5))(residual, partials, weight)
+    branch = jnp.sum(partials, axis=0).astype(jnp.bfloat16)
     np.testing.assert_allclose(np.float32(x), np.float32(branch + residual), rtol=2.0**-7)
     assert x.dtype == y.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.float64(y.whole()), norm_of(x, weight), rtol=2.0**-7)
@@ -53,18 +53,18 @@ def test_a_row_does_not_touch_another():
 
 @pytest.mark.parametrize("activated", [False, True])
 def test_a_sum_gets_the_factor_of_the_norm_before_it(activated):
-    shares, x = draw((5, 3, 640)), draw((3, 256), 20, seed=1)
+    partials, x = draw((5, 3, 640)), draw((3, 256), 20, seed=1)
     squares = jnp.sum((x * x).reshape(3, 4, 64), axis=2)
     activation = (lambda a, b: jax.nn.silu(a) * b) if activated else None
-    got = summed(shares, squares, inputs=256, eps=1e-5, activation=activation, dtype=jnp.float32, interpret=on_cpu)
-    y = np.sum(np.float64(shares), axis=0) / np.sqrt(np.mean(np.float64(x) ** 2, axis=1, keepdims=True) + 1e-5)
+    got = summed(partials, squares, inputs=256, eps=1e-5, activation=activation, dtype=jnp.float32, interpret=on_cpu)
+    y = np.sum(np.float64(partials), axis=0) / np.sqrt(np.mean(np.float64(x) ** 2, axis=1, keepdims=True) + 1e-5)
     if activated:
         gate, up = np.split(y, 2, axis=1)
         y = gate / (1 + np.exp(-gate)) * up
     np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-6)
 
 
-# Every pair of rows and activation, of scheme and rows, and of scheme and activation; int8 has a kernel for 1 row only.
+# Each number of rows and each activation with each scheme, but not every pair; int8 has a kernel for 1 row only.
 @pytest.mark.parametrize(
     ("scheme", "rows", "activation"),
     [
@@ -116,7 +116,7 @@ def test_what_does_not_go_together_is_refused():
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "int8"])
-def test_shares_of_a_product(scheme):
+def test_partial_sums_of_a_product(scheme):
     x, w = draw((2, 2, 128), dtype=jnp.bfloat16), quantize(draw((2, 128, 64), seed=1), (0, 1), SCHEMES[scheme])
     chosen = partial(choose, w, contract=2, backend="pallas_gpu", partials=True)
     assert chosen(2, jnp.bfloat16).name == "row_matmul"
@@ -145,5 +145,5 @@ def test_they_lower_for_gpus(scheme, inputs, outputs, rows):
         assert ("cp.async" in text) == (outputs == 128)
     for backend, by_kernel in (("xla", False), ("pallas_gpu", True)):
         assert ("triton" in lowered_for_cuda(partial(matmul, backend=backend), y, w)) == by_kernel
-    shares, residual = jnp.ones((3, rows, inputs)), jnp.ones((rows, inputs), jnp.bfloat16)
-    assert "triton" in lowered_for_cuda(lambda *a: residual_norm(*a, 1e-5), residual, shares, residual[0])
+    partials, residual = jnp.ones((3, rows, inputs)), jnp.ones((rows, inputs), jnp.bfloat16)
+    assert "triton" in lowered_for_cuda(lambda *a: residual_norm(*a, 1e-5), residual, partials, residual[0])
