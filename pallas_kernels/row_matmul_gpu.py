@@ -105,8 +105,8 @@ def unsupported(x_dtype, values: jax.ShapeDtypeStruct, group: int | None) -> str
 class Epilogue:
     """What follows a product of M rows.
 
-    squares, eps: results are multiplied by the factor of the RMS norm of x, see `partial_sums_gpu`. activation: takes
-    two results, of two parts or side by side in one, to one [M, O], each rounded to dtype before. partials: return the
+    squares, eps: results are multiplied by the factor of the RMS norm of x, see `partial_sums_gpu`. activation: makes
+    one [M, O] of two results, of two parts or side by side in one, each rounded to dtype before. partials: return the
     split-K partial sums [S, M, P O] float32 instead, with no activation and no norm.
     """
 
