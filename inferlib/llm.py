@@ -7,6 +7,7 @@ import operator
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -22,6 +23,7 @@ from inferlib.engine.request import Request, request_output
 from inferlib.engine.sequence import Sequence as EngineSequence
 from inferlib.engine.sequence import Status
 from inferlib.engine.text import OutputText
+from inferlib.engine.thread import EngineThread
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
 from inferlib.outputs import RequestOutput
@@ -115,6 +117,7 @@ class LLM:
         if self._channel:
             self._channel.ready()
         self._ids = itertools.count()
+        self._thread = EngineThread()
         self._texts: dict[EngineSequence, OutputText] = {}  # of sequences that wait or run
 
     def follow(self) -> bool:
@@ -181,7 +184,9 @@ class LLM:
     def run(self, requests: Iterable[Request], *, progress: bool | None = None) -> Iterator[RequestOutput]:
         """Run prepared requests together; yields each result as soon as it is complete.
 
-        A lazy iterable is consumed as room appears: at most 4 * max_batch requests wait or run at a time.
+        A lazy iterable is consumed as room appears: at most 4 * max_batch requests wait or run at a time. Several
+        threads may run requests, and read streams, at a time. Raises ValueError for a request that was run before, and
+        RuntimeError if an error, of another call perhaps, lost results.
         """
         show = self.progress if progress is None else progress
         total = len(requests) if isinstance(requests, Sized) else None
@@ -190,18 +195,21 @@ class LLM:
             with CountProgress("generating", total, show=show) as bar:
                 while True:
                     for request in itertools.islice(queue, limit - len(pending)):
-                        pending[id(request)] = request
+                        if not request.start():
+                            raise ValueError(f"request {request.id} was run before: prepare it again")
+                        pending[request.id] = request
                         self._submit(request)
                     if not pending:
                         return
-                    self._advance()
-                    for request in [r for r in pending.values() if r.finished]:
-                        del pending[id(request)]
+                    for request in self._thread.run(partial(self._finished, list(pending.values()))):
+                        request.check()
+                        output = request_output(request, self.tokenizer)
+                        del pending[request.id]
                         bar.advance(1)
-                        yield request_output(request, self.tokenizer)
+                        yield output
         finally:
-            for request in pending.values():
-                self._abandon(request)
+            if pending:
+                self._thread.post(partial(self._abandon, list(pending.values())))
 
     # ---- evaluation
 
@@ -246,7 +254,8 @@ class LLM:
         if not self.config.expert_load:
             raise ConfigurationError("the experts' load is not counted: build LLM(..., expert_load=True)")
         layers = self.model_config.mixtures
-        return np.zeros((len(layers), layers[0].experts), np.int64) + self.engine.expert_load
+        counts = np.zeros((len(layers), layers[0].experts), np.int64)
+        return self._thread.run(lambda: counts + self.engine.expert_load)
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Tokenize and validate a prompt. Raises ValueError naming what is wrong."""
@@ -323,25 +332,43 @@ class LLM:
         return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
     def _submit(self, request: Request) -> None:
+        self._thread.run(partial(self._add, request))
+
+    # What follows runs in the engine's thread, so that an interrupt cannot strike it.
+
+    def _add(self, request: Request) -> bool:
         for sequence, text in zip(request.sequences, request.texts, strict=True):
             self.engine.add(sequence)
             self._texts[sequence] = text
+        return True
+
+    def _finished(self, requests: list[Request]) -> list[Request] | None:
+        """Those of the requests that are finished. If there are none, advance the engine and return None."""
+        if finished := [request for request in requests if request.finished]:
+            return finished
+        self._advance()
+        return None
 
     def _advance(self, max_steps: int | None = None) -> None:
-        """Advance the engine once and decode the new tokens to text."""
+        """Advance the engine once and decode the new tokens to text, whoever waits for them."""
         for sequence in self.engine.advance(max_steps=max_steps):
             running = sequence.status is not Status.FINISHED
-            self._texts[sequence].update()
+            try:
+                self._texts[sequence].update()
+            except BaseException as error:  # a tokenizer can panic; the others' texts go on
+                sequence.fail(error)
             if sequence.status is Status.FINISHED:
                 if running:
                     self.engine.cancel(sequence)
                 del self._texts[sequence]
 
-    def _abandon(self, request: Request) -> None:
-        for sequence in request.sequences:
+    def _abandon(self, requests: list[Request]) -> None:
+        for sequence in itertools.chain.from_iterable(request.sequences for request in requests):
             if sequence in self._texts:
                 self.engine.cancel(sequence)
                 del self._texts[sequence]
+
+    # Of callers' threads again.
 
     def _complete(self, requests: list[Request]) -> None:
         for _ in self.run(requests, progress=False):
@@ -361,21 +388,25 @@ class Stream:
         self.output: RequestOutput | None = None
 
     def __iter__(self) -> Iterator[str]:
-        request, text = self._request, self._request.texts[0]
-        if request.sequences[0].status is not Status.WAITING:
+        request, finished = self._request, False
+        if not request.start():
             raise RuntimeError("a stream can be read once: call LLM.stream again")
-        self._llm._submit(request)
         try:
-            while True:
-                finished = request.finished
-                if delta := text.delta():
+            self._llm._submit(request)
+            while not finished:
+                delta, finished = self._llm._thread.run(self._step)
+                if delta:
                     yield delta
-                if finished:
-                    break
-                self._llm._advance(max_steps=1)
             self.output = request_output(request, self._llm.tokenizer)
         finally:
-            self._llm._abandon(request)
+            self._llm._thread.post(partial(self._llm._abandon, [request]))
+
+    def _step(self) -> tuple[str, bool]:
+        """In the engine's thread: generate a token. Returns the new text, and whether it is the last."""
+        if not self._request.finished:
+            self._llm._advance(max_steps=1)
+        self._request.check()
+        return self._request.texts[0].delta(), self._request.finished
 
 
 def _load_programs(artifacts: Artifacts, model: ModelConfig, choices: Choices) -> tuple[ProgramSet, Any]:
@@ -389,6 +420,8 @@ def _load_programs(artifacts: Artifacts, model: ModelConfig, choices: Choices) -
 
 
 def _token_ids(tokens: Iterable[int]) -> list[int]:
+    if isinstance(tokens, bytes | bytearray | memoryview):
+        raise ValueError(f"a prompt is text or a sequence of integer token ids, got {tokens!r}: decode bytes to text")
     try:
         return [operator.index(token) for token in tokens]
     except TypeError as error:

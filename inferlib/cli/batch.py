@@ -6,8 +6,10 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -144,10 +146,15 @@ def finished_lines(path: Path) -> dict[int, int | str]:
 def _remove_errors(path: Path) -> None:
     """Remove the errors from a file. It is replaced as a whole, so that a crash loses no result."""
     path = path.resolve()
-    temporary = path.with_name(path.name + ".tmp")
-    with path.open("rb") as old, temporary.open("wb") as new:
-        new.writelines(raw for raw in old if "error" not in json.loads(raw))
-    temporary.replace(path)
+    handle, temporary = tempfile.mkstemp(prefix=path.name + ".", suffix=".tmp", dir=path.parent)
+    try:
+        with path.open("rb") as old, open(handle, "wb") as new:
+            new.writelines(raw for raw in old if "error" not in json.loads(raw))
+        shutil.copymode(path, temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def _read_result(path: Path, number: int, raw: bytes) -> dict[str, Any]:
@@ -218,6 +225,8 @@ class _Batch:
 
     def _requests(self, lines: Iterable[bytes]) -> Iterator[Request]:
         """Make requests of the lines, one by one as the engine takes them. Invalid lines get errors as results."""
+        from inferlib.programs.program_set import UnplannedProgramError
+
         for number, raw in enumerate(lines, 1):
             if not raw.strip():
                 continue
@@ -229,7 +238,8 @@ class _Batch:
                     self._check_same(number, name)
                     continue
                 request = self._request(fields, number)
-            except (ValueError, RecursionError) as error:  # JSON can be nested too deeply
+            # JSON can be nested too deeply, and artifacts may lack a line's sampling mode.
+            except (ValueError, RecursionError, UnplannedProgramError) as error:
                 self.failed += 1
                 self._finish({"id": name, "line": number, "error": str(error)})
             else:

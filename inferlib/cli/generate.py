@@ -292,11 +292,13 @@ def _read_stdin() -> str:
 
 
 def _prepare(llm: LLM, texts: Sequence[str], options: RequestOptions) -> list[Request]:
+    from inferlib.programs.program_set import UnplannedProgramError
+
     requests = []
     for i, text in enumerate(texts, start=1):
         try:
             requests.append(llm.prepare(options.prompt(llm, text), options.params))
-        except ValueError as error:
+        except (ValueError, UnplannedProgramError) as error:
             fail(f"prompt {i}: {error}" if len(texts) > 1 else error)
     return requests
 

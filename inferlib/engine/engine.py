@@ -59,6 +59,8 @@ class Engine:
     Up to `config.in_flight` dispatches are sent ahead of their results, since the device has everything that a row
     needs to continue. A row that ends meanwhile is inactive there and generates nothing.
 
+    Calls come from one thread at a time (see `EngineThread`).
+
     channel: to the other processes whose devices are in the mesh. Sequences run on process 0; the others `follow`.
     programs: programs of this model and config; by default a new, empty set.
     """
@@ -122,16 +124,30 @@ class Engine:
         """
         stats = self.stats
         start, others = time.perf_counter(), stats.other_seconds
-        while len(self._in_flight) < self.config.in_flight:
-            dispatch = self.scheduler.plan(max_steps or self.config.decode_steps)
-            if dispatch is None:
-                break
-            self._send(dispatch)
-        if not self._in_flight and not self.scheduler.idle:
-            raise RuntimeError("an earlier error lost the results of running sequences: build a new LLM")
-        advanced = self._receive() if self._in_flight else []
+        try:
+            while len(self._in_flight) < self.config.in_flight:
+                dispatch = self.scheduler.plan(max_steps or self.config.decode_steps)
+                if dispatch is None:
+                    break
+                self._send(dispatch)
+            advanced = self._receive() if self._in_flight else []
+        except BaseException as error:
+            self._lose(error)
+            raise
         stats.host_seconds += time.perf_counter() - start - (stats.other_seconds - others)
         return advanced
+
+    def _lose(self, error: BaseException) -> None:
+        """End every sequence that has a row: part of its results is lost, and the arrays may be donated to a program
+        that failed. Sequences that wait can still run."""
+        for s in list(self.scheduler.running.values()):
+            s.fail(error)
+            self.scheduler.release(s)
+        self._in_flight.clear()
+        self._cancelled.clear()
+        if self.channel is None:  # else the processes are out of step, and none continues
+            self.cache = self.state = ()  # type: ignore[assignment]
+            self.cache, self.state = self.plan.allocate(self.config.shards), self.programs.allocate_state()
 
     def follow(self) -> None:
         """Run what process 0 runs, until it is done."""

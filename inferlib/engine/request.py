@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,6 +24,17 @@ class Request:
     params: SamplingParams
     sequences: list[Sequence]
     texts: list[OutputText]
+    _started: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def start(self) -> bool:
+        """True the first time, in any thread: a request runs once."""
+        return self._started.acquire(blocking=False)
+
+    def check(self) -> None:
+        """Raise RuntimeError if an error lost results of its sequences."""
+        for s in self.sequences:
+            if s.error is not None:
+                raise RuntimeError(f"an earlier error lost the results of this request: {s.error!r}") from s.error
 
     @property
     def finished(self) -> bool:

@@ -43,6 +43,7 @@ class Sequence:
     prompt_details: one entry per chunk, `Sampled` or logits of its valid positions.
     mode: the sampling mode that it needs of a program.
     stop_ids: tokens that end it.
+    error: what lost its results, if something did; it is finished then.
     """
 
     prompt: list[int]
@@ -63,6 +64,7 @@ class Sequence:
     arrival: float = field(default_factory=time.monotonic)
     first_token_time: float | None = None
     finished_time: float | None = None
+    error: BaseException | None = None
     mode: Mode = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
 
@@ -113,3 +115,7 @@ class Sequence:
     def finish(self, reason: Literal["stop", "length"], stop_reason: int | str | None = None) -> None:
         self.status, self.finish_reason, self.stop_reason = Status.FINISHED, reason, stop_reason
         self.finished_time = time.monotonic()
+
+    def fail(self, error: BaseException) -> None:
+        """End it without a result."""
+        self.status, self.error = Status.FINISHED, error

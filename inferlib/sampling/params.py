@@ -11,6 +11,7 @@ from typing import Any
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKENS = 16
+MAX_OUTPUTS = 1024  # of one prompt: the host holds a sequence for each
 
 # A request with a lower temperature is greedy: dividing logits by less only adds rounding errors.
 MIN_TEMPERATURE = 1e-5
@@ -25,7 +26,7 @@ class SamplingParams:
     Every field is checked on construction: a `ValueError` names the field, its value and what is allowed.
 
     Attributes:
-        n: number of independent outputs per prompt; 1 when greedy, since all would be equal.
+        n: number of independent outputs per prompt, at most 1024; 1 when greedy, since all would be equal.
         max_tokens: most tokens to generate, at least 1; None means up to the context limit.
         min_tokens: tokens to generate before a stop token (end of sequence, `stop_token_ids`) may be chosen.
         temperature: 0 (or less than 1e-5) picks the most likely token; at most 100.
@@ -70,7 +71,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1)
+        _check_int("n", self.n, 1, MAX_OUTPUTS)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1)
         _check_int("min_tokens", self.min_tokens, 0)

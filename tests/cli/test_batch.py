@@ -221,11 +221,14 @@ def test_resume_tries_errors_again(batch):
     assert batch.run().exit_code == 1
     before = batch.results()
     batch.write({"prompt": "a"}, {"prompt": "mended"}, {"prompt": "b"})
+    mine = batch.target.with_name(batch.target.name + ".tmp")
+    mine.write_text("notes of the user")
     assert batch.run("--resume").exit_code == 0
     after = batch.results()
     assert {1: after[1], 3: after[3]} == {1: before[1], 3: before[3]}
     assert "outputs" in after[2]
-    assert not list(batch.target.parent.glob("*.tmp"))
+    assert list(batch.target.parent.glob("*.tmp")) == [mine]
+    assert mine.read_text() == "notes of the user"
 
 
 def test_resume_without_an_output_starts(batch):

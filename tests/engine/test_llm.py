@@ -287,7 +287,7 @@ def test_an_abandoned_stream_frees_its_row(small):
     for i, _ in enumerate(small.stream(prompts[0], GREEDY)):
         if i == 1:
             break
-    assert not small.engine.scheduler.running
+    assert small._thread.run(lambda: small.engine.scheduler.idle)
     assert [o.outputs[0].token_ids for o in small.generate(prompts, GREEDY)] == expected
     assert small.engine.scheduler.idle
 
@@ -352,6 +352,7 @@ BAD_PROMPTS = {
     "a number": (5, GREEDY, "prompts must be text, token ids or a list of these, got 5"),
     "an object": ({"prompt": "a"}, GREEDY, "prompts must be text, token ids or a list of these, got {'prompt': 'a'}"),
     "bytes": (b"ab", GREEDY, "prompts must be text, token ids or a list of these, got b'ab'"),
+    "bytes among prompts": ([b"abc"], GREEDY, "prompt 0: .*got b'abc': decode bytes to text"),
     "an array of no dimension": (np.array(5), GREEDY, "prompts must be text"),
     "params as an object": ("a", {"temperature": 0.0}, r"sampling_params must be SamplingParams or .*, got {'temp"),
     "params as objects": (["a", "b"], [GREEDY, {}], r"prompt 1: sampling_params must be SamplingParams or .*, got {}"),

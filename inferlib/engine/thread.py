@@ -1,0 +1,86 @@
+"""The thread in which an engine runs, whichever thread asks for results."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """Runs calls one at a time in a thread of its own: those of several threads take turns.
+
+    Python raises KeyboardInterrupt, and what other signal handlers raise, in the main thread alone. So an interrupt
+    ends the wait for a call and never the call itself, which would lose results or donated buffers.
+    """
+
+    def __init__(self) -> None:
+        # A SimpleQueue, since a garbage collection within `put` may end a stream, which calls `put`.
+        self._calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._calls,), name="inferlib-engine", daemon=True)
+        self._thread.start()
+        _living.add(self)
+        weakref.finalize(self, self._calls.put, None)
+
+    def run(self, step: Callable[[], T | None]) -> T:
+        """Call `step` until it returns something, and return that. Other threads' calls take turns with it."""
+        future: Future[T] = Future()
+        self._calls.put((future, step))
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # after an interrupt, nobody waits for it
+
+    def post(self, call: Callable[[], Any]) -> None:
+        """Call it once, after everything that was asked for before, and do not wait. Safe while objects are freed."""
+        self._calls.put((Future(), lambda: (call(),)))
+
+    def end(self) -> None:
+        """End the thread and wait for it."""
+        self._calls.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+_living: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that is inside the runtime while the interpreter ends would crash the process."""
+    for thread in list(_living):
+        thread.end()
+
+
+def _work(calls: SimpleQueue) -> None:
+    while (call := calls.get()) is not None:
+        again = _turn(*call)
+        while again and calls.empty():
+            again = _turn(*call)
+        if again:
+            calls.put(call)
+        del call  # holds what was called
+
+
+def _turn(future: Future, step: Callable[[], Any]) -> bool:
+    """Call `step` once. Returns whether it is to be called again."""
+    if future.cancelled():
+        return False
+    try:
+        result = step()
+    except BaseException as error:  # of any kind: it belongs to the thread that waits
+        with suppress(InvalidStateError):
+            future.set_exception(error)
+        return False
+    if result is None:
+        return True
+    with suppress(InvalidStateError):  # cancelled meanwhile
+        future.set_result(result)
+    return False
