@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ import numpy as np
 
 from inferlib.models.attention_choices import choose_attention
 from inferlib.models.config import MlaSpec, ModelConfig
+from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import SCHEMES
 from inferlib.pallas_kernels.generations_tpu import GENERATIONS
@@ -25,6 +27,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")}
 # The platform that each kind of kernel runs on; a CPU interprets all of them.
 _RUNS_ON = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "pallas": "gpu", "nki": "neuron"}
+# By platform: tokens of a tile, and most prompt tokens of a step.
+_TILES = {"cpu": (32, 512), "gpu": (128, 2048)}
+_DETAIL_TOKENS = 512  # most tokens of a step whose logits or log-probabilities are returned
+_RING_TOKENS = 512  # most tokens of a row in a step where layers keep rings, which are longer by as many
 # Operations that the option `backend` can leave to XLA.
 OPERATIONS = tuple(name for name, kind in get_type_hints(Backend).items() if "xla" in get_args(kind))
 
@@ -109,14 +115,17 @@ def with_option(backend: Backend, option: str) -> Backend:
 class Buckets:
     """The static sizes that programs are compiled for; each tuple is ascending.
 
-    prefill: tokens of a chunk; a longer prompt is prefilled chunk by chunk.
+    prefill: prompt tokens of a step; a longer prompt takes several steps.
     batch: rows that decode together.
     cache: positions that attention reads; the last one is the longest sequence.
+    tile: a step's prompt tokens are tiles of so many, each of one prompt, so that prompts of any lengths share a step.
+        None: a step prefills one chunk of a bucket's size, or several that are as large as the largest together.
     """
 
     prefill: tuple[int, ...]
     batch: tuple[int, ...]
     cache: tuple[int, ...]
+    tile: int | None = None
 
     def __post_init__(self):
         for name in ("prefill", "batch", "cache"):
@@ -125,20 +134,50 @@ class Buckets:
             if not sizes or not ints or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
                 raise ConfigurationError(f"{name} buckets must be ascending positive sizes, got {sizes!r}")
             object.__setattr__(self, name, tuple(sizes))
+        if self.tile is not None:
+            self._check_tile(self.tile)
+
+    def _check_tile(self, tile: int) -> None:
+        if type(tile) is not int or tile < 1:
+            raise ConfigurationError(f"a tile has a positive number of tokens, got {tile!r}")
+        if odd := [size for size in self.prefill if size > tile and size % tile]:
+            multiples = sorted({rounded_up(size, tile) for size in odd})
+            raise ConfigurationError(
+                f"prefill buckets beyond a tile of {tile} tokens are multiples of it, not {odd}: take {multiples}"
+            )
+
+    @property
+    def tiles(self) -> tuple[tuple[int, int], ...]:
+        """(P, C) for each prefill bucket: P tiles of C tokens."""
+        tile = self.tile or self.prefill[-1]
+        return tuple((max(1, size // tile), min(size, tile)) for size in self.prefill)
 
     @staticmethod
-    def default(max_batch: int, max_len: int, *, ragged: bool = False, multiple: int = 1) -> Buckets:
+    def default(
+        max_batch: int,
+        max_len: int,
+        *,
+        ragged: bool = False,
+        multiple: int = 1,
+        tile: int | None = None,
+        most: int | None = None,
+    ) -> Buckets:
         """Powers of four up to the limits.
 
         ragged: attention reads only the positions that a row has, so one cache bucket is enough.
         multiple: prefill buckets are multiples of it.
+        tile: of prompts that share a step. most: prompt tokens of a step; by default 512, or max_len if that is less.
         """
         if max_batch < 1 or max_len < 2:
             raise ConfigurationError(f"max_batch must be at least 1 and max_len at least 2, got {max_batch}, {max_len}")
+        tile = tile and min(tile, max_len)
+        first, most = tile or 32, most or min(512, max_len)
+        multiple = math.lcm(multiple, tile or 1)
         return Buckets(
-            prefill=tuple(sorted({rounded_up(size, multiple) for size in _powers(32, min(512, max_len))})),
+            prefill=tuple(sorted({rounded_up(size, multiple) for size in _powers(first, max(first, most))})),
             batch=_powers(1, max_batch),
             cache=(max_len,) if ragged else _powers(256, max_len),
+            tile=tile and rounded_up(tile, multiple),
         )
 
 
@@ -172,6 +211,7 @@ class EngineConfig:
     kv_cache_dtype: "int8" or "fp8" with one scale per position and head; None for the model's dtype.
     shards: the mesh; each of its replicas has an equal part of the rows.
     expert_load: programs count how many tokens choose each expert.
+    row_limit: most prompt tokens of one row in a step, a multiple of the tile; None: as many as a step has.
     """
 
     max_batch: int
@@ -186,6 +226,7 @@ class EngineConfig:
     backend: Backend = field(default_factory=Backend)
     shards: Shards = field(default_factory=Shards)
     expert_load: bool = False
+    row_limit: int | None = None
 
     def __post_init__(self):
         check_kv_cache_dtype(self.kv_cache_dtype)
@@ -198,6 +239,10 @@ class EngineConfig:
             raise ConfigurationError(
                 f"max_batch {self.max_batch} does not divide over {replicas} replicas: take a multiple, such as "
                 f"{multiple}"
+            )
+        if self.row_limit is not None and (self.row_limit < 1 or self.row_limit % (self.buckets.tile or 1)):
+            raise ConfigurationError(
+                f"row_limit must be a multiple of the tile, {self.buckets.tile}, got {self.row_limit}"
             )
         if self.max_len < 2:
             raise ConfigurationError(f"max_len must hold a prompt token and a new one, got {self.max_len}")
@@ -215,7 +260,7 @@ class EngineConfig:
                 f"prefill buckets are dealt out to {devices} devices, which {odd} do not allow: take multiples, such "
                 f"as {sorted({rounded_up(size, devices) for size in odd})}"
             )
-        if self.buckets.prefill[-1] > rounded_up(self.max_len, devices):
+        if self.buckets.tile is None and self.buckets.prefill[-1] > rounded_up(self.max_len, devices):
             raise ConfigurationError(
                 f"the largest prefill bucket ({self.buckets.prefill[-1]}) exceeds max_len ({self.max_len})"
             )
@@ -240,9 +285,26 @@ class EngineConfig:
         return max(1, min(self.rows, self.buckets.prefill[-1] // width))
 
     def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
-        """All (P, C) of a replica: one chunk of each bucket C, or as many of it as `most_chunks` allows."""
-        shapes = {(p, c) for c in self.buckets.prefill for p in (1, self.most_chunks(c))}
-        return tuple(sorted(shapes, key=lambda s: (s[1], s[0])))
+        """All (P, C) of a replica, those of fewer tokens first: the tiles of each bucket; without tiles, one chunk of
+        each bucket C, or as many of it as `most_chunks` allows."""
+        buckets = self.buckets
+        if buckets.tile is not None:
+            return buckets.tiles
+        shapes = {(p, c) for c in buckets.prefill for p in (1, self.most_chunks(c))}
+        return tuple(sorted(shapes, key=lambda s: (s[0] * s[1], s[1])))
+
+    def detail_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Those (P, C) that prefill a prompt alone, whose log-probabilities or logits are asked for. With tiles they
+        have at most 512 tokens, or one tile: logits of every position take far more memory than the rest of a step."""
+        if self.buckets.tile is None:
+            return tuple((1, c) for c in self.buckets.prefill)
+        shapes = self.buckets.tiles
+        return tuple((p, c) for p, c in shapes if p == 1 or p * c <= _DETAIL_TOKENS)
+
+    @property
+    def row_tokens(self) -> int:
+        """Most prompt tokens of one row in a step. A ring has so many slots beyond its window."""
+        return self.row_limit or self.buckets.prefill[-1]
 
     def check_model(self, model: ModelConfig) -> None:
         """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted."""
@@ -350,12 +412,17 @@ class EngineOptions:
         if not isinstance(backend, Backend):
             chosen = Backend.for_platform(platform, shards, device.cores, device.generation)
             backend = with_option(chosen, "auto" if backend is None else backend)
-        buckets = self.buckets or Buckets.default(
-            max_batch,
-            max_len,
-            ragged=_reads_live_positions(backend, model, self.kv_cache_dtype),
-            multiple=shards.size(axes.TOKENS),
-        )
+        buckets = self.buckets
+        if buckets is None:
+            tile, most = _tile(platform, shards, model)
+            buckets = Buckets.default(
+                max_batch,
+                max_len,
+                ragged=_reads_live_positions(backend, model, self.kv_cache_dtype),
+                multiple=shards.size(axes.TOKENS),
+                tile=tile,
+                most=most and min(most, max_len * (max_batch if platform == "gpu" else 1)),
+            )
         on_tpu = platform == "tpu"
         return EngineConfig(
             max_batch,
@@ -370,6 +437,7 @@ class EngineOptions:
             backend=backend,
             shards=shards,
             expert_load=self.expert_load,
+            row_limit=_row_limit(buckets, model),
         )
 
     def _max_len(self, model: ModelConfig | None) -> int:
@@ -378,6 +446,27 @@ class EngineOptions:
         if model is None:
             raise ConfigurationError("max_len has no default without a model")
         return min(model.context, 2048)
+
+
+def _tile(platform: str, shards: Shards, model: ModelConfig | None) -> tuple[int | None, int | None]:
+    """Tokens of a tile, and most prompt tokens of a step; None, None if prompts are not packed by default.
+
+    The kernels of TPUs and Trainium read a prompt's cache once a chunk, so long chunks suit them. So they do latent
+    attention, which expands the cache once a chunk, and recurrent layers, which take the tiles of a step one after the
+    other. Tokens that are dealt out to devices make short tiles shorter.
+    """
+    layers = () if model is None else model.layers
+    if shards.size(axes.TOKENS) > 1 or any(isinstance(x.attention, MlaSpec | Recurrent) for x in layers):
+        return None, None
+    return _TILES.get(platform, (None, None))
+
+
+def _row_limit(buckets: Buckets, model: ModelConfig | None) -> int | None:
+    """See `EngineConfig.row_limit`."""
+    most = buckets.prefill[-1]
+    if buckets.tile is None or model is None or all(layer.attention.reach is None for layer in model.layers):
+        return None
+    return min(most, rounded_up(_RING_TOKENS, buckets.tile))
 
 
 def _reads_live_positions(backend: Backend, model: ModelConfig | None, kv_cache_dtype: str | None) -> bool:

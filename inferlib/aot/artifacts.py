@@ -177,7 +177,9 @@ def _difference(made: Any, wanted: Any, path: str) -> tuple[str, Any, Any] | Non
 
 def _short(value: Any) -> str:
     if isinstance(value, Buckets):
-        value = "; ".join(f"{name} {','.join(map(str, sizes))}" for name, sizes in asdict(value).items())
+        sizes = {"prefill": value.prefill, "batch": value.batch, "cache": value.cache}
+        sizes |= {} if value.tile is None else {"tile": (value.tile,)}
+        value = "; ".join(f"{name} {','.join(map(str, numbers))}" for name, numbers in sizes.items())
     text = (
         value
         if isinstance(value, str)

@@ -133,7 +133,13 @@ class BucketArguments:
     panel: ClassVar = "Buckets"
 
     prefill_buckets: Annotated[
-        str | None, typer.Option(help="Tokens of prefill chunks, ascending; by default 32,128,512.")
+        str | None, typer.Option(help="Prompt tokens of a step, ascending; by default 32,128,512.")
+    ] = None
+    tile: Annotated[
+        int | None,
+        typer.Option(
+            help="A step's prompt tokens are tiles of so many, each of one prompt; by default they are chunks."
+        ),
     ] = None
     batch_buckets: Annotated[
         str | None, typer.Option(help="Rows decoded together; the last is the largest batch; by default 1,8.")
@@ -151,6 +157,7 @@ class BucketArguments:
             prefill=_sizes(self.prefill_buckets, "32,128,512"),
             batch=_sizes(self.batch_buckets, "1,8"),
             cache=_sizes(self.cache_buckets, "2048"),
+            tile=self.tile,
         )
 
 

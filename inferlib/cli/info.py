@@ -172,7 +172,7 @@ def _explain(
     config = EngineConfig.make("tpu", max_batch, max_len, shards=shards)
     describe = partial(abstract_model, recipe, "bfloat16", quantization=quantization, scan=True, shards=shards)
     model = describe()
-    chunk = config.buckets.prefill[-1]
+    chunk = config.row_tokens
     dtype = kv_cache_dtype or "bfloat16"
     plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, dtype=dtype, platform=config.platform)
     keys = [

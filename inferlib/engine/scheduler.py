@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+import math
+from collections import deque
 from dataclasses import dataclass
 
 from inferlib.config import EngineConfig, pick
@@ -96,21 +97,35 @@ class Scheduler:
         return self._decode(decoding, unfinished, steps) if unfinished else None
 
     def _chunks(self, prefilling: list[Sequence]) -> tuple[list[Chunk], tuple[int, int]]:
-        """As many chunks as one step can prefill, oldest prompts first, and the (P, C) of the program for them."""
-        sizes, longest = self.config.buckets.prefill, self.config.buckets.prefill[-1]
-        chunks, width, count = [], 0, Counter()  # count: chunks of each replica
-        for s in sorted(prefilling, key=lambda s: s.arrival):
-            if chunks and (s.detail or chunks[0].sequence.detail):
-                continue  # a prompt that returns details is prefilled alone
-            left, replica = len(s.prompt) - s.prefilled, s.row // self.config.rows
-            need = max(width, pick(sizes, min(left, longest)))
-            if max(count[replica] + 1, *count.values(), 1) > self.config.most_chunks(need):
-                continue
-            width = need
-            count[replica] += 1
-            length = min(left, longest)
-            chunks.append(Chunk(s, s.prefilled, length, length == left))
-        return chunks, (1 if max(count.values()) == 1 else self.config.most_chunks(width), width)
+        """As many prompt tokens as one step can prefill, oldest prompts first, and the (P, C) of the program for them.
+
+        A prompt that returns details is prefilled alone.
+        """
+        prompts = sorted(prefilling, key=lambda s: s.arrival)
+        detail, shapes = bool(prompts[0].detail), self.config.prefill_shapes()
+        prompts = prompts[:1] if detail else [s for s in prompts if not s.detail]
+        best, most = ([], (0, 0)), 0
+        for shape in self.config.detail_shapes() if detail else shapes:
+            chunks = self._filled(prompts, *shape)
+            tokens = sum(chunk.length for chunk in chunks)
+            # Of shapes of one size, which hold as much, the last has the widest chunks.
+            if tokens > most or (tokens == most and math.prod(shape) == math.prod(best[1])):
+                best, most = (chunks, shape), tokens
+        return best
+
+    def _filled(self, prompts: list[Sequence], count: int, width: int) -> list[Chunk]:
+        """The chunks of a step that prefills `count` chunks of `width` tokens on each replica."""
+        chunks, room = [], [count] * self.config.shards.replicas
+        for s in prompts:
+            replica, start = s.row // self.config.rows, s.prefilled
+            end = min(len(s.prompt), start + min(self.config.row_tokens, room[replica] * width))
+            room[replica] -= -(-(end - start) // width)
+            for at in range(start, end, width):
+                length = min(width, end - at)
+                chunks.append(Chunk(s, at, length, at + length == len(s.prompt)))
+            if not any(room):
+                break
+        return chunks
 
     def _step(self, chunks: list[Chunk], shape: tuple[int, int], decoding: list[Sequence]) -> Dispatch:
         detail = chunks[0].sequence.detail

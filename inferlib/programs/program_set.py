@@ -70,7 +70,7 @@ class ProgramSet:
             model,
             rows=config.max_batch,
             max_len=config.max_len,
-            chunk=config.buckets.prefill[-1],
+            chunk=config.row_tokens,
             dtype=config.kv_cache_dtype or model.dtype,
             platform=config.platform,
         )
@@ -250,5 +250,6 @@ def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[Pr
                 keys += [ProgramKey(mode, rows, limit, chunks=chunks, chunk=chunk) for rows in (0, config.rows)]
             details: dict[Mode, Literal["logits", "logprobs"]] = {"greedy": "logits", "logprobs": "logprobs"}
             if detail := details.get(mode):
-                keys += [ProgramKey(mode, 0, limit, chunks=1, chunk=chunk, detail=detail) for chunk in buckets.prefill]
+                shapes = config.detail_shapes()
+                keys += [ProgramKey(mode, 0, limit, chunks=p, chunk=c, detail=detail) for p, c in shapes]
     return keys

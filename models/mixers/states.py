@@ -28,8 +28,7 @@ def in_turn(
     (p, c), outs = batch.chunk_tokens.shape, []
     if split := math.prod((p, c)):
         chunks = [x[:split].reshape(p, c, *x.shape[1:]) for x in inputs]
-        out, new = rule(chunks, chunk_states(cache, batch), batch.chunk_lengths)
-        cache = with_chunk_states(cache, batch, new)
+        out, cache = _chunks_in_turn(rule, chunks, batch, cache)
         outs.append(out.reshape(split, *out.shape[2:]))
     if rows := batch.decode_tokens.shape[0]:
         live = (batch.decode_lengths > 0).astype(jnp.int32)
@@ -37,6 +36,27 @@ def in_turn(
         cache = with_row_states(cache, new)
         outs.append(out[:, 0])
     return outs[0] if len(outs) == 1 else jnp.concatenate(outs), cache
+
+
+def _chunks_in_turn(
+    rule: Rule, chunks: Sequence[jax.Array], batch: StepBatch, cache: LayerCache
+) -> tuple[jax.Array, LayerCache]:
+    """Run chunks [P, C, ...] through a rule one after the other, since a chunk may go on where the one before it ends;
+    returns outputs [P, C, ...] and the new cache."""
+
+    def one(arrays: States, of_chunk: tuple) -> tuple[States, jax.Array]:
+        (row, start, length), inputs = of_chunk
+        now = replace(cache, arrays=arrays)
+        alone = batch._replace(chunk_rows=row[None], chunk_starts=start[None], chunk_lengths=length[None])
+        out, new = rule([x[None] for x in inputs], chunk_state(now, alone), alone.chunk_lengths)
+        return with_chunk_state(now, alone, new).arrays, out[0]
+
+    table = batch.chunk_rows, batch.chunk_starts, batch.chunk_lengths
+    if chunks[0].shape[0] == 1:
+        arrays, out = one(cache.arrays, jax.tree.map(lambda x: x[0], (table, list(chunks))))
+        return out[None], replace(cache, arrays=arrays)
+    arrays, out = lax.scan(one, cache.arrays, (table, list(chunks)))
+    return out, replace(cache, arrays=arrays)
 
 
 def advance(
@@ -65,25 +85,20 @@ def with_row_states(cache: LayerCache, new: Sequence[jax.Array]) -> LayerCache:
     return replace(cache, arrays=tuple(_write(x, cache.layer, 0, s) for x, s in zip(cache.arrays, new, strict=True)))
 
 
-def chunk_states(cache: LayerCache, batch: StepBatch) -> States:
-    """The states of the chunks' rows, [P, ...] each: zeros where a prompt starts."""
-    states = []
-    for x in cache.arrays:
-        cached = jnp.concatenate([_read(x, cache.layer, row, 1) for row in batch.chunk_rows])
-        begins = (batch.chunk_starts == 0).reshape(-1, *(1,) * (cached.ndim - 1))
-        states.append(jnp.where(begins, 0, cached))
-    return tuple(states)
+def chunk_state(cache: LayerCache, batch: StepBatch) -> States:
+    """The states of the one chunk's row, [1, ...] each: zeros where a prompt starts."""
+    cached = (_read(x, cache.layer, batch.chunk_rows[0], 1) for x in cache.arrays)
+    return tuple(jnp.where(batch.chunk_starts[0] == 0, 0, x) for x in cached)
 
 
-def with_chunk_states(cache: LayerCache, batch: StepBatch, new: Sequence[jax.Array]) -> LayerCache:
-    """The cache with the states of the chunks' rows replaced; absent chunks replace none."""
-    arrays = []
-    for x, states in zip(cache.arrays, new, strict=True):
-        for i, row in enumerate(batch.chunk_rows):
-            cached = _read(x, cache.layer, row, 1)
-            x = _write(x, cache.layer, row, jnp.where(batch.chunk_lengths[i] > 0, states[i : i + 1], cached))
-        arrays.append(x)
-    return replace(cache, arrays=tuple(arrays))
+def with_chunk_state(cache: LayerCache, batch: StepBatch, new: Sequence[jax.Array]) -> LayerCache:
+    """The cache with the states of the one chunk's row replaced, unless the chunk is absent."""
+    (row,), (length,) = batch.chunk_rows, batch.chunk_lengths
+
+    def put(x: jax.Array, state: jax.Array) -> jax.Array:
+        return _write(x, cache.layer, row, jnp.where(length > 0, state, _read(x, cache.layer, row, 1)))
+
+    return replace(cache, arrays=tuple(map(put, cache.arrays, new)))
 
 
 def _read(x: jax.Array, layer: jax.Array | None, first: jax.Array | int, rows: int) -> jax.Array:

@@ -292,7 +292,10 @@ def test_interruption(batch, number):
     count = 20_000
     batch.write(*({"prompt": f"{i}"} for i in range(count)))
     arguments = ["generate", "--model", batch.inferlib.model, *map(str, batch.files), *SAMPLING, "--max-batch", "2"]
+    # A shell's background jobs ignore SIGINT; a handler makes sure that the child does not inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     while process.poll() is None and (not batch.target.exists() or batch.target.read_bytes().count(b"\n") < 3):
         time.sleep(0.02)
     process.send_signal(number)

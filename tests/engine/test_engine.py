@@ -172,14 +172,17 @@ def traffic(draw):
     """A config, scripts with their arrival and cancellation (in rounds), and each round's bound on steps."""
     replicas, places = draw(st.sampled_from([(1, 3), (1, 2), (1, 1), (2, 2), (3, 1)]))
     batch = replicas * places
+    prefill, tile = draw(st.sampled_from([((4,), None), ((2, 8), None), ((4, 16), 4), ((2, 4, 12), 4)]))
     config = EngineConfig(
         max_batch=batch,
         max_len=40,
         buckets=Buckets(
-            prefill=draw(st.sampled_from([(4,), (2, 8)])),
+            prefill=prefill,
             batch=tuple(range(1, batch + 1)) if draw(st.booleans()) else (batch,),
             cache=draw(st.sampled_from([(40,), (8, 16, 40)])),
+            tile=tile,
         ),
+        row_limit=draw(st.sampled_from([None, tile])),
         decode_steps=draw(st.sampled_from([4, 1, 3])),
         in_flight=draw(st.sampled_from([2, 1, 3])),
         shards=Replicas(replicas),

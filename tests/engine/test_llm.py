@@ -15,7 +15,7 @@ import pytest
 
 from inferlib import LLM, Buckets, EngineOptions, Parallelism, SamplingParams
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import ConfigurationError, EngineConfig, EngineSettings, pick
+from inferlib.config import ConfigurationError, EngineConfig, EngineSettings, pick, rounded_up
 from inferlib.models.config import ConfigError
 from inferlib.sharding.shards import make_shards
 from tests.helpers.llms import assert_greedy, random_prompts, reference
@@ -456,13 +456,25 @@ def test_bad_buckets_are_refused(name, sizes):
         Buckets(**{"prefill": (8,), "batch": (2,), "cache": (64,), name: sizes})
 
 
+def test_bad_tiles_are_refused():
+    for tile in (0, -8, 8.0, "8"):
+        with pytest.raises(ConfigurationError, match="a tile has a positive number of tokens, got"):
+            Buckets((8,), (2,), (64,), tile=tile)
+    with pytest.raises(
+        ConfigurationError, match=r"beyond a tile of 8 tokens are multiples of it, not \[12\]: take \[16\]"
+    ):
+        Buckets((4, 8, 12), (2,), (64,), tile=8)
+    with pytest.raises(ConfigurationError, match="row_limit must be a multiple of the tile, 8, got 12"):
+        EngineConfig(2, 64, Buckets((8, 16), (2,), (64,), tile=8), row_limit=12)
+
+
 def test_default_buckets_cover_the_limits():
     for max_batch, max_len in [(1, 2), (1, 33), (8, 2048), (64, 300), (5, 100_000)]:
         config = EngineConfig.make("cpu", max_batch, max_len)
         buckets = config.buckets
         assert (buckets.batch[-1], buckets.cache[-1]) == (max_batch, max_len)
-        assert buckets.prefill[-1] == min(512, max_len)
-        assert all(p <= max_batch and p * c <= buckets.prefill[-1] for p, c in config.prefill_shapes())
+        assert buckets.prefill[-1] == rounded_up(min(512, max_len), buckets.tile)
+        assert all(p * c <= buckets.prefill[-1] for p, c in config.prefill_shapes())
         assert all(pick(buckets.cache, need) >= need for need in (1, max_len // 2 + 1, max_len))
 
 
