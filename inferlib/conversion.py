@@ -29,28 +29,29 @@ def convert(
     dtype: str = "bfloat16",
     quantization: str | None = None,
     parallel: str | Parallelism | None = None,
+    revision: str | None = None,
     progress: bool | None = None,
 ) -> int:
     """Write a model to the directory `out`, its weights as Orbax arrays; `LLM(out)` loads it on any mesh.
 
-    model: as for `LLM`. dtype: "float32", "bfloat16" or "float16" of the stored weights. quantization: of the matrices,
-    as for `LLM`. parallel: devices to split
-    the work over; with several processes, each calls this, and `out` is on a file system that all share. The chunks
-    on disk are the parts of these devices, which suits a mesh of the same size best. Returns the bytes of weights.
+    model, revision: as for `LLM`. dtype: "float32", "bfloat16" or "float16" of the stored weights. quantization: of
+    the matrices, as for `LLM`. parallel: devices to split the work over; with several processes, each calls this, and
+    `out` is on a file system that all share. The chunks on disk are the parts of these devices, which suits a mesh of
+    the same size best. Returns the bytes of weights.
 
     `out` appears once everything is written. Raises CheckpointError, ConfigError, ShardingError or ValueError before
     anything is written, and OSError if the writing fails, which leaves nothing behind.
     """
     check_dtype(dtype)
     out = Path(out)
-    files = ModelFiles.open(model)
+    show = on_terminal() if progress is None else progress
+    files = ModelFiles.open(model, revision, progress=show)
     if isinstance(files.source, LaidOutWeights):
         raise CheckpointError(f"{files.path} is converted already; convert the original for another dtype")
     shards = make_shards(Parallelism.parse(parallel) if isinstance(parallel, str) else parallel)
     scheme = files.quantization(quantization)
     stored = stored_model(files.config, dtype, scheme)
     items = plan_load(files.source, family_of(files.hf), stored)
-    show = on_terminal() if progress is None else progress
     with _whole(out, stored.nbytes) as directory, ByteProgress("converting", stored.nbytes, show=show) as bar:
         weights = (
             (

@@ -45,11 +45,18 @@ Message = Mapping[str, Any]
 _OF_ARTIFACTS = ("decode_steps", "in_flight", "scan", "free_layouts", "platform")
 
 
+class Settings(EngineSettings, total=False):
+    """The keyword arguments of `LLM` that are seldom needed: options of the engine, and those of a model's files."""
+
+    revision: str | None
+
+
 class LLM:
     """A model on the devices of this process, or of several processes (see `follow`), ready to generate.
 
     model: a Hugging Face directory (config.json, safetensors, tokenizer.json), a `.gguf` file, a directory that
-        `convert` wrote, or a known name ("smollm2").
+        `convert` wrote, a known name ("smollm2"), or a name of the Hugging Face Hub: "Qwen/Qwen3-0.6B", or with the
+        prefix "hf:" even where there is a local directory "Qwen/Qwen3-0.6B"; "hf:org/name/FILE.gguf" is one file.
     config: options of the engine, such as `EngineOptions(max_batch=32, max_len=4096)`, which leave the rest to the
         platform; or a complete `EngineConfig` without a mesh.
     dtype: "float32", "bfloat16" or "float16", for weights, cache and activations; by default float32 on CPU, else
@@ -62,6 +69,7 @@ class LLM:
         must agree with it.
     seed: for requests that have no seed.
     progress: show progress bars; by default if standard error is a terminal.
+    revision: branch, tag or commit of a model of the hub; by default its main branch.
     options: fields of `EngineOptions` (max_batch, max_len, buckets, kv_cache_dtype, backend, expert_placement,
         expert_load, ...) as keywords; they replace those of `config`.
 
@@ -80,19 +88,20 @@ class LLM:
         artifacts: str | Path | None = None,
         seed: int = 0,
         progress: bool | None = None,
-        **options: Unpack[EngineSettings],
+        **options: Unpack[Settings],
     ):
+        self.progress = on_terminal() if progress is None else progress
+        revision = options.pop("revision", None)
         engine = engine_options(config, options)
         leave_out_absent_tpu()
         self._channel = distributed.channel()
         agreement = self._channel.agreement if self._channel else nullcontext
         with agreement({}):
-            files = ModelFiles.open(model)
+            files = ModelFiles.open(model, revision, progress=self.progress)
             choices = Choices.read(files, dtype, quantization, parallel, engine)
         if artifacts is not None and self._channel:
             raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
         self.model_config, self.tokenizer = files.config, files.tokenizer
-        self.progress = on_terminal() if progress is None else progress
         self.seed = seed
         stored = {}
         with agreement({"model": files.config, "jax": jax.__version__, **choices.shared()}):

@@ -22,6 +22,7 @@ from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.shipped import QuantizedSource, form_of
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.config import ConfigurationError
+from inferlib.hub import HubName
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf, family_of
@@ -31,6 +32,45 @@ from inferlib.sharding.shards import Shards
 from inferlib.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+
+def locate(model: str | Path, revision: str | None = None, *, weights: bool = True, progress: bool = False) -> Path:
+    """The directory or GGUF file of a model: on this machine, or downloaded from the hub, maybe without its weights.
+
+    Raises CheckpointError.
+    """
+    if name := HubName.parse(model):
+        return name.download(revision, weights=weights, progress=progress)
+    path = resolve(model)
+    if revision is not None:
+        raise CheckpointError(
+            f"revision {revision!r} is for models of the hub, and {model} is a local one: leave it out"
+        )
+    return path
+
+
+def read_config(model: str | Path, revision: str | None = None) -> dict[str, Any]:
+    """The Hugging Face config of a model; of one of the hub without downloading its safetensors.
+
+    Raises CheckpointError.
+    """
+    path = locate(model, revision, weights=False)
+    return GGUFCheckpoint(path).config() if path.suffix == ".gguf" else _read_config(path)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    file = directory / "config.json"
+    if not file.exists():
+        raise CheckpointError(
+            f"{directory} has no config.json: a model is a Hugging Face or converted directory or a .gguf file"
+        )
+    try:
+        hf = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(hf, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, it holds a {type(hf).__name__}")
+    return hf
 
 
 @dataclass(frozen=True)
@@ -44,26 +84,17 @@ class ModelFiles:
     tokenizer: Tokenizer | None
 
     @staticmethod
-    def open(model: str | Path) -> ModelFiles:
-        """A Hugging Face directory, one that `convert` wrote, a `.gguf` file or a known name.
+    def open(model: str | Path, revision: str | None = None, *, progress: bool = False) -> ModelFiles:
+        """A Hugging Face directory, one that `convert` wrote, a `.gguf` file, a known name or a name of the hub.
 
-        Raises CheckpointError or ConfigError.
+        revision: of a model of the hub. progress: show bars of what is downloaded. Raises CheckpointError or
+        ConfigError.
         """
-        path = resolve(model)
+        path = locate(model, revision, progress=progress)
         if path.suffix == ".gguf":
             gguf = GGUFCheckpoint(path)
             return ModelFiles(path, gguf.config(), config_from_hf(gguf.config()), gguf, gguf.tokenizer())
-        file = path / "config.json"
-        if not file.exists():
-            raise CheckpointError(
-                f"{path} has no config.json: a model is a Hugging Face or converted directory or a .gguf file"
-            )
-        try:
-            hf = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-        if not isinstance(hf, dict):
-            raise CheckpointError(f"{file} must hold a JSON object, it holds a {type(hf).__name__}")
+        hf = _read_config(path)
         config = config_from_hf(hf)
         tokenizer = Tokenizer.from_directory(path) if (path / "tokenizer.json").exists() else None
         if LaidOutWeights.are_in(path):

@@ -42,7 +42,7 @@ LEVELS = (
         ),
         *("programs.compilation_cache", "programs.counter", "programs.start_functions"),
     ),
-    ("cache", "checkpoint", "placement", "tokenizer"),
+    ("cache", "checkpoint", "hub", "placement", "tokenizer"),
     ("conversion", "model_files", "programs"),
     ("engine", "planning"),
     ("inspection",),

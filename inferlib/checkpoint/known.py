@@ -47,8 +47,8 @@ def resolve(model: str | Path) -> Path:
         return path
     problem = "is neither a directory nor a .gguf file" if path.exists() else "does not exist"
     raise CheckpointError(
-        f"model {str(model)!r}: the path {problem}; give a Hugging Face model directory, a .gguf file or "
-        f"a known name: {', '.join(KNOWN)}"
+        f"model {str(model)!r}: the path {problem}; give a Hugging Face model directory, a .gguf file, a name of the "
+        f"hub such as Qwen/Qwen3-0.6B, or a known name: {', '.join(KNOWN)}"
     )
 
 

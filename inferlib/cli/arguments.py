@@ -78,6 +78,10 @@ Backend = Annotated[str, typer.Option(help=_BACKENDS)]
 OptionalBackend = Annotated[
     str | None, typer.Option(help=f"{_BACKENDS} By default auto, or as --artifacts were compiled.")
 ]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of a model of the Hugging Face Hub; by default its main branch."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 
@@ -90,8 +94,13 @@ class ShapeArguments:
 
     model: Annotated[
         str | None,
-        typer.Argument(help="Hugging Face or converted directory, .gguf file or known name.", show_default=False),
+        typer.Argument(
+            help="Hugging Face or converted directory, .gguf file, known name, or name of the Hugging Face Hub such as "
+            "Qwen/Qwen3-0.6B.",
+            show_default=False,
+        ),
     ] = None
+    revision: Revision = None
     config: Annotated[
         str | None, typer.Option(help="Instead of a model: the name of a shape that comes with inferlib.")
     ] = None
@@ -103,6 +112,8 @@ class ShapeArguments:
     def check(self) -> None:
         if (self.model is None) == (self.config is None):
             fail("give either a model or the name of a shape with --config")
+        if self.revision is not None and self.model is None:
+            fail("--revision is of a model of the hub: give one")
 
 
 @dataclass(frozen=True, kw_only=True)

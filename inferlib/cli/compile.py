@@ -87,6 +87,8 @@ def compile(
     """
     if [source.model, source.config, source.plan].count(None) != 2:
         fail("give either a model, the name of a shape with --config, or a plan with --plan")
+    if source.revision is not None and source.model is None:
+        fail("--revision is of a model of the hub: give one")
     decided = (options.target, options.parallel, options.expert_placement, *vars(formats).values())
     if source.plan and any((*decided, *vars(buckets).values())):
         fail("--plan says target, split, dtypes, quantization, buckets and placement: give none of them beside it")
@@ -94,12 +96,12 @@ def compile(
 
     with user_errors():
         if source.plan:
-            deployment = _planned(source.plan, options)
+            deployment, checkpoint = _planned(source.plan, options), None
         else:
-            deployment = _deployment(source, options, formats, buckets)
+            deployment, checkpoint = _deployment(source, options, formats, buckets)
         check_compiler(deployment.slice)
     name = source.model or source.config or source.plan or ""
-    result, complete = _compile(deployment, name, source.model, output)
+    result, complete = _compile(deployment, name, checkpoint, output)
     if output.out is not None:
         text = f"programs, manifest and report.html are in {output.out}"
         message = text if complete else f"nothing was written to {output.out}"
@@ -185,9 +187,10 @@ def deployment_of(
 
 def _deployment(
     source: SourceArguments, options: DeploymentArguments, formats: DtypeArguments, buckets: BucketArguments
-) -> Deployment:
-    hf, files = described(source.model, source.config)
-    return deployment_of(
+) -> tuple[Deployment, str | None]:
+    """The deployment, and where the model's checkpoint is, if it has one."""
+    hf, files = described(source)
+    deployment = deployment_of(
         hf,
         options.target,
         options.parallel,
@@ -199,6 +202,7 @@ def _deployment(
         expert_slots=_slots(hf, options.expert_placement),
         backend=options.backend,
     )
+    return deployment, None if files is None else str(files.path)
 
 
 def _slots(hf: Mapping[str, Any], file: Path | None) -> int | None:

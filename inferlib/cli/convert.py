@@ -9,16 +9,20 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 
-from inferlib.cli.arguments import Quantization
+from inferlib.cli.arguments import Quantization, Revision
 from inferlib.cli.output import user_errors
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="Hugging Face directory, .gguf file or known name.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(help="Hugging Face directory, .gguf file, known name or name of the hub.", show_default=False),
+    ],
     out: Annotated[Path, typer.Argument(help="Directory to write; must not exist.", show_default=False)],
     *,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     quantization: Quantization = None,
+    revision: Revision = None,
     parallel: Annotated[
         str | None,
         typer.Option(help="Mesh to split the files for, such as tp=8; other meshes can load them too."),
@@ -38,6 +42,6 @@ def convert(
         jax.config.update("jax_platforms", "cpu")
         if mesh.devices > 1:
             jax.config.update("jax_num_cpu_devices", mesh.devices)
-        nbytes = convert(model, out, dtype=dtype, quantization=quantization, parallel=mesh)
+        nbytes = convert(model, out, dtype=dtype, quantization=quantization, parallel=mesh, revision=revision)
     formats = f"{dtype} and {quantization}" if quantization else dtype
     Console(stderr=True).print(f"{out}: {decimal(nbytes)} of {formats} weights", highlight=False, soft_wrap=True)

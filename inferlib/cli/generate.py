@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from inferlib.cli.arguments import DtypeArguments, OptionalBackend, grouped
+from inferlib.cli.arguments import DtypeArguments, OptionalBackend, Revision, grouped
 from inferlib.cli.batch import RequestOptions, run_batch
 from inferlib.cli.output import Summary, fail, json_line, result_fields, user_errors, write
 
@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from inferlib.sampling.params import SamplingParams
 
 _HEADING = 60  # characters of a prompt that are shown above its text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Hugging Face or converted directory, .gguf file, known name, or name of the Hugging Face Hub such as "
+            "Qwen/Qwen3-0.6B."
+        ),
+    ] = "smollm2"
+    revision: Revision = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,9 +191,7 @@ def generate(
         typer.Argument(help="Texts to complete; by default all of stdin is one.", show_default=False),
     ] = None,
     *,
-    model: Annotated[
-        str, typer.Option(help="Hugging Face or converted directory, .gguf file or known name.")
-    ] = "smollm2",
+    model: ModelArguments,
     prompting: PromptArguments,
     files: FileArguments,
     formats: DtypeArguments,
@@ -240,14 +250,14 @@ def _check(
         fail("log-probabilities are reported as JSON: add --json")
 
 
-def _load(model: str, formats: DtypeArguments, engine: EngineArguments) -> LLM:
+def _load(model: ModelArguments, formats: DtypeArguments, engine: EngineArguments) -> LLM:
     from inferlib.llm import LLM
     from inferlib.programs.compilation_cache import keep_compilations
 
     with user_errors():
         keep_compilations()
         options: dict[str, Any] = asdict(formats) | asdict(engine) | {"expert_load": engine.expert_load is not None}
-        return LLM(model, **options)
+        return LLM(model.model, revision=model.revision, **options)
 
 
 def _complete(load: Callable[[], LLM], texts: Sequence[str], options: RequestOptions, how: PromptArguments) -> None:

@@ -57,7 +57,7 @@ def info(
     cache_dtype = formats.kv_cache_dtype
     with user_errors():
         check_kv_cache_dtype(cache_dtype)
-        hf, files = described(shape.model, shape.config)
+        hf, files = described(shape)
         recipe, stored = config_from_hf(dict(hf)), files and files.nbytes
         quantization = quantization_of(files, formats.quantization)
     length = max_len or min(recipe.context, 2048)
@@ -77,19 +77,25 @@ def info(
     write(json_line(facts).decode() if json else _render(facts, models["float32"], explanation))
 
 
-def described(model: str | None, shape: str | None) -> tuple[Mapping[str, Any], ModelFiles | None]:
+def described(shape: ShapeArguments) -> tuple[Mapping[str, Any], ModelFiles | None]:
     """The Hugging Face config and the files of a model, or of a shape by name, which has no files."""
-    from inferlib.configs import load, names
     from inferlib.model_files import ModelFiles
 
-    if model is not None:
-        files = ModelFiles.open(model)
+    if shape.model is not None:
+        files = ModelFiles.open(shape.model, shape.revision, progress=True)
         return files.hf, files
+    return shape_config(shape.config), None
+
+
+def shape_config(shape: str | None) -> Mapping[str, Any]:
+    """The Hugging Face config of a shape by name."""
+    from inferlib.configs import load, names
+
     if shape is None:
         raise ValueError("neither a model nor a shape is given")
     if shape not in names():
         raise ValueError(f"no model shape is called {shape!r}; known: {', '.join(names())}")
-    return load(shape), None
+    return load(shape)
 
 
 def quantization_of(files: ModelFiles | None, wanted: str | None) -> Quantization | None:

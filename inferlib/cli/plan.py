@@ -15,7 +15,7 @@ from rich.table import Table
 
 from inferlib.cli.arguments import CacheDtype, Json, ShapeArguments, grouped
 from inferlib.cli.compile_progress import CompileProgress
-from inferlib.cli.info import described
+from inferlib.cli.info import shape_config
 from inferlib.cli.output import json_line, user_errors, write
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def plan(
     """
     shape.check()
     from inferlib.aot.verify import candidates
+    from inferlib.model_files import read_config
     from inferlib.models.families import config_from_hf
     from inferlib.models.quantization import Quantization
     from inferlib.planning.planner import USUAL, Slo, Workload, rank
@@ -92,7 +93,7 @@ def plan(
             quantizations = [None if name in ("", "none") else Quantization.named(name) for name in names]
         workload = Workload(work.input_len, work.output_len, work.concurrency)
         goal, slice_ = Slo.parse(work.slo), parse_target(target)
-        hf, _ = described(shape.model, shape.config)
+        hf = read_config(shape.model, shape.revision) if shape.model else shape_config(shape.config)
         ranking = rank(config_from_hf(dict(hf)), slice_, workload, goal, quantizations, formats.kv_cache_dtype)
         chosen = candidates(ranking, output.verify) if output.verify else []
         if output.plot is not None:

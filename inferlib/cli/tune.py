@@ -20,7 +20,7 @@ from rich.table import Table
 
 from inferlib.cli.arguments import BucketArguments, Json, grouped
 from inferlib.cli.compile import deployment_of
-from inferlib.cli.info import described, quantization_of
+from inferlib.cli.info import quantization_of, shape_config
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _needed(
     """The cases of a deployment's programs, and shapes that no case can express."""
     from inferlib.tuning.tune import needed
 
-    hf, _ = described(None, programs.config)
+    hf = shape_config(programs.config)
     deployment = deployment_of(
         hf,
         target.name,

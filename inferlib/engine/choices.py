@@ -23,7 +23,7 @@ def engine_options(config: EngineOptions | EngineConfig | None, options: Mapping
     """The engine's options of both forms. Raises TypeError naming a keyword that `LLM` does not have."""
     known = [field.name for field in fields(EngineOptions)]
     if unknown := [name for name in options if name not in known]:
-        names = ("dtype", "quantization", "parallel", "artifacts", "seed", "progress", *known)
+        names = ("dtype", "quantization", "parallel", "artifacts", "seed", "progress", "revision", *known)
         raise TypeError(f"LLM() got an unexpected keyword argument {unknown[0]!r}; known: {', '.join(names)}")
     if isinstance(config, EngineConfig):
         config = config.as_options()
