@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ __all__ = [
 
 
 def __getattr__(name: str):
+    if name == "__version__":
+        return importlib.metadata.version("inferlib")
     # Importing a module of a low level (a kernel, a config) must not import everything above it.
     if name not in _MODULES:
         raise AttributeError(f"module 'inferlib' has no attribute {name!r}")

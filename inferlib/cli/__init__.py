@@ -1,12 +1,15 @@
-"""The command line: `inferlib generate`, `compile`, `info`, `convert`, `plan`, `place`, `targets`, `tune`.
+"""The command line: `inferlib generate`, `chat`, `compile`, `info`, `convert`, `plan`, `place`, `targets`, `tune`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from inferlib.cli.chat import chat
 from inferlib.cli.compile import compile
 from inferlib.cli.convert import convert
 from inferlib.cli.generate import generate
@@ -17,12 +20,31 @@ from inferlib.cli.targets import targets
 from inferlib.cli.tune import tune
 
 app = typer.Typer(
-    help="Generate text with large language models, in JAX.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from inferlib import __version__
+
+        typer.echo(f"inferlib {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Generate text with large language models, in JAX."""
+
+
 app.command()(generate)
+app.command()(chat)
 app.command()(info)
 app.command()(convert)
 app.command()(plan)

@@ -210,7 +210,7 @@ def generate(
 
     @cache
     def load() -> LLM:
-        return _load(model, formats, engine)
+        return load_llm(model, formats, engine)
 
     if hosts.join() > 0:
         load().follow()
@@ -250,7 +250,8 @@ def _check(
         fail("log-probabilities are reported as JSON: add --json")
 
 
-def _load(model: ModelArguments, formats: DtypeArguments, engine: EngineArguments) -> LLM:
+def load_llm(model: ModelArguments, formats: DtypeArguments, engine: EngineArguments) -> LLM:
+    """The model that the options name; the command ends with their error if they cannot work."""
     from inferlib.llm import LLM
     from inferlib.programs.compilation_cache import keep_compilations
 

@@ -1,0 +1,131 @@
+"""`inferlib chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import typer
+from rich.console import Console
+
+from inferlib.cli.arguments import DtypeArguments, Revision, grouped
+from inferlib.cli.generate import EngineArguments, ModelArguments, load_llm
+from inferlib.cli.output import fail, user_errors, write
+
+if TYPE_CHECKING:
+    from inferlib.llm import LLM
+    from inferlib.sampling.params import SamplingParams
+
+_HELP = (
+    "/reset forgets the conversation, /system TEXT sets the system message, /exit or Ctrl-D ends. Ctrl-C stops an "
+    "answer."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerArguments:
+    panel: ClassVar = "Answers"
+
+    system: Annotated[str | None, typer.Option(help="System message.")] = None
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most tokens of an answer; by default as many as the context has room for."),
+    ] = None
+    temperature: Annotated[float, typer.Option(help="0, the default here, picks the most likely token.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0: all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 1.0
+
+    def params(self) -> SamplingParams:
+        from inferlib.sampling.params import SamplingParams
+
+        return SamplingParams(
+            max_tokens=self.max_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p
+        )
+
+
+@grouped
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Hugging Face or converted directory, .gguf file, known name, or name of the Hugging Face Hub."
+        ),
+    ] = "smollm2",
+    *,
+    revision: Revision = None,
+    answers: AnswerArguments,
+    formats: DtypeArguments,
+    engine: EngineArguments,
+) -> None:
+    """Talk with a model in the terminal, in its chat template.
+
+    Commands: /reset, /system TEXT, /help, /exit. Ctrl-C stops an answer, Ctrl-D ends.
+    """
+    with user_errors():
+        params = answers.params()
+    llm = load_llm(ModelArguments(model=model, revision=revision), formats, engine)
+    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
+        fail(f"{model} has no chat template: use inferlib generate")
+    conversation = Conversation(llm, params, answers.system)
+    console = Console(stderr=True)
+    console.print(_HELP, style="dim", highlight=False)
+    for line in _lines():
+        command, _, rest = line.strip().partition(" ")
+        if command in ("/exit", "/quit"):
+            break
+        if command == "/reset":
+            conversation.reset(conversation.system)
+        elif command == "/system":
+            conversation.reset(rest.strip() or None)
+        elif command.startswith("/"):
+            console.print(_HELP, style="dim", highlight=False)
+        elif line.strip():
+            conversation.answer(line, console)
+
+
+class Conversation:
+    """The messages so far, and how they are answered. system: the system message, or None."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None):
+        self.llm, self.params = llm, params
+        self.reset(system)
+
+    def reset(self, system: str | None) -> None:
+        self.system = system
+        self.messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def answer(self, text: str, console: Console) -> None:
+        """Write the answer to a user's message as it appears. Ctrl-C ends it, and what was written stays in the
+        conversation. A message that cannot be answered is left out of it, and the reason is shown."""
+        messages, parts = [*self.messages, {"role": "user", "content": text}], []
+        try:
+            pieces = iter(self.llm.stream(self.llm.chat_prompt(messages), self.params))
+            for piece in pieces:
+                parts.append(piece)
+                write(piece)
+        except ValueError as error:
+            console.print(f"{error} (/reset forgets the conversation)", style="red", highlight=False, markup=False)
+            return
+        except KeyboardInterrupt:
+            console.print(" [stopped]", style="dim", markup=False)
+        write("\n")
+        self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, line by line; on a terminal with a prompt and a history of lines."""
+    if not sys.stdin.isatty():
+        yield from (line.removesuffix("\n") for line in sys.stdin)
+        return
+    with suppress(ImportError):  # Windows has none
+        import readline  # noqa: F401  (gives input() its history)
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            sys.stderr.write("\n")
