@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsIndex, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from inferlib.sharding.shards import Shards
 T = TypeVar("T")
 
 DTYPES = ("float32", "bfloat16", "float16")
+PLATFORMS = ("cpu", "gpu", "tpu", "neuron")
 # Quantized types that the cache can store keys and values in.
 KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")}
 # The platform that each kind of kernel runs on; a CPU interprets all of them.
@@ -31,6 +34,8 @@ _RUNS_ON = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "pallas": "gpu", "nki": "n
 _TILES = {"cpu": (32, 512), "gpu": (128, 2048)}
 _DETAIL_TOKENS = 512  # most tokens of a step whose logits or log-probabilities are returned
 _RING_TOKENS = 512  # most tokens of a row in a step where layers keep rings, which are longer by as many
+# Bounds of what would only waste memory, or overflow a compiled program's counters.
+_MOST_STEPS, _MOST_IN_FLIGHT = 1024, 64
 # Operations that the option `backend` can leave to XLA.
 OPERATIONS = tuple(name for name, kind in get_type_hints(Backend).items() if "xla" in get_args(kind))
 
@@ -58,17 +63,59 @@ class DeviceKind(NamedTuple):
 
 def check_dtype(dtype: str) -> None:
     """Raise ConfigurationError if weights cannot have this dtype."""
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConfigurationError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
 
 
 def check_kv_cache_dtype(name: str | None) -> None:
     """Raise ConfigurationError if the cache cannot store keys and values in this type; None is the model's dtype."""
-    if name is not None and name not in KV_CACHE_DTYPES:
+    if name is not None and (not isinstance(name, str) or name not in KV_CACHE_DTYPES):
         raise ConfigurationError(
             f"kv_cache_dtype {name!r} is not supported; choose one of {', '.join(KV_CACHE_DTYPES)}, or leave it out "
             "for the model's own dtype"
         )
+
+
+def checked_path(name: str, value: Any) -> Path:
+    """The path that a user gives as the option `name`, its ~ expanded; it need not exist. Raises ConfigurationError for
+    what no file can be called, and where its folder may not be read."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str) or not text.strip():
+        raise ConfigurationError(f"{name} must be the path of a file or directory, got {value!r}")
+    path = Path(text)
+    try:
+        path = path.expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except OSError as error:
+        raise ConfigurationError(f"{name} {brief(text)} cannot be opened: {error.strerror}") from None
+    except (ValueError, RuntimeError) as error:  # characters that paths lack; no home for ~
+        raise ConfigurationError(f"{name} {brief(text)} is not a path: {error}") from None
+    return path
+
+
+def checked_output(name: str, value: Any) -> Path:
+    """`checked_path` of something to write. Raises ConfigurationError if the folder that it is to be in is missing, or
+    may not be written to."""
+    path = checked_path(name, value)
+    folder = path.absolute().parent
+    if not path.name or not folder.is_dir():
+        raise ConfigurationError(f"{name} {brief(str(path))} cannot be created: there is no folder {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"{name} {brief(str(path))} cannot be created: {folder} may not be written to")
+    return path
+
+
+def is_list(value: Any) -> bool:
+    """True for lists, tuples, arrays and other iterables, but not for text, bytes and arrays of no dimension."""
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes) and getattr(value, "ndim", 1) > 0
+
+
+def brief(value: Any) -> str:
+    """A wrong value as a message shows it: on one line, and cut."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def check_backend(backend: Backend, platform: str) -> None:
@@ -83,14 +130,14 @@ def check_backend(backend: Backend, platform: str) -> None:
 
 def backend_option(option: str) -> str:
     """The option in one spelling, whatever the order of its parts. Raises ConfigurationError for what is none."""
-    if option in ("auto", "xla"):
+    if isinstance(option, str) and option in ("auto", "xla"):
         return option
     known = [f"{name}=xla" for name in OPERATIONS]
     parts = {part.strip() for part in option.split(",")} if isinstance(option, str) else {repr(option)}
     if not parts <= set(known):
         raise ConfigurationError(
-            f"backend {option!r} is neither 'auto' nor 'xla' nor of the form '{','.join(known[:2])}'; operations are "
-            f"{', '.join(OPERATIONS)}"
+            f"backend {brief(option)} is neither 'auto' nor 'xla' nor of the form '{','.join(known[:2])}'; operations "
+            f"are {', '.join(OPERATIONS)}"
         )
     return "xla" if parts == set(known) else ",".join(part for part in known if part in parts)
 
@@ -131,8 +178,8 @@ class Buckets:
         for name in ("prefill", "batch", "cache"):
             sizes = getattr(self, name)
             ints = isinstance(sizes, tuple | list) and all(type(size) is int for size in sizes)
-            if not sizes or not ints or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
-                raise ConfigurationError(f"{name} buckets must be ascending positive sizes, got {sizes!r}")
+            if not ints or not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+                raise ConfigurationError(f"{name} buckets must be ascending positive sizes, got {brief(sizes)}")
             object.__setattr__(self, name, tuple(sizes))
         if self.tile is not None:
             self._check_tile(self.tile)
@@ -231,9 +278,11 @@ class EngineConfig:
     def __post_init__(self):
         check_kv_cache_dtype(self.kv_cache_dtype)
         check_backend(self.backend, self.platform)
-        for name in ("max_batch", "decode_steps", "in_flight"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_batch < 1:
+            raise ConfigurationError(f"max_batch must be at least 1, got {self.max_batch}")
+        for name, most in (("decode_steps", _MOST_STEPS), ("in_flight", _MOST_IN_FLIGHT)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ConfigurationError(f"{name} must be 1 to {most}, got {getattr(self, name)}")
         if self.max_batch % (replicas := self.shards.replicas):
             multiple = rounded_up(self.max_batch, replicas)
             raise ConfigurationError(
@@ -390,6 +439,26 @@ class EngineOptions:
     free_layouts: bool | None = None
     platform: str | None = None
 
+    def __post_init__(self):
+        for name in ("max_batch", "max_len", "decode_steps", "in_flight"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _whole(name, getattr(self, name)))
+        for name in ("expert_load", "scan", "free_layouts"):
+            check_flag(name, getattr(self, name), optional=name != "expert_load")
+        if not isinstance(self.buckets, Buckets | None):
+            raise ConfigurationError(
+                f"buckets must be Buckets(prefill=..., batch=..., cache=...), got {brief(self.buckets)}"
+            )
+        check_kv_cache_dtype(self.kv_cache_dtype)
+        if isinstance(self.backend, str):
+            object.__setattr__(self, "backend", backend_option(self.backend))
+        elif not isinstance(self.backend, Backend | None):
+            raise ConfigurationError(f"backend must be text such as 'auto', or a Backend, got {brief(self.backend)}")
+        if self.expert_placement is not None:
+            checked_path("expert_placement", self.expert_placement)
+        if self.platform is not None and not (isinstance(self.platform, str) and self.platform in PLATFORMS):
+            raise ConfigurationError(f"platform must be one of {', '.join(PLATFORMS)}, got {brief(self.platform)}")
+
     def resolve(
         self, device: DeviceKind, shards: Shards | None = None, model: ModelConfig | None = None
     ) -> EngineConfig:
@@ -402,12 +471,8 @@ class EngineOptions:
         if self.platform is not None:
             device = device._replace(platform=self.platform)
         platform, shards = device.platform, shards or Shards()
-        max_batch = _whole("max_batch", 8 if self.max_batch is None else self.max_batch)
+        max_batch = _default(self.max_batch, 8)
         max_len = self._max_len(model)
-        if not isinstance(self.buckets, Buckets | None):
-            raise ConfigurationError(
-                f"buckets must be Buckets(prefill=..., batch=..., cache=...), got {self.buckets!r}"
-            )
         backend = self.backend
         if not isinstance(backend, Backend):
             chosen = Backend.for_platform(platform, shards, device.cores, device.generation)
@@ -442,7 +507,7 @@ class EngineOptions:
 
     def _max_len(self, model: ModelConfig | None) -> int:
         if self.max_len is not None:
-            return _whole("max_len", self.max_len)
+            return self.max_len
         if model is None:
             raise ConfigurationError("max_len has no default without a model")
         return min(model.context, 2048)
@@ -491,8 +556,22 @@ def _default(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _whole(name: str, size: SupportsIndex) -> int:
+def check_flag(name: str, value: Any, *, optional: bool = False) -> None:
+    """Raise ConfigurationError if an option is neither True nor False, nor None where that is `optional`."""
+    if not (isinstance(value, bool) or (optional and value is None)):
+        raise ConfigurationError(f"{name} must be True or False{', or None' if optional else ''}, got {brief(value)}")
+
+
+def check_seed(seed: Any) -> None:
+    """Raise ConfigurationError if this is no seed of an `LLM`."""
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
+        raise ConfigurationError(f"seed must be a whole number in [0, 2**64), got {brief(seed)}")
+
+
+def _whole(name: str, size: Any) -> int:
     try:
+        if isinstance(size, bool):
+            raise TypeError
         return operator.index(size)
     except TypeError:
-        raise ConfigurationError(f"{name} must be a whole number, got {size!r}") from None
+        raise ConfigurationError(f"{name} must be a whole number, got {brief(size)}") from None

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from inferlib.checkpoint.laid_out import LaidOutWeights, save_weights, stored_model, write_manifest
 from inferlib.checkpoint.load import load_item, plan_load
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import check_dtype
+from inferlib.config import check_dtype, check_flag, checked_output
 from inferlib.model_files import ModelFiles
 from inferlib.models.families import family_of
 from inferlib.progress import ByteProgress, on_terminal
@@ -43,12 +43,13 @@ def convert(
     anything is written, and OSError if the writing fails, which leaves nothing behind.
     """
     check_dtype(dtype)
-    out = Path(out)
+    check_flag("progress", progress, optional=True)
+    out = checked_output("out", out)
     show = on_terminal() if progress is None else progress
     files = ModelFiles.open(model, revision, progress=show)
     if isinstance(files.source, LaidOutWeights):
         raise CheckpointError(f"{files.path} is converted already; convert the original for another dtype")
-    shards = make_shards(Parallelism.parse(parallel) if isinstance(parallel, str) else parallel)
+    shards = make_shards(None if parallel is None else Parallelism.read(parallel))
     scheme = files.quantization(quantization)
     stored = stored_model(files.config, dtype, scheme)
     items = plan_load(files.source, family_of(files.hf), stored)

@@ -16,7 +16,17 @@ import numpy as np
 
 from inferlib import distributed
 from inferlib.aot.artifacts import Artifacts
-from inferlib.config import ConfigurationError, EngineConfig, EngineOptions, EngineSettings
+from inferlib.config import (
+    ConfigurationError,
+    EngineConfig,
+    EngineOptions,
+    EngineSettings,
+    brief,
+    check_flag,
+    check_seed,
+    checked_path,
+    is_list,
+)
 from inferlib.engine.choices import Choices, engine_options, plan_programs
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
 from inferlib.engine.request import Request, request_output
@@ -93,6 +103,10 @@ class LLM:
         self.progress = on_terminal() if progress is None else progress
         revision = options.pop("revision", None)
         engine = engine_options(config, options)
+        check_seed(seed)
+        check_flag("progress", progress, optional=True)
+        if artifacts is not None:
+            artifacts = checked_path("artifacts", artifacts)
         leave_out_absent_tpu()
         self._channel = distributed.channel()
         agreement = self._channel.agreement if self._channel else nullcontext
@@ -159,6 +173,7 @@ class LLM:
         sampling_params: one for all prompts, or one per prompt. Raises ValueError, naming the prompt, before any work
         on the devices if one is invalid.
         """
+        check_flag("progress", progress, optional=True)
         requests = self._prepare_all(prompts, sampling_params)
         outputs = {output.request_id: output for output in self.run(requests, progress=progress)}
         return [outputs[request.id] for request in requests]
@@ -173,8 +188,9 @@ class LLM:
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several: lists of {"role", "content"}, formatted by the model's chat template."""
-        single = not messages or isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if single else messages
+        sequence = isinstance(messages, Sequence) and not isinstance(messages, str)
+        several = sequence and len(messages) > 0 and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
         prompts = [self.chat_prompt(c, add_generation_prompt=add_generation_prompt, tools=tools) for c in conversations]
         return self.generate(prompts, sampling_params, progress=progress)
 
@@ -197,6 +213,9 @@ class LLM:
         threads may run requests, and read streams, at a time. Raises ValueError for a request that was run before, and
         RuntimeError if an error, of another call perhaps, lost results.
         """
+        check_flag("progress", progress, optional=True)
+        if not is_list(requests):
+            raise ValueError(f"run takes requests that LLM.prepare made, got {brief(requests)}")
         show = self.progress if progress is None else progress
         total = len(requests) if isinstance(requests, Sized) else None
         queue, pending, limit = iter(requests), {}, 4 * self.config.max_batch
@@ -204,6 +223,8 @@ class LLM:
             with CountProgress("generating", total, show=show) as bar:
                 while True:
                     for request in itertools.islice(queue, limit - len(pending)):
+                        if not isinstance(request, Request):
+                            raise ValueError(f"run takes requests that LLM.prepare made, got {brief(request)}")
                         if not request.start():
                             raise ValueError(f"request {request.id} was run before: prepare it again")
                         pending[request.id] = request
@@ -224,6 +245,8 @@ class LLM:
 
     def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Natural log-probability of each token given those before it: float32 [T - 1] for each list of T tokens."""
+        if not is_list(token_lists):
+            raise ValueError(f"score takes lists of token ids, such as [[1, 2, 3]], got {brief(token_lists)}")
         requests = [self._scoring_request(tokens, "logprobs") for tokens in token_lists]
         self._complete(requests)
         scores = []
@@ -269,7 +292,9 @@ class LLM:
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Tokenize and validate a prompt. Raises ValueError naming what is wrong."""
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be SamplingParams or a list of one for each prompt, got {params!r}")
+            raise ValueError(
+                f"sampling_params must be SamplingParams or a list of one for each prompt, got {brief(params)}"
+            )
         if isinstance(prompt, str):
             return self._request(prompt, self._tokenizer("text prompts").encode(prompt), params)
         return self._request(None, _token_ids(prompt), params)
@@ -282,13 +307,13 @@ class LLM:
         return self.tokenizer
 
     def _prepare_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
-        is_list = prompts.ndim > 0 if isinstance(prompts, np.ndarray) else isinstance(prompts, Sequence)
-        if not is_list or isinstance(prompts, bytes):
-            raise ValueError(f"prompts must be text, token ids or a list of these, got {prompts!r}")
+        sequence = prompts.ndim > 0 if isinstance(prompts, np.ndarray) else isinstance(prompts, Sequence)
+        if not sequence or isinstance(prompts, bytes):
+            raise ValueError(f"prompts must be text, token ids or a list of these, got {brief(prompts)}")
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
             prompts = [prompts]
         params_list: Any = sampling_params
-        if isinstance(sampling_params, Mapping) or not isinstance(sampling_params, Sized):
+        if not isinstance(sampling_params, Sequence):
             params_list = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
         if len(params_list) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(params_list)} sampling_params")

@@ -29,7 +29,7 @@ class Quantization:
     @staticmethod
     def named(name: str) -> Quantization:
         """The quantization of a name. Raises ConfigError, which lists the known names, for any other."""
-        if name not in QUANTIZATIONS:
+        if not isinstance(name, str) or name not in QUANTIZATIONS:
             raise ConfigError(f"no quantization is called {name!r}; known: {', '.join(QUANTIZATIONS)}")
         return Quantization(name, QUANTIZATIONS[name])
 

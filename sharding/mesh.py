@@ -38,14 +38,28 @@ class Parallelism:
     def __post_init__(self):
         for name in MESH_AXES:
             size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
+            if type(size) is not int or size < 1:
                 raise ShardingError(f"{name} must be a positive number of devices, got {size!r}")
+        if not isinstance(self.rules, str):
+            raise ShardingError(f"rules must be the name of a preset, got {self.rules!r}")
         if not self.rules:
             object.__setattr__(self, "rules", self._usual_rules)
 
     @property
     def _usual_rules(self) -> str:
         return "cp" if self.sequence > 1 else "tp"
+
+    @staticmethod
+    def read(parallel: str | Parallelism) -> Parallelism:
+        """The option `parallel` in either form. Raises ShardingError for any other, and for blank text."""
+        if isinstance(parallel, Parallelism):
+            return parallel
+        if not isinstance(parallel, str) or not parallel.strip():
+            raise ShardingError(
+                f"parallel must be text such as 'tp=4,dp=2', or a Parallelism, got {parallel!r}; leave it out for one "
+                "device"
+            )
+        return Parallelism.parse(parallel)
 
     @staticmethod
     def parse(text: str) -> Parallelism:
@@ -59,7 +73,7 @@ class Parallelism:
                 raise ShardingError(f"cannot read {part!r} in parallel={text!r}; write for example tp=4,dp=2")
             if name in values:
                 raise ShardingError(f"{name} appears twice in parallel={text!r}")
-            if name != "rules" and not value.isdecimal():
+            if name != "rules" and not (value.isdecimal() and len(value) < 10):
                 raise ShardingError(f"{part!r} in parallel={text!r} needs a number of devices")
             values[name] = value if name == "rules" else int(value)
         return Parallelism(**values)

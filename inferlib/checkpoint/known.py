@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inferlib.checkpoint.source import CheckpointError
+from inferlib.config import checked_path
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ KNOWN = {
 def resolve(model: str | Path) -> Path:
     """The directory or GGUF file of `model`: a known name (a string), an existing directory, or a .gguf file.
 
-    Raises CheckpointError if it is none of these, if the package of a known model is missing, or if its
-    file is not the published one.
+    Raises ConfigurationError for what is not a path; CheckpointError if it is none of these, if the package of a
+    known model is missing, or if its file is not the published one.
     """
     if isinstance(model, str) and model in KNOWN:
         return _locate(model, KNOWN[model])
-    path = Path(model).expanduser()
+    path = checked_path("model", model)
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     problem = "is neither a directory nor a .gguf file" if path.exists() else "does not exist"

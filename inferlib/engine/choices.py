@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from inferlib.config import DeviceKind, EngineConfig, EngineOptions, backend_option, check_dtype
+from inferlib.config import DeviceKind, EngineConfig, EngineOptions, brief, check_dtype
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
@@ -28,7 +28,7 @@ def engine_options(config: EngineOptions | EngineConfig | None, options: Mapping
     if isinstance(config, EngineConfig):
         config = config.as_options()
     if not isinstance(config, EngineOptions | None):
-        raise TypeError(f"config must be EngineOptions(...) or an EngineConfig, got {config!r}")
+        raise TypeError(f"config must be EngineOptions(...) or an EngineConfig, got {brief(config)}")
     return replace(config or EngineOptions(), **options)
 
 
@@ -50,15 +50,15 @@ class Choices:
         parallel: str | Parallelism | None,
         engine: EngineOptions,
     ) -> Choices:
+        if dtype is not None:
+            check_dtype(dtype)
         stored = files.quantization(quantization)
         placement = None
         if engine.expert_placement is not None:
             placement = ExpertPlacement.read(engine.expert_placement)
             placement.check(files.config)
-        if isinstance(parallel, str):
-            parallel = Parallelism.parse(parallel)
-        if isinstance(engine.backend, str):
-            engine = replace(engine, backend=backend_option(engine.backend))
+        if parallel is not None:
+            parallel = Parallelism.read(parallel)
         return Choices(dtype, stored, parallel, placement, engine)
 
     @property
@@ -81,7 +81,6 @@ def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:
     """The programs to compile. Where layouts are free, they are chosen now, before weights are loaded."""
     device = DeviceKind.of(jax.devices()[0])
     dtype = choices.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
-    check_dtype(dtype)
     shards = make_shards(choices.parallel)
     config = choices.engine.resolve(device, shards, model)
     config.check_model(model)

@@ -238,9 +238,9 @@ def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[Pr
 
     A prompt's log-probabilities come with the mode "logprobs", its logits with "greedy".
     """
-    unknown = sorted(set(modes) - set(MODES))
-    if unknown:
-        raise ValueError(f"no sampling modes {unknown}; known: {', '.join(MODES)}")
+    known = isinstance(modes, Sequence) and not isinstance(modes, str) and all(mode in MODES for mode in modes)
+    if not known:
+        raise ConfigurationError(f"sampling modes are a list of {', '.join(map(repr, MODES))}, got {modes!r}")
     buckets, keys = config.buckets, []
     for mode in modes:
         for limit in buckets.cache:
