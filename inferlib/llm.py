@@ -47,7 +47,7 @@ from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has "prompt", text, or "prompt_token_ids"
 Message = Mapping[str, Any]
 
 
@@ -168,7 +168,7 @@ class LLM:
         *,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt (text or token ids); results have the order of the prompts.
+        """Complete every prompt (text, token ids, or a mapping with either); results have the order of the prompts.
 
         sampling_params: one for all prompts, or one per prompt. Raises ValueError, naming the prompt, before any work
         on the devices if one is invalid.
@@ -243,10 +243,10 @@ class LLM:
 
     # ---- evaluation
 
-    def score(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def logprobs(self, token_lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """Natural log-probability of each token given those before it: float32 [T - 1] for each list of T tokens."""
         if not is_list(token_lists):
-            raise ValueError(f"score takes lists of token ids, such as [[1, 2, 3]], got {brief(token_lists)}")
+            raise ValueError(f"logprobs takes lists of token ids, such as [[1, 2, 3]], got {brief(token_lists)}")
         requests = [self._scoring_request(tokens, "logprobs") for tokens in token_lists]
         self._complete(requests)
         scores = []
@@ -254,6 +254,8 @@ class LLM:
             chunks = [detail.logprob for detail in request.sequences[0].prompt_details]
             scores.append(np.concatenate(chunks)[: len(request.token_ids) - 1])
         return scores
+
+    score = logprobs  # its name until 0.1; vLLM's score compares texts
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Logits at every position, float32 [T, V]."""
@@ -295,6 +297,8 @@ class LLM:
             raise ValueError(
                 f"sampling_params must be SamplingParams or a list of one for each prompt, got {brief(params)}"
             )
+        if isinstance(prompt, Mapping):
+            prompt = _of_mapping(prompt)
         if isinstance(prompt, str):
             return self._request(prompt, self._tokenizer("text prompts").encode(prompt), params)
         return self._request(None, _token_ids(prompt), params)
@@ -308,6 +312,8 @@ class LLM:
 
     def _prepare_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
         sequence = prompts.ndim > 0 if isinstance(prompts, np.ndarray) else isinstance(prompts, Sequence)
+        if isinstance(prompts, Mapping):
+            prompts, sequence = [prompts], True
         if not sequence or isinstance(prompts, bytes):
             raise ValueError(f"prompts must be text, token ids or a list of these, got {brief(prompts)}")
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
@@ -451,6 +457,17 @@ def _load_programs(artifacts: Artifacts, model: ModelConfig, choices: Choices) -
         raise ConfigurationError(f"artifacts decide {decided[0]}: leave it out")
     artifacts.check(model, choices.compiled())
     return artifacts.load(), artifacts.start()
+
+
+def _of_mapping(prompt: Mapping[str, Any]) -> Any:
+    """The text or token ids of a prompt that is a mapping, as in vLLM. Raises ValueError for any other mapping."""
+    names = {"prompt", "prompt_token_ids"}
+    if len(prompt) != 1 or not prompt.keys() <= names:
+        raise ValueError(f"a prompt that is a mapping has either 'prompt' or 'prompt_token_ids', got {brief(prompt)}")
+    value = prompt.get("prompt", prompt.get("prompt_token_ids"))
+    if isinstance(value, str) != ("prompt" in prompt):
+        raise ValueError(f"'prompt' is text and 'prompt_token_ids' are token ids, got {brief(prompt)}")
+    return value
 
 
 def _token_ids(tokens: Iterable[int]) -> list[int]:

@@ -18,11 +18,29 @@ from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import make_shards
 
+# What vLLM's arguments are called here.
+_OF_VLLM = {
+    "tensor_parallel_size": "parallel='tp=N'",
+    "data_parallel_size": "parallel='dp=N'",
+    "enable_expert_parallel": "parallel='ep=N'",
+    "pipeline_parallel_size": "parallel, which splits layers in other ways: 'tp=N'",
+    "max_model_len": "max_len",
+    "max_num_seqs": "max_batch",
+    "max_num_batched_tokens": "buckets=Buckets(prefill=..., ...)",
+    "gpu_memory_utilization": "max_batch and max_len, which say what the cache takes",
+    "enforce_eager": "nothing: programs are always compiled",
+    "hf_token": "HF_TOKEN, or `hf auth login`",
+    "tokenizer": "nothing: the tokenizer is the model's",
+    "trust_remote_code": "nothing: no code of a model is run",
+}
+
 
 def engine_options(config: EngineOptions | EngineConfig | None, options: Mapping[str, Any]) -> EngineOptions:
     """The engine's options of both forms. Raises TypeError naming a keyword that `LLM` does not have."""
     known = [field.name for field in fields(EngineOptions)]
     if unknown := [name for name in options if name not in known]:
+        if hint := _OF_VLLM.get(unknown[0]):
+            raise TypeError(f"LLM() got an unexpected keyword argument {unknown[0]!r}; here it is {hint}")
         names = ("dtype", "quantization", "parallel", "artifacts", "seed", "progress", "revision", *known)
         raise TypeError(f"LLM() got an unexpected keyword argument {unknown[0]!r}; known: {', '.join(names)}")
     if isinstance(config, EngineConfig):

@@ -415,7 +415,7 @@ def test_strict_programs_refuse_what_warmup_left_out(small):
         with pytest.raises(UnplannedProgramError, match="'sample' was not compiled ahead of time"):
             small.generate([PROMPTS[1], PROMPTS[2]], [SAMPLED, GREEDY])
         with pytest.raises(UnplannedProgramError, match="'logprobs' was not compiled ahead of time"):
-            small.score([PROMPTS[1]])
+            small.logprobs([PROMPTS[1]])
         with pytest.raises(UnplannedProgramError, match="'greedy' was not compiled ahead of time"):
             next(iter(small.stream(PROMPTS[1], GREEDY)))
         assert small.stats.dispatches == 0
@@ -439,7 +439,7 @@ def test_nothing_compiles_after_warmup(small):
     details = dataclasses.replace(short, logprobs=3)
     small.generate(prompts, [greedy, short, details, greedy, dataclasses.replace(short, n=3)])
     small.generate("some text", SamplingParams(max_tokens=12, stop=["e", "th"], prompt_logprobs=2, min_tokens=2))
-    small.score(prompts)
+    small.logprobs(prompts)
     small.logits(prompts[1])
     assert len(list(small.stream(prompts[0], greedy))) > 0
     abandoned = iter(small.stream(prompts[1], short))

@@ -253,15 +253,37 @@ def test_prompt_logprobs_are_those_of_a_full_pass(small, path):
         assert [len(o.token_ids) for o in output.outputs] == [3, 3]
 
 
+def test_prompts_may_be_mappings(small):
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    (expected,) = small.generate([5, 6, 7], params)
+    for prompt in ({"prompt_token_ids": [5, 6, 7]}, [{"prompt_token_ids": [5, 6, 7]}]):
+        (output,) = small.generate(prompt, params)
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    text, mapping = small.generate(["ab", {"prompt": "ab"}], params)
+    assert text.prompt_token_ids == mapping.prompt_token_ids
+    for wrong in ({}, {"text": "a"}, {"prompt": "a", "prompt_token_ids": [1]}):
+        with pytest.raises(ValueError, match="has either 'prompt' or 'prompt_token_ids', got"):
+            small.generate(wrong)
+    for wrong in ({"prompt": [1]}, {"prompt_token_ids": "a"}):
+        with pytest.raises(ValueError, match="'prompt' is text and 'prompt_token_ids' are token ids"):
+            small.generate(wrong)
+
+
+def test_arguments_of_vllm_are_answered_by_ours(path):
+    for name, hint in (("tensor_parallel_size", "parallel='tp=N'"), ("max_model_len", "max_len")):
+        with pytest.raises(TypeError, match=f"'{name}'; here it is {hint}"):
+            LLM(path, **{name: 2})
+
+
 def test_scores_and_logits_are_those_of_a_full_pass(small, path):
     prompts = random_prompts([1, 2, 8, 9, 40, 64], seed=7)
-    for prompt, scores in zip(prompts, small.score(prompts), strict=True):
+    for prompt, scores in zip(prompts, small.logprobs(prompts), strict=True):
         expected = reference(path, prompt)
         assert scores.dtype == np.float32
         chosen = log_softmax(expected)[np.arange(len(prompt) - 1), prompt[1:]]
         np.testing.assert_allclose(scores, chosen, rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(small.logits(prompt), expected, rtol=0, atol=TOLERANCE)
-    assert small.score([]) == []
+    assert small.logprobs([]) == small.score([]) == []
 
 
 # ---- streams
@@ -350,7 +372,7 @@ BAD_PROMPTS = {
     "nothing": ([None], GREEDY, "prompt 0: a prompt is text or"),
     "text among ids": ([5, "a"], GREEDY, "integer token ids"),
     "a number": (5, GREEDY, "prompts must be text, token ids or a list of these, got 5"),
-    "an object": ({"prompt": "a"}, GREEDY, "prompts must be text, token ids or a list of these, got {'prompt': 'a'}"),
+    "another object": ({"text": "a"}, GREEDY, "prompt 0: .*either .prompt. or .prompt_token_ids., got"),
     "bytes": (b"ab", GREEDY, "prompts must be text, token ids or a list of these, got b'ab'"),
     "bytes among prompts": ([b"abc"], GREEDY, "prompt 0: .*got b'abc': decode bytes to text"),
     "an array of no dimension": (np.array(5), GREEDY, "prompts must be text"),
@@ -381,9 +403,9 @@ def test_bad_prompts_are_refused_before_device_work(name, small):
 def test_bad_evaluations_are_refused_before_device_work(small):
     dispatches = small.stats.dispatches
     with pytest.raises(ValueError, match="empty"):
-        small.score([[5, 6], []])
+        small.logprobs([[5, 6], []])
     with pytest.raises(ValueError, match="exceeds max_len 64"):
-        small.score([[5] * 65])
+        small.logprobs([[5] * 65])
     with pytest.raises(ValueError, match="outside the vocabulary"):
         small.logits([VOCAB])
     with pytest.raises(ValueError, match="integer token ids"):

@@ -62,5 +62,5 @@ def test_logits(prompt, llm):
 
 
 def test_prompt_likelihood(llm):
-    for prompt, scores in zip(PROMPTS, llm.score([p["prompt_ids"] for p in PROMPTS]), strict=True):
+    for prompt, scores in zip(PROMPTS, llm.logprobs([p["prompt_ids"] for p in PROMPTS]), strict=True):
         assert -scores.mean() == pytest.approx(prompt["prompt_nll_per_token"], abs=1e-4)

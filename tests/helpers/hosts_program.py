@@ -61,7 +61,7 @@ def everything(llm: LLM) -> dict[str, Any]:
     results["ranks"] = [[[token, entry.rank] for token, entry in entries.items()] for entries in ranks]
     results["logprobs"] = [entry.logprob for entries in ranks for entry in entries.values()]
     results["logits"] = llm.logits(PROMPTS[1]).tolist()
-    results["scores"] = [scores.tolist() for scores in llm.score(PROMPTS)]
+    results["scores"] = [scores.tolist() for scores in llm.logprobs(PROMPTS)]
     return results
 
 
