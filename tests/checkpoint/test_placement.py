@@ -136,7 +136,7 @@ def test_load_of_layers_that_differ(folder, monkeypatch):
     router = dataclasses.replace(second.mlp.router, experts=8)
     more = dataclasses.replace(second, mlp=dataclasses.replace(second.mlp, router=router))
     files = dataclasses.replace(files, config=dataclasses.replace(files.config, layers=(first, more)))
-    monkeypatch.setattr(ModelFiles, "open", lambda _: files)
+    monkeypatch.setattr(ModelFiles, "open", lambda *_, **__: files)
     with pytest.raises(ConfigurationError, match="the model has layers of 7 and of 8 experts"):
         make(folder, expert_load=True)
 
