@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from inferlib.checkpoint.source import CheckpointError
@@ -97,9 +98,9 @@ class _Snapshot:
         # Versions of huggingface_hub differ in the package for HTTP, whose errors come through.
         except Exception as error:
             reason = _explained(error, name, revision)
-            cache = dict(revision=revision, local_files_only=True, allow_patterns=[])
+            download = partial(huggingface_hub.HfApi().snapshot_download, allow_patterns=[])
             try:
-                folder = Path(huggingface_hub.HfApi().snapshot_download(name.repository, **cache))
+                folder = Path(download(name.repository, revision=revision, local_files_only=True))
             except (LocalEntryNotFoundError, ValueError):
                 raise CheckpointError(f"model {str(name)!r}: {reason}") from error
             if not isinstance(error, OfflineModeIsEnabled):

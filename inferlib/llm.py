@@ -298,7 +298,7 @@ class LLM:
                 f"sampling_params must be SamplingParams or a list of one for each prompt, got {brief(params)}"
             )
         if isinstance(prompt, Mapping):
-            prompt = _of_mapping(prompt)
+            prompt = _unwrapped(prompt)
         if isinstance(prompt, str):
             return self._request(prompt, self._tokenizer("text prompts").encode(prompt), params)
         return self._request(None, _token_ids(prompt), params)
@@ -459,7 +459,7 @@ def _load_programs(artifacts: Artifacts, model: ModelConfig, choices: Choices) -
     return artifacts.load(), artifacts.start()
 
 
-def _of_mapping(prompt: Mapping[str, Any]) -> Any:
+def _unwrapped(prompt: Mapping[str, Any]) -> str | Sequence[int]:
     """The text or token ids of a prompt that is a mapping, as in vLLM. Raises ValueError for any other mapping."""
     names = {"prompt", "prompt_token_ids"}
     if len(prompt) != 1 or not prompt.keys() <= names:
