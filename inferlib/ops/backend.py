@@ -21,7 +21,7 @@ class Backend:
 
     decode_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
     qkv_attention: Literal["xla", "pallas_gpu"] = "xla"  # decode attention fused with what precedes it
-    prefill_attention: Literal["xla", "pallas_tpu", "nki"] = "xla"
+    prefill_attention: Literal["xla", "pallas_gpu", "pallas_tpu", "nki"] = "xla"
     grouped_matmul: Literal["xla", "pallas_gpu", "pallas_tpu"] = "xla"  # and the sort of its rows by group
     expert_mlp: Literal["xla", "pallas_tpu"] = "xla"  # experts of decode-sized batches; "xla": grouped products
     choose_experts: Literal["xla", "pallas_gpu"] = "xla"  # scores and top-k of decode-sized batches
@@ -54,8 +54,8 @@ class Backend:
         if platform != "gpu":
             return Backend()
         all_reduce = "pallas" if _are_peers(shards) else "xla"
-        kernels = "decode_attention", "qkv_attention", "grouped_matmul", "choose_experts", "matmul", "add_norm"
-        fields = dict.fromkeys(kernels, "pallas_gpu")
+        kernels = ["decode_attention", "qkv_attention", "prefill_attention", "grouped_matmul", "choose_experts"]
+        fields = dict.fromkeys([*kernels, "matmul", "add_norm"], "pallas_gpu")
         return Backend(all_reduce=all_reduce, exchange="ragged", **fields)
 
 

@@ -41,7 +41,7 @@ def choose(cache: KvCache, window: int | jax.Array | None, backend: str, q: Shap
     """The implementation for a cache, whose arrays may be shapes.
 
     window: an array, or its shape, if it is each query's own. q: the queries [P, C, K, G, h]; None: they are not known
-    yet, and what the kernel for TPUs lacks for their shapes is not asked.
+    yet, and what the kernels for TPUs and GPUs lack for their shapes is not asked.
     """
     if backend == "xla":
         return Choice(backend)
@@ -51,6 +51,10 @@ def choose(cache: KvCache, window: int | jax.Array | None, backend: str, q: Shap
 def _lacks(cache: KvCache, window, backend: str, q: Shaped | None) -> str | None:
     if cache.scaled and backend != "pallas_tpu":
         return "a cache of int8 or fp8"
+    if backend == "pallas_gpu":
+        from inferlib.pallas_kernels import prefill_attention_gpu
+
+        return None if q is None else prefill_attention_gpu.unsupported(shape_of(q), cache)
     if cache.v is not None and cache.v.shape[-1] != cache.k.shape[-1] and backend != "pallas_tpu":
         return "values of another size than keys"
     if not isinstance(window, int | None):
@@ -76,14 +80,18 @@ def prefill_attention(
 
     The chunk's own keys and values are in the cache already. In a ring there are at least as many slots as the window
     and the span of a chunk. Rows that do not exist (absent chunks) give garbage that the caller ignores.
-    options.window: one for all queries, or [P, C] of each, which only "xla" takes. listed: a query sees no position
-    outside these blocks.
-    backend: "xla"; "nki" for the Trainium kernel (rows as pages, no scales); "pallas_tpu", which reads only blocks that
-    are seen, and is interpreted on CPU.
-    Returns out [P, C, K, G, h] in q's dtype, lse [P, C, K, G] float32. Raises ValueError for scales with "nki".
+    options.window: one for all queries, or [P, C] of each, which only "xla" and "pallas_gpu" take. listed: a query sees
+    no position outside these blocks; "xla" and "pallas_tpu" take them.
+    backend: "xla"; "nki" for the Trainium kernel (rows as pages, no scales); "pallas_gpu" (no scales, half precision)
+    and "pallas_tpu", which read only blocks that are seen, and are interpreted on CPU.
+    Returns out [P, C, K, G, h] in q's dtype, lse [P, C, K, G] float32. Raises ValueError for what the backend does not
+    take.
     """
-    if backend == "nki" and cache.scaled:
-        raise ValueError(f"backend {backend!r} takes no scales of keys and values; use xla")
+    if backend in ("nki", "pallas_gpu") and (cache.scaled or listed is not None):
+        lacking = "scales of keys and values" if cache.scaled else "list of blocks"
+        raise ValueError(f"backend {backend!r} takes no {lacking}; use xla")
+    if backend == "pallas_gpu":
+        return _by_gpu_kernel(q, cache, rows, positions, options)
     if backend == "nki":
         from inferlib.nki_kernels.flash_prefill import flash_prefill
 
@@ -91,6 +99,16 @@ def prefill_attention(
     if backend == "pallas_tpu":
         return _by_tpu_kernel(q, cache, rows, positions, options, listed)
     return _by_xla(q, cache, rows, positions, options, listed)
+
+
+def _by_gpu_kernel(q, cache: KvCache, rows, positions, options: AttentionOptions) -> tuple[jax.Array, jax.Array]:
+    from inferlib.pallas_kernels.prefill_attention_gpu import prefill_attention as kernel
+
+    def run(q, k, v, rows, positions, *, interpret: bool):
+        return kernel(q, replace(cache, k=k, v=v), rows, positions, options, interpret=interpret)
+
+    forms = dict(cpu=partial(run, interpret=True), default=partial(run, interpret=False))
+    return lax.platform_dependent(q, cache.k, cache.v, rows, positions, **forms)
 
 
 def _by_tpu_kernel(

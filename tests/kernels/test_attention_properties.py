@@ -27,6 +27,7 @@ from inferlib.pallas_kernels import (
     decode_attention_tpu,
     mla_decode_attention_tpu,
     mla_prefill_attention_tpu,
+    prefill_attention_gpu,
     prefill_attention_tpu,
 )
 from tests.helpers import decode_attention_cases, prefill_attention_cases
@@ -35,6 +36,7 @@ from tests.helpers.attention_calls import (
     mla_decode_attention,
     mla_prefill_attention,
     on_decode_kernel,
+    on_prefill_kernel,
     prefill_attention,
 )
 from tests.helpers.decode_attention_cases import behind, folded
@@ -133,6 +135,12 @@ CHUNKS = prefill_attention_cases.Case((), width=16, heads=1, group=2, slots=32, 
 PREFILL = {
     "xla": (prefill_attention, CHUNKS),
     "tpu": (partial(prefill_attention, backend="pallas_tpu"), CHUNKS),
+    "gpu": (
+        on_prefill_kernel(
+            partial(prefill_attention_gpu.prefill_attention, sizes=prefill_attention_gpu.Blocks(16, 16), interpret=True)
+        ),
+        CHUNKS,
+    ),
     "nki": (partial(prefill_attention, backend="nki"), dataclasses.replace(CHUNKS, slots=192, columns=None)),
 }
 STARTS = st.one_of(st.just(-1), near(192 - CHUNKS.width, 16, 32, 128))

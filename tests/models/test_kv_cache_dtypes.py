@@ -147,5 +147,6 @@ def test_kernels_that_lack_it_are_passed_over(checkpoint, caplog):
     config = config_from_hf(json.loads((checkpoint("llama") / "config.json").read_text()))
     ProgramSet.make(abstract_model(config, "float32"), EngineConfig.make("gpu", 2, 64, kv_cache_dtype="int8"))
     assert caplog.messages == [
-        "decode attention in 2 of 2 layers runs in XLA, not in the GPU kernel: a cache of int8 or fp8"
+        f"{operation} attention in 2 of 2 layers runs in XLA, not in the GPU kernel: a cache of int8 or fp8"
+        for operation in ("decode", "prefill")
     ]
