@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from inferlib import Buckets, SamplingParams
+from inferlib.ops.backend import Backend
 from tests.helpers.llms import MAX_LEN, assert_greedy, build_llm, random_prompts, reference
 
 LENGTHS = [1, 7, 8, 9, 31, 33, 16, 50]  # about tiles of 8 tokens and steps of 32
@@ -33,3 +34,18 @@ def test_a_step_holds_tiles_of_many_prompts(checkpoint):
     before = llm.stats.dispatches
     llm.generate(random_prompts([8, 3, 16, 1]), SamplingParams(temperature=0.0, max_tokens=1))
     assert llm.stats.dispatches - before == 2  # five tiles, of which a step has four
+
+
+def test_tiles_by_the_kernel_for_gpus_have_the_logits_of_xla(checkpoint):
+    """Layers with rings and sinks, and full ones, in bfloat16."""
+    path, prompts = checkpoint("gpt_oss"), random_prompts([50, 33])
+    by_xla, by_kernel = (
+        build_llm(path, Buckets((8, 32), (4,), (MAX_LEN,), tile=8), dtype="bfloat16", backend=backend)
+        for backend in (Backend(), Backend(prefill_attention="pallas_gpu"))
+    )
+    assert {choice.name for choice in by_kernel.engine.programs.choices.layers["prefill_attention"].values()} == {
+        "pallas_gpu"
+    }
+    for prompt in prompts:
+        want = by_xla.logits(prompt)
+        np.testing.assert_allclose(by_kernel.logits(prompt), want, rtol=0, atol=0.05 * np.std(want))
