@@ -225,9 +225,11 @@ def test_benchmarks_explain_a_wrong_option(words, monkeypatch, capsys):
 
 
 def test_options_that_do_not_hold_are_refused(checkpoint):
+    path, text = checkpoint("llama", num_hidden_layers=1), r"is neither 'auto' nor 'xla' .* are decode_attention, "
     for option in ("pallas", "matmul", "xla,matmul=xla", "matmul=auto", "", {"matmul": "xla"}):
-        with pytest.raises(ConfigurationError, match=r"is neither 'auto' nor 'xla' .* are decode_attention, "):
-            LLM(checkpoint("llama", num_hidden_layers=1), backend=option, progress=False)
+        message = text if isinstance(option, str) else "backend must be text such as 'auto', or a Backend"
+        with pytest.raises(ConfigurationError, match=message):
+            LLM(path, backend=option, progress=False)
 
 
 @pytest.mark.parametrize(
