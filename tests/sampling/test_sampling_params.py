@@ -34,9 +34,10 @@ ACCEPTED = [
 
 # Fields, and what the error must say: the field, what is allowed, the value.
 REFUSED = [
-    ({"n": 0}, "n must be an integer in [1, 2147483647], got 0"),
-    ({"n": 1.0}, "n must be an integer in [1, 2147483647], got 1.0"),
-    ({"n": True}, "n must be an integer in [1, 2147483647], got True"),
+    ({"n": 0}, "n must be an integer in [1, 1024], got 0"),
+    ({"n": 1.0}, "n must be an integer in [1, 1024], got 1.0"),
+    ({"n": True}, "n must be an integer in [1, 1024], got True"),
+    ({"n": 1025}, "n must be an integer in [1, 1024], got 1025"),
     ({"n": 2, "temperature": 0}, "n must be 1 when temperature is 0 (all outputs would be equal), got 2"),
     ({"max_tokens": 0}, "max_tokens must be an integer in [1, 2147483647], got 0"),
     ({"max_tokens": 2**40}, f"max_tokens must be an integer in [1, 2147483647], got {2**40}"),
