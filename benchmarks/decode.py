@@ -184,7 +184,7 @@ def peer_hf(hf: dict, batch: int, cache: int, steps: int, dtype: str, unchanged:
 
     gpu = torch.cuda.is_available()
     config = transformers.AutoConfig.for_model(
-        hf.get("model_type", "llama"), **{k: v for k, v in hf.items() if k != "model_type"}
+        hf.get("model_type", "llama"), **{k: v for k, v in hf.items() if k not in ("model_type", "quantization_config")}
     )
     torch.set_default_device("cuda" if gpu else "cpu")
     torch.set_default_dtype(getattr(torch, dtype))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from inferlib.checkpoint.assemble import Heads, LoadItem, expand, heads_of, layer_assembly, piece_bytes, top_assembly
 from inferlib.checkpoint.experts import expert_pieces, load_experts
-from inferlib.checkpoint.shipped import QuantizedSource, assemble_stored, is_stored_quantized
+from inferlib.checkpoint.shipped import QuantizedSource, assemble_stored, form_of, is_stored_quantized
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
 from inferlib.models.config import ModelConfig, MoeSpec
 from inferlib.models.families.common import Family
 from inferlib.models.pieces import Arrange, Piece
 from inferlib.models.quantization import Quantization
+from inferlib.ops.quantized import SCHEMES
 from inferlib.placement import TABLES, ExpertPlacement
 from inferlib.programs.start_functions import run
 from inferlib.progress import ByteProgress
@@ -278,6 +280,21 @@ def shipped_quantization(source: QuantizedSource, family: Family, config: ModelC
             f"some tensors of {', '.join(mixed)} are quantised and others are not, which layers cannot mix yet"
         )
     return Quantization(source.form.name, source.form.scheme, tuple(sorted(unquantized)))
+
+
+def described_quantization(hf: Mapping[str, Any], config: ModelConfig) -> Quantization | None:
+    """How a model is shipped by its Hugging Face config alone, for planning without its files; None if unquantised.
+
+    Of MXFP4 only experts are quantised, of the other forms everything except the head. Raises CheckpointError for forms
+    that are not supported.
+    """
+    if not (described := hf.get("quantization_config")):
+        return None
+    form, unquantized = form_of(described), ("head",)
+    if form.scheme == SCHEMES["mxfp4"]:
+        weights = abstract_model(config, "float32", scan=True).weights
+        unquantized = tuple(sorted({w.part for w in weights if w.contracting and axes.EXPERTS not in w.axes}))
+    return Quantization(form.name, form.scheme, unquantized)
 
 
 def _needs_no_scales(dtype: np.dtype) -> bool:

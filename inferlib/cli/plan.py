@@ -46,7 +46,7 @@ class FormatsArguments:
         str | None,
         typer.Option(
             help="Formats of the weights, with commas between them: none (bfloat16), int8, int4, fp8, fp8_block, "
-            "mxfp8, mxfp4; by default none,int8."
+            "mxfp8, mxfp4; by default as the model is shipped, or none,int8."
         ),
     ] = None
     kv_cache_dtype: CacheDtype = None
@@ -75,26 +75,24 @@ def plan(
 ) -> None:
     """Rank meshes, presets, weight dtypes and batch sizes for a workload, by an analytical cost model.
 
-    Needs no devices and no weights. Times are estimates from published figures. With --verify, exits with 1 if a plan
-    does not compile or does not fit.
+    Needs no devices and no weights. Times are estimates from published figures. Exits with 1 if no plan meets the
+    --slo, and with --verify if a plan does not compile or does not fit.
     """
     shape.check()
     from inferlib.aot.verify import candidates
+    from inferlib.checkpoint.load import described_quantization
     from inferlib.model_files import read_config
     from inferlib.models.families import config_from_hf
-    from inferlib.models.quantization import Quantization
-    from inferlib.planning.planner import USUAL, Slo, Workload, rank
+    from inferlib.planning import planner
     from inferlib.targets import parse_target
 
     with user_errors():
-        quantizations = USUAL
-        if formats.quantization:
-            names = formats.quantization.split(",")
-            quantizations = [None if name in ("", "none") else Quantization.named(name) for name in names]
-        workload = Workload(work.input_len, work.output_len, work.concurrency)
-        goal, slice_ = Slo.parse(work.slo), parse_target(target)
+        workload = planner.Workload(work.input_len, work.output_len, work.concurrency)
+        goal, slice_ = planner.Slo.parse(work.slo), parse_target(target)
         hf = read_config(shape.model, shape.revision) if shape.model else shape_config(shape.config)
-        ranking = rank(config_from_hf(dict(hf)), slice_, workload, goal, quantizations, formats.kv_cache_dtype)
+        config = config_from_hf(dict(hf))
+        stored = planner.formats(described_quantization(hf, config), formats.quantization)
+        ranking = planner.rank(config, slice_, workload, goal, stored, formats.kv_cache_dtype)
         chosen = candidates(ranking, output.verify) if output.verify else []
         if output.plot is not None:
             _plot(ranking, shape.name, output.plot)
@@ -103,7 +101,7 @@ def plan(
         write(json_line(_facts(ranking, shape.name, checks)).decode())
     else:
         write(_render(ranking, shape.name, output.top, checks))
-    raise typer.Exit(0 if all(check.compiled.outcome.ok for check in checks) else 1)
+    raise typer.Exit(0 if ranking.meets and all(check.compiled.outcome.ok for check in checks) else 1)
 
 
 def _verified(hf: Mapping[str, Any], options: list[Option]) -> list[Check]:

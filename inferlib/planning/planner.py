@@ -16,7 +16,7 @@ from inferlib.sharding.shards import planned_shards
 from inferlib.targets import CHIPS, Target, TargetError, parse_target, target_names
 
 _LONGEST_CHUNK = 1024  # tokens: enough for a prefill to be bound by compute on every chip
-USUAL = (None, Quantization.named("int8"))  # the default choice
+USUAL = (None, Quantization.named("int8"))  # the default choice for weights that are shipped unquantised
 _WIDEST = 64  # most devices of a replica: with more, a step is all latency
 
 
@@ -174,6 +174,15 @@ def _digits(value: float) -> float:
     return float(f"{value:.3g}")
 
 
+def formats(shipped: Quantization | None, names: str | None) -> tuple[Quantization | None, ...]:
+    """The formats of weights to rank: those named, with commas between them and "none" for bfloat16; by default the one
+    that a model is shipped in, or `USUAL`. Raises ConfigError for an unknown name."""
+    if not names:
+        return USUAL if shipped is None else (shipped,)
+    by_name = {"": None, "none": None} | ({} if shipped is None else {shipped.name: shipped})
+    return tuple(by_name[name] if name in by_name else Quantization.named(name) for name in names.split(","))
+
+
 def rank(
     config: ModelConfig,
     target: Target,
@@ -302,7 +311,8 @@ def _advice(nearest: Option, quantizations: Sequence[Quantization | None]) -> st
     chips = [chip for chip in CHIPS.values() if chip.platform == target.platform and chip.hbm_bytes]
     chips.sort(key=lambda chip: chip != target.chip)
     able = []
-    for quantization in USUAL:
+    # Weights that are shipped quantised stay so.
+    for quantization in USUAL if None in quantizations else quantizations:
         names = [target.name] if quantization not in quantizations else []
         for offered in (names, *(target_names(chip.name) for chip in chips)):
             fit = (n for n in offered if _fits(replace(deployed, quantization=quantization), n, nearest.workload))

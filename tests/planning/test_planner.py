@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 
 from benchmarks.compile import CASES as DEPLOYMENTS
 from inferlib import configs
+from inferlib.checkpoint.load import described_quantization
 from inferlib.cli import app
 from inferlib.config import ConfigurationError
 from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
-from inferlib.planning.planner import PlanError, Slo, Workload, rank
+from inferlib.planning.planner import USUAL, PlanError, Slo, Workload, formats, rank
 from inferlib.planning.plans import Plan, load_plan
 from inferlib.targets import TargetError, parse_target
 
@@ -133,11 +134,30 @@ def test_command(tmp_path):
     assert screen.exit_code == 0, screen.output
     assert "Best: --parallel" in screen.output
     assert "tokens/s per chip" in picture.read_text()
+    assert run(*arguments, "--slo", "itl=0.000001").exit_code == 1
     facts = json.loads(run(*arguments, "--quantization", "none", "--json").output)
     assert {o["weights"] for o in facts["options"]} == {"bfloat16"}
     assert facts["best"] == facts["options"][0]
     assert facts["workload"] == {"input_len": 512, "output_len": 256, "concurrency": 16}
     assert facts["best"]["bytes"]["total"] < 15.75 * 1024**3
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "weights"),
+    [("gpt-oss-120b", "cuda:h100", "mxfp4"), ("deepseek-v3", "v6e-64", "fp8_block"), ("llama3-8b", "v5e-8", None)],
+)
+def test_plans_start_from_how_a_model_is_shipped(name, target, weights):
+    hf = configs.load(name)
+    config = config_from_hf(hf)
+    shipped = described_quantization(hf, config)
+    assert (shipped and shipped.name) == weights
+    assert formats(shipped, None) == (USUAL if shipped is None else (shipped,))
+    assert formats(shipped, f"{weights or 'none'},int8") == (shipped, Quantization.named("int8"))
+    best = rank(config, parse_target(target), Workload(1024, 256, 1), quantizations=formats(shipped, None)).best
+    assert best.deployed.quantization in formats(shipped, None)
+    if weights == "mxfp4":  # of gpt-oss the experts alone
+        quantized = {w.part for w in best.deployed.model.weights if w.scheme}
+        assert quantized == {"mlp.experts.gate_up", "mlp.experts.down"}
 
 
 @pytest.mark.parametrize(
