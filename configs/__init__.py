@@ -31,3 +31,8 @@ def plan_names() -> tuple[str, ...]:
 def plan_text(name: str) -> str:
     """The YAML text of a deployment plan (see `inferlib.planning.plans`)."""
     return (_FOLDER / "plans" / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def measurements(name: str) -> dict[str, Any]:
+    """A table of measurements, e.g. "h200-decode"."""
+    return yaml.safe_load((_FOLDER / "measurements" / f"{name}.yaml").read_text(encoding="utf-8"))

@@ -33,6 +33,11 @@ class ExpertWeights:
     layer: jax.Array | None = None
 
 
+# Tokens up to which the kernel is faster than sorting them by expert.
+MOST_TOKENS = 128
+MOST_TOKENS_4_BIT = 32  # the same, with weights of four bits
+
+
 def choose(tokens: int | None, weights: ExpertWeights, dtype, backend: str, *, split_inputs: bool = False) -> Choice:
     """The implementation that takes `tokens` tokens of a dtype through experts; "xla" stands for products by
     `grouped_matmul`.
@@ -41,7 +46,8 @@ def choose(tokens: int | None, weights: ExpertWeights, dtype, backend: str, *, s
     """
     if backend != "pallas_tpu":
         return Choice("xla")
-    most = 32 if isinstance(weights.gate_up, PackedTensor) and weights.gate_up.bits == 4 else 128
+    four = isinstance(weights.gate_up, PackedTensor) and weights.gate_up.bits == 4
+    most = MOST_TOKENS_4_BIT if four else MOST_TOKENS
     if tokens is not None and tokens > most:
         return Choice("xla", f"products of {tokens} tokens with an expert take longer than reading its weights")
     if split_inputs:

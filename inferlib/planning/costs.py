@@ -6,6 +6,7 @@ Weights come from the abstract model, the cache from its plan, collectives from 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -16,7 +17,7 @@ import numpy as np
 
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
 from inferlib.config import check_kv_cache_dtype
-from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
 from inferlib.models.config import Mixer, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.exchange import pairs_room
 from inferlib.models.layout import Layout
@@ -24,10 +25,13 @@ from inferlib.models.quantization import Quantization
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import nbytes
+from inferlib.planning import rates
 from inferlib.planning.collectives import Collective
 from inferlib.planning.estimate import estimate
 from inferlib.planning.experts import mixture_of
+from inferlib.planning.kernels import Tokens, attention_rate, fetches_ahead, product_rate, small_seconds
 from inferlib.planning.network import ATTAINED, IDEAL, Efficiency, Network, place
+from inferlib.planning.rates import PLAIN, Part
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.row_state import RowState
 from inferlib.sharding import axes
@@ -39,13 +43,20 @@ from inferlib.targets import Target
 @dataclass(frozen=True)
 class Work:
     """One step on one device. flops: operations, as if all ran at the rate of bfloat16. bytes: read from and written to
-    HBM."""
+    HBM.
+
+    parts: the same by kernel; none: a single kernel at the chip's attained rates. small: seconds of operations beside
+    them. fetches_ahead: whether weights are fetched while a collective is under way.
+    """
 
     flops: float
     weight_bytes: float
     cache_bytes: float
     activation_bytes: float = 0.0
     collectives: tuple[Collective, ...] = ()
+    parts: tuple[Part, ...] = ()
+    small: float = 0.0
+    fetches_ahead: bool = True
 
     @property
     def nbytes(self) -> float:
@@ -56,8 +67,8 @@ class Work:
 class StepTime:
     """Seconds of a step.
 
-    compute, memory, network: each of them alone, at attained rates. seconds: all together. floor: the longest of the
-    three at the published rates, with the others hidden behind it.
+    compute, memory, network: each of them alone, at attained rates. seconds: all together, with small operations.
+    floor: the longest of the three at the published rates, with the others hidden behind it.
     """
 
     compute: float
@@ -76,32 +87,32 @@ class StepTime:
 def step_time(work: Work, network: Network) -> StepTime:
     """How long a step takes.
 
-    Memory and compute overlap. A collective waits for what was computed. Meanwhile the next weights are fetched, as
-    many as on-chip memory holds beside the compiler's scratch.
+    Kernels follow one another; in most, memory and compute overlap. A collective waits for what was computed. If XLA
+    multiplies by the weights, the next ones are fetched meanwhile, as many as on-chip memory holds beside the
+    compiler's scratch.
     """
     target = network.target
-    compute, memory, waits = _alone(work, network, ATTAINED)
-    waiting = sum(count * t for count, t in waits)
+    parts = work.parts or (Part(PLAIN, work.flops, work.nbytes),)
+    compute, memory, busy = (sum(times) for times in zip(*(p.seconds(target, ATTAINED) for p in parts), strict=True))
+    waits = _waits(work, network, ATTAINED)
     free = (target.chip.vmem_bytes - target.chip.scratch_bytes) / (target.hbm_bandwidth * ATTAINED.memory)
-    fetched = min(memory, sum(count * min(t, free) for count, t in waits))
-    ideal_compute, ideal_memory, ideal_waits = _alone(work, network, IDEAL)
+    fetched = work.fetches_ahead * min(memory, sum(count * min(t, free) for count, t in waits))
+    waiting = sum(count * t for count, t in waits)
+    ideal = max(work.flops / target.rate("bfloat16"), work.nbytes / target.hbm_bandwidth)
     return StepTime(
         compute,
         memory,
         waiting,
-        seconds=waiting + max(compute, memory - fetched),
-        floor=max(ideal_compute, ideal_memory, sum(count * t for count, t in ideal_waits)),
+        seconds=waiting + max(compute, busy - fetched) + work.small,
+        floor=max(ideal, sum(count * t for count, t in _waits(work, network, IDEAL))),
     )
 
 
-def _alone(work: Work, network: Network, efficiency: Efficiency) -> tuple[float, float, list[tuple[int, float]]]:
-    """Seconds of compute, seconds of memory, and (count, seconds) of each kind of wait for a collective.
+def _waits(work: Work, network: Network, efficiency: Efficiency) -> list[tuple[int, float]]:
+    """(count, seconds) of each kind of wait for a collective.
 
     No weights are used between a reduce-scatter and the all-gather that follows it, so the two are one wait.
     """
-    target = network.target
-    compute = work.flops / (target.rate("bfloat16") * efficiency.compute)
-    memory = work.nbytes / (target.hbm_bandwidth * efficiency.memory)
     waits, scattered = [], sum(c.count for c in work.collectives if c.kind == "reduce-scatter")
     pairs = 0.0
     for c in work.collectives:
@@ -109,7 +120,7 @@ def _alone(work: Work, network: Network, efficiency: Efficiency) -> tuple[float,
             pairs += c.count * network.seconds(c, efficiency)
         else:
             waits.append((c.count, network.seconds(c, efficiency)))
-    return compute, memory, [*waits, (scattered, pairs / max(scattered, 1))]
+    return [*waits, (scattered, pairs / max(scattered, 1))]
 
 
 @dataclass(frozen=True)
@@ -132,7 +143,8 @@ class Matrix:
 
     elements: number of elements in all layers; for experts, of one expert. inner: elements of one layer for each column
     of the model. experts: the mixture that it belongs to. in_mlp: whether the feed-forward multiplies by it, which may
-    take the rows of several devices together (`Shards.mlp_row_shards`).
+    take the rows of several devices together (`Shards.mlp_row_shards`). count: number of experts, else 1. packed: one
+    layer's part, if it is quantised.
     """
 
     elements: int
@@ -142,6 +154,8 @@ class Matrix:
     use: Literal["tokens", "sampled", "looked up"]
     experts: MoeSpec | None = None
     in_mlp: bool = False
+    count: int = 1
+    packed: WeightSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -279,31 +293,53 @@ class Deployed:
         what it receives.
         """
         count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
-        everyone = tokens * self.shards.mlp_row_shards * self.shards.size(axes.EXPERTS)
-        flops = moved = weights = cache = 0.0
-        for m in self.matrices:
-            # On average, a device's experts are chosen as often as its tokens choose.
-            times = count[m.use] * self._row_shards(m) * (m.experts.router.chosen if m.experts else 1)
-            flops += 2.0 * times * m.elements
-            moved += 2.0 * times * m.layers * (self.width + m.inner)
-            if m.use != "looked up":
-                weights += m.nbytes * (m.experts.read_share(everyone) if m.experts else 1)
+        parts = [self._product(m, count[m.use], tokens) for m in self.matrices if m.use != "looked up"]
+        flops, weights, moved = (sum(column) for column in zip(*(sums for _, sums in parts), strict=True))
+        kernels, cache, decode = [part for part, _ in parts], 0.0, not key.chunks
         share = ring / self.shards.size(axes.POSITIONS)  # of the positions that a device sees
         for block in self.blocks:
             spec, layers = block.attention, block.layers
             if isinstance(spec, Recurrent):
-                flops += 2.0 * layers * tokens * block.heads * spec.token_products
-                cache += 2.0 * layers * rows * block.state
-                continue
-            reach, width = spec.reach or float("inf"), spec.pair_width(decode=not key.chunks)
-            flops += 2.0 * layers * tokens * block.heads * width * min(seen, reach) * share
-            if isinstance(spec, MlaSpec) and key.chunks:  # of the chunk itself with the matrices
-                expanded = (live * share - tokens) * spec.kv_rank * (spec.nope_dim + spec.value_dim)
-                flops += 2.0 * layers * block.heads * max(expanded, 0.0)
-            read = rows * min(live, reach + tokens * ring / rows) * share
-            passed = read * (ring - 1) / ring
-            cache += layers * (block.cached * (read + passed) + block.written * tokens * share)
-        return Work(flops, weights, cache, moved, self._collectives(key))
+                done = 2.0 * layers * tokens * block.heads * spec.token_products
+                touched = 2.0 * layers * rows * block.state
+            else:
+                reach, width = spec.reach or float("inf"), spec.pair_width(decode=decode)
+                done = 2.0 * layers * tokens * block.heads * width * min(seen, reach) * share
+                if isinstance(spec, MlaSpec) and key.chunks:  # of the chunk itself with the matrices
+                    expanded = (live * share - tokens) * spec.kv_rank * (spec.nope_dim + spec.value_dim)
+                    done += 2.0 * layers * block.heads * max(expanded, 0.0)
+                read = rows * min(live, reach + tokens * ring / rows) * share
+                passed = read * (ring - 1) / ring
+                touched = layers * (block.cached * (read + passed) + block.written * tokens * share)
+            kernels.append(Part(attention_rate(isinstance(spec, MlaSpec), decode, self._backend), done, touched))
+            flops, cache = flops + done, cache + touched
+        ahead = fetches_ahead(tokens, self._backend)
+        small = self._small(Tokens(tokens, self.width, chunk=not decode))
+        return Work(flops, weights, cache, moved, self._collectives(key), tuple(kernels), small, ahead)
+
+    def _product(self, m: Matrix, rows: float, tokens: float) -> tuple[Part, tuple[float, float, float]]:
+        """A matrix's products with `rows` rows, and their operations, bytes of weights, and bytes of activations in
+        HBM; a step has `tokens` tokens on a device."""
+        everyone = tokens * self.shards.mlp_row_shards * self.shards.size(axes.EXPERTS)
+        # On average, a device's experts are chosen as often as its tokens choose.
+        times = rows * self._row_shards(m) * (m.experts.router.chosen if m.experts else 1)
+        flops, moved = 2.0 * times * m.elements, 2.0 * times * (self.width + m.inner)
+        chip = self.target.chip
+        moved *= m.layers * (moved > chip.vmem_bytes - chip.scratch_bytes)  # else they stay on chip
+        read = m.experts.read_share(everyone) if m.experts else 1.0  # share of the weight
+        rate, elements = PLAIN, 0.0
+        if m.packed is not None and times:
+            rate, each = product_rate(m.packed, math.ceil(times), self._backend)
+            read = times / m.count if each else read
+            elements = m.elements * m.count * read
+        product = Part(rate, rates.rounded(rate, times) * flops, m.nbytes * read + moved, elements, m.layers)
+        return product, (flops, m.nbytes * read, moved)
+
+    def _small(self, tokens: Tokens) -> float:
+        """Seconds of the small operations of all layers."""
+        scheme = None if self.quantization is None else self.quantization.scheme
+        layers = self.config.layers
+        return sum(small_seconds(layer, tokens, scheme, self.target, self.shards) for layer in layers)
 
     def _collectives(self, key: ProgramKey) -> tuple[Collective, ...]:
         plan = self.plan(self.replicas, key.limit, key.chunk or 1)
@@ -357,7 +393,11 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
             use = "sampled"
         size = sum(nbytes(shards.local_shape(a.axes, a.shape), a.dtype) for a in weight.arrays)
         counts = (elements, size, layers, inner) if matrix else (0, size, 0, 0)
-        matrices.append(Matrix(*counts, use, experts, in_mlp=weight.part.startswith("mlp.")))
+        packed = None
+        if weight.scheme is not None:
+            one = weight.of_layer
+            packed = replace(one, shape=shards.local_shape(one.axes, one.shape))
+        matrices.append(Matrix(*counts, use, experts, weight.part.startswith("mlp."), count, packed))
     return tuple(matrices)
 
 

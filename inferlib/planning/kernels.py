@@ -1,0 +1,93 @@
+"""Which kernel multiplies by a weight at a number of rows, and so how fast: from the choices of `inferlib.ops`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax.numpy as jnp
+
+from inferlib.models.abstract import WeightSpec
+from inferlib.models.config import LayerSpec, MlaSpec, MoeSpec
+from inferlib.ops import grouped_matmul, matmul
+from inferlib.ops.backend import Backend
+from inferlib.ops.expert_mlp import MOST_TOKENS, MOST_TOKENS_4_BIT
+from inferlib.ops.packed import FEW_ROWS
+from inferlib.ops.quantized import Scheme
+from inferlib.planning import rates
+from inferlib.planning.rates import Rate
+from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
+from inferlib.targets import Target
+
+
+@lru_cache(maxsize=4096)
+def product_rate(weight: WeightSpec, rows: int, backend: Backend) -> tuple[Rate, bool]:
+    """The rate of a product with a weight, of one layer on one device, and whether each row reads a weight of its own.
+
+    rows: of the product; of experts, all rows of all of them.
+    """
+    if weight.scheme is None or backend.matmul != "pallas_gpu":
+        return rates.PLAIN, False
+    value: Any = weight.value
+    if axes.EXPERTS in weight.axes:
+        name = grouped_matmul.choose(rows, value, jnp.bfloat16, backend.grouped_matmul).name
+    else:
+        options: dict[str, Any] = dict(contract=len(weight.contracting), backend=backend.matmul)
+        name = matmul.choose(value, rows, jnp.bfloat16, **options).name
+    return _of_gpu(name, value.values.dtype.name, value.grouped), name == "pallas_gpu_unsorted"
+
+
+def _of_gpu(name: str, dtype: str, grouped: bool) -> Rate:
+    four = dtype in rates.TILES
+    match name:
+        case "row_matmul" | "pallas_gpu_unsorted":
+            return rates.ROWS_4_BIT if four else rates.ROWS_8_BIT
+        case "grouped_matmul":
+            return rates.TILES.get(dtype, rates.TILES_8_BIT)
+        case "pallas_gpu":
+            return rates.EXPERT_TILES_4_BIT if four else rates.TILES_8_BIT
+    return rates.XLA_GROUPS if grouped else rates.XLA_CHANNEL
+
+
+def attention_rate(latent: bool, decode: bool, backend: Backend) -> Rate:
+    """The rate of attention, which reads the cache."""
+    return rates.LATENTS if latent and decode and backend.decode_attention == "pallas_gpu" else rates.PLAIN
+
+
+def fetches_ahead(tokens: float, backend: Backend) -> bool:
+    """Whether XLA multiplies by the weights, and so may fetch the next ones during a collective; a kernel of ours reads
+    its weights when it runs."""
+    return backend.matmul != "pallas_tpu" or tokens > FEW_ROWS
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A step's tokens on a device. width: of the residual there. chunk: they are a prompt's."""
+
+    count: float
+    width: int
+    chunk: bool
+
+
+def small_seconds(layer: LayerSpec, tokens: Tokens, scheme: Scheme | None, target: Target, shards: Shards) -> float:
+    """Seconds of one layer's small operations. scheme: of its experts."""
+    small, attention = rates.SMALL.get(target.platform, rates.NO_SMALL), layer.attention
+    norms = (getattr(attention, "qk_norm", None) is not None) + 2 * layer.post_norm
+    elements = tokens.count * tokens.width
+    seconds = max(small.layer + norms * small.norm, small.element * elements / target.chip.cores)
+    seconds += small.latent * isinstance(attention, MlaSpec)
+    if not isinstance(layer.mlp, MoeSpec):
+        return seconds
+    seconds += small.experts + tokens.chunk * small.sorted
+    devices, elements = shards.size(axes.EXPERTS), elements * layer.mlp.router.chosen
+    if devices == 1:
+        return seconds
+    if tokens.chunk:
+        return seconds + small.exchange + small.sent + small.exchanged * elements
+    # Few tokens go to all devices, and through all experts there, or sorted by expert.
+    four = scheme is not None and scheme.values in rates.TILES
+    most = MOST_TOKENS_4_BIT if four else MOST_TOKENS
+    sorted_ = tokens.count * shards.mlp_row_shards * devices > most
+    return seconds + small.exchange + sorted_ * small.exchanged * elements * devices

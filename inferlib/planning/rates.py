@@ -1,0 +1,116 @@
+"""How fast the kernels of each platform are, beside their bytes and operations: a few measured numbers.
+
+GPUs: an H200, from steps of decoding (`configs/measurements/h200-decode.yaml`) and single products
+(docs/kernels/measurements.md). TPUs: the compiler's cycles for the small operations of the programs of `configs/plans`
+(docs/guide/planning.md). Other platforms have no such numbers, and are priced by bytes and operations alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, inf
+
+from inferlib.planning.network import Efficiency
+from inferlib.targets import Target
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast a kernel is.
+
+    flops: FLOP/s, None for what matrix products of the chip attain. unpack: elements/s that it makes of packed ones.
+    overlaps: it unpacks and multiplies while it reads. start: seconds of each launch. share: of the memory bandwidth
+    that large copies attain.
+    """
+
+    flops: float | None = None
+    unpack: float = inf
+    overlaps: bool = True
+    start: float = 0.0
+    share: float = 1.0
+
+
+PLAIN = Rate()
+# Products on GPUs by what `ops.matmul.choose` and `ops.grouped_matmul.choose` name.
+# XLA converts weights with a scale for each channel in the product, and writes those in groups to memory first.
+XLA_CHANNEL = Rate(unpack=7.8e12, overlaps=False)
+XLA_GROUPS = Rate(unpack=5e11, overlaps=False)
+# The kernel of few rows adds partial sums in another kernel. It serves four rows in the time of two.
+ROWS_4_BIT = Rate(flops=118e12, unpack=6.8e12, start=1.8e-6)
+ROWS_8_BIT = Rate(flops=118e12, unpack=5.0e12, start=1.8e-6)
+ROWS_STEP = 4
+# The kernel of tiles, whose tiles have up to 64 rows of one weight, and mostly 16 of an expert.
+TILES = {
+    "float4_e2m1fn": Rate(flops=265e12, unpack=1.1e12, overlaps=False),
+    "int4": Rate(flops=265e12, unpack=6.9e12, overlaps=False),
+}
+TILES_8_BIT = Rate(flops=265e12, overlaps=False)
+EXPERT_TILES_4_BIT = Rate(flops=265e12, unpack=3e12, overlaps=False)
+# Decode attention over latents, from DeepSeek-V2-Lite at 16 and 64 rows.
+LATENTS = Rate(share=0.5)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Work of one kind of kernel in a step. launches: of the kernel; elements: of packed weights."""
+
+    rate: Rate
+    flops: float
+    nbytes: float
+    elements: float = 0.0
+    launches: float = 0.0
+
+    def seconds(self, target: Target, efficiency: Efficiency) -> tuple[float, float, float]:
+        """Seconds of its operations, of its bytes, and of all together."""
+        rate = self.rate
+        compute = (
+            self.flops / (rate.flops or target.rate("bfloat16") * efficiency.compute) + self.elements / rate.unpack
+        )
+        memory = self.nbytes / (target.hbm_bandwidth * efficiency.memory * rate.share)
+        busy = max(compute, memory) if rate.overlaps else compute + memory
+        return compute, memory, busy + self.launches * rate.start
+
+
+def rounded(rate: Rate, rows: float) -> float:
+    """The factor by which a kernel multiplies more rows than there are."""
+    if rate not in (ROWS_4_BIT, ROWS_8_BIT) or rows <= 1:
+        return 1.0
+    return ceil(rows / ROWS_STEP) * ROWS_STEP / rows
+
+
+@dataclass(frozen=True)
+class Small:
+    """Seconds of a layer's small operations, such as norms, rotary embedding, residual sums and routing.
+
+    layer: of any layer. norm: of each norm beyond the two that precede the branches. latent, experts: of a layer with
+    them, beside that. exchange: of tokens that go to experts of other devices, beside that. sorted, sent: of a chunk
+    whose tokens are sorted by expert, and go to other devices; exchanged: of each element that does. element: of the
+    residual, on one core, if that takes longer than `layer`.
+    """
+
+    layer: float = 0.0
+    norm: float = 0.0
+    latent: float = 0.0
+    experts: float = 0.0
+    exchange: float = 0.0
+    sorted: float = 0.0
+    sent: float = 0.0
+    exchanged: float = 0.0
+    element: float = 0.0
+
+
+SMALL = {
+    "gpu": Small(layer=15e-6, latent=14e-6, experts=15e-6),
+    "tpu": Small(
+        layer=12e-6,
+        norm=12e-6,
+        latent=35e-6,
+        experts=16e-6,
+        exchange=40e-6,
+        sorted=170e-6,
+        sent=430e-6,
+        exchanged=80e-12,
+        element=42e-12,
+    ),
+}
+NO_SMALL = Small()
