@@ -14,6 +14,7 @@ from inferlib.config import Buckets
 from inferlib.inspection.outcome import Outcome
 from inferlib.inspection.report import ProgramReport, Report
 from inferlib.planning.costs import StepTime, Work, step_time
+from inferlib.planning.network import ATTAINED, IDEAL, Efficiency
 from inferlib.planning.planner import Option, Ranking
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program import ProgramKey
@@ -23,13 +24,33 @@ from inferlib.programs.program import ProgramKey
 class Check:
     """A program of a plan: a decode step of all rows, or a prefill chunk. Both read the whole cache bucket.
 
-    work, time: the cost model's figures. compiled: the compiler's.
+    work, time: the cost model's figures. compiled: the compiler's report.
     """
 
     option: Option
     work: Work
     time: StepTime
     compiled: ProgramReport
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds by the compiler, which counts no kernel of ours: those are at the rates that the model attains too.
+        None without an estimate."""
+        if self.compiled.estimate is None:
+            return None
+        kernels, target = self.compiled.kernels, self.option.deployed.target
+
+        def at(efficiency: Efficiency) -> float:
+            bandwidth = target.hbm_bandwidth * efficiency.memory
+            rate = target.rate("bfloat16") * efficiency.compute
+            return sum(k["count"] * max(k["nbytes"] / bandwidth, k["flops"] / rate) for k in kernels)
+
+        return self.compiled.estimate + at(ATTAINED) - at(IDEAL)
+
+    @property
+    def difference(self) -> float | None:
+        """By how much the compiler's seconds exceed the model's, as a share of the model's."""
+        return None if self.seconds is None else self.seconds / self.time.seconds - 1.0
 
     def facts(self) -> dict[str, Any]:
         """The check as JSON values: seconds, bytes that a device moves in a step, and the bytes of its `memory`."""
@@ -42,16 +63,33 @@ class Check:
             "status": p.outcome.status,
             "error": p.outcome.error,
             "model": {"seconds": self.time.seconds, "memory": option.memory.total, "bytes": self.work.nbytes},
-            "compiler": {"seconds": p.estimate, "memory": p.peak, "bytes": p.moved_bytes},
+            "difference": self.difference,
+            "compiler": {"seconds": self.seconds, "memory": p.peak, "bytes": p.moved_bytes},
         }
 
 
 def candidates(ranking: Ranking, count: int) -> list[Option]:
-    """The best plans on the frontier. Raises CompileError for a target without the TPU compiler."""
+    """The best plan of each of the `count` best meshes. Raises CompileError for a target without the TPU compiler."""
     if ranking.target.platform != "tpu":
         raise CompileError(f"plans are verified with the TPU compiler, and {ranking.target} is no TPU slice")
     check_compiler(ranking.target)
-    return sorted(ranking.frontier, key=ranking.options.index)[:count]
+    by_mesh: dict[str, Option] = {}
+    for option in ranking.options:
+        by_mesh.setdefault(str(option.deployed.parallel), option)
+    return list(by_mesh.values())[:count]
+
+
+def by_compiler(ranking: Ranking, checks: Sequence[Check]) -> Ranking | None:
+    """The plans that were verified, ranked again: each by the model's times, times what the compiler's exceed them by.
+    None if no plan compiled and fits."""
+    plans: dict[int, Option] = {}
+    failed = {id(check.option) for check in checks if not check.compiled.outcome.ok}
+    for check in checks:
+        key, factor = id(check.option), 1.0 + (check.difference or 0.0)
+        if key not in failed:
+            option = plans.get(key, check.option)
+            plans[key] = option.slower(prefill=factor) if check.compiled.key.chunks else option.slower(decode=factor)
+    return ranking.of(plans.values()) if plans else None
 
 
 def deployment(hf: Mapping[str, Any], option: Option) -> Deployment:

@@ -76,7 +76,8 @@ def small_seconds(layer: LayerSpec, tokens: Tokens, scheme: Scheme | None, targe
     small, attention = rates.SMALL.get(target.platform, rates.NO_SMALL), layer.attention
     norms = (getattr(attention, "qk_norm", None) is not None) + 2 * layer.post_norm
     elements = tokens.count * tokens.width
-    seconds = max(small.layer + norms * small.norm, small.element * elements / target.chip.cores)
+    split = shards.size(axes.MLP) if shards.splits_tokens else 1  # the residual, and so its norms and sums
+    seconds = max(small.layer + norms * small.norm, small.element * elements / (split * target.chip.cores))
     seconds += small.latent * isinstance(attention, MlaSpec)
     if not isinstance(layer.mlp, MoeSpec):
         return seconds

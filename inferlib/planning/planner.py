@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
@@ -90,6 +90,11 @@ class Option:
     decode: StepTime
     prefill: float
 
+    def slower(self, decode: float = 1.0, prefill: float = 1.0) -> Option:
+        """The option with these factors on its times."""
+        step = replace(self.decode, seconds=decode * self.decode.seconds)
+        return replace(self, decode=step, prefill=prefill * self.prefill)
+
     @property
     def active(self) -> int:
         """The number of rows that the workload fills."""
@@ -154,6 +159,12 @@ class Ranking:
     def best(self) -> Option:
         return self.options[0]
 
+    def of(self, options: Iterable[Option]) -> Ranking:
+        """The ranking of other options for the same workload."""
+        slo = self.slo
+        order = sorted(options, key=lambda o: (_digits(slo.missed_by(o)), -_digits(o.throughput), _digits(o.itl)))
+        return replace(self, options=tuple(order))
+
     @property
     def meets(self) -> bool:
         """True if the best option meets the SLO."""
@@ -212,8 +223,7 @@ def rank(
     options = [o for o in every if o.over <= 0]
     if not options:
         raise PlanError(_advice(min(every, key=lambda o: o.over), quantizations))
-    options.sort(key=lambda o: (_digits(slo.missed_by(o)), -_digits(o.throughput), _digits(o.itl)))
-    return Ranking(workload, slo, target, tuple(options))
+    return Ranking(workload, slo, target, ()).of(options)
 
 
 def meshes(config: ModelConfig, target: Target, chunk: int) -> list[Parallelism]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from dataclasses import fields
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
-from inferlib.aot.verify import candidates
+from inferlib.aot.verify import Check, by_compiler, candidates
 from inferlib.cli import app
+from inferlib.inspection.outcome import Outcome
+from inferlib.inspection.report import ProgramReport
 from inferlib.models.families import config_from_hf
-from inferlib.planning.planner import Workload, rank
+from inferlib.planning.costs import step_time
+from inferlib.planning.planner import Option, Slo, Workload, rank
+from inferlib.programs.program import ProgramKey
 from inferlib.targets import parse_target
 
 libtpu = importlib.util.find_spec("libtpu") is not None
@@ -54,6 +59,7 @@ def test_the_compilers_figures_beside_the_models(model):
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
     best = facts["options"][0]
+    assert facts["best_verified"]["parallel"] == best["parallel"]
     checks = facts["verified"]
     assert [c["program"].split()[0] for c in checks] == ["decode", "prefill"]
     for check in checks:
@@ -72,17 +78,55 @@ def test_several_plans_in_a_table(model):
     assert result.exit_code == 0, result.output
     table = result.stdout.split("by the TPU compiler", 1)[1]
     assert len(re.findall(r"GiB +compiled *\n", table)) == 4
+    assert len(re.findall(r" [+-]\d+% ", table)) == 4
+    assert "With the compiler's times:\nBest: --parallel" in table
 
 
-def test_candidates_are_the_best_of_their_frontier(monkeypatch):
+def test_candidates_are_the_best_of_different_meshes(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    hf = config_from_hf(HF)
-    ranking = rank(hf, parse_target("v5e:2x2"), Workload(100, 20, 16))
+    ranking = rank(config_from_hf(HF), parse_target("v5e:2x2"), Workload(100, 20, 16))
     every = candidates(ranking, 99)
+    meshes = [str(o.deployed.parallel) for o in every]
+    assert len(set(meshes)) == len(meshes) > 2
+    assert set(meshes) == {str(o.deployed.parallel) for o in ranking.options}
     assert [ranking.options.index(o) for o in every] == sorted(ranking.options.index(o) for o in every)
-    assert candidates(ranking, 1) == every[:1]
-    for option in every:
-        assert not any(o.itl < 0.99 * option.itl and o.throughput > 1.01 * option.throughput for o in ranking.options)
+    assert every[0] is ranking.best
+    assert candidates(ranking, 2) == every[:2]
+
+
+def reported(option, key: ProgramKey, factor: float | None, status="compiled") -> Check:
+    """A check whose compiler takes `factor` times as long as the model says, without kernels of ours."""
+    work = option.deployed.decode(key.rows, key.limit) if key.rows else option.deployed.prefill(key.chunk, 0)
+    time = step_time(work, option.deployed.network)
+    cycles = None if factor is None else factor * time.seconds
+    outcome = Outcome(key, status, {"kernels": []})
+    figures = dict.fromkeys(f.name for f in fields(ProgramReport))
+    figures |= {"key": key, "outcome": outcome, "cycles": cycles, "network": None if factor is None else 0.0}
+    return Check(option, work, time, ProgramReport(**figures))
+
+
+def test_verified_plans_are_ranked_again():
+    ranking = rank(config_from_hf(HF), parse_target("v5e:2x2"), Workload(100, 20, 16), Slo(itl=1.0))
+    first, second = candidates_without_compiler(ranking)
+    decode, prefill = ProgramKey("greedy", 4, 128, steps=8), ProgramKey("greedy", 0, 128, chunks=1, chunk=128)
+    checks = [reported(first, decode, 1e6), reported(first, prefill, 2.0), reported(second, decode, None)]
+    assert checks[0].difference == pytest.approx(1e6 - 1)
+    again = by_compiler(ranking, checks)
+    assert [o.deployed.parallel for o in again.options] == [second.deployed.parallel, first.deployed.parallel]
+    assert again.best == second  # without an estimate, the model's times stay
+    slower = again.options[1]
+    assert slower.prefill == pytest.approx(2 * first.prefill)
+    assert slower.decode.seconds == pytest.approx(1e6 * first.decode.seconds)
+    assert not by_compiler(ranking, checks[:2]).meets
+    assert by_compiler(ranking, [reported(first, decode, None, "failed")]) is None
+    assert by_compiler(ranking, []) is None
+
+
+def candidates_without_compiler(ranking) -> list[Option]:
+    by_mesh = {}
+    for option in ranking.options:
+        by_mesh.setdefault(str(option.deployed.parallel), option)
+    return list(by_mesh.values())[:2]
 
 
 @pytest.mark.parametrize(
