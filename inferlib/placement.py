@@ -98,7 +98,7 @@ def balanced(load: np.ndarray, devices: int, slots: int | None = None) -> Expert
     load = np.asarray(load, np.float64)
     if load.ndim != 2 or not load.size or not np.isfinite(load).all() or (load < 0).any():
         raise ConfigurationError(f"an expert load is counts [layers, experts], got an array of shape {load.shape}")
-    experts = load.shape[1]
+    experts: int = load.shape[1]
     slots = -(-experts // devices) * devices if slots is None else slots
     if devices < 1 or slots < experts or slots % devices:
         raise ConfigurationError(

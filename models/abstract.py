@@ -6,9 +6,10 @@ Loading, random initialisation, budgets and compilation all derive from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from inferlib.models.config import ModelConfig
+from inferlib.models.config import ModelConfig, MoeSpec
 from inferlib.models.decoder import Decoder
 from inferlib.models.layers.param import random_leaf
 from inferlib.models.layout import Layout
@@ -79,7 +80,7 @@ class WeightSpec:
     def local(self, shards: Shards) -> jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor:
         """A device's shard of `value`."""
         arrays = ((shards.local_shape(array.axes, array.shape), array.dtype) for array in self.arrays)
-        structs = [jax.ShapeDtypeStruct(*array) for array in arrays]
+        structs: list[Any] = [jax.ShapeDtypeStruct(*array) for array in arrays]
         if self.packed:
             return self.packing.tensor(*structs)
         return structs[0] if self.scheme is None else self.scheme.tensor(*structs)
@@ -141,7 +142,7 @@ class AbstractModel:
     segments: tuple[Segment, ...]
     weights: tuple[WeightSpec, ...]
     _graph: nnx.GraphDef
-    _tree: jax.tree_util.PyTreeDef
+    _tree: Any
 
     @property
     def config(self) -> ModelConfig:
@@ -155,20 +156,20 @@ class AbstractModel:
         """The decoder over these weights; call it inside a traced function."""
         return nnx.merge(self._graph, jax.tree.unflatten(self._tree, weights))
 
-    def layers_of(self, block: int) -> range:
-        """Indices of the model's layers whose weights are in `Decoder.blocks[block]`."""
-        at = 0
-        for segment in self.segments:
-            if block < at + len(segment.pattern):
-                return segment.layers(block - at)
-            at += len(segment.pattern)
-        raise IndexError(block)
+    def blocks(self) -> tuple[range, ...]:
+        """The indices of the layers whose weights are in each of `Decoder.blocks`."""
+        return tuple(s.layers(offset) for s in self.segments for offset in range(len(s.pattern)))
 
-    def blocks(self) -> Iterator[range]:
-        """For each block, the indices of its layers."""
-        for segment in self.segments:
-            for offset in range(len(segment.pattern)):
-                yield segment.layers(offset)
+    def layers_of(self, block: int | None) -> range:
+        """The indices of the layers in a block. Raises IndexError for None, which is outside the layers."""
+        if block is None:
+            raise IndexError("weights outside the layers belong to no layer")
+        return self.blocks()[block]
+
+    def mixture_of(self, weight: WeightSpec) -> MoeSpec | None:
+        """The mixture whose experts a weight belongs to; None for other weights."""
+        spec = self.config.layers[self.layers_of(weight.block)[0]].mlp if axes.EXPERTS in weight.axes else None
+        return spec if isinstance(spec, MoeSpec) else None
 
     def looks_up(self, name: str) -> bool:
         """True if a weight is a table of which a step reads only the rows of its tokens."""
@@ -183,11 +184,8 @@ class AbstractModel:
         """Parameters that one token uses; of the experts, only those it chooses count."""
         total = 0.0
         for spec in self.weights:
-            share = 1.0
-            if axes.EXPERTS in spec.axes:
-                experts = self.config.layers[self.layers_of(spec.block)[0]].mlp
-                share = experts.router.chosen / experts.experts
-            total += share * math.prod(spec.shape)
+            mixture = self.mixture_of(spec)
+            total += math.prod(spec.shape) * (mixture.router.chosen / mixture.experts if mixture else 1.0)
         return round(total)
 
     @property
@@ -270,7 +268,7 @@ def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -
     block, parts = (path[1], path[2:]) if path[0] == "blocks" else (None, path)
     part = ".".join(str(x) for x in parts).removesuffix(".weight")
     stacked = p.axes[0] == axes.LAYERS
-    quantized = quantization is not None and p.contracting and part not in quantization.unquantized
+    quantized = quantization if quantization and p.contracting and part not in quantization.unquantized else None
     return WeightSpec(
         name=".".join(str(x) for x in path),
         shape=p.shape,
@@ -280,11 +278,11 @@ def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -
         block=block,
         part=part,
         contracting=tuple(i + stacked for i in p.contracting),
-        scheme=quantization.scheme if quantized else None,
+        scheme=quantized and quantized.scheme,
     )
 
 
-def _stored(p: nnx.Param, weight: WeightSpec) -> nnx.Param:
+def _stored(p: nnx.Param, weight: WeightSpec) -> nnx.Variable:
     """The parameter; of a quantised or packed weight, its value is a `QuantizedTensor` or `PackedTensor`."""
     if weight.scheme is None and not weight.packed:
         return p
@@ -292,7 +290,7 @@ def _stored(p: nnx.Param, weight: WeightSpec) -> nnx.Param:
 
 
 def _must_keep_groups(weight: WeightSpec, quantization: Quantization | None, shards: Shards) -> None:
-    if weight.scheme is None or weight.scheme.group is None:
+    if quantization is None or weight.scheme is None or weight.scheme.group is None:
         return
     at = weight.contracting[-1]
     name, size = weight.axes[at], weight.shape[at]

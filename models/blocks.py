@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from inferlib.models.batch import StepContext
-from inferlib.models.config import LayerSpec, MlaSpec, ModelConfig, MoeSpec
+from inferlib.models.config import AttentionSpec, LayerSpec, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.attention import Attention
 from inferlib.models.layers.kv_cache import LayerCache
 from inferlib.models.layers.mla import Mla
@@ -38,7 +39,7 @@ class Block(nnx.Module):
         norm = lambda: Norm(config.norm, config.dim, dtype)  # noqa: E731
         heads = layout.heads(spec.attention)
         if isinstance(spec.attention, MlaSpec):
-            self.attn = Mla(spec.attention, heads, config.dim, dtype)
+            self.attn: Any = Mla(spec.attention, heads, config.dim, dtype)
         elif isinstance(spec.attention, Recurrent):
             self.attn = spec.attention.build(heads, config.dim, dtype)
         else:
@@ -112,7 +113,7 @@ class Block(nnx.Module):
     @property
     def mlp_biases(self) -> tuple[jax.Array, ...]:
         """The bias that follows the feed-forward's sum, if there is one."""
-        if not self.spec.mlp.output_bias:
+        if self.spec.mlp is None or not self.spec.mlp.output_bias:
             return ()
         return ((self.mlp.shared if isinstance(self.mlp, Moe) else self.mlp).down_bias[...],)
 
@@ -140,11 +141,12 @@ class PreNormBlock(Block):
 
     def leaves_partials(self, residual: Residual, ctx: StepContext) -> bool:
         """True if both branches can be left as split-K partial sums: nothing follows them but the residual's sum."""
-        if residual.mailboxes is not None or not (isinstance(self.attn, Attention) and isinstance(self.mlp, Mlp)):
+        attention, mlp = self.spec.attention, self.mlp
+        if residual.mailboxes is not None or not (isinstance(attention, AttentionSpec) and isinstance(mlp, Mlp)):
             return False
-        if self.spec.attention.o_bias or self.spec.mlp.bias:
+        if attention.o_bias or mlp.spec.bias:
             return False
-        products, dtype = ((self.attn.o, 3), (self.mlp.down, 1)), self.pre_mlp_norm.weight.dtype
+        products, dtype = ((self.attn.o, 3), (mlp.down, 1)), self.pre_mlp_norm.weight.dtype
         choices = (
             choose(w[...], ctx.tokens, dtype, contract=contract, backend=ctx.backend.matmul, partials=True)
             for w, contract in products
@@ -228,12 +230,12 @@ class GeneralBlock(Block):
             return x, None, None
         y, later = x, None
         with jax.named_scope("mlp"):
-            if isinstance(spec.mlp, MoeSpec) and spec.mlp.own_norms:
+            if isinstance(self.mlp, Moe) and self.mlp.spec.own_norms:
                 tokens = shards.gather_for_mlp(shards.all_tokens(x, ctx.tokens))
                 out, load = self.mlp.with_norms(tokens, self.pre_mlp_norm(tokens, shards), ctx, layer)
             else:
                 y = self.pre_mlp_norm.read(Residual(x), shards)[1] if spec.pre_norm else x
-                if isinstance(spec.mlp, MoeSpec) and spec.mlp.deferred:
+                if isinstance(self.mlp, Moe) and self.mlp.spec.deferred:
                     later, out, load = self.mlp.apart(shards.gather_for_mlp(whole(_gathered(y, ctx))), ctx, layer)
                     branch = Branch(out, (axes.MLP,), self.mlp_biases)
                 else:

@@ -114,7 +114,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     temperature: QueryTemperature | None = None
-    value_dim: int | None = None  # size of value heads; None: as large as keys
+    value_dim: int = 0  # size of value heads; 0: as large as keys
     value_scale: float = 1.0  # multiplies values
     key_is_value: bool = False  # values are the projected keys, before norm and rotation (Gemma 4)
     value_norm: bool = False  # RMS norm over each value head, without a learned weight
@@ -124,7 +124,7 @@ class AttentionSpec:
     gate: OutputGate | None = None
 
     def __post_init__(self):
-        if self.value_dim is None:
+        if not self.value_dim:
             object.__setattr__(self, "value_dim", self.head_dim)
         _require(
             self.kv_heads > 0 and self.heads % self.kv_heads == 0,
@@ -351,13 +351,12 @@ class MoeSpec:
 
     def __post_init__(self):
         _require(0 <= self.identity < self.router.experts, f"{self.identity} of all experts cannot be the identity")
-        _require(not self.shared_gate or self.shared is not None, "a gate needs shared experts")
+
         _require(self.gated or isinstance(self.activation, str), "a clamped SwiGLU needs a gate")
         _require(not self.deferred or self.shared is not None, "experts that are deferred need shared ones beside them")
-        _require(
-            not (self.shared_gate and self.shared.bias),
-            "gated shared experts with biases are not supported",
-        )
+        if self.shared_gate:
+            _require(self.shared is not None, "a gate needs shared experts")
+            _require(not (self.shared and self.shared.bias), "gated shared experts with biases are not supported")
         _require(
             not self.own_norms or (self.shared is not None and not self.deferred),
             "experts with norms of their own need shared ones, and cannot be deferred",

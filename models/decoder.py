@@ -41,7 +41,7 @@ class Decoder(nnx.Module):
         if config.learned_positions:
             self.positions = param((config.context, config.dim), (axes.CONTEXT, axes.EMBED), dtype)
         if config.per_layer is not None:
-            self.per_layer = PerLayerEmbedding(layout, dtype)
+            self.per_layer = PerLayerEmbedding(config.per_layer, layout, dtype)
         if config.streams > 1:
             self.streams = Streams(config.streams, config.dim, dtype)
         blocks = []
@@ -105,9 +105,10 @@ class Decoder(nnx.Module):
     def lent(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
         """The cache of the layer whose keys and values a block's layers attend to, if they have none. caches: of the
         blocks before."""
-        if block.owns_cache:
+        owner = block.spec.attention.cache_of
+        if owner is None:
             return None
-        number, place = block_of(self.segments, block.spec.attention.cache_of)
+        number, place = block_of(self.segments, owner)
         return caches[number] if place is None else replace(caches[number], layer=jnp.int32(place))
 
     def embedding(self, ctx: StepContext) -> jax.Array:

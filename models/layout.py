@@ -35,7 +35,7 @@ class Layout:
         recurrent = any(isinstance(layer.attention, Recurrent) for layer in self.config.layers)
         if recurrent and (count := self.shards.size(axes.POSITIONS)) > 1:
             raise ShardingError(
-                f"rules {self.shards.rules.name!r} deal a row's positions out to {count} devices of the "
+                f"rules {self.shards.preset!r} deal a row's positions out to {count} devices of the "
                 f"{' and '.join(self.shards.mesh_axes(axes.POSITIONS))} axis, and recurrent layers, which take a "
                 "row's tokens in order, keep none: use tp, tp_sp, dp_attention, dp or ep"
             )
@@ -47,7 +47,7 @@ class Layout:
         if size % count:
             able = [n for n in range(1, min(size, 256) + 1) if size % n == 0]
             raise ShardingError(
-                f"rules {self.shards.rules.name!r} split the {what} of {size}, which does not divide over {count} "
+                f"rules {self.shards.preset!r} split the {what} of {size}, which does not divide over {count} "
                 f"devices of the {' and '.join(self.shards.mesh_axes(name))} axis; it does over {able}"
             )
 

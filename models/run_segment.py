@@ -117,19 +117,18 @@ class _Parts(NamedTuple):
 
 
 def _split(block: Block, ctx: StepContext, *, is_stacked: bool) -> _Parts:
-    ringed, shards = _ringed(block, ctx, is_stacked), ctx.shards
+    ringed, shards, axis = _ringed(block, ctx, is_stacked), ctx.shards, ring_axis(ctx.shards)
 
     def is_whole(path, p) -> bool:
         indexed = axes.EXPERTS in p.axes or p.axes in _WHOLE or isinstance(p.get_value(), PackedTensor)
         return (is_stacked and indexed) or ".".join(path) in ringed
 
     def with_collective(path, p):
-        if ".".join(path) not in ringed:
+        if axis is None or ".".join(path) not in ringed:
             return p
-        values, axis = p.get_value() if is_stacked else p.get_value()[None], ring_axis(shards)
-        kind = dict(scatters=p.axes[-1] == axes.EMBED, interpret=shards.on_cpu)
-        kind |= dict(tokens=ctx.tokens, padded=shards.padded(ctx.tokens))
-        return p.replace(RingWeight(values, jnp.int32(0), axis, shards.ring(axis), **kind))
+        values, scatters = p.get_value() if is_stacked else p.get_value()[None], p.axes[-1] == axes.EMBED
+        tokens, ring = (ctx.tokens, shards.padded(ctx.tokens)), shards.ring(axis)
+        return p.replace(RingWeight(values, jnp.int32(0), axis, ring, scatters, *tokens, interpret=shards.on_cpu))
 
     graph, whole, state = nnx.split(block, is_whole, ...)
     return _Parts(graph, (nnx.map_state(with_collective, whole), state))
@@ -156,7 +155,7 @@ _WHOLE = (
 )
 
 
-def _of_layer(layer: jax.Array, p: nnx.Param) -> nnx.Param:
+def _of_layer(layer: jax.Array, p: nnx.Param) -> nnx.Variable:
     w = p.get_value()
     if isinstance(w, (PackedTensor, RingWeight)):
         return p.replace(w.of_layer(layer))

@@ -70,7 +70,7 @@ class Decode(_Attention):
         want, want_lse = self._oracle(q, k, v, sinks, scale)
         table = None
         if self.page:
-            k, v, table = self._paged(rng, k, v)
+            k, v, table = self._paged(self.page, rng, k, v)
 
         @jax.jit
         def run(q, k, v, lengths, sinks, table):
@@ -95,7 +95,6 @@ class Decode(_Attention):
         return k, v
 
     def _oracle(self, q, k, v, sinks, scale) -> tuple[np.ndarray, np.ndarray]:
-        q, k, v = (x.astype(np.float64) for x in (q, k, v))
         out, lse = np.zeros(q.shape), np.full(q.shape[:4], -np.inf)
         for row, length in enumerate(self.lengths):
             for token in range(max(0, self.tokens - length), self.tokens):
@@ -105,20 +104,21 @@ class Decode(_Attention):
                 )
         return out, lse
 
-    def _paged(self, rng, k, v) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _paged(self, page: int, rng, k, v) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         rows, heads, slots, size = k.shape
-        each = slots // self.page
+        each = slots // page
         table = rng.permutation(rows * each + 3)[: rows * each].reshape(rows, each).astype(np.int32)
         paged = []
         for cache in (k, v):
-            pages = np.full((rows * each + 3, heads, self.page, size), np.nan).astype(cache.dtype)
-            pages[table] = cache.reshape(rows, heads, each, self.page, size).swapaxes(1, 2)
+            pages = np.full((rows * each + 3, heads, page, size), np.nan).astype(cache.dtype)
+            pages[table] = cache.reshape(rows, heads, each, page, size).swapaxes(1, 2)
             paged.append(pages)
         return *paged, table
 
 
 def attention(q, k, v, scale, softcap, sinks) -> tuple[np.ndarray, np.ndarray]:
-    """q [K, G, h], k and v [K, S, h] in float64 -> out [K, G, h], lse [K, G]."""
+    """q [K, G, h], k and v [K, S, h] -> out [K, G, h], lse [K, G], all computed in float64."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
     s = np.einsum("kgh,ksh->kgs", q, k) * scale
     if softcap is not None:
         s = softcap * np.tanh(s / softcap)
@@ -158,9 +158,8 @@ class Prefill(_Attention):
             for i in range(self.width):
                 seen = slice(max(0, start + i + 1 - reach) - cached[0], start + i + 1 - cached[0])
                 want[chunk, i], want_lse[chunk, i] = attention(
-                    *(x.astype(np.float64) for x in (q[chunk, i], keys[:, seen], values[:, seen])),
-                    scale, self.softcap, sinks,
-                )  # fmt: skip
+                    q[chunk, i], keys[:, seen], values[:, seen], scale, self.softcap, sinks
+                )
         positions = np.array(self.starts, np.int32)[:, None] + np.arange(self.width, dtype=np.int32)
 
         @jax.jit

@@ -53,7 +53,7 @@ def mx_matmul(
         raise ValueError(f"w {w.shape} of K {k} needs uint8 scales [K / 32, {n}], K a multiple of 32: {scales.shape}")
     _check_packed("w", w, element)
     result = (jax.ShapeDtypeStruct((m, n), jnp.bfloat16),)
-    if x_scales is None:
+    if x_scales is None or x_element is None:
         if x.shape != (m, k) or x.dtype != jnp.bfloat16:
             raise ValueError(f"x {x.shape} {x.dtype} must be bfloat16 [M, {k}]")
         return call("mx_matmul", kernel, lnc, result, x, w, scales, element=element)[0]

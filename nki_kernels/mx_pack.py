@@ -34,7 +34,7 @@ def pack(elements: np.ndarray) -> np.ndarray:
     """[K, N] -> [K / 4, N]: four neighbours along K, the first lowest, in uint32 (float8) or uint16 (float4)."""
     codes = elements.view(np.uint8).reshape(-1, 4, elements.shape[1])
     width, kind = (4, np.uint16) if elements.dtype == ml_dtypes.float4_e2m1fn else (8, np.uint32)
-    return sum(codes[:, i].astype(kind) << kind(width * i) for i in range(4))
+    return np.bitwise_or.reduce([codes[:, i].astype(kind) << kind(width * i) for i in range(4)])
 
 
 def for_trn2(elements: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

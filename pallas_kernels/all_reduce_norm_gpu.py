@@ -11,6 +11,7 @@ sent after it had emptied that mailbox.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ GROUP, VECTOR = 128, 8  # threads of a warpgroup; values a thread loads at once 
 LINE = GROUP * VECTOR  # values a warpgroup loads at once
 EMPTY = np.int32(-0x7FFF8000)  # 0x80008000: two negative zeros, which are sent as positive ones
 TRIES = 1 << 26  # reads of a mailbox that stays empty, most of a microsecond each, until the program is stopped
+_inline: Any = plgpu.inline_mgpu  # its annotations have no place for the `ctx` that it passes
 
 
 def fits(tokens: int, width: int, dtype) -> bool:
@@ -52,7 +54,7 @@ def open_mailboxes(tokens: int, width: int, axis: str) -> Mailboxes:
     empty = lax.optimization_barrier(empty.reshape(2, devices, tokens, width))
     met = lax.psum(empty[0, 0, 0, 0].astype(jnp.float32), axis)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    @_inline(arg_types=(plgpu.RefType(), plgpu.RefType()))
     def write_addresses(ctx, rows, peers):
         values = [_address(ctx.to_remote(rows, _const(device))) for device in range(devices)]
         for k, value in enumerate([*values, arith.extui(_int(64), ctx.device_id())]):
@@ -102,7 +104,7 @@ def all_reduce_norm(
     return x, y, Mailboxes(jax.freeze(rows), jax.freeze(calls), mailboxes.peers)
 
 
-def _launch(kernel, name, size, out):
+def _launch(kernel, name, size, out) -> Any:
     mesh = plgpu.Mesh(grid=size[:1], grid_names=("row",), num_threads=size[1], thread_name="group")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     return pl.kernel(kernel, out, mesh=mesh, compiler_params=params, name=name)
@@ -116,7 +118,7 @@ def _add_up(shape, share, layout):
     box_bytes = tokens * row_bytes  # of one sender
     result = plgpu.ShapeDtypeStruct((share,), jnp.float32, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4, return_type=result)
+    @_inline(arg_types=(plgpu.RefType(),) * 4, return_type=result)
     def add_up(ctx, partial_sum, rows, calls, peers):
         i32, i64 = _int(32), _int(64)
         add, times = arith.addi, lambda value, factor: arith.muli(value, _const(factor, 64))
@@ -185,7 +187,7 @@ def _load(ref, layout):
     """A warpgroup's part of a row, in float32."""
     result = plgpu.ShapeDtypeStruct(ref.shape, ref.dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    @_inline(arg_types=(plgpu.RefType(),), return_type=result)
     def load(ctx, ref):
         return mgpu.FragmentedArray.load_strided(ref, vec_size=VECTOR)
 
@@ -197,7 +199,7 @@ def _total(groups, layout):
     warps = 4 * groups
     scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT)
 
-    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=scalar)
+    @_inline(arg_types=(layout, plgpu.RefType()), return_type=scalar)
     def total(ctx, x, scratch):
         f32, index = ir.F32Type.get(), ir.IndexType.get()
         registers = list(x.registers.flat)
@@ -234,11 +236,11 @@ def _pointer(address, offset=0):
     return llvm.inttoptr(llvm.PointerType.get(), arith.addi(address, _const(offset, 64)))
 
 
-def _ptx(text, *args, out=()):
+def _ptx(text, *args, out=()) -> list[Any]:
     """Inline assembly: operands $0... are the results (types `out`), then the arguments."""
     name = lambda type: {"i1": "b", "i32": "r"}.get(str(type), "l")  # noqa: E731
     # "&": a result may be written before an argument is read for the last time
     constraints = ",".join([*(f"=&{name(type)}" for type in out), *(name(arg.type) for arg in args)])
     kind = ir.Type.parse("!llvm.void") if not out else out[0] if len(out) == 1 else llvm.StructType.get_literal(out)
-    asm = llvm.inline_asm(kind, args, text, constraints, has_side_effects=True, asm_dialect=0, operand_attrs=[])
+    asm: Any = llvm.inline_asm(kind, args, text, constraints, has_side_effects=True, asm_dialect=0, operand_attrs=[])
     return [asm] if len(out) == 1 else [llvm.extractvalue(type, asm, [k]) for k, type in enumerate(out)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # finite, so that differences
 LOG2E = math.log2(math.e)
 
 
-def div(x: jax.Array | int, by: int) -> jax.Array | int:
+def div(x: jax.Array | int, by: int) -> Any:
     """x // by, x >= 0; the scalar unit is slow at divisions."""
     if isinstance(x, int):
         return x // by
@@ -32,7 +33,7 @@ def seldom(condition: jax.Array, act: Callable[[], None]) -> None:
     lax.fori_loop(0, condition.astype(jnp.int32), lambda *_: act(), None)
 
 
-def first_nonzero(ref, start: jax.Array | int, count: int) -> jax.Array:
+def first_nonzero(ref, start: Any, count: int) -> jax.Array:
     """The first index from `start` on at which ref [count], in scalar memory, is not 0; `count` if there is none."""
 
     def is_zero(index: jax.Array) -> jax.Array:
@@ -53,4 +54,5 @@ def folded(x: jax.Array) -> jax.Array:
     size = x.shape[1]
     if size % LANES:
         x = jnp.concatenate([x, jnp.zeros((x.shape[0], -size % LANES), x.dtype)], axis=1)
-    return sum(x[:, at : at + LANES] for at in range(0, size, LANES))
+    total: Any = sum(x[:, at : at + LANES] for at in range(0, size, LANES))
+    return total

@@ -90,7 +90,8 @@ class BlockStream:
         """How many blocks a row of this length has."""
         pages, count = self.pages, length - self.pages.first(length)
         if pages.most <= MOST_COMPARED:
-            return sum((count > i * pages.block).astype(jnp.int32) for i in range(pages.most))
+            compared: Any = sum((count > i * pages.block).astype(jnp.int32) for i in range(pages.most))
+            return compared
         return div(count + pages.block - 1, pages.block)
 
     def begin(self) -> None:
@@ -148,7 +149,7 @@ class BlockStream:
         copy = self.query_buffers.at[buffer]
         pltpu.make_async_copy(copy, copy, self.semaphores.at[0, buffer]).wait()
 
-    def _positions(self, first: jax.Array | int, count: int):
+    def _positions(self, first: Any, count: int):
         """Of units in a buffer."""
         unit = self.pages.unit
         return pl.ds(pl.multiple_of(first * unit, unit), count * unit)
@@ -207,7 +208,7 @@ class BlockStream:
 
     def _start_pages(self, row: jax.Array, column: jax.Array, units: jax.Array, buffer: jax.Array) -> None:
         """Start the copies of `units` pages of a row's table, from this column on."""
-        pages, columns = self.pages, self.pages.columns
+        pages, columns = self.pages, self.pages.capacity // self.pages.slots
         first, end = row * columns + column, (row + 1) * columns
 
         def start_some(at, count):

@@ -111,7 +111,7 @@ class CellWriter:
         has = (self.stream.counts[buffer] > 0) & (self._first(buffer) < self.stream.pages.block)
         return has if self.written is None else has & (self.written[self.stream.owners[0, buffer]] > 0)
 
-    def wait(self, buffer: jax.Array) -> None:
+    def wait(self, buffer: jax.Array | int) -> None:
         """Wait until the tiles that were last sent from a buffer are in the cache."""
         first, none = self.pending[buffer], self.stream.pages.block
 

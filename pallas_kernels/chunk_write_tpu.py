@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.attention_values import Shaped
 from inferlib.pallas_kernels.arithmetic_tpu import LANES, div
 from inferlib.pallas_kernels.cell_write_tpu import quantised, tile_of
 from inferlib.pallas_kernels.tile_stream_tpu import SUBLANES, scale_rows
@@ -23,7 +24,7 @@ from inferlib.pallas_kernels.tile_stream_tpu import SUBLANES, scale_rows
 MOST_BYTES = 1 << 20  # of a grid step's new cells, for one array in float32
 
 
-def unsupported(cache: Sequence[jax.ShapeDtypeStruct], width: int, *, ring: bool) -> str | None:
+def unsupported(cache: Sequence[Shaped], width: int, *, ring: bool) -> str | None:
     """Why the kernel cannot write chunks of `width` tokens to a cache, or None if it can."""
     if cache[0].shape[-1] % LANES:
         return f"cells of {cache[0].shape[-1]} numbers are not a multiple of {LANES}"
@@ -38,12 +39,12 @@ def unsupported(cache: Sequence[jax.ShapeDtypeStruct], width: int, *, ring: bool
     return None
 
 
-def _tiles(cache: Sequence[jax.ShapeDtypeStruct]) -> list[int]:
+def _tiles(cache: Sequence[Shaped]) -> list[int]:
     """Positions of a tile in each array, which has cells or scales."""
     return [tile_of(5 if x.ndim == cache[0].ndim else 4, x.dtype) for x in cache]
 
 
-def _tokens(cache: Sequence[jax.ShapeDtypeStruct], width: int) -> int:
+def _tokens(cache: Sequence[Shaped], width: int) -> int:
     """Tokens of a grid step: whole tiles, or a part of one, of at most `MOST_BYTES`."""
     tiles, size, heads = _tiles(cache), cache[0].shape[-1], scale_rows(cache[0].shape[-3])
     tokens = width if all(width % tile == 0 or width < tile for tile in tiles) else math.gcd(width, *tiles)

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.attention_values import Shaped
 from inferlib.pallas_kernels.arithmetic_tpu import div, rem
 from inferlib.pallas_kernels.generations_tpu import by_vmem
 from inferlib.pallas_kernels.tuned_tpu import tuned
@@ -68,8 +69,8 @@ def blocks(rows: int, parts: int, inner: int, outer: int, itemsize: int, scatter
     columns, whole = _columns(parts, outer)
     heights = _heights(rows)
     choices = [Blocks(columns, resident, n) for resident in (whole, 4 * columns, 2 * columns) for n in heights]
-    kind = dict(inner=inner, outer=outer, itemsize=itemsize, scatters=scatters)
-    return next((one for one in choices if one.vmem_bytes(rows, **kind) <= by_vmem(VMEM_BYTES)), choices[-1])
+    need = (one.vmem_bytes(rows, inner, outer, itemsize, scatters=scatters) for one in choices)
+    return next((one for one, n in zip(choices, need, strict=True) if n <= by_vmem(VMEM_BYTES)), choices[-1])
 
 
 def stays(rows: int, parts: int, inner: int, outer: int, itemsize: int, scatters: bool) -> bool:
@@ -91,9 +92,7 @@ def _heights(rows: int) -> list[int]:
     return [n for n in heights if n >= LANES] or heights[:1]
 
 
-def unsupported(
-    rows: int, x: jax.ShapeDtypeStruct, w: jax.ShapeDtypeStruct, *, scatters: bool, blocks_: Blocks | None = None
-) -> str | None:
+def unsupported(rows: int, x: Shaped, w: Shaped, *, scatters: bool, blocks_: Blocks | None = None) -> str | None:
     """Why the kernels cannot multiply x [..., K] by w [L, P, K, N]; None if they can. rows: rows of x, or of the
     result if `scatters`, on each device. scatters: ask for `matmul_reduce_scatter`."""
     if x.dtype != w.dtype or x.dtype not in (jnp.bfloat16, jnp.float32):
@@ -112,12 +111,12 @@ def unsupported(
     return None
 
 
-def _default(rows: int, w: jax.ShapeDtypeStruct, scatters: bool) -> Blocks:
+def _default(rows: int, w: Shaped, scatters: bool) -> Blocks:
     return blocks(rows, *w.shape[1:], w.dtype.itemsize, scatters)
 
 
-def _vmem_bytes(chosen: Blocks, rows: int, w: jax.ShapeDtypeStruct, scatters: bool) -> int:
-    return chosen.vmem_bytes(rows, *w.shape[2:], w.dtype.itemsize, scatters=scatters)
+def _vmem_bytes(chosen: Blocks, rows: int, w: Shaped, scatters: bool) -> int:
+    return chosen.vmem_bytes(rows, w.shape[2], w.shape[3], w.dtype.itemsize, scatters=scatters)
 
 
 def all_gather_matmul(

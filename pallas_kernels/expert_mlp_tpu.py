@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.attention_values import Shaped
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
 from inferlib.pallas_kernels.expert_weights_tpu import ExpertBlocks, Stored, in_hbm, matrix_bytes, shape_of, unfit
 from inferlib.pallas_kernels.generations_tpu import by_vmem, vmem_limit
@@ -67,7 +68,7 @@ class Blocks:
             ExpertBlocks.of(down, depth, outer, self.buffers),
         )
 
-    def vmem_bytes(self, x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored) -> int:
+    def vmem_bytes(self, x: Shaped, gate_up: Stored, down: Stored) -> int:
         """Bytes of VMEM that x [T, D], gate_up [L, E, 2, D, F] and down [L, E, 1, F, D] need."""
         (_, experts, _, dim, hidden), tokens = shape_of(gate_up), _rounded_up(x.shape[0], SUBLANES)
         wide, row = _rounded_up(self.columns, LANES), _rounded_up(dim, LANES)
@@ -79,7 +80,7 @@ class Blocks:
 
 
 @tuned("expert_mlp", Blocks)
-def default_blocks(x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored) -> Blocks:
+def default_blocks(x: Shaped, gate_up: Stored, down: Stored) -> Blocks:
     """The largest pieces whose first copy is short, for x [T, D], gate_up [L, E, 2, D, F] and down [L, E, 1, F, D]."""
     hidden, whole = shape_of(gate_up)[-1], 2 * matrix_bytes(gate_up) + matrix_bytes(down)
     tiles = hidden // LANES if hidden % LANES == 0 else 1
@@ -88,7 +89,7 @@ def default_blocks(x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored) -> Bl
     return Blocks(hidden // (fit or pieces[-1:])[0])
 
 
-def unsupported(x: jax.ShapeDtypeStruct, gate_up: Stored, down: Stored, *, blocks: Blocks | None = None) -> str | None:
+def unsupported(x: Shaped, gate_up: Stored, down: Stored, *, blocks: Blocks | None = None) -> str | None:
     """Why the kernel cannot send x [T, D] through gate_up [L, E, 2, D, F] and down [L, E, 1, F, D]; None if it can."""
     if reason := unfit(x.dtype, gate_up) or unfit(x.dtype, down):
         return reason

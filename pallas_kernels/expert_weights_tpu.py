@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +128,7 @@ class ExpertBlocks:
         return max(self.depth, SCALED)
 
     @property
-    def room(self) -> list[pltpu.MemoryRef]:
+    def room(self) -> list[Any]:
         """Buffers [n, P, rows, columns] for each array of the weight."""
         return [
             pltpu.VMEM((self.buffers, a.shape[2], self._rows(n, a.shape[-2]), self.columns), a.dtype)
@@ -135,7 +136,7 @@ class ExpertBlocks:
         ]
 
     @property
-    def unpacked(self) -> list[pltpu.MemoryRef]:
+    def unpacked(self) -> list[Any]:
         """Buffers for the unpacked elements and the unpacked scales of the block in use."""
         if not isinstance(self.weight, Weight):
             return []
@@ -197,7 +198,8 @@ class ExpertBlocks:
         exact = lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
         w = self._into(unpacked, part, turn)[...] if self.once else room[0][buffer, part]
         y = jnp.dot(x_ref[...], w, precision=exact, preferred_element_type=jnp.float32)
-        return y * room[2][buffer, part, :, turn[1]] if self.once and self.weight.packed else y
+        packed = isinstance(self.weight, Weight) and self.weight.packed
+        return y * room[2][buffer, part, :, turn[1]] if self.once and packed else y
 
     def _into(self, unpacked: Sequence, part: int, turn: tuple[range, slice]):
         """The ref that the columns in turn of a matrix are unpacked to."""
@@ -208,14 +210,15 @@ class ExpertBlocks:
         self, room: Sequence, unpacked: Sequence, piece, buffer, part: int, turn: tuple[range, slice]
     ) -> LoadedMatrix:
         """The matrix with its scales unpacked, as late as possible, for each part: stores take most of the time."""
+        weight: Any = self.weight
         columns = turn[1]
         into = [ref.at[part, :, columns] for ref in unpacked[len(self._widths) :]]
         scales = unpack_scales(room[1].at[buffer, part, :, columns], into)
         inputs = shape_of(self.weight)[-2]
         among = piece if self.scaled == inputs else rem(piece, self.scaled // self.depth)
         start = 0 if self.depth == inputs else among * self.depth
-        tops = room[2].at[buffer, part, :, columns] if self.weight.packed else None
-        return LoadedMatrix(self.weight, room[0].at[buffer, part, :, columns], scales, tops, start)
+        tops = room[2].at[buffer, part, :, columns] if weight.packed else None
+        return LoadedMatrix(weight, room[0].at[buffer, part, :, columns], scales, tops, start)
 
     def _rows(self, number: int, whole: int) -> int:
         """How many of the `whole` rows of values, scales or tops belong to a block."""

@@ -58,7 +58,7 @@ def vmem_limit(need: int) -> int:
 
 def on_chip_bytes() -> int:
     """Of on-chip memory, for kernels and what XLA keeps there beside them."""
-    return VMEM_BYTES.get(generation(), _USUAL_VMEM_BYTES)
+    return VMEM_BYTES.get(generation() or "", _USUAL_VMEM_BYTES)
 
 
 def _vmem_bytes() -> int:

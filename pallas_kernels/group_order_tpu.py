@@ -91,7 +91,7 @@ def _kernel(keys_ref, out_ref, sizes_ref, ref, linear_ref, *, groups, of_token, 
     sizes_ref[...] = ends - jnp.where(first, 0, pltpu.roll(ends, 1, 1))
 
 
-def _positions(shape: tuple[int, int, int]) -> jax.Array:
+def _positions(shape: tuple[int, ...]) -> jax.Array:
     register, sublane, lane = (lax.broadcasted_iota(jnp.int32, shape, d) for d in range(3))
     return register + shape[0] * (sublane + SUBLANES * lane)
 

@@ -58,7 +58,7 @@ def converts_e4m3() -> bool:
     return all(float(device.compute_capability) >= 8.9 for device in devices)
 
 
-def unsupported(values: jax.ShapeDtypeStruct, group: int | None, zeros: bool) -> str | None:
+def unsupported(values: jax.Array | jax.ShapeDtypeStruct, group: int | None, zeros: bool) -> str | None:
     """Why the kernel cannot multiply by values [N, I, O] with a scale for every `group` inputs, and with `zeros` or
     without; None if it can. zeros: there are zero points."""
     if zeros:
@@ -110,12 +110,12 @@ def grouped_matmul(
     packed, kind, dtype = values.dtype.name in _PACKED, values.dtype.name, jnp.dtype(dtype or x.dtype)
     powers = scales is not None and scales.dtype == jnp.float8_e8m0fnu
     chosen = chosen or blocks(total, count, parts, inputs, outputs, values.dtype, group, powers)
-    if group is not None and (chosen.depth % group or (not powers and chosen.depth != group)):
+    if scales is not None and group is not None and (chosen.depth % group or (not powers and chosen.depth != group)):
         raise ValueError(f"steps of {chosen.depth} inputs do not go with groups of {group}, scales of {scales.dtype}")
     group_of, begin, end = _tiles(groups, total, chosen.rows) if isinstance(groups, Sorted) else (groups, None, None)
     if packed:
         values = lax.bitcast_convert_type(values.reshape(*values.shape[:2], outputs // 2, 2), jnp.uint8)
-    if powers:
+    if scales is not None and powers:
         scales = lax.bitcast_convert_type(scales, jnp.uint8)
     programs = pl.cdiv(values.shape[2], chosen.columns // 2 if packed else chosen.columns)
     turns = 1 if isinstance(groups, Sorted) else total // x.shape[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from inferlib.attention_values import Shaped
 from inferlib.pallas_kernels.arithmetic_tpu import first_nonzero
 from inferlib.pallas_kernels.expert_weights_tpu import ExpertBlocks, Stored, in_hbm, matrix_bytes, shape_of, unfit
 from inferlib.pallas_kernels.generations_tpu import FLOAT4, by_vmem, generation, on_chip_bytes, vmem_limit
@@ -81,7 +83,7 @@ class Blocks:
             w, shape_of(w)[-2], self.columns, self.buffers, once=self.once, together=self.together or None
         )
 
-    def vmem_bytes(self, x: jax.ShapeDtypeStruct, w: Stored) -> int:
+    def vmem_bytes(self, x: Shaped, w: Stored) -> int:
         """Bytes of VMEM that x [M, I] times weights [L, E, P, I, O] needs."""
         stream, (groups, parts) = self.of(w), shape_of(w)[1:3]
         wide, inner = _rounded_up(self.columns, LANES), _rounded_up(x.shape[1], LANES)
@@ -93,10 +95,11 @@ class Blocks:
 
 
 @tuned("grouped_matmul", Blocks)
-def default_blocks(x: jax.ShapeDtypeStruct, w: Stored) -> Blocks:
+def default_blocks(x: Shaped, w: Stored) -> Blocks:
     """Products as high as groups, and weights in as few pieces as fit, for x [M, I] and weights [L, E, P, I, O]."""
     rows, (groups, parts, inner, outer) = x.shape[0], shape_of(w)[1:]
-    high, small_groups, quantised = _rounded_up(rows, SUBLANES), rows <= 16 * groups, isinstance(w, Weight)
+    high, small_groups = _rounded_up(rows, SUBLANES), rows <= 16 * groups
+    quantised = isinstance(w, Weight)
     lowest = SMALL_HEIGHT if small_groups else LOW // (1 + quantised) if generation() in NARROW else 2 * LOW
     height = tail = min(high, lowest)
     while 2 * height <= min(high, SMALL_HEIGHT if small_groups else HIGH):
@@ -129,7 +132,7 @@ def default_blocks(x: jax.ShapeDtypeStruct, w: Stored) -> Blocks:
     return smaller if chosen.vmem_bytes(x, w) > beside >= smaller.vmem_bytes(x, w) else chosen
 
 
-def unsupported(x: jax.ShapeDtypeStruct, w: Stored, *, blocks: Blocks | None = None) -> str | None:
+def unsupported(x: Shaped, w: Stored, *, blocks: Blocks | None = None) -> str | None:
     """Why the kernel cannot multiply x [M, I] by w [L, E, P, I, O], or None if it can."""
     if reason := unfit(x.dtype, w):
         return reason
@@ -237,7 +240,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
     unpacked scales of one block; x in the order of the weight's bytes, if that differs.
     """
     refs = list(refs)
-    scales_ref = refs.pop(0) if scaled else None
+    scales_ref: Any = refs.pop(0) if scaled else None
     hbm, (out_ref, in_buffer, state, sems, *refs) = refs[:stored], refs[stored:]
     xs_ref = refs.pop() if weights.ordered else x_ref
     room, unpacked = refs[:stored], refs[stored:]

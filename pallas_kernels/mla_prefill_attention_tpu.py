@@ -333,7 +333,7 @@ def _kernel(scalars: _Scalars, inputs: _Inputs, out_ref, lse_ref, scratch: _Scra
     stream = TileStream(
         *scalars,
         listed=None,
-        most_listed=None,
+        most_listed=0,
         arrays=in_hbm,
         buffers=(latents_buf, keys_buf),
         state=state,
@@ -417,7 +417,8 @@ def _kernel(scalars: _Scalars, inputs: _Inputs, out_ref, lse_ref, scratch: _Scra
         arrive(index, buf)
         rotary_s[:rotary] = turned(buf)
         expand(groups[0], buf)
-        logits, behind, start = scores(0), None, stream.start(index)
+        logits, start = scores(0), stream.start(index)
+        behind: Any = None
         for product in range(products):
             number, rest = divmod(product, TOGETHER * parts)
             if rest == 0 and number + 1 < len(groups):

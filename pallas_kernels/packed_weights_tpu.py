@@ -58,7 +58,7 @@ class Weight:
     @property
     def float4(self) -> bool:
         """True if the arrays are those of `pack_float4`."""
-        return self.packed and self.scales.dtype == jnp.int8
+        return self.packed and self.scales is not None and self.scales.dtype == jnp.int8
 
     @property
     def ordered(self) -> bool:
@@ -98,9 +98,11 @@ class Weight:
     @property
     def unpacked(self) -> list[tuple[int, jnp.dtype]]:
         """Rows and dtype of each buffer that `unpack_scales` needs for N columns of a matrix."""
+        if self.scales is None:
+            return []
         if self.packed:
             return [(self.scales.shape[-2], jnp.int32)] * 2
-        return [(self.inputs // BLOCK, jnp.float32)] if self.scales is not None and self.group == BLOCK else []
+        return [(self.inputs // BLOCK, jnp.float32)] if self.group == BLOCK else []
 
     @property
     def nbytes(self) -> int:
@@ -277,11 +279,12 @@ class LoadedMatrix:
         w = self.values[pl.ds(_multiple_of(at, DEPTH), depth)]
         if not scales:
             return _dot(x, w)
-        (scales,), rows = scales, x.shape[0]
-        if len(scales) > 1 and rows > (REPEATED // 2 if generation() in FLOAT4 else REPEATED):
-            return _dot(x, _scaled(w, scales))
-        y = _dot(_repeated(x, len(scales)), w)
-        return sum(y[n * rows : (n + 1) * rows] * scale for n, scale in enumerate(scales))
+        (of_groups,), rows = scales, x.shape[0]
+        if len(of_groups) > 1 and rows > (REPEATED // 2 if generation() in FLOAT4 else REPEATED):
+            return _dot(x, _scaled(w, of_groups))
+        y = _dot(_repeated(x, len(of_groups)), w)
+        total: Any = sum(y[n * rows : (n + 1) * rows] * scale for n, scale in enumerate(of_groups))
+        return total
 
     def _elements(self, at: jax.Array | int, depth: int, scales: Sequence[list[jax.Array]]) -> jax.Array:
         """The elements of `depth` inputs from `at` on, with their scales."""

@@ -22,7 +22,7 @@ def summed(
     partials: jax.Array,
     squares: jax.Array | None = None,
     *,
-    inputs: int | None = None,
+    inputs: int = 0,
     eps: float = 0.0,
     activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
     dtype: jax.typing.DTypeLike,

@@ -80,7 +80,7 @@ def blocks(matrices: int, inputs: int, outputs: int, dtype, *, rows: int = 1) ->
     return Blocks(words, pl.cdiv(steps, each), copied)
 
 
-def unsupported(x_dtype, values: jax.ShapeDtypeStruct, group: int | None) -> str | None:
+def unsupported(x_dtype, values: jax.Array | jax.ShapeDtypeStruct, group: int | None) -> str | None:
     """Why the kernel cannot multiply rows of a dtype by values [N, I, O] with a scale for every `group` inputs; None if
     it can."""
     kind, (inputs, outputs) = KINDS.get(values.dtype.name), values.shape[1:]

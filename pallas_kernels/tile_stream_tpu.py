@@ -57,7 +57,7 @@ class TileStream:
     lasts: Any
     table: Any
     listed: tuple[Any, Any] | None
-    most_listed: int | None
+    most_listed: int
     arrays: Sequence[Any]
     buffers: Sequence[Any]
     state: Any
@@ -71,7 +71,7 @@ class TileStream:
     def __post_init__(self):
         self._heads, self._tiles = pl.num_programs(1), pl.num_programs(2)
         self._steps = pl.num_programs(0) * self._heads * self._tiles
-        self.here: Place = tuple(pl.program_id(n) for n in range(3))
+        self.here: Place = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         self._count, self._keys = self.semaphores.shape[1], self.buffers[0].shape[1]
 
     def after(self, buffer: jax.Array) -> jax.Array:
@@ -153,7 +153,7 @@ class TileStream:
     def _of_cells(self, n: int) -> bool:
         return len(self.arrays[n].shape) == 5
 
-    def _some(self, n: int, position: jax.Array | int, count: int) -> pl.Slice:
+    def _some(self, n: int, position: jax.Array | int, count: int) -> Any:
         """Where an array, or its buffer, has `count` positions from `position` on, both multiples of a unit."""
         fold = self.arrays[0].shape[3] // self.arrays[n].shape[3]
         return pl.ds(pl.multiple_of(div(position, fold), self.unit // fold), count // fold)
@@ -162,7 +162,7 @@ class TileStream:
         heads, tiles = self._heads, self._tiles
         return lax.div(step, heads * tiles), lax.rem(lax.div(step, tiles), heads), lax.rem(step, tiles)
 
-    def _is_empty(self, step: jax.Array) -> jax.Array:
+    def _is_empty(self, step: Any) -> Any:
         return (step < self._steps) & (self.visits(self._place(jnp.minimum(step, self._steps - 1))) == 0)
 
     def _units(self, index: jax.Array, at: Place) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 # Replicas of the whole model; replicas whose experts differ; the split of sequences (or, in two dimensions, of
 # the model's width); the split of heads, feed-forward and vocabulary. The last are the closest neighbours.
 MESH_AXES = DATA, EXPERT, SEQUENCE, TENSOR = "data", "expert", "sequence", "tensor"
+Device: TypeAlias = Any  # a jax.Device, a name that type checkers cannot follow
 _SHORT = {"dp": DATA, "ep": EXPERT, "cp": SEQUENCE, "tp": TENSOR}
 
 
@@ -93,12 +94,12 @@ class Parallelism:
         return ",".join(used if self.rules == self._usual_rules else [*used, f"rules={self.rules}"])
 
 
-def alone(device: jax.Device) -> AbstractMesh:
+def alone(device: Device) -> AbstractMesh:
     """A mesh of one device. Functions traced under it (`jax.sharding.use_abstract_mesh`) can tell what device it is."""
     return Mesh(np.array([device]), ("device",)).abstract_mesh
 
 
-def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(parallel: Parallelism, devices: Sequence[Device] | None = None) -> Mesh:
     """A mesh with the axes MESH_AXES; on TPU, neighbours on an axis are neighbours on the torus.
 
     devices: by default all, process by process; surplus ones stay unused. Raises ShardingError if there are too few, or
@@ -121,7 +122,7 @@ def make_mesh(parallel: Parallelism, devices: Sequence[jax.Device] | None = None
     return Mesh(np.array(devices[: parallel.devices]).reshape(shape), MESH_AXES)
 
 
-def ring_of(devices: Sequence[jax.Device]) -> tuple[int, ...]:
+def ring_of(devices: Sequence[Device]) -> tuple[int, ...]:
     """The devices' indices in an order in which each device is a neighbour of the next on a TPU's network, and the last
     of the first, as far as possible. Devices of a chip follow one another; devices that are no TPUs keep their order.
 

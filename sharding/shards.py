@@ -6,7 +6,7 @@ partitioner chooses none. Without a mesh each call is the identity.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from inferlib.sharding import axes
-from inferlib.sharding.mesh import MESH_AXES, Parallelism, ShardingError, make_mesh, ring_of
+from inferlib.sharding.mesh import MESH_AXES, Device, Parallelism, ShardingError, make_mesh, ring_of
 from inferlib.sharding.rules import PRESETS, Rules, preset
 from inferlib.sharding.stripe import Stripe
 
@@ -38,6 +38,16 @@ class Shards:
     # ---- sizes and placement
 
     @property
+    def preset(self) -> str:
+        """The name of the rules; empty on a single device."""
+        return "" if self.rules is None else self.rules.name
+
+    @property
+    def _sizes(self) -> Mapping[str, int]:
+        """The number of devices along each mesh axis."""
+        return {} if self.mesh is None else self.mesh.shape
+
+    @property
     def replicas(self) -> int:
         """Number of shards that rows are split into."""
         return self.size(axes.ROWS)
@@ -46,7 +56,8 @@ class Shards:
     def only_axis(self) -> str | None:
         """The mesh axis that has all devices, if weights are split over it and tokens are not; else None."""
         over = self.mesh_axes(axes.MLP)
-        alone = len(over) == 1 and self.mesh.shape[over[0]] == self.mesh.size and over == self.mesh_axes(axes.KV_HEADS)
+        everywhere = len(over) == 1 and self._sizes[over[0]] == prod(self._sizes.values())
+        alone = everywhere and over == self.mesh_axes(axes.KV_HEADS)
         return over[0] if alone and not self.splits_tokens else None
 
     @property
@@ -61,7 +72,7 @@ class Shards:
 
     def sharding(self, names: tuple[str | None, ...]) -> NamedSharding | None:
         """The sharding of an array with these logical axes; None on a single device."""
-        return None if self.mesh is None else NamedSharding(self.mesh, self.rules.spec(names))
+        return None if self.mesh is None or self.rules is None else NamedSharding(self.mesh, self.rules.spec(names))
 
     @property
     def several_processes(self) -> bool:
@@ -75,9 +86,10 @@ class Shards:
 
     def place(self, x: np.ndarray, names: tuple[str | None, ...]) -> jax.Array:
         """A host array, the same on every process, as an array on the mesh; each process transfers its shards."""
-        if not self.several_processes:
-            return jax.device_put(x, self.sharding(names))
-        return jax.make_array_from_callback(x.shape, self.sharding(names), x.__getitem__)
+        sharding = self.sharding(names)
+        if sharding is None or not self.several_processes:
+            return jax.device_put(x, sharding)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
     def local_shape(self, names: Sequence[str | None], shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of a device's shard of an array with these logical axes."""
@@ -89,16 +101,16 @@ class Shards:
         if self.rules is None:
             return ()
         over = {axis for name in names for axis in self.rules.axes_of(name)}
-        return tuple(axis for axis, size in self.mesh.shape.items() if size > 1 and axis in over)
+        return tuple(axis for axis, size in self._sizes.items() if size > 1 and axis in over)
 
-    def size(self, name: str) -> int:
+    def size(self, name: str | None) -> int:
         """Number of shards that a logical axis is split into."""
-        return prod(self.mesh.shape[axis] for axis in self.mesh_axes(name))
+        return prod(self._sizes[axis] for axis in self.mesh_axes(name))
 
     def ring(self, axis: str) -> tuple[int, ...]:
         """The indices along a mesh axis in an order in which each device is near the next; see `ring_of`."""
         if not isinstance(self.mesh, Mesh):
-            return tuple(range(self.mesh.shape[axis]))
+            return tuple(range(self._sizes[axis]))
         line = np.moveaxis(self.mesh.devices, self.mesh.axis_names.index(axis), -1).reshape(-1, self.mesh.shape[axis])
         return ring_of(line[0])
 
@@ -194,7 +206,7 @@ class Shards:
         return lax.dynamic_slice_in_dim(x, self.index(axes.MLP) * rows, rows) if self.mlp_row_shards > 1 else x
 
 
-def make_shards(parallel: Parallelism | None, devices: Sequence[jax.Device] | None = None) -> Shards:
+def make_shards(parallel: Parallelism | None, devices: Sequence[Device] | None = None) -> Shards:
     """The mesh and rules of a `Parallelism`; a single device for None or one device."""
     if parallel is None:
         return Shards()

@@ -244,9 +244,9 @@ class _Machine:
         return (lambda: not value()) if match[1] else value
 
     def _action(self, instruction: str) -> Callable[[], None] | None:
-        name, op, rest = re.match(r"%(\w+) = ([\w.]+)\s*(.*)$", instruction, re.S).groups()
+        name, op, rest = re.findall(r"^%(\w+) = ([\w.]+)\s*(.*)$", instruction, re.S)[0]
         if op.startswith("inlined_call_operand"):
-            index = int(re.search(r"index: (\d+)", rest)[1])
+            index = int(re.findall(r"index: (\d+)", rest)[0])
             if "<no memory space>" in instruction:
                 return self._set(name, lambda: int(self._scalars[index].reshape(-1)[0]))
             offset = 128 if "kind: input" not in rest else 0  # outputs are never read

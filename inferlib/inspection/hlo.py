@@ -202,9 +202,9 @@ class StepCost:
     cycles: int = 0
     uncosted: int = 0
     balanced: int = 0
-    collectives: Counter = field(default_factory=Counter)  # (kind, nbytes) -> count
-    copies: Counter = field(default_factory=Counter)  # (argument, instruction, nbytes) -> count
-    kernels: Counter = field(default_factory=Counter)  # (name, nbytes, flops, sent) -> count
+    collectives: Counter[tuple[str, int]] = field(default_factory=Counter)  # (kind, nbytes) -> count
+    copies: Counter[tuple[int, str, int]] = field(default_factory=Counter)  # (argument, instruction, nbytes) -> count
+    kernels: Counter[tuple[str, int, int, int]] = field(default_factory=Counter)  # (name, nbytes, flops, sent) -> count
 
 
 class Module:
@@ -284,7 +284,7 @@ class Module:
         """Follow the program's arguments through an instruction, and note whether it copies one."""
         first = origins.get(i.operands[0], {}) if i.operands else {}
         if i.op == "get-tuple-element":
-            index = int(re.search(r"\bindex=(\d+)", i.rest)[1])
+            index = int(re.findall(r"\bindex=(\d+)", i.rest)[0])
             origin = {path[1:]: a for path, a in first.items() if path[:1] == (index,)}
         elif i.op == "tuple":
             origin = {(n, *p): a for n, o in enumerate(i.operands) for p, a in origins.get(o, {}).items()}

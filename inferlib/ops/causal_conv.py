@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +17,7 @@ def causal_conv(x: jax.Array, tail: jax.Array, weight: jax.Array, lengths: jax.A
     """
     taps, count = weight.shape[0], x.shape[1]
     inputs = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
-    out = sum(inputs[:, i : i + count].astype(jnp.float32) * weight[i].astype(jnp.float32) for i in range(taps))
+    out: Any = sum(inputs[:, i : i + count].astype(jnp.float32) * weight[i].astype(jnp.float32) for i in range(taps))
     ones = (1,) * (x.ndim - 2)
     if count == 1:
         return out, jnp.where(lengths.reshape(-1, 1, *ones) > 0, inputs[:, 1:].astype(tail.dtype), tail)

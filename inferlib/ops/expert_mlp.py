@@ -132,9 +132,9 @@ def _by_kernel(x: jax.Array, weights: ExpertWeights, factors: jax.Array, static:
     small = {}
     if weights.gate_up_bias is not None:
         small["gate_up_bias"] = weights.gate_up_bias[layer] if stacked else weights.gate_up_bias
-    if isinstance(weights.gate_up, QuantizedTensor):
-        for name, w in (("gate_up_scales", weights.gate_up), ("down_scales", weights.down)):
-            small[name] = w.scales[layer] if stacked else w.scales
+    if isinstance(weights.gate_up, QuantizedTensor) and isinstance(weights.down, QuantizedTensor):
+        for name, scales in (("gate_up_scales", weights.gate_up.scales), ("down_scales", weights.down.scales)):
+            small[name] = scales[layer] if stacked else scales
 
     def kernel(x, gate_up, down, factors, layer, small, interpret=False):
         experts = expert_mlp_tpu.Experts(gate_up, down, **small, layer=layer)

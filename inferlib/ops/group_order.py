@@ -28,7 +28,7 @@ class GroupOrder(NamedTuple):
     sizes: jax.Array
 
 
-def choose(shape: tuple[int, int], groups: int, backend: str, *, most: int | None = None) -> Choice:
+def choose(shape: tuple[int, ...], groups: int, backend: str, *, most: int | None = None) -> Choice:
     """The implementation that sorts ids [T, k] = `shape`. most: token numbers are below it; T by default."""
     if backend != "pallas_tpu":
         return Choice("xla")
@@ -37,7 +37,7 @@ def choose(shape: tuple[int, int], groups: int, backend: str, *, most: int | Non
     return Choice.of("pallas_tpu", unsupported(math.prod(shape), groups, sum(_bits(shape, most))))
 
 
-def _bits(shape: tuple[int, int], most: int | None) -> tuple[int, int]:
+def _bits(shape: tuple[int, ...], most: int | None) -> tuple[int, int]:
     """How many bits a token's number and a choice's number take."""
     tokens, choices = shape
     return ((tokens if most is None else most) - 1).bit_length(), (choices - 1).bit_length()

@@ -76,21 +76,22 @@ class PackedTensor:
     @property
     def stack(self) -> Weight:
         """The stack [L, P, K, N], as the kernel of products takes it."""
-        from inferlib.pallas_kernels.packed_weights_tpu import Weight
-
-        arrays = (self.values, self.scales, self.tops)
-        return Weight(*(x if x is None or x.ndim == 4 else x[None] for x in arrays))
+        return self._reshaped(lambda x: x if x.ndim == 4 else x[None])
 
     def of_experts(self, stacked: bool) -> Weight:
-        """The experts [L, E, P, K, N], as their kernels take them. stacked: they begin with a dimension
-        of layers."""
-        from inferlib.pallas_kernels.packed_weights_tpu import Weight
+        """The experts [L, E, P, K, N], as their kernels take them. stacked: they begin with a dimension of layers."""
 
-        def reshaped(x: jax.Array) -> jax.Array:
+        def reshape(x: jax.Array) -> jax.Array:
             lead = x.shape[:2] if stacked else (1, x.shape[0])
             return x.reshape(*lead, math.prod(x.shape[1 + stacked : -2]), *x.shape[-2:])
 
-        return Weight(*(x if x is None else reshaped(x) for x in (self.values, self.scales, self.tops)))
+        return self._reshaped(reshape)
+
+    def _reshaped(self, reshape: Callable[[jax.Array], jax.Array]) -> Weight:
+        from inferlib.pallas_kernels.packed_weights_tpu import Weight
+
+        values, scales, tops = reshape(self.values), self.scales, self.tops
+        return Weight(values, scales if scales is None else reshape(scales), tops if tops is None else reshape(tops))
 
 
 def _codes(values: jax.Array) -> jax.Array:
@@ -127,10 +128,11 @@ def by_kernel(
 
 def by_xla(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
     """x [T, *I] times w, which is `readable`, -> [T, *O], by XLA."""
-    values, scales = (
-        a if a is None or a.ndim == 3 else lax.dynamic_index_in_dim(a, w.layer, keepdims=False)
-        for a in (w.values, w.scales)
-    )
+
+    def of_layer(array: jax.Array) -> jax.Array:
+        return array if array.ndim == 3 else lax.dynamic_index_in_dim(array, w.layer, keepdims=False)
+
+    values, scales = of_layer(w.values), None if w.scales is None else of_layer(w.scales)
     rows = x.reshape(x.shape[0], -1)
     rows = jnp.pad(rows, ((0, 0), (0, values.shape[1] - rows.shape[1])))
     accumulated = out_dtype if scales is None else jnp.float32
@@ -190,8 +192,9 @@ class Packing:
     @property
     def group(self) -> int | None:
         """Elements that share a scale; None: all inputs of a channel do."""
-        group = self.scheme and self.scheme.group
-        return group and self.scheme.group_of(self.shape[self.contracting[-1]])
+        if self.scheme is None or self.scheme.group is None:
+            return None
+        return self.scheme.group_of(self.shape[self.contracting[-1]])
 
     @property
     def is_mxfp4(self) -> bool:
@@ -208,7 +211,7 @@ class Packing:
         padded = -(-inputs // self.depth) * self.depth
         inner, outer = self.names[self.lead], self.names[self.merged]
 
-        def array(rows: int, dtype: str):
+        def array(rows: int, dtype: np.dtype | str):
             names = (axes.GATE_UP if self.apart else None, inner if rows > 1 else None, outer)
             return (*self.shape[: self.lead], parts, rows, columns), (*self.names[: self.lead], *names), np.dtype(dtype)
 
@@ -221,13 +224,14 @@ class Packing:
         count = 1 if self.group is None else padded // self.group
         return {"values": array(padded, self.scheme.values), "scales": array(count, scales)}
 
-    def tensor(self, *arrays: jax.Array) -> PackedTensor:
+    def tensor(self, *arrays: Any) -> PackedTensor:
+        """The tensor that these arrays are, in the order of `arrays`; they may be shapes."""
         rounds = self.scheme is not None and self.scheme.round_inputs
         return PackedTensor(*arrays, apart=self.apart, rest=self.shape[self.merged + 1 :], round_inputs=rounds)
 
     def pack(self, values: jax.Array, scales: jax.Array | None = None) -> tuple[jax.Array, ...]:
         """The packed arrays, made of the scheme's. Traceable."""
-        if self.is_mxfp4:
+        if self.is_mxfp4 and scales is not None:
             from inferlib.pallas_kernels.packed_weights_tpu import pack_float4, pack_mxfp4
 
             codes, scales = self._matrix(_codes(values)), self._matrix(lax.bitcast_convert_type(scales, jnp.uint8))
@@ -235,7 +239,7 @@ class Packing:
         values = self._matrix(values)
         short = -values.shape[-2] % _DEPTH
         grow = lambda x, rows: jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, rows), (0, 0)])  # noqa: E731
-        if self.scheme is None:
+        if self.scheme is None or scales is None:
             return (grow(values, short),)
         if self.scheme.scales == "float8_e8m0fnu":
             scales = lax.bitcast_convert_type(scales, jnp.uint8)
@@ -280,8 +284,9 @@ def _unsupported(packing: Packing, dtype, shards: Shards, rows: int) -> str | No
     local_inputs = inputs // shards.size(packing.names[packing.lead])
     if local_inputs % packing.depth and local_inputs < inputs:
         return f"the {local_inputs} inputs of a device do not divide into passes of {packing.depth}"
-    if packing.group is not None and packing.group != packing.scheme.group:
-        return f"groups have {packing.group} inputs, not {packing.scheme.group}, which do not divide theirs"
+    group = packing.scheme and packing.scheme.group
+    if packing.group != group:
+        return f"groups have {packing.group} inputs, not {group}, which do not divide theirs"
     local = packing.local(shards)
     if axes.EXPERTS in packing.names:
         x = jax.ShapeDtypeStruct((rows, local_inputs), dtype)

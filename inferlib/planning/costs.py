@@ -28,7 +28,6 @@ from inferlib.ops.quantized import nbytes
 from inferlib.planning import rates
 from inferlib.planning.collectives import Collective
 from inferlib.planning.estimate import estimate
-from inferlib.planning.experts import mixture_of
 from inferlib.planning.kernels import Tokens, attention_rate, fetches_ahead, product_rate, small_seconds
 from inferlib.planning.network import ATTAINED, IDEAL, Efficiency, Network, place
 from inferlib.planning.rates import PLAIN, Part
@@ -381,7 +380,7 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
         local = shards.local_shape(weight.axes, weight.shape)
         names = dict(zip(weight.axes, local, strict=True))
         layers, count = names.pop(axes.LAYERS, 1), names.pop(axes.EXPERTS, 1)
-        elements, experts = prod(local) // count, mixture_of(model, weight)
+        elements, experts = prod(local) // count, model.mixture_of(weight)
         matrix = weight.init == "normal" and len(names) > 1
         # A table of per-layer embeddings is looked up.
         columns = next((names[n] for n in (axes.EMBED, axes.LATENT, axes.PER_LAYER) if n in names), 1)

@@ -25,7 +25,7 @@ from inferlib.aot.compile import CompileError, check_compiler, environment
 from inferlib.inspection.bundles import DELAYS, Listing, dump_flags, find_listing
 from inferlib.inspection.report import CLOCKS
 from inferlib.pallas_kernels.tuned_tpu import Asked, trying
-from inferlib.sharding.mesh import alone
+from inferlib.sharding.mesh import Device, alone
 from inferlib.targets import Target, parse_target
 from inferlib.tuning.kernel_cases import Case
 from inferlib.tuning.kernel_cases.collective_matmul import CollectiveMatmul
@@ -152,7 +152,7 @@ def _case(job: Mapping[str, Any]) -> Case:
     return pickle.loads(bytes.fromhex(job["case"]))
 
 
-def _compile(case: Case, devices: Sequence[jax.Device]) -> None:
+def _compile(case: Case, devices: Sequence[Device]) -> None:
     if isinstance(case, CollectiveMatmul):
         if len(devices) < case.devices:
             raise CompileError(f"it is for {case.devices} devices, and the target has {len(devices)}")

@@ -153,7 +153,7 @@ def tune(
     no compiler.
     """
     search = _Search(target, limit, workers, told)
-    named = [(kernel, name) for kernel in cases for name in cases[kernel]]
+    every = [(kernel, name, case) for kernel, named in cases.items() for name, case in named.items()]
 
     def run(members: list[_Member]) -> Result:
         result = search.run(members)
@@ -162,7 +162,7 @@ def tune(
 
     try:
         with ThreadPoolExecutor(workers) as threads:
-            members = list(threads.map(lambda at: search.member(*at, cases[at[0]][at[1]]), named))
+            members = list(threads.map(lambda one: search.member(*one), every))
             done(members.count(None))
             groups: dict[str, list[_Member]] = {}
             for one in filter(None, members):
@@ -341,8 +341,8 @@ def updated(entries: Iterable[Entry], results: Iterable[Result], compiler: str) 
     """The entries of a table, with those of the shapes that were searched replaced."""
     table = {entry.key: entry for entry in entries}
     for one in results:
-        times = (round(1e6 * seconds, 3) for seconds in (one.seconds, one.rule_seconds))
-        entry = Entry(one.kernel, one.shape, one.best, *times, round(one.gain, 3), compiler)
+        seconds, rule_seconds = (round(1e6 * seconds, 3) for seconds in (one.seconds, one.rule_seconds))
+        entry = Entry(one.kernel, one.shape, one.best, seconds, rule_seconds, round(one.gain, 3), compiler)
         table.pop(entry.key, None)
         if one.pays:
             table[entry.key] = entry

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inferlib.models.config import (
+    Activation,
     AttentionSpec,
     ConfigError,
     LayerSpec,
@@ -57,7 +58,7 @@ MOE_LAYER = LAYER | {
 }
 TOP = {"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -217,7 +218,7 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def activation(hf: Hf, key: str) -> str:
+def activation(hf: Hf, key: str) -> Activation:
     """The activation's name in `MlpSpec`."""
     expect(hf, key, *_ACTIVATIONS)
     return _ACTIVATIONS[need(hf, key)]

@@ -48,7 +48,7 @@ def _limits(hf: Hf) -> tuple[float, float]:
     limits = [float(x["__float__"]) if isinstance(x, Mapping) else x for x in need(hf, "time_step_limit")]
     if len(limits) != 2:
         raise ConfigError(f"time_step_limit={limits} in config.json must be the least and the largest step")
-    return tuple(limits)
+    return limits[0], limits[1]
 
 
 def _states(hf: Hf) -> Mamba2Spec:

@@ -58,7 +58,7 @@ def minimax(hf: Hf) -> ModelConfig:
 
 
 def _scales(hf: Hf, name: str) -> tuple[float, float]:
-    return tuple(float(hf.get(f"{name}_{which}_factor", 1)) for which in ("alpha", "beta"))
+    return float(hf.get(f"{name}_alpha_factor", 1)), float(hf.get(f"{name}_beta_factor", 1))
 
 
 def _decay(layer: LayerSpec, number: int, count: int) -> tuple[float, ...]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from inferlib.models.batch import StepContext
-from inferlib.models.config import AttentionSpec, NormSpec, QueryTemperature
+from inferlib.models.config import AttentionSpec, NormSpec, OutputGate, QueryTemperature
 from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm, scale_norm
 from inferlib.models.layers.param import param
@@ -86,14 +86,15 @@ class Attention(nnx.Module):
         self, x: Activations, ctx: StepContext, cache: LayerCache, *, partials: bool = False
     ) -> tuple[jax.Array, LayerCache]:
         """partials: return the output projection's partial sums, [S, T, D]."""
+        product: Callable[..., jax.Array] = matmul_partials if partials else ctx.matmul
         if self.fuses(ctx, cache):
             out, cache = self.attend_fused(self.project_partially(x, ctx), cache, ctx)
         else:
             q, new = self.project(x, ctx)
             out, cache = self.attend(q, new, cache, ctx)
         if self.spec.gate is not None:
-            out = self.gated(out, x, ctx)
-        return (matmul_partials if partials else ctx.matmul)(out, self.o[...], contract=3), cache
+            out = self.gated(self.spec.gate, out, x, ctx)
+        return product(out, self.o[...], contract=3), cache
 
     def fuses(self, ctx: StepContext, cache: LayerCache) -> bool:
         """True if one kernel takes the step's decode rows from their projections on."""
@@ -109,8 +110,8 @@ class Attention(nnx.Module):
 
     def project_partially(self, x: Activations, ctx: StepContext) -> jax.Array | QkvPartials:
         """Queries, keys and values of decode rows, [B, K, G + 2, h], as projected, or their partial sums."""
-        w, tokens = self.qkv[...], x.shape[0]
-        choice = choose(w, tokens, x.dtype, backend=ctx.backend.matmul, partials=True)
+        w: Any = self.qkv[...]
+        choice = choose(w, x.shape[0], x.dtype, backend=ctx.backend.matmul, partials=True)
         if ctx.shards.size(axes.EMBED) > 1 or choice.name == "xla":
             return ctx.shards.sum(ctx.matmul(x, w), axes.EMBED)
         if not isinstance(x, DeferredNorm):
@@ -135,10 +136,10 @@ class Attention(nnx.Module):
         out, arrays = project_and_attend.project_and_attend(qkv, arrays, lengths, transforms, options)
         return out, replace(cache, arrays=arrays.arrays)
 
-    def gated(self, out: jax.Array, x: Activations, ctx: StepContext) -> jax.Array:
+    def gated(self, spec: OutputGate, out: jax.Array, x: Activations, ctx: StepContext) -> jax.Array:
         """Attention's output [T, K, G, h], or this device's part of h, times the gate of x [T, D]."""
         gate = ctx.shards.sum(ctx.matmul(x, self.gate[...], out_dtype=jnp.float32), axes.EMBED)
-        gate = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}[self.spec.gate.activation](gate)
+        gate = {"sigmoid": jax.nn.sigmoid, "softplus": jax.nn.softplus}[spec.activation](gate)
         return out * gate.reshape(*out.shape[:3], -1).astype(out.dtype)
 
     def project(self, x: Activations, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:

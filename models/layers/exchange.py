@@ -176,7 +176,7 @@ def _ragged(
     x, routes = x[order], routes[order]
 
     def moved(rows: jax.Array, out: jax.Array, *where: jax.Array) -> jax.Array:
-        return shards.ragged_all_to_all(rows, out, *where, axes.EXPERTS)
+        return shards.ragged_all_to_all(rows, out, *where, name=axes.EXPERTS)
 
     def exchanged(sent: jax.Array, sizes: jax.Array, received: jax.Array, home: jax.Array) -> jax.Array:
         there = sent[me], sizes[me], received[me], sizes[:, me]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import NormalDist
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ def exact_gelu(x: jax.Array) -> jax.Array:
     return (y * (0.5 + 0.5 * jax.lax.erf(y * 0.5**0.5))).astype(x.dtype)
 
 
-ACTIVATIONS = {
+ACTIVATIONS: Mapping[Any, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": exact_gelu,
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
@@ -56,7 +58,8 @@ class Mlp(nnx.Module):
 
     def __call__(self, x: Activations, ctx: StepContext, *, partials: bool = False) -> jax.Array:
         """partials: return the last product's split-K partial sums, [S, T, D]."""
-        spec, shards, product = self.spec, ctx.shards, matmul_partials if partials else ctx.matmul
+        spec, shards = self.spec, ctx.shards
+        product: Callable[..., jax.Array] = matmul_partials if partials else ctx.matmul
         if spec.gated and not (spec.bias or spec.sparsity or shards.size(axes.EMBED) > 1):
             hidden = ctx.matmul(x, self.gate_up[...], activation=partial(gated, spec.activation))
             return product(hidden, self.down[...])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ class Moe(nnx.Module):
         self.router = Router(spec.router, dim, dtype)
         self.experts = Experts(spec, layout, dtype)
         self.has_placement = layout.slots is not None
-        if self.has_placement:
+        if layout.slots is not None:
             self.slots = param((layout.slots,), (None,), jnp.int32, "range")
             self.copies = param((spec.experts,), (axes.ROUTES,), jnp.int32, "ones")
         if spec.shared is not None:
@@ -58,15 +58,13 @@ class Moe(nnx.Module):
 
     def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> tuple[jax.Array, Load]:
         """layer: the layer of a scanned segment, whose experts are stacked; see `Experts`."""
-        routed, shared, load = self.apart(x, ctx, layer)
-        return routed if shared is None else routed + shared, load
-
-    def apart(
-        self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array | None, Load]:
-        """The sum of the chosen experts and, apart from it, that of the shared experts if there are any."""
         routed, load = self.chosen(x, x, ctx, layer)
-        return routed, None if self.spec.shared is None else self.always(x, ctx), load
+        return routed if self.spec.shared is None else routed + self.always(x, ctx), load
+
+    def apart(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None) -> tuple[jax.Array, jax.Array, Load]:
+        """The sum of the chosen experts and, apart from it, that of the shared experts."""
+        routed, load = self.chosen(x, x, ctx, layer)
+        return routed, self.always(x, ctx), load
 
     def with_norms(
         self, x: jax.Array, shared: jax.Array, ctx: StepContext, layer: jax.Array | None
@@ -216,7 +214,7 @@ class Experts(nnx.Module):
             outputs = [sorted_outputs[places] for places in order.places]
         if not self.spec.scale_input:
             outputs = [y * weights[:, i, None] for i, y in enumerate(outputs)]
-        total = sum(outputs if alone else [jnp.where(is_local[:, i, None], y, 0) for i, y in enumerate(outputs)])
+        total: Any = sum(outputs if alone else [jnp.where(is_local[:, i, None], y, 0) for i, y in enumerate(outputs)])
         return total.astype(x.dtype).reshape(shape)
 
     def _weights(self, layer: jax.Array | None) -> ExpertWeights:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from inferlib.models.batch import StepContext
-from inferlib.models.config import ModelConfig, NormSpec, PerLayerSpec
+from inferlib.models.config import NormSpec, PerLayerSpec
 from inferlib.models.layers.embedding import look_up
 from inferlib.models.layers.mlp import ACTIVATIONS
 from inferlib.models.layers.norm import Norm, rms_norm
@@ -22,13 +22,11 @@ class PerLayerEmbedding(nnx.Module):
     Where tokens are split, x and the result are this device's part.
     """
 
-    def __init__(self, layout: Layout, dtype):
-        self.config: ModelConfig = layout.config
-        self.spec = spec = self.config.per_layer
-        dim = self.config.dim
+    def __init__(self, spec: PerLayerSpec, layout: Layout, dtype):
+        self.config, self.spec = layout.config, spec
         width = len(self.config.layers) * spec.dim
         self.table = param((layout.vocab, width), (axes.VOCAB, axes.PER_LAYER), dtype)
-        self.projection = param((dim, width), (axes.EMBED, axes.PER_LAYER), dtype, contracting=(0,))
+        self.projection = param((self.config.dim, width), (axes.EMBED, axes.PER_LAYER), dtype, contracting=(0,))
         self.norm = param((spec.dim,), (axes.PER_LAYER,), dtype, "zeros" if self.config.norm.unit_offset else "ones")
 
     def __call__(self, x: jax.Array, ctx: StepContext) -> jax.Array:

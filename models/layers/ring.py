@@ -44,8 +44,7 @@ def ring_choices(
 
     shapes: a device's shard of each weight that is not quantised, without a dimension of layers; others are left out.
     """
-    axis = ring_axis(shards)
-    rows = shards.padded(tokens) // shards.mesh.shape[axis] if axis else 0
+    rows = shards.padded(tokens) // shards.size(axes.MLP) if ring_axis(shards) else 0
     return {
         name: choose(rows, shapes[name], dtype, backend.collective_matmul, scatters=name in ("attn.o", "mlp.down"))
         for name in names & shapes.keys()

@@ -37,9 +37,8 @@ def inject() -> None:
         importlib.import_module("nki.isa")
     except ImportError:
         # The package of that name on PyPI is an empty placeholder.
-        nki = _module("nki", {"jit": launch.jit})
-        nki.language = _module("nki.language", language.NAMES)
-        nki.isa = _module("nki.isa", isa.NAMES)
+        parts = {"language": _module("nki.language", language.NAMES), "isa": _module("nki.isa", isa.NAMES)}
+        _module("nki", {"jit": launch.jit, **parts})
 
 
 def is_injected() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from inferlib.nki_kernels.simulator import dtypes
@@ -15,7 +17,7 @@ EITHER = SBUF + PSUM
 LEAST_CYCLES = 64
 
 
-def operand(core: Core, what: str, tensor: object, buffers=EITHER, kinds: tuple[str, ...] | None = None) -> NkiTensor:
+def operand(core: Core, what: str, tensor: Any, buffers=EITHER, kinds: tuple[str, ...] | None = None) -> NkiTensor:
     """Check a compute engine's operand: where it lies, where its partitions start, its pattern, its dtype."""
     require(isinstance(tensor, NkiTensor), "argument", f"{what} is {type(tensor).__name__}, not a tensor")
     places = " or ".join(buffer.value for buffer in buffers)
@@ -132,7 +134,7 @@ def busy(core: Core, engine: Engine, cycles: float) -> None:
     core.counters.issue(engine, max(cycles, LEAST_CYCLES) / clocks[engine] / 1000)
 
 
-def choose(what: str, asked: object, legal: tuple[Engine, ...]) -> Engine:
+def choose(what: str, asked: Any, legal: tuple[Engine, ...]) -> Engine:
     """The engine asked for; the first that can, if the choice is left to the compiler."""
     require(isinstance(asked, Engine), "argument", f"{what}: engine {asked!r} is no member of nki.isa.engine")
     engine = legal[0] if asked is Engine.unknown else asked

@@ -69,10 +69,10 @@ def dma_copy(
 
 def _parts(core: Core, what: str, dst: NkiTensor, src: NkiTensor, mode: oob_mode) -> list[tuple[NkiTensor, NkiTensor]]:
     """(destination, source) of every transfer: one, or one for every index of a vector that is not skipped."""
-    if not (dst.is_indirect() or src.is_indirect()):
-        return [(dst, src)]
     indirect, direct = (src, dst) if src.is_indirect() else (dst, src)
     index, rows = indirect.index, indirect.shape[0]
+    if index is None:
+        return [(dst, src)]
     check_written(index.offsets, what, core)
     indices = index.offsets.raw()[:, 0].astype(np.int64)
     inside = (indices >= 0) & (indices < index.bound)

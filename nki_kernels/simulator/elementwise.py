@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class reduce_cmd(Enum):
     load_reduce = 4
 
 
-def _operator(what: str, op: object, kinds: tuple[str, ...]) -> Operator:
+def _operator(what: str, op: Any, kinds: tuple[str, ...]) -> Operator:
     legal = isinstance(op, Operator) and op.kind in kinds
     require(legal, "argument", f"{what}: {op!r} is no {' or '.join(kinds)} operator")
     return op

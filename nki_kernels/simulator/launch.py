@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -19,16 +20,16 @@ class Kernel:
 
     def __init__(self, function: Callable, lnc: int = 1):
         functools.update_wrapper(self, function)
-        self.function, self.lnc = function, lnc
+        self.function, self.lnc, self.name = function, lnc, function.__name__
 
     def __getitem__(self, lnc: int) -> Kernel:
-        require(lnc in (1, 2), "lnc", f"{self.__name__}[{lnc}]: a logical core has 1 or 2 cores")
+        require(lnc in (1, 2), "lnc", f"{self.name}[{lnc}]: a logical core has 1 or 2 cores")
         return Kernel(self.function, lnc)
 
     def __call__(self, *args, **kwargs):
         configured = os.environ.get(machine.LNC_VARIABLE)
         matches = configured in (None, str(self.lnc))
-        require(matches, "lnc", f"{self.__name__}[{self.lnc}] where {machine.LNC_VARIABLE}={configured}")
+        require(matches, "lnc", f"{self.name}[{self.lnc}] where {machine.LNC_VARIABLE}={configured}")
         _lint(self.function)
         generation, exchange = machine.generation(), machine.Exchange(self.lnc)
         cores = [machine.Core(i, self.lnc, generation, exchange) for i in range(self.lnc)]
@@ -48,7 +49,7 @@ class Kernel:
             # A core that breaks a rule leaves the other waiting: the rule is what matters.
             raise next((f for f in failures if getattr(f, "rule", "") != "core-pairing"), failures[0])
         machine.record([core.counters for core in cores])
-        return _returned(self.__name__, results)
+        return _returned(self.name, results)
 
 
 @functools.cache
@@ -56,7 +57,7 @@ def _lint(function: Callable) -> None:
     lint.check(function)
 
 
-def jit(fn=None, **kwargs):
+def jit(fn: Any = None, **kwargs):
     """Decorate a kernel."""
     require(not kwargs, "subset", f"nki.jit with {sorted(kwargs)}")
     return Kernel(fn)

@@ -7,6 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from types import FunctionType, ModuleType
+from typing import Any
 
 from inferlib.nki_kernels.simulator.rules import RuleError
 
@@ -36,8 +37,8 @@ def check(kernel: Callable) -> None:
 
 def _check_one(function: FunctionType, decorated: bool) -> list[FunctionType]:
     """Check one function; returns the functions of ours that it names."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    where = f"{function.__name__}, {inspect.getsourcefile(function).rpartition('/')[2]}"
+    tree: Any = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    where = f"{function.__name__}, {inspect.getfile(function).rpartition('/')[2]}"
     _Checker(function, where).run(tree, decorated)
     names = {node.id for part in tree.body for node in ast.walk(part) if isinstance(node, ast.Name)}
     known = (function.__globals__.get(name) for name in sorted(names))
@@ -103,4 +104,4 @@ class _Checker:
 
 
 def _passed(call: ast.Call) -> list[tuple[ast.AST, str | None]]:
-    return [(a, "") for a in call.args] + [(k.value, k.arg) for k in call.keywords]
+    return [*((a, "") for a in call.args), *((k.value, k.arg) for k in call.keywords)]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 
@@ -128,7 +129,7 @@ class Exchange:
     def __init__(self, count: int):
         self.count = count
         self.lock = threading.Lock()
-        self.shared: list[tuple[tuple, object]] = []
+        self.shared: list[tuple[tuple, Any]] = []
         self.mail: dict[int, np.ndarray] = {}
         self._met = threading.Condition()
         self._places: list[str] = []

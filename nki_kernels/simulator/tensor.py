@@ -40,13 +40,13 @@ class Storage:
         self.read_only = False
         if buffer is MemoryRegion.psum:
             self.by_matmul = np.zeros((rows, row_bytes), np.uint8)
-        if buffer in ON_CHIP:
+        if core is not None and buffer in ON_CHIP:
             size = row_bytes if buffer is MemoryRegion.sbuf else -(-row_bytes // PSUM_BANK_BYTES)
             core.take(buffer.value, size)
             self.size = size
 
     def __del__(self):
-        if getattr(self, "size", 0):
+        if self.core is not None and self.size:
             self.core.give(self.buffer.value, self.size)
 
     @staticmethod

@@ -155,7 +155,7 @@ def test_layers_that_share_a_cache_hold_none(llm_of):
 def test_caches_that_cannot_be_shared(specs, message):
     attention = AttentionSpec(heads=2, kv_heads=1, head_dim=4, scale=0.5, rope=None)
     layers = tuple(
-        LayerSpec(dataclasses.replace(attention, value_dim=None, **options), MlpSpec(hidden=8)) for options in specs
+        LayerSpec(dataclasses.replace(attention, value_dim=0, **options), MlpSpec(hidden=8)) for options in specs
     )
     with pytest.raises(ConfigError, match=message):
         ModelConfig("test", vocab=16, dim=8, layers=layers, context=64)

@@ -40,7 +40,7 @@ class ChunkWrite:
         """Shapes and dtypes of the arguments."""
         cache = (4, 1, self.heads, SLOTS, self.size), self.stored or "bfloat16"
         new = (1, self.width, self.heads, self.size), "bfloat16"
-        arrays = {
+        arrays: dict[str, tuple[tuple[int, ...], str]] = {
             "k": cache,
             "v": cache,
             "new_k": new,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -52,10 +53,10 @@ def bits(scheme: str) -> float:
     return {"bfloat16": 16, "mxfp4": 4.25, "mxfp8": 8.25, "int4": 4.25, "fp8_block": 8.25}.get(scheme, 8)
 
 
-def scheme_of(weight: list | dict) -> tuple[str, list[int]]:
+def scheme_of(weight: list[Any] | dict[str, Any]) -> tuple[str, list[int]]:
     """The scheme and the shape [E, P, K, N] of experts' weights, from their entry in `tuned_tpu`."""
     if isinstance(weight, list):
-        return {"float8_e4m3fn": "fp8"}.get(weight[0], weight[0]), weight[1:]
+        return "fp8" if weight[0] == "float8_e4m3fn" else weight[0], weight[1:]
     (dtype, *shape), (scales, *_) = weight["values"], weight["scales"]
     if "tops" in weight:
         return "mxfp4", [*shape[:2], 8 * shape[2], shape[3]]

@@ -54,9 +54,9 @@ class MxMatmul:
         from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
         def run(x, norm=None, **arrays):
-            norm = RmsNorm(norm, 1e-5) if self.normed else None
+            rms_norm = None if norm is None else RmsNorm(norm, 1e-5)
             activation = (lambda gate, up: jax.nn.silu(gate) * up) if self.gated else None
-            return mx_matmul(x, Weight(**arrays), norm=norm, activation=activation)
+            return mx_matmul(x, Weight(**arrays), norm=rms_norm, activation=activation)
 
         return run
 
