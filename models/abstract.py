@@ -38,8 +38,8 @@ class WeightSpec:
     """One weight, as layers see it.
 
     block: index of its block in `Decoder.blocks`; None outside the layers. part: its name in the block. contracting:
-    the dimensions that products sum over. scheme: how it is quantised; None if it is not. packed: it is stored as the
-    TPU kernel reads it; float4: as the kernel of a TPU that converts float4 in hardware reads it.
+    the dimensions that products sum over. scheme: how it is quantised; None if it is not. packed: it is stored in the
+    layout that the TPU kernel reads; float4: in the layout for TPUs that convert float4 in hardware.
     """
 
     name: str
@@ -63,18 +63,19 @@ class WeightSpec:
         return replace(self, shape=self.shape[1:], axes=self.axes[1:], contracting=contracting)
 
     def stored(self, whole: jax.Array) -> tuple[jax.Array, ...]:
-        """The arrays that store it, made of the unquantised weight. Traceable."""
+        """The arrays that store the weight, computed from its unquantised values. Traceable."""
         if self.scheme is None:
             return self.packed_arrays(whole.astype(self.dtype))
         return self.packed_arrays(*jax.tree.leaves(quantize(whole, self.contracting, self.scheme)))
 
     def packed_arrays(self, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        """The arrays that store it, made of its scheme's: the same ones, unless it is packed. Traceable."""
+        """The arrays that store the weight, computed from its scheme's arrays, which change only if it is packed.
+        Traceable."""
         return self.packing.pack(*arrays) if self.packed else arrays
 
     @property
     def value(self) -> jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor:
-        """What layers see in its place, of shapes."""
+        """The weight as layers see it, with shapes for arrays."""
         return self.local(Shards())
 
     def local(self, shards: Shards) -> jax.ShapeDtypeStruct | QuantizedTensor | PackedTensor:
@@ -87,11 +88,11 @@ class WeightSpec:
 
     @property
     def in_groups(self) -> bool:
-        """True if groups of its inputs share a scale, or if it has zero points."""
+        """True if groups of inputs share a scale, or if the weight has zero points."""
         return self.scheme is not None and (self.scheme.group is not None or self.scheme.zeros)
 
     def pack_choice(self, dtype, shards: Shards) -> Choice:
-        """Whether the TPU kernel reads it packed, for activations of a dtype; see `packed.choose`."""
+        """Whether the TPU kernel reads the weight packed, for activations of a dtype; see `packed.choose`."""
         return choose(self.packing, dtype, shards) if self.contracting else Choice("xla")
 
     @property
@@ -100,7 +101,7 @@ class WeightSpec:
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
-        """The arrays that store it."""
+        """The arrays that store the weight."""
         if self.packed:
             arrays = self.packing.arrays()
         elif self.scheme is not None:
@@ -134,7 +135,7 @@ class ArraySpec:
 class AbstractModel:
     """A model's structure. Programs take the arrays of its weights as a flat tuple in the order of `specs`.
 
-    dtype: of activations, and of weights that are not quantised.
+    dtype: the type of activations, and of weights that are not quantised.
     """
 
     layout: Layout
@@ -172,7 +173,7 @@ class AbstractModel:
         return spec if isinstance(spec, MoeSpec) else None
 
     def looks_up(self, name: str) -> bool:
-        """True if a weight is a table of which a step reads only the rows of its tokens."""
+        """True if a weight is a table, from which a step reads only the rows of its tokens."""
         return name in ("positions", "per_layer.table") or (name == "embed" and not self.config.tied)
 
     @property
@@ -197,7 +198,7 @@ class AbstractModel:
         keys, weights = jax.random.split(jax.random.key(seed), len(self.weights)), []
         for key, weight in zip(keys, self.weights, strict=True):
             places = tuple(shards.sharding(array.axes) for array in weight.arrays)
-            # Without names, which would make equal compilations differ.
+            # Names are left out: with them, equal compilations would differ.
             weights += _jit_random(places)(key, replace(weight, name="", part="", block=None))
         return tuple(weights)
 
@@ -248,7 +249,7 @@ def _packed(weights: tuple[WeightSpec, ...], dtype, backend: Backend, shards: Sh
     def can_pack(weight: WeightSpec) -> bool:
         return weight.pack_choice(dtype, shards).name == "pallas_tpu"
 
-    if backend.generation in FLOAT4:  # that form needs more inputs on each device than the other
+    if backend.generation in FLOAT4:  # this form needs more inputs on each device than the other
         forms = ((w, replace(w, float4=True)) for w in weights)
         weights = tuple(form if can_pack(form) else w for w, form in forms)
     experts = [w for w in weights if axes.EXPERTS in w.axes]

@@ -18,8 +18,8 @@ Operation: TypeAlias = Literal["decode_attention", "prefill_attention"]
 
 
 def choose_attention(spec: Mixer, operation: Operation, backend: Backend, *, scaled: bool) -> Choice:
-    """The implementation of an operation for a layer, whatever the sizes of batch and cache; of recurrent layers, which
-    do not attend, the backend's. scaled: the cache is quantised."""
+    """The implementation that a layer's attention takes, whatever the sizes of batch and cache. Recurrent layers do not
+    attend: for them it is the backend's preference. scaled: the cache is quantised."""
     name = getattr(backend, operation)
     if isinstance(spec, Recurrent):
         return Choice(name)

@@ -81,7 +81,7 @@ class Block(nnx.Module):
     def attend(
         self, y: Activations, ctx: StepContext, cache: LayerCache, *, partials: bool = False
     ) -> tuple[Branch, LayerCache]:
-        """The mixer's branch; partials: left as split-K partial sums."""
+        """The mixer's branch. partials: leave it as split-K partial sums."""
         y = y if _overlaps_collective(self.attn, "qkv") else _gathered(y, ctx)
         out, cache = self.attn(y, ctx, cache, **{"partials": True} if partials else {})
         over = () if _overlaps_collective(self.attn, "o") else (axes.KV_HEADS, axes.HEAD_OUT)
@@ -90,7 +90,7 @@ class Block(nnx.Module):
     def feed(
         self, y: Activations, ctx: StepContext, layer: jax.Array | None, *, partials: bool = False
     ) -> tuple[Branch, Load]:
-        """The feed-forward's branch; partials: left as split-K partial sums."""
+        """The feed-forward's branch. partials: leave it as split-K partial sums."""
         if not _overlaps_collective(self.mlp, "gate_up"):
             y = _gathered(y, ctx)
             y = ctx.shards.gather_for_mlp(whole(y)) if ctx.shards.mlp_row_shards > 1 else y
@@ -140,7 +140,7 @@ class PreNormBlock(Block):
         return residual, cache, load
 
     def leaves_partials(self, residual: Residual, ctx: StepContext) -> bool:
-        """True if both branches can be left as split-K partial sums: nothing follows them but the residual's sum."""
+        """True if both branches can stay split-K partial sums, because only the residual's sum follows them."""
         attention, mlp = self.spec.attention, self.mlp
         if residual.mailboxes is not None or not (isinstance(attention, AttentionSpec) and isinstance(mlp, Mlp)):
             return False
@@ -207,7 +207,7 @@ class GeneralBlock(Block):
         return replace(residual, x=x, deferred=deferred), cache, load
 
     def after_attention(self, x: jax.Array, ctx: StepContext, cache: LayerCache) -> tuple[jax.Array, LayerCache]:
-        """The residual [T, D] with attention's branch."""
+        """The residual [T, D] with attention's branch added."""
         spec, shards = self.spec, ctx.shards
         with jax.named_scope("attention"):
             y = self.pre_attn_norm.read(Residual(x), shards)[1] if spec.pre_norm else x
@@ -223,8 +223,8 @@ class GeneralBlock(Block):
     def after_mlp(
         self, x: jax.Array, deferred: jax.Array | None, ctx: StepContext, layer: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None, Load]:
-        """The residual [T, D] with the feed-forward's branch, the experts that are deferred to the next layer, and the
-        load. deferred: experts of the layer before."""
+        """The residual [T, D] with the feed-forward's branch added, the sum of experts that is deferred to the next
+        layer, and the load. deferred: the sum that the layer before deferred."""
         spec, shards = self.spec, ctx.shards
         if spec.mlp is None:
             return x, None, None
@@ -247,7 +247,8 @@ class GeneralBlock(Block):
         return self.add(x, whole(y), out, spec.normed.mlp if spec.normed else None), later, load
 
     def add(self, x: jax.Array, y: jax.Array, out: jax.Array, scales: tuple[float, float] | None) -> jax.Array:
-        """The residual with a branch's output; scales: of a `NormedResidual`, which adds to the norm y of x."""
+        """The residual with a branch's output added. scales: the factors of a `NormedResidual`, which adds to y, the
+        norm of x."""
         if scales is not None:
             return y * scales[0] + out * scales[1]
         return x + (out if self.scale == 1.0 else out * self.scale)
@@ -264,9 +265,9 @@ def kind_of_block(spec: LayerSpec, config: ModelConfig) -> type[Block]:
 
 
 def sums_feed_norms(config: ModelConfig, *, sharded: bool) -> bool:
-    """True if an RMS norm alone reads the residual after every branch, so that one kernel can add and norm.
+    """True if only an RMS norm reads the residual after every branch, so that one kernel can add and norm.
 
-    sharded: it sums over devices too, each of which would add an output bias.
+    sharded: the kernel also sums over devices; then there may be no output biases, which every device would add.
     """
     if config.norm.kind != "rms" or config.norm.unit_offset or config.residual_scale != 1.0:
         return False
@@ -284,6 +285,6 @@ def _gathered(y: Activations, ctx: StepContext) -> Activations:
 
 
 def _overlaps_collective(module: nnx.Module, name: str) -> bool:
-    """True if the product with this weight takes place together with its collective."""
+    """True if one kernel computes the product with this weight and its collective."""
     weight = getattr(module, name, None)
     return weight is not None and isinstance(weight.get_value(), RingWeight)

@@ -1,7 +1,7 @@
 """The complete, frozen description of a model.
 
-A family recipe (`inferlib.models.families`) turns a Hugging Face `config.json` into a
-`ModelConfig`; everything else (weights, cache, programs, budgets) derives from it.
+A family's recipe (`inferlib.models.families`) turns a Hugging Face `config.json` into a `ModelConfig`. Weights, cache,
+programs and budgets derive from it.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class RopeSpec:
     dim: int
     base: float
     scaling: RopeScaling | None = None
-    # The checkpoint pairs dimensions (2i, 2i+1) instead of (i, i + dim/2). Loading permutes the query and key rows, so
-    # that programs know one form only.
+    # The checkpoint pairs dimensions (2i, 2i+1) instead of (i, i + dim/2). Loading permutes the rows of queries and
+    # keys, so that programs know only one form.
     interleaved: bool = False
 
     def __post_init__(self):
@@ -90,8 +90,8 @@ class QueryTemperature:
 
 @dataclass(frozen=True)
 class OutputGate:
-    """Attention's output is multiplied by an activation of a projection of the layer's input: one number for each query
-    head, or one for each of its channels."""
+    """A gate on attention's output: an activation of a projection of the layer's input, with one number for each query
+    head or for each of its channels."""
 
     activation: Literal["sigmoid", "softplus"]
     per_head: bool
@@ -143,7 +143,8 @@ class AttentionSpec:
 
     @property
     def fused_heads(self) -> int:
-        """Heads that a KV head's matrix makes beside queries: the key, and the value if it is as large."""
+        """How many heads the matrix of a KV head makes beside its queries: the key, and the value if it has the key's
+        size."""
         if self.cache_of is not None:
             return 0
         return 2 if self.value_dim == self.head_dim and not self.key_is_value else 1
@@ -155,7 +156,7 @@ class AttentionSpec:
 
     @property
     def reach(self) -> int | None:
-        """The most positions that a query sees; None: all positions up to its own."""
+        """The most positions that a query sees; None if it sees all positions up to its own."""
         return self.window or self.chunk
 
     @property
@@ -164,7 +165,7 @@ class AttentionSpec:
 
     @property
     def cache_sizes(self) -> tuple[int, ...]:
-        """For each array of the cache, numbers per position and cache head: a key, a value."""
+        """The numbers that each array of the cache has for a position and cache head: a key, a value."""
         return self.head_dim, self.value_dim
 
     def pair_width(self, decode: bool) -> int:
@@ -182,12 +183,13 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class MlaSpec:
-    """Multi-head latent attention (MLA, DeepSeek-AI 2024: "DeepSeek-V2"): all heads' keys and values are projections
-    of one latent per token, and beside it one rotary key for all heads.
+    """Multi-head latent attention (MLA, DeepSeek-AI 2024: "DeepSeek-V2"): the keys and values of all heads are
+    projections of one latent per token, and all heads share one rotary key.
 
-    q_rank: size of the latent that queries are made from; None: they are made from the layer's input. kv_rank: size of
-    the keys' and values' latent. nope_dim, rope.dim: the parts of a query and key head without and with positions. eps:
-    of the latents' RMS norms. latent_bias: the projections to latents and rotary key have biases.
+    q_rank: size of the latent that queries are projected from; None if they are projected from the layer's input.
+    kv_rank: size of the latent of keys and values. nope_dim, rope.dim: sizes of the parts of a query or key head
+    without and with positions. eps: belongs to the RMS norms of the latents. latent_bias: the projections to latents
+    and rotary key have biases.
     """
 
     heads: int
@@ -202,7 +204,7 @@ class MlaSpec:
     latent_bias: bool = False
     o_bias: bool = False
     temperature: QueryTemperature | None = None
-    rotates: bool = True  # False: nothing has positions (Kimi Linear)
+    rotates: bool = True  # False: queries and keys have no positions (Kimi Linear)
 
     reach: ClassVar[None] = None
     cache_of: ClassVar[None] = None
@@ -226,7 +228,7 @@ class MlaSpec:
 
     @property
     def cache_sizes(self) -> tuple[int, ...]:
-        """For each array of the cache, numbers per position: a latent, a rotary key."""
+        """The numbers that each array of the cache has for a position: a latent, a rotary key."""
         return self.kv_rank, self.rope.dim
 
     def pair_width(self, decode: bool) -> int:
@@ -239,7 +241,7 @@ class MlaSpec:
         return separate_heads(self.heads, shards)
 
     def cache_heads_in(self, layout: HeadLayout) -> int:
-        """The one head of the cache, which every device of a split over heads stores."""
+        """The cache has one head; every device stores it if heads are split."""
         return 1
 
 
@@ -283,10 +285,10 @@ class MlpSpec:
 class RouterSpec:
     """How a token chooses `chosen` of `experts` experts, and their weights.
 
-    Every expert has a score; the best are chosen, and their scores are the weights. A softmax over the chosen logits
-    alone is the score "softmax" with `renormalize`. "sparsemixer" (Liu et al. 2023, Phi-3.5-MoE) chooses two experts,
-    one after the other; the weight of each is from a softmax over the logits within 2 * jitter of its logit, relative
-    to the larger.
+    Every expert has a score. The experts with the highest scores are chosen, and their scores are the weights. A
+    softmax over the chosen logits alone is the score "softmax" with `renormalize`. "sparsemixer" (Liu et al. 2023,
+    Phi-3.5-MoE) chooses two experts, one after the other; the weight of each comes from a softmax over the logits
+    within 2 * jitter of its logit, relative to the larger.
     """
 
     experts: int
@@ -303,7 +305,7 @@ class RouterSpec:
     group_score: Literal["max", "top2"] = "top2"
     jitter: float = 0.0
     softcap: float | None = None  # logits -> softcap * tanh(logits / softcap)
-    # The eps of the router's RMS norm of its input, divided by the root of the width (Gemma 4); None: no norm.
+    # The router norms its input with this eps and divides it by the root of the width (Gemma 4); None: no norm.
     norm_eps: float | None = None
     expert_scale: bool = False  # a learned number for each expert multiplies its weights
 
@@ -373,19 +375,19 @@ class MoeSpec:
         return self.shared is not None and self.shared.bias
 
     def read_share(self, tokens: float) -> float:
-        """The expected fraction of experts that any of `tokens` tokens chose, if all are equally likely: a token passes
-        over an expert with probability 1 - chosen / experts."""
+        """The expected fraction of experts that at least one of `tokens` tokens chooses, if all are equally likely: a
+        token passes over an expert with probability 1 - chosen / experts."""
         return 1.0 - (1.0 - self.router.chosen / self.router.experts) ** tokens
 
     def device_share(self, devices: int) -> float:
-        """The expected fraction of `devices` devices, with equally many experts each, that have an expert which one
-        token chose, if all experts are equally likely."""
+        """The expected fraction of devices that have an expert of one token's choice, if the experts are equally likely
+        and split equally over `devices` devices."""
         every, chosen = self.router.experts, self.router.chosen
         return 1.0 - comb(every - ceil(self.experts / devices), chosen) / comb(every, chosen)
 
     def most_choices(self, tokens: float, devices: int) -> float:
-        """The expected largest number of choices that one of `tokens` tokens has on one of `devices` devices, if all
-        experts are equally likely."""
+        """How many experts a token chooses on one device: the expected maximum over `tokens` tokens, if the experts are
+        equally likely and split over `devices` devices."""
         chosen, p = self.router.chosen, 1.0 / devices
         shares = [comb(chosen, n) * p**n * (1.0 - p) ** (chosen - n) for n in range(chosen)]
         return sum(1.0 - min(share, 1.0) ** tokens for share in accumulate(shares))
@@ -410,8 +412,7 @@ class NormedResidual:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One decoder layer: x + post(attention(pre(x))), then x + post(mlp(pre(x))), or without a feed-forward only the
-    former."""
+    """One decoder layer: x + post(attention(pre(x))), then x + post(mlp(pre(x))) if there is a feed-forward."""
 
     attention: Mixer
     mlp: MlpSpec | MoeSpec | None
@@ -437,8 +438,8 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class PerLayerSpec:
-    """Per-layer embeddings (Gemma 3n): for every layer a token has `dim` numbers, from a table and from a projection of
-    its embedding, which gate an addition to the residual at the layer's end.
+    """Per-layer embeddings (Gemma 3n): a token has `dim` numbers for every layer, from a table and from a projection of
+    its embedding. They gate an addition to the residual at the layer's end.
 
     vocab: rows of the table; tokens beyond them take the first row.
     """

@@ -30,8 +30,8 @@ from inferlib.sharding.shards import Shards
 class Decoder(nnx.Module):
     """Embedding, blocks, final norm and head. Build it under `nnx.eval_shape` (see `abstract_model`).
 
-    `blocks[i]` follows the segments' patterns in order; a scanned block's weights have a leading axis
-    "layers" of the segment's count.
+    `blocks` follow the patterns of the segments in order. The weights of a scanned block have a leading axis "layers",
+    as long as the segment's count.
     """
 
     def __init__(self, layout: Layout, segments: tuple[Segment, ...], dtype):
@@ -61,11 +61,11 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, tuple[LayerCache, ...], Mailboxes | None, jax.Array | None]:
         """Run the step's tokens.
 
-        Returns the last hidden states [T, D], the cache (one `LayerCache` per block), the mailboxes, and how many
-        tokens chose each expert of the layers that have any [L, E], if that is counted. mailboxes: for sums over
-        devices, where `sums_feed_norms` and layers are unrolled.
+        Returns the last hidden states [T, D], the cache (one `LayerCache` per block), the mailboxes, and the number of
+        tokens that chose each expert [L, E] of the layers with experts, if it is counted. mailboxes: for kernels that
+        also sum over devices; they need `sums_feed_norms` and unrolled layers.
         """
-        # Cached now: computed in a scan's body they would not outlive it.
+        # Computed now: values that are cached inside a scan's body do not outlive it.
         _ = ctx.positions, ctx.pages, ctx.rope, self.config.mixtures and ctx.mlp_active
         x, inputs = self.embedding(ctx), None
         if self.config.per_layer is not None:
@@ -82,7 +82,7 @@ class Decoder(nnx.Module):
             loads += load
             new += [cache if block.owns_cache else LayerCache(()) for block, cache in zip(blocks, caches, strict=True)]
             at = end
-        if residual.pending is not None:  # the norm itself is for `logits`, of the tokens that are sampled
+        if residual.pending is not None:  # `logits` norms the tokens that are sampled
             residual, _ = self.final_norm.read(residual, ctx.shards, defer=True)
         x = self.streams.gather(residual.x, ctx.shards) if self.config.streams > 1 else residual.x
         load = jnp.concatenate(loads) if loads else None
@@ -91,8 +91,8 @@ class Decoder(nnx.Module):
     def leaves_pending(self, ctx: StepContext) -> bool:
         """True if one kernel adds each branch of this device and norms the sum.
 
-        So it does after products that are kernels too: those of experts, and those of decode-sized batches with
-        quantised weights. To the results of other products XLA adds the residual in the product's own kernel.
+        That pays after products that are kernels too: of experts, and of decode-sized batches with quantised weights.
+        After other products, XLA adds the residual in the product's own kernel.
         """
         scanned = any(segment.count > 1 for segment in self.segments)
         if scanned or ctx.shards.mesh is not None or not sums_feed_norms(self.config, sharded=False):
@@ -103,8 +103,8 @@ class Decoder(nnx.Module):
         return dense is None or decode_sized(dense, ctx.tokens, ctx.backend.matmul)
 
     def lent(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
-        """The cache of the layer whose keys and values a block's layers attend to, if they have none. caches: of the
-        blocks before."""
+        """The cache that a block's layers borrow, if they attend to another layer's keys and values. caches: the caches
+        of the blocks before it."""
         owner = block.spec.attention.cache_of
         if owner is None:
             return None
@@ -112,7 +112,8 @@ class Decoder(nnx.Module):
         return caches[number] if place is None else replace(caches[number], layer=jnp.int32(place))
 
     def embedding(self, ctx: StepContext) -> jax.Array:
-        """[T, D]; each device looks up the tokens of its share of the vocabulary, the first of them positions too."""
+        """The tokens' embeddings [T, D]. Each device looks up its share of the vocabulary, and the first one adds
+        positions."""
         split, x = ctx.shards.size(axes.VOCAB) > 1, look_up(self.embed[...], ctx.batch.tokens, ctx.shards)
         x = x if self.config.embed_scale == 1.0 else x * jnp.asarray(self.config.embed_scale, x.dtype)
         if self.config.learned_positions:

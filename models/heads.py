@@ -10,8 +10,8 @@ from math import ceil
 class HeadLayout:
     """Groups of query heads that share a key/value head, as the arrays store them.
 
-    groups, queries: the arrays' K and G. source [groups, queries + 2]: the checkpoint's head in each place (the last
-    two columns: the key and the value head), -1 for a zero head. copies: number of groups that share one of the
+    groups, queries: the arrays' K and G. source [groups, queries + 2]: the checkpoint's head in each place, -1 for a
+    zero head; the last two columns are the key and the value head. copies: number of groups that share one of the
     checkpoint's key/value heads.
     """
 
@@ -29,8 +29,8 @@ class HeadLayout:
 def grouped_heads(heads: int, kv_heads: int, shards: int) -> HeadLayout:
     """Lay out `heads` query heads, which share `kv_heads` key/value heads in equal groups, for `shards` devices.
 
-    If there are fewer key/value heads than devices they are copied, and their queries dealt among the copies. What does
-    not divide is padded with zero heads, whose output is zero.
+    If there are fewer key/value heads than devices, they are copied and their queries are dealt among the copies. Zero
+    heads, whose output is zero, pad numbers that do not divide.
     """
     group = heads // kv_heads
     copies = max(1, shards // kv_heads)
@@ -48,6 +48,6 @@ def grouped_heads(heads: int, kv_heads: int, shards: int) -> HeadLayout:
 
 
 def separate_heads(heads: int, shards: int) -> HeadLayout:
-    """Lay out heads that each have a key and a value of their own, padded with zero heads, for `shards` devices."""
+    """Lay out heads that share no keys and values, padded with zero heads, for `shards` devices."""
     count = ceil(heads / shards) * shards
     return HeadLayout(count, 1, 1, tuple((h if h < heads else -1,) * 3 for h in range(count)))

@@ -18,7 +18,7 @@ from inferlib.sharding.shards import Shards
 @dataclass(frozen=True)
 class Layout:
     """The padded sizes of a model on a mesh. slots: number of slots for each layer's experts, if a file places them
-    (see `inferlib.placement`). Raises ShardingError for sizes that must divide and do not."""
+    (see `inferlib.placement`). Raises ShardingError for a size that does not divide and cannot be padded."""
 
     config: ModelConfig
     shards: Shards = field(default_factory=Shards)
@@ -72,11 +72,11 @@ class Layout:
         return _rounded_up(self.config.vocab, self.shards.size(axes.VOCAB))
 
     def positions(self, count: int, multiple: int = 1) -> int:
-        """Slots for `count` positions: as many on each device, a multiple of `multiple`."""
+        """Slots for `count` positions: every device has equally many, a multiple of `multiple`."""
         return _rounded_up(count, multiple * self.shards.size(axes.POSITIONS))
 
     def waste(self) -> dict[str, float]:
-        """Share of the laid-out query heads, cache heads, feed-forward and vocabulary that is padding or copies."""
+        """The share of padding and copies in the query heads, the cache, the feed-forward and the vocabulary."""
         used, laid_out = np.zeros(3), np.zeros(3)
         for layer in self.config.layers:
             heads, attn = self.heads(layer.attention), layer.attention
@@ -91,7 +91,7 @@ class Layout:
         return dict(zip(names, share.tolist(), strict=True)) | {"vocabulary": 1 - self.config.vocab / self.vocab}
 
     def _feeds(self, spec: MlpSpec | MoeSpec | None) -> list[tuple[int, int, int]]:
-        """A layer's feed-forwards: their number, their number as laid out, and their width."""
+        """The feed-forwards of a layer: for each kind how many there are, how many as laid out, and the width."""
         if spec is None:
             return []
         if isinstance(spec, MlpSpec):

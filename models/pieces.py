@@ -1,4 +1,4 @@
-"""How checkpoint tensors become one parameter: which tensors, and where each of their axes goes."""
+"""How checkpoint tensors become one parameter: which tensors are read, and where their axes go."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from einops import rearrange
 class Piece:
     """Rows of a checkpoint tensor.
 
-    shape: of the whole tensor. rows: first and last (exclusive); None means all. transposed: the checkpoint stores rows
-    as columns. values: the numbers themselves, if no checkpoint has such a tensor.
+    shape: the shape of the whole tensor. rows: the first row and the one after the last; None for all. transposed: the
+    checkpoint stores rows as columns. values: the tensor itself, if no checkpoint stores it.
     """
 
     tensor: str
@@ -33,7 +33,7 @@ class Piece:
 class Arrange:
     """Move axes by name: `einops.rearrange`. Several tensors are stacked along a new first axis.
 
-    pattern: such as "(k h) d -> d k h". sizes: of axes that shapes do not tell.
+    pattern: such as "(k h) d -> d k h". sizes: sizes of axes that shapes do not tell.
     """
 
     pattern: str
@@ -45,7 +45,7 @@ class Arrange:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Rows `start` to `stop` of those of each head, as "heads rows ...", then laid out by `arrange`."""
+    """Rows `start` to `stop` of each head, as "heads rows ...", which `arrange` then lays out."""
 
     heads: int
     start: int
@@ -59,8 +59,8 @@ class HeadRows:
 
 @dataclass(frozen=True)
 class Assembly:
-    """One parameter: the tensors it is made of, and what lays them out, a traceable function of the tensors that is a
-    frozen dataclass, so that parameters made alike share a compilation."""
+    """One parameter: its checkpoint tensors, and the traceable function that lays them out. The function is a frozen
+    dataclass, so that parameters with equal layouts share a compilation."""
 
     pieces: tuple[Piece, ...]
     arrange: Callable[..., Any]

@@ -9,17 +9,17 @@ from typing import Any
 from inferlib.models.config import ConfigError
 from inferlib.ops.quantized import SCHEMES, Scheme
 
-# By the names that users write; with _a8, inputs of products are rounded to MXFP8 too.
+# Schemes by the names that users write. With _a8, the inputs of products are rounded to MXFP8 too.
 QUANTIZATIONS = SCHEMES | {f"{name}_a8": replace(SCHEMES[name], round_inputs=True) for name in ("mxfp8", "mxfp4")}
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The weights of products (see `layers.param`) are stored by `scheme`, except those of the parts `unquantized`
-    ("head", "mlp.down", ...).
+    """`scheme` stores the weights of products (see `layers.param`), except for the parts `unquantized` ("head",
+    "mlp.down", ...).
 
     Embeddings, norms, biases, routers and the taps of convolutions keep the model's dtype, and so does a head that is
-    the embedding. name: as users write it.
+    the embedding. name: the name that users write.
     """
 
     name: str

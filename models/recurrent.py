@@ -1,4 +1,5 @@
-"""What the library asks of a recurrent mixer, which keeps a state of one size for each row, however long the row.
+"""What the library asks of a recurrent mixer: a mixer that keeps a state of fixed size for each row, however long the
+row.
 
 Each kind is one module of `models.mixers`. `ModelConfig` takes its spec where attention stands.
 """
@@ -24,7 +25,7 @@ class StateArray(NamedTuple):
 
 
 class HeadCollective(NamedTuple):
-    """A collective over the devices that split a mixer's heads, beside the sum that ends every mixer.
+    """A collective over the devices that split a mixer's heads. The sum that ends every mixer is not listed.
 
     numbers: float32 numbers of each token in its result.
     """
@@ -35,10 +36,10 @@ class HeadCollective(NamedTuple):
 
 
 class Recurrent:
-    """Base of the specs of recurrent mixers: frozen dataclasses of sizes, which tell everything else about a mixer.
+    """The base class of the specs of recurrent mixers: frozen dataclasses of sizes that tell everything about a mixer.
 
     A row's tokens run through the mixer in order, from a state of zeros. heads: number of value heads; kv_heads: number
-    of key heads, each shared by as many value heads; head_dim, value_dim: their sizes.
+    of key heads, each shared by equally many value heads; head_dim, value_dim: sizes of keys and values.
     """
 
     title: ClassVar[str]
@@ -62,7 +63,7 @@ class Recurrent:
         return self.heads
 
     def head_layout(self, shards: int) -> HeadLayout:
-        """The heads as `shards` devices store them: value heads in place of queries, key heads of key/value heads."""
+        """The heads as `shards` devices store them: value heads stand for queries, key heads for key/value heads."""
         return grouped_heads(self.heads, self.kv_heads, shards)
 
     def cache_heads_in(self, layout: HeadLayout) -> int:
@@ -72,7 +73,7 @@ class Recurrent:
     # ---- what each mixer says
 
     def states(self, layout: HeadLayout) -> tuple[StateArray, ...]:
-        """The arrays that a row keeps."""
+        """The arrays of a row's state."""
         raise NotImplementedError
 
     def build(self, layout: HeadLayout, dim: int, dtype) -> nnx.Module:
@@ -87,11 +88,11 @@ class Recurrent:
 
     @property
     def token_products(self) -> int:
-        """Multiplications of one token and head beside those with weights."""
+        """Multiplications for one token and head, without those by weights."""
         raise NotImplementedError
 
     def collectives(self, layout: HeadLayout, devices: int) -> tuple[HeadCollective, ...]:
-        """Those of one step. devices: how many split the heads."""
+        """The collectives of one step, if `devices` devices split the heads."""
         return ()
 
     def summary(self) -> str:

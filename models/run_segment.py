@@ -75,9 +75,9 @@ def _scan(
 ) -> Ran:
     """Scan over the repetitions of the segment's pattern.
 
-    The cache rides in the carry: as scan inputs and outputs it would exist twice. A cache that belongs to an earlier
-    block is only read, and stays outside. Experts and what a kernel reads by layer stay whole, as a layer's slice of
-    them would be copied.
+    The cache is part of the carry: as an input and output of the scan it would exist twice. The cache of an earlier
+    block is only read, so it stays outside. Weights of experts, and weights that kernels read by layer, stay whole:
+    slices of them would be copied.
     """
     parts = [_split(block, ctx, is_stacked=True) for block in blocks]
     if inputs is not None:  # [T, L, P] -> [count, pattern, T, P]
@@ -99,7 +99,7 @@ def _scan(
         return (layer + 1, residual, tuple(new)), jnp.stack(loads) if loads else None
 
     carry = (
-        jnp.int32(0),  # the layer; as an input it would be sliced from memory at each
+        jnp.int32(0),  # the layer's number, which as an input would be sliced from memory
         residual,
         tuple(cache.arrays if block.owns_cache else () for block, cache in zip(blocks, caches, strict=True)),
     )
@@ -110,7 +110,7 @@ def _scan(
 
 
 class _Parts(NamedTuple):
-    """A block's graph, and its weights: those that layers index themselves, then the others."""
+    """A block's graph and its weights: first the whole stacks that kernels index by layer, then the others."""
 
     graph: nnx.GraphDef
     states: tuple[nnx.State, nnx.State]
@@ -135,7 +135,7 @@ def _split(block: Block, ctx: StepContext, *, is_stacked: bool) -> _Parts:
 
 
 def _ringed(block: Block, ctx: StepContext, is_stacked: bool) -> frozenset[str]:
-    """The weights whose products are fused with a collective, see `models.layers.ring`."""
+    """The weights whose products are fused with a collective; see `models.layers.ring`."""
     shapes, dtype, names = {}, None, ring_weights(ctx.config, block.spec)
     for name in names:
         module, weight = name.split(".")
@@ -147,7 +147,7 @@ def _ringed(block: Block, ctx: StepContext, is_stacked: bool) -> frozenset[str]:
     return ring_fused(ring_choices(names, shapes, dtype, ctx.tokens, ctx.shards, ctx.backend))
 
 
-# Axes of stacked weights that layers index themselves: those of norms, and those that expand latents.
+# Axes of stacked weights that kernels index by layer: those of norms, and those that expand latents.
 _WHOLE = (
     (axes.LAYERS, axes.EMBED),
     (axes.LAYERS, axes.KV_HEADS, axes.HEAD_DIM, axes.LATENT),

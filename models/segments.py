@@ -28,7 +28,7 @@ class Segment:
 def segments_of(layers: Sequence[LayerSpec], *, scan: bool) -> tuple[Segment, ...]:
     """Cut the layers into repeating patterns (`scan`), or into one segment per layer.
 
-    At each layer, the pattern that covers the most layers when repeated is taken, the shortest of equals.
+    Each segment takes the pattern that covers the most layers when repeated; of equals, the shortest.
     """
     if not scan:
         return tuple(Segment(i, (spec,)) for i, spec in enumerate(layers))

@@ -12,10 +12,10 @@ from inferlib.sharding.shards import Shards
 
 @dataclass(frozen=True)
 class Branch:
-    """What a mixer or a feed-forward adds to the residual.
+    """The addition of a mixer or a feed-forward to the residual.
 
-    partials: this device's partial sum [T, D] over the logical axes `over`, or split-K partial sums [S, T, D] float32
-    of one product. biases [D]: added after the sum.
+    partials: this device's partial sum [T, D], which is still to be summed over the logical axes `over`; or split-K
+    partial sums [S, T, D] float32 of one product. biases [D]: added after the sum.
     """
 
     partials: jax.Array
@@ -23,11 +23,11 @@ class Branch:
     biases: tuple[jax.Array, ...] = ()
 
     def total(self, shards: Shards) -> jax.Array:
-        """The whole sum [T, D]; this device's share of the tokens, where they are split."""
+        """The whole sum [T, D]; where tokens are split, of this device's tokens."""
         return self._biased(shards.sum_tokens(self.partials, *self.over) if self.over else self.partials)
 
     def local(self) -> jax.Array:
-        """The partial sums of this device, to which the biases are added."""
+        """The partial sums of this device, with the biases added."""
         return self._biased(self.partials)
 
     def _biased(self, y: jax.Array) -> jax.Array:
@@ -42,10 +42,10 @@ class Residual:
     """The residual stream between two branches.
 
     x [T, D]: the residual, or several of them [T, N, D]; where tokens or the width are split, this device's share.
-    pending: partial sums of a branch that is still to be added, [T, D] or [S, T, D]: the next norm does both in one
-    kernel (see `ops.residual_norm`). deferred [T, D]: this device's partial sum of experts that the next feed-forward
-    is summed with (see `MoeSpec.deferred`). mailboxes: state of the kernel that also sums over devices. lazy: whether
-    branches are left pending.
+    pending: partial sums of a branch that is still to be added, [T, D] or [S, T, D]; one kernel adds it and norms the
+    sum (see `ops.residual_norm`). deferred [T, D]: this device's partial sum of experts, which is summed with the next
+    feed-forward (see `MoeSpec.deferred`). mailboxes: state of the kernel that also sums over devices. lazy: branches
+    are left pending.
     """
 
     x: jax.Array

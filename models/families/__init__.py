@@ -116,7 +116,7 @@ FAMILIES: tuple[Family, ...] = (
     llama4.LLAMA4_TEXT,
 )
 
-# Architectures that are not supported, by the first idea that the decoder lacks.
+# Architectures that are not supported, with the first feature that the decoder lacks.
 _LACKING = {
     "a linear-attention layer (Kimi Delta Attention with bounded fading)": ("BailingHybridForCausalLM",),
     "attention and a state space side by side in a layer": ("FalconH1ForCausalLM",),

@@ -28,10 +28,10 @@ from inferlib.models.config import (
 
 Hf = Mapping[str, Any]
 
-# Our parts of a layer -> the checkpoint's modules under `model.layers.N.`; ".weight" and ".bias" are
-# added by the loader. A part of a fused matrix (`attn.q`, `attn.k`, `attn.v`; `mlp.gate`, `mlp.up`)
-# may instead come fused: `attn.qkv` holds q, k, v rows in this order, `mlp.gate_up` gate and up rows.
-# Experts are tensors named in full, one by one ("{e}") or fused, and so is `mlp.router.correction`.
+# Our parts of a layer -> the checkpoint's modules under `model.layers.N.`; ".weight" and ".bias" are added by the
+# loader. A part of a fused matrix (`attn.q`, `attn.k`, `attn.v`; `mlp.gate`, `mlp.up`) may instead come fused:
+# `attn.qkv` holds q, k, v rows in this order, `mlp.gate_up` gate and up rows. Experts are tensors named in full, one
+# for each expert ("{e}") or fused, and so is `mlp.router.correction`.
 LAYER = {
     "attn.q": "self_attn.q_proj",
     "attn.k": "self_attn.k_proj",
@@ -68,7 +68,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 # Options that a configuration of several parts may have outside its `text_config`.
 _OUTSIDE = ("bos_token_id", "eos_token_id", "tie_word_embeddings")
-# Beginnings of the names of tensors of images and sound.
+# Prefixes of the names of tensors for images and sound.
 _SENSES = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
 _SENSES += ("audio_tower.", "embed_vision.", "embed_audio.")
 # Options that must be numbers.
@@ -76,7 +76,7 @@ _WHOLE = re.compile(r"(num|n)_\w+|\w+_(size|dim|rank|heads|layers|experts|group|
 _FLAG = re.compile(r"tie_\w+|use_(bias|conv_bias|double_wide_mlp|expert_bias|qk_norm|sliding_window)")
 _REAL = re.compile(r"(\w+_)?(eps|epsilon|theta|factor|multiplier)|beta_(fast|slow)|mscale(_all_dim)?")
 _POSITIONS = re.compile(r"\w+_position_embeddings")
-# Options that may be lists: numbers of layers, or one number for each layer.
+# Options that may be lists: of layer numbers, or of one number for each layer.
 _LISTS = re.compile(r"(?!num_|n_)\w+_layers|\w+_per_layer|(short|long)_factor")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # The options that each kind of rotary scaling reads: required, optional.
@@ -95,8 +95,8 @@ _ROPE_OPTIONS = {
 
 @dataclass(frozen=True)
 class FusedExperts:
-    """How one tensor stores all experts: [E, out, in], or `transposed` [E, in, out]; gate and up are the halves of
-    `out`, or its `interleaved` rows."""
+    """How one tensor stores all experts: [E, out, in], or [E, in, out] if `transposed`. Gate and up are the halves of
+    `out`, or alternate if `interleaved`."""
 
     transposed: bool = False
     interleaved: bool = False
@@ -106,22 +106,18 @@ class FusedExperts:
 class Family:
     """A recipe and a name map.
 
-    recipe: Hugging Face config dictionary -> ModelConfig.
-    defaults: values that transformers' configuration class assumes for keys that config.json lacks.
-    layer: part of a layer -> checkpoint module below `prefix`; entries that a config does not use are ignored.
-    top: `embed`, `final_norm`, `head` -> checkpoint module.
-    fused_experts: the layout of tensors that store all experts.
-    fused: entries that replace those of `layer` for such tensors, if checkpoints of both forms are published.
-    computed: parts of layers that no checkpoint stores, as functions of a layer, its number and the number of layers.
-    base: beginning of every tensor's name, absent in checkpoints of a model without its head.
-    transposed: matrices of layers are stored [in, out].
-    sublayers: number of our layers that the checkpoint stores as one; {sub} in a module is a layer's number there.
-    halves: the checkpoint stores a layer's mixer and its feed-forward as two layers.
-    drafts: beginnings of the names of tensors for predicting several tokens at once, which are not read; {layers} is
-    the number of layers.
-    senses: beginnings of the names of tensors of images and sound, which are not read; the loader says so.
-    text_type: the `model_type` of the text part, if an architecture can have one of several.
-    lists: options that are numbers in other families, and here may be lists with one for each layer.
+    recipe: Hugging Face config dictionary -> ModelConfig. defaults: values that transformers' configuration class
+    assumes for keys that config.json lacks. layer: part of a layer -> checkpoint module below `prefix`; entries that a
+    config does not use are ignored. top: `embed`, `final_norm`, `head` -> checkpoint module. fused_experts: the layout
+    of tensors that store all experts. fused: entries that replace those of `layer` where experts are fused, if
+    checkpoints of both forms are published. computed: parts of layers that no checkpoint stores, as functions of a
+    layer, its number and the number of layers. base: beginning of every tensor's name, absent in checkpoints of a model
+    without its head. transposed: matrices of layers are stored [in, out]. sublayers: number of our layers that the
+    checkpoint stores as one; {sub} in a module is a layer's number there. halves: the checkpoint stores a layer's mixer
+    and its feed-forward as two layers. drafts: beginnings of the names of tensors for predicting several tokens at
+    once, which are not read; {layers} is the number of layers. senses: beginnings of the names of tensors of images and
+    sound, which are not read; the loader says so. text_type: the `model_type` of the text part, if an architecture can
+    have several. lists: options that are one number in other families, but here may be a list with one for each layer.
     """
 
     name: str
@@ -295,9 +291,9 @@ def model(
 
 
 def _stretched_context(layer: LayerSpec) -> int:
-    """The context to which dynamic and yarn scaling stretch the trained one, else 0.
+    """The context that dynamic and yarn scaling reach, else 0.
 
-    Other kinds are used with a `max_position_embeddings` that is stretched already.
+    With other kinds, `max_position_embeddings` is already the stretched context.
     """
     scaling = layer.attention.rope and layer.attention.rope.scaling
     if scaling is None or scaling.kind not in ("dynamic", "yarn"):

@@ -57,7 +57,8 @@ V3_DEFAULTS = DEFAULTS | {
 
 
 def feeds(hf: Hf, experts: MoeSpec) -> list[MlpSpec | MoeSpec]:
-    """Of each layer: experts, but in the first `first_k_dense_replace`, or where `mlp_layer_types` says "dense"."""
+    """The feed-forward of each layer: experts, except in the first `first_k_dense_replace` layers, or where
+    `mlp_layer_types` says "dense"."""
     expect(hf, "moe_layer_freq", 1)
     count = need(hf, "num_hidden_layers")
     dense = hf.get("first_k_dense_replace") or 0
@@ -92,7 +93,7 @@ def deepseek_v3(hf: Hf) -> ModelConfig:
     return model(hf, "deepseek_v3", latent_layers(hf, attention, shared_and_routed(hf, grouped_sigmoid_router(hf))))
 
 
-# Of what predicts further tokens: one more layer.
+# One more layer, which predicts further tokens.
 _DRAFTS = ("model.layers.{layers}.",)
 DEEPSEEK_V2 = Family("deepseek_v2", ("DeepseekV2ForCausalLM",), deepseek_v2, V2_DEFAULTS, LAYER_MAP)
 DEEPSEEK_V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), deepseek_v3, V3_DEFAULTS, LAYER_MAP, drafts=_DRAFTS)

@@ -129,7 +129,7 @@ def gemma3n(hf: Hf) -> ModelConfig:
 
 
 def _each(hf: Hf, key: str, value: Any) -> Sequence[Any]:
-    """One value for each layer, of an option that is a list or a single value for all layers."""
+    """One value for each layer, from an option that is a list or a single value for all layers."""
     count = need(hf, "num_hidden_layers")
     values = value if isinstance(value, (list, tuple)) else [value] * count
     if len(values) != count:

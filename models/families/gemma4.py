@@ -110,7 +110,7 @@ def _experts(hf: Hf, dense: MlpSpec) -> MoeSpec:
 
 
 def _sizes(hf: Hf, layer: int, kind: str) -> Hf:
-    """The head sizes of one layer that differ from other layers' sizes, in either style of config."""
+    """The head sizes of one layer if they differ from other layers' sizes, in either style of config."""
     if hf.get("per_layer_config") is not None:
         return {int(i): sizes for i, sizes in hf["per_layer_config"].items()}.get(layer, {})
     if kind == "sliding_attention":

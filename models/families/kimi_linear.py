@@ -42,7 +42,7 @@ DEFAULTS = {
     "bos_token_id": 163584,
     "eos_token_id": 163586,
 }
-# Names of published configs -> DeepSeek's.
+# Option names in published configs -> DeepSeek's names.
 _NAMES = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",

@@ -40,7 +40,7 @@ def latent_attention(hf: Hf, *, interleaved: bool, query_scale: float = 1.0, **o
 
 
 def _mscale(rope: RopeSpec) -> float:
-    """What a stretched context multiplies queries and keys by (YaRN, with `mscale_all_dim`)."""
+    """The factor on queries and keys in a stretched context (YaRN with `mscale_all_dim`)."""
     scaling = rope.scaling
     if scaling is None or not scaling.mscale_all_dim or scaling.factor <= 1:
         return 1.0

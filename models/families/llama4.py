@@ -1,5 +1,5 @@
 """The text model of Llama 4: chunked attention, layers without positions but with a query temperature, and experts
-whose weights multiply what goes into them."""
+whose inputs are multiplied by the router's weights."""
 
 from __future__ import annotations
 

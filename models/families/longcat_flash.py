@@ -1,5 +1,5 @@
-"""LongCat-Flash: each of its layers is two of latent attention and a dense feed-forward, with experts beside the first
-whose sum joins the second, and some of which do nothing."""
+"""LongCat-Flash: each of its layers is two of ours, both with latent attention and a dense feed-forward. The first also
+has experts, some of which do nothing, and their sum joins the second."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def _nemotron_experts(hf: Hf) -> MoeSpec:
 def _paired(
     kinds: Sequence[str], mixers: Mapping[str, Mixer], feeds: Mapping[str, MlpSpec | MoeSpec]
 ) -> list[LayerSpec]:
-    """Pair each mixer with the feed-forward that follows it, if one does."""
+    """Pair each mixer with the feed-forward that follows it, if there is one."""
     layers = []
     for number, kind in enumerate(kinds):
         if kind in mixers:

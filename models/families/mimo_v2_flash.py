@@ -83,7 +83,7 @@ def _by_other_names(hf: Hf) -> Hf:
 
 
 def _of_windows(hf: Hf) -> Hf:
-    """The sizes of heads in layers with a window."""
+    """The head sizes of layers with a window."""
     ours = {"num_key_value_heads": 2 * need(hf, "num_key_value_heads")}
     keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
     return ours | {key: hf["swa_" + key] for key in keys if hf.get("swa_" + key) is not None}

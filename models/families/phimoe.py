@@ -46,7 +46,8 @@ def phimoe(hf: Hf) -> ModelConfig:
 
 
 def _rope(hf: Hf) -> Hf:
-    """Scaled, cosines and sines are multiplied by `short_mscale` or, beyond the trained context, `long_mscale`."""
+    """In scaled embeddings, cosines and sines are multiplied by `short_mscale` or, beyond the trained context,
+    `long_mscale`."""
     options = rope_parameters(hf)
     short, long = options.get("short_mscale"), options.get("long_mscale")
     if short != long:

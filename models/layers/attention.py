@@ -45,9 +45,9 @@ def scale_by_temperature(q: jax.Array, temperature: QueryTemperature | None, ctx
 class Attention(nnx.Module):
     """x [T, D] -> [T, D]: this device's part of the sum over heads, without `o_bias`.
 
-    One matrix makes, for each KV head, its G queries, its key and, if it has the same size, its value: x is read once,
-    in one launch, and a split over KV heads keeps every group whole. K and G are as laid out (see `HeadLayout`). A
-    layer that attends to another layer's cache makes queries alone.
+    One matrix makes the G queries, the key and, if it has the key's size, the value of each KV head: one launch reads x
+    once, and a split over KV heads keeps every group whole. K and G are as laid out (see `HeadLayout`). A layer that
+    attends to another layer's cache makes only queries.
     """
 
     def __init__(self, spec: AttentionSpec, layout: HeadLayout, norm: NormSpec, dim: int, dtype):
@@ -121,7 +121,7 @@ class Attention(nnx.Module):
     def attend_fused(
         self, qkv: jax.Array | QkvPartials, cache: LayerCache, ctx: StepContext
     ) -> tuple[jax.Array, LayerCache]:
-        """Decode rows' attention [B, K, G, h], and the cache with their cells."""
+        """The attention of decode rows [B, K, G, h], and the cache with their cells."""
         spec = self.spec
         transforms = HeadTransforms(
             bias=self.qkv_bias[...] if spec.qkv_bias else None,
@@ -143,15 +143,15 @@ class Attention(nnx.Module):
         return out * gate.reshape(*out.shape[:3], -1).astype(out.dtype)
 
     def project(self, x: Activations, ctx: StepContext) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Queries [T, K, G, h], normed, rotated and scaled by temperature; and, to be cached, keys, normed and rotated,
-        and values, [T, K, h] each."""
+        """Queries [T, K, G, h], normed, rotated and scaled by temperature; and the cells to be cached, [T, K, h] each:
+        keys, normed and rotated, and values."""
         spec, g = self.spec, self.layout.queries
         qkv = ctx.shards.sum(ctx.matmul(x, self.qkv[...]), axes.EMBED)
         if spec.qkv_bias:
             qkv = qkv + self.qkv_bias[...]
         rotated = spec.rope is not None and not spec.qk_norm
         if spec.rope is not None and rotated:
-            # All but values at once: heads one by one would be as many fusions for a TPU.
+            # Queries and keys are rotated at once: head by head, a TPU would run one fusion for each.
             turns = np.arange(qkv.shape[2]) < g + (spec.cache_of is None)
             qkv = jnp.where(turns[:, None], apply_rope(qkv, *ctx.rope[spec.rope]), qkv)
         finish = (lambda x, *_: x) if rotated else self.norm_and_rotate
@@ -193,9 +193,9 @@ class Attention(nnx.Module):
     def attend(
         self, q: jax.Array, new: Sequence[jax.Array], cache: LayerCache, ctx: StepContext
     ) -> tuple[jax.Array, LayerCache]:
-        """Attention of all tokens [T, K, G, h], where the output projection's inputs are split over devices this
-        device's part of h; and the cache with the cells `new` of all tokens, [T, K, h] each."""
-        if len(cache.sizes) == 1:  # against cells of a key and a value: the value meets zeros
+        """The attention of all tokens [T, K, G, h], and the cache with their cells `new`, [T, K, h] each. Where the
+        inputs of the output projection are split over devices, it is this device's part of h."""
+        if len(cache.sizes) == 1:  # a cell is a key and a value, and the value meets zeros
             q = widened(q, cache.sizes[0])
         step = GroupedStep(self.spec, ctx, q, self.sinks[...] if self.spec.sinks else None)
         return attend(step, step.plan(cache), new, cache)
@@ -236,8 +236,8 @@ class GroupedStep:
         )
 
     def choose_chunk_writer(self, cache: LayerCache, backend: str) -> str | None:
-        """The implementation that writes whole chunks, where attention of chunks is by `backend`; None if there is none
-        for them."""
+        """The implementation that writes whole chunks, if the implementation `backend` attends to them; None if cells
+        are written one by one."""
         width = self.ctx.batch.chunk_tokens.shape[1]
         if width <= 1 or self.striped:
             return None
@@ -246,12 +246,12 @@ class GroupedStep:
 
     @cached_property
     def row_options(self) -> AttentionOptions:
-        """How decode rows' queries weigh this device's positions."""
+        """How the queries of decode rows weigh this device's positions."""
         return self.options(self.stripe, self.ctx.batch.decode_lengths - 1)
 
     def options(self, stripe: Stripe, positions: jax.Array) -> AttentionOptions:
-        """How queries at these positions weigh the positions of a stripe. A window that the number of devices does not
-        divide covers one position more on some of them: then each query has its own."""
+        """How queries at these positions weigh the positions of a stripe. If the number of devices does not divide the
+        window, it covers one position more on some devices: then each query has a window."""
         spec = self.spec
         window = spec.window if spec.chunk is None else positions % spec.chunk + 1
         window = stripe.window(positions, window)
@@ -290,6 +290,6 @@ class GroupedStep:
         return self.values(cache, out, lse), cache if new is None else replace(cache, arrays=cells.arrays)
 
     def values(self, cache: LayerCache, out: jax.Array, lse: jax.Array) -> Attended:
-        """Attention's output, without what the keys of cells that are key and value at once give."""
+        """Attention's output without the part of the keys, where a cell is key and value at once."""
         spec = self.spec
         return out if len(cache.sizes) > 1 else out[..., spec.head_dim : sum(spec.cache_sizes)], lse

@@ -1,11 +1,11 @@
-"""How tokens reach experts on other devices, and how the experts' outputs come back.
+"""How tokens reach experts on other devices, and how the outputs come back.
 
-Few tokens are gathered: every device gets the tokens of all, sums the outputs of its own experts, and a reduce-scatter
-brings the sums home. More tokens are exchanged by all-to-all: a token goes, with all its routes, once to each device
-that has any expert it chose, and as many sums come back. Whichever moves fewer bytes is chosen when a program is built.
+If there are few tokens, every device gathers all of them and sums the outputs of its experts, and a reduce-scatter
+returns the sums. More tokens are exchanged by all-to-all: a token goes, with all its routes, once to each device that
+has an expert it chose, and one sum returns from each. The way that moves fewer bytes is chosen when a program is built.
 
-All tokens may choose experts of one device, but it has no room for them all at once: there is room for 1.5 times what
-balanced routing brings, and what exceeds it goes in further rounds. Nothing is dropped.
+All tokens may choose experts of one device, but it has no room for all at once. There is room for 1.5 times the rows of
+balanced routing; the others go in further rounds. Nothing is dropped.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from inferlib.sharding.shards import Shards
 
 # Bytes that a link carries in the microsecond or so that one more collective takes to start.
 _START_BYTES = 64 << 10
-_SLACK = 1.5  # room for rows, relative to the rows of balanced load
-_LEAST_ROOM = 1024  # rows for which there is always room: for so few, rounds cost more than room
+_SLACK = 1.5  # room for rows, as a multiple of the rows of balanced load
+_LEAST_ROOM = 1024  # there is always room for so many rows: further rounds would cost more
 # x [N, D], slots [N, k] int32 (-1: none) and weights [N, k] -> [N, D], the weighted sum over this device's experts
 Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -38,8 +38,8 @@ Compute = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 class Exchange:
     """An all-to-all of tokens.
 
-    rows: how many a device sends in a round, and gets back, in all; if ragged, the expected number. room: how many it
-    can receive in a round, if ragged from all devices together, else from each. many: the rows are so many that their
+    rows: the rows that a device sends in a round, and gets back; if ragged, the expected number. room: the rows that it
+    can receive in a round, from all devices together if ragged, else from each. many: there are so many rows that their
     layout in memory matters.
     """
 
@@ -67,14 +67,16 @@ def exchange_of(spec: MoeSpec, tokens: int, row_bytes: int, devices: int, backen
 
 
 def pairs_room(chosen: int, tokens: int, received: int, backend: Backend) -> int:
-    """How many pairs of a token and one of its `chosen` experts a device takes in a round, of `received` tokens from
-    devices that have `tokens` each: its experts are chosen as often as its own tokens choose."""
+    """How many pairs of a token and one of its `chosen` experts a device takes in a round. It receives `received`
+    tokens from devices that have `tokens` each; on average, as many choices fall on its experts as its own tokens make.
+    """
     most = received * chosen
     return max(_room(tokens * chosen, most), min(TILE * chosen, most)) if _are_many(most, backend) else most
 
 
 def _are_many(rows: int, backend: Backend) -> bool:
-    """Whether rows may come in rounds; not on a GPU, which would wait for the host to check a loop's condition."""
+    """Whether rows may come in rounds. They do not on a GPU, where the host checks a loop's condition and the device
+    waits."""
     return rows > _LEAST_ROOM and backend.grouped_matmul != "pallas_gpu"
 
 
@@ -91,7 +93,8 @@ def through_experts(
     compute: Compute,
     shards: Shards,
 ) -> jax.Array:
-    """The outputs of all devices' experts for this device's tokens: x [T, D], slots and weights [T, k] -> [T, D].
+    """The outputs of the experts, on all devices, for this device's tokens: x [T, D], slots and weights [T, k] -> [T,
+    D].
 
     count: number of experts on each device. exchange: see `exchange_of`.
     """
@@ -106,9 +109,9 @@ def through_experts(
 
 
 class _Trip(NamedTuple):
-    """Where tokens go. goes [T, n]: whether to each device; counts [n]: how many tokens to each. device [T, k]: the
-    device of each choice (-1: none); first [T, k]: whether it is the token's first choice there; rank [T, k]: the
-    token's number among those that go there."""
+    """Where tokens go. goes [T, n]: whether a token goes to a device; counts [n]: how many tokens go to it. device [T,
+    k]: the device of each choice (-1: none); first [T, k]: whether it is the token's first choice on that device; rank
+    [T, k]: the token's number among the tokens that go there."""
 
     goes: jax.Array
     counts: jax.Array
@@ -135,8 +138,8 @@ class _Trip(NamedTuple):
 def _padded(
     x: jax.Array, routes: jax.Array, trip: _Trip, exchange: Exchange, compute: Compute, shards: Shards
 ) -> jax.Array:
-    """Each round sends every device as many of its tokens as there is room for; all devices take as many rounds as the
-    one that needs the most."""
+    """Each round sends as many tokens to every device as there is room for. All devices run the number of rounds that
+    the busiest one needs."""
     (tokens, dim), room, devices = x.shape, exchange.room, trip.counts.size
     order = jnp.argsort(~trip.goes.T, axis=1)  # for each device, the tokens that go there come first
     order = jnp.pad(order, ((0, 0), (0, -tokens % room)))
@@ -162,16 +165,16 @@ def _padded(
 def _ragged(
     x: jax.Array, routes: jax.Array, trip: _Trip, exchange: Exchange, compute: Compute, shards: Shards
 ) -> jax.Array:
-    """The same, but sends only rows that go. As a token goes to a device at most once, a device can receive no more
-    rows than there are tokens on all devices."""
+    """Like `_padded`, but sends no padding. A token goes to a device at most once, so a device receives no more rows
+    than all devices have tokens."""
     (tokens, dim), devices, me, room = x.shape, trip.counts.size, shards.index(axes.EXPERTS), exchange.room
     most = tokens * min(devices, trip.device.shape[1])
     order = jnp.argsort(~trip.goes.T.reshape(-1))[:most] % tokens  # by device
     sizes = shards.stack(trip.counts, axes.EXPERTS)  # [from, to]
-    # Where the rows of each pair of devices start, in what is sent and in what is received.
+    # Where the rows of each pair of devices start, among the rows sent and among the rows received.
     sent, received = (jnp.cumsum(sizes, axis=axis) - sizes for axis in (1, 0))
     filled = lax.empty if exchange.many else jnp.zeros
-    # A TPU exchanges rows as pairs of halves: to lay out all that there is room for anew would move more than that.
+    # A TPU exchanges rows as pairs of halves. Laying out all the room anew would move more than the exchange.
     x = x.reshape(tokens, 2 - dim % 2, -1) if exchange.many else x
     x, routes = x[order], routes[order]
 
@@ -186,7 +189,7 @@ def _ragged(
         return moved(out, home, *back)
 
     def one_round(number: jax.Array, home: jax.Array) -> jax.Array:
-        """The rows that come to lie in a device's next `room` rows."""
+        """Exchange the rows that belong to a device's next `room` rows."""
         start = number * room
         before = jnp.clip(start - received, 0, sizes)  # rows that went in earlier rounds
         count = jnp.clip(start + room - received, 0, sizes) - before

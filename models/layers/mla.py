@@ -36,16 +36,17 @@ from inferlib.sharding.stripe import Stripe
 class Mla(nnx.Module):
     """x [T, D] -> [T, D]: this device's part of the sum over heads, without `o_bias`.
 
-    The cache has each token's latent [R], normed, and apart from it the token's rotary key [r], both shared by all
-    heads, and padded with zeros where the cache's plan has larger cells. Prefill expands them to keys [n + r] and
-    values [v] of each head. Decoding takes the queries to the latents' space instead and its output back, so that it
-    reads each latent once for all heads. H heads as laid out (see `HeadLayout`).
+    The cache stores each token's latent [R], normed, and its rotary key [r]. All heads share both; zeros pad them where
+    the cache's plan has larger cells. Prefill expands them to the keys [n + r] and values [v] of each head. Decoding
+    takes the queries to the latents' space instead, and the output back, so that it reads each latent once for all
+    heads. H heads as laid out (see `HeadLayout`).
     """
 
     def __init__(self, spec: MlaSpec, layout: HeadLayout, dim: int, dtype):
         self.spec = spec
         heads, rank, n, v = layout.groups, spec.kv_rank, spec.nope_dim, spec.value_dim
-        # One matrix for the queries' latent, the keys' and values', and the rotary key: one read of x, one launch.
+        # One matrix for the latent of queries, the latent of keys and values, and the rotary key: one launch reads x
+        # once.
         self.down = param((dim, spec.latent_dim), (axes.EMBED, axes.LATENT), dtype, contracting=(0,))
         if spec.latent_bias:
             self.down_bias = param((spec.latent_dim,), (axes.LATENT,), dtype, "zeros")
@@ -83,7 +84,7 @@ class Mla(nnx.Module):
         return mla_queries_op.choose(q, self.k[...], ctx.rope[spec.rope][0], backend).name == backend
 
     def project(self, x: Activations, ctx: StepContext) -> tuple[jax.Array, jax.Array]:
-        """q [T, H, n + r], not rotated, and the latents and the rotary key [T, `spec.latent_dim`] as projected."""
+        """Queries [T, H, n + r], not rotated, and the projection to latents and rotary key [T, `spec.latent_dim`]."""
         spec, rank = self.spec, self.spec.q_rank
         down = ctx.shards.sum(ctx.matmul(x, self.down[...]), axes.EMBED)
         if spec.latent_bias:
@@ -93,8 +94,8 @@ class Mla(nnx.Module):
         return ctx.shards.sum(ctx.matmul(x, self.q[...]), axes.EMBED), down
 
     def rotated(self, q: jax.Array, down: jax.Array, ctx: StepContext) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [T, H, n + r], the normed latent [T, R], and the rotary key [T, r], of what `project` returns; with their
-        positions applied, if the layer has positions."""
+        """Queries [T, H, n + r], the normed latent [T, R], and the rotary key [T, r], from the results of `project`;
+        rotated, if the layer has positions."""
         spec, n, rank = self.spec, self.spec.nope_dim, self.spec.q_rank or 0
         latent, key = down[:, rank : rank + spec.kv_rank], down[:, rank + spec.kv_rank :]
         if spec.rotates:
@@ -113,10 +114,10 @@ class Mla(nnx.Module):
         ctx: StepContext,
         absorbed: Sequence[jax.Array] | None = None,
     ) -> tuple[jax.Array, LayerCache]:
-        """Attention of all tokens [T, H, 1, v], where the output projection's inputs are split over devices this
-        device's part of v; and the cache with the new cells of all tokens, latents [T, 1, R] and rotary keys [T, 1, r].
+        """The attention of all tokens [T, H, 1, v], and the cache with their cells, latents [T, 1, R] and rotary keys
+        [T, 1, r]. Where the inputs of the output projection are split over devices, it is this device's part of v.
 
-        absorbed: the queries of a step of decode rows alone, as `LatentStep.absorb` makes them, if they are known.
+        absorbed: the results of `LatentStep.absorb` for a step of decode rows alone, if they are known.
         """
         step = LatentStep(self.spec, ctx, q, self.k, self.v, absorbed)
         return attend(step, step.plan(cache), new, cache)
@@ -130,7 +131,7 @@ def choose_decode(spec: MlaSpec, ctx: StepContext, cache: LayerCache) -> Choice:
 @dataclass(frozen=True)
 class LatentStep:
     """Latent attention in one step. queries [T, H, n + r]; k, v: the layer's parameters that expand latents; absorbed:
-    the decode rows' queries in the latents' space, if they are known."""
+    the queries of decode rows in the latents' space, if they are known."""
 
     spec: MlaSpec
     ctx: StepContext
@@ -193,8 +194,8 @@ class LatentStep:
         return jnp.moveaxis(_dot(q[..., :n], self.k[...], ((2,), (1,)), ((1,), (0,))), 0, 1), q[..., n:]
 
     def values(self, out: jax.Array) -> jax.Array:
-        """Attention's output in the latents' space [B, H, R] -> [B, H, v]; linear, so that parts of striped positions
-        may be merged after it."""
+        """Attention's output in the latents' space [B, H, R] -> [B, H, v]. This is linear, so the parts of striped
+        positions may be merged after it."""
         return jnp.moveaxis(_dot(out, self.v[...], ((2,), (1,)), ((1,), (0,))), 0, 1)
 
 

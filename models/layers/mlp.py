@@ -20,7 +20,7 @@ from inferlib.sharding.shards import Shards
 
 
 def exact_gelu(x: jax.Array) -> jax.Array:
-    """By erf, as kernels have no erfc; in float32, since 1 + erf(x) cancels where x is negative."""
+    """GELU by erf, because kernels have no erfc; in float32, because 1 + erf(x) cancels where x is negative."""
     y = x.astype(jnp.float32)
     return (y * (0.5 + 0.5 * jax.lax.erf(y * 0.5**0.5))).astype(x.dtype)
 
@@ -44,7 +44,7 @@ def gated(activation: Activation | ClampedSwiglu, gate: jax.Array, up: jax.Array
 class Mlp(nnx.Module):
     """x [T, D] -> down(act(gate(x)) * up(x)) [T, D]: this device's part of the sum, without `down_bias`.
 
-    Gate and up are one matrix: one read of x, one launch; without a gate it has one half. hidden: F as laid out.
+    Gate and up are one matrix, so that one launch reads x once; without a gate it has one half. hidden: F as laid out.
     """
 
     def __init__(self, spec: MlpSpec, hidden: int, dim: int, dtype):
@@ -72,7 +72,7 @@ class Mlp(nnx.Module):
         return product(gated(self.spec.activation, gate, both[:, 1]), self.down[...])
 
     def cut(self, gate: jax.Array, shards: Shards) -> jax.Array:
-        """The gate [T, F] less its quantile (see `MlpSpec.sparsity`), or zero where that is more."""
+        """The gate [T, F] less its quantile (see `MlpSpec.sparsity`), and zero below it."""
         x = gate.astype(jnp.float32)
         sums = jnp.stack([jnp.sum(x, axis=1), jnp.sum(x * x, axis=1)], axis=1)  # padding adds nothing
         mean, square = jnp.split(shards.sum(sums, axes.MLP) / self.spec.hidden, 2, axis=1)
@@ -80,5 +80,5 @@ class Mlp(nnx.Module):
         return jax.nn.relu(x - (mean + deviation * NormalDist().inv_cdf(self.spec.sparsity))).astype(gate.dtype)
 
     def finish(self, x: jax.Array) -> jax.Array:
-        """What follows the sum over devices."""
+        """The last step, after the sum over devices."""
         return x + self.down_bias[...] if self.spec.bias else x

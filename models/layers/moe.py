@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, feed-forwards of which each token takes a few, and shared ones."""
+"""Mixture of experts: a router, experts of which each token takes a few, and shared experts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Load = jax.Array | None  # [E] number of tokens that chose each expert, if they 
 
 
 class Moe(nnx.Module):
-    """x [T, D] -> [T, D]: this device's addend of the sum over the feed-forward width; `finish` is applied to the sum.
+    """x [T, D] -> [T, D]: this device's partial sum over the feed-forward width; `finish` follows the sum over devices.
 
     If experts are split over devices, tokens travel to them and back; see `exchange`. If a file places the experts in S
     slots, `slots` [S] lists the slots of expert 0, then those of expert 1, and so on, and `copies` [E] counts them.
@@ -57,7 +57,7 @@ class Moe(nnx.Module):
             self.post_shared_norm = Norm(norm, dim, dtype)
 
     def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> tuple[jax.Array, Load]:
-        """layer: the layer of a scanned segment, whose experts are stacked; see `Experts`."""
+        """layer: the current layer of a scanned segment, whose experts are stacked (see `Experts`)."""
         routed, load = self.chosen(x, x, ctx, layer)
         return routed if self.spec.shared is None else routed + self.always(x, ctx), load
 
@@ -69,8 +69,8 @@ class Moe(nnx.Module):
     def with_norms(
         self, x: jax.Array, shared: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> tuple[jax.Array, Load]:
-        """The output of experts that have norms of their own, summed over devices; for this device's tokens, if tokens
-        are split.
+        """The output of experts with separate norms, summed over devices; where tokens are split, of this device's
+        tokens.
 
         x [T, D]: the residual; shared [T, D]: input of the shared experts.
         """
@@ -83,7 +83,7 @@ class Moe(nnx.Module):
     def chosen(
         self, x: jax.Array, judged: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> tuple[jax.Array, Load]:
-        """The sum of the chosen experts. judged [T, D]: what the router reads."""
+        """The sum of the chosen experts, and the load. judged [T, D]: the router's input."""
         with jax.named_scope("router"):
             experts, weights = self.router(judged, ctx)
         if x.shape[0] > 1:
@@ -98,7 +98,8 @@ class Moe(nnx.Module):
         return jnp.sum(chosen, axis=(0, 1), dtype=jnp.int32)
 
     def placement(self, experts: jax.Array, turns: jax.Array) -> jax.Array:
-        """The slots of experts [T, k], -1 for none. turns [T]: numbers by which tokens share out an expert's copies."""
+        """The slots of experts [T, k], -1 for none. turns [T]: a number for each token, by which tokens take an
+        expert's copies in turn."""
         if not self.has_placement:
             return experts
         copies, slots = self.copies[...], self.slots[...]
@@ -108,8 +109,8 @@ class Moe(nnx.Module):
     def routed(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> jax.Array:
-        """The weighted sum of the chosen experts [T, k]; -1 is none. Experts from E on are identities: zero experts of
-        LongCat (`MoeSpec.identity`)."""
+        """The weighted sum of the chosen experts [T, k]; -1 is none. Experts from E on are identities (LongCat's zero
+        experts, `MoeSpec.identity`)."""
         shards, devices = ctx.shards, ctx.shards.size(axes.EXPERTS)
         identity = self.spec.identity and experts >= self.spec.experts
         row_bytes = x.shape[1] * x.dtype.itemsize
@@ -125,7 +126,7 @@ class Moe(nnx.Module):
         return out + once((x * share).astype(x.dtype), shards)
 
     def always(self, x: jax.Array, ctx: StepContext) -> jax.Array:
-        """The shared experts."""
+        """The output of the shared experts."""
         out = self.shared(x, ctx)
         if self.spec.shared_gate:
             gate = ctx.shards.sum(ctx.matmul(x, self.shared_gate[...][:, None], out_dtype=jnp.float32), axes.EMBED)
@@ -133,20 +134,20 @@ class Moe(nnx.Module):
         return out
 
     def finish(self, x: jax.Array) -> jax.Array:
-        """What is applied to the sum over devices."""
+        """The last step, after the sum over devices."""
         return x if self.spec.shared is None else self.shared.finish(x)
 
 
 def once(x: jax.Array, shards: Shards) -> jax.Array:
-    """x on one of the devices whose addends will be summed over the feed-forward width, zeros on the others."""
+    """x on one of the devices that will be summed over the feed-forward width, zeros on the others."""
     return jnp.where(shards.index(axes.MLP) == 0, x, 0) if shards.size(axes.MLP) > 1 else x
 
 
 class Pairs(NamedTuple):
     """The M pairs of tokens and local experts of a grouped product, in the order of its rows.
 
-    ids [M]: each pair's expert. scales [M]: what multiplies its input, if router weights do. first: the product with
-    gate_up, which takes x [T, D]; next: the product with down, which takes rows [M, F].
+    ids [M]: each pair's expert. scales [M]: each pair's router weight, if it multiplies the expert's input. first: the
+    product with gate_up, which takes x [T, D]; next: the product with down, which takes rows [M, F].
     """
 
     ids: jax.Array
@@ -156,8 +157,8 @@ class Pairs(NamedTuple):
 
 
 class Experts(nnx.Module):
-    """The feed-forwards of this device's experts; gate and up are one weight, which without gates has one half. E and F
-    are as laid out."""
+    """The feed-forwards of this device's experts. Gate and up are one weight, which has one half if there is no gate. E
+    and F are as laid out."""
 
     def __init__(self, spec: MoeSpec, layout: Layout, dtype):
         self.spec = spec
@@ -181,8 +182,8 @@ class Experts(nnx.Module):
     ) -> jax.Array:
         """x [T, *D], experts and weights [T, k] -> [T, *D]: the weighted sum over this device's experts.
 
-        tokens_each: number of tokens of each device that shares the experts. layer: all weights are stacks [L, ...], of
-        which this layer is used.
+        tokens_each: number of tokens that each device brings. layer: the weights are stacks [L, ...] of which this
+        layer is used.
         """
         shards, (tokens, chosen) = ctx.shards, experts.shape
         count = self.count // shards.size(axes.EXPERTS)
@@ -195,13 +196,13 @@ class Experts(nnx.Module):
         if (room := pairs_room(chosen, tokens_each, tokens, ctx.backend)) < ids.size:
             return self._in_rounds(x, ids, weights, count, room, tokens_each, ctx, layer)
         shape, x = x.shape, x.reshape(tokens, -1)
-        # One active row on one device chooses experts that are there: nothing has to be masked, which saves kernels.
+        # A single token on a single device chooses no expert elsewhere: nothing has to be masked, which saves kernels.
         alone = tokens == 1 and shards.size(axes.EXPERTS) == 1 and not self.spec.identity
         choice = grouped_op.choose(
             ids.size, self.gate_up[...], x.dtype, ctx.backend.grouped_matmul, stacked=layer is not None
         )
-        # Outputs are summed one by one: before a sum over a dimension XLA:GPU writes its input to memory, and XLA:TPU
-        # lays it out anew.
+        # Outputs are added one by one: for a sum over a dimension, XLA:GPU would write its input to memory, and XLA:TPU
+        # would lay it out anew.
         if choice.name == "pallas_gpu_unsorted":
             ids = (experts if alone else jnp.where(is_local, ids, -1)).reshape(-1)
             outputs = self._unsorted(x, ids, weights, ctx, layer).reshape(tokens, chosen, -1)
@@ -210,7 +211,7 @@ class Experts(nnx.Module):
             order = group_order(ids, count, backend=ctx.backend.grouped_matmul)
             scales = weights[order.tokens, order.choices] if self.spec.scale_input else None
             sorted_outputs = self._by_expert(x, order.tokens, order, scales, ctx, layer)
-            # Back in the order of the tokens, so that a token's sum depends on nothing but itself.
+            # Back in the order of tokens, so that a token's sum does not depend on other tokens.
             outputs = [sorted_outputs[places] for places in order.places]
         if not self.spec.scale_input:
             outputs = [y * weights[:, i, None] for i, y in enumerate(outputs)]
@@ -244,7 +245,7 @@ class Experts(nnx.Module):
         product = partial(grouped_matmul, sizes=sizes, most=min(x.shape[0], rows.size), layer=layer, backend=backend)
         ids = jnp.minimum(order.ids, sizes.size - 1)
         gathered = None if x.ndim > 2 else rows
-        if x.ndim > 2:  # as they were exchanged; only the rows that are used are laid out anew
+        if x.ndim > 2:  # x has the exchange's layout; only the rows that are used are laid out anew
             x = x[rows].reshape(ids.size, -1)
         return self._forward(x, Pairs(ids, scales, partial(product, rows=gathered), product), ctx.shards, layer)
 
@@ -259,10 +260,11 @@ class Experts(nnx.Module):
         ctx: StepContext,
         layer: jax.Array | None,
     ) -> jax.Array:
-        """As `__call__`, in rounds of `room` pairs: all devices' tokens could choose these experts, but seldom do.
+        """Like `__call__`, in rounds of `room` pairs. The tokens of all devices could choose these experts, but seldom
+        do.
 
-        ids [T, k]: local experts, `count` for other devices'. A round takes whole tiles of tokens, as many as have no
-        more than `room` pairs. No token is in two rounds, so that its sum does not depend on other tokens.
+        ids [T, k]: local experts; `count` stands for experts of other devices. A round takes as many whole tiles of
+        tokens as have at most `room` pairs. No token is in two rounds, so its sum does not depend on other tokens.
         """
         shards, (tokens, chosen) = ctx.shards, ids.shape
         devices, total, by_input = shards.size(axes.EXPERTS), ids.size, self.spec.scale_input
@@ -271,7 +273,7 @@ class Experts(nnx.Module):
         ends = jnp.cumsum(counts)
         tile_ends, tiles = ends[TILE - 1 :: TILE], counts.size // TILE
         pairs = _local_first(ids, weights, count, room)
-        # Of all devices' tokens, those here are the ones that have a pair, or all.
+        # The tokens here are those with a local expert, or all tokens of all devices.
         longest = self.spec.most_choices(TILE * max(devices * tokens_each / tokens, 1), devices)
 
         def one_round(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -297,11 +299,11 @@ class Experts(nnx.Module):
                 longest=longest,
             )
             unfinished = stop < tiles
-            if shards.size(axes.EMBED) > 1:  # there are collectives in a round, which all devices take part in
+            if shards.size(axes.EMBED) > 1:  # a round has collectives, so all devices run equally many rounds
                 unfinished = shards.max(unfinished.astype(jnp.int32), axes.ROWS) > 0
             return stop, unfinished, out
 
-        out = lax.empty((counts.size, *x.shape[1:]), x.dtype)  # each tile is written in the round that has it
+        out = lax.empty((counts.size, *x.shape[1:]), x.dtype)  # every round writes its tiles
         with expected_trips(1):
             out = lax.while_loop(lambda carry: carry[1], one_round, (jnp.int32(0), jnp.bool(True), out))[2]
         return out[:tokens]
@@ -315,7 +317,7 @@ class Experts(nnx.Module):
         ctx: StepContext,
         mlp: ExpertWeights,
     ) -> jax.Array:
-        """All tokens through each expert that any of them chose: nothing is sorted, gathered and brought back."""
+        """All tokens go through each expert that any of them chose: nothing is sorted, gathered or brought back."""
         chosen = ids[:, :, None] == jnp.arange(count, dtype=jnp.int32)
         factors = jnp.sum(jnp.where(chosen, weights[:, :, None], 0), axis=1)
         out = expert_mlp(
@@ -335,7 +337,7 @@ class Experts(nnx.Module):
         return out + once(ctx.matmul(factors, down_bias.astype(jnp.float32)), ctx.shards).astype(x.dtype)
 
     def _forward(self, x: jax.Array, pairs: Pairs, shards: Shards, layer: jax.Array | None) -> jax.Array:
-        """x [T, D] -> [M, D]: gate and up, activation and down of each pair."""
+        """x [T, D] -> [M, D]: each pair through gate and up, the activation, and down."""
 
         def bias(param: nnx.Param) -> jax.Array:
             return (param[...] if layer is None else param[...][layer])[pairs.ids]
@@ -354,8 +356,8 @@ class Experts(nnx.Module):
 
 
 def _local_first(ids: jax.Array, weights: jax.Array, count: int, room: int) -> list[jax.Array]:
-    """The numbers, experts and weights of the pairs ids [T, k], first those of local experts, below `count`, in the
-    order of tokens; padded by `room`. A TPU sorts all three sooner than it gathers two of them by the first."""
+    """The numbers, experts and weights of the pairs ids [T, k] in the order of tokens, but pairs of local experts
+    (below `count`) first; padded by `room`. A TPU sorts all three faster than it gathers two of them by the first."""
     pairs = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
     pairs = [a.reshape(-1) for a in (jnp.where(ids < count, pairs, pairs + ids.size), ids, weights)]
     return [jnp.pad(a, (0, room)) for a in lax.sort(pairs, num_keys=1, is_stable=False)]

@@ -24,7 +24,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, unit_offset: bool =
 
 
 def scale_norm(y: jax.Array, mean: jax.Array, weight: jax.Array, eps: float, unit_offset: bool) -> jax.Array:
-    """y over the root of its mean square, times the weight; all float32."""
+    """y divided by the root of its mean square, times the weight; all float32."""
     return y * jax.lax.rsqrt(mean + eps) * (weight.astype(jnp.float32) + (1.0 if unit_offset else 0.0))
 
 
@@ -48,7 +48,7 @@ class Norm(nnx.Module):
     def read(self, residual: Residual, shards: Shards, *, defer: bool = False) -> tuple[Residual, Activations]:
         """The residual with its pending branch added, and its norm for products.
 
-        defer: whether the reader takes a `DeferredNorm`, which the sum of split-K partial sums gives.
+        defer: the reader takes a `DeferredNorm`, the norm that follows split-K partial sums.
         """
         if residual.pending is None:
             return residual, self.for_products(residual.x, self(residual.x, shards), shards)
@@ -60,7 +60,7 @@ class Norm(nnx.Module):
         return replace(residual, x=x, pending=None, mailboxes=mailboxes), y
 
     def for_products(self, x: jax.Array, y: jax.Array, shards: Shards) -> Activations:
-        """y, the norm of x, or of the tokens of more devices, for what does nothing with it but products."""
+        """y in a form for products, which may norm x themselves. y: the norm of x, or of the tokens of several devices."""
         if self.spec.kind != "rms" or self.spec.bias or shards.size(axes.EMBED) > 1 or x.shape != y.shape:
             return y
         weight = self.weight.get_value()

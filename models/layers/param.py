@@ -1,4 +1,4 @@
-"""Weights as Flax NNX parameters that know what their dimensions mean."""
+"""Weights as Flax NNX parameters with named dimensions."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def param(
 ):
     """A parameter with one logical axis name per dimension.
 
-    contracting: the dimensions of one layer's over which products with it sum; a weight that has some may be quantised.
-    What makes a single number of each head or expert (a step, a strength, a fading, a score) has none: it is a
-    hundredth of the bytes, and errors in it multiply along the sequence or change which weights are read.
+    contracting: the dimensions (of one layer) that products sum over; a weight with such dimensions may be quantised.
+    Weights that make one number for each head or expert (a step, a strength, a fading, a score) name none: they are a
+    hundredth of the bytes, and their errors multiply along the sequence or change which weights are read.
 
     Modules are built under `nnx.eval_shape`, so nothing is allocated here; `init` says how random
     weights are drawn (see `random_leaf`).

@@ -1,4 +1,4 @@
-"""Per-layer embeddings (Gemma 3n, Gemma 4): numbers of a token for every layer."""
+"""Per-layer embeddings (Gemma 3n, Gemma 4): numbers that a token has for every layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inferlib.sharding import axes
 
 
 class PerLayerEmbedding(nnx.Module):
-    """The step's tokens and their embeddings x [T, D] -> [T, L, P]: P numbers of each token for each of L layers.
+    """The step's tokens and their embeddings x [T, D] -> [T, L, P]: P numbers for each token and each of L layers.
 
     Where tokens are split, x and the result are this device's part.
     """

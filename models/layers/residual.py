@@ -29,8 +29,9 @@ class Laurel(nnx.Module):
 
 
 class AltUp(nnx.Module):
-    """Alternating updates (Baykal et al. 2023): of N residuals [T, N, D] a layer computes on the first; beforehand each
-    is predicted from all, and afterwards each is corrected by how far the first turned out from its prediction."""
+    """Alternating updates (Baykal et al. 2023). A layer computes on the first of N residuals [T, N, D]. Before, each
+    residual is predicted from all of them; after, each is corrected by the difference between the layer's output and
+    the first prediction."""
 
     def __init__(self, streams: int, norm: NormSpec, dim: int, dtype):
         self.streams, self.dim = streams, dim

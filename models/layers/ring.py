@@ -19,8 +19,8 @@ def ring_axis(shards: Shards) -> str | None:
 
 
 def ring_weights(config: ModelConfig, spec: LayerSpec) -> frozenset[str]:
-    """Names of a layer's weights whose product could be fused with a collective: each is the only weight multiplied by
-    what an all-gather brings, or the only one whose product a reduce-scatter sums."""
+    """The names of a layer's weights whose product could be fused with a collective. Such a weight is the only one that
+    multiplies the result of an all-gather, or the only one whose product a reduce-scatter sums."""
     attention, mlp, names = spec.attention, spec.mlp, set()
     if spec.parallel:
         return frozenset()
@@ -42,7 +42,7 @@ def ring_choices(
 ) -> dict[str, Choice]:
     """The implementation of each product of `ring_weights` in a step of `tokens` tokens.
 
-    shapes: a device's shard of each weight that is not quantised, without a dimension of layers; others are left out.
+    shapes: the shape of a device's shard, without a dimension of layers, of each weight that is not quantised.
     """
     rows = shards.padded(tokens) // shards.size(axes.MLP) if ring_axis(shards) else 0
     return {
@@ -52,5 +52,5 @@ def ring_choices(
 
 
 def ring_fused(choices: Mapping[str, Choice]) -> frozenset[str]:
-    """Names of the weights whose product the kernel makes."""
+    """The names of the weights whose product the kernel computes."""
     return frozenset(name for name, choice in choices.items() if choice.name == "pallas_tpu")

@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies per scaling kind, angles, and the rotation.
 
-Frequencies are computed in float32, operation by operation as the models were trained with, since one
-unit in the last place is visible at long contexts.
+Frequencies are computed in float32, by the same operations that the models were trained with: one unit in the last
+place is visible at long contexts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from inferlib.models.config import RopeScaling, RopeSpec
 def inverse_frequencies(spec: RopeSpec, max_len: int) -> tuple[np.ndarray, float]:
     """Frequencies [dim / 2] float32 in radians per position, and the factor that multiplies cos and sin.
 
-    max_len: the longest sequence that will be run. Kinds that depend on the sequence length ("dynamic",
-    "longrope") take it in place of the current length, so that cached keys never change their rotation.
+    max_len: the longest sequence that will be run. The kinds that depend on the sequence length ("dynamic", "longrope")
+    use it instead of the current length, so that cached keys never change their rotation.
     """
     scaling = spec.scaling
     if scaling is None:

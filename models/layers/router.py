@@ -19,7 +19,7 @@ from inferlib.sharding import axes
 class Router(nnx.Module):
     """x [T, D] -> the chosen experts [T, k] int32 and their weights [T, k] float32, both by descending score.
 
-    Scores are float32. Every device scores all experts for its tokens, wherever the experts are.
+    Scores are float32. Every device scores all experts for its tokens, wherever the experts are stored.
     """
 
     def __init__(self, spec: RouterSpec, dim: int, dtype):

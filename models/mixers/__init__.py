@@ -1,2 +1,2 @@
-"""Recurrent mixers, one module each: its spec, its layer, what a row keeps, what it costs, how checkpoints become its
-parameters (see `inferlib.models.recurrent`). A family's recipe imports the spec; nothing else needs to know of it."""
+"""Recurrent mixers, one module each with the spec, the layer, the states of a row, the costs, and how checkpoints
+become parameters (see `inferlib.models.recurrent`). A family's recipe imports the spec; nothing else names it."""

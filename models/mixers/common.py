@@ -12,7 +12,7 @@ from inferlib.sharding import axes
 
 
 def check_taps(taps: int) -> None:
-    """Raise ConfigError unless a convolution of so many taps looks back at all."""
+    """Raise ConfigError for a convolution of fewer than two taps, which would not look back."""
     if taps < 2:
         raise ConfigError(f"the convolution needs two taps at least, got {taps}")
 
@@ -22,9 +22,9 @@ class LinearAttentionSpec(Recurrent):
     """Linear attention behind a causal convolution: each value head has a state, which a key head's queries read and
     its keys write.
 
-    heads: of values; kv_heads: of queries and keys, each shared by as many value heads; head_dim: size of queries and
-    keys; value_dim: size of values; taps: of the convolution, which queries, keys and values go through; eps: of the
-    RMS norm of the output.
+    heads: number of value heads; kv_heads: number of query and key heads, each shared by equally many value heads;
+    head_dim: size of queries and keys; value_dim: size of values; taps: length of the convolution that queries, keys
+    and values go through; eps: belongs to the RMS norm of the output.
     """
 
     heads: int
@@ -46,7 +46,7 @@ class LinearAttentionSpec(Recurrent):
 
     @property
     def state_shape(self) -> tuple[int, int]:
-        """Of one value head's state: [d_k, d_v]."""
+        """The shape of one value head's state, [d_k, d_v]."""
         return self.head_dim, self.value_dim
 
     def states(self, layout: HeadLayout) -> tuple[StateArray, ...]:
@@ -71,7 +71,7 @@ class LinearAttentionSpec(Recurrent):
 
 @dataclass(frozen=True)
 class EqualHeads(Recurrent):
-    """Heads of one size, each by itself. head_dim: numbers of each head."""
+    """Heads of equal size that share nothing. head_dim: numbers of each head."""
 
     heads: int
     head_dim: int

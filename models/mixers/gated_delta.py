@@ -29,10 +29,10 @@ _EPS = 1e-6  # of the length of queries and keys
 
 @dataclass(frozen=True)
 class GatedDeltaSpec(LinearAttentionSpec):
-    """The state [h, v] of each value head fades, and forgets what it stored at a key before it learns another value
+    """The state [h, v] of each value head fades, and forgets the value stored at a key before it learns another one
     there. Every value head has its own RMS norm.
 
-    strength: the most that a token writes; beyond 1, what was stored at a key can change its sign (OLMo Hybrid).
+    strength: the most that a token writes; beyond 1, a stored value can change its sign (OLMo Hybrid).
     """
 
     strength: float = 1.0
@@ -44,7 +44,7 @@ class GatedDeltaSpec(LinearAttentionSpec):
         return GatedDelta(self, layout, dim, dtype)
 
     def assemblies(self, names: Mapping[str, str], dim: int) -> dict[str, Assembly]:
-        """The numbers b and a of value heads are one tensor, each key head's in turn ("delta.ba"), or two."""
+        """The numbers b and a of value heads are one tensor, key head by key head ("delta.ba"), or two."""
         k, g, heads = self.kv_heads, self.group, self.heads
         piece = _Tensors(names)
         if "delta.ba" in names:
@@ -62,8 +62,8 @@ class GatedDeltaSpec(LinearAttentionSpec):
         }
 
     def _projections(self, piece: _Tensors, dim: int) -> dict[str, Assembly]:
-        """Queries, keys, values and their gates z are one tensor, each key head's in turn ("delta.qkvz"); or two, of
-        all heads' queries, keys and values ("delta.qkv") and of z; or four."""
+        """Queries, keys, values and gates z are one tensor, key head by key head ("delta.qkvz"); or two, one of all
+        queries, keys and values ("delta.qkv") and one of z; or four."""
         k, g, h, keys, values = self.kv_heads, self.group, self.head_dim, self._keys, self._values
         if "delta.qkvz" in piece.names:
             both = (piece("qkvz", keys + 2 * values, dim),)
@@ -117,7 +117,7 @@ class GatedDelta(nnx.Module):
 
     The cache holds each row's last inputs of the convolution [taps - 1, K, c] and its state [K * G, h, v], K and G as
     laid out (see `HeadLayout`); c numbers of a key head go through the convolution: its query, its key and its values.
-    Prompts take the rule by chunks, decode rows by one step.
+    The rule runs by chunks on prompts and by single steps on decode rows.
     """
 
     def __init__(self, spec: GatedDeltaSpec, layout: HeadLayout, dim: int, dtype):
@@ -125,7 +125,7 @@ class GatedDelta(nnx.Module):
         k, g, keys, values = layout.groups, layout.queries, 2 * spec.head_dim, spec.value_dim
         key_heads, heads = (axes.KV_HEADS, axes.HEAD_DIM), (axes.KV_HEADS, axes.QUERIES, axes.HEAD_DIM)
         self.qk = param((dim, k, keys), (axes.EMBED, *key_heads), dtype, contracting=(0,))
-        # Values, and gates of the heads' outputs.
+        # Values, and the gates on the heads' outputs.
         self.vz = param((dim, k, g, 2 * values), (axes.EMBED, *heads), dtype, contracting=(0,))
         # Strength of writing, and fading, before their activations.
         self.ba = param((dim, k, g, 2), (axes.EMBED, *heads), dtype)

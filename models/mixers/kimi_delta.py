@@ -29,7 +29,7 @@ from inferlib.sharding import axes
 @dataclass(frozen=True)
 class KimiDeltaSpec(LinearAttentionSpec):
     """The gated delta rule in which each channel of a head's keys fades by itself. Fading and output gates are of low
-    rank, the head size. Every head has its own queries and keys, of the same size as values, and its own RMS norm."""
+    rank, the head size. Every head has queries and keys, of the same size as its values, and an RMS norm."""
 
     title: ClassVar[str] = "Kimi delta attention"
     vectors: ClassVar[int] = 3  # two read the state and one changes it
@@ -67,7 +67,7 @@ class KimiDelta(nnx.Module):
     """x [T, D] -> [T, D]: this device's part of the sum over heads.
 
     The cache holds each row's last inputs of the convolution [taps - 1, K, 3 h] and its state [K, h, h], K as laid out
-    (see `HeadLayout`). Prompts take the rule by chunks, decode rows by one step.
+    (see `HeadLayout`). The rule runs by chunks on prompts and by single steps on decode rows.
     """
 
     def __init__(self, spec: KimiDeltaSpec, layout: HeadLayout, dim: int, dtype):

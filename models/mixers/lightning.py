@@ -50,8 +50,8 @@ class LightningSpec(EqualHeads):
         return (HeadCollective("all-reduce", "norm of all heads", 1),)
 
     def assemblies(self, names: Mapping[str, str], dim: int) -> dict[str, Assembly]:
-        """Rows of the fused tensor are each head's query, key and value in turn. "decay" is no tensor: families compute
-        it."""
+        """The rows of the fused tensor are the query, key and value of one head after the other. "decay" is no tensor:
+        families compute it."""
         k, width = self.heads, self.heads * self.head_dim
 
         def piece(part: str, *shape: int) -> Piece:
@@ -71,8 +71,8 @@ class LightningSpec(EqualHeads):
 class Lightning(nnx.Module):
     """x [T, D] -> [T, D]: this device's part of the sum over heads.
 
-    The cache holds each row's state [K, h, h], K as laid out (see `HeadLayout`). Prompts advance it by chunks, decode
-    rows by one step.
+    The cache holds each row's state [K, h, h], K as laid out (see `HeadLayout`). It advances by chunks on prompts and
+    by single steps on decode rows.
     """
 
     def __init__(self, spec: LightningSpec, layout: HeadLayout, dim: int, dtype):

@@ -34,10 +34,11 @@ from inferlib.sharding.shards import Shards
 
 @dataclass(frozen=True)
 class Mamba2Spec(LinearAttentionSpec):
-    """In the terms of linear attention, C are queries and B keys, one head of each for a group; values are inputs times
-    their step dt, and a head's state [v, n] fades by exp(A dt). A group's heads share an RMS norm, behind their gates.
+    """In the terms of linear attention, C are queries and B are keys, one head of each for a group. Values are inputs
+    times their step dt, and the state [v, n] of a head fades by exp(A dt). A group's heads share an RMS norm, behind
+    their gates.
 
-    conv_bias: of the convolution; limits: the least and the largest dt.
+    conv_bias: the convolution has a bias; limits: the least and the largest dt.
     """
 
     conv_bias: bool = True
@@ -62,12 +63,12 @@ class Mamba2Spec(LinearAttentionSpec):
         return Mamba2(self, layout, dim, dtype)
 
     def collectives(self, layout: HeadLayout, devices: int) -> tuple[HeadCollective, ...]:
-        """The norm of a group's heads, if several devices have some of them."""
+        """The sum for the norm of a group, if several devices have heads of it."""
         return (HeadCollective("all-gather", "norms of groups of heads", devices),) if layout.copies > 1 else ()
 
     def assemblies(self, names: Mapping[str, str], dim: int) -> dict[str, Assembly]:
         """One tensor has the rows of gates z, inputs x, B and C of all groups, and steps dt of all heads, in this
-        order; the convolution has those of x, B and C."""
+        order. The tensors of the convolution have the rows of x, B and C."""
         k, g, inner, pairs = self.kv_heads, self.group, self.heads * self.value_dim, 2 * self.kv_heads * self.head_dim
         ends = tuple(accumulate((inner, inner, pairs, self.heads), initial=0))
         z, x, bc, dt = (Piece(names["mamba.in"] + ".weight", (ends[-1], dim), rows) for rows in pairwise(ends))
@@ -97,7 +98,7 @@ class Mamba2(nnx.Module):
 
     The cache holds each row's last inputs of the convolution [taps - 1, K, c] and its state [K * G, v, n], K and G as
     laid out (see `HeadLayout`); c numbers of a group go through the convolution: its B and C, and its heads' inputs.
-    Prompts take the rule by chunks, decode rows by one step.
+    The rule runs by chunks on prompts and by single steps on decode rows.
     """
 
     def __init__(self, spec: Mamba2Spec, layout: HeadLayout, dim: int, dtype):
@@ -148,7 +149,7 @@ class Mamba2(nnx.Module):
         return jax.nn.silu(out), tail
 
     def normed(self, y: jax.Array, shards: Shards) -> jax.Array:
-        """RMS norm of y [T, K, G, v] over each group; other devices may have some of a group's heads."""
+        """The RMS norm of y [T, K, G, v] over each group, whose heads may be on several devices."""
         squares = jnp.sum(y * y, axis=(2, 3))
         if self.copies > 1:  # a device has heads of one group
             of_all = shards.gather(squares, axes.KV_HEADS, dim=1)
@@ -159,6 +160,6 @@ class Mamba2(nnx.Module):
 
 
 def flat(*parts: jax.Array, dims: int) -> jax.Array:
-    """Concatenate along the last dimension, after merging all but the first `dims` dimensions of each part into one:
-    heads of 64 fill half a TPU's lanes."""
+    """Merge all but the first `dims` dimensions of each part into one and concatenate along it. Unmerged heads of 64
+    would fill half of a TPU's lanes."""
     return jnp.concatenate([x.reshape(*x.shape[:dims], -1) for x in parts], axis=-1)

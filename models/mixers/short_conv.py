@@ -28,7 +28,7 @@ class ShortConvSpec(EqualHeads):
     """A token has three projections b, c and x. A causal convolution of b x, each channel by itself, is multiplied by
     c. A row keeps the convolution's last inputs and nothing else.
 
-    heads: parts of the channels, by which a mesh splits them; taps: of the convolution.
+    heads: parts of the channels, which a mesh can split; taps: length of the convolution.
     """
 
     taps: int

@@ -15,8 +15,8 @@ from inferlib.models.batch import StepBatch
 from inferlib.models.layers.kv_cache import LayerCache
 
 States = tuple[jax.Array, ...]
-# Takes inputs [P, C, ...] of C tokens of each of P rows, the rows' states [P, ...], and how many tokens of each row,
-# the first ones, are valid [P]; returns the outputs [P, C, ...] and the states after the valid tokens.
+# A rule takes inputs [P, C, ...] of C tokens for each of P rows, the states of the rows [P, ...], and the number of
+# valid tokens [P], which come first. It returns outputs [P, C, ...] and the states after the valid tokens.
 Rule = Callable[[list[jax.Array], States, jax.Array], tuple[jax.Array, States]]
 
 
@@ -41,8 +41,8 @@ def in_turn(
 def _chunks_in_turn(
     rule: Rule, chunks: Sequence[jax.Array], batch: StepBatch, cache: LayerCache
 ) -> tuple[jax.Array, LayerCache]:
-    """Run chunks [P, C, ...] through a rule one after the other, since a chunk may go on where the one before it ends;
-    returns outputs [P, C, ...] and the new cache."""
+    """Run chunks [P, C, ...] through a rule one after the other, because a chunk may continue the one before it.
+    Returns outputs [P, C, ...] and the new cache."""
 
     def one(arrays: States, of_chunk: tuple) -> tuple[States, jax.Array]:
         (row, start, length), inputs = of_chunk
@@ -66,8 +66,9 @@ def advance(
     state: jax.Array,
     lengths: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run C tokens of each of P rows, inputs [P, C, ...] each, through one of two forms of a rule: by chunks, or a
-    single token by a step. lengths [P]: the valid tokens. Returns outputs [P, C, ...] and the new state."""
+    """Run C tokens for each of P rows, inputs [P, C, ...] each, through one of two forms of a rule: `by_step` for a
+    single token, `by_chunks` for more. lengths [P]: the number of valid tokens. Returns outputs [P, C, ...] and the new
+    state."""
     valid = jnp.arange(inputs[0].shape[1]) < lengths[:, None]
     if valid.shape[1] > 1:
         return by_chunks(*inputs, state, valid)
