@@ -2,8 +2,8 @@
 
 Every process runs the same programs on its part of one mesh. Process 0 takes requests and schedules. Before it starts a
 program, it sends the program's key and host inputs to the others, which start the same program (`Channel`). They decide
-nothing, so nothing that happens on process 0 alone (clocks, random seeds, errors, an abandoned stream) can put them out
-of step. The connections also show that a process died: the others end at once instead of waiting in a collective.
+nothing, so events on process 0 alone (clocks, random seeds, errors, an abandoned stream) cannot put them out of step.
+The connections also show that a process died: the others end at once instead of waiting in a collective.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class _Report:
 
 
 def _digests(settings: dict[str, Any]) -> dict[str, str]:
-    """Equal for equal settings, which are values whose repr says everything."""
+    """Digests that are equal for equal settings. The settings are values whose repr says everything."""
     return {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in settings.items()}
 
 
@@ -282,7 +282,7 @@ def _reports(message: Message) -> list[_Report]:
 
 
 def _problem(reports: list[_Report]) -> str:
-    """The processes that cannot continue, and why; "" if all can."""
+    """The processes that cannot continue, and why; empty if all can."""
     failed = [f"process {i} on {r.host}: {r.error}" for i, r in enumerate(reports) if r.error is not None]
     if failed:
         return "; ".join(failed)
@@ -300,7 +300,7 @@ _exiting = threading.Lock()
 
 
 def _exit(message: str) -> NoReturn:
-    """End the process from any thread. The main thread may wait in JAX for ever, so there is no other way."""
+    """End the process from any thread. There is no other way: the main thread may wait in JAX forever."""
     _exiting.acquire()
     os.write(2, f"inferlib: {message}\n".encode())
     os._exit(1)
@@ -316,7 +316,7 @@ def _check(coordinator: str | None, processes: int | None, process: int | None) 
 
 
 def _loopback(coordinator: str | None) -> bool:
-    """Is the host of "host:port" this machine alone?"""
+    """True if the host of "host:port" is this machine alone."""
     host = _host(coordinator or "")
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -355,7 +355,7 @@ def _listener(coordinator: str, processes: int) -> socket.socket:
 
 
 def _accept(server: socket.socket, processes: int, secret: bytes) -> dict[int, Link]:
-    """The links to all other processes. Each connection has a thread of its own: a stranger's delays nobody."""
+    """The links to all other processes. Each connection has a thread, so that a stranger's delays nobody."""
     links: dict[int, Link] = {}
     greeting = Message("greeting", {"host": socket.gethostname()})
 

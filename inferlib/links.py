@@ -28,15 +28,15 @@ _LEAST_SECRET_BYTES = 16
 
 
 class SecretError(ValueError):
-    """The file with the secret of the processes is no use; the message says why."""
+    """The file with the processes' secret cannot be used; the message says why."""
 
 
 class Link:
     """A connection whose other end knows the secret.
 
-    connection: just opened, of the process that leads (process 0) or of one that does not. host: name of the other
-    end. inbox: what was received, in order. ended: no more will come. Raises OSError, EOFError or MessageError if the
-    other end does not prove within `patience` seconds that it knows the secret.
+    connection: a connection that was just opened, by the process that leads (process 0) or by another. host: name of
+    the other end. inbox: received messages, in order. ended: no more will come. Raises OSError, EOFError or
+    MessageError if the other end does not prove within `patience` seconds that it knows the secret.
     """
 
     def __init__(self, connection: socket.socket, secret: bytes, *, leads: bool, patience: float):
@@ -58,7 +58,7 @@ class Link:
         self._key, self._other_key = keys if leads else reversed(keys)
 
     def greet(self, greeting: Message) -> Message:
-        """Send a message and return that of the other end, which proves that it knows the secret."""
+        """Send a message and return the other end's, which proves that it knows the secret."""
         self.send(greeting.encode())
         answer = self.receive(_MOST_GREETING_BYTES)
         self._connection.settimeout(None)
@@ -72,8 +72,8 @@ class Link:
             self._connection.sendall(_LENGTH.pack(len(data)) + mac + data)
 
     def receive(self, most: int = _MOST_BYTES) -> Message:
-        """The next message, of at most so many bytes. Raises EOFError or OSError at the end of the connection, and
-        MessageError if it does not come from one who knows the secret."""
+        """The next message, of at most `most` bytes. Raises EOFError or OSError at the end of the connection, and
+        MessageError if the sender does not know the secret."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         if length > most:
             raise MessageError(f"a message of {length} bytes")
@@ -121,7 +121,7 @@ def read_secret(path: str | Path | None = None) -> bytes:
 
 
 def _make_secret(file: Path) -> None:
-    """Make the file unless it exists; of several processes that do so at once, the first wins."""
+    """Make the file unless it exists; if several processes do so at once, the first wins."""
     if file.exists():
         return
     file.parent.mkdir(parents=True, exist_ok=True)

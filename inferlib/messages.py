@@ -1,4 +1,4 @@
-"""What processes tell each other: a kind, fields of JSON, and arrays. Reading a message runs no code of its writer."""
+"""Messages between processes: a kind, fields of JSON, and arrays. Reading a message runs no code of its writer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class MessageError(ValueError):
 
 @dataclass(frozen=True)
 class Message:
-    """kind: what it is about, as the reader knows it. fields: JSON values. arrays: of int32, int64, uint32, float32
-    or bool."""
+    """kind: a name that the reader knows. fields: JSON values. arrays: of int32, int64, uint32, float32 or bool."""
 
     kind: str
     fields: Mapping[str, Any] = field(default_factory=dict)

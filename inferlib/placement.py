@@ -1,7 +1,7 @@
-"""Which expert is in which slot: experts are spread over devices by their tokens, and the busiest are copied.
+"""The placement of experts in slots: it spreads experts over devices by their tokens, and copies the busiest.
 
-The devices of the expert axis take equal runs of a layer's slots. Weights and two small tables depend on the placement;
-programs depend only on the number of slots.
+Each device of the expert axis takes an equal run of a layer's slots. Weights and two small tables depend on the
+placement; programs depend only on the number of slots.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TABLES = ("mlp.slots", "mlp.copies")  # the weights of `Moe` that a placement fi
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """layers: for each layer with experts, in order, the expert in each slot. An expert may have several slots, among
-    which its tokens take turns. Raises ConfigurationError if the layers differ in their number of slots."""
+    """layers: the expert in each slot, for each layer with experts in order. The tokens of an expert with several slots
+    take turns among them. Raises ConfigurationError if the layers differ in their number of slots."""
 
     layers: tuple[tuple[int, ...], ...]
 
@@ -93,7 +93,7 @@ def balanced(load: np.ndarray, devices: int, slots: int | None = None) -> Expert
     load [layers, experts]: number of tokens that chose each expert, as `LLM.expert_load` gives it. slots: number of
     slots; by default that of the experts, rounded up to a multiple of the devices. Surplus slots go to copies of the
     experts with the most tokens per copy. Then each copy, the busiest first, goes to the device with the fewest tokens
-    so far. Raises ConfigurationError for a load or a number of slots that cannot be.
+    so far. Raises ConfigurationError for an impossible load or number of slots.
     """
     load = np.asarray(load, np.float64)
     if load.ndim != 2 or not load.size or not np.isfinite(load).all() or (load < 0).any():

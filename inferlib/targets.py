@@ -1,4 +1,4 @@
-"""Targets: the chips and slices that programs are planned and compiled for, as data with sources.
+"""Targets: the chips and slices for which programs are planned and compiled, as data with sources.
 
 Names follow the clouds and the TPU compiler: `v5e-8` counts what the cloud counts (chips, or TensorCores for v4, v5p
 and v7x), `v5e:2x4` is a topology of chips. Nothing here touches a device or a compiler.
@@ -30,14 +30,14 @@ class TargetError(ValueError):
 class Chip:
     """One chip's published figures; zero where nothing is published. Bandwidths in bytes/s, times in s.
 
-    hbm_bytes: bytes that a program may use. vmem_bytes: on-chip memory of one core that kernels address.
-    scratch_bytes: the part of it that the compiler sets aside; the rest can take weights that are fetched ahead. flops:
+    hbm_bytes: bytes that a program may use. vmem_bytes: on-chip memory of one core that kernels address. scratch_bytes:
+    the part of vmem_bytes that the compiler sets aside; the rest has room for weights that are fetched ahead. flops:
     FLOP/s by dtype of the operands; a dtype that is not listed runs at the rate of bfloat16. devices: JAX devices per
-    chip, which share its figures equally. cores: computing cores of a device, each with its own on-chip memory.
-    links, link_bandwidth: number of ports to neighbours, and bandwidth of one in one direction. torus: dimensions of
-    the network, 0 for a switch. ring: an axis closes to a ring if its size is a multiple of this (0: never).
-    die_bandwidth: between the devices of a chip, in one direction. hop_latency: of an exchange between neighbours, or
-    of one phase over a switch. dcn_bandwidth: this chip's share of its host's network.
+    chip, which share its figures equally. cores: computing cores of a device, each with its own on-chip memory. links,
+    link_bandwidth: number of ports to neighbours, and bandwidth of one in one direction. torus: dimensions of the
+    network, 0 for a switch. ring: an axis closes to a ring if its size is a multiple of this (0: never). die_bandwidth:
+    between the devices of a chip, in one direction. hop_latency: of an exchange between neighbours, or of one phase
+    over a switch. dcn_bandwidth: this chip's share of its host's network.
     """
 
     name: str
@@ -267,7 +267,7 @@ _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 
 
 def _cubes(most: int) -> tuple[tuple[int, ...], ...]:
-    """Slices of a 3-D torus: parts of a cube of 4 x 4 x 4 chips, and whole cubes, ascending, up to `most` chips."""
+    """The slices of a 3-D torus of up to `most` chips, ascending: parts of a cube of 4 x 4 x 4 chips, and whole cubes."""
     sizes = [4 * n for n in range(1, most // 64 + 1)]
     parts = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
     whole = [(a, b, c) for a in sizes for b in sizes if b >= a and a * b * b <= most for c in sizes if c >= b]
@@ -276,8 +276,8 @@ def _cubes(most: int) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class _Generation:
-    """Slices of a chip. unit: the cloud's count per chip. prefix: of the cloud's names, or of a GPU's. compiler: prefix
-    of the TPU compiler's names. options: for `Target.topology_options`."""
+    """The slices of a chip. unit: the cloud's count per chip. prefix: prefix of the cloud's or a GPU's names. compiler:
+    prefix of the TPU compiler's names. options: the `Target.topology_options`."""
 
     chip: Chip
     topologies: tuple[tuple[int, ...], ...]

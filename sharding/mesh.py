@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, Mesh
 
-# Replicas of the whole model; replicas whose experts differ; the split of sequences (or, in two dimensions, of
-# the model's width); the split of heads, feed-forward and vocabulary. The last are the closest neighbours.
+# Replicas of the whole model; replicas with different experts; the split of sequences (or of the model's width, in two
+# dimensions); the split of heads, feed-forward and vocabulary. Devices on the last axis are the closest neighbours.
 MESH_AXES = DATA, EXPERT, SEQUENCE, TENSOR = "data", "expert", "sequence", "tensor"
 Device: TypeAlias = Any  # a jax.Device, a name that type checkers cannot follow
 _SHORT = {"dp": DATA, "ep": EXPERT, "cp": SEQUENCE, "tp": TENSOR}
@@ -95,7 +95,8 @@ class Parallelism:
 
 
 def alone(device: Device) -> AbstractMesh:
-    """A mesh of one device. Functions traced under it (`jax.sharding.use_abstract_mesh`) can tell what device it is."""
+    """A mesh of one device, which tells functions that are traced under it (`jax.sharding.use_abstract_mesh`) the
+    device's kind."""
     return Mesh(np.array([device]), ("device",)).abstract_mesh
 
 
@@ -123,8 +124,8 @@ def make_mesh(parallel: Parallelism, devices: Sequence[Device] | None = None) ->
 
 
 def ring_of(devices: Sequence[Device]) -> tuple[int, ...]:
-    """The devices' indices in an order in which each device is a neighbour of the next on a TPU's network, and the last
-    of the first, as far as possible. Devices of a chip follow one another; devices that are no TPUs keep their order.
+    """The indices of the devices in a ring: as far as possible, each is a neighbour of the next on a TPU's network, and
+    the last of the first. Devices of a chip follow one another; devices that are no TPUs keep their order.
 
     Chips that fill a box of two or more dimensions, one of them even, form a ring without any wrap-around link. On a
     line that does not close, the last link leads back through all others.

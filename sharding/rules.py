@@ -18,9 +18,9 @@ class Rules:
     """Which mesh axes split each logical axis.
 
     table: logical axis -> mesh axis, or several in the mesh's order; a name that is not listed is not split. Positions
-    and the tokens of a chunk are dealt out in turn (see `sharding.stripe`), all else in runs. split_tokens: between the
-    matrix products, a step's tokens are split over the tensor axis (sequence parallelism of the norms): each sum over
-    the axis becomes a reduce-scatter, and an all-gather precedes the next product.
+    and the tokens of a chunk are dealt out in turn (see `sharding.stripe`); all other axes are cut into runs.
+    split_tokens: between the matrix products, a step's tokens are split over the tensor axis (sequence parallelism of
+    the norms): each sum over the axis becomes a reduce-scatter, and an all-gather precedes the next product.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Rules:
         return (over,) if isinstance(over, str) else over
 
 
-# Replicas: rows and their cache. What is not routed to experts treats their axis as more of the same.
+# Replicas split rows and their cache. Outside of experts, the expert axis means more replicas.
 _REPLICAS = (
     (axes.PAGES, (DATA, EXPERT)),
     (axes.ROWS, (DATA, EXPERT)),
@@ -93,12 +93,12 @@ _PRESETS = (
         ),
     ),
     # Two-dimensional weight-stationary (Pope et al. 2022), for many chips: the sequence axis splits the model's width
-    # and the cache. A layer sums queries, keys and values, the gate and the up half, and partial attention over it,
-    # and a 1/n-th of two all-reduces of "tp" over the tensor axis.
+    # and the cache. A layer sums queries, keys and values, gate and up, and partial attention over it; the two
+    # all-reduces of "tp" over the tensor axis shrink to a 1/n-th.
     Rules("tp2d", (*_TENSOR, (axes.EMBED, SEQUENCE), (axes.POSITIONS, SEQUENCE))),
-    # Data parallel attention (DeepSeek-AI 2024, SGLang), for latents, which have one head, and few KV heads: devices of
-    # the tensor axis have rows and their cache to themselves, and the weights of attention, embedding and head whole.
-    # The feed-forward, which they split, takes the gathered tokens of all and scatters its sums.
+    # Data parallel attention (DeepSeek-AI 2024, SGLang), for latents, which have one head, and for few KV heads: each
+    # device of the tensor axis has rows and a cache for itself, and whole weights of attention, embedding and head. The
+    # devices split the feed-forward, which gathers the tokens of all and scatters its sums.
     Rules(
         "dp_attention",
         (

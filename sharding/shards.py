@@ -1,7 +1,7 @@
-"""What a program knows of its place in the mesh, and the collectives it uses.
+"""A program's place in the mesh, and the collectives it uses.
 
-Programs are written for one device (they run inside `jax.shard_map`), so every collective is one of the calls below; a
-partitioner chooses none. Without a mesh each call is the identity.
+Programs are written for one device and run inside `jax.shard_map`, so every collective is one of the calls below; no
+partitioner adds any. Without a mesh each call is the identity.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Shards:
 
     @property
     def only_axis(self) -> str | None:
-        """The mesh axis that has all devices, if weights are split over it and tokens are not; else None."""
+        """The mesh axis that all devices are on, if weights are split over it and tokens are not; else None."""
         over = self.mesh_axes(axes.MLP)
         everywhere = len(over) == 1 and self._sizes[over[0]] == prod(self._sizes.values())
         alone = everywhere and over == self.mesh_axes(axes.KV_HEADS)
@@ -66,7 +66,8 @@ class Shards:
 
     @property
     def mlp_row_shards(self) -> int:
-        """Number of shards of rows that the feed-forward takes together, because it is split over the same devices."""
+        """How many shards of rows the feed-forward takes together: those of the devices that split both rows and the
+        feed-forward."""
         apart = set(self.mesh_axes(axes.ROWS)) & set(self.mesh_axes(axes.MLP))
         return self.size(axes.MLP) if apart else 1
 
@@ -121,12 +122,13 @@ class Shards:
         return lax.axis_index(over) if (over := self.mesh_axes(name)) else 0
 
     def stripe(self, name: str, behind: int = 0) -> Stripe:
-        """The positions dealt to this device, or to the one `behind` places before it, of an axis dealt out in turn."""
+        """The positions that this device, or the one `behind` places before it, has of an axis that is dealt out in
+        turn."""
         count = self.size(name)
         return Stripe(count, (self.index(name) - behind) % count) if count > 1 else Stripe()
 
     def sum(self, x: jax.Array, *names: str) -> jax.Array:
-        """All-reduce of partial sums, which each device summed over its shard of these logical axes."""
+        """All-reduce: sum x over the devices that split these logical axes."""
         return lax.psum(x, over) if (over := self.mesh_axes(*names)) else x
 
     def max(self, x: jax.Array, name: str) -> jax.Array:
@@ -162,13 +164,12 @@ class Shards:
         received: jax.Array,
         name: str,
     ) -> jax.Array:
-        """Send device i the sizes[i] rows of x from starts[i] on, which it writes from at[i] on, and receive
-        received[i] rows from it. Rows of `out` that nothing is written to stay. starts, sizes, at, received: [n] int32.
-        Not on CPU."""
+        """Send sizes[i] rows of x, from starts[i] on, to device i, which writes them to `out` from at[i] on; receive
+        received[i] rows from it. The other rows of `out` stay. starts, sizes, at, received: [n] int32. Not on CPU."""
         return lax.ragged_all_to_all(x, out, starts, sizes, at, received, axis_name=self.mesh_axes(name))
 
     def exchange(self, x: jax.Array, name: str) -> jax.Array:
-        """All-to-all: [..., h] -> [n, ..., h / n], from each of n devices this one's shard of the last dimension."""
+        """All-to-all: [..., h] -> [n, ..., h / n], this device's shard of the last dimension from each of n devices."""
         return self.all_to_all(jnp.moveaxis(x.reshape(*x.shape[:-1], self.size(name), -1), -2, 0), name)
 
     def pass_on(self, x: jax.Array, name: str) -> jax.Array:
@@ -178,7 +179,7 @@ class Shards:
 
     def sum_tokens(self, x: jax.Array, *names: str) -> jax.Array:
         """Sum partial sums [T, D] over logical axes. If tokens are split, or came from `gather_for_mlp`, each device
-        gets the sums of its tokens only."""
+        gets only the sums of its tokens."""
         over = self.mesh_axes(*names)
         if not over or not (self.splits_tokens or self.mlp_row_shards > 1):
             return self.sum(x, *names)
@@ -187,7 +188,7 @@ class Shards:
         return lax.psum_scatter(padded, over, scatter_dimension=0, tiled=True)
 
     def padded(self, tokens: int) -> int:
-        """`tokens`, rounded up to equal shards; large shards consist of whole tiles of a TPU's rows."""
+        """The number of tokens, rounded up to equal shards; large shards are rounded up to tiles of a TPU."""
         devices = self.size(axes.MLP)
         local = -(-tokens // devices)
         return devices * (local if local < 8 * _TILE else -(-local // _TILE) * _TILE)
@@ -201,7 +202,7 @@ class Shards:
         return self.gather(x, axes.MLP, dim=0) if self.mlp_row_shards > 1 else x
 
     def local_rows(self, x: jax.Array) -> jax.Array:
-        """This device's rows of what came from `gather_for_mlp`."""
+        """This device's rows of the result of `gather_for_mlp`."""
         rows = x.shape[0] // self.mlp_row_shards
         return lax.dynamic_slice_in_dim(x, self.index(axes.MLP) * rows, rows) if self.mlp_row_shards > 1 else x
 

@@ -1,8 +1,8 @@
 """Positions dealt out in turn: of n devices, device d holds the positions p with p mod n = d.
 
 Causal attention is then the same work for every device at every length (Striped Attention, Brandon et al. 2023). Each
-device numbers its positions in order: p is number p // n. In these numbers its shard of a cache is a cache like any
-other: whatever is true of positions, lengths and windows is true of numbers, and kernels see no difference.
+device numbers its positions in order: p is number p // n. With numbers for positions, its shard of a cache is a cache
+like any other: lengths and windows count numbers too, and kernels see no difference.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Stripe:
     index: jax.Array | int = 0
 
     def most(self, positions: int) -> int:
-        """The most of the first `positions` that a device can own."""
+        """The most positions that a device can own, of the first `positions`."""
         return -(-positions // self.count)
 
     def number(self, positions: jax.Array) -> jax.Array:
-        """The number of the last owned position up to each of these; negative if there is none."""
+        """The number of the last owned position up to each position; negative if there is none."""
         return positions if self.count == 1 else (positions - self.index) // self.count
 
     def window(self, positions: jax.Array, window: int | jax.Array | None) -> int | jax.Array | None:
-        """How many owned positions are among the last `window` (one for all, or one for each) up to each of
-        `positions`; an int if all agree."""
+        """The window in owned positions: how many of them are among the last `window` positions up to each of
+        `positions`. window: one for all, or one for each. An int if all results are equal."""
         if self.count == 1 or window is None:
             return window
         if isinstance(window, int) and window % self.count == 0:
