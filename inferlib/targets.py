@@ -267,7 +267,7 @@ _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 
 
 def _cubes(most: int) -> tuple[tuple[int, ...], ...]:
-    """The slices of a 3-D torus of up to `most` chips, ascending: parts of a cube of 4 x 4 x 4 chips, and whole cubes."""
+    """Slices of a 3-D torus of up to `most` chips, ascending: parts of a cube of 4 x 4 x 4 chips, then whole cubes."""
     sizes = [4 * n for n in range(1, most // 64 + 1)]
     parts = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
     whole = [(a, b, c) for a in sizes for b in sizes if b >= a and a * b * b <= most for c in sizes if c >= b]

@@ -125,7 +125,7 @@ def make_mesh(parallel: Parallelism, devices: Sequence[Device] | None = None) ->
 
 def ring_of(devices: Sequence[Device]) -> tuple[int, ...]:
     """The indices of the devices in a ring: as far as possible, each is a neighbour of the next on a TPU's network, and
-    the last of the first. Devices of a chip follow one another; devices that are no TPUs keep their order.
+    the last of the first. Devices of a chip follow one another; devices other than TPUs keep their order.
 
     Chips that fill a box of two or more dimensions, one of them even, form a ring without any wrap-around link. On a
     line that does not close, the last link leads back through all others.

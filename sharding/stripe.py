@@ -42,10 +42,10 @@ class Stripe:
         return (positions >= 0) & (positions % self.count == self.index)
 
     def slots(self, positions: jax.Array, slots: int, *, ring: bool) -> jax.Array:
-        """The slot of each position in a cache of `slots`; out of range for another device's position or a negative
-        one.
+        """The slot of each position in a cache of `slots`; out of range if the position is negative or another
+        device's.
 
-        The positions of a page are distinct, and so are their slots, those out of range included.
+        Distinct positions of a page have distinct slots, also out of range.
         """
         number = self.number(positions)
         slot = number % slots if ring else number

@@ -46,14 +46,14 @@ def masked_attention(
     scales: tuple[jax.Array, jax.Array] | None = None,
     rotary: tuple[jax.Array, jax.Array, jax.Array | None] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] or [B, K, C, S] bool, which has the
-    window in it. Values may have a size of their own.
+    """Reference attention: q [B, C, K, G, h], k and v [B, K, S, h], seen [B, C, S] or [B, K, C, S] bool, which includes
+    the window. Values may differ from keys in size.
 
-    scales: of keys and of values, [B, K, S] float32 each: k and v are numbers of any type times these, which are folded
-    into logits and probabilities. rotary: a part of q and of k that is stored apart, and its scales or None.
-    Returns out [B, C, K, G, h] in q's dtype and the log-sum-exp of the logits [B, C, K, G] float32. A query that sees
-    nothing yields 0 and -inf. Softmax in float32. A value or its scale that is not finite counts as zero, even if seen;
-    a key or its scale does not.
+    scales: scales of keys and of values, [B, K, S] float32 each, which multiply k and v; they are folded into logits
+    and probabilities. rotary: a part of q and of k that is stored apart, and its scales or None. Returns out [B, C, K,
+    G, h] in q's dtype and the log-sum-exp of the logits [B, C, K, G] float32. A query that sees nothing yields 0 and
+    -inf. Softmax in float32. A value or its scale that is not finite counts as zero, even if seen; a key or its scale
+    does not.
     """
     b, c, k_heads, g, _ = q.shape
     highest, slots = precision_of(q.dtype), k.shape[2]
@@ -65,7 +65,7 @@ def masked_attention(
         """[B, K, G, C, S]: the G * C queries of a head are the rows of one matrix."""
         rows = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b, k_heads, g * c, q.shape[-1])
         k = k if scales is None else k.astype(q.dtype)
-        # Times `scale` first: after the scales, XLA would multiply those by it, and write them to memory.
+        # `scale` comes first: behind the scales, XLA would multiply the scales by it and write them to memory.
         s = dot(rows, k, (((3,), (3,)), ((0, 1), (0, 1)))).reshape(b, k_heads, g, c, slots) * scale
         return s if scales is None else s * scales[:, :, None, None]
 
@@ -84,8 +84,8 @@ def masked_attention(
     total = jnp.sum(p, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks.astype(jnp.float32)[:, :, None, None] - top)
-    # 0 * NaN is NaN, so what unseen values hold must be finite. Asking the values themselves costs nothing, where a
-    # mask of positions doubles a TPU's decode step: positions lie along lanes in it and along sublanes in v.
+    # 0 * NaN is NaN, so unseen values must be finite. Testing the values themselves costs nothing. A mask of positions
+    # would double a TPU's decode step: positions lie along lanes in the mask and along sublanes in v.
     v = jnp.where(jnp.isfinite(v), v, 0)
     if v_scales is not None:
         p = p * jnp.where(jnp.isfinite(v_scales), v_scales, 0)[:, :, None, None]
@@ -101,8 +101,8 @@ def merge_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over a union of disjoint key sets, from the parts' outputs and LSEs.
 
-    outs [M, ..., h], lses [M, ...] (M at `axis`) -> (out [..., h], lse [...]). Any split gives the same answer.
-    sinks [K, G]: a logit that joins the denominator of the union, and is in none of the parts.
+    outs [M, ..., h], lses [M, ...] (M at `axis`) -> (out [..., h], lse [...]). Any split gives the same answer. sinks
+    [K, G]: a logit that joins the union's denominator, and no part's.
     """
     lse = jax.nn.logsumexp(lses, axis=axis)
     lse = lse if sinks is None else jnp.logaddexp(lse, sinks.astype(jnp.float32))

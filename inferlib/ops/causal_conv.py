@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 
 def causal_conv(x: jax.Array, tail: jax.Array, weight: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """C tokens in turn of each of P rows.
+    """Convolve C consecutive tokens of each of P rows.
 
-    x: [P, C, *c]; tail: [P, k - 1, *c], the inputs before them, zeros where there were none; weight: [k, *c], the last
-    of the taps for the token itself; lengths: [P] int32: the valid tokens, the first ones. Returns out [P, C, *c]
-    float32, and the tail after the valid tokens. Other tokens change nothing, whatever their inputs.
+    x: [P, C, *c]; tail: [P, k - 1, *c], the inputs before them, zeros where there were none; weight: [k, *c], whose
+    last tap multiplies the token itself; lengths: [P] int32, the number of valid tokens, which come first. Returns out
+    [P, C, *c] float32, and the tail after the valid tokens. Invalid tokens change nothing, whatever their inputs.
     """
     taps, count = weight.shape[0], x.shape[1]
     inputs = jnp.concatenate([tail.astype(x.dtype), x], axis=1)

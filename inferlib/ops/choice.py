@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Choice:
-    """The implementation that an op takes for given shapes, and why the preferred one was passed over.
+    """The implementation that an operation takes for given shapes, and why not the preferred one.
 
     name: the implementation, such as "xla" or "pallas_tpu". reason: why the backend's preferred implementation cannot
-    run; empty if `name` is the preferred one, or if nothing is lost without it, so that there is nothing to warn of.
+    run; empty if `name` is the preferred one, or if the preferred one would not be faster, so that no warning is due.
     """
 
     name: str

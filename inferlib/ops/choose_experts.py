@@ -1,4 +1,4 @@
-"""Which experts tokens go to, and with which weights."""
+"""Choose the experts of tokens, and their weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax import lax
 
 from inferlib.ops.choice import Choice
 
-_MOST_TOKENS = 256  # for which the time of the choice is that of launching kernels
+_MOST_TOKENS = 256  # up to so many, launching kernels takes the time
 
 
 def choose(tokens: int, backend: str, *, grouped: bool) -> Choice:
-    """The implementation that `tokens` tokens take. grouped: a token may choose experts of its best groups only."""
+    """The implementation for `tokens` tokens. grouped: a token may choose only experts of its best groups."""
     if backend == "xla":
         return Choice("xla")
     if grouped:
@@ -35,11 +35,11 @@ def choose_experts(
     backend: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """logits [T, E] float32 -> the k = `count` best experts [T, k] int32 and their weights [T, k] float32, both by
-    descending rank; of equals, the first comes first.
+    descending rank; of equal ranks, the lower expert comes first.
 
     score: "softmax" or "sigmoid". correction [E]: added to the scores for choosing, but not to the weights.
     renormalize: weights sum to 1. among: maps ranks [T, E] to ranks with -inf for experts that cannot be chosen.
-    backend: "xla", or "pallas_gpu", which NVIDIA GPUs run and other platforms replace by XLA; see `choose`.
+    backend: "xla"; or "pallas_gpu", which other platforms than NVIDIA GPUs replace by XLA; see `choose`.
     """
     options = dict(count=count, score=score, renormalize=renormalize)
     forms = {"default": partial(_by_xla, **options, among=among)}

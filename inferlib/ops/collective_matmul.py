@@ -12,16 +12,17 @@ from jax import lax
 
 from inferlib.ops.choice import Choice
 
-# Rows of a device from which a product made in as many steps as there are devices takes little longer than in one step,
-# by the TPU compiler's estimate: with fewer, the matrix unit waits for its weights in each step.
+# From so many rows on a device, a product in one step for each device takes little longer than in one step, by the TPU
+# compiler's estimate. With fewer rows, the matrix unit waits for its weights in each step.
 LEAST_ROWS = 128
-# The same for a weight that does not stay on chip: with fewer, reading it in each step takes longer than the products.
+# The same for a weight that does not stay on chip: with fewer rows, reading it in each step takes longer than the
+# products.
 LEAST_STREAMED_ROWS = 512
 
 
 def choose(rows: int, shape: tuple[int, ...], dtype, backend: str, *, scatters: bool) -> Choice:
-    """The implementation of `all_gather_matmul`, or with `scatters` of `matmul_reduce_scatter`, for `rows` rows of each
-    device and its shard of a layer's weight, of `shape`. Fewer than LEAST_ROWS rows are XLA's without a reason: the
+    """The implementation of `all_gather_matmul`, or of `matmul_reduce_scatter` if `scatters`, for `rows` rows of each
+    device and a shard of a layer's weight with this shape. Below LEAST_ROWS rows it is "xla" without a reason: the
     kernel would not be faster.
     """
     if backend != "pallas_tpu" or rows < LEAST_ROWS:
@@ -40,8 +41,8 @@ def choose(rows: int, shape: tuple[int, ...], dtype, backend: str, *, scatters: 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RingWeight:
-    """A stack of weights [L, ...], of which `layer` is used, and whose product is fused with a collective over a mesh
-    axis. It stands where layers have a matrix, and `matmul` knows it.
+    """A stack of weights [L, ...] of which `layer` is used, with a product that is fused with a collective over a mesh
+    axis. It takes the place of a layer's matrix; `matmul` accepts it.
 
     scatters: a reduce-scatter follows the product; otherwise an all-gather precedes it. tokens: rows on all devices,
     which are padded to `padded`. ring, interpret: see `all_gather_matmul`.
@@ -96,7 +97,7 @@ def all_gather_matmul(
     [T, *P, N], accumulated in float32.
 
     ring: the devices on the axis, each near to the next (see `sharding.mesh.ring_of`). backend: "pallas_tpu" multiplies
-    the rows that have arrived while others are on their way. interpret: the kernel is interpreted, on CPU devices.
+    the rows that have arrived while others travel. interpret: the kernel is interpreted, on CPU devices.
     """
     if backend == "xla":
         return _dot(lax.all_gather(x, axis, tiled=True), lax.dynamic_index_in_dim(w, layer, keepdims=False))
@@ -141,7 +142,7 @@ def _dot(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _how(interpret: bool):
-    """The interpreter that knows remote copies, if any."""
+    """The interpreter with remote copies, if `interpret`."""
     from jax.experimental.pallas import tpu as pltpu
 
     return pltpu.InterpretParams() if interpret else False

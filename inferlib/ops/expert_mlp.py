@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExpertWeights:
-    """gate_up [E, 2, D, F], down [E, F, D] and perhaps gate_up_bias [E, 2, F]. With a layer all are stacks [L, ...], of
-    which this layer is used."""
+    """The weights gate_up [E, 2, D, F], down [E, F, D] and perhaps gate_up_bias [E, 2, F]; with `layer`, stacks [L,
+    ...] of which this layer is used."""
 
     gate_up: Weight
     down: Weight
@@ -33,16 +33,17 @@ class ExpertWeights:
     layer: jax.Array | None = None
 
 
-# Tokens up to which the kernel is faster than sorting them by expert.
+# Up to so many tokens the kernel is faster than sorting them by expert.
 MOST_TOKENS = 128
-MOST_TOKENS_4_BIT = 32  # the same, with weights of four bits
+MOST_TOKENS_4_BIT = 32  # the same for weights of four bits
 
 
 def choose(tokens: int | None, weights: ExpertWeights, dtype, backend: str, *, split_inputs: bool = False) -> Choice:
     """The implementation that takes `tokens` tokens of a dtype through experts; "xla" stands for products by
     `grouped_matmul`.
 
-    tokens None: as many as the kernel is faster for. weights: arrays or their shapes. split_inputs: the mesh splits D.
+    tokens None: a number for which the kernel is faster. weights: arrays or their shapes. split_inputs: the mesh splits
+    D.
     """
     if backend != "pallas_tpu":
         return Choice("xla")
@@ -92,8 +93,8 @@ def expert_mlp(
     """x [T, D] -> [T, D], accumulated in float32.
 
     Row t is the sum over experts e of factors[t, e] * (activation(x gate_e, x up_e) down_e), of those whose factor is
-    not 0; scale_input: factors multiply x instead. factors [T, E] float32; rows of x without factors may hold anything.
-    read (static): expected share of experts that have factors, for the compiler's cost estimate. backend: "xla" takes
+    not 0; scale_input: factors multiply x instead. factors [T, E] float32; rows of x with no factor may hold anything.
+    read (static): the expected share of experts with a factor, for the compiler's cost estimate. backend: "xla" takes
     all tokens through all experts; "pallas_tpu" reads only experts that have a factor, and is interpreted on CPU.
     Raises ValueError for weights that the kernel does not take; see `choose`.
     """
@@ -121,7 +122,7 @@ def expert_mlp(
 
 
 def _by_kernel(x: jax.Array, weights: ExpertWeights, factors: jax.Array, static: dict) -> jax.Array:
-    """By the TPU kernel, which reads the stacks where they lie."""
+    """The TPU kernel, which reads the stacks in place."""
     from inferlib.pallas_kernels import expert_mlp_tpu
 
     choice = choose(None, weights, x.dtype, "pallas_tpu")

@@ -19,7 +19,7 @@ CHUNK = 64  # tokens whose updates become products; longer chunks do more work i
 def gated_delta_step(
     q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, state: jax.Array, live: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One token of each of B rows.
+    """One token for each of B rows.
 
     q, k: [B, K, d_k]; v: [B, K, G, d_v]; log_decay, beta: [B, K, G]; state: [B, K * G, d_k, d_v] float32; live: [B]
     bool. Returns out [B, K, G, d_v] float32 and the new state. Rows that are not live keep their state and return
@@ -35,7 +35,7 @@ def gated_delta_step(
 
     decay = jnp.exp(log_decay)[..., None]
     change = beta[..., None] * (v - decay * read(k))
-    # Both reads are of the state before the token, so that it is loaded once.
+    # Both products read the state before the token, so that it is loaded once.
     out = decay * read(q) + change * jnp.sum(q * k, axis=-1)[..., None, None]
     new = decay[..., None] * old + k[:, :, None, :, None] * change[..., None, :]
     return out, jnp.where(live[:, None, None, None, None], new, s).reshape(state.shape)
@@ -44,11 +44,11 @@ def gated_delta_step(
 def gated_delta_chunk(
     q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, state: jax.Array, valid: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """C tokens in turn of each of P rows.
+    """C consecutive tokens for each of P rows.
 
     q, k: [P, C, K, d_k]; v: [P, C, K, G, d_v]; log_decay, beta: [P, C, K, G]; state: [P, K * G, d_k, d_v] float32;
-    valid: [P, C] bool. Returns out [P, C, K, G, d_v] float32 and the state after the last token. Tokens that are not
-    valid change nothing, whatever their inputs, and their outputs are undefined.
+    valid: [P, C] bool. Returns out [P, C, K, G, d_v] float32 and the state after the last token. Invalid tokens change
+    nothing, whatever their inputs, and their outputs are undefined.
 
     Within CHUNK tokens the changes d to the state solve a triangular system: with A[i, j] = b_i exp(g_j+1 + ... + g_i)
     k_i k_j for j < i, (I + A) d = b (v - exp(g_1 + ... + g_i) S^T k_i) for the state S before them. The systems of all

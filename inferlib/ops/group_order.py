@@ -1,4 +1,4 @@
-"""Sorting the choices of tokens by group, for products of groups, and the way back."""
+"""Sort the choices of tokens by group, for grouped products, and find the way back."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from inferlib.ops.choice import Choice
 
 
 class GroupOrder(NamedTuple):
-    """M = T * k choices sorted by group, then token, then choice; those of no group come last. All int32.
+    """M = T * k choices, sorted by group, then token, then choice; choices of no group come last. All int32.
 
     tokens, choices, ids [M]: the token, the number of the choice (below k) and the group of each sorted choice. places
-    [k, T]: where each token's choices are in the sorted order. sizes [E]: number of choices of each group.
+    [k, T]: the places of each token's choices in the sorted order. sizes [E]: number of choices of each group.
     """
 
     tokens: jax.Array
@@ -29,7 +29,7 @@ class GroupOrder(NamedTuple):
 
 
 def choose(shape: tuple[int, ...], groups: int, backend: str, *, most: int | None = None) -> Choice:
-    """The implementation that sorts ids [T, k] = `shape`. most: token numbers are below it; T by default."""
+    """The implementation that sorts ids [T, k] = `shape`. most: upper bound of the tokens' numbers; T by default."""
     if backend != "pallas_tpu":
         return Choice("xla")
     from inferlib.pallas_kernels.group_order_tpu import unsupported
@@ -46,11 +46,11 @@ def _bits(shape: tuple[int, ...], most: int | None) -> tuple[int, int]:
 def group_order(
     ids: jax.Array, groups: int, *, numbers: jax.Array | None = None, most: int | None = None, backend: str = "xla"
 ) -> GroupOrder:
-    """The order of ids [T, k] int32, each one of E = `groups`, or E for none.
+    """The order of ids [T, k] int32: numbers of E = `groups` groups, or E for none.
 
-    numbers [T] int32: the tokens' numbers, ascending and below `most`; 0 to T - 1 by default. backend: that of the
-    products; TPUs take the kernel with "pallas_tpu", if `choose` says so, and other platforms XLA, which gives the
-    same. Raises ValueError for numbers without `most`.
+    numbers [T] int32: the tokens' numbers, ascending and below `most`; 0 to T - 1 by default. backend: the backend of
+    the products. With "pallas_tpu", TPUs take the kernel if `choose` says so; other platforms take XLA, with the same
+    result. Raises ValueError for numbers without `most`.
     """
     if numbers is None:
         most = ids.shape[0]
@@ -68,7 +68,7 @@ def group_order(
 
 def _by_xla(ids: jax.Array, numbers: jax.Array | None, *, groups: int) -> GroupOrder:
     (tokens, chosen), flat = ids.shape, ids.reshape(-1)
-    # If small, a constant: computing it would take another kernel.
+    # A constant if it is small: computing it would take another kernel.
     pairs = (np if flat.size <= 1024 else jnp).arange(flat.size, dtype=np.int32)
     order = jnp.argsort(flat)
     token = jnp.asarray(pairs // chosen)[order] if numbers is None else numbers[order // chosen]

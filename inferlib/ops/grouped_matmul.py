@@ -24,7 +24,8 @@ from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
 if TYPE_CHECKING:
     from inferlib.pallas_kernels.packed_weights_tpu import Weight as StoredWeight
 
-# Rows of one product: few enough that the last tile of a group is seldom mostly empty, enough to be bound by compute.
+# Rows of one product: few enough that the last tile of a group is seldom almost empty, and enough to be bound by
+# compute.
 _TILE = 128
 
 Weight = jax.Array | QuantizedTensor | PackedTensor
@@ -33,9 +34,9 @@ Weight = jax.Array | QuantizedTensor | PackedTensor
 def choose(rows: int, w: Weight, dtype, backend: str, *, stacked: bool = False) -> Choice:
     """The implementation that multiplies `rows` rows of a dtype by w, of arrays or of their shapes.
 
-    w: [E, *P, I, O], or a stack [L, ...] of these. "pallas_gpu_unsorted" is `chosen_matmul` by the GPU kernels: so few
-    rows choose among the groups that it costs less than sorting them, because weights are seldom read twice, or,
-    quantised, are sooner read twice than unpacked for the tensor cores.
+    w: [E, *P, I, O], or a stack [L, ...] of these. "pallas_gpu_unsorted" is `chosen_matmul` by the GPU kernels, for so
+    few rows that it costs less than sorting them: weights are seldom read twice, and quantised ones are read twice in
+    less time than it takes to unpack them for the tensor cores.
     """
     if backend == "pallas_tpu":
         return Choice.of(backend, _tpu_kernel_lacks(rows, w, dtype, stacked))
@@ -80,14 +81,14 @@ def grouped_matmul(
 ) -> jax.Array:
     """x [M, I], its rows sorted by group, times w [E, *P, I, O]: the first sizes[0] rows with w[0], and so on.
 
-    Returns [M, *P, O], accumulated in float32. sizes [E] int32 sum to at most M; rows beyond are in no group and hold
-    anything, in x and in the result. most (static): no group is larger. rows [M] int32: x is [T, I], and x[rows[m]] is
-    the row that m stands for. layer: w is a stack [L, E, *P, I, O], of which this layer is used. Only the weights of
-    groups that have rows are read. backend: preferred, see `choose`; CPUs interpret the kernels. Raises ValueError for
-    shapes that do not go together, and for packed weights without the kernel that reads them.
+    Returns [M, *P, O], accumulated in float32. sizes [E] int32 sum to at most M; the rows beyond belong to no group and
+    may hold anything, in x and in the result. most (static): no group is larger. rows [M] int32: x is [T, I], and row m
+    stands for x[rows[m]]. layer: w is a stack [L, E, *P, I, O] of which this layer is used. Only the weights of groups
+    with rows are read. backend: preferred, see `choose`; CPUs interpret the kernels. Raises ValueError for shapes that
+    do not go together, and for packed weights without the kernel that reads them.
 
-    The matrices of a group (P: an expert's gate and up) are apart in memory: merged, I would lie between them, and the
-    TPU's compiler would copy all groups to lay them out otherwise.
+    The matrices of a group (P: an expert's gate and up) stay separate in memory. In a merged matrix I would lie between
+    them, and the TPU's compiler would copy all groups into another layout.
     """
     parts, _, outer = _matrices(x, w, layer, sizes.size)
     total = x.shape[0] if rows is None else rows.size
@@ -116,10 +117,10 @@ def chosen_matmul(
     layer: jax.Array | None = None,
     backend: str = "xla",
 ) -> jax.Array:
-    """As `grouped_matmul`, for few rows in any order: x[m // turns] times w[ids[m]] -> [M, *P, O].
+    """Like `grouped_matmul`, for few rows in any order: x[m // turns] times w[ids[m]] -> [M, *P, O].
 
-    ids [M] int32; where one is negative the result is anything. Every row reads a weight, even if another row reads the
-    same. backend: "xla", which copies those weights, or "pallas_gpu".
+    ids [M] int32; the results of negative ids may be anything. Every row reads a weight, even if another row reads the
+    same one. backend: "xla", which copies those weights, or "pallas_gpu".
     """
     lead = 0 if layer is None else 1
     parts, inner, outer = _matrices(x, w, layer, w.shape[lead])
@@ -145,7 +146,7 @@ def _inputs(x: jax.Array, w: Weight) -> jax.Array:
 
 
 def _matrices(x: jax.Array, w: Weight, layer: jax.Array | None, groups: int) -> tuple[list[int], int, int]:
-    """P, I and O. Raises ValueError if the shapes do not go together."""
+    """P, I and O. Raises ValueError if the shapes do not match."""
     lead, shape = (1 if layer is None else 2), w.shape
     if isinstance(w, PackedTensor):  # its inputs may be padded
         if shape[lead - 1] != groups or len(shape) < lead + 3:
@@ -160,8 +161,8 @@ def _matrices(x: jax.Array, w: Weight, layer: jax.Array | None, groups: int) -> 
 
 
 def _for_gpu(w: jax.Array | QuantizedTensor) -> tuple[jax.Array, jax.Array | None]:
-    """Values [N, I, O] and scales [N, O], of columns, or [N, I / g, O], of groups of g inputs, as GPU kernels take
-    them; N: all matrices of all layers."""
+    """Values [N, I, O] and scales as GPU kernels take them: [N, O] for columns, or [N, I / g, O] for groups of g
+    inputs. N counts all matrices of all layers."""
     values, scales = (w.values, w.scales) if isinstance(w, QuantizedTensor) else (w, None)
     grouped = isinstance(w, QuantizedTensor) and w.grouped
     inner = values.shape[-3] * values.shape[-2] if grouped else values.shape[-2]
@@ -182,7 +183,7 @@ def _by_gpu_kernel(
     from inferlib.pallas_kernels import grouped_matmul_gpu, row_matmul_gpu
 
     values, scales = _for_gpu(w)
-    # Few rows in any order are multiplied one by one if the weight is quantised: tiles would be bound by unpacking it.
+    # Few unsorted rows are multiplied one by one if the weight is quantised: unpacking would bound the kernel of tiles.
     group = values.shape[1] // scales.shape[1] if scales is not None and scales.ndim == 3 else None
     singly = scales is not None and "ids" in groups and row_matmul_gpu.unsupported(x.dtype, values, group) is None
 
@@ -211,7 +212,7 @@ def _for_tpu(w: Weight, stacked: bool) -> jax.Array | StoredWeight:
 def _by_tpu_kernel(
     x: jax.Array, w: Weight, sizes: jax.Array, layer: jax.Array | None, parts: Sequence[int]
 ) -> jax.Array:
-    """By the TPU kernel, which reads the stack where it lies."""
+    """The TPU kernel, which reads the stack in place."""
     from inferlib.pallas_kernels import grouped_matmul_tpu
 
     def kernel(x, w, sizes, layer, scales, interpret=False):
@@ -236,9 +237,9 @@ def _by_tiles(
     most: int,
     counted: bool = False,
 ) -> jax.Array:
-    """By XLA: a loop of products, each of up to `_TILE` rows of one group. Returns [M, P, O].
+    """XLA: a loop of products, each of up to `_TILE` rows of one group. Returns [M, P, O].
 
-    counted: always run as many products as there can be, on devices whose loops wait for the host to check a condition.
+    counted: always run the largest number of products, on devices whose loops wait for the host to check a condition.
     """
     total, (_, parts, *_, outer) = x.shape[0] if rows is None else rows.size, w.shape
     height = min(most, _TILE, total)
@@ -268,13 +269,13 @@ def _by_tiles(
         return tuple(new)
 
     outs = tuple(jnp.zeros((total, outer), x.dtype) for _ in range(parts))
-    read = sizes.size * (1 - (1 - 1 / sizes.size) ** total)  # groups that have rows, if all are equally likely
+    read = sizes.size * (1 - (1 - 1 / sizes.size) ** total)  # groups with rows, if all are equally likely
     with expected_trips(read * math.ceil(total / sizes.size / height)):
         outs = lax.fori_loop(0, count if counted else ends[-1], product, outs)
     return jnp.stack(outs, axis=1)
 
 
 def _group_of(number: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The group that contains each element number, counted through all groups; the last group, if none does."""
+    """The group of each element, whose number counts through all groups; the last group for numbers beyond."""
     group = jnp.searchsorted(jnp.cumsum(sizes), number, side="right", method="compare_all")
     return jnp.minimum(group, sizes.size - 1).astype(jnp.int32)

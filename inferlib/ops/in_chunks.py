@@ -13,14 +13,15 @@ einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def live_only(live: jax.Array, *inputs: jax.Array) -> list[jax.Array]:
-    """The inputs in float32, zero where `live` [B] or [P, C] is False: there nothing is written, and nothing fades."""
+    """The inputs in float32, with zeros where `live` [B] or [P, C] is False, so that nothing is written and nothing
+    fades."""
     return [
         jnp.where(live.reshape(*live.shape, *(1,) * (x.ndim - live.ndim)), x.astype(jnp.float32), 0) for x in inputs
     ]
 
 
 def in_chunks(x: jax.Array, most: int) -> jax.Array:
-    """Cut [P, C, ...] into chunks [n, P, c, ...] of at most `most` tokens, padded with zeros at the end."""
+    """Cut [P, C, ...] into chunks [n, P, c, ...] of at most `most` tokens; zeros pad the last one."""
     width = min(most, 1 << (x.shape[1] - 1).bit_length())
     count = -(-x.shape[1] // width)
     x = jnp.pad(x, [(0, 0), (0, count * width - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
@@ -40,10 +41,10 @@ def over_chunks(
 
 
 def fades(log_decay: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """log_decay [..., c] -> three factors that remain: at token i of what token j wrote, [..., i, j], zero for j > i;
-    at each token of the state before the chunk, [..., c]; and after the chunk of what each token wrote, [..., c].
+    """log_decay [..., c] -> three fading factors: [..., i, j] at token i for the writing of token j, zero for j > i;
+    [..., c] at each token for the state before the chunk; and [..., c] after the chunk for the writing of each token.
 
-    The logarithms after token j up to token i are summed: a difference of cumulative sums would lose small ones.
+    The logarithms after token j up to token i are summed: a difference of cumulative sums would lose small logarithms.
     """
     width = log_decay.shape[-1]
     lower = jnp.tril(jnp.ones((width, width)))

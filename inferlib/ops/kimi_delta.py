@@ -1,8 +1,8 @@
 """Kimi Delta Attention: for each token S <- diag(exp(g)) S, then S <- S + k (b (v - S^T k))^T, and the output is S^T q.
 
 After Moonshot AI 2025, "Kimi Linear" (arXiv 2510.26692). It is the gated delta rule (`inferlib.ops.gated_delta`) with a
-fading g of each of the d_k channels of a key. Letters: K heads, d_k and d_v the sizes of their keys and values; queries
-and keys are unit vectors, queries scaled. Everything is computed in float32.
+separate fading g for each of a key's d_k channels. Letters: K heads, d_k and d_v the sizes of their keys and values;
+queries and keys are unit vectors, queries scaled. Everything is computed in float32.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from jax import lax
 from inferlib.ops.gated_delta import CHUNK
 from inferlib.ops.in_chunks import einsum, in_chunks, live_only, over_chunks
 
-BLOCK = 16  # tokens whose fading is computed for each pair of them; between blocks it is a product
+BLOCK = 16  # tokens of a block; fading is computed for each pair of them, and between blocks it is a product
 
 
 def kimi_delta_step(
     q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, state: jax.Array, live: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One token of each of B rows.
+    """One token for each of B rows.
 
     q, k, log_decay: [B, K, d_k]; v: [B, K, d_v]; beta: [B, K]; state: [B, K, d_k, d_v] float32; live: [B] bool.
     Returns out [B, K, d_v] float32 and the new state. Rows that are not live keep their state and return zeros,
@@ -39,15 +39,15 @@ def kimi_delta_step(
 def kimi_delta_chunk(
     q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, state: jax.Array, valid: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """C tokens in turn of each of P rows.
+    """C consecutive tokens for each of P rows.
 
     q, k, log_decay: [P, C, K, d_k]; v: [P, C, K, d_v]; beta: [P, C, K]; state: [P, K, d_k, d_v] float32; valid: [P, C]
-    bool. Returns out [P, C, K, d_v] float32 and the state after the last token. Tokens that are not valid change
-    nothing, whatever their inputs, and their outputs are undefined.
+    bool. Returns out [P, C, K, d_v] float32 and the state after the last token. Invalid tokens change nothing, whatever
+    their inputs, and their outputs are undefined.
 
-    As `gated_delta_chunk`, but products of a query or key i with a key j are sums over channels, each faded from j to
-    i. That is exp(g_j+1 + ... + g_i), of factors that are at most 1: fading to the end of j's block of tokens, over the
-    blocks between, and from the start of i's; within a block, pair by pair.
+    Like `gated_delta_chunk`, but the product of a query or key i with a key j is a sum over channels that each fade
+    from j to i by exp(g_j+1 + ... + g_i). This is a product of factors that are at most 1: to the end of j's block of
+    tokens, over the blocks between, and from the start of i's block. Within a block it is computed pair by pair.
     """
     p, c, heads, size = v.shape
 
@@ -94,7 +94,7 @@ def kimi_delta_chunk(
 
 
 def _blocks(x: jax.Array, size: int) -> jax.Array:
-    """[n, P, K, c, d] -> [n, P, K, a, i, d], blocks of so many tokens."""
+    """[n, P, K, c, d] -> [n, P, K, a, i, d], blocks of `size` tokens."""
     return x.reshape(*x.shape[:3], -1, size, x.shape[-1])
 
 
@@ -103,5 +103,5 @@ def _twice(x: jax.Array) -> jax.Array:
 
 
 def _faded(x: jax.Array, within: jax.Array, between: jax.Array) -> jax.Array:
-    """x [n, P, K, c, d], faded by what fades within blocks, [n, P, K, a, i, d], and between them, [n, P, K, a, d]."""
+    """x [n, P, K, c, d] times the factors within blocks, [n, P, K, a, i, d], and between blocks, [n, P, K, a, d]."""
     return x * jnp.exp(within + between[..., None, :]).reshape(x.shape)

@@ -1,4 +1,4 @@
-"""The caches that attention reads: one layer's arrays and where the positions of a row lie in them."""
+"""The caches that attention reads: one layer's arrays, and the places of a row's positions in them."""
 
 from __future__ import annotations
 

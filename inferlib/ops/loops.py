@@ -1,4 +1,4 @@
-"""Loops whose number of trips is known on the device only."""
+"""Loops whose number of trips only the device knows."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import jax
 
 
 def expected_trips(count: float) -> AbstractContextManager[Any, Any]:
-    """A scope that marks a loop made in it as running `count` times where load is balanced. `inferlib.inspection.hlo`
-    reads it from compiled modules, and takes unmarked loops of unknown length to run once."""
+    """A scope that marks the loops made in it: they run `count` times if load is balanced. `inferlib.inspection.hlo`
+    reads the mark from compiled modules; it counts unmarked loops of unknown length once."""
     return jax.named_scope(f"expected_trips={max(round(count), 1)}")

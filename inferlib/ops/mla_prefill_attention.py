@@ -16,7 +16,7 @@ from inferlib.ops.kv_cache import KvCache, LatentCache, Shaped, shape_of
 from inferlib.ops.matmul import precision_of
 from inferlib.ops.prefill_attention import prefill_attention
 
-# Implementations that read one layer of a stacked cache, and of stacked weights, where it lies.
+# Implementations that read one layer of a stacked cache and of stacked weights in place.
 IN_PLACE = frozenset({"pallas_tpu"})
 
 
@@ -31,8 +31,8 @@ def choose(rank: int, rotary: int, backend: str, *, scaled: bool) -> Choice:
 
 
 def choose_for(q: Shaped, expansion: Expansion, cache: LatentCache, backend: str) -> Choice:
-    """The implementation for queries [P, C, H, n + r] and arrays, all of which may be shapes, where `choose` has taken
-    the backend's."""
+    """The implementation for queries [P, C, H, n + r] and arrays, all of which may be shapes, if `choose` took the
+    backend's."""
     if backend != "pallas_tpu":
         return Choice(backend)
     from inferlib.pallas_kernels.mla_prefill_attention_tpu import unsupported
@@ -53,11 +53,11 @@ def mla_prefill_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """q [P, C, H, n + r]: chunk p holds the ascending `positions[p]`, [P, C] int32, of row rows[p].
 
-    The chunk's own latents and rotary keys are in the cache already; a head's key is the latent's expansion and the
-    rotary key behind it. Latents may have zeros behind R. rows: as in `prefill_attention`. scale multiplies the logits.
-    backend: "xla", the only one that takes scales; "pallas_tpu", which reads only blocks that are seen and expands them
-    on chip, and is interpreted on CPU.
-    Returns out [P, C, H, v] in q's dtype, lse [P, C, H] float32. Raises ValueError for scales with "pallas_tpu".
+    The cache already has the chunk's latents and rotary keys. A head's key is the latent's expansion followed by the
+    rotary key. Latents may have zeros behind R. rows: as in `prefill_attention`. scale multiplies the logits. backend:
+    "xla", the only one that takes scales; "pallas_tpu", which reads only blocks that some query sees, expands them on
+    chip, and is interpreted on CPU. Returns out [P, C, H, v] in q's dtype, lse [P, C, H] float32. Raises ValueError for
+    scales with "pallas_tpu".
     """
     if backend != "xla" and cache.scales is not None:
         raise ValueError(f"backend {backend!r} takes no scales of latents; use xla")
@@ -97,7 +97,8 @@ def _by_tpu_kernel(
 
 
 def _cells(cache: LatentCache, rows: jax.Array, rotary: int, dtype) -> tuple[jax.Array, jax.Array]:
-    """The chunks' rows' latents [P, slots, ...] and rotary keys [P, slots, r], dequantised if they have scales."""
+    """The latents [P, slots, ...] and rotary keys [P, slots, r] of the chunks' rows, dequantised if they have
+    scales."""
     fold, pages, limit = cache.fold(rotary), cache.pages, cache.limit
     arrays = cache.arrays if cache.layer is None else tuple(x[cache.layer] for x in cache.arrays)
     slots = cache.latents.shape[-2] * (1 if pages is None else pages.shape[1])

@@ -1,4 +1,4 @@
-"""The queries in the latents' space and the new cells that decode attention over latents takes, from projections."""
+"""The inputs of decode attention over latents, from projections: queries in the latents' space, and new cells."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def mla_queries(
     """q [B, H, n + r] and down [B, D] -> queries [B, H, R] and their rotary part [B, H, r], latents [B, 1, R] and
     rotary keys [B, 1, r], by the GPU kernel, which is interpreted on CPU; see `pallas_kernels.mla_queries_gpu`.
 
-    The same as `Mla.rotated` and `Mla.absorb` of decode rows. weight [R], eps: of the latents' RMS norm; k [H, n, R];
-    cos, sin [B, r / 2]. Raises ValueError for what the kernel lacks.
+    The result equals `Mla.rotated` and `Mla.absorb` of decode rows. weight [R], eps: belong to the latents' RMS norm; k
+    [H, n, R]; cos, sin [B, r / 2]. Raises ValueError for inputs that the kernel does not take.
     """
     if reason := _lacks(q, k, cos):
         raise ValueError(f"mla_queries cannot run these: {reason}")

@@ -1,7 +1,7 @@
-"""Weights packed as the TPU kernels of products read them: a `PackedTensor` stands where layers have a matrix.
+"""Weights in the layout that the TPU kernels of products read: a `PackedTensor` takes the place of a layer's matrix.
 
-Its arrays are [..., P, K, N]. A product sums over K and results in N; P keeps gate and up apart; experts come before.
-Weights are packed when they are loaded, from a matrix or a `QuantizedTensor`; checkpoints store those.
+Its arrays are [..., P, K, N]. A product sums over K and results in N; P keeps gate and up apart; the dimension of
+experts comes before. Checkpoints store matrices or `QuantizedTensor`s, which are packed when they are loaded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm
     from inferlib.pallas_kernels.packed_weights_tpu import Weight
 
-# Rows up to which the kernel also multiplies by weights that XLA could read: until then memory takes the time.
+# Up to so many rows, the kernel also multiplies by weights that XLA could read: reading memory takes the time.
 FEW_ROWS = 64
-MOST_ROWS = 512  # rows that the kernel of products takes at once
+MOST_ROWS = 512  # most rows that the kernel of products takes at once
 
 
 @jax.tree_util.register_dataclass
@@ -36,8 +36,8 @@ MOST_ROWS = 512  # rows that the kernel of products takes at once
 class PackedTensor:
     """A packed weight: one layer's, or a stack of which `layer` is used.
 
-    values, scales, tops: see `packed_weights_tpu.Weight`. apart: a product's first dimension is P. rest: a product's
-    dimensions after the first of those that N merges. round_inputs: see `Scheme`.
+    values, scales, tops: see `packed_weights_tpu.Weight`. apart: the first dimension of a product is P. rest: N merges
+    several dimensions; these are all but the first of them. round_inputs: see `Scheme`.
     """
 
     values: jax.Array
@@ -95,7 +95,8 @@ class PackedTensor:
 
 
 def _codes(values: jax.Array) -> jax.Array:
-    """The codes of e2m1 values, as uint8. By arithmetic: XLA:CPU cannot always bitcast the type to integers."""
+    """The codes of e2m1 values, as uint8. They are computed, because XLA:CPU cannot always bitcast the type to
+    integers."""
     x = values.astype(jnp.float32)
     size = jnp.abs(x)  # 0, 0.5, 1, 1.5, 2, 3, 4, 6
     code = jnp.where(size <= 2, 2 * size, jnp.where(size <= 4, size + 2, 7))
@@ -110,7 +111,7 @@ def by_kernel(
     norm: RmsNorm | None = None,
     activation: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """x [T, *I], or its norm, times w -> [T, *O], by the TPU kernel, which CPUs interpret. activation: combines the two
+    """x [T, *I], or its norm, times w -> [T, *O] by the TPU kernel, which CPUs interpret. activation: combines the two
     results [T, 2, ...] into one."""
     from inferlib.pallas_kernels.mx_matmul_tpu import mx_matmul
 
@@ -127,7 +128,7 @@ def by_kernel(
 
 
 def by_xla(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
-    """x [T, *I] times w, which is `readable`, -> [T, *O], by XLA."""
+    """x [T, *I] times a `readable` w -> [T, *O] by XLA."""
 
     def of_layer(array: jax.Array) -> jax.Array:
         return array if array.ndim == 3 else lax.dynamic_index_in_dim(array, w.layer, keepdims=False)
@@ -138,7 +139,7 @@ def by_xla(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
     accumulated = out_dtype if scales is None else jnp.float32
     y = lax.dot_general(rows, values.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=accumulated)
     y = y if scales is None else (y * scales[:, 0]).astype(out_dtype)
-    y = lax.optimization_barrier(y) if w.rest else y  # or XLA:TPU would reshape the weight, and so copy it
+    y = lax.optimization_barrier(y) if w.rest else y  # otherwise XLA:TPU would reshape and copy the weight
     y = y.reshape(*y.shape[:2], -1, *w.rest)
     return y if w.apart else y[:, 0]
 
@@ -146,16 +147,16 @@ def by_xla(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
 # ---- storage
 
 _DEPTH = 128  # inputs are padded to multiples of this, as `mx_matmul_tpu` takes them
-_FLOAT4_DEPTH = 256  # the same for `Packing.float4`
+_FLOAT4_DEPTH = 256  # the same with `Packing.float4`
 
 
 @dataclass(frozen=True)
 class Packing:
     """How a weight is packed.
 
-    scheme: how it is quantised; None: it has `dtype` instead. shape, names, contracting: its shape, logical axes and
-    contracting dimensions, which are neighbours; the dimensions of a stack and of experts come before them. float4:
-    MXFP4 is packed for a TPU that converts it in hardware.
+    scheme: how it is quantised; None if it is stored as `dtype`. shape, names, contracting: its shape, logical axes and
+    contracting dimensions, which are neighbours; dimensions of layers and of experts come before them. float4: MXFP4 is
+    packed for TPUs that convert it in hardware.
     """
 
     scheme: Scheme | None
@@ -206,7 +207,7 @@ class Packing:
         return _FLOAT4_DEPTH if self.is_mxfp4 and self.float4 else _DEPTH
 
     def arrays(self) -> dict[str, tuple[tuple[int, ...], tuple[str | None, ...], np.dtype]]:
-        """Shape, axis names and dtype of each array, as `Scheme.arrays` gives them."""
+        """The shape, axis names and dtype of each array, like `Scheme.arrays`."""
         parts, inputs, columns = self.sizes
         padded = -(-inputs // self.depth) * self.depth
         inner, outer = self.names[self.lead], self.names[self.merged]
@@ -230,7 +231,7 @@ class Packing:
         return PackedTensor(*arrays, apart=self.apart, rest=self.shape[self.merged + 1 :], round_inputs=rounds)
 
     def pack(self, values: jax.Array, scales: jax.Array | None = None) -> tuple[jax.Array, ...]:
-        """The packed arrays, made of the scheme's. Traceable."""
+        """The packed arrays, computed from the scheme's. Traceable."""
         if self.is_mxfp4 and scales is not None:
             from inferlib.pallas_kernels.packed_weights_tpu import pack_float4, pack_mxfp4
 
@@ -253,16 +254,17 @@ class Packing:
         return jnp.moveaxis(x, -2, -3)
 
     def local(self, shards: Shards) -> PackedTensor:
-        """Shapes of a device's shard."""
+        """A device's shard, with shapes for arrays."""
         shapes = ((shards.local_shape(names, shape), dtype) for shape, names, dtype in self.arrays().values())
         return self.tensor(*(jax.ShapeDtypeStruct(*shape) for shape in shapes))
 
 
 def choose(packing: Packing, dtype, shards: Shards, *, rows: int = MOST_ROWS) -> Choice:
-    """Whether a weight is packed for the kernel: "pallas_tpu" if products of `rows` activations of a dtype run in it.
+    """Whether a weight is packed for the kernel: "pallas_tpu" if the kernel multiplies it by `rows` activations of a
+    dtype.
 
-    "xla" has no reason where the kernel would not be faster: for experts quantised by channel, which `grouped_matmul`
-    reads as they are, and for fewer results than a tile has lanes, which would be padded in memory.
+    "xla" comes without a reason where the kernel would not be faster: for experts quantised by channel, which
+    `grouped_matmul` reads as they are, and for fewer results than a tile has lanes, which would be padded in memory.
     """
     scheme, experts = packing.scheme, axes.EXPERTS in packing.names
     known = np.dtype(packing.dtype) == jnp.bfloat16 if scheme is None else not scheme.zeros

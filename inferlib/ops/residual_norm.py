@@ -16,10 +16,10 @@ from inferlib.pallas_kernels.mailboxes import Mailboxes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DeferredNorm:
-    """An RMS norm [T, D] but for its factor. The factor is one number for each row, so it can multiply the products of
-    the norm instead.
+    """An RMS norm [T, D] without its factor. The factor is one number for each row, so it can multiply the norm's
+    products instead.
 
-    y [T, D]: x times the norm's weight; squares [T, P] float32, whose sum over P is that of x squared.
+    y [T, D]: x times the norm's weight; squares [T, P] float32, which sum over P to the sum of x squared.
     """
 
     y: jax.Array
@@ -76,9 +76,9 @@ def residual_norm(
 ) -> tuple[jax.Array, jax.Array | DeferredNorm, Mailboxes | None]:
     """The residual x [T, D] plus a branch, the RMS norm of the sum times weight [D], and the mailboxes.
 
-    branch: [T, D]; or float32 partial sums [S, T, D], whose norm the kernel leaves without its factor; or, with
-    mailboxes, this device's partial sum [T, D]. The sum is rounded before it is normed, in float32. GPU kernels are
-    interpreted on CPU, except for the one with mailboxes.
+    branch: [T, D]; or split-K partial sums [S, T, D] float32, which give a norm without its factor; or, with mailboxes,
+    this device's partial sum [T, D]. The sum is rounded, then normed in float32. GPU kernels are interpreted on CPU,
+    except for the one with mailboxes.
     """
     if mailboxes is not None:
         from inferlib.pallas_kernels.all_reduce_norm_gpu import all_reduce_norm
@@ -98,7 +98,7 @@ def residual_norm(
 
 
 def reference(x: jax.Array, branch: jax.Array, weight: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
-    """`residual_norm` on one device, with a whole norm: the oracle of its kernels."""
+    """`residual_norm` on one device, with a whole norm. Kernels are compared with it."""
     x = x + (branch.sum(axis=0).astype(x.dtype) if branch.ndim == 3 else branch)
     y = x.astype(jnp.float32)
     factor = lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)

@@ -10,13 +10,13 @@ from jax import lax
 
 from inferlib.ops.loops import expected_trips
 
-TILE = 256  # segments that are summed together: enough that loops cost little, and few enough to stay on chip
+TILE = 256  # segments summed together: enough that loops cost little, and few enough to stay on chip
 
 
 @dataclass(frozen=True)
 class Segments:
-    """T segments of unequal length. Segment t is the rows `places[p]` times `factors[p]` for p from starts[t] on,
-    counts[t] of them and in this order.
+    """T segments of unequal length. Segment t has the rows `places[p]` times `factors[p]`, in this order, for counts[t]
+    values of p from starts[t] on.
 
     T is a multiple of `TILE`; places [M] int32, factors [M] float32 (None: ones), starts and counts [T] int32.
     """
@@ -40,8 +40,8 @@ def segment_sum(
     """into [T, *D], rows [M, *E] -> [T, *D]: `into`, with the segments' sums in tiles `first` to before `stop`, each of
     `TILE` segments, accumulated in float32 and reshaped.
 
-    Rows that are in no segment may hold anything. tiles, longest: how many tiles there are and how long the longest
-    segment of one is where load is balanced, for the account of what was compiled.
+    Rows that are in no segment may hold anything. tiles, longest: the number of tiles, and the length of a tile's
+    longest segment, if load is balanced; only reports of compiled programs use them.
     """
     places, factors, starts, counts = segments.places, segments.factors, segments.starts, segments.counts
     each = (TILE, *[1] * (rows.ndim - 1))

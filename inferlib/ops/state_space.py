@@ -17,7 +17,7 @@ CHUNK = 128  # tokens that attend to each other; longer chunks do more work in a
 def state_space_step(
     q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, state: jax.Array, live: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One token of each of B rows.
+    """One token for each of B rows.
 
     q, k: [B, K, d_k]; v: [B, K, G, d_v]; log_decay: [B, K, G]; state: [B, K * G, d_v, d_k] float32; live: [B] bool.
     Returns out [B, K, G, d_v] float32 and the new state. Rows that are not live keep their state and return zeros,
@@ -27,7 +27,7 @@ def state_space_step(
     s, rows = state.reshape(*v.shape, -1), live[:, None, None, None, None]
     old = jnp.where(rows, s, 0.0)
     decay = jnp.exp(log_decay)[..., None]
-    # Both reads are of the state before the token, so that it is loaded once.
+    # Both products read the state before the token, so that it is loaded once.
     out = decay * jnp.sum(old * q[:, :, None, None], axis=-1) + v * jnp.sum(q * k, axis=-1)[..., None, None]
     new = decay[..., None] * old + v[..., None] * k[:, :, None, None]
     return out, jnp.where(rows, new, s).reshape(state.shape)
@@ -36,14 +36,14 @@ def state_space_step(
 def state_space_chunk(
     q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, state: jax.Array, valid: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """C tokens in turn of each of P rows.
+    """C consecutive tokens for each of P rows.
 
-    q, k: [P, C, K, d_k]; v: [P, C, K, G, d_v]; log_decay: [P, C, K, G]; state: [P, K * G, d_v, d_k] float32;
-    valid: [P, C] bool. Returns out [P, C, K, G, d_v] float32 and the state after the last token. Tokens that are not
-    valid change nothing, whatever their inputs, and their outputs are undefined.
+    q, k: [P, C, K, d_k]; v: [P, C, K, G, d_v]; log_decay: [P, C, K, G]; state: [P, K * G, d_v, d_k] float32; valid: [P,
+    C] bool. Returns out [P, C, K, G, d_v] float32 and the state after the last token. Invalid tokens change nothing,
+    whatever their inputs, and their outputs are undefined.
 
-    Within a chunk each token attends to those before it, by products weighted by the fading since; the state carries
-    what came before the chunk.
+    Within a chunk each token attends to the tokens before it, by products that are weighted by the fading in between;
+    the state carries earlier tokens.
     """
     p, c, heads, group, size = v.shape
     q, k, v, log_decay = (in_chunks(x, CHUNK) for x in live_only(valid, q, k, v, log_decay))

@@ -59,7 +59,7 @@ GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | {
 
 
 def _model(hf: Hf, family: str, layers: list[LayerSpec]) -> ModelConfig:
-    """Embeddings are scaled by the root of the width, norm weights are stored less one, and attention must be causal."""
+    """Embeddings are scaled by the root of the width, norm weights are stored less one, and attention is causal."""
     expect(hf, "use_bidirectional_attention", False)
     norm = NormSpec(eps=need(hf, "rms_norm_eps"), unit_offset=True)
     cap = hf.get("final_logit_softcapping")

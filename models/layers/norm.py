@@ -60,7 +60,7 @@ class Norm(nnx.Module):
         return replace(residual, x=x, pending=None, mailboxes=mailboxes), y
 
     def for_products(self, x: jax.Array, y: jax.Array, shards: Shards) -> Activations:
-        """y in a form for products, which may norm x themselves. y: the norm of x, or of the tokens of several devices."""
+        """y in a form for products, which may norm x themselves. y: the norm of x, or of several devices' tokens."""
         if self.spec.kind != "rms" or self.spec.bias or shards.size(axes.EMBED) > 1 or x.shape != y.shape:
             return y
         weight = self.weight.get_value()
