@@ -17,7 +17,7 @@ MOST_WIDTH = 2**14  # a row is held in the registers of one block
 
 
 def fits(tokens: int, width: int) -> bool:
-    """Whether the kernel is for rows [tokens, width]; so many that they are bound by memory XLA handles as well."""
+    """True if the kernel takes rows [tokens, width]. Rows so many that memory bounds them are left to XLA."""
     return tokens <= 256 and width <= MOST_WIDTH
 
 

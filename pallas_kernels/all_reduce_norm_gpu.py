@@ -2,10 +2,10 @@
 
 Every device stores its rows into a mailbox of every device, waits until its local mailbox is full, and adds up the rows
 in the order of the devices, so that all get the same bits. There are no flags and no fences: an empty mailbox holds a
-word that no sender writes, a row has arrived when none of its words is that one, and its reader empties it again. Two
-mailboxes take turns: a device that fills one a second time has since received rows from every device, which each
-sent after it had emptied that mailbox.
-(The Lamport protocol of TensorRT-LLM's one-shot all-reduce; plain loads and stores over NVLink, no multicast.)
+word that no sender writes, a row has arrived when none of its words is that word, and its reader empties it again. Two
+mailboxes take turns. Before a device fills one again, it has received rows from every other device, and each sent them
+after emptying that mailbox. (The Lamport protocol of TensorRT-LLM's one-shot all-reduce; plain loads and stores over
+NVLink, no multicast.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from inferlib.pallas_kernels.mailboxes import Mailboxes
 # 0.1 to 0.3 us on either side): 1 row 3.7-4.2 us, 16 rows 4.2-4.7 us; 64 rows with one warpgroup each 9.4 us. Opening
 # the mailboxes costs two small collectives and an exchange of addresses by the host: once, not in every step.
 MAX_TOKENS = 256  # a block waits for its row, so all blocks must be resident at once: two on each of 132 SMs
-GROUP, VECTOR = 128, 8  # threads of a warpgroup; values a thread loads at once (16 bytes)
+GROUP, VECTOR = 128, 8  # threads of a warpgroup; values that a thread loads at once (16 bytes)
 LINE = GROUP * VECTOR  # values a warpgroup loads at once
 EMPTY = np.int32(-0x7FFF8000)  # 0x80008000: two negative zeros, which are sent as positive ones
 TRIES = 1 << 26  # reads of a mailbox that stays empty, most of a microsecond each, until the program is stopped
@@ -111,8 +111,8 @@ def _launch(kernel, name, size, out) -> Any:
 
 
 def _add_up(shape, share, layout):
-    """The exchange of one block's row: a function of refs (partial sums, mailboxes' rows, calls, peers) that gives the
-    sum over devices, [share] float32."""
+    """The exchange of one block's row: a function of refs (partial sums, rows of the mailboxes, calls, peers) that
+    returns the sum over devices, [share] float32."""
     devices, tokens, width = shape
     row_bytes, line_bytes, lines = 2 * width, 2 * LINE, share // LINE
     box_bytes = tokens * row_bytes  # of one sender

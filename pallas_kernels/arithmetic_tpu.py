@@ -1,4 +1,4 @@
-"""Arithmetic that TPU kernels share: of scalars, and of values that are kept once for each lane."""
+"""Arithmetic that TPU kernels share, on scalars and on values repeated in every lane."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def rem(x: jax.Array, by: int) -> jax.Array:
 
 
 def seldom(condition: jax.Array, act: Callable[[], None]) -> None:
-    """`pl.when` of what is rare: a branch, where compilers give copies a predicate, and they take their time if not
-    their effect."""
+    """`pl.when` for rare cases: a real branch. For `pl.when`, compilers may predicate copies, which then take their
+    time even without effect."""
     lax.fori_loop(0, condition.astype(jnp.int32), lambda *_: act(), None)
 
 

@@ -1,4 +1,5 @@
-"""The live parts of all rows of a paged cache as a stream of blocks, copied to a TPU's on-chip memory ahead of use."""
+"""A stream of blocks, the live parts of all rows of a paged cache, which is copied to a TPU's on-chip memory ahead of
+use."""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ from inferlib.pallas_kernels.arithmetic_tpu import div, rem, seldom
 
 LANES = 128
 UNROLL = 16  # copies of pages that are started together
-MOST_COMPARED = 4  # blocks of a row that are counted without a division
+MOST_COMPARED = 4  # up to so many blocks of a row are counted without a division
 SCALARS = 3  # the scalars of `BlockStream.state`
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Where the positions of rows lie: page size in `slots`, and pages of a row in a table, None if rows are pages.
+    """The layout of rows in pages of `slots` slots. columns: pages of a row in the table, None if rows are pages.
 
-    ring: positions wrap around a row's pages. seen: most positions that are read of a row, None for all. unit:
-    positions that are copied together. block: positions on chip together, a multiple of it.
+    ring: positions wrap around a row's pages. seen: the most positions that are read of a row, None for all. unit:
+    positions that are copied together. block: positions of a block on chip, a multiple of unit.
     """
 
     slots: int
@@ -111,14 +112,15 @@ class BlockStream:
     def start_next(self, buffer: jax.Array) -> None:
         """Start the copies of the block whose turn it is, if any is left, to a buffer whose block has been used.
 
-        There are no branches where it can be done without, so that the compiler puts it among vector instructions.
+        It avoids branches, so that the compiler can mix it with vector instructions.
         """
         row, index = self.state[0], self.state[1]
         left = row < self.rows
         row = jnp.minimum(row, self.rows - 1)
         length = self.length(row)
         self._start(row, length, index, buffer, left)
-        # Behind the others: where XLA has brought queries to VMEM this is loads and stores, which wait for stores.
+        # This copy comes last: where XLA has brought the queries to VMEM, it becomes loads and stores, which wait for
+        # stores.
         copy = pltpu.make_async_copy(self.queries.at[row], self.query_buffers.at[buffer], self.semaphores.at[0, buffer])
         copy.start()
         ends = index + 1 == self.blocks(length)
@@ -131,7 +133,7 @@ class BlockStream:
         self._wait_for_queries(buffer)
 
         def wait_for(i, count):
-            """A wait takes only the number of bytes from its copy."""
+            """Only the number of bytes matters in the copy that a wait is given."""
             for n, copies in enumerate(self.buffers):
                 part = copies.at[buffer, :, self._positions(i, count)]
                 pltpu.make_async_copy(part, part, self.semaphores.at[1 + n, buffer]).wait()
@@ -140,8 +142,8 @@ class BlockStream:
         seldom(units < most, lambda: self._in_runs(units, most - 1, wait_for))
 
     def end(self, ahead: int) -> None:
-        """Wait for the last copies of queries, after the last block and waits for `ahead` blocks behind it: queries are
-        copied even where no block is left, since that takes no branch."""
+        """Wait for the last copies of queries, after the last block and waits for `ahead` blocks behind it. To avoid a
+        branch, queries are copied even if no block is left."""
         for i in range(ahead, self.counts.shape[0]):
             self._wait_for_queries(rem(self.state[2] + i, self.counts.shape[0]))
 
@@ -150,12 +152,13 @@ class BlockStream:
         pltpu.make_async_copy(copy, copy, self.semaphores.at[0, buffer]).wait()
 
     def _positions(self, first: Any, count: int):
-        """Of units in a buffer."""
+        """The positions of `count` units in a buffer."""
         unit = self.pages.unit
         return pl.ds(pl.multiple_of(first * unit, unit), count * unit)
 
     def _in_runs(self, units: jax.Array, most: int, act) -> None:
-        """act(i, count) on runs of `units`, which are `most` at most, i the first of count."""
+        """Call act(i, count) for runs that make up `units` units, which are at most `most`; i is the first unit of a
+        run of count."""
         done, bit = 0, 1 << most.bit_length() >> 1
         while bit:
             pl.when(units & bit != 0)(lambda done=done, bit=bit: act(done, bit))
@@ -177,7 +180,8 @@ class BlockStream:
             return
 
         def start_run(i, count, at):
-            """The i-th unit of the block and others, `count` that lie behind one another from slot `at` of a row."""
+            """Start the copy of `count` consecutive units from the block's i-th on, which begin at slot `at` of a
+            row."""
             page = row
             if pages.columns is not None:
                 page, at = self.table[row * pages.columns + div(at, pages.slots)], rem(at, pages.slots)
@@ -187,7 +191,7 @@ class BlockStream:
                 target = copies.at[buffer, :, self._positions(i, count)]
                 pltpu.make_async_copy(source, target, self.semaphores.at[1 + n, buffer]).start()
 
-        # How many lie in the first page before its end, or before positions wrap.
+        # The number of units before the end of the first page, or before positions wrap.
         before = jnp.minimum(
             units, div(pages.slots - (slot if pages.columns is None else rem(slot, pages.slots)), unit)
         )
@@ -233,7 +237,7 @@ class BlockStream:
 
 
 def unit_of(slots: int, columns: int | None, most: int = LANES) -> int:
-    """Positions that are copied together: a small page, else what divides a page, `most` at most."""
+    """Positions that are copied together: a small page, else a divisor of a page, at most `most`."""
     return slots if columns is not None and slots <= 2 * LANES else math.gcd(slots, most)
 
 

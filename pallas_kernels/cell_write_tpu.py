@@ -24,7 +24,7 @@ def tile_of(ndim: int, dtype) -> int:
 
 
 def tiles_of(cells: int, tile: int) -> int:
-    """The most tiles that a run of `cells` positions touches."""
+    """The most tiles that `cells` consecutive positions touch."""
     return (cells + tile - 2) // tile + 1
 
 
@@ -47,10 +47,10 @@ class CellWriter:
 
     Memory is written tile by tile; the other positions of a cell's tile have just been read with its block. Cells lie
     behind the `width` queries of a row, [K, width + new * n, h]: keys, then values if they are apart. For a quantised
-    cache (`scaled`) the writer rounds them. written [B]: 0 for rows whose last cells are in the cache already; None: no
-    row is such. staged: for each array of the stream, the tiles on their way from a buffer to the cache,
-    [n, tiles, K, tile, ...], because the block itself changes once it is used. semaphores [arrays, n]. pending [n]:
-    where a buffer's cells on their way to the cache begin in its block; the size of a block if there are none.
+    cache (`scaled`) the writer rounds them. written [B]: 0 for rows whose last cells are already in the cache; None if
+    there is no such row. staged: for each array of the stream, the tiles on their way from a buffer to the cache, [n,
+    tiles, K, tile, ...], because the block itself changes once it is used. semaphores [arrays, n]. pending [n]: where a
+    buffer's cells on their way to the cache begin in its block; the size of a block if there are none.
     """
 
     stream: BlockStream
@@ -69,7 +69,7 @@ class CellWriter:
     def put(self, buffer: jax.Array) -> None:
         """Put the new cells into the block in a buffer, which has arrived, and start to copy their tiles to the cache.
 
-        The first tile's code has no branches, so that the compiler can mix it with other instructions; in a block
+        The code of the first tile has no branches, so that the compiler can mix it with other instructions. In a block
         without new cells it writes the old contents again.
         """
         stream, heads, block = self.stream, self.stream.query_buffers.shape[1], self.stream.pages.block
@@ -125,7 +125,7 @@ class CellWriter:
             self.pending[buffer] = none
 
     def _first(self, buffer: jax.Array) -> jax.Array:
-        """Where in its block the new cells of a buffer's row begin; outside the block if they are elsewhere."""
+        """Where the new cells of a buffer's row begin in the block; outside the block if they belong to another."""
         return self.stream.length(self.stream.owners[0, buffer]) - self.new - self.stream.owners[1, buffer]
 
     def _each_tile(self, first: jax.Array, act: Callable) -> None:

@@ -84,7 +84,7 @@ def chunk_write(
     there = pages < cache[0].shape[1]
     scalars = [jnp.where(there, pages, -1).astype(jnp.int32), slots.astype(jnp.int32)]
     scalars.append(jnp.asarray(layer, jnp.int32).reshape(1))
-    if not interpret:  # or XLA would bring a small cache to VMEM whole
+    if not interpret:  # otherwise XLA would bring a small cache to VMEM
         cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
     whole, count = pl.BlockSpec(memory_space=pl.ANY), len(new)
     written = pl.pallas_call(
@@ -138,7 +138,7 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
     position = lax.rem(position, slots) if ring else position
 
     def copy(n: int, inside, at, length: int, back: bool):
-        """Of the positions from `at` on, `inside` a window, to it or back."""
+        """The copy of `length` positions from `at` on, which lie at `inside` in a window, to the window or back."""
         if ring:
             at = jnp.where(at >= slots, at - slots, at)
         at, inside = (pl.ds(pl.multiple_of(x, tiles[n]), length) for x in (at, inside))
@@ -150,7 +150,7 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
         return div(position, tiles[n]) * tiles[n]
 
     def ends(act: Callable) -> None:
-        """act on copies of the first and the last tile of each window."""
+        """Call act on the copies of the first and the last tile of each window."""
         for n, tile in enumerate(tiles):
             begin, length = begin_of(n), windows[n].shape[1]
             act(copy(n, 0, begin, tile, False))
@@ -160,7 +160,7 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
             )
 
     def back(act: Callable) -> None:
-        """act on copies of the windows to the cache."""
+        """Call act on the copies of the windows to the cache."""
         for n, tile in enumerate(tiles):
             begin, length = begin_of(n), windows[n].shape[1]
             fits = (begin + length <= slots) & (length <= slots)

@@ -1,10 +1,10 @@
 """Matrix products that overlap with their collective on TPUs: all-gather before, or reduce-scatter after.
 
 The devices of a mesh axis form a ring. In each of n steps a device multiplies the rows that it has while the next ones
-travel: half of them go to the right and half to the left, so both directions of the links are busy. On-chip memory has
-two buffers for the rows that travel: a device multiplies and passes on one while a neighbour writes the other, as soon
-as it is told that this one is free. Weights stay on chip for all steps if they fit.
-(Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition".)
+travel, half of them to the right and half to the left, so that both directions of the links are busy. On-chip memory
+has two buffers for the rows that travel: a device multiplies and passes on one while a neighbour writes the other, as
+soon as it is told that this one is free. Weights stay on chip for all steps if they fit. (Wang et al. 2023, "Overlap
+Communication with Dependent Computation via Decomposition".)
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from inferlib.pallas_kernels.tuned_tpu import tuned
 
 LANES, SUBLANES = 128, 16
 VMEM_BYTES = 48 << 20  # of 64 MiB, see `by_vmem`
-MARGIN_BYTES = 4 << 20  # of VMEM, for what the compiler keeps there
+MARGIN_BYTES = 4 << 20  # of VMEM, for the compiler
 COLUMNS = 512
-# Rows of a product, the best first: with many the weight is pushed into the matrix unit less often.
+# Rows of a product, the best number first: with many rows, the weight is pushed into the matrix unit less often.
 _HEIGHTS = (*range(576, 112, -SUBLANES), *range(1024, 576, -SUBLANES), *range(112, 0, -SUBLANES))
-# Neighbours meet before they write to each other. A neighbour that has left a call needed this device's rows for it, so
-# this device had met both neighbours by then: one that comes early to the next call is not taken for one in this call.
+# Neighbours meet before they write to each other. A neighbour that has finished a call needed this device's rows for
+# it, so this device had met both neighbours by then. A neighbour that is early for the next call is therefore not
+# mistaken for one in this call.
 _GATHER_ID, _SCATTER_ID = 0, 1
 
 
@@ -58,7 +59,7 @@ class Blocks:
     def vmem_bytes(self, rows: int, inner: int, outer: int, itemsize: int, *, scatters: bool) -> int:
         """Bytes of VMEM for `rows` rows of a device and weights [L, P, inner, outer]."""
         arrays = self.resident * inner + 2 * rows * (inner + (outer if scatters else self.columns))
-        product = self.rows * (inner * itemsize + 4 * self.columns)  # what the compiler keeps of one
+        product = self.rows * (inner * itemsize + 4 * self.columns)  # the compiler's copy of a product
         return arrays * itemsize + product + by_vmem(MARGIN_BYTES)
 
 
@@ -250,7 +251,7 @@ class _Call:
         """x times a layer of w [L, P, K, N] by the kernel, over the devices of a mesh axis in the order of `ring`."""
         devices, me = lax.axis_size(axis), lax.axis_index(axis)
         around = _around(devices, axis, ring)
-        if not interpret:  # or XLA would bring small weights to VMEM whole
+        if not interpret:  # otherwise XLA would bring small weights to VMEM
             w = pltpu.with_memory_space_constraint(w, pltpu.HBM)
         return pl.pallas_call(
             self.kernel,

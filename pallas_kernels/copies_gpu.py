@@ -1,9 +1,9 @@
 """Copies from memory to shared memory that run ahead of a program of one warp on NVIDIA GPUs, by PTX statements. Pallas
 has no such copies, and the assembler moves each load to registers close to its use.
 
-The compiler takes statements for functions without effects, and orders them by their operands and results alone, so
-each statement takes a word (a token) that the one before it returns. A compiler must not duplicate a statement, either;
-none of jax 0.10 to 0.12 does. Lane i has element i of [32].
+The compiler regards statements as functions without effects and orders them only by their operands and results, so each
+statement takes a word (a token) that the one before it returns. A compiler must not duplicate a statement, either; none
+of jax 0.10 to 0.12 does. Lane i has element i of [32].
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from inferlib.pallas_kernels.mma_gpu import LANES, asm
 
-SLOTS = 4  # a power of two that divides a step's units, by whose number in the step slots are chosen
+SLOTS = 4  # a power of two that divides a step's units; a unit's number in its step chooses the slot
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Ring:
         return asm(text, "=r,r", [jnp.zeros(LANES, jnp.int32)])
 
     def copy(self, ring, slot, ref, at, stride: int, real, token) -> jax.Array:
-        """Start to copy rows that are `stride` bytes apart, from 16 * at bytes after the start of ref's array; zeros,
-        which read no memory, unless real. (A predicate would become branches, before which the assembler waits for
-        earlier loads.)"""
+        """Start to copy rows that are `stride` bytes apart, from 16 * at bytes after the start of ref's array; unless
+        `real`, fill the slot with zeros and read no memory. (A predicate would become branches, and the assembler waits
+        for earlier loads before a branch.)"""
         chunks = 2 * self.words  # chunks of 16 bytes in a row
         lane = jnp.arange(LANES)
         place, chunk = lane // chunks, lane % chunks
@@ -58,7 +58,8 @@ class Ring:
         return asm(text, "=r,l,r,r,r,r", [ref, source, target, real, token])
 
     def wait(self, token, read: list) -> jax.Array:
-        """Wait until all copies have arrived but the newest, which fill all slots but two, and until `read` is read."""
+        """Wait until `read` is read and all copies have arrived, except for the newest ones, which fill all slots but
+        two."""
         text = f"cp.async.wait_group {SLOTS - 2}; bar.warp.sync 0xffffffff; mov.b32 $0, 0;"
         return asm(text, ",".join(["=r", "r", *["r"] * len(read)]), [token, *read])
 

@@ -81,7 +81,7 @@ class Blocks:
 
 @tuned("expert_mlp", Blocks)
 def default_blocks(x: Shaped, gate_up: Stored, down: Stored) -> Blocks:
-    """The largest pieces whose first copy is short, for x [T, D], gate_up [L, E, 2, D, F] and down [L, E, 1, F, D]."""
+    """The largest blocks whose first copy is short, for x [T, D], gate_up [L, E, 2, D, F] and down [L, E, 1, F, D]."""
     hidden, whole = shape_of(gate_up)[-1], 2 * matrix_bytes(gate_up) + matrix_bytes(down)
     tiles = hidden // LANES if hidden % LANES == 0 else 1
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0 and not _lacks(Blocks(hidden // n), gate_up, down)]

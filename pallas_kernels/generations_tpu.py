@@ -1,6 +1,6 @@
-"""What kernels must know of the TPU that they are made for: its generation, and what that has less of than others.
+"""The TPU that kernels are made for: its generation, and the limits of that generation.
 
-Without JAX until a kernel is traced: who only looks figures up need not wait for it.
+JAX is imported only when a kernel is traced, so that looking up figures does not wait for it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from contextvars import ContextVar
 GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
 GENERATIONS |= {"TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v6e": "v6e"}
 VMEM_BYTES = {"v4": 16 << 20, "v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20, "v7x": 64 << 20}  # of a core
-FLOAT4 = ("v7x",)  # that convert float4_e2m1fn
-_WITHOUT_FLOAT8 = ("v4",)  # whose matrix unit takes no floats of 8 bits
-_WIDE_INT4 = ("v4",)  # that keep integers of 4 bits in bytes, on chip
-_USUAL_VMEM_BYTES = 64 << 20  # that kernels' sizes are chosen for
+FLOAT4 = ("v7x",)  # generations that convert float4_e2m1fn
+_WITHOUT_FLOAT8 = ("v4",)  # generations whose matrix unit takes no 8-bit floats
+_WIDE_INT4 = ("v4",)  # generations that hold 4-bit integers in bytes on chip
+_USUAL_VMEM_BYTES = 64 << 20  # kernels' sizes are chosen for so many
 
 _planned: ContextVar[str | None] = ContextVar("planned", default=None)
 
 
 @contextmanager
 def planning_for(generation: str | None) -> Iterator[None]:
-    """Kernels are asked within what they can do on this generation, be it traced or not; None: as without this, on
-    that of the mesh."""
+    """Within this context, kernels answer for this generation; None: for the mesh's generation, as without a
+    context."""
     token = _planned.set(generation)
     try:
         yield
@@ -33,8 +33,8 @@ def planning_for(generation: str | None) -> Iterator[None]:
 
 
 def generation() -> str | None:
-    """Of the TPU that is planned for, or traced for, as its mesh says, be the TPU here or not. None for others, and
-    without a mesh."""
+    """The generation of the TPU that is planned for, or that the mesh of the trace names; it need not be present. None
+    for other devices, and without a mesh."""
     if planned := _planned.get():
         return planned
     import jax
@@ -44,20 +44,20 @@ def generation() -> str | None:
 
 
 def by_vmem(count: int) -> int:
-    """`count` bytes of on-chip memory (or elements that take them), chosen for chips with 64 MiB or more, as they are
-    there; elsewhere the chip's share of them."""
+    """A size `count` (in bytes or elements) that was chosen for chips with 64 MiB or more of on-chip memory; less in
+    proportion on smaller chips."""
     return -(-count * _vmem_bytes() // _USUAL_VMEM_BYTES)
 
 
 def vmem_limit(need: int) -> int:
-    """Bytes to let the compiler use for a kernel that needs `need` with what it probably adds. All there are on chips
-    with fewer than 64 MiB, as the compiler does not add less there."""
+    """The bytes that the compiler may use for a kernel that needs `need`, its probable additions included. On chips
+    with less than 64 MiB it is all there is, because the compiler adds no less there."""
     have = _vmem_bytes()
     return need if have == _USUAL_VMEM_BYTES else max(need, have)
 
 
 def on_chip_bytes() -> int:
-    """Of on-chip memory, for kernels and what XLA keeps there beside them."""
+    """Bytes of on-chip memory, for kernels and for the arrays that XLA keeps there."""
     return VMEM_BYTES.get(generation() or "", _USUAL_VMEM_BYTES)
 
 
@@ -71,7 +71,7 @@ def vmem_bits(bits: int) -> int:
 
 
 def untaken(dtype) -> str | None:
-    """Why the matrix unit does not take a dtype that kernels may give it, None if it does."""
+    """Why the matrix unit does not take a dtype that kernels may pass to it; None if it does."""
     import jax.numpy as jnp
 
     lacking = generation() in _WITHOUT_FLOAT8 and dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2)

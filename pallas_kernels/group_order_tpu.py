@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES, SUBLANES = 128, 8
-LEAST, MOST = 16, 64  # registers of keys: a transposed block is at least one square, and code grows with them
+LEAST, MOST = 16, 64  # registers of keys: at least one square to transpose, and not more code than compiles quickly
 PADDING = jnp.iinfo(jnp.int32).max
 
 
@@ -80,7 +80,8 @@ def _kernel(keys_ref, out_ref, sizes_ref, ref, linear_ref, *, groups, of_token, 
     def sort(n: jax.Array, _: None) -> None:
         key = _sorted(ref[...])
         _in_order(key, linear_ref, out_ref.at[pl.ds(n * rows, rows)])
-        # Of the second sort: choice and token, around zero as they may take all bits that are left, and the position.
+        # The keys of the second sort: choice and token, centred on zero because they may take all remaining bits, then
+        # the position.
         number = (key & ((1 << of_choice) - 1)) << of_token | key >> of_choice & ((1 << of_token) - 1)
         number = (number - (1 << bits >> 1)) << (rows * LANES - 1).bit_length()
         ref[...] = jnp.where(key == PADDING, PADDING, number | _positions(key.shape))
@@ -102,7 +103,7 @@ def _sorted(x: jax.Array) -> jax.Array:
     sublane, lane = (lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), d) for d in (0, 1))
     gray, x = at ^ at >> 1, x ^ -(at & 1)
     for merge in range(1, low + 11):
-        x ^= gray << (32 - merge) >> 31  # complemented before and from now on: the bits of two merges
+        x ^= gray << (32 - merge) >> 31  # undo the last merge's complement and apply this one's
         for bit in reversed(range(merge)):
             if bit < low:
                 a, b = jnp.split(x.reshape(-1, 2, 1 << bit, SUBLANES, LANES), 2, axis=1)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-PROGRAMS = 2 * 132  # enough to fill the SMs of an H100 or H200
+PROGRAMS = 2 * 132  # enough programs to fill the SMs of an H100 or H200
 _PACKED = ("int4", "float4_e2m1fn")
 
 
@@ -53,7 +53,7 @@ def blocks(
 
 @functools.cache
 def converts_e4m3() -> bool:
-    """True if this process's GPUs have instructions for float8_e4m3fn, or there are none."""
+    """True if this process's GPUs have instructions for float8_e4m3fn, or if there are no GPUs."""
     devices = jax.local_devices() if jax.default_backend() == "gpu" else ()
     return all(float(device.compute_capability) >= 8.9 for device in devices)
 
@@ -209,7 +209,7 @@ def _kernel(
         within = True if inputs % depth == 0 else k < inputs
         within = within if within is True else within[None]
         xs = plgpu.load(x_ref.at[source[:, None], k[None]], mask=real[:, None] & within, other=0)
-        # Any weight will do where x is zero or no result is stored.
+        # The weight may be anything where x is zero or no result is stored.
         k = jnp.minimum(k, inputs - 1)
         if early:
             at = matrix, k.reshape(-1, group)[:, :, None], clipped[None, None]
@@ -237,7 +237,8 @@ def _kernel(
 
 
 def _unpacked(stored, kind: str, dtype, assembly: bool) -> tuple:
-    """Stored elements as `dtype`. Packed elements give two arrays: the lower halves of bytes, then the upper."""
+    """Stored elements as `dtype`. Packed elements give two arrays: the lower halves of the bytes, then the upper
+    halves."""
     if assembly:
         return tuple(
             plgpu.elementwise_inline_asm(
@@ -268,8 +269,8 @@ def power_of_two(code):
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-# Four bytes, or a half of each, to bfloat16: the compiler's own conversions take twice as long. A number is made by
-# putting its bits where they stand in a number that is a known factor or sum away.
+# Four bytes, or half of each, to bfloat16: the compiler's conversions take twice as long. The bits of a number are
+# placed so that the result differs from it by a known factor or addend.
 _E2M1 = """{
     .reg .b32 p, q, most, none;
     mov.b32 most, 0x7E807E80;

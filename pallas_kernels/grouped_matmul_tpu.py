@@ -1,8 +1,8 @@
 """Matrix products of groups of rows on TPUs, each group with its own weight: the experts of a layer.
 
 The weights of the groups that have rows are one stream of blocks, copied from HBM ahead of the computation and across
-tiles of rows. Rows stay where they are: a product takes whole sublanes from where its group starts, and does not change
-the results of other groups' rows. Quantised weights are copied as they are stored, and unpacked in registers.
+tiles of rows. Rows stay in place: a product takes whole sublanes from the start of its group, and does not change the
+results of other groups' rows. Quantised weights are copied as they are stored, and unpacked in registers.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ MARGIN_BYTES = 8 << 20  # of VMEM, left to the compiler
 SPARE_BYTES = 8 << 20  # of VMEM, left to XLA beside rows and results
 WEIGHT_BYTES = 8 << 20  # largest block of weights: the larger it is, the fewer times x is read
 ROWS = 1024
-FAST_ROWS = 1536  # where memory is fast and products are tall: with more rows, fewer groups go on in the next tile
+FAST_ROWS = 1536  # where memory is fast and products are tall: with more rows, fewer groups continue in the next tile
 SMALL_HEIGHT = 32  # rows of a product of small groups
 HIGH = 128  # rows of a product of other groups
-TALL = 288  # most rows of a product with blocks of up to TALL_ELEMENTS: compilers take longer for higher ones
+TALL = 288  # most rows of a product with blocks of up to TALL_ELEMENTS; higher ones take the compiler longer
 TALL_ELEMENTS = 1 << 22
 TOGETHER = (1536, 1024)  # columns that are unpacked together where a whole block has no room
-LOW = (
-    32  # rows of a group's last products: fewer save nothing, as loading the weight into the matrix unit takes as long
-)
+LOW = 32  # rows of a group's last products: fewer save nothing, because loading the weight into the matrix unit takes as long
 NARROW = ("v4", "v5e", "v5p")  # generations whose matrix unit is 128 wide; others need twice as many rows
 
 
@@ -108,24 +106,24 @@ def default_blocks(x: Shaped, w: Stored) -> Blocks:
     pieces = [n for n in range(1, tiles + 1) if tiles % n == 0]
     fit = [n for n in pieces if parts * matrix_bytes(w) <= n * by_vmem(WEIGHT_BYTES)]
     columns = outer // (fit or pieces[-1:])[0]
-    # Others convert floats of 8 bits so slowly that scales of 128 inputs rather multiply sums.
+    # Other generations convert 8-bit floats so slowly that scales of 128 inputs multiply sums instead.
     once = quantised and (w.group == BLOCK or generation() in FLOAT4) and height > SMALL_HEIGHT
     if once and generation() not in NARROW and height == HIGH and parts * inner * columns <= TALL_ELEMENTS:
-        # Most groups are one product: of random sizes these, and rows before them.
+        # Most groups of random size, with the rows before them in their first sublanes, then fit one product.
         most = rows // groups + 1.5 * (rows / groups) ** 0.5 + SUBLANES // 2
         height = min(max(_rounded_up(math.ceil(most), 2 * SUBLANES), HIGH), TALL)
     rows = min(FAST_ROWS if height > HIGH and generation() in FLOAT4 else ROWS, max(high, height))
-    least = min(height, SMALL_HEIGHT)  # blocks that fit with so few rows fit with many
+    least = min(height, SMALL_HEIGHT)  # the least height that is tried
     choices = [Blocks(rows, columns, height, tail, 3, once), Blocks(rows, columns, height, tail, 2)]
-    if once and generation() not in (*NARROW, *FLOAT4):  # which gain little by it, or compile it for long
+    if once and generation() not in (*NARROW, *FLOAT4):  # the others gain little by it, or take long to compile it
         choices[1:1] = [replace(choices[0], buffers=2, together=n) for n in TOGETHER if n < columns]
     for chosen in (*choices, Blocks(rows, columns, least, least, 2)):
         while chosen.rows > chosen.height and chosen.vmem_bytes(x, w) > by_vmem(VMEM_BYTES):
             chosen = replace(chosen, rows=max(_rounded_up(chosen.rows // 2, SUBLANES), chosen.height))
         if chosen.vmem_bytes(x, w) <= by_vmem(VMEM_BYTES):
             break
-    # Rows that lie on chip beside the kernel, before it and after it, are neither written to memory nor read: that is
-    # worth more than a third buffer and tiles as high, without which the kernel takes 2 to 6 % longer on v5p.
+    # If rows and results fit on chip beside the kernel, they are neither written to memory nor read. That is worth more
+    # than a third buffer and high tiles, without which the kernel takes 2 to 6 % longer on v5p.
     beside = on_chip_bytes() - SPARE_BYTES - (inner + parts * outer) * x.shape[0] * x.dtype.itemsize
     lower = max(_rounded_up(chosen.rows // 2, SUBLANES), chosen.height)
     smaller = replace(chosen, rows=lower, buffers=2)

@@ -8,8 +8,8 @@ import jax
 
 
 class Mailboxes(NamedTuple):
-    """Arrays that successive calls of `all_reduce_norm` share: each call takes what the last one returned. Donate them
-    between programs."""
+    """Arrays that successive calls of `all_reduce_norm` share: each call takes the ones that the last call returned.
+    Donate them between programs."""
 
     rows: jax.Array  # [2, devices, T, D]: the rows of every device, in turn
     calls: jax.Array  # [T] int32: calls so far

@@ -25,7 +25,7 @@ from inferlib.pallas_kernels.tuned_tpu import tuned
 
 SUBLANES = 8
 UNROLL = 4  # copies of pages that are started together
-TOGETHER = 2  # edges that are computed in one go, as long as so many are left
+TOGETHER = 2  # so many edges are computed in one go while that many are left
 MOST_QUERIES = 1024  # of a row, heads times tokens
 VMEM_BYTES = 40 << 20  # of 64 MiB, see `by_vmem`
 SMEM_BYTES = 512 << 10  # of 1 MiB
@@ -94,7 +94,7 @@ def unsupported(
 
 
 def _unit(latents: tuple[int, ...], keys: tuple[int, ...]) -> int:
-    """Positions that are copied together: as many as 128 rows of keys hold."""
+    """Positions that are copied together: those of 128 rows of keys."""
     return LANES * (latents[-2] // keys[-2])
 
 
@@ -156,7 +156,7 @@ def mla_decode_attention(
 
 def _spread(q: jax.Array, latents: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Queries [B, W, R + r], and their rotary parts [B, f * W, 128]: one copy for each part of a row of keys, with
-    zeros against the other parts."""
+    zeros at the other parts."""
     rows, _, size = q.shape
     rank, fold = latents.shape[-1], latents.shape[2] // keys.shape[2]
     rotary = jnp.pad(q[..., rank:], ((0, 0), (0, 0), (0, LANES // fold - (size - rank))))
@@ -371,8 +371,8 @@ def _kernel(scalars: _Scalars, inputs: _Inputs, out_ref, lse_ref, scratch: _Scra
         return (s + jnp.concatenate(turned, axis=1)) * scale
 
     def take_in(buf, offset, count, fresh, start=None):
-        """Take in `count` positions of a buffer from `offset`; those that are not seen are masked if `start`, the
-        buffer's first position, is given. fresh: they are the first of the row. The row's output so far is written."""
+        """Take in `count` positions of a buffer from `offset`, and write the row's output so far. start: the buffer's
+        first position, if unseen positions are to be masked. fresh: these are the row's first positions."""
         ahead = scores(buf, offset)
         for at in range(0, count, blocks.part):
             s, old = ahead, top_ref[...]
@@ -405,8 +405,8 @@ def _kernel(scalars: _Scalars, inputs: _Inputs, out_ref, lse_ref, scratch: _Scra
             lse_ref[line] = jnp.sum(jnp.where(diagonal, some, 0.0), axis=0)
 
     def clean(buf, start, count):
-        """Zero the latents of a buffer's first `count` positions that no query sees, and their keys in rows of others:
-        0 * NaN is NaN."""
+        """Zero the latents that no query sees, of a buffer's first `count` positions, and their keys in rows that are
+        seen in part: 0 * NaN is NaN."""
         after = jnp.minimum(div(length - start, LANES), div(count, LANES) - 1)
         at = pl.ds(pl.multiple_of(after * LANES, LANES), LANES)
         position = start + after * LANES + lax.broadcasted_iota(jnp.int32, (LANES, rank), 0)

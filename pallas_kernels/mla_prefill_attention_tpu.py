@@ -29,7 +29,7 @@ from inferlib.pallas_kernels.tuned_tpu import tuned
 
 # A maximum starts higher than masked logits, so that they weigh nothing even alone.
 LOWEST = -0.3 * float(jnp.finfo(jnp.float32).max)
-BUFFERS = 2  # of blocks: one computes, one is being copied
+BUFFERS = 2  # of blocks: one in use, one being copied
 TOGETHER = 2  # heads that are expanded in one product, which fill a matrix unit of 256
 MOST_TILE, MOST_HEADS = 512, 8  # tokens and heads of a step
 NARROW = ("v4", "v5e", "v5p")  # their products take longer, so that half the heads are as good, with half the code
@@ -62,10 +62,10 @@ class Blocks:
 @tuned("mla_prefill_attention", Blocks)
 def blocks(width: int, heads: int, unit: int) -> Blocks:
     """Block sizes for chunks of `width` tokens and `heads` heads; latents are copied in multiples of `unit`."""
-    tile = min(MOST_TILE, by_vmem(2 * MOST_TILE))  # with less memory rather fewer heads, as each tile expands anew
+    tile = min(MOST_TILE, by_vmem(2 * MOST_TILE))  # with less memory fewer heads, since each tile expands anew
     if width <= LANES:
         queries = width
-    else:  # equal tiles, rather than full ones and a small rest
+    else:  # equal tiles instead of full ones and a small rest
         tiles = pl.cdiv(width, tile)
         queries = min(pl.cdiv(pl.cdiv(width, tiles), LANES), width // LANES) * LANES
     most = min(MOST_HEADS // 2 if generation() in NARROW else MOST_HEADS, by_vmem(MOST_HEADS))
@@ -115,7 +115,7 @@ def unsupported(
 
 
 def _unit(q: Shaped, k: Shaped) -> int:
-    """Positions that are copied together: as many as 128 rows of rotary keys hold."""
+    """Positions that are copied together: those of 128 rows of rotary keys."""
     return LANES * (LANES // (q.shape[3] - k.shape[-2]))
 
 
@@ -124,7 +124,7 @@ def _default(q: Shaped, k: Shaped) -> Blocks:
 
 
 def _depth(size: int) -> int:
-    """Numbers that a product of queries and keys sums over, for `size` of them."""
+    """How many numbers a product of queries and keys sums over if heads have `size`."""
     return pl.cdiv(size, LANES) * LANES
 
 
@@ -385,7 +385,7 @@ def _kernel(scalars: _Scalars, inputs: _Inputs, out_ref, lse_ref, scratch: _Scra
         return dot(q_ref[head, pl.ds(part * rows, rows)], columns) * scale
 
     def weights(product, logits, start):
-        """Of the values, of a block from `start` on, and of what the accumulator holds."""
+        """The weights of the values of a block that begins at `start`, and the weight of the accumulator."""
         key = start + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logits = jnp.where(key <= wide(query_s[product % parts], keys), logits, MASKED)
         old = top_s[product]
@@ -399,7 +399,7 @@ def _kernel(scalars: _Scalars, inputs: _Inputs, out_ref, lse_ref, scratch: _Scra
         acc_s[product] = acc_s[product] * wide(decay, size) + dot(p, values_s[product // parts])
 
     def arrive(index, buf):
-        """Wait for a block, and zero what no query of the tile sees: 0 * NaN is NaN."""
+        """Wait for a block, and zero the positions that no query of the tile sees: 0 * NaN is NaN."""
         stream.wait(index, buf)
         count = stream.last() + 1 - stream.start(index)
 

@@ -1,5 +1,5 @@
-"""The tensor cores' `mma.m16n8k16` on weights as they lie in memory, and other instructions of NVIDIA GPUs that JAX
-does not have. Interpreted, they are emulated."""
+"""The tensor cores' `mma.m16n8k16` on weights in memory order, and other instructions of NVIDIA GPUs that JAX lacks.
+Interpreted kernels emulate them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def asm(text: str, constraints: str, args: list, dtype=jnp.int32):
 
 
 def _unpacked(kind: str, word) -> list:
-    """The registers of pairs that a word becomes, as `Kind.pairs` has them; by meaning."""
+    """The registers of pairs that a word becomes, as in `Kind.pairs`, computed by their meaning."""
     if kind == "bfloat16":
         return [word]
     spec, size = KINDS[kind], 32 // KINDS[kind].outputs

@@ -167,13 +167,13 @@ def _operands(
         operands["norm"] = jnp.pad(norm.weight, ((0, 0), pad[1]))
     arrays = {"values": weight.values, "scales": weight.scales, "tops": weight.tops}
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    if not interpret:  # or XLA would bring a small weight to VMEM whole
+    if not interpret:  # otherwise XLA would bring a small weight to VMEM
         arrays = {name: pltpu.with_memory_space_constraint(array, pltpu.HBM) for name, array in arrays.items()}
     return operands, arrays
 
 
 def _norm_rows(norm: jax.Array) -> int:
-    """Rows of the norm's weight [L, K] that are copied, among them the layer's."""
+    """The rows of the norm's weight [L, K] that are copied; the layer's row is among them."""
     return min(norm.shape[0], ROWS)
 
 

@@ -27,7 +27,7 @@ LANES = 128
 DEPTH = 128  # inputs that are unpacked together
 BLOCK = 32  # elements that share a scale of MXFP8 and MXFP4
 FLOAT4_DEPTH = 8 * BLOCK  # inputs that are unpacked together on chips in FLOAT4
-TALL = 64  # rows from which on the MXU takes longest
+TALL = 64  # from so many rows on, the MXU takes longest
 REPEATED = 32  # most rows repeated for groups shorter than DEPTH; with more, weights are scaled before the product
 # Inputs of one iteration: fewer for many rows, and half as many for int4, which take longer to compile.
 STEP, TALL_STEP = 4096, 2048

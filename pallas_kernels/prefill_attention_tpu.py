@@ -31,7 +31,7 @@ MASKED, LOWEST = (-part * float(jnp.finfo(jnp.float32).max) for part in (0.7, 0.
 LOG2E = math.log2(math.e)
 # Buffers of blocks: one is in the softmax, one awaits its last product, one has its logits computed, one is copied.
 BUFFERS = 4
-# A tile has at most so many bytes of queries, of all heads of a KV head, and so many times 128 tokens.
+# The most bytes of a tile's queries, of all heads of a KV head, and the most tokens of a tile in units of 128.
 ROWS_BYTES, MOST_TILES = 512 << 10, 8
 VMEM_BYTES = 14 << 20  # of the 16 MiB that the compiler gives a kernel on v5e and v5p by default
 SMEM_BYTES = 512 << 10  # of 1 MiB
@@ -70,11 +70,11 @@ def blocks(width: int, group: int, size: int, itemsize: int) -> Blocks:
     most = min(max(ROWS_BYTES // (group * size * itemsize * LANES), 1), MOST_TILES) * LANES
     if width <= LANES:
         queries = width
-    else:  # equal tiles, rather than full ones and a small rest
+    else:  # equal tiles instead of full ones and a small rest
         tiles = pl.cdiv(width, most)
         queries = min(pl.cdiv(pl.cdiv(width, tiles), LANES), width // LANES) * LANES
     chosen = Blocks(queries, 512)
-    # With few products each waits for the one before it, so they should be large.
+    # Few products wait for one another, so they should be large.
     return chosen if group // chosen.stacked(group) > 2 else replace(chosen, edge=512)
 
 
@@ -392,7 +392,7 @@ def _kernel(
         return scales[n][buf, pl.ds(rem(stream.here[1], scales[n].shape[1]), 1), at]
 
     def keys_of(buf, at):
-        """Those at the positions `at` in a buffer, and what products with them are multiplied by."""
+        """The keys at the positions `at` in a buffer, and the factor on products with them."""
         factor = scale if softcap is None else scale / softcap
         return operand(k_buf[buf, at]), factor * scales_of(0, buf, at) if scaled else factor
 
@@ -405,7 +405,8 @@ def _kernel(
         return s if softcap is None else softcap * jnp.tanh(s)
 
     def weights(product, logits, scales):
-        """Of the values, and of what the accumulator holds. scales [1, n]: of the values, or None."""
+        """The weights of the values, and the weight of the accumulator. scales [1, n]: scales of the values, or
+        None."""
         old = top_s[product]
         top = jnp.maximum(old, jnp.max(logits, axis=1, keepdims=True))
         p, decay = jnp.exp2(logits - wide(top, logits.shape[1])), jnp.exp2(old - top)
@@ -418,14 +419,15 @@ def _kernel(
         acc_s[product] = acc_s[product] * wide(decay, size) + out
 
     def is_full(index):
-        """Whether there is such a block, and all queries of the tile see all of it."""
+        """True if the block exists and all queries of the tile see all of it."""
         start, first, last = stream.start(index), stream.first(), stream.last()
         full = (index < visits) & (start + keys - 1 <= jnp.minimum(first, last))
         return full if window is None else full & (start > last - window)
 
     def take_full(carry):
-        """Take in a block that is there, the last product's values of the block before, and all but those of its own.
-        Its first logits are ahead, and the next block's will be, if it is full."""
+        """Take in a block: first the values of the previous block's last product, then the values of all of this
+        block's products but the last. The block's first logits are in `ahead`, and the next block's will be if it is
+        full."""
         index, buf, previous = carry
         more, then = is_full(index + 1), stream.after(buf)
         stream.start_next(stream.after(then))
@@ -475,7 +477,7 @@ def _kernel(
         """Take in some positions, from `start` on, for the queries of part `p`."""
 
         def cleaned(x, axis):
-            """Zero where no query of the tile sees a position: 0 * NaN is NaN."""
+            """x with zeros at positions that no query of the tile sees: 0 * NaN is NaN."""
             position = start + lax.broadcasted_iota(jnp.int32, x.shape, axis)
             seen = (position >= stream.lowest()) & (position <= stream.last())
             return jnp.where(seen, x.astype(jnp.float32), 0)

@@ -1,4 +1,4 @@
-"""Products of one to sixteen rows with weights on NVIDIA GPUs by the tensor cores, each weight read once.
+"""Products of one to sixteen rows with weights on the tensor cores of NVIDIA GPUs; each weight is read once.
 
 Weights are the left operand of `mma.m16n8k16`: a register of it holds a pair of outputs of one input, as a word of
 memory does, so nothing is transposed. The right operand has two columns, one for each output of the pair: x stands in
@@ -27,7 +27,7 @@ from inferlib.pallas_kernels.grouped_matmul_gpu import converts_e4m3
 from inferlib.pallas_kernels.mma_gpu import KINDS, LANES, Kind, bytes_of, mma, scaled
 from inferlib.pallas_kernels.partial_sums_gpu import summed
 
-ROWS = 16  # most rows that share one reading of the weights
+ROWS = 16  # most rows that share one read of the weights
 # Numbers of programs, of one warp each, for an H100 or H200, which has 132 SMs.
 PROGRAMS = 20 * 132  # programs that load their weights: as many as it holds at a time
 AHEAD = 8 * 132  # programs whose weights are copied three units ahead
@@ -135,8 +135,8 @@ def row_matmul(
     """x [M / n, I] bfloat16 times values [N * P, I, O] -> [M, P, O] of the epilogue's dtype: x[m // n] times the P
     matrices of group ids[m].
 
-    Without ids n is 1, and up to `ROWS` rows are multiplied by the first group, which is read once. Where an id is
-    negative the result is anything. scales: [N * P, O] of columns, or [N * P, I / g, O] of g inputs each; None for
+    Without ids n is 1, and up to `ROWS` rows are multiplied by the first group, which is read once. The results of
+    negative ids may be anything. scales: [N * P, O] of columns, or [N * P, I / g, O] of g inputs each; None for
     bfloat16 values. A value that is not finite spoils the output that it shares a register with, too. Raises ValueError
     with the reason of `unsupported`.
     """
@@ -150,7 +150,8 @@ def row_matmul(
     if scales is not None and scales.dtype == jnp.float8_e8m0fnu:
         scales = _as_words(scales, 4)
     operands = ids, _as_words(x, 2), words, scales
-    # Where weights begin: a statement takes a reference as a pointer, of the shape of its other arguments.
+    # The start of the weights: a statement takes a reference as a pointer, and it must have the shape of the other
+    # arguments.
     base = words.reshape(-1) if chosen.copied and not interpret else None
     options = dict(parts=parts, turns=count // x.shape[0], chosen=chosen, group=group, interpret=interpret)
     out = pl.pallas_call(
@@ -217,7 +218,7 @@ def _finished(out: jax.Array, epilogue: Epilogue, inputs: int, interpret: bool) 
 
 
 def _runs(activation) -> bool:
-    """True if a kernel can compute the activation: on GPUs Pallas has no erf."""
+    """True if a kernel can compute the activation: Pallas has no erf on GPUs."""
     return "erf" not in str(jax.make_jaxpr(activation)(0.0, 0.0))
 
 
@@ -361,7 +362,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
             return sums, new, next_words, next_xs, next_scales
 
         carry = sums, new, words, xs, scales
-        if interpret or not single or ring:  # rolled up: smaller code; single rows that load were slower so
+        if interpret or not single or ring:  # smaller code; slower for single rows whose weights are loaded
             carry = lax.fori_loop(0, _UNITS, unit, carry)
         else:
             for c in range(_UNITS):

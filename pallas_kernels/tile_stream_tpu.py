@@ -33,7 +33,8 @@ def visible(visits: jax.Array, first: jax.Array, last: jax.Array, window: int | 
 
 
 def scale_rows(heads: int) -> int:
-    """Heads whose scales are copied together: those of a tile of memory, or all where tiles are not whole."""
+    """The number of heads whose scales are copied together: those of a tile of memory, or all if tiles would not be
+    whole."""
     return heads if heads % SUBLANES else SUBLANES
 
 
@@ -140,7 +141,7 @@ class TileStream:
         units, most = self._units(index, self.here), self._keys // self.unit
 
         def wait_for(i, count):
-            """A wait takes only the number of bytes from its copy."""
+            """Only the number of bytes matters in the copy that a wait is given."""
             for n, copies in enumerate(self.buffers):
                 into = self._some(n, i * self.unit, count)
                 some = copies.at[buffer, into] if self._of_cells(n) else copies.at[buffer, :, into]

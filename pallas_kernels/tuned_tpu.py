@@ -1,4 +1,5 @@
-"""Block sizes of TPU kernels that a search found better than their rule: a table for each generation, in `tuned/`.
+"""Block sizes of TPU kernels that a search found to be better than the kernel's rule: a table for each generation, in
+`tuned/`.
 
 A kernel's function that picks blocks is wrapped in `tuned`: where the table of the generation that is traced for has
 its arguments, blocks are the table's, else the function's. `inferlib tune` writes the tables.
@@ -80,9 +81,9 @@ _trial: ContextVar[_Trial | None] = ContextVar("trial", default=None)
 
 @contextmanager
 def trying(blocks: Mapping[str, int] | None) -> Iterator[list[Asked]]:
-    """Whatever the tables say, kernels that are traced take these fields of their `Blocks`; None: those of the rule.
+    """Within this context, kernels take these fields of their `Blocks`, or the rule's if None, whatever the tables say.
 
-    Gives the list of what they ask for.
+    Yields the list of their requests.
     """
     trial = _Trial(blocks, [])
     token = _trial.set(trial)
@@ -93,10 +94,10 @@ def trying(blocks: Mapping[str, int] | None) -> Iterator[list[Asked]]:
 
 
 def tuned(kernel: str, blocks: type) -> Callable[[Callable], Callable]:
-    """Around the function that picks a kernel's blocks, of the dataclass `blocks`, by rule.
+    """Decorate the rule of a kernel: the function that picks its blocks, of the dataclass `blocks`.
 
-    Its arguments are what the table knows cases by: numbers, tuples of them, and arrays or dataclasses of arrays, of
-    which dtype and the last four dimensions count (before them are only a stack's).
+    The table finds cases by the rule's arguments: numbers, tuples of numbers, and arrays or dataclasses of arrays, by
+    their dtypes and last four dimensions (earlier ones belong to a stack).
     """
 
     def wrap(rule: Callable) -> Callable:
