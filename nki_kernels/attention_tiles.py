@@ -1,4 +1,4 @@
-"""Parts of the attention kernels: how to cut a cache into tiles, mark the slots seen, and guard against garbage.
+"""Parts of the attention kernels: they cut a cache into tiles, mark the slots that are seen, and guard against garbage.
 
 Functions of this file run inside kernels: plain NKI, undecorated.
 
@@ -13,10 +13,10 @@ import nki.language as nl
 
 # Slots a partition reads at once: 4 KiB of a bfloat16 head of 128, which saturates the DMA engines.
 BLOCK_TILES = 16
-# Scores below every real one, above the least float32 by enough that differences and scales of it stay finite.
+# A score below every real one, yet so far above the least float32 that its differences and multiples stay finite.
 FLOOR = -1e30
 FP32_MIN = -3.4028234663852886e38
-# Of 16 tiles, those that GpSimd clears while the Vector engine clears the others.
+# How many of 16 tiles GpSimd clears while the Vector engine clears the others.
 GPSIMD_SHARE = 6
 # The position of lanes that hold no slot: no span reaches it, and float32 holds it and its neighbours exactly.
 NOWHERE = 8388608
@@ -27,7 +27,7 @@ def is_float8(dtype):
 
 
 def unit_of(scale, softcap):
-    """The factor of scores before the exponential. Capped scores are tangents, so their factor is the cap."""
+    """The factor on scores before the exponential. Capped scores are tangents, so their factor is the cap."""
     if softcap > 0.0:
         return softcap
     return scale

@@ -1,4 +1,4 @@
-"""Call a kernel from JAX: as a function where NKI is installed, otherwise on the host by the stand-in."""
+"""Call a kernel from JAX: as a function where NKI is installed, otherwise by the stand-in on the host."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def call(
     """Launch `kernel[lnc](*arrays, **static)`, which returns `results`; inside or outside `jax.jit`.
 
     name: the operation's name, which marks it in a lowered program. lnc: physical cores of a logical NeuronCore, 1 or
-    2; None for `logical_cores()`, which a Trainium host insists on. Lowered for Trainium without NKI, a program has a
-    custom call without the kernel's binary in this place: it can be checked, not compiled.
+    2; None for `logical_cores()`, which a Trainium host insists on. If a program is lowered for Trainium without NKI, a
+    custom call without the kernel's binary takes its place: the program can be checked, but not compiled.
     """
     lnc = logical_cores() if lnc is None else lnc
     if lnc not in (1, 2):

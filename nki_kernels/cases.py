@@ -22,7 +22,8 @@ from inferlib.nki_kernels.flash_prefill import flash_prefill
 from inferlib.nki_kernels.mx_matmul import mx_matmul
 from inferlib.nki_kernels.router_topk import router_topk
 
-# Largest error of outputs of unit scale: rounding of the keys' products, the probabilities and the results, together.
+# The largest error of outputs of unit scale, from rounding of the products with keys, the probabilities and the
+# results.
 TOLERANCE = {"float32": 3e-5, "float16": 4e-3, "bfloat16": 3e-2, "float8_e4m3": 3e-2, "float8_e4m3fn": 3e-2}
 TOLERANCE["float8_e5m2"] = 3e-2
 

@@ -1,8 +1,8 @@
 """Two kernels of a decode layer on Trainium beside attention: norm and projection, and the feed-forward with its norm.
 
-With few tokens, a layer takes as long as reading its weights once; these kernels do everything else meanwhile. Tokens
-are the stationary side of every product, and weights stream past. The contracted dimension of size D is laid out as
-lanes x tiles, k = lane * tiles + tile, with the most lanes that divide it, so that each lane reads whole rows and no
+With few tokens, a layer takes as long as reading its weights once; these kernels do everything else in that time.
+Tokens are the stationary side of every product, and weights stream past. The contracted dimension of size D is laid out
+as lanes x tiles, k = lane * tiles + tile, with the most lanes that divide it, so that each lane reads whole rows and no
 lane is empty.
 """
 

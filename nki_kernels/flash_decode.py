@@ -167,7 +167,8 @@ def kernel(q, k, v, spans, sinks, table, slots, scale, softcap, paged):
 
 
 def cut_steps(blocks):
-    """Steps of the online softmax: blocks of at most CHUNK_TILES tiles together, as (number, first tile, block)."""
+    """The steps of the online softmax, each a list of (number, first tile, block) with at most CHUNK_TILES tiles
+    together."""
     steps = []
     step = []
     tile = 0
@@ -185,7 +186,8 @@ def cut_steps(blocks):
 
 
 def two_buffers(cache, blocks, paged):
-    """Two tiles that the blocks fill in turn; where blocks leave lanes out, cleared once, so that those are written."""
+    """Two tiles that the blocks fill in turn. If blocks leave lanes out, the tiles are cleared once, so that every lane
+    is written."""
     tiles = 1
     whole = not paged
     for block in blocks:
@@ -234,7 +236,7 @@ def find_pages(table, row, blocks, per_page, kv_heads, live):
 
 
 def next_head(index, per_page):
-    """The same rows of the next KV head: exact integers, whatever was skipped still is."""
+    """The same rows of the next KV head. The integers are exact, and skipped rows stay skipped."""
     step = nl.ndarray(index.shape, dtype=nl.int32, buffer=nl.sbuf)
     made = nl.ndarray(index.shape, dtype=nl.int32, buffer=nl.sbuf)
     nisa.memset(dst=step, value=per_page)

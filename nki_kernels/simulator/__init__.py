@@ -1,4 +1,5 @@
-"""A strict stand-in for NKI on a CPU: what it accepts should run on Trainium; what the hardware forbids it refuses.
+"""A strict stand-in for NKI on a CPU: kernels that it accepts should run on Trainium, and it refuses what the hardware
+forbids.
 
 Kernels are written against the vendor's API and import `nki`. Where the real one is not installed, `inject` puts this
 one in its place. It computes with numpy, checks every rule of `rules.RULES`, and counts bytes, instructions and slots;

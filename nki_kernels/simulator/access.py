@@ -1,4 +1,4 @@
-"""How instructions reach tensors: operand checks, reads of written bytes only, writes rounded to the dtype."""
+"""Access of instructions to tensors: checks of operands, reads of written bytes only, writes rounded to the dtype."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def busy(core: Core, engine: Engine, cycles: float) -> None:
 
 
 def choose(what: str, asked: Any, legal: tuple[Engine, ...]) -> Engine:
-    """The engine asked for; the first that can, if the choice is left to the compiler."""
+    """The engine asked for; if the choice is left to the compiler, the first engine that can."""
     require(isinstance(asked, Engine), "argument", f"{what}: engine {asked!r} is no member of nki.isa.engine")
     engine = legal[0] if asked is Engine.unknown else asked
     require(engine in legal, "engine", f"{what} on the {engine.name} engine")

@@ -57,8 +57,8 @@ class Engine(Enum):
 class Counters:
     """What one core did. Busy times follow published rates: estimates, never measurements.
 
-    Matrix slots: multiply-adds that the 128 x 128 array (four deep for MX) could have done while it was issued to, and
-    those of them that the operands filled. Short DMA bytes moved in contiguous runs of less than 512 bytes.
+    Matrix slots: the multiply-adds that the 128 x 128 array (four deep for MX) could have done during its instructions,
+    and how many of them the operands filled. Short DMA bytes moved in contiguous runs of less than 512 bytes.
     """
 
     hbm_read: int = 0
@@ -136,7 +136,7 @@ class Exchange:
         self._turn, self._alike, self._left = 0, True, False
 
     def meet(self, core: Core, place: object) -> None:
-        """Wait for the other core at `place`, which both must name alike."""
+        """Wait for the other core at `place`; both must give the same name."""
         with self._met:
             turn = self._turn
             self._places.append(repr(place))
@@ -149,7 +149,7 @@ class Exchange:
         require(alike, "core-pairing", f"core {core.index} is at {place}, the other elsewhere")
 
     def leave(self) -> None:
-        """A core is done: nobody need wait for it."""
+        """A core is done, so the other must not wait for it."""
         with self._met:
             self._left = True
             self._met.notify_all()

@@ -12,7 +12,8 @@ from inferlib.nki_kernels.simulator import dtypes
 from inferlib.nki_kernels.simulator.machine import PARTITIONS, PSUM_BANK_BYTES, Core, Generation
 from inferlib.nki_kernels.simulator.rules import RuleError, SubsetError, require
 
-# States of a byte in HBM: written by core 0 or 1 since the last barrier, or seen by both. On chip: SETTLED is written.
+# States of a byte in HBM: written by core 0 or 1 since the last barrier, or visible to both. On chip, SETTLED means
+# written.
 SETTLED = 0xFF
 # PSUM: what wrote an element last.
 BY_MATMUL = 0x01
@@ -58,7 +59,7 @@ class Storage:
         return made
 
     def settle(self) -> None:
-        """A barrier: what one core wrote the other may touch."""
+        """A barrier: from now on, each core may touch what the other wrote."""
         if self.written is not None:
             self.written[self.written != 0] = SETTLED
 
