@@ -38,7 +38,7 @@ HIGH = 128  # rows of a product of other groups
 TALL = 288  # most rows of a product with blocks of up to TALL_ELEMENTS; higher ones take the compiler longer
 TALL_ELEMENTS = 1 << 22
 TOGETHER = (1536, 1024)  # columns that are unpacked together where a whole block has no room
-LOW = 32  # rows of a group's last products: fewer save nothing, because loading the weight into the matrix unit takes as long
+LOW = 32  # rows of a group's last products: with fewer, loading the weight into the matrix unit takes as long
 NARROW = ("v4", "v5e", "v5p")  # generations whose matrix unit is 128 wide; others need twice as many rows
 
 

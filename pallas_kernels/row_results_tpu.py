@@ -17,9 +17,9 @@ from inferlib.pallas_kernels.arithmetic_tpu import LOG2E, MASKED, rem, wide
 
 @dataclass
 class RowResults:
-    """Copies of outputs and LSEs, each row's behind those of the blocks that were started before.
+    """Copies of outputs and LSEs to memory. Each row's copies queue behind copies of blocks that were started before.
 
-    A pipelined output would be waited for a row later, and with it those blocks. memory: out [B, K, R, h] and lse
+    To wait for a pipelined output one row later would be to wait for those blocks too. memory: out [B, K, R, h] and lse
     [B, K, 128], in HBM; staged: the same of n rows on chip; semaphores [2, n].
     """
 

@@ -1,1 +1,1 @@
-"""Inspection: reads what a compiler made (modules, listings of kernels) and reports what it costs."""
+"""Inspection: reads the compiler's results (modules, listings of kernels) and reports their costs."""

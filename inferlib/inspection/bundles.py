@@ -2,9 +2,9 @@
 
 The TPU compiler schedules statically, one bundle of instructions a cycle, and can write its bundles to a file (see
 `dump_flags`). Scalar, branch and copy instructions of a listing are executed exactly, on the scalars that decide its
-path (lengths, page tables). Vector instructions are skipped: they take their cycle and decide nothing. Copies to and
-from HBM run one after another at the memory's bandwidth and arrive a latency later; a wait for one stalls. Devices of a
-ring do the same at the same time: a device receives from one neighbour what it sends to the other. Bank conflicts, the
+path (lengths, page tables). Vector instructions are skipped: they take a cycle and decide nothing. Copies to and from
+HBM run one after another at the memory's bandwidth and arrive a latency later; a wait for one stalls. Devices of a ring
+do the same at the same time: a device receives from one neighbour what it sends to the other. Bank conflicts, the
 inefficiency of small copies and a second core are not modelled, so times are estimates.
 """
 
@@ -43,11 +43,11 @@ def find_listing(folder: Path, kernel: str) -> Path:
 
 @dataclass(frozen=True)
 class Execution:
-    """What the execution of a listing took.
+    """The costs of executing a listing.
 
     cycles: number of bundles executed. elapsed: cycles including stalls for copies. hbm_bytes: bytes that the kernel
     copies to and from HBM. copies: number of those copies. sent: bytes copied to other devices. unmet: number of waits
-    for copies that never started. unknown: skipped instructions by name. Do not trust the figures if either is not
+    for copies that never started. unknown: skipped instructions by name. Do not trust the figures unless both are
     empty.
     """
 
@@ -96,7 +96,8 @@ class Listing:
         return _Machine(self._bundles, self._delay, scalars, bandwidth, latency, link).run()
 
     def _delay_slots(self) -> int:
-        """Bundles still executed after a taken branch: behind a loop's last branch, regions end in the last of them."""
+        """The number of bundles still executed after a taken branch. A loop's region ends with the last of them, behind
+        its last branch."""
         delays = []
         for at, bundle in enumerate(self._bundles):
             if any(target is not None and target <= at for target in map(_branch_target, bundle)):
@@ -269,7 +270,7 @@ class _Machine:
         if base == "dma":
             if kind == "done.wait":
                 return self._wait(*map(self._value, arguments[:2]))
-            if kind == "vmem_to_vmem" and self._link:  # within a device those are loads and stores
+            if kind == "vmem_to_vmem" and self._link:  # within a device, copies are loads and stores
                 return self._send(*map(self._value, (arguments[1], *arguments[3:5])))
             return self._copy(*kind.split("_to_"), *map(self._value, arguments[:4]))
         if base == "vsyncadd":

@@ -25,7 +25,7 @@ _COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
-# Instructions that move no bytes: new names of existing arrays, and control flow, whose computations are counted.
+# Instructions that move no bytes: new names for arrays, and control flow, whose computations are counted instead.
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "after-all"),
     *("partition-id", "replica-id", "opt-barrier", "add-dependency", "copy-done", "call-start", "call-done"),
@@ -106,13 +106,13 @@ class Instruction:
 
     @property
     def collective(self) -> str | None:
-        """The kind of collective that it is or starts, if any."""
+        """The kind of collective that the instruction is or starts, if any."""
         kind = self.op.removesuffix("-start")
         return kind if kind in _COLLECTIVES else None
 
     @property
     def cycles(self) -> int | None:
-        """The compiler's estimate, if it has one."""
+        """The compiler's estimate of its cycles, if there is one."""
         match = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
         return int(match[1]) if match and int(match[1]) < 1 << 60 else None
 
@@ -388,7 +388,7 @@ class Module:
                 yield self._written(called, output, shape) if called else shape.physical_bytes
 
     def _read(self, called: Computation, value: Instruction) -> int:
-        """Bytes that a fusion reads of an operand; if it only slices it, those of the slices."""
+        """Bytes that a fusion reads of an operand: those of the slices, if it only slices the operand."""
         total, whole = 0, value.shapes[0].physical_bytes
         if value.root:
             return whole
@@ -407,7 +407,7 @@ class Module:
         return min(total, whole)
 
     def _written(self, called: Computation, output: Instruction, shape: Shape) -> int:
-        """Bytes of a result that a fusion writes; if it updates an operand in place, those of the update."""
+        """Bytes of a result that a fusion writes: those of the update, if it updates an operand in place."""
         while output.op == "bitcast":
             output = called.instructions[output.operands[0]]
         if output.op == "fusion":
@@ -420,7 +420,7 @@ class Module:
 
 
 def _prefetch(i: Instruction, source: tuple[Shape, ...]) -> bool:
-    """True if it copies bytes to on-chip memory unchanged: that costs no more than reading them."""
+    """True if an instruction copies bytes unchanged to on-chip memory, which costs no more than reading them."""
     target = i.shapes[0]
     return bool(target.space and source and i.op != "transpose" and target.order == source[0].order)
 
@@ -432,7 +432,7 @@ def _branches(i: Instruction) -> list[str]:
 
 
 def _trips(i: Instruction, condition: Computation, computations: Mapping[str, Computation]) -> int:
-    """The trips of a loop; if they are not known when compiling, the expected trips that it names, or 1."""
+    """The trips of a loop; if they are unknown when compiling, the expected trips that the loop names, or 1."""
     if known := re.search(r'known_trip_count[":{]+n[":]+(\d+)', i.rest):
         return int(known[1])
     if i.expected_trips is not None:

@@ -32,7 +32,7 @@ from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
 from inferlib.targets import CHIPS, parse_target, target_names
 
-# Hz, inferred: at these clocks the compiler's cycles of large matrix products match the chips' published peaks.
+# Hz, inferred: with these clocks, the compiler's cycles of large matrix products match the chips' published peaks.
 CLOCKS = {"v4": 1.05e9, "v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "v7x": 2.2e9}
 
 
@@ -41,7 +41,7 @@ class Budget:
     """Bytes on one device that follow from shapes alone.
 
     rows: number of rows on each of `replicas`. token: bytes of one position of a row's cache, in the layers that store
-    all positions. fixed: bytes of a row's cache in the other layers, whatever its length.
+    all positions. fixed: bytes of a row's cache in the other layers, whose size does not depend on the length.
     """
 
     weights: int
@@ -127,8 +127,8 @@ class ProgramReport:
 
 @dataclass(frozen=True)
 class Latency:
-    """What a bucket means for users, in seconds, estimated and at the floor: time to first token of a prompt that fills
-    a prefill bucket, or inter-token latency and throughput of a batch, at `limit` positions."""
+    """The latency of a bucket for users, in seconds, estimated and at the floor: the time to first token of a prompt
+    that fills a prefill bucket, or the inter-token latency and throughput of a batch, at `limit` positions."""
 
     kind: str
     size: int
@@ -159,20 +159,20 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if everything compiled and fits, and nothing copies the cache. A CPU may copy it: products with a row's
+        """True if everything compiled and fits, and no program copies the cache. On a CPU it may: products with a row's
         keys may want them in another order."""
         free = self.deployment.slice.platform == "cpu"
         return all(p.outcome.ok for p in self.programs) and (free or not self.copied)
 
     @property
     def copied(self) -> bool:
-        """True if something copies the cache. Its scales may be moved, once in and once out."""
+        """True if a program copies the cache. Scales may move once in and once out."""
         copies = (copy for p in self.programs for copy in (p.outcome.facts or {}).get("cache_copies", ()))
         return any(copy["count"] > 1 or not copy["array"].endswith(" scales") for copy in copies)
 
     @cached_property
     def overhead(self) -> int:
-        """The most bytes that a program takes beside weights and cache."""
+        """The most bytes that a program takes in addition to weights and cache."""
         stored = self.budget.weights + self.budget.cache
         return max((p.peak - stored for p in self.programs if p.peak is not None), default=0)
 
@@ -214,7 +214,7 @@ class Report:
         return sorted(fastest.values(), key=lambda x: (x.kind, x.limit, x.size))
 
     def advice(self) -> list[str]:
-        """If the programs do not fit: by how much, and what would fit."""
+        """What would fit, and how many bytes are missing, if the programs do not fit."""
         if all(p.fits for p in self.programs):
             return []
         need = self.budget.weights + self.budget.cache
@@ -377,7 +377,7 @@ def _need(deployment: Deployment) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A context without warnings, for configurations that are only tried."""
+    """A context without warnings, for trying configurations."""
     log = logging.getLogger("inferlib")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -1,1 +1,2 @@
-"""Planning: what a step costs and sends over the mesh, and which deployment suits a workload, without compiling."""
+"""Planning: the costs of a step, its messages over the mesh, and the deployment for a workload, all without
+compiling."""

@@ -1,4 +1,4 @@
-"""What a collective of a program is for, told from where it is called."""
+"""The purpose of a program's collective, by the place of its call."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from jax.extend.core import JaxprEqn
 
-# What a collective is for, by the file, class or function that calls it, if need be with the primitive. The innermost
-# caller that is listed decides; of one caller, the longest entry.
+# The purpose of a collective by the file, class or function that calls it, if need be with the primitive. The innermost
+# listed caller decides; of its entries, the longest one.
 PURPOSES = {
     "all_reduce_norm_gpu.open_mailboxes": "mailboxes",
     "attention": "queries, keys and values",
@@ -57,7 +57,7 @@ PURPOSES = {
 
 
 def purpose_of(eqn: JaxprEqn, scope: str) -> str:
-    """What a collective is for. scope: the named scopes that it lies in."""
+    """The purpose of a collective. scope: the named scopes around it."""
     primitive, nearest = eqn.primitive.name, ""
     traceback = eqn.source_info.traceback
     for code in traceback.raw_frames()[0] if traceback else ():
@@ -74,5 +74,5 @@ def purpose_of(eqn: JaxprEqn, scope: str) -> str:
 
 
 def branch_of(scope: str) -> str:
-    """The branch of a layer that named scopes lie in."""
+    """The branch of a layer that named scopes belong to."""
     return "feed-forward" if "mlp" in scope else "attention"

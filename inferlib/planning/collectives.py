@@ -1,4 +1,4 @@
-"""What `explain` says, as data: where arrays lie, and the collectives of a step."""
+"""The results of `explain` as data: where arrays are placed, and the collectives of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs a device: operations, bytes, collectives, and from them time.
+"""The costs of a step on a device: operations, bytes and collectives, and the time that follows.
 
 The analytical model of Pope et al. 2022 ("Efficiently Scaling Transformer Inference") and of the JAX scaling book.
 Weights come from the abstract model, the cache from its plan, collectives from `estimate`; nothing is compiled.
@@ -66,8 +66,8 @@ class Work:
 class StepTime:
     """Seconds of a step.
 
-    compute, memory, network: each of them alone, at attained rates. seconds: all together, with small operations.
-    floor: the longest of the three at the published rates, with the others hidden behind it.
+    compute, memory, network: the time of each alone, at attained rates. seconds: the time of all together, with small
+    operations. floor: the longest of the three at the published rates, with the others hidden behind it.
     """
 
     compute: float
@@ -86,9 +86,9 @@ class StepTime:
 def step_time(work: Work, network: Network) -> StepTime:
     """How long a step takes.
 
-    Kernels follow one another; in most, memory and compute overlap. A collective waits for what was computed. If XLA
-    multiplies by the weights, the next ones are fetched meanwhile, as many as on-chip memory holds beside the
-    compiler's scratch.
+    Kernels follow one another; in most, memory and compute overlap. A collective waits for its input. If XLA multiplies
+    by the weights, the next weights are fetched meanwhile, as many as on-chip memory holds beside the compiler's
+    scratch.
     """
     target = network.target
     parts = work.parts or (Part(PLAIN, work.flops, work.nbytes),)
@@ -124,7 +124,7 @@ def _waits(work: Work, network: Network, efficiency: Efficiency) -> list[tuple[i
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a device. temporaries: an assumption: twice the logits and the widest layer's activations and scores."""
+    """Bytes on a device. temporaries: an assumption, twice the logits and the widest layer's activations and scores."""
 
     weights: int
     cache: int
@@ -360,7 +360,8 @@ def _abstract(config: ModelConfig, parallel: Parallelism, quantization: Quantiza
 
 @dataclass(frozen=True)
 class _Sizes:
-    """A key for `_traced`: meshes that split padded sizes alike share abstract weights, which take a while to trace."""
+    """A key for `_traced`: meshes that split padded sizes in the same way share abstract weights, which take a while to
+    trace."""
 
     config: ModelConfig
     quantization: Quantization | None

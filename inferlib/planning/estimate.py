@@ -45,7 +45,8 @@ def estimate(
 
 
 class _Ledger:
-    """Adds up collectives. Its methods have the names of those of `Shards`, and note nothing where those do nothing."""
+    """A list of collectives. Its methods have the names of `Shards`'s methods, and note nothing where those do
+    nothing."""
 
     def __init__(self, shards: Shards, backend: Backend):
         self.shards, self.backend = shards, backend
@@ -117,7 +118,7 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         ledger.sum_tokens("per-layer embeddings", (axes.VOCAB,), numbers, dtype)
         ledger.reduce("per-layer embeddings", (axes.EMBED,), numbers, dtype)
     _streams(ledger, model, tokens, 1)
-    passed = set()  # unscanned layers whose cache was passed on: XLA does so once for all layers that share it
+    passed = set()  # unscanned layers whose cache was passed on: XLA passes it on once for all layers that share it
     for number, (layers, block) in enumerate(zip(model.blocks(), plan.blocks, strict=True)):
         layer, ledger.times = config.layers[layers[0]], len(layers)
         flops = _in_ring(ledger, model, number, tokens)
@@ -136,7 +137,7 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
 
 
 def _extras(ledger: _Ledger, model: AbstractModel, layer: LayerSpec, tokens: int) -> None:
-    """A layer's norms, and what else surrounds its branches."""
+    """A layer's norms, and the other steps around its branches."""
     config, branches = model.config, 1 if layer.parallel or layer.mlp is None else 2
     _norm(ledger, model, tokens, 2 * layer.post_norm + layer.pre_norm * branches)
     if config.streams > 1:  # before and after the layer
@@ -157,7 +158,7 @@ def _in_ring(ledger: _Ledger, model: AbstractModel, block: int, tokens: int) -> 
 
 
 def _streams(ledger: _Ledger, model: AbstractModel, tokens: int, projected: int) -> None:
-    """From one residual to several, or back; `projected` of them are."""
+    """From one residual to several, or back, where `projected` residuals are projected."""
     if model.config.streams > 1:
         ledger.gather("parallel residuals", (axes.EMBED,), (tokens, projected, model.config.dim), model.dtype)
         ledger.reduce("magnitudes", (axes.EMBED,), (tokens, model.config.streams), np.float32)
@@ -191,7 +192,7 @@ def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) 
     """A mixture of experts up to the sum over its width; `tokens` on a device."""
     chosen = spec.router.chosen
     ledger.reduce("router", (axes.EMBED,), (tokens, spec.router.experts), np.float32)
-    # Experts with norms of their own have two behind them; the two before take the sum of the residual's norm.
+    # Two norms follow experts with separate norms; the two before them take the sum of the residual's norm.
     _norm(ledger, model, tokens, 2 if spec.own_norms else int(spec.router.norm_eps is not None))
     received, home = _exchange(ledger, model, spec, tokens)
     pairs = pairs_room(chosen, tokens, received, ledger.backend)
@@ -206,8 +207,8 @@ def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) 
 
 
 def _exchange(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) -> tuple[int, Collective]:
-    """Tokens to the experts of other devices. Returns how many a device receives in a round, and what brings the
-    experts' sums home."""
+    """Send tokens to the experts of other devices. Returns how many tokens a device receives in a round, and the
+    function that notes the return of the experts' sums."""
     dtype, width, devices = model.dtype, _width(model), ledger.shards.size(axes.EXPERTS)
     how = exchange_of(spec, tokens, width * dtype.itemsize, devices, ledger.backend)
     sent = received = tokens * devices
@@ -280,8 +281,8 @@ def _over_stripes(
     *,
     passes: bool,
 ) -> None:
-    """Attention over positions that several devices own. groups: see `_projections`. passes: whether the rows' cache is
-    passed around where chunks are dealt out."""
+    """Attention over positions that several devices own. groups: see `_projections`. passes: the rows' cache is passed
+    around if chunks are dealt out."""
     shards, tokens = ledger.shards, key.chunks * key.chunk + key.rows
     devices = shards.size(axes.POSITIONS)
     if shards.size(axes.TOKENS) > 1:

@@ -1,4 +1,4 @@
-"""What a step reads of its experts' weights."""
+"""The weights of experts that a step reads."""
 
 from __future__ import annotations
 

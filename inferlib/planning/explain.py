@@ -1,4 +1,4 @@
-"""Where a model's arrays lie on a mesh, and what the steps of its programs say over it: promised, not measured.
+"""Where a model's arrays are placed on a mesh, and what its programs send over it: predicted, not measured.
 
 Arrays follow from the abstract model and the rules, collectives from a trace of the program; no device is needed. On
 several hosts a program also gathers its output, a few numbers for each row, on every device.
@@ -106,7 +106,7 @@ def _place(shards: Shards, name: str, names: tuple[str | None, ...], shape: tupl
 
 
 def _grouped(placements: Iterable[Placement]) -> tuple[Placement, ...]:
-    """One entry for those that differ in count alone, in order of appearance."""
+    """One entry for placements that differ only in count, in order of appearance."""
     groups: dict[tuple, Placement] = {}
     for p in placements:
         key = (p.name, p.axes, p.shape)

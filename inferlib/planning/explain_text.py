@@ -1,4 +1,4 @@
-"""Tables for a terminal: where arrays lie on a mesh, and the collectives of a step."""
+"""Tables for a terminal: the placement of arrays on a mesh, and the collectives of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel multiplies by a weight at a number of rows, and so how fast: from the choices of `inferlib.ops`."""
+"""The kernel that multiplies by a weight at a number of rows, and so its rate: from the choices of `inferlib.ops`."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def attention_rate(latent: bool, decode: bool, backend: Backend) -> Rate:
 
 
 def fetches_ahead(tokens: float, backend: Backend) -> bool:
-    """Whether XLA multiplies by the weights, and so may fetch the next ones during a collective; a kernel of ours reads
-    its weights when it runs."""
+    """True if XLA multiplies by the weights, so that it can fetch the next ones during a collective. Our kernels read
+    their weights when they run."""
     return backend.matmul != "pallas_tpu" or tokens > FEW_ROWS
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """A step's tokens on a device. width: of the residual there. chunk: they are a prompt's."""
+    """A step's tokens on a device. width: the width of the residual there. chunk: they are tokens of a prompt."""
 
     count: float
     width: int

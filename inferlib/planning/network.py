@@ -1,7 +1,8 @@
 """How long collectives take on a mesh that is laid on a torus or a switch.
 
 The model of the JAX scaling book (https://jax-ml.github.io/scaling-book/sharding): a phase (an all-gather or a
-reduce-scatter) moves (n - 1) / n of the whole array over every link of the axis at once, and no sooner than its hops.
+reduce-scatter) moves (n - 1) / n of the whole array over every link of the axis at once, and takes at least the latency
+of its hops.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from inferlib.targets import Target, TargetError
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The share of published figures that is attained; for latency, a multiple of the published hop."""
+    """The attained share of published figures; for latency, the attained multiple of the published hop."""
 
     memory: float
     compute: float
@@ -53,7 +54,8 @@ class Network:
     spans: Mapping[str, Span]
 
     def seconds(self, collective: Collective, efficiency: Efficiency) -> float:
-        """Seconds of one of `collective.count` collectives; if a product hides it, only what exceeds the product."""
+        """Seconds of one of `collective.count` collectives; if a product hides it, only the time beyond the
+        product's."""
         if collective.flops:
             hidden = collective.flops / (self.target.rate("bfloat16") * efficiency.compute)
             return max(self.seconds(replace(collective, flops=0), efficiency) - hidden, 0.0)

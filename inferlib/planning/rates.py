@@ -1,4 +1,4 @@
-"""How fast the kernels of each platform are, beside their bytes and operations: a few measured numbers.
+"""A few measured numbers on how fast the kernels of each platform are, given their bytes and operations.
 
 GPUs: an H200, from steps of decoding (`configs/measurements/h200-decode.yaml`) and single products
 (docs/kernels/measurements.md). TPUs: the compiler's cycles for the small operations of the programs of `configs/plans`
@@ -18,9 +18,9 @@ from inferlib.targets import Target
 class Rate:
     """How fast a kernel is.
 
-    flops: FLOP/s, None for what matrix products of the chip attain. unpack: elements/s that it makes of packed ones.
-    overlaps: it unpacks and multiplies while it reads. start: seconds of each launch. share: of the memory bandwidth
-    that large copies attain.
+    flops: FLOP/s, None for the rate of the chip's matrix products. unpack: packed elements that it unpacks per second.
+    overlaps: it unpacks and multiplies while it reads. start: seconds of each launch. share: the attained share of the
+    memory bandwidth of large copies.
     """
 
     flops: float | None = None
@@ -31,8 +31,8 @@ class Rate:
 
 
 PLAIN = Rate()
-# Products on GPUs by what `ops.matmul.choose` and `ops.grouped_matmul.choose` name.
-# XLA converts weights with a scale for each channel in the product, and writes those in groups to memory first.
+# Products on GPUs, by the names that `ops.matmul.choose` and `ops.grouped_matmul.choose` return. XLA converts weights
+# with a scale for each channel in the product, and writes those in groups to memory first.
 XLA_CHANNEL = Rate(unpack=7.8e12, overlaps=False)
 XLA_GROUPS = Rate(unpack=5e11, overlaps=False)
 # The kernel of few rows adds partial sums in another kernel. It serves four rows in the time of two.
@@ -72,7 +72,7 @@ class Part:
 
 
 def rounded(rate: Rate, rows: float) -> float:
-    """The factor by which a kernel multiplies more rows than there are."""
+    """The number of rows that a kernel multiplies, as a multiple of the rows there are."""
     if rate not in (ROWS_4_BIT, ROWS_8_BIT) or rows <= 1:
         return 1.0
     return ceil(rows / ROWS_STEP) * ROWS_STEP / rows

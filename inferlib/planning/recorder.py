@@ -84,7 +84,7 @@ def _expected_rows(spec: MoeSpec, row_bytes: int, tokens: int, shards: Shards, b
 class _Recording:
     """Reads the jaxpr of a program, and counts its collectives.
 
-    Results are numbered so that equal ones have equal numbers: like XLA, it counts equal collectives once.
+    Equal results get equal numbers, so that equal collectives count once, as in XLA.
     """
 
     def __init__(self, model: AbstractModel, config: EngineConfig, key: ProgramKey):
@@ -137,7 +137,7 @@ class _Recording:
         elif not inner:
             operation = self._operations.setdefault(id(eqn), f"{name} {eqn.params}")
             known, key = len(self._numbers), (operation, *inputs)
-            # What a scan passes on is counted for each layer.
+            # A scan's passing on is counted for each layer.
             result = self._number(next(self._fresh)) if name == "ppermute" and times > 1 else self._number(*key)
             if name in _KINDS and len(self._numbers) > known:
                 self._note(eqn, path, times)
@@ -161,7 +161,7 @@ class _Recording:
             self._add(Collective(_KINDS[name], what or purpose, "", prod(shape) * array.dtype.itemsize), over, times)
 
     def _sent_to_experts(self, array: Any) -> str:
-        """What is sent besides the tokens themselves, "" for these."""
+        """What an array adds to the tokens that are sent; empty for the tokens themselves."""
         if array.dtype == "int32":
             return "how many tokens"
         return "routes" if array.dtype == "float32" and array.shape[-1] in self.route_widths else ""

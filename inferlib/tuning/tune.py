@@ -32,8 +32,8 @@ from inferlib.tuning.kernel_cases.collective_matmul import CollectiveMatmul
 from inferlib.tuning.kernels import KernelCompiler
 
 GAIN = 0.02  # share of the rule's time: a smaller gain is not worth a line of a table
-WORSE = 0.01  # most that any of several cases may lose
-STEP = 0.002  # a smaller gain is none: the search turns elsewhere
+WORSE = 0.01  # the most that any of several cases may lose
+STEP = 0.002  # a smaller gain counts as none, and the search turns elsewhere
 MOST = 32  # candidates of a search
 FACTORS = (Fraction(2), Fraction(1, 2), Fraction(3, 2), Fraction(2, 3))
 
@@ -70,13 +70,13 @@ class Result:
 
     @property
     def pays(self) -> bool:
-        """True if the gain is worth a line of a table."""
+        """True if the gain is worth an entry in a table."""
         return self.gain > GAIN
 
 
 @dataclass(frozen=True)
 class Failed:
-    """A case that does not compile with the blocks of the rule, so that there is nothing to compare with."""
+    """A case that does not compile with the rule's blocks, so that there is nothing to compare with."""
 
     kernel: str
     case: str
@@ -109,7 +109,7 @@ def needed(deployment: Deployment) -> tuple[dict[str, dict[str, Case]], list[Fai
             continue
         if standing == {name}:
             cases.setdefault(kernel, {}).update({f"{name}: {data}": case for data, case in some.items()})
-        elif any((kernel, other) not in shapes for other in standing):  # else the rows were not padded yet
+        elif any((kernel, other) not in shapes for other in standing):  # otherwise the rows are not padded yet
             failed.append(Failed(kernel, name, f"the cases that stand for it ask for {' and '.join(standing)}"))
     return cases, failed
 
@@ -223,7 +223,7 @@ class _Search:
         return Result(kernel, names, shape, rule, best, *sums, gain, tried, tuple(refused))
 
     def _measured(self, name: str, kernel: str, case: Case, blocks: Sizes | None) -> tuple[float, Asked]:
-        """Seconds of a case with some blocks, None for those of the rule, and what the kernel asked for."""
+        """The seconds of a case with these blocks (None: the rule's), and the kernel's request."""
         compiler = self._idle.get()
         try:
             self.told(f"{kernel}, {name} {sizes_text(blocks or {})}")

@@ -1,6 +1,6 @@
-"""Cases that TPU kernels are judged by: a module for each kernel, with `CASES` by name.
+"""Cases for judging TPU kernels: a module for each kernel, with `CASES` by name.
 
-`benchmarks/kernels.py` shows their figures, `inferlib tune` searches their blocks.
+`benchmarks/kernels.py` shows their figures, and `inferlib tune` searches their blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Case(Protocol):
 
     @property
     def floor_flops(self) -> int:
-        """Operations in bfloat16 that it must do, 0 if memory bounds it anyway."""
+        """Operations in bfloat16 that the kernel must do; 0 if memory bounds it anyway."""
         ...
 
     def function(self) -> Callable:
@@ -45,7 +45,7 @@ class Case(Protocol):
         ...
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes, as the TPU takes them that is traced for."""
+        """Shapes and dtypes, in the form for the TPU of the trace."""
         ...
 
     def scalars(self) -> dict[int, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Data that several kernels' cases share, the same each time."""
+"""Deterministic data that the cases of several kernels share."""
 
 from __future__ import annotations
 
