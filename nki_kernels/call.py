@@ -31,7 +31,7 @@ def call(
 
     name: the operation's name, which marks it in a lowered program. lnc: physical cores of a logical NeuronCore, 1 or
     2; None for `logical_cores()`, which a Trainium host insists on. If a program is lowered for Trainium without NKI, a
-    custom call without the kernel's binary takes its place: the program can be checked, but not compiled.
+    custom call without a binary stands for the kernel: the program can be checked, but not compiled.
     """
     lnc = logical_cores() if lnc is None else lnc
     if lnc not in (1, 2):

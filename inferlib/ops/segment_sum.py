@@ -37,11 +37,11 @@ def segment_sum(
     tiles: float,
     longest: float,
 ) -> jax.Array:
-    """into [T, *D], rows [M, *E] -> [T, *D]: `into`, with the segments' sums in tiles `first` to before `stop`, each of
-    `TILE` segments, accumulated in float32 and reshaped.
+    """into [T, *D], rows [M, *E] -> [T, *D]: `into` with the sums of the segments in tiles `first` to `stop` - 1, each
+    of `TILE` segments, accumulated in float32 and reshaped.
 
-    Rows that are in no segment may hold anything. tiles, longest: the number of tiles, and the length of a tile's
-    longest segment, if load is balanced; only reports of compiled programs use them.
+    Rows of no segment may hold anything. tiles, longest: the number of tiles, and the length of a tile's longest
+    segment, if load is balanced; only reports of compiled programs use them.
     """
     places, factors, starts, counts = segments.places, segments.factors, segments.starts, segments.counts
     each = (TILE, *[1] * (rows.ndim - 1))

@@ -41,11 +41,11 @@ from inferlib.targets import Target
 
 @dataclass(frozen=True)
 class Work:
-    """One step on one device. flops: operations, as if all ran at the rate of bfloat16. bytes: read from and written to
-    HBM.
+    """One step on one device. flops: operations, scaled as if all ran at the rate of bfloat16. bytes: bytes read from
+    and written to HBM.
 
-    parts: the same by kernel; none: a single kernel at the chip's attained rates. small: seconds of operations beside
-    them. fetches_ahead: whether weights are fetched while a collective is under way.
+    parts: the same by kernel; without any, the step counts as one kernel at the chip's attained rates. small: seconds
+    of all other operations. fetches_ahead: weights are fetched during a collective.
     """
 
     flops: float
