@@ -236,7 +236,7 @@ class GeneralBlock(Block):
             else:
                 y = self.pre_mlp_norm.read(Residual(x), shards)[1] if spec.pre_norm else x
                 if isinstance(self.mlp, Moe) and self.mlp.spec.deferred:
-                    later, out, load = self.mlp.apart(shards.gather_for_mlp(whole(_gathered(y, ctx))), ctx, layer)
+                    later, out, load = self.mlp.run_apart(shards.gather_for_mlp(whole(_gathered(y, ctx))), ctx, layer)
                     branch = Branch(out, (axes.MLP,), self.mlp_biases)
                 else:
                     branch, load = self.feed(y, ctx, layer)

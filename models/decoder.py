@@ -77,7 +77,9 @@ class Decoder(nnx.Module):
         for segment in self.segments:
             end = at + len(segment.pattern)
             blocks = self.blocks[at:end]
-            caches = [self.lent(block, new) or cache for block, cache in zip(blocks, cache[at:end], strict=True)]
+            caches = [
+                self.borrowed_cache(block, new) or cache for block, cache in zip(blocks, cache[at:end], strict=True)
+            ]
             residual, caches, load = run_segment(segment, blocks, residual, ctx, caches, inputs, traced)
             loads += load
             new += [cache if block.owns_cache else LayerCache(()) for block, cache in zip(blocks, caches, strict=True)]
@@ -102,7 +104,7 @@ class Decoder(nnx.Module):
         dense = None if self.config.mixtures else self.blocks[0].mlp.down[...]
         return dense is None or decode_sized(dense, ctx.tokens, ctx.backend.matmul)
 
-    def lent(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
+    def borrowed_cache(self, block: Block, caches: Sequence[LayerCache]) -> LayerCache | None:
         """The cache that a block's layers borrow, if they attend to another layer's keys and values. caches: the caches
         of the blocks before it."""
         owner = block.spec.attention.cache_of

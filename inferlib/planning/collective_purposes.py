@@ -32,7 +32,7 @@ PURPOSES = {
     "mlp.Mlp.cut": "mean and variance of gates",
     "moe": "gate and up",
     "moe pmax": "whether more rounds follow",
-    "moe.Moe.always": "gate of shared experts",
+    "moe.Moe.run_shared": "gate of shared experts",
     "moe.Moe.with_norms": "feed-forward",
     "norm": "norms",
     "per_layer.PerLayerEmbedding": "per-layer embeddings",

@@ -54,16 +54,16 @@ def exchange_of(spec: MoeSpec, tokens: int, row_bytes: int, devices: int, backen
     tokens are gathered. row_bytes: bytes of a token's activations."""
     if devices == 1:
         return None
-    share, everyone = spec.device_share(devices) * tokens, devices * tokens
+    share, all_rows = spec.device_share(devices) * tokens, devices * tokens
     if backend.exchange == "ragged":
-        many = _are_many(everyone, backend)
-        room = _room(devices * share, everyone) if many else everyone
+        many = _are_many(all_rows, backend)
+        room = _room(devices * share, all_rows) if many else all_rows
         exchange = Exchange(ceil(devices * share), room, ragged=True, many=many)
     else:
         room = min(tokens, ceil(_SLACK * share))
         exchange = Exchange(devices * room, room, ragged=False)
     bytes_per_row = 2 * row_bytes + 8 * spec.router.chosen
-    return exchange if exchange.rows * bytes_per_row + _START_BYTES < everyone * bytes_per_row else None
+    return exchange if exchange.rows * bytes_per_row + _START_BYTES < all_rows * bytes_per_row else None
 
 
 def pairs_room(chosen: int, tokens: int, received: int, backend: Backend) -> int:
@@ -102,18 +102,18 @@ def through_experts(
         return compute(x, slots, weights)
     routes = jnp.concatenate([slots.astype(jnp.float32), weights], axis=1)  # numbers of slots are exact in float32
     if exchange is None:
-        everyone, routes = (shards.gather(a, axes.EXPERTS, dim=0) for a in (x, routes))
-        return shards.scatter(_computed(compute, everyone, routes), axes.EXPERTS)
+        all_tokens, routes = (shards.gather(a, axes.EXPERTS, dim=0) for a in (x, routes))
+        return shards.scatter(_computed(compute, all_tokens, routes), axes.EXPERTS)
     trip = _Trip.of(slots, count, shards.size(axes.EXPERTS))
     return (_ragged if exchange.ragged else _padded)(x, routes, trip, exchange, compute, shards)
 
 
 class _Trip(NamedTuple):
-    """Where tokens go. goes [T, n]: whether a token goes to a device; counts [n]: how many tokens go to it. device [T,
-    k]: the device of each choice (-1: none); first [T, k]: whether it is the token's first choice on that device; rank
-    [T, k]: the token's number among the tokens that go there."""
+    """Where tokens go. is_sent [T, n]: whether a token goes to a device; counts [n]: how many tokens go to it. device
+    [T, k]: the device of each choice (-1: none); first [T, k]: whether it is the token's first choice on that device;
+    rank [T, k]: the token's number among the tokens that go there."""
 
-    goes: jax.Array
+    is_sent: jax.Array
     counts: jax.Array
     device: jax.Array
     first: jax.Array
@@ -127,12 +127,12 @@ class _Trip(NamedTuple):
     @staticmethod
     def of(slots: jax.Array, count: int, devices: int) -> _Trip:
         device = slots // count
-        goes = jnp.any(device[:, :, None] == jnp.arange(devices), axis=1)
+        is_sent = jnp.any(device[:, :, None] == jnp.arange(devices), axis=1)
         same = device[:, :, None] == device[:, None, :]
         first = (device >= 0) & (jnp.argmax(same, axis=2) == jnp.arange(slots.shape[1]))
-        ranks = jnp.cumsum(goes, axis=0, dtype=jnp.int32) - 1
+        ranks = jnp.cumsum(is_sent, axis=0, dtype=jnp.int32) - 1
         rank = jnp.take_along_axis(ranks, jnp.maximum(device, 0), axis=1)
-        return _Trip(goes, jnp.sum(goes, axis=0, dtype=jnp.int32), device, first, rank)
+        return _Trip(is_sent, jnp.sum(is_sent, axis=0, dtype=jnp.int32), device, first, rank)
 
 
 def _padded(
@@ -141,20 +141,20 @@ def _padded(
     """Each round sends as many tokens to every device as there is room for. All devices run the number of rounds that
     the busiest one needs."""
     (tokens, dim), room, devices = x.shape, exchange.room, trip.counts.size
-    order = jnp.argsort(~trip.goes.T, axis=1)  # for each device, the tokens that go there come first
+    order = jnp.argsort(~trip.is_sent.T, axis=1)  # for each device, the tokens that go there come first
     order = jnp.pad(order, ((0, 0), (0, -tokens % room)))
 
     def one_round(number: jax.Array, parts: jax.Array) -> jax.Array:
         start = number * room
         token = lax.dynamic_slice_in_dim(order, start, room, axis=1)
-        goes = (start + jnp.arange(room) < trip.counts[:, None])[:, :, None]
+        is_sent = (start + jnp.arange(room) < trip.counts[:, None])[:, :, None]
         received = shards.all_to_all(x[token], axes.EXPERTS)
-        received_routes = shards.all_to_all(jnp.where(goes, routes[token], -1), axes.EXPERTS)
+        received_routes = shards.all_to_all(jnp.where(is_sent, routes[token], -1), axes.EXPERTS)
         out = _computed(compute, received.reshape(-1, dim), received_routes.reshape(devices * room, -1))
         back = shards.all_to_all(out.reshape(received.shape), axes.EXPERTS).reshape(-1, dim)
-        place = trip.rank - start
-        went = (place >= 0) & (place < room)
-        return jnp.where(went[:, :, None], back[jnp.where(went, trip.device * room + place, 0)], parts)
+        slot = trip.rank - start
+        has_returned = (slot >= 0) & (slot < room)
+        return jnp.where(has_returned[:, :, None], back[jnp.where(has_returned, trip.device * room + slot, 0)], parts)
 
     rounds = shards.max(jnp.max(-(-trip.counts // room)), axes.ROWS)
     with expected_trips(1):
@@ -169,7 +169,7 @@ def _ragged(
     than all devices have tokens."""
     (tokens, dim), devices, me, room = x.shape, trip.counts.size, shards.index(axes.EXPERTS), exchange.room
     most = tokens * min(devices, trip.device.shape[1])
-    order = jnp.argsort(~trip.goes.T.reshape(-1))[:most] % tokens  # by device
+    order = jnp.argsort(~trip.is_sent.T.reshape(-1))[:most] % tokens  # by device
     sizes = shards.stack(trip.counts, axes.EXPERTS)  # [from, to]
     # Where the rows of each pair of devices start, among the rows sent and among the rows received.
     sent, received = (jnp.cumsum(sizes, axis=axis) - sizes for axis in (1, 0))
@@ -181,39 +181,39 @@ def _ragged(
     def moved(rows: jax.Array, out: jax.Array, *where: jax.Array) -> jax.Array:
         return shards.ragged_all_to_all(rows, out, *where, name=axes.EXPERTS)
 
-    def exchanged(sent: jax.Array, sizes: jax.Array, received: jax.Array, home: jax.Array) -> jax.Array:
-        there = sent[me], sizes[me], received[me], sizes[:, me]
-        back = received[:, me], sizes[:, me], sent[:, me], sizes[me]
-        received_routes = moved(routes, jnp.full((room, routes.shape[1]), -1, routes.dtype), *there)
-        out = _computed(compute, moved(x, filled((room, *x.shape[1:]), x.dtype), *there), received_routes)
-        return moved(out, home, *back)
+    def exchanged(sent: jax.Array, sizes: jax.Array, received: jax.Array, returned: jax.Array) -> jax.Array:
+        outward = sent[me], sizes[me], received[me], sizes[:, me]
+        homeward = received[:, me], sizes[:, me], sent[:, me], sizes[me]
+        received_routes = moved(routes, jnp.full((room, routes.shape[1]), -1, routes.dtype), *outward)
+        out = _computed(compute, moved(x, filled((room, *x.shape[1:]), x.dtype), *outward), received_routes)
+        return moved(out, returned, *homeward)
 
-    def one_round(number: jax.Array, home: jax.Array) -> jax.Array:
+    def one_round(number: jax.Array, returned: jax.Array) -> jax.Array:
         """Exchange the rows that belong to a device's next `room` rows."""
         start = number * room
         before = jnp.clip(start - received, 0, sizes)  # rows that went in earlier rounds
         count = jnp.clip(start + room - received, 0, sizes) - before
-        return exchanged(sent + before, count, jnp.clip(received + before - start, 0, room), home)
+        return exchanged(sent + before, count, jnp.clip(received + before - start, 0, room), returned)
 
-    home = filled((most, *x.shape[1:]), x.dtype)
+    returned = filled((most, *x.shape[1:]), x.dtype)
     if room == devices * tokens:
-        home = exchanged(sent, sizes, received, home)
+        returned = exchanged(sent, sizes, received, returned)
     else:
         rounds = shards.max(-(-jnp.max(jnp.sum(sizes, axis=0)) // room), axes.ROWS)
         with expected_trips(1):
-            home = lax.fori_loop(0, rounds, one_round, home)
+            returned = lax.fori_loop(0, rounds, one_round, returned)
     places = jnp.where(trip.first, sent[me][trip.device] + trip.rank, 0)
-    return _summed_at_home(home, places, trip, dim) if exchange.many else trip.summed(home[places])
+    return _summed_segments(returned, places, trip, dim) if exchange.many else trip.summed(returned[places])
 
 
-def _summed_at_home(home: jax.Array, places: jax.Array, trip: _Trip, dim: int) -> jax.Array:
-    """`_Trip.summed` of many rows home [N, *D], at places [T, k] -> [T, D]."""
+def _summed_segments(returned: jax.Array, places: jax.Array, trip: _Trip, dim: int) -> jax.Array:
+    """`_Trip.summed` for many returned rows [N, *D], at places [T, k] -> [T, D]."""
     tokens, longest = places.shape
     first, tiles = trip.first.reshape(-1), -(-tokens // TILE)
     counts = jnp.pad(jnp.sum(trip.first, axis=1, dtype=jnp.int32), (0, -tokens % TILE))
     return segment_sum(
-        lax.empty((counts.size, dim), home.dtype),
-        home,
+        lax.empty((counts.size, dim), returned.dtype),
+        returned,
         Segments(places.reshape(-1)[jnp.argsort(~first)], None, jnp.cumsum(counts) - counts, counts),
         0,
         tiles,

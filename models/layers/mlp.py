@@ -63,13 +63,13 @@ class Mlp(nnx.Module):
         if spec.gated and not (spec.bias or spec.sparsity or shards.size(axes.EMBED) > 1):
             hidden = ctx.matmul(x, self.gate_up[...], activation=partial(gated, spec.activation))
             return product(hidden, self.down[...])
-        both = shards.sum(ctx.matmul(x, self.gate_up[...]), axes.EMBED)
+        gate_up = shards.sum(ctx.matmul(x, self.gate_up[...]), axes.EMBED)
         if self.spec.bias:
-            both = both + self.gate_up_bias[...]
+            gate_up = gate_up + self.gate_up_bias[...]
         if not self.spec.gated:
-            return product(ACTIVATIONS[self.spec.activation](both[:, 0]), self.down[...])
-        gate = self.cut(both[:, 0], shards) if self.spec.sparsity else both[:, 0]
-        return product(gated(self.spec.activation, gate, both[:, 1]), self.down[...])
+            return product(ACTIVATIONS[self.spec.activation](gate_up[:, 0]), self.down[...])
+        gate = self.cut(gate_up[:, 0], shards) if self.spec.sparsity else gate_up[:, 0]
+        return product(gated(self.spec.activation, gate, gate_up[:, 1]), self.down[...])
 
     def cut(self, gate: jax.Array, shards: Shards) -> jax.Array:
         """The gate [T, F] less its quantile (see `MlpSpec.sparsity`), and zero below it."""

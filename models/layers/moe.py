@@ -58,13 +58,13 @@ class Moe(nnx.Module):
 
     def __call__(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None = None) -> tuple[jax.Array, Load]:
         """layer: the current layer of a scanned segment, whose experts are stacked (see `Experts`)."""
-        routed, load = self.chosen(x, x, ctx, layer)
-        return routed if self.spec.shared is None else routed + self.always(x, ctx), load
+        routed, load = self.run_chosen(x, x, ctx, layer)
+        return routed if self.spec.shared is None else routed + self.run_shared(x, ctx), load
 
-    def apart(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None) -> tuple[jax.Array, jax.Array, Load]:
+    def run_apart(self, x: jax.Array, ctx: StepContext, layer: jax.Array | None) -> tuple[jax.Array, jax.Array, Load]:
         """The sum of the chosen experts and, apart from it, that of the shared experts."""
-        routed, load = self.chosen(x, x, ctx, layer)
-        return routed, self.always(x, ctx), load
+        routed, load = self.run_chosen(x, x, ctx, layer)
+        return routed, self.run_shared(x, ctx), load
 
     def with_norms(
         self, x: jax.Array, shared: jax.Array, ctx: StepContext, layer: jax.Array | None
@@ -75,21 +75,22 @@ class Moe(nnx.Module):
         x [T, D]: the residual; shared [T, D]: input of the shared experts.
         """
         shards, dim = ctx.shards, x.shape[1]
-        routed, load = self.chosen(self.pre_norm(x, shards), x, ctx, layer)
-        both = shards.sum_tokens(jnp.concatenate([routed, self.always(shared, ctx)], axis=1), axes.MLP)
-        out = self.post_norm(both[:, :dim], shards) + self.post_shared_norm(self.finish(both[:, dim:]), shards)
+        routed, load = self.run_chosen(self.pre_norm(x, shards), x, ctx, layer)
+        sums = shards.sum_tokens(jnp.concatenate([routed, self.run_shared(shared, ctx)], axis=1), axes.MLP)
+        out = self.post_norm(sums[:, :dim], shards) + self.post_shared_norm(self.finish(sums[:, dim:]), shards)
         return out, load
 
-    def chosen(
-        self, x: jax.Array, judged: jax.Array, ctx: StepContext, layer: jax.Array | None
+    def run_chosen(
+        self, x: jax.Array, router_input: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> tuple[jax.Array, Load]:
-        """The sum of the chosen experts, and the load. judged [T, D]: the router's input."""
+        """The sum of the chosen experts, and the load. router_input [T, D]: the router may read other activations than
+        the experts."""
         with jax.named_scope("router"):
-            experts, weights = self.router(judged, ctx)
+            experts, weights = self.router(router_input, ctx)
         if x.shape[0] > 1:
             experts = jnp.where(ctx.mlp_active[:, None], experts, -1)  # inactive rows choose none
         with jax.named_scope("experts"):
-            routed = self.routed(x, experts, weights, ctx, layer)
+            routed = self.weighted_sum(x, experts, weights, ctx, layer)
         return routed, None if ctx.counted is None else self.load(ctx.shards.local_rows(experts), ctx.counted)
 
     def load(self, experts: jax.Array, counted: jax.Array) -> jax.Array:
@@ -106,7 +107,7 @@ class Moe(nnx.Module):
         at = (jnp.cumsum(copies) - copies)[experts] + turns[:, None] % copies[experts]
         return jnp.where(experts >= 0, slots[at], -1)
 
-    def routed(
+    def weighted_sum(
         self, x: jax.Array, experts: jax.Array, weights: jax.Array, ctx: StepContext, layer: jax.Array | None
     ) -> jax.Array:
         """The weighted sum of the chosen experts [T, k]; -1 is none. Experts from E on are identities (LongCat's zero
@@ -123,9 +124,9 @@ class Moe(nnx.Module):
         if not self.spec.identity:
             return out
         share = jnp.sum(jnp.where(identity, weights, 0), axis=1, keepdims=True)
-        return out + once((x * share).astype(x.dtype), shards)
+        return out + on_one_device((x * share).astype(x.dtype), shards)
 
-    def always(self, x: jax.Array, ctx: StepContext) -> jax.Array:
+    def run_shared(self, x: jax.Array, ctx: StepContext) -> jax.Array:
         """The output of the shared experts."""
         out = self.shared(x, ctx)
         if self.spec.shared_gate:
@@ -138,7 +139,7 @@ class Moe(nnx.Module):
         return x if self.spec.shared is None else self.shared.finish(x)
 
 
-def once(x: jax.Array, shards: Shards) -> jax.Array:
+def on_one_device(x: jax.Array, shards: Shards) -> jax.Array:
     """x on one of the devices that will be summed over the feed-forward width, zeros on the others."""
     return jnp.where(shards.index(axes.MLP) == 0, x, 0) if shards.size(axes.MLP) > 1 else x
 
@@ -146,14 +147,14 @@ def once(x: jax.Array, shards: Shards) -> jax.Array:
 class Pairs(NamedTuple):
     """The M pairs of tokens and local experts of a grouped product, in the order of its rows.
 
-    ids [M]: each pair's expert. scales [M]: each pair's router weight, if it multiplies the expert's input. first: the
-    product with gate_up, which takes x [T, D]; next: the product with down, which takes rows [M, F].
+    ids [M]: each pair's expert. scales [M]: each pair's router weight, if it multiplies the expert's input.
+    times_gate_up: the product of x [T, D] with gate_up; times_down: the product of rows [M, F] with down.
     """
 
     ids: jax.Array
     scales: jax.Array | None
-    first: Callable[..., jax.Array]
-    next: Callable[..., jax.Array]
+    times_gate_up: Callable[..., jax.Array]
+    times_down: Callable[..., jax.Array]
 
 
 class Experts(nnx.Module):
@@ -197,14 +198,14 @@ class Experts(nnx.Module):
             return self._in_rounds(x, ids, weights, count, room, tokens_each, ctx, layer)
         shape, x = x.shape, x.reshape(tokens, -1)
         # A single token on a single device chooses no expert elsewhere: nothing has to be masked, which saves kernels.
-        alone = tokens == 1 and shards.size(axes.EXPERTS) == 1 and not self.spec.identity
+        is_single = tokens == 1 and shards.size(axes.EXPERTS) == 1 and not self.spec.identity
         choice = grouped_op.choose(
             ids.size, self.gate_up[...], x.dtype, ctx.backend.grouped_matmul, stacked=layer is not None
         )
         # Outputs are added one by one: for a sum over a dimension, XLA:GPU would write its input to memory, and XLA:TPU
         # would lay it out anew.
         if choice.name == "pallas_gpu_unsorted":
-            ids = (experts if alone else jnp.where(is_local, ids, -1)).reshape(-1)
+            ids = (experts if is_single else jnp.where(is_local, ids, -1)).reshape(-1)
             outputs = self._unsorted(x, ids, weights, ctx, layer).reshape(tokens, chosen, -1)
             outputs = [outputs[:, i] for i in range(chosen)]
         else:
@@ -215,7 +216,9 @@ class Experts(nnx.Module):
             outputs = [sorted_outputs[places] for places in order.places]
         if not self.spec.scale_input:
             outputs = [y * weights[:, i, None] for i, y in enumerate(outputs)]
-        total: Any = sum(outputs if alone else [jnp.where(is_local[:, i, None], y, 0) for i, y in enumerate(outputs)])
+        total: Any = sum(
+            outputs if is_single else [jnp.where(is_local[:, i, None], y, 0) for i, y in enumerate(outputs)]
+        )
         return total.astype(x.dtype).reshape(shape)
 
     def _weights(self, layer: jax.Array | None) -> ExpertWeights:
@@ -334,7 +337,7 @@ class Experts(nnx.Module):
         if self.spec.scale_input:
             factors = jnp.any(chosen, axis=1).astype(factors.dtype)
         down_bias = self.down_bias[...] if mlp.layer is None else self.down_bias[...][mlp.layer]
-        return out + once(ctx.matmul(factors, down_bias.astype(jnp.float32)), ctx.shards).astype(x.dtype)
+        return out + on_one_device(ctx.matmul(factors, down_bias.astype(jnp.float32)), ctx.shards).astype(x.dtype)
 
     def _forward(self, x: jax.Array, pairs: Pairs, shards: Shards, layer: jax.Array | None) -> jax.Array:
         """x [T, D] -> [M, D]: each pair through gate and up, the activation, and down."""
@@ -342,17 +345,17 @@ class Experts(nnx.Module):
         def bias(param: nnx.Param) -> jax.Array:
             return (param[...] if layer is None else param[...][layer])[pairs.ids]
 
-        both = shards.sum(pairs.first(x, self.gate_up[...]), axes.EMBED)
+        gate_up = shards.sum(pairs.times_gate_up(x, self.gate_up[...]), axes.EMBED)
         if pairs.scales is not None:
-            both = (both * pairs.scales[:, None, None]).astype(x.dtype)
+            gate_up = (gate_up * pairs.scales[:, None, None]).astype(x.dtype)
         if self.spec.bias:
-            both = both + bias(self.gate_up_bias)
+            gate_up = gate_up + bias(self.gate_up_bias)
         if self.spec.gated:
-            hidden = gated(self.spec.activation, both[:, 0], both[:, 1])
+            hidden = gated(self.spec.activation, gate_up[:, 0], gate_up[:, 1])
         else:
-            hidden = ACTIVATIONS[self.spec.activation](both[:, 0])
-        out = pairs.next(hidden, self.down[...])
-        return out + once(bias(self.down_bias), shards) if self.spec.bias else out
+            hidden = ACTIVATIONS[self.spec.activation](gate_up[:, 0])
+        out = pairs.times_down(hidden, self.down[...])
+        return out + on_one_device(bias(self.down_bias), shards) if self.spec.bias else out
 
 
 def _local_first(ids: jax.Array, weights: jax.Array, count: int, room: int) -> list[jax.Array]:

@@ -70,18 +70,18 @@ class Streams(nnx.Module):
 
     def spread(self, x: jax.Array, shards: Shards) -> jax.Array:
         whole = shards.gather(x, axes.EMBED, dim=1)
-        others = jnp.einsum("td,nde->tne", whole, self.split[...], precision=precision_of(x.dtype))
-        return jnp.concatenate([x[:, None], self.as_large(others, x, shards)], axis=1)
+        projected = jnp.einsum("td,nde->tne", whole, self.split[...], precision=precision_of(x.dtype))
+        return jnp.concatenate([x[:, None], self.match_magnitude(projected, x, shards)], axis=1)
 
     def gather(self, x: jax.Array, shards: Shards) -> jax.Array:
         whole = shards.gather(x[:, 1:], axes.EMBED, dim=2)
-        others = jnp.einsum("tnd,nde->tne", whole, self.merge[...], precision=precision_of(x.dtype))
-        both = jnp.concatenate([x[:, :1], self.as_large(others, x[:, 0], shards)], axis=1)
-        return jnp.mean(both, axis=1)
+        projected = jnp.einsum("tnd,nde->tne", whole, self.merge[...], precision=precision_of(x.dtype))
+        streams = jnp.concatenate([x[:, :1], self.match_magnitude(projected, x[:, 0], shards)], axis=1)
+        return jnp.mean(streams, axis=1)
 
-    def as_large(self, x: jax.Array, like: jax.Array, shards: Shards) -> jax.Array:
-        """x [T, n, D] with the root mean squares of `like` [T, D]."""
-        both = jnp.concatenate([like[:, None], x], axis=1).astype(jnp.float32)
-        squares = shards.sum(jnp.sum(both * both, axis=-1, keepdims=True), axes.EMBED) / self.dim
+    def match_magnitude(self, x: jax.Array, reference: jax.Array, shards: Shards) -> jax.Array:
+        """x [T, n, D], scaled to the root mean squares of reference [T, D]."""
+        streams = jnp.concatenate([reference[:, None], x], axis=1).astype(jnp.float32)
+        squares = shards.sum(jnp.sum(streams * streams, axis=-1, keepdims=True), axes.EMBED) / self.dim
         ratio = jnp.sqrt(squares[:, :1]) / jnp.sqrt(jnp.maximum(squares[:, 1:], 1e-5))
         return (x * ratio).astype(x.dtype)
