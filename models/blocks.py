@@ -127,7 +127,8 @@ class PreNormBlock(Block):
     """x += attention(norm(x)); x += mlp(norm(x)) (Llama, and most others)."""
 
     def __call__(self, residual, ctx, cache, *, layer=None, token_inputs=None) -> Output:
-        shards, load, partials = ctx.shards, None, residual.lazy and self.leaves_partials(residual, ctx)
+        shards, load = ctx.shards, None
+        partials = residual.lazy and residual.mailboxes is None and self.leaves_partials(ctx)
         with jax.named_scope("attention"):
             residual, y = self.pre_attn_norm.read(residual, shards, defer=partials)
             branch, cache = self.attend(y, ctx, cache, partials=partials)
@@ -139,12 +140,10 @@ class PreNormBlock(Block):
                 residual = residual.plus(branch, shards, self.scale)
         return residual, cache, load
 
-    def leaves_partials(self, residual: Residual, ctx: StepContext) -> bool:
+    def leaves_partials(self, ctx: StepContext) -> bool:
         """True if both branches can stay split-K partial sums, because only the residual's sum follows them."""
         attention, mlp = self.spec.attention, self.mlp
-        if residual.mailboxes is not None or not (isinstance(attention, AttentionSpec) and isinstance(mlp, Mlp)):
-            return False
-        if attention.o_bias or mlp.spec.bias:
+        if not (isinstance(attention, AttentionSpec) and isinstance(mlp, Mlp)) or attention.o_bias or mlp.spec.bias:
             return False
         products, dtype = ((self.attn.o, 3), (mlp.down, 1)), self.pre_mlp_norm.weight.dtype
         choices = (
