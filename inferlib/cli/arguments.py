@@ -144,7 +144,8 @@ class BucketArguments:
     panel: ClassVar = "Buckets"
 
     prefill_buckets: Annotated[
-        str | None, typer.Option(help="Prompt tokens of a step, ascending; by default 32,128,512.")
+        str | None,
+        typer.Option(help="Prompt tokens of a step, ascending; by default 32,128,512, and none beyond the cache."),
     ] = None
     tile: Annotated[
         int | None,
@@ -157,23 +158,30 @@ class BucketArguments:
     ] = None
     cache_buckets: Annotated[
         str | None,
-        typer.Option(help="Positions that attention reads; the last is the longest sequence; by default 2048."),
+        typer.Option(
+            help="Positions that attention reads; the last is the longest sequence; by default the model's context, at "
+            "most 2048."
+        ),
     ] = None
 
-    def parsed(self) -> Buckets:
-        """Raises ValueError."""
+    def parsed(self, context: int) -> Buckets:
+        """context: of the model, in tokens. Raises ValueError."""
         from inferlib.config import Buckets
 
+        cache = _sizes(self.cache_buckets, (min(2048, context),))
+        most = 512 if self.tile else min(512, max(cache[-1], 1))
+        chunks = (*(size for size in (32, 128) if size < most), most)
         return Buckets(
-            prefill=_sizes(self.prefill_buckets, "32,128,512"),
-            batch=_sizes(self.batch_buckets, "1,8"),
-            cache=_sizes(self.cache_buckets, "2048"),
+            prefill=_sizes(self.prefill_buckets, chunks),
+            batch=_sizes(self.batch_buckets, (1, 8)),
+            cache=cache,
             tile=self.tile,
         )
 
 
-def _sizes(text: str | None, default: str) -> tuple[int, ...]:
-    text = default if text is None else text
+def _sizes(text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    if text is None:
+        return default
     try:
         return tuple(int(size) for size in text.split(","))
     except ValueError:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from inferlib.cli.arguments import Backend, BucketArguments, DtypeArguments, Json, ShapeArguments, grouped
-from inferlib.cli.compile_progress import CompileProgress
+from inferlib.cli.compile_progress import CompileProgress, guessed_seconds
 from inferlib.cli.info import described, quantization_of
 from inferlib.cli.output import fail, json_line, user_errors, write
 
@@ -125,7 +125,8 @@ def _compile(deployment: Deployment, name: str, checkpoint: str | None, output: 
             with user_errors():
                 stack.enter_context(writer)
         folder = writer.staging if writer else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        with user_errors(), CompileProgress.shown(list(map(str, keys))) as progress:
+        names, guess = list(map(str, keys)), guessed_seconds(deployment)
+        with user_errors(), CompileProgress.shown(names, output.workers, guess) as progress:
             outcomes, layouts = compile_programs(
                 deployment,
                 keys,
@@ -169,6 +170,7 @@ def deployment_of(
     **settings: Any,
 ) -> Deployment:
     """The deployment of a model that a command's options describe. settings: other fields of `Deployment`."""
+    from inferlib.models.families import config_from_hf
     from inferlib.programs.deployment import Deployment
     from inferlib.sharding.mesh import Parallelism
     from inferlib.targets import parse_target
@@ -179,7 +181,7 @@ def deployment_of(
         hf,
         target=str(slice_),
         dtype=dtype or ("float32" if slice_.platform == "cpu" else "bfloat16"),
-        buckets=buckets.parsed(),
+        buckets=buckets.parsed(config_from_hf(dict(hf)).context),
         parallel=Parallelism(tensor=devices) if parallel is None else Parallelism.parse(parallel),
         **settings,
     )
