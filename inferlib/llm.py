@@ -359,6 +359,7 @@ class LLM:
                 seed=self._seed(params, number, i),
                 eos_ids=eos,
                 detail=detail if i == 0 else "",
+                clock=self.engine.clock,
             )
             for i in range(params.n)
         ]

@@ -35,7 +35,8 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """When a request arrived and was answered, in seconds of a monotonic clock.
+    """When a request arrived and was answered, in seconds of a monotonic clock that stands still while programs are
+    compiled: `LLM.stats.compile_seconds` counts that time.
 
     generated: tokens of all outputs. ttft: time to the first token, including the wait for a row. itl: mean time
     between the tokens of a sequence after its first. Times are None while they are unknown.

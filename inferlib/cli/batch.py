@@ -209,7 +209,7 @@ class _Batch:
         self._llm, self._options, self._results, self._done = llm, options, results, done
         self._progress, self._task = progress, progress.task_ids[0]
         self._lines: dict[int, tuple[int, int | str]] = {}  # by request: line number and id
-        self._summary, self._compiled = Summary(), llm.compilations
+        self._summary = Summary(llm)
 
     def run(self, lines: Iterable[bytes]) -> None:
         for result in self._llm.run(self._requests(lines), progress=False):
@@ -221,7 +221,7 @@ class _Batch:
         if self.failed:
             lines = "line" if self.failed == 1 else "lines"
             typer.echo(f"{self.failed} {lines} failed: the output says why, --resume tries them again", err=True)
-        self._summary.show(self._llm.compilations - self._compiled)
+        self._summary.show()
 
     def _requests(self, lines: Iterable[bytes]) -> Iterator[Request]:
         """Make requests of the lines, one by one as the engine takes them. Invalid lines get errors as results."""

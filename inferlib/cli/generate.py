@@ -267,8 +267,8 @@ def _complete(load: Callable[[], LLM], texts: Sequence[str], options: RequestOpt
     if how.stream and not single:
         fail("--stream shows the text of one prompt: give one, and neither --n nor --json")
     llm = load()
-    compilations, summary = llm.compilations, Summary()
     requests = _prepare(llm, texts, options)
+    summary = Summary(llm)
     if how.stream or (how.stream is None and single and sys.stdout.isatty()):
         _stream(llm, requests[0], summary)
     else:
@@ -279,7 +279,7 @@ def _complete(load: Callable[[], LLM], texts: Sequence[str], options: RequestOpt
                 write(json_line({"prompt": text, **result_fields(result)}).decode())
             else:
                 _show(text, [output.text for output in result.outputs], headings=len(texts) * options.params.n > 1)
-    summary.show(llm.compilations - compilations)
+    summary.show()
 
 
 def _bias(entries: Sequence[str]) -> dict[int, float]:

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from inferlib.llm import LLM
     from inferlib.outputs import Logprob, RequestOutput
 
 
@@ -92,9 +93,11 @@ def _number(value: float | None) -> float | None:
 
 
 class Summary:
-    """Totals over results; `show` prints them as one line on stderr."""
+    """Totals over results from now on; `show` prints them as one line on stderr. Times are without compilation, which
+    is told apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, llm: LLM) -> None:
+        self._llm, self._before = llm, (llm.stats.program_misses, llm.stats.compile_seconds)
         self.prompt_tokens = self.generated = 0
         self._ttft: list[float] = []
         self._itl: list[float] = []
@@ -109,8 +112,8 @@ class Summary:
         self._start = min(self._start, metrics.arrival_time)
         self._end = max(self._end, metrics.finished_time or -math.inf)
 
-    def show(self, compilations: int) -> None:
-        """Print nothing if there are no results. compilations: how many of them the times include."""
+    def show(self) -> None:
+        """Print nothing if there are no results."""
         if not self._ttft:
             return
         several = len(self._ttft) > 1
@@ -120,5 +123,8 @@ class Summary:
         parts += [f"{mean}TTFT {fmean(self._ttft):.2f} s"]
         parts += [f"{mean}ITL {1e3 * fmean(self._itl):.1f} ms"] if self._itl else []
         parts += [f"{self.generated / max(self._end - self._start, 1e-9):.1f} tokens/s"]
-        parts += [f"{compilations} compilations included"] if compilations else []
+        programs, seconds = self._before
+        if compiled := self._llm.stats.program_misses - programs:
+            what = f"{compiled} program{'s' if compiled > 1 else ''}"
+            parts += [f"without {self._llm.stats.compile_seconds - seconds:.1f} s to compile {what}"]
         Console(stderr=True).print(", ".join(parts), style="dim", highlight=False, soft_wrap=True)

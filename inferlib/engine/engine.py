@@ -16,6 +16,7 @@ from jax.experimental.layout import Layout
 from inferlib.config import EngineConfig
 from inferlib.distributed import Channel
 from inferlib.engine.calls import CALL, Call, warmup_message
+from inferlib.engine.clock import Clock
 from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
 from inferlib.models.abstract import AbstractModel
@@ -77,7 +78,7 @@ class Engine:
         self.model, self.weights, self.config, self.channel = model, weights, config, channel
         self.programs = programs or ProgramSet.make(model, config, _layouts(weights) if config.free_layouts else None)
         self.plan = self.programs.plan
-        self.stats = EngineStats()
+        self.stats, self.clock = EngineStats(), Clock()
         self.scheduler = Scheduler(config)
         self.expert_load: np.ndarray | int = 0  # int64 [L, E] if it is counted
         self.cache = self.plan.allocate(config.shards)
@@ -180,7 +181,8 @@ class Engine:
         program = self.programs.ready(call.key)
         if program is None:
             start = time.perf_counter()
-            program = self.programs.get(call.key)
+            with self.clock.stopped():
+                program = self.programs.get(call.key)
             self.stats.compile_seconds += time.perf_counter() - start
         self.stats.program_misses = self.programs.misses
         self.stats.compilations = compilations() - self._compiled_before

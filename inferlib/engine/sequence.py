@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
 import numpy as np
 
+from inferlib.engine.clock import Clock
 from inferlib.programs.program import Mode
 from inferlib.sampling.params import SamplingParams
 
@@ -41,6 +41,7 @@ class Sequence:
     prefilled: number of prompt tokens sent to the device.
     scheduled: number of output tokens received, plus steps in flight.
     prompt_details: one entry per chunk, `Sampled` or logits of its valid positions.
+    clock: of its times: `arrival`, `first_token_time` and `finished_time`.
     mode: the sampling mode that it needs of a program.
     stop_ids: tokens that end it.
     error: what lost its results, if something did; it is finished then.
@@ -61,7 +62,8 @@ class Sequence:
     prompt_details: list = field(default_factory=list)
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: int | str | None = None
-    arrival: float = field(default_factory=time.monotonic)
+    clock: Clock = field(default_factory=Clock)
+    arrival: float = field(init=False)
     first_token_time: float | None = None
     finished_time: float | None = None
     error: BaseException | None = None
@@ -69,6 +71,7 @@ class Sequence:
     stop_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self):
+        self.arrival = self.clock.now()
         ids = set(self.params.stop_token_ids or ())
         self.stop_ids = frozenset(ids if self.params.ignore_eos else ids | set(self.eos_ids))
         if self.params.logprobs is not None or self.detail == "logprobs":
@@ -95,7 +98,7 @@ class Sequence:
         """
         before = len(self.tokens)
         if not before and tokens[0] >= 0:
-            self.first_token_time = time.monotonic()
+            self.first_token_time = self.clock.now()
         # The usual case, some hundred times per dispatch of a large batch: nothing ends here.
         if tokens[-1] >= 0 and before + len(tokens) < self.max_tokens and self.stop_ids.isdisjoint(tokens):
             self.tokens += tokens
@@ -114,7 +117,7 @@ class Sequence:
 
     def finish(self, reason: Literal["stop", "length"], stop_reason: int | str | None = None) -> None:
         self.status, self.finish_reason, self.stop_reason = Status.FINISHED, reason, stop_reason
-        self.finished_time = time.monotonic()
+        self.finished_time = self.clock.now()
 
     def fail(self, error: BaseException) -> None:
         """End it without a result."""
