@@ -14,6 +14,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_TAG = "THE_FINAL_MESSAGE_ENDS_HERE "
 _SHAPE = '{"role": ..., "content": ...}'
 
 
@@ -31,11 +32,16 @@ class ChatTemplate:
         self.source = source
         self._tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
 
+    def with_source(self, source: str) -> ChatTemplate:
+        """Another template for the same model."""
+        return ChatTemplate(source, **self._tokens)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
@@ -43,18 +49,27 @@ class ChatTemplate:
 
         messages: at least one {"role": ..., "content": ...}; content is a string or, where the model takes
             that, a list of parts.
-        add_generation_prompt: end where the assistant's answer begins.
+        add_generation_prompt: end where the assistant's answer begins; by default unless continue_final_message.
+        continue_final_message: end with the last message's text, which the answer continues.
         tools: JSON schemas of functions the model may call. kwargs: the template's own options.
 
         Raises ChatError for malformed messages, for what the template itself refuses, and for a template
         that is not valid.
         """
         _check(messages)
-        options = {**self._tokens, "tools": tools, "add_generation_prompt": add_generation_prompt, **kwargs}
+        _check_options(add_generation_prompt, continue_final_message, tools)
+        begin = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        options = {**self._tokens, "tools": tools, "add_generation_prompt": begin, **kwargs}
+        if continue_final_message:
+            messages = [*messages[:-1], _tagged(messages[-1])]
         try:
-            return self._template.render(messages=messages, **options)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ChatError(f"the model's chat template refuses these messages: {error}") from error
+            text = self._template.render(messages=messages, **options)
+        except ChatError:
+            raise
+        except Exception as error:  # of any kind, since a template is a program
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ChatError(f"the model's chat template refuses these messages: {reason}") from error
+        return _cut(text) if continue_final_message else text
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -78,6 +93,55 @@ def _check(messages: Sequence[Mapping[str, Any]]) -> None:
         # A message that calls tools may have nothing to say.
         if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
             raise ChatError(f'message {i} needs a "content" string, got {message.get("content")!r}')
+
+
+_NAMED = ("messages", "add_generation_prompt", "continue_final_message", "tools", "bos_token", "eos_token")
+
+
+def checked_kwargs(kwargs: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+    """A template's own options as a user gives them, beside others. Raises ChatError for what is none."""
+    if kwargs is None:
+        return {}
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise ChatError(f"chat_template_kwargs must map names of the template's options to values, got {kwargs!r:.100}")
+    if twice := [name for name in kwargs if name in _NAMED or name in others]:
+        raise ChatError(f"chat_template_kwargs has {twice[0]!r}, which is no option of the template itself")
+    return dict(kwargs)
+
+
+def _check_options(begin: Any, proceed: Any, tools: Any) -> None:
+    if not isinstance(begin, bool | None) or not isinstance(proceed, bool):
+        raise ChatError(
+            f"add_generation_prompt and continue_final_message must be True or False, got {begin!r} and {proceed!r}"
+        )
+    if begin and proceed:
+        raise ChatError(
+            "add_generation_prompt begins an answer that continue_final_message has begun: give one of them"
+        )
+    if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(x, Mapping) for x in tools)):
+        raise ChatError(f"tools must be a list of JSON schemas, got {' '.join(repr(tools).split())[:100]}")
+
+
+def _tagged(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with a tag at the end of its text, which shows where the template puts that."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + _TAG}
+    parts = [dict(part) if isinstance(part, Mapping) else part for part in content or ()]
+    for part in reversed(parts):
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            part["text"] += _TAG
+            return {**message, "content": parts}
+    raise ChatError("continue_final_message needs a final message with text")
+
+
+def _cut(text: str) -> str:
+    """The prompt up to the tag."""
+    at = text.rfind(_TAG.strip())
+    if at < 0:
+        raise ChatError("the chat template leaves out the final message's end, so it cannot be continued")
+    # The space at its end tells whether the template trims messages.
+    return text[:at] if text.startswith(_TAG, at) else text[:at].rstrip()
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -7,6 +7,7 @@ import operator
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -16,6 +17,7 @@ import numpy as np
 
 from inferlib import distributed
 from inferlib.aot.artifacts import Artifacts
+from inferlib.chat import ChatTemplate, checked_kwargs
 from inferlib.config import (
     ConfigurationError,
     EngineConfig,
@@ -43,6 +45,8 @@ from inferlib.programs.program import MODES, Mode
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.programs.start_functions import adopted
 from inferlib.progress import CountProgress, on_terminal
+from inferlib.sampling import token_table
+from inferlib.sampling.generation_config import GenerationConfig
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.tokenizer import Tokenizer
@@ -59,6 +63,7 @@ class Settings(EngineSettings, total=False):
     """The keyword arguments of `LLM` that are seldom needed: options of the engine, and those of a model's files."""
 
     revision: str | None
+    generation_config: str
 
 
 class LLM:
@@ -80,6 +85,8 @@ class LLM:
     seed: for requests that have no seed.
     progress: show progress bars; by default if standard error is a terminal.
     revision: branch, tag or commit of a model of the hub; by default its main branch.
+    generation_config: "auto", the default, takes the sampling parameters of the model's generation_config.json for
+        requests that are given none; "none" takes those of `SamplingParams()`.
     options: fields of `EngineOptions` (max_batch, max_len, buckets, kv_cache_dtype, backend, expert_placement,
         expert_load, ...) as keywords; they replace those of `config`.
 
@@ -101,7 +108,7 @@ class LLM:
         **options: Unpack[Settings],
     ):
         self.progress = on_terminal() if progress is None else progress
-        revision = options.pop("revision", None)
+        revision, generation = options.pop("revision", None), options.pop("generation_config", "auto")
         engine = engine_options(config, options)
         check_seed(seed)
         check_flag("progress", progress, optional=True)
@@ -112,6 +119,7 @@ class LLM:
         agreement = self._channel.agreement if self._channel else nullcontext
         with agreement({}):
             files = ModelFiles.open(model, revision, progress=self.progress)
+            self._generation = GenerationConfig.read(files.path, generation)
             choices = Choices.read(files, dtype, quantization, parallel, engine)
         if artifacts is not None and self._channel:
             raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
@@ -170,8 +178,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt (text, token ids, or a mapping with either); results have the order of the prompts.
 
-        sampling_params: one for all prompts, or one per prompt. Raises ValueError, naming the prompt, before any work
-        on the devices if one is invalid.
+        sampling_params: one for all prompts, or one per prompt; by default `get_default_sampling_params()`. Raises
+        ValueError, naming the prompt, before any work on the devices if one is invalid.
         """
         check_flag("progress", progress, optional=True)
         requests = self._prepare_all(prompts, sampling_params)
@@ -183,28 +191,52 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         tools: list[dict] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several: lists of {"role", "content"}, formatted by the model's chat template."""
+        """Answer one conversation or several: lists of {"role", "content"}, formatted by the model's chat template.
+
+        The other arguments are those of `chat_prompt`. Raises ValueError.
+        """
         sequence = isinstance(messages, Sequence) and not isinstance(messages, str)
         several = sequence and len(messages) > 0 and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
-        prompts = [self.chat_prompt(c, add_generation_prompt=add_generation_prompt, tools=tools) for c in conversations]
+        options: dict[str, Any] = dict(
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        prompts = [self.chat_prompt(conversation, **options) for conversation in conversations]
         return self.generate(prompts, sampling_params, progress=progress)
 
-    def chat_prompt(self, messages: Sequence[Message], **options) -> list[int]:
-        """The token ids of a conversation. options: see `inferlib.chat.ChatTemplate.render`."""
-        tokenizer = self._tokenizer("chat")
-        if tokenizer.chat_template is None:
-            raise ValueError("this model has no chat template; use generate with a prompt of your own")
-        return tokenizer.encode(tokenizer.chat_template.render(messages, **options), add_special_tokens=False)
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options,
+    ) -> list[int]:
+        """The token ids of a conversation.
+
+        chat_template: a Jinja template in place of the model's. chat_template_kwargs: the template's own options, such
+        as {"enable_thinking": False}. options: `add_generation_prompt`, `continue_final_message` and `tools` of
+        `inferlib.chat.ChatTemplate.render`, and more of the template's own. Raises ValueError.
+        """
+        template = self._chat_template(chat_template)
+        options |= checked_kwargs(chat_template_kwargs, options)
+        return self._tokenizer("chat").encode(template.render(messages, **options), add_special_tokens=False)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
         """Generate for one prompt, iterating over text as it appears; see `Stream`."""
         self._tokenizer("stream")
-        return Stream(self, self.prepare(prompt, SamplingParams() if sampling_params is None else sampling_params))
+        return Stream(self, self.prepare(prompt, sampling_params))
 
     def run(self, requests: Iterable[Request], *, progress: bool | None = None) -> Iterator[RequestOutput]:
         """Run prepared requests together; yields each result as soon as it is complete.
@@ -291,19 +323,59 @@ class LLM:
         counts = np.zeros((len(layers), layers[0].experts), np.int64)
         return self._thread.run(lambda: counts + self.engine.expert_load)
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Tokenize and validate a prompt. Raises ValueError naming what is wrong."""
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests are sampled by that are given no parameters: those of the model's generation_config.json, and
+        `SamplingParams()` for the rest. max_tokens is then lowered to the room that a prompt leaves."""
+        return self._generation.params
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None = None, *, fit: bool = False) -> Request:
+        """Tokenize and validate a prompt. Raises ValueError naming what is wrong.
+
+        params: None: `get_default_sampling_params()`. fit: lower max_tokens to the room that the prompt leaves, as is
+        done for params None; otherwise too many are an error.
+        """
+        if params is None:
+            params, fit = self.get_default_sampling_params(), True
         if not isinstance(params, SamplingParams):
             raise ValueError(
                 f"sampling_params must be SamplingParams or a list of one for each prompt, got {brief(params)}"
             )
         if isinstance(prompt, Mapping):
             prompt = _unwrapped(prompt)
-        if isinstance(prompt, str):
-            return self._request(prompt, self._tokenizer("text prompts").encode(prompt), params)
-        return self._request(None, _token_ids(prompt), params)
+        text = prompt if isinstance(prompt, str) else None
+        tokens = _token_ids(prompt) if text is None else self._tokenizer("text prompts").encode(text)
+        tokens = self._truncated(tokens, params)
+        if fit and params.max_tokens is not None:
+            room = max(1, params.min_tokens, self.config.max_len - len(tokens))
+            params = replace(params, max_tokens=min(params.max_tokens, room))
+        return self._request(text, tokens, params)
 
     # ---- inside
+
+    def _chat_template(self, source: str | None) -> ChatTemplate:
+        """The model's chat template, or another for the same model."""
+        tokenizer = self._tokenizer("chat")
+        if not isinstance(source, str | None):
+            raise ValueError(f"chat_template must be the text of a Jinja template, got {brief(source)}")
+        if source is None and tokenizer.chat_template is None:
+            raise ValueError(
+                "this model has no chat template: give chat_template, or use generate with your own prompt"
+            )
+        if source is None or tokenizer.chat_template is not None:
+            return tokenizer.chat_template if source is None else tokenizer.chat_template.with_source(source)
+        ids = (tokenizer.bos_token_id, next(iter(tokenizer.eos_token_ids), None))
+        return ChatTemplate(
+            source, *(i if i is None else tokenizer.decode([i], skip_special_tokens=False) for i in ids)
+        )
+
+    def _truncated(self, tokens: list[int], params: SamplingParams) -> list[int]:
+        """The prompt without the first tokens that `truncate_prompt_tokens` leaves out."""
+        if params.truncate_prompt_tokens is None:
+            return tokens
+        most = params.truncate_prompt_tokens
+        if most == -1:
+            most = max(1, self.config.max_len - (params.max_tokens or 1))
+        return tokens[-most:]
 
     def _tokenizer(self, use: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -320,7 +392,7 @@ class LLM:
             prompts = [prompts]
         params_list: Any = sampling_params
         if not isinstance(sampling_params, Sequence):
-            params_list = [SamplingParams() if sampling_params is None else sampling_params] * len(prompts)
+            params_list = [sampling_params] * len(prompts)
         if len(params_list) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(params_list)} sampling_params")
         requests = []
@@ -345,9 +417,11 @@ class LLM:
         vocab, max_len = self.model_config.vocab, self.config.max_len
         if error := sequence_error(tokens, 0 if scored else params.max_tokens, vocab, max_len):
             raise ValueError(error)
+        encode = partial(self.tokenizer.encode, add_special_tokens=False) if self.tokenizer else None
+        params = token_table.with_token_ids(params, encode)
         params.validate_for(vocab)
-        eos = self.tokenizer.eos_token_ids if self.tokenizer else self.model_config.eos_token_ids
-        params.stop_ids(eos)
+        eos = self._eos_ids()
+        token_table.check_choice(params, params.stop_ids(eos))
         limit = max_len - len(tokens) if params.max_tokens is None else params.max_tokens
         number = next(self._ids)
         detail = scored if params.prompt_logprobs is None else "logprobs"
@@ -367,6 +441,11 @@ class LLM:
             self.engine.programs.require(s.mode)
         texts = [OutputText(s, self.tokenizer) for s in sequences]
         return Request(number, prompt, tokens, params, sequences, texts)
+
+    def _eos_ids(self) -> tuple[int, ...]:
+        if self.tokenizer is not None:
+            return self.tokenizer.eos_token_ids
+        return tuple(dict.fromkeys((*self._generation.eos_token_ids, *self.model_config.eos_token_ids)))
 
     def _seed(self, params: SamplingParams, number: int, index: int) -> int:
         entropy = (self.seed, number, index) if params.seed is None else (params.seed, index)

@@ -18,6 +18,8 @@ from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import make_shards
 
+# Keyword arguments of `LLM` beside the engine's options.
+_OF_LLM = ("dtype", "quantization", "parallel", "artifacts", "seed", "progress", "revision", "generation_config")
 # What vLLM's arguments are called here.
 _OF_VLLM = {
     "tensor_parallel_size": "parallel='tp=N'",
@@ -41,7 +43,7 @@ def engine_options(config: EngineOptions | EngineConfig | None, options: Mapping
     if unknown := [name for name in options if name not in known]:
         if hint := _OF_VLLM.get(unknown[0]):
             raise TypeError(f"LLM() got an unexpected keyword argument {unknown[0]!r}; here it is {hint}")
-        names = ("dtype", "quantization", "parallel", "artifacts", "seed", "progress", "revision", *known)
+        names = (*_OF_LLM, *known)
         raise TypeError(f"LLM() got an unexpected keyword argument {unknown[0]!r}; known: {', '.join(names)}")
     if isinstance(config, EngineConfig):
         config = config.as_options()

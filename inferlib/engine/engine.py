@@ -235,7 +235,7 @@ class Engine:
                 s.max_tokens,
                 following,
             )
-            entries[i] = (s.params, s.seed, s.eos_ids)
+            entries[i] = (s.params, s.seed, s.eos_ids, s.tokens)
         arrays: Any = (tokens, table, *pack(entries))
         return ChunkInput(*arrays)
 

@@ -23,7 +23,17 @@ from inferlib.models.blocks import sums_feed_norms
 from inferlib.models.decoder import Decoder
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
 from inferlib.programs.row_state import STATE_AXES, RowState
-from inferlib.sampling.sampler import Sampled, Vocabulary, count_tokens, is_stop, mark_prompt, sample, score, unpack
+from inferlib.sampling.sampler import (
+    Sampled,
+    Vocabulary,
+    count_tokens,
+    follow_bad_words,
+    is_stop,
+    mark_prompt,
+    sample,
+    score,
+    unpack,
+)
 from inferlib.sharding import axes
 
 Mode = Literal["greedy", "sample", "logprobs"]
@@ -216,9 +226,10 @@ class _Maker:
         """Sample the next token of every row and account for it; inactive rows yield token -1."""
         params = unpack(rows.ints, rows.floats)
         sampled = sample(logits, params, rows.counts, rows.generated, mode=self.key.mode, vocabulary=self.vocabulary)
-        token, counts = sampled.token, rows.counts
+        token, counts, floats = sampled.token, rows.counts, rows.floats
         if self.key.mode != "greedy":
             counts = count_tokens(counts, token, rows.active, self.vocabulary)
+            floats = follow_bad_words(params, floats, token)
         live = rows.active.astype(jnp.int32)
         budget = rows.budget - live
         rows = rows._replace(
@@ -226,6 +237,7 @@ class _Maker:
             length=rows.length + live,
             budget=budget,
             generated=rows.generated + live,
+            floats=floats,
             counts=counts,
             active=rows.active & ~is_stop(params, token) & (budget > 0),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from numbers import Integral, Real
 from typing import Any
 
@@ -38,6 +38,11 @@ class SamplingParams:
         presence_penalty: in [-2, 2], subtracted from the logits of tokens in the output.
         frequency_penalty: in [-2, 2], subtracted once for each time that the token is in the output.
         logit_bias: token id -> number in [-100, 100] added to its logit; at most 300 entries. Stored as a dict.
+        allowed_token_ids: the only tokens that may be chosen; at most 300. None: all. Stored as a tuple.
+        bad_words: words that never appear in the output, as text or as token ids; stop tokens are no exception. The
+            last token of a word is not chosen where it would complete the word. A text counts as tokens with and
+            without a space before it. Stored as a tuple. The tokens of all words, `allowed_token_ids` and
+            `logit_bias` are at most 300 together.
         seed: in [0, 2**32); the same seed gives the same tokens whatever else is in the batch. None: the
             engine chooses one.
         stop: strings that end the output. Stored as a tuple.
@@ -48,6 +53,9 @@ class SamplingParams:
         logprobs: number of most likely tokens, at most 20, whose log-probabilities are reported at each step besides
             that of the chosen token; None reports none at all.
         prompt_logprobs: the same for the tokens of the prompt.
+        truncate_prompt_tokens: use only so many of the prompt's last tokens; -1: as many as leave room for max_tokens
+            (for one token if that is None). None: a prompt that is too long is an error.
+        logits_processors: not supported, since tokens are chosen on the device; the error says what to use instead.
     """
 
     n: int = 1
@@ -61,6 +69,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: str | Sequence[str | Sequence[int]] | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -69,8 +79,16 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    logits_processors: InitVar[None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, logits_processors: None) -> None:
+        if logits_processors is not None:
+            raise ValueError(
+                "logits_processors are not supported: tokens are chosen on the device, several for each call of the "
+                "host; use logit_bias, allowed_token_ids, bad_words, min_tokens or penalties, or choose tokens from "
+                "LLM.logits yourself"
+            )
         _check_int("n", self.n, 1, MAX_OUTPUTS)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1)
@@ -94,9 +112,13 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
+            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        object.__setattr__(self, "allowed_token_ids", _checked_allowed(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _checked_words(self.bad_words))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
-        object.__setattr__(self, "stop_token_ids", _checked_stop_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
 
     @property
     def greedy(self) -> bool:
@@ -112,7 +134,7 @@ class SamplingParams:
             and self.repetition_penalty == 1
             and self.presence_penalty == 0
             and self.frequency_penalty == 0
-            and not self.logit_bias
+            and not (self.logit_bias or self.allowed_token_ids or self.bad_words)
             and self.logprobs is None
         )
 
@@ -132,7 +154,13 @@ class SamplingParams:
 
     def validate_for(self, vocab: int) -> None:
         """Raise ValueError if a token id is not in [0, vocab)."""
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        named: dict[str, Iterable[int] | None] = {
+            "logit_bias": self.logit_bias,
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": [i for word in self.bad_words or () if not isinstance(word, str) for i in word],
+            "stop_token_ids": self.stop_token_ids,
+        }
+        for name, ids in named.items():
             outside = [i for i in ids or () if i >= vocab]
             if outside:
                 raise ValueError(f"{name}: token {outside[0]} is not in the model's vocabulary, [0, {vocab})")
@@ -177,11 +205,37 @@ def _checked_stop(stop: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _checked_stop_ids(ids: object) -> tuple[int, ...]:
+def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
     if ids is None:
         return ()
-    if not isinstance(ids, Sequence) or isinstance(ids, str):
-        raise ValueError(f"stop_token_ids must be a sequence of token ids, got {ids!r}")
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
+        raise ValueError(f"{name} must be a sequence of token ids, got {ids!r}")
     for token in ids:
-        _check_int("stop_token_ids: a token id", token, 0)
+        _check_int(f"{name}: a token id", token, 0)
     return tuple(int(token) for token in ids)
+
+
+def _checked_allowed(ids: object) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    allowed = tuple(dict.fromkeys(_checked_ids("allowed_token_ids", ids)))
+    if not 0 < len(allowed) <= MAX_LOGIT_BIAS:
+        raise ValueError(f"allowed_token_ids must be 1 to {MAX_LOGIT_BIAS} tokens, got {len(allowed)}")
+    return allowed
+
+
+def _checked_words(words: object) -> tuple[str | tuple[int, ...], ...]:
+    if words is None:
+        return ()
+    listed = (words,) if isinstance(words, str) else words
+    if not isinstance(listed, Sequence) or isinstance(listed, bytes):
+        raise ValueError(f"bad_words must be a list of words, each text or token ids, got {words!r}")
+    checked = []
+    for word in listed:
+        if isinstance(word, str) and word.strip():
+            checked.append(word)
+        elif isinstance(word, Sequence) and not isinstance(word, str | bytes) and len(word):
+            checked.append(_checked_ids("bad_words", word))
+        else:
+            raise ValueError(f"bad_words must be texts or sequences of token ids, none of them empty, got {word!r}")
+    return tuple(checked)

@@ -1,7 +1,8 @@
 """Sampling on the device: one row per sequence, every parameter an array, no sort of the vocabulary.
 
-Each row is processed in vLLM's order: logit bias, min_tokens, penalties, temperature, min_p, top_k, top_p, then a draw
-by the Gumbel-max trick. Rows never mix: NaN or other rubbish in an inactive row changes no other row.
+Each row is processed in vLLM's order: logit bias, allowed tokens and bad words, min_tokens, penalties, temperature,
+min_p, top_k, top_p, then a draw by the Gumbel-max trick. Rows never mix: NaN or other rubbish in an inactive row
+changes no other row.
 
 Shapes: N rows; V columns of logits on this device, all tokens or this device's shard of the vocabulary.
 """
@@ -19,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry_2x32
 
+from inferlib.sampling import token_table
 from inferlib.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKENS, SamplingParams
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -72,8 +74,9 @@ class RowParams(NamedTuple):
     top_k: jax.Array  # [N] int32, 0 for off
     seed: jax.Array  # [N] uint32
     min_tokens: jax.Array  # [N] int32
+    allowed: jax.Array  # [N] int32, number of entries of the table that are the only tokens; 0 for all
     stop_ids: jax.Array  # [N, MAX_STOP_TOKENS] int32, padded with -1
-    bias_ids: jax.Array  # [N, MAX_LOGIT_BIAS] int32, padded with -1
+    bias_ids: jax.Array  # [N, MAX_LOGIT_BIAS] int32, padded with -1; see `token_table`
     bias_values: jax.Array  # [N, MAX_LOGIT_BIAS] f32
 
 
@@ -93,24 +96,34 @@ class Sampled(NamedTuple):
 
 # The parameters of an empty row: temperature, top_p, min_p, repetition, presence, frequency.
 _NEUTRAL = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
-_INT_COLUMNS = 3  # top_k, seed, min_tokens; then the stop ids and the bias ids
+_INT_COLUMNS = 4  # top_k, seed, min_tokens, allowed; then the stop ids and the bias ids
 
 
-def pack(
-    rows: Sequence[tuple[SamplingParams, int, tuple[int, ...]] | None],
-) -> tuple[np.ndarray, np.ndarray]:
+class RowEntry(NamedTuple):
+    """What is packed for a row.
+
+    seed: derived from `params.seed` and the index of the output; only its low 32 bits are used. output: the tokens that
+    the row has generated, if it is not at its beginning.
+    """
+
+    params: SamplingParams
+    seed: int
+    eos_ids: tuple[int, ...]
+    output: Sequence[int] = ()
+
+
+def pack(rows: Sequence[tuple | None]) -> tuple[np.ndarray, np.ndarray]:
     """Pack the parameters of N rows into two host arrays, so that a change costs two transfers; see `unpack`.
 
     Args:
-        rows: (params, seed, end-of-sequence ids) of each row, None for an empty row. The caller derives the
-            seed from `params.seed` and the index of the output; only its low 32 bits are used.
+        rows: a `RowEntry`, or its fields, for each row; None for an empty row.
 
     Returns:
-        int32 [N, 319] and float32 [N, 306]. Rows are independent: the row of `pack([row])` can replace a row of
+        int32 [N, 320] and float32 [N, 306]. Rows are independent: the row of `pack([row])` can replace a row of
         an earlier pack.
 
     Raises:
-        ValueError: a row has more stop tokens than the sampler holds.
+        ValueError: a row has more stop tokens, biases, allowed tokens or bad words than the sampler holds.
     """
     ints = np.full((len(rows), _INT_COLUMNS + MAX_STOP_TOKENS + MAX_LOGIT_BIAS), -1, np.int32)
     ints[:, :_INT_COLUMNS] = 0
@@ -119,14 +132,14 @@ def pack(
     for row, entry in enumerate(rows):
         if entry is None:
             continue
-        params, seed, eos_ids = entry
+        params, seed, eos_ids, output = RowEntry(*entry)
         seed_bits = np.uint32(seed & 0xFFFFFFFF).view(np.int32)
-        ints[row, :_INT_COLUMNS] = max(params.top_k, 0), seed_bits, params.min_tokens
+        ids, values, allowed = token_table.entries(params, output)
+        ints[row, :_INT_COLUMNS] = max(params.top_k, 0), seed_bits, params.min_tokens, allowed
         stop_ids = params.stop_ids(eos_ids)
         ints[row, _INT_COLUMNS : _INT_COLUMNS + len(stop_ids)] = stop_ids
         bias_start = _INT_COLUMNS + MAX_STOP_TOKENS
-        bias = params.logit_bias or {}
-        ints[row, bias_start : bias_start + len(bias)] = list(bias)
+        ints[row, bias_start : bias_start + len(ids)] = ids
         floats[row, : len(_NEUTRAL)] = (
             0.0 if params.greedy else params.temperature,
             params.top_p,
@@ -135,7 +148,7 @@ def pack(
             params.presence_penalty,
             params.frequency_penalty,
         )
-        floats[row, len(_NEUTRAL) : len(_NEUTRAL) + len(bias)] = list(bias.values())
+        floats[row, len(_NEUTRAL) : len(_NEUTRAL) + len(ids)] = values
     return ints, floats
 
 
@@ -153,6 +166,7 @@ def unpack(ints: jax.Array, floats: jax.Array) -> RowParams:
         top_k=ints[:, 0],
         seed=lax.bitcast_convert_type(ints[:, 1], jnp.uint32),
         min_tokens=ints[:, 2],
+        allowed=ints[:, 3],
         stop_ids=ints[:, _INT_COLUMNS:bias_start],
         bias_ids=ints[:, bias_start:],
         bias_values=floats[:, len(_NEUTRAL) :],
@@ -205,11 +219,17 @@ def sample(
 def process(
     logits: jax.Array, params: RowParams, counts: jax.Array, generated: jax.Array, vocabulary: Vocabulary = WHOLE
 ) -> jax.Array:
-    """Logits [N, V] after logit bias, the ban on stop tokens before `min_tokens`, and penalties."""
+    """Logits [N, V] after logit bias, the ban on bad words, on tokens that are not allowed and on stop tokens before
+    `min_tokens`, and penalties."""
     width = logits.shape[-1]
     rows = jnp.arange(logits.shape[0])[:, None]
     bias_columns = vocabulary.columns(params.bias_ids, width)
-    logits = logits.at[rows, bias_columns].add(params.bias_values, mode="drop")
+    logits = logits.at[rows, bias_columns].add(token_table.added(params.bias_values), mode="drop")
+    allowed = params.allowed[:, None]
+    allowed_ids = jnp.where(jnp.arange(MAX_LOGIT_BIAS) < allowed, params.bias_ids, -1)
+    allowed_columns = vocabulary.columns(allowed_ids, width)
+    permitted = jnp.take_along_axis(logits, allowed_columns, -1, mode="fill", fill_value=-jnp.inf)
+    logits = jnp.where(allowed > 0, -jnp.inf, logits).at[rows, allowed_columns].set(permitted, mode="drop")
     banned = (generated < params.min_tokens)[:, None]
     stop_columns = vocabulary.columns(jnp.where(banned, params.stop_ids, -1), width)
     logits = logits.at[rows, stop_columns].set(-jnp.inf, mode="drop")
@@ -324,6 +344,12 @@ def score(logits: jax.Array, token: jax.Array, vocabulary: Vocabulary = WHOLE) -
 def is_stop(params: RowParams, tokens: jax.Array) -> jax.Array:
     """For each of tokens [N]: True if it ends its row, [N] bool."""
     return (params.stop_ids == tokens[:, None]).any(-1)
+
+
+def follow_bad_words(params: RowParams, floats: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The packed `floats` [N, 306] after each row's next token [N]: they say which bad words the output has begun."""
+    values = token_table.followed(params.bias_ids, params.bias_values, tokens)
+    return jnp.concatenate([floats[:, : len(_NEUTRAL)], values], axis=1)
 
 
 def count_tokens(

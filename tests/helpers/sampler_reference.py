@@ -13,6 +13,12 @@ def reference_process(logits, params, prompt, output, eos=()):
     logits = np.asarray(logits, np.float64).copy()
     for token, bias in params.logit_bias.items():
         logits[token] += bias
+    if params.allowed_token_ids:
+        logits[np.setdiff1d(np.arange(len(logits)), params.allowed_token_ids)] = -np.inf
+    for word in params.bad_words:
+        start = len(output) - len(word) + 1
+        if start >= 0 and tuple(output[start:]) == word[:-1]:
+            logits[word[-1]] = -np.inf
     if len(output) < params.min_tokens:
         logits[list(params.stop_ids(eos))] = -np.inf
     for token in {*prompt, *output}:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -15,6 +17,7 @@ import scipy.stats
 from inferlib.sampling import (
     SamplingParams,
     count_tokens,
+    follow_bad_words,
     is_stop,
     mark_prompt,
     pack,
@@ -171,17 +174,20 @@ def test_processing_equals_a_direct_implementation():
             presence_penalty=float(rng.uniform(-2, 2)),
             frequency_penalty=float(rng.uniform(-2, 2)),
             logit_bias={int(t): float(rng.uniform(-100, 100)) for t in rng.choice(vocab, 10, replace=False)},
+            allowed_token_ids=rng.choice(vocab, 30).tolist() if rng.integers(2) else None,
+            bad_words=[rng.integers(4, size=rng.integers(1, 5)).tolist() for _ in range(20)],
             stop_token_ids=rng.choice(vocab, 3).tolist(),
             ignore_eos=bool(rng.integers(2)),
         )
         prompt, output = (rng.integers(vocab, size=size).tolist() for size in rng.integers(20, size=2))
+        output += rng.integers(4, size=8).tolist()  # which bad words are made of
         rows.append((params, prompt, output))
     logits = (rng.normal(size=(16, vocab)) * 5).astype(np.float32)
     logits[:, 17] = -np.inf
     eos = (59, 0)
     got = jax.jit(process)(
         logits,
-        unpack(*pack([(params, 0, eos) for params, _, _ in rows])),
+        unpack(*pack([(params, 0, eos, output) for params, _, output in rows])),
         np.stack([counts_of(vocab, prompt, output) for _, prompt, output in rows]),
         np.int32([len(output) for _, _, output in rows]),
     )
@@ -189,6 +195,44 @@ def test_processing_equals_a_direct_implementation():
         reference_process(x, p, prompt, output, eos) for x, (p, prompt, output) in zip(logits, rows, strict=True)
     ]
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("allowed", [None, range(6)])
+def test_a_bad_word_is_banned_exactly_where_it_would_be_complete(allowed):
+    """Outputs of few tokens, in which words begin everywhere, overlap and repeat."""
+    rng, vocab, rows, steps = np.random.default_rng(11), 9, 16, 40
+    words = [[tuple(rng.integers(vocab, size=rng.integers(1, 6)).tolist()) for _ in range(6)] for _ in range(rows)]
+    asked = [(SamplingParams(bad_words=w, allowed_token_ids=allowed), row, ()) for row, w in enumerate(words)]
+    ints, floats = pack(asked)
+    counts, outputs, banned = np.zeros((rows, vocab), np.int32), [()] * rows, 0
+    step = jax.jit(lambda params, counts, generated: process(jnp.zeros((rows, vocab)), params, counts, generated))
+    follow = jax.jit(lambda ints, floats, token: follow_bad_words(unpack(ints, floats), floats, token))
+    for generated in range(steps):
+        logits = np.asarray(step(unpack(ints, floats), counts, np.full(rows, generated, np.int32)))
+        for output, own_words, got in zip(outputs, words, logits, strict=True):
+            ends = [(*output, token) for token in range(vocab)]
+            bad = [any(end[-len(word) :] == word for word in own_words) for end in ends]
+            bad = [b or (allowed is not None and token not in allowed) for token, b in enumerate(bad)]
+            assert np.isneginf(got).tolist() == bad
+            banned += sum(bad)
+        tokens = rng.integers(vocab, size=rows)
+        outputs = [(*output, int(token)) for output, token in zip(outputs, tokens, strict=True)]
+        floats = follow(ints, floats, np.int32(tokens))
+        again = pack([(*entry, output) for entry, output in zip(asked, outputs, strict=True)])
+        np.testing.assert_array_equal(floats, again[1])
+    assert banned > rows * steps // 2
+
+
+def test_allowed_tokens_and_bad_words_fill_the_table_and_no_more():
+    logits = np.arange(400)[None] * 0.1
+    params = SamplingParams(
+        temperature=0, allowed_token_ids=range(290), bad_words=[[289], [1] * 9], logit_bias={399: 9}
+    )
+    assert draw(logits, [(params, 0, ())]).token.tolist() == [288]
+    with pytest.raises(ValueError, match="are 301 entries together; the compiled sampler has room for 300"):
+        pack([(dataclasses.replace(params, bad_words=[[289], [1] * 10]), 0, ())])
+    with pytest.raises(ValueError, match="'cat' has no token ids yet"):
+        pack([(SamplingParams(bad_words="cat"), 0, ())])
 
 
 def test_logit_bias_forces_and_bans():
@@ -367,7 +411,9 @@ def test_pack_and_unpack_agree():
         frequency_penalty=0.75,
         min_tokens=4,
         stop_token_ids=[8],
-        logit_bias={6: -1.5, 3: 2.0},
+        logit_bias={6: -1.5, 3: 2.0, 5: 1.0},
+        allowed_token_ids=[6, 3],
+        bad_words=[[7, 9]],
     )
     ints, floats = pack([None, (params, 2**32 - 2, (1,)), (SamplingParams(temperature=1e-6, top_k=-1), 0, ())])
     rows = jax.tree.map(np.asarray, unpack(ints, floats))
@@ -382,9 +428,16 @@ def test_pack_and_unpack_agree():
         "top_k": [0, 40, 0],
         "seed": [0, 2**32 - 2, 0],
         "min_tokens": [0, 4, 0],
+        "allowed": [0, 2, 0],
     }
     assert rows.stop_ids[1].tolist() == [8, 1] + [-1] * 14
-    assert dict(zip(rows.bias_ids[1], rows.bias_values[1], strict=True)) == {6: -1.5, 3: 2.0, -1: 0.0}
+    assert dict(zip(rows.bias_ids[1], rows.bias_values[1], strict=True)) == {
+        6: -1.5,
+        3: 2.0,
+        7: 1e3,
+        9: -math.inf,
+        -1: 0.0,
+    }
     assert (rows.stop_ids[[0, 2]] == -1).all()
     assert (rows.bias_ids[[0, 2]] == -1).all()
     # A row alone packs as it does among others.

@@ -30,6 +30,10 @@ ACCEPTED = [
     {"stop": ["a", "bc"]},
     {"stop_token_ids": list(range(MAX_STOP_TOKENS))},
     {"logprobs": 0, "prompt_logprobs": MAX_LOGPROBS},
+    {"allowed_token_ids": range(MAX_LOGIT_BIAS)},
+    {"bad_words": "cat"},
+    {"bad_words": ["cat", [1, 2], (3,)]},
+    {"truncate_prompt_tokens": -1},
 ]
 
 # Fields, and what the error must say: the field, what is allowed, the value.
@@ -75,6 +79,15 @@ REFUSED = [
     ({"ignore_eos": 1}, "ignore_eos must be True or False, got 1"),
     ({"skip_special_tokens": None}, "skip_special_tokens must be True or False, got None"),
     ({"include_stop_str_in_output": "no"}, "include_stop_str_in_output must be True or False, got 'no'"),
+    ({"allowed_token_ids": []}, "allowed_token_ids must be 1 to 300 tokens, got 0"),
+    ({"allowed_token_ids": range(301)}, "allowed_token_ids must be 1 to 300 tokens, got 301"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids: a token id must be an integer in [0, 2147483647], got -1"),
+    ({"bad_words": ["a", " "]}, "bad_words must be texts or sequences of token ids, none of them empty, got ' '"),
+    ({"bad_words": [[]]}, "bad_words must be texts or sequences of token ids, none of them empty, got []"),
+    ({"bad_words": [1]}, "bad_words must be texts or sequences of token ids, none of them empty, got 1"),
+    ({"bad_words": {"a"}}, "bad_words must be a list of words, each text or token ids, got {'a'}"),
+    ({"bad_words": [["a"]]}, "bad_words: a token id must be an integer in [0, 2147483647], got 'a'"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be an integer in [1, 2147483647], got 0"),
     ({"logprobs": 21}, "logprobs must be an integer in [0, 20], got 21"),
     ({"logprobs": True}, "logprobs must be an integer in [0, 20], got True"),
     ({"prompt_logprobs": -1}, "prompt_logprobs must be an integer in [0, 20], got -1"),
@@ -103,8 +116,16 @@ def test_sequences_and_mappings_are_normalised_copies():
     params = SamplingParams(stop="end", stop_token_ids=ids, logit_bias=bias)
     bias[7], ids[0] = 1.0, 9
     assert (params.stop, params.stop_token_ids, params.logit_bias) == (("end",), (4, 5), {3: 1.5})
+    params = SamplingParams(bad_words=["a", np.array([1, 2]).tolist()], allowed_token_ids=[5, 3, 5])
+    assert (params.bad_words, params.allowed_token_ids) == (("a", (1, 2)), (5, 3))
     default = SamplingParams()
     assert (default.stop, default.stop_token_ids, default.logit_bias) == ((), (), {})
+
+
+def test_logits_processors_are_answered_by_what_there_is():
+    with pytest.raises(ValueError, match=r"logits_processors are not supported: .* use logit_bias, allowed_token_ids"):
+        SamplingParams(logits_processors=[lambda tokens, logits: logits])
+    assert SamplingParams(logits_processors=None) == dataclasses.replace(SamplingParams()) == SamplingParams()
 
 
 def test_is_a_value():
@@ -130,6 +151,8 @@ def test_greedy_and_plain():
         "presence_penalty": 0.1,
         "frequency_penalty": -0.1,
         "logit_bias": {1: 1.0},
+        "allowed_token_ids": [1],
+        "bad_words": ["a"],
         "logprobs": 0,
     }.items():
         assert not SamplingParams(**{"temperature": 0, field: value}).takes_argmax, field
@@ -150,3 +173,7 @@ def test_validate_for_a_vocabulary():
         SamplingParams(logit_bias={3: 1, 100: 1}).validate_for(100)
     with pytest.raises(ValueError, match=r"^stop_token_ids: token 1000 is not"):
         SamplingParams(stop_token_ids=[1000]).validate_for(100)
+    with pytest.raises(ValueError, match=r"^allowed_token_ids: token 100 is not"):
+        SamplingParams(allowed_token_ids=[100]).validate_for(100)
+    with pytest.raises(ValueError, match=r"^bad_words: token 100 is not"):
+        SamplingParams(bad_words=[[5, 100]]).validate_for(100)
