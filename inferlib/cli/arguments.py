@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
@@ -82,6 +84,13 @@ Revision = Annotated[
     str | None,
     typer.Option(help="Branch, tag or commit of a model of the Hugging Face Hub; by default its main branch."),
 ]
+GenerationConfig = Annotated[
+    str,
+    typer.Option(
+        help="auto: sampling options that are not given are those that the model suggests (generation_config.json); "
+        "none: those of inferlib."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 
@@ -135,6 +144,39 @@ class DtypeArguments(FormatArguments):
             "bfloat16."
         ),
     ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateArguments:
+    panel: ClassVar = "Chats"
+
+    chat_template: Annotated[
+        Path | None, typer.Option(help="File with a Jinja chat template, in place of the model's.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        str | None,
+        typer.Option(help="The chat template's own options as a JSON object, such as '{\"enable_thinking\": false}'."),
+    ] = None
+
+    @property
+    def given(self) -> bool:
+        return self.chat_template is not None or self.chat_template_kwargs is not None
+
+    def options(self) -> dict[str, Any]:
+        """As `LLM.chat_prompt` takes them. Raises ValueError, or OSError."""
+        kwargs = None
+        if self.chat_template_kwargs is not None:
+            try:
+                kwargs = json.loads(self.chat_template_kwargs)
+            except (ValueError, RecursionError):
+                kwargs = None
+            if not isinstance(kwargs, dict):
+                raise ValueError(
+                    "--chat-template-kwargs is a JSON object such as '{\"enable_thinking\": false}', not "
+                    f"{self.chat_template_kwargs[:100]!r}"
+                )
+        text = None if self.chat_template is None else self.chat_template.read_text(encoding="utf-8")
+        return {"chat_template": text, "chat_template_kwargs": kwargs}
 
 
 @dataclass(frozen=True, kw_only=True)

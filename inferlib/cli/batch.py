@@ -10,9 +10,9 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from inferlib.sampling.params import SamplingParams
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
-_FIELDS = ("id", *_PROMPTS, "sampling_params")
+_TEMPLATE = ("chat_template_kwargs", "tools", "add_generation_prompt", "continue_final_message")  # beside messages
+_FIELDS = ("id", *_PROMPTS, "sampling_params", *_TEMPLATE)
 _HEAD = b'{"id": '  # every line of results begins so
 
 
@@ -44,37 +45,64 @@ _HEAD = b'{"id": '  # every line of results begins so
 class RequestOptions:
     """Options of the command line for every prompt.
 
-    seed: for prompts whose params have no seed. chat: texts are messages of a user. system: message before them.
+    sampling: fields of `SamplingParams` that are given; the model's defaults fill the rest. seed: for prompts whose
+    params have no seed. chat: texts are messages of a user. system: message before them. template: arguments of
+    `LLM.chat_prompt`.
     """
 
-    params: SamplingParams
+    sampling: Mapping[str, Any]
     seed: int
-    chat: bool
-    system: str | None
+    chat: bool = False
+    system: str | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values that no model's defaults could mend."""
+        from inferlib.sampling.params import SamplingParams
+
+        SamplingParams(**{"max_tokens": None, **self.sampling})
+
+    def params(self, llm: LLM) -> SamplingParams:
+        return dataclasses.replace(llm.get_default_sampling_params(), **self.sampling)
+
+    def prepare(self, llm: LLM, text: str) -> Request:
+        """Raises ValueError, also if a chat template is needed and the model has none."""
+        return llm.prepare(self.prompt(llm, text), self.params(llm), fit="max_tokens" not in self.sampling)
 
     def prompt(self, llm: LLM, text: str) -> Prompt:
-        """The model's prompt for a text. Raises ValueError if a chat template is needed and the model has none."""
+        """The model's prompt for a text."""
         if not self.chat:
             return text
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        return llm.chat_prompt([*system, {"role": "user", "content": text}])
+        return llm.chat_prompt([*system, {"role": "user", "content": text}], **self.template)
 
-    def params_of(self, overrides: object, line: int) -> SamplingParams:
-        """The parameters of one line; overrides: its "sampling_params". Raises ValueError for unknown names and invalid
+    def conversation(self, llm: LLM, fields: Mapping[str, Any]) -> Prompt:
+        """The model's prompt for the messages of a line, and the line's arguments of `LLM.chat_prompt`."""
+        mine = {name: fields[name] for name in _TEMPLATE if name in fields}
+        if isinstance(mine.get("chat_template_kwargs"), dict):
+            mine["chat_template_kwargs"] = {
+                **(self.template["chat_template_kwargs"] or {}),
+                **mine["chat_template_kwargs"],
+            }
+        return llm.chat_prompt(fields["messages"], **{**self.template, **mine})
+
+    def request_of(self, llm: LLM, prompt: Prompt, overrides: object, line: int) -> Request:
+        """The request of one line; overrides: its "sampling_params". Raises ValueError for unknown names and invalid
         values."""
         import numpy as np
 
         if not isinstance(overrides, dict):
             raise ValueError(f"sampling_params must be an object, got {overrides!r}")
-        _check_known("sampling_params", overrides, [f.name for f in dataclasses.fields(self.params)])
+        base = self.params(llm)
+        _check_known("sampling_params", overrides, [f.name for f in dataclasses.fields(base)])
         if isinstance(overrides.get("logit_bias"), dict):
             overrides = overrides | {"logit_bias": _integer_keys(overrides["logit_bias"])}
-        params = dataclasses.replace(self.params, **overrides)
-        if params.seed is not None:
-            return params
-        # From the line's number, so that a resumed run draws what an uninterrupted run would.
-        seed = int(np.random.SeedSequence((self.seed, line)).generate_state(1)[0])
-        return dataclasses.replace(params, seed=seed)
+        params = dataclasses.replace(base, **overrides)
+        if params.seed is None:
+            # From the line's number, so that a resumed run draws what an uninterrupted run would.
+            seed = int(np.random.SeedSequence((self.seed, line)).generate_state(1)[0])
+            params = dataclasses.replace(params, seed=seed)
+        return llm.prepare(prompt, params, fit="max_tokens" not in {**self.sampling, **overrides})
 
 
 def run_batch(
@@ -251,9 +279,10 @@ class _Batch:
         forms = [field for field in _PROMPTS if field in fields]
         if len(forms) != 1:
             raise ValueError(f"give one of {', '.join(_PROMPTS)}; there is {' and '.join(forms) or 'none'}")
-        params = self._options.params_of(fields.get("sampling_params", {}), number)
         if forms == ["messages"]:
-            prompt = self._llm.chat_prompt(fields["messages"])
+            prompt = self._options.conversation(self._llm, fields)
+        elif strange := [name for name in _TEMPLATE if name in fields]:
+            raise ValueError(f"{strange[0]} goes with messages")
         elif forms == ["prompt"]:
             if not isinstance(fields["prompt"], str):
                 raise ValueError(f"prompt must be a string, got {fields['prompt']!r}")
@@ -262,7 +291,7 @@ class _Batch:
             prompt = fields["prompt_token_ids"]
             if not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
                 raise ValueError("prompt_token_ids must be a list of integers")
-        return self._llm.prepare(prompt, params)
+        return self._options.request_of(self._llm, prompt, fields.get("sampling_params", {}), number)
 
     def _check_same(self, number: int, name: int | str) -> None:
         if name != self._done[number]:

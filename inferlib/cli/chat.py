@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
 
-from inferlib.cli.arguments import DtypeArguments, Revision, grouped
-from inferlib.cli.generate import EngineArguments, ModelArguments, load_llm
+from inferlib.cli.arguments import DtypeArguments, GenerationConfig, Revision, TemplateArguments, grouped
+from inferlib.cli.batch import RequestOptions
+from inferlib.cli.generate import OF_MODEL, EngineArguments, ModelArguments, load_llm
 from inferlib.cli.output import fail, user_errors, write
 
 if TYPE_CHECKING:
@@ -34,16 +35,16 @@ class AnswerArguments:
         int | None,
         typer.Option(min=1, help="Most tokens of an answer; by default as many as the context has room for."),
     ] = None
-    temperature: Annotated[float, typer.Option(help="0, the default here, picks the most likely token.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0: all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 1.0
+    temperature: Annotated[float | None, typer.Option(help=f"0 picks the most likely token; {OF_MODEL} 1.")] = None
+    top_k: Annotated[int | None, typer.Option(help=f"Sample among the k most likely tokens; {OF_MODEL} all.")] = None
+    top_p: Annotated[
+        float | None, typer.Option(help=f"Sample among the likeliest tokens of this total probability; {OF_MODEL} 1.")
+    ] = None
 
-    def params(self) -> SamplingParams:
-        from inferlib.sampling.params import SamplingParams
-
-        return SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p
-        )
+    def sampling(self) -> dict[str, Any]:
+        """Fields of `SamplingParams`: max_tokens, whose None is a value, and what else is given."""
+        values = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return {"max_tokens": self.max_tokens} | {name: x for name, x in values.items() if x is not None}
 
 
 @grouped
@@ -56,7 +57,9 @@ def chat(
     ] = "smollm2",
     *,
     revision: Revision = None,
+    generation_config: GenerationConfig = "auto",
     answers: AnswerArguments,
+    template: TemplateArguments,
     formats: DtypeArguments,
     engine: EngineArguments,
 ) -> None:
@@ -65,11 +68,13 @@ def chat(
     Commands: /reset, /system TEXT, /help, /exit. Ctrl-C stops an answer, Ctrl-D ends.
     """
     with user_errors():
-        params = answers.params()
-    llm = load_llm(ModelArguments(model=model, revision=revision), formats, engine)
-    if llm.tokenizer is None or llm.tokenizer.chat_template is None:
-        fail(f"{model} has no chat template: use inferlib generate")
-    conversation = Conversation(llm, params, answers.system)
+        options = RequestOptions(answers.sampling(), engine.seed, template=template.options())
+    named = ModelArguments(model=model, revision=revision, generation_config=generation_config)
+    llm = load_llm(named, formats, engine)
+    if template.chat_template is None and (llm.tokenizer is None or llm.tokenizer.chat_template is None):
+        fail(f"{model} has no chat template: give one with --chat-template, or use inferlib generate")
+    with user_errors():
+        conversation = Conversation(llm, options.params(llm), answers.system, options.template)
     console = Console(stderr=True)
     console.print(_HELP, style="dim", highlight=False)
     for line in _lines():
@@ -87,10 +92,11 @@ def chat(
 
 
 class Conversation:
-    """The messages so far, and how they are answered. system: the system message, or None."""
+    """The messages so far, and how they are answered. system: the system message, or None. template: arguments of
+    `LLM.chat_prompt`."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None):
-        self.llm, self.params = llm, params
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, template: Mapping[str, Any] | None = None):
+        self.llm, self.params, self.template = llm, params, template or {}
         self.reset(system)
 
     def reset(self, system: str | None) -> None:
@@ -102,7 +108,7 @@ class Conversation:
         conversation. A message that cannot be answered is left out of it, and the reason is shown."""
         messages, parts = [*self.messages, {"role": "user", "content": text}], []
         try:
-            pieces = iter(self.llm.stream(self.llm.chat_prompt(messages), self.params))
+            pieces = iter(self.llm.stream(self.llm.chat_prompt(messages, **self.template), self.params))
             for piece in pieces:
                 parts.append(piece)
                 write(piece)

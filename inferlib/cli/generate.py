@@ -12,14 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from inferlib.cli.arguments import DtypeArguments, OptionalBackend, Revision, grouped
+from inferlib.cli.arguments import (
+    DtypeArguments,
+    GenerationConfig,
+    OptionalBackend,
+    Revision,
+    TemplateArguments,
+    grouped,
+)
 from inferlib.cli.batch import RequestOptions, run_batch
 from inferlib.cli.output import Summary, fail, json_line, result_fields, user_errors, write
 
 if TYPE_CHECKING:
     from inferlib.llm import LLM, Request
-    from inferlib.sampling.params import SamplingParams
 
+# For options that a model's generation_config.json may suggest.
+OF_MODEL = "by default what the model suggests, else"
 _HEADING = 60  # characters of a prompt that are shown above its text
 
 
@@ -33,6 +41,7 @@ class ModelArguments:
         ),
     ] = "smollm2"
     revision: Revision = None
+    generation_config: GenerationConfig = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,17 +159,31 @@ class SamplingArguments:
 
     panel: ClassVar = "Sampling"
 
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128
+    max_tokens: Annotated[int | None, typer.Option(help=f"Most tokens to generate; {OF_MODEL} 16.")] = None
     min_tokens: Annotated[int, typer.Option(help="Tokens to generate before a stop token may be chosen.")] = 0
-    temperature: Annotated[float, typer.Option(help="0, the default here, picks the most likely token.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0: all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of this total probability.")] = 1.0
-    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this times the most likely.")] = 0.0
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: against tokens of prompt and output.")] = 1.0
+    temperature: Annotated[float | None, typer.Option(help=f"0 picks the most likely token; {OF_MODEL} 1.")] = None
+    top_k: Annotated[int | None, typer.Option(help=f"Sample among the k most likely tokens; {OF_MODEL} all.")] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(help=f"Sample among the likeliest tokens of this total probability; {OF_MODEL} 1."),
+    ] = None
+    min_p: Annotated[
+        float | None, typer.Option(help=f"Drop tokens less likely than this times the most likely; {OF_MODEL} 0.")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help=f"Above 1: against tokens of prompt and output; {OF_MODEL} 1.")
+    ] = None
     presence_penalty: Annotated[float, typer.Option(help="Above 0: against tokens in the output.")] = 0.0
     frequency_penalty: Annotated[float, typer.Option(help="Above 0: the same, for each time they are in it.")] = 0.0
     logit_bias: Annotated[
         list[str] | None, typer.Option(help="ID=VALUE: add VALUE to the logit of a token; repeatable.")
+    ] = None
+    allowed_token_ids: Annotated[
+        list[int] | None,
+        typer.Option("--allowed-token-id", help="A token that may be chosen, and no others; repeatable."),
+    ] = None
+    bad_words: Annotated[
+        list[str] | None, typer.Option("--bad-word", help="A word that never appears in the output; repeatable.")
     ] = None
     stop: Annotated[list[str] | None, typer.Option(help="A string that ends the output; repeatable.")] = None
     stop_token_ids: Annotated[
@@ -176,12 +199,15 @@ class SamplingArguments:
         int | None, typer.Option(help="Report log-probabilities, and those of this many most likely tokens.")
     ] = None
     prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the tokens of the prompt.")] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(help="Use only so many of a prompt's last tokens; -1: as many as leave room for --max-tokens."),
+    ] = None
 
-    def params(self) -> SamplingParams:
-        from inferlib.sampling.params import SamplingParams
-
-        values: dict[str, Any] = asdict(self) | {"logit_bias": _bias(self.logit_bias or ())}
-        return SamplingParams(**values)
+    def values(self) -> dict[str, Any]:
+        """The fields that are given. Raises ValueError."""
+        values = asdict(self) | {"logit_bias": _bias(self.logit_bias or ()) or None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @grouped
@@ -193,6 +219,7 @@ def generate(
     *,
     model: ModelArguments,
     prompting: PromptArguments,
+    template: TemplateArguments,
     files: FileArguments,
     formats: DtypeArguments,
     engine: EngineArguments,
@@ -204,9 +231,12 @@ def generate(
     Text goes to stdout, or with --input to the --output file; everything else goes to stderr.
     """
     _check(prompts, prompting, files, sampling)
+    if template.given and not prompting.chat and files.input_file is None:
+        fail("--chat-template and --chat-template-kwargs are for chats: give --chat")
     hosts.check()
     with user_errors():
-        options = RequestOptions(sampling.params(), engine.seed, prompting.chat, prompting.system)
+        chat = dict(chat=prompting.chat, system=prompting.system, template=template.options())
+        options = RequestOptions(sampling.values(), engine.seed, **chat)
 
     @cache
     def load() -> LLM:
@@ -258,12 +288,13 @@ def load_llm(model: ModelArguments, formats: DtypeArguments, engine: EngineArgum
     with user_errors():
         keep_compilations()
         options: dict[str, Any] = asdict(formats) | asdict(engine) | {"expert_load": engine.expert_load is not None}
-        return LLM(model.model, revision=model.revision, **options)
+        return LLM(model.model, revision=model.revision, generation_config=model.generation_config, **options)
 
 
 def _complete(load: Callable[[], LLM], texts: Sequence[str], options: RequestOptions, how: PromptArguments) -> None:
     """Complete texts, to stdout."""
-    single = len(texts) == options.params.n == 1 and not how.json
+    several = len(texts) * options.sampling.get("n", 1) > 1
+    single = not several and not how.json
     if how.stream and not single:
         fail("--stream shows the text of one prompt: give one, and neither --n nor --json")
     llm = load()
@@ -278,7 +309,7 @@ def _complete(load: Callable[[], LLM], texts: Sequence[str], options: RequestOpt
             if how.json:
                 write(json_line({"prompt": text, **result_fields(result)}).decode())
             else:
-                _show(text, [output.text for output in result.outputs], headings=len(texts) * options.params.n > 1)
+                _show(text, [output.text for output in result.outputs], headings=several)
     summary.show()
 
 
@@ -308,7 +339,7 @@ def _prepare(llm: LLM, texts: Sequence[str], options: RequestOptions) -> list[Re
     requests = []
     for i, text in enumerate(texts, start=1):
         try:
-            requests.append(llm.prepare(options.prompt(llm, text), options.params))
+            requests.append(options.prepare(llm, text))
         except (ValueError, UnplannedProgramError) as error:
             fail(f"prompt {i}: {error}" if len(texts) > 1 else error)
     return requests

@@ -20,7 +20,9 @@ def inferlib(tmp_path_factory):
 
 
 def answers_of(inferlib, lines: str, *options: str) -> list[str]:
-    result = inferlib("chat", inferlib.model, "--max-batch", "2", "--max-tokens", "4", *options, stdin=lines)
+    result = inferlib(
+        "chat", inferlib.model, "--max-batch", "2", "--max-tokens", "4", "--temperature", "0", *options, stdin=lines
+    )
     assert result.exit_code == 0, result.output
     return result.stdout.splitlines()
 

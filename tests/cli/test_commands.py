@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +17,11 @@ from typing import ClassVar
 import pytest
 import typer
 
-from inferlib import SamplingParams
+from inferlib import LLM, SamplingParams
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.cli.generate import generate
 from inferlib.cli.output import write
+from inferlib.sampling.generation_config import _FIELDS
 from tests.helpers.cli_model import COMMAND, Commands, error_of, make_model
 from tests.helpers.oracle import make_checkpoint
 
@@ -51,11 +53,37 @@ def test_targets_are_listed_without_jax():
 
 
 def test_every_sampling_parameter_is_an_option_with_its_default():
+    """Those that a model may suggest have none; the seed is the engine's."""
     options = {name: p.default for name, p in inspect.signature(generate).parameters.items()}
     fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     assert fields.keys() <= options.keys()
     different = {name: options[name] for name in fields if options[name] != fields[name]}
-    assert different == {"temperature": 0.0, "max_tokens": 128, "seed": 0}
+    assert different == dict.fromkeys(_FIELDS.values()) | {"seed": 0}
+
+
+def test_defaults_are_those_of_python(inferlib, tmp_path):
+    """What the model suggests, then what `SamplingParams` has: also for a line of a file."""
+    folder = shutil.copytree(inferlib.model, tmp_path / "model")
+    suggested = {"temperature": 0.5, "top_k": 4, "max_new_tokens": 5}
+    (folder / "generation_config.json").write_text(json.dumps(suggested))
+    options = ("generate", "--model", folder, "--max-batch", "2", "--seed", "3")
+    llm = LLM(folder, max_batch=2, seed=3, progress=False)
+    result = inferlib(*options, "hello")
+    assert result.stdout == llm.generate("hello")[0].outputs[0].text + "\n"
+    result = inferlib(*options, "hello", "--generation-config", "none", "--temperature", "0", "--json")
+    (tokens,) = (output["token_ids"] for output in json.loads(result.stdout)["outputs"])
+    assert tokens == llm.generate("hello", SamplingParams(temperature=0.0))[0].outputs[0].token_ids
+    assert len(tokens) == 16
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": "hello", "sampling_params": {"seed": 1}}, {"prompt": "x" * 253}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert inferlib(*options, "--input", source, "--output", target, "--top-k", "0").exit_code == 0
+    records = {record["line"]: record for record in map(json.loads, target.read_text().splitlines())}
+    params = dataclasses.replace(llm.get_default_sampling_params(), top_k=0, seed=1)
+    (expected,) = llm.generate("hello", params)
+    assert records[1]["outputs"][0]["token_ids"] == expected.outputs[0].token_ids
+    assert len(expected.outputs[0].token_ids) == 5
+    assert records[2]["generated_tokens"] == 3  # the room that the prompt leaves
 
 
 class Recorder:
@@ -67,8 +95,11 @@ class Recorder:
     def __init__(self, *args, **options):
         self.seen.update(args=args, **options)
 
-    def prepare(self, prompt, params):
-        self.seen.update(prompt=prompt, params=params)
+    def get_default_sampling_params(self):
+        return SamplingParams()
+
+    def prepare(self, prompt, params, *, fit):
+        self.seen.update(prompt=prompt, params=params, fit=fit)
         raise ValueError("recorded")
 
 
@@ -80,13 +111,15 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1
         --presence-penalty 0.2 --frequency-penalty -0.3 --logit-bias 5=-1.5 --logit-bias 6=2 --stop ab --stop c
         --stop-token-id 8 --stop-token-id 9 --ignore-eos --include-stop-str-in-output --no-skip-special-tokens --n 3
-        --logprobs 4 --prompt-logprobs 1
+        --logprobs 4 --prompt-logprobs 1 --allowed-token-id 5 --allowed-token-id 9 --bad-word ab --bad-word c
+        --truncate-prompt-tokens 3 --generation-config none
     """
     assert error_of(inferlib.generate("hello", *words.split())) == "recorded"
     assert Recorder.seen == {
         "args": (str(inferlib.model),),
         "dtype": "bfloat16",
         "revision": "main",
+        "generation_config": "none",
         "quantization": "int8",
         "kv_cache_dtype": "fp8",
         "expert_placement": Path("slots.json"),
@@ -98,6 +131,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         "artifacts": Path("compiled"),
         "seed": 7,
         "prompt": "hello",
+        "fit": False,
         "params": SamplingParams(
             max_tokens=9,
             min_tokens=2,
@@ -117,6 +151,9 @@ def test_options_reach_the_request(inferlib, monkeypatch):
             n=3,
             logprobs=4,
             prompt_logprobs=1,
+            allowed_token_ids=[5, 9],
+            bad_words=["ab", "c"],
+            truncate_prompt_tokens=3,
         ),
     }
 
@@ -150,6 +187,31 @@ def test_chat(inferlib):
     result = inferlib.generate("--chat", "--system", "Be brief.", "hello")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
     assert result.stdout == inferlib.llm.chat(messages, GREEDY)[0].outputs[0].text + "\n"
+
+
+def test_chat_templates(inferlib, tmp_path):
+    """Another template, with options of its own; for messages of a file, too, which may be continued."""
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages[-1].content }}{{ mark }}")
+    options = ("--chat-template", file, "--chat-template-kwargs", '{"mark": "!"}')
+    result = inferlib.generate("--chat", *options, "hello")
+    assert result.stdout == text_of(inferlib, "hello!") + "\n"
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Well"}]
+    lines = [
+        {"messages": messages},
+        {"messages": messages, "chat_template_kwargs": {"mark": "?"}},
+        {"messages": messages, "continue_final_message": True},
+        {"prompt": "a", "tools": []},
+        {"messages": messages, "chat_template_kwargs": [1]},
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert inferlib.generate("--input", source, "--output", target, *options).exit_code == 1
+    records = {record["line"]: record for record in map(json.loads, target.read_text().splitlines())}
+    texts = {line: record["outputs"][0]["text"] for line, record in records.items() if "outputs" in record}
+    assert texts == {i: text_of(inferlib, text) for i, text in ((1, "Well!"), (2, "Well?"), (3, "Well"))}
+    assert "tools goes with messages" in records[4]["error"]
+    assert "chat_template_kwargs must map" in records[5]["error"]
 
 
 def test_json(inferlib):
@@ -192,6 +254,7 @@ def test_a_terminal_gets_a_stream(inferlib):
     """The whole command on a terminal, where a spinner and a progress bar come before the text."""
     parent, child = pty.openpty()
     command = [*COMMAND, "generate", "hello", "--model", inferlib.model, "--max-tokens", "8"]
+    command += ["--temperature", "0"]
     process = subprocess.Popen(command, stdin=child, stdout=child, stderr=child)
     os.close(child)
     shown = b""
@@ -220,12 +283,18 @@ def test_a_terminal_gets_a_stream(inferlib):
         (["x", "--max-tokens", "300"], "1 tokens plus max_tokens 300 exceeds max_len 256"),
         (["x", "--top-p", "1.5"], "top_p must be a number in (0, 1], got 1.5"),
         (["x", "--n", "2"], "n must be 1 when temperature is 0"),
+        (["x", "--min-tokens", "9"], "min_tokens must be at most max_tokens (8)"),
         (["x", "--logit-bias", "5"], "--logit-bias must be ID=VALUE"),
         (["x", "--logit-bias", "999=1"], "token 999 is not in the model's vocabulary"),
         (["ok", ""], "prompt 2: the prompt is empty"),
         ([""], "the prompt is empty"),
         (["x", "--system", "s"], "--system needs --chat"),
         (["x", "--logprobs", "1"], "add --json"),
+        (["x", "--chat-template", "t"], "give --chat"),
+        (["x", "--chat", "--chat-template", "/nowhere"], "No such file or directory: '/nowhere'"),
+        (["x", "--chat", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs is a JSON object"),
+        (["x", "--generation-config", "vllm"], "generation_config must be 'auto' or 'none', got 'vllm'"),
+        (["x", "--bad-word", ""], "bad_words must be texts"),
         (["x", "y", "--stream"], "--stream shows the text of one prompt"),
         (["x", "--stream", "--json"], "--stream shows the text of one prompt"),
         (["--input", "a"], "--input and --output go together"),

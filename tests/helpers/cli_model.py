@@ -53,7 +53,8 @@ class Commands:
         return self.build(str(self.model), dtype=None, max_batch=2, max_len=None, seed=0)
 
     def generate(self, *arguments: str | os.PathLike, stdin: str | bytes | None = None) -> Result:
-        options = ["--model", self.model, "--max-batch", "2", "--max-tokens", "8"]
+        """Greedy, and 8 tokens, unless the arguments say otherwise."""
+        options = ["--model", self.model, "--max-batch", "2", "--max-tokens", "8", "--temperature", "0"]
         return self("generate", *options, *arguments, stdin=stdin)
 
     def __call__(self, *arguments: str | os.PathLike, stdin: str | bytes | None = None) -> Result:

@@ -29,10 +29,16 @@ from tests.helpers.oracle_cases import SMOLLM2_HEADS
 ROWS, CHUNK, MAX_LEN = 4, 16, 64
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 MIXED = [
-    SamplingParams(temperature=0.8, top_p=0.9, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, bad_words=[[t] for t in range(60, 90)], ignore_eos=True),
     SamplingParams(temperature=0.9, top_k=5, repetition_penalty=1.2, logprobs=3, ignore_eos=True),
     SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.2, logprobs=20, ignore_eos=True),
-    SamplingParams(temperature=1.2, min_p=0.05, logit_bias={7: 2.0, 130: 3.0}, ignore_eos=True),
+    SamplingParams(
+        temperature=1.2,
+        min_p=0.05,
+        logit_bias={6: 2.0, 130: 3.0},
+        allowed_token_ids=range(0, 131, 2),
+        ignore_eos=True,
+    ),
 ]
 # More prompts than rows, one of several chunks: rows are used again while others decode.
 LENGTHS = [10, 3, 30, 1, 9, 16, 21]
