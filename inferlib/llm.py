@@ -334,6 +334,7 @@ class LLM:
         params: None: `get_default_sampling_params()`. fit: lower max_tokens to the room that the prompt leaves, as is
         done for params None; otherwise too many are an error.
         """
+        check_flag("fit", fit)
         if params is None:
             params, fit = self.get_default_sampling_params(), True
         if not isinstance(params, SamplingParams):

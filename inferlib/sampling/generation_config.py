@@ -35,7 +35,7 @@ class GenerationConfig:
 
         choice: "auto"; or "none" to take no sampling parameters from it. Raises ConfigurationError.
         """
-        if choice not in CHOICES:
+        if not isinstance(choice, str) or choice not in CHOICES:
             raise ConfigurationError(
                 f"generation_config must be {' or '.join(map(repr, CHOICES))}, got {brief(choice)}"
             )

@@ -112,8 +112,9 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if self.truncate_prompt_tokens is not None and self.truncate_prompt_tokens != -1:
-            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
+        most = self.truncate_prompt_tokens
+        if most is not None and not (_is(Integral, most) and most == -1):
+            _check_int("truncate_prompt_tokens", most, 1)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         object.__setattr__(self, "allowed_token_ids", _checked_allowed(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _checked_words(self.bad_words))

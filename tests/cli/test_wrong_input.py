@@ -131,6 +131,7 @@ def test_model(path):
         "seed",
         "progress",
         "revision",
+        "generation_config",
     ]
     good = {"model": path, "max_len": 64, "max_batch": 2, "progress": False}
     wrong = problems(LLM, good, ["model", "config", *options])
@@ -147,10 +148,11 @@ def test_generation(llm):
         next(iter(llm.stream(**arguments)))
 
     wrong = problems(llm.generate, {"prompts": "a", "sampling_params": None})
-    wrong += problems(llm.chat, {"messages": messages, "sampling_params": None, "tools": None})
-    wrong += problems(llm.chat_prompt, {"messages": messages})
+    options = ("chat_template", "add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
+    wrong += problems(llm.chat, {"messages": messages, "sampling_params": None}, ["messages", "sampling_params"])
+    wrong += problems(llm.chat_prompt, {"messages": messages}, ["messages", *options])
     wrong += problems(stream, {"prompt": "a", "sampling_params": None})
-    wrong += problems(llm.prepare, {"prompt": "a", "params": SamplingParams()})
+    wrong += problems(llm.prepare, {"prompt": "a", "params": SamplingParams(), "fit": False})
     wrong += problems(lambda **options: list(llm.run(**options)), {"requests": []})
     wrong += problems(llm.score, {"token_lists": [[1, 2]]})
     wrong += problems(llm.logits, {"token_ids": [1, 2]})

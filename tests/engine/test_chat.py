@@ -5,7 +5,7 @@ import tokenizers
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from inferlib.chat import ChatError, ChatTemplate
+from inferlib.chat import ChatError, ChatTemplate, checked_kwargs
 from inferlib.checkpoint.gguf import GGUFCheckpoint
 from inferlib.checkpoint.known import resolve
 
@@ -59,6 +59,60 @@ def test_templates_equal_transformers(template, options):
     ours = ChatTemplate(template, "<|im_start|>", "<|im_end|>").render(MESSAGES, **options)
     keywords = {"add_generation_prompt": True, **options}
     assert ours == reference.apply_chat_template(MESSAGES, chat_template=template, tokenize=False, **keywords)
+
+
+@pytest.mark.parametrize("template", [CHATML, BLOCKS])
+@pytest.mark.parametrize(
+    "content", ["begun", "  begun and  spaced  ", [{"type": "text", "text": "one"}, {"type": "text", "text": "two "}]]
+)
+def test_a_continued_message_equals_transformers(template, content):
+    """Where the template keeps the spaces around a message, and where it trims them."""
+    if isinstance(content, list):
+        template = "{% for m in messages %}<|im_start|>{% for p in m.content %}{{ p.text }}{% endfor %}|{% endfor %}"
+    reference = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(models.BPE()), bos_token="<|im_start|>", eos_token="<|im_end|>"
+    )
+    messages = [{"role": "user", "content": "begun"}, {"role": "assistant", "content": content}]
+    ours = ChatTemplate(template, "<|im_start|>", "<|im_end|>").render(messages, continue_final_message=True)
+    expected = reference.apply_chat_template(
+        messages, chat_template=template, tokenize=False, continue_final_message=True
+    )
+    assert ours == expected
+    assert messages[1]["content"] == content
+
+
+def test_only_one_of_continuing_and_beginning():
+    template = ChatTemplate(CHATML, None, None)
+    assert template.render(MESSAGES[:1], add_generation_prompt=True) == template.render(MESSAGES[:1])
+    with pytest.raises(ChatError, match="give one of them"):
+        template.render(MESSAGES, add_generation_prompt=True, continue_final_message=True)
+    with pytest.raises(ChatError, match="must be True or False, got 1 and False"):
+        template.render(MESSAGES, add_generation_prompt=1)
+    with pytest.raises(ChatError, match="a final message with text"):
+        template.render([{"role": "assistant", "tool_calls": [{"name": "f"}]}], continue_final_message=True)
+    with pytest.raises(ChatError, match="leaves out the final message's end"):
+        ChatTemplate("{{ messages[0].content[:3] }}", None, None).render(MESSAGES, continue_final_message=True)
+    for tools in ("x", [1], {}):
+        with pytest.raises(ChatError, match="tools must be a list of JSON schemas"):
+            template.render(MESSAGES, tools=tools)
+
+
+def test_a_template_may_fail_in_any_way():
+    for source in ("{{ 1 / 0 }}", "{{ [1][messages[0].role | length] + none }}", "{{ 'x'.encode('nope') }}"):
+        with pytest.raises(ChatError, match="refuses these messages") as error:
+            ChatTemplate(source, None, None).render(MESSAGES)
+        assert len(str(error.value).splitlines()) == 1
+
+
+def test_options_of_a_template():
+    assert checked_kwargs(None, {}) == {}
+    assert checked_kwargs({"enable_thinking": False}, {"tools": None}) == {"enable_thinking": False}
+    for wrong in ([1], "x", {1: 2}):
+        with pytest.raises(ChatError, match="chat_template_kwargs must map names"):
+            checked_kwargs(wrong, {})
+    for name in ("messages", "tools", "mine"):
+        with pytest.raises(ChatError, match=f"has '{name}', which is no option of the template itself"):
+            checked_kwargs({name: 1}, {"mine": 2})
 
 
 def test_template_refusals():

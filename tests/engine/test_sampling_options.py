@@ -182,3 +182,31 @@ def test_long_prompts_can_be_truncated(small):
     params = dataclasses.replace(GREEDY, truncate_prompt_tokens=-1, max_tokens=None)
     assert len(small.prepare(prompt, params).token_ids) == 63
     assert small.prepare(prompt[:5], params).token_ids == prompt[:5]
+
+
+# ---- chats
+
+
+def test_a_chat_with_a_template_of_its_own(small):
+    """The model has none. Its options, and a final message that is continued."""
+    template = "{{ eos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}{{ mark }}"
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
+
+    def prompt(**options):
+        (output,) = small.chat(messages, GREEDY, chat_template=template, **options)
+        text = small.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+        assert output.outputs[0].token_ids == texts(small, [output.prompt_token_ids], GREEDY)[0]
+        return text
+
+    assert prompt() == "</s>[hi][Well]"
+    assert prompt(chat_template_kwargs={"mark": "!"}) == "</s>[hi][Well]!"
+    assert prompt(continue_final_message=True) == "</s>[hi][Well"
+    assert small.chat_prompt(messages, chat_template=template, mark="?") == small.tokenizer.encode(
+        "</s>[hi][Well]?", add_special_tokens=False
+    )
+    with pytest.raises(ValueError, match="chat_template must be the text of a Jinja template, got 3"):
+        small.chat(messages, chat_template=3)
+    with pytest.raises(ValueError, match="not valid, line 1"):
+        small.chat(messages, chat_template="{% if %}")
+    with pytest.raises(ValueError, match="no chat template: give chat_template"):
+        small.chat(messages)
