@@ -44,6 +44,8 @@ from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf, family_of
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import SCHEMES, nbytes
+from inferlib.programs.memory import OutOfMemoryError, explained
+from inferlib.programs.program_set import ProgramSet
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -221,7 +223,7 @@ def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
     """For code that reads a user's input: its errors end the program with one line and no traceback."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, OutOfMemoryError) as error:
         parser.error(str(error))
 
 
@@ -264,7 +266,8 @@ def main() -> None:
     with user_errors(args.parser):
         run = engine_config(config, args.batches[0], args.cache, Shards(), args.backend)
     model = abstract_model(config, dtype, quantization=quantization, backend=run.backend, scan=run.scan)
-    weights = load_weights(args.files.source, family_of(hf), model) if args.files else model.random_weights()
+    with user_errors(args.parser), explained("making the weights", ProgramSet.make(model, run).demand):
+        weights = load_weights(args.files.source, family_of(hf), model) if args.files else model.random_weights()
     copy = copy_bandwidth()
     rows = [measure(model, weights, b, args.cache, args.steps, Shards(), args.backend) for b in args.batches]
     for i, row in enumerate(rows):

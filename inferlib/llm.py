@@ -41,6 +41,7 @@ from inferlib.models.config import ModelConfig
 from inferlib.outputs import RequestOutput
 from inferlib.platforms import leave_out_absent_tpu
 from inferlib.programs.counter import compilations
+from inferlib.programs.memory import explained
 from inferlib.programs.program import MODES, Mode
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.programs.start_functions import adopted
@@ -91,7 +92,7 @@ class LLM:
         expert_load, ...) as keywords; they replace those of `config`.
 
     Raises ArtifactError, CheckpointError, ConfigError, ConfigurationError, ShardingError or PeerError before any work
-    on the devices.
+    on the devices, and OutOfMemoryError, then and later, where memory does not suffice.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class LLM:
                 raise ShardingError(
                     f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
                 )
-        with adopted(stored):
+        with adopted(stored), explained("loading the weights", programs.demand):
             weights = files.load(
                 programs.model,
                 placement=choices.placement,
@@ -144,6 +145,7 @@ class LLM:
                 formats=programs.formats,
                 progress=self.progress,
             )
+        with adopted(stored), explained("making room for the cache", programs.demand):
             self.engine = Engine(programs.model, weights, self.config, channel=self._channel, programs=programs)
         if self._channel:
             self._channel.ready()

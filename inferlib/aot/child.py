@@ -83,6 +83,7 @@ class Child:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        how += ", as happens where the host runs out of memory: compile with --workers 1" if code == -9 else ""
         return "\n".join([f"the compiler's process {how}", *lines[-12:]])
 
 

@@ -17,6 +17,7 @@ from inferlib.aot.neuron import HLO_SUFFIX
 from inferlib.inspection.outcome import Outcome
 from inferlib.models.config import MoeSpec
 from inferlib.programs.deployment import Deployment
+from inferlib.programs.memory import too_large
 from inferlib.programs.program import ProgramKey
 from inferlib.targets import Target
 
@@ -89,12 +90,6 @@ def compile_programs(
     finally:
         for worker in pool:
             worker.close()
-
-
-def too_large(error: str) -> bool:
-    """True if a compiler says that a program's arrays do not fit; exhausted on-chip memory does not count."""
-    full = "RESOURCE_EXHAUSTED" in error or "Ran out of memory" in error
-    return full and not re.search(r"space[= ][vs]mem", error)
 
 
 def file_name(key: ProgramKey, target: Target) -> str:

@@ -148,7 +148,7 @@ class DtypeArguments(FormatArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateArguments:
-    panel: ClassVar = "Chats"
+    """How a chat becomes a prompt; for groups that have this among their options."""
 
     chat_template: Annotated[
         Path | None, typer.Option(help="File with a Jinja chat template, in place of the model's.")
@@ -158,11 +158,7 @@ class TemplateArguments:
         typer.Option(help="The chat template's own options as a JSON object, such as '{\"enable_thinking\": false}'."),
     ] = None
 
-    @property
-    def given(self) -> bool:
-        return self.chat_template is not None or self.chat_template_kwargs is not None
-
-    def options(self) -> dict[str, Any]:
+    def template(self) -> dict[str, Any]:
         """As `LLM.chat_prompt` takes them. Raises ValueError, or OSError."""
         kwargs = None
         if self.chat_template_kwargs is not None:

@@ -29,7 +29,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from inferlib.cli.output import Summary, fail, json_line, result_fields, user_errors
+from inferlib.cli.output import Summary, fail, json_line, memory_errors, result_fields, user_errors
 
 if TYPE_CHECKING:
     from inferlib.llm import LLM, Prompt, Request
@@ -127,8 +127,10 @@ def run_batch(
     if done:
         typer.echo(f"{len(done)} lines are done already", err=True)
     llm = load()
+    stays = "; the finished lines are kept, when this is solved "
     try:
         with (
+            memory_errors(f"{stays}{_continue_with()}"),
             _termination_as_interrupt(),
             source.open("rb") as lines,
             closing(_ResultFile(target, "ab" if resume else "wb")) as results,
@@ -141,7 +143,7 @@ def run_batch(
         typer.echo(f"interrupted; the finished lines are kept, {_continue_with()}", err=True)
         raise typer.Exit(128 + number) from None
     except OSError as error:
-        fail(f"{error}; the finished lines are kept, when this is solved {_continue_with()}")
+        fail(f"{error}{stays}{_continue_with()}")
     batch.report()
     return batch.failed
 

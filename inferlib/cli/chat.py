@@ -14,7 +14,7 @@ from rich.console import Console
 from inferlib.cli.arguments import DtypeArguments, GenerationConfig, Revision, TemplateArguments, grouped
 from inferlib.cli.batch import RequestOptions
 from inferlib.cli.generate import OF_MODEL, EngineArguments, ModelArguments, load_llm
-from inferlib.cli.output import fail, user_errors, write
+from inferlib.cli.output import fail, memory_errors, user_errors, write
 
 if TYPE_CHECKING:
     from inferlib.llm import LLM
@@ -27,7 +27,7 @@ _HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerArguments:
+class AnswerArguments(TemplateArguments):
     panel: ClassVar = "Answers"
 
     system: Annotated[str | None, typer.Option(help="System message.")] = None
@@ -59,7 +59,6 @@ def chat(
     revision: Revision = None,
     generation_config: GenerationConfig = "auto",
     answers: AnswerArguments,
-    template: TemplateArguments,
     formats: DtypeArguments,
     engine: EngineArguments,
 ) -> None:
@@ -68,10 +67,10 @@ def chat(
     Commands: /reset, /system TEXT, /help, /exit. Ctrl-C stops an answer, Ctrl-D ends.
     """
     with user_errors():
-        options = RequestOptions(answers.sampling(), engine.seed, template=template.options())
+        options = RequestOptions(answers.sampling(), engine.seed, template=answers.template())
     named = ModelArguments(model=model, revision=revision, generation_config=generation_config)
     llm = load_llm(named, formats, engine)
-    if template.chat_template is None and (llm.tokenizer is None or llm.tokenizer.chat_template is None):
+    if answers.chat_template is None and (llm.tokenizer is None or llm.tokenizer.chat_template is None):
         fail(f"{model} has no chat template: give one with --chat-template, or use inferlib generate")
     with user_errors():
         conversation = Conversation(llm, options.params(llm), answers.system, options.template)
@@ -109,9 +108,10 @@ class Conversation:
         messages, parts = [*self.messages, {"role": "user", "content": text}], []
         try:
             pieces = iter(self.llm.stream(self.llm.chat_prompt(messages, **self.template), self.params))
-            for piece in pieces:
-                parts.append(piece)
-                write(piece)
+            with memory_errors():
+                for piece in pieces:
+                    parts.append(piece)
+                    write(piece)
         except ValueError as error:
             console.print(f"{error} (/reset forgets the conversation)", style="red", highlight=False, markup=False)
             return

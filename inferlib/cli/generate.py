@@ -21,7 +21,7 @@ from inferlib.cli.arguments import (
     grouped,
 )
 from inferlib.cli.batch import RequestOptions, run_batch
-from inferlib.cli.output import Summary, fail, json_line, result_fields, user_errors, write
+from inferlib.cli.output import Summary, fail, json_line, memory_errors, result_fields, user_errors, write
 
 if TYPE_CHECKING:
     from inferlib.llm import LLM, Request
@@ -73,7 +73,7 @@ class EngineArguments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptArguments:
+class PromptArguments(TemplateArguments):
     panel: ClassVar = "Prompts and output"
 
     chat: Annotated[
@@ -219,7 +219,6 @@ def generate(
     *,
     model: ModelArguments,
     prompting: PromptArguments,
-    template: TemplateArguments,
     files: FileArguments,
     formats: DtypeArguments,
     engine: EngineArguments,
@@ -231,11 +230,9 @@ def generate(
     Text goes to stdout, or with --input to the --output file; everything else goes to stderr.
     """
     _check(prompts, prompting, files, sampling)
-    if template.given and not prompting.chat and files.input_file is None:
-        fail("--chat-template and --chat-template-kwargs are for chats: give --chat")
     hosts.check()
     with user_errors():
-        chat = dict(chat=prompting.chat, system=prompting.system, template=template.options())
+        chat = dict(chat=prompting.chat, system=prompting.system, template=prompting.template())
         options = RequestOptions(sampling.values(), engine.seed, **chat)
 
     @cache
@@ -276,6 +273,9 @@ def _check(
         fail("--resume keeps what --overwrite removes: give one of them")
     if prompting.system is not None and not prompting.chat:
         fail("--system needs --chat")
+    of_chats = prompting.chat_template is not None or prompting.chat_template_kwargs is not None
+    if of_chats and not prompting.chat and not from_file:
+        fail("--chat-template and --chat-template-kwargs are for chats: give --chat")
     if not from_file and not prompting.json and (sampling.logprobs is not None or sampling.prompt_logprobs is not None):
         fail("log-probabilities are reported as JSON: add --json")
 
@@ -293,13 +293,21 @@ def load_llm(model: ModelArguments, formats: DtypeArguments, engine: EngineArgum
 
 def _complete(load: Callable[[], LLM], texts: Sequence[str], options: RequestOptions, how: PromptArguments) -> None:
     """Complete texts, to stdout."""
-    several = len(texts) * options.sampling.get("n", 1) > 1
-    single = not several and not how.json
+    single = len(texts) == options.sampling.get("n", 1) == 1 and not how.json
     if how.stream and not single:
         fail("--stream shows the text of one prompt: give one, and neither --n nor --json")
     llm = load()
     requests = _prepare(llm, texts, options)
     summary = Summary(llm)
+    with memory_errors():
+        _write_results(llm, texts, requests, summary, single=single, how=how)
+    summary.show()
+
+
+def _write_results(
+    llm: LLM, texts: Sequence[str], requests: list[Request], summary: Summary, *, single: bool, how: PromptArguments
+) -> None:
+    """single: there is one text to show."""
     if how.stream or (how.stream is None and single and sys.stdout.isatty()):
         _stream(llm, requests[0], summary)
     else:
@@ -309,8 +317,7 @@ def _complete(load: Callable[[], LLM], texts: Sequence[str], options: RequestOpt
             if how.json:
                 write(json_line({"prompt": text, **result_fields(result)}).decode())
             else:
-                _show(text, [output.text for output in result.outputs], headings=several)
-    summary.show()
+                _show(text, [output.text for output in result.outputs], headings=not single)
 
 
 def _bias(entries: Sequence[str]) -> dict[int, float]:

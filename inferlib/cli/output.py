@@ -26,11 +26,30 @@ def fail(message: str | Exception) -> NoReturn:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """For code that reads a user's input: its ValueErrors and OSErrors end the command with one line, no traceback."""
+    """For code that reads a user's input: its ValueErrors and OSErrors end the command with one line, no traceback. So
+    does exhausted memory."""
     try:
-        yield
+        with memory_errors():
+            yield
     except (ValueError, OSError) as error:
         fail(error)
+
+
+@contextmanager
+def memory_errors(hint: str = "") -> Iterator[None]:
+    """For code that uses much memory: if that does not suffice, the command ends with one line. hint: follows it."""
+    try:
+        yield
+    except typer.Exit:  # a RuntimeError
+        raise
+    except (MemoryError, RuntimeError) as error:
+        from inferlib.programs.memory import OutOfMemoryError, is_out_of_memory
+
+        if isinstance(error, OutOfMemoryError):
+            fail(f"{error}{hint}")
+        if is_out_of_memory(error):
+            fail(f"out of memory: {str(error) or 'the host has no more'}{hint}")
+        raise
 
 
 def write(text: str) -> None:

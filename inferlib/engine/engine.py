@@ -21,6 +21,7 @@ from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
 from inferlib.models.abstract import AbstractModel
 from inferlib.programs.counter import compilations
+from inferlib.programs.memory import explanation
 from inferlib.programs.program import CHUNK_COLUMNS, ChunkInput, Mode, StepOutput
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.sampling.sampler import pack
@@ -132,9 +133,10 @@ class Engine:
                     break
                 self._send(dispatch)
             advanced = self._receive() if self._in_flight else []
-        except BaseException as error:
+        except BaseException as raw:
+            error = explanation(raw, "running", lambda: self.programs.demand()) or raw
             self._lose(error)
-            raise
+            raise error from (None if error is raw else raw)
         stats.host_seconds += time.perf_counter() - start - (stats.other_seconds - others)
         return advanced
 

@@ -21,6 +21,7 @@ from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.programs.choices import Choices
+from inferlib.programs.memory import Demand, explained
 from inferlib.programs.program import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
 from inferlib.programs.row_state import STATE_AXES, RowState
 from inferlib.programs.start_functions import run
@@ -54,7 +55,7 @@ class ProgramSet:
         self.layouts = layouts and tuple(layouts)
         self.strict = False
         self.misses = 0
-        self._compiled: dict[ProgramKey, Callable] = {}
+        self._compiled: dict[ProgramKey, Any] = {}  # `jax.stages.Compiled`
         self._planned = frozenset(planned_keys(config))
         self._lock = threading.Lock()
 
@@ -136,10 +137,17 @@ class ProgramSet:
 
     def _compile(self, key: ProgramKey) -> Callable:
         start = time.perf_counter()
-        program = self.lower(key).compile()
+        with explained(f"compiling '{key}'", self.demand):
+            program = self.lower(key).compile()
         log.info("compiled '%s' in %.1f s", key, time.perf_counter() - start)
         with self._lock:
             return self._compiled.setdefault(key, program)
+
+    def demand(self) -> Demand:
+        """What an engine with these programs takes of a device's memory, as far as they are compiled."""
+        stats = [program.memory_analysis() for program in list(self._compiled.values())]
+        most = max((s.temp_size_in_bytes for s in stats if s is not None), default=0)
+        return Demand.of(self.model, self.plan, self.config, most)
 
     def lower(self, key: ProgramKey, platform: str | None = None) -> jax.stages.Lowered:
         """Trace a key's program from shapes alone; cache and row state are donated.

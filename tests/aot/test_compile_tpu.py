@@ -18,7 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from inferlib import Buckets, configs
-from inferlib.aot.compile import compile_programs, too_large
+from inferlib.aot.compile import compile_programs
 from inferlib.cli import app
 from inferlib.inspection.report import ProgramReport, Report
 from inferlib.models.quantization import Quantization
@@ -26,6 +26,7 @@ from inferlib.ops.quantized import Scheme
 from inferlib.planning.explain import explain
 from inferlib.planning.plans import load_plan
 from inferlib.programs.deployment import Deployment
+from inferlib.programs.memory import too_large
 from inferlib.sharding.mesh import Parallelism
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
