@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
+import jax
 import numpy as np
 
 from inferlib.models.attention_choices import choose_attention
 from inferlib.models.config import MlaSpec, ModelConfig
 from inferlib.models.recurrent import Recurrent
+from inferlib.ops import decode_attention
 from inferlib.ops.backend import Backend
+from inferlib.ops.kv_cache import KvCache
 from inferlib.ops.quantized import SCHEMES
 from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.sharding import axes
@@ -30,6 +34,11 @@ PLATFORMS = ("cpu", "gpu", "tpu", "neuron")
 KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp8")}
 # The platform that each kind of kernel runs on; a CPU interprets all of them.
 _RUNS_ON = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "pallas": "gpu", "nki": "neuron"}
+# Rows, and most positions of a sequence, by default. On a CPU, where each row takes its time, they are modest.
+# Elsewhere as many rows as the cache has room for are worth their programs. Where attention reads whole cache buckets,
+# each is a set of programs; see `EngineOptions.resolve`.
+_ROWS = {"cpu": 8, "gpu": 256, "tpu": 64, "neuron": 8}
+_POSITIONS = {"cpu": 2048, "gpu": 2048, "tpu": 8192, "neuron": 2048}
 # By platform: tokens of a tile, and most prompt tokens of a step.
 _TILES = {"cpu": (32, 512), "gpu": (128, 2048)}
 _DETAIL_TOKENS = 512  # most tokens of a step whose logits or log-probabilities are returned
@@ -42,6 +51,17 @@ OPERATIONS = tuple(name for name, kind in get_type_hints(Backend).items() if "xl
 
 class ConfigurationError(ValueError):
     """An engine setting that cannot work."""
+
+
+class PoolSize(NamedTuple):
+    """The pages of a cache.
+
+    page: positions of a page on a device, a power of two; a platform may need more, see `plan_cache`. memory: bytes of
+    the whole cache on a device; None: as many as all rows of `max_len` tokens take.
+    """
+
+    page: int = 128
+    memory: int | None = None
 
 
 class DeviceKind(NamedTuple):
@@ -65,6 +85,12 @@ def check_dtype(dtype: str) -> None:
     """Raise ConfigurationError if weights cannot have this dtype."""
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConfigurationError(f"dtype {dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
+
+
+def check_page_size(size: Any) -> None:
+    """Raise ConfigurationError unless this is a power of two."""
+    if type(size) is not int or size < 1 or size & (size - 1):
+        raise ConfigurationError(f"page_size must be a power of two, got {brief(size)}")
 
 
 def check_kv_cache_dtype(name: str | None) -> None:
@@ -126,6 +152,25 @@ def check_backend(backend: Backend, platform: str) -> None:
                 f"backend {name}={kernel!r} is a kernel for platform {_RUNS_ON[kernel]!r}, and this is {platform!r}: "
                 f"choose {name}='xla', or leave backend to EngineConfig.make"
             )
+
+
+_BYTES = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def memory_option(value: Any) -> int | float:
+    """Bytes, or a share in (0, 1] as a float, of an option that may be text, such as "16GiB" or "0.5". Raises
+    ConfigurationError."""
+    number = value
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?b)?", value.strip().lower())):
+        number = float(match[1]) * _BYTES.get(match[2], 1)
+        number = number if "." in match[1] and not match[2] else int(number)
+    whole = isinstance(number, int) and not isinstance(number, bool) and number > 0
+    if not whole and not (isinstance(number, float) and 0 < number <= 1):
+        raise ConfigurationError(
+            "cache_memory is a number of bytes, a text such as '16GiB', or a share of a device's memory in (0, 1] such "
+            f"as 0.8, got {brief(value)}"
+        )
+    return number
 
 
 def backend_option(option: str) -> str:
@@ -205,12 +250,14 @@ class Buckets:
         max_len: int,
         *,
         ragged: bool = False,
+        fine: bool = False,
         multiple: int = 1,
         tile: int | None = None,
         most: int | None = None,
     ) -> Buckets:
         """Powers of four up to the limits.
 
+        fine: each row of a decode step takes its time: batch buckets are 1, 8, 16, 32, 64, and half as many more again.
         ragged: attention reads only the positions that a row has, so one cache bucket is enough.
         multiple: prefill buckets are multiples of it.
         tile: of prompts that share a step. most: prompt tokens of a step; by default 512, or max_len if that is less.
@@ -222,7 +269,7 @@ class Buckets:
         multiple = math.lcm(multiple, tile or 1)
         return Buckets(
             prefill=tuple(sorted({rounded_up(size, multiple) for size in _powers(first, max(first, most))})),
-            batch=_powers(1, max_batch),
+            batch=_fine(max_batch) if fine else _powers(1, max_batch),
             cache=(max_len,) if ragged else _powers(256, max_len),
             tile=tile and rounded_up(tile, multiple),
         )
@@ -234,6 +281,14 @@ def _powers(first: int, last: int) -> tuple[int, ...]:
         sizes.append(first)
         first *= 4
     return (*sizes, last)
+
+
+def _fine(last: int) -> tuple[int, ...]:
+    sizes, size = {1, 8, 16, 32}, 64
+    while size < last:
+        sizes |= {size, size * 3 // 2}
+        size *= 2
+    return (*sorted(size for size in sizes if size < last), last)
 
 
 def rounded_up(size: int, multiple: int) -> int:
@@ -259,6 +314,8 @@ class EngineConfig:
     shards: the mesh; each of its replicas has an equal part of the rows.
     expert_load: programs count how many tokens choose each expert.
     row_limit: most prompt tokens of one row in a step, a multiple of the tile; None: as many as a step has.
+    page_size: positions of a page of the cache, a power of two. cache_memory: bytes of the cache on each device; None:
+    as many as `max_batch` sequences of `max_len` tokens take.
     """
 
     max_batch: int
@@ -274,8 +331,11 @@ class EngineConfig:
     shards: Shards = field(default_factory=Shards)
     expert_load: bool = False
     row_limit: int | None = None
+    page_size: int = PoolSize().page
+    cache_memory: int | None = None
 
     def __post_init__(self):
+        check_page_size(self.page_size)
         check_kv_cache_dtype(self.kv_cache_dtype)
         check_backend(self.backend, self.platform)
         if self.max_batch < 1:
@@ -351,6 +411,16 @@ class EngineConfig:
         return tuple((p, c) for p, c in shapes if p == 1 or p * c <= _DETAIL_TOKENS)
 
     @property
+    def pool(self) -> PoolSize:
+        return PoolSize(self.page_size, self.cache_memory)
+
+    @property
+    def prefill_unit(self) -> int:
+        """Steps that end within a prompt end at a multiple of so many tokens. So no run of chunk tokens that divides it
+        spans two pages."""
+        return math.gcd(self.page_size, self.buckets.tile or self.row_tokens)
+
+    @property
     def row_tokens(self) -> int:
         """Most prompt tokens of one row in a step. A ring has so many slots beyond its window."""
         return self.row_limit or self.buckets.prefill[-1]
@@ -406,14 +476,18 @@ class EngineSettings(TypedDict, total=False):
     scan: bool | None
     free_layouts: bool | None
     platform: str | None
+    page_size: int | None
+    cache_memory: int | float | str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """What a user decides about the engine. None leaves a decision to `resolve`.
 
-    max_batch: sequences decoded together; by default 8.
-    max_len: longest prompt plus output, in tokens; by default the model's context, at most 2048.
+    max_batch: sequences decoded together; by default 256 on GPUs and 64 on TPUs, or less if rings and recurrent states
+        of so many would take more than a quarter of the memory that is left; else 8.
+    max_len: longest prompt plus output, in tokens, which reserves nothing; by default the model's context, at most 8192
+        on TPUs and 2048 elsewhere. On GPUs, where kernels read what a row has, any context.
     buckets: static shapes to compile for; by default powers of four.
     kv_cache_dtype: "int8" or "fp8" stores keys and values with one scale per position and head; by default they have
         the model's dtype.
@@ -424,6 +498,9 @@ class EngineOptions:
     expert_placement: a file that says which device stores which expert (see `inferlib.placement`).
     decode_steps, in_flight, scan, free_layouts: see `EngineConfig`; by default what suits the platform.
     platform: whose defaults to take; by default the platform of the devices.
+    page_size: positions of a page of the cache, a power of two; by default 128.
+    cache_memory: of the cache on each device: bytes, a text such as "16GiB", or a share of the device's memory up to 1.
+        By default all that weights and steps leave free; on CPUs what `max_batch` sequences of `max_len` tokens take.
     """
 
     max_batch: int | None = None
@@ -438,8 +515,14 @@ class EngineOptions:
     scan: bool | None = None
     free_layouts: bool | None = None
     platform: str | None = None
+    page_size: int | None = None
+    cache_memory: int | float | str | None = None
 
     def __post_init__(self):
+        if self.page_size is not None:
+            check_page_size(self.page_size)
+        if self.cache_memory is not None:
+            object.__setattr__(self, "cache_memory", memory_option(self.cache_memory))
         for name in ("max_batch", "max_len", "decode_steps", "in_flight"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _whole(name, getattr(self, name)))
@@ -471,19 +554,21 @@ class EngineOptions:
         if self.platform is not None:
             device = device._replace(platform=self.platform)
         platform, shards = device.platform, shards or Shards()
-        max_batch = _default(self.max_batch, 8)
-        max_len = self._max_len(model)
+        max_batch = _default(self.max_batch, rounded_up(_ROWS[platform], shards.replicas))
         backend = self.backend
         if not isinstance(backend, Backend):
             chosen = Backend.for_platform(platform, shards, device.cores, device.generation)
             backend = with_option(chosen, "auto" if backend is None else backend)
+        live = _reads_live_positions(backend, model, self.kv_cache_dtype)
+        max_len = self._max_len(model, None if live else _POSITIONS[platform])
         buckets = self.buckets
         if buckets is None:
             tile, most = _tile(platform, shards, model)
             buckets = Buckets.default(
                 max_batch,
                 max_len,
-                ragged=_reads_live_positions(backend, model, self.kv_cache_dtype),
+                ragged=live,
+                fine=platform == "gpu",
                 multiple=shards.size(axes.TOKENS),
                 tile=tile,
                 most=most and min(most, max_len * (max_batch if platform == "gpu" else 1)),
@@ -503,14 +588,16 @@ class EngineOptions:
             shards=shards,
             expert_load=self.expert_load,
             row_limit=_row_limit(buckets, model),
+            page_size=_default(self.page_size, PoolSize().page),
+            cache_memory=self.cache_memory if isinstance(self.cache_memory, int) else None,
         )
 
-    def _max_len(self, model: ModelConfig | None) -> int:
+    def _max_len(self, model: ModelConfig | None, most: int | None) -> int:
         if self.max_len is not None:
             return self.max_len
         if model is None:
             raise ConfigurationError("max_len has no default without a model")
-        return min(model.context, 2048)
+        return model.context if most is None else min(model.context, most)
 
 
 def _tile(platform: str, shards: Shards, model: ModelConfig | None) -> tuple[int | None, int | None]:
@@ -536,7 +623,7 @@ def _row_limit(buckets: Buckets, model: ModelConfig | None) -> int | None:
 
 def _reads_live_positions(backend: Backend, model: ModelConfig | None, kv_cache_dtype: str | None) -> bool:
     """True if decode attention reads only the positions that a row has, so that one cache bucket serves all lengths."""
-    if backend.decode_attention != "pallas_gpu":
+    if backend.decode_attention != "pallas_gpu" or not _takes_pages(backend):
         return False
     if model is None:
         return True
@@ -552,6 +639,13 @@ def _reads_live_positions(backend: Backend, model: ModelConfig | None, kv_cache_
     )
 
 
+def _takes_pages(backend: Backend) -> bool:
+    """True if decode attention reads pages where they lie."""
+    cells, table = jax.ShapeDtypeStruct((1, 1, 128, 128), np.float32), jax.ShapeDtypeStruct((1, 2), np.int32)
+    cache: Any = KvCache(cells, cells, pages=table)
+    return decode_attention.choose(cache, None, backend.decode_attention).name != "xla"
+
+
 def _default(value: T | None, default: T) -> T:
     return default if value is None else value
 
@@ -560,6 +654,13 @@ def check_flag(name: str, value: Any, *, optional: bool = False) -> None:
     """Raise ConfigurationError if an option is neither True nor False, nor None where that is `optional`."""
     if not (isinstance(value, bool) or (optional and value is None)):
         raise ConfigurationError(f"{name} must be True or False{', or None' if optional else ''}, got {brief(value)}")
+
+
+def check_priority(priority: Any) -> None:
+    """Raise ConfigurationError if this is no priority of a request."""
+    is_number = isinstance(priority, int | float | np.integer | np.floating) and not isinstance(priority, bool)
+    if not is_number or not math.isfinite(priority):
+        raise ConfigurationError(f"priority must be a finite number, lower ones first, got {brief(priority)}")
 
 
 def check_seed(seed: Any) -> None:

@@ -25,6 +25,7 @@ from inferlib.config import (
     EngineSettings,
     brief,
     check_flag,
+    check_priority,
     check_seed,
     checked_path,
     is_list,
@@ -176,15 +177,17 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: float | Sequence[float] = 0,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt (text, token ids, or a mapping with either); results have the order of the prompts.
 
-        sampling_params: one for all prompts, or one per prompt; by default `get_default_sampling_params()`. Raises
-        ValueError, naming the prompt, before any work on the devices if one is invalid.
+        sampling_params: one for all prompts, or one per prompt; by default `get_default_sampling_params()`. priority:
+        likewise one or several; those of a lower number come first, and take rows and pages from others if need be.
+        Raises ValueError, naming the prompt, before any work on the devices if one is invalid.
         """
         check_flag("progress", progress, optional=True)
-        requests = self._prepare_all(prompts, sampling_params)
+        requests = self._prepare_all(prompts, sampling_params, priority)
         outputs = {output.request_id: output for output in self.run(requests, progress=progress)}
         return [outputs[request.id] for request in requests]
 
@@ -235,10 +238,10 @@ class LLM:
         options |= checked_kwargs(chat_template_kwargs, options)
         return self._tokenizer("chat").encode(template.render(messages, **options), add_special_tokens=False)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Stream:
-        """Generate for one prompt, iterating over text as it appears; see `Stream`."""
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: float = 0) -> Stream:
+        """Generate for one prompt, iterating over text as it appears; see `Stream` and `generate`."""
         self._tokenizer("stream")
-        return Stream(self, self.prepare(prompt, sampling_params))
+        return Stream(self, self.prepare(prompt, sampling_params, priority=priority))
 
     def run(self, requests: Iterable[Request], *, progress: bool | None = None) -> Iterator[RequestOutput]:
         """Run prepared requests together; yields each result as soon as it is complete.
@@ -330,12 +333,15 @@ class LLM:
         `SamplingParams()` for the rest. max_tokens is then lowered to the room that a prompt leaves."""
         return self._generation.params
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None = None, *, fit: bool = False) -> Request:
+    def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, fit: bool = False, priority: float = 0
+    ) -> Request:
         """Tokenize and validate a prompt. Raises ValueError naming what is wrong.
 
         params: None: `get_default_sampling_params()`. fit: lower max_tokens to the room that the prompt leaves, as is
-        done for params None; otherwise too many are an error.
+        done for params None; otherwise too many are an error. priority: see `generate`.
         """
+        check_priority(priority)
         check_flag("fit", fit)
         if params is None:
             params, fit = self.get_default_sampling_params(), True
@@ -351,7 +357,7 @@ class LLM:
         if fit and params.max_tokens is not None:
             room = max(1, params.min_tokens, self.config.max_len - len(tokens))
             params = replace(params, max_tokens=min(params.max_tokens, room))
-        return self._request(text, tokens, params)
+        return self._request(text, tokens, params, priority=priority)
 
     # ---- inside
 
@@ -385,7 +391,7 @@ class LLM:
             raise ValueError(f"{use} needs a tokenizer, and the model directory has no tokenizer.json; use token ids")
         return self.tokenizer
 
-    def _prepare_all(self, prompts: Any, sampling_params: Any) -> list[Request]:
+    def _prepare_all(self, prompts: Any, sampling_params: Any, priority: Any = 0) -> list[Request]:
         sequence = prompts.ndim > 0 if isinstance(prompts, np.ndarray) else isinstance(prompts, Sequence)
         if isinstance(prompts, Mapping):
             prompts, sequence = [prompts], True
@@ -398,10 +404,13 @@ class LLM:
             params_list = [sampling_params] * len(prompts)
         if len(params_list) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(params_list)} sampling_params")
+        priorities = list(priority) if is_list(priority) else [priority] * len(prompts)
+        if len(priorities) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(priorities)} priorities")
         requests = []
-        for i, (prompt, params) in enumerate(zip(prompts, params_list, strict=True)):
+        for i, (prompt, params, number) in enumerate(zip(prompts, params_list, priorities, strict=True)):
             try:
-                requests.append(self.prepare(prompt, params))
+                requests.append(self.prepare(prompt, params, priority=number))
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}") from error
         return requests
@@ -415,6 +424,7 @@ class LLM:
         tokens: list[int],
         params: SamplingParams,
         scored: Literal["", "logprobs", "logits"] = "",
+        priority: float = 0,
     ) -> Request:
         """scored: what to return of every prompt position in place of generating."""
         vocab, max_len = self.model_config.vocab, self.config.max_len
@@ -437,6 +447,7 @@ class LLM:
                 eos_ids=eos,
                 detail=detail if i == 0 else "",
                 clock=self.engine.clock,
+                priority=float(priority),
             )
             for i in range(params.n)
         ]

@@ -56,7 +56,9 @@ class StepBatch(NamedTuple):
 class StepContext:
     """What every layer of a step shares, computed once.
 
-    limit (static): no position of this step reaches it. max_len: the longest sequence, which fixes
+    table [R, M] int32: position p of row r is in page table[r, p // S], for the S positions of a page; None: row r's
+    cache is page r. run (static): no such run of a chunk's tokens from its first on spans two pages; None: no chunk
+    does. limit (static): no position of this step reaches it. max_len: the longest sequence, which fixes
     length-dependent rotary frequencies. counted [T] bool: tokens whose choices of experts are counted; None: none
     are.
     """
@@ -68,6 +70,8 @@ class StepContext:
     backend: Backend = field(default_factory=Backend)
     shards: Shards = field(default_factory=Shards)
     counted: jax.Array | None = None
+    table: jax.Array | None = None
+    run: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -97,11 +101,19 @@ class StepContext:
         return self.shards.gather_for_mlp(self.positions) >= 0
 
     @cached_property
-    def pages(self) -> jax.Array:
-        """[T] cache page of each token: in contiguous mode, its row."""
+    def rows(self) -> jax.Array:
+        """[T] the row of each token."""
         rows, (_, width) = self.batch.chunk_rows, self.batch.chunk_tokens.shape
         decode = jnp.arange(self.batch.decode_tokens.shape[0], dtype=jnp.int32)
         return jnp.concatenate([jnp.repeat(rows, width), decode])
+
+    @cached_property
+    def written(self) -> jax.Array:
+        """[T] position of each token whose cell is written; -1 for an inactive decode row and for padding, whose place
+        may lie in another row's page."""
+        batch, positions = self.batch, self.chunk_positions
+        valid = positions < (batch.chunk_starts + batch.chunk_lengths)[:, None]
+        return jnp.concatenate([jnp.where(valid, positions, -1).reshape(-1), batch.decode_lengths - 1])
 
     @cached_property
     def rope(self) -> dict[RopeSpec, tuple[jax.Array, jax.Array]]:

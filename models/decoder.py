@@ -66,7 +66,7 @@ class Decoder(nnx.Module):
         also sum over devices; they need `sums_feed_norms` and unrolled layers.
         """
         # Computed now: values that are cached inside a scan's body do not outlive it.
-        _ = ctx.positions, ctx.pages, ctx.rope, self.config.mixtures and ctx.mlp_active
+        _ = ctx.positions, ctx.rows, ctx.written, ctx.rope, self.config.mixtures and ctx.mlp_active
         x, inputs = self.embedding(ctx), None
         if self.config.per_layer is not None:
             inputs = self.per_layer(x, ctx)

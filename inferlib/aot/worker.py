@@ -110,6 +110,7 @@ def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, An
         ModelFiles.open(model).load(programs.model, shards=programs.config.shards, formats=programs.formats)
         programs.plan.allocate(programs.config.shards)
         programs.allocate_state()
+        programs.prepare_changes()
     path.write_bytes(pickle.dumps({key: serialize_executable.serialize(f) for key, f in functions.items()}))
     return {}
 

@@ -2,15 +2,16 @@
 int8 or fp8 with scales beside them, one for each position and head, made when the cell is written. Recurrent layers
 have each row's state.
 
-The cache is contiguous: a row is one page, so arrays are [rows, K, S, h] with S the row's capacity. Layers with a
-sliding window or chunks keep a ring if that is smaller. If a mesh deals positions out to several devices, each stores
-an equal number of slots, its positions in order (see `inferlib.sharding.stripe`).
+The cache of attention is a pool of pages of S positions for all rows of a replica, arrays [pages, K, S, h]. A table
+says where the pages of each row lie, the same in all layers. Layers with a sliding window or chunks keep a ring for
+each row if that is smaller, [rows, K, S, h] with S the ring's capacity. If a mesh deals positions out to several
+devices, each stores an equal number of slots of a page, its positions in order (see `inferlib.sharding.stripe`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inferlib.config import KV_CACHE_DTYPES, ConfigurationError
+from inferlib.config import KV_CACHE_DTYPES, ConfigurationError, PoolSize, rounded_up
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
@@ -31,6 +32,8 @@ from inferlib.sharding.shards import Shards
 # The dtype of scales. In half of that, the few heads of a device would fill half of a TPU's tiles, for the same bytes.
 _SCALES = np.dtype(np.float32)
 ONE_DEVICE = Shards()
+_WHOLE = PoolSize()
+_TABLE_BYTES = 512 << 10  # of a TPU's scalar memory, for the table of pages
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class BlockState:
 
     ring: ClassVar[bool] = False
     shared: ClassVar[bool] = False
+    paged: ClassVar[bool] = False
 
     @property
     def owned(self) -> tuple[CacheArray, ...]:
@@ -85,10 +89,11 @@ class BlockState:
 class BlockCache:
     """The cache of a block of attention: the shapes of its values, [N, K, S, h], or [L, N, K, S, h] if it is scanned.
 
-    dtype: of the values; scaled: each array has scales [N, K, S] or [L, N, K, S]. latent: the arrays are latents and
-    rotary keys of MLA, which may be folded (see `inferlib.ops.cache_write`). Otherwise two arrays are keys and values,
-    and of a single array each cell is a key followed by its value. shared: the block's layers attend to another block's
-    arrays; the shapes are those that it would have.
+    ring: N rows have a ring each; otherwise there are N pages. dtype: of the values; scaled: each array has scales
+    [N, K, S] or [L, N, K, S]. latent: the arrays are latents and rotary keys of MLA, which may be folded (see
+    `inferlib.ops.cache_write`). Otherwise two arrays are keys and values, and of a single array each cell is a key
+    followed by its value. shared: the block's layers attend to another block's arrays; the shapes are those that it
+    would have.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -97,6 +102,10 @@ class BlockCache:
     scaled: bool = False
     latent: bool = False
     shared: bool = False
+
+    @property
+    def paged(self) -> bool:
+        return not self.ring
 
     @property
     def owned(self) -> tuple[CacheArray, ...]:
@@ -137,16 +146,38 @@ class BlockCache:
 
 @dataclass(frozen=True)
 class CachePlan:
-    """rows: sequences that the cache has room for; max_len: capacity of a row in tokens."""
+    """rows: sequences that the cache has a row for; max_len: most tokens of a sequence; page: positions of a page, over
+    all devices that share a row's; pages: number of pages of all replicas."""
 
     rows: int
     max_len: int
+    page: int
+    pages: int
     blocks: tuple[BlockCache | BlockState, ...]
+
+    @property
+    def columns(self) -> int:
+        """Pages of the longest sequence, M."""
+        return -(-self.max_len // self.page)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the pages of all replicas hold."""
+        return self.pages * self.page
+
+    def slots(self, block: BlockCache) -> int:
+        """The most slots of a row, over all devices that share its positions."""
+        return block.slots if block.ring else block.slots * self.columns
 
     @property
     def arrays(self) -> tuple[CacheArray, ...]:
         """The arrays of each block in turn."""
         return tuple(array for block in self.blocks for array in block.owned)
+
+    @property
+    def of_rows(self) -> tuple[bool, ...]:
+        """For each of `arrays`, whether its pages are rows: rings and states."""
+        return tuple(not block.paged for block in self.blocks for _ in block.owned)
 
     @property
     def nbytes(self) -> int:
@@ -166,11 +197,21 @@ class CachePlan:
         return tuple(array for cache in caches for array in cache.arrays)
 
 
-def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dtype, platform: str = "cpu") -> CachePlan:
+def plan_cache(
+    model: AbstractModel,
+    *,
+    rows: int,
+    max_len: int,
+    chunk: int,
+    dtype,
+    platform: str = "cpu",
+    pool: PoolSize = _WHOLE,
+) -> CachePlan:
     """Plan the cache of `rows` sequences of up to `max_len` tokens, prefilled in chunks of at most `chunk`.
 
     dtype: of keys and values, a float type or a name of KV_CACHE_DTYPES; states keep theirs. Raises ConfigurationError
-    for a name of KV_CACHE_DTYPES if no layer has keys and values, or if a "tpu" needs other cells (see `_attention`).
+    for a name of KV_CACHE_DTYPES if no layer has keys and values, if a "tpu" needs other cells (see `_attention`), and
+    for a pool that cannot hold one sequence of `max_len`.
     """
     scaled = dtype in KV_CACHE_DTYPES
     if scaled and all(isinstance(layer.attention, Recurrent) for layer in model.config.layers):
@@ -178,6 +219,8 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
             f"kv_cache_dtype {dtype!r} is of keys and values, and no layer of this model keeps any: leave it out"
         )
     dtype, blocks = KV_CACHE_DTYPES[dtype] if scaled else np.dtype(dtype), []
+    kind = _Kind(model, platform, scaled=scaled)
+    page = kind.page(pool.page, max_len, rows // model.layout.shards.replicas)
     for layers in model.blocks():
         spec, stack = model.config.layers[layers[0]].attention, (len(layers),) if len(layers) > 1 else ()
         if isinstance(spec, Recurrent):
@@ -185,17 +228,43 @@ def plan_cache(model: AbstractModel, *, rows: int, max_len: int, chunk: int, dty
             continue
         # A ring holds what a chunk's first query sees and the chunk itself.
         ring = spec.reach is not None and spec.reach + chunk < max_len
-        capacity = spec.reach + chunk if ring else max_len
-        shapes = _attention(model, spec, capacity, platform, scaled=scaled)
+        shapes = kind.cells(spec, spec.reach + chunk if ring else page)
         latent, shared = isinstance(spec, MlaSpec), spec.cache_of is not None
-        blocks.append(BlockCache(tuple((*stack, rows, *x) for x in shapes), ring, dtype, scaled, latent, shared))
-    return CachePlan(rows, max_len, tuple(blocks))
+        count = rows if ring else 1  # pages: as many as fit, see `_with_pages`
+        blocks.append(BlockCache(tuple((*stack, count, *x) for x in shapes), ring, dtype, scaled, latent, shared))
+    return _with_pages(CachePlan(rows, max_len, page, 1, tuple(blocks)), model.layout.shards, pool.memory)
 
 
-def _attention(
-    model: AbstractModel, spec: AttentionSpec | MlaSpec, capacity: int, platform: str, *, scaled: bool
-) -> list[tuple[int, ...]]:
-    """The shapes [K, S, h] of a layer's arrays, without layers and rows, with room for `capacity` positions.
+def _with_pages(plan: CachePlan, shards: Shards, memory: int | None) -> CachePlan:
+    """The plan of one page with as many pages as fit the memory of a device, and as all rows can use."""
+    most = plan.rows // shards.replicas * plan.columns
+    pages = most
+    one = replace(plan, pages=shards.replicas, blocks=tuple(_paged(b, shards.replicas) for b in plan.blocks))
+    sizes = [(array.nbytes(shards), fixed) for array, fixed in zip(one.arrays, one.of_rows, strict=True)]
+    of_page, of_rows = (sum(size for size, f in sizes if f == fixed) for fixed in (False, True))
+    if memory is not None:
+        pages = min(most, max(memory - of_rows, 0) // of_page) if of_page else most
+    if pages < plan.columns or (memory is not None and of_rows > memory):
+        need = of_rows + plan.columns * of_page
+        raise ConfigurationError(
+            f"cache_memory of {memory} bytes on a device cannot hold one sequence of max_len {plan.max_len}, which "
+            f"takes {need} with what {plan.rows} rows keep in any case: raise it to that, lower max_len to "
+            f"{max(pages * plan.page, 0)} or less, or lower max_batch"
+        )
+    pages *= shards.replicas
+    return replace(plan, pages=pages, blocks=tuple(_paged(b, pages) for b in plan.blocks))
+
+
+def _paged(block: BlockCache | BlockState, pages: int) -> BlockCache | BlockState:
+    """A block of one page with so many pages."""
+    if isinstance(block, BlockState) or block.ring:
+        return block
+    return replace(block, shapes=tuple((*shape[:-4], pages, *shape[-3:]) for shape in block.shapes))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The form of cells on a platform.
 
     On a "tpu" a cell is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes its
     compiler would choose another order of the dimensions, and copy the cache to it at every step. So if heads have
@@ -203,19 +272,50 @@ def _attention(
     of 128 numbers, are folded, so that nothing is padded. A device's slots are such multiples too, as kernels read
     whole tiles.
     """
-    latent, sizes, lanes = isinstance(spec, MlaSpec), spec.cache_sizes, 128 if platform == "tpu" else 1
-    folds = [lanes // size if latent and size in (lanes // 2, lanes // 4) else 1 for size in sizes]
-    if platform == "tpu" and scaled and (latent or any(size % lanes for size in sizes)):
-        what = "latent attention" if latent else f"attention with heads of {spec.head_dim}"
-        raise ConfigurationError(
-            f"{what} keeps its cache in the model's dtype on TPUs, whose compiler would copy one of int8 or fp8 at "
-            "every layer: leave kv_cache_dtype out"
-        )
-    if not latent and any(size % lanes for size in sizes):
-        sizes, folds = (sum(sizes),), [1]
-    slots, heads = model.layout.positions(capacity, lanes * max(folds)), model.layout.cache_heads(spec)
-    pairs = zip(sizes, folds, strict=True)
-    return [(heads, slots // fold, -(-size * fold // lanes) * lanes) for size, fold in pairs]
+
+    model: AbstractModel
+    platform: str
+    scaled: bool
+
+    @property
+    def lanes(self) -> int:
+        return 128 if self.platform == "tpu" else 1
+
+    def page(self, least: int, max_len: int, rows: int) -> int:
+        """Positions of a page, over all devices that share a row's: at least `least` on each, less if `max_len` is. On
+        a "tpu" the table of pages fits the scalar memory, where its kernels read it."""
+        layout = self.model.layout
+        specs = [layer.attention for layer in self.model.config.layers]
+        tile = self.lanes * max([max(self.folds(spec)) for spec in specs if isinstance(spec, MlaSpec)], default=1)
+        devices = layout.shards.size(axes.POSITIONS)
+        least = min(least, 1 << (-(-max_len // devices) - 1).bit_length())
+        page = layout.positions(least * devices, tile)
+        while self.platform == "tpu" and 4 * rows * rounded_up(-(-max_len // page), 128) > _TABLE_BYTES:
+            if page >= max_len:
+                break
+            page *= 2
+        return page
+
+    def folds(self, spec: AttentionSpec | MlaSpec) -> list[int]:
+        """Positions of a row of each array."""
+        latent, lanes = isinstance(spec, MlaSpec), self.lanes
+        return [lanes // size if latent and size in (lanes // 2, lanes // 4) else 1 for size in spec.cache_sizes]
+
+    def cells(self, spec: AttentionSpec | MlaSpec, capacity: int) -> list[tuple[int, ...]]:
+        """The shapes [K, S, h] of a layer's arrays, without layers and pages, with room for `capacity` positions."""
+        latent, sizes, folds, lanes = isinstance(spec, MlaSpec), spec.cache_sizes, self.folds(spec), self.lanes
+        if self.platform == "tpu" and self.scaled and (latent or any(size % lanes for size in sizes)):
+            what = "latent attention" if latent else f"attention with heads of {spec.head_dim}"
+            raise ConfigurationError(
+                f"{what} keeps its cache in the model's dtype on TPUs, whose compiler would copy one of int8 or fp8 at "
+                "every layer: leave kv_cache_dtype out"
+            )
+        if not latent and any(size % lanes for size in sizes):
+            sizes, folds = (sum(sizes),), [1]
+        layout = self.model.layout
+        slots, heads = layout.positions(capacity, lanes * max(folds)), layout.cache_heads(spec)
+        pairs = zip(sizes, folds, strict=True)
+        return [(heads, slots // fold, -(-size * fold // lanes) * lanes) for size, fold in pairs]
 
 
 def _states(model: AbstractModel, spec: Recurrent, rows: tuple[int, ...]) -> BlockState:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple, get_args
 
@@ -9,20 +11,26 @@ import numpy as np
 
 from inferlib.messages import Message, MessageError
 from inferlib.programs.program import ChunkInput, Mode, ProgramKey
+from inferlib.programs.row_changes import Grant, Move
 
 CALL, WARMUP = "call", "warmup"  # kinds of messages
+_CHANGES = {"moves": Move, "grants": Grant}
 
 
 class Call(NamedTuple):
-    """cancel: rows to stop. yield_early: see `Control`. chunk: host arrays, if the program prefills."""
+    """cancel: rows to stop. yield_early: see `Control`. chunk: host arrays, if the program prefills. moves, grants:
+    what changes before the program starts, in this order."""
 
     key: ProgramKey
     cancel: tuple[int, ...]
     yield_early: bool
     chunk: ChunkInput | None
+    moves: Sequence[Move] = ()
+    grants: Sequence[Grant] = ()
 
     def to_message(self) -> Message:
         head = {"key": asdict(self.key), "cancel": [int(row) for row in self.cancel], "yield_early": self.yield_early}
+        head |= {"moves": [list(move) for move in self.moves], "grants": [list(grant) for grant in self.grants]}
         arrays: Any = () if self.chunk is None else self.chunk
         return Message(CALL, head, tuple(map(np.asarray, arrays)))
 
@@ -34,12 +42,14 @@ class Call(NamedTuple):
             cancel, yield_early = message.fields["cancel"], message.fields["yield_early"]
             arrays: Any = message.arrays
             chunk = ChunkInput(*arrays) if arrays else None
+            moves, grants = ([kind(*x) for x in message.fields[name]] for name, kind in _CHANGES.items())
         except (KeyError, TypeError) as error:
             raise MessageError(f"a call of another version of inferlib: {error}") from None
         numbers = [getattr(key, f.name) for f in fields(key) if f.name not in ("mode", "detail")]
-        if key.mode not in get_args(Mode) or not all(isinstance(n, int) for n in [*numbers, *cancel]):
+        numbers += [*cancel, *itertools.chain.from_iterable([*moves, *grants])]
+        if key.mode not in get_args(Mode) or not all(isinstance(n, int) for n in numbers):
             raise MessageError(f"a call of another version of inferlib: {message.fields}")
-        return Call(key, tuple(cancel), yield_early, chunk)
+        return Call(key, tuple(cancel), yield_early, chunk, moves, grants)
 
 
 def warmup_message(modes: tuple[Mode, ...]) -> Message:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from inferlib.config import DeviceKind, EngineConfig, EngineOptions, brief, check_dtype
+from inferlib.engine.memory import this_memory, with_memory
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
@@ -29,7 +30,8 @@ _OF_VLLM = {
     "max_model_len": "max_len",
     "max_num_seqs": "max_batch",
     "max_num_batched_tokens": "buckets=Buckets(prefill=..., ...)",
-    "gpu_memory_utilization": "max_batch and max_len, which say what the cache takes",
+    "gpu_memory_utilization": "cache_memory, of the cache alone: bytes, '16GiB' or a share",
+    "block_size": "page_size",
     "enforce_eager": "nothing: programs are always compiled",
     "hf_token": "HF_TOKEN, or `hf auth login`",
     "tokenizer": "nothing: the tokenizer is the model's",
@@ -94,6 +96,7 @@ class Choices:
     def compiled(self) -> dict[str, Any]:
         """Settings that artifacts are compiled for, by name."""
         names = ("dtype", "quantization", "parallel", "max_batch", "max_len", "buckets", "kv_cache_dtype", "backend")
+        names += ("cache_memory", "page_size")
         return {name: self.shared()[name] for name in names} | {"expert_slots": self.expert_slots}
 
 
@@ -102,7 +105,11 @@ def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:
     device = DeviceKind.of(jax.devices()[0])
     dtype = choices.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
     shards = make_shards(choices.parallel)
-    config = choices.engine.resolve(device, shards, model)
+
+    def resolve(options: EngineOptions) -> EngineConfig:
+        return options.resolve(device, shards, model)
+
+    config = resolve(choices.engine)
     config.check_model(model)
     abstract = abstract_model(
         model,
@@ -113,6 +120,6 @@ def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:
         shards=shards,
         expert_slots=choices.expert_slots,
     )
-    programs = ProgramSet.make(abstract, config)
+    programs = ProgramSet.make(abstract, with_memory(choices.engine, resolve, abstract, this_memory))
     programs.choose_layouts()
     return programs

@@ -80,14 +80,15 @@ class Engine:
         self.programs = programs or ProgramSet.make(model, config, _layouts(weights) if config.free_layouts else None)
         self.plan = self.programs.plan
         self.stats, self.clock = EngineStats(), Clock()
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, self.plan)
         self.expert_load: np.ndarray | int = 0  # int64 [L, E] if it is counted
         self.cache = self.plan.allocate(config.shards)
         self.state = self.programs.allocate_state()
         self._compiled_before = compilations()
         self._in_flight: deque[tuple[Dispatch, StepOutput]] = deque()
-        self._cancelled: set[int] = set()
         self._controls: dict[bool, jax.Array] = {}
+        if self.programs.strict:
+            self.programs.prepare_changes()
 
     def warmup(self, modes: Iterable[Mode], done: Callable = lambda key: None) -> int:
         """Compile every planned program of these sampling modes; a program that is missing later is an error.
@@ -99,6 +100,7 @@ class Engine:
         if self.channel is not None and self.channel.leads:
             self.channel.order(warmup_message(modes))
         self.programs.compile_all(keys, done)
+        self.programs.prepare_changes()
         self.programs.strict = True
         return len(keys)
 
@@ -110,11 +112,7 @@ class Engine:
 
     def cancel(self, sequence: Sequence) -> None:
         """Drop a sequence that waits, or that the host is done with (a stop string, an abandoned stream)."""
-        if sequence.status is Status.WAITING:
-            self.scheduler.waiting.remove(sequence)
-        elif self.scheduler.running.get(sequence.row) is sequence:
-            self._cancelled.add(sequence.row)
-            self.scheduler.release(sequence)
+        self.scheduler.cancel(sequence)
         if sequence.status is not Status.FINISHED:
             sequence.finish("stop")
 
@@ -141,13 +139,11 @@ class Engine:
         return advanced
 
     def _lose(self, error: BaseException) -> None:
-        """End every sequence that has a row: part of its results is lost, and the arrays may be donated to a program
-        that failed. Sequences that wait can still run."""
-        for s in list(self.scheduler.running.values()):
+        """End every sequence that has a row, or had one in a dispatch in flight: part of its results is lost, and the
+        arrays may be donated to a program that failed. Sequences that wait can still run."""
+        for s in self.scheduler.lose():
             s.fail(error)
-            self.scheduler.release(s)
         self._in_flight.clear()
-        self._cancelled.clear()
         if self.channel is None:  # else the processes are out of step, and none continues
             self.cache = self.state = ()  # type: ignore[assignment]
             self.cache, self.state = self.plan.allocate(self.config.shards), self.programs.allocate_state()
@@ -168,9 +164,13 @@ class Engine:
         return bool(self._in_flight) or not self.scheduler.idle
 
     def _send(self, dispatch: Dispatch) -> None:
-        chunk = self._chunk_input(dispatch) if dispatch.chunks else None
-        call = Call(dispatch.key, tuple(self._cancelled), bool(self.scheduler.waiting), chunk)
-        self._cancelled.clear()
+        chunk, scheduler = self._chunk_input(dispatch) if dispatch.chunks else None, self.scheduler
+        call = Call(dispatch.key, tuple(scheduler.cancelled), bool(scheduler.waiting), chunk)
+        if scheduler.cancelled:
+            scheduler.cancelled = set()
+        if scheduler.moves or scheduler.grants:
+            call = call._replace(moves=scheduler.moves, grants=scheduler.grants)
+            scheduler.moves, scheduler.grants = [], []
         if self.channel is None:
             output = self._start(call)
         else:
@@ -192,6 +192,9 @@ class Engine:
         if call.chunk is not None:
             inputs.append(jax.tree.map(self._input, call.chunk))
         start = time.perf_counter()
+        if call.moves or call.grants:
+            changed = self.programs.change_rows(self.cache, self.state, call.moves, call.grants)
+            self.cache, self.state = changed
         self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
         if self.channel is None or self.channel.leads:
             for leaf in jax.tree.leaves(output):
@@ -222,21 +225,14 @@ class Engine:
         table = np.zeros((count, len(CHUNK_COLUMNS)), np.int32)
         # An absent chunk has a row beyond the last, which the scatter drops. The rows differ: indices must be unique.
         table[:, 0] = rows + np.arange(count) % key.chunks
-        table[:, -1] = -1
+        table[:, CHUNK_COLUMNS.index("next")] = -1
         entries: list = [None] * count
         for i, chunk in zip(self._chunk_indices(dispatch), dispatch.chunks, strict=True):
             s, end = chunk.sequence, chunk.start + chunk.length
-            tokens[i, : chunk.length] = s.prompt[chunk.start : end]
-            following = s.prompt[end] if end < len(s.prompt) else -1
-            table[i] = (
-                s.row % rows,
-                chunk.start,
-                chunk.length,
-                chunk.start == 0,
-                chunk.last,
-                s.max_tokens,
-                following,
-            )
+            tokens[i, : chunk.length] = s.context[chunk.start : end]
+            following = s.context[end] if end < len(s.context) else -1
+            row, budget, first = chunk.row % rows, s.max_tokens - len(s.context) + len(s.prompt), chunk.start == 0
+            table[i] = row, chunk.start, chunk.length, first, chunk.last, budget, following, len(s.prompt)
             entries[i] = (s.params, s.seed, s.eos_ids, s.tokens)
         arrays: Any = (tokens, table, *pack(entries))
         return ChunkInput(*arrays)
@@ -245,7 +241,7 @@ class Engine:
         """The index of each chunk in the chunk table, which lists the chunks of one replica after the other."""
         count, indices = Counter(), []
         for chunk in dispatch.chunks:
-            replica = chunk.sequence.row // self.config.rows
+            replica = chunk.row // self.config.rows
             indices.append(replica * dispatch.key.chunks + count[replica])
             count[replica] += 1
         return indices
@@ -257,12 +253,13 @@ class Engine:
         output: Any = jax.device_get(on_device)
         del on_device  # freeing it takes the runtime 30 us, which are not the host's
         self.stats.wait_seconds += time.perf_counter() - start
+        self.scheduler.received()
         if output.load is not None:
             self.expert_load += output.load.sum(axis=(0, 1), dtype=np.int64)
         advanced, generated, steps = [], 0, dispatch.key.steps
         columns = output.tokens.T.tolist()  # reading numbers out of an array one by one takes far longer
         for s, column in zip(dispatch.rows, dispatch.columns, strict=True):
-            taken = s.accept(columns[column]) if s.status is Status.DECODE else 0
+            taken = s.accept(columns[column]) if s.status is not Status.FINISHED else 0
             if taken:
                 advanced.append(s)
                 generated += taken
@@ -275,7 +272,7 @@ class Engine:
             s = chunk.sequence
             if s.detail and s.status is not Status.FINISHED:
                 s.prompt_details.append(jax.tree.map(partial(_first_positions, i, chunk.length), output.detail))
-            if chunk.last and s.status is Status.DECODE:
+            if chunk.last and s.status is not Status.FINISHED:
                 if s.max_tokens:
                     s.accept([int(output.chunk_tokens[i])])
                     generated += 1

@@ -1,22 +1,32 @@
-"""Iteration-level scheduling: which prompts get rows, and what the next dispatch runs (Orca, OSDI 2022)."""
+"""Iteration-level scheduling: which prompts get rows and pages, and what the next dispatch runs (Orca, OSDI 2022)."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from inferlib.cache.pages import PagePool
+from inferlib.cache.plan import CachePlan
 from inferlib.config import EngineConfig, pick
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.programs.program import MODES, Mode, ProgramKey
+from inferlib.programs.row_changes import Grant, Move
+
+# A request goes before those of the next lower priority that came up to so many requests earlier. So none starves.
+LEAD = 1000
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """`length` prompt tokens of a sequence from position `start`. last: the prompt ends with them."""
+    """`length` tokens of a sequence from position `start`, for its row. last: its prompt, or what is computed again of
+    it, ends with them."""
 
     sequence: Sequence
+    row: int
     start: int
     length: int
     last: bool
@@ -37,35 +47,77 @@ class Dispatch:
 
 
 class Scheduler:
-    """First come, first served. A prompt takes the lowest free row. While prompts are prefilled, the rows that decode
-    advance by one token in the same step."""
+    """Sequences are served by priority, and first come, first served (see `LEAD`). A prompt takes the lowest free row,
+    and pages for all of itself. While prompts are prefilled, the rows that decode advance by one token in the same
+    step.
 
-    def __init__(self, config: EngineConfig):
-        self.config = config
-        self.waiting: deque[Sequence] = deque()
+    Rows get pages before a dispatch needs them. If none is free, the sequence that is last in order is preempted: it
+    loses its row and pages, and its tokens are computed again later. Where fewer rows decode than a program has, high
+    rows move to low ones, so that a smaller program serves them.
+
+    What is to happen before the next dispatch: moves, then grants, in `moves` and `grants`; and rows to stop with it,
+    in `cancelled`. Whoever sends the dispatch empties them.
+    """
+
+    def __init__(self, config: EngineConfig, plan: CachePlan):
+        self.config, self.page = config, plan.page
+        self.waiting: list[Sequence] = []  # in order
         self.running: dict[int, Sequence] = {}
-        # Replicas fill evenly: the lowest local row of any replica comes first.
-        self._free = [(row % config.rows, row) for row in range(config.max_batch)]
-        heapq.heapify(self._free)
+        self.moves: list[Move] = []
+        self.grants: list[Grant] = []
+        self.cancelled: set[int] = set()
+        self.preemptions = 0
+        replicas = config.shards.replicas
+        self.pools = [PagePool(plan.pages // replicas) for _ in range(replicas)]
+        self._free = [list(range(config.rows)) for _ in range(replicas)]  # heaps of rows, as replicas number them
+        self._arrivals = self._sent = self._received = 0
         self._last: Dispatch | None = None
         self._repeats = 0  # how often the last dispatch may be repeated, unless a call changes what runs
+        self._postponed = False  # rows are to be moved, but not before the last dispatch
 
     def add(self, sequence: Sequence) -> None:
         self._repeats = 0
-        self.waiting.append(sequence)
+        sequence.order = self._arrivals + LEAD * sequence.priority
+        self._arrivals += 1
+        insort(self.waiting, sequence, key=_order)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Drop a sequence that waits or runs."""
+        if sequence.row >= 0:
+            self.cancelled.add(sequence.row)
+        self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Free the row of a finished sequence."""
+        """Free the row and the pages of a finished sequence."""
         self._repeats = 0
-        if self.running.get(sequence.row) is sequence:
-            del self.running[sequence.row]
-            heapq.heappush(self._free, (sequence.row % self.config.rows, sequence.row))
+        if sequence.row < 0:
+            if sequence in self.waiting:
+                self.waiting.remove(sequence)
+            return
+        del self.running[sequence.row]
+        replica, row = divmod(sequence.row, self.config.rows)
+        heapq.heappush(self._free[replica], row)
+        self.pools[replica].give_back(sequence.pages)
+        sequence.row, sequence.pages = -1, []
 
     def unused(self, sequence: Sequence, steps: int) -> None:
         """Take back steps of a dispatch that did not advance the sequence: it ended, or the device returned early for a
         waiting prompt."""
         self._repeats = 0
         sequence.scheduled -= steps
+
+    def received(self) -> None:
+        """The results of the oldest dispatch in flight are known."""
+        self._received += 1
+
+    def lose(self) -> list[Sequence]:
+        """Drop the dispatches in flight, and the sequences that they or earlier ones ran; returns these."""
+        lost = [*self.running.values(), *(s for s in self.waiting if s.ready > self._received)]
+        for s in lost:
+            self.release(s)
+        self._received = self._sent
+        self.moves, self.grants, self.cancelled = [], [], set()
+        return lost
 
     @property
     def idle(self) -> bool:
@@ -82,26 +134,145 @@ class Scheduler:
             self._repeats -= 1
             for s in self._last.rows:
                 s.scheduled += steps
+            self._sent += 1
             return self._last
-        while self.waiting and self._free:
-            sequence = self.waiting.popleft()
-            _, sequence.row = heapq.heappop(self._free)
-            sequence.status = Status.PREFILL
-            self.running[sequence.row] = sequence
-        decoding = [s for s in self.running.values() if s.may_be_active]
-        prefilling = [s for s in self.running.values() if s.status is Status.PREFILL]
-        # Sequences with tokens left to generate, as far as the host knows.
+        self._admit()
+        dispatch = self._planned(steps)
+        if dispatch is not None:
+            self._sent += 1
+            for s in dispatch.rows:
+                assert s.max_length <= len(s.pages) * self.page, "the pages do not cover a dispatch"
+        return dispatch
+
+    def _planned(self, steps: int) -> Dispatch | None:
+        if any(s.status is Status.PREFILL for s in self.running.values()):
+            decoding = self._covered(1)
+            # Sequences with tokens left to generate, as far as the host knows.
+            unfinished = [s for s in decoding if s.scheduled < s.max_tokens]
+            if prefilling := [s for s in self.running.values() if s.status is Status.PREFILL]:
+                return self._step(*self._chunks(prefilling), decoding if unfinished else [])
+        self._compact()
+        decoding = self._covered(steps)
         unfinished = [s for s in decoding if s.scheduled < s.max_tokens]
-        if prefilling:
-            return self._step(*self._chunks(prefilling), decoding if unfinished else [])
         return self._decode(decoding, unfinished, steps) if unfinished else None
 
+    # ---- rows and pages
+
+    def _admit(self) -> None:
+        """Give rows and pages to sequences that wait, in order. One of a higher priority may take them from others."""
+        while self.waiting:
+            sequence = self.waiting[0]
+            if sequence.ready > self._received:
+                return  # tokens of it are still in flight
+            while (replica := self._replica_for(sequence)) is None:
+                last = max(self.running.values(), key=_order, default=None)
+                if last is None or last.priority <= sequence.priority:
+                    return
+                self._preempt(last)
+            self.waiting.remove(sequence)
+            sequence.row = replica * self.config.rows + heapq.heappop(self._free[replica])
+            sequence.begin()
+            self.running[sequence.row] = sequence
+            self._grant(sequence, self._pages(len(sequence.context)))
+
+    def _replica_for(self, sequence: Sequence) -> int | None:
+        """The replica with the lowest free row, of those that have pages for a sequence and one for each that grows."""
+        need = self._pages(len(sequence.prompt) + len(sequence.tokens))
+        able = [r for r, free in enumerate(self._free) if free and self.pools[r].free >= need]
+        if self.running and able:
+            grow = self._growing()
+            able = [r for r in able if self.pools[r].free >= need + grow[r]]
+        return min(able, key=lambda r: self._free[r][0], default=None)
+
+    def _growing(self) -> Counter[int]:
+        """For each replica, how many sequences may need more pages than they have."""
+        rows = self.config.rows
+        return Counter(s.row // rows for s in self.running.values() if self._pages(s.most_length) > len(s.pages))
+
+    def _pages(self, positions: int) -> int:
+        return -(-positions // self.page)
+
+    def _grant(self, s: Sequence, count: int) -> None:
+        """Give a sequence pages until it has `count`."""
+        pages = self.pools[s.row // self.config.rows].take(count - len(s.pages))
+        self.grants += [Grant(s.row, column, page) for column, page in enumerate(pages, len(s.pages))]
+        s.pages += pages
+
+    def _covered(self, steps: int) -> list[Sequence]:
+        """The sequences that may be active, with pages for so many steps more; some may be preempted for them."""
+        decoding = [s for s in self.running.values() if s.may_be_active]
+        page = self.page
+        short = [s for s in decoding if s.length_after(steps) > len(s.pages) * page]
+        if not short:
+            return decoding
+        for s in sorted(short, key=_order):
+            need = self._pages(s.length_after(steps))
+            while s.row >= 0 and self._pool_of(s).free < need - len(s.pages):
+                replica = s.row // self.config.rows
+                self._preempt(max((x for r, x in self.running.items() if r // self.config.rows == replica), key=_order))
+            if s.row >= 0:
+                self._grant(s, need)
+        decoding = [s for s in decoding if s.row >= 0]
+        self._give_ahead(decoding, steps)
+        return decoding
+
+    def _give_ahead(self, decoding: Iterable[Sequence], steps: int) -> None:
+        """Give pages to rows that need them soon, as long as there are many: then the next plans need give none."""
+        grow = self._growing()
+        for s in decoding:
+            soon = self._pages(min(s.length_after(steps) + self.page // 2, s.most_length))
+            if soon > len(s.pages) and self._pool_of(s).free >= grow[s.row // self.config.rows] + soon - len(s.pages):
+                self._grant(s, soon)
+
+    def _pool_of(self, s: Sequence) -> PagePool:
+        return self.pools[s.row // self.config.rows]
+
+    def _preempt(self, s: Sequence) -> None:
+        """Take a sequence's row and pages. It waits until its tokens in flight are known, at least."""
+        self.preemptions += 1
+        self.cancel(s)
+        s.status, s.ready = Status.WAITING, self._sent
+        insort(self.waiting, s, key=_order)
+
+    def _compact(self) -> None:
+        """Move the sequences that decode to low rows, if a smaller program then serves them."""
+        rows, buckets = self.config.rows, self.config.row_buckets
+        unfinished = [s for s in self.running.values() if s.may_be_active and s.scheduled < s.max_tokens]
+        if not unfinished or len(buckets) == 1:
+            return
+        target = pick(buckets, max(Counter(s.row // rows for s in unfinished).values()))
+        high = sorted((s for s in unfinished if s.row % rows >= target), key=lambda s: s.row)
+        if not high or target >= pick(buckets, 1 + max(s.row % rows for s in high)):
+            return
+        free = [sorted(row for row in rows_of_one if row < target) for rows_of_one in self._free]
+        needed = Counter(s.row // rows for s in high)
+        if any(count > len(free[replica]) for replica, count in needed.items()):
+            return  # low rows are about to end
+        if self.cancelled or self.grants:
+            self._postponed = True  # the next dispatch stops rows, or has pages for them, by their numbers
+            return
+        for s in high:
+            replica = s.row // rows
+            self._move(s, replica * rows + free[replica].pop(0))
+
+    def _move(self, s: Sequence, row: int) -> None:
+        rows = self.config.rows
+        free, left = self._free[row // rows], s.row % rows
+        free[free.index(row % rows)] = left
+        heapq.heapify(free)
+        self.moves.append(Move(s.row, row))
+        del self.running[s.row]
+        s.row = row
+        self.running[row] = s
+
+    # ---- dispatches
+
     def _chunks(self, prefilling: list[Sequence]) -> tuple[list[Chunk], tuple[int, int]]:
-        """As many prompt tokens as one step can prefill, oldest prompts first, and the (P, C) of the program for them.
+        """As many prompt tokens as one step can prefill, first prompts first, and the (P, C) of the program for them.
 
         A prompt that returns details is prefilled alone.
         """
-        prompts = sorted(prefilling, key=lambda s: s.arrival)
+        prompts = sorted(prefilling, key=_order)
         detail, shapes = bool(prompts[0].detail), self.config.prefill_shapes()
         prompts = prompts[:1] if detail else [s for s in prompts if not s.detail]
         best, most = ([], (0, 0)), 0
@@ -117,12 +288,14 @@ class Scheduler:
         """The chunks of a step that prefills `count` chunks of `width` tokens on each replica."""
         chunks, room = [], [count] * self.config.shards.replicas
         for s in prompts:
-            replica, start = s.row // self.config.rows, s.prefilled
-            end = min(len(s.prompt), start + min(self.config.row_tokens, room[replica] * width))
+            replica, start, whole = s.row // self.config.rows, s.prefilled, len(s.context)
+            end = min(whole, start + min(self.config.row_tokens, room[replica] * width))
+            if end < whole:
+                end = max(start, end - end % self.config.prefill_unit)
             room[replica] -= -(-(end - start) // width)
             for at in range(start, end, width):
                 length = min(width, end - at)
-                chunks.append(Chunk(s, at, length, at + length == len(s.prompt)))
+                chunks.append(Chunk(s, s.row, at, length, at + length == whole))
             if not any(room):
                 break
         return chunks
@@ -136,7 +309,7 @@ class Scheduler:
             s = chunk.sequence
             s.prefilled += chunk.length
             if chunk.last:
-                s.status, s.scheduled = Status.DECODE, 1
+                s.status, s.scheduled = Status.DECODE, len(s.tokens) + 1
         for s in decoding:
             s.scheduled += 1
         limit = max([limit, *(s.max_length for s in decoding)])
@@ -159,7 +332,10 @@ class Scheduler:
         key = ProgramKey(self._mode(decoding), rows, limit, steps)
         self._last = Dispatch(key, [], decoding, self._columns(decoding, rows))
         left = min([s.max_tokens - s.scheduled for s in unfinished])
-        self._repeats = max(0, min(-(-left // steps), (limit - longest) // steps))
+        room = [len(s.pages) * self.page - s.max_length for s in unfinished]
+        self._repeats = max(0, min(-(-left // steps), (limit - longest) // steps, min(room) // steps))
+        if self._postponed:
+            self._postponed, self._repeats = False, 0
         return self._last
 
     def _columns(self, sequences: list[Sequence], rows: int) -> list[int]:
@@ -169,3 +345,7 @@ class Scheduler:
     @staticmethod
     def _mode(sequences: list[Sequence]) -> Mode:
         return max({s.mode for s in sequences}, key=MODES.index)
+
+
+def _order(s: Sequence) -> float:
+    return s.order

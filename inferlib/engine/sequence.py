@@ -37,8 +37,11 @@ class Sequence:
 
     max_tokens: most tokens to generate; 0 if only the prompt is scored.
     detail: what to return for every position of the prompt.
-    row: its row while it runs.
-    prefilled: number of prompt tokens sent to the device.
+    priority: of a lower number comes first. order: its place among sequences, see `Scheduler`.
+    row: its row while it runs, else -1. pages: of its row's replica, in the order of positions.
+    context: what is prefilled: the prompt, and if the sequence was preempted its tokens.
+    prefilled: number of tokens of the context sent to the device.
+    ready: dispatches whose results must be known before it may get a row again.
     scheduled: number of output tokens received, plus steps in flight.
     prompt_details: one entry per chunk, `Sampled` or logits of its valid positions.
     clock: of its times: `arrival`, `first_token_time` and `finished_time`.
@@ -54,8 +57,13 @@ class Sequence:
     eos_ids: tuple[int, ...] = ()
     detail: Literal["", "logprobs", "logits"] = ""
     status: Status = Status.WAITING
+    priority: float = 0
+    order: float = 0
     row: int = -1
+    pages: list[int] = field(default_factory=list)
+    context: list[int] = field(default_factory=list)
     prefilled: int = 0
+    ready: int = 0
     scheduled: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -87,9 +95,26 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """Most tokens that its cache may hold once every dispatch in flight has run."""
-        scheduled = self.scheduled if self.scheduled < self.max_tokens else self.max_tokens
-        return self.prefilled + scheduled - 1 if scheduled else self.prefilled
+        """Most tokens that its cache may hold once every dispatch in flight has run, if it decodes."""
+        return self.length_after(0)
+
+    def length_after(self, steps: int) -> int:
+        """The same after so many steps more."""
+        scheduled = self.scheduled + steps
+        return len(self.prompt) + (scheduled if scheduled < self.max_tokens else self.max_tokens) - 1
+
+    @property
+    def most_length(self) -> int:
+        """Most tokens that its cache ever holds."""
+        return len(self.prompt) + max(self.max_tokens - 1, 0)
+
+    def begin(self) -> None:
+        """Prepare to prefill it, the first time or again."""
+        if self.detail and self.prefilled == len(self.prompt):
+            self.detail = ""  # the prompt's details are known
+        self.prompt_details = self.prompt_details if not self.detail else []
+        self.status, self.prefilled = Status.PREFILL, 0
+        self.context = self.prompt + self.tokens if self.tokens else self.prompt
 
     def accept(self, tokens: list[int]) -> int:
         """Append generated tokens and return how many were appended.

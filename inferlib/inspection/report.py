@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from inferlib.cache.plan import BlockCache, BlockState
+from inferlib.cache.plan import BlockCache, BlockState, CachePlan
 from inferlib.config import ConfigurationError
 from inferlib.inspection.outcome import Outcome
 from inferlib.models.config import MlaSpec
@@ -70,8 +70,8 @@ class Budget:
             cache=sum(size for size, _ in blocks),
             rows=rows,
             replicas=shards.replicas,
-            token=sum(size // (rows * plan.max_len) for size, b in blocks if not (b.ring or isinstance(b, BlockState))),
-            fixed=sum(size // rows for size, b in blocks if b.ring or isinstance(b, BlockState)),
+            token=sum(size * shards.replicas // plan.tokens for size, b in blocks if b.paged),
+            fixed=sum(size // rows for size, b in blocks if not b.paged),
         )
 
 
@@ -334,15 +334,15 @@ def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
         for spec in weight.arrays:
             size = nbytes(shards.local_shape(spec.axes, spec.shape), spec.dtype)
             total += tokens * spec.shape[-1] * spec.dtype.itemsize if model.looks_up(weight.name) else size
-    return total + sum(_cache_read(block, shards, key) for block in plan.blocks)
+    return total + sum(_cache_read(plan, block, shards, key) for block in plan.blocks)
 
 
-def _cache_read(block: BlockCache | BlockState, shards: Shards, key: ProgramKey) -> int:
+def _cache_read(plan: CachePlan, block: BlockCache | BlockState, shards: Shards, key: ProgramKey) -> int:
     if isinstance(block, BlockState):
         lead = block.arrays[0].shape[: block.arrays[0].axes.index(axes.PAGES)]
         return (key.rows + key.chunks) * prod(lead) * block.row_bytes(shards)
     shares = shards.size(axes.POSITIONS)
-    slots = block.slots // shares if block.ring else min(block.slots // shares, -(-key.limit // shares))
+    slots = plan.slots(block) // shares if block.ring else min(plan.slots(block) // shares, -(-key.limit // shares))
     layers = block.shapes[0][0] if len(block.shapes[0]) > 4 else 1
     return (key.rows + key.chunks) * layers * slots * sum(array.position_bytes(shards) for array in block.arrays)
 

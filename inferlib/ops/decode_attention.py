@@ -37,6 +37,8 @@ def choose(
 def _lacks(cache: KvCache, window, backend: str, q: Shaped | None, new: bool) -> str | None:
     if cache.scaled and backend != "pallas_tpu":
         return "a cache of int8 or fp8"
+    if cache.pages is not None and backend == "pallas_gpu":
+        return "a table of pages"
     if cache.v is not None and cache.v.shape[-1] != cache.k.shape[-1] and backend != "pallas_tpu":
         return "values of another size than keys"
     if not isinstance(window, int | None):
@@ -128,8 +130,8 @@ def _by_xla(q, cache: KvCache, lengths, options: AttentionOptions, mask) -> tupl
 
     def cells(x: jax.Array) -> jax.Array:
         """The rows' part of one of the cache's arrays, [B, K, slots, ...]."""
-        x = cache.of_layer(x)
-        return (x if cache.pages is None else gather_pages(x, cache.pages))[:rows, :, :slots]
+        x = cache.of_layer(x) if cache.pages is None else gather_pages(x, cache.pages, cache.layer)
+        return x[:rows, :, :slots]
 
     positions = lengths[:, None] - queries + jnp.arange(queries)
     window = window[:, None] if isinstance(window, jax.Array) else window

@@ -21,14 +21,17 @@ IN_PLACE = frozenset({"pallas_tpu"})
 WRITING = frozenset({"pallas_gpu"})
 
 
-def choose(rank: int, rotary: int, backend: str, *, scaled: bool) -> Choice:
-    """The implementation for latents of `rank` and rotary keys of `rotary` numbers, quantised if `scaled`."""
+def choose(rank: int, rotary: int, backend: str, *, scaled: bool, paged: bool = False) -> Choice:
+    """The implementation for latents of `rank` and rotary keys of `rotary` numbers, quantised if `scaled`, with a page
+    table if `paged`."""
     if backend == "xla":
         return Choice(backend)
     if backend not in ("pallas_tpu", "pallas_gpu"):
         return Choice("xla", "latent attention")
     if scaled and backend != "pallas_tpu":
         return Choice("xla", "a cache of int8 or fp8")
+    if paged and backend == "pallas_gpu":
+        return Choice("xla", "a table of pages")
     if backend == "pallas_gpu":
         from inferlib.pallas_kernels.mla_decode_attention_gpu import fits
 
@@ -41,11 +44,14 @@ def choose(rank: int, rotary: int, backend: str, *, scaled: bool) -> Choice:
 def choose_for(q: Shaped, cache: LatentCache, backend: str) -> Choice:
     """The implementation for queries with their rotary part [B, C, H, R + r] and a cache, whose arrays may be shapes,
     where `choose` has taken the backend's."""
+    if cache.pages is not None and backend == "pallas_gpu":
+        return Choice("xla", "a table of pages")
     if backend != "pallas_tpu":
         return Choice(backend)
     from inferlib.pallas_kernels.mla_decode_attention_tpu import unsupported
 
-    return Choice.of(backend, unsupported(shape_of(q), shape_of(cache.latents), shape_of(cache.keys)))
+    shapes = map(shape_of, (q, cache.latents, cache.keys))
+    return Choice.of(backend, unsupported(*shapes, pages=cache.columns))
 
 
 def mla_decode_attention(
@@ -117,11 +123,11 @@ def _by_tpu_kernel(q, rotary, cache: LatentCache, lengths, scale: float) -> tupl
 
 def _by_xla(q, rotary, cache: LatentCache, lengths, scale: float) -> tuple[jax.Array, jax.Array]:
     rows, queries = q.shape[:2]
-    arrays = (cache.latents, unfolded(cache.keys, cache.fold(rotary.shape[-1])), *(cache.scales or ()))
-    if cache.layer is not None:
-        arrays = tuple(x[cache.layer] for x in arrays)
     if cache.pages is not None:
-        arrays = tuple(gather_pages(x, cache.pages) for x in arrays)
+        arrays = tuple(gather_pages(x, cache.pages, cache.layer) for x in cache.arrays)
+    else:
+        arrays = cache.arrays if cache.layer is None else tuple(x[cache.layer] for x in cache.arrays)
+    arrays = arrays[0], unfolded(arrays[1], cache.fold(rotary.shape[-1])), *arrays[2:]
     slots = arrays[0].shape[2] if cache.limit is None else min(cache.limit, arrays[0].shape[2])
     latents, keys, *scales = (x[:rows, :, :slots] for x in arrays)
     of_latents, of_keys = scales or (None, None)

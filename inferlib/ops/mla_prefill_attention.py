@@ -12,7 +12,7 @@ from jax import lax
 from inferlib.attention_values import AttentionOptions, Expansion
 from inferlib.ops.cache_write import folded_rows, unfolded
 from inferlib.ops.choice import Choice
-from inferlib.ops.kv_cache import KvCache, LatentCache, Shaped, shape_of
+from inferlib.ops.kv_cache import KvCache, LatentCache, Shaped, gather_pages, shape_of
 from inferlib.ops.matmul import precision_of
 from inferlib.ops.prefill_attention import prefill_attention
 
@@ -38,7 +38,7 @@ def choose_for(q: Shaped, expansion: Expansion, cache: LatentCache, backend: str
     from inferlib.pallas_kernels.mla_prefill_attention_tpu import unsupported
 
     shapes = map(shape_of, (q, expansion.keys, expansion.values, cache.latents, cache.keys))
-    return Choice.of(backend, unsupported(*shapes))
+    return Choice.of(backend, unsupported(*shapes, pages=cache.columns))
 
 
 def mla_prefill_attention(
@@ -100,20 +100,19 @@ def _cells(cache: LatentCache, rows: jax.Array, rotary: int, dtype) -> tuple[jax
     """The latents [P, slots, ...] and rotary keys [P, slots, r] of the chunks' rows, dequantised if they have
     scales."""
     fold, pages, limit = cache.fold(rotary), cache.pages, cache.limit
-    arrays = cache.arrays if cache.layer is None else tuple(x[cache.layer] for x in cache.arrays)
     slots = cache.latents.shape[-2] * (1 if pages is None else pages.shape[1])
     slots = slots if limit is None else min(limit, slots)
 
     def cells(x: jax.Array, fold: int) -> jax.Array:
         """[P, slots, ...] of one of the arrays."""
         if pages is None:
+            x = x if cache.layer is None else x[cache.layer]
             x = x[jnp.minimum(rows, x.shape[0] - 1), 0, : folded_rows(slots, fold)]
-            return unfolded(x, fold)[:, :slots] if fold > 1 else x
-        x = x[pages[jnp.minimum(rows, pages.shape[0] - 1)], 0]
-        x = unfolded(x, fold) if fold > 1 else x
-        return x.reshape(rows.size, -1, *x.shape[3:])[:, :slots]
+        else:
+            x = gather_pages(x, pages[jnp.minimum(rows, pages.shape[0] - 1)], cache.layer)[:, 0]
+        return unfolded(x, fold)[:, :slots] if fold > 1 else x[:, :slots]
 
-    latents, keys, *scales = (cells(x, fold if n == 1 else 1) for n, x in enumerate(arrays))
+    latents, keys, *scales = (cells(x, fold if n == 1 else 1) for n, x in enumerate(cache.arrays))
     if scales:
         pairs = zip((latents, keys), scales, strict=True)
         latents, keys = ((x.astype(jnp.float32) * s[..., None]).astype(dtype) for x, s in pairs)

@@ -55,6 +55,8 @@ def _lacks(cache: KvCache, window, backend: str, q: Shaped | None) -> str | None
         from inferlib.pallas_kernels import prefill_attention_gpu
 
         return None if q is None else prefill_attention_gpu.unsupported(shape_of(q), cache)
+    if cache.pages is not None and backend == "nki":
+        return "a table of pages"
     if cache.v is not None and cache.v.shape[-1] != cache.k.shape[-1] and backend != "pallas_tpu":
         return "values of another size than keys"
     if not isinstance(window, int | None):
@@ -138,10 +140,10 @@ def _by_xla(
 
     def cells(x: jax.Array) -> jax.Array:
         """The chunks' rows' part of one of the cache's arrays, [P, K, slots, ...]."""
-        x = cache.of_layer(x)
         if pages is None:
+            x = cache.of_layer(x)
             return x[:, :, :slots][jnp.minimum(rows, x.shape[0] - 1)]
-        return gather_pages(x, pages[jnp.minimum(rows, pages.shape[0] - 1)])[:, :, :slots]
+        return gather_pages(x, pages[jnp.minimum(rows, pages.shape[0] - 1)], cache.layer)[:, :, :slots]
 
     stored = slot_positions(positions[:, -1], slots, cache.ring)
     seen = visible(positions, stored, options.window)

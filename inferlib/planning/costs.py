@@ -246,18 +246,18 @@ class Deployed:
     def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
         """Memory for `batch` rows over all replicas, prefilled in chunks of `chunk` tokens."""
         model, rows = self.model, batch // self.replicas
-        cache, scores = 0, 0
-        for block, planned in zip(self.blocks, self.plan(batch, max_len, chunk).blocks, strict=True):
+        cache, scores, plan = 0, 0, self.plan(batch, max_len, chunk)
+        for block, planned in zip(self.blocks, plan.blocks, strict=True):
             cache += sum(array.nbytes(self.shards) for array in planned.owned)
             if isinstance(planned, BlockState):
                 continue
-            scores = max(scores, block.heads * self.shards.local_shape(planned.axes, planned.shapes[0])[-2])
+            scores = max(scores, block.heads * plan.slots(planned) // self.shards.size(axes.POSITIONS))
         weights = sum(m.nbytes for m in self.matrices)
         vocab = model.layout.vocab // self.shards.size(axes.VOCAB)
         tokens = max(rows, chunk // self.shards.size(axes.TOKENS))
         widest = max(self._widest(m, tokens) for m in self.matrices if m.use == "tokens")
         live = 2 * widest + tokens * (4 * self.width + scores * 4) + rows * vocab * 4
-        return Memory(weights, cache, _state_bytes(rows, vocab), 2 * live)
+        return Memory(weights, cache, _state_bytes(rows, vocab, plan.columns), 2 * live)
 
     def _widest(self, matrix: Matrix, tokens: int) -> int:
         """Activations of a device's tokens that a matrix produces; for experts, as many as a round has room for."""
@@ -402,6 +402,6 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
 
 
 @lru_cache(maxsize=1024)
-def _state_bytes(rows: int, vocab: int) -> int:
-    state = jax.eval_shape(lambda: RowState.zeros(rows, vocab))
+def _state_bytes(rows: int, vocab: int, columns: int) -> int:
+    state = jax.eval_shape(lambda: RowState.zeros(rows, vocab, columns))
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in state)

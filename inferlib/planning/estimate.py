@@ -125,7 +125,11 @@ def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: Progra
         _extras(ledger, model, layer, tokens)
         ledger.all_tokens("input of attention", hidden, dtype, flops["attn.qkv"])
         owner = layers[0] if layer.attention.cache_of is None else layer.attention.cache_of
-        _mixer(ledger, model, layer, block, tokens, key, passes=len(layers) > 1 or owner not in passed)
+        slots = 0 if isinstance(block, BlockState) else plan.slots(block)
+        if not block.ring:
+            slots = min(slots, -(-key.limit // (devices := shards.size(axes.POSITIONS))) * devices)
+        passed_slots = slots if len(layers) > 1 or owner not in passed else 0
+        _mixer(ledger, model, layer, block, tokens, key, passed_slots)
         passed |= {owner} if len(layers) == 1 else set()
         if not layer.parallel:
             ledger.sum_tokens("attention", (axes.KV_HEADS, axes.HEAD_OUT), hidden, dtype, flops["attn.o"])
@@ -234,10 +238,9 @@ def _mixer(
     block: BlockCache | BlockState,
     tokens: int,
     key: ProgramKey,
-    *,
-    passes: bool,
+    passed: int,
 ) -> None:
-    """A layer's mixer before its output projection; `tokens` on a device. passes: see `_over_stripes`."""
+    """A layer's mixer before its output projection; `tokens` on a device. passed: see `_over_stripes`."""
     spec = layer.attention
     if isinstance(spec, Recurrent):
         for other in spec.collectives(model.layout.heads(spec), ledger.shards.size(axes.KV_HEADS)):
@@ -247,7 +250,7 @@ def _mixer(
         heads = model.layout.heads(spec)
         groups = heads.groups // ledger.shards.size(axes.KV_HEADS), heads.queries
         _projections(ledger, model, spec, tokens, groups)
-        _over_stripes(ledger, model, spec, block, key, groups, passes=passes)
+        _over_stripes(ledger, model, spec, block, key, groups, passed)
 
 
 def _projections(
@@ -278,21 +281,19 @@ def _over_stripes(
     block: BlockCache,
     key: ProgramKey,
     groups: tuple[int, int],
-    *,
-    passes: bool,
+    passed: int,
 ) -> None:
-    """Attention over positions that several devices own. groups: see `_projections`. passes: the rows' cache is passed
-    around if chunks are dealt out."""
+    """Attention over positions that several devices own. groups: see `_projections`. passed: slots of a row that are
+    passed around if chunks are dealt out, over all devices."""
     shards, tokens = ledger.shards, key.chunks * key.chunk + key.rows
     devices = shards.size(axes.POSITIONS)
     if shards.size(axes.TOKENS) > 1:
         tokens = key.rows
-        slots = block.slots if block.ring else min(block.slots, -(-key.limit // devices) * devices)
         for array in block.arrays:
             heads = shards.local_shape(block.axes, block.shapes[0])[-3]
             cell = array.shape[len(block.axes) - 1 :]  # nothing for scales
-            shape = key.chunks, heads, folded_rows(slots // devices, array.fold), *cell
-            hops = devices - 1 if key.chunks and passes else 0
+            shape = key.chunks, heads, folded_rows(passed // devices, array.fold), *cell
+            hops = devices - 1 if key.chunks and passed else 0
             permute = Collective("collective-permute", "the rows' cache", "", _nbytes(shape, array.dtype), hops)
             ledger.add(permute, (axes.POSITIONS,))
     if tokens:

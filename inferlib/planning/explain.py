@@ -74,7 +74,7 @@ class Explanation:
 def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: Sequence[ProgramKey]) -> Explanation:
     """Explain a model under `config.shards`, whose mesh may be abstract, and a step of each of these programs."""
     place = partial(_place, config.shards)
-    state = jax.eval_shape(partial(RowState.zeros, plan.rows, model.layout.vocab))
+    state = jax.eval_shape(partial(RowState.zeros, plan.rows, model.layout.vocab, plan.columns))
     fields = zip(RowState._fields, STATE_AXES, state, strict=True)
     return Explanation(
         config.shards,

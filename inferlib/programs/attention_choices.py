@@ -36,7 +36,8 @@ def attention_choices(
             continue
         choice = choose_attention(spec, operation, config.backend, scaled=block.scaled)
         if choice.name != "xla":
-            refusals = (sized for sized in choose(config, model, spec, block) if sized.reason)
+            table = _array((config.rows, plan.columns), "int32") if block.paged else None
+            refusals = (sized for sized in choose(config, model, spec, block, table) if sized.reason)
             choice = next(refusals, choice)
             fallback = fallback or (choice if choice.reason else None)
         choices[layers] = choice
@@ -44,29 +45,31 @@ def attention_choices(
 
 
 def _choose_decode(
-    config: EngineConfig, model: AbstractModel, spec: AttentionSpec | MlaSpec, block: BlockCache
+    config: EngineConfig, model: AbstractModel, spec: AttentionSpec | MlaSpec, block: BlockCache, table: Any
 ) -> Iterator[Choice]:
     """The choice for a step of all rows, on one device."""
     arrays, heads, backend = _arrays(config, block), model.layout.heads(spec), config.backend.decode_attention
     if isinstance(spec, MlaSpec):
         groups = heads.groups // config.shards.size(axes.KV_HEADS)
         q = _array((config.rows, 1, groups, spec.kv_rank + spec.rope.dim), model.dtype)
-        yield mla_decode_attention.choose_for(q, LatentCache(*arrays), backend)
+        yield mla_decode_attention.choose_for(q, LatentCache(*arrays, pages=table), backend)
     else:
         q = _array((config.rows, 1, arrays[0].shape[-3], heads.queries, arrays[0].shape[-1]), model.dtype)
-        cache = _kv_cache(arrays, scaled=block.scaled)
+        cache = _kv_cache(arrays, table, scaled=block.scaled)
         yield decode_attention.choose(cache, spec.window, backend, q, new=not block.shared)
 
 
 def _choose_prefill(
-    config: EngineConfig, model: AbstractModel, spec: AttentionSpec | MlaSpec, block: BlockCache
+    config: EngineConfig, model: AbstractModel, spec: AttentionSpec | MlaSpec, block: BlockCache, table: Any
 ) -> Iterator[Choice]:
     """The choice for each shape of chunks, on one device. Where tokens are split, what the devices pass on of a row
     ends at the cache bucket."""
     devices, backend = config.shards.size(axes.TOKENS), config.backend.prefill_attention
     arrays, heads = _arrays(config, block), model.layout.heads(spec)
     slots = arrays[0].shape[-2]
-    counts = {slots} if devices == 1 else {min(slots, -(-limit // devices)) for limit in config.buckets.cache}
+    passed = slots * (1 if table is None else table.shape[1])
+    counts = {slots} if devices == 1 else {min(passed, -(-limit // devices)) for limit in config.buckets.cache}
+    table = table if devices == 1 else None
     for (chunks, chunk), count in itertools.product(config.prefill_shapes(), counts):
         read = [
             _array((*x.shape[:-2], folded_rows(count, fold), x.shape[-1]), x.dtype)
@@ -77,11 +80,12 @@ def _choose_prefill(
             q = _array((chunks, chunk // devices, groups, spec.nope_dim + spec.rope.dim), model.dtype)
             keys = _array((groups, spec.nope_dim, spec.kv_rank), model.dtype)
             values = _array((groups, spec.kv_rank, spec.value_dim), model.dtype)
-            yield mla_prefill_attention.choose_for(q, Expansion(keys, values), LatentCache(*read), backend)
+            cache = LatentCache(*read, pages=table)
+            yield mla_prefill_attention.choose_for(q, Expansion(keys, values), cache, backend)
         else:
             kv_heads, size = arrays[0].shape[-3], arrays[0].shape[-1]
             q = _array((chunks, chunk // devices, kv_heads, heads.queries, size), model.dtype)
-            yield prefill_attention.choose(_kv_cache(read, scaled=block.scaled), spec.window, backend, q)
+            yield prefill_attention.choose(_kv_cache(read, table, scaled=block.scaled), spec.window, backend, q)
 
 
 def _arrays(config: EngineConfig, block: BlockCache) -> list[Any]:
@@ -89,9 +93,9 @@ def _arrays(config: EngineConfig, block: BlockCache) -> list[Any]:
     return [_array(config.shards.local_shape(block.axes, shape), block.dtype) for shape in block.shapes]
 
 
-def _kv_cache(arrays: list[Any], *, scaled: bool) -> KvCache:
+def _kv_cache(arrays: list[Any], table: Any, *, scaled: bool) -> KvCache:
     scales = [_array(x.shape[:-1], "float32") for x in arrays] if scaled else []
-    return KvCache(*arrays, *[None] * (2 - len(arrays)), *scales)
+    return KvCache(*arrays, *[None] * (2 - len(arrays)), *scales, pages=table)
 
 
 def _array(shape: tuple[int, ...], dtype) -> Any:

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.experimental.layout import Layout
 
-from inferlib.config import Buckets, ConfigurationError, DeviceKind, EngineConfig, backend_option, check_dtype
+from inferlib.config import Buckets, ConfigurationError, DeviceKind, EngineConfig, PoolSize, backend_option, check_dtype
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
@@ -32,9 +32,10 @@ from inferlib.targets import Target, parse_target
 class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
-    quantization: how weights are stored; None: as `dtype`. kv_cache_dtype: see `EngineConfig`. modes: sampling modes to
-    compile. expert_slots: number of slots of an expert placement (see `inferlib.placement`). backend: see
-    `inferlib.config.with_option`. Raises ConfigurationError, ShardingError or TargetError if they do not go together.
+    quantization: how weights are stored; None: as `dtype`. kv_cache_dtype, cache_memory, page_size: see `EngineConfig`.
+    modes: sampling modes to compile. expert_slots: number of slots of an expert placement (see `inferlib.placement`).
+    backend: see `inferlib.config.with_option`. Raises ConfigurationError, ShardingError or TargetError if they do not
+    go together.
     """
 
     hf: Mapping[str, Any]
@@ -47,6 +48,8 @@ class Deployment:
     kv_cache_dtype: str | None = None
     expert_slots: int | None = None
     backend: str = "auto"
+    cache_memory: int | None = None
+    page_size: int = PoolSize().page
 
     def __post_init__(self):
         object.__setattr__(self, "backend", backend_option(self.backend))
@@ -89,7 +92,8 @@ class Deployment:
         sizes, target = (self.max_batch, self.max_len, self.buckets), self.slice
         device = DeviceKind(target.platform, target.chip.cores, target.chip.name)
         options: dict[str, Any] = dict(kv_cache_dtype=self.kv_cache_dtype, backend=self.backend)
-        return EngineConfig.make(device, *sizes, shards, self.model, **options)
+        config = EngineConfig.make(device, *sizes, shards, self.model, **options)
+        return replace(config, cache_memory=self.cache_memory, page_size=self.page_size)
 
     def shards(self, devices: Sequence[jax.Device]) -> Shards:
         """The mesh; also for a single TPU, which is not a device of this process."""
@@ -170,7 +174,7 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
 _SOURCES = (
     *("inferlib.sharding", "inferlib.pallas_kernels", "inferlib.ops", "inferlib.models", "inferlib.sampling"),
     *("inferlib.cache", "inferlib.config", "inferlib.programs.program_set", "inferlib.programs.program"),
-    *("inferlib.programs.row_state", "inferlib.programs.choices"),
+    *("inferlib.programs.row_state", "inferlib.programs.row_changes", "inferlib.programs.choices"),
     *("inferlib.programs.attention_choices", "inferlib.programs.product_choices"),
 )
 

@@ -80,13 +80,14 @@ class Control(NamedTuple):
         return Control(packed[0, :-1] != 0, packed[0, -1] != 0)
 
 
-# Columns of the chunk table [P, 7] int32: cache row (R or more: absent), position of the first token, tokens,
-# whether the prompt starts and ends here, tokens to generate, and the token after the chunk (-1: none).
-CHUNK_COLUMNS = ("row", "start", "length", "first", "last", "budget", "next")
+# Columns of the chunk table [P, 8] int32: row (R or more: absent), position of the first token, tokens, whether the
+# prompt starts and ends here, tokens to generate, the token after the chunk (-1: none), and the position of the first
+# token that was generated: a sequence that was preempted is prefilled with its tokens.
+CHUNK_COLUMNS = ("row", "start", "length", "first", "last", "budget", "next", "generated")
 
 
 class ChunkInput(NamedTuple):
-    """P prefill chunks. tokens [P, C] int32; table [P, 7] int32, see CHUNK_COLUMNS; ints, floats: packed sampling
+    """P prefill chunks. tokens [P, C] int32; table [P, 8] int32, see CHUNK_COLUMNS; ints, floats: packed sampling
     parameters, read when the prompt ends here."""
 
     tokens: jax.Array
@@ -198,7 +199,7 @@ class _Maker:
             return None
         return open_mailboxes(self.key.rows, self.model.config.dim, self.config.shards.only_axis)
 
-    def run(self, weights, cache, batch: StepBatch, counted: jax.Array, mailboxes: Mailboxes | None = None):
+    def run(self, weights, cache, batch: StepBatch, table: jax.Array, counted: jax.Array, mailboxes=None):
         """Hidden states [T, D], the decoder (for its head), the cache, the mailboxes and the experts' load, if it is
         asked for: of the tokens [T] that are `counted`."""
         decoder = self.model.merge(weights)
@@ -211,6 +212,8 @@ class _Maker:
             config.backend,
             config.shards,
             counted if config.expert_load else None,
+            table,
+            config.prefill_unit,
         )
         hidden, caches, mailboxes, load = decoder(ctx, self.plan.view(cache), mailboxes)
         return hidden, decoder, self.plan.flatten(caches), mailboxes, None if load is None else load[None, None]
@@ -251,9 +254,8 @@ class _Maker:
 
         def step(cache, rows, mailboxes):
             batch = StepBatch.of_rows(rows.token, jnp.where(rows.active, rows.length + 1, 0))
-            hidden, decoder, cache, mailboxes, load = self.run(
-                weights, cache, batch, self.counted_rows(rows), mailboxes
-            )
+            counted = self.counted_rows(rows)
+            hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, rows.pages, counted, mailboxes)
             rows, sampled = self.advance(rows, self.logits(decoder, hidden))
             return cache, rows, mailboxes, sampled, load
 
@@ -301,7 +303,7 @@ class _Maker:
         batch = StepBatch(tokens, info["row"], info["start"], info["length"], rows.token, live)
         prompts = stripe.take(jnp.arange(key.chunk)[None], dim=1) < info["length"][:, None]
         counted = jnp.concatenate([prompts.reshape(-1), self.counted_rows(rows)])
-        hidden, decoder, cache, _, load = self.run(weights, cache, batch, counted)
+        hidden, decoder, cache, _, load = self.run(weights, cache, batch, state.pages, counted)
         split = tokens.size
         ends = self.last_hidden(hidden[:split].reshape(*tokens.shape, -1), info["length"])
         logits = self.logits(decoder, jnp.concatenate([ends, hidden[split:]]))
@@ -341,17 +343,17 @@ class _Maker:
         zeros = jnp.zeros_like(info["row"])
         counts = state.counts
         if self.key.mode != "greedy":
-            valid = jnp.arange(self.key.chunk) < info["length"][:, None]
-            counts = mark_prompt(counts, info["row"], chunk.tokens, valid, info["first"] != 0, self.vocabulary)
+            counts = mark_prompt(counts, info["row"], chunk.tokens, _kinds(chunk, info), info["first"], self.vocabulary)
         fresh = RowState(
             token=zeros,
             length=info["start"] + info["length"] - 1,
             active=last,
             budget=info["budget"],
-            generated=zeros,
+            generated=jnp.maximum(info["start"] + info["length"] - info["generated"], 0),
             ints=chunk.ints,
             floats=chunk.floats,
             counts=counts[jnp.minimum(info["row"], total - 1)] if self.key.mode != "greedy" else zeros[:, None],
+            pages=state.pages,
         )
         fresh, sampled = self.advance(fresh, logits)
         rows = jnp.where(last, info["row"], total)
@@ -362,5 +364,12 @@ class _Maker:
         if self.key.mode != "greedy":
             # Marked prompts must be kept also where the prompt goes on.
             counts = counts.at[jnp.where(last, info["row"], total)].set(fresh.counts, mode="drop")
-        state = RowState(*(put(old, new) for old, new in zip(state[:-1], fresh[:-1], strict=True)), counts)
-        return state, sampled
+        *old, _, pages = state
+        return RowState(*map(put, old, fresh), counts, pages), sampled
+
+
+def _kinds(chunk: ChunkInput, info: dict) -> jax.Array:
+    """[P, C] what each token of the chunks is: 0 padding, 1 of the prompt, 2 generated."""
+    at = jnp.arange(chunk.tokens.shape[1])
+    generated = info["start"][:, None] + at >= info["generated"][:, None]
+    return jnp.where(at < info["length"][:, None], 1 + generated, 0)

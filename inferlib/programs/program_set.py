@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import jax
@@ -23,8 +23,9 @@ from inferlib.models.abstract import AbstractModel
 from inferlib.programs.choices import Choices
 from inferlib.programs.memory import Demand, explained
 from inferlib.programs.program import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
+from inferlib.programs.row_changes import GRANTS, MOVES, Grant, Move, give_pages, move_rows, packed
 from inferlib.programs.row_state import STATE_AXES, RowState
-from inferlib.programs.start_functions import run
+from inferlib.programs.start_functions import prepared, run
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import alone
 
@@ -74,6 +75,7 @@ class ProgramSet:
             chunk=config.row_tokens,
             dtype=config.kv_cache_dtype or model.dtype,
             platform=config.platform,
+            pool=config.pool,
         )
         choices = Choices.of(config, model, plan)
         choices.warn(config.backend, model)
@@ -200,23 +202,69 @@ class ProgramSet:
     def allocate_state(self) -> RowState:
         """The state of rows that are all free."""
         place = RowState._make(self.config.shards.sharding(names) for names in STATE_AXES)
-        return run(RowState.zeros, (self.config.max_batch, self.model.layout.vocab), place=place)
+        return run(RowState.zeros, (*self._state_sizes, self.plan.columns), place=place)
+
+    @property
+    def _state_sizes(self) -> tuple[int, int]:
+        return self.config.max_batch, self.model.layout.vocab
+
+    @property
+    def state(self) -> RowState:
+        """The state as shapes."""
+        state = jax.eval_shape(partial(RowState.zeros, *self._state_sizes, self.plan.columns))
+        return RowState(*(self._struct(x.shape, x.dtype, n) for x, n in zip(state, STATE_AXES, strict=True)))
+
+    def _struct(self, shape: tuple[int, ...], dtype, names: tuple[str | None, ...]) -> Any:
+        """A ShapeDtypeStruct in an array's place."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.config.shards.sharding(names))
+
+    # ---- what changes between programs
+
+    @cached_property
+    def _give_pages(self) -> Callable:
+        shards, table = self.config.shards, self.state.pages
+        grants = self._struct((GRANTS * shards.replicas, len(Grant._fields)), jnp.int32, (axes.ROWS, None))
+        return prepared(give_pages, (shards,), table, grants, place=shards.sharding(STATE_AXES.pages))
+
+    @cached_property
+    def _move_rows(self) -> Callable:
+        shards = self.config.shards
+        arrays = [x for x, of_rows in zip(self.plan.arrays, self.plan.of_rows, strict=True) if of_rows]
+        names = tuple(x.axes for x in arrays)
+        taken = tuple(self._struct(x.shape, x.dtype, x.axes) for x in arrays), self.state
+        moves = self._struct((MOVES * shards.replicas, len(Move._fields)), jnp.int32, (axes.ROWS, None))
+        place = None
+        if shards.mesh is not None:
+            place = tuple(map(shards.sharding, names)), RowState(*map(shards.sharding, STATE_AXES))
+        return prepared(move_rows, (shards, names), taken, moves, place=place)
+
+    def prepare_changes(self) -> None:
+        """Compile what changes rows between programs, unless that is done."""
+        _ = self._give_pages, self._move_rows
+
+    def change_rows(
+        self, cache: tuple[jax.Array, ...], state: RowState, moves: Sequence[Move], grants: Sequence[Grant]
+    ) -> tuple[tuple[jax.Array, ...], RowState]:
+        """Cache and state, which are donated, after these moves and then these grants."""
+        shards, rows = self.config.shards, self.config.rows
+        for now in packed(moves, shards.replicas, rows) if moves else ():
+            of_rows = tuple(x for x, moved in zip(cache, self.plan.of_rows, strict=True) if moved)
+            new, state = self._move_rows((of_rows, state), shards.place(now, (axes.ROWS, None)))
+            rest = iter(new)
+            cache = tuple(next(rest) if moved else x for x, moved in zip(cache, self.plan.of_rows, strict=True))
+        for now in packed(grants, shards.replicas, rows) if grants else ():
+            state = state._replace(pages=self._give_pages(state.pages, shards.place(now, (axes.ROWS, None))))
+        return cache, state
 
     def inputs(self, key: ProgramKey) -> tuple:
         """Abstract arguments of a key's program."""
-        config, shards = self.config, self.config.shards
-
-        def struct(shape: tuple[int, ...], dtype, names: tuple[str | None, ...]) -> Any:
-            """A ShapeDtypeStruct in an array's place."""
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=shards.sharding(names))
-
+        config, shards, struct = self.config, self.config.shards, self._struct
         weights = tuple(
             jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
             for spec, format in zip(self.model.specs, self.formats, strict=True)
         )
         cache = tuple(struct(x.shape, x.dtype, x.axes) for x in self.plan.arrays)
-        state = jax.eval_shape(partial(RowState.zeros, config.max_batch, self.model.layout.vocab))
-        state = RowState(*(struct(x.shape, x.dtype, n) for x, n in zip(state, STATE_AXES, strict=True)))
+        state = self.state
         by_row = (axes.ROWS, None)
         control = struct((shards.replicas, config.rows + 1), jnp.int32, by_row)
         if not key.chunks:

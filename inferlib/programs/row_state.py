@@ -16,7 +16,8 @@ class RowState(NamedTuple):
 
     token [R]: last token, not yet in the cache; length [R]: tokens in the cache; active [R] bool;
     budget [R]: tokens still to generate; generated [R]: tokens generated; ints [R, NI], floats [R, NF]: packed
-    sampling parameters; counts [R, V]: token counts for penalties (see `inferlib.sampling.sampler`).
+    sampling parameters; counts [R, V]: token counts for penalties (see `inferlib.sampling.sampler`); pages [R, M]:
+    where the positions of a row lie in the cache (see `StepContext.table`), which `row_changes` alone changes.
     """
 
     token: jax.Array
@@ -27,9 +28,10 @@ class RowState(NamedTuple):
     ints: jax.Array
     floats: jax.Array
     counts: jax.Array
+    pages: jax.Array
 
     @staticmethod
-    def zeros(rows: int, vocab: int) -> RowState:
+    def zeros(rows: int, vocab: int, columns: int) -> RowState:
         def vector():
             return jnp.zeros((rows,), jnp.int32)
 
@@ -43,20 +45,21 @@ class RowState(NamedTuple):
             ints=jnp.array(ints),
             floats=jnp.array(floats),
             counts=jnp.zeros((rows, vocab), jnp.int32),
+            pages=jnp.zeros((rows, columns), jnp.int32),
         )
 
     def head(self, rows: int) -> RowState:
-        """The first `rows` rows."""
-        return RowState(*(x[:rows] for x in self))
+        """The first `rows` rows, with the pages of all."""
+        return RowState(*(x[:rows] for x in self[:-1]), self.pages)
 
     def with_head(self, head: RowState) -> RowState:
         """These rows with the first ones replaced."""
         rows = head.token.shape[0]
         if rows == self.token.shape[0]:
             return head
-        return RowState(*(x.at[:rows].set(new) for x, new in zip(self, head, strict=True)))
+        return RowState(*(x.at[:rows].set(new) for x, new in zip(self[:-1], head[:-1], strict=True)), self.pages)
 
 
 _ROW = (axes.ROWS,)
 # A `RowState` of the logical axes of every field.
-STATE_AXES: Any = RowState._make([_ROW] * 5 + [(axes.ROWS, None), (axes.ROWS, None), (axes.ROWS, axes.VOCAB)])
+STATE_AXES: Any = RowState._make([_ROW] * 5 + [(axes.ROWS, None)] * 2 + [(axes.ROWS, axes.VOCAB), (axes.ROWS, None)])

@@ -36,6 +36,21 @@ def run(function: Callable, static: tuple, *arrays: Any, place: Any = None, dona
     return jax.tree.map(lambda x: _Result(x.shape, x.dtype, sharding=x.sharding), lowered.out_info)
 
 
+def prepared(function: Callable, static: tuple, *arrays: Any, place: Any = None) -> Callable:
+    """`function` with its static arguments as a compiled program of arrays like these, whose first argument it donates:
+    compiled now, unless it was earlier."""
+    leaves, tree = jax.tree.flatten(arrays)
+    structs = tuple(_struct(x) for x in leaves)
+    key, recorded = _key(function, static, structs, place), _recorded.get()
+    if (program := _adopted.get().get(key)) is not None:
+        return program
+    jitted = _jitted(function, len(static), place, donate=True)
+    program = jitted.lower(*static, *jax.tree.unflatten(tree, structs)).compile()
+    if recorded is not None:
+        recorded[key] = program
+    return program
+
+
 def join(shape: tuple[int, ...], sharding: jax.sharding.Sharding, parts: Sequence[jax.Array]) -> jax.Array:
     """An array made of its shards on the devices of this process."""
     if _recorded.get() is not None:

@@ -369,20 +369,24 @@ def mark_prompt(
     counts: jax.Array,
     rows: jax.Array,
     tokens: jax.Array,
-    valid: jax.Array,
+    kinds: jax.Array,
     first: jax.Array,
     vocabulary: Vocabulary = WHOLE,
 ) -> jax.Array:
-    """`counts` [R, V] with the tokens of P prefill chunks flagged as prompt.
+    """`counts` [R, V] with the tokens of P prefill chunks flagged as prompt, or counted if they were generated.
 
     Args:
         rows: [P] int32, the row of each chunk; a chunk whose row is R or more is dropped.
-        tokens, valid: [P, C], the chunks' tokens, and where they are not padding.
-        first: [P] bool, True if the chunk begins a prompt: its row is cleared first.
+        tokens, kinds: [P, C], the chunks' tokens, and what they are: 0 padding, 1 of the prompt, 2 generated.
+        first: [P], not 0 if the chunk begins a prompt: its row is cleared first.
     """
     row_count, vocab = counts.shape
-    counts = counts.at[jnp.where(first, rows, row_count)].set(0, mode="drop")
-    where = rows[:, None], vocabulary.columns(jnp.where(valid, tokens, -1), vocab)
-    # Flagging twice changes nothing, so a token may occur many times in a chunk.
-    flagged = counts.at[where].get(mode="fill", fill_value=0) | PROMPT_FLAG
-    return counts.at[where].set(flagged, mode="drop")
+    counts = counts.at[jnp.where(first != 0, rows, row_count)].set(0, mode="drop")
+    where = rows[:, None], vocabulary.columns(jnp.where(kinds > 0, tokens, -1), vocab)
+    # All occurrences of a token write the same number: what its row has of it, and what the chunks add.
+    row, token, kind = jnp.repeat(rows, tokens.shape[1]), tokens.reshape(-1), kinds.reshape(-1)
+    same = (row[:, None] == row) & (token[:, None] == token)
+    added = jnp.sum(same & (kind == 2), axis=1, dtype=jnp.int32)
+    flag = jnp.where(jnp.any(same & (kind == 1), axis=1), PROMPT_FLAG, 0)
+    old = counts.at[where].get(mode="fill", fill_value=0)
+    return counts.at[where].set((old + added.reshape(tokens.shape)) | flag.reshape(tokens.shape), mode="drop")

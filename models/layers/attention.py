@@ -19,7 +19,7 @@ from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm, scale_norm
 from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
-from inferlib.models.layers.step_attention import Arrays, Attended, StepPlan, attend, limit_of
+from inferlib.models.layers.step_attention import Arrays, Attended, ChunkPlaces, StepPlan, attend, limit_of
 from inferlib.models.layout import HeadLayout
 from inferlib.ops import cache_write, decode_attention, prefill_attention, project_and_attend
 from inferlib.ops.attention import AttentionOptions
@@ -105,7 +105,8 @@ class Attention(nnx.Module):
             unfit = "query temperatures, value norms, value scales or chunks"
         elif spec.qk_norm not in (None, "head") or spec.qk_norm_after_rope or spec.fused_heads != 2:
             unfit = "other norms, or values that are projected apart"
-        choice = project_and_attend.choose(cache.keys_and_values(), ctx.backend.qkv_attention, unfit=unfit)
+        cells = cache.keys_and_values(pages=cache.table_of(ctx.table, ctx.limit))
+        choice = project_and_attend.choose(cells, ctx.backend.qkv_attention, unfit=unfit)
         return choice.name != "xla"
 
     def project_partially(self, x: Activations, ctx: StepContext) -> jax.Array | QkvPartials:
@@ -132,7 +133,9 @@ class Attention(nnx.Module):
         )
         sinks = self.sinks[...] if spec.sinks else None
         options = AttentionOptions(spec.scale, spec.window, spec.softcap, sinks)
-        arrays, lengths = cache.keys_and_values(limit=ctx.limit), ctx.batch.decode_lengths
+        lengths, table = ctx.batch.decode_lengths, cache.table_of(ctx.table, ctx.limit)
+        pages = None if table is None else table[: lengths.shape[0]]
+        arrays = cache.keys_and_values(limit=ctx.limit, pages=pages)
         out, arrays = project_and_attend.project_and_attend(qkv, arrays, lengths, transforms, options)
         return out, replace(cache, arrays=arrays.arrays)
 
@@ -221,8 +224,7 @@ class GroupedStep:
         return self.ctx.shards.size(axes.POSITIONS) > 1
 
     def plan(self, cache: LayerCache) -> StepPlan:
-        ctx, width = self.ctx, self.ctx.batch.chunk_tokens.shape[1]
-        decode = self.choose_decode(cache)
+        decode, ctx = self.choose_decode(cache), self.ctx
         prefill = self.choose_prefill(cache, self.options(self.stripe, ctx.chunk_positions))
         in_place = prefill.name in prefill_attention.IN_PLACE
         runs = in_place or decode.name in decode_attention.IN_PLACE
@@ -230,15 +232,25 @@ class GroupedStep:
             self.stripe,
             rows_write=decode.name in decode_attention.IN_PLACE,
             chunks_in_place=in_place,
-            run=width if runs else 1,
+            run=self.run(cache) if runs else 1,
             chunk_writer=self.choose_chunk_writer(cache, prefill.name),
             sinks=self.sinks if self.striped else None,
         )
 
+    def run(self, cache: LayerCache) -> int:
+        """How many of a chunk's tokens on this device are in one page together."""
+        width, devices = self.ctx.batch.chunk_tokens.shape[1], self.ctx.shards.size(axes.TOKENS)
+        run = cache.run(width * devices, None if self.ctx.table is None else self.ctx.run)
+        return run // devices if run % devices == 0 else 1
+
+    def table(self, cache: LayerCache, stripe: Stripe) -> jax.Array | None:
+        """The pages of all rows that this step may read."""
+        return cache.table_of(self.ctx.table, limit_of(self.ctx, stripe))
+
     def choose_chunk_writer(self, cache: LayerCache, backend: str) -> str | None:
         """The implementation that writes whole chunks, if the implementation `backend` attends to them; None if cells
         are written one by one."""
-        width = self.ctx.batch.chunk_tokens.shape[1]
+        width = self.run(cache)
         if width <= 1 or self.striped:
             return None
         writer = cache_write.choose_chunk_write(cache.arrays, width, ring=cache.ring, backend=backend)
@@ -259,20 +271,22 @@ class GroupedStep:
 
     def choose_decode(self, cache: LayerCache) -> Choice:
         window, backend = self.row_options.window, self.ctx.backend.decode_attention
-        return decode_attention.choose(cache.keys_and_values(), window, backend)
+        cells = cache.keys_and_values(pages=self.table(cache, self.stripe))
+        return decode_attention.choose(cells, window, backend)
 
     def choose_prefill(self, cache: LayerCache, options: AttentionOptions) -> Choice:
-        return prefill_attention.choose(cache.keys_and_values(), options.window, self.ctx.backend.prefill_attention)
+        cells = cache.keys_and_values(pages=self.table(cache, self.stripe))
+        return prefill_attention.choose(cells, options.window, self.ctx.backend.prefill_attention)
 
-    def chunks(self, cache: LayerCache, arrays: Arrays, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
+    def chunks(self, cache: LayerCache, arrays: Arrays, places: ChunkPlaces, stripe: Stripe, which: slice) -> Attended:
         """See `step_attention.LayerStep`."""
         ctx, shape = self.ctx, self.ctx.batch.chunk_tokens.shape
         queries = self.queries[: math.prod(shape)].reshape(*shape, *self.queries.shape[1:])[which]
         positions = ctx.chunk_positions[which]
         options = self.options(stripe, positions)
         backend = self.choose_prefill(cache, options).name
-        cells, numbers = cache.keys_and_values(arrays, limit_of(ctx, stripe)), stripe.number(positions)
-        out = prefill_attention.prefill_attention(queries, cells, pages, numbers, options, backend=backend)
+        cells, numbers = cache.keys_and_values(arrays, limit_of(ctx, stripe), places.table), stripe.number(positions)
+        out = prefill_attention.prefill_attention(queries, cells, places.rows, numbers, options, backend=backend)
         return self.values(cache, *out)
 
     def rows(self, cache: LayerCache, new: Sequence[jax.Array] | None) -> tuple[Attended, LayerCache]:
@@ -280,9 +294,11 @@ class GroupedStep:
         ctx, stripe = self.ctx, self.stripe
         queries, positions = self.queries[math.prod(ctx.batch.chunk_tokens.shape) :], ctx.batch.decode_lengths - 1
         limit, backend = limit_of(ctx, stripe), self.choose_decode(cache).name
-        in_place = backend in decode_attention.IN_PLACE
+        table = self.table(cache, stripe)
+        in_place = backend in decode_attention.IN_PLACE or table is not None
         arrays = cache.arrays if in_place else cache.read(queries.shape[0], limit)
-        cells, lengths = cache.keys_and_values(arrays, limit), stripe.number(positions) + 1
+        pages, lengths = None if table is None else table[: queries.shape[0]], stripe.number(positions) + 1
+        cells = cache.keys_and_values(arrays, limit, pages)
         writes = None if new is None else NewCells(new, stripe.owns(positions) if self.striped else None)
         out, lse, cells = decode_attention.decode_attention(
             queries, cells, lengths, self.row_options, new=writes, backend=backend

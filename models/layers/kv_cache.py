@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +17,33 @@ from inferlib.ops.kv_cache import KvCache, LatentCache
 from inferlib.sharding.stripe import Stripe
 
 
+class Chunks(NamedTuple):
+    """Chunks of consecutive tokens, [P] int32 each: their rows, positions of their first tokens, and how many tokens
+    are not padding."""
+
+    rows: jax.Array
+    starts: jax.Array
+    lengths: jax.Array
+
+    def cut(self, count: int, width: int) -> Chunks:
+        """Each chunk as `count` chunks of `width` tokens."""
+        rows = jnp.repeat(self.rows, count)
+        at = jnp.tile(jnp.arange(0, count * width, width, dtype=jnp.int32), self.rows.size)
+        return Chunks(rows, jnp.repeat(self.starts, count) + at, jnp.repeat(self.lengths, count) - at)
+
+
+def pages_at(table: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """The pages in these rows and columns of a table; where there are none, any."""
+    return table.at[rows, columns].get(mode="clip")
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """arrays: keys and values, or latents and rotary keys, each [N, K, S, h]; in a scanned segment [L, N, K, S, h] with
-    `layer` the current one. Rotary keys may be folded, [..., S / f, f * h] (see `inferlib.ops.cache_write`). Where keys
-    and values are one array, a cell holds a key, its value behind it, and padding. Quantised arrays are followed by
-    their scales, each [N, K, S] or [L, N, K, S].
+    """arrays: keys and values, or latents and rotary keys, each [N, K, S, h], N pages or, in a ring, rows; in a scanned
+    segment [L, N, K, S, h] with `layer` the current one. Rotary keys may be folded, [..., S / f, f * h] (see
+    `inferlib.ops.cache_write`). Where keys and values are one array, a cell holds a key, its value behind it, and
+    padding. Quantised arrays are followed by their scales, each [N, K, S] or [L, N, K, S].
 
     A layer that shares another layer's cache gets the arrays of that layer.
 
@@ -49,7 +71,7 @@ class LayerCache:
         return tuple(x.shape[-1] // fold for x, fold in pairs if x.ndim == self.arrays[0].ndim)
 
     @property
-    def rows(self) -> int:
+    def pages(self) -> int:
         return self.arrays[0].shape[-4]
 
     @property
@@ -57,27 +79,66 @@ class LayerCache:
         return self.arrays[-1].ndim < self.arrays[0].ndim
 
     def write(
-        self, new: Sequence[jax.Array], pages: jax.Array, positions: jax.Array, stripe: Stripe, run: int = 1
+        self,
+        new: Sequence[jax.Array],
+        rows: jax.Array,
+        positions: jax.Array,
+        stripe: Stripe,
+        table: jax.Array | None = None,
+        run: int = 1,
     ) -> LayerCache:
-        """Write new cells at `positions` [T] of `pages` [T]: [T, K, h] for each array, or for each part of a cell.
+        """Write new cells at `positions` [T] of `rows` [T]: [T, K, h] for each array, or for each part of a cell.
 
-        Pages >= N, negative positions and those of other devices are dropped. run: every `run` consecutive tokens are
-        of one page.
+        Rows that do not exist, negative positions and those of other devices are dropped. table: see `StepContext`.
+        run: every `run` consecutive tokens are of one page.
         """
         new = self.cells(new)
-        slots = stripe.slots(positions, self.slots, ring=self.ring)
+        pages, slots = self.places(rows, positions, stripe, table)
         pairs = zip(self.arrays, rounded(new, self.arrays[0].dtype, scaled=self.scaled), strict=True)
         write = partial(cache_write, pages=pages, slots=slots, layer=self.layer, run=run)
         return replace(self, arrays=tuple(write(old, x) for old, x in pairs))
 
-    def write_chunks(self, new: Sequence[jax.Array], pages: jax.Array, starts: jax.Array, backend: str) -> LayerCache:
-        """Write chunks of consecutive positions from `starts` [P] on; new: [P, C, K, h] for each array, as in `write`.
+    def places(
+        self, rows: jax.Array, positions: jax.Array, stripe: Stripe, table: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The page and the slot of each position [T] of rows [T]; no slot if there is none on this device."""
+        if self.ring or table is None:
+            return rows, stripe.slots(positions, self.slots, ring=self.ring)
+        number, (_, columns) = stripe.number(positions), table.shape
+        pages = pages_at(table, rows, number // self.slots)
+        there = stripe.owns(positions) & (number // self.slots < columns) & (rows < table.shape[0])
+        # Slots that do not exist differ, as indices must.
+        none = self.slots + jnp.arange(rows.size, dtype=jnp.int32)
+        return pages, jnp.where(there, number % self.slots, none)
 
-        backend: see `inferlib.ops.cache_write.choose_chunk_write`.
+    def write_chunks(
+        self,
+        new: Sequence[jax.Array],
+        chunks: Chunks,
+        table: jax.Array | None,
+        run: int | None,
+        backend: str,
+    ) -> LayerCache:
+        """Write chunks of consecutive positions; new: [P, C, K, h] for each array, as in `write`.
+
+        table, run: see `StepContext`. backend: see `inferlib.ops.cache_write.choose_chunk_write`.
         """
-        slots, new = starts % self.slots if self.ring else starts, self.cells(new)
+        new, width = self.cells(new), new[0].shape[1]
+        if self.ring or table is None:
+            pages, slots = chunks.rows, chunks.starts % self.slots if self.ring else chunks.starts
+        else:
+            width = self.run(width, run)
+            new = [x.reshape(-1, width, *x.shape[2:]) for x in new]
+            chunks = chunks.cut(new[0].shape[0] // chunks.rows.size, width)
+            pages, slots = pages_at(table, chunks.rows, chunks.starts // self.slots), chunks.starts % self.slots
+            there = (chunks.lengths > 0) & (chunks.rows < table.shape[0])
+            pages = jnp.where(there, pages, self.pages)
         arrays = chunk_write(self.arrays, new, pages, slots, layer=self.layer, ring=self.ring, backend=backend)
         return replace(self, arrays=arrays)
+
+    def run(self, width: int, run: int | None) -> int:
+        """How many tokens of chunks of `width` are in one page together. run: see `StepContext`."""
+        return width if self.ring or run is None else math.gcd(width, run)
 
     def cells(self, new: Sequence[jax.Array]) -> list[jax.Array]:
         """The cells of new keys and values, before they are rounded: one array for each of the cache's, padded to its
@@ -86,20 +147,37 @@ class LayerCache:
             new = (jnp.concatenate(new, axis=-1),)
         return list(map(widened, new, self.sizes))
 
-    def keys_and_values(self, arrays: Sequence[jax.Array] | None = None, limit: int | None = None) -> KvCache:
+    def keys_and_values(
+        self,
+        arrays: Sequence[jax.Array] | None = None,
+        limit: int | None = None,
+        pages: jax.Array | None = None,
+    ) -> KvCache:
         """The keys and values that attention reads: of the arrays, in place if they are stacked; or of `arrays` read
-        from them before. limit: no position reaches it."""
+        from them before. limit: no position reaches it. pages: of the rows, see `table_of`."""
         arrays = self.arrays if arrays is None else arrays
         cells = [x for x in arrays if x.ndim == arrays[0].ndim]
         scales, layer = arrays[len(cells) :], self.layer if cells[0].ndim == 5 else None
-        return KvCache(*cells, *[None] * (2 - len(cells)), *scales, layer=layer, ring=self.ring, limit=limit)
+        options = dict(layer=layer, pages=pages, ring=self.ring, limit=limit)
+        return KvCache(*cells, *[None] * (2 - len(cells)), *scales, **options)
 
-    def latents(self, arrays: Sequence[jax.Array] | None = None, limit: int | None = None) -> LatentCache:
+    def latents(
+        self,
+        arrays: Sequence[jax.Array] | None = None,
+        limit: int | None = None,
+        pages: jax.Array | None = None,
+    ) -> LatentCache:
         """The latents and rotary keys, likewise."""
         latents, keys, *scales = self.arrays if arrays is None else arrays
         layer = self.layer if latents.ndim == 5 else None
         pair = (scales[0], scales[1]) if scales else None
-        return LatentCache(latents, keys, pair, layer=layer, limit=limit)
+        return LatentCache(latents, keys, pair, layer=layer, pages=pages, limit=limit)
+
+    def table_of(self, table: jax.Array | None, limit: int | None) -> jax.Array | None:
+        """The columns of a table that hold positions below `limit`; None if rows are this cache's pages."""
+        if self.ring or table is None:
+            return None
+        return table if limit is None else table[:, : -(-limit // self.slots)]
 
     def read(self, rows: int, limit: int | None = None, first: jax.Array | int = 0) -> tuple[jax.Array, ...]:
         """The arrays of the current layer, [N, K, S, ...]; of a stacked cache only `rows` pages from page `first` on

@@ -19,7 +19,7 @@ from inferlib.models.layers.kv_cache import LayerCache, widened
 from inferlib.models.layers.norm import rms_norm
 from inferlib.models.layers.param import OfStack, param
 from inferlib.models.layers.rope import apply_rope
-from inferlib.models.layers.step_attention import Arrays, Attended, StepPlan, attend, limit_of
+from inferlib.models.layers.step_attention import Arrays, Attended, ChunkPlaces, StepPlan, attend, limit_of
 from inferlib.models.layout import HeadLayout
 from inferlib.ops import mla_decode_attention as mla_decode
 from inferlib.ops import mla_prefill_attention as mla_prefill
@@ -125,7 +125,7 @@ class Mla(nnx.Module):
 
 def choose_decode(spec: MlaSpec, ctx: StepContext, cache: LayerCache) -> Choice:
     backend = ctx.backend.decode_attention
-    return mla_decode.choose(spec.kv_rank, spec.rope.dim, backend, scaled=cache.scaled)
+    return mla_decode.choose(spec.kv_rank, spec.rope.dim, backend, scaled=cache.scaled, paged=ctx.table is not None)
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class LatentStep:
             chunks_in_place=self.choose_prefill(cache).name in mla_prefill.IN_PLACE,
         )
 
-    def chunks(self, cache: LayerCache, arrays: Arrays, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
+    def chunks(self, cache: LayerCache, arrays: Arrays, places: ChunkPlaces, stripe: Stripe, which: slice) -> Attended:
         """See `step_attention.LayerStep`."""
         ctx, backend = self.ctx, self.choose_prefill(cache).name
         shape = ctx.batch.chunk_tokens.shape
@@ -166,9 +166,10 @@ class LatentStep:
         expansion = Expansion(self.k[...], self.v[...])
         if backend in mla_prefill.IN_PLACE and isinstance(stacked := self.k.get_value(), OfStack):
             expansion = Expansion(stacked.stack, self.v.get_value().stack, stacked.layer)
-        cells, numbers = cache.latents(arrays, limit_of(ctx, stripe)), stripe.number(ctx.chunk_positions[which])
+        numbers = stripe.number(ctx.chunk_positions[which])
+        cells = cache.latents(arrays, limit_of(ctx, stripe), places.table)
         out, lse = mla_prefill.mla_prefill_attention(
-            queries, expansion, cells, pages, numbers, scale=self.spec.scale, backend=backend
+            queries, expansion, cells, places.rows, numbers, scale=self.spec.scale, backend=backend
         )
         return out[:, :, :, None], lse[..., None]
 
@@ -177,10 +178,13 @@ class LatentStep:
         ctx, stripe = self.ctx, self.stripe
         lengths, limit = stripe.number(ctx.batch.decode_lengths - 1) + 1, limit_of(ctx, stripe)
         backend = choose_decode(self.spec, ctx, cache).name
-        arrays = cache.arrays if backend in mla_decode.IN_PLACE else cache.read(lengths.shape[0], limit)
+        table = cache.table_of(ctx.table, limit)
+        in_place = backend in mla_decode.IN_PLACE or table is not None
+        arrays = cache.arrays if in_place else cache.read(lengths.shape[0], limit)
         queries = self.absorbed or self.absorb(self.queries[math.prod(ctx.batch.chunk_tokens.shape) :])
         q, rotary = (widened(part, size) for part, size in zip(queries, cache.sizes, strict=True))
-        cells, writes = cache.latents(arrays, limit), None if new is None else NewCells(new)
+        pages = None if table is None else table[: lengths.shape[0]]
+        cells, writes = cache.latents(arrays, limit, pages), None if new is None else NewCells(new)
         out, lse, cells = mla_decode.mla_decode_attention(
             q, rotary, cells, lengths, scale=self.spec.scale, new=writes, backend=backend
         )

@@ -9,21 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from inferlib.models.batch import StepContext
-from inferlib.models.layers.kv_cache import LayerCache
+from inferlib.models.layers.kv_cache import Chunks, LayerCache
 from inferlib.ops.attention import merge_attention
 from inferlib.ops.cache_write import folded_rows
+from inferlib.ops.kv_cache import gather_pages
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 from inferlib.sharding.stripe import Stripe
 
 Arrays: TypeAlias = tuple[jax.Array, ...]  # the arrays of a layer's cache, with one device's positions
 Attended: TypeAlias = tuple[jax.Array, jax.Array]  # out [..., K, G, h] and log-sum-exps [..., K, G]
+
+
+class ChunkPlaces(NamedTuple):
+    """The rows [P] of chunks, and the rows' pages [R, M]; None: they are pages themselves."""
+
+    rows: jax.Array
+    table: jax.Array | None
 
 
 @dataclass(frozen=True)
@@ -51,9 +59,9 @@ class LayerStep(Protocol):
     @property
     def ctx(self) -> StepContext: ...
 
-    def chunks(self, cache: LayerCache, arrays: Arrays, pages: jax.Array, stripe: Stripe, which: slice) -> Attended:
-        """Attention of `which` chunks to the positions of a stripe, which are in `arrays`, in these pages [P]: out
-        [P, C, K, G, h] and log-sum-exps."""
+    def chunks(self, cache: LayerCache, arrays: Arrays, places: ChunkPlaces, stripe: Stripe, which: slice) -> Attended:
+        """Attention of `which` chunks to the positions of a stripe, which are in `arrays`: out [P, C, K, G, h] and
+        log-sum-exps."""
         ...
 
     def rows(self, cache: LayerCache, new: Sequence[jax.Array] | None) -> tuple[Attended, LayerCache]:
@@ -98,30 +106,30 @@ def write_cells(new: Sequence[jax.Array], cache: LayerCache, ctx: StepContext, p
     batch = ctx.batch
     only_chunks = count == math.prod(batch.chunk_tokens.shape)
     if only_chunks and plan.chunk_writer is not None:
-        chunks = [x.reshape(*batch.chunk_tokens.shape, *x.shape[1:]) for x in new]
-        return cache.write_chunks(chunks, batch.chunk_rows, batch.chunk_starts, plan.chunk_writer)
+        cells = [x.reshape(*batch.chunk_tokens.shape, *x.shape[1:]) for x in new]
+        chunks = Chunks(batch.chunk_rows, batch.chunk_starts, batch.chunk_lengths)
+        return cache.write_chunks(cells, chunks, ctx.table, ctx.run, plan.chunk_writer)
     run = plan.run if only_chunks else 1
-    return cache.write(new, ctx.pages[:count], ctx.positions[:count], plan.stripe, run)
+    return cache.write(new, ctx.rows[:count], ctx.written[:count], plan.stripe, ctx.table, run)
 
 
 def attend_chunks(step: LayerStep, cache: LayerCache, plan: StepPlan) -> list[Attended]:
     """Attention of chunks to this device's positions, together or chunk by chunk.
 
-    From a stacked cache that is not read in place, each chunk reads its row in one slice: the rows of several would be
+    From a stack of rings that is not read in place, each chunk reads its row in one slice: the rows of several would be
     copied to memory.
     """
     ctx, everyone = step.ctx, slice(None)
-    stripe, pages = plan.stripe, ctx.batch.chunk_rows
+    stripe, rows = plan.stripe, ctx.batch.chunk_rows
     limit = limit_of(ctx, stripe)
-    if plan.chunks_in_place:
-        return [step.chunks(cache, cache.arrays, pages, stripe, everyone)]
-    if cache.layer is None:
-        return [step.chunks(cache, cache.read(cache.rows, limit), pages, stripe, everyone)]
-    firsts = jnp.minimum(pages, cache.rows - 1)
-    page = jnp.zeros(1, jnp.int32)
+    table = cache.table_of(ctx.table, limit)
+    if plan.chunks_in_place or table is not None or cache.layer is None:
+        return [step.chunks(cache, cache.arrays, ChunkPlaces(rows, table), stripe, everyone)]
+    firsts = jnp.minimum(rows, cache.pages - 1)
+    first = ChunkPlaces(jnp.zeros(1, jnp.int32), None)
     return [
-        step.chunks(cache, cache.read(1, limit, firsts[i]), page, stripe, slice(i, i + 1))
-        for i in range(pages.shape[0])
+        step.chunks(cache, cache.read(1, limit, firsts[i]), first, stripe, slice(i, i + 1))
+        for i in range(rows.shape[0])
     ]
 
 
@@ -134,22 +142,35 @@ def _around_ring(step: LayerStep, cache: LayerCache, plan: StepPlan) -> jax.Arra
     """Ring attention (Liu et al. 2023): queries are those of this device's tokens of the chunks; the devices' parts of
     the chunks' rows are passed from device to device. -> out [P, C, K, G, h]."""
     ctx, slots = step.ctx, cache.slots
-    shards = ctx.shards
-    if (limit := limit_of(ctx, plan.stripe)) is not None and not cache.ring:
+    shards, limit = ctx.shards, limit_of(ctx, plan.stripe)
+    if (table := cache.table_of(ctx.table, limit)) is not None:
+        slots *= table.shape[1]
+    if limit is not None and not cache.ring:
         slots = min(slots, limit)
-    rows = jnp.minimum(ctx.batch.chunk_rows, cache.rows - 1)
-    pairs = zip(cache.read(cache.rows, slots), cache.folds, strict=True)
-    passing = tuple(x[rows, :, : folded_rows(slots, fold)] for x, fold in pairs)
-    pages = jnp.arange(rows.size)
+    passing = tuple(
+        x[:, :, : folded_rows(slots, fold)]
+        for x, fold in zip(_cells_of_chunks(cache, ctx, slots), cache.folds, strict=True)
+    )
+    places = ChunkPlaces(jnp.arange(ctx.batch.chunk_rows.size), None)
     parts = []
     for passed in range(count := shards.size(axes.POSITIONS)):
         arrays = passing
         if passed < count - 1:  # asked for before the computation that hides it
             passing = tuple(shards.pass_on(x, axes.POSITIONS) for x in passing)
         stripe = shards.stripe(axes.POSITIONS, behind=passed)
-        parts.append(step.chunks(cache, arrays, pages, stripe, slice(None)))
+        parts.append(step.chunks(cache, arrays, places, stripe, slice(None)))
     outs, lses = zip(*parts, strict=True)
     return merge_attention(jnp.stack(outs), jnp.stack(lses), sinks=plan.sinks)[0]
+
+
+def _cells_of_chunks(cache: LayerCache, ctx: StepContext, slots: int) -> list[jax.Array]:
+    """The cells of the chunks' rows in each of the cache's arrays, [P, K, S, ...] with at least `slots` positions."""
+    rows = ctx.batch.chunk_rows
+    if (table := cache.table_of(ctx.table, slots)) is not None:
+        pages = table[jnp.minimum(rows, table.shape[0] - 1)]
+        return [gather_pages(x, pages, cache.layer) for x in cache.arrays]
+    rows = jnp.minimum(rows, cache.pages - 1)
+    return [x[rows] for x in cache.read(cache.pages, slots)]
 
 
 def _merged(out: jax.Array, lse: jax.Array, shards: Shards, sinks: jax.Array | None) -> jax.Array:

@@ -51,6 +51,7 @@ class Script:
     tokens: list[int]
     mode: str
     max_tokens: int
+    priority: int = 0
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Row:
     script: Script | None = None
     active: bool = False
     generated: int = 0
+    pages: dict[int, int] = field(default_factory=dict)
 
 
 class ScriptedDevice:
@@ -67,17 +69,38 @@ class ScriptedDevice:
     misses = 0
     allocate_state = Mock()
 
-    def __init__(self, config: EngineConfig, scripts: list[Script]):
-        self.scripts = {tuple(s.prompt): s for s in scripts}
+    def __init__(self, config: EngineConfig, scripts: list[Script], page: int):
+        self.scripts, self.page = {tuple(s.prompt): s for s in scripts}, page
         self.planned = frozenset(planned_keys(config))
         self.rows = [Row() for _ in range(config.max_batch)]
         self.replicas, self.places = config.shards.replicas, config.rows
+        self.writers = {}  # of each page of each replica, the row that writes to it last
         self.scheduler: Scheduler | None = None
 
     def ready(self, key: ProgramKey):
         assert key in self.planned
-        assert not (self.scheduler.waiting and self.scheduler._free), "a prompt waits beside a free row"
+        scheduler, first = self.scheduler, next(iter(self.scheduler.waiting), None)
+        able = first and not first.ready and scheduler._replica_for(first) is not None  # and was not preempted
+        assert not able, "a prompt waits beside a free row and free pages"
         return functools.partial(self.run, key)
+
+    def change_rows(self, cache, state, moves, grants):
+        for source, target in moves:
+            assert source // self.places == target // self.places
+            assert not self.rows[target].active, "the row still belongs to another sequence"
+            self.rows[target], self.rows[source] = self.rows[source], Row()
+        for row, column, page in grants:
+            self.rows[row].pages[column] = page
+        return cache, state
+
+    def write(self, number: int, end: int) -> None:
+        """A row's positions below `end` are written, and those before them were by the same sequence."""
+        row = self.rows[number]
+        for column in range(-(-end // self.page)):
+            place = number // self.places, row.pages[column]
+            if end - 1 < (column + 1) * self.page and (end - 1) % self.page == 0:
+                self.writers[place] = row
+            assert self.writers[place] is row, "another sequence wrote to the page"
 
     def run(self, key, weights, cache, state, control, chunk=None):
         controls = [Control.unpack(part[None]) for part in np.asarray(control)]
@@ -109,27 +132,38 @@ class ScriptedDevice:
             number = i // key.chunks * self.places + info["row"]
             if info["first"]:
                 assert not self.rows[number].active, "the row still belongs to another sequence"
-                self.rows[number] = Row()
+                self.rows[number] = Row(pages=self.rows[number].pages)
             row, end = self.rows[number], info["start"] + info["length"]
             assert info["start"] == len(row.prompt)
+            for position in range(info["start"], end):
+                self.write(number, position + 1)
             assert 0 < info["length"] <= key.chunk
             assert end <= key.limit
             row.prompt += tokens[: info["length"]].tolist()
             detail[i, : info["length"], 0, 0] = tokens[: info["length"]]
             if info["last"]:
-                row.script = self.scripts[tuple(row.prompt)]
-                assert info["budget"] == row.script.max_tokens
-                first[i] = self.advance(key, row) if row.script.max_tokens else EOS
+                row.script = self.scripts[tuple(row.prompt[: info["generated"]])]
+                row.generated = len(row.prompt) - info["generated"]
+                assert row.prompt[info["generated"] :] == row.script.tokens[: row.generated]
+                row.prompt = row.prompt[: info["generated"]]
+                assert info["budget"] == row.script.max_tokens - row.generated
+                first[i] = self.advance(key, number, written=True) if row.script.max_tokens else EOS
         return first, detail
 
-    def rows_of(self, key) -> list[Row]:
+    def numbers_of(self, key) -> list[int]:
         """The rows that a program advances: the first ones of each replica."""
-        return [row for i, row in enumerate(self.rows) if i % self.places < key.rows]
+        return [i for i in range(len(self.rows)) if i % self.places < key.rows]
+
+    def rows_of(self, key) -> list[Row]:
+        return [self.rows[i] for i in self.numbers_of(key)]
 
     def advance_rows(self, key) -> list[int]:
-        return [self.advance(key, row) if row.active else -1 for row in self.rows_of(key)]
+        return [self.advance(key, i) if self.rows[i].active else -1 for i in self.numbers_of(key)]
 
-    def advance(self, key, row: Row) -> int:
+    def advance(self, key, number: int, *, written: bool = False) -> int:
+        row = self.rows[number]
+        if not written:  # the last token's cell
+            self.write(number, len(row.prompt) + row.generated)
         assert MODES.index(row.script.mode) <= MODES.index(key.mode)
         assert len(row.prompt) + row.generated <= key.limit
         token = row.script.tokens[row.generated]
@@ -157,14 +191,15 @@ def smallest_model():
 
 def scripted_engine(config: EngineConfig, scripts: list[Script]) -> Engine:
     engine = Engine(smallest_model(), (), config)
-    engine.programs = ScriptedDevice(config, scripts)
+    engine.programs = ScriptedDevice(config, scripts, engine.plan.page)
     engine.programs.scheduler = engine.scheduler
     return engine
 
 
 def sequence(script: Script, detail: str = "") -> Sequence:
     params = SamplingParams(temperature=0.0 if script.mode == "greedy" else 1.0)
-    return Sequence(script.prompt, params, script.max_tokens, seed=0, eos_ids=(EOS,), detail=detail)
+    options = dict(eos_ids=(EOS,), detail=detail, priority=script.priority)
+    return Sequence(script.prompt, params, script.max_tokens, seed=0, **options)
 
 
 @st.composite
@@ -186,6 +221,9 @@ def traffic(draw):
         decode_steps=draw(st.sampled_from([4, 1, 3])),
         in_flight=draw(st.sampled_from([2, 1, 3])),
         shards=Replicas(replicas),
+        page_size=(page := draw(st.sampled_from([64, 4, 8]))),
+        # A cell of the smallest model takes 16 bytes, and its layout knows no replicas.
+        cache_memory=16 * replicas * page * draw(st.sampled_from([-(-40 // page), -(-60 // page), 100])),
     )
     jobs = []
     for number in range(draw(st.integers(1, 12))):
@@ -197,7 +235,7 @@ def traffic(draw):
         mode = "greedy" if scoring else draw(st.sampled_from(["greedy", "sample"]))
         arrival = draw(st.sampled_from([0, 0, 1, 3, 6]))
         cancel = draw(st.sampled_from([None, None, None, 0, 1, 2, 5]))
-        jobs.append((Script(prompt, tokens, mode, budget), arrival, cancel))
+        jobs.append((Script(prompt, tokens, mode, budget, draw(st.sampled_from([0, 0, 0, 1, -1]))), arrival, cancel))
     return config, jobs, draw(st.lists(st.sampled_from([None, None, 1]), min_size=1, max_size=4))
 
 
@@ -212,6 +250,17 @@ def go_on(engine: Engine, sequences: list[Sequence], case: tuple, round_: int) -
     engine.advance(max_steps=bounds[round_ % len(bounds)])
 
 
+def assert_accounted(engine: Engine) -> None:
+    """Every row and every page is free, or of one sequence that runs."""
+    scheduler, rows = engine.scheduler, engine.config.rows
+    free = [rows * replica + row for replica, of_one in enumerate(scheduler._free) for row in of_one]
+    assert sorted([*scheduler.running, *free]) == list(range(engine.config.max_batch))
+    for replica, pool in enumerate(scheduler.pools):
+        taken = [page for s in scheduler.running.values() if s.row // rows == replica for page in s.pages]
+        assert sorted([*taken, *pool._free]) == list(range(pool.count))
+    assert all(s.row < 0 and not s.pages for s in scheduler.waiting)
+
+
 @settings(max_examples=500)
 @given(traffic())
 def test_any_traffic_is_served_completely_and_in_order(case):
@@ -220,9 +269,7 @@ def test_any_traffic_is_served_completely_and_in_order(case):
     sequences = [sequence(script, "logits" if not script.max_tokens else "") for script, _, _ in jobs]
     for round_ in range(400):
         go_on(engine, sequences, case, round_)
-        owned = [s.row for s in engine.scheduler.running.values()]
-        free = [row for _, row in engine.scheduler._free]
-        assert sorted(owned + free) == list(range(config.max_batch))
+        assert_accounted(engine)
         if round_ > 20 and not engine.busy:
             break
     assert not engine.busy
@@ -250,7 +297,7 @@ def test_a_repeated_dispatch_is_what_would_be_planned_anew(case):
 
     def dispatches(kind) -> list:
         engine = scripted_engine(config, [script for script, _, _ in jobs])
-        engine.scheduler = engine.programs.scheduler = kind(config)
+        engine.scheduler = engine.programs.scheduler = kind(config, engine.plan)
         sequences, sent, send = [sequence(script) for script, _, _ in jobs], [], engine._send
         number = {id(s): i for i, s in enumerate(sequences)}
         engine._send = lambda d: (sent.append((d.key, [(number[id(s)], s.scheduled) for s in d.rows])), send(d))

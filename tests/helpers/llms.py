@@ -60,9 +60,9 @@ TINY: dict[str, dict[str, Any]] = {
 
 
 def build_llm(path: Path | str, buckets: Buckets, *, dtype: str = "float32", **options: Any) -> LLM:
-    """An LLM of these buckets. options: other keyword arguments of `LLM`."""
-    sizes = {"max_batch": buckets.batch[-1], "max_len": buckets.cache[-1], "buckets": buckets}
-    return LLM(path, dtype=dtype, progress=False, **sizes, **options)
+    """An LLM of these buckets, in pages of 16 positions. options: other keyword arguments of `LLM`."""
+    sizes = {"max_batch": buckets.batch[-1], "max_len": buckets.cache[-1], "buckets": buckets, "page_size": 16}
+    return LLM(path, dtype=dtype, progress=False, **sizes | options)
 
 
 @contextlib.contextmanager

@@ -105,20 +105,22 @@ def test_layers_with_a_window_keep_a_ring(llm_of):
         plan = plan_cache(model, rows=3, max_len=max_len, chunk=chunk, dtype=jnp.bfloat16)
         return [(*set(block.shapes), block.ring) for block in plan.blocks]
 
-    full = ((3, k, 25, h), False)
+    full = ((3, k, 32, h), False)  # a row is one page
     assert shapes(25, chunk=16) == [((3, k, 24, h), True), full]
     assert shapes(25, chunk=17) == [full, full]
+    assert shapes(300, chunk=16) == [((3, k, 24, h), True), ((9, k, 128, h), False)]
     assert [block.ring for block in llm_of("llama").engine.plan.blocks] == [False, False]
 
 
 def test_rotary_keys_of_latents_are_folded_where_memory_is_tiled():
-    """DeepSeek-V3's 576 numbers a position take no padding; a row's slots are whole tiles of folded keys."""
+    """DeepSeek-V3's 576 numbers a position take no padding; pages are whole tiles of folded keys."""
     model = abstract_model(config_from_hf(configs.load("deepseek-v3") | {"num_hidden_layers": 4}), jnp.bfloat16)
     options = dict(rows=3, max_len=600, chunk=16, dtype=jnp.bfloat16)
     dense, tiled = (plan_cache(model, **options, platform=platform) for platform in ("cpu", "tpu"))
-    assert [(block.shapes[0][-2:], block.shapes[1][-2:]) for block in dense.blocks] == [((600, 512), (600, 64))] * 4
-    assert [(block.shapes[0][-2:], block.shapes[1][-2:]) for block in tiled.blocks] == [((768, 512), (384, 128))] * 4
+    assert [(block.shapes[0][-2:], block.shapes[1][-2:]) for block in dense.blocks] == [((128, 512), (128, 64))] * 4
+    assert [(block.shapes[0][-2:], block.shapes[1][-2:]) for block in tiled.blocks] == [((256, 512), (128, 128))] * 4
     assert {block.folds for block in tiled.blocks} == {(1, 2)}
+    assert (dense.pages, tiled.pages) == (15, 9)
     assert tiled.nbytes == 4 * 3 * 768 * 576 * 2
 
 
@@ -136,7 +138,7 @@ def test_layers_that_share_a_cache_hold_none(llm_of):
     """Stacked: two layers with a cache, and two that attend to that of the second."""
     llm = llm_of("gemma3n_text", True)
     plan, spec = llm.engine.plan, llm.model_config.layers[0].attention
-    shape = (2, plan.rows, spec.kv_heads, MAX_LEN, spec.head_dim)
+    shape = (2, plan.pages, spec.kv_heads, plan.page, spec.head_dim)
     cached = [(block.shared, [array.shape for array in block.owned]) for block in plan.blocks]
     assert cached == [(False, [shape, shape]), (True, [])]
     assert [array.shape for array in llm.engine.cache] == [shape, shape]

@@ -26,8 +26,8 @@ SAMPLED = SamplingParams(seed=7, max_tokens=20, top_p=0.9, repetition_penalty=1.
 
 
 def valid_cells(engine: Engine) -> list[np.ndarray]:
-    """For each block that has a cache, which slots [R, S] of which rows the next steps may read; of states which rows,
-    [R, 1]."""
+    """For each block that has a cache, which slots [N, S] of which pages, or rows with a ring, the next steps may read;
+    of states which rows, [R, 1]."""
     lengths = {row: s.prefilled for row, s in engine.scheduler.running.items()}
     active, length = np.asarray(engine.state.active), np.asarray(engine.state.length)
     lengths |= {row: length[row] for row in lengths if active[row]}
@@ -40,15 +40,24 @@ def valid_cells(engine: Engine) -> list[np.ndarray]:
             continue
         spec, slots = engine.model.config.layers[layers[0]].attention, block.slots
         devices = engine.config.shards.size(axes.POSITIONS)
-        mask = np.zeros((engine.plan.rows, slots), bool)
+        mask = np.zeros((engine.plan.pages if block.paged else engine.plan.rows, slots), bool)
+        slots //= devices
         for row, stop in lengths.items():
             # The next query stands at `stop` and sees its run of a chunk, or window - 1 positions before it.
             chunk = getattr(spec, "chunk", None)
             first = stop - stop % chunk if chunk else 0 if spec.reach is None else max(stop - spec.reach + 1, 0)
             number, device = np.divmod(np.arange(first, stop), devices)
-            mask[row, device * (slots // devices) + number % (slots // devices)] = True
+            page = pages_of(engine, row)[number // slots] if block.paged else row
+            mask[page, device * slots + number % slots] = True
         masks.append(mask)
     return masks
+
+
+def pages_of(engine: Engine, row: int) -> np.ndarray:
+    """A row's pages among those of all replicas."""
+    replica = row // engine.config.rows
+    first = replica * engine.plan.pages // engine.config.shards.replicas
+    return first + np.array(engine.scheduler.running[row].pages, int)
 
 
 def poison(engine: Engine) -> float:
@@ -68,15 +77,19 @@ def poison(engine: Engine) -> float:
     engine.cache = tuple(spoiled)
     idle = ~np.asarray(engine.state.active)
     huge = 1 << 30
-    garbage = RowState(huge, huge, False, huge, huge, huge, np.nan, huge)
+    garbage = RowState(huge, huge, False, huge, huge, huge, np.nan, huge, huge)
     state = (
         _where(~idle.reshape(-1, *(1,) * (old.ndim - 1)), old, bad)
         for old, bad in zip(engine.state, garbage, strict=True)
     )
-    # Tokens of a prompt that goes on are counted already.
-    prefilling = np.isin(np.arange(len(idle)), list(engine.scheduler.running))
-    counts = _where(prefilling[:, None], engine.state.counts, huge)
-    engine.state = RowState(*state)._replace(counts=counts)
+    # Tokens of a prompt that goes on are counted already, and it has its pages.
+    running = np.isin(np.arange(len(idle)), list(engine.scheduler.running))
+    counts = _where(running[:, None], engine.state.counts, huge)
+    granted = np.zeros(engine.state.pages.shape, bool)
+    for row, s in engine.scheduler.running.items():
+        granted[row, : len(s.pages)] = True
+    pages = _where(granted, engine.state.pages, huge)
+    engine.state = RowState(*state)._replace(counts=counts, pages=pages)
     return float(np.mean([mask.mean() for mask in masks]))
 
 

@@ -128,8 +128,8 @@ def programs_of(shape_of) -> Callable[..., ProgramSet]:
         config = config_from_hf(json.loads((shape_of(shape) / "config.json").read_text()))
         model = abstract_model(config, "float32", scan=scan, shards=shards)
         buckets = Buckets(prefill=(CHUNK,), batch=(ROWS,), cache=(MAX_LEN,))
-        settings = EngineConfig(ROWS, MAX_LEN, buckets, decode_steps=4, scan=scan, shards=shards)
-        plan = plan_cache(model, rows=ROWS, max_len=MAX_LEN, chunk=CHUNK, dtype="float32")
+        settings = EngineConfig(ROWS, MAX_LEN, buckets, decode_steps=4, scan=scan, shards=shards, page_size=4)
+        plan = plan_cache(model, rows=ROWS, max_len=MAX_LEN, chunk=CHUNK, dtype="float32", pool=settings.pool)
         return ProgramSet(model, plan, settings)
 
     return build

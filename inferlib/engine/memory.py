@@ -1,0 +1,119 @@
+"""How much of a device's memory the cache takes, and how many rows, where a user leaves it open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import jax
+
+from inferlib.cache.plan import plan_cache
+from inferlib.config import ConfigurationError, EngineConfig, EngineOptions, PoolSize
+from inferlib.models.abstract import AbstractModel
+from inferlib.models.config import AttentionSpec
+from inferlib.programs.choices import Choices
+from inferlib.programs.memory import Demand
+from inferlib.sharding import axes
+
+# Of a device's memory, for what programs keep beside weights, cache and temporaries: their code, the compiler's
+# workspaces, gaps between arrays.
+_MARGIN = 0.05
+# Most of the memory that is left for the cache that rows keep whatever their length, by default.
+_OF_ROWS = 0.25
+
+
+def device_memory(device: Any, *, alone: bool = True) -> int | None:
+    """Bytes of a device that this process may still take; None if the device does not tell. alone: no other process
+    decides with it, so that what is in use now counts."""
+    stats = device.memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    return limit if limit is None or not alone else limit - stats.get("bytes_in_use", 0)
+
+
+def with_memory(
+    options: EngineOptions,
+    resolve: Callable[[EngineOptions], EngineConfig],
+    model: AbstractModel,
+    memory: Callable[[EngineConfig], int | None],
+) -> EngineConfig:
+    """The config that options resolve to, with as much memory for the cache as they say or as a device's `memory`
+    leaves. Where they leave `max_batch` open, it has no more rows than suit that.
+
+    Raises ConfigurationError for a share of a memory that is not known, and where nothing is left.
+    """
+    wanted, config = options.cache_memory, resolve(options)
+    if isinstance(wanted, int) or (wanted is None and config.platform == "cpu"):
+        return config
+    if (whole := memory(config)) is None:
+        if wanted is None:
+            return config
+        raise ConfigurationError(
+            f"this device does not tell its memory: give cache_memory in bytes, not {wanted} of it"
+        )
+    while True:
+        left = int(whole * wanted) if wanted else _left(config, model, whole)
+        if left <= 0:
+            raise ConfigurationError(
+                f"the weights and a step of {config.max_batch} rows leave nothing of a device's "
+                f"{whole / 2**30:.1f} GiB for the cache: split the model over more devices with parallel, quantize it, "
+                "or lower max_batch or the prefill buckets"
+            )
+        half = config.max_batch // 2
+        if options.max_batch is not None or options.buckets is not None or half % config.shards.replicas or half < 8:
+            break
+        if _of_rows(config, model) <= _OF_ROWS * left:
+            break
+        config = resolve(replace(options, max_batch=half))
+    return replace(config, cache_memory=left)
+
+
+def _left(config: EngineConfig, model: AbstractModel, memory: int) -> int:
+    """Bytes of a device for its cache."""
+    demand = Demand(model, config, cache=0, temporaries=_temporaries(config, model))
+    return int(memory * (1 - _MARGIN)) - demand.weights - demand.state - demand.temporaries
+
+
+def _temporaries(config: EngineConfig, model: AbstractModel) -> int:
+    """An estimate of what the largest step keeps beside weights and cache: two layers' activations, logits of every
+    row, which sampling reads several times, and what attention by XLA writes to memory."""
+    shards, size = config.shards, model.dtype.itemsize
+    tokens = config.buckets.prefill[-1] // shards.size(axes.TOKENS) + config.rows
+    dense = [w for w in model.weights if w.contracting and axes.EXPERTS not in w.axes]
+    widest = max(prod(shards.local_shape(w.axes, w.shape)) for w in dense) // model.config.dim
+    sampled = (config.rows + max(p for p, _ in config.prefill_shapes())) * model.layout.vocab // shards.size(axes.VOCAB)
+    details = max(p * c for p, c in config.detail_shapes()) * model.layout.vocab // shards.size(axes.VOCAB)
+    activations = 4 * tokens * (widest + 4 * model.config.dim) * size
+    return activations + max(6 * sampled, 3 * details) * 4 + _by_xla(config, model)
+
+
+def _by_xla(config: EngineConfig, model: AbstractModel) -> int:
+    """Bytes that XLA's attention writes: the rows' cells, and the logits of a step's prompt tokens."""
+    plan = plan_cache(model, rows=config.max_batch, max_len=config.max_len, chunk=config.row_tokens, dtype=model.dtype)
+    layers, most = Choices.of(config, model, plan).layers, 0
+    for layers_of_one, choice in layers["prefill_attention"].items():
+        spec = model.config.layers[layers_of_one[0]].attention
+        if choice.name == "xla":
+            heads = model.layout.heads(spec)
+            logits = heads.groups * heads.queries // config.shards.size(axes.KV_HEADS) * config.max_len * 4
+            most = max(most, 2 * config.buckets.prefill[-1] // config.shards.size(axes.TOKENS) * logits)
+    for layers_of_one, choice in layers["decode_attention"].items():
+        spec = model.config.layers[layers_of_one[0]].attention
+        if choice.name == "xla":
+            cells = sum(spec.cache_sizes) * (spec.kv_heads if isinstance(spec, AttentionSpec) else 1)
+            most = max(most, 2 * config.rows * config.max_len * cells * model.dtype.itemsize)
+    return most
+
+
+def _of_rows(config: EngineConfig, model: AbstractModel) -> int:
+    """Bytes of rings and states on a device."""
+    sizes = dict(rows=config.max_batch, max_len=config.max_len, chunk=config.row_tokens)
+    plan = plan_cache(model, **sizes, dtype=model.dtype, platform=config.platform, pool=PoolSize(config.page_size))
+    pairs = zip(plan.arrays, plan.of_rows, strict=True)
+    return sum(array.nbytes(config.shards) for array, of_rows in pairs if of_rows)
+
+
+def this_memory(config: EngineConfig) -> int | None:
+    """`device_memory` of the first of this process's devices."""
+    return device_memory(jax.local_devices()[0], alone=not config.shards.several_processes)

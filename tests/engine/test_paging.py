@@ -1,0 +1,258 @@
+"""Pages: their pool, and sequences that share one too small for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inferlib import LLM, Buckets, SamplingParams
+from inferlib.cache.pages import PagePool
+from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.engine.engine import Engine
+from inferlib.engine.scheduler import LEAD, Scheduler
+from inferlib.engine.sequence import Sequence, Status
+from inferlib.programs.counter import compilations
+from tests.engine.test_engine import assert_accounted, smallest_model
+from tests.helpers.llms import MAX_LEN, build_llm, random_prompts
+from tests.models.test_poison import poison
+
+BUCKETS = Buckets((8, 16), (1, 2, 4), (MAX_LEN,), tile=8)
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+PAGE = 8
+
+
+@settings(max_examples=200)
+@given(st.integers(1, 20), st.lists(st.tuples(st.booleans(), st.integers(0, 8)), max_size=40))
+def test_the_pool_is_a_set_of_free_pages(count, calls):
+    pool, free, taken = PagePool(count), set(range(count)), []
+    for takes, number in calls:
+        if takes and number > len(free):
+            with pytest.raises(ValueError, match="are free"):
+                pool.take(number)
+        elif takes:
+            pages = pool.take(number)
+            assert len(set(pages)) == number
+            assert free.issuperset(pages)
+            free.difference_update(pages)
+            taken += pages
+        else:
+            back, taken = taken[:number], taken[number:]
+            pool.give_back(back)
+            free.update(back)
+            for page in back[:1]:
+                with pytest.raises(ValueError, match=f"page {page} is free already"):
+                    pool.give_back([page])
+        assert pool.free == len(free)
+
+
+def sequence(prompt: list[int], count: int, params: SamplingParams = GREEDY, **options) -> Sequence:
+    return Sequence(prompt, params, count, seed=options.pop("seed", 0), **options)
+
+
+def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
+    for s in sequences:
+        engine.add(s)
+    while engine.busy:
+        engine.advance()
+        assert_accounted(engine)
+    return [s.tokens for s in sequences]
+
+
+# Around pages of 8 and steps of 16 tokens; together far more than the pool has.
+LENGTHS = [1, 7, 8, 9, 15, 16, 17, 31, 33, 40]
+COUNTS = [40, 57, 8, 9, 1, 33, 48, 30, 50, 56]
+KINDS = {
+    "llama": {},
+    "llama stacked": {"scan": True},
+    "gpt_oss": {},
+    "llama4_text": {},
+    "minicpm3": {},
+    "gemma3n_text": {},
+    "qwen3_5_text": {},
+    "kimi_linear": {},
+    "gemma2": {"kv_cache_dtype": "int8"},
+}
+
+
+@pytest.fixture(scope="module")
+def tight(checkpoint):
+    """`tight(kind)`: four rows that share pages for a sequence and a half."""
+
+    @functools.cache
+    def build(kind: str) -> LLM:
+        path, options = checkpoint(kind.split()[0]), {"page_size": PAGE, "decode_steps": 4, **KINDS[kind]}
+        whole = build_llm(path, BUCKETS, **options).engine.plan
+        fixed = sum(x.nbytes() for x, of_rows in zip(whole.arrays, whole.of_rows, strict=True) if of_rows)
+        memory = fixed + (whole.nbytes - fixed) // whole.pages * (whole.columns * 3 // 2)
+        return build_llm(path, BUCKETS, cache_memory=memory, **options)
+
+    return build
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_that_are_preempted_go_on_as_if_alone(kind, tight):
+    llm, prompts = tight(kind), random_prompts(LENGTHS, seed=30)
+    engine = llm.engine
+    assert engine.plan.pages == engine.plan.columns * 3 // 2
+    pairs = list(zip(prompts, COUNTS, strict=True))
+    alone = [run(engine, [sequence(*pair)])[0] for pair in pairs]
+    assert engine.scheduler.preemptions == 0
+    assert run(engine, [sequence(*pair) for pair in pairs]) == alone
+    assert engine.scheduler.preemptions > 2
+
+
+PENALIZED = SamplingParams(
+    seed=5, top_p=0.9, frequency_penalty=0.7, repetition_penalty=1.3, min_tokens=10, logprobs=2, ignore_eos=True
+)
+
+
+def test_samples_penalties_and_log_probabilities_go_on(tight):
+    """What is computed again of a sequence counts its tokens as generated, and draws the next one's numbers."""
+    engine, prompts = tight("llama").engine, random_prompts(LENGTHS[4:], seed=31)
+    options = [dict(seed=i, detail="logprobs" if i % 2 else "") for i in range(6)]
+    pairs = list(zip(prompts, COUNTS[4:], options, strict=True))
+
+    def all_of(sequences: list[Sequence]) -> list:
+        tokens = run(engine, sequences)
+        logprobs = [[x.logprob for x in s.logprobs] for s in sequences]
+        details = [sum(len(np.asarray(x.logprob)) for x in s.prompt_details) for s in sequences]
+        assert [len(x) for x in logprobs] == [len(x) for x in tokens]
+        assert details == [len(s.prompt) if s.seed % 2 else 0 for s in sequences]
+        return [tokens, logprobs]
+
+    alone = [all_of([sequence(p, n, PENALIZED, **o)]) for p, n, o in pairs]
+    before = engine.scheduler.preemptions
+    tokens, logprobs = all_of([sequence(p, n, PENALIZED, **o) for p, n, o in pairs])
+    assert engine.scheduler.preemptions > before + 1
+    assert tokens == [x[0][0] for x in alone]
+    for got, (_, want) in zip(logprobs, alone, strict=True):
+        np.testing.assert_allclose(got, want[0], rtol=0, atol=1e-4)
+
+
+def test_garbage_in_free_pages_changes_nothing(tight):
+    engine, prompts = tight("llama").engine, random_prompts(LENGTHS, seed=30)
+    pairs = list(zip(prompts, COUNTS, strict=True))
+    expected = run(engine, [sequence(*pair) for pair in pairs])
+    advance, engine.config = engine.advance, dataclasses.replace(engine.config, in_flight=1)
+
+    def poisoned():
+        poison(engine)
+        return advance()
+
+    engine.advance = poisoned
+    try:
+        before = engine.scheduler.preemptions
+        assert run(engine, [sequence(*pair) for pair in pairs]) == expected
+        assert engine.scheduler.preemptions > before
+    finally:
+        engine.advance, engine.config = advance, dataclasses.replace(engine.config, in_flight=2)
+
+
+JOB = st.tuples(
+    st.integers(0, len(LENGTHS) - 1),
+    st.integers(0, 20),  # the round of its arrival
+    st.sampled_from([0, 0, 0, -1, 1.5]),  # its priority
+    st.sampled_from([None, None, None, 0, 3, 9]),  # rounds until it is aborted
+)
+_ALONE: list[list[int]] = []
+
+
+@settings(max_examples=12)
+@given(st.lists(JOB, min_size=1, max_size=14))
+def test_any_traffic_is_as_if_alone(tight, jobs):
+    """What a sequence has generated is the start of what it does alone."""
+    engine, prompts = tight("llama").engine, random_prompts(LENGTHS, seed=30)
+    if not _ALONE:
+        _ALONE.extend(run(engine, [sequence(p, n)])[0] for p, n in zip(prompts, COUNTS, strict=True))
+    sequences = [sequence(prompts[i], COUNTS[i], priority=priority) for i, _, priority, _ in jobs]
+    for round_ in range(2000):
+        for s, (_, arrival, _, abort) in zip(sequences, jobs, strict=True):
+            if arrival == round_:
+                engine.add(s)
+            if abort is not None and arrival + abort == round_ and s.status is not Status.FINISHED:
+                engine.cancel(s)
+        engine.advance()
+        assert_accounted(engine)
+        if round_ > 30 and not engine.busy:
+            break
+    for s, (i, _, _, abort) in zip(sequences, jobs, strict=True):
+        assert s.tokens == (_ALONE[i] if abort is None else _ALONE[i][: len(s.tokens)])
+    assert all(pool.free == pool.count for pool in engine.scheduler.pools)
+
+
+def test_a_higher_priority_takes_rows_and_pages(tight):
+    engine, prompts = tight("llama").engine, random_prompts([20] * 6, seed=32)
+    low = [sequence(p, 40, priority=1) for p in prompts[:5]]
+    for s in low:
+        engine.add(s)
+    for _ in range(6):
+        engine.advance()
+    before, high = engine.scheduler.preemptions, sequence(prompts[5], 40)
+    engine.add(high)
+    engine.advance()
+    assert high.row >= 0
+    assert engine.scheduler.preemptions > before
+    run(engine, [])
+    assert all(len(s.tokens) == 40 for s in [*low, high])
+
+
+def test_low_priorities_do_not_starve():
+    """They wait for at most LEAD later ones of the next priority."""
+    config = EngineConfig(1, 40, Buckets((8,), (1,), (40,)))
+    scheduler = Scheduler(config, Engine(smallest_model(), (), config).plan)
+    low = sequence([8], 1, priority=1)
+    scheduler.add(low)
+    for _ in range(LEAD + 1):
+        scheduler.add(sequence([8], 1))
+    assert scheduler.waiting.index(low) == LEAD - 1
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "qwen3_5_text"])
+def test_rows_move_so_that_small_programs_serve_few_rows(kind, tight):
+    """Three short sequences end before the one in the last row, which goes on in the first; its pages, ring and state
+    move with it."""
+    engine, prompts = tight(kind).engine, random_prompts([3, 4, 5, 9], seed=33)
+    sequences = [sequence(p, 4 if i < 3 else 40) for i, p in enumerate(prompts)]
+    alone = run(engine, [sequence(prompts[3], 40)])[0]
+    keys, ready = [], engine.programs.ready
+    engine.programs.ready = lambda key: keys.append(key) or ready(key)
+    try:
+        assert run(engine, sequences)[3] == alone
+    finally:
+        del engine.programs.ready
+    assert [key.rows for key in keys if not key.chunks][-1] == 1
+
+
+def test_nothing_compiles_after_warmup(checkpoint):
+    llm = build_llm(checkpoint("gpt_oss"), Buckets((16,), (1, 4), (MAX_LEN,), tile=8), page_size=PAGE, decode_steps=4)
+    engine = llm.engine
+    llm.warmup(["greedy"])
+    before = compilations()
+    run(engine, [sequence(p, 4 + 9 * (i == 3)) for i, p in enumerate(random_prompts(LENGTHS, seed=34))])
+    assert compilations() == before
+    assert engine.stats.program_misses == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_memory": 1000}, "cannot hold one sequence of max_len 96"),
+        ({"cache_memory": "a lot"}, "a text such as '16GiB'"),
+        ({"cache_memory": 0.5}, "does not tell its memory"),
+        ({"page_size": 24}, "a power of two"),
+    ],
+)
+def test_wrong_sizes(options, message, checkpoint):
+    with pytest.raises(ConfigurationError, match=message):
+        build_llm(checkpoint("llama"), BUCKETS, **options)
+
+
+@pytest.mark.parametrize("priority", ["high", None, float("nan"), True, [0, 1]])
+def test_wrong_priorities(priority, llama):
+    with pytest.raises(ValueError, match="priorit"):
+        llama.generate([[8]], GREEDY, priority=priority)
