@@ -1,4 +1,4 @@
-"""Decode attention on NVIDIA GPUs: one query per row over the live part of that row's cache.
+"""Decode attention on NVIDIA GPUs: the newest queries of each row over the live part of that row's cache.
 
 XLA copies a sliced or masked cache before it reads it; this kernel reads each visible key and value once,
 and nothing else. A program computes one share (a run of visible positions) of one row and KV head; if rows
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from inferlib.attention_values import AttentionOptions, KvCache
+from inferlib.pallas_kernels.row_cells_gpu import RowCells, page_specs, unsupported_pages
 
 # Chosen by measuring tiles of 4-32 KB, 1-8 warps and 1-4 stages on an H200 (jax 0.11.2, bf16, K 8, G 4,
 # h 128; GB/s of live keys and values; in the same run a device memcpy moved 4204-4217 GB/s read plus written
@@ -41,23 +42,41 @@ MERGED = 1024  # numbers that a program of the merging kernel takes at once
 def decode_attention(
     q: jax.Array, cache: KvCache, lengths: jax.Array, options: AttentionOptions, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Attend with q [B, K, G, h]: row b's query stands at position lengths[b] - 1, and its cache is page b.
+    """Attend with q [B, K, G, h]: row b's query stands at position lengths[b] - 1; or [B, C, K, G, h]: at the last C.
 
-    cache: k, v [N, K, S, h] with N >= B, which have the query's own key and value already; scales, layers and page
-    tables are not read. A tight `limit` saves programs without work. lengths [B] int32 counts the valid positions, at
-    most S except in a ring; 0 marks an inactive row (out 0, lse -inf). The kernel does not read slots that no query
-    sees. interpret: run on any device.
-    Returns out [B, K, G, h] in q's dtype and the log of the softmax's denominator, lse [B, K, G] float32. Raises
+    cache: k, v [N, K, S, h], which have the queries' own keys and values already; scales and layers are not read. Row
+    b's cache is page b, N >= B, or the pages of its row of a table. A tight `limit` saves programs without work.
+    lengths [B] int32 counts the valid positions, at most the row's slots except in a ring; 0 marks an inactive row (out
+    0, lse -inf). The kernel does not read slots that no query sees. interpret: run on any device.
+    Returns out in q's shape and dtype and the log of the softmax's denominator, lse [B, (C,) K, G] float32. Raises
     ValueError for caches of other shapes and for a ring without a window.
     """
+    if q.ndim == 5:
+        rows, queries, kv_heads, group, size = q.shape
+        sinks = None if options.sinks is None else jnp.tile(options.sinks, (1, queries))
+        of_head = jnp.moveaxis(q, 1, 2).reshape(rows, kv_heads, queries * group, size)
+        parts = _attend(of_head, cache, lengths, options, sinks, queries, interpret)
+        out, lse = (jnp.moveaxis(x.reshape(rows, kv_heads, queries, group, *x.shape[3:]), 2, 1) for x in parts)
+        return out, lse
+    return _attend(q, cache, lengths, options, options.sinks, 1, interpret)
+
+
+def _attend(
+    q: jax.Array,
+    cache: KvCache,
+    lengths: jax.Array,
+    options: AttentionOptions,
+    sinks: jax.Array | None,
+    queries: int,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, K, C * G, h], `queries` C of a row, with sinks [K, C * G]."""
     rows, kv_heads, group, size = q.shape
-    k, v, sinks = cache.k, cache.values, options.sinks
-    window, ring, limit = options.shared_window, cache.ring, cache.limit
-    split = dealt(k, v, rows, kv_heads, size, window=window, ring=ring, limit=limit)
-    splits = split["splits"]
-    page = pl.BlockSpec((None, None, *k.shape[2:]), lambda b, h, s: (b, h, 0, 0))
+    split = dealt(cache, rows, kv_heads, size, window=options.shared_window, queries=queries)
+    splits, (page, table) = split["splits"], page_specs(cache.k, cache.pages, 0, 1)
+    kernel = functools.partial(_kernel, scale=options.scale, softcap=options.softcap, queries=queries, **split)
     parts, lses = pl.pallas_call(
-        functools.partial(_kernel, scale=options.scale, softcap=options.softcap, **split),
+        kernel,
         grid=(rows, kv_heads, splits),
         in_specs=[
             pl.BlockSpec((rows,), lambda b, h, s: (0,)),
@@ -65,6 +84,7 @@ def decode_attention(
             page,
             page,
             None if sinks is None else pl.BlockSpec((None, group), lambda b, h, s: (h, 0)),
+            table,
         ],
         out_specs=[
             pl.BlockSpec((None, None, None, group, size), lambda b, h, s: (s, b, h, 0, 0)),
@@ -77,34 +97,32 @@ def decode_attention(
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=interpret,
         name="decode_attention",
-    )(lengths, q, k, v, sinks)
+    )(lengths, q, cache.k, cache.values, sinks, cache.pages)
     return (parts[0], lses[0]) if splits == 1 else merge(parts, lses, q.dtype, interpret)
 
 
 def dealt(
-    k: jax.Array,
-    v: jax.Array,
-    rows: int,
-    kv_heads: int,
-    size: int,
-    *,
-    window: int | None,
-    ring: bool,
-    limit: int | None,
+    cache: KvCache, rows: int, kv_heads: int, size: int, *, window: int | None, queries: int = 1
 ) -> dict[str, Any]:
-    """How programs divide the rows of k, v [N, K, S, h]: the kernels' arguments window, ring, block, splits, programs.
+    """How programs divide the rows of a cache: the kernels' arguments window, ring, block, splits, programs.
 
-    Raises ValueError if the cache does not have these rows, heads and size, and for a ring without a window.
+    queries: of a row. Raises ValueError if the cache does not have these rows, heads and size, for pages that are no
+    multiple of 16, and for a ring without a window.
     """
-    slots = k.shape[2]
-    if k.shape != v.shape or k.shape[0] < rows or (k.shape[1], k.shape[3]) != (kv_heads, size):
+    k, v, ring, columns = cache.k, cache.values, cache.ring, cache.columns
+    if k.shape != v.shape or (columns is None and k.shape[0] < rows) or (k.shape[1], k.shape[3]) != (kv_heads, size):
         raise ValueError(f"k {k.shape} and v {v.shape} must both be [N >= {rows}, {kv_heads}, S, {size}]")
+    if reason := unsupported_pages(k.shape[2], columns):
+        raise ValueError(reason)
+    slots = k.shape[2] * (columns or 1)
     if ring:
         if window is None:
             raise ValueError("a ring cache forgets old positions: pass the layer's window")
         window = min(window, slots)
-    longest = min(n for n in (None if ring else slots, window, limit) if n is not None)
+    visible = None if window is None else window + queries - 1
+    longest = min(n for n in (None if ring else slots, visible, cache.limit) if n is not None)
     block, splits = _tiling(rows * kv_heads, power_of_two(size) * k.dtype.itemsize, longest)
+    block = block if columns is None else math.gcd(block, k.shape[2])
     return dict(window=window, ring=ring, block=block, splits=splits, programs=PROGRAMS / kv_heads)
 
 
@@ -131,18 +149,21 @@ def _kernel(
     k_ref,
     v_ref,
     sinks_ref,
+    table_ref,
     out_ref,
     lse_ref,
     *,
     scale,
     window,
     softcap,
+    queries,
     ring,
     block,
     splits,
     programs,
 ):
-    """One share: lengths_ref [B], q_ref, out_ref [G, h], k_ref, v_ref [S, h], sinks_ref, lse_ref [G]."""
+    """One share of `queries` C: lengths_ref [B], q_ref, out_ref [C * G, h], k_ref, v_ref [S, h] or, with table_ref [M],
+    [N, K, S, h], sinks_ref, lse_ref [C * G]."""
     (group, size), split = q_ref.shape, pl.program_id(2)
     # Tiles have power-of-two sides, and the tensor cores want 16 rows; masks cut the padding off.
     heads = jnp.arange(power_of_two(group))
@@ -152,56 +173,84 @@ def _kernel(
     compute = jnp.promote_types(q_ref.dtype, k_ref.dtype)
     q = plgpu.load(q_ref.at[tile], mask=in_tile, other=0).astype(compute)
 
-    length, start, stop = share_of(lengths_ref, pl.program_id(0), split, window, block, splits, programs)
+    cells = RowCells(k_ref, table_ref, pl.program_id(1), block, ring)
+    visible = window if window is None else window + queries - 1
+    dealing = dict(visible=visible, block=block, splits=splits, programs=programs, paged=table_ref is not None)
+    share = share_of(lengths_ref, pl.program_id(0), split, **dealing)
     top = jnp.full(heads.shape, -jnp.inf, jnp.float32)
     total = jnp.zeros(heads.shape, jnp.float32)
     if sinks_ref is not None:  # counted once, by the row's first share
         sinks = plgpu.load(sinks_ref.at[heads], mask=heads < group, other=0)
-        here = (split == 0) & (length > 0)
+        here = (split == 0) & (share.length > 0)
         top, total = jnp.where(here, sinks, top), jnp.where(here, 1.0, total)
+    spans = None
+    if queries > 1:
+        last = share.length - queries + jnp.minimum(heads // (group // queries), queries - 1)
+        spans = jnp.zeros_like(last) if window is None else last - window + 1, last
     carry = jnp.zeros((heads.size, columns.size), jnp.float32), top, total
-    cells = (k_ref, v_ref, start, stop)
-    acc, top, total = attend(q, cells, carry, scale=scale, softcap=softcap, ring=ring, block=block)
-    store_share(acc, top, total, out_ref, lse_ref, split=splits > 1, some=start < stop)
+    acc, top, total = attend(q, (cells, v_ref), share, carry, scale=scale, softcap=softcap, spans=spans)
+    store_share(acc, top, total, out_ref, lse_ref, split=splits > 1, some=share.start < share.stop)
+
+
+class Share(NamedTuple):
+    """A program's part of a row's positions, from `start` to before `stop`.
+
+    length: of the row. first: positions before it are not seen; None: none of them is in the share.
+    """
+
+    length: jax.Array
+    first: jax.Array | None
+    start: jax.Array
+    stop: jax.Array
 
 
 def attend(
     q: jax.Array,
-    cells: tuple,
+    cache: tuple[RowCells, Any],
+    share: Share,
     carry: tuple[jax.Array, jax.Array, jax.Array],
     *,
     scale: float,
     softcap: float | None,
-    ring: bool,
-    block: int,
+    spans: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Online softmax of queries q [R, C] over positions of a cache, in a kernel.
+    """Online softmax of queries q [R, C] over a share of a row's positions, in a kernel.
 
-    cells: refs of keys and values [S, h], the first position and the one behind the last. carry: the weighted sum of
-    values [R, C], the largest logit [R] and the sum of exponentials [R] so far. Returns the new carry. R and C are
-    powers of two, C at least h.
+    cache: cells of keys, and the ref of values, which has the same shape. carry: the weighted sum of values [R, C], the
+    largest logit [R] and the sum of exponentials [R] so far. spans: the first and the last position that each query
+    sees, [R] each; None: all see the share. Returns the new carry. R and C are powers of two, C at least h.
     """
-    k_ref, v_ref, start, stop = cells
-    (slots, size), columns = k_ref.shape, jnp.arange(q.shape[1])
+    (cells, v_ref), (_, first, start, stop) = cache, share
+    k_ref, block, columns = cells.ref, cells.block, jnp.arange(q.shape[1])
+    size = k_ref.shape[-1]
 
     def step(i, carry):
-        acc, top, total = carry
+        acc, top, total, *page = carry
         position = start + i * block + jnp.arange(block)
         seen = position < stop
-        slot = lax.rem(position, slots) if ring else position
-        at = slot[:, None], columns[None]
+        if first is not None:
+            seen = seen & (position >= first)
+        at = *cells.at(start + i * block, tuple(page)), columns[None]
+        page = cells.page(start + (i + 1) * block)
         mask = seen[:, None] if size == columns.size else seen[:, None] & (columns < size)[None]
         keys = plgpu.load(k_ref.at[at], mask=mask, other=0).astype(q.dtype)
         s = capped(plgpu.dot(q, keys, trans_b=True, precision=lax.Precision.HIGHEST) * scale, softcap)
-        s = jnp.where(seen[None], s, -jnp.inf)
+        of_query = seen[None]
+        if spans is not None:
+            of_query = of_query & (position[None] >= spans[0][:, None]) & (position[None] <= spans[1][:, None])
+        s = jnp.where(of_query, s, -jnp.inf)
         new_top = jnp.maximum(top, s.max(axis=1))
-        p = jnp.exp(s - new_top[:, None])
-        decay = jnp.exp(top - new_top)
+        # A query that has seen nothing yet has no largest logit to subtract.
+        base = new_top if spans is None else jnp.where(new_top > -jnp.inf, new_top, 0.0)
+        p = jnp.exp(s - base[:, None])
+        decay = jnp.exp(top - base)
         values = plgpu.load(v_ref.at[at], mask=mask, other=0).astype(q.dtype)
         acc = acc * decay[:, None] + plgpu.dot(p.astype(q.dtype), values, precision=lax.Precision.HIGHEST)
-        return acc, new_top, total * decay + p.sum(axis=1)
+        return acc, new_top, total * decay + p.sum(axis=1), *page
 
-    return lax.fori_loop(0, pl.cdiv(stop - start, block), step, carry)
+    carry = *carry, *cells.page(start)
+    acc, top, total, *_ = lax.fori_loop(0, pl.cdiv(stop - start, block), step, carry)
+    return acc, top, total
 
 
 def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
@@ -219,24 +268,37 @@ def store_share(acc, top, total, out_ref, lse_ref, *, split: bool, some) -> None
     plgpu.store(lse_ref.at[heads], top + jnp.log(total), mask=heads < group)
 
 
-def share_of(lengths_ref, row, split, window: int | None, block: int, splits: int, programs: float):
-    """The length of a row, and where share `split` of its visible positions starts and stops."""
+def share_of(
+    lengths_ref,
+    row,
+    split,
+    *,
+    visible: int | None,
+    block: int,
+    splits: int,
+    programs: float,
+    paged: bool,
+) -> Share:
+    """Share `split` of the positions that a row's queries see, the last `visible` of its length; None: all. paged: it
+    starts where a block does."""
     length = plgpu.load(lengths_ref.at[row])
-    first = 0 if window is None else jnp.maximum(length - window, 0)
-    shares = 1 if splits == 1 else _shares_of(length, lengths_ref, window, splits, programs)
-    share = pl.cdiv(pl.cdiv(length - first, block), shares) * block
-    start = first + split * share
-    return length, start, jnp.minimum(start + share, length)
+    begin = first = 0 if visible is None else jnp.maximum(length - visible, 0)
+    if paged and visible is not None:
+        begin = first - lax.rem(first, block)
+    shares = 1 if splits == 1 else _shares_of(length, lengths_ref, visible, splits, programs)
+    share = pl.cdiv(pl.cdiv(length - begin, block), shares) * block
+    start = begin + split * share
+    return Share(length, first if paged and visible is not None else None, start, jnp.minimum(start + share, length))
 
 
-def _shares_of(length, lengths_ref, window, splits, programs):
-    """Shares of a row if rows get `programs` in proportion to their visible positions."""
+def _shares_of(length, lengths_ref, most, splits, programs):
+    """Shares of a row if rows get `programs` in proportion to their visible positions, at most `most`."""
     if lengths_ref.size == 1:
         return max(min(int(programs + 0.5), splits), 1)
     rows = jnp.arange(power_of_two(lengths_ref.size))
     visible = plgpu.load(lengths_ref.at[rows], mask=rows < lengths_ref.size, other=0)
-    if window is not None:
-        visible, length = jnp.minimum(visible, window), jnp.minimum(length, window)
+    if most is not None:
+        visible, length = jnp.minimum(visible, most), jnp.minimum(length, most)
     mean = jnp.maximum(visible.sum(axis=0), 1).astype(jnp.float32) / programs
     return jnp.clip(length.astype(jnp.float32) / mean + 0.5, 1.0, float(splits)).astype(jnp.int32)
 

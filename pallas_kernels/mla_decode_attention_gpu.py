@@ -7,8 +7,9 @@ programs have them in registers, and one stores them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -19,6 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from inferlib.attention_values import LatentCache, NewCells, Shaped
 from inferlib.pallas_kernels.decode_attention_gpu import LONG_SHARE, merge, share_of
+from inferlib.pallas_kernels.row_cells_gpu import RowCells, page_specs, unsupported_pages
 
 PROGRAMS = 2 * 132  # how many stay resident at once with these tiles, on the 132 SMs of an H100 or H200
 MOST_SHARES = 128  # of a row
@@ -79,27 +81,30 @@ def mla_decode_attention(
     """Attend with q [B, H, R] and its rotary part [B, H, r]: row b's query stands at position lengths[b] - 1.
 
     H heads are in the latents' R dimensions. Row b's cache is page b of latents [N, 1, S, R] and rotary keys [N, 1, S,
-    r], N >= B. lengths [B] int32 counts positions, at most S and `cache.limit`; 0 marks an inactive row (out 0, lse
-    -inf). scale multiplies the logits. new: latents [B, 1, R] and rotary keys [B, 1, r] of the queries' positions,
-    which the kernel writes in place, in all active rows; without, the cache has them already. The kernel does not read
-    slots that hold no position. interpret: run on any device.
+    r], N >= B, or the pages of its row of a table. lengths [B] int32 counts positions, at most a row's slots and
+    `cache.limit`; 0 marks an inactive row (out 0, lse -inf). scale multiplies the logits. new: latents [B, 1, R] and
+    rotary keys [B, 1, r] of the queries' positions, which the kernel writes in place, in all active rows whose page
+    exists; without, the cache has them already. The kernel does not read slots that hold no position. interpret: run on
+    any device.
     Returns out [B, H, R] in q's dtype and the log of the softmax's denominator, lse [B, H] float32; with `new` also the
     cache's latents and rotary keys. Raises ValueError with the reason of `unsupported`, and for shapes that differ.
     """
-    latents, keys, limit = cache.latents, cache.keys, cache.limit
-    if reason := unsupported(q, latents, keys):
+    latents, keys, limit, columns = cache.latents, cache.keys, cache.limit, cache.columns
+    if reason := unsupported(q, latents, keys) or unsupported_pages(latents.shape[2], columns):
         raise ValueError(f"the GPU kernel does not run this latent attention: {reason}")
-    (rows, heads, rank), slots = q.shape, latents.shape[2]
-    if latents.shape[0] < rows or rotary.shape != (rows, heads, keys.shape[3]) or rank != latents.shape[3]:
+    (rows, heads, rank), slots = q.shape, latents.shape[2] * (columns or 1)
+    if (columns is None and latents.shape[0] < rows) or rotary.shape != (rows, heads, keys.shape[3]) or rank != latents.shape[3]:
         raise ValueError(f"q {q.shape}, rotary {rotary.shape} and a cache {latents.shape}, {keys.shape} do not match")
     chosen = chosen or blocks(q.dtype)
+    if columns is not None:
+        chosen = replace(chosen, positions=math.gcd(chosen.positions, latents.shape[2]))
     tiles = pl.cdiv(heads, chosen.heads)
     splits = _splits(rows * tiles, slots if limit is None else min(limit, slots), chosen.positions)
     cells = None
     if new is not None:
         cells = [x.astype(old.dtype) for x, old in zip(new.cells, (latents, keys), strict=True)]
     kernel = partial(_kernel, scale=scale, chosen=chosen, splits=splits, programs=PROGRAMS / tiles)
-    operands = lengths, q, rotary, latents, keys, cells
+    operands = lengths, q, rotary, latents, keys, cells, cache.pages
     out, lse, *written = _call(kernel, operands, (tiles, splits, rows), chosen, interpret)
     out, lse = (out[0], lse[0]) if splits == 1 else merge(out, lse, q.dtype, interpret)
     return out, lse, *written
@@ -108,8 +113,9 @@ def mla_decode_attention(
 def _call(
     kernel: Callable[..., None], operands: tuple, grid: tuple[int, int, int], chosen: Blocks, interpret: bool
 ) -> Sequence[jax.Array]:
-    """operands: lengths, q, rotary, latents, keys and new cells or None. grid: tiles of heads, shares, rows."""
-    lengths, q, rotary, latents, keys, new = operands
+    """operands: lengths, q, rotary, latents, keys, new cells or None, pages or None. grid: tiles of heads, shares,
+    rows."""
+    lengths, q, rotary, latents, keys, new, pages = operands
     _, splits, rows = grid
 
     def of_row(x: jax.Array) -> pl.BlockSpec:
@@ -123,7 +129,7 @@ def _call(
         jax.ShapeDtypeStruct((splits, *q.shape), q.dtype if splits == 1 else jnp.float32),
         jax.ShapeDtypeStruct((splits, *q.shape[:2]), jnp.float32),
     ]
-    cells = [of_row(latents), of_row(keys)]
+    cells, (_, table) = [page_specs(x, pages, 2, None)[0] for x in (latents, keys)], page_specs(latents, pages, 2, None)
     return pl.pallas_call(
         kernel,
         # Programs of the same positions are neighbours: the first of them reads for all.
@@ -134,6 +140,7 @@ def _call(
             of_row(rotary),
             *cells,
             None if new is None else [of_row(x) for x in new],
+            table,
         ],
         out_specs=[of_share(x) for x in shapes] + (cells if written else []),
         out_shape=shapes + [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written],
@@ -141,7 +148,7 @@ def _call(
         compiler_params=plgpu.CompilerParams(num_warps=chosen.warps, num_stages=chosen.stages),
         interpret=interpret,
         name="mla_decode_attention",
-    )(lengths, q, rotary, latents, keys, new)
+    )(lengths, q, rotary, latents, keys, new, pages)
 
 
 def _splits(programs: int, longest: int, positions: int) -> int:
@@ -162,6 +169,7 @@ def _kernel(
     latents_ref,
     keys_ref,
     new_refs,
+    table_ref,
     out_ref,
     lse_ref,
     *written_refs,
@@ -170,8 +178,9 @@ def _kernel(
     splits,
     programs,
 ):
-    """One share of some heads: lengths_ref [B], q_ref, out_ref [H, R], rotary_ref [H, r], latents_ref [1, S, R],
-    keys_ref [1, S, r], new_refs and written_refs the like of both or nothing, lse_ref [H]."""
+    """One share of some heads: lengths_ref [B], q_ref, out_ref [H, R], rotary_ref [H, r], latents_ref [S, R] and
+    keys_ref [S, r] or, with table_ref [M], [N, 1, S, R] and [N, 1, S, r], new_refs [1, R] and [1, r] or nothing,
+    written_refs the cache or nothing, lse_ref [H]."""
     (count, rank), size, block = q_ref.shape, rotary_ref.shape[1], chosen.positions
     heads = pl.program_id(0) * chosen.heads + jnp.arange(chosen.heads)
     real, columns, turned = heads < count, jnp.arange(rank), jnp.arange(size)
@@ -181,7 +190,9 @@ def _kernel(
     rotary = plgpu.load(rotary_ref.at[heads[:, None], turned[None]], mask=mask, other=other)
 
     split, row = pl.program_id(1), pl.program_id(2)
-    length, start, stop = share_of(lengths_ref, row, split, None, block, splits, programs)
+    cells = RowCells(latents_ref, table_ref, 0, block)
+    dealing = dict(visible=None, block=block, splits=splits, programs=programs, paged=table_ref is not None)
+    length, _, start, stop = share_of(lengths_ref, row, split, **dealing)
     end = stop if new_refs is None else jnp.minimum(stop, length - 1)  # of what is read from the cache
 
     acc = jnp.zeros((chosen.heads, rank), jnp.float32)
@@ -193,25 +204,28 @@ def _kernel(
         s = (_times(q, latent) + _times(rotary, key)) * scale
         top, total = jnp.where(newest, s, top), jnp.where(newest, 1.0, total)
         acc = jnp.where(newest, latent.astype(jnp.float32)[None], acc)
-        writes = newest & (pl.program_id(0) == 0)
+        place, exists = cells.cell(jnp.maximum(length - 1, 0))
+        writes = newest & exists & (pl.program_id(0) == 0)
         for ref, x, at in zip(written_refs, (latent, key), (columns, turned), strict=True):
-            plgpu.store(ref.at[0, length - 1, at], x, mask=jnp.broadcast_to(writes, at.shape))
+            plgpu.store(ref.at[*place, at], x, mask=jnp.broadcast_to(writes, at.shape))
 
     def step(i, carry):
-        acc, top, total = carry
-        position = start + i * block + jnp.arange(block)
-        seen = position < end
-        latents = plgpu.load(latents_ref.at[0, position[:, None], columns[None]], mask=seen[:, None], other=0)
-        keys = plgpu.load(keys_ref.at[0, position[:, None], turned[None]], mask=seen[:, None], other=0)
+        acc, top, total, *page = carry
+        seen = start + i * block + jnp.arange(block) < end
+        at = cells.at(start + i * block, tuple(page))
+        page = cells.page(start + (i + 1) * block)
+        latents = plgpu.load(latents_ref.at[*at, columns[None]], mask=seen[:, None], other=0)
+        keys = plgpu.load(keys_ref.at[*at, turned[None]], mask=seen[:, None], other=0)
         s = _dot(q, latents, trans_b=True) + _dot(rotary, keys, trans_b=True)
         s = jnp.where(seen[None], s * scale, -jnp.inf)
         new_top = jnp.maximum(top, s.max(axis=1))
         p = jnp.exp(s - new_top[:, None])
         decay = jnp.exp(top - new_top)
         acc = acc * decay[:, None] + _dot(p.astype(latents.dtype), latents)
-        return acc, new_top, total * decay + p.sum(axis=1)
+        return acc, new_top, total * decay + p.sum(axis=1), *page
 
-    acc, top, total = lax.fori_loop(0, pl.cdiv(end - start, block), step, (acc, top, total))
+    carry = acc, top, total, *cells.page(start)
+    acc, top, total, *_ = lax.fori_loop(0, pl.cdiv(end - start, block), step, carry)
     total = jnp.where(total > 0, total, 1.0)  # an empty share: acc 0, top -inf
     out = (acc / total[:, None]).astype(out_ref.dtype)
     # The merge passes over the outputs of empty shares.

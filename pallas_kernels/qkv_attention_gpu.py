@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 from inferlib.attention_values import AttentionOptions, HeadTransforms, KvCache, QkvPartials
 from inferlib.pallas_kernels import decode_attention_gpu as over_cache
 from inferlib.pallas_kernels.partial_sums_gpu import norm_factor, summed
+from inferlib.pallas_kernels.row_cells_gpu import RowCells, page_specs
 
 MOST_SHARES = 16  # partial sums that each program of attention adds up for itself
 
@@ -37,13 +38,13 @@ def qkv_attention(
 
     qkv [B, K, G + 2, h]: for each KV head G queries, a key and a value; or their partial sums. `transforms` turn it
     into queries, keys and values. Key and value are rounded to the dtype of the cache's k, v [N, K, S, h], written in
-    place and attended to. cache, lengths, options, interpret: as in `decode_attention_gpu.decode_attention`.
+    place, unless the position's page does not exist, and attended to. cache, lengths, options, interpret: as in
+    `decode_attention_gpu.decode_attention`.
     Returns out [B, K, G, h] and the cache's k and v with the new cells. Raises ValueError for other shapes.
     """
     products, squares, stored = _products(qkv)
-    (rows, kv_heads, _, size), k = products.shape[-4:], cache.k
-    window, ring, limit = options.shared_window, cache.ring, cache.limit
-    split = over_cache.dealt(k, cache.values, rows, kv_heads, size, window=window, ring=ring, limit=limit)
+    rows, kv_heads, _, size = products.shape[-4:]
+    split = over_cache.dealt(cache, rows, kv_heads, size, window=options.shared_window)
     inputs_norm = (None, 0.0)
     if isinstance(qkv, QkvPartials):
         inputs_norm = qkv.inputs, qkv.eps
@@ -63,7 +64,8 @@ def qkv_attention(
     q_norm, k_norm = transforms.norms or (None, None)
     cos, sin = transforms.rope or (None, None)
     operands = _Operands(
-        lengths, products, k, cache.values, squares, transforms.bias, q_norm, k_norm, cos, sin, options.sinks
+        *(lengths, products, cache.k, cache.values, squares, transforms.bias, q_norm, k_norm, cos, sin),
+        *(options.sinks, cache.pages),
     )
     parts, lses, k, v = _call(kernel, operands, split["splits"], stored, interpret)
     out = parts[0] if split["splits"] == 1 else over_cache.merge(parts, lses, stored, interpret)[0]
@@ -85,7 +87,7 @@ def _products(qkv: jax.Array | QkvPartials) -> tuple[jax.Array, jax.Array | None
 
 class _Operands(NamedTuple):
     """lengths [B], products [(S,) B, K, G + 2, h], k and v [N, K, S, h], squares [B, n], bias [K, G + 2, h], q_norm and
-    k_norm [h], cos and sin [B, r / 2], sinks [K, G]."""
+    k_norm [h], cos and sin [B, r / 2], sinks [K, G], pages [B, M]."""
 
     lengths: Any
     products: Any
@@ -98,6 +100,7 @@ class _Operands(NamedTuple):
     cos: Any
     sin: Any
     sinks: Any
+    pages: Any
 
 
 def _specs(x: _Operands) -> _Operands:
@@ -110,7 +113,7 @@ def _specs(x: _Operands) -> _Operands:
     def of_head(x: jax.Array | None) -> pl.BlockSpec | None:
         return x if x is None else pl.BlockSpec((None, *x.shape[1:]), lambda b, h, s: (h,) + (0,) * (x.ndim - 1))
 
-    page = pl.BlockSpec((None, None, *x.k.shape[2:]), lambda b, h, s: (b, h, 0, 0))
+    page, table = page_specs(x.k, x.pages, 0, 1)
     head = x.products.shape[-2:]
     products = pl.BlockSpec((None, None, *head), lambda b, h, s: (b, h, 0, 0))
     if x.products.ndim == 5:
@@ -127,6 +130,7 @@ def _specs(x: _Operands) -> _Operands:
         of_row(x.cos),
         of_row(x.sin),
         of_head(x.sinks),
+        table,
     )
 
 
@@ -170,6 +174,7 @@ def _kernel(
     cos_ref,
     sin_ref,
     sinks_ref,
+    table_ref,
     out_ref,
     lse_ref,
     k_out,
@@ -186,10 +191,10 @@ def _kernel(
     splits,
     programs,
 ):
-    """One share: lengths_ref [B], made_ref [G + 2, h] or [P, G + 2, h], bias_ref [G + 2, h], k_ref, v_ref [S, h],
-    squares_ref [B, n], q_norm_ref, k_norm_ref [h], cos_ref, sin_ref [r / 2], sinks_ref [G], out_ref [G, h], lse_ref
-    [G], k_out, v_out: the cache itself."""
-    (group, size), slots, row, split = out_ref.shape, k_ref.shape[0], pl.program_id(0), pl.program_id(2)
+    """One share: lengths_ref [B], made_ref [G + 2, h] or [P, G + 2, h], bias_ref [G + 2, h], k_ref, v_ref [S, h] or,
+    with table_ref [M], [N, K, S, h], squares_ref [B, n], q_norm_ref, k_norm_ref [h], cos_ref, sin_ref [r / 2],
+    sinks_ref [G], out_ref [G, h], lse_ref [G], k_out, v_out: the cache itself."""
+    (group, size), row, split = out_ref.shape, pl.program_id(0), pl.program_id(2)
     heads = jnp.arange(over_cache.power_of_two(group))
     columns = jnp.arange(over_cache.power_of_two(size))
     half = 0 if cos_ref is None else cos_ref.shape[0]
@@ -232,15 +237,18 @@ def _kernel(
     tile = (heads.size, columns.size)
     q = finished(jnp.broadcast_to(heads[:, None], tile), q_norm_ref).astype(compute)
     q = jnp.where((heads < group)[:, None], q, jnp.zeros((), compute))
-    length, start, stop = over_cache.share_of(lengths_ref, row, split, window, block, splits, programs)
+    cells = RowCells(k_ref, table_ref, pl.program_id(1), block, ring)
+    dealing = dict(visible=window, block=block, splits=splits, programs=programs, paged=table_ref is not None)
+    share = over_cache.share_of(lengths_ref, row, split, **dealing)
 
     # The new cell belongs to the last share, which writes it; no program reads it from the cache.
-    owner = (start < stop) & (stop == length)
+    some, length = share.start < share.stop, share.length
+    owner = some & (share.stop == length)
     key = finished(jnp.full(columns.shape, group), k_norm_ref).astype(k_ref.dtype)
     value = product(jnp.full(columns.shape, group + 1), columns).astype(v_ref.dtype)
-    slot = lax.rem(length - 1, slots) if ring else length - 1
+    place, exists = cells.cell(jnp.maximum(length - 1, 0))
     for ref, cell in ((k_out, key), (v_out, value)):
-        plgpu.store(ref.at[jnp.maximum(slot, 0), columns], cell, mask=owner & (slot < slots) & (columns < size))
+        plgpu.store(ref.at[*place, columns], cell, mask=owner & exists & (columns < size))
     logits = jnp.sum(q.astype(jnp.float32) * key.astype(jnp.float32)[None], axis=1)
     top = jnp.where(owner, over_cache.capped(logits * scale, softcap), -jnp.inf)
     weight = total = jnp.where(owner, jnp.ones(heads.shape, jnp.float32), 0.0)
@@ -252,7 +260,6 @@ def _kernel(
         # A share that is not the owner's begins with the sink alone, which may be -inf.
         total = weight + jnp.where(here, jnp.where(owner, jnp.exp(sinks - top), 1.0), 0.0)
     acc = weight[:, None] * jnp.where(owner, value.astype(jnp.float32), 0.0)[None]
-    cells = k_ref, v_ref, start, jnp.minimum(stop, length - 1)
-    carry = acc, top, total
-    acc, top, total = over_cache.attend(q, cells, carry, scale=scale, softcap=softcap, ring=ring, block=block)
-    over_cache.store_share(acc, top, total, out_ref, lse_ref, split=splits > 1, some=start < stop)
+    older, carry = share._replace(stop=jnp.minimum(share.stop, length - 1)), (acc, top, total)
+    acc, top, total = over_cache.attend(q, (cells, v_ref), older, carry, scale=scale, softcap=softcap)
+    over_cache.store_share(acc, top, total, out_ref, lse_ref, split=splits > 1, some=some)

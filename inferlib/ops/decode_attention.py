@@ -43,6 +43,10 @@ def _lacks(cache: KvCache, window, backend: str, q: Shaped | None, new: bool) ->
         return "values of another size than keys"
     if not isinstance(window, int | None):
         return "chunked attention"
+    if backend == "pallas_gpu":
+        from inferlib.pallas_kernels.row_cells_gpu import unsupported_pages
+
+        return unsupported_pages(cache.k.shape[-2], cache.columns)
     if q is None or backend != "pallas_tpu":
         return None
     from inferlib.pallas_kernels.decode_attention_tpu import unsupported
@@ -69,8 +73,8 @@ def decode_attention(
     other cells of their tiles anew. mask [B, C, C] bool: which of a row's new tokens each of its queries sees, of those
     up to its own; without, all. Draft trees are verified with it: a token sees its ancestors. Slots that no query sees
     may hold anything, NaN included.
-    backend: "xla"; "pallas_gpu" and "nki" for Trainium, without scales, pages of their own or a mask (rows as pages;
-    the former one query); "pallas_tpu", which reads live pages only, and is interpreted on CPU.
+    backend: "xla"; "pallas_gpu" and "nki" for Trainium, without scales or a mask; "pallas_tpu", which is interpreted on
+    CPU. All but "xla" read live positions only.
     Returns out in q's shape and dtype, lse [B, K, G] or [B, C, K, G] float32, and the cache, with `new` in it. Raises
     ValueError for what the backend does not take.
     """

@@ -70,8 +70,8 @@ def mla_decode_attention(
     lengths: as in `decode_attention`. scale multiplies the logits. new: latents [B, 1, R] and rotary keys [B, 1, r] of
     the new tokens, or [B, C, 1, ...], written before they are read; without, they are in the cache already.
     backend: "xla", the only one that takes scales; "pallas_tpu", which reads live pages only; "pallas_gpu", which reads
-    live positions only (one query, rows as pages of one layer), and writes new cells where they lie. Both are
-    interpreted on CPU.
+    live positions only (one query, the cache of one layer), and writes new cells where they lie. Both are interpreted
+    on CPU.
     Returns out in q's shape and dtype, lse [B, H] or [B, C, H] float32, and the cache, with `new` in it. Raises
     ValueError for what the backend does not take.
     """
@@ -92,8 +92,8 @@ def mla_decode_attention(
 def _by_gpu_kernel(
     q, rotary, cache: LatentCache, lengths, scale: float, new: NewCells | None
 ) -> tuple[jax.Array, jax.Array, LatentCache]:
-    if cache.layer is not None or cache.pages is not None:
-        raise ValueError("backend 'pallas_gpu' takes rows as pages of one layer, without a page table; use xla")
+    if cache.layer is not None:
+        raise ValueError("backend 'pallas_gpu' takes the cache of one layer, not a stack; use xla")
     from inferlib.pallas_kernels import mla_decode_attention_gpu
 
     def run(q, rotary, latents, keys, lengths, cells, *, interpret: bool):

@@ -19,8 +19,12 @@ def choose(cache: KvCache, backend: str, *, unfit: str = "") -> Choice:
     """
     if backend == "xla":
         return Choice(backend)
+    from inferlib.pallas_kernels.row_cells_gpu import unsupported_pages
+
+    of_pages = unsupported_pages(cache.k.shape[-2], cache.columns)
     reasons = {
         unfit: True,
+        of_pages or "": True,
         "a stacked cache": cache.layer is not None,
         "keys and values in one cell": cache.v is None,
         "a cache of int8 or fp8": cache.scaled,

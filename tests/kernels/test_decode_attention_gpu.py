@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,12 +11,64 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from inferlib.attention_values import KvCache
+from inferlib.ops.choice import Choice
+from inferlib.ops.decode_attention import choose
 from inferlib.pallas_kernels import decode_attention_gpu
 from inferlib.pallas_kernels.decode_attention_gpu import decode_attention
 from tests.helpers.attention_calls import on_decode_kernel
 from tests.helpers.decode_attention_cases import Case
 
 RUN = on_decode_kernel(decode_attention, interpret=True)
+
+
+def with_strange_ids(run):
+    """Pages of a table that hold no position do not exist."""
+
+    def of_call(pages, k, lengths, **rest):
+        unused = jnp.arange(pages.shape[1]) * k.shape[-2] >= lengths[:, None]
+        pages = jnp.where(unused, jnp.where(jnp.arange(pages.shape[1]) % 2, -7, 10**6), pages)
+        return run(pages=pages, k=k, lengths=lengths, **rest)
+
+    return of_call
+
+
+# Pages of 64 float32 positions of size 64 are one block, of 128 two.
+PAGES = {
+    "pages": Case((0, 1, 16, 17, 100, 112), slots=16, columns=7),
+    "pages of more than a block, sinks": Case((0, 128, 129, 500), slots=128, columns=4, sinks=True),
+    "windows that begin within blocks": Case((20, 97, 384, 300), slots=64, columns=6, options={"window": 70}),
+    "windows of one position": Case((1, 64, 65), slots=64, columns=2, options={"window": 1}),
+    "odd groups of size 80, half precision": Case(
+        (3, 33, 144), slots=48, columns=3, size=80, group=7, heads=3, dtype=jnp.bfloat16, options={"softcap": 20.0}
+    ),
+}
+RINGS = {
+    "ring of pages": Case((0, 17, 80, 81, 100, 500), slots=16, columns=5, ring=True, options={"window": 60}),
+    "ring of pages, a window of all": Case((3, 256, 1003), slots=64, columns=4, ring=True, options={"window": 256}),
+}
+QUERIES = {
+    "several queries": Case((0, 1, 3, 4, 130), queries=4, sinks=True, options={"window": 60}),
+    "several queries in a ring": Case((3, 129, 500), queries=3, slots=128, ring=True, options={"window": 100}),
+    "several queries, pages": Case((2, 3, 47, 48, 49), queries=3, slots=16, columns=4, group=3),
+}
+
+
+@pytest.mark.parametrize("name", PAGES | RINGS | QUERIES)
+@pytest.mark.parametrize("programs", [decode_attention_gpu.PROGRAMS, 8])
+def test_pages_and_several_queries(name, programs, monkeypatch):
+    """In many shares and in few."""
+    monkeypatch.setattr(decode_attention_gpu, "PROGRAMS", programs)
+    (PAGES | RINGS | QUERIES)[name].check(with_strange_ids(RUN) if name in PAGES else RUN)
+
+
+def test_the_operation_takes_pages_of_whole_blocks():
+    case = Case((5, 20), slots=24, columns=2, heads=1)
+    cache = KvCache(case.inputs(0)["k"], case.inputs(0)["v"], pages=case.inputs(0)["pages"])
+    assert choose(cache, None, "pallas_gpu") == Choice("xla", "pages of 24 positions are not a multiple of 16")
+    with pytest.raises(ValueError, match="pages of 24 positions"):
+        case.check(RUN)
+    assert choose(replace(cache, k=cache.k[..., :16, :]), None, "pallas_gpu") == Choice("pallas_gpu")
 
 
 @pytest.mark.parametrize("group", [1, 3, 16, 20])
@@ -61,9 +114,10 @@ def test_bad_shapes_and_options_are_refused():
         RUN(**inputs | {"k": inputs["k"][:1], "v": inputs["v"][:1]}, scale=1.0)
 
 
-@pytest.mark.parametrize("size", [64, 80])
-def test_lowers_to_triton(size):
-    inputs = Case((1, 2), size=size, slots=500, dtype=jnp.bfloat16, sinks=True).inputs(8)
+@pytest.mark.parametrize(("size", "columns", "queries"), [(64, None, None), (80, 4, None), (64, 4, 3)])
+def test_lowers_to_triton(size, columns, queries):
+    shape = dict(size=size, slots=128 if columns else 500, columns=columns, queries=queries)
+    inputs = Case((1, 2), dtype=jnp.bfloat16, sinks=True, **shape).inputs(8)
     device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
     run = jax.jit(partial(on_decode_kernel(decode_attention), scale=1.0, softcap=5.0, window=300, ring=True))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):

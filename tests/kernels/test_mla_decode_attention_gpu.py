@@ -28,12 +28,14 @@ def one_query(run, q, rotary, **rest):
 
 def with_new(run, lengths, latents, keys, **rest):
     """The newest position of each row is not in the cache yet, and then it is, and nothing else; else lse is NaN."""
-    rows, last = jnp.arange(lengths.size), jnp.where(lengths > 0, lengths - 1, latents.shape[2])
+    slots, rows = latents.shape[2], jnp.arange(lengths.size)
+    last, pages = jnp.maximum(lengths - 1, 0), rest.get("pages")
+    page = rows if pages is None else pages[rows, last // slots]
+    at = page, slice(None), jnp.where(lengths > 0, last % slots, slots)
     new, stale = [], []
     for x in (latents, keys):
-        cells = x.at[rows, :, last].get(mode="fill", fill_value=7.0)
-        new.append(cells.astype(jnp.float32))
-        stale.append(x.at[rows, :, last].set(jnp.nan, mode="drop"))
+        new.append(x.at[at].get(mode="fill", fill_value=7.0).astype(jnp.float32))
+        stale.append(x.at[at].set(jnp.nan, mode="drop"))
     out, lse, *cache = run(lengths=lengths, latents=stale[0], keys=stale[1], new=new, **rest)
     pairs = zip(cache, (latents, keys), strict=True)
     same = jnp.stack([jnp.array_equal(result, want, equal_nan=True) for result, want in pairs])
@@ -45,6 +47,8 @@ CASES = {
     "two tiles of heads": SMALL((0, 5, 64), heads=20, rank=16),
     "bfloat16": SMALL((1, 31, 32, 33, 64), heads=16, rank=64, dtype=jnp.bfloat16),
     "large logits": SMALL((3, 60), loudness=1e4),
+    "pages": SMALL((0, 1, 16, 17, 40, 64), slots=16, columns=4),
+    "pages of blocks, bfloat16": SMALL((1, 128, 129, 200), slots=128, columns=2, dtype=jnp.bfloat16),
 }
 
 
@@ -54,7 +58,7 @@ def test_equals_the_oracle(name):
 
 
 @pytest.mark.parametrize("backend", ["pallas_gpu", "xla"])
-@pytest.mark.parametrize("name", ["lengths", "two tiles of heads", "bfloat16"])
+@pytest.mark.parametrize("name", ["lengths", "two tiles of heads", "bfloat16", "pages", "pages of blocks, bfloat16"])
 def test_what_is_new_is_written(name, backend):
     run = partial(mla_decode_attention, backend=backend)
     CASES[name].check(partial(one_query, partial(with_new, run)))
@@ -88,11 +92,13 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
         (dict(q=q[:, None]), "one query of a row"),
         (dict(rotary=rotary[:, :1]), "do not match"),
         (dict(latents=inputs["latents"][..., :24]), "latents of 24 and rotary keys of 16"),
-        (dict(pages=jnp.zeros((2, 1), jnp.int32)), "without a page table"),
+        (dict(layer=0), "not a stack"),
         (dict(scales=(q, q)), "no scales of latents"),
     ):
         with pytest.raises(ValueError, match=reason):
             RUN(**{"q": q, "rotary": rotary, **inputs, **argument}, scale=SCALE)
+    with pytest.raises(ValueError, match="pages of 40 positions"):
+        SMALL((1, 2), slots=40, columns=1).check(partial(one_query, RUN))
     with pytest.raises(ValueError, match="powers of two from 16"):
         gpu.Blocks(heads=8)
 
@@ -112,11 +118,14 @@ def test_models_that_it_decodes(rank, rotary, scaled, reason):
     assert choose_attention(spec, "decode_attention", backend, scaled=scaled).reason == reason
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_lowers_to_triton(dtype):
+@pytest.mark.parametrize(("dtype", "columns"), [("bfloat16", None), ("bfloat16", 8), ("float32", None)])
+def test_lowers_to_triton(dtype, columns):
     """DeepSeek-V2-Lite's shape; the cache is written where it lies."""
-    shapes = {"q": (2, 16, 512), "rotary": (2, 16, 64), "latents": (2, 1, 2048, 512), "keys": (2, 1, 2048, 64)}
+    cells = (40, 1, 128) if columns else (2, 1, 2048)
+    shapes = {"q": (2, 16, 512), "rotary": (2, 16, 64), "latents": (*cells, 512), "keys": (*cells, 64)}
     inputs = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    if columns:
+        inputs["pages"] = jax.ShapeDtypeStruct((2, columns), "int32")
     new = [jax.ShapeDtypeStruct((2, 1, size), dtype) for size in (512, 64)]
     device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
     run = jax.jit(partial(RUN, scale=SCALE), donate_argnames=("latents", "keys"))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from inferlib.attention_values import KvCache
 from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import AttentionSpec, NormSpec, OutputGate, QueryTemperature, RopeSpec
 from inferlib.models.layers.attention import Attention
@@ -31,6 +32,15 @@ from tests.helpers.kernels import kernels_in
 
 SMALL = partial(Case, writes=True)  # what no query sees is NaN or infinite, with the new cells, and those of idle rows
 EPS = 1e-3
+
+
+def table_of(case: Case) -> dict:
+    """Its page table, if it has one; of pages that hold no position, those that do not exist."""
+    inputs = case.inputs(0)
+    if not case.columns:
+        return {}
+    unused = jnp.arange(case.columns) * case.slots >= jnp.asarray(case.lengths)[:, None]
+    return {"pages": jnp.where(unused & (not case.ring), 10**6, inputs["pages"])}
 
 
 def draw(case: Case, rotary: int = 0, norms: bool = False, bias: bool = False) -> tuple[list, dict]:
@@ -66,7 +76,7 @@ def one_after_the_other(qkv, k, v, lengths, arrays, *, eps, offset, **options):
 
 def check(case: Case, offset: float = 0.0, **has) -> None:
     inputs, arrays = draw(case, **has)
-    options = dict(eps=EPS, offset=offset) | case.static()
+    options = dict(eps=EPS, offset=offset) | case.static() | table_of(case)
     result, want = (jax.jit(partial(run, **options))(*inputs, arrays) for run in (qkv_attention, one_after_the_other))
     tolerance = TOLERANCE[jnp.dtype(case.dtype).name]
     for got, expected in zip(result, want, strict=True):
@@ -90,6 +100,10 @@ CASES = {
     ),
     "a ring of its window": (SMALL((97, 96, 95), slots=96, ring=True, sinks=True, options={"window": 96}), {}),
     "bfloat16": (SMALL((1, 31, 300), slots=300, dtype=jnp.bfloat16, sinks=True), ALL | dict(rotary=32)),
+    "pages": (SMALL((0, 1, 16, 17, 65, 112), slots=16, columns=7, sinks=True), dict(rotary=64)),
+    "pages of blocks, a window": (SMALL((300, 128, 129, 257), slots=128, columns=3, options={"window": 70}), {}),
+    "a window of itself, pages": (SMALL((1, 64, 65), slots=64, columns=2, options={"window": 1}), {}),
+    "a ring of pages": (SMALL((0, 3, 80, 81, 500), slots=16, columns=5, ring=True, options={"window": 80}), {}),
 }
 
 
@@ -99,9 +113,19 @@ def test_equals_what_layers_compute(name):
     check(case, **has)
 
 
+def test_nothing_is_written_to_pages_that_do_not_exist():
+    (qkv, k, v, lengths), arrays = draw(SMALL((5, 30), slots=16, columns=2))
+    pages = jnp.array([[0, 1], [2, k.shape[0]]], jnp.int32)
+    _, *written = qkv_attention(qkv, k, v, lengths, arrays, scale=1.0, pages=pages)
+    for new, old in zip(written, (k, v), strict=True):
+        np.testing.assert_array_equal(new.at[0, :, 4].set(0), old.at[0, :, 4].set(0))
+        assert np.isfinite(new[0, :, 4]).all()
+
+
 def test_long_rows_get_more_shares(monkeypatch):
     monkeypatch.setattr(decode_attention_gpu, "PROGRAMS", 24)
     check(SMALL((300, 20, 280), slots=300))
+    check(SMALL((300, 20, 280), slots=64, columns=5))
 
 
 def shares_of(qkv: jax.Array, normed: bool) -> tuple[jax.Array, dict, dict]:
@@ -151,7 +175,7 @@ def test_sums_are_rounded_as_products_are():
 def test_few_rows_get_shares_half_as_long():
     for rows, splits in ((1, 32), (2, 16), (64, 1)):
         k = jax.ShapeDtypeStruct((rows, 8, 2048, 128), jnp.bfloat16)
-        dealt = decode_attention_gpu.dealt(k, k, rows, 8, 128, window=None, ring=False, limit=None)
+        dealt = decode_attention_gpu.dealt(KvCache(k, k), rows, 8, 128, window=None)
         assert (dealt["block"], dealt["splits"]) == (64, splits)
 
 
@@ -251,16 +275,18 @@ def test_steps_and_caches_that_it_takes():
         assert not taken(SPEC, *cache)
 
 
-@pytest.mark.parametrize("shares", [False, True])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_lowers_to_triton(sinks, shares):
+@pytest.mark.parametrize("columns", [None, 4])
+@pytest.mark.parametrize(("sinks", "shares"), [(False, False), (True, True)])
+def test_lowers_to_triton(sinks, shares, columns):
     """Heads of gpt-oss with norms; the cache is written where it lies."""
-    case = SMALL((1, 2), group=8, slots=500, dtype=jnp.bfloat16, sinks=sinks)
+    slots = 128 if columns else 500
+    case = SMALL((1, 2), group=8, slots=slots, columns=columns, dtype=jnp.bfloat16, sinks=sinks)
     (qkv, *cache), arrays = draw(case, rotary=64, **ALL)
     norm, made = {}, {}
     if shares:
         qkv, norm, made = shares_of(qkv, True)
     device = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+    made |= table_of(case)
     run = jax.jit(partial(qkv_attention, scale=1.0, window=300, ring=True, **made), donate_argnums=(1, 2))
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         text = run.trace(qkv, *cache, arrays | norm).lower(lowering_platforms=("cuda",)).as_text()
