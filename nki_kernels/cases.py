@@ -5,7 +5,7 @@ Caches hold NaN and infinities in every slot that no query sees.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -30,7 +30,8 @@ TOLERANCE["float8_e5m2"] = 3e-2
 
 @dataclass(frozen=True, kw_only=True)
 class _Attention:
-    """Settings of attention with their usual values. size: of a head. slots: of a row's cache."""
+    """Settings of attention with their usual values. size: of a head. slots: of a row's cache. page: slots of a page,
+    None for a contiguous cache."""
 
     kv_heads: int = 1
     size: int = 64
@@ -41,21 +42,32 @@ class _Attention:
     sinks: bool = False
     ring: bool = False
     limit: int | None = None
+    page: int | None = None
 
     @property
     def only_gen4(self) -> bool:
         return self.dtype == "float8_e4m3fn"
 
+    def _paged(self, page: int, rng, k, v) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        rows, heads, slots, size = k.shape
+        each = slots // page
+        table = rng.permutation(rows * each + 3)[: rows * each].reshape(rows, each).astype(np.int32)
+        paged = []
+        for cache in (k, v):
+            pages = np.full((rows * each + 3, heads, page, size), np.nan).astype(cache.dtype)
+            pages[table] = cache.reshape(rows, heads, each, page, size).swapaxes(1, 2)
+            paged.append(pages)
+        return *paged, table
+
 
 @dataclass(frozen=True)
 class Decode(_Attention):
-    """flash_decode of rows with these lengths; page: slots of a page, None for a contiguous cache."""
+    """flash_decode of rows with these lengths."""
 
     name: str
     lengths: tuple[int, ...]
     tokens: int = 1
     group: int = 4
-    page: int | None = None
     gain: float = 1.0
 
     def run(self, lnc: int, seed: int = 0) -> float:
@@ -105,17 +117,6 @@ class Decode(_Attention):
                 )
         return out, lse
 
-    def _paged(self, page: int, rng, k, v) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        rows, heads, slots, size = k.shape
-        each = slots // page
-        table = rng.permutation(rows * each + 3)[: rows * each].reshape(rows, each).astype(np.int32)
-        paged = []
-        for cache in (k, v):
-            pages = np.full((rows * each + 3, heads, page, size), np.nan).astype(cache.dtype)
-            pages[table] = cache.reshape(rows, heads, each, page, size).swapaxes(1, 2)
-            paged.append(pages)
-        return *paged, table
-
 
 def attention(q, k, v, scale, softcap, sinks) -> tuple[np.ndarray, np.ndarray]:
     """q [K, G, h], k and v [K, S, h] -> out [K, G, h], lse [K, G], all computed in float64."""
@@ -162,14 +163,17 @@ class Prefill(_Attention):
                     q[chunk, i], keys[:, seen], values[:, seen], scale, self.softcap, sinks
                 )
         positions = np.array(self.starts, np.int32)[:, None] + np.arange(self.width, dtype=np.int32)
+        table = None
+        if self.page:
+            k, v, table = self._paged(self.page, rng, k, v)
 
         @jax.jit
-        def run(q, k, v, rows, positions, sinks):
-            cache, options = KvCache(k, v, ring=self.ring, limit=self.limit), AttentionOptions(scale, self.window)
-            options = replace(options, softcap=self.softcap, sinks=sinks)
+        def run(q, k, v, rows, positions, sinks, table):
+            cache = KvCache(k, v, pages=table, ring=self.ring, limit=self.limit)
+            options = AttentionOptions(scale, self.window, self.softcap, sinks)
             return flash_prefill(q, cache, rows, positions, options, lnc=lnc)
 
-        out, lse = run(q, k, v, rows, positions, sinks)
+        out, lse = run(q, k, v, rows, positions, sinks, table)
         return max(worst(out, want, TOLERANCE[self.dtype]), worst(lse, want_lse, TOLERANCE[self.dtype]))
 
 
@@ -336,6 +340,10 @@ PREFILL = (
     Prefill("prefill, sinks", (0, 250), sinks=True),
     Prefill("prefill, limit", (0, 100), limit=125),
     Prefill("prefill, two steps of the online softmax", (2080,), slots=2112, dtype="bfloat16", window=1500),
+    Prefill("prefill, pages of 128", (0, 120, 300), slots=384, page=128, kv_heads=2),
+    Prefill("prefill, pages of several tiles", (500,), slots=768, page=256, dtype="bfloat16", limit=700, sinks=True),
+    Prefill("prefill, pages of 16", (0, 100), slots=144, page=16),
+    Prefill("prefill, ring of pages", (5, 500), slots=96, page=32, window=70, ring=True),
 )
 FP8, E5M2, FP4 = "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"
 MX = (

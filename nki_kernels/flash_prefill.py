@@ -45,9 +45,9 @@ def flash_prefill(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with q [P, C, K, G, h], h <= 256: chunk p holds the ascending positions[p], [P, C] int32, of row rows[p].
 
-    The cache is one layer, with rows as pages and without scales (float8 as in `flash_decode`), and has the chunks' own
-    keys and values already. A ring has at least as many slots as the window and the span of a chunk. options.window:
-    one for all queries, or [P, C] of each. Rows >= N (absent chunks) read nothing and give garbage that the caller
+    The cache is one layer, without scales (float8 as in `flash_decode`), and has the chunks' own keys and values
+    already. A ring has at least as many slots as the window and the span of a chunk. options.window: one for all
+    queries, or [P, C] of each. Rows that do not exist (absent chunks) read nothing and give garbage that the caller
     ignores. lnc: physical cores, which take tiles of queries in turn. Slots that no query sees may hold anything.
     Returns out [P, C, K, G, h] in q's dtype, lse [P, C, K, G] float32. Raises ValueError for inputs that the kernel
     does not take.
@@ -55,8 +55,9 @@ def flash_prefill(
     chunks, width, kv_heads, group, size = q.shape
     k, v, ring, scale, softcap = cache.k, cache.values, cache.ring, options.scale, options.softcap or 0.0
     _check(q, cache, options)
-    slots = k.shape[2] if cache.limit is None or ring else min(cache.limit, k.shape[2])
-    positions = jnp.where(rows[:, None] < k.shape[0], positions, -1)  # absent chunks read nothing
+    slots, table = cache.slots, _table(cache, rows)
+    count = k.shape[0] if cache.pages is None else cache.pages.shape[0]
+    positions = jnp.where(rows[:, None] < count, positions, -1)  # absent chunks read nothing
     bounds, spans = _bounds(positions, slots, options.window, ring)
     turned = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(chunks, kv_heads, group * width, size)
     bounds = jnp.tile(bounds, (1, group, 1))
@@ -69,11 +70,18 @@ def flash_prefill(
         jax.ShapeDtypeStruct(turned.shape, q.dtype),
         jax.ShapeDtypeStruct((*turned.shape[:3], 1), jnp.float32),
     )
-    chosen = jnp.minimum(rows, k.shape[0] - 1).astype(jnp.int32)[:, None]
     static = dict(slots=slots, scale=float(scale), softcap=float(softcap))
-    out, lse = call("flash_prefill", kernel, lnc, results, turned, k, v, chosen, bounds, spans, sinks, **static)
+    out, lse = call("flash_prefill", kernel, lnc, results, turned, k, v, table, bounds, spans, sinks, **static)
     out = out.reshape(chunks, kv_heads, group, width, size).transpose(0, 3, 1, 2, 4)
     return out, lse.reshape(chunks, kv_heads, group, width).transpose(0, 3, 1, 2)
+
+
+def _table(cache: KvCache, rows: jax.Array) -> jax.Array:
+    """The pages of the chunks' rows, [P, M] int32; row b's is page b without a table."""
+    last = cache.k.shape[0] - 1
+    if cache.pages is None:
+        return jnp.minimum(rows, last).astype(jnp.int32)[:, None]
+    return jnp.clip(cache.pages[jnp.minimum(rows, cache.pages.shape[0] - 1)], 0, last).astype(jnp.int32)
 
 
 def _check(q: jax.Array, cache: KvCache, options: AttentionOptions) -> None:
@@ -108,12 +116,12 @@ def _bounds(positions, slots: int, window, ring: bool) -> tuple[jax.Array, jax.A
 
 
 @nki.jit
-def kernel(q, k, v, rows, bounds, spans, sinks, slots, scale, softcap):
+def kernel(q, k, v, table, bounds, spans, sinks, slots, scale, softcap):
     """Attention of R = G * C queries of each chunk and KV head over the first `slots` slots of its row's cache.
 
-    q [P, K, R, h], query heads first; k, v [N, K, S, h]; rows [P, 1] int32; bounds [P, R, 2 or 4] float32: first slot
-    and the one after the last of one interval or two; spans [P, 2, 1] as in flash_decode; sinks [K, R, 1] in units of
-    the product. Returns out [P, K, R, h] in q's dtype, lse [P, K, R, 1].
+    q [P, K, R, h], query heads first; k, v [N, K, S, h]; table [P, M] int32, each chunk's pages; bounds [P, R, 2 or 4]
+    float32: first slot and the one after the last of one interval or two; spans [P, 2, 1] as in flash_decode; sinks
+    [K, R, 1] in units of the product. Returns out [P, K, R, h] in q's dtype, lse [P, K, R, 1].
     """
     chunks, kv_heads, queries, _ = q.shape
     out = nl.ndarray(q.shape, dtype=q.dtype, buffer=nl.shared_hbm)
@@ -122,8 +130,8 @@ def kernel(q, k, v, rows, bounds, spans, sinks, slots, scale, softcap):
     eye = identity(nl.bfloat16)
     unit = unit_of(scale, softcap)
     for chunk in range(chunks):
-        row = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
-        nisa.dma_copy(dst=row, src=rows[chunk : chunk + 1, :])
+        pages = nl.ndarray((1, table.shape[1]), dtype=nl.int32, buffer=nl.sbuf)
+        nisa.dma_copy(dst=pages, src=table[chunk : chunk + 1, :])
         live = nl.ndarray(positions.shape, dtype=nl.int32, buffer=nl.sbuf)
         mark_span(live, positions, load_spans(spans, chunk), 0, slots, 1.0)
         for head in range(kv_heads):
@@ -138,8 +146,8 @@ def kernel(q, k, v, rows, bounds, spans, sinks, slots, scale, softcap):
             for tile in range(0, tiles, STEP_TILES):
                 here = min(STEP_TILES, tiles - tile)
                 seen = live[:, tile : tile + here]
-                keys = turn_step(k, row, head, tile, here, slots, seen, eye)
-                values = clear_step(v, row, head, tile, here, slots, seen)
+                keys = turn_step(k, pages, head, tile, here, slots, seen, eye)
+                values = clear_step(v, pages, head, tile, here, slots, seen)
                 for state in states:
                     step(state, keys, values, tile * 128, scale, softcap)
             for state in states:
@@ -161,40 +169,44 @@ def place_slots(slots):
     return positions
 
 
-def load_step(cache, row, head, tile, tiles, slots):
-    """[128, tiles, h] of the cache of one row, chosen at run time, and KV head."""
+def load_step(cache, pages, head, tile, tiles, slots):
+    """[128, tiles, h] of the cache of one row, whose pages are chosen at run time, and KV head."""
     page, size = cache.shape[2], cache.shape[3]
     loaded = nl.ndarray((128, tiles, size), dtype=cache.dtype, buffer=nl.sbuf)
-    whole = min(tiles, slots // 128 - tile)
-    start = (head * page + tile * 128) * size
-    if whole > 0:
+    first = tile * 128
+    stop = min(slots, first + tiles * 128)
+    if stop % 128 > 0:
+        nisa.memset(dst=loaded[:, tiles - 1, :], value=0.0)
+    slot = first
+    while slot < stop:
+        # Whole tiles of a page in one transfer, or what it has of one tile.
+        column = slot // page
+        here = min(page - slot % page, stop - slot)
+        lane = slot % 128
+        lanes = min(here, 128 - lane)
+        whole = 1
+        if lanes == 128:
+            whole = here // 128
+        at = (slot - first) // 128
         nisa.dma_copy(
-            dst=loaded[:, 0:whole, :],
+            dst=loaded[lane : lane + lanes, at : at + whole, :],
             src=cache.ap(
-                pattern=[[size, 128], [128 * size, whole], [1, size]], offset=start, scalar_offset=row, indirect_dim=0
-            ),
-        )
-    if whole < tiles:
-        lanes = slots % 128
-        nisa.memset(dst=loaded[:, whole, :], value=0.0)
-        nisa.dma_copy(
-            dst=loaded[0:lanes, whole, :],
-            src=cache.ap(
-                pattern=[[size, lanes], [1, size]],
-                offset=start + whole * 128 * size,
-                scalar_offset=row,
+                pattern=[[size, lanes], [128 * size, whole], [1, size]],
+                offset=(head * page + slot % page) * size,
+                scalar_offset=pages[:, column : column + 1],
                 indirect_dim=0,
             ),
         )
+        slot = slot + lanes * whole
     return loaded
 
 
-def turn_step(k, row, head, tile, tiles, slots, live, eye):
+def turn_step(k, pages, head, tile, tiles, slots, live, eye):
     """[h / pieces, pieces, tiles * 128]: the step's keys transposed."""
     size = k.shape[3]
     pieces = (size + 127) // 128
     work = work_dtype(k)
-    keys = guard_keys(load_step(k, row, head, tile, tiles, slots), live, work)
+    keys = guard_keys(load_step(k, pages, head, tile, tiles, slots), live, work)
     group = keys_a_bank(keys, work)
     flipped = nl.ndarray((size // pieces, pieces, tiles * 128), dtype=work, buffer=nl.sbuf)
     for start in range(0, tiles, group):
@@ -203,9 +215,9 @@ def turn_step(k, row, head, tile, tiles, slots, live, eye):
     return flipped
 
 
-def clear_step(v, row, head, tile, tiles, slots, live):
+def clear_step(v, pages, head, tile, tiles, slots, live):
     """[128, tiles, h]: the step's values, cleared where no query sees them."""
-    loaded = load_step(v, row, head, tile, tiles, slots)
+    loaded = load_step(v, pages, head, tile, tiles, slots)
     values = nl.ndarray(loaded.shape, dtype=loaded.dtype, buffer=nl.sbuf)
     clear_unseen(values, loaded, live)
     return values

@@ -93,7 +93,8 @@ def mla_decode_attention(
     if reason := unsupported(q, latents, keys) or unsupported_pages(latents.shape[2], columns):
         raise ValueError(f"the GPU kernel does not run this latent attention: {reason}")
     (rows, heads, rank), slots = q.shape, latents.shape[2] * (columns or 1)
-    if (columns is None and latents.shape[0] < rows) or rotary.shape != (rows, heads, keys.shape[3]) or rank != latents.shape[3]:
+    fewer = columns is None and latents.shape[0] < rows
+    if fewer or rotary.shape != (rows, heads, keys.shape[3]) or rank != latents.shape[3]:
         raise ValueError(f"q {q.shape}, rotary {rotary.shape} and a cache {latents.shape}, {keys.shape} do not match")
     chosen = chosen or blocks(q.dtype)
     if columns is not None:

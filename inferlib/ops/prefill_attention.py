@@ -84,7 +84,7 @@ def prefill_attention(
     and the span of a chunk. Rows that do not exist (absent chunks) give garbage that the caller ignores.
     options.window: one for all queries, or [P, C] of each, which only "xla" and "pallas_gpu" take. listed: a query sees
     no position outside these blocks; "xla" and "pallas_tpu" take them.
-    backend: "xla"; "nki" for the Trainium kernel (rows as pages, no scales); "pallas_gpu" (no scales, half precision)
+    backend: "xla"; "nki" for the Trainium kernel (no scales); "pallas_gpu" (no scales, half precision)
     and "pallas_tpu", which read only blocks that are seen, and are interpreted on CPU.
     Returns out [P, C, K, G, h] in q's dtype, lse [P, C, K, G] float32. Raises ValueError for what the backend does not
     take.
