@@ -177,6 +177,7 @@ def _kernel(
     visible = window if window is None else window + queries - 1
     dealing = dict(visible=visible, block=block, splits=splits, programs=programs, paged=table_ref is not None)
     share = share_of(lengths_ref, pl.program_id(0), split, **dealing)
+    page = cells.page(share.start)
     top = jnp.full(heads.shape, -jnp.inf, jnp.float32)
     total = jnp.zeros(heads.shape, jnp.float32)
     if sinks_ref is not None:  # counted once, by the row's first share
@@ -187,7 +188,7 @@ def _kernel(
     if queries > 1:
         last = share.length - queries + jnp.minimum(heads // (group // queries), queries - 1)
         spans = jnp.zeros_like(last) if window is None else last - window + 1, last
-    carry = jnp.zeros((heads.size, columns.size), jnp.float32), top, total
+    carry = jnp.zeros((heads.size, columns.size), jnp.float32), top, total, *page
     acc, top, total = attend(q, (cells, v_ref), share, carry, scale=scale, softcap=softcap, spans=spans)
     store_share(acc, top, total, out_ref, lse_ref, split=splits > 1, some=share.start < share.stop)
 
@@ -208,7 +209,7 @@ def attend(
     q: jax.Array,
     cache: tuple[RowCells, Any],
     share: Share,
-    carry: tuple[jax.Array, jax.Array, jax.Array],
+    carry: tuple[jax.Array, ...],
     *,
     scale: float,
     softcap: float | None,
@@ -217,8 +218,9 @@ def attend(
     """Online softmax of queries q [R, C] over a share of a row's positions, in a kernel.
 
     cache: cells of keys, and the ref of values, which has the same shape. carry: the weighted sum of values [R, C], the
-    largest logit [R] and the sum of exponentials [R] so far. spans: the first and the last position that each query
-    sees, [R] each; None: all see the share. Returns the new carry. R and C are powers of two, C at least h.
+    largest logit [R] and the sum of exponentials [R] so far, and the page of the share's first block. spans: the
+    first and the last position that each query sees, [R] each; None: all see the share. Returns the new sums. R and C
+    are powers of two, C at least h.
     """
     (cells, v_ref), (_, first, start, stop) = cache, share
     k_ref, block, columns = cells.ref, cells.block, jnp.arange(q.shape[1])
@@ -248,7 +250,6 @@ def attend(
         acc = acc * decay[:, None] + plgpu.dot(p.astype(q.dtype), values, precision=lax.Precision.HIGHEST)
         return acc, new_top, total * decay + p.sum(axis=1), *page
 
-    carry = *carry, *cells.page(start)
     acc, top, total, *_ = lax.fori_loop(0, pl.cdiv(stop - start, block), step, carry)
     return acc, top, total
 

@@ -194,6 +194,7 @@ def _kernel(
     cells = RowCells(latents_ref, table_ref, 0, block)
     dealing = dict(visible=None, block=block, splits=splits, programs=programs, paged=table_ref is not None)
     length, _, start, stop = share_of(lengths_ref, row, split, **dealing)
+    page = cells.page(start)
     end = stop if new_refs is None else jnp.minimum(stop, length - 1)  # of what is read from the cache
 
     acc = jnp.zeros((chosen.heads, rank), jnp.float32)
@@ -225,8 +226,7 @@ def _kernel(
         acc = acc * decay[:, None] + _dot(p.astype(latents.dtype), latents)
         return acc, new_top, total * decay + p.sum(axis=1), *page
 
-    carry = acc, top, total, *cells.page(start)
-    acc, top, total, *_ = lax.fori_loop(0, pl.cdiv(end - start, block), step, carry)
+    acc, top, total, *_ = lax.fori_loop(0, pl.cdiv(end - start, block), step, (acc, top, total, *page))
     total = jnp.where(total > 0, total, 1.0)  # an empty share: acc 0, top -inf
     out = (acc / total[:, None]).astype(out_ref.dtype)
     # The merge passes over the outputs of empty shares.

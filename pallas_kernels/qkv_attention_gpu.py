@@ -233,13 +233,15 @@ def _kernel(
         sin = jnp.where(columns < half, -1.0, 1.0) * plgpu.load(sin_ref.at[angle], mask=turned, other=0.0)
         return rounded(x * cos + across * sin)
 
+    cells = RowCells(k_ref, table_ref, pl.program_id(1), block, ring)
+    dealing = dict(visible=window, block=block, splits=splits, programs=programs, paged=table_ref is not None)
+    share = over_cache.share_of(lengths_ref, row, split, **dealing)
+    page = cells.page(share.start)
+
     compute = jnp.promote_types(stored, k_ref.dtype)
     tile = (heads.size, columns.size)
     q = finished(jnp.broadcast_to(heads[:, None], tile), q_norm_ref).astype(compute)
     q = jnp.where((heads < group)[:, None], q, jnp.zeros((), compute))
-    cells = RowCells(k_ref, table_ref, pl.program_id(1), block, ring)
-    dealing = dict(visible=window, block=block, splits=splits, programs=programs, paged=table_ref is not None)
-    share = over_cache.share_of(lengths_ref, row, split, **dealing)
 
     # The new cell belongs to the last share, which writes it; no program reads it from the cache.
     some, length = share.start < share.stop, share.length
@@ -260,6 +262,6 @@ def _kernel(
         # A share that is not the owner's begins with the sink alone, which may be -inf.
         total = weight + jnp.where(here, jnp.where(owner, jnp.exp(sinks - top), 1.0), 0.0)
     acc = weight[:, None] * jnp.where(owner, value.astype(jnp.float32), 0.0)[None]
-    older, carry = share._replace(stop=jnp.minimum(share.stop, length - 1)), (acc, top, total)
+    older, carry = share._replace(stop=jnp.minimum(share.stop, length - 1)), (acc, top, total, *page)
     acc, top, total = over_cache.attend(q, (cells, v_ref), older, carry, scale=scale, softcap=softcap)
     over_cache.store_share(acc, top, total, out_ref, lse_ref, split=splits > 1, some=some)

@@ -51,14 +51,15 @@ class RowCells:
     def page(self, first: jax.Array) -> tuple[jax.Array, ...]:
         """The page of the block of positions from `first` on, a multiple of `block`; nothing if the row is one page.
 
-        A loop asks for the next block's page before it needs it, so that loads of the block's cells can run ahead.
+        A loop carries the next block's page, so that loads of the block's cells can run ahead. Triton keeps them ahead
+        of one block, not of two: with pages of two blocks carried, it copied nothing ahead.
         """
         if self.table is None:
             return ()
         return (jnp.clip(self._entry(first), 0, self.ref.shape[0] - 1),)
 
     def at(self, first: jax.Array, page: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """The place of that block in the refs, but for columns: slots as [block, 1]."""
+        """The place in the refs of the block from `first` on, but for columns: slots as [block, 1]."""
         if self.table is not None:
             return (*page, self.head, (lax.rem(first, self.slots) + jnp.arange(self.block))[:, None])
         slot = first + jnp.arange(self.block)
