@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,7 @@ class ModelFiles:
     def quantization(self, wanted: str | None) -> Quantization | None:
         """How the weights are to be kept: as `wanted`, by default as they are stored.
 
+        Weights that are stored as int8, say, may be wanted as int8_a8, which differs in what is multiplied by them.
         Raises ConfigError for an unknown name, CheckpointError if they are stored quantised in another way.
         """
         stored = None
@@ -126,12 +127,15 @@ class ModelFiles:
             stored = shipped_quantization(self.source, family_of(self.hf), self.config)
         if wanted is None or (stored is not None and wanted == stored.name):
             return stored
-        if stored is not None:
+        quantization = Quantization.named(wanted)
+        if stored is None:
+            return quantization
+        if replace(quantization.scheme, round_inputs=stored.scheme.round_inputs) != stored.scheme:
             raise CheckpointError(
                 f"{self.path} has {stored} weights, which cannot become {wanted}: quantise the original, or leave "
                 "quantization out"
             )
-        return Quantization.named(wanted)
+        return replace(quantization, unquantized=stored.unquantized)  # the same weights, for other products
 
     @property
     def nbytes(self) -> int:

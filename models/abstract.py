@@ -279,8 +279,13 @@ def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -
         block=block,
         part=part,
         contracting=tuple(i + stacked for i in p.contracting),
-        scheme=quantized and quantized.scheme,
+        scheme=quantized and _scheme(quantized.scheme, p),
     )
+
+
+def _scheme(scheme: Scheme, p: nnx.Param) -> Scheme:
+    """The scheme of a parameter. Experts do not round their inputs by token: each has few of a step's tokens."""
+    return replace(scheme, round_inputs=False) if scheme.rounds_tokens and axes.EXPERTS in p.axes else scheme
 
 
 def _stored(p: nnx.Param, weight: WeightSpec) -> nnx.Variable:

@@ -9,8 +9,10 @@ from typing import Any
 from inferlib.models.config import ConfigError
 from inferlib.ops.quantized import SCHEMES, Scheme
 
-# Schemes by the names that users write. With _a8, the inputs of products are rounded to MXFP8 too.
-QUANTIZATIONS = SCHEMES | {f"{name}_a8": replace(SCHEMES[name], round_inputs=True) for name in ("mxfp8", "mxfp4")}
+# Schemes by the names that users write. With _a8, the inputs of products are rounded too: to MXFP8, or by token to int8
+# or fp8.
+_ROUNDING = ("int8", "fp8", "mxfp8", "mxfp4")
+QUANTIZATIONS = SCHEMES | {f"{name}_a8": replace(SCHEMES[name], round_inputs=True) for name in _ROUNDING}
 
 
 @dataclass(frozen=True)

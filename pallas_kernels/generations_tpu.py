@@ -14,6 +14,8 @@ GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 li
 GENERATIONS |= {"TPU v5e": "v5e", "TPU v5p": "v5p", "TPU v6e": "v6e"}
 VMEM_BYTES = {"v4": 16 << 20, "v5e": 128 << 20, "v5p": 64 << 20, "v6e": 128 << 20, "v7x": 64 << 20}  # of a core
 FLOAT4 = ("v7x",)  # generations that convert float4_e2m1fn
+# What matrix units multiply faster than bfloat16, which holds the same numbers exactly.
+_EIGHT_BITS = {"v5e": "int8", "v5p": "int8", "v6e": "int8", "v7x": "float8_e4m3fn"}
 _WITHOUT_FLOAT8 = ("v4",)  # generations whose matrix unit takes no 8-bit floats
 _WIDE_INT4 = ("v4",)  # generations that hold 4-bit integers in bytes on chip
 _USUAL_VMEM_BYTES = 64 << 20  # kernels' sizes are chosen for so many
@@ -68,6 +70,13 @@ def _vmem_bytes() -> int:
 def vmem_bits(bits: int) -> int:
     """Bits that an element of `bits` takes on chip."""
     return max(bits, 8) if generation() in _WIDE_INT4 else bits
+
+
+def multiplies(dtype) -> bool:
+    """Whether the matrix unit multiplies numbers of this dtype, of eight bits, faster than bfloat16."""
+    import jax.numpy as jnp
+
+    return _EIGHT_BITS.get(generation()) == jnp.dtype(dtype).name
 
 
 def untaken(dtype) -> str | None:

@@ -63,8 +63,8 @@ def _parameters(group: Any) -> Iterator[inspect.Parameter]:
 Quantization = Annotated[
     str | None,
     typer.Option(
-        help="Format of the weights: int8, int4, fp8, fp8_block, mxfp8(_a8) or mxfp4(_a8); by default as they are "
-        "stored."
+        help="Format of the weights: int8(_a8), int4, fp8(_a8), fp8_block, mxfp8(_a8) or mxfp4(_a8); by default as "
+        "they are stored. With _a8, what they multiply has eight bits too."
     ),
 ]
 CacheDtype = Annotated[

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from inferlib.ops import eight_bits
 from inferlib.ops.choice import Choice
 from inferlib.ops.collective_matmul import RingWeight
 from inferlib.ops.packed import FEW_ROWS, PackedTensor, by_kernel, by_xla
@@ -132,7 +133,7 @@ def choose(
 
     if backend not in (None, "pallas_gpu") or not isinstance(w, QuantizedTensor):
         return Choice("xla")
-    if w.zeros is not None or (partials and w.round_inputs):
+    if w.zeros is not None or (partials and w.round_inputs and w.grouped):
         return Choice("xla", "zero points, or inputs that are rounded")
     values, group = _matrix(w, contract)
     reason = None if tokens <= _row_limit(w) else f"{tokens} rows"
@@ -174,7 +175,7 @@ def _with_ring(x: Activations, w: RingWeight, product: Product) -> jax.Array:
 def _packed(x: Activations, w: PackedTensor, product: Product) -> jax.Array:
     """By the TPU kernel, which norms its inputs itself if it can; by XLA where that reads the weight as fast."""
     y, activation = whole(x), product.activation
-    if w.round_inputs:
+    if w.round_inputs and not w.readable:
         x = y = to_mxfp8(y, MX_GROUP)
     if w.readable and y.shape[0] > FEW_ROWS:
         return product.activated(by_xla(y, w, product.out_dtype))
@@ -188,8 +189,11 @@ def _packed(x: Activations, w: PackedTensor, product: Product) -> jax.Array:
 
 def _quantized(x: Activations, w: QuantizedTensor, product: Product) -> jax.Array:
     """By the GPU kernel that `choose` names, on GPUs; elsewhere by XLA."""
-    if w.round_inputs:
+    if w.round_inputs and w.grouped:
         x = to_mxfp8(whole(x), w.shape[product.contract])
+    if eight_bits.rounds(w, x.shape[0]):
+        summed = tuple(range(1, product.contract + 1)), tuple(range(product.contract))
+        return product.activated(eight_bits.product(whole(x), w.values, w.scales, summed, product.out_dtype))
     x = x if isinstance(x, DeferredNorm) else whole(x)
 
     def default(x: jax.Array | DeferredNorm, w: QuantizedTensor) -> jax.Array:

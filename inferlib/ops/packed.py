@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from inferlib.ops import eight_bits
 from inferlib.ops.choice import Choice
 from inferlib.ops.quantized import Scheme
 from inferlib.sharding import axes
@@ -74,6 +75,11 @@ class PackedTensor:
         return self.tops is None and (self.scales is None or self.scales.shape[-2] == 1)
 
     @property
+    def rounds_tokens(self) -> bool:
+        """See `Scheme.rounds_tokens`."""
+        return self.round_inputs and self.readable
+
+    @property
     def stack(self) -> Weight:
         """The stack [L, P, K, N], as the kernel of products takes it."""
         return self._reshaped(lambda x: x if x.ndim == 4 else x[None])
@@ -128,7 +134,7 @@ def by_kernel(
 
 
 def by_xla(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
-    """x [T, *I] times a `readable` w -> [T, *O] by XLA."""
+    """x [T, *I] times a `readable` w -> [T, *O] by XLA. Many rows are rounded if the scheme says so."""
 
     def of_layer(array: jax.Array) -> jax.Array:
         return array if array.ndim == 3 else lax.dynamic_index_in_dim(array, w.layer, keepdims=False)
@@ -136,12 +142,21 @@ def by_xla(x: jax.Array, w: PackedTensor, out_dtype) -> jax.Array:
     values, scales = of_layer(w.values), None if w.scales is None else of_layer(w.scales)
     rows = x.reshape(x.shape[0], -1)
     rows = jnp.pad(rows, ((0, 0), (0, values.shape[1] - rows.shape[1])))
-    accumulated = out_dtype if scales is None else jnp.float32
-    y = lax.dot_general(rows, values.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=accumulated)
-    y = y if scales is None else (y * scales[:, 0]).astype(out_dtype)
+    if scales is not None and eight_bits.rounds(w, rows.shape[0]):
+        y = eight_bits.product(rows, values, scales[:, 0], ((1,), (1,)), out_dtype)
+    else:
+        y = _unrounded(rows, values, scales, out_dtype)
     y = lax.optimization_barrier(y) if w.rest else y  # otherwise XLA:TPU would reshape and copy the weight
     y = y.reshape(*y.shape[:2], -1, *w.rest)
     return y if w.apart else y[:, 0]
+
+
+def _unrounded(rows: jax.Array, values: jax.Array, scales: jax.Array | None, out_dtype) -> jax.Array:
+    """rows [T, K] times values [P, K, N] -> [T, P, N]."""
+    accumulated = out_dtype if scales is None else jnp.float32
+    dimensions = (((1,), (1,)), ((), ()))
+    y = lax.dot_general(rows, values.astype(rows.dtype), dimensions, preferred_element_type=accumulated)
+    return y if scales is None else (y * scales[:, 0]).astype(out_dtype)
 
 
 # ---- storage

@@ -18,14 +18,17 @@ import ml_dtypes
 import numpy as np
 from jax import lax
 
+EIGHT_BITS = ("int8", "float8_e4m3fn")  # that matrix units multiply
+
 
 @dataclass(frozen=True)
 class Scheme:
     """How a weight is stored.
 
     values, scales: dtypes. group: number of elements that share a scale; None: a whole channel does. zeros: they share
-    a zero point too, of the values' dtype, an integer. round_inputs: inputs of the product are rounded to MXFP8 in the
-    same groups, as matrix units for MX formats take them.
+    a zero point too, of the values' dtype, an integer. round_inputs: inputs of the product are rounded too, as matrix
+    units take them: to MXFP8 in the same groups, or, if a channel shares a scale, to the values' dtype where there are
+    many rows (see `eight_bits`).
 
     If `group` does not divide a dimension, its groups have the greatest common divisor of the two.
     """
@@ -37,8 +40,13 @@ class Scheme:
     round_inputs: bool = False
 
     def __post_init__(self):
-        if self.round_inputs and self.group is None:
-            raise ValueError("inputs are rounded in the groups of the weight, and it has none")
+        if self.round_inputs and self.group is None and (self.zeros or self.values not in EIGHT_BITS):
+            raise ValueError(f"inputs are rounded in groups, or to {' or '.join(EIGHT_BITS)} without zero points")
+
+    @property
+    def rounds_tokens(self) -> bool:
+        """Whether inputs of products are rounded with a scale for each token."""
+        return self.round_inputs and self.group is None
 
     def group_of(self, size: int) -> int:
         """Number of elements that share a scale in a dimension of `size`."""
@@ -92,6 +100,11 @@ class QuantizedTensor:
     grouped: bool = field(metadata={"static": True})
     zeros: jax.Array | None = None
     round_inputs: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def rounds_tokens(self) -> bool:
+        """See `Scheme.rounds_tokens`."""
+        return self.round_inputs and not self.grouped
 
     @property
     def shape(self) -> tuple[int, ...]:

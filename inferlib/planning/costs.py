@@ -28,7 +28,7 @@ from inferlib.ops.quantized import nbytes
 from inferlib.planning import rates
 from inferlib.planning.collectives import Collective
 from inferlib.planning.estimate import estimate
-from inferlib.planning.kernels import Tokens, attention_rate, fetches_ahead, product_rate, small_seconds
+from inferlib.planning.kernels import Tokens, attention_rate, fetches_ahead, numbers_of, product_rate, small_seconds
 from inferlib.planning.network import ATTAINED, IDEAL, Efficiency, Network, place
 from inferlib.planning.rates import PLAIN, Part
 from inferlib.programs.program import ProgramKey
@@ -329,6 +329,7 @@ class Deployed:
         rate, elements = PLAIN, 0.0
         if m.packed is not None and times:
             rate, each = product_rate(m.packed, math.ceil(times), self._backend)
+            flops *= self.target.rate("bfloat16") / self.target.rate(numbers_of(m.packed, math.ceil(times)))
             read = times / m.count if each else read
             elements = m.elements * m.count * read
         product = Part(rate, rates.rounded(rate, times) * flops, m.nbytes * read + moved, elements, m.layers)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from inferlib.models.abstract import WeightSpec
 from inferlib.models.config import LayerSpec, MlaSpec, MoeSpec
-from inferlib.ops import grouped_matmul, matmul
+from inferlib.ops import eight_bits, grouped_matmul, matmul
 from inferlib.ops.backend import Backend
 from inferlib.ops.expert_mlp import MOST_TOKENS, MOST_TOKENS_4_BIT
 from inferlib.ops.packed import FEW_ROWS
@@ -28,7 +28,7 @@ def product_rate(weight: WeightSpec, rows: int, backend: Backend) -> tuple[Rate,
 
     rows: of the product; of experts, all rows of all of them.
     """
-    if weight.scheme is None or backend.matmul != "pallas_gpu":
+    if weight.scheme is None or backend.matmul != "pallas_gpu" or numbers_of(weight, rows) != "bfloat16":
         return rates.PLAIN, False
     value: Any = weight.value
     if axes.EXPERTS in weight.axes:
@@ -37,6 +37,13 @@ def product_rate(weight: WeightSpec, rows: int, backend: Backend) -> tuple[Rate,
         options: dict[str, Any] = dict(contract=len(weight.contracting), backend=backend.matmul)
         name = matmul.choose(value, rows, jnp.bfloat16, **options).name
     return _of_gpu(name, value.values.dtype.name, value.grouped), name == "pallas_gpu_unsorted"
+
+
+def numbers_of(weight: WeightSpec, rows: int) -> str:
+    """The numbers that a product of `rows` rows multiplies, by the names of `Chip.flops`."""
+    if weight.scheme is None or not eight_bits.rounds(weight.scheme, rows):
+        return "bfloat16"
+    return "int8" if weight.scheme.values == "int8" else "float8"
 
 
 def _of_gpu(name: str, dtype: str, grouped: bool) -> Rate:
