@@ -42,8 +42,8 @@ from inferlib.llm import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf, family_of
-from inferlib.models.quantization import Quantization
-from inferlib.ops.quantized import SCHEMES, nbytes
+from inferlib.models.quantization import QUANTIZATIONS, Quantization
+from inferlib.ops.quantized import nbytes
 from inferlib.programs.memory import OutOfMemoryError, explained
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sampling.params import SamplingParams
@@ -236,7 +236,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=int, default=2048, help="cache length in tokens")
     parser.add_argument("--steps", type=int, default=128, help="decode steps to time")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
-    parser.add_argument("--quantization", choices=SCHEMES)
+    parser.add_argument("--quantization", choices=QUANTIZATIONS)
     parser.add_argument("--experts-only", action="store_true", help="quantize nothing but experts")
     parser.add_argument(
         "--backend", default="auto", help="xla, or for example decode_attention=xla: see inferlib generate"

@@ -29,8 +29,7 @@ from inferlib.inspection.hlo import Instruction, Module
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
-from inferlib.models.quantization import Quantization
-from inferlib.ops.quantized import SCHEMES
+from inferlib.models.quantization import QUANTIZATIONS, Quantization
 from inferlib.programs.program import ProgramKey, build
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import alone
@@ -88,7 +87,7 @@ def place(launch: Instruction) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=configs.names(), default="llama3-8b", help="a shape from configs/")
-    parser.add_argument("--quantization", choices=SCHEMES)
+    parser.add_argument("--quantization", choices=QUANTIZATIONS)
     parser.add_argument("--experts-only", action="store_true", help="quantize nothing but experts")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--cache", type=int, default=2048, help="cache length in tokens")

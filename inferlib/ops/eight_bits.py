@@ -60,7 +60,9 @@ def by_token(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.
     norm before it: as one matrix, and without `quantize`, whose bits of exponents would need another.
     """
     rows, most = x.reshape(x.shape[0], -1).astype(jnp.float32), largest_value(dtype)
-    scales = jnp.max(jnp.abs(rows), axis=1) / most
+    sizes = jnp.abs(rows)
+    sizes = jnp.where(sizes <= jnp.finfo(jnp.float32).max, sizes, jnp.inf)  # a maximum may pass over NaN
+    scales = jnp.max(sizes, axis=1) / most
     scales = jnp.where(scales == 0, 1.0, scales)
     scaled = jnp.clip(rows / scales[:, None], -most, most)
     scaled = jnp.round(scaled) if jnp.issubdtype(dtype, jnp.integer) else scaled
@@ -77,12 +79,9 @@ def _sums(x: jax.Array, w: jax.Array, summed: tuple[Sequence[int], Sequence[int]
     def in_eight_bits(x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.dot_general(x, w, dimensions, preferred_element_type=accumulator).astype(dtype)
 
-    def widened(x: jax.Array, w: jax.Array, wide=jnp.float32) -> jax.Array:
-        precision = lax.Precision.HIGHEST if wide == jnp.float32 else None
-        operands = x.astype(wide), w.astype(wide)
-        return lax.dot_general(*operands, dimensions, precision, preferred_element_type=jnp.float32).astype(dtype)
+    def widened(x: jax.Array, w: jax.Array) -> jax.Array:
+        operands = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)  # which holds them exactly
+        return lax.dot_general(*operands, dimensions, preferred_element_type=jnp.float32).astype(dtype)
 
-    def on_tpu(x: jax.Array, w: jax.Array) -> jax.Array:
-        return in_eight_bits(x, w) if multiplies(x.dtype) else widened(x, w, jnp.bfloat16)
-
+    on_tpu = in_eight_bits if multiplies(x.dtype) else widened
     return lax.platform_dependent(x, w, cuda=in_eight_bits, tpu=on_tpu, default=widened)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +18,24 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import load_file, save_file
 
 from inferlib import LLM, Buckets
+from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import ConfigurationError
+from inferlib.conversion import convert
 from inferlib.engine.engine import Engine
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ConfigError, OutputGate
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
+from inferlib.ops import eight_bits
+from inferlib.ops.choice import Choice
 from inferlib.ops.grouped_matmul import chosen_matmul, grouped_matmul
-from inferlib.ops.matmul import matmul
+from inferlib.ops.matmul import choose, matmul
+from inferlib.ops.packed import Packing
 from inferlib.ops.quantized import SCHEMES, QuantizedTensor, Scheme, nbytes, quantize
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import make_shards, planned_shards
+from tests.helpers.kernels import lowered_for_cuda
 from tests.helpers.llms import random_prompts, reference
 from tests.helpers.oracle import make_checkpoint
 
@@ -168,6 +175,110 @@ def test_inputs_are_rounded_too(name, tokens, shape, contract, group):
     assert np.abs(expected - np.tensordot(x.astype(np.float64), whole, contract)).max() > 0.1
     got = jax.jit(lambda x, w: matmul(x, w, contract=contract))(x, cached)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-4)
+
+
+ROUNDING = {"int8_a8": 0.01, "fp8_a8": 0.035}  # the error of rounded normal inputs, relative to the product's norm
+
+
+def eight_bit_product(name: str, rows: int, dtype="float32") -> tuple[np.ndarray, QuantizedTensor, np.ndarray]:
+    """Inputs [T, 6, 16], of which the fourth is zero, a weight [6, 16, 3, 8], and what it stands for in float64."""
+    rng, contracting = np.random.default_rng(rows), (0, 1)
+    x = jnp.asarray(3 * rng.normal(size=(rows, 6, 16)), dtype).at[3].set(0)
+    scheme = Quantization.named(name).scheme
+    w = quantize(rng.normal(size=(6, 16, 3, 8)).astype(np.float32), contracting, scheme)
+    return x, w, np.asarray(w.dequantized(contracting, jnp.float32), np.float64)
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_rows_are_rounded_by_token(name, dtype):
+    x, w, whole = eight_bit_product(name, eight_bits.MANY_ROWS, dtype)
+    exact = np.asarray(x.astype(jnp.float32))
+    values, scales = jax.jit(partial(eight_bits.by_token, dtype=w.values.dtype))(x)
+    taken = np.asarray(values.astype(jnp.float32), np.float64) * np.asarray(scales)[:, None, None]
+    nearest = rounded(exact.reshape(len(x), -1).T, Scheme(w.values.dtype.name)).T.reshape(x.shape)
+    assert (np.abs(taken - exact) <= np.abs(nearest - exact) * (1 + 1e-3) + 1e-5).all()  # of two as near, either
+    want = np.tensordot(taken, whole, 2)
+    got = np.asarray(jax.jit(partial(matmul, contract=2))(x, w).astype(jnp.float32))
+    tolerance = 1e-5 if dtype == "float32" else 2**-7  # rounded before the scales and after
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=1e-4)
+    assert not got[3].any()
+    without = np.tensordot(exact.astype(np.float64), whole, 2)
+    assert 0.001 < np.linalg.norm(want - without) / np.linalg.norm(without) < ROUNDING[name]
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_fewer_rows_are_not_rounded(name):
+    x, w, _ = eight_bit_product(name, eight_bits.MANY_ROWS - 1)
+    got = jax.jit(partial(matmul, contract=2))(x, w)
+    np.testing.assert_array_equal(got, jax.jit(partial(matmul, contract=2))(x, replace(w, round_inputs=False)))
+    x = x.astype(jnp.bfloat16)
+    for partials in (False, True):
+        assert choose(w, 4, x.dtype, contract=2, backend="pallas_gpu", partials=partials) == Choice("row_matmul")
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_a_token_that_is_not_finite_spoils_itself_alone(name):
+    x, w, _ = eight_bit_product(name, eight_bits.MANY_ROWS)
+    run = jax.jit(partial(matmul, contract=2))
+    for bad in (np.nan, np.inf):
+        got = np.asarray(run(x.at[7, 2, 5].set(bad), w))
+        assert not np.isfinite(got[7]).any()
+        np.testing.assert_array_equal(np.delete(got, 7, 0), np.delete(np.asarray(run(x, w)), 7, 0))
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_packed_weights_multiply_rounded_tokens(name):
+    rng, scheme = np.random.default_rng(0), Quantization.named(name).scheme
+    w = quantize(rng.normal(size=(96, 2, 128)).astype(np.float32), (0,), scheme)
+    packing = Packing(scheme, (96, 2, 128), ("embed", "gate_up", "mlp"), (0,))
+    x = jnp.asarray(rng.normal(size=(eight_bits.MANY_ROWS, 96)), jnp.bfloat16)
+    gated = partial(matmul, activation=lambda gate, up: gate * up)
+    got, want = jax.jit(gated)(x, packing.tensor(*packing.pack(w.values, w.scales))), jax.jit(gated)(x, w)
+    np.testing.assert_allclose(got.astype(jnp.float32), want.astype(jnp.float32), rtol=2**-7, atol=2**-5)
+
+
+@pytest.mark.parametrize(("name", "operands"), [("int8_a8", "i8"), ("fp8_a8", "f8E4M3FN")])
+def test_gpus_multiply_eight_bits_by_eight_bits(name, operands):
+    x, w, _ = eight_bit_product(name, eight_bits.MANY_ROWS, "bfloat16")
+    text = lowered_for_cuda(partial(matmul, contract=2), x, w)
+    products = [line for line in text.splitlines() if "dot_general" in line]  # of all platforms
+    assert sum(f"(tensor<256x6x16x{operands}>, tensor<6x16x3x8x{operands}>)" in line for line in products) == 1
+
+
+def test_experts_do_not_round_their_tokens(tmp_path):
+    hf = json.loads((make_checkpoint(tmp_path, "qwen3_moe", num_hidden_layers=1) / "config.json").read_text())
+    model = abstract_model(config_from_hf(hf), "float32", quantization=Quantization.named("fp8_a8"))
+    rounds = {w.part: w.scheme.round_inputs for w in model.weights if w.scheme is not None}
+    assert rounds["attn.qkv"]
+    assert not rounds["mlp.experts.gate_up"]
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_rounded_tokens_on_a_mesh(name, checkpoint, monkeypatch):
+    """Where inputs are split, each device has a scale for its part, so results are as near as rounding is."""
+    monkeypatch.setattr(eight_bits, "MANY_ROWS", 16)
+    path, (prompt,) = checkpoint("llama"), random_prompts([20])
+    sizes = dict(dtype="float32", max_batch=1, max_len=32, buckets=Buckets(prefill=(16,), batch=(1,), cache=(32,)))
+    options = dict(progress=False, **sizes)
+    exact, one, two = (
+        LLM(path, quantization=q, parallel=parallel, **options).logits(prompt)
+        for q, parallel in ((name.removesuffix("_a8"), None), (name, None), (name, "tp=2"))
+    )
+    scale = np.abs(exact).max()
+    assert np.abs(one - exact).max() > 1e-4 * scale
+    for near in (one, two):
+        assert np.corrcoef(near.ravel(), exact.ravel())[0, 1] > 0.99
+    assert np.corrcoef(one.ravel(), two.ravel())[0, 1] > 0.99
+
+
+def test_stored_weights_may_round_their_tokens_or_not(tmp_path, checkpoint):
+    convert(checkpoint("llama"), tmp_path / "out", quantization="int8", dtype="float32")
+    files = ModelFiles.open(tmp_path / "out")
+    assert files.quantization("int8_a8") == Quantization.named("int8_a8")
+    assert files.quantization(None) == Quantization.named("int8")
+    with pytest.raises(CheckpointError, match="has int8 weights, which cannot become fp8_a8"):
+        files.quantization("fp8_a8")
 
 
 def drawn(rng: np.random.Generator, scheme: Scheme, shape, contracting) -> QuantizedTensor:
