@@ -2,6 +2,7 @@
 
     python benchmarks/decode.py --config llama3-8b --batch 1,64 --cache 2048 --peer hf
     python benchmarks/decode.py --model smollm2 --batch 1 --cache 512 --peer hf
+    python benchmarks/decode.py --config llama3-8b --batch 1,16,64 --quantization fp8_a8 --prefill 32x2000
 
 --config takes a shape from configs/ with random weights, --model a checkpoint. Every row of the cache is full except
 for the timed steps. --quantization stores the matrices in fewer bits, with --experts-only just those of experts. "host
@@ -9,7 +10,8 @@ us" is our own Python per dispatch, "enqueue us" the call that starts a program.
 medians, since pauses of Python's garbage collector fall on either by chance. The floor of a step is the bytes that it
 must read (weights once, each live key and value once, and the experts that are chosen if all are equally likely) over
 the copy bandwidth. --peer hf times Hugging Face `generate` on the same shape: on a GPU with a static cache and
-torch.compile, on a CPU unchanged; hf-plain: unchanged on both.
+torch.compile, on a CPU unchanged; hf-plain: unchanged on both. --prefill NxL also times N prompts of L tokens, from the
+first's start to the last's first token.
 """
 
 from __future__ import annotations
@@ -173,6 +175,22 @@ def measure(
     }
 
 
+def prefill_rate(model: AbstractModel, weights, prompts: int, length: int, backend: str = "auto") -> float:
+    """Prompt tokens per second of an engine with a row for each prompt, which has compiled its programs."""
+    engine = Engine(model, weights, engine_config(model.config, prompts, length + 8, Shards(), backend))
+    rng, params = np.random.default_rng(2), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    seconds = []
+    for _ in range(3):  # the first compiles
+        start = time.perf_counter()
+        for seed in range(prompts):
+            tokens = rng.integers(0, model.config.vocab, length).tolist()
+            engine.add(Sequence(tokens, params, max_tokens=1, seed=seed))
+        while engine.busy:
+            engine.advance()
+        seconds.append(time.perf_counter() - start)
+    return prompts * length / min(seconds[1:])
+
+
 def in_child(function, *args):
     """Call the function in another process, so that neither takes memory that the other needs."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -242,10 +260,15 @@ def arguments() -> argparse.Namespace:
         "--backend", default="auto", help="xla, or for example decode_attention=xla: see inferlib generate"
     )
     parser.add_argument("--peer", choices=("hf", "hf-plain"), help="also time this peer")
+    parser.add_argument("--prefill", metavar="NxL", help="also time N prompts of L tokens")
     parser.add_argument("--json", action="store_true", help="one JSON object per row instead of a table")
     args = parser.parse_args()
     with user_errors(parser):
         args.batches = [int(b) for b in args.batch.split(",")]
+        prefill = args.prefill.split("x") if args.prefill else []
+        if len(prefill) not in (0, 2) or not all(n.isdecimal() and int(n) for n in prefill):
+            raise ValueError(f"--prefill {args.prefill}: write prompts x tokens, such as 32x2000")
+        args.prefill = [int(n) for n in prefill]
         args.files = ModelFiles.open(args.model) if args.model else None
         backend_option(args.backend)
     args.parser, args.name = parser, args.config or args.model
@@ -275,11 +298,17 @@ def main() -> None:
         if args.peer:
             row |= {"peer_ms": peers[i], "ratio": peers[i] / row["ms"]}
     device = jax.devices()[0].device_kind
+    prefill = prefill_rate(model, weights, *args.prefill, args.backend) if args.prefill else None
     if args.json:
         for row in rows:
             print(json.dumps({"model": args.name, "dtype": dtype, "device": device, **row}))
+        if prefill:
+            print(json.dumps({"model": args.name, "device": device, "prefill_tokens_per_second": prefill}))
     else:
-        show(f"{args.name}, {dtype}, {device}; copy {copy / 1e9:.0f} GB/s", rows)
+        stored = args.quantization or dtype
+        show(f"{args.name}, {stored}, {device}; copy {copy / 1e9:.0f} GB/s", rows)
+        if prefill:
+            print(f"{args.prefill[0]} prompts of {args.prefill[1]} tokens: {prefill:,.0f} tokens/s")
 
 
 def show(title: str, rows: list[dict]) -> None:
