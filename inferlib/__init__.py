@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from inferlib.config import Buckets, EngineConfig, EngineOptions
     from inferlib.conversion import convert
+    from inferlib.deploy.compile import CompileResult, compile
+    from inferlib.deploy.explain import ModelExplanation, explain
+    from inferlib.deploy.plan import PlanResult, Slo, Workload, plan
     from inferlib.llm import LLM, Stream
     from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
     from inferlib.sampling.params import SamplingParams
@@ -17,31 +20,47 @@ if TYPE_CHECKING:
 _MODULES = {
     "LLM": "inferlib.llm",
     "Buckets": "inferlib.config",
+    "CompileResult": "inferlib.deploy.compile",
     "CompletionOutput": "inferlib.outputs",
     "EngineConfig": "inferlib.config",
     "EngineOptions": "inferlib.config",
     "Logprob": "inferlib.outputs",
+    "ModelExplanation": "inferlib.deploy.explain",
     "Parallelism": "inferlib.sharding.mesh",
+    "PlanResult": "inferlib.deploy.plan",
     "RequestMetrics": "inferlib.outputs",
     "RequestOutput": "inferlib.outputs",
     "SamplingParams": "inferlib.sampling.params",
+    "Slo": "inferlib.deploy.plan",
     "Stream": "inferlib.llm",
+    "Workload": "inferlib.deploy.plan",
+    "compile": "inferlib.deploy.compile",
     "convert": "inferlib.conversion",
+    "explain": "inferlib.deploy.explain",
+    "plan": "inferlib.deploy.plan",
 }
 
 __all__ = [
     "LLM",
     "Buckets",
+    "CompileResult",
     "CompletionOutput",
     "EngineConfig",
     "EngineOptions",
     "Logprob",
+    "ModelExplanation",
     "Parallelism",
+    "PlanResult",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "Slo",
     "Stream",
+    "Workload",
+    "compile",
     "convert",
+    "explain",
+    "plan",
 ]
 
 

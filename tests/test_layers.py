@@ -38,6 +38,7 @@ LEVELS = (
             "platforms",
             "progress",
             "sampling",
+            "tables",
             "targets",
         ),
         *("programs.compilation_cache", "programs.counter", "programs.start_functions"),
@@ -48,7 +49,7 @@ LEVELS = (
     ("inspection",),
     ("aot",),
     ("tuning",),
-    ("llm",),
+    ("deploy", "llm"),
     ("cli",),
 )
 LEVEL_OF = {f"inferlib.{name}": level for level, names in enumerate(LEVELS) for name in names}

@@ -16,6 +16,7 @@ from inferlib.cli.output import fail
 
 if TYPE_CHECKING:
     from inferlib.config import Buckets
+    from inferlib.deploy.source import ModelSource
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
@@ -123,6 +124,15 @@ class ShapeArguments:
             fail("give either a model or the name of a shape with --config")
         if self.revision is not None and self.model is None:
             fail("--revision is of a model of the hub: give one")
+
+    def source(self, *, files: bool = True) -> ModelSource:
+        """The model or the shape. files: open the checkpoint, instead of only its config. Raises ValueError."""
+        from inferlib.deploy.source import model_source, shape_source
+
+        if self.model is None:
+            return shape_source(self.config or "")
+        # A command says with --config that it names a shape.
+        return model_source(self.model, self.revision, files=files, shapes=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ from rich.table import Table
 
 from inferlib.cli.arguments import BucketArguments, Json, grouped
 from inferlib.cli.compile import deployment_of
-from inferlib.cli.info import quantization_of, shape_config
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
@@ -134,16 +133,15 @@ def _needed(
     target: Target, programs: ProgramArguments, buckets: BucketArguments, kernels: list[str] | None
 ) -> tuple[dict[str, dict[str, Case]], list[Failed]]:
     """The cases of a deployment's programs, and shapes that no case can express."""
+    from inferlib.deploy.source import shape_source
     from inferlib.tuning.tune import needed
 
-    hf = shape_config(programs.config)
     deployment = deployment_of(
-        hf,
+        shape_source(programs.config or ""),
         target.name,
-        programs.parallel,
-        None,
         buckets,
-        quantization=quantization_of(None, programs.quantization),
+        parallel=programs.parallel,
+        quantization=programs.quantization,
         modes=("greedy",),
     )
     cases, unknown = needed(deployment)

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from inferlib.inspection.report import Latency, ProgramReport, Report, gib
+from inferlib.tables import Part
 
-_WIDTH = 150  # if there is no terminal
 
-
-def render(report: Report, name: str) -> str:
-    """Tables of memory and time, then collectives, copies and errors. name: the model's name."""
-    text, terminal = io.StringIO(), sys.stdout.isatty()
-    console = Console(file=text, force_terminal=terminal, width=None if terminal else _WIDTH)
+def parts(report: Report, name: str) -> list[Part]:
+    """Tables of memory and time, then lines on collectives, copies and errors. name: the model's name."""
     made = report.deployment
-    console.print(f"[bold]{name} on {made.target}[/bold], {settings_text(report)}", highlight=False)
-    console.print(_memory(report), _time(report), highlight=False)
-    for line in (*_limits(report), *assumptions(report), *_collectives(report), *_kernels(report), *_problems(report)):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    return text.getvalue()
+    title = f"[bold]{escape(name)} on {made.target}[/bold], {escape(settings_text(report))}"
+    lines = *_limits(report), *assumptions(report), *_collectives(report), *_kernels(report), *_problems(report)
+    return [title, _memory(report), _time(report), *map(escape, lines)]
 
 
 def settings_text(report: Report) -> str:

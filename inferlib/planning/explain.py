@@ -6,14 +6,12 @@ several hosts a program also gathers its output, a few numbers for each row, on 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
-from rich.console import Console, Group
 
 from inferlib.cache.plan import BlockCache, BlockState, CachePlan
 from inferlib.config import EngineConfig
@@ -27,12 +25,13 @@ from inferlib.programs.program import ProgramKey
 from inferlib.programs.row_state import STATE_AXES, RowState
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
+from inferlib.tables import Part, Tables
 
 __all__ = ["Collective", "Explanation", "Placement", "Step", "explain"]
 
 
-@dataclass(frozen=True)
-class Explanation:
+@dataclass(frozen=True, repr=False)
+class Explanation(Tables):
     """A model on a mesh; `print` it. waste: see `Layout.waste`."""
 
     shards: Shards
@@ -61,14 +60,9 @@ class Explanation:
         mesh = dict(self.shards.mesh.shape) if self.shards.mesh is not None else {}
         return {"mesh": mesh, **arrays, "waste": self.waste, "steps": steps}
 
-    def __rich__(self) -> Group:
+    def parts(self) -> Sequence[Part]:
         placements = explain_text.placements(self.shards, self.arrays)
-        return Group(placements, *explain_text.waste(self.waste), *explain_text.steps(self.steps))
-
-    def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=140, force_terminal=False, force_jupyter=False).print(self, highlight=False)
-        return text.getvalue()
+        return [placements, *explain_text.waste(self.waste), *explain_text.steps(self.steps)]
 
 
 def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: Sequence[ProgramKey]) -> Explanation:

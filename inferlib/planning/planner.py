@@ -28,14 +28,15 @@ class PlanError(ValueError):
 class Workload:
     """Requests of `input_len` prompt tokens and `output_len` generated ones, `concurrency` at a time."""
 
-    input_len: int
-    output_len: int
-    concurrency: int
+    input_len: int = 1024
+    output_len: int = 256
+    concurrency: int = 64
 
     def __post_init__(self):
         for field in fields(self):
-            if getattr(self, field.name) < 1:
-                raise PlanError(f"{field.name} must be at least 1, got {getattr(self, field.name)}")
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise PlanError(f"{field.name} must be at least 1, got {value!r}")
 
     @property
     def max_len(self) -> int:

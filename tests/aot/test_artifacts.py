@@ -22,10 +22,10 @@ from inferlib.aot.artifacts import ArtifactError, Artifacts, ArtifactWriter
 from inferlib.aot.compile import CompileError, check_compiler, compile_programs
 from inferlib.cli import app
 from inferlib.config import ConfigurationError
+from inferlib.deploy.compile import CompileResult
 from inferlib.inspection.outcome import Outcome
 from inferlib.inspection.report import Report
 from inferlib.inspection.report_html import page
-from inferlib.inspection.report_text import render
 from inferlib.llm import ModelFiles
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program_set import UnplannedProgramError
@@ -118,7 +118,7 @@ def test_copies_of_the_cache_are_added_up_and_fail_but_on_a_cpu(model, target):
     report = replace(report, programs=(told,))
     assert report.ok == (target == "cpu")
     assert "nothing copies" not in page(report, "m")
-    lines = [line for line in render(report, "m").splitlines() if "copies the cache" in line]
+    lines = [line for line in CompileResult("m", report).text().splitlines() if "copies the cache" in line]
     assert [line.partition("cache: ")[2] for line in lines] == ["k, 3 x 2.00 MiB a step", "v, 1 x 2.00 MiB a step"]
 
 

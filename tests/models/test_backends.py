@@ -14,9 +14,9 @@ from benchmarks import compile as compile_benchmark
 from benchmarks import decode as decode_benchmark
 from inferlib import LLM, Buckets, SamplingParams
 from inferlib.config import OPERATIONS, ConfigurationError, DeviceKind, EngineConfig, backend_option
+from inferlib.deploy.compile import CompileResult
 from inferlib.inspection.report import Report
 from inferlib.inspection.report_html import page
-from inferlib.inspection.report_text import render
 from inferlib.models.abstract import abstract_model
 from inferlib.models.attention_choices import choose_attention
 from inferlib.models.families import config_from_hf
@@ -211,7 +211,7 @@ def test_operations_are_left_to_xla(option, left):
 def test_reports_say_what_programs_were_compiled_with():
     made = Deployment(TINY, "v5e-1", "bfloat16", Buckets((16,), (2,), (128,)), kv_cache_dtype="int8", backend="xla")
     report, settings = Report.of(made, ()), "tp=1, bfloat16, int8 cache, backend xla"
-    assert render(report, "tiny").splitlines()[0] == f"tiny on v5e-1, {settings}"
+    assert CompileResult("tiny", report).text().splitlines()[0] == f"tiny on v5e-1, {settings}"
     assert f"<h1>tiny on v5e-1</h1><p>{settings}: " in page(report, "tiny")
 
 

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from inferlib import Buckets, SamplingParams
 from inferlib.cache.plan import plan_cache
-from inferlib.cli.info import _layer
+from inferlib.deploy.explain_text import layer_text
 from inferlib.models import families
 from inferlib.models.abstract import abstract_model
 from inferlib.models.batch import StepContext
@@ -211,4 +211,4 @@ def test_collectives_and_summary_are_its_own(folder):
     deployed = Deployed(families.config_from_hf(HF), parse_target("v5e:2x2"), Parallelism.parse("tp=4"))
     ours = [c for c in deployed.decode(3, 50).collectives if c.purpose == "mean of all heads"]
     assert [(c.kind, c.count, c.nbytes) for c in ours] == [("all-reduce", LAYERS, 3 * 4)]
-    assert _layer(deployed.config.layers[0]).startswith("moving average of 48 channels, MLP silu 40")
+    assert layer_text(deployed.config.layers[0]).startswith("moving average of 48 channels, MLP silu 40")

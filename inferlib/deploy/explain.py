@@ -1,0 +1,208 @@
+"""`inferlib.explain`: what a model is, the memory it takes, and what each device of a mesh stores and exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from inferlib.cache.plan import BlockState, plan_cache
+from inferlib.config import DTYPES, Buckets, ConfigurationError, EngineConfig, brief, check_kv_cache_dtype
+from inferlib.deploy import explain_text
+from inferlib.deploy.source import ModelSource, model_source
+from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.quantization import Quantization
+from inferlib.planning.explain import Explanation
+from inferlib.planning.explain import explain as explain_mesh
+from inferlib.programs.choices import Choices
+from inferlib.programs.program import ProgramKey
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import planned_shards
+from inferlib.tables import Part, Tables
+
+__all__ = ["ModelExplanation", "explain"]
+
+
+def explain(
+    model: str | Path | Mapping[str, Any] | ModelSource,
+    parallel: str | Parallelism | None = None,
+    *,
+    max_batch: int = 8,
+    max_len: int | None = None,
+    quantization: str | None = None,
+    kv_cache_dtype: str | None = None,
+    revision: str | None = None,
+) -> ModelExplanation:
+    """Describe a model from its config and file headers: its layers, its parameters, the bytes of weights and cache.
+
+    It loads no weights and needs no device.
+
+    model: a model as for `LLM`, the name of a shape that comes with inferlib ("llama3-70b"), or a Hugging Face config
+        as a mapping.
+    parallel: devices to split the model over, "tp=4,dp=2": the result also says what each device stores and exchanges,
+        and which implementations a TPU takes.
+    max_batch: sequences decoded together on that mesh. max_len: tokens of a sequence; by default the model's context,
+        at most 2048.
+    quantization, kv_cache_dtype: formats of the weights and of the cache, as for `LLM`.
+    revision: branch, tag or commit of a model of the hub.
+
+    Raises CheckpointError, ConfigError, ConfigurationError or ShardingError for input that is wrong.
+    """
+    check_kv_cache_dtype(kv_cache_dtype)
+    for name, size, least in (("max_batch", max_batch, 1), ("max_len", max_len, 2)):
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < least):
+            raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {brief(size)}")
+    if not isinstance(parallel, str | Parallelism | None):
+        raise ConfigurationError(f"parallel must be text such as 'tp=4,dp=2', got {brief(parallel)}")
+    source = model_source(model, revision)
+    recipe, stored = source.config, source.quantization(quantization)
+    length = max_len or min(recipe.context, 2048)
+    if length > recipe.context:
+        raise ConfigurationError(
+            f"max_len {length} exceeds the model's context of {recipe.context} tokens: take at most {recipe.context}"
+        )
+    # Stacked layers are quicker to trace and take the same bytes.
+    models = {dtype: abstract_model(recipe, dtype, scan=True, quantization=stored) for dtype in DTYPES}
+    mesh, implementations = None, ()
+    if parallel is not None:
+        split = parallel if isinstance(parallel, Parallelism) else Parallelism.parse(parallel)
+        mesh, implementations = _on_mesh(models["bfloat16"], split, (max_batch, length), stored, kv_cache_dtype)
+    return ModelExplanation(source, models, length, stored, kv_cache_dtype, mesh, implementations)
+
+
+@dataclass(frozen=True, repr=False)
+class ModelExplanation(Tables):
+    """What a model is and takes; `print` it, or show it in a notebook.
+
+    source: the model. models: the abstract model by the dtype it is loaded as. max_len: tokens of a sequence.
+    quantization, kv_cache_dtype: formats of the weights and of the cache, None for that dtype. mesh: the arrays and
+    collectives of a mesh, None without one. implementations: those that a TPU takes, see `Choices.facts`.
+    """
+
+    source: ModelSource
+    models: Mapping[str, AbstractModel]
+    max_len: int
+    quantization: Quantization | None = None
+    kv_cache_dtype: str | None = None
+    mesh: Explanation | None = None
+    implementations: tuple[Mapping[str, str], ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        return self._model.parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token is multiplied by: of the experts, those it chooses."""
+        return self._model.active_parameters
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a sequence."""
+        return self._model.config.context
+
+    @property
+    def stored_bytes(self) -> int | None:
+        """Bytes of the tensors in the files, None without files."""
+        return None if self.source.files is None else self.source.files.nbytes
+
+    @property
+    def weight_bytes(self) -> dict[str, int]:
+        """Bytes of all weights, by the dtype they are loaded as."""
+        return {dtype: model.nbytes for dtype, model in self.models.items()}
+
+    @cached_property
+    def cache_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes of the cache, by dtype.
+
+        "per_token": what all layers store of one token; "beyond_windows": what layers without a window store of it;
+        "states": of a row in recurrent layers, whatever its length; "per_sequence": of a row for `max_len` tokens, in
+        which layers with a window store a ring.
+        """
+        return {
+            dtype: _cache_bytes(model, self.kv_cache_dtype or dtype, self.max_len)
+            for dtype, model in self.models.items()
+        }
+
+    @property
+    def _model(self) -> AbstractModel:
+        return self.models["float32"]
+
+    def facts(self) -> dict[str, Any]:
+        """The explanation as JSON values; sizes in bytes, lengths in tokens."""
+        config = self._model.config
+        facts = {
+            "model": self.source.name,
+            "family": config.family,
+            "parameters": self.parameters,
+            "active_parameters": self.active_parameters,
+            "layer_count": len(config.layers),
+            "layers": [
+                {"repeat": segment.count, "pattern": [asdict(layer) for layer in segment.pattern]}
+                for segment in self._model.segments
+            ],
+            "width": config.dim,
+            "norm": asdict(config.norm),
+            "vocab": config.vocab,
+            "tied": config.tied,
+            "context": config.context,
+            "stored_bytes": self.stored_bytes,
+            "weight_bytes": self.weight_bytes,
+            "max_len": self.max_len,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "cache_bytes": self.cache_bytes,
+            "quantization": self.quantization and self.quantization.name,
+        }
+        if self.mesh is not None:
+            facts |= {"implementations": list(self.implementations), "parallel": self.mesh.facts()}
+        return facts
+
+    def parts(self) -> Sequence[Part]:
+        facts, model = self.facts(), self._model
+        parts: list[Part] = [explain_text.recipe(facts, model.config, model.segments)]
+        parts.append(explain_text.memory(facts, model.config))
+        if self.mesh is not None:
+            parts += [*self.mesh.parts(), explain_text.implementations(self.implementations)]
+        return parts
+
+    def __repr__(self) -> str:
+        return f"ModelExplanation({self.source.name}: {self.parameters / 1e6:,.1f} million parameters)"
+
+
+def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, int]:
+    chunk = Buckets.default(1, max_len).prefill[-1]
+    plan = plan_cache(model, rows=1, max_len=max_len, chunk=chunk, dtype=dtype)
+    tokens = beyond = states = 0
+    for block, layers in zip(plan.blocks, model.blocks(), strict=True):
+        size = len(layers) * sum(array.position_bytes() for array in block.owned)
+        tokens += size
+        states += len(layers) * block.row_bytes() if isinstance(block, BlockState) else 0
+        beyond += size if model.config.layers[layers[0]].attention.reach is None else 0
+    return {"per_token": tokens, "beyond_windows": beyond, "states": states, "per_sequence": plan.nbytes}
+
+
+def _on_mesh(
+    alone: AbstractModel,
+    parallel: Parallelism,
+    sizes: tuple[int, int],
+    quantization: Quantization | None,
+    kv_cache_dtype: str | None,
+) -> tuple[Explanation, tuple[dict[str, str], ...]]:
+    """The arrays on each device, a greedy decode step of all rows and the longest prefill chunk, in bfloat16 or as
+    quantized; and the implementations that TPUs take, see `Choices.facts`. sizes: max_batch and max_len."""
+    max_batch, max_len = sizes
+    shards = planned_shards(parallel)
+    config = EngineConfig.make("tpu", max_batch, max_len, shards=shards)
+    describe = partial(abstract_model, alone.config, "bfloat16", quantization=quantization, scan=True, shards=shards)
+    model = describe()
+    chunk, dtype = config.row_tokens, kv_cache_dtype or "bfloat16"
+    plan = plan_cache(model, rows=max_batch, max_len=max_len, chunk=chunk, dtype=dtype, platform=config.platform)
+    keys = [
+        ProgramKey("greedy", config.rows, max_len, steps=config.decode_steps),
+        ProgramKey("greedy", 0, max_len, chunks=1, chunk=chunk),
+    ]
+    packed = describe(backend=config.backend)  # weights as TPUs store them
+    choices = Choices.of(config, packed, plan).facts(packed)
+    return explain_mesh(model, plan, config, keys), tuple(choices)
