@@ -18,14 +18,14 @@ def leave_out_absent_tpu() -> None:
     JAX has started already, if the user chose platforms, or if another accelerator's plugin is installed.
     """
     config: Any = jax.config
-    if config.jax_platforms or importlib.util.find_spec("libtpu") is None or _tpu_chips():
+    if config.jax_platforms or importlib.util.find_spec("libtpu") is None or has_tpu():
         return
     if any(importlib.util.find_spec(f"jax_{name}_plugin") for name in ("cuda12", "cuda13", "rocm7")):
         return
     config.update("jax_platforms", "cpu")
 
 
-def _tpu_chips() -> bool:
+def has_tpu() -> bool:
     """True if the PCI bus or the drivers' files show a TPU."""
     vendors = (file.read_text().strip() for file in Path("/sys/bus/pci/devices").glob("*/vendor"))
     files = (*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*"))

@@ -49,7 +49,7 @@ LEVELS = (
     ("inspection",),
     ("aot",),
     ("tuning",),
-    ("deploy", "llm"),
+    ("deploy", "doctor", "llm"),
     ("cli",),
 )
 LEVEL_OF = {f"inferlib.{name}": level for level, names in enumerate(LEVELS) for name in names}

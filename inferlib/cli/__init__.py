@@ -1,4 +1,5 @@
-"""The command line: `inferlib generate`, `chat`, `compile`, `info`, `convert`, `plan`, `place`, `targets`, `tune`.
+"""The command line: `inferlib generate`, `chat`, `compile`, `info`, `convert`, `plan`, `place`, `targets`, `tune`,
+`doctor`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -12,6 +13,7 @@ import typer
 from inferlib.cli.chat import chat
 from inferlib.cli.compile import compile
 from inferlib.cli.convert import convert
+from inferlib.cli.doctor import doctor
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
 from inferlib.cli.place import place
@@ -52,3 +54,4 @@ app.command()(place)
 app.command()(targets)
 app.command()(compile)
 app.command()(tune)
+app.command()(doctor)

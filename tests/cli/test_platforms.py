@@ -25,7 +25,7 @@ print("libtpu" in open("/proc/self/maps").read())
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs /proc")
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
-@pytest.mark.skipif(platforms._tpu_chips(), reason="there are TPUs")
+@pytest.mark.skipif(platforms.has_tpu(), reason="there are TPUs")
 def test_running_on_a_laptop_does_not_load_the_library_of_tpus(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     command = [sys.executable, "-c", RUN, str(make_model(tmp_path))]
@@ -47,6 +47,6 @@ def test_only_an_absent_tpu_is_left_out(installed, chips, chosen, expected, monk
     config = SimpleNamespace(jax_platforms=chosen, update=lambda name, value: setattr(config, name, value))
     monkeypatch.setattr(platforms, "jax", SimpleNamespace(config=config))
     monkeypatch.setattr(platforms.importlib.util, "find_spec", lambda name: name if name in installed else None)
-    monkeypatch.setattr(platforms, "_tpu_chips", lambda: chips)
+    monkeypatch.setattr(platforms, "has_tpu", lambda: chips)
     platforms.leave_out_absent_tpu()
     assert config.jax_platforms == expected
