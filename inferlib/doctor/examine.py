@@ -52,7 +52,7 @@ def _findings(only: Collection[str], cases: str | None, started: Callable[[str],
         yield from _safely("rate", lambda: rates.measured(device.platform, chip))
     if "kernel" in only:
         yield from _kernels(device, cases, started)
-    if "step" in only:
+    if "step" in only and device.platform in steps.PLATFORMS:
         started("decode steps of a small model")
         yield from _safely("step", lambda: steps.measured(chip))
 

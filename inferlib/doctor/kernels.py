@@ -46,12 +46,14 @@ class Check:
 
 
 def checks(platform: str, kind: str = "") -> list[Check]:
-    """The checks of "tpu" or "gpu"; for "cpu" a few small ones, whose kernels are interpreted. kind: JAX's name of the
+    """The checks of "tpu" or "gpu"; for "cpu" a few small ones, whose kernels are interpreted; else none. kind: JAX's name of the
     device."""
     if platform == "tpu":
         return [*_tpu_small(), *_tpu_real(GENERATIONS.get(kind) in FLOAT4)]
     if platform == "gpu":
         return [*_gpu_small(), *_gpu_real()]
+    if platform != "cpu":
+        return []
     return [check for check in (*_tpu_small(), *_gpu_small()) if (check.kernel, check.case) in _ON_CPU]
 
 

@@ -23,6 +23,7 @@ from inferlib.sharding.shards import Shards
 from inferlib.targets import Chip, parse_target
 
 AREA = "step"
+PLATFORMS = ("cpu", "gpu", "tpu")  # that the engine runs on
 MOST = 1.5  # times the estimate
 _ON_CHIP = "llama3-1b"
 _ON_CPU = {"num_hidden_layers": 2}  # of smollm2-135m
