@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Unpack, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 import typer
 from rich.console import Console
@@ -15,7 +15,6 @@ from inferlib.cli.compile_progress import CompileProgress, guessed_seconds
 from inferlib.cli.output import fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
-    from inferlib.deploy.compile import CompileSettings
     from inferlib.deploy.source import ModelSource
     from inferlib.programs.deployment import Deployment
     from inferlib.programs.program import Mode
@@ -124,7 +123,7 @@ def deployment_of(
     source: ModelSource,
     target: str | None,
     buckets: BucketArguments,
-    **settings: Unpack[CompileSettings],
+    **settings: Any,
 ) -> Deployment:
     """The deployment that a command's options describe. settings: see `inferlib.compile`."""
     from inferlib.deploy import compile as deploying

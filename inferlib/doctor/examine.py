@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import jax
 
@@ -57,7 +58,7 @@ def _findings(only: Collection[str], cases: str | None, started: Callable[[str],
         yield from _safely("step", lambda: steps.measured(chip))
 
 
-def _kernels(device: jax.Device, cases: str | None, started: Callable[[str], None]) -> Iterator[Finding]:
+def _kernels(device: Any, cases: str | None, started: Callable[[str], None]) -> Iterator[Finding]:
     checks = kernels.checks(device.platform, device.device_kind)
     chosen = [check for check in checks if cases is None or cases in f"{check.kernel}, {check.case}"]
     if not chosen and not installation.neuron_devices():

@@ -8,6 +8,7 @@ import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -58,8 +59,8 @@ def devices() -> Iterator[Finding]:
         yield Finding(AREA, "Trainium", "ok", f"{neuron_devices()} devices; kernels are checked by NKI")
 
 
-def chip_of(device: jax.Device) -> Chip | None:
-    """The data sheet of a device, None if there is none."""
+def chip_of(device: Any) -> Chip | None:
+    """The data sheet of a `jax.Device`, None if there is none."""
     if device.platform == "tpu":
         return CHIPS.get(GENERATIONS.get(device.device_kind, ""))
     match = re.search(r"\b(H100|H200)\b", device.device_kind)
@@ -68,7 +69,7 @@ def chip_of(device: jax.Device) -> Chip | None:
     return CHIPS[match[1].lower()] if match and not any(form in device.device_kind for form in forms) else None
 
 
-def memory_bytes(device: jax.Device) -> int | None:
+def memory_bytes(device: Any) -> int | None:
     """Bytes that JAX may use of a device, None if it does not say."""
     try:
         return (device.memory_stats() or {}).get("bytes_limit")

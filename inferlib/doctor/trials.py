@@ -301,8 +301,8 @@ def latent_queries(rows: int, heads: int) -> Trial:
     weight, k = draw.normal(RANK), draw.normal(heads, nope, RANK)
     angles = draw.normal(rows, ROTARY // 2, dtype="float32")
 
-    def kernel(*arrays):
-        return mla_queries(*arrays, EPS)
+    def kernel(q, down, weight, k, cos, sin):
+        return mla_queries(q, down, weight, k, cos, sin, EPS)
 
     def oracle(q, down, weight, k, cos, sin):
         product = jnp.einsum("bhn,hnr->bhr", q[..., :nope], k, precision=jax.lax.Precision.HIGHEST)
