@@ -46,8 +46,8 @@ class Check:
 
 
 def checks(platform: str, kind: str = "") -> list[Check]:
-    """The checks of "tpu" or "gpu"; for "cpu" a few small ones, whose kernels are interpreted; else none. kind: JAX's name of the
-    device."""
+    """The checks of "tpu" or "gpu"; for "cpu" a few small ones, whose kernels are interpreted; else none. kind:
+    JAX's name of the device."""
     if platform == "tpu":
         return [*_tpu_small(), *_tpu_real(GENERATIONS.get(kind) in FLOAT4)]
     if platform == "gpu":
