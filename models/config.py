@@ -28,8 +28,7 @@ def _require(ok: bool, message: str) -> None:
 class RopeScaling:
     """How rotary frequencies are stretched beyond the trained context.
 
-    Fields not used by `kind` stay at their defaults. Names and meanings are those of
-    Hugging Face's `rope_parameters`.
+    Fields not used by `kind` stay at their defaults. Names and meanings are those of Hugging Face's `rope_parameters`.
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
@@ -456,8 +455,7 @@ class PerLayerSpec:
 class ModelConfig:
     """Global sizes plus one `LayerSpec` per layer.
 
-    dim: model width; vocab: rows of the embedding; context: longest sequence the model was made
-    for, in tokens.
+    dim: model width; vocab: rows of the embedding; context: longest sequence the model was made for, in tokens.
     """
 
     family: str

@@ -23,8 +23,7 @@ LEAST_STREAMED_ROWS = 512
 def choose(rows: int, shape: tuple[int, ...], dtype, backend: str, *, scatters: bool) -> Choice:
     """The implementation of `all_gather_matmul`, or of `matmul_reduce_scatter` if `scatters`, for `rows` rows of each
     device and a shard of a layer's weight with this shape. Below LEAST_ROWS rows it is "xla" without a reason: the
-    kernel would not be faster.
-    """
+    kernel would not be faster."""
     if backend != "pallas_tpu" or rows < LEAST_ROWS:
         return Choice("xla")
     from inferlib.pallas_kernels.collective_matmul_tpu import stays, unsupported

@@ -301,6 +301,22 @@ def _stretched_context(layer: LayerSpec) -> int:
     return int(scaling.factor * scaling.original_context)
 
 
+def for_each_layer(hf: Hf, key: str, value: Any) -> Sequence[Any]:
+    """The value of an option for each layer, if it may be a list or a single value for all layers."""
+    count = need(hf, "num_hidden_layers")
+    values = value if isinstance(value, (list, tuple)) else [value] * count
+    if len(values) != count:
+        raise ConfigError(f"config.json has {len(values)} {key} for {count} layers")
+    return values
+
+
+def rotates(hf: Hf) -> Sequence[Any]:
+    """Whether each layer rotates: by `no_rope_layers`, which marks the layers that do, or by their interval."""
+    layers = range(1, need(hf, "num_hidden_layers") + 1)
+    marks = hf.get("no_rope_layers") or [i % hf["no_rope_layer_interval"] != 0 for i in layers]
+    return for_each_layer(hf, "no_rope_layers", marks[: len(layers)])
+
+
 def layer_types(hf: Hf, other: str, is_other: Callable[[int], bool]) -> Sequence[str]:
     """Each layer's kind, "full_attention" or `other`: by `layer_types`, or if they are absent by `is_other` (layer
     index -> bool)."""
@@ -309,9 +325,7 @@ def layer_types(hf: Hf, other: str, is_other: Callable[[int], bool]) -> Sequence
     unknown = sorted(set(types) - set(known))
     if unknown:
         raise ConfigError(f"layer_types {unknown} are not supported; known: {', '.join(known)}")
-    if len(types) != count:
-        raise ConfigError(f"config.json has {len(types)} layer_types for {count} layers")
-    return types
+    return for_each_layer(hf, "layer_types", types)
 
 
 def windows(hf: Hf, slides: Callable[[int], bool]) -> tuple[int | None, ...]:
@@ -349,8 +363,7 @@ def rope_spec(hf: Hf, parameters: Hf | None = None, *, partial: bool = False, in
 
 
 def rope_specs(hf: Hf, sliding_theta: float, *, partial: bool = False) -> tuple[RopeSpec, RopeSpec]:
-    """(full, sliding): for families whose layers with a window have another rotary embedding. partial: see
-    `rope_spec`.
+    """(full, sliding): for families whose layers with a window have another rotary embedding. partial: see `rope_spec`.
 
     In older configs `rope_theta` and `rope_scaling` apply to the full layers; layers with a window have the base
     `sliding_theta`, unscaled.

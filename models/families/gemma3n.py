@@ -4,7 +4,6 @@ gates, and last layers that attend to the keys and values of earlier ones."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from inferlib.models.config import ConfigError, LayerSpec, MlpSpec, ModelConfig, PerLayerSpec
 from inferlib.models.families.common import (
@@ -14,6 +13,7 @@ from inferlib.models.families.common import (
     activation,
     attention,
     expect,
+    for_each_layer,
     model,
     need,
     rope_specs,
@@ -103,11 +103,11 @@ def gemma3n(hf: Hf) -> ModelConfig:
     expect(hf, "altup_correct_scale", True)
     full, sliding = rope_specs(hf, hf["rope_local_base_freq"])
     slides, act = windows(hf, lambda i: (i + 1) % 5 != 0), activation(hf, "hidden_activation")
-    hidden = _each(hf, "intermediate_size", need(hf, "intermediate_size"))
+    hidden = for_each_layer(hf, "intermediate_size", need(hf, "intermediate_size"))
     sparsity = hf.get("activation_sparsity_pattern")
     if sparsity is None:
         sparsity = [0.95 if len(slides) > 10 and i < 10 else 0.0 for i in range(len(slides))]
-    sparsity, options = _each(hf, "activation_sparsity_pattern", sparsity), dict(scale=1.0, qk_norm="head")
+    sparsity, options = for_each_layer(hf, "activation_sparsity_pattern", sparsity), dict(scale=1.0, qk_norm="head")
     layers = [
         LayerSpec(
             attention(hf, sliding if window else full, window, value_norm=True, cache_of=cache, **options),
@@ -126,15 +126,6 @@ def gemma3n(hf: Hf) -> ModelConfig:
         per_layer=per_layer(hf),
         streams=need(hf, "altup_num_inputs"),
     )
-
-
-def _each(hf: Hf, key: str, value: Any) -> Sequence[Any]:
-    """One value for each layer, from an option that is a list or a single value for all layers."""
-    count = need(hf, "num_hidden_layers")
-    values = value if isinstance(value, (list, tuple)) else [value] * count
-    if len(values) != count:
-        raise ConfigError(f"config.json has {len(values)} values of {key} for {count} layers")
-    return values
 
 
 GEMMA3N = Family(

@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 from inferlib.models.config import ClampedSwiglu, LayerSpec, ModelConfig, MoeSpec, RouterSpec
-from inferlib.models.families.common import (
-    LAYER,
-    Family,
-    FusedExperts,
-    Hf,
-    attention,
-    model,
-    need,
-    rope_spec,
-    windows,
-)
+from inferlib.models.families.common import LAYER, Family, FusedExperts, Hf, attention, model, need, rope_spec, windows
 
 DEFAULTS = {
     "num_key_value_heads": 8,

@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from inferlib.models.config import LayerSpec, MlpSpec, ModelConfig, MoeSpec, RouterSpec
-from inferlib.models.families.common import (
-    LAYER,
-    Family,
-    Hf,
-    activation,
-    attention,
-    mlp,
-    model,
-    need,
-    rope_spec,
-)
+from inferlib.models.families.common import LAYER, Family, Hf, activation, attention, mlp, model, need, rope_spec
 
 DEFAULTS = {
     "max_position_embeddings": 2048,

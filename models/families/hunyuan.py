@@ -5,17 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from inferlib.models.config import LayerSpec, ModelConfig
-from inferlib.models.families.common import (
-    LAYER,
-    Family,
-    Hf,
-    attention,
-    mlp,
-    model,
-    need,
-    rope_parameters,
-    rope_spec,
-)
+from inferlib.models.families.common import LAYER, Family, Hf, attention, mlp, model, need, rope_parameters, rope_spec
 
 LAYER_MAP = LAYER | {"attn.q_norm": "self_attn.query_layernorm", "attn.k_norm": "self_attn.key_layernorm"}
 DEFAULTS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inferlib.models.config import ConfigError, LayerSpec, MlpSpec, ModelConfig, MoeSpec, OutputGate, RouterSpec
+from inferlib.models.config import LayerSpec, MlpSpec, ModelConfig, MoeSpec, OutputGate, RouterSpec
 from inferlib.models.families.common import (
     MOE_LAYER,
     Family,
@@ -10,6 +10,7 @@ from inferlib.models.families.common import (
     activation,
     attention,
     expect,
+    for_each_layer,
     model,
     need,
     rope_specs,
@@ -52,10 +53,8 @@ def laguna(hf: Hf) -> ModelConfig:
     """Without `layer_types` no layer has a window."""
     expect(hf, "gating", True, "per-head", "per-element")
     expect(hf, "moe_apply_router_weight_on_input", False)
-    count, act = need(hf, "num_hidden_layers"), activation(hf, "hidden_act")
-    heads = hf.get("num_attention_heads_per_layer") or [need(hf, "num_attention_heads")] * count
-    if len(heads) != count:
-        raise ConfigError(f"config.json has {len(heads)} num_attention_heads_per_layer for {count} layers")
+    key, act = "num_attention_heads_per_layer", activation(hf, "hidden_act")
+    heads = for_each_layer(hf, key, hf.get(key) or need(hf, "num_attention_heads"))
     router = RouterSpec(
         need(hf, "num_experts"),
         need(hf, "num_experts_per_tok"),

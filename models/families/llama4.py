@@ -3,16 +3,7 @@ whose inputs are multiplied by the router's weights."""
 
 from __future__ import annotations
 
-from inferlib.models.config import (
-    AttentionSpec,
-    ConfigError,
-    LayerSpec,
-    MlpSpec,
-    ModelConfig,
-    MoeSpec,
-    QueryTemperature,
-    RouterSpec,
-)
+from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, QueryTemperature, RouterSpec
 from inferlib.models.families.common import (
     LAYER,
     Family,
@@ -24,6 +15,7 @@ from inferlib.models.families.common import (
     model,
     need,
     rope_spec,
+    rotates,
     text_of,
 )
 
@@ -89,13 +81,11 @@ def llama4(hf: Hf) -> ModelConfig:
     dense = MlpSpec(need(hf, "intermediate_size_mlp"), act)
     of_experts = hf.get("moe_layers")
     of_experts = range(step - 1, count, step) if of_experts is None else of_experts
-    rotates = hf.get("no_rope_layers") or [(i + 1) % hf["no_rope_layer_interval"] != 0 for i in range(count)]
-    if len(rotates) < count:
-        raise ConfigError(f"config.json has {len(rotates)} no_rope_layers for {count} layers")
-    kinds = layer_types(hf, "chunked_attention", rotates.__getitem__)
+    has_rope = rotates(hf)
+    kinds = layer_types(hf, "chunked_attention", has_rope.__getitem__)
     layers = [
         LayerSpec(
-            _attention(hf, bool(rotates[i]), kinds[i] == "chunked_attention"), experts if i in of_experts else dense
+            _attention(hf, bool(has_rope[i]), kinds[i] == "chunked_attention"), experts if i in of_experts else dense
         )
         for i in range(count)
     ]

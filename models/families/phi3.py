@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 from inferlib.models.config import LayerSpec, ModelConfig
-from inferlib.models.families.common import (
-    LAYER,
-    Family,
-    Hf,
-    attention,
-    mlp,
-    model,
-    need,
-    rope_parameters,
-    rope_spec,
-)
+from inferlib.models.families.common import LAYER, Family, Hf, attention, mlp, model, need, rope_parameters, rope_spec
 
 LAYER_MAP = LAYER | {"attn.qkv": "self_attn.qkv_proj", "mlp.gate_up": "mlp.gate_up_proj"}
 DEFAULTS = {

@@ -3,15 +3,7 @@ then one of gated attention."""
 
 from __future__ import annotations
 
-from inferlib.models.config import (
-    LayerSpec,
-    MlpSpec,
-    ModelConfig,
-    MoeSpec,
-    NormSpec,
-    OutputGate,
-    RouterSpec,
-)
+from inferlib.models.config import LayerSpec, MlpSpec, ModelConfig, MoeSpec, NormSpec, OutputGate, RouterSpec
 from inferlib.models.families.common import (
     LAYER,
     Family,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from inferlib.models.config import ConfigError, LayerSpec, ModelConfig
-from inferlib.models.families.common import Family, Hf, attention, mlp, model, need, rope_spec, windows
+from inferlib.models.config import LayerSpec, ModelConfig
+from inferlib.models.families.common import Family, Hf, attention, mlp, model, rope_spec, rotates, windows
 
 DEFAULTS = {
     "num_key_value_heads": 4,
@@ -22,15 +22,12 @@ DEFAULTS = {
 
 def smollm3(hf: Hf) -> ModelConfig:
     """`no_rope_layers` marks the layers that do rotate; the other layers have windows, if windows are used."""
-    count = need(hf, "num_hidden_layers")
-    rotates = hf.get("no_rope_layers") or [(i + 1) % hf["no_rope_layer_interval"] != 0 for i in range(count)]
-    if len(rotates) < count:
-        raise ConfigError(f"config.json has {len(rotates)} no_rope_layers for {count} layers")
+    has_rope = rotates(hf)
     hf = {**hf, "sliding_window": hf["sliding_window"] if hf["use_sliding_window"] else None}
     rope = rope_spec(hf)
     layers = [
-        LayerSpec(attention(hf, rope if rotates[i] else None, window), mlp(hf))
-        for i, window in enumerate(windows(hf, lambda i: hf["sliding_window"] is not None and not rotates[i]))
+        LayerSpec(attention(hf, rope if has_rope[i] else None, window), mlp(hf))
+        for i, window in enumerate(windows(hf, lambda i: hf["sliding_window"] is not None and not has_rope[i]))
     ]
     return model(hf, "smollm3", layers)
 

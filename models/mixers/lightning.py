@@ -27,8 +27,7 @@ from inferlib.sharding import axes
 @dataclass(frozen=True)
 class LightningSpec(EqualHeads):
     """Linear attention in which the state [h, h] of each head fades at a rate of its own, the same for all tokens.
-    Queries, keys and values are activated; heads' outputs are normed together and gated. eps: of the norm.
-    """
+    Queries, keys and values are activated; heads' outputs are normed together and gated. eps: of the norm."""
 
     eps: float = 1e-6
 

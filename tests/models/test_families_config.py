@@ -406,7 +406,7 @@ def test_context_is_what_the_rotary_embedding_is_stretched_to():
         ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input=True"),
         ("laguna", {"num_attention_heads_per_layer": [32] * 12}, "12 num_attention_heads_per_layer for 13 layers"),
         ("gemma3n_text", {"altup_active_idx": 1}, "altup_active_idx=1"),
-        ("gemma3n_text", {"intermediate_size": [300] * 12}, "12 values of intermediate_size for 13 layers"),
+        ("gemma3n_text", {"intermediate_size": [300] * 12}, "12 intermediate_size for 13 layers"),
         ("gemma4_text", {"vocab_size_per_layer_input": 1001}, "vocabulary"),
         ("gemma4_text", {"enable_moe_block": True, "num_experts": 4}, "lacks 'top_k_experts'"),
         ("nemotron_h", {"hybrid_override_pattern": "M-X"}, r"layers of kinds \['X'\]"),

@@ -37,7 +37,6 @@ class ChunkWrite:
         return write
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of the arguments."""
         cache = (4, 1, self.heads, SLOTS, self.size), self.stored or "bfloat16"
         new = (1, self.width, self.heads, self.size), "bfloat16"
         arrays: dict[str, tuple[tuple[int, ...], str]] = {
@@ -52,7 +51,6 @@ class ChunkWrite:
         return arrays | scales if self.stored else arrays
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """The kernel's operands in scalar memory, by index."""
         return {0: np.zeros(1, int), 1: np.array([self.start]), 2: np.zeros(1, int)}
 
 

@@ -83,7 +83,6 @@ class CollectiveMatmul:
         return {"x": P("x"), "w": P(None, None, None, "x")}, P(None, None, "x")
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """The kernel's operands in scalar memory, by index."""
         places = np.arange(self.devices)
         return {0: np.ones(1, int), 1: np.stack([-places % self.devices, places])}
 

@@ -87,7 +87,6 @@ class DecodeAttention:
         return None if self.page is None else shuffled_pages(self.lengths, self.page)
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of the arguments."""
         rows, slots = len(self.lengths), self.page or self.slots or -(-max(self.lengths) // 128) * 128
         count = rows if (pages := self.pages) is None else pages.size
         size = -(-2 * self.size // 128) * 128 if self.one else self.size
@@ -106,7 +105,6 @@ class DecodeAttention:
         return arrays if pages is None else {**arrays, "pages": (pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """The kernel's operands in scalar memory, by index."""
         scalars = [np.array(self.lengths), np.zeros(1, int)]
         if self.slots is not None:
             first = np.maximum(np.array(self.lengths) - self.queries + 1 - self.window, 0)

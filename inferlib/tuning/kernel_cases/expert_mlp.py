@@ -61,7 +61,6 @@ class ExpertMlp:
         return run
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of the arguments."""
         experts, dim, hidden = self.experts, self.dim, self.hidden
         arrays: dict[str, tuple[tuple[int, ...], str]] = {
             "x": ((self.tokens, dim), "bfloat16"),
@@ -77,7 +76,6 @@ class ExpertMlp:
         return arrays
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """The kernel's operands in scalar memory, by index."""
         return {0: np.ones(1, int), 1: self.counts}
 
 

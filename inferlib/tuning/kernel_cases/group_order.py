@@ -29,11 +29,9 @@ class GroupOrder:
         return lambda ids: group_order(ids, self.groups, backend="pallas_tpu")
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of the arguments."""
         return {"ids": ((self.tokens, self.chosen), "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """The kernel's operands in scalar memory, by index."""
         return {}
 
 

@@ -59,7 +59,6 @@ class GroupedMatmul:
         return run
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of the arguments."""
         x = (self.tokens * self.chosen, self.inner), "bfloat16"
         arrays = {"x": x, "sizes": ((self.experts,), "int32")}
         arrays |= stored(self.scheme, 2, self.experts, self.parts, self.inner, self.outer)
@@ -68,7 +67,6 @@ class GroupedMatmul:
         return arrays
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """The kernel's operands in scalar memory, by index."""
         return {0: np.ones(1, int), 1: self.sizes}
 
 

@@ -60,7 +60,6 @@ class MlaDecodeAttention:
         return None if self.page is None else shuffled_pages(self.lengths, self.page)
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of the arguments."""
         rows, slots = len(self.lengths), self.page or -(-max(self.lengths) // 256) * 256
         count = rows if (pages := self.pages) is None else pages.size
         arrays = {
@@ -72,7 +71,6 @@ class MlaDecodeAttention:
         return arrays if pages is None else {**arrays, "pages": (pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """The kernel's operands in scalar memory, by index."""
         scalars = [np.array(self.lengths), np.zeros(1, int)]
         return dict(enumerate(scalars if (pages := self.pages) is None else [*scalars, pages]))
 

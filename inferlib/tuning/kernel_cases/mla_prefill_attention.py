@@ -57,7 +57,6 @@ class MlaPrefillAttention(OneChunk):
         return run
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of the arguments."""
         slots = self.page or -(-(self.start + self.width) // 1024) * 1024
         count = 1 if (pages := self.pages) is None else pages.size
         arrays = {
@@ -72,7 +71,6 @@ class MlaPrefillAttention(OneChunk):
         return arrays if pages is None else {**arrays, "pages": (pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """The kernel's operands in scalar memory, by index."""
         from inferlib.pallas_kernels.mla_prefill_attention_tpu import blocks
 
         return self.prefetched(blocks(self.width, self.heads, UNIT), layers=2)

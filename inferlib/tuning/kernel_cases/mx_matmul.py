@@ -61,7 +61,6 @@ class MxMatmul:
         return run
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of the arguments."""
 
         def of(rows: int) -> tuple[int, ...]:
             return 2, self.parts, rows, self.outputs
@@ -77,7 +76,6 @@ class MxMatmul:
         return x | {"values": values, "scales": scales.get(self.scheme, (of(self.inputs // 128), "float32"))}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """The kernel's operands in scalar memory, by index."""
         return {0: np.zeros(1, int)}
 
 

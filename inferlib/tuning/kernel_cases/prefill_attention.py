@@ -95,7 +95,6 @@ class PrefillAttention(OneChunk):
         return -(-2 * self.size // 128) * 128 if self.one else self.size
 
     def arguments(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of the arguments."""
         slots = self.page or self.slots or -(-(self.start + self.width) // 1024) * 1024
         size, count = self.cell, 1 if (pages := self.pages) is None else pages.size
         cache = (4, count, self.heads, slots, size), self.stored or "bfloat16"
@@ -107,7 +106,6 @@ class PrefillAttention(OneChunk):
         return arrays if pages is None else {**arrays, "pages": (pages.shape, "int32")}
 
     def scalars(self) -> dict[int, np.ndarray]:
-        """The kernel's operands in scalar memory, by index."""
         from inferlib.pallas_kernels.prefill_attention_tpu import blocks
 
         return self.prefetched(blocks(self.width, self.group, self.cell, 2), layers=1)
