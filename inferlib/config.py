@@ -12,15 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 
-import jax
 import numpy as np
 
 from inferlib.models.attention_choices import choose_attention
 from inferlib.models.config import MlaSpec, ModelConfig
 from inferlib.models.recurrent import Recurrent
-from inferlib.ops import decode_attention
 from inferlib.ops.backend import Backend
-from inferlib.ops.kv_cache import KvCache
 from inferlib.ops.quantized import SCHEMES
 from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.sharding import axes
@@ -623,7 +620,7 @@ def _row_limit(buckets: Buckets, model: ModelConfig | None) -> int | None:
 
 def _reads_live_positions(backend: Backend, model: ModelConfig | None, kv_cache_dtype: str | None) -> bool:
     """True if decode attention reads only the positions that a row has, so that one cache bucket serves all lengths."""
-    if backend.decode_attention != "pallas_gpu" or not _takes_pages(backend):
+    if backend.decode_attention != "pallas_gpu":
         return False
     if model is None:
         return True
@@ -637,13 +634,6 @@ def _reads_live_positions(backend: Backend, model: ModelConfig | None, kv_cache_
         mixer.reach or not choose_attention(mixer, "decode_attention", backend, scaled=scaled).reason
         for mixer in mixers
     )
-
-
-def _takes_pages(backend: Backend) -> bool:
-    """True if decode attention reads pages where they lie."""
-    cells, table = jax.ShapeDtypeStruct((1, 1, 128, 128), np.float32), jax.ShapeDtypeStruct((1, 2), np.int32)
-    cache: Any = KvCache(cells, cells, pages=table)
-    return decode_attention.choose(cache, None, backend.decode_attention).name != "xla"
 
 
 def _default(value: T | None, default: T) -> T:

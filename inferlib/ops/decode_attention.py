@@ -37,8 +37,6 @@ def choose(
 def _lacks(cache: KvCache, window, backend: str, q: Shaped | None, new: bool) -> str | None:
     if cache.scaled and backend != "pallas_tpu":
         return "a cache of int8 or fp8"
-    if cache.pages is not None and backend == "pallas_gpu":
-        return "a table of pages"
     if cache.v is not None and cache.v.shape[-1] != cache.k.shape[-1] and backend != "pallas_tpu":
         return "values of another size than keys"
     if not isinstance(window, int | None):

@@ -21,17 +21,14 @@ IN_PLACE = frozenset({"pallas_tpu"})
 WRITING = frozenset({"pallas_gpu"})
 
 
-def choose(rank: int, rotary: int, backend: str, *, scaled: bool, paged: bool = False) -> Choice:
-    """The implementation for latents of `rank` and rotary keys of `rotary` numbers, quantised if `scaled`, with a page
-    table if `paged`."""
+def choose(rank: int, rotary: int, backend: str, *, scaled: bool) -> Choice:
+    """The implementation for latents of `rank` and rotary keys of `rotary` numbers, quantised if `scaled`."""
     if backend == "xla":
         return Choice(backend)
     if backend not in ("pallas_tpu", "pallas_gpu"):
         return Choice("xla", "latent attention")
     if scaled and backend != "pallas_tpu":
         return Choice("xla", "a cache of int8 or fp8")
-    if paged and backend == "pallas_gpu":
-        return Choice("xla", "a table of pages")
     if backend == "pallas_gpu":
         from inferlib.pallas_kernels.mla_decode_attention_gpu import fits
 
@@ -44,8 +41,10 @@ def choose(rank: int, rotary: int, backend: str, *, scaled: bool, paged: bool = 
 def choose_for(q: Shaped, cache: LatentCache, backend: str) -> Choice:
     """The implementation for queries with their rotary part [B, C, H, R + r] and a cache, whose arrays may be shapes,
     where `choose` has taken the backend's."""
-    if cache.pages is not None and backend == "pallas_gpu":
-        return Choice("xla", "a table of pages")
+    if backend == "pallas_gpu":
+        from inferlib.pallas_kernels.row_cells_gpu import unsupported_pages
+
+        return Choice.of(backend, unsupported_pages(cache.latents.shape[-2], cache.columns))
     if backend != "pallas_tpu":
         return Choice(backend)
     from inferlib.pallas_kernels.mla_decode_attention_tpu import unsupported

@@ -55,8 +55,6 @@ def _lacks(cache: KvCache, window, backend: str, q: Shaped | None) -> str | None
         from inferlib.pallas_kernels import prefill_attention_gpu
 
         return None if q is None else prefill_attention_gpu.unsupported(shape_of(q), cache)
-    if cache.pages is not None and backend == "nki":
-        return "a table of pages"
     if cache.v is not None and cache.v.shape[-1] != cache.k.shape[-1] and backend != "pallas_tpu":
         return "values of another size than keys"
     if not isinstance(window, int | None):

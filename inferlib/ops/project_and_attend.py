@@ -28,7 +28,6 @@ def choose(cache: KvCache, backend: str, *, unfit: str = "") -> Choice:
         "a stacked cache": cache.layer is not None,
         "keys and values in one cell": cache.v is None,
         "a cache of int8 or fp8": cache.scaled,
-        "a table of pages": cache.pages is not None,
     }
     return Choice.of(backend, next((reason for reason, holds in reasons.items() if reason and holds), None))
 

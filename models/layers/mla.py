@@ -125,7 +125,7 @@ class Mla(nnx.Module):
 
 def choose_decode(spec: MlaSpec, ctx: StepContext, cache: LayerCache) -> Choice:
     backend = ctx.backend.decode_attention
-    return mla_decode.choose(spec.kv_rank, spec.rope.dim, backend, scaled=cache.scaled, paged=ctx.table is not None)
+    return mla_decode.choose(spec.kv_rank, spec.rope.dim, backend, scaled=cache.scaled)
 
 
 @dataclass(frozen=True)
