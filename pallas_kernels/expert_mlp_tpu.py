@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -131,23 +132,20 @@ def expert_mlp(
     gate_up, down = weights.gate_up, weights.down
     blocks = blocks or default_blocks(x, gate_up, down)
     (tokens, dim), chosen = x.shape, jnp.any(factors != 0, axis=0)
-    inputs, stored = _operands(x, factors, weights, interpret)
-    x = inputs["x"]
-    rows, streams, count = x.shape[0], blocks.of(gate_up, down), len(stored[0])
-    names = dict(names=tuple(inputs), weights=streams, stored=count)
+    inputs = _operands(x, factors, weights, interpret)
+    x, streams, count = inputs.x, blocks.of(gate_up, down), len(inputs.weights[0])
+    whole, in_place = lambda a: pl.BlockSpec(a.shape, lambda *_: (0, 0)), pl.BlockSpec(memory_space=pl.ANY)
+    specs = jax.tree.map(whole, inputs._replace(weights=()))._replace(weights=((in_place,) * count,) * 2)
     out = pl.pallas_call(
-        functools.partial(_kernel, **names, activation=activation, scale_input=scale_input),
+        functools.partial(_kernel, weights=streams, activation=activation, scale_input=scale_input),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(1,),
-            in_specs=[
-                *[pl.BlockSpec(a.shape, lambda *_: (0, 0)) for a in inputs.values()],
-                *[pl.BlockSpec(memory_space=pl.ANY)] * 2 * count,
-            ],
-            out_specs=pl.BlockSpec((rows, dim), lambda *_: (0, 0)),
-            scratch_shapes=_scratch(x, dim, streams, count, blocks.buffers),
+            in_specs=(specs,),
+            out_specs=pl.BlockSpec((x.shape[0], dim), lambda *_: (0, 0)),
+            scratch_shapes=[_scratch(x, dim, streams, count, blocks.buffers)],
         ),
-        out_shape=jax.ShapeDtypeStruct((rows, dim), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], dim), x.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
             disable_bounds_checks=True,
@@ -156,7 +154,7 @@ def expert_mlp(
         cost_estimate=_cost(x, dim, gate_up, down, read),
         interpret=interpret,
         name="expert_mlp",
-    )(_scalar(weights.layer), chosen.astype(jnp.int32), *inputs.values(), *stored[0], *stored[1])
+    )(jnp.asarray(weights.layer, jnp.int32).reshape(1), chosen.astype(jnp.int32), inputs)
     return out[:tokens]
 
 
@@ -170,34 +168,57 @@ def _check(x: jax.Array, weights: Experts, blocks: Blocks | None) -> None:
         raise ValueError("weights quantised by channel need scales, and others have none")
 
 
-def _operands(
-    x: jax.Array, factors: jax.Array, weights: Experts, interpret: bool | pltpu.InterpretParams
-) -> tuple[dict[str, jax.Array], list[list[jax.Array]]]:
-    """The inputs in VMEM by name, their rows padded to whole tiles, and the arrays of gate_up and of down in HBM."""
+class _Inputs(NamedTuple):
+    """On chip: x [T, D], factors [T, E], gate_up_scales [E * 2, F], down_scales [E, D], gate_up_bias [E * 2, F]. HBM:
+    the arrays of gate_up [L, E, 2, D, F] and of down [L, E, 1, F, D]."""
+
+    x: Any
+    factors: Any
+    gate_up_scales: Any
+    down_scales: Any
+    gate_up_bias: Any
+    weights: tuple[Any, ...]
+
+
+class _Scratch(NamedTuple):
+    """sum [T, D]. in_buffer: the expert (E: none) and the piece of its width in each buffer. state: the expert and the
+    piece to copy next. inner [T, C]: the activations that down multiplies. rooms, unpacked: the buffers of each
+    weight's `ExpertBlocks`. ordered: x in the order of the weight's bytes, for MXFP4."""
+
+    sum: Any
+    in_buffer: Any
+    state: Any
+    semaphores: Any
+    inner: Any
+    rooms: Any
+    unpacked: Any
+    ordered: Any
+
+
+def _operands(x: jax.Array, factors: jax.Array, weights: Experts, interpret: bool | pltpu.InterpretParams) -> _Inputs:
+    """The inputs, their rows padded to whole tiles."""
     (tokens, dim), inner = x.shape, shape_of(weights.gate_up)[-2]
     x = jnp.pad(x, ((0, -tokens % SUBLANES), (0, inner - dim)))
     factors = jnp.pad(factors.astype(jnp.float32), ((0, -tokens % SUBLANES), (0, 0)))
-    stored = [in_hbm(w, interpret) for w in (weights.gate_up, weights.down)]
-    small = {name: getattr(weights, name) for name in ("gate_up_scales", "down_scales", "gate_up_bias")}
-    inputs = {name: a for name, a in ({"x": x, "factors": factors} | small).items() if a is not None}
+    stored = tuple(tuple(in_hbm(w, interpret)) for w in (weights.gate_up, weights.down))
     # A row of float32 can be read wherever it lies.
-    inputs = {n: a.reshape(-1, a.shape[-1]).astype(x.dtype if n == "x" else jnp.float32) for n, a in inputs.items()}
-    return inputs, stored
+    small = (weights.gate_up_scales, weights.down_scales, weights.gate_up_bias)
+    rows = (None if a is None else a.reshape(-1, a.shape[-1]).astype(jnp.float32) for a in small)
+    return _Inputs(x, factors, *rows, stored)
 
 
-def _scratch(x: jax.Array, dim: int, streams: tuple[ExpertBlocks, ExpertBlocks], count: int, buffers: int) -> list:
-    """The kernel's scratch in the order of its docstring, for padded x, results of width `dim`, and `count` arrays of
-    each weight."""
-    scratch = [
+def _scratch(x: jax.Array, dim: int, streams: tuple[ExpertBlocks, ExpertBlocks], count: int, buffers: int) -> _Scratch:
+    """The kernel's scratch for padded x, results of width `dim`, and `count` arrays of each weight."""
+    return _Scratch(
         pltpu.VMEM((x.shape[0], dim), jnp.float32),
         pltpu.SMEM((buffers, 2), jnp.int32),
         pltpu.SMEM((2,), jnp.int32),
-        *[pltpu.SemaphoreType.DMA((count, buffers))] * 2,
+        (pltpu.SemaphoreType.DMA((count, buffers)),) * 2,
         pltpu.VMEM((x.shape[0], streams[1].depth), x.dtype),
-        *[ref for stream in streams for ref in stream.room],
-        *[ref for stream in streams for ref in stream.unpacked],
-    ]
-    return [*scratch, pltpu.VMEM(x.shape, x.dtype)] if streams[0].ordered else scratch
+        [stream.room for stream in streams],
+        [stream.unpacked for stream in streams],
+        pltpu.VMEM(x.shape, x.dtype) if streams[0].ordered else None,
+    )
 
 
 def _cost(x: jax.Array, dim: int, gate_up: Stored, down: Stored, read: float) -> pl.CostEstimate:
@@ -211,27 +232,11 @@ def _cost(x: jax.Array, dim: int, gate_up: Stored, down: Stored, read: float) ->
     )
 
 
-def _scalar(layer: jax.Array | int) -> jax.Array:
-    return jnp.asarray(layer, jnp.int32).reshape(1)
-
-
-def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, scale_input):
-    """Send all tokens through all chosen experts.
-
-    Scalars: layer [1], chosen [E]. Inputs by name: x [T, D], factors [T, E], gate_up_scales [E * 2, F], down_scales
-    [E, D], gate_up_bias [E * 2, F]; then the `stored` arrays of gate_up [L, E, 2, D, F] and of down [L, E, 1, F, D] in
-    HBM; out [T, D]. Scratch: the sum [T, D]; the expert (E: none) and the piece of its width in each buffer; the expert
-    and the piece to copy next; semaphores; the activations [T, C] that down multiplies; buffers of blocks; the unpacked
-    scales of one block; for MXFP4, x in the order of the weight's bytes.
-    """
-    inputs, refs = dict(zip(names, refs, strict=False)), list(refs[len(names) :])
-    hbm, (out_ref, sum_ref, in_buffer, state, *refs) = (refs[:stored], refs[stored : 2 * stored]), refs[2 * stored :]
-    sems, (inner_ref, *refs) = refs[:2], refs[2:]
-    x_ref, factors_ref = inputs["x"], inputs["factors"]
-    xs_ref = refs.pop() if weights[0].ordered else x_ref
-    rooms, refs = (refs[:stored], refs[stored : 2 * stored]), refs[2 * stored :]
-    first = len(weights[0].unpacked)
-    unpacked = refs[:first], refs[first:]
+def _kernel(layer_ref, chosen_ref, inputs: _Inputs, out_ref, scratch: _Scratch, *, weights, activation, scale_input):
+    """Send all tokens through all chosen experts -> out [T, D]. Scalars: layer [1], chosen [E]."""
+    x_ref, factors_ref, hbm = inputs.x, inputs.factors, inputs.weights
+    sum_ref, in_buffer, state, sems, inner_ref, rooms, unpacked, _ = scratch
+    xs_ref = scratch.ordered if weights[0].ordered else x_ref
     (experts,), (buffers, _, _, columns) = chosen_ref.shape, rooms[0][0].shape
     pieces = hbm[0][0].shape[-1] // columns
     if weights[0].ordered:
@@ -264,12 +269,12 @@ def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, sc
         for part in range(2):
             y = weights[0].product(xs_ref, rooms[0], unpacked[0], piece, buf, part)
             row = pl.ds(expert * 2 + part, 1)
-            if "gate_up_scales" in inputs:
-                y = y * inputs["gate_up_scales"][row, at(piece)]
+            if inputs.gate_up_scales is not None:
+                y = y * inputs.gate_up_scales[row, at(piece)]
             if scale_input:
                 y = y * factor
-            if "gate_up_bias" in inputs:
-                y = y + inputs["gate_up_bias"][row, at(piece)]
+            if inputs.gate_up_bias is not None:
+                y = y + inputs.gate_up_bias[row, at(piece)]
             both.append(y)
         inner = activation(*both).astype(x_ref.dtype)
         if weights[1].depth > columns:
@@ -278,8 +283,8 @@ def _kernel(layer_ref, chosen_ref, *refs, names, weights, stored, activation, sc
         if weights[1].ordered:
             permute(inner_ref, inner_ref)
         y = weights[1].product(inner_ref, rooms[1], unpacked[1], piece, buf, 0)
-        if "down_scales" in inputs:
-            y = y * inputs["down_scales"][pl.ds(expert, 1)]
+        if inputs.down_scales is not None:
+            y = y * inputs.down_scales[pl.ds(expert, 1)]
         sum_ref[...] += jnp.where(factor != 0, y if scale_input else y * factor, 0.0)
 
     def step(carry):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -165,21 +166,21 @@ def grouped_matmul(
     total, stream = x.shape[0], blocks.of(w)
     height = max(_rounded_up(total, SUBLANES), blocks.height)
     x = jnp.pad(x, ((0, height - total), (0, inner - x.shape[1])))
-    rows, stored = x.shape[0], in_hbm(w, interpret)
-    tile = min(blocks.rows, rows)
-    inputs, specs = [x], [pl.BlockSpec((tile, inner), lambda c, t, *_: (t, 0))]
+    rows, stored = x.shape[0], tuple(in_hbm(w, interpret))
+    tile, in_place = min(blocks.rows, rows), (pl.BlockSpec(memory_space=pl.ANY),) * len(stored)
+    inputs = _Inputs(x, None, stored)
+    specs = _Inputs(pl.BlockSpec((tile, inner), lambda c, t, *_: (t, 0)), None, in_place)
     if scales is not None:
-        inputs.append(scales.reshape(groups * parts, outer))
-        specs.append(pl.BlockSpec((groups * parts, blocks.columns), lambda c, t, *_: (0, c)))
-    options = dict(heights=blocks.heights, weights=stream, stored=len(stored), scaled=scales is not None)
+        inputs = inputs._replace(scales=scales.reshape(groups * parts, outer))
+        specs = specs._replace(scales=pl.BlockSpec((groups * parts, blocks.columns), lambda c, t, *_: (0, c)))
     out = pl.pallas_call(
-        functools.partial(_kernel, **options),
+        functools.partial(_kernel, heights=blocks.heights, weights=stream),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(outer // blocks.columns, pl.cdiv(rows, tile)),
-            in_specs=[*specs, *[pl.BlockSpec(memory_space=pl.ANY)] * len(stored)],
+            in_specs=(specs,),
             out_specs=pl.BlockSpec((parts, tile, blocks.columns), lambda c, t, *_: (0, t, c)),
-            scratch_shapes=_scratch(x, blocks, stream, len(stored)),
+            scratch_shapes=[_scratch(x, blocks, stream, len(stored))],
         ),
         out_shape=jax.ShapeDtypeStruct((parts, rows, outer), x.dtype),
         compiler_params=pltpu.CompilerParams(
@@ -190,7 +191,7 @@ def grouped_matmul(
         cost_estimate=_cost(total, x.dtype, w, blocks),
         interpret=interpret,
         name="grouped_matmul",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), sizes.astype(jnp.int32), *inputs, *stored)
+    )(jnp.asarray(layer, jnp.int32).reshape(1), sizes.astype(jnp.int32), inputs)
     return out[:, :total]
 
 
@@ -202,19 +203,40 @@ def _check(x: jax.Array, w: Stored, scales: jax.Array | None, blocks: Blocks | N
         raise ValueError("weights quantised by channel need scales, and others have none")
 
 
-def _scratch(x: jax.Array, blocks: Blocks, stream: ExpertBlocks, count: int) -> list:
-    """The kernel's scratch in the order of its docstring, for padded x and a weight of `count` arrays."""
-    scratch = [
+class _Inputs(NamedTuple):
+    """x [T, I]; scales [E * P, C] of columns, if there are any; HBM: the arrays of w [L, E, P, I, O]."""
+
+    x: Any
+    scales: Any
+    weights: tuple[Any, ...]
+
+
+class _Scratch(NamedTuple):
+    """in_buffer: the group and the piece in each buffer. state: the group and the piece to copy next, the first group
+    that has rows, the buffer to read next, and the row where its group starts. room: buffers of blocks. unpacked: see
+    `ExpertBlocks`. ordered: x in the order of the weight's bytes, if that differs."""
+
+    in_buffer: Any
+    state: Any
+    semaphores: Any
+    room: Sequence[Any]
+    unpacked: Sequence[Any]
+    ordered: Any = None
+
+
+def _scratch(x: jax.Array, blocks: Blocks, stream: ExpertBlocks, count: int) -> _Scratch:
+    """The kernel's scratch for padded x and a weight of `count` arrays."""
+    scratch = _Scratch(
         pltpu.SMEM((blocks.buffers, 2), jnp.int32),
         pltpu.SMEM((5,), jnp.int32),
         pltpu.SemaphoreType.DMA((count, blocks.buffers)),
-        *stream.room,
-        *stream.unpacked,
-    ]
-    if stream.ordered:
-        height = blocks.height if stream.orders_late else min(blocks.rows, x.shape[0])
-        scratch.append(pltpu.VMEM((height, x.shape[1]), x.dtype))
-    return scratch
+        stream.room,
+        stream.unpacked,
+    )
+    if not stream.ordered:
+        return scratch
+    height = blocks.height if stream.orders_late else min(blocks.rows, x.shape[0])
+    return scratch._replace(ordered=pltpu.VMEM((height, x.shape[1]), x.dtype))
 
 
 def _cost(rows: int, dtype: jax.typing.DTypeLike, w: Stored, blocks: Blocks) -> pl.CostEstimate:
@@ -229,19 +251,12 @@ def _cost(rows: int, dtype: jax.typing.DTypeLike, w: Stored, blocks: Blocks) -> 
     )
 
 
-def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled):
-    """Multiply one tile of rows by one piece of the columns. Grid: pieces, tiles.
-
-    Scalars: layer [1], sizes [E]. x [T, I]; scales [E * P, C]; the `stored` arrays of w [L, E, P, I, O] in HBM; out
-    [P, T, C]. Scratch: the group and the piece in each buffer; the state: group and piece to copy next, the first group
-    that has rows, the buffer to read next and the row where its group starts; semaphores; buffers of blocks; the
-    unpacked scales of one block; x in the order of the weight's bytes, if that differs.
-    """
-    refs = list(refs)
-    scales_ref: Any = refs.pop(0) if scaled else None
-    hbm, (out_ref, in_buffer, state, sems, *refs) = refs[:stored], refs[stored:]
-    xs_ref = refs.pop() if weights.ordered else x_ref
-    room, unpacked = refs[:stored], refs[stored:]
+def _kernel(layer_ref, sizes_ref, inputs: _Inputs, out_ref, scratch: _Scratch, *, heights, weights):
+    """Multiply one tile of rows by one piece of the columns -> out [P, T, C]. Grid: pieces, tiles. Scalars: layer [1],
+    sizes [E]."""
+    x_ref, scales_ref = inputs.x, inputs.scales
+    in_buffer, state, room, unpacked = scratch.in_buffer, scratch.state, scratch.room, scratch.unpacked
+    xs_ref = scratch.ordered if weights.ordered else x_ref
     piece, tile = pl.program_id(0), pl.program_id(1)
     rows, (groups,), buffers = x_ref.shape[0], sizes_ref.shape, room[0].shape[0]
     pieces, base = pl.num_programs(0), tile * rows
@@ -251,7 +266,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
     # ---- copies
 
     def copies(group, piece, buf):
-        return weights.copies(hbm, room, sems, layer_ref[0], group, piece, buf)
+        return weights.copies(inputs.weights, room, scratch.semaphores, layer_ref[0], group, piece, buf)
 
     def start_next(buf):
         """Start the copy of the block whose turn it is, if any is left."""
@@ -292,7 +307,7 @@ def _kernel(layer_ref, sizes_ref, x_ref, *refs, heights, weights, stored, scaled
             permute(x_ref.at[at], xs)
         for part in parts:
             y = weights.product(xs, room, unpacked, piece, buf, part, turn, unpacks=unpacks)
-            if scaled:
+            if scales_ref is not None:
                 y = y * scales_ref[pl.ds(group * len(parts) + part, 1)]
             before = out_ref[part, at, taken].astype(jnp.float32)
             out_ref[part, at, taken] = jnp.where(in_group, y, before).astype(out_ref.dtype)
