@@ -116,13 +116,18 @@ def mma_by_lanes(kind: str, words: list, at: int, right: list, tile: list) -> li
     """`mma` of a warp by the PTX ISA: lane (g, t) has rows g and g + 8 of a and c and column g of b; of 16 inputs 2 t,
     2 t + 1 and the two that are 8 further on; and columns 2 t and 2 t + 1 of c."""
     dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float16
-    made = [list(chain(*(_unpacked(kind, word) for word in some)))[at : at + 2] for some in words]
     pairs = lambda y: jnp.stack(y, axis=-1).reshape(8, 8)  # noqa: E731  [g, 2 t + half]
+
+    def rows_of(registers):
+        """[8, 32], one after the other -> [8, 64]: inputs of row g."""
+        numbers = jnp.stack(_halves(registers, dtype), axis=-1)
+        return numbers.reshape(8, 8, 8).swapaxes(0, 1).reshape(8, 64)
+
+    columns = (jnp.stack(of_input) for of_input in zip(*words, strict=True))  # [8, 32] each
+    made = list(chain(*(_unpacked(kind, column) for column in columns)))[at : at + 2]
+    a, b = jnp.concatenate([rows_of(registers) for registers in made]), rows_of(jnp.stack(right))
     total = jnp.concatenate([pairs(tile[:2]), pairs(tile[2:])])
-    for k in range(4):
-        a = [[pairs(_halves(made[2 * k + j][i], dtype)) for j in range(2)] for i in range(2)]
-        b = jnp.concatenate([pairs(_halves(right[2 * k + j], dtype)) for j in range(2)], axis=1)
-        total = total + lax.dot(jnp.block(a), b.T, precision=lax.Precision.HIGHEST)
+    total = total + lax.dot(a, b.T, precision=lax.Precision.HIGHEST)
     return [total[8 * (n // 2) : 8 * (n // 2) + 8, n % 2 :: 2].reshape(LANES) for n in range(4)]
 
 
