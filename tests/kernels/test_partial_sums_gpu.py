@@ -131,11 +131,15 @@ def test_partial_sums_of_a_product(scheme):
     np.testing.assert_allclose(np.sum(np.float64(ours), axis=0), exact, rtol=0.01, atol=0.01 * np.abs(exact).max())
 
 
+# Each scheme with one row and with several where it takes them, and both sizes with each number of rows.
 @pytest.mark.parametrize(
-    ("scheme", "rows"), [("mxfp4", 1), ("mxfp4", 15), ("int8", 1), ("int8", 4), ("int4", 1), ("fp8_block", 5)]
+    ("scheme", "rows", "inputs", "outputs"),
+    [
+        *(("mxfp4", 1, 256, 128), ("int8", 4, 256, 128), ("fp8_block", 5, 256, 128)),
+        *(("mxfp4", 15, 128, 24), ("int8", 1, 128, 24), ("int4", 1, 128, 24)),
+    ],
 )
-@pytest.mark.parametrize(("inputs", "outputs"), [(256, 128), (128, 24)])
-def test_they_lower_for_gpus(scheme, inputs, outputs, rows):
+def test_they_lower_for_gpus(scheme, rows, inputs, outputs):
     """Weights that are copied ahead, and such as are loaded."""
     y = DeferredNorm(jnp.ones((rows, inputs), jnp.bfloat16), jnp.ones((rows, 2)), 1e-5)
     w = quantize(draw((inputs, 2, outputs)), (0,), SCHEMES[scheme])
