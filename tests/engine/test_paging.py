@@ -19,7 +19,7 @@ from inferlib.engine.sequence import Sequence, Status
 from inferlib.programs.counter import compilations
 from tests.engine.test_engine import assert_accounted, smallest_model
 from tests.helpers.llms import MAX_LEN, build_llm, random_prompts
-from tests.models.test_poison import poison
+from tests.helpers.poison import poison
 
 BUCKETS = Buckets((8, 16), (1, 2, 4), (MAX_LEN,), tile=8)
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)

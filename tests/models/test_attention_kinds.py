@@ -14,7 +14,7 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.programs.program_set import ProgramSet
 from tests.helpers.llms import MAX_LEN, assert_greedy, build_llm, random_prompts, reference
-from tests.models.test_poison import before_each_dispatch, poison, tokens_of
+from tests.helpers.poison import before_each_dispatch, poison, tokens_of
 
 # Latents; a cache that layers share; states; convolutions; states again; sinks, and a ring on every other layer; a
 # ring of chunks; more states; learned positions; heads of other sizes on some layers, and shared; values smaller than

@@ -23,8 +23,8 @@ from inferlib.programs.program import ProgramKey
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards
+from tests.helpers.hlo import assert_promise_kept
 from tests.sharding.conftest import CHUNK, GREEDY, MAX_LEN, requests, run
-from tests.sharding.hlo import assert_promise_kept
 from tests.sharding.test_models import assert_same_logits
 
 DIM, TOKENS = 12, 48

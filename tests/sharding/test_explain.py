@@ -21,8 +21,8 @@ from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.rules import PRESETS
 from inferlib.sharding.shards import Shards, planned_shards
+from tests.helpers.hlo import assert_promise_kept
 from tests.sharding.conftest import CHUNK, MAX_LEN, ROWS
-from tests.sharding.hlo import assert_promise_kept
 
 # Those of the families' greedy programs are read where these run (test_models.py).
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from inferlib.engine.sequence import Sequence
-from tests.models.test_poison import poison
+from tests.helpers.hlo import assert_promise_kept
+from tests.helpers.poison import poison
 from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, logits, requests, run
-from tests.sharding.hlo import assert_promise_kept
 
 # Separate runs for logits and for tokens, whose programs return no logits. gemma3 has a ring, which wraps.
 SEPARATE_RUNS = [

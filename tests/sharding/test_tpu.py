@@ -61,7 +61,7 @@ def compile_and_compare(topology: str, presets: list[str]) -> None:
     from inferlib.programs.program_set import ProgramSet
     from inferlib.sharding.mesh import Parallelism
     from inferlib.sharding.shards import make_shards
-    from tests.sharding.hlo import assert_promise_kept
+    from tests.helpers.hlo import assert_promise_kept
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     for parallel in presets:
