@@ -152,11 +152,11 @@ def test_sums_that_follow_our_products_are_made_with_their_norms(family, quantiz
         assert ours == theirs
 
 
-# Which attention sums the products depends neither on the family's norms nor on the scheme.
+# Which attention sums the products depends neither on the family's norms nor on the scheme, nor the norms on either.
 @pytest.mark.parametrize(
     ("family", "quantization", "attention"),
     [
-        *(("llama", "int8", "xla"), ("llama", "int8", GPU), ("llama", "mxfp4", GPU)),
+        *(("llama", "int8", "xla"), ("llama", "mxfp4", GPU)),
         *(("gemma2", "int8", GPU), ("qwen3_moe", "int8", "xla")),
     ],
 )

@@ -86,7 +86,7 @@ MATRICES = hnp.arrays(np.float32, (64, 2), elements=NUMBERS)
 
 @pytest.mark.parametrize("name", SCHEMES)
 @given(w=MATRICES)
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_codec_is_exact(name, w):
     scheme = SCHEMES[name]
     cached = quantize(jnp.asarray(w), (0,), scheme)
