@@ -47,10 +47,10 @@ MORE_CASES = {
     "two tiles, the last one not full": Case((0, 130), width=384, slots=640, group=1, heads=1),
     "beyond the cache": Case((500, 360), width=64, slots=384),
     "window": Case((0, 49, 50, 51, 300, 440), width=64, options={"window": 50}),
-    "ring": Case((0, 100, 352, 1003), slots=384, ring=True, options={"window": 300}),
-    "ring, sinks, softcap": Case((5, 1003), slots=256, ring=True, sinks=True, options={"window": 200, "softcap": 5.0}),
+    "ring, sinks, softcap": Case(
+        (0, 100, 352, 1003), slots=384, ring=True, sinks=True, options={"window": 300, "softcap": 5.0}
+    ),
     "odd groups of size 256": Case((3, 130), size=256, group=3, heads=1),
-    "stacked layers": Case((5, 130), layers=2),
     "pages of blocks": Case((0, 224, 250), slots=256, columns=2),
     "ring of pages": Case((0, 17, 100, 500), slots=16, columns=7, ring=True, options={"window": 60}),
     "int8, half precision, ring": Case(

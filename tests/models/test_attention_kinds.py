@@ -28,6 +28,11 @@ KINDS = [
     *("minicpm3", "gemma3n_text", "qwen3_5_text", "lfm2", "nemotron_h"),
     *(pytest.param(family, marks=pytest.mark.slow) for family in SLOW),
 ]
+# Those of which layers repeat; of the others stacked layers are unrolled ones.
+STACKED = [
+    *("minicpm3", "gemma3n_text", "qwen3_5_text", "lfm2", "nemotron_h"),
+    *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama4_text", "minimax", "gpt2")),
+]
 TOLERANCE = 1e-4  # absolute, on logits with a standard deviation above 1
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
@@ -108,9 +113,11 @@ def test_what_the_kernel_lacks_is_said(platform, name, ragged, reasons, caplog):
     assert all(result.startswith(reason) for result, reason in zip(said, reasons, strict=True))
 
 
+@pytest.mark.parametrize("model", STACKED, indirect=True)
 def test_stacked_layers_decode_as_transformers_does(model):
     """Their logits are those of `test_parity`."""
     _, path = model
     stacked = build_llm(path, Buckets(prefill=(16,), batch=(4,), cache=(32, MAX_LEN)), scan=True)
+    assert any(segment.count > 1 for segment in stacked.engine.model.segments)
     (prompt,) = random_prompts([20], seed=3)
     assert_greedy(path, prompt, *tokens_of(stacked, [prompt], GREEDY))
