@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from inferlib.attention_values import AttentionOptions, KvCache
-from inferlib.pallas_kernels.row_cells_gpu import RowCells, page_specs, unsupported_pages
+from inferlib.pallas_kernels.row_cells_gpu import RowCells, of_one_layer, page_specs, unsupported_pages
 
 # Chosen by measuring tiles of 4-32 KB, 1-8 warps and 1-4 stages on an H200 (jax 0.11.2, bf16, K 8, G 4,
 # h 128; GB/s of live keys and values; in the same run a device memcpy moved 4204-4217 GB/s read plus written
@@ -44,13 +44,15 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Attend with q [B, K, G, h]: row b's query stands at position lengths[b] - 1; or [B, C, K, G, h]: at the last C.
 
-    cache: k, v [N, K, S, h], which have the queries' own keys and values already; scales and layers are not read. Row
-    b's cache is page b, N >= B, or the pages of its row of a table. A tight `limit` saves programs without work.
-    lengths [B] int32 counts the valid positions, at most the row's slots except in a ring; 0 marks an inactive row (out
-    0, lse -inf). The kernel does not read slots that no query sees. interpret: run on any device.
+    cache: k, v [N, K, S, h], which have the queries' own keys and values already; scales are not read. Row b's cache is
+    page b, N >= B, or the pages of its row of a table, which may be those of a layer of a stack. A tight `limit` saves
+    programs without work. lengths [B] int32 counts the valid positions, at most the row's slots except in a ring; 0
+    marks an inactive row (out 0, lse -inf). The kernel does not read slots that no query sees. interpret: run on any
+    device.
     Returns out in q's shape and dtype and the log of the softmax's denominator, lse [B, (C,) K, G] float32. Raises
     ValueError for caches of other shapes and for a ring without a window.
     """
+    cache = of_one_layer(cache)
     if q.ndim == 5:
         rows, queries, kv_heads, group, size = q.shape
         sinks = None if options.sinks is None else jnp.tile(options.sinks, (1, queries))

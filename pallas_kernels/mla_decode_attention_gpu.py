@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from inferlib.attention_values import LatentCache, NewCells, Shaped
 from inferlib.pallas_kernels.decode_attention_gpu import LONG_SHARE, merge, share_of
-from inferlib.pallas_kernels.row_cells_gpu import RowCells, page_specs, unsupported_pages
+from inferlib.pallas_kernels.row_cells_gpu import RowCells, of_one_layer, page_specs, unsupported_pages
 
 PROGRAMS = 2 * 132  # how many stay resident at once with these tiles, on the 132 SMs of an H100 or H200
 MOST_SHARES = 128  # of a row
@@ -81,14 +81,15 @@ def mla_decode_attention(
     """Attend with q [B, H, R] and its rotary part [B, H, r]: row b's query stands at position lengths[b] - 1.
 
     H heads are in the latents' R dimensions. Row b's cache is page b of latents [N, 1, S, R] and rotary keys [N, 1, S,
-    r], N >= B, or the pages of its row of a table. lengths [B] int32 counts positions, at most a row's slots and
-    `cache.limit`; 0 marks an inactive row (out 0, lse -inf). scale multiplies the logits. new: latents [B, 1, R] and
-    rotary keys [B, 1, r] of the queries' positions, which the kernel writes in place, in all active rows whose page
-    exists; without, the cache has them already. The kernel does not read slots that hold no position. interpret: run on
-    any device.
+    r], N >= B, or the pages of its row of a table, which may be those of a layer of a stack. lengths [B] int32 counts
+    positions, at most a row's slots and `cache.limit`; 0 marks an inactive row (out 0, lse -inf). scale multiplies the
+    logits. new: latents [B, 1, R] and rotary keys [B, 1, r] of the queries' positions, which the kernel writes in
+    place, in all active rows whose page exists; without, the cache has them already. The kernel does not read slots
+    that hold no position. interpret: run on any device.
     Returns out [B, H, R] in q's dtype and the log of the softmax's denominator, lse [B, H] float32; with `new` also the
     cache's latents and rotary keys. Raises ValueError with the reason of `unsupported`, and for shapes that differ.
     """
+    cache = of_one_layer(cache)
     latents, keys, limit, columns = cache.latents, cache.keys, cache.limit, cache.columns
     if reason := unsupported(q, latents, keys) or unsupported_pages(latents.shape[2], columns):
         raise ValueError(f"the GPU kernel does not run this latent attention: {reason}")

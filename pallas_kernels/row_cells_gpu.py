@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+
+from inferlib.attention_values import KvCache, LatentCache
+
+Cache = TypeVar("Cache", KvCache, LatentCache)
 
 SMALLEST_PAGE = 16  # positions of the smallest block; they have to divide a page of a table
 
@@ -19,6 +23,17 @@ def unsupported_pages(slots: int, columns: int | None) -> str | None:
     if columns is None or slots % SMALLEST_PAGE == 0:
         return None
     return f"pages of {slots} positions are not a multiple of {SMALLEST_PAGE}"
+
+
+def of_one_layer(cache: Cache) -> Cache:
+    """The layer that a stacked cache with a page table reads, as pages among those of all layers; another cache as it
+    is."""
+    if cache.layer is None or cache.pages is None:
+        return cache
+    count = cache.arrays[0].shape[-4]
+    pages = jnp.clip(cache.pages, 0, count - 1) + cache.layer * count
+    merged = cache.with_arrays([x.reshape(-1, *x.shape[2:]) for x in cache.arrays])
+    return replace(merged, layer=None, pages=pages)
 
 
 def page_specs(cells: jax.Array, pages: jax.Array | None, row: int, head: int | None) -> tuple[pl.BlockSpec, Any]:

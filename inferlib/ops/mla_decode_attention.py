@@ -91,8 +91,8 @@ def mla_decode_attention(
 def _by_gpu_kernel(
     q, rotary, cache: LatentCache, lengths, scale: float, new: NewCells | None
 ) -> tuple[jax.Array, jax.Array, LatentCache]:
-    if cache.layer is not None:
-        raise ValueError("backend 'pallas_gpu' takes the cache of one layer, not a stack; use xla")
+    if cache.layer is not None and (cache.pages is None or new is not None):
+        raise ValueError("backend 'pallas_gpu' takes a stack of layers with a page table, and writes to none; use xla")
     from inferlib.pallas_kernels import mla_decode_attention_gpu
 
     def run(q, rotary, latents, keys, lengths, cells, *, interpret: bool):

@@ -38,6 +38,7 @@ PAGES = {
     "pages": Case((0, 1, 16, 17, 100, 112), slots=16, columns=7),
     "pages of more than a block, sinks": Case((0, 128, 129, 500), slots=128, columns=4, sinks=True),
     "windows that begin within blocks": Case((20, 97, 384, 300), slots=64, columns=6, options={"window": 70}),
+    "a layer of a stack": Case((0, 17, 100), slots=32, columns=4, layers=3),
     "windows of one position": Case((1, 64, 65), slots=64, columns=2, options={"window": 1}),
     "odd groups of size 80, half precision": Case(
         (3, 33, 144), slots=48, columns=3, size=80, group=7, heads=3, dtype=jnp.bfloat16, options={"softcap": 20.0}

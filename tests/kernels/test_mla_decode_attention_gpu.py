@@ -48,6 +48,7 @@ CASES = {
     "bfloat16": SMALL((1, 31, 32, 33, 64), heads=16, rank=64, dtype=jnp.bfloat16),
     "large logits": SMALL((3, 60), loudness=1e4),
     "pages": SMALL((0, 1, 16, 17, 40, 64), slots=16, columns=4),
+    "pages of a stack": SMALL((0, 17, 64), slots=16, columns=4, layers=2),
     "pages of blocks, bfloat16": SMALL((1, 128, 129, 200), slots=128, columns=2, dtype=jnp.bfloat16),
 }
 
@@ -92,7 +93,7 @@ def test_what_it_cannot_run_is_refused_with_the_reason():
         (dict(q=q[:, None]), "one query of a row"),
         (dict(rotary=rotary[:, :1]), "do not match"),
         (dict(latents=inputs["latents"][..., :24]), "latents of 24 and rotary keys of 16"),
-        (dict(layer=0), "not a stack"),
+        (dict(layer=0), "writes to none"),
         (dict(scales=(q, q)), "no scales of latents"),
     ):
         with pytest.raises(ValueError, match=reason):
