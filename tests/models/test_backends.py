@@ -108,7 +108,7 @@ def test_a_model_of_latents_generates_what_transformers_does(checkpoint):
         shapes |= {shape[-2:] for block in llm.engine.plan.blocks for shape in block.shapes}
         for output in llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12)):
             assert_greedy(path, output.prompt_token_ids, output.outputs[0].token_ids)
-    assert shapes == {(192, 128), (192, 64), (256, 128), (128, 128)}
+    assert shapes == {(16, 128), (16, 64), (256, 128), (128, 128)}  # pages; folded ones are larger
 
 
 @pytest.mark.slow
