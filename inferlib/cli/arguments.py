@@ -214,22 +214,15 @@ class BucketArguments:
 
     def parsed(self, context: int) -> Buckets:
         """context: of the model, in tokens. Raises ValueError."""
-        from inferlib.config import Buckets
+        from inferlib.deploy.compile import buckets_for
 
-        cache = _sizes(self.cache_buckets, (min(2048, context),))
-        most = 512 if self.tile else min(512, max(cache[-1], 1))
-        chunks = (*(size for size in (32, 128) if size < most), most)
-        return Buckets(
-            prefill=_sizes(self.prefill_buckets, chunks),
-            batch=_sizes(self.batch_buckets, (1, 8)),
-            cache=cache,
-            tile=self.tile,
-        )
+        prefill, batch, cache = map(_sizes, (self.prefill_buckets, self.batch_buckets, self.cache_buckets))
+        return buckets_for(context, prefill, batch, cache, self.tile)
 
 
-def _sizes(text: str | None, default: tuple[int, ...]) -> tuple[int, ...]:
+def _sizes(text: str | None) -> tuple[int, ...] | None:
     if text is None:
-        return default
+        return None
     try:
         return tuple(int(size) for size in text.split(","))
     except ValueError:

@@ -160,7 +160,7 @@ def deployment_of(source: ModelSource, target: str | None = None, **settings: Un
         source.hf,
         target=str(slice_),
         dtype=dtype if dtype is not None else ("float32" if slice_.platform == "cpu" else "bfloat16"),
-        buckets=buckets or default_buckets(source.config.context),
+        buckets=buckets or buckets_for(source.config.context),
         parallel=parallel or Parallelism(tensor=slice_.devices if slice_.platform == "tpu" else 1),
         modes=tuple(modes),
         quantization=source.quantization(settings.get("quantization")),
@@ -170,11 +170,20 @@ def deployment_of(source: ModelSource, target: str | None = None, **settings: Un
     )
 
 
-def default_buckets(context: int) -> Buckets:
-    """What programs are compiled for if nobody says: for a model of this context, in tokens."""
-    longest = min(LONGEST, context)
-    chunks = (*(size for size in _CHUNKS if size < longest), *([longest] if longest < _CHUNKS[-1] else []))
-    return Buckets(prefill=chunks, batch=(1, 8), cache=(longest,))
+def buckets_for(
+    context: int,
+    prefill: tuple[int, ...] | None = None,
+    batch: tuple[int, ...] | None = None,
+    cache: tuple[int, ...] | None = None,
+    tile: int | None = None,
+) -> Buckets:
+    """These buckets, and where there are None those that a model of this context, in tokens, is compiled for. Raises
+    ConfigurationError."""
+    cache = (min(LONGEST, context),) if cache is None else cache
+    if prefill is None:
+        most = _CHUNKS[-1] if tile else min(_CHUNKS[-1], max(cache[-1], 1))
+        prefill = (*(size for size in _CHUNKS if size < most), most)
+    return Buckets(prefill=prefill, batch=batch or (1, 8), cache=cache, tile=tile)
 
 
 def deployment_of_plan(plan: Plan, modes: Sequence[Mode], backend: str = "auto") -> Deployment:
