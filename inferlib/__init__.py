@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -66,7 +65,9 @@ __all__ = [
 
 def __getattr__(name: str):
     if name == "__version__":
-        return importlib.metadata.version("inferlib")
+        from importlib import metadata  # takes longer than all else here
+
+        return metadata.version("inferlib")
     # Importing a module of a low level (a kernel, a config) must not import everything above it.
     if name not in _MODULES:
         raise AttributeError(f"module 'inferlib' has no attribute {name!r}")
