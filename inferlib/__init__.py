@@ -72,3 +72,7 @@ def __getattr__(name: str):
     if name not in _MODULES:
         raise AttributeError(f"module 'inferlib' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
