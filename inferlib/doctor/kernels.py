@@ -26,6 +26,7 @@ from inferlib.tuning.kernel_cases.prefill_attention import PrefillAttention
 
 TPU, GPU = "pallas_tpu", "pallas_gpu"
 AREA = "kernel"
+PAGE = 128  # positions of a page, as engines have them
 _ON_CPU = {
     ("decode attention", "4 rows, written"),
     ("prefill attention", "64 behind 100"),
@@ -127,12 +128,13 @@ def _logits(case: PrefillAttention) -> int:
 
 def _gpu_small() -> Iterator[Check]:
     rows = (5, 130, 256, 77)
-    case = DecodeAttention(rows, heads=2)
+    yield Check("decode attention (GPU)", "rows as pages", partial(trials.decode, DecodeAttention(rows, heads=2), GPU))
+    case = DecodeAttention(rows, heads=2, page=64)
     yield Check("decode attention (GPU)", "4 rows", partial(trials.decode, case, GPU))
     yield Check("decode attention from products on (GPU)", "4 rows", partial(trials.qkv, case))
-    chunk = PrefillAttention(64, 100, heads=2)
+    chunk = PrefillAttention(64, 100, heads=2, page=64)
     yield Check("prefill attention (GPU)", "64 behind 100", partial(trials.prefill, chunk, GPU))
-    latent = MlaDecodeAttention((5, 300), heads=16)
+    latent = MlaDecodeAttention((5, 300), heads=16, page=128)
     yield Check("latent decode attention (GPU)", "2 rows", partial(trials.mla_decode, latent, GPU))
     for scheme in ("bfloat16", "int8", "mxfp4"):
         yield Check("product (GPU)", f"{scheme}, 1 row", partial(trials.product, MxMatmul(scheme, 1, 512, 1024), GPU))
@@ -144,13 +146,13 @@ def _gpu_small() -> Iterator[Check]:
 
 def _gpu_real() -> Iterator[Check]:
     for name, lengths in {"1 row of 8192": (8192,), "32 rows of 4096": (4096,) * 32}.items():
-        case = DecodeAttention(lengths, heads=8)
+        case = DecodeAttention(lengths, heads=8, page=PAGE)
         yield Check("decode attention (GPU)", name, partial(trials.decode, case, GPU), True)
         yield Check("decode attention from products on (GPU)", name, partial(trials.qkv, case), True)
     for width, start in ((512, 3584), (2048, 0)):
-        case = PrefillAttention(width, start)
+        case = PrefillAttention(width, start, page=PAGE)
         yield Check("prefill attention (GPU)", f"{width} behind {start}", partial(trials.prefill, case, GPU), True)
-    latent = MlaDecodeAttention((4096,) * 16, heads=16)
+    latent = MlaDecodeAttention((4096,) * 16, heads=16, page=PAGE)
     yield Check("latent decode attention (GPU)", "16 rows of 4096", partial(trials.mla_decode, latent, GPU), True)
     yield Check("latent queries (GPU)", "16 rows", partial(trials.latent_queries, 16, 16), True)
     for scheme in ("int8", "fp8", "mxfp8", "int4", "mxfp4", "fp8_block"):

@@ -176,8 +176,10 @@ def decode(case: DecodeAttention, backend: str) -> Trial:
 
 
 def _newest(cache: KvCache, lengths: jax.Array) -> tuple[jax.Array, ...]:
-    """The newest cell of each row, as float32, of a cache whose rows are pages."""
-    at = jnp.arange(lengths.size), slice(None), (lengths - 1) % cache.k.shape[-2]
+    """The newest cell of each row, as float32."""
+    rows, newest, slots = jnp.arange(lengths.size), lengths - 1, cache.k.shape[-2]
+    page = rows if cache.pages is None else cache.pages[rows, newest // slots]
+    at = page, slice(None), newest % slots
     cells = [cache.of_layer(x)[at].astype(jnp.float32) for x in cache.arrays]
     if not cache.scaled:
         return tuple(cells)
@@ -224,7 +226,7 @@ def write_chunk(case: ChunkWrite, slots: int) -> Trial:
 def qkv(case: DecodeAttention) -> Trial:
     """Decode attention on GPUs from the projection on, with RoPE, beside one step after the other in XLA."""
     draw, rows = Draw(), len(case.lengths)
-    slots = -(-max(case.lengths) // 128) * 128
+    slots = case.page or -(-max(case.lengths) // 128) * 128
     cache = _cache(draw, case, [length - 1 for length in case.lengths], slots, None)
     cache = replace(cache, k=cache.k[0], v=cache.v[0], layer=None)  # pyright: ignore[reportOptionalSubscript]
     products = draw.normal(rows, case.heads, case.group + 2, case.size)
