@@ -21,6 +21,7 @@ from inferlib.models.abstract import AbstractModel, WeightSpec
 from inferlib.models.config import ModelConfig, MoeSpec
 from inferlib.sharding.shards import Shards
 
+_MOST_DEVICES, _MOST_SLOTS = 1 << 14, 1 << 16  # of one layer
 TABLES = ("mlp.slots", "mlp.copies")  # the weights of `Moe` that a placement fills
 
 
@@ -98,12 +99,17 @@ def balanced(load: np.ndarray, devices: int, slots: int | None = None) -> Expert
     load = np.asarray(load, np.float64)
     if load.ndim != 2 or not load.size or not np.isfinite(load).all() or (load < 0).any():
         raise ConfigurationError(f"an expert load is counts [layers, experts], got an array of shape {load.shape}")
+    if not 0 < devices <= _MOST_DEVICES or (slots is not None and slots > _MOST_SLOTS):
+        raise ConfigurationError(
+            f"experts are placed in at most {_MOST_SLOTS} slots on 1 to {_MOST_DEVICES} devices, not in "
+            f"{slots or 'as many as there are'} on {devices}"
+        )
     experts: int = load.shape[1]
     slots = -(-experts // devices) * devices if slots is None else slots
-    if devices < 1 or slots < experts or slots % devices:
+    if slots < experts or slots % devices:
         raise ConfigurationError(
             f"{slots} slots for {experts} experts do not divide over {devices} devices: take a multiple, such as "
-            f"{-(-max(slots, experts) // max(devices, 1)) * devices}"
+            f"{-(-max(slots, experts) // devices) * devices}"
         )
     return ExpertPlacement(tuple(_balanced_layer(row, devices, slots) for row in load))
 
@@ -150,7 +156,7 @@ def _read(path: str | Path, name: str) -> list[list[int]]:
         rows = json.loads(Path(path).read_text(encoding="utf-8"))[name]
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigurationError(f'{path} must be a JSON object with "{name}"') from None
     lists = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
     if not lists or not all(type(n) is int and n >= 0 for row in rows for n in row):

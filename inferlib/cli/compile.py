@@ -12,7 +12,7 @@ from rich.console import Console
 
 from inferlib.cli.arguments import Backend, BucketArguments, DtypeArguments, Json, ShapeArguments, grouped
 from inferlib.cli.compile_progress import CompileProgress, guessed_seconds
-from inferlib.cli.output import fail, json_line, user_errors, write
+from inferlib.cli.output import check_output_file, fail, json_line, user_errors, write
 
 if TYPE_CHECKING:
     from inferlib.deploy.source import ModelSource
@@ -86,6 +86,7 @@ def compile(
     decided = (options.target, options.parallel, options.expert_placement, *vars(formats).values())
     if source.plan and any((*decided, *vars(buckets).values())):
         fail("--plan says target, split, dtypes, quantization, buckets and placement: give none of them beside it")
+    check_output_file("--report", output.report)
     from inferlib.aot.compile import check_compiler
     from inferlib.deploy.compile import compile_deployment
 
@@ -96,6 +97,8 @@ def compile(
             deployment, checkpoint = _deployment(source, options, formats, buckets)
         check_compiler(deployment.slice)
         keys = deployment.keys()
+    if source.config is not None and options.target is None:
+        fail("--config is a shape to plan for: say what to compile it for with --target (see inferlib targets)")
     name = source.model or source.config or source.plan or ""
     names, guess = list(map(str, keys)), guessed_seconds(deployment)
     with user_errors(), CompileProgress.shown(names, output.workers, guess) as progress:

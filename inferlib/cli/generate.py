@@ -21,7 +21,16 @@ from inferlib.cli.arguments import (
     grouped,
 )
 from inferlib.cli.batch import RequestOptions, run_batch
-from inferlib.cli.output import Summary, fail, json_line, memory_errors, result_fields, user_errors, write
+from inferlib.cli.output import (
+    Summary,
+    check_output_file,
+    fail,
+    json_line,
+    memory_errors,
+    result_fields,
+    user_errors,
+    write,
+)
 
 if TYPE_CHECKING:
     from inferlib.llm import LLM, Request
@@ -231,6 +240,7 @@ def generate(
     """
     _check(prompts, prompting, files, sampling)
     hosts.check()
+    check_output_file("--expert-load", engine.expert_load)
     with user_errors():
         chat = dict(chat=prompting.chat, system=prompting.system, template=prompting.template())
         options = RequestOptions(sampling.values(), engine.seed, **chat)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,8 +20,14 @@ if TYPE_CHECKING:
     from inferlib.outputs import Logprob, RequestOutput
 
 
+_MOST_SHOWN = 200  # characters of a path
+
+
 def fail(message: str | Exception) -> NoReturn:
     """End the command with one line on stderr and exit code 2."""
+    if isinstance(message, OSError) and message.strerror:
+        name = "" if message.filename is None else f"{str(message.filename)[:_MOST_SHOWN]}: "
+        message = f"{name}{message.strerror}"
     typer.echo(f"error: {' '.join(str(message).split())}", err=True)
     raise typer.Exit(2)
 
@@ -50,6 +58,20 @@ def memory_errors(hint: str = "") -> Iterator[None]:
         if is_out_of_memory(error):
             fail(f"out of memory: {str(error) or 'the host has no more'}{hint}")
         raise
+
+
+def check_output_file(option: str, path: Path | None) -> None:
+    """End the command if a file that it is to write at its end cannot be written. path: None is nothing to write."""
+    if path is None:
+        return
+    from inferlib.config import checked_output
+
+    with user_errors():
+        path = checked_output(option, path)
+        if path.is_dir():
+            raise ValueError(f"{option} {path} is a directory: give a file")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"{option} {path} may not be written to")
 
 
 def write(text: str) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from inferlib.cli.arguments import CacheDtype, Json, ShapeArguments, grouped
 from inferlib.cli.compile_progress import CompileProgress
-from inferlib.cli.output import json_line, user_errors, write
+from inferlib.cli.output import check_output_file, json_line, user_errors, write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,7 @@ def plan(
     --slo, and with --verify if a plan does not compile or does not fit.
     """
     shape.check()
+    check_output_file("--plot", output.plot)
     from inferlib.deploy.plan import Workload
     from inferlib.deploy.plan import plan as rank
 

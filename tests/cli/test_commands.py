@@ -291,7 +291,7 @@ def test_a_terminal_gets_a_stream(inferlib):
         (["x", "--system", "s"], "--system needs --chat"),
         (["x", "--logprobs", "1"], "add --json"),
         (["x", "--chat-template", "t"], "give --chat"),
-        (["x", "--chat", "--chat-template", "/nowhere"], "No such file or directory: '/nowhere'"),
+        (["x", "--chat", "--chat-template", "/nowhere"], "/nowhere: No such file or directory"),
         (["x", "--chat", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs is a JSON object"),
         (["x", "--generation-config", "vllm"], "generation_config must be 'auto' or 'none', got 'vllm'"),
         (["x", "--bad-word", ""], "bad_words must be texts"),
