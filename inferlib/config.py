@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, get_args, get_type_hints
 import numpy as np
 
 from inferlib.models.attention_choices import choose_attention
-from inferlib.models.config import MlaSpec, ModelConfig
+from inferlib.models.config import AttentionSpec, MlaSpec, ModelConfig
 from inferlib.models.recurrent import Recurrent
 from inferlib.ops.backend import Backend
 from inferlib.ops.quantized import SCHEMES
@@ -33,11 +33,11 @@ KV_CACHE_DTYPES = {name: np.dtype(SCHEMES[name].values) for name in ("int8", "fp
 _RUNS_ON = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "pallas": "gpu", "nki": "neuron"}
 # Rows, and most positions of a sequence, by default. On a CPU, where each row takes its time, they are modest.
 # Elsewhere as many rows as the cache has room for are worth their programs. Where attention reads whole cache buckets,
-# each is a set of programs; see `EngineOptions.resolve`.
-_ROWS = {"cpu": 8, "gpu": 256, "tpu": 64, "neuron": 8}
+# each is a set of programs: then there are fewer rows; see `EngineOptions.resolve`.
+_ROWS, _ROWS_OF_BUCKETS = {"cpu": 8, "gpu": 512, "tpu": 64, "neuron": 8}, 64
 _POSITIONS = {"cpu": 2048, "gpu": 2048, "tpu": 8192, "neuron": 2048}
 # By platform: tokens of a tile, and most prompt tokens of a step.
-_TILES = {"cpu": (32, 512), "gpu": (128, 2048)}
+_TILES = {"cpu": (32, 512), "gpu": (32, 8192)}
 _DETAIL_TOKENS = 512  # most tokens of a step whose logits or log-probabilities are returned
 _RING_TOKENS = 512  # most tokens of a row in a step where layers keep rings, which are longer by as many
 # Bounds of what would only waste memory, or overflow a compiled program's counters.
@@ -401,11 +401,11 @@ class EngineConfig:
 
     def detail_shapes(self) -> tuple[tuple[int, int], ...]:
         """Those (P, C) that prefill a prompt alone, whose log-probabilities or logits are asked for. With tiles they
-        have at most 512 tokens, or one tile: logits of every position take far more memory than the rest of a step."""
+        have at most 512 tokens, or one tile, or the fewest there are: logits of every position take far more memory than the rest of a step."""
         if self.buckets.tile is None:
             return tuple((1, c) for c in self.buckets.prefill)
         shapes = self.buckets.tiles
-        return tuple((p, c) for p, c in shapes if p == 1 or p * c <= _DETAIL_TOKENS)
+        return tuple((p, c) for p, c in shapes if p == 1 or p * c <= _DETAIL_TOKENS) or shapes[:1]
 
     @property
     def pool(self) -> PoolSize:
@@ -481,7 +481,7 @@ class EngineSettings(TypedDict, total=False):
 class EngineOptions:
     """What a user decides about the engine. None leaves a decision to `resolve`.
 
-    max_batch: sequences decoded together; by default 256 on GPUs and 64 on TPUs, or less if rings and recurrent states
+    max_batch: sequences decoded together; by default 512 on GPUs (64 where kernels do not read just what a row has) and 64 on TPUs, or less if rings and recurrent states
         of so many would take more than a quarter of the memory that is left; else 8.
     max_len: longest prompt plus output, in tokens, which reserves nothing; by default the model's context, at most 8192
         on TPUs and 2048 elsewhere. On GPUs, where kernels read what a row has, any context.
@@ -551,13 +551,14 @@ class EngineOptions:
         if self.platform is not None:
             device = device._replace(platform=self.platform)
         platform, shards = device.platform, shards or Shards()
-        max_batch = _default(self.max_batch, rounded_up(_ROWS[platform], shards.replicas))
         backend = self.backend
         if not isinstance(backend, Backend):
             chosen = Backend.for_platform(platform, shards, device.cores, device.generation)
             backend = with_option(chosen, "auto" if backend is None else backend)
         live = _reads_live_positions(backend, model, self.kv_cache_dtype)
         max_len = self._max_len(model, None if live else _POSITIONS[platform])
+        rows = _ROWS[platform] if live else min(_ROWS[platform], _ROWS_OF_BUCKETS)
+        max_batch = _default(self.max_batch, rounded_up(rows, shards.replicas))
         buckets = self.buckets
         if buckets is None:
             tile, most = _tile(platform, shards, model)
@@ -607,7 +608,11 @@ def _tile(platform: str, shards: Shards, model: ModelConfig | None) -> tuple[int
     layers = () if model is None else model.layers
     if shards.size(axes.TOKENS) > 1 or any(isinstance(x.attention, MlaSpec | Recurrent) for x in layers):
         return None, None
-    return _TILES.get(platform, (None, None))
+    tile, most = _TILES.get(platform, (None, None))
+    mixers = [layer.attention for layer in layers]
+    if platform == "gpu" and any(isinstance(x, AttentionSpec) and x.heads == x.kv_heads for x in mixers):
+        return 2 * tile, most  # with one query for each key, 32 tokens would not fill a program of the kernel
+    return tile, most
 
 
 def _row_limit(buckets: Buckets, model: ModelConfig | None) -> int | None:
