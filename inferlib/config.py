@@ -401,7 +401,8 @@ class EngineConfig:
 
     def detail_shapes(self) -> tuple[tuple[int, int], ...]:
         """Those (P, C) that prefill a prompt alone, whose log-probabilities or logits are asked for. With tiles they
-        have at most 512 tokens, or one tile, or the fewest there are: logits of every position take far more memory than the rest of a step."""
+        have at most 512 tokens, or one tile, or the fewest there are: logits of every position take far more memory than
+        the rest of a step."""
         if self.buckets.tile is None:
             return tuple((1, c) for c in self.buckets.prefill)
         shapes = self.buckets.tiles
@@ -481,8 +482,9 @@ class EngineSettings(TypedDict, total=False):
 class EngineOptions:
     """What a user decides about the engine. None leaves a decision to `resolve`.
 
-    max_batch: sequences decoded together; by default 512 on GPUs (64 where kernels do not read just what a row has) and 64 on TPUs, or less if rings and recurrent states
-        of so many would take more than a quarter of the memory that is left; else 8.
+    max_batch: sequences decoded together; by default 512 on GPUs (64 where kernels do not read just what a row has) and
+        64 on TPUs, or less if rings and recurrent states of so many would take more than a quarter of the memory that
+        is left; else 8.
     max_len: longest prompt plus output, in tokens, which reserves nothing; by default the model's context, at most 8192
         on TPUs and 2048 elsewhere. On GPUs, where kernels read what a row has, any context.
     buckets: static shapes to compile for; by default powers of four.
