@@ -40,6 +40,9 @@ class Idle:
     def ready(self, key: ProgramKey) -> Callable:
         return lambda weights, cache, state, control: (cache, state, self._output)
 
+    def change_rows(self, cache, state, moves, grants) -> tuple:
+        return cache, state
+
 
 def decoding(batch: int) -> Engine:
     """An engine whose rows all decode, for as long as it runs."""

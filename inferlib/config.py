@@ -170,6 +170,14 @@ def memory_option(value: Any) -> int | float:
     return number
 
 
+def bytes_option(value: Any) -> int | None:
+    """`memory_option` where no device is known, of which a share could be taken; None stays."""
+    size = None if value is None else memory_option(value)
+    if isinstance(size, float):
+        raise ConfigurationError(f"cache_memory is in bytes here, such as '16GiB', as no device is known: got {size}")
+    return size
+
+
 def backend_option(option: str) -> str:
     """The option in one spelling, whatever the order of its parts. Raises ConfigurationError for what is none."""
     if isinstance(option, str) and option in ("auto", "xla"):

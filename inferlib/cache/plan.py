@@ -165,6 +165,17 @@ class CachePlan:
         """How many tokens the pages of all replicas hold."""
         return self.pages * self.page
 
+    def tokens_in(self, memory: int, shards: Shards = ONE_DEVICE) -> int:
+        """How many tokens all replicas' pages would hold if the cache had so many bytes of each device."""
+        of_page, of_rows = self._bytes_of(shards)
+        return max(memory - of_rows, 0) // of_page * self.page * shards.replicas if of_page else self.tokens
+
+    def _bytes_of(self, shards: Shards) -> tuple[int, int]:
+        """Bytes on a device of a page, and of all rings and states."""
+        sizes = [(array.nbytes(shards), fixed) for array, fixed in zip(self.arrays, self.of_rows, strict=True)]
+        of_pages, of_rows = (sum(size for size, fixed in sizes if fixed == wanted) for wanted in (False, True))
+        return of_pages * shards.replicas // self.pages, of_rows
+
     def slots(self, block: BlockCache) -> int:
         """The most slots of a row, over all devices that share its positions."""
         return block.slots if block.ring else block.slots * self.columns
@@ -237,13 +248,11 @@ def plan_cache(
 
 def _with_pages(plan: CachePlan, shards: Shards, memory: int | None) -> CachePlan:
     """The plan of one page with as many pages as fit the memory of a device, and as all rows can use."""
-    most = plan.rows // shards.replicas * plan.columns
-    pages = most
+    pages = most = plan.rows // shards.replicas * plan.columns
     one = replace(plan, pages=shards.replicas, blocks=tuple(_paged(b, shards.replicas) for b in plan.blocks))
-    sizes = [(array.nbytes(shards), fixed) for array, fixed in zip(one.arrays, one.of_rows, strict=True)]
-    of_page, of_rows = (sum(size for size, f in sizes if f == fixed) for fixed in (False, True))
-    if memory is not None:
-        pages = min(most, max(memory - of_rows, 0) // of_page) if of_page else most
+    of_page, of_rows = one._bytes_of(shards)
+    if memory is not None and of_page:
+        pages = min(most, max(memory - of_rows, 0) // of_page)
     if pages < plan.columns or (memory is not None and of_rows > memory):
         need = of_rows + plan.columns * of_page
         raise ConfigurationError(

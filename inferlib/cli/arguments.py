@@ -68,6 +68,13 @@ Quantization = Annotated[
         "they are stored. With _a8, what they multiply has eight bits too."
     ),
 ]
+CacheMemory = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory of the cache on each device: bytes, 16GiB, or a share such as 0.5; by default what weights and "
+        "steps leave, on CPUs what --max-batch sequences of --max-len take, or as compiled."
+    ),
+]
 CacheDtype = Annotated[
     str | None,
     typer.Option(help="Format of keys and values in the cache: int8 or fp8; by default that of activations."),

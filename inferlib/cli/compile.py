@@ -44,6 +44,13 @@ class DeploymentArguments:
         typer.Option(help="File of expert slots that inferlib place wrote; the programs run any with as many slots."),
     ] = None
     backend: Backend = "auto"
+    cache_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of the cache on each device, such as 16GiB; by default what the largest batch of the longest "
+            "sequences takes."
+        ),
+    ] = None
     modes: Annotated[str, typer.Option(help="Sampling modes: greedy, sample, logprobs.")] = "greedy,sample"
 
     def sampling_modes(self) -> tuple[Mode, ...]:
@@ -150,6 +157,7 @@ def _deployment(
         kv_cache_dtype=formats.kv_cache_dtype,
         expert_placement=options.expert_placement,
         backend=options.backend,
+        cache_memory=options.cache_memory,
     )
     return deployment, model.checkpoint
 

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from inferlib.cli.arguments import (
+    CacheMemory,
     DtypeArguments,
     GenerationConfig,
     OptionalBackend,
@@ -58,12 +59,19 @@ class EngineArguments:
     panel: ClassVar = "Engine"
 
     max_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences decoded together; by default 8, or as compiled.")
+        int | None,
+        typer.Option(
+            min=1, help="Sequences decoded together; by default 256 on GPUs, 64 on TPUs, else 8; or as compiled."
+        ),
     ] = None
     max_len: Annotated[
         int | None,
-        typer.Option(min=2, help="Longest prompt plus output, in tokens; by default the context, at most 2048."),
+        typer.Option(
+            min=2,
+            help="Longest prompt plus output, in tokens; by default the context, at most 2048 on CPUs, 8192 on TPUs.",
+        ),
     ] = None
+    cache_memory: CacheMemory = None
     parallel: Annotated[
         str | None,
         typer.Option(help="Devices to split the model over, such as tp=4,dp=2 or cp=2,tp=4; by default one."),

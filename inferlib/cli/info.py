@@ -24,6 +24,9 @@ def info(
         typer.Option(help="Also show what each device of this mesh stores and exchanges, such as tp=4,dp=2."),
     ] = None,
     max_batch: Annotated[int, typer.Option(min=1, help="With --parallel: sequences decoded together.")] = 8,
+    cache_memory: Annotated[
+        str | None, typer.Option(help="Also say how many tokens a cache of this size holds, such as 16GiB.")
+    ] = None,
     formats: FormatArguments,
     json: Json = False,
 ) -> None:
@@ -42,5 +45,6 @@ def info(
             max_len=max_len,
             quantization=formats.quantization,
             kv_cache_dtype=formats.kv_cache_dtype,
+            cache_memory=cache_memory,
         )
     write(json_line(result.facts()).decode() if json else result.text(terminal=sys.stdout.isatty()))

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack
 from inferlib.aot.artifacts import ArtifactWriter
 from inferlib.aot.compile import check_compiler, compile_programs, file_name
 from inferlib.aot.neuron import script
-from inferlib.config import Buckets, ConfigurationError, brief, check_flag, checked_path
+from inferlib.config import Buckets, ConfigurationError, brief, bytes_option, check_flag, checked_path
 from inferlib.configs import load
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.inspection.outcome import Outcome
@@ -46,6 +46,7 @@ class CompileSettings(TypedDict, total=False):
     modes: Sequence[Mode]
     expert_placement: str | Path | None
     backend: str
+    cache_memory: int | str | None
 
 
 def compile(
@@ -72,7 +73,9 @@ def compile(
     settings: parallel ("tp=4,dp=2"; by default all of a TPU slice on tp), dtype (by default "float32" on CPU, else
         "bfloat16"), quantization and kv_cache_dtype (as for `LLM`), buckets (by default chunks of 32, 128 and 512
         tokens, batches of 1 and 8 rows, and a cache of the model's context, at most 2048), modes (of "greedy",
-        "sample", "logprobs"; by default the first two), expert_placement (a file; see `inferlib place`), backend.
+        "sample", "logprobs"; by default the first two), expert_placement (a file; see `inferlib place`), backend,
+        cache_memory (of a device's cache, bytes or "16GiB"; by default what the largest batch of the longest sequences
+        takes).
 
     Raises ArtifactError, CheckpointError, CompileError, ConfigError, ConfigurationError, ShardingError or TargetError
     before anything is compiled. A program that does not compile is no exception: see `CompileResult.ok`.
@@ -167,6 +170,7 @@ def deployment_of(source: ModelSource, target: str | None = None, **settings: Un
         kv_cache_dtype=settings.get("kv_cache_dtype"),
         expert_slots=_slots(source, settings.get("expert_placement")),
         backend=settings.get("backend", "auto"),
+        cache_memory=bytes_option(settings.get("cache_memory")),
     )
 
 

@@ -8,8 +8,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from inferlib.cache.plan import BlockState, plan_cache
-from inferlib.config import DTYPES, Buckets, ConfigurationError, EngineConfig, brief, check_kv_cache_dtype
+from inferlib.cache.plan import BlockState, CachePlan, plan_cache
+from inferlib.config import DTYPES, Buckets, ConfigurationError, EngineConfig, brief, bytes_option, check_kv_cache_dtype
 from inferlib.deploy import explain_text
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.models.abstract import AbstractModel, abstract_model
@@ -33,6 +33,7 @@ def explain(
     max_len: int | None = None,
     quantization: str | None = None,
     kv_cache_dtype: str | None = None,
+    cache_memory: int | str | None = None,
     revision: str | None = None,
 ) -> ModelExplanation:
     """Describe a model from its config and file headers: its layers, its parameters, the bytes of weights and cache.
@@ -46,11 +47,13 @@ def explain(
     max_batch: sequences decoded together on that mesh. max_len: tokens of a sequence; by default the model's context,
         at most 2048.
     quantization, kv_cache_dtype: formats of the weights and of the cache, as for `LLM`.
+    cache_memory: bytes of a cache, or text such as "16GiB": the result says how many tokens its pages hold.
     revision: branch, tag or commit of a model of the hub.
 
     Raises CheckpointError, ConfigError, ConfigurationError or ShardingError for input that is wrong.
     """
     check_kv_cache_dtype(kv_cache_dtype)
+    memory = bytes_option(cache_memory)
     for name, size, least in (("max_batch", max_batch, 1), ("max_len", max_len, 2)):
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < least):
             raise ConfigurationError(f"{name} must be a whole number of at least {least}, got {brief(size)}")
@@ -69,7 +72,8 @@ def explain(
     if parallel is not None:
         split = parallel if isinstance(parallel, Parallelism) else Parallelism.parse(parallel)
         mesh, implementations = _on_mesh(models["bfloat16"], split, (max_batch, length), stored, kv_cache_dtype)
-    return ModelExplanation(source, models, length, stored, kv_cache_dtype, mesh, implementations)
+    pool = None if memory is None else (memory, max_batch)
+    return ModelExplanation(source, models, length, stored, kv_cache_dtype, mesh, implementations, pool)
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,7 +82,8 @@ class ModelExplanation(Tables):
 
     source: the model. models: the abstract model by the dtype it is loaded as. max_len: tokens of a sequence.
     quantization, kv_cache_dtype: formats of the weights and of the cache, None for that dtype. mesh: the arrays and
-    collectives of a mesh, None without one. implementations: those that a TPU takes, see `Choices.facts`.
+    collectives of a mesh, None without one. implementations: those that a TPU takes, see `Choices.facts`. pool: bytes
+    of a cache on one device and its rows, None if not asked.
     """
 
     source: ModelSource
@@ -88,6 +93,7 @@ class ModelExplanation(Tables):
     kv_cache_dtype: str | None = None
     mesh: Explanation | None = None
     implementations: tuple[Mapping[str, str], ...] = ()
+    pool: tuple[int, int] | None = None
 
     @property
     def parameters(self) -> int:
@@ -126,6 +132,17 @@ class ModelExplanation(Tables):
             for dtype, model in self.models.items()
         }
 
+    @cached_property
+    def pool_tokens(self) -> dict[str, int] | None:
+        """How many tokens the pages of a cache of `pool` bytes hold, by dtype; None if not asked."""
+        if self.pool is None:
+            return None
+        memory, rows = self.pool
+        return {
+            dtype: _plan(model, rows, self.kv_cache_dtype or dtype, self.max_len).tokens_in(memory)
+            for dtype, model in self.models.items()
+        }
+
     @property
     def _model(self) -> AbstractModel:
         return self.models["float32"]
@@ -153,6 +170,7 @@ class ModelExplanation(Tables):
             "max_len": self.max_len,
             "kv_cache_dtype": self.kv_cache_dtype,
             "cache_bytes": self.cache_bytes,
+            "pool_tokens": self.pool_tokens,
             "quantization": self.quantization and self.quantization.name,
         }
         if self.mesh is not None:
@@ -171,9 +189,13 @@ class ModelExplanation(Tables):
         return f"ModelExplanation({self.source.name}: {self.parameters / 1e6:,.1f} million parameters)"
 
 
-def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, int]:
+def _plan(model: AbstractModel, rows: int, dtype: str, max_len: int) -> CachePlan:
     chunk = Buckets.default(1, max_len).prefill[-1]
-    plan = plan_cache(model, rows=1, max_len=max_len, chunk=chunk, dtype=dtype)
+    return plan_cache(model, rows=rows, max_len=max_len, chunk=chunk, dtype=dtype)
+
+
+def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, int]:
+    plan = _plan(model, 1, dtype, max_len)
     tokens = beyond = states = 0
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
         size = len(layers) * sum(array.position_bytes() for array in block.owned)

@@ -56,11 +56,14 @@ def memory(facts: Mapping[str, Any], config: ModelConfig) -> Table:
     shown |= {"states": "states of a row"} if recurrent else {}
     kind = f"{facts['kv_cache_dtype']} cache" if facts["kv_cache_dtype"] else "cache"
     weights = f"{facts['quantization']} weights" if facts["quantization"] else "weights"
-    for title in (weights, *shown.values(), f"{kind} of {facts['max_len']} tokens"):
+    pool = facts["pool_tokens"] or {}
+    titles = [weights, *shown.values(), f"{kind} of {facts['max_len']} tokens"]
+    for title in [*titles, "tokens in the pool"] if pool else titles:
         table.add_column(title, justify="right")
     for dtype, cache in facts["cache_bytes"].items():
         sizes = [*map(cache.get, shown), cache["per_sequence"]]
-        table.add_row(dtype, *map(decimal, [facts["weight_bytes"][dtype], *sizes]))
+        tokens = [f"{pool[dtype]:,}"] if pool else []
+        table.add_row(dtype, *map(decimal, [facts["weight_bytes"][dtype], *sizes]), *tokens)
     return table
 
 

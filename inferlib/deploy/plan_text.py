@@ -43,7 +43,7 @@ def best_lines(ranking: Ranking) -> list[str]:
         f"--max-len {ranking.workload.max_len}"
         f"{f' --kv-cache-dtype {cache_dtype}' if cache_dtype else ''}, "
         f"{best.deployed.weights} weights: TTFT {_ms(best.ttft)}, ITL {_ms(best.itl)}, "
-        f"{best.throughput:,.0f} tokens/s",
+        f"{best.throughput:,.0f} tokens/s. The cache can hold {best.pool_tokens:,} tokens.",
     ]
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from inferlib.ops.attention import AttentionOptions, masked_attention, slot_positions, visible
+from inferlib.ops.attention import AttentionOptions, masked_attention, merge_attention, slot_positions, visible
 from inferlib.ops.cache_write import cache_write, rounded
 from inferlib.ops.choice import Choice
 from inferlib.ops.kv_cache import KvCache, LatentCache, NewCells, Shaped, gather_pages, shape_of
@@ -19,6 +19,7 @@ Cache = TypeVar("Cache", KvCache, LatentCache)
 
 # Implementations that read one layer of a stacked cache where it lies, and write new cells there.
 IN_PLACE = frozenset({"pallas_tpu"})
+_BLOCK = 512  # positions that XLA's form gathers at a time on CPUs
 
 
 def choose(
@@ -94,7 +95,13 @@ def decode_attention(
     elif backend == "nki":
         out, lse = _by_nki_kernel(q, cache, lengths, options)
     else:
-        out, lse = _by_xla(q, cache, lengths, options, mask)
+        block = max(1, _BLOCK // cache.k.shape[-2])  # columns
+        whole = partial(_by_xla, q, cache, lengths, options, mask)
+        if cache.ring or mask is not None or (cache.columns or 0) <= block:
+            out, lse = whole()
+        else:
+            blocks = partial(_by_blocks, q, cache, lengths, options, block)
+            out, lse = lax.platform_dependent(cpu=blocks, default=whole)
     return (out[:, 0], lse[:, 0], cache) if single else (out, lse, cache)
 
 
@@ -147,6 +154,30 @@ def _by_xla(q, cache: KvCache, lengths, options: AttentionOptions, mask) -> tupl
     scales = cache.scales and (cells(cache.scales[0]), cells(cache.scales[1]))
     out, lse = masked_attention(q, k, v, seen, options, scales=scales)
     return out, jnp.where(lengths[:, None, None, None] > 0, lse, -jnp.inf)
+
+
+def _by_blocks(q, cache: KvCache, lengths, options: AttentionOptions, block: int) -> tuple[jax.Array, jax.Array]:
+    """`_by_xla` over `block` columns of the page table after the other, as far as the longest row goes. On CPUs, which
+    gather a row's pages in memory, for GPUs would wait for the host at each step of such a loop."""
+    pages, size, (rows, queries) = cache.pages, cache.k.shape[-2], q.shape[:2]
+    pages = jnp.pad(pages[:rows], ((0, 0), (0, -pages.shape[1] % block)))
+    positions, window = lengths[:, None] - queries + jnp.arange(queries), options.window
+    window, parts = window[:, None] if isinstance(window, jax.Array) else window, replace(options, sinks=None)
+
+    def body(i, carry):
+        columns = lax.dynamic_slice_in_dim(pages, i * block, block, axis=1)
+        cells = lambda x: gather_pages(x, columns, cache.layer)  # noqa: E731
+        stored = i * block * size + jnp.arange(block * size)
+        seen = visible(positions, jnp.broadcast_to(stored, (rows, stored.size)), window)
+        scales = cache.scales and (cells(cache.scales[0]), cells(cache.scales[1]))
+        part = masked_attention(q.astype(jnp.float32), cells(cache.k), cells(cache.values), seen, parts, scales=scales)
+        return merge_attention(*(jnp.stack(pair) for pair in zip(carry, part, strict=True)))
+
+    shape = (*q.shape[:-1], cache.values.shape[-1])
+    nothing = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf)
+    out, lse = lax.fori_loop(0, -(-jnp.max(lengths) // (block * size)), body, nothing)
+    out, lse = merge_attention(out[None], lse[None], sinks=options.sinks)
+    return out.astype(q.dtype), jnp.where(lengths[:, None, None, None] > 0, lse, -jnp.inf)
 
 
 def write_new(cache: Cache, new: NewCells, lengths: jax.Array) -> Cache:

@@ -131,6 +131,13 @@ class Option:
         """Bytes by which a device's memory is exceeded; negative if there is room."""
         return self.memory.total - self.deployed.target.hbm_bytes
 
+    @property
+    def pool_tokens(self) -> int:
+        """How many tokens the cache of the whole slice holds if it takes all memory that the rest leaves."""
+        workload, deployed = self.workload, self.deployed
+        plan = deployed.plan(self.batch, workload.max_len, workload.chunk)
+        return plan.tokens_in(self.memory.cache - self.over, deployed.shards)
+
     def facts(self) -> dict[str, Any]:
         """The option as JSON values: seconds, and bytes on a device."""
         return {
@@ -138,6 +145,7 @@ class Option:
             "weights": self.deployed.weights,
             "kv_cache_dtype": self.deployed.kv_cache_dtype or "bfloat16",
             "batch": self.batch,
+            "pool_tokens": self.pool_tokens,
             "ttft": self.ttft,
             "itl": self.itl,
             "tokens_per_second": self.throughput,

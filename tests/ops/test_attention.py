@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from inferlib.attention_values import AttentionOptions, KvCache
 from inferlib.ops.attention import merge_attention
 from inferlib.ops.cache_write import cache_write, unfolded
+from inferlib.ops.decode_attention import decode_attention as decode
 from inferlib.ops.quantized import Scheme, quantize
 from tests.helpers.attention_calls import decode_attention, prefill_attention
 
@@ -241,3 +243,24 @@ def test_cache_write_converts_to_the_type_of_the_cache():
     assert k.dtype == jnp.bfloat16
     assert (k[0, :, 1] == 1).all()
     assert (k[0, :, 0] == 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 200, "softcap": 0.8, "sinks": SINKS}], ids=["dense", "window"])
+def test_many_pages_are_read_as_if_they_were_one(options):
+    """On a CPU 512 positions at a time, up to the longest row; pages that no row has hold NaN."""
+    rows, columns, page, rng = 4, 9, 128, np.random.default_rng(9)
+    lengths = jnp.array([0, 1, 512, 513])
+    k, v = rng.normal(size=(2, rows, KV, columns * page, SIZE)).astype(np.float32)
+    table = rng.permutation(rows * columns + 2)[: rows * columns].reshape(rows, columns)
+
+    def paged(x: np.ndarray) -> np.ndarray:
+        pages = np.full((rows * columns + 2, KV, page, SIZE), np.nan, np.float32)
+        pages[table] = np.moveaxis(x.reshape(rows, KV, columns, page, SIZE), 2, 1)
+        return pages
+
+    q = rng.normal(size=(rows, KV, GROUP, SIZE)).astype(np.float32)
+    weighing = AttentionOptions(SCALE, **options)
+    caches = KvCache(k, v), KvCache(paged(k), paged(v), pages=jnp.array(table))
+    expected, got = (decode(q, cache, lengths, weighing)[:2] for cache in caches)
+    for one, other in zip(expected, got, strict=True):
+        np.testing.assert_allclose(other, one, rtol=0, atol=TOLERANCE)
