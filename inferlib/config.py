@@ -409,8 +409,8 @@ class EngineConfig:
 
     def detail_shapes(self) -> tuple[tuple[int, int], ...]:
         """Those (P, C) that prefill a prompt alone, whose log-probabilities or logits are asked for. With tiles they
-        have at most 512 tokens, or one tile, or the fewest there are: logits of every position take far more memory than
-        the rest of a step."""
+        have at most 512 tokens, or one tile, or the fewest there are: logits of every position take far more memory
+        than the rest of a step."""
         if self.buckets.tile is None:
             return tuple((1, c) for c in self.buckets.prefill)
         shapes = self.buckets.tiles

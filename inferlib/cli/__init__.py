@@ -21,11 +21,7 @@ from inferlib.cli.plan import plan
 from inferlib.cli.targets import targets
 from inferlib.cli.tune import tune
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _show_version(wanted: bool) -> None:

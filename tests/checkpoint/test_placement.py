@@ -188,7 +188,8 @@ def test_from_load_to_placement_on_the_command_line(folder, tmp_path):
         return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
     sizes = ("--max-batch", "4", "--max-len", "64")
-    dense = ("generate", "abc", "--model", str(folder), *sizes, "--max-tokens", "5")
+    greedy = ("--max-tokens", "5", "--temperature", "0")
+    dense = ("generate", "abc", "--model", str(folder), *sizes, *greedy)
     done = run(*dense, "--expert-load", files["load.json"])
     assert done.exit_code == 0, done.stderr
     load = read_load(files["load.json"])
@@ -203,7 +204,7 @@ def test_from_load_to_placement_on_the_command_line(folder, tmp_path):
     options = ("--expert-placement", files["placement.json"], *buckets, "--out", files["programs"])
     made = run("compile", str(folder), "--target", "cpu", *options)
     assert made.exit_code == 0, made.stderr
-    run_these = ("generate", "abc", "--model", str(folder), "--artifacts", files["programs"], "--max-tokens", "5")
+    run_these = ("generate", "abc", "--model", str(folder), "--artifacts", files["programs"], *greedy)
     assert run(*run_these, "--expert-placement", files["placement.json"]).stdout == done.stdout
     assert "for 10 expert slots, and the placement has none" in run(*run_these).stderr
     assert "do not count the experts' load" in run(*run_these, "--expert-load", files["load.json"]).stderr

@@ -45,6 +45,15 @@ def test_help_does_not_import_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_shell_completes_commands_and_options():
+    """As bash asks for it, once `inferlib --install-completion` has told it how."""
+    for words, expected in (("inferlib gen", ["generate"]), ("inferlib generate --max-l", ["--max-len"])):
+        asked = {"_INFERLIB_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        command = [sys.executable, "-c", "from inferlib.cli import app; app(prog_name='inferlib')"]
+        done = subprocess.run(command, env=os.environ | asked, capture_output=True, text=True, check=True)
+        assert done.stdout.split() == expected
+
+
 def test_targets_are_listed_without_jax():
     code = "import sys; from inferlib.cli import app; app(['targets', 'v5e-8'], standalone_mode=False)"
     shown = subprocess.run([sys.executable, "-c", code + "; sys.exit('jax' in sys.modules)"], capture_output=True)

@@ -37,7 +37,7 @@ def test_default_buckets_suit_a_short_context(model, options, prefill, cache, mo
     def reached(deployment, *_, **__):
         raise Reached(deployment.buckets)
 
-    monkeypatch.setattr("inferlib.aot.compile.compile_programs", reached)
+    monkeypatch.setattr("inferlib.deploy.compile.compile_programs", reached)
     result = CliRunner().invoke(app, ["compile", str(model), "--modes", "greedy", *options])
     assert isinstance(result.exception, Reached), result.output
     (buckets,) = result.exception.args

@@ -79,6 +79,7 @@ def good(folder) -> dict[str, dict[str, Any]]:
         "targets": {},
         "compile": {"model": model, "target": "cpu", "cache_buckets": "64"},
         "tune": {"target": "v5e-1", "dry_run": True},
+        "doctor": {"out": str(folder / "report")},
         "files": {"input_file": str(source), "output_file": str(folder / "out.jsonl"), "model": model, **small},
     }
 
@@ -92,6 +93,7 @@ def stop_before_long_work(monkeypatch):
         *("model_files.ModelFiles.load", "engine.engine.Engine.__init__", "conversion.save_weights"),
         *("aot.child.Child.ask", "planning.planner.rank", "tuning.tune.tune", "distributed.initialize"),
         *("aot.artifacts.Artifacts.load", "hub.HubName.download"),
+        *("doctor.examine._findings",),
     ):
         monkeypatch.setattr(f"inferlib.{name}", reached)
     monkeypatch.setattr("typer.testing._get_command", lambda _: ROOT)  # which takes far longer than most commands

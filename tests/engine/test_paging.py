@@ -107,7 +107,14 @@ def test_sequences_that_are_preempted_go_on_as_if_alone(kind, tight):
 
 
 PENALIZED = SamplingParams(
-    seed=5, top_p=0.9, frequency_penalty=0.7, repetition_penalty=1.3, min_tokens=10, logprobs=2, ignore_eos=True
+    seed=5,
+    top_p=0.9,
+    frequency_penalty=0.7,
+    repetition_penalty=1.3,
+    bad_words=[[a, b] for a in range(30, 42) for b in range(60, 72)],
+    min_tokens=10,
+    logprobs=2,
+    ignore_eos=True,
 )
 
 
