@@ -148,13 +148,23 @@ def _counts(x: jax.Array, groups: Sorted | jax.Array) -> tuple[int, int]:
 def _tiles(groups: Sorted, total: int, height: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Group, first row and end of each tile of up to `height` rows; the end of surplus tiles is 0."""
     sizes = groups.sizes
-    tiles = -(-sizes // height)  # tiles of each group
-    ends, starts = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
+    tiles = lax.div(sizes + (height - 1), jnp.int32(height))  # tiles of each group
+    ends, stops = _sums(tiles), _sums(sizes)
     number = jnp.arange(min(total, sizes.size + total // height), dtype=jnp.int32)
     of = jnp.minimum(jnp.sum(ends[None] <= number[:, None], axis=1, dtype=jnp.int32), sizes.size - 1)
-    begin = starts[of] + (number - (ends - tiles)[of]) * height
-    end = jnp.where(number < ends[-1], jnp.minimum(begin + height, (starts + sizes)[of]), 0)
+    first, start, stop = (
+        x.at[of].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        for x in (ends - tiles, stops - sizes, stops)
+    )
+    begin = start + (number - first) * height
+    end = jnp.where(number < ends[-1], jnp.minimum(begin + height, stop), 0)
     return of + groups.first, begin, end
+
+
+def _sums(x: jax.Array) -> jax.Array:
+    """The cumulative sums of a few numbers, in one kernel: XLA's take several, which every layer would compile."""
+    number = jnp.arange(x.size)
+    return jnp.sum(jnp.where(number <= number[:, None], x, 0), axis=1, dtype=x.dtype)
 
 
 def _whole(array: jax.Array | None) -> pl.BlockSpec | None:

@@ -11,17 +11,16 @@ from jax import lax
 
 from inferlib.ops.choice import Choice
 
-_MOST_TOKENS = 256  # up to so many, launching kernels takes the time
 
+def choose(backend: str, *, grouped: bool) -> Choice:
+    """The implementation that tokens take. grouped: a token may choose experts of its best groups only.
 
-def choose(tokens: int, backend: str, *, grouped: bool) -> Choice:
-    """The implementation for `tokens` tokens. grouped: a token may choose only experts of its best groups."""
+    The kernel takes any number of tokens: XLA would sort, and XLA:GPU compiles the sort of each layer anew.
+    """
     if backend == "xla":
         return Choice("xla")
-    if grouped:
-        return Choice("xla", "the kernel chooses among all experts, not among those of a token's best groups")
-    reason = f"{tokens} tokens are more than {_MOST_TOKENS}" if tokens > _MOST_TOKENS else ""
-    return Choice.of(backend, reason)
+    reason = "the kernel chooses among all experts, not among those of a token's best groups"
+    return Choice.of(backend, reason if grouped else "")
 
 
 def choose_experts(
@@ -43,7 +42,7 @@ def choose_experts(
     """
     options = dict(count=count, score=score, renormalize=renormalize)
     forms = {"default": partial(_by_xla, **options, among=among)}
-    if choose(logits.shape[0], backend, grouped=among is not None).name == "pallas_gpu":
+    if choose(backend, grouped=among is not None).name == "pallas_gpu":
         from inferlib.pallas_kernels.choose_experts_gpu import choose_experts as kernel
 
         forms["cuda"] = partial(kernel, **options)

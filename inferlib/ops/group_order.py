@@ -13,6 +13,9 @@ from jax import lax
 
 from inferlib.ops.choice import Choice
 
+_BLOCK = 1024  # choices that are compared with each other, in one kernel that takes as long as its launch
+_MOST_PAIRWISE = 4 * _BLOCK
+
 
 class GroupOrder(NamedTuple):
     """M = T * k choices, sorted by group, then token, then choice; choices of no group come last. All int32.
@@ -50,13 +53,14 @@ def group_order(
 
     numbers [T] int32: the tokens' numbers, ascending and below `most`; 0 to T - 1 by default. backend: the backend of
     the products. With "pallas_tpu", TPUs take the kernel if `choose` says so; other platforms take XLA, with the same
-    result. Raises ValueError for numbers without `most`.
+    result. NVIDIA GPUs count instead of sorting: XLA:GPU compiles every sort of a program anew, so a sort in each layer
+    would take most of the time to compile a model with experts. Raises ValueError for numbers without `most`.
     """
     if numbers is None:
         most = ids.shape[0]
     elif most is None:
         raise ValueError("numbers of tokens need `most`, their upper bound")
-    forms = {"default": partial(_by_xla, groups=groups)}
+    forms = {"default": partial(_by_sorting, groups=groups), "cuda": partial(_by_counting, groups=groups)}
     choice = choose(ids.shape, groups, backend, most=most)
     if choice.name == "pallas_tpu":
         forms["tpu"] = partial(_by_kernel, groups=groups, bits=_bits(ids.shape, most))
@@ -66,16 +70,60 @@ def group_order(
     return lax.platform_dependent(ids, numbers, **forms)
 
 
-def _by_xla(ids: jax.Array, numbers: jax.Array | None, *, groups: int) -> GroupOrder:
+def _by_sorting(ids: jax.Array, numbers: jax.Array | None, *, groups: int) -> GroupOrder:
     (tokens, chosen), flat = ids.shape, ids.reshape(-1)
-    # A constant if it is small: computing it would take another kernel.
-    pairs = (np if flat.size <= 1024 else jnp).arange(flat.size, dtype=np.int32)
     order = jnp.argsort(flat)
-    token = jnp.asarray(pairs // chosen)[order] if numbers is None else numbers[order // chosen]
-    ids = flat[order]
-    sizes = jnp.sum(ids == jnp.arange(groups, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
     places = jnp.argsort(order).reshape(tokens, chosen).T
-    return GroupOrder(token, order % chosen, ids, places, sizes)
+    return _in_order(order, places, flat, numbers, chosen, groups)
+
+
+def _by_counting(ids: jax.Array, numbers: jax.Array | None, *, groups: int) -> GroupOrder:
+    """A choice's place is the number of choices before it: of lower groups, and of its own that come first."""
+    (tokens, chosen), flat = ids.shape, ids.reshape(-1)
+    places = _places_by_pairs(flat) if flat.size <= _MOST_PAIRWISE else _places_by_blocks(flat, groups)
+    numbered = jnp.arange(flat.size, dtype=jnp.int32)
+    order = jnp.zeros_like(flat).at[places].set(numbered, unique_indices=True, mode="promise_in_bounds")
+    return _in_order(order, places.reshape(tokens, chosen).T, flat, numbers, chosen, groups)
+
+
+def _places_by_pairs(ids: jax.Array) -> jax.Array:
+    number = jnp.arange(ids.size, dtype=jnp.int32)
+    this, other = (ids[:, None], number[:, None]), (ids, number)
+    before = (other[0] < this[0]) | ((other[0] == this[0]) & (other[1] < this[1]))
+    return jnp.sum(before, axis=1, dtype=jnp.int32)
+
+
+def _places_by_blocks(ids: jax.Array, groups: int) -> jax.Array:
+    """As by pairs, of which only those within a block are compared."""
+    blocks = jnp.pad(ids, (0, -ids.size % _BLOCK), constant_values=groups).reshape(-1, _BLOCK)
+    counts = jnp.sum(blocks[:, :, None] == jnp.arange(groups + 1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    ends = jnp.cumsum(counts, axis=0)  # [blocks, E + 1]
+    starts = ends - counts + (jnp.cumsum(ends[-1]) - ends[-1])  # of each block's choices of each group
+    number = jnp.arange(_BLOCK, dtype=jnp.int32)
+    earlier = (blocks[:, None] == blocks[:, :, None]) & (number < number[:, None])
+    places = jnp.take_along_axis(starts, blocks, axis=1) + jnp.sum(earlier, axis=2, dtype=jnp.int32)
+    return places.reshape(-1)[: ids.size]
+
+
+def _in_order(
+    order: jax.Array, places: jax.Array, ids: jax.Array, numbers: jax.Array | None, chosen: int, groups: int
+) -> GroupOrder:
+    """order [M]: the choices by group. ids [M]: of all choices, not in order."""
+    # A constant if it is small: computing it would take another kernel.
+    pairs = (np if ids.size <= 1024 else jnp).arange(ids.size, dtype=np.int32)
+    token = (
+        taken(jnp.asarray(pairs // chosen), order)
+        if numbers is None
+        else taken(numbers, lax.div(order, jnp.int32(chosen)))
+    )
+    sizes = jnp.sum(ids == jnp.arange(groups, dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+    return GroupOrder(token, lax.rem(order, jnp.int32(chosen)), taken(ids, order), places, sizes)
+
+
+def taken(x: jax.Array, indices: jax.Array) -> jax.Array:
+    """x[indices] for indices that are in bounds and not negative. The operations that would wrap negative ones would
+    make every layer take longer to compile for GPUs."""
+    return x.at[indices].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def _by_kernel(ids: jax.Array, numbers: jax.Array | None, *, groups: int, bits: tuple[int, int]) -> GroupOrder:

@@ -103,5 +103,5 @@ def _experts(
     if reason := next((choice.reason for choice in unpacked if choice.reason), None):
         preferred = {op for op in choices if getattr(backend, op) == "pallas_tpu"}
         choices |= {op: replace(choices[op], reason=reason) for op in preferred if choices[op].reason}
-    routed = choose_experts.choose(config.rows, backend.choose_experts, grouped=spec.router.groups > 1)
+    routed = choose_experts.choose(backend.choose_experts, grouped=spec.router.groups > 1)
     return choices | {"choose_experts": routed}

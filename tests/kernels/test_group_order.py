@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from inferlib.ops.group_order import GroupOrder, _by_kernel, _by_xla, group_order
+from inferlib.ops.group_order import GroupOrder, _by_counting, _by_kernel, _by_sorting, group_order
 from inferlib.pallas_kernels import group_order_tpu
 
 
@@ -37,12 +37,14 @@ def forms(monkeypatch):
     monkeypatch.setattr(group_order_tpu, "group_order", kernel)
 
     def made(groups: int, bits: tuple[int, int]):
-        return {"xla": partial(_by_xla, groups=groups), "kernel": partial(_by_kernel, groups=groups, bits=bits)}
+        of_xla = {"sorting": _by_sorting, "counting": _by_counting}
+        kernel = partial(_by_kernel, groups=groups, bits=bits)
+        return {name: partial(form, groups=groups) for name, form in of_xla.items()} | {"kernel": kernel}
 
     return made
 
 
-@pytest.mark.parametrize("form", ["xla", "kernel"])
+@pytest.mark.parametrize("form", ["sorting", "counting", "kernel"])
 @pytest.mark.parametrize(
     ("tokens", "chosen", "groups"),
     [(700, 6, 16), (2048, 8, 128), (3, 1, 2), (1, 8, 300), (2100, 8, 20)],
@@ -61,7 +63,7 @@ def test_random_equal_and_absent_choices(tokens, chosen, groups, form, forms):
     check(run, np.where(rng.random(shape) < 0.5, groups, rng.integers(0, 2, shape) * (groups - 1)), groups)
 
 
-@pytest.mark.parametrize("form", ["xla", "kernel"])
+@pytest.mark.parametrize("form", ["sorting", "counting", "kernel"])
 def test_tokens_with_numbers(form, forms):
     rng, run = np.random.default_rng(0), forms(5, (14, 0))[form]
     numbers = np.sort(rng.permutation(10000)[:3000])
@@ -91,3 +93,12 @@ def test_what_the_kernel_does_not_sort_is_xlas():
             8,
             numbers,
         )
+
+
+def test_nvidia_gpus_sort_nothing():
+    """XLA:GPU compiles every sort anew, one or two for each layer."""
+    for tokens in (16, 2048):
+        ids = jax.ShapeDtypeStruct((tokens, 8), jnp.int32)
+        run = jax.jit(partial(group_order, groups=128, backend="pallas_gpu"))
+        assert "stablehlo.sort" not in run.trace(ids).lower(lowering_platforms=("cuda",)).as_text()
+        assert "stablehlo.sort" in run.lower(ids).as_text()
