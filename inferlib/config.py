@@ -484,6 +484,7 @@ class EngineSettings(TypedDict, total=False):
     platform: str | None
     page_size: int | None
     cache_memory: int | float | str | None
+    compile_cache: str | Path | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -508,6 +509,9 @@ class EngineOptions:
     page_size: positions of a page of the cache, a power of two; by default 128.
     cache_memory: of the cache on each device: bytes, a text such as "16GiB", or a share of the device's memory up to 1.
         By default all that weights and steps leave free; on CPUs what `max_batch` sequences of `max_len` tokens take.
+    compile_cache: a folder for compiled programs, from which later processes take them; by default one in the user's
+        cache folder, "none" for none. See `inferlib.programs.compilation_cache`. Several processes that share a model
+        use one only if it is given.
     """
 
     max_batch: int | None = None
@@ -524,6 +528,7 @@ class EngineOptions:
     platform: str | None = None
     page_size: int | None = None
     cache_memory: int | float | str | None = None
+    compile_cache: str | Path | None = None
 
     def __post_init__(self):
         if self.page_size is not None:
@@ -546,6 +551,8 @@ class EngineOptions:
             raise ConfigurationError(f"backend must be text such as 'auto', or a Backend, got {brief(self.backend)}")
         if self.expert_placement is not None:
             checked_path("expert_placement", self.expert_placement)
+        if self.compile_cache is not None:
+            checked_path("compile_cache", self.compile_cache)
         if self.platform is not None and not (isinstance(self.platform, str) and self.platform in PLATFORMS):
             raise ConfigurationError(f"platform must be one of {', '.join(PLATFORMS)}, got {brief(self.platform)}")
 

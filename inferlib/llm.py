@@ -41,6 +41,7 @@ from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
 from inferlib.outputs import RequestOutput
 from inferlib.platforms import leave_out_absent_tpu
+from inferlib.programs.compilation_cache import use_compile_cache
 from inferlib.programs.counter import compilations
 from inferlib.programs.memory import explained
 from inferlib.programs.program import MODES, Mode
@@ -124,6 +125,8 @@ class LLM:
             files = ModelFiles.open(model, revision, progress=self.progress)
             self._generation = GenerationConfig.read(files.path, generation)
             choices = Choices.read(files, dtype, quantization, parallel, engine)
+            if artifacts is None and (self._channel is None or engine.compile_cache is not None):
+                use_compile_cache(engine.compile_cache)
         if artifacts is not None and self._channel:
             raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
         self.model_config, self.tokenizer = files.config, files.tokenizer

@@ -86,6 +86,13 @@ class EngineArguments:
         Path | None, typer.Option(help="Write to this file how many tokens chose each expert, for inferlib place.")
     ] = None
     backend: OptionalBackend = None
+    compile_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of compiled programs, which later runs take; by default one in the user's cache folder, "
+            "none: compile anew."
+        ),
+    ] = None
     seed: Annotated[int, typer.Option(min=0, help="Each prompt draws its own random numbers from this seed.")] = 0
 
 
@@ -301,10 +308,8 @@ def _check(
 def load_llm(model: ModelArguments, formats: DtypeArguments, engine: EngineArguments) -> LLM:
     """The model that the options name; the command ends with their error if they cannot work."""
     from inferlib.llm import LLM
-    from inferlib.programs.compilation_cache import keep_compilations
 
     with user_errors():
-        keep_compilations()
         options: dict[str, Any] = asdict(formats) | asdict(engine) | {"expert_load": engine.expert_load is not None}
         return LLM(model.model, revision=model.revision, generation_config=model.generation_config, **options)
 

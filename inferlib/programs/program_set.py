@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,6 +32,8 @@ from inferlib.sharding import axes
 from inferlib.sharding.mesh import alone
 
 log = logging.getLogger(__name__)
+
+_MOST_THREADS = 8
 
 
 class UnplannedProgramError(RuntimeError):
@@ -130,12 +134,23 @@ class ProgramSet:
             program = self._compile(self.decisive)
             self.layouts = tuple(f.layout for f in program.input_formats[0][0])
 
-    def compile_all(self, keys: Iterable[ProgramKey], done: Callable[[ProgramKey], None], threads: int = 2) -> None:
-        """Compile the keys that are missing, side by side; `done` is called after each."""
-        missing = [key for key in keys if key not in self._compiled]
-        with ThreadPoolExecutor(threads) as pool:
-            for key, _ in zip(missing, pool.map(self._compile, missing), strict=True):
-                done(key)
+    def compile_all(
+        self, keys: Iterable[ProgramKey], done: Callable[[ProgramKey], None], threads: int | None = None
+    ) -> None:
+        """Compile the keys that are missing, side by side; `done` is called after each.
+
+        threads: by default one for each core, at most 8, because XLA's autotuner needs memory of the device for each.
+        """
+        missing = compile_order(key for key in keys if key not in self._compiled)
+        with ThreadPoolExecutor(threads or min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+            futures = {pool.submit(self._compile, key): key for key in missing}
+            try:
+                for future in as_completed(futures):
+                    future.result()
+                    done(futures[future])
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def _compile(self, key: ProgramKey) -> Callable:
         start = time.perf_counter()
@@ -277,6 +292,17 @@ class ProgramSet:
             floats=struct((p, state.floats.shape[1]), jnp.float32, by_row),
         )
         return weights, cache, state, control, chunk
+
+
+def compile_order(keys: Iterable[ProgramKey]) -> list[ProgramKey]:
+    """Keys in the order to compile them in: the largest first, as each of them takes the longest, and first one of each
+    shape, as XLA's autotuner has its products by the time that the others come."""
+    shapes, order = Counter(), []
+    for key in sorted(keys, key=lambda key: (key.chunks * key.chunk, key.rows), reverse=True):
+        shape = (key.chunks, key.chunk, key.rows)
+        order.append((shapes[shape], key))
+        shapes[shape] += 1
+    return [key for _, key in sorted(order, key=lambda pair: pair[0])]
 
 
 def check_packed(model: AbstractModel, config: EngineConfig, *, on_devices: bool) -> None:
