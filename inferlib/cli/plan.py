@@ -12,6 +12,7 @@ import typer
 from inferlib.cli.arguments import CacheDtype, Json, ShapeArguments, grouped
 from inferlib.cli.compile_progress import CompileProgress
 from inferlib.cli.output import check_output_file, json_line, user_errors, write
+from inferlib.cli.trace import TraceArguments, rendered, simulated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,10 @@ def plan(
     work: WorkloadArguments,
     formats: FormatsArguments,
     output: OutputArguments,
+    trace: TraceArguments,
 ) -> None:
-    """Rank meshes, presets, weight dtypes and batch sizes for a workload, by an analytical cost model.
+    """Rank meshes, presets, weight dtypes and batch sizes for a workload, by an analytical cost model; or simulate how
+    the engine would serve the requests of a file.
 
     Needs no devices and no weights. Times are estimates from published figures. Exits with 1 if no plan meets the
     --slo, and with --verify if a plan does not compile or does not fit.
@@ -71,9 +74,15 @@ def plan(
     check_output_file("--plot", output.plot)
     from inferlib.deploy.plan import Workload
     from inferlib.deploy.plan import plan as rank
+    from inferlib.planning.simulator import mean_workload
 
     with user_errors():
-        workload = Workload(work.input_len, work.output_len, work.concurrency)
+        trace.check(verify=output.verify, plot=output.plot)
+        offers = trace.offers() if trace.trace else None
+        if offers is None:
+            workload = Workload(work.input_len, work.output_len, work.concurrency)
+        else:
+            workload = mean_workload(offers, work.concurrency)
         result = rank(
             shape.source(files=False),
             target,
@@ -82,6 +91,10 @@ def plan(
             quantization=formats.quantization,
             kv_cache_dtype=formats.kv_cache_dtype,
         )
+        if offers is not None:
+            facts = {"model": shape.name, "target": result.target.name} | simulated(result.ranking, offers, trace)
+            write(json_line(facts).decode() if output.json else rendered(facts))
+            raise typer.Exit(0 if facts["meets_slo"] else 1)
         names = result.names(output.verify) if output.verify else []
         if output.plot is not None:
             result.plot(output.plot)

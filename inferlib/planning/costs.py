@@ -6,7 +6,9 @@ Weights come from the abstract model, the cache from its plan, collectives from 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -28,7 +30,15 @@ from inferlib.ops.quantized import nbytes
 from inferlib.planning import rates
 from inferlib.planning.collectives import Collective
 from inferlib.planning.estimate import estimate
-from inferlib.planning.kernels import Tokens, attention_rate, fetches_ahead, numbers_of, product_rate, small_seconds
+from inferlib.planning.kernels import (
+    Tokens,
+    attention_rate,
+    dense_rate,
+    fetches_ahead,
+    numbers_of,
+    product_rate,
+    small_seconds,
+)
 from inferlib.planning.network import ATTAINED, IDEAL, Efficiency, Network, place
 from inferlib.planning.rates import PLAIN, Part
 from inferlib.programs.program import ProgramKey
@@ -178,6 +188,23 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Queries:
+    """Tokens of a step that attend alike.
+
+    tokens: their number on a device. rows: that they are of, or chunks. live: positions of each row's cache that are
+    read. seen: positions that a token sees, on average. ring: number of devices that pass a row's cache around: each
+    reads all of it, and writes what it receives.
+    """
+
+    tokens: float
+    rows: int
+    live: float
+    seen: float
+    ring: int = 1
+    decode: bool = False
+
+
+@dataclass(frozen=True)
 class Deployed:
     """A model on a mesh of a target.
 
@@ -274,47 +301,57 @@ class Deployed:
     def decode(self, rows: int, live: float) -> Work:
         """A greedy decode step of `rows` rows of each replica, `live` positions of each in the cache."""
         key = ProgramKey("greedy", rows, limit=1, steps=8)
-        return self._work(key, tokens=rows, sampled=rows, rows=rows, live=live, seen=live)
+        return self._work(key, rows, (Queries(rows, rows, live, live, decode=True),))
 
     def prefill(self, chunk: int, start: float) -> Work:
         """A chunk of `chunk` prompt tokens of one row of each replica, the first at position `start`."""
-        shares, live = self.shards.size(axes.TOKENS), start + chunk
-        key = ProgramKey("greedy", 0, limit=round(live), chunks=1, chunk=chunk)
-        return self._work(key, tokens=chunk / shares, sampled=1, rows=1, live=live, seen=start + chunk / 2, ring=shares)
+        return self.mixed(
+            ProgramKey("greedy", 0, limit=round(start + chunk), chunks=1, chunk=chunk), 0, [(start, chunk)]
+        )
 
-    def _work(
-        self, key: ProgramKey, *, tokens: float, sampled: int, rows: int, live: float, seen: float, ring: int = 1
-    ) -> Work:
-        """The work of a step.
+    def mixed(self, key: ProgramKey, live: float, chunks: Sequence[tuple[float, int]]) -> Work:
+        """A greedy step of a program with chunks of prompts, and perhaps rows that decode.
 
-        tokens: number of tokens on a device. live: positions of a row's cache that are read. seen: positions that a
-        query sees, on average. ring: number of devices that pass a row's cache around: each reads all of it, and writes
-        what it receives.
+        live: positions of each of the program's rows in the cache, on average. chunks: (position of the first token,
+        tokens) of a replica's chunks. Tokens without a chunk are multiplied with the rest and attend to nothing.
         """
+        shares = self.shards.size(axes.TOKENS)
+        tokens, seen = key.chunks * key.chunk / shares, sum(n * (start + n / 2) for start, n in chunks)
+        ends = sum(start + n for start, n in chunks) / len(chunks)
+        queries = [Queries(tokens, len(chunks), ends, seen / (key.chunks * key.chunk), ring=shares)]
+        if key.rows:
+            queries.append(Queries(key.rows, key.rows, live, live, decode=True))
+        return self._work(key, key.chunks + key.rows, queries)
+
+    def _work(self, key: ProgramKey, sampled: int, queries: Sequence[Queries]) -> Work:
+        tokens, decode = sum(q.tokens for q in queries), not key.chunks
         count = {"tokens": tokens, "sampled": sampled, "looked up": 0}
         parts = [self._product(m, count[m.use], tokens) for m in self.matrices if m.use != "looked up"]
         flops, weights, moved = (sum(column) for column in zip(*(sums for _, sums in parts), strict=True))
-        kernels, cache, decode = [part for part, _ in parts], 0.0, not key.chunks
-        share = ring / self.shards.size(axes.POSITIONS)  # of the positions that a device sees
-        for block in self.blocks:
-            spec, layers = block.attention, block.layers
-            if isinstance(spec, Recurrent):
-                done = 2.0 * layers * tokens * block.heads * spec.token_products
-                touched = 2.0 * layers * rows * block.state
-            else:
-                reach, width = spec.reach or float("inf"), spec.pair_width(decode=decode)
-                done = 2.0 * layers * tokens * block.heads * width * min(seen, reach) * share
-                if isinstance(spec, MlaSpec) and key.chunks:  # of the chunk itself with the matrices
-                    expanded = (live * share - tokens) * spec.kv_rank * (spec.nope_dim + spec.value_dim)
-                    done += 2.0 * layers * block.heads * max(expanded, 0.0)
-                read = rows * min(live, reach + tokens * ring / rows) * share
-                passed = read * (ring - 1) / ring
-                touched = layers * (block.cached * (read + passed) + block.written * tokens * share)
-            kernels.append(Part(attention_rate(isinstance(spec, MlaSpec), decode, self._backend), done, touched))
+        kernels, cache = [part for part, _ in parts], 0.0
+        for block, q in itertools.product(self.blocks, queries):
+            done, touched = self._attention(block, q)
+            latent = isinstance(block.attention, MlaSpec)
+            kernels.append(Part(attention_rate(latent, q.decode, self._backend), done, touched))
             flops, cache = flops + done, cache + touched
         ahead = fetches_ahead(tokens, self._backend)
         small = self._small(Tokens(tokens, self.width, chunk=not decode))
         return Work(flops, weights, cache, moved, self._collectives(key), tuple(kernels), small, ahead)
+
+    def _attention(self, block: Block, q: Queries) -> tuple[float, float]:
+        """Operations of a block's mixers, and bytes of its cache that they read and write."""
+        spec, layers = block.attention, block.layers
+        if isinstance(spec, Recurrent):
+            return 2.0 * layers * q.tokens * block.heads * spec.token_products, 2.0 * layers * q.rows * block.state
+        share = q.ring / self.shards.size(axes.POSITIONS)  # of the positions that a device sees
+        reach, width = spec.reach or float("inf"), spec.pair_width(decode=q.decode)
+        done = 2.0 * layers * q.tokens * block.heads * width * min(q.seen, reach) * share
+        if isinstance(spec, MlaSpec) and not q.decode:  # of the chunk itself with the matrices
+            expanded = (q.rows * q.live * share - q.tokens) * spec.kv_rank * (spec.nope_dim + spec.value_dim)
+            done += 2.0 * layers * block.heads * max(expanded, 0.0)
+        read = q.rows * min(q.live, reach + q.tokens * q.ring / q.rows) * share
+        passed = read * (q.ring - 1) / q.ring
+        return done, layers * (block.cached * (read + passed) + block.written * q.tokens * share)
 
     def _product(self, m: Matrix, rows: float, tokens: float) -> tuple[Part, tuple[float, float, float]]:
         """A matrix's products with `rows` rows, and their operations, bytes of weights, and bytes of activations in
@@ -326,7 +363,7 @@ class Deployed:
         chip = self.target.chip
         moved *= m.layers * (moved > chip.vmem_bytes - chip.scratch_bytes)  # else they stay on chip
         read = m.experts.read_share(everyone) if m.experts else 1.0  # share of the weight
-        rate, elements = PLAIN, 0.0
+        rate, elements = PLAIN if m.experts else dense_rate(self._backend), 0.0
         if m.packed is not None and times:
             rate, each = product_rate(m.packed, math.ceil(times), self._backend)
             flops *= self.target.rate("bfloat16") / self.target.rate(numbers_of(m.packed, math.ceil(times)))

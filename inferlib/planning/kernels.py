@@ -46,6 +46,11 @@ def numbers_of(weight: WeightSpec, rows: int) -> str:
     return "int8" if weight.scheme.values == "int8" else "float8"
 
 
+def dense_rate(backend: Backend) -> Rate:
+    """The rate of XLA's products with weights that are stored as they are."""
+    return rates.XLA_GPU if backend.matmul == "pallas_gpu" else rates.PLAIN
+
+
 def _of_gpu(name: str, dtype: str, grouped: bool) -> Rate:
     four = dtype in rates.TILES
     match name:
@@ -60,6 +65,8 @@ def _of_gpu(name: str, dtype: str, grouped: bool) -> Rate:
 
 def attention_rate(latent: bool, decode: bool, backend: Backend) -> Rate:
     """The rate of attention, which reads the cache."""
+    if not decode and backend.prefill_attention == "pallas_gpu":
+        return rates.PREFILL_GPU
     return rates.LATENTS if latent and decode and backend.decode_attention == "pallas_gpu" else rates.PLAIN
 
 

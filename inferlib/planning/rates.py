@@ -18,34 +18,40 @@ from inferlib.targets import Target
 class Rate:
     """How fast a kernel is.
 
-    flops: FLOP/s, None for the rate of the chip's matrix products. unpack: packed elements that it unpacks per second.
-    overlaps: it unpacks and multiplies while it reads. start: seconds of each launch. share: the attained share of the
-    memory bandwidth of large copies.
+    flops: FLOP/s, None for the rate of the chip's matrix products, of which it attains the share `compute`. unpack:
+    packed elements that it unpacks per second. power: operations and bytes together take the norm of this power of
+    their times: inf where the shorter is hidden, 1 where neither is. start: seconds of each launch. share: the attained
+    share of the memory bandwidth of large copies.
     """
 
     flops: float | None = None
     unpack: float = inf
-    overlaps: bool = True
+    power: float = inf
     start: float = 0.0
     share: float = 1.0
+    compute: float = 1.0
 
 
 PLAIN = Rate()
+# XLA's products of thousands of tokens on GPUs, and the kernel of prefill attention, from steps of 2048 tokens of
+# Llama-3-8B on an H200 (`configs/measurements/h200-engine.yaml`).
+XLA_GPU = Rate(compute=0.77, power=2)
+PREFILL_GPU = Rate(flops=280e12)
 # Products on GPUs, by the names that `ops.matmul.choose` and `ops.grouped_matmul.choose` return. XLA converts weights
 # with a scale for each channel in the product, and writes those in groups to memory first.
-XLA_CHANNEL = Rate(unpack=7.8e12, overlaps=False)
-XLA_GROUPS = Rate(unpack=5e11, overlaps=False)
+XLA_CHANNEL = Rate(unpack=7.8e12, power=1)
+XLA_GROUPS = Rate(unpack=5e11, power=1)
 # The kernel of few rows adds partial sums in another kernel. It serves four rows in the time of two.
 ROWS_4_BIT = Rate(flops=118e12, unpack=6.8e12, start=1.8e-6)
 ROWS_8_BIT = Rate(flops=118e12, unpack=5.0e12, start=1.8e-6)
 ROWS_STEP = 4
 # The kernel of tiles, whose tiles have up to 64 rows of one weight, and mostly 16 of an expert.
 TILES = {
-    "float4_e2m1fn": Rate(flops=265e12, unpack=1.1e12, overlaps=False),
-    "int4": Rate(flops=265e12, unpack=6.9e12, overlaps=False),
+    "float4_e2m1fn": Rate(flops=265e12, unpack=1.1e12, power=1),
+    "int4": Rate(flops=265e12, unpack=6.9e12, power=1),
 }
-TILES_8_BIT = Rate(flops=265e12, overlaps=False)
-EXPERT_TILES_4_BIT = Rate(flops=265e12, unpack=3e12, overlaps=False)
+TILES_8_BIT = Rate(flops=265e12, power=1)
+EXPERT_TILES_4_BIT = Rate(flops=265e12, unpack=3e12, power=1)
 # Decode attention over latents, from DeepSeek-V2-Lite at 16 and 64 rows.
 LATENTS = Rate(share=0.5)
 
@@ -63,11 +69,14 @@ class Part:
     def seconds(self, target: Target, efficiency: Efficiency) -> tuple[float, float, float]:
         """Seconds of its operations, of its bytes, and of all together."""
         rate = self.rate
-        compute = (
-            self.flops / (rate.flops or target.rate("bfloat16") * efficiency.compute) + self.elements / rate.unpack
-        )
+        attained = rate.flops or target.rate("bfloat16") * efficiency.compute * rate.compute
+        compute = self.flops / attained + self.elements / rate.unpack
         memory = self.nbytes / (target.hbm_bandwidth * efficiency.memory * rate.share)
-        busy = max(compute, memory) if rate.overlaps else compute + memory
+        busy = (
+            max(compute, memory)
+            if rate.power == inf
+            else (compute**rate.power + memory**rate.power) ** (1 / rate.power)
+        )
         return compute, memory, busy + self.launches * rate.start
 
 
@@ -100,7 +109,7 @@ class Small:
 
 
 SMALL = {
-    "gpu": Small(layer=15e-6, latent=14e-6, experts=15e-6),
+    "gpu": Small(layer=15e-6, latent=14e-6, experts=15e-6, element=9.5e-12),
     "tpu": Small(
         layer=12e-6,
         norm=12e-6,
