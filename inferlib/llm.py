@@ -355,8 +355,10 @@ class LLM:
             )
         if isinstance(prompt, Mapping):
             prompt = _unwrapped(prompt)
-        text = prompt if isinstance(prompt, str) else None
-        tokens = _token_ids(prompt) if text is None else self._tokenizer("text prompts").encode(text)
+        if isinstance(prompt, str):
+            text, tokens = prompt, self._tokenizer("text prompts").encode(prompt)
+        else:
+            text, tokens = None, _token_ids(prompt)
         tokens = self._truncated(tokens, params)
         if fit and params.max_tokens is not None:
             room = max(1, params.min_tokens, self.config.max_len - len(tokens))
@@ -370,12 +372,10 @@ class LLM:
         tokenizer = self._tokenizer("chat")
         if not isinstance(source, str | None):
             raise ValueError(f"chat_template must be the text of a Jinja template, got {brief(source)}")
-        if source is None and tokenizer.chat_template is None:
-            raise ValueError(
-                "this model has no chat template: give chat_template, or use generate with your own prompt"
-            )
-        if source is None or tokenizer.chat_template is not None:
-            return tokenizer.chat_template if source is None else tokenizer.chat_template.with_source(source)
+        if (model := tokenizer.chat_template) is not None:
+            return model if source is None else model.with_source(source)
+        if source is None:
+            raise ValueError("this model has no chat template: give chat_template, or a prompt of your own to generate")
         ids = (tokenizer.bos_token_id, next(iter(tokenizer.eos_token_ids), None))
         return ChatTemplate(
             source, *(i if i is None else tokenizer.decode([i], skip_special_tokens=False) for i in ids)

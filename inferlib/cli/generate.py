@@ -257,7 +257,7 @@ def generate(
     hosts.check()
     check_output_file("--expert-load", engine.expert_load)
     with user_errors():
-        chat = dict(chat=prompting.chat, system=prompting.system, template=prompting.template())
+        chat: dict[str, Any] = dict(chat=prompting.chat, system=prompting.system, template=prompting.template())
         options = RequestOptions(sampling.values(), engine.seed, **chat)
 
     @cache

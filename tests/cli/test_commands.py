@@ -365,7 +365,7 @@ def test_info(inferlib, monkeypatch):
         "per_token": token,
         "beyond_windows": token,
         "states": 0,
-        "per_sequence": 100 * token,
+        "per_sequence": 128 * token,  # a whole page
     }
     (segment,) = facts["layers"]
     assert segment["repeat"] == layers
