@@ -116,7 +116,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
     monkeypatch.setattr(inferlib, "build", Recorder)
     words = """
         --dtype bfloat16 --quantization int8 --kv-cache-dtype fp8 --expert-placement slots.json --max-len 64
-        --artifacts compiled --parallel tp=2 --backend matmul=xla --seed 7 --json --revision main
+        --artifacts compiled --parallel tp=2 --backend matmul=xla --seed 7 --json --revision main --cache-memory 0.5
         --max-tokens 9 --min-tokens 2 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1
         --presence-penalty 0.2 --frequency-penalty -0.3 --logit-bias 5=-1.5 --logit-bias 6=2 --stop ab --stop c
         --stop-token-id 8 --stop-token-id 9 --ignore-eos --include-stop-str-in-output --no-skip-special-tokens --n 3
@@ -136,6 +136,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         "expert_load": False,
         "max_batch": 2,
         "max_len": 64,
+        "cache_memory": "0.5",
         "parallel": "tp=2",
         "artifacts": Path("compiled"),
         "seed": 7,
