@@ -492,7 +492,7 @@ class EngineOptions:
     """What a user decides about the engine. None leaves a decision to `resolve`.
 
     max_batch: sequences decoded together; by default 512 on GPUs (64 where kernels do not read just what a row has) and
-        64 on TPUs, or less if rings and recurrent states of so many would take more than a quarter of the memory that
+        64 on TPUs, or less if rings and recurrent states of so many would take more than half of the memory that
         is left; else 8.
     max_len: longest prompt plus output, in tokens, which reserves nothing; by default the model's context, at most 8192
         on TPUs and 2048 elsewhere. On GPUs, where kernels read what a row has, any context.

@@ -61,7 +61,7 @@ class EngineArguments:
     max_batch: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Sequences decoded together; by default 256 on GPUs, 64 on TPUs, else 8; or as compiled."
+            min=1, help="Sequences decoded together; by default 512 on GPUs, 64 on TPUs, else 8; or as compiled."
         ),
     ] = None
     max_len: Annotated[

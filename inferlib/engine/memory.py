@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from inferlib.cache.plan import plan_cache
+from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import ConfigurationError, EngineConfig, EngineOptions, PoolSize
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec
@@ -21,7 +21,7 @@ from inferlib.sharding import axes
 # workspaces, gaps between arrays.
 _MARGIN = 0.05
 # Most of the memory that is left for the cache that rows keep whatever their length, by default.
-_OF_ROWS = 0.25
+_OF_ROWS = 0.5
 
 
 def device_memory(device: Any, *, alone: bool = True) -> int | None:
@@ -39,7 +39,7 @@ def with_memory(
     memory: Callable[[EngineConfig], int | None],
 ) -> EngineConfig:
     """The config that options resolve to, with as much memory for the cache as they say or as a device's `memory`
-    leaves. Where they leave `max_batch` open, it has no more rows than suit that.
+    leaves. Where they leave `max_batch` and `max_len` open, both suit that.
 
     Raises ConfigurationError for a share of a memory that is not known, and where nothing is left.
     """
@@ -54,18 +54,20 @@ def with_memory(
         )
     while True:
         left = int(whole * wanted) if wanted else _left(config, model, whole)
-        if left <= 0:
-            raise ConfigurationError(
-                f"the weights and a step of {config.max_batch} rows leave nothing of a device's "
-                f"{whole / 2**30:.1f} GiB for the cache: split the model over more devices with parallel, quantize it, "
-                "or lower max_batch or the prefill buckets"
-            )
         half = config.max_batch // 2
-        if options.max_batch is not None or options.buckets is not None or half % config.shards.replicas or half < 8:
-            break
-        if _of_rows(config, model) <= _OF_ROWS * left:
+        fixed = options.max_batch is not None or options.buckets is not None
+        if fixed or half < 8 or half % config.shards.replicas or _of_rows(config, model) <= _OF_ROWS * left:
             break
         config = resolve(replace(options, max_batch=half))
+    if left <= 0:
+        raise ConfigurationError(
+            f"the weights and a step of {config.max_batch} rows leave nothing of a device's {whole / 2**30:.1f} GiB "
+            "for the cache: split the model over more devices with parallel, quantize it, or lower max_batch or the "
+            "prefill buckets"
+        )
+    longest = _plan(config, model).tokens_in(left, config.shards) // config.shards.replicas
+    if options.max_len is None and options.buckets is None and 2 <= longest < config.max_len:
+        config = resolve(replace(options, max_batch=config.max_batch, max_len=longest))
     return replace(config, cache_memory=left)
 
 
@@ -90,8 +92,7 @@ def _temporaries(config: EngineConfig, model: AbstractModel) -> int:
 
 def _by_xla(config: EngineConfig, model: AbstractModel) -> int:
     """Bytes that XLA's attention writes: the rows' cells, and the logits of a step's prompt tokens."""
-    plan = plan_cache(model, rows=config.max_batch, max_len=config.max_len, chunk=config.row_tokens, dtype=model.dtype)
-    layers, most = Choices.of(config, model, plan).layers, 0
+    layers, most = Choices.of(config, model, _plan(config, model)).layers, 0
     for layers_of_one, choice in layers["prefill_attention"].items():
         spec = model.config.layers[layers_of_one[0]].attention
         if choice.name == "xla":
@@ -108,10 +109,16 @@ def _by_xla(config: EngineConfig, model: AbstractModel) -> int:
 
 def _of_rows(config: EngineConfig, model: AbstractModel) -> int:
     """Bytes of rings and states on a device."""
-    sizes = dict(rows=config.max_batch, max_len=config.max_len, chunk=config.row_tokens)
-    plan = plan_cache(model, **sizes, dtype=model.dtype, platform=config.platform, pool=PoolSize(config.page_size))
+    plan = _plan(config, model)
     pairs = zip(plan.arrays, plan.of_rows, strict=True)
     return sum(array.nbytes(config.shards) for array, of_rows in pairs if of_rows)
+
+
+def _plan(config: EngineConfig, model: AbstractModel) -> CachePlan:
+    """The cache with room for all rows."""
+    sizes = dict(rows=config.max_batch, max_len=config.max_len, chunk=config.row_tokens)
+    dtype = config.kv_cache_dtype or model.dtype
+    return plan_cache(model, **sizes, dtype=dtype, platform=config.platform, pool=PoolSize(config.page_size))
 
 
 def this_memory(config: EngineConfig) -> int | None:

@@ -67,7 +67,8 @@ class Demand:
         config, where = self.config, "the host" if host else "a device"
         parts = [
             f"{_gib(self.weights)} of weights",
-            f"{_gib(self.cache)} of cache ({config.max_batch} rows of {config.max_len} positions)",
+            f"{_gib(self.cache)} of cache"
+            + (f" ({config.max_batch} rows of {config.max_len} positions)" if config.cache_memory is None else ""),
             f"{_gib(self.state)} of sampling state",
         ]
         parts += [f"{_gib(self.temporaries)} of temporaries"] if self.temporaries else []
@@ -88,6 +89,9 @@ class Demand:
         most, replicas = int(_SHARE * capacity), self.config.shards.replicas
         if self.weights + self.cache + self.state + self.temporaries <= most:
             return "which should fit: something else takes memory too; end that, or lower max_batch or max_len"
+        others = self.weights + self.state + self.temporaries
+        if self.config.cache_memory is not None and most - others > self.config.cache_memory // 8:
+            return f"cache_memory='{(most - others) >> 20}MiB' would fit"
         room, row = most - self.weights - self.temporaries, (self.cache + self.state) // self.config.rows
         if room >= row:
             return f"max_batch={room // row * replicas} would fit"

@@ -10,13 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inferlib import LLM, Buckets, SamplingParams
+from inferlib import LLM, Buckets, SamplingParams, configs
 from inferlib.cache.pages import PagePool
-from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.cache.plan import CachePlan
+from inferlib.config import ConfigurationError, DeviceKind, EngineConfig, EngineOptions
 from inferlib.engine.engine import Engine
+from inferlib.engine.memory import with_memory
 from inferlib.engine.scheduler import LEAD, Scheduler
 from inferlib.engine.sequence import Sequence, Status
+from inferlib.models.abstract import abstract_model
+from inferlib.models.families import config_from_hf
 from inferlib.programs.counter import compilations
+from inferlib.programs.program_set import ProgramSet
 from tests.engine.test_engine import assert_accounted, smallest_model
 from tests.helpers.llms import MAX_LEN, build_llm, random_prompts
 from tests.helpers.poison import poison
@@ -263,3 +268,27 @@ def test_wrong_sizes(options, message, checkpoint):
 def test_wrong_priorities(priority, llama):
     with pytest.raises(ValueError, match="priorit"):
         llama.generate([[8]], GREEDY, priority=priority)
+
+
+def sized(name: str, memory: float, platform: str = "gpu", **options) -> CachePlan:
+    """The cache of a device with so many bytes."""
+    model, device, decided = config_from_hf(configs.load(name)), DeviceKind(platform), EngineOptions(**options)
+    abstract = abstract_model(model, "bfloat16", scan=platform == "tpu")
+    config = with_memory(decided, lambda o: o.resolve(device, None, model), abstract, lambda config: int(memory))
+    return ProgramSet.make(abstract, config).plan
+
+
+def test_sizes_follow_from_a_device_s_memory():
+    """Of Llama-3-8B: 16 GB of weights, 131 kB a token. Gemma-3-27B's rings take 0.65 GB a row."""
+    plan = sized("llama3-8b", 105e9)
+    assert (plan.rows, plan.max_len) == (512, 131072)
+    assert 70e9 < plan.nbytes < 84e9
+    assert plan.tokens == plan.nbytes // 131072
+    assert sized("llama3-8b", 105e9, cache_memory=0.25).nbytes == pytest.approx(26.25e9, rel=1e-3)
+    assert sized("llama3-8b", 24e9, max_batch=8).max_len < 40_000
+    with pytest.raises(ConfigurationError, match="cannot hold one sequence of max_len 131072"):
+        sized("llama3-8b", 24e9, max_batch=8, max_len=131072)
+    with pytest.raises(ConfigurationError, match="leave nothing of a device's 14"):
+        sized("llama3-8b", 16e9)
+    assert sized("gemma3-27b", 105e9).rows == 32
+    assert sized("llama3-8b", 105e9, "tpu").rows == 64

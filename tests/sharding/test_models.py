@@ -8,10 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+from inferlib.engine.engine import Engine
 from inferlib.engine.sequence import Sequence
+from inferlib.programs.program_set import ProgramSet
 from tests.helpers.hlo import assert_promise_kept
 from tests.helpers.poison import poison
-from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, logits, requests, run
+from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, ROWS, logits, requests, run
 
 # Separate runs for logits and for tokens, whose programs return no logits. gemma3 has a ring, which wraps.
 SEPARATE_RUNS = [
@@ -198,3 +200,24 @@ def test_prompt_log_probabilities_are_put_in_order(engine_of):
         scored.append(np.concatenate([detail.logprob for detail in s.prompt_details]))
     assert scored[0].shape == (21,)
     np.testing.assert_allclose(*(x[:20] for x in scored), atol=5e-5)
+
+
+@pytest.mark.parametrize(("shape", "parallel"), [("gemma3", "dp=2,cp=2,tp=2"), ("qwen3_5", "ep=2,tp=2")])
+def test_replicas_whose_pages_run_out_give_the_same_tokens(shape, parallel, engine_of, programs_of):
+    """Each replica has pages for one longest sequence. Sequences are preempted, and move to lower rows."""
+    whole = programs_of(shape, parallel)
+    plan, shards = whole.plan, whole.config.shards
+    sizes = [(x.nbytes(shards), of_rows) for x, of_rows in zip(plan.arrays, plan.of_rows, strict=True)]
+    of_pages, of_rows = (sum(size for size, fixed in sizes if fixed == wanted) for wanted in (False, True))
+    memory = of_rows + of_pages * plan.columns * shards.replicas // plan.pages
+    buckets = dataclasses.replace(whole.config.buckets, batch=(shards.replicas, ROWS))
+    config = dataclasses.replace(whole.config, cache_memory=memory, buckets=buckets)
+    programs = ProgramSet.make(whole.model, config)
+    assert programs.plan.pages == plan.columns * shards.replicas
+    engine = Engine(whole.model, engine_of(shape, parallel).weights, config, programs=programs)
+    got, want = requests([GREEDY], seed=2), requests([GREEDY], seed=2)
+    for s in (*got, *want):
+        s.max_tokens = plan.max_len - len(s.prompt)
+    assert [s.tokens for s in run(engine, got)] == [s.tokens for s in run(engine_of(shape), want)]
+    assert engine.scheduler.preemptions
+    assert all(pool.free == pool.count for pool in engine.scheduler.pools)
