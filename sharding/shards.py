@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import MESH_AXES, Device, Parallelism, ShardingError, make_mesh, ring_of
@@ -218,7 +218,8 @@ def make_shards(parallel: Parallelism | None, devices: Sequence[Device] | None =
 def planned_shards(parallel: Parallelism) -> Shards:
     """Like `make_shards`, but for planning: no such devices have to exist."""
     rules = _rules(parallel)
-    return Shards(AbstractMesh(parallel.shape, MESH_AXES), rules) if parallel.devices > 1 else Shards()
+    mesh = AbstractMesh(parallel.shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Shards(mesh, rules) if parallel.devices > 1 else Shards()
 
 
 def _rules(parallel: Parallelism) -> Rules:

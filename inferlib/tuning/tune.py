@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
 from inferlib.aot.compile import CompileError
 from inferlib.pallas_kernels.tuned_tpu import Asked, Entry, read, trying
@@ -116,8 +116,10 @@ def needed(deployment: Deployment) -> tuple[dict[str, dict[str, Case]], list[Fai
 
 def _asked_by(case: Case) -> Asked:
     arguments = {name: jax.ShapeDtypeStruct(*spec) for name, spec in case.arguments().items()}
-    ring = isinstance(case, CollectiveMatmul)
-    function = case.on(AbstractMesh((case.devices,), (case.axis,))) if ring else case.function()
+    if isinstance(case, CollectiveMatmul):
+        function = case.on(AbstractMesh((case.devices,), (case.axis,), axis_types=(AxisType.Auto,)))
+    else:
+        function = case.function()
     with trying(None) as asked:
         jax.eval_shape(function, **arguments)
     return asked[-1]
