@@ -82,11 +82,12 @@ def _temporaries(config: EngineConfig, model: AbstractModel) -> int:
     row, which sampling reads several times, and what attention by XLA writes to memory."""
     shards, size = config.shards, model.dtype.itemsize
     tokens = config.buckets.prefill[-1] // shards.size(axes.TOKENS) + config.rows
-    dense = [w for w in model.weights if w.contracting and axes.EXPERTS not in w.axes]
+    dense = [w for w in model.weights if w.contracting and not {axes.EXPERTS, axes.VOCAB} & set(w.axes)]
     widest = max(prod(shards.local_shape(w.axes, w.shape)) for w in dense) // model.config.dim
     sampled = (config.rows + max(p for p, _ in config.prefill_shapes())) * model.layout.vocab // shards.size(axes.VOCAB)
     details = max(p * c for p, c in config.detail_shapes()) * model.layout.vocab // shards.size(axes.VOCAB)
-    activations = 4 * tokens * (widest + 4 * model.config.dim) * size
+    dim, chosen = model.config.dim, [x.router.chosen * (2 * x.hidden + model.config.dim) for x in model.config.mixtures]
+    activations = tokens * (4 * widest + 16 * dim + 2 * max(chosen, default=0)) * size
     return activations + max(6 * sampled, 3 * details) * 4 + _by_xla(config, model)
 
 
