@@ -238,8 +238,9 @@ def plan_cache(
             blocks.append(_states(model, spec, (*stack, rows)))
             continue
         # A ring holds what a chunk's first query sees and the chunk itself.
-        ring = spec.reach is not None and spec.reach + chunk < max_len
-        shapes = kind.cells(spec, spec.reach + chunk if ring else page)
+        capacity = max_len if spec.reach is None else spec.reach + chunk
+        ring = capacity < max_len
+        shapes = kind.cells(spec, capacity if ring else page)
         latent, shared = isinstance(spec, MlaSpec), spec.cache_of is not None
         count = rows if ring else 1  # pages: as many as fit, see `_with_pages`
         blocks.append(BlockCache(tuple((*stack, count, *x) for x in shapes), ring, dtype, scaled, latent, shared))

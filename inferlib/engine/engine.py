@@ -193,8 +193,8 @@ class Engine:
             inputs.append(jax.tree.map(self._input, call.chunk))
         start = time.perf_counter()
         if call.moves or call.grants:
-            changed = self.programs.change_rows(self.cache, self.state, call.moves, call.grants)
-            self.cache, self.state = changed
+            state: Any = self.state
+            self.cache, self.state = self.programs.change_rows(self.cache, state, call.moves, call.grants)
         self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
         if self.channel is None or self.channel.leads:
             for leaf in jax.tree.leaves(output):

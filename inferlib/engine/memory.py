@@ -12,7 +12,7 @@ import jax
 from inferlib.cache.plan import CachePlan, plan_cache
 from inferlib.config import ConfigurationError, EngineConfig, EngineOptions, PoolSize
 from inferlib.models.abstract import AbstractModel
-from inferlib.models.config import AttentionSpec
+from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.programs.choices import Choices
 from inferlib.programs.memory import Demand
 from inferlib.sharding import axes
@@ -102,7 +102,7 @@ def _by_xla(config: EngineConfig, model: AbstractModel) -> int:
             most = max(most, 2 * config.buckets.prefill[-1] // config.shards.size(axes.TOKENS) * logits)
     for layers_of_one, choice in layers["decode_attention"].items():
         spec = model.config.layers[layers_of_one[0]].attention
-        if choice.name == "xla":
+        if choice.name == "xla" and isinstance(spec, AttentionSpec | MlaSpec):
             cells = sum(spec.cache_sizes) * (spec.kv_heads if isinstance(spec, AttentionSpec) else 1)
             most = max(most, 2 * config.rows * config.max_len * cells * model.dtype.itemsize)
     return most

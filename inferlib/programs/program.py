@@ -365,7 +365,7 @@ class _Maker:
             # Marked prompts must be kept also where the prompt goes on.
             counts = counts.at[jnp.where(last, info["row"], total)].set(fresh.counts, mode="drop")
         *old, _, pages = state
-        return RowState(*map(put, old, fresh), counts, pages), sampled
+        return RowState._make([*map(put, old, fresh), counts, pages]), sampled
 
 
 def _kinds(chunk: ChunkInput, info: dict) -> jax.Array:

@@ -250,7 +250,7 @@ class ProgramSet:
         moves = self._struct((MOVES * shards.replicas, len(Move._fields)), jnp.int32, (axes.ROWS, None))
         place = None
         if shards.mesh is not None:
-            place = tuple(map(shards.sharding, names)), RowState(*map(shards.sharding, STATE_AXES))
+            place = tuple(map(shards.sharding, names)), RowState._make(map(shards.sharding, STATE_AXES))
         return prepared(move_rows, (shards, names), taken, moves, place=place)
 
     def prepare_changes(self) -> None:

@@ -58,7 +58,7 @@ def give_pages(shards: Shards, table: jax.Array, grants: jax.Array) -> jax.Array
         row, column, page = grants.T
         return table.at[row, column].set(page, mode="drop")
 
-    if shards.mesh is None:
+    if shards.rules is None:
         return local(table, grants)
     spec = shards.rules.spec
     names = spec(STATE_AXES.pages)
@@ -87,10 +87,10 @@ def move_rows(
         left = jnp.where(target < rows, source, rows)
         return of_rows, state._replace(active=state.active.at[left].set(False, mode="drop"))
 
-    if shards.mesh is None:
+    if shards.rules is None:
         return local(arrays, moves)
     spec = shards.rules.spec
-    specs = tuple(map(spec, names)), RowState(*map(spec, STATE_AXES))
+    specs = tuple(map(spec, names)), RowState._make(map(spec, STATE_AXES))
     taken = specs, spec((axes.ROWS, None))
     return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=specs, check_vma=False)(arrays, moves)
 

@@ -50,14 +50,15 @@ class RowState(NamedTuple):
 
     def head(self, rows: int) -> RowState:
         """The first `rows` rows, with the pages of all."""
-        return RowState(*(x[:rows] for x in self[:-1]), self.pages)
+        return RowState._make([*(x[:rows] for x in self[:-1]), self.pages])
 
     def with_head(self, head: RowState) -> RowState:
         """These rows with the first ones replaced."""
         rows = head.token.shape[0]
         if rows == self.token.shape[0]:
             return head
-        return RowState(*(x.at[:rows].set(new) for x, new in zip(self[:-1], head[:-1], strict=True)), self.pages)
+        new = (x.at[:rows].set(y) for x, y in zip(self[:-1], head[:-1], strict=True))
+        return RowState._make([*new, self.pages])
 
 
 _ROW = (axes.ROWS,)

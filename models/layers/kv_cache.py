@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,8 +158,8 @@ class LayerCache:
         arrays = self.arrays if arrays is None else arrays
         cells = [x for x in arrays if x.ndim == arrays[0].ndim]
         scales, layer = arrays[len(cells) :], self.layer if cells[0].ndim == 5 else None
-        options = dict(layer=layer, pages=pages, ring=self.ring, limit=limit)
-        return KvCache(*cells, *[None] * (2 - len(cells)), *scales, **options)
+        apart: Any = [None] if len(cells) == 1 else cells[1:]
+        return KvCache(cells[0], *apart, *scales, layer=layer, pages=pages, ring=self.ring, limit=limit)
 
     def latents(
         self,
