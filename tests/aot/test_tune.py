@@ -241,9 +241,9 @@ def test_what_a_deployment_needs():
     made = Deployment(EXPERTS, "v5e-4", "bfloat16", Buckets((128,), (4,), (512,)), Parallelism(tensor=4), ("greedy",))
     cases, failed = tune.needed(made)
     assert cases.keys() == {"decode_attention", "prefill_attention", "grouped_matmul", "expert_mlp", "mx_matmul"}
-    name = "q 4 x 1 x 2 x 2 x 128, cache 2 x 512 x 128, arrays 2, itemsize 2"
-    assert cases["decode_attention"][f"{name}: full rows"] == DecodeAttention((512,) * 4, 2, 2)
-    assert cases["decode_attention"][f"{name}: unequal rows"] == DecodeAttention((128, 256, 384, 512), 2, 2)
+    name = "q 4 x 1 x 2 x 2 x 128, cache 2 x 128 x 128, arrays 2, itemsize 2, pages 4"
+    assert cases["decode_attention"][f"{name}: full rows"] == DecodeAttention((512,) * 4, 2, 2, page=128)
+    assert cases["decode_attention"][f"{name}: unequal rows"] == DecodeAttention((128, 256, 384, 512), 2, 2, page=128)
     assert failed == []
 
 

@@ -137,6 +137,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         "max_batch": 2,
         "max_len": 64,
         "cache_memory": "0.5",
+        "compile_cache": None,
         "parallel": "tp=2",
         "artifacts": Path("compiled"),
         "seed": 7,

@@ -28,7 +28,7 @@ OURS = str(Path(inferlib.__file__).parent)
 
 WRONG = (
     *(None, True, False, 0, 1, -1, 3, 2**31, 10**30, 0.0, 1.5, -0.5, float("nan"), float("inf"), 1j),
-    *("", " ", "nope", "a=b", "tp=", "tp=0", "tp=99", "dp=3,dp=3", "/nowhere/at/all", "\ud800", "\0", "x" * 5000),
+    *("", " ", "nope", "a=b", "tp=", "tp=0", "tp=99", "dp=3,dp=3", "/proc/nowhere/at/all", "\ud800", "\0", "x" * 5000),
     *(b"abc", b"", bytearray(b"a"), [], [None], [1, "a"], [1.5], [[]], [[1], None], [-1], [10**30], [True]),
     *((), ("a", 1), {}, {"a": 1}, {1: 2}, {"role": "user"}, [{"role": "user"}], [{"role": 1, "content": None}]),
     *([[{"role": "user", "content": "hi"}], None], set(), {1}, range(3), object(), object, len, Path("/nowhere")),

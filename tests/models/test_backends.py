@@ -371,5 +371,6 @@ def test_shares_that_devices_pass_on_are_whole_tiles_or_xlas(caplog):
 def test_slots_are_whole_tiles_where_the_kernel_reads_them():
     model = abstract_model(config_from_hf(TINY), jnp.bfloat16)
     programs = ProgramSet.make(model, EngineConfig.make("tpu", 2, 300))
-    assert {shape[-2] for block in programs.plan.blocks for shape in block.shapes} == {384}
+    assert {shape[-2] for block in programs.plan.blocks for shape in block.shapes} == {128}
+    assert programs.plan.columns == 3
     assert programs.plan.max_len == 300
