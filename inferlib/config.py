@@ -625,10 +625,12 @@ def _tile(platform: str, shards: Shards, model: ModelConfig | None) -> tuple[int
     layers = () if model is None else model.layers
     if shards.size(axes.TOKENS) > 1 or any(isinstance(x.attention, MlaSpec | Recurrent) for x in layers):
         return None, None
-    tile, most = _TILES.get(platform, (None, None))
+    if platform not in _TILES:
+        return None, None
+    tile, most = _TILES[platform]
     mixers = [layer.attention for layer in layers]
     if platform == "gpu" and any(isinstance(x, AttentionSpec) and x.heads == x.kv_heads for x in mixers):
-        return 2 * tile, most  # with one query for each key, 32 tokens would not fill a program of the kernel
+        tile *= 2  # with one query for each key, 32 tokens would not fill a program of the kernel
     return tile, most
 
 

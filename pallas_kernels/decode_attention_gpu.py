@@ -177,7 +177,9 @@ def _kernel(
 
     cells = RowCells(k_ref, table_ref, pl.program_id(1), block, ring)
     visible = window if window is None else window + queries - 1
-    dealing = dict(visible=visible, block=block, splits=splits, programs=programs, paged=table_ref is not None)
+    dealing: dict[str, Any] = dict(
+        visible=visible, block=block, splits=splits, programs=programs, paged=table_ref is not None
+    )
     share = share_of(lengths_ref, pl.program_id(0), split, **dealing)
     page = cells.page(share.start)
     top = jnp.full(heads.shape, -jnp.inf, jnp.float32)
@@ -202,7 +204,7 @@ class Share(NamedTuple):
     """
 
     length: jax.Array
-    first: jax.Array | None
+    first: jax.Array | int | None
     start: jax.Array
     stop: jax.Array
 

@@ -203,8 +203,8 @@ def _operands(x: jax.Array, factors: jax.Array, weights: Experts, interpret: boo
     stored = tuple(tuple(in_hbm(w, interpret)) for w in (weights.gate_up, weights.down))
     # A row of float32 can be read wherever it lies.
     small = (weights.gate_up_scales, weights.down_scales, weights.gate_up_bias)
-    rows = (None if a is None else a.reshape(-1, a.shape[-1]).astype(jnp.float32) for a in small)
-    return _Inputs(x, factors, *rows, stored)
+    rows = [None if a is None else a.reshape(-1, a.shape[-1]).astype(jnp.float32) for a in small]
+    return _Inputs(x, factors, rows[0], rows[1], rows[2], stored)
 
 
 def _scratch(x: jax.Array, dim: int, streams: tuple[ExpertBlocks, ExpertBlocks], count: int, buffers: int) -> _Scratch:

@@ -76,7 +76,7 @@ def multiplies(dtype) -> bool:
     """Whether the matrix unit multiplies numbers of this dtype, of eight bits, faster than bfloat16."""
     import jax.numpy as jnp
 
-    return _EIGHT_BITS.get(generation()) == jnp.dtype(dtype).name
+    return _EIGHT_BITS.get(generation() or "") == jnp.dtype(dtype).name
 
 
 def untaken(dtype) -> str | None:

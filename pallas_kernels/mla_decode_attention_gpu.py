@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +194,9 @@ def _kernel(
 
     split, row = pl.program_id(1), pl.program_id(2)
     cells = RowCells(latents_ref, table_ref, 0, block)
-    dealing = dict(visible=None, block=block, splits=splits, programs=programs, paged=table_ref is not None)
+    dealing: dict[str, Any] = dict(
+        visible=None, block=block, splits=splits, programs=programs, paged=table_ref is not None
+    )
     length, _, start, stop = share_of(lengths_ref, row, split, **dealing)
     page = cells.page(start)
     end = stop if new_refs is None else jnp.minimum(stop, length - 1)  # of what is read from the cache

@@ -73,14 +73,14 @@ class RowCells:
             return ()
         return (jnp.clip(self._entry(first), 0, self.ref.shape[0] - 1),)
 
-    def at(self, first: jax.Array, page: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def at(self, first: jax.Array, page: tuple[jax.Array, ...]) -> tuple[jax.Array | int, ...]:
         """The place in the refs of the block from `first` on, but for columns: slots as [block, 1]."""
         if self.table is not None:
             return (*page, self.head, (lax.rem(first, self.slots) + jnp.arange(self.block))[:, None])
         slot = first + jnp.arange(self.block)
         return ((lax.rem(slot, self.slots) if self.ring else slot)[:, None],)
 
-    def cell(self, position: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    def cell(self, position: jax.Array) -> tuple[tuple[jax.Array | int, ...], jax.Array]:
         """The place of one position's cell, but for columns, and whether it exists: else nothing may be written."""
         if self.table is None:
             slot = lax.rem(position, self.slots) if self.ring else position

@@ -159,8 +159,10 @@ def _by_xla(q, cache: KvCache, lengths, options: AttentionOptions, mask) -> tupl
 def _by_blocks(q, cache: KvCache, lengths, options: AttentionOptions, block: int) -> tuple[jax.Array, jax.Array]:
     """`_by_xla` over `block` columns of the page table after the other, as far as the longest row goes. On CPUs, which
     gather a row's pages in memory, for GPUs would wait for the host at each step of such a loop."""
-    pages, size, (rows, queries) = cache.pages, cache.k.shape[-2], q.shape[:2]
-    pages = jnp.pad(pages[:rows], ((0, 0), (0, -pages.shape[1] % block)))
+    assert cache.pages is not None
+    size, (rows, queries) = cache.k.shape[-2], q.shape[:2]
+    pages = cache.pages[:rows]
+    pages = jnp.pad(pages, ((0, 0), (0, -pages.shape[1] % block)))
     positions, window = lengths[:, None] - queries + jnp.arange(queries), options.window
     window, parts = window[:, None] if isinstance(window, jax.Array) else window, replace(options, sinks=None)
 
@@ -171,7 +173,8 @@ def _by_blocks(q, cache: KvCache, lengths, options: AttentionOptions, block: int
         seen = visible(positions, jnp.broadcast_to(stored, (rows, stored.size)), window)
         scales = cache.scales and (cells(cache.scales[0]), cells(cache.scales[1]))
         part = masked_attention(q.astype(jnp.float32), cells(cache.k), cells(cache.values), seen, parts, scales=scales)
-        return merge_attention(*(jnp.stack(pair) for pair in zip(carry, part, strict=True)))
+        out, lse = (jnp.stack(pair) for pair in zip(carry, part, strict=True))
+        return merge_attention(out, lse)
 
     shape = (*q.shape[:-1], cache.values.shape[-1])
     nothing = jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -267,7 +267,7 @@ class Deployed:
         return tuple(blocks)
 
     def plan(self, rows: int, max_len: int, chunk: int) -> CachePlan:
-        kind = dict(dtype=self.kv_cache_dtype or "bfloat16", platform=self.target.platform)
+        kind: dict[str, Any] = dict(dtype=self.kv_cache_dtype or "bfloat16", platform=self.target.platform)
         return plan_cache(self.model, rows=rows, max_len=max_len, chunk=chunk, **kind)
 
     def memory(self, batch: int, max_len: int, chunk: int) -> Memory:
