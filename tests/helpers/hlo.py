@@ -15,9 +15,8 @@ from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-_COLLECTIVE = re.compile(
-    rf"= (\(?[^=]*?\)?) ({_KINDS})\(.*?(?:replica_groups|source_target_pairs)=(\{{\{{[\d,{{}}]+\}}\}})"
-)
+_MEMBERS = r"\{\{[\d,{}]+\}\}|mesh\[.*?\] \{[^{}]*\}"
+_COLLECTIVE = re.compile(rf"= (\(?[^=]*?\)?) ({_KINDS})\(.*?(?:replica_groups|source_target_pairs)=({_MEMBERS})")
 _ARRAY = re.compile(r"(?:f32|s32)\[([\d,]*)\]")
 _CALL = re.compile(r"(?:condition|body|calls|to_apply)=%([\w.-]+)")
 
@@ -40,13 +39,12 @@ def compiled_collectives(hlo: str, mesh: Mesh) -> Collectives:
             result[name], calls[name] = Counter(), []
         elif match := _COLLECTIVE.search(line):
             arrays, kind, members = match.groups()
-            members = [tuple(map(int, group.split(","))) for group in members.strip("{}").split("},{")]
-            axis = groups[kind == "collective-permute", frozenset(map(frozenset, members))]
+            axis, count = _over(members, kind, groups, mesh)
             sizes = [4 * prod(int(n) for n in dims.split(",") if n) for dims in _ARRAY.findall(arrays)]
             if kind == "all-to-all":
                 sizes = [sum(sizes)]
             for nbytes in sizes:
-                result[name][kind, axis, nbytes * (len(members[0]) if kind == "reduce-scatter" else 1)] += 1
+                result[name][kind, axis, nbytes * (count if kind == "reduce-scatter" else 1)] += 1
         elif " while(" in line or " call(" in line or " fusion(" in line:
             trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
             calls[name] += [(called, int(trips[1]) if trips else 1) for called in _CALL.findall(line)]
@@ -59,6 +57,17 @@ def compiled_collectives(hlo: str, mesh: Mesh) -> Collectives:
         return counts
 
     return total(entry)
+
+
+def _over(members: str, kind: str, groups: dict, mesh: Mesh) -> tuple[str, int]:
+    """The mesh axes that a collective goes over, and how many devices: of "{{0,1},{2,3}}", or, as XLA writes it from
+    jax 0.11 on, of "mesh['data'=1,'tensor'=8] {'tensor'}"."""
+    if members.startswith("mesh"):
+        named = re.findall(r"'(\w+)'", members.split("] ")[1])
+        used = [axis for axis in mesh.axis_names if axis in named and mesh.shape[axis] > 1]
+        return "+".join(used), prod(mesh.shape[axis] for axis in used)
+    lists = [tuple(map(int, group.split(","))) for group in members.strip("{}").split("},{")]
+    return groups[kind == "collective-permute", frozenset(map(frozenset, lists))], len(lists[0])
 
 
 def _groups(mesh: Mesh) -> dict[tuple[bool, frozenset], str]:
