@@ -7,8 +7,8 @@ wrong values are drawn by a fixed seed. About half a minute.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
-import linecache
 import random
 import traceback
 from collections.abc import Callable, Iterator
@@ -61,14 +61,18 @@ def stop_at_the_device(monkeypatch):
     monkeypatch.setattr("inferlib.conversion.save_weights", reached)
 
 
+@functools.cache
+def lines_of_raises(file: str) -> frozenset[int]:
+    """Of the `raise` statements in a source file."""
+    raises = (node for node in ast.walk(ast.parse(Path(file).read_text())) if isinstance(node, ast.Raise))
+    return frozenset(n for node in raises for n in range(node.lineno, (node.end_lineno or 0) + 1))
+
+
 def raised_by_us(error: BaseException) -> bool:
     """True if the innermost frame is the library's and stands at a `raise` statement."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    if not str(Path(frame.filename)).startswith(OURS):
-        return False
-    source = "".join(linecache.getlines(frame.filename))
-    raises = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise))
-    return any(node.lineno <= (frame.lineno or 0) <= (node.end_lineno or 0) for node in raises)
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    file = frame.f_code.co_filename
+    return file.startswith(OURS) and line in lines_of_raises(file)
 
 
 def check(call: Any, *args: Any, **options: Any) -> str:
