@@ -74,11 +74,10 @@ def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
 LENGTHS = [1, 7, 8, 9, 15, 16, 17, 31, 33, 40]
 COUNTS = [40, 57, 8, 9, 1, 33, 48, 30, 50, 56]
 KINDS = {
-    "llama": {},
     "llama stacked": {"scan": True},
     "gpt_oss": {},
     "llama4_text": {},
-    "minicpm3": {},
+    "minicpm3": {"buckets": BUCKETS},
     "gemma3n_text": {},
     "qwen3_5_text": {},
     "kimi_linear": {},
@@ -88,8 +87,8 @@ KINDS = {
 
 def build_tight(path: Path, kind: str) -> LLM:
     """Four rows that share pages for a sequence and a half."""
-    options = {"page_size": PAGE, "decode_steps": 4, **KINDS[kind]}
-    buckets = BUCKETS if options.get("scan") else LEAST  # stacked layers compile quickly
+    options = {"page_size": PAGE, "decode_steps": 4, "buckets": LEAST, **KINDS[kind]}
+    buckets = options.pop("buckets")
     whole = build_llm(path, buckets, **options).engine.plan
     fixed = sum(x.nbytes() for x, of_rows in zip(whole.arrays, whole.of_rows, strict=True) if of_rows)
     memory = fixed + (whole.nbytes - fixed) // whole.pages * (whole.columns * 3 // 2)
@@ -128,7 +127,7 @@ PENALIZED = SamplingParams(
 
 def test_samples_penalties_and_log_probabilities_go_on(tight):
     """What is computed again of a sequence counts its tokens as generated, and draws the next one's numbers."""
-    engine, prompts = tight("llama").engine, random_prompts(LENGTHS[4:], seed=31)
+    engine, prompts = tight("llama stacked").engine, random_prompts(LENGTHS[4:], seed=31)
     options = [dict(seed=i, detail="logprobs" if i % 2 else "") for i in range(6)]
     pairs = list(zip(prompts, COUNTS[4:], options, strict=True))
 
@@ -150,7 +149,7 @@ def test_samples_penalties_and_log_probabilities_go_on(tight):
 
 
 def test_garbage_in_free_pages_changes_nothing(tight):
-    engine, prompts = tight("llama").engine, random_prompts(LENGTHS, seed=30)
+    engine, prompts = tight("llama stacked").engine, random_prompts(LENGTHS, seed=30)
     pairs = list(zip(prompts, COUNTS, strict=True))
     expected = run(engine, [sequence(*pair) for pair in pairs])
     advance, engine.config = engine.advance, dataclasses.replace(engine.config, in_flight=1)
@@ -181,7 +180,7 @@ _ALONE: list[list[int]] = []
 @given(st.lists(JOB, min_size=1, max_size=14))
 def test_any_traffic_is_as_if_alone(tight, jobs):
     """What a sequence has generated is the start of what it does alone."""
-    engine, prompts = tight("llama").engine, random_prompts(LENGTHS, seed=30)
+    engine, prompts = tight("llama stacked").engine, random_prompts(LENGTHS, seed=30)
     if not _ALONE:
         _ALONE.extend(run(engine, [sequence(p, n)])[0] for p, n in zip(prompts, COUNTS, strict=True))
     sequences = [sequence(prompts[i], COUNTS[i], priority=priority) for i, _, priority, _ in jobs]
@@ -201,7 +200,7 @@ def test_any_traffic_is_as_if_alone(tight, jobs):
 
 
 def test_a_higher_priority_takes_rows_and_pages(tight):
-    engine, prompts = tight("llama").engine, random_prompts([20] * 6, seed=32)
+    engine, prompts = tight("llama stacked").engine, random_prompts([20] * 6, seed=32)
     low = [sequence(p, 40, priority=1) for p in prompts[:5]]
     for s in low:
         engine.add(s)
@@ -227,7 +226,7 @@ def test_low_priorities_do_not_starve():
     assert scheduler.waiting.index(low) == LEAD - 1
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["llama stacked", "gpt_oss", "qwen3_5_text"])
 def test_rows_move_so_that_small_programs_serve_few_rows(kind, tight):
     """Three short sequences end before the one in the last row, which goes on in the first; its pages, ring and state
     move with it."""

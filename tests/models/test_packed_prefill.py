@@ -10,6 +10,8 @@ from inferlib.ops.backend import Backend
 from tests.helpers.llms import MAX_LEN, assert_greedy, build_llm, random_prompts, reference
 
 LENGTHS = [1, 7, 8, 9, 31, 33, 16, 50]  # about tiles of 8 tokens and steps of 32
+TWO_SIZES = Buckets((8, 32), (4,), (MAX_LEN,), tile=8)
+ONE_SIZE = Buckets((32,), (4,), (MAX_LEN,), tile=8)  # one program less
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
@@ -24,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 )
 def test_packed_prompts_give_the_tokens_of_transformers(name, more, checkpoint):
     path, prompts = checkpoint(name), random_prompts(LENGTHS)
-    llm = build_llm(path, Buckets((8, 32), (4,), (MAX_LEN,), tile=8))
+    llm = build_llm(path, TWO_SIZES if name == "llama" else ONE_SIZE)
     before = llm.stats.dispatches
     outputs = llm.generate(prompts, GREEDY)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -37,7 +39,7 @@ def test_packed_prompts_give_the_tokens_of_transformers(name, more, checkpoint):
 
 
 def test_a_step_holds_tiles_of_many_prompts(checkpoint):
-    llm = build_llm(checkpoint("llama"), Buckets((8, 32), (4,), (MAX_LEN,), tile=8))
+    llm = build_llm(checkpoint("llama"), TWO_SIZES)
     before = llm.stats.dispatches
     llm.generate(random_prompts([8, 3, 16, 1]), SamplingParams(temperature=0.0, max_tokens=1))
     assert llm.stats.dispatches - before == 2  # five tiles, of which a step has four
@@ -47,7 +49,7 @@ def test_tiles_by_the_kernel_for_gpus_have_the_logits_of_xla(checkpoint):
     """Layers with rings and sinks, and full ones, in bfloat16."""
     path, prompts = checkpoint("gpt_oss"), random_prompts([50, 33])
     by_xla, by_kernel = (
-        build_llm(path, Buckets((8, 32), (4,), (MAX_LEN,), tile=8), dtype="bfloat16", backend=backend)
+        build_llm(path, ONE_SIZE, dtype="bfloat16", backend=backend)
         for backend in (Backend(), Backend(prefill_attention="pallas_gpu"))
     )
     assert {choice.name for choice in by_kernel.engine.programs.choices.layers["prefill_attention"].values()} == {
