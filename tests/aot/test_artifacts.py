@@ -40,7 +40,7 @@ BUCKETS = ("--prefill-buckets", "16", "--batch-buckets", "2", "--cache-buckets",
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+    return make_model(tmp_path_factory.mktemp("model"), layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_quantised_programs(model, tmp_path):
 
 
 def test_another_model_is_named_by_its_field(folder, tmp_path):
-    other = make_checkpoint(tmp_path / "other", "llama", vocab_size=260, num_hidden_layers=2, rope_theta=5000.0)
+    other = make_checkpoint(tmp_path / "other", "llama", vocab_size=260, num_hidden_layers=1, rope_theta=5000.0)
     with pytest.raises(ArtifactError, match=r"model\.layers\[0\]\.attention\.rope\.base is"):
         LLM(other, artifacts=folder, progress=False)
 
