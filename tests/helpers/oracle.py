@@ -22,6 +22,9 @@ from transformers import (
 
 from tests.helpers.oracle_cases import FAMILIES, SEEING, SIZES
 
+# Between operations of tiny models further threads only wait, and take as much CPU time as the rest of a test.
+torch.set_num_threads(1)
+
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # which transformers leaves out
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
