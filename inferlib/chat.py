@@ -78,6 +78,8 @@ class ChatTemplate:
             return _environment().from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise ChatError(f"chat template is not valid, line {error.lineno}: {error.message}") from None
+        except Exception as error:  # of Python's compiler: too deeply nested
+            raise ChatError(f"chat template is not valid: {type(error).__name__}: {error}") from None
 
 
 def _check(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import jax
 from jax.experimental import multihost_utils
 
-from inferlib.checkpoint.laid_out import LaidOutWeights, save_weights, stored_model, write_manifest
+from inferlib.checkpoint.laid_out import LaidOutWeights, quiet, save_weights, stored_model, write_manifest
 from inferlib.checkpoint.load import load_item, plan_load
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.config import check_dtype, check_flag, checked_output
+from inferlib.locks import locked
 from inferlib.model_files import ModelFiles
 from inferlib.models.families import family_of
 from inferlib.progress import ByteProgress, on_terminal
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import make_shards
+from inferlib.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# What a conversion writes into its directory.
+WRITTEN = frozenset({"config.json", *Tokenizer.FILES, *LaidOutWeights.FILES})
 
 
 def convert(
@@ -53,7 +62,8 @@ def convert(
     scheme = files.quantization(quantization)
     stored = stored_model(files.config, dtype, scheme)
     items = plan_load(files.source, family_of(files.hf), stored)
-    with _whole(out, stored.nbytes) as directory, ByteProgress("converting", stored.nbytes, show=show) as bar:
+    progress_bar = ByteProgress("converting", stored.nbytes, show=show)
+    with quiet(), _whole(out, stored.nbytes) as directory, progress_bar as bar:
         weights = (
             (
                 item.weight,
@@ -73,27 +83,40 @@ def convert(
 def _whole(out: Path, nbytes: int) -> Iterator[Path]:
     """A directory beside `out` to write to: it becomes `out` at the end, or disappears if that is not reached."""
     partial, first = out.with_name(out.name + ".partial"), jax.process_index() == 0
-    if first:
-        if out.exists():
-            raise FileExistsError(f"{out} exists; remove it or give another directory")
-        free = shutil.disk_usage(out.parent).free
-        if free < nbytes:
-            raise OSError(f"{out.parent} has {free / 1e9:.1f} GB free, and the weights take {nbytes / 1e9:.1f} GB")
+    with ExitStack() as stack:
+        if first:
+            if not stack.enter_context(locked(out)):
+                raise FileExistsError(f"another conversion is writing {out}: wait for it, or give another directory")
+            if out.exists():
+                raise FileExistsError(f"{out} exists; remove it or give another directory")
+            _make_room(partial, nbytes)
+        multihost_utils.sync_global_devices("conversion begins")
         try:
-            partial.mkdir()
-        except FileExistsError:
-            raise FileExistsError(f"{partial} exists: if no other conversion is writing it, remove it") from None
-    multihost_utils.sync_global_devices("conversion begins")
-    try:
-        yield partial
-        multihost_utils.sync_global_devices("conversion is written")
-        if first:
-            partial.rename(out)
-    except BaseException:
-        if first:
-            _remove(partial)
-        raise
-    multihost_utils.sync_global_devices("conversion ends")
+            yield partial
+            multihost_utils.sync_global_devices("conversion is written")
+            if first:
+                partial.rename(out)
+        except BaseException:
+            if first:
+                _remove(partial)
+            gc.collect()  # writes that failed after the first one complain when they are freed
+            raise
+        multihost_utils.sync_global_devices("conversion ends")
+
+
+def _make_room(partial: Path, nbytes: int) -> None:
+    """Make the directory to write to, in place of what a conversion that was killed has left there."""
+    if partial.exists():
+        strange = [] if partial.is_dir() else [partial.name]
+        strange = strange or sorted({path.name for path in partial.iterdir()} - WRITTEN)
+        if strange:
+            raise FileExistsError(f"{partial} exists and holds other things than a conversion ({strange[0]}): move it")
+        log.warning("%s is removed: a conversion that wrote it was killed", partial)
+        _remove(partial)
+    free = shutil.disk_usage(partial.parent).free
+    if free < nbytes:
+        raise OSError(f"{partial.parent} has {free / 1e9:.1f} GB free, and the weights take {nbytes / 1e9:.1f} GB")
+    partial.mkdir()
 
 
 def _remove(directory: Path) -> None:

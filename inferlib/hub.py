@@ -7,7 +7,6 @@ Its cache, tokens, mirrors and offline mode are those that users know from it: `
 from __future__ import annotations
 
 import glob
-import json
 import logging
 import re
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from inferlib.checkpoint.safetensors import listed_in
 from inferlib.checkpoint.source import CheckpointError
 from inferlib.tokenizer import Tokenizer
 
@@ -136,7 +136,7 @@ class _Snapshot:
         top = sorted(file for file in self.files if "/" not in file and file.endswith(".safetensors"))
         ggufs = sorted(file for file in self.files if file.endswith(".gguf"))
         if self.name.file is None and _INDEX in self.files:
-            return _listed_in(self.folder / _INDEX)
+            return sorted(set(listed_in(self.folder / _INDEX).values()))
         if self.name.file is None and top:
             return [_SINGLE] if _SINGLE in top else top
         if self.name.file in ggufs or (self.name.file is None and len(ggufs) == 1):
@@ -149,16 +149,6 @@ class _Snapshot:
             f"{where} holds {len(ggufs)} .gguf files: name one, as in {_PREFIX}{self.name.repository}/{ggufs[0]} "
             f"({names})"
         )
-
-
-def _listed_in(index: Path) -> list[str]:
-    try:
-        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is damaged: no weight_map of tensor names to files ({error})") from None
-    if not files or not all(isinstance(file, str) for file in files):
-        raise CheckpointError(f"{index} is damaged: it lists no files of tensors")
-    return files
 
 
 def _explained(error: Exception, name: HubName, revision: str | None) -> str:

@@ -20,7 +20,7 @@ from inferlib.checkpoint.laid_out import LaidOutWeights
 from inferlib.checkpoint.load import load_weights, shipped_quantization
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.checkpoint.shipped import QuantizedSource, form_of
-from inferlib.checkpoint.source import CheckpointError, TensorSource
+from inferlib.checkpoint.source import CheckpointError, TensorSource, read_json
 from inferlib.config import ConfigurationError
 from inferlib.hub import HubName
 from inferlib.models.abstract import AbstractModel
@@ -64,13 +64,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory} has no config.json: a model is a Hugging Face or converted directory or a .gguf file"
         )
-    try:
-        hf = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(hf, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, it holds a {type(hf).__name__}")
-    return hf
+    return read_json(file)
 
 
 @dataclass(frozen=True)

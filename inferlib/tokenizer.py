@@ -11,9 +11,16 @@ import tokenizers
 
 from inferlib.chat import ChatTemplate
 from inferlib.checkpoint.gguf_tokenizer import GGUFVocabulary
-from inferlib.checkpoint.source import CheckpointError
+from inferlib.checkpoint.source import CheckpointError, read_json, size_of
+from inferlib.checkpoint.tokenizer_file import read_tokenizer, tokenizer_errors
+from inferlib.config import brief
 
+_MOST_ID = (1 << 31) - 1
 _REPLACEMENT = "\ufffd"  # what decoders put for bytes that are not UTF-8
+
+
+class TokenizerError(ValueError):
+    """A text or tokens that the tokenizer of a checkpoint fails on."""
 
 
 class Tokenizer:
@@ -57,18 +64,15 @@ class Tokenizer:
         """
         directory = Path(path)
         file = directory / "tokenizer.json"
-        if not file.is_file():
+        if not file.exists():
             raise CheckpointError(f"{file} is missing; without it prompts must be lists of token ids")
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the package raises nothing narrower
-            raise CheckpointError(f"{file} is damaged or newer than the tokenizers package: {error}") from None
+        backend = read_tokenizer(file)
         settings = _read_json(directory / "tokenizer_config.json")
         config = _read_json(directory / "config.json")
         generation = _read_json(directory / "generation_config.json")
-        bos, eos = _content(settings.get("bos_token")), _content(settings.get("eos_token"))
+        bos, eos = (_content(directory, settings, name) for name in ("bos_token", "eos_token"))
         # Without a tokenizer_config.json the model's own configuration is the next best.
-        bos_id = bos and backend.token_to_id(bos) if settings else config.get("bos_token_id")
+        bos_id = bos and backend.token_to_id(bos) if settings else next(iter(_ids(config.get("bos_token_id"))), None)
         # Models end answers with tokens that only one of the files knows.
         ends = (generation.get("eos_token_id"), config.get("eos_token_id"), eos and backend.token_to_id(eos))
         source = _template_source(directory, settings)
@@ -87,10 +91,12 @@ class Tokenizer:
         """
         vocabulary = GGUFVocabulary(metadata)
         source = metadata.get("tokenizer.chat_template")
+        if not isinstance(source, str | None):
+            raise CheckpointError("the GGUF file's tokenizer.chat_template must be text")
         bos, eos = vocabulary.token("bos_token_id"), vocabulary.token("eos_token_id")
         return cls(
             vocabulary.build(),
-            bos_token_id=vocabulary.get("bos_token_id"),
+            bos_token_id=vocabulary.token_id("bos_token_id"),
             eos_token_ids=vocabulary.eos_token_ids(),
             chat_template=ChatTemplate(source, bos, eos) if source else None,
         )
@@ -122,13 +128,17 @@ class Tokenizer:
         if not isinstance(text, str):
             raise TypeError(f"text must be a string, got {type(text).__name__}")
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError:
-            raise ValueError("text holds a lone surrogate, which UTF-8 cannot express; remove it") from None
+            with tokenizer_errors("the tokenizer cannot encode this text", TokenizerError):
+                return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TokenizerError:
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise ValueError("text holds a lone surrogate, which UTF-8 cannot express; remove it") from None
+            raise
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ids. Bytes that are not UTF-8 become U+FFFD, ids beyond the vocabulary nothing."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        with tokenizer_errors("the tokenizer cannot decode these tokens", TokenizerError):
+            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 class TextStream:
@@ -187,37 +197,47 @@ def _complete(text: str) -> int:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, it holds a {type(value).__name__}")
-    return value
+    return read_json(path) if path.exists() else {}
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2), encoding="utf-8")
 
 
-def _content(token: str | Mapping[str, Any] | None) -> str | None:
-    return token["content"] if isinstance(token, Mapping) else token
+def _content(directory: Path, settings: Mapping[str, Any], name: str) -> str | None:
+    """A token of tokenizer_config.json, in either form."""
+    token = settings.get(name)
+    token = token.get("content") if isinstance(token, Mapping) else token
+    if not isinstance(token, str | None):
+        raise CheckpointError(f"{name} in {directory / 'tokenizer_config.json'} must be text, it is {brief(token)}")
+    return token
 
 
-def _ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
+def _ids(value: Any) -> list[int]:
+    """Token ids as configurations have them: nothing, one or a list; negative ones stand for nothing."""
+    ids = value if isinstance(value, list) else [value]
+    if odd := [token for token in ids if token is not None and (type(token) is not int or token > _MOST_ID)]:
+        raise CheckpointError(f"token ids must be whole numbers, and configuration files have {brief(odd[0])}")
+    return [token for token in ids if token is not None and token >= 0]
 
 
 def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
     """The chat template, where newer and older checkpoints keep it."""
     file = directory / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if file.exists():
+        return _read_text(file)
     template = _read_json(directory / "chat_template.json").get("chat_template", settings.get("chat_template"))
     if isinstance(template, list):  # several, by name
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, Mapping)]
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    if not isinstance(template, str | None):
+        raise CheckpointError(f"the chat_template of {directory} must be text, it is {brief(template)}")
     return template
+
+
+def _read_text(file: Path) -> str:
+    size_of(file)
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is not UTF-8: {error}") from None

@@ -13,6 +13,8 @@ from inferlib.ops.quantized import SCHEMES, Scheme
 # or fp8.
 _ROUNDING = ("int8", "fp8", "mxfp8", "mxfp4")
 QUANTIZATIONS = SCHEMES | {f"{name}_a8": replace(SCHEMES[name], round_inputs=True) for name in _ROUNDING}
+_VALUES = frozenset(scheme.values for scheme in SCHEMES.values())
+_SCALES = frozenset(scheme.scales for scheme in SCHEMES.values())
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,20 @@ class Quantization:
 
     @staticmethod
     def from_json(value: Mapping[str, Any] | None) -> Quantization | None:
-        """Undo `dataclasses.asdict`, after JSON. Manifests of earlier versions say "kept" for `unquantized`."""
+        """Undo `dataclasses.asdict`, after JSON. Manifests of earlier versions say "kept" for `unquantized`.
+
+        Raises KeyError or TypeError for other JSON, and ConfigError for a scheme that there is not.
+        """
         if value is None:
             return None
         unquantized = value["unquantized"] if "unquantized" in value else value["kept"]
-        return Quantization(value["name"], Scheme(**value["scheme"]), tuple(unquantized))
+        scheme = Scheme(**value["scheme"])
+        group, known = scheme.group, (scheme.values in _VALUES, scheme.scales in _SCALES)
+        if not all(known) or not (group is None or (type(group) is int and group > 0)):
+            raise ConfigError(f"no weights are stored as {scheme}")
+        if not all(isinstance(text, str) for text in (value["name"], *unquantized)):
+            raise TypeError("name and parts of a quantization must be text")
+        return Quantization(value["name"], scheme, tuple(unquantized))
 
     def __str__(self) -> str:
         return self.name

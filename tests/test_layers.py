@@ -33,6 +33,7 @@ LEVELS = (
             "config",
             "distributed",
             "links",
+            "locks",
             "messages",
             "outputs",
             "platforms",

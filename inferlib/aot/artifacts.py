@@ -1,16 +1,15 @@
 """A directory of compiled programs: a manifest and one file for each program, written whole or not at all.
 
-A program's file is a pickle, as JAX serialises executables: load only directories that you made or trust.
+Everything but the executables' own bytes is checked before it is used. Those bytes are native code: load only
+directories that you made or trust.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import pickle
 import platform
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,23 +19,27 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
+import numpy as np
+from jax.experimental.layout import Layout
 from jax.sharding import Mesh
 
 from inferlib.aot.compile import START, file_name
+from inferlib.aot.executables import ExecutableError, loaded
+from inferlib.checkpoint.source import CheckpointError, read_json
 from inferlib.config import Buckets
 from inferlib.inspection.outcome import Outcome
+from inferlib.locks import locked
 from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
 from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.programs.deployment import Deployment, layout_from_json, versions
 from inferlib.programs.program import ProgramKey
-from inferlib.programs.program_set import ProgramSet
+from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.programs.start_functions import Compiled
 from inferlib.sharding.mesh import Parallelism
-from inferlib.sharding.shards import Shards
+from inferlib.sharding.shards import Shards, planned_shards
 
-_FORMAT = 3
+_FORMAT = 4
 _MANIFEST = "manifest.json"
 
 
@@ -59,16 +62,36 @@ class Artifacts:
         """Open a directory. Raises ArtifactError if it does not exist or its manifest is damaged."""
         folder = Path(folder).expanduser()
         file = folder / _MANIFEST
-        if not file.is_file():
+        if not file.exists():
             raise ArtifactError(f"{folder} holds no compiled programs ({_MANIFEST} is missing): run inferlib compile")
         try:
-            manifest = json.loads(file.read_text(encoding="utf-8"))
-            form = manifest["format"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(f"{file} is damaged ({error}): run inferlib compile again") from error
-        if form != _FORMAT:
-            raise ArtifactError(f"{file} has format {form}, this version of inferlib reads {_FORMAT}: compile again")
-        return Artifacts(folder, manifest)
+            manifest = read_json(file)
+        except CheckpointError as error:
+            raise ArtifactError(f"{file} is damaged ({error}): run inferlib compile again") from None
+        if (form := manifest.get("format")) != _FORMAT:
+            raise ArtifactError(f"{file} has format {form!r}, this version of inferlib reads {_FORMAT}: compile again")
+        stored = Artifacts(folder, manifest)
+        with _damage_of(file):
+            stored._must_be_whole()
+        return stored
+
+    def _must_be_whole(self) -> None:
+        """Raise an exception of any kind unless the manifest has all parts that are read later."""
+        made = self.deployment
+        planned = planned_keys(made.config(planned_shards(made.parallel)), made.modes)
+        if sorted(self.keys) != sorted(planned):
+            raise ValueError("its programs are not those of its deployment")
+        if made.slice.platform != "neuron" and not all(self.layouts):
+            raise ValueError("a weight has no layout")
+        names = [START] if self.manifest["start"] else []
+        names += [file_name(key, made.slice) for key in self.keys]
+        if not all(isinstance(entry["hash"], str) and isinstance(entry["facts"], dict) for entry in self.programs):
+            raise ValueError("a program has no hash, or no facts")
+        for name, entry in zip(names, self._entries, strict=True):
+            if entry["file"] != name or not isinstance(entry["sha256"], str):
+                raise ValueError(f"an entry is of the file {entry['file']!r} instead of {name}")
+        if not all(isinstance(self.manifest[name], kind) for name, kind in (("device", str), ("versions", dict))):
+            raise TypeError("device and versions are not text")
 
     @cached_property
     def deployment(self) -> Deployment:
@@ -78,6 +101,22 @@ class Artifacts:
     def programs(self) -> list[dict[str, Any]]:
         """The manifest's entry of each program."""
         return self.manifest["programs"]
+
+    @cached_property
+    def keys(self) -> tuple[ProgramKey, ...]:
+        """Its programs, in the manifest's order."""
+        return tuple(ProgramKey(**entry["key"]) for entry in self.programs)
+
+    @cached_property
+    def layouts(self) -> list[Layout | None]:
+        """How each weight lies in memory; None if that is for Neuron's runtime to know."""
+        layouts = [weight["layout"] for weight in self.manifest["weights"]]
+        return [None if layout is None else layout_from_json(layout) for layout in layouts]
+
+    @property
+    def _entries(self) -> list[Mapping[str, Any]]:
+        """Those of all files."""
+        return [*filter(None, [self.manifest["start"]]), *self.programs]
 
     def check(self, model: ModelConfig, wanted: Mapping[str, Any]) -> None:
         """Raise ArtifactError, naming the first field in which the programs differ from this machine or from what is
@@ -92,7 +131,7 @@ class Artifacts:
             raise ArtifactError(f"{self.folder} holds programs for Neuron's own runtime, which JAX cannot load")
         self._same("device", self.manifest["device"], device_facts(device.device_kind, device.platform))
         for name, version in versions(target).items():
-            self._same(f"version of {name}", self.manifest["versions"][name], version)
+            self._same(f"version of {name}", self.manifest["versions"].get(name), version)
         if difference := _difference(asdict(made.model), asdict(model), "model"):
             self._same(*difference)
         settings = {**asdict(made), "parallel": made.parallel, "buckets": made.buckets}
@@ -117,11 +156,18 @@ class Artifacts:
         """Load the programs for this process's devices. Nothing is traced or compiled."""
         made = self.deployment
         shards = made.shards(jax.devices())
-        layouts = [layout_from_json(weight["layout"]) for weight in self.manifest["weights"]]
-        programs = made.program_set(shards, layouts)
-        devices = self._devices(shards)
-        made = {ProgramKey(**entry["key"]): pickle.loads(self._read(entry)) for entry in self.programs}
-        programs.adopt({key: _loaded(serialized, devices) for key, serialized in made.items()})
+        programs, devices = made.program_set(shards, self.layouts), self._devices(shards)
+        if len(self.layouts) != len(programs.model.specs):
+            raise ArtifactError(f"{self.folder / _MANIFEST} lists other weights than its model has: compile again")
+        compiled = {}
+        for key, entry in zip(self.keys, self.programs, strict=True):
+            with self._file(entry) as data:
+                executables = loaded(data, devices)
+                if list(executables) != [str(key)]:
+                    raise ExecutableError("it is another program than its name says")
+                compiled[key] = executables[str(key)]
+                _must_fit(compiled[key], programs.inputs(key), self.layouts)
+        programs.adopt(compiled)
         return programs
 
     def start(self) -> Compiled:
@@ -130,25 +176,48 @@ class Artifacts:
         if entry is None:
             return {}
         devices = self._devices(self.deployment.shards(jax.devices()))
-        return {key: _loaded(made, devices) for key, made in pickle.loads(self._read(entry)).items()}
+        with self._file(entry) as data:
+            return loaded(data, devices)
 
     def _devices(self, shards: Shards) -> list[jax.Device]:
         return list(shards.mesh.devices.flat) if isinstance(shards.mesh, Mesh) else jax.devices()[:1]
 
-    def _read(self, entry: Mapping[str, Any]) -> bytes:
+    @contextlib.contextmanager
+    def _file(self, entry: Mapping[str, Any]) -> Iterator[bytes]:
+        """The bytes of an entry's file, which is in this directory. Raises ArtifactError if it is not the one that was
+        written, or is found to be no use."""
         file = self.folder / entry["file"]
-        data = file.read_bytes() if file.is_file() else b""
+        inside = file.resolve().parent == self.folder.resolve() and file.is_file()
+        data = file.read_bytes() if inside else b""
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             state = "damaged" if data else "missing"
             raise ArtifactError(f"{file} is {state}: run inferlib compile again")
-        return data
+        try:
+            yield data
+        except ExecutableError as error:
+            raise ArtifactError(f"{file} is no use: {error}; run inferlib compile again") from error
 
 
-def _loaded(serialized: tuple, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-    payload, inputs, outputs = serialized
-    return serialize_executable.deserialize_and_load(
-        payload, inputs, outputs, backend=devices[0].client, execution_devices=devices
-    )
+@contextlib.contextmanager
+def _damage_of(file: Path) -> Iterator[None]:
+    """What is raised within, means that a manifest is damaged."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise ArtifactError(f"{file} is damaged ({_short(reason)}): run inferlib compile again") from error
+
+
+def _must_fit(program: jax.stages.Compiled, inputs: tuple, layouts: Sequence[Layout | None]) -> None:
+    """Raise ExecutableError unless a program takes these arguments, and weights of these layouts."""
+
+    def facts(tree: Any) -> list[tuple]:
+        return [(tuple(x.shape), np.dtype(x.dtype)) for x in jax.tree.leaves(tree)]
+
+    if facts(program.args_info) != facts(inputs):
+        raise ExecutableError("it takes other arguments than its deployment gives")
+    if [format.layout for format in program.input_formats[0][0]] != layouts:
+        raise ExecutableError("its weights lie in memory in another way than the manifest says")
 
 
 def device_facts(kind: str, name: str) -> str:
@@ -210,7 +279,10 @@ class ArtifactWriter:
     def __enter__(self) -> ArtifactWriter:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         with self._stack:
-            self._stack.enter_context(_locked(self.folder))
+            if not self._stack.enter_context(locked(self.folder)):
+                raise ArtifactError(
+                    f"another process is compiling into {self.folder}: wait for it, or give another directory"
+                )
             if self._replaced.exists() and not self.folder.exists():
                 self._replaced.rename(self.folder)  # an earlier commit was cut off between its two renames
             for leftover in (self.staging, self._replaced):
@@ -236,9 +308,9 @@ class ArtifactWriter:
         if self.deployment.slice.platform == "neuron":
             return None  # lowering is quick, and a compiler may have been installed since
         entry = self._previous.get(digest)
-        if entry is None:
+        if entry is None or entry.get("facts_sha256") != _digest(entry["facts"]):
             return None
-        source = self.folder / entry["file"]
+        source = self.folder / file_name(key, self.deployment.slice)
         if not source.is_file() or hashlib.sha256(source.read_bytes()).hexdigest() != entry["sha256"]:
             return None
         os.link(source, self.staging / file_name(key, self.deployment.slice))
@@ -278,29 +350,18 @@ class ArtifactWriter:
 
     def _entry(self, outcome: Outcome) -> dict[str, Any]:
         file = self._file(file_name(outcome.key, self.deployment.slice))
-        return {"key": asdict(outcome.key), "hash": self._hashes[outcome.key], **file, "facts": outcome.facts}
+        facts = {"facts": outcome.facts, "facts_sha256": _digest(outcome.facts)}
+        return {"key": asdict(outcome.key), "hash": self._hashes[outcome.key], **file, **facts}
 
     def _file(self, name: str) -> dict[str, Any]:
         data = (self.staging / name).read_bytes()
         return {"file": name, "sha256": hashlib.sha256(data).hexdigest(), "nbytes": len(data)}
 
 
+def _digest(value: Any) -> str:
+    """The SHA-256 of a value as JSON, which is the same after it was read from JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def _split(programs: ProgramSet, names: Sequence[str | None]) -> list[list[str]]:
     return [list(programs.config.shards.mesh_axes(name)) for name in names]
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """A lock: one process writes a directory at a time. Raises ArtifactError in the others."""
-    path = folder.with_name(f".{folder.name}.lock")
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ArtifactError(
-                f"another process is compiling into {folder}: wait for it, or give another directory"
-            ) from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)

@@ -108,7 +108,8 @@ def environment(target: Target) -> dict[str, str]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_LOG_DIR": "disabled",
     }
-    return os.environ | settings[target.platform]
+    # An executable from JAX's own cache cannot be serialised again: it loads nowhere.
+    return os.environ | settings[target.platform] | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 class _Worker:

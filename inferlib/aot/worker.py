@@ -6,7 +6,6 @@ takes only this process with it. No other process loads a TPU's compiler.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable, topologies
+from jax.experimental import topologies
 
 from inferlib.aot.child import Answer, serve
 from inferlib.aot.compile import CompileError
+from inferlib.aot.executables import serialized
 from inferlib.aot.neuron import compile_neuron
 from inferlib.inspection.hlo import Copy, Module
 from inferlib.model_files import ModelFiles
@@ -73,7 +73,7 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
     traced = time.perf_counter()
     compiled = lowered.compile()
     done = time.perf_counter()
-    path.write_bytes(pickle.dumps(serialize_executable.serialize(compiled)))
+    path.write_bytes(serialized({str(key): compiled}))
     counted = key.steps if programs.config.counted else 1
     memory, module = compiled.memory_analysis(), Module(compiled.as_text() or "", counted)
     assert memory is not None
@@ -111,7 +111,7 @@ def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, An
         programs.plan.allocate(programs.config.shards)
         programs.allocate_state()
         programs.prepare_changes()
-    path.write_bytes(pickle.dumps({key: serialize_executable.serialize(f) for key, f in functions.items()}))
+    path.write_bytes(serialized(functions))
     return {}
 
 

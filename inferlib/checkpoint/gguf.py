@@ -10,6 +10,7 @@ import math
 import mmap
 import re
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import ml_dtypes
 import numpy as np
 
-from inferlib.checkpoint.source import CheckpointError, StoredTensors, map_array
+from inferlib.checkpoint.source import CheckpointError, StoredTensors, map_array, size_of
+from inferlib.config import brief
 
 if TYPE_CHECKING:
     from inferlib.tokenizer import Tokenizer
@@ -28,6 +30,7 @@ _ALIGNMENT = 32  # of the tensor data in bytes, unless the metadata says otherwi
 # Metadata value types: numbers by code with their struct format, and the others.
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 8  # twice what ggml has
 # Tensor types that are arrays of numbers; all others are made of blocks.
 _UNQUANTIZED = {
     "F32": np.float32,
@@ -138,12 +141,12 @@ class GGUFCheckpoint(StoredTensors[_Tensor]):
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.metadata, tensors = _read_header(self.path)
-        name = self._need("general.architecture")
+        name = self._need("general.architecture", str)
         if name not in _ARCHITECTURES:
             raise CheckpointError(
                 f"{self.path}: architecture {name!r} is not supported; known: {', '.join(_ARCHITECTURES)}"
             )
-        parts = self.metadata.get("split.count", 1)
+        parts = self._typed("split.count", 1, int)
         if parts > 1:
             raise CheckpointError(f"{self.path} is one of {parts} parts; join them: llama-gguf-split --merge")
         self._prefix, self._architecture = name, _ARCHITECTURES[name]
@@ -170,7 +173,9 @@ class GGUFCheckpoint(StoredTensors[_Tensor]):
         """The model in the terms of a Hugging Face config.json."""
         blocks, width = self._need_int("block_count"), self._need_int("embedding_length")
         heads = self._need_int("attention.head_count")
-        head_dim = self._option("attention.key_length", width // heads)
+        head_dim = self._option("attention.key_length", width // heads, int)
+        if head_dim < 1:
+            raise CheckpointError(f"{self.path}: a head of {head_dim} numbers ({width} for {heads} heads)")
         config = {
             "architectures": [self._architecture.hf],
             "vocab_size": self.shape("model.embed_tokens.weight")[0],
@@ -181,15 +186,15 @@ class GGUFCheckpoint(StoredTensors[_Tensor]):
             "num_key_value_heads": self._kv_heads(),
             "head_dim": head_dim,
             "max_position_embeddings": self._need_int("context_length"),
-            "rms_norm_eps": self._need(f"{self._prefix}.attention.layer_norm_rms_epsilon"),
+            "rms_norm_eps": self._need(f"{self._prefix}.attention.layer_norm_rms_epsilon", int, float),
             "hidden_act": self._architecture.activation,
             "hidden_activation": self._architecture.activation,
             "rope_theta": self._option("rope.freq_base", 10_000.0),
             "attention_bias": "model.layers.0.self_attn.q_proj.bias" in self._tensors,
             "mlp_bias": "model.layers.0.mlp.up_proj.bias" in self._tensors,
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
-            "bos_token_id": self.metadata.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self.metadata.get("tokenizer.ggml.eos_token_id"),
+            "bos_token_id": self._typed("tokenizer.ggml.bos_token_id", None, int),
+            "eos_token_id": self._typed("tokenizer.ggml.eos_token_id", None, int),
         }
         optional = {
             "sliding_window": self._option("attention.sliding_window") or None,
@@ -209,7 +214,7 @@ class GGUFCheckpoint(StoredTensors[_Tensor]):
         return config | {key: value for key, value in optional.items() if value is not None}
 
     def _rope_scaling(self) -> dict[str, Any] | None:
-        kind = self._option("rope.scaling.type", "none")
+        kind = self._option("rope.scaling.type", "none", str)
         if _FACTORS in self._factors:  # Llama 3's scaling, already worked out for every frequency
             factors = self._read_factors(_FACTORS)
             scaling = {
@@ -230,7 +235,7 @@ class GGUFCheckpoint(StoredTensors[_Tensor]):
         elif kind in ("linear", "yarn"):
             scaling = {
                 "rope_type": kind,
-                "factor": self._need(f"{self._prefix}.rope.scaling.factor"),
+                "factor": self._need(f"{self._prefix}.rope.scaling.factor", int, float),
                 "attention_factor": self._option("rope.scaling.yarn_attn_factor"),
                 "beta_fast": self._option("rope.scaling.yarn_beta_fast"),
                 "beta_slow": self._option("rope.scaling.yarn_beta_slow"),
@@ -266,23 +271,31 @@ class GGUFCheckpoint(StoredTensors[_Tensor]):
 
     def _kv_heads(self) -> int:
         key = "attention.head_count_kv"
-        return self._need_int(key if self._option(key) is not None else "attention.head_count")
+        return self._need_int(key if f"{self._prefix}.{key}" in self.metadata else "attention.head_count")
 
-    def _option(self, key: str, default: Any = None) -> Any:
-        """A value of this architecture, by its key without the architecture's name."""
-        return self.metadata.get(f"{self._prefix}.{key}", default)
+    def _option(self, key: str, default: Any = None, *kinds: type) -> Any:
+        """A value of this architecture, by its key without the architecture's name; by default a number."""
+        return self._typed(f"{self._prefix}.{key}", default, *(kinds or (int, float)))
 
-    def _need(self, key: str) -> Any:
-        try:
-            return self.metadata[key]
-        except KeyError:
-            raise CheckpointError(f"{self.path} lacks metadata key {key!r}") from None
+    def _typed(self, key: str, default: Any, *kinds: type) -> Any:
+        value = self.metadata.get(key)
+        if value is not None and not isinstance(value, kinds):
+            names = " or ".join(kind.__name__ for kind in kinds)
+            raise CheckpointError(
+                f"{self.path}: metadata key {key!r} must be of type {names}, it is a {type(value).__name__}"
+            )
+        return default if value is None else value
+
+    def _need(self, key: str, *kinds: type) -> Any:
+        if (value := self._typed(key, None, *kinds)) is None:
+            raise CheckpointError(f"{self.path} lacks metadata key {key!r}")
+        return value
 
     def _need_int(self, key: str) -> int:
         """A size of this architecture; in some files it is a list, one value per block."""
-        values = np.unique(self._need(f"{self._prefix}.{key}"))
-        if values.size != 1 or values[0] < 1:
-            raise CheckpointError(f"{self.path}: {key} must be one positive number, it is {values.tolist()}")
+        values = np.unique(self._need(f"{self._prefix}.{key}", int, np.ndarray))
+        if values.size != 1 or values.dtype.kind not in "iu" or values[0] < 1:
+            raise CheckpointError(f"{self.path}: {key} must be one positive number, it is {brief(values[:5].tolist())}")
         return int(values[0])
 
 
@@ -293,7 +306,7 @@ def _dequantize(stored: np.ndarray, kind: Any) -> np.ndarray:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], list[_Tensor]]:
-    size = path.stat().st_size
+    size = size_of(path)
     with path.open("rb") as file:
         start = file.read(4)
         if start != b"GGUF":
@@ -311,6 +324,8 @@ def _read_header(path: Path) -> tuple[dict[str, Any], list[_Tensor]]:
             infos = []
             for _ in range(tensor_count):
                 name, dims = header.string(), header.numbers("I")[0]
+                if dims > _MOST_DIMENSIONS:
+                    raise CheckpointError(f"{path} has a damaged header: tensor {name!r} has {dims} dimensions")
                 infos.append((name, header.numbers(f"{dims}Q"), *header.numbers("IQ")))
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
@@ -338,9 +353,8 @@ def _tensor(path: Path, name: str, dims: tuple[int, ...], kind: int, offset: int
 
 
 def _check_tensors(path: Path, tensors: list[_Tensor], size: int) -> None:
-    names = [tensor.name for tensor in tensors]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+    ((twice, count),) = Counter(tensor.name for tensor in tensors).most_common(1) or [("", 0)]
+    if count > 1:
         raise CheckpointError(f"{path} has a damaged header: tensor {twice!r} is there twice")
     end = max((tensor.offset + tensor.nbytes for tensor in tensors), default=0)
     if end > size:

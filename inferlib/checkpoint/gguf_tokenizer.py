@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from inferlib.checkpoint.source import CheckpointError
+from inferlib.checkpoint.tokenizer_file import tokenizer_errors
 
 # Token types.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
@@ -73,50 +75,59 @@ class GGUFVocabulary:
 
     def __init__(self, metadata: Mapping[str, Any]):
         self._metadata = metadata
-        self._architecture = metadata.get("general.architecture", "")
-        self.tokens: list[str] = self._need("tokens")
-        types = self.get("token_type")
-        self.types = [_NORMAL] * len(self.tokens) if types is None else [int(kind) for kind in types]
+        architecture = metadata.get("general.architecture")
+        self._architecture = architecture if isinstance(architecture, str) else ""
+        self.tokens: list[str] = self._need("tokens", list)
+        types = self.get("token_type", None, np.ndarray, list)
+        self.types = [_NORMAL] * len(self.tokens) if types is None else list(types)
         if len(self.types) != len(self.tokens):
             raise CheckpointError(f"the GGUF file has {len(self.tokens)} tokens, {len(self.types)} token types")
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._metadata.get(f"tokenizer.ggml.{key}", default)
+    def get(self, key: str, default: Any = None, *kinds: type) -> Any:
+        """A value of one of these types, by default a whole number."""
+        value = self._metadata.get(f"tokenizer.ggml.{key}")
+        if value is not None and not isinstance(value, kinds or int):
+            names = " or ".join(kind.__name__ for kind in kinds or (int,))
+            raise CheckpointError(
+                f"the GGUF file's tokenizer.ggml.{key} must be of type {names}, it is a {type(value).__name__}"
+            )
+        return default if value is None else value
+
+    def token_id(self, key: str, default: int | None = None) -> int | None:
+        """The token id that `key` gives; None if the file lacks the key."""
+        index = self.get(key, default)
+        if index is not None and not 0 <= index < len(self.tokens):
+            raise CheckpointError(f"the GGUF file's {key} is {index}, beyond its {len(self.tokens)} tokens")
+        return index
 
     def token(self, key: str) -> str | None:
         """The token whose id `key` gives; None if the file lacks the key."""
-        index = self.get(key)
-        if index is not None and index >= len(self.tokens):
-            raise CheckpointError(f"the GGUF file's {key} is {index}, beyond its {len(self.tokens)} tokens")
+        index = self.token_id(key)
         return None if index is None else self.tokens[index]
 
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the declared ones and the usual ends of a turn."""
-        declared = [self.get(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
+        declared = [self.token_id(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
         control = (i for i, kind in enumerate(self.types) if kind == _CONTROL)
         turn_ends = [i for i in control if self.tokens[i] in _TURN_ENDS]
         return tuple(dict.fromkeys(i for i in declared + turn_ends if i is not None))
 
     def build(self) -> Tokenizer:
-        kind = self._need("model")
+        kind = self._need("model", str)
         builders = {"gpt2": self._byte_level, "llama": self._sentence_piece}
         if kind not in builders:
             raise CheckpointError(f"GGUF tokenizer {kind!r} is not supported; known: {', '.join(builders)}")
-        try:
+        with tokenizer_errors("the GGUF file's tokenizer is damaged"):
             return builders[kind]()
-        except CheckpointError:
-            raise
-        except Exception as error:  # the tokenizers package raises nothing narrower
-            raise CheckpointError(f"the GGUF file's tokenizer is damaged: {error}") from None
 
     def _byte_level(self) -> Tokenizer:
         """Byte-level BPE: every byte is a printable character, words are joined by the file's merges."""
-        name = self._need("pre")
+        name = self._need("pre", str)
         if name not in _SPLITS:
             raise CheckpointError(f"GGUF pre-tokenizer {name!r} is not supported; known: {', '.join(_SPLITS)}")
         split = _SPLITS[name]
         vocab = {token: i for i, token in enumerate(self.tokens)}
-        merges = [tuple(merge.split(" ")) for merge in self._need("merges")]
+        merges = [tuple(merge.split(" ")) for merge in self._need("merges", list)]
         tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=split.whole_words))
         if split.nfc:
             tokenizer.normalizer = normalizers.NFC()
@@ -135,21 +146,24 @@ class GGUFVocabulary:
             # Runs of spaces are spelled out, and tokens were learned in the order of their ids, not scores.
             tokens = [_SPACE * len(t) if t and not t.strip(" ") else t for t in tokens]
         else:
-            scores = self._need("scores")
+            scores = self._need("scores", np.ndarray, list)
+            if len(scores) != len(tokens):
+                raise CheckpointError(f"the GGUF file has {len(tokens)} tokens, {len(scores)} scores")
             by_rank = sorted(by_rank, key=lambda i: -scores[i])
         vocab = {token: i for i, token in enumerate(tokens)}
         learned = (tokens[i] for i in by_rank if self.types[i] in (_NORMAL, _USER_DEFINED))
+        lengths = {len(token) for token in tokens}  # without them a long token takes the square of its length
         merges = [
             (token[:at], token[at:])
             for token in learned
             for at in range(1, len(token))
-            if token[:at] in vocab and token[at:] in vocab
+            if at in lengths and len(token) - at in lengths and token[:at] in vocab and token[at:] in vocab
         ]
-        unknown = self.tokens[self.get("unknown_token_id", 0)]
+        unknown = self.tokens[self.token_id("unknown_token_id", 0) or 0]
         tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
         spaces = normalizers.Replace(" ", _SPACE)
         steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        if self.get("add_space_prefix", True):
+        if self.get("add_space_prefix", True, bool):
             tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
             tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
         else:
@@ -186,11 +200,11 @@ class GGUFVocabulary:
     def _edge(self, name: str, default: bool) -> list[tuple[str, int]]:
         """The token put at an end of each text, if the file wants that."""
         token = self.token(f"{name}_token_id")
-        wanted = self.get(f"add_{name}_token", default)
+        wanted = self.get(f"add_{name}_token", default, bool)
         return [(token, self.get(f"{name}_token_id"))] if wanted and token is not None else []
 
-    def _need(self, key: str) -> Any:
-        value = self.get(key)
+    def _need(self, key: str, *kinds: type) -> Any:
+        value = self.get(key, None, *kinds)
         if value is None:
             raise CheckpointError(f"the GGUF file lacks metadata key 'tokenizer.ggml.{key}'")
         return value

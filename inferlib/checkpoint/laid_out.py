@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from inferlib.checkpoint.assemble import Heads, expand, heads_of
 from inferlib.checkpoint.load import into_stack
 from inferlib.checkpoint.load import placement as placement_of
-from inferlib.checkpoint.source import CheckpointError
+from inferlib.checkpoint.source import CheckpointError, read_json
+from inferlib.config import check_dtype
 from inferlib.models.abstract import AbstractModel, ArraySpec, WeightSpec, abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.quantization import Quantization
@@ -82,13 +84,15 @@ def save_weights(directory: Path, weights: Iterable[tuple[WeightSpec, tuple[jax.
                 spec.part: array for weight, values in layer for spec, array in zip(weight.arrays, values, strict=True)
             }
             options = dict.fromkeys(arrays, ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES))
+            item, failure = ocp.args.StandardSave(arrays, options), ""
             try:
-                item = ocp.args.StandardSave(arrays, options)
                 writer.submit(checkpointer.save, _folder(directory, block), args=item).result()
             except jax.errors.JaxRuntimeError:
                 raise
             except Exception as error:  # the package raises nothing narrower
-                raise OSError(f"the weights could not be written: {_brief(error)}") from error
+                failure = _brief(error)
+            if failure:  # without the error, which would keep the layer's other writes alive
+                raise OSError(f"the weights could not be written: {failure}")
             yield sum(nbytes(array.shape, array.dtype) for array in arrays.values())
             del arrays, item  # before the next layer is read
 
@@ -100,6 +104,8 @@ class LaidOutWeights:
     config.json (`hf`).
     """
 
+    FILES = (_MANIFEST, _WEIGHTS)  # in the directory, beside the model's description
+
     def __init__(self, directory: Path, hf: dict[str, Any]):
         self.directory = directory
         file = directory / _MANIFEST
@@ -108,20 +114,18 @@ class LaidOutWeights:
                 f"{directory} has converted weights, and no {_MANIFEST} that says of what model; "
                 "convert the original again"
             )
-        try:
-            manifest = json.loads(file.read_bytes())
-            version = manifest["format"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{file} is damaged ({error!r}); convert the original again") from None
+        manifest = read_json(file)
+        version = manifest.get("format")
         if version != FORMAT:
             raise CheckpointError(
                 f"{directory} has weights of format {version!r}, and this version of inferlib reads format {FORMAT}; "
                 "convert the original again"
             )
         try:
+            check_dtype(manifest["dtype"])
             self.dtype = np.dtype(manifest["dtype"])
             self.quantization = Quantization.from_json(manifest["quantization"])
-            self._arrays = {name: (tuple(shape), dtype) for name, (shape, dtype) in manifest["weights"].items()}
+            self._arrays = {name: _stored_array(*array) for name, array in manifest["weights"].items()}
             config = dict(manifest["config"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file} is damaged ({error!r}); convert the original again") from None
@@ -195,6 +199,7 @@ class LaidOutWeights:
                     else:
                         pairs = zip(layer, places, strict=True)
                         layer = tuple(jax.device_put(x, p) if isinstance(p, Format) else x for x, p in pairs)
+                        layer = layer if shards.mesh else tuple(map(_uncommitted, layer))
                     # The next weight may need the memory of the arrays that this one was made of.
                     loaded[target.name] = jax.block_until_ready(layer)
                     bar.advance(sum(spec.nbytes for spec in weight.arrays))
@@ -218,15 +223,30 @@ class LaidOutWeights:
 def _checkpointer() -> Iterator[ocp.Checkpointer]:
     import orbax.checkpoint as ocp  # takes a third of a second
 
-    # Orbax also logs what it raises, with the traces of its threads.
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    with quiet(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        yield checkpointer
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Orbax from printing what it also raises: with the traces of its threads, and once more for each write that
+    was under way when another failed, whose result arrives when nobody waits for it."""
+    loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
+    levels = [logger.level for logger in loggers]
+
+    def shown(what: sys.UnraisableHookArgs) -> None:
+        if not (what.exc_type is RuntimeError and str(what.exc_value) == "Event loop is closed"):
+            hook(what)
+
+    sys.unraisablehook = shown
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     try:
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-            yield checkpointer
+        yield
     finally:
-        logger.setLevel(level)
+        sys.unraisablehook = hook
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _brief(error: BaseException) -> str:
@@ -237,6 +257,13 @@ def _brief(error: BaseException) -> str:
 
 def _folder(directory: Path, block: int | None) -> Path:
     return directory.absolute() / _WEIGHTS / ("outside" if block is None else f"layer{block:04d}")
+
+
+def _stored_array(shape: Sequence[int], dtype: str) -> tuple[tuple[int, ...], str]:
+    """An array as a manifest has it. Raises TypeError or ValueError for what is none."""
+    if not all(type(size) is int and size >= 0 for size in shape) or np.dtype(dtype).hasobject:
+        raise ValueError(f"an array of {shape} {dtype}")
+    return tuple(shape), dtype
 
 
 def _described(model: AbstractModel) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -266,6 +293,13 @@ def _expanded(
     places = tuple(shards.sharding(spec.axes) for spec in target.arrays)
     static = heads_of(model.layout, layer, stored), replace(stored, name="", block=None), target
     return run(expand_all, static, *arrays, place=places)
+
+
+def _uncommitted(x: jax.Array) -> jax.Array:
+    """An array that programs take wherever it is. On CPUs they would refuse arrays of types of less than a byte, whose
+    layouts JAX misreports, if these are on a particular device, as restored ones are."""
+    packed = jax.dtypes.itemsize_bits(x.dtype) < 8 and {d.platform for d in x.sharding.device_set} == {"cpu"}
+    return jnp.asarray(np.asarray(x)) if packed else x
 
 
 def _in_slots(

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from inferlib.checkpoint.source import CheckpointError, StoredTensors, map_array
+from inferlib.checkpoint.source import MOST_JSON_BYTES, CheckpointError, StoredTensors, map_array, read_json, size_of
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_PICKLED = (
+    ", and {} is a pickle, which may run code and is not read: take the model's safetensors, or write them with "
+    "transformers, AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+)
 _DTYPES = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -71,11 +76,8 @@ class SafetensorsSource(StoredTensors[_Tensor]):
 
 
 def _indexed(index: Path) -> dict[str, _Tensor]:
-    try:
-        files = json.loads(index.read_bytes())["weight_map"]
-        shards = {shard: index.parent / shard for shard in sorted(set(files.values()))}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged: no weight_map of tensor names to files ({error})") from None
+    files = listed_in(index)
+    shards = {shard: index.parent / shard for shard in sorted(set(files.values()))}
     missing = [shard for shard, path in shards.items() if not path.exists()]
     if missing:
         raise CheckpointError(f"{index} names files that are not there: {', '.join(missing)}; download them again")
@@ -86,12 +88,28 @@ def _indexed(index: Path) -> dict[str, _Tensor]:
     return {name: headers[shard][name] for name, shard in files.items()}
 
 
+def listed_in(index: Path) -> dict[str, str]:
+    """The file of each tensor, by an index; files are in its directory. Raises CheckpointError."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) and file for file in files.values()):
+        raise CheckpointError(f"{index} is damaged: it has no weight_map of tensor names to files")
+    for file in set(files.values()):
+        if "\0" in file or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            raise CheckpointError(f"{index} is damaged: it names a file outside its directory, {file!r}")
+    return files
+
+
 def _unindexed(directory: Path) -> dict[str, _Tensor]:
     # Beside model.safetensors, other files are other forms of the same weights.
     single = directory / _SINGLE
     paths = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
     if not paths:
-        raise CheckpointError(f"{directory} holds no *.safetensors file")
+        pickles = sorted(path.name for path in directory.glob("*.bin")) + sorted(
+            p.name for p in directory.glob("*.pt*")
+        )
+        raise CheckpointError(
+            f"{directory} holds no *.safetensors file" + (_PICKLED.format(pickles[0]) if pickles else "")
+        )
     tensors: dict[str, _Tensor] = {}
     for path in paths:
         header = _header(path)
@@ -103,11 +121,11 @@ def _unindexed(directory: Path) -> dict[str, _Tensor]:
 
 
 def _header(path: Path) -> dict[str, _Tensor]:
-    size = path.stat().st_size
+    size = size_of(path)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         data = 8 + length
-        if size < data:
+        if size < data or length > MOST_JSON_BYTES:
             raise CheckpointError(
                 f"{path} is truncated or not a safetensors file: {data} bytes of header, the file has {size}"
             )
@@ -118,7 +136,7 @@ def _header(path: Path) -> dict[str, _Tensor]:
         tensors = {name: _tensor(path, name, entry, data) for name, entry in entries.items()}
     except CheckpointError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} has a damaged header: {type(error).__name__}: {error}") from None
     expected = max((t.offset + t.nbytes for t in tensors.values()), default=data)
     if expected > size:
@@ -132,7 +150,10 @@ def _tensor(path: Path, name: str, entry: dict[str, Any], data: int) -> _Tensor:
             f"{path}: type {entry['dtype']} of tensor {name!r} is not supported; known: {', '.join(_DTYPES)}"
         )
     begin, end = entry["data_offsets"]
-    tensor = _Tensor(path, np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"]), data + begin)
+    shape = tuple(entry["shape"])
+    if not all(type(number) is int for number in (begin, end, *shape)):
+        raise CheckpointError(f"{path} has a damaged header: tensor {name!r} has sizes that are no whole numbers")
+    tensor = _Tensor(path, np.dtype(_DTYPES[entry["dtype"]]), shape, data + begin)
     if begin < 0 or min(tensor.shape, default=0) < 0 or end - begin != tensor.nbytes:
         raise CheckpointError(
             f"{path} has a damaged header: tensor {name!r} of shape {tensor.shape} and type {entry['dtype']} "
@@ -144,7 +165,6 @@ def _tensor(path: Path, name: str, entry: dict[str, Any], data: int) -> _Tensor:
 def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise CheckpointError(f"{path} has a damaged header: {twice!r} is there twice")
     return entries

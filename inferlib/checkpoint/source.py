@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 
 class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged, or not supported. The message names the file and the fix."""
+
+
+# Of JSON, as the safetensors format bounds its headers.
+MOST_JSON_BYTES = 100_000_000
+_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def size_of(file: Path) -> int:
+    """The bytes of a file that is there to be read. Raises CheckpointError for a directory, a pipe or another thing
+    that is no file, and for what git-lfs leaves in place of one; OSError if it may not be read."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} is {'not a file' if file.exists() else 'missing'}")
+    with file.open("rb") as opened:
+        if opened.read(len(_POINTER)) == _POINTER:
+            raise CheckpointError(f"{file} is a pointer of git-lfs and not the file itself: run git lfs pull there")
+    return file.stat().st_size
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises CheckpointError if there is none, and OSError if the file may not be read."""
+    if (size := size_of(file)) > MOST_JSON_BYTES:
+        raise CheckpointError(f"{file} has {size} bytes, and JSON of models at most {MOST_JSON_BYTES}")
+    try:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, it holds a {type(value).__name__}")
+    return value
 
 
 class TensorSource(Protocol):

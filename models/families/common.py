@@ -7,9 +7,10 @@ Both styles of rotary options are understood: `rope_parameters` (transformers 5)
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from inferlib.models.config import (
@@ -76,6 +77,11 @@ _WHOLE = re.compile(r"(num|n)_\w+|\w+_(size|dim|rank|heads|layers|experts|group|
 _FLAG = re.compile(r"tie_\w+|use_(bias|conv_bias|double_wide_mlp|expert_bias|qk_norm|sliding_window)")
 _REAL = re.compile(r"(\w+_)?(eps|epsilon|theta|factor|multiplier)|beta_(fast|slow)|mscale(_all_dim)?")
 _POSITIONS = re.compile(r"\w+_position_embeddings")
+# Counts of positions and tokens, which may be large; sizes that a model's description has of them.
+_LONG = re.compile(r"\w*(embeddings|vocab_size\w*|positions|ctx|window)|\w*(chunk|seq|context)\w*")
+_POSITION_SIZES = ("context", "original_context", "window", "chunk", "first", "bos_token_id")
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_MOST_LAYERS, _MOST_SIZE, _MOST_VOCAB, _MOST_POSITIONS = 1024, 1 << 20, 1 << 24, (1 << 31) - 1
 # Options that may be lists: of layer numbers, or of one number for each layer.
 _LISTS = re.compile(r"(?!num_|n_)\w+_layers|\w+_per_layer|(short|long)_factor")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -145,10 +151,17 @@ class Family:
         others = {k: v for k, v in hf.items() if not _FLAG.fullmatch(k)}
         _check_numbers(others, _WHOLE, int, "a whole number", self.lists)
         _check_numbers(hf, _REAL, (int, float), "a number")
+        _check_sizes(others)
         try:
-            return self.recipe({**self.defaults, **hf})
-        except (TypeError, AttributeError, ArithmeticError) as error:  # recipes compute with what files say
+            config = self.recipe({**self.defaults, **hf})
+        except ConfigError:
+            raise
+        # Recipes compute with what files say.
+        except (TypeError, AttributeError, ArithmeticError, ValueError, LookupError) as error:
             raise ConfigError(f"config.json is not that of a {self.name} model: a wrong value ({error})") from error
+        for layer in {config, *config.layers}:
+            _must_be_bounded(layer)
+        return config
 
 
 def text_of(family: Family, architecture: str, *, whole: bool = False, text_type: str = "") -> Family:
@@ -187,6 +200,32 @@ def _check_numbers(
             raise ConfigError(f"{key} in config.json must be {what}, it is {value!r}")
 
 
+def _check_sizes(hf: Hf) -> None:
+    """Raise ConfigError for counts and sizes that no model has, before a recipe counts them out."""
+    for key, value in hf.items():
+        most = _MOST_LAYERS if key in _LAYER_COUNTS else _MOST_POSITIONS if _LONG.fullmatch(key) else _MOST_SIZE
+        if _WHOLE.fullmatch(key) and any(isinstance(v, int) and abs(v) > most for v in _flat(value)):
+            raise ConfigError(f"{key} in config.json is beyond {most}, it is {str(value)[:40]}")
+
+
+def _flat(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _must_be_bounded(spec: Any) -> None:
+    """Raise ConfigError if a size of a model, or of a layer's parts, cannot be the size of an array; products of three
+    of them fit 64 bits."""
+    for part in fields(spec):
+        value = getattr(spec, part.name)
+        most = _MOST_POSITIONS if part.name in _POSITION_SIZES else _MOST_VOCAB if part.name == "vocab" else _MOST_SIZE
+        if is_dataclass(value):
+            _must_be_bounded(value)
+        elif isinstance(value, int) and not 0 <= value <= most:
+            raise ConfigError(f"config.json gives a model {part.name} of {value}; it must be 0 to {most}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"config.json gives a model {part.name} of {value}")
+
+
 def options_of(hf: Hf, key: str) -> Hf:
     """An object within the config; empty if it is absent."""
     value = hf.get(key) or {}
@@ -208,10 +247,12 @@ def expect(hf: Hf, key: str, *supported: Any) -> None:
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """`eos_token_id` as it appears in configs: nothing, one id or a list."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    """`eos_token_id` or `bos_token_id` as it appears in configs: nothing, one id or a list; negative ones stand for
+    nothing."""
+    ids = [token for token in _flat(value) if token is not None]
+    if odd := [token for token in ids if type(token) is not int or token > _MOST_POSITIONS]:
+        raise ConfigError(f"token ids in config.json must be whole numbers, one is {str(odd[0])[:40]!r}")
+    return tuple(token for token in ids if token >= 0)
 
 
 def activation(hf: Hf, key: str) -> Activation:
@@ -285,7 +326,7 @@ def model(
         norm=norm or NormSpec(eps=need(hf, "rms_norm_eps")),
         tied=need(hf, "tie_word_embeddings"),
         eos_token_ids=token_ids(hf.get("eos_token_id")),
-        bos_token_id=hf.get("bos_token_id"),
+        bos_token_id=next(iter(token_ids(hf.get("bos_token_id"))), None),
         **options,
     )
 

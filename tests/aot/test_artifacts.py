@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import pickle
+import random
 import shutil
 import subprocess
 import sys
@@ -32,6 +35,7 @@ from inferlib.programs.program_set import UnplannedProgramError
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.targets import parse_target
 from tests.helpers.cli_model import COMMAND, make_model
+from tests.helpers.damaged_files import damaged_json, problem
 from tests.helpers.oracle import make_checkpoint
 
 needs_gpu = pytest.mark.skipif(jax.devices()[0].platform != "gpu", reason="needs a GPU")
@@ -47,7 +51,10 @@ def model(tmp_path_factory) -> Path:
 def folder(model, tmp_path_factory) -> Path:
     """Compiled by the command line, for one mode."""
     folder = tmp_path_factory.mktemp("compiled") / "artifacts"
-    result = compile_into(folder, model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder.with_name("cache")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        result = compile_into(folder, model)
     assert result.exit_code == 0, result.output
     return folder
 
@@ -193,6 +200,71 @@ def test_damage_is_found(model, copy):
         LLM(model, artifacts=copy, progress=False)
     with pytest.raises(ArtifactError, match="holds no compiled programs"):
         LLM(model, artifacts=copy / "nothing", progress=False)
+
+
+def test_the_compilation_cache_of_jax_is_left_alone(folder):
+    """An executable from it cannot be serialised again."""
+    assert not folder.with_name("cache").exists()
+
+
+class Shell:
+    def __reduce__(self):
+        return os.system, ("touch evil",)
+
+
+def put(folder: Path, data: bytes, **entry: str) -> None:
+    """Replace the first program, so that the manifest agrees."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    program = manifest["programs"][0]
+    (folder / program["file"]).write_bytes(data)
+    program |= {"sha256": hashlib.sha256(data).hexdigest(), **entry}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_pickle_runs_nothing(model, copy, tmp_path, monkeypatch):
+    """Neither around the executable nor within it."""
+    monkeypatch.chdir(tmp_path)
+    first = Artifacts.open(copy).programs[0]["file"]
+    ((name, (payload, inputs, outputs)),) = pickle.loads((copy / first).read_bytes()).items()
+    for data in (Shell(), {name: (pickle.dumps(Shell()), inputs, outputs)}, {name: (payload, Shell(), outputs)}):
+        put(copy, pickle.dumps(data))
+        with pytest.raises(ArtifactError, match=f"{first} is no use: it holds (posix|nt).system"):
+            LLM(model, artifacts=copy, progress=False)
+    put(copy, b"not a pickle")
+    with pytest.raises(ArtifactError, match=f"{first} is no use: UnpicklingError"):
+        LLM(model, artifacts=copy, progress=False)
+    assert not (tmp_path / "evil").exists()
+
+
+def test_programs_stay_in_their_directory_and_are_those_of_their_names(model, copy):
+    names = [program["file"] for program in Artifacts.open(copy).programs]
+    other = (copy / names[1]).read_bytes()
+    put(copy, other)
+    with pytest.raises(ArtifactError, match="another program than its name says"):
+        LLM(model, artifacts=copy, progress=False)
+    (copy.parent / "outside.xla").write_bytes(other)
+    put(copy, other, file="../outside.xla")
+    with pytest.raises(ArtifactError, match=r"an entry is of the file '\.\./outside\.xla'"):
+        Artifacts.open(copy)
+    put(copy, other, file=names[0])
+    (copy / names[0]).unlink()
+    (copy / names[0]).symlink_to(copy.parent / "outside.xla")
+    with pytest.raises(ArtifactError, match=f"{names[0]} is missing"):
+        Artifacts.open(copy).load()
+
+
+def test_damaged_manifests(copy):
+    """In any place; what is read of one is compared before a program is loaded."""
+    file, draw = copy / "manifest.json", random.Random(0)
+    good = json.loads(file.read_text())
+    for program in good["programs"]:
+        program["facts"] = {"layouts": []}
+    wrong = []
+    for _ in range(150):
+        data, what = damaged_json(draw, good)
+        file.write_bytes(data)
+        wrong.append(problem(what, lambda: Artifacts.open(copy)))
+    assert not any(wrong), "\n".join(filter(None, wrong))
 
 
 def test_unchanged_programs_are_reused_and_changed_ones_are_not(model, copy):

@@ -290,7 +290,7 @@ def test_no_manifest(copy):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 2, "dtype": "x", "weights": {}}'])
 def test_damaged_manifest(text, copy):
     (copy / "inferlib.json").write_text(text)
-    assert_refused(copy, "inferlib.json is damaged")
+    assert_refused(copy, r"inferlib\.json is (damaged|not valid JSON)")
 
 
 def test_manifest_of_other_weights(copy):

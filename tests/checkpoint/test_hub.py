@@ -117,7 +117,7 @@ def test_a_damaged_index(serve):
     for index in (b"{", b"[]", b'{"weight_map": []}', b'{"weight_map": {}}', b'{"weight_map": {"a": 1}}'):
         serve({"config.json": b"{}", "model.safetensors.index.json": index})
         huggingface_hub.constants.HF_HUB_CACHE += "x"
-        with pytest.raises(CheckpointError, match="is damaged"):
+        with pytest.raises(CheckpointError, match=r"is damaged|is not valid JSON|must hold"):
             HubName(NAME).download()
 
 

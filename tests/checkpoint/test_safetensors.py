@@ -148,7 +148,7 @@ def test_index_disagrees_with_its_file(tmp_path):
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
 def test_damaged_index(tmp_path, text):
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"index\.json (is damaged|is not valid JSON|must hold a JSON object)"):
         SafetensorsSource(tmp_path)
 
 
