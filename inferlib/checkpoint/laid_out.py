@@ -114,8 +114,11 @@ class LaidOutWeights:
                 f"{directory} has converted weights, and no {_MANIFEST} that says of what model; "
                 "convert the original again"
             )
-        manifest = read_json(file)
-        version = manifest.get("format")
+        try:
+            manifest = read_json(file)
+            version = manifest["format"]
+        except (CheckpointError, KeyError) as error:
+            raise CheckpointError(f"{file} is damaged ({error}); convert the original again") from None
         if version != FORMAT:
             raise CheckpointError(
                 f"{directory} has weights of format {version!r}, and this version of inferlib reads format {FORMAT}; "
