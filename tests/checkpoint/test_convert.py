@@ -31,6 +31,7 @@ from inferlib.config import ConfigurationError
 from inferlib.locks import locked
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.quantization import QUANTIZATIONS
 from inferlib.programs.deployment import Deployment
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError
@@ -168,10 +169,7 @@ def test_the_same_tokens(tmp_path, checkpoint, converted):
     assert tokens(converted("smollm2"), None) == want
 
 
-SCHEMES = ("int8", "int4", "fp8", "fp8_block", "mxfp8", "mxfp4", "mxfp8_a8", "mxfp4_a8")
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", sorted(QUANTIZATIONS))
 @pytest.mark.parametrize("stored", [True, False])
 def test_every_quantization_runs_from_converted_weights(scheme, stored, checkpoint, converted, tmp_path):
     """Quantised when they are stored or when they are loaded, in a program that is compiled ahead of its call, as those
