@@ -77,6 +77,15 @@ class ModelFiles:
     source: TensorSource | LaidOutWeights
     tokenizer: Tokenizer | None
 
+    def __post_init__(self):
+        # Before anything is made of the layers, which takes long if there are many.
+        tensors = len(list(self.source.names()))
+        if len(self.config.layers) > tensors:
+            raise CheckpointError(
+                f"{self.path} has {tensors} tensors, and its configuration {len(self.config.layers)} layers: fetch "
+                "all its files again"
+            )
+
     @staticmethod
     def open(model: str | Path, revision: str | None = None, *, progress: bool = False) -> ModelFiles:
         """A Hugging Face directory, one that `convert` wrote, a `.gguf` file, a known name or a name of the hub.

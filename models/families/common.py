@@ -77,11 +77,14 @@ _WHOLE = re.compile(r"(num|n)_\w+|\w+_(size|dim|rank|heads|layers|experts|group|
 _FLAG = re.compile(r"tie_\w+|use_(bias|conv_bias|double_wide_mlp|expert_bias|qk_norm|sliding_window)")
 _REAL = re.compile(r"(\w+_)?(eps|epsilon|theta|factor|multiplier)|beta_(fast|slow)|mscale(_all_dim)?")
 _POSITIONS = re.compile(r"\w+_position_embeddings")
-# Counts of positions and tokens, which may be large; sizes that a model's description has of them.
-_LONG = re.compile(r"\w*(embeddings|vocab_size\w*|positions|ctx|window)|\w*(chunk|seq|context)\w*")
-_POSITION_SIZES = ("context", "original_context", "window", "chunk", "first", "bos_token_id")
-_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-_MOST_LAYERS, _MOST_SIZE, _MOST_VOCAB, _MOST_POSITIONS = 1024, 1 << 20, 1 << 24, (1 << 31) - 1
+_MOST_SIZE, _MOST_VOCAB, _MOST_POSITIONS = 1 << 20, 1 << 24, (1 << 31) - 1
+# The largest whole numbers of some options, many times those of any model; other sizes have _MOST_SIZE.
+_BOUNDS = {
+    re.compile(r"num(_hidden)?_layers|n_layers?"): 1024,
+    re.compile(r"\w*experts"): 8192,
+    re.compile(r"\w*(embeddings|vocab_size\w*|positions|ctx|window)|\w*(chunk|seq|context)\w*"): _MOST_POSITIONS,
+}
+_POSITION_SIZES = ("context", "original_context", "window", "chunk", "first", "bos_token_id")  # of a description
 # Options that may be lists: of layer numbers, or of one number for each layer.
 _LISTS = re.compile(r"(?!num_|n_)\w+_layers|\w+_per_layer|(short|long)_factor")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -203,7 +206,7 @@ def _check_numbers(
 def _check_sizes(hf: Hf) -> None:
     """Raise ConfigError for counts and sizes that no model has, before a recipe counts them out."""
     for key, value in hf.items():
-        most = _MOST_LAYERS if key in _LAYER_COUNTS else _MOST_POSITIONS if _LONG.fullmatch(key) else _MOST_SIZE
+        most = next((most for names, most in _BOUNDS.items() if names.fullmatch(key)), _MOST_SIZE)
         if _WHOLE.fullmatch(key) and any(isinstance(v, int) and abs(v) > most for v in _flat(value)):
             raise ConfigError(f"{key} in config.json is beyond {most}, it is {str(value)[:40]}")
 
