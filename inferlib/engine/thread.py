@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,8 +26,8 @@ class EngineThread:
         # A SimpleQueue, since a garbage collection within `put` may end a stream, which calls `put`.
         self._calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._calls,), name="inferlib-engine", daemon=True)
+        _running[self._thread] = self._calls
         self._thread.start()
-        _living.add(self)
         weakref.finalize(self, self._calls.put, None)
 
     def run(self, step: Callable[[], T | None]) -> T:
@@ -49,17 +50,30 @@ class EngineThread:
             self._thread.join()
 
 
-_living: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+# Also those whose `EngineThread` is gone, as after an interrupt: a last call may be under way.
+_running: dict[threading.Thread, SimpleQueue] = {}
 
 
 @atexit.register
 def _end_all() -> None:
     """A thread that is inside the runtime while the interpreter ends would crash the process."""
-    for thread in list(_living):
-        thread.end()
+    try:
+        for thread, calls in list(_running.items()):
+            calls.put(None)
+            if thread.ident is not None:  # an interrupt may have come before it was started
+                thread.join()
+    except KeyboardInterrupt:
+        os._exit(130)  # at once: the interpreter must not end beside it
 
 
 def _work(calls: SimpleQueue) -> None:
+    try:
+        _serve(calls)
+    finally:
+        _running.pop(threading.current_thread(), None)
+
+
+def _serve(calls: SimpleQueue) -> None:
     while (call := calls.get()) is not None:
         again = _turn(*call)
         while again and calls.empty():

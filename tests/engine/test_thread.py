@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -114,3 +116,29 @@ def test_outputs_are_bounded():
     assert dataclasses.replace(GREEDY, temperature=1.0, n=1024).n == 1024
     with pytest.raises(ValueError, match=r"n must be an integer in \[1, 1024\]"):
         SamplingParams(n=1025)
+
+
+LEFT = """
+import os, sys, threading, time
+from inferlib.engine.thread import EngineThread
+def call():
+    begun.set()
+    time.sleep(0.5)
+    print("ended")
+begun, engine = threading.Event(), EngineThread()
+engine.post(call)
+begun.wait()
+del engine
+"""
+
+
+def test_the_process_ends_after_a_call_whose_engine_is_gone():
+    """As an interrupt leaves it, which frees the engine: a thread inside XLA would crash the interpreter that ends."""
+    run = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout) == (0, "ended\n"), run.stderr
+
+
+def test_a_second_interrupt_ends_the_process_at_once():
+    script = LEFT.replace("time.sleep(0.5)", "time.sleep(0.2); os.kill(os.getpid(), 2); time.sleep(60)")
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=40, check=False)
+    assert (run.returncode, run.stdout) == (130, ""), run.stderr
