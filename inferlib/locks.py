@@ -17,10 +17,14 @@ _WITHOUT = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 def locked(path: Path) -> Iterator[bool]:
     """Lock `path`, a file or directory to be, for the time within; the lock of a process ends with it.
 
-    Yields False, and locks nothing, if another process has the lock.
+    Yields False, and locks nothing, if another process has the lock. Raises OSError if no file can be made beside it.
     """
     file = path.with_name(f".{path.name}.lock")
-    with file.open("w") as opened:
+    try:
+        opened = file.open("w")
+    except OSError as error:
+        raise OSError(f"nothing can be written in {path.parent}: {error.strerror}; give another directory") from None
+    with opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

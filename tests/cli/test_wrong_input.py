@@ -31,7 +31,7 @@ WRONG = (
     *("", " ", "nope", "a=b", "tp=", "tp=0", "tp=99", "dp=3,dp=3", "/proc/nowhere/at/all", "\ud800", "\0", "x" * 5000),
     *(b"abc", b"", bytearray(b"a"), [], [None], [1, "a"], [1.5], [[]], [[1], None], [-1], [10**30], [True]),
     *((), ("a", 1), {}, {"a": 1}, {1: 2}, {"role": "user"}, [{"role": "user"}], [{"role": 1, "content": None}]),
-    *([[{"role": "user", "content": "hi"}], None], set(), {1}, range(3), object(), object, len, Path("/nowhere")),
+    *([[{"role": "user", "content": "hi"}], None], set(), {1}, range(3), object(), object, len, Path("/proc/nowhere")),
     *(np.array([1.5]), np.array(3), np.zeros(2, int), np.array([None]), np.float32(2), np.int64(2), iter([1])),
 )
 

@@ -245,7 +245,7 @@ def test_rounds_whose_choices_a_tpu_kernel_sorts(name, monkeypatch):
     for module in (exchange, moe, segment_sum):
         monkeypatch.setattr(module, "TILE", 2)
 
-    def by_kernel(*args, default, tpu):
+    def by_kernel(*args, tpu, **others):
         orders.append(args[1])
         return tpu(*args)
 
