@@ -36,7 +36,7 @@ from inferlib.programs.deployment import Deployment, layout_from_json, versions
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.programs.start_functions import Compiled
-from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.mesh import Device, Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
 
 _FORMAT = 4
@@ -179,7 +179,7 @@ class Artifacts:
         with self._file(entry) as data:
             return loaded(data, devices)
 
-    def _devices(self, shards: Shards) -> list[jax.Device]:
+    def _devices(self, shards: Shards) -> list[Device]:
         return list(shards.mesh.devices.flat) if isinstance(shards.mesh, Mesh) else jax.devices()[:1]
 
     @contextlib.contextmanager

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 from jax.experimental import serialize_executable
+
+from inferlib.sharding.mesh import Device
 
 
 class ExecutableError(ValueError):
@@ -81,14 +83,14 @@ def serialized(programs: Mapping[str, jax.stages.Compiled]) -> bytes:
     return pickle.dumps({name: serialize_executable.serialize(program) for name, program in programs.items()})
 
 
-def loaded(data: bytes, devices: Sequence[jax.Device]) -> dict[str, jax.stages.Compiled]:
+def loaded(data: bytes, devices: Sequence[Device]) -> dict[str, Callable]:
     """The executables of `serialized`, for as many devices as they were compiled for.
 
     Raises ExecutableError for other bytes. What the runtime says of too little memory comes through.
     """
     try:
         parts = _Known(io.BytesIO(data)).load()
-        return {name: _program(*part, devices) for name, part in parts.items()}
+        return {name: _program(part, devices) for name, part in parts.items()}
     except ExecutableError:
         raise
     except Exception as error:  # damaged pickles raise anything
@@ -97,6 +99,7 @@ def loaded(data: bytes, devices: Sequence[jax.Device]) -> dict[str, jax.stages.C
         raise ExecutableError(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
-def _program(payload: bytes, inputs: Any, outputs: Any, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
+def _program(part: tuple[bytes, Any, Any], devices: Sequence[Device]) -> Callable:
+    payload, inputs, outputs = part
     unloaded, arguments, no_kwargs = _Executable(io.BytesIO(payload), devices[0].client, devices).load()
     return jax.stages.Compiled(unloaded.load(), [], inputs.unflatten(arguments), outputs, no_kwargs=no_kwargs)
