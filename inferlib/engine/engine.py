@@ -226,15 +226,20 @@ class Engine:
         # An absent chunk has a row beyond the last, which the scatter drops. The rows differ: indices must be unique.
         table[:, 0] = rows + np.arange(count) % key.chunks
         table[:, CHUNK_COLUMNS.index("next")] = -1
-        entries: list = [None] * count
+        # A prompt's chunks have the same parameters, which take long to pack; the first entry is an absent chunk's.
+        entries, entry_of = [None], np.zeros(count, np.int32)
+        last = None
         for i, chunk in zip(self._chunk_indices(dispatch), dispatch.chunks, strict=True):
             s, end = chunk.sequence, chunk.start + chunk.length
             tokens[i, : chunk.length] = s.context[chunk.start : end]
             following = s.context[end] if end < len(s.context) else -1
             row, budget, first = chunk.row % rows, s.max_tokens - len(s.context) + len(s.prompt), chunk.start == 0
             table[i] = row, chunk.start, chunk.length, first, chunk.last, budget, following, len(s.prompt)
-            entries[i] = (s.params, s.seed, s.eos_ids, s.tokens)
-        arrays: Any = (tokens, table, *pack(entries))
+            if s is not last:
+                entries.append((s.params, s.seed, s.eos_ids, s.tokens))
+                last = s
+            entry_of[i] = len(entries) - 1
+        arrays: Any = (tokens, table, *(packed[entry_of] for packed in pack(entries)))
         return ChunkInput(*arrays)
 
     def _chunk_indices(self, dispatch: Dispatch) -> list[int]:

@@ -264,12 +264,16 @@ class ProgramSet:
         shards, rows = self.config.shards, self.config.rows
         for now in packed(moves, shards.replicas, rows) if moves else ():
             of_rows = tuple(x for x, moved in zip(cache, self.plan.of_rows, strict=True) if moved)
-            new, state = self._move_rows((of_rows, state), shards.place(now, (axes.ROWS, None)))
+            new, state = self._move_rows((of_rows, state), self._change(now))
             rest = iter(new)
             cache = tuple(next(rest) if moved else x for x, moved in zip(cache, self.plan.of_rows, strict=True))
         for now in packed(grants, shards.replicas, rows) if grants else ():
-            state = state._replace(pages=self._give_pages(state.pages, shards.place(now, (axes.ROWS, None))))
+            state = state._replace(pages=self._give_pages(state.pages, self._change(now)))
         return cache, state
+
+    def _change(self, packed: np.ndarray) -> jax.Array | np.ndarray:
+        shards = self.config.shards
+        return shards.place(packed, (axes.ROWS, None)) if shards.several_processes else packed
 
     def inputs(self, key: ProgramKey) -> tuple:
         """Abstract arguments of a key's program."""
