@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct
@@ -153,6 +155,23 @@ class NewCells:
 
     cells: Sequence[jax.Array]
     written: jax.Array | None = None
+
+
+class SharedPrefixes(NamedTuple):
+    """Which rows share the pages of a prefix, in T tiles of up to m rows; a prefix may have several tiles.
+
+    members [T, m] int32: the rows, from the front; beyond the last row: none. pages [T] int32: how many of their first
+    pages the rows of a tile have in common; 0 in a tile without rows.
+    """
+
+    members: jax.Array
+    pages: jax.Array
+
+    def cut(self, most: int) -> SharedPrefixes:
+        """The same in tiles of at most `most` rows, where that is fewer."""
+        width = self.members.shape[1]
+        part = math.gcd(width, 1 << (most.bit_length() - 1))
+        return SharedPrefixes(self.members.reshape(-1, part), jnp.repeat(self.pages, width // part))
 
 
 @jax.tree_util.register_dataclass

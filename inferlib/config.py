@@ -318,6 +318,7 @@ class EngineConfig:
     kv_cache_dtype: "int8" or "fp8" with one scale per position and head; None for the model's dtype.
     shards: the mesh; each of its replicas has an equal part of the rows.
     expert_load: programs count how many tokens choose each expert.
+    cascade: decode steps of eight rows and more may read a prefix that rows share once, by programs of their own.
     row_limit: most prompt tokens of one row in a step, a multiple of the tile; None: as many as a step has.
     page_size: positions of a page of the cache, a power of two. cache_memory: bytes of the cache on each device; None:
     as many as `max_batch` sequences of `max_len` tokens take.
@@ -335,6 +336,7 @@ class EngineConfig:
     backend: Backend = field(default_factory=Backend)
     shards: Shards = field(default_factory=Shards)
     expert_load: bool = False
+    cascade: bool = False
     row_limit: int | None = None
     page_size: int = PoolSize().page
     cache_memory: int | None = None
@@ -482,6 +484,7 @@ class EngineSettings(TypedDict, total=False):
     scan: bool | None
     free_layouts: bool | None
     platform: str | None
+    cascade: bool | None
     page_size: int | None
     cache_memory: int | float | str | None
     compile_cache: str | Path | None
@@ -506,6 +509,8 @@ class EngineOptions:
     expert_placement: a file that says which device stores which expert (see `inferlib.placement`).
     decode_steps, in_flight, scan, free_layouts: see `EngineConfig`; by default what suits the platform.
     platform: whose defaults to take; by default the platform of the devices.
+    cascade: rows that share a prefix read it once, at eight rows and more (see `inferlib.ops.cascade_attention`); by
+        default on GPUs, where the model has layers that can. It takes programs of its own.
     page_size: positions of a page of the cache, a power of two; by default 128.
     cache_memory: of the cache on each device: bytes, a text such as "16GiB", or a share of the device's memory up to 1.
         By default all that weights and steps leave free; on CPUs what `max_batch` sequences of `max_len` tokens take.
@@ -526,6 +531,7 @@ class EngineOptions:
     scan: bool | None = None
     free_layouts: bool | None = None
     platform: str | None = None
+    cascade: bool | None = None
     page_size: int | None = None
     cache_memory: int | float | str | None = None
     compile_cache: str | Path | None = None
@@ -538,7 +544,7 @@ class EngineOptions:
         for name in ("max_batch", "max_len", "decode_steps", "in_flight"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _whole(name, getattr(self, name)))
-        for name in ("expert_load", "scan", "free_layouts"):
+        for name in ("expert_load", "scan", "free_layouts", "cascade"):
             check_flag(name, getattr(self, name), optional=name != "expert_load")
         if not isinstance(self.buckets, Buckets | None):
             raise ConfigurationError(
@@ -598,6 +604,7 @@ class EngineOptions:
             in_flight=_default(self.in_flight, 2),
             scan=_default(self.scan, on_tpu),
             free_layouts=_default(self.free_layouts, on_tpu),
+            cascade=_cascade(self.cascade, platform, shards, model),
             kv_cache_dtype=self.kv_cache_dtype,
             backend=backend,
             shards=shards,
@@ -640,6 +647,18 @@ def _row_limit(buckets: Buckets, model: ModelConfig | None) -> int | None:
     if buckets.tile is None or model is None or all(layer.attention.reach is None for layer in model.layers):
         return None
     return min(most, rounded_up(_RING_TOKENS, buckets.tile))
+
+
+def _cascade(asked: bool | None, platform: str, shards: Shards, model: ModelConfig | None) -> bool:
+    """Whether rows may read a prefix once. Raises ConfigurationError if that is asked for, and no layer can."""
+    mixers = [] if model is None else [layer.attention for layer in model.layers]
+    able = model is None or any(isinstance(x, AttentionSpec) and x.reach is None for x in mixers)
+    able = able and shards.size(axes.POSITIONS) == 1
+    if asked and not able:
+        why = "no layer of this model attends to all positions in pages of keys and values"
+        why = "positions are split over devices" if shards.size(axes.POSITIONS) > 1 else why
+        raise ConfigurationError(f"cascade=True reads a shared prefix once, and {why}: leave cascade out")
+    return able and _default(asked, platform == "gpu")
 
 
 def _reads_live_positions(backend: Backend, model: ModelConfig | None, kv_cache_dtype: str | None) -> bool:

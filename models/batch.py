@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from inferlib.attention_values import SharedPrefixes
 from inferlib.models.config import ModelConfig, RopeSpec
 from inferlib.models.layers.rope import rope_angles
 from inferlib.ops.backend import Backend
@@ -60,7 +61,7 @@ class StepContext:
     cache is page r. run (static): no such run of a chunk's tokens from its first on spans two pages; None: no chunk
     does. limit (static): no position of this step reaches it. max_len: the longest sequence, which fixes
     length-dependent rotary frequencies. counted [T] bool: tokens whose choices of experts are counted; None: none
-    are.
+    are. prefixes: what decode rows share, if that is to be read once.
     """
 
     batch: StepBatch
@@ -72,6 +73,7 @@ class StepContext:
     counted: jax.Array | None = None
     table: jax.Array | None = None
     run: int | None = None
+    prefixes: SharedPrefixes | None = None
 
     @property
     def tokens(self) -> int:

@@ -167,10 +167,10 @@ class CachePlan:
 
     def tokens_in(self, memory: int, shards: Shards = ONE_DEVICE) -> int:
         """How many tokens all replicas' pages would hold if the cache had so many bytes of each device."""
-        of_page, of_rows = self._bytes_of(shards)
+        of_page, of_rows = self.bytes_of(shards)
         return max(memory - of_rows, 0) // of_page * self.page * shards.replicas if of_page else self.tokens
 
-    def _bytes_of(self, shards: Shards) -> tuple[int, int]:
+    def bytes_of(self, shards: Shards = ONE_DEVICE) -> tuple[int, int]:
         """Bytes on a device of a page, and of all rings and states."""
         sizes = [(array.nbytes(shards), fixed) for array, fixed in zip(self.arrays, self.of_rows, strict=True)]
         of_pages, of_rows = (sum(size for size, fixed in sizes if fixed == wanted) for wanted in (False, True))
@@ -251,7 +251,7 @@ def _with_pages(plan: CachePlan, shards: Shards, memory: int | None) -> CachePla
     """The plan of one page with as many pages as fit the memory of a device, and as all rows can use."""
     pages = most = plan.rows // shards.replicas * plan.columns
     one = replace(plan, pages=shards.replicas, blocks=tuple(_paged(b, shards.replicas) for b in plan.blocks))
-    of_page, of_rows = one._bytes_of(shards)
+    of_page, of_rows = one.bytes_of(shards)
     if memory is not None and of_page:
         pages = min(most, max(memory - of_rows, 0) // of_page)
     if pages < plan.columns or (memory is not None and of_rows > memory):

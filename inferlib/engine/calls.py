@@ -19,7 +19,8 @@ _CHANGES = {"moves": Move, "grants": Grant}
 
 class Call(NamedTuple):
     """cancel: rows to stop. yield_early: see `Control`. chunk: host arrays, if the program prefills. moves, grants:
-    what changes before the program starts, in this order."""
+    what changes before the program starts, in this order. prefixes: of a program that takes them, see
+    `unpack_prefixes`."""
 
     key: ProgramKey
     cancel: tuple[int, ...]
@@ -27,11 +28,12 @@ class Call(NamedTuple):
     chunk: ChunkInput | None
     moves: Sequence[Move] = ()
     grants: Sequence[Grant] = ()
+    prefixes: np.ndarray | None = None
 
     def to_message(self) -> Message:
         head = {"key": asdict(self.key), "cancel": [int(row) for row in self.cancel], "yield_early": self.yield_early}
         head |= {"moves": [list(move) for move in self.moves], "grants": [list(grant) for grant in self.grants]}
-        arrays: Any = () if self.chunk is None else self.chunk
+        arrays: Any = self.chunk or (() if self.prefixes is None else (self.prefixes,))
         return Message(CALL, head, tuple(map(np.asarray, arrays)))
 
     @staticmethod
@@ -41,15 +43,16 @@ class Call(NamedTuple):
             key = ProgramKey(**message.fields["key"])
             cancel, yield_early = message.fields["cancel"], message.fields["yield_early"]
             arrays: Any = message.arrays
-            chunk = ChunkInput(*arrays) if arrays else None
+            chunk = ChunkInput(*arrays) if arrays and not key.cascade else None
+            prefixes = arrays[0] if key.cascade else None
             moves, grants = ([kind(*x) for x in message.fields[name]] for name, kind in _CHANGES.items())
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, IndexError) as error:
             raise MessageError(f"a call of another version of inferlib: {error}") from None
         numbers = [getattr(key, f.name) for f in fields(key) if f.name not in ("mode", "detail")]
         numbers += [*cancel, *itertools.chain.from_iterable([*moves, *grants])]
         if key.mode not in get_args(Mode) or not all(isinstance(n, int) for n in numbers):
             raise MessageError(f"a call of another version of inferlib: {message.fields}")
-        return Call(key, tuple(cancel), yield_early, chunk, moves, grants)
+        return Call(key, tuple(cancel), yield_early, chunk, moves, grants, prefixes)
 
 
 def warmup_message(modes: tuple[Mode, ...]) -> Message:

@@ -16,6 +16,7 @@ from jax.experimental.layout import Layout
 from inferlib.config import EngineConfig
 from inferlib.distributed import Channel
 from inferlib.engine.calls import CALL, Call, warmup_message
+from inferlib.engine.cascade import Cascade
 from inferlib.engine.clock import Clock
 from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
@@ -80,13 +81,14 @@ class Engine:
         self.programs = programs or ProgramSet.make(model, config, _layouts(weights) if config.free_layouts else None)
         self.plan = self.programs.plan
         self.stats, self.clock = EngineStats(), Clock()
-        self.scheduler = Scheduler(config, self.plan)
+        self.scheduler = Scheduler(config, self.plan, Cascade.of(config, self.plan, len(model.config.layers)))
         self.expert_load: np.ndarray | int = 0  # int64 [L, E] if it is counted
         self.cache = self.plan.allocate(config.shards)
         self.state = self.programs.allocate_state()
         self._compiled_before = compilations()
         self._in_flight: deque[tuple[Dispatch, StepOutput]] = deque()
         self._controls: dict[bool, jax.Array] = {}
+        self._last_prefixes: tuple[np.ndarray, jax.Array] | None = None
         if self.programs.strict:
             self.programs.prepare_changes()
 
@@ -166,6 +168,8 @@ class Engine:
     def _send(self, dispatch: Dispatch) -> None:
         chunk, scheduler = self._chunk_input(dispatch) if dispatch.chunks else None, self.scheduler
         call = Call(dispatch.key, tuple(scheduler.cancelled), bool(scheduler.waiting), chunk)
+        if dispatch.prefixes is not None:
+            call = call._replace(prefixes=dispatch.prefixes)
         if scheduler.cancelled:
             scheduler.cancelled = set()
         if scheduler.moves or scheduler.grants:
@@ -191,6 +195,8 @@ class Engine:
         inputs = [self._control(call)]
         if call.chunk is not None:
             inputs.append(jax.tree.map(self._input, call.chunk))
+        elif call.prefixes is not None:
+            inputs.append(self._prefixes(call.prefixes))
         start = time.perf_counter()
         if call.moves or call.grants:
             state: Any = self.state
@@ -217,6 +223,12 @@ class Engine:
         if call.cancel:
             return self._input(control)
         return self._controls.setdefault(call.yield_early, shards.place(control, (axes.ROWS, None)))
+
+    def _prefixes(self, packed: np.ndarray) -> jax.Array:
+        """On the device; they are mostly those of the dispatch before."""
+        if self._last_prefixes is None or not np.array_equal(self._last_prefixes[0], packed):
+            self._last_prefixes = packed, self.config.shards.place(packed, (axes.ROWS, None))
+        return self._last_prefixes[1]
 
     def _chunk_input(self, dispatch: Dispatch) -> ChunkInput:
         key, rows = dispatch.key, self.config.rows

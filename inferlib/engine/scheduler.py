@@ -9,9 +9,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from inferlib.cache.pages import PagePool
 from inferlib.cache.plan import CachePlan
 from inferlib.config import EngineConfig, pick
+from inferlib.engine.cascade import Cascade
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.programs.program import MODES, Mode, ProgramKey
 from inferlib.programs.row_changes import Grant, Move
@@ -38,12 +41,14 @@ class Dispatch:
 
     rows: the sequences whose rows it may advance, each by up to `key.steps` tokens.
     columns: the column of each of these sequences in the tokens that the program returns.
+    prefixes: what the rows share, if the program reads that once; see `Cascade.prefixes`.
     """
 
     key: ProgramKey
     chunks: list[Chunk]
     rows: list[Sequence]
     columns: list[int]
+    prefixes: np.ndarray | None = None
 
 
 class Scheduler:
@@ -59,8 +64,8 @@ class Scheduler:
     in `cancelled`. Whoever sends the dispatch empties them.
     """
 
-    def __init__(self, config: EngineConfig, plan: CachePlan):
-        self.config, self.page = config, plan.page
+    def __init__(self, config: EngineConfig, plan: CachePlan, cascade: Cascade | None = None):
+        self.config, self.page, self.cascade = config, plan.page, cascade
         self.waiting: list[Sequence] = []  # in order
         self.running: dict[int, Sequence] = {}
         self.moves: list[Move] = []
@@ -329,8 +334,10 @@ class Scheduler:
             s.scheduled += steps
         longest = max([s.max_length for s in decoding])
         limit = pick(self.config.buckets.cache, longest)
-        key = ProgramKey(self._mode(decoding), rows, limit, steps)
-        self._last = Dispatch(key, [], decoding, self._columns(decoding, rows))
+        whole = self.cascade is not None and steps == self.config.decode_steps
+        prefixes = self.cascade.prefixes(decoding, rows) if whole else None
+        key = ProgramKey(self._mode(decoding), rows, limit, steps, cascade=prefixes is not None)
+        self._last = Dispatch(key, [], decoding, self._columns(decoding, rows), prefixes)
         left = min([s.max_tokens - s.scheduled for s in unfinished])
         room = [len(s.pages) * self.page - s.max_length for s in unfinished]
         self._repeats = max(0, min(-(-left // steps), (limit - longest) // steps, min(room) // steps))

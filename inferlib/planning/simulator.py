@@ -176,8 +176,10 @@ class Device(ProgramSet):
         self._now = max(self._now, seconds)
 
     def ready(self, key: ProgramKey) -> Callable:
-        def program(weights, cache, state, control, chunk=None):
-            return cache, state, self._run(key, control, chunk)
+        def program(weights, cache, state, control, more=None):
+            if key.cascade:
+                return cache, state, self._run(key, control, None, more)
+            return cache, state, self._run(key, control, more)
 
         return program
 
@@ -195,12 +197,13 @@ class Device(ProgramSet):
             self._active[move.source] = False
         return cache, state
 
-    def _run(self, key: ProgramKey, control: np.ndarray, chunk: Any) -> StepOutput:
+    def _run(self, key: ProgramKey, control: np.ndarray, chunk: Any, prefixes: Any = None) -> StepOutput:
         replicas, rows = control.shape[0], self.config.rows
         self._active &= ~(control[:, :-1] != 0).reshape(-1)
         local = np.arange(replicas * rows) % rows
         of_program = local < key.rows
-        seconds, tokens = self._decode(key, of_program, bool(control[0, -1]))
+        once = 0.0 if prefixes is None else self._read_once(key, np.asarray(prefixes))
+        seconds, tokens = self._decode(key, of_program, bool(control[0, -1]), once)
         firsts = None
         if chunk is not None:
             seconds = self._seconds(key, self._live(key, of_program), chunk.table)
@@ -213,8 +216,11 @@ class Device(ProgramSet):
         first = None if firsts is None else _Result(firsts, self._free_at, self)
         return StepOutput(_Result(tokens[:, of_program], self._free_at, self), chunk_tokens=first)  # type: ignore
 
-    def _decode(self, key: ProgramKey, of_program: np.ndarray, yield_early: bool) -> tuple[float, np.ndarray]:
-        """Seconds of all decode steps, and their tokens [K, R]: -1 for rows that are not active."""
+    def _decode(
+        self, key: ProgramKey, of_program: np.ndarray, yield_early: bool, once: float
+    ) -> tuple[float, np.ndarray]:
+        """Seconds of all decode steps, and their tokens [K, R]: -1 for rows that are not active. once: positions of a
+        row, on average, that another row reads for it."""
         tokens = np.full((key.steps, of_program.size), -1)
         if not key.rows:
             return 0.0, tokens
@@ -231,8 +237,14 @@ class Device(ProgramSet):
             done += 1
         if key.chunks:
             return 0.0, tokens
-        each = step_time(self.deployed.decode(key.rows, live + done / 2), self.deployed.network).seconds
+        each = step_time(self.deployed.decode(key.rows, live - once + done / 2), self.deployed.network).seconds
         return done * each, tokens
+
+    def _read_once(self, key: ProgramKey, prefixes: np.ndarray) -> float:
+        """Positions of a program's row, on average, that are read with another row's, in the replica with fewest."""
+        others = (prefixes[:, 1:] < key.rows).sum(axis=1) - 1
+        saved = (prefixes[:, 0] * np.maximum(others, 0)).reshape(self.deployed.replicas, -1).sum(axis=1)
+        return float(saved.min()) * self.plan.page / key.rows
 
     def _live(self, key: ProgramKey, of_program: np.ndarray) -> float:
         """Positions of a program's row in the cache, on average, in the replica that has most."""

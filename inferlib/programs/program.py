@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from inferlib.attention_values import SharedPrefixes
 from inferlib.cache.plan import CachePlan
 from inferlib.config import EngineConfig
 from inferlib.models.abstract import AbstractModel
@@ -37,6 +38,8 @@ from inferlib.sampling.sampler import (
 from inferlib.sharding import axes
 
 Mode = Literal["greedy", "sample", "logprobs"]
+_TILE_ROWS = 16  # rows of a tile of those that share a prefix
+LEAST_SHARING = 8  # rows of the smallest programs that read a shared prefix once
 MODES: tuple[Mode, ...] = get_args(Mode)  # each does all that those before it do
 
 
@@ -46,7 +49,8 @@ class ProgramKey:
 
     rows: decode rows (B) of each replica; limit: no position reaches it; mode: what sampling must do; steps: decode
     steps. chunks, chunk: P chunks of C prefill tokens of each replica (then steps is 1). detail: what else a prefill
-    returns for every prompt position: log-probabilities of the next token, or the logits.
+    returns for every prompt position: log-probabilities of the next token, or the logits. cascade: decode steps read a
+    prefix that rows share once for all of them.
     """
 
     mode: Mode
@@ -56,12 +60,13 @@ class ProgramKey:
     chunks: int = 0
     chunk: int = 0
     detail: Literal["", "logprobs", "logits"] = ""
+    cascade: bool = False
 
     def __str__(self) -> str:
         prefill = (
             f"prefill {self.chunks}x{self.chunk}{' ' + self.detail if self.detail else ''} " if self.chunks else ""
         )
-        decode = f"decode {self.rows}x{self.steps} " if self.rows else ""
+        decode = f"decode {self.rows}x{self.steps}{' cascade' if self.cascade else ''} " if self.rows else ""
         return f"{prefill}{decode}{self.mode} cache {self.limit}"
 
 
@@ -96,6 +101,16 @@ class ChunkInput(NamedTuple):
     floats: jax.Array
 
 
+def prefix_shape(rows: int) -> tuple[int, int]:
+    """Of the packed prefixes of a replica's program with so many rows: T tiles of `m` rows each, [T, 1 + m]."""
+    return max(2, rows // 8), 1 + min(rows, _TILE_ROWS)
+
+
+def unpack_prefixes(packed: jax.Array) -> SharedPrefixes:
+    """packed [T, 1 + m] int32: how many pages the rows of a tile have in common, then these rows."""
+    return SharedPrefixes(packed[:, 1:], packed[:, 0])
+
+
 class StepOutput(NamedTuple):
     """tokens [K, B]: -1 where a row was inactive; chunk_tokens [P]: first token of prompts that ended; each
     `Sampled` beside it holds log-probabilities, its leading dimensions alike. detail: `Sampled` [P, C / n, n, ...] of
@@ -112,7 +127,9 @@ class StepOutput(NamedTuple):
 
 
 def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey) -> Callable:
-    """The function `(weights, cache, state, control[, chunk]) -> (cache, state, StepOutput)` of a key.
+    """The function `(weights, cache, state, control[, chunk or prefixes]) -> (cache, state, StepOutput)` of a key.
+
+    prefixes: see `unpack_prefixes`, of a program with `cascade`.
 
     On a mesh it takes whole arrays and runs one device's part of it on each.
     """
@@ -123,14 +140,15 @@ def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: Prog
     spec = config.shards.rules.spec
     state = tree_specs(spec, STATE_AXES)
     fixed = (tuple(spec(w.axes) for w in model.specs), tuple(spec(array.axes) for array in plan.arrays), state)
-    chunk = (ChunkInput._make(spec((axes.ROWS, None)) for _ in ChunkInput._fields),) if key.chunks else ()
+    more = (ChunkInput._make(spec((axes.ROWS, None)) for _ in ChunkInput._fields),) if key.chunks else ()
+    more = (spec((axes.ROWS, None)),) if key.cascade else more
     output = _output_specs(spec, key, config.expert_load)
     if config.shards.several_processes:
         function, output = _gathered(function, output, config.shards.mesh), PartitionSpec()
     return jax.shard_map(
         function,
         mesh=config.shards.mesh,
-        in_specs=(*fixed, spec((axes.ROWS, None)), *chunk),
+        in_specs=(*fixed, spec((axes.ROWS, None)), *more),
         out_specs=(*fixed[1:], output),
         check_vma=False,
     )
@@ -199,7 +217,7 @@ class _Maker:
             return None
         return open_mailboxes(self.key.rows, self.model.config.dim, self.config.shards.only_axis)
 
-    def run(self, weights, cache, batch: StepBatch, table: jax.Array, counted: jax.Array, mailboxes=None):
+    def run(self, weights, cache, batch: StepBatch, table: jax.Array, counted, mailboxes=None, prefixes=None):
         """Hidden states [T, D], the decoder (for its head), the cache, the mailboxes and the experts' load, if it is
         asked for: of the tokens [T] that are `counted`."""
         decoder = self.model.merge(weights)
@@ -214,6 +232,7 @@ class _Maker:
             counted if config.expert_load else None,
             table,
             config.prefill_unit,
+            prefixes,
         )
         hidden, caches, mailboxes, load = decoder(ctx, self.plan.view(cache), mailboxes)
         return hidden, decoder, self.plan.flatten(caches), mailboxes, None if load is None else load[None, None]
@@ -246,16 +265,18 @@ class _Maker:
         )
         return rows, sampled._replace(token=jnp.where(live > 0, token, -1))
 
-    def decode(self, weights, cache, state: RowState, packed: jax.Array):
+    def decode(self, weights, cache, state: RowState, packed: jax.Array, prefixes: jax.Array | None = None):
         """`key.steps` decode steps of the first `key.rows` rows; uncounted, no more than the rows need."""
         key, control = self.key, Control.unpack(packed)
+        shared = None if prefixes is None else unpack_prefixes(prefixes)
         state = state._replace(active=state.active & ~control.cancel)
         rows = state.head(key.rows)
 
         def step(cache, rows, mailboxes):
             batch = StepBatch.of_rows(rows.token, jnp.where(rows.active, rows.length + 1, 0))
             counted = self.counted_rows(rows)
-            hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, rows.pages, counted, mailboxes)
+            more = rows.pages, counted, mailboxes, shared
+            hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, *more)
             rows, sampled = self.advance(rows, self.logits(decoder, hidden))
             return cache, rows, mailboxes, sampled, load
 

@@ -25,7 +25,16 @@ from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.models.abstract import AbstractModel
 from inferlib.programs.choices import Choices
 from inferlib.programs.memory import Demand, explained
-from inferlib.programs.program import CHUNK_COLUMNS, MODES, ChunkInput, Mode, ProgramKey, build
+from inferlib.programs.program import (
+    CHUNK_COLUMNS,
+    LEAST_SHARING,
+    MODES,
+    ChunkInput,
+    Mode,
+    ProgramKey,
+    build,
+    prefix_shape,
+)
 from inferlib.programs.row_changes import GRANTS, MOVES, Grant, Move, give_pages, move_rows, packed
 from inferlib.programs.row_state import STATE_AXES, RowState
 from inferlib.programs.start_functions import prepared, run
@@ -287,6 +296,9 @@ class ProgramSet:
         state = self.state
         by_row = (axes.ROWS, None)
         control = struct((shards.replicas, config.rows + 1), jnp.int32, by_row)
+        if key.cascade:
+            tiles, width = prefix_shape(key.rows)
+            return weights, cache, state, control, struct((shards.replicas * tiles, width), jnp.int32, by_row)
         if not key.chunks:
             return weights, cache, state, control
         p = key.chunks * shards.replicas
@@ -333,6 +345,8 @@ def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[Pr
         for limit in buckets.cache:
             for rows in config.row_buckets:
                 keys += [ProgramKey(mode, rows, limit, steps) for steps in {1, config.decode_steps}]
+                if config.cascade and rows >= LEAST_SHARING:
+                    keys.append(ProgramKey(mode, rows, limit, config.decode_steps, cascade=True))
             for chunks, chunk in config.prefill_shapes():
                 keys += [ProgramKey(mode, rows, limit, chunks=chunks, chunk=chunk) for rows in (0, config.rows)]
             details: dict[Mode, Literal["logits", "logprobs"]] = {"greedy": "logits", "logprobs": "logprobs"}

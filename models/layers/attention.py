@@ -21,7 +21,7 @@ from inferlib.models.layers.param import param
 from inferlib.models.layers.rope import apply_rope
 from inferlib.models.layers.step_attention import Arrays, Attended, ChunkPlaces, StepPlan, attend, limit_of
 from inferlib.models.layout import HeadLayout
-from inferlib.ops import cache_write, decode_attention, prefill_attention, project_and_attend
+from inferlib.ops import cache_write, cascade_attention, decode_attention, prefill_attention, project_and_attend
 from inferlib.ops.attention import AttentionOptions
 from inferlib.ops.choice import Choice
 from inferlib.ops.kv_cache import NewCells
@@ -101,6 +101,8 @@ class Attention(nnx.Module):
         spec, unfit = self.spec, ""
         if math.prod(ctx.batch.chunk_tokens.shape) or ctx.shards.size(axes.POSITIONS) > 1:
             unfit = "prompt chunks or striped positions"
+        elif ctx.prefixes is not None:
+            unfit = "prefixes that rows share"
         elif spec.temperature is not None or spec.value_norm or spec.value_scale != 1.0 or spec.chunk is not None:
             unfit = "query temperatures, value norms, value scales or chunks"
         elif spec.qk_norm not in (None, "head") or spec.qk_norm_after_rope or spec.fused_heads != 2:
@@ -300,9 +302,12 @@ class GroupedStep:
         pages, lengths = None if table is None else table[: queries.shape[0]], stripe.number(positions) + 1
         cells = cache.keys_and_values(arrays, limit, pages)
         writes = None if new is None else NewCells(new, stripe.owns(positions) if self.striped else None)
-        out, lse, cells = decode_attention.decode_attention(
-            queries, cells, lengths, self.row_options, new=writes, backend=backend
-        )
+        options, how = self.row_options, {"new": writes, "backend": backend}
+        if ctx.prefixes is not None and not self.striped and cascade_attention.takes(cells, options):
+            attended = cascade_attention.cascade_attention(queries, cells, lengths, options, ctx.prefixes, **how)
+        else:
+            attended = decode_attention.decode_attention(queries, cells, lengths, options, **how)
+        out, lse, cells = attended
         return self.values(cache, out, lse), cache if new is None else replace(cache, arrays=cells.arrays)
 
     def values(self, cache: LayerCache, out: jax.Array, lse: jax.Array) -> Attended:

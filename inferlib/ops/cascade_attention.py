@@ -1,0 +1,73 @@
+"""Decode attention of rows that share the pages of a prefix, which are read once for all of them.
+
+The queries of the rows that share a prefix are stacked as if they were heads of one row, which ends where the prefix
+does. What a row has behind the prefix is attended to as if its cache began there. Both results merge by their
+log-sum-exps. Nothing in a cell depends on where it lies, so the kernels of decode attention do it all. (Zhu et al.
+2024, "RelayAttention", https://arxiv.org/abs/2402.14808; Ye et al. 2024, "ChunkAttention",
+https://arxiv.org/abs/2402.15220; called cascade attention in FlashInfer and vLLM.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from inferlib.attention_values import AttentionOptions, KvCache, NewCells, SharedPrefixes
+from inferlib.ops.attention import merge_attention
+from inferlib.ops.decode_attention import decode_attention
+
+# Most queries of a KV head that are stacked: the sums of more would not fit in the registers of a GPU's program.
+_STACKED = 64
+
+
+def takes(cache: KvCache, options: AttentionOptions) -> bool:
+    """Whether a layer can read a shared prefix once: its rows have pages, and see all positions before their own."""
+    return cache.pages is not None and not cache.ring and options.window is None
+
+
+def cascade_attention(
+    q: jax.Array,
+    cache: KvCache,
+    lengths: jax.Array,
+    options: AttentionOptions,
+    prefixes: SharedPrefixes,
+    *,
+    new: NewCells | None = None,
+    backend: str = "xla",
+) -> tuple[jax.Array, jax.Array, KvCache]:
+    """`decode_attention` of one query a row, with the same arguments and results.
+
+    q [B, K, G, h]; prefixes: of the B rows, each shorter than its rows' `lengths`.
+    """
+    rows, kv_heads, group, size = q.shape
+    prefixes = prefixes.cut(max(1, _STACKED // group))
+    members, (tiles, width) = prefixes.members, prefixes.members.shape
+    pages, page = _required(cache.pages), cache.k.shape[-2]
+    # Which of the stacked queries is a row's; one beyond the last for rows that share nothing, and for inactive ones.
+    stacked = jnp.full(rows, tiles * width, jnp.int32)
+    stacked = stacked.at[members.reshape(-1)].set(jnp.arange(tiles * width, dtype=jnp.int32), mode="drop")
+    stacked = jnp.where(lengths > 0, stacked, tiles * width)
+    shared = jnp.repeat(prefixes.pages, width).at[stacked].get(mode="fill", fill_value=0)
+
+    columns = jnp.minimum(jnp.arange(pages.shape[1]) + shared[:, None], pages.shape[1] - 1)
+    behind = replace(cache, pages=jnp.take_along_axis(pages, columns, axis=1))
+    out, lse, behind = decode_attention(q, behind, lengths - shared * page, options, new=new, backend=backend)
+    cache = cache.with_arrays(behind.arrays)  # read from here on: a cache that is read later would be copied
+
+    of_tiles = replace(cache, pages=pages[jnp.minimum(members[:, 0], rows - 1)])
+    queries = jnp.moveaxis(q[jnp.minimum(members, rows - 1)], 1, 2).reshape(tiles, kv_heads, width * group, size)
+    without_sinks = replace(options, sinks=None)
+    of_prefix = decode_attention(queries, of_tiles, prefixes.pages * page, without_sinks, backend=backend)
+    apart = (jnp.moveaxis(x.reshape(tiles, kv_heads, width, group, *x.shape[3:]), 2, 1) for x in of_prefix[:2])
+    outs, lses = (x.reshape(tiles * width, *x.shape[2:]) for x in apart)
+    outs = outs.at[stacked].get(mode="fill", fill_value=0)
+    lses = lses.at[stacked].get(mode="fill", fill_value=-jnp.inf)
+    return *merge_attention(jnp.stack([out, outs]), jnp.stack([lse, lses])), cache
+
+
+def _required(pages: jax.Array | None) -> jax.Array:
+    if pages is None:
+        raise ValueError("rows without pages share none")
+    return pages
