@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,33 +81,29 @@ def chunk_write(
     stacked = cache[0].ndim == 5
     cache = [x if stacked else x[None] for x in cache]
     chunks, width, heads, size = new[0].shape
-    tiles, some, tokens = _tiles(cache), scale_rows(heads), _tokens(cache, width)
+    tiles, step_heads, tokens = _tiles(cache), scale_rows(heads), _tokens(cache, width)
     there = pages < cache[0].shape[1]
-    scalars = [jnp.where(there, pages, -1).astype(jnp.int32), slots.astype(jnp.int32)]
-    scalars.append(jnp.asarray(layer, jnp.int32).reshape(1))
+    scalars = _Scalars(
+        jnp.where(there, pages, -1).astype(jnp.int32),
+        slots.astype(jnp.int32),
+        jnp.asarray(layer, jnp.int32).reshape(1),
+    )
     if not interpret:  # otherwise XLA would bring a small cache to VMEM
         cache = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in cache]
-    whole, count = pl.BlockSpec(memory_space=pl.ANY), len(new)
-    written = pl.pallas_call(
+    inputs = _Inputs([x.reshape(chunks, width, heads * size) for x in new], cache)
+    in_hbm = [pl.BlockSpec(memory_space=pl.ANY)] * len(cache)
+    cells = pl.BlockSpec((None, tokens, step_heads * size), lambda p, k, t, *_: (p, t, k))
+    (written,) = pl.pallas_call(
         functools.partial(_kernel, ring=ring, tiles=tiles, size=size),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(chunks, heads // some, width // tokens),
-            in_specs=[pl.BlockSpec((None, tokens, some * size), lambda p, k, t, *_: (p, t, k))] * count
-            + [whole] * len(cache),
-            out_specs=[whole] * len(cache),
-            scratch_shapes=[
-                *[
-                    pltpu.VMEM((some, _window(tokens, tile), *x.shape[4:]), x.dtype)
-                    for x, tile in zip(cache, tiles, strict=True)
-                ],
-                pltpu.VMEM((size // LANES, _window(tokens, tiles[0]) + tiles[0], LANES), jnp.float32),
-                pltpu.VMEM((count, some, pl.cdiv(tokens, LANES) * LANES), jnp.float32),
-                pltpu.SemaphoreType.DMA((len(cache),)),
-            ],
+            num_scalar_prefetch=1,
+            grid=(chunks, heads // step_heads, width // tokens),
+            in_specs=(_Inputs([cells] * len(new), in_hbm),),
+            out_specs=(in_hbm,),
+            scratch_shapes=[_scratch(cache, tiles, tokens, len(new))],
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache],
-        input_output_aliases={len(scalars) + count + n: n for n in range(len(cache))},
+        out_shape=([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache],),
+        input_output_aliases={len(scalars) + len(new) + n: n for n in range(len(cache))},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3, disable_bounds_checks=True),
         cost_estimate=pl.CostEstimate(
             flops=0,
@@ -116,25 +113,58 @@ def chunk_write(
         ),
         interpret=interpret,
         name="chunk_write",
-    )(*scalars, *[x.reshape(chunks, width, heads * size) for x in new], *cache)
+    )(scalars, inputs)
     return tuple(x if stacked else x[0] for x in written)
 
 
-def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
-    """Write some tokens of a chunk for some heads.
+class _Scalars(NamedTuple):
+    """pages [P], -1 if absent; slots [P]; layer [1]."""
 
-    Scalars: pages [P], -1 if absent, slots [P], layer [1]. new [tokens, heads * h]. cache: in HBM, as input and output
-    the same memory. Scratch: for each array of the cache the tiles to write, [heads, window, ...]; the rows of a head
-    in float32, with a tile before and behind them, [h / 128, rows, 128], because only rows of 128 lanes can be read
-    from any row on; the scales of each of `new`, [n, heads, tokens]; semaphores.
-    """
-    arrays = len(tiles)
-    count = len(refs) - 3 * arrays - 3
-    new, in_hbm = refs[:count], refs[count + arrays : count + 2 * arrays]
-    windows, (rows_s, scales_s, semaphores) = refs[-3 - arrays : -3], refs[-3:]
+    pages: Any
+    slots: Any
+    layer: Any
+
+
+class _Inputs(NamedTuple):
+    """new: arrays of cells [tokens, heads * h]; HBM: the arrays of the cache."""
+
+    new: Sequence[Any]
+    cache: Sequence[Any]
+
+
+class _Scratch(NamedTuple):
+    """windows: for each array of the cache the tiles to write, [heads, window, ...]. rows [h / 128, rows, 128]: a
+    head's cells in float32 with a tile before and behind them, because only rows of 128 lanes can be read from any row
+    on. scales [n, heads, tokens]: the scales of each of `new`."""
+
+    windows: Sequence[Any]
+    rows: Any
+    scales: Any
+    semaphores: Any
+
+
+def _scratch(cache: Sequence[jax.Array], tiles: Sequence[int], tokens: int, count: int) -> _Scratch:
+    """The scratch of a grid step that writes `tokens` tokens of `count` arrays of cells."""
+    heads, size = scale_rows(cache[0].shape[2]), cache[0].shape[-1]
+    windows = [
+        pltpu.VMEM((heads, _window(tokens, tile), *x.shape[4:]), x.dtype) for x, tile in zip(cache, tiles, strict=True)
+    ]
+    return _Scratch(
+        windows,
+        pltpu.VMEM((size // LANES, _window(tokens, tiles[0]) + tiles[0], LANES), jnp.float32),
+        pltpu.VMEM((count, heads, pl.cdiv(tokens, LANES) * LANES), jnp.float32),
+        pltpu.SemaphoreType.DMA((len(cache),)),
+    )
+
+
+def _kernel(scalars: _Scalars, inputs: _Inputs, in_hbm, scratch: _Scratch, *, ring, tiles, size):
+    """Write some tokens of a chunk for some heads. in_hbm: the cache, in the memory of `inputs.cache`."""
+    new, windows = inputs.new, scratch.windows
+    arrays, count = len(tiles), len(new)
     chunk, group, part = (pl.program_id(n) for n in range(3))
-    tokens, (some, _, slots) = new[0].shape[0], (windows[0].shape[0], None, in_hbm[0].shape[3])
-    page, position = pages_ref[chunk], slots_ref[chunk] + part * tokens
+    tokens, step_heads, slots = new[0].shape[0], windows[0].shape[0], in_hbm[0].shape[3]
+    heads = pl.ds(pl.multiple_of(group * step_heads, step_heads), step_heads)
+    page, position = scalars.pages[chunk], scalars.slots[chunk] + part * tokens
     position = lax.rem(position, slots) if ring else position
 
     def copy(n: int, inside, at, length: int, back: bool):
@@ -142,9 +172,9 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
         if ring:
             at = jnp.where(at >= slots, at - slots, at)
         at, inside = (pl.ds(pl.multiple_of(x, tiles[n]), length) for x in (at, inside))
-        here = in_hbm[n].at[layer_ref[0], page, pl.ds(pl.multiple_of(group * some, some), some), at]
+        here = in_hbm[n].at[scalars.layer[0], page, heads, at]
         pair = (windows[n].at[:, inside], here) if back else (here, windows[n].at[:, inside])
-        return pltpu.make_async_copy(*pair, semaphores.at[n])
+        return pltpu.make_async_copy(*pair, scratch.semaphores.at[n])
 
     def begin_of(n: int):
         return div(position, tiles[n]) * tiles[n]
@@ -182,11 +212,12 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
             row = lax.broadcasted_iota(jnp.int32, lane.shape, 0)
             for at in range(0, tokens, LANES):  # from a column to a row
                 diagonal = jnp.where(lane == row, scales[at : at + LANES], 0.0)
-                scales_s[n, head : head + 1, at : at + LANES] = jnp.sum(diagonal, axis=0, keepdims=True)
+                scratch.scales[n, head : head + 1, at : at + LANES] = jnp.sum(diagonal, axis=0, keepdims=True)
         for part in range(size // LANES):
-            rows_s[part, tile : tile + tokens] = x[:, part * LANES : (part + 1) * LANES]
+            scratch.rows[part, tile : tile + tokens] = x[:, part * LANES : (part + 1) * LANES]
         offset, length = position - begin_of(n), window.shape[1]
-        moved = jnp.concatenate([rows_s[part, pl.ds(tile - offset, length)] for part in range(size // LANES)], axis=1)
+        rows = pl.ds(tile - offset, length)
+        moved = jnp.concatenate([scratch.rows[part, rows] for part in range(size // LANES)], axis=1)
 
         def with_old(at):
             index = at + lax.broadcasted_iota(jnp.int32, (tile, size), 0)
@@ -198,10 +229,10 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
         window[head] = jnp.concatenate(parts).astype(window.dtype)
 
     def put_scales(n: int) -> None:
-        window, scales = windows[count + n], scales_s[n]
+        window, scales = windows[count + n], scratch.scales[n]
         offset, length = position - begin_of(count + n), window.shape[1]
         rolled = [pltpu.roll(scales[:, at : at + LANES], offset, 1) for at in range(0, length - LANES, LANES)]
-        lane = lax.broadcasted_iota(jnp.int32, (some, LANES), 1)
+        lane = lax.broadcasted_iota(jnp.int32, (step_heads, LANES), 1)
         for at in range(0, length, LANES):
             before, after = rolled[max(at // LANES - 1, 0)], rolled[min(at // LANES, len(rolled) - 1)]
             mine = (at + lane >= offset) & (at + lane < offset + tokens)
@@ -213,7 +244,7 @@ def _kernel(pages_ref, slots_ref, layer_ref, *refs, ring, tiles, size):
         ends(lambda copy: copy.start())
         ends(lambda copy: copy.wait())
         for n in range(count):
-            for head in range(some):
+            for head in range(step_heads):
                 put_cells(n, head)
             if count < arrays:
                 put_scales(n)

@@ -7,8 +7,9 @@ kernel. Weights are stored as `packed_weights_tpu.Weight`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,8 +120,8 @@ def mx_matmul(
     if reason := unsupported(x.shape[0], x.dtype, weight, blocks_, normed=norm is not None):
         raise ValueError(f"the TPU kernel does not run this product: {reason}")
     (total, width), (_, parts, _, columns) = x.shape, weight.values.shape
-    operands, arrays = _operands(x, weight, norm, interpret)
-    rows = operands["x"].shape[0]
+    inputs = _pad(x, weight, norm, interpret)
+    rows = inputs.x.shape[0]
     chosen = blocks_ or blocks(rows, parts, weight.inputs, columns, weight.bits, weight.group)
     tile = Blocks(min(chosen.rows, rows), chosen.columns)
     results = jax.ShapeDtypeStruct((parts if activation is None else 1, rows, columns), out_dtype or x.dtype)
@@ -128,7 +129,6 @@ def mx_matmul(
     y = pl.pallas_call(
         functools.partial(
             _kernel,
-            names=(*operands, *arrays, "out", *["xs"] * rewrites),
             width=width,
             eps=norm and norm.eps,
             offset=norm and norm.offset,
@@ -138,11 +138,13 @@ def mx_matmul(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(pl.cdiv(rows, tile.rows), pl.cdiv(columns, tile.columns)),
-            in_specs=_in_specs(operands, arrays, tile),
+            in_specs=(_specs(inputs, tile),),
             out_specs=pl.BlockSpec((results.shape[0], tile.rows, tile.columns), lambda t, n, *_: (0, t, n)),
             scratch_shapes=[
-                *[pltpu.VMEM((tile.rows, weight.inputs), x.dtype)] * rewrites,
-                *(pltpu.VMEM((parts, depth, tile.columns), dtype) for depth, dtype in weight.unpacked),
+                _Scratch(
+                    pltpu.VMEM((tile.rows, weight.inputs), x.dtype) if rewrites else None,
+                    [pltpu.VMEM((parts, depth, tile.columns), dtype) for depth, dtype in weight.unpacked],
+                )
             ],
         ),
         out_shape=results,
@@ -150,26 +152,39 @@ def mx_matmul(
             dimension_semantics=("arbitrary", "arbitrary"),
             vmem_limit_bytes=vmem_limit(max(_vmem_bytes(weight, chosen, norm is not None), 14 << 20)),
         ),
-        cost_estimate=_cost(operands, weight, results, tile, activated=activation is not None),
+        cost_estimate=_cost(inputs, weight, results, tile, activated=activation is not None),
         interpret=interpret,
         name="mx_matmul",
-    )(jnp.asarray(layer, jnp.int32).reshape(1), *operands.values(), *arrays.values())
+    )(jnp.asarray(layer, jnp.int32).reshape(1), inputs)
     return y[:, :total] if total < rows else y
 
 
-def _operands(
-    x: jax.Array, weight: Weight, norm: RmsNorm | None, interpret: bool | pltpu.InterpretParams
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """By name: x and the norm's weight, padded to whole tiles and to the weight's inputs; the weight's arrays."""
+class _Inputs(NamedTuple):
+    """x [T, K]; norm [16, K]: the layer's weight among others; the weight's values [P, K, N], scales [P, K / g, N] and
+    tops [P, 1, N]. What a product lacks is None."""
+
+    x: Any
+    norm: Any
+    values: Any
+    scales: Any
+    tops: Any
+
+
+class _Scratch(NamedTuple):
+    """x: the left operand, if it is not x itself but normed, or has its inputs in the order of the words' bytes.
+    scales: the unpacked scales."""
+
+    x: Any
+    scales: Sequence[Any]
+
+
+def _pad(x: jax.Array, weight: Weight, norm: RmsNorm | None, interpret: bool | pltpu.InterpretParams) -> _Inputs:
+    """The inputs: x and the norm's weight padded to whole tiles and to the weight's inputs."""
     pad = ((0, -x.shape[0] % ROWS), (0, weight.inputs - x.shape[1]))
-    operands = {"x": jnp.pad(x, pad)}
-    if norm is not None:
-        operands["norm"] = jnp.pad(norm.weight, ((0, 0), pad[1]))
-    arrays = {"values": weight.values, "scales": weight.scales, "tops": weight.tops}
-    arrays = {name: array for name, array in arrays.items() if array is not None}
+    arrays = weight.values, weight.scales, weight.tops
     if not interpret:  # otherwise XLA would bring a small weight to VMEM
-        arrays = {name: pltpu.with_memory_space_constraint(array, pltpu.HBM) for name, array in arrays.items()}
-    return operands, arrays
+        arrays = jax.tree.map(lambda array: pltpu.with_memory_space_constraint(array, pltpu.HBM), arrays)
+    return _Inputs(jnp.pad(x, pad), None if norm is None else jnp.pad(norm.weight, ((0, 0), pad[1])), *arrays)
 
 
 def _norm_rows(norm: jax.Array) -> int:
@@ -177,70 +192,64 @@ def _norm_rows(norm: jax.Array) -> int:
     return min(norm.shape[0], ROWS)
 
 
-def _in_specs(operands: dict[str, jax.Array], arrays: dict[str, jax.Array], tile: Blocks) -> list[pl.BlockSpec]:
-    """Blocks of the operands and of the weight's arrays [L, P, ., N], whose layer is a scalar."""
+def _specs(inputs: _Inputs, tile: Blocks) -> _Inputs:
+    """Blocks of the inputs. The layer of the weight's arrays [L, P, ., N] is a scalar."""
 
     def of_weight(array: jax.Array) -> pl.BlockSpec:
         shape = (None, *array.shape[1:3], tile.columns)
         return pl.BlockSpec(shape, lambda t, n, layer: (layer[0], 0, 0, n))
 
-    inputs = operands["x"].shape[1]
-    specs = [pl.BlockSpec((tile.rows, inputs), lambda t, n, *_: (t, 0))]
-    if "norm" in operands:
-        rows = _norm_rows(operands["norm"])
-        specs.append(pl.BlockSpec((rows, inputs), lambda t, n, layer: (lax.div(layer[0], rows), 0)))
-    return [*specs, *map(of_weight, arrays.values())]
+    columns, norm = inputs.x.shape[1], None
+    if inputs.norm is not None:
+        rows = _norm_rows(inputs.norm)
+        norm = pl.BlockSpec((rows, columns), lambda t, n, layer: (lax.div(layer[0], rows), 0))
+    x = pl.BlockSpec((tile.rows, columns), lambda t, n, *_: (t, 0))
+    return _Inputs(x, norm, *jax.tree.map(of_weight, tuple(inputs[2:])))
 
 
 def _cost(
-    operands: dict[str, jax.Array], weight: Weight, results: jax.ShapeDtypeStruct, tile: Blocks, *, activated: bool
+    inputs: _Inputs, weight: Weight, results: jax.ShapeDtypeStruct, tile: Blocks, *, activated: bool
 ) -> pl.CostEstimate:
-    (rows, inputs), parts, columns = operands["x"].shape, weight.values.shape[1], results.shape[2]
-    norm = operands.get("norm")
+    (rows, depth), parts, columns = inputs.x.shape, weight.values.shape[1], results.shape[2]
+    norm = inputs.norm
     return pl.CostEstimate(
-        flops=2 * rows * inputs * parts * columns,
+        flops=2 * rows * depth * parts * columns,
         bytes_accessed=pl.cdiv(rows, tile.rows) * parts * weight.nbytes
-        + rows * inputs * operands["x"].dtype.itemsize
-        + (0 if norm is None else _norm_rows(norm) * inputs * norm.dtype.itemsize)
+        + rows * depth * inputs.x.dtype.itemsize
+        + (0 if norm is None else _norm_rows(norm) * depth * norm.dtype.itemsize)
         + results.size * results.dtype.itemsize,
         transcendentals=rows * columns if activated else 0,
     )
 
 
-def _kernel(layer_ref, *refs, names, width, eps, offset, activation, weight):
-    """Multiply one tile of rows of x [T, K], whose columns from `width` on are padding, by some columns of the weight.
-
-    norm [16, K] has the layer's weight among others; values [P, K, N], scales [P, K / g, N], tops [P, 1, N] and out
-    [P, T, N] hold those columns. Scratch: xs, the left operand if it is not x itself but normed, or with its inputs in
-    the order of the words' bytes; and the unpacked scales.
-    """
-    room = refs[len(names) :]
-    refs = dict(zip(names, refs, strict=False))
-    x_ref, values_ref, out_ref, tops_ref = refs["x"], refs["values"], refs["out"], refs.get("tops")
-    xs_ref = refs.get("xs", x_ref)
+def _kernel(layer_ref, inputs: _Inputs, out_ref, scratch: _Scratch, *, width, eps, offset, activation, weight):
+    """Multiply one tile of rows of x, whose columns from `width` on are padding, by some columns of the weight.
+    out [P, T, N] has those columns."""
+    x_ref = inputs.x
+    xs_ref = x_ref if scratch.x is None else scratch.x
 
     @pl.when(pl.program_id(1) == 0)
     def _():
         source = x_ref
-        if "norm" in refs:
+        if inputs.norm is not None:
             source = xs_ref
-            layer = lax.rem(layer_ref[0], refs["norm"].shape[0])
-            _normalize(x_ref, refs["norm"], layer, source, width, eps, offset)
+            layer = lax.rem(layer_ref[0], inputs.norm.shape[0])
+            _normalize(x_ref, inputs.norm, layer, source, width, eps, offset)
         if weight.ordered:
             permute(source, xs_ref)
 
     def product(part: int) -> jax.Array:
-        tops = None if tops_ref is None else tops_ref.at[part]
+        tops = None if inputs.tops is None else inputs.tops.at[part]
         scales = []
-        if "scales" in refs:
-            scales = unpack_scales(refs["scales"].at[part], [ref.at[part] for ref in room])
-        matrix = LoadedMatrix(weight, values_ref.at[part], scales, tops)
+        if inputs.scales is not None:
+            scales = unpack_scales(inputs.scales.at[part], [ref.at[part] for ref in scratch.scales])
+        matrix = LoadedMatrix(weight, inputs.values.at[part], scales, tops)
         return matrix.product(xs_ref)
 
     if activation is not None:
         out_ref[0] = activation(product(0), product(1)).astype(out_ref.dtype)
         return
-    for part in range(values_ref.shape[0]):
+    for part in range(inputs.values.shape[0]):
         out_ref[part] = product(part).astype(out_ref.dtype)
 
 
