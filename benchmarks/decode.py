@@ -29,7 +29,6 @@ from multiprocessing import get_context
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -38,6 +37,7 @@ from inferlib import configs
 from inferlib.cache.plan import BlockState, plan_cache
 from inferlib.checkpoint.load import load_weights
 from inferlib.config import DeviceKind, EngineConfig, backend_option
+from inferlib.doctor.rates import copy_bandwidth
 from inferlib.engine.engine import Engine, EngineStats
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.llm import ModelFiles
@@ -53,33 +53,9 @@ from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second, read plus written, of copying gigabytes: the faster of a device copy and a compiled loop."""
-    count, loops = (1 << 30 if jax.default_backend() == "gpu" else 1 << 26), 20
-    x = jax.random.normal(jax.random.key(0), (count,), jnp.float32)
-    copy = jax.jit(jnp.copy)
-    scale = jax.jit(lambda x: jax.lax.fori_loop(0, loops, lambda _, y: y * 1.0001, x))
-
-    def seconds(run) -> float:
-        run()
-        times = []
-        for _ in range(3):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-
-    fastest = min(
-        seconds(lambda: _copies(copy, x, loops)),
-        seconds(lambda: scale(x).block_until_ready()),
-    )
-    return 2 * x.nbytes * loops / fastest
-
-
-def _copies(copy, x, loops: int) -> None:
-    for _ in range(loops):
-        y = copy(x)
-    y.block_until_ready()
+def large_copies() -> float:
+    """`copy_bandwidth` of 4 GiB on a GPU, which is what large weights are, and of 256 MiB elsewhere."""
+    return copy_bandwidth(1 << 30 if jax.default_backend() == "gpu" else 1 << 26)
 
 
 def step_bytes(model: AbstractModel, batch: int, length: int) -> float:
@@ -291,7 +267,7 @@ def main() -> None:
     model = abstract_model(config, dtype, quantization=quantization, backend=run.backend, scan=run.scan)
     with user_errors(args.parser), explained("making the weights", ProgramSet.make(model, run).demand):
         weights = load_weights(args.files.source, family_of(hf), model) if args.files else model.random_weights()
-    copy = copy_bandwidth()
+    copy = large_copies()
     rows = [measure(model, weights, b, args.cache, args.steps, Shards(), args.backend) for b in args.batches]
     for i, row in enumerate(rows):
         row |= {"share": row["gb_per_second"] * 1e9 / copy, "copy_gb_per_second": copy / 1e9}

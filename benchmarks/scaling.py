@@ -9,7 +9,7 @@ import argparse
 import gc
 
 import jax
-from decode import copy_bandwidth, engine_config, measure
+from decode import engine_config, large_copies, measure
 from rich.console import Console
 from rich.table import Table
 
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--rules", default="tp", help="sharding preset")
     args = parser.parse_args()
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    config, copy = config_from_hf(configs.load(args.config)), copy_bandwidth()
+    config, copy = config_from_hf(configs.load(args.config)), large_copies()
     title = f"{args.config}, {dtype}, {jax.devices()[0].device_kind}, {args.rules}; copy {copy / 1e9:.0f} GB/s each"
     table = Table(title=title, min_width=100)
     for name in ("devices", "batch", "ms/step", "tokens/s", "of aggregate copy", "against the first"):
