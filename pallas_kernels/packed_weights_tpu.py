@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from einops import rearrange
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -125,22 +126,21 @@ def pack_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arra
     zero, for which the addition of that 1 carries into what then takes the rest away. They are bits 1 to 3 of the
     first, whose sign is bit 7, and 4 to 6 of the second, whose sign is bit 0.
     """
-    inputs, columns = codes.shape[-2:]
+    inputs = codes.shape[-2]
     pad = [(0, 0)] * (codes.ndim - 2)
     codes = jnp.pad(codes, [*pad, (0, -inputs % DEPTH), (0, 0)])
     scales = jnp.pad(scales, [*pad, (0, codes.shape[-2] // BLOCK - scales.shape[-2]), (0, 0)])
     float_ = jnp.maximum(codes & 7, 1) - (codes & 7 == 1)  # of 0.5, 1, 1.5, ... exponent and mantissa
     nibbles = jnp.where(codes & 7 == 0, 7, (float_ ^ 1) - 1 | codes & 8).astype(jnp.uint32)
-    nibbles = nibbles.reshape(*codes.shape[:-2], -1, 4, 2, 16, columns)
+    nibbles = rearrange(nibbles, "... (group block half r) n -> ... group block half r n", block=4, half=2, r=16)
     starts = jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None]
     magnitude_at, sign_at = ((starts + jnp.array(x, jnp.uint32))[..., None, None] for x in ((1, 4), (7, 0)))
     bits = (nibbles & 7) << magnitude_at | nibbles >> 3 << sign_at
-    words = jnp.sum(bits, axis=(-4, -3), dtype=jnp.uint32)
-    words = lax.bitcast_convert_type(words, jnp.int32).reshape(*codes.shape[:-2], -1, columns)
+    words = rearrange(jnp.sum(bits, axis=(-4, -3), dtype=jnp.uint32), "... group r n -> ... (group r) n")
     exponents, tops = _exponents(scales)
-    exponents = exponents.astype(jnp.uint32).reshape(*scales.shape[:-2], -1, 4, columns)
+    exponents = rearrange(exponents.astype(jnp.uint32), "... (group block) n -> ... group block n", block=4)
     exponents = jnp.sum(exponents << jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None], axis=-2, dtype=jnp.uint32)
-    return words, lax.bitcast_convert_type(exponents, jnp.int32), tops
+    return *(lax.bitcast_convert_type(x, jnp.int32) for x in (words, exponents)), tops
 
 
 def pack_float4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -150,11 +150,11 @@ def pack_float4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arr
     A word is eight codes, unchanged and in order: a converted block is a register. A shift is subtracted from a byte to
     put the scale in its exponent; it is 0 if all codes are zero.
     """
-    inputs, columns = codes.shape[-2:]
+    inputs = codes.shape[-2]
     pad = [(0, 0)] * (codes.ndim - 2)
     codes = jnp.pad(codes, [*pad, (0, -inputs % FLOAT4_DEPTH), (0, 0)])
     scales = jnp.pad(scales, [*pad, (0, codes.shape[-2] // BLOCK - scales.shape[-2]), (0, 0)])
-    codes = jnp.where(codes & 7 == 0, 0, codes).reshape(*codes.shape[:-2], -1, 8, columns)
+    codes = rearrange(jnp.where(codes & 7 == 0, 0, codes), "... (word code) n -> ... word code n", code=8)
     starts = jnp.arange(0, 32, 4, dtype=jnp.uint32)[:, None]
     words = jnp.sum(codes.astype(jnp.uint32) << starts, axis=-2, dtype=jnp.uint32)
     exponents, tops = _exponents(scales)

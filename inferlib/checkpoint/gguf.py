@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import ml_dtypes
 import numpy as np
+from einops import rearrange
 
 from inferlib.checkpoint.source import CheckpointError, StoredTensors, map_array, size_of
 from inferlib.config import brief
@@ -267,7 +268,7 @@ class GGUFCheckpoint(StoredTensors[_Tensor]):
         rows = tensor.shape[0]
         if rows % (2 * heads):
             raise CheckpointError(f"{self.path}: the {rows} rows of {tensor.name!r} are not {heads} heads")
-        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+        return rearrange(np.arange(rows), "(head pair part) -> (head part pair)", head=heads, part=2)
 
     def _kv_heads(self) -> int:
         key = "attention.head_count_kv"

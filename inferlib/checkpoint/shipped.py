@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from einops import rearrange
 from jax import lax
 
 from inferlib.checkpoint.source import CheckpointError, TensorSource
@@ -79,9 +80,10 @@ class Form:
         bits = jax.dtypes.itemsize_bits(self.element)
         codes = np.ascontiguousarray(np.moveaxis(raw, along, -1)).view(np.uint8)
         if bits == 4:
-            codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+            codes = rearrange([codes & 15, codes >> 4], "half ... byte -> ... (byte half)")
         if self.places:
-            codes = codes.reshape(*codes.shape[:-1], -1, len(self.places))[..., self.places].reshape(codes.shape)
+            words = rearrange(codes, "... (word place) -> ... word place", place=len(self.places))
+            codes = rearrange(words[..., self.places], "... word place -> ... (word place)")
         codes = np.moveaxis(codes, -1, along)
         if jnp.issubdtype(self.element, jnp.floating):
             return codes.view(self.element)
@@ -332,7 +334,7 @@ class QuantizedSource:
         form, tensor = self.form, self._tensor(name, self.form.values)
         if rows is None or form.blocks or not form.transposed:
             raw = self._source.read(tensor, rows)
-            raw = raw.reshape(*raw.shape[:-2], -1) if form.blocks else raw
+            raw = rearrange(raw, "... block byte -> ... (block byte)") if form.blocks else raw
             values = form.unpacked(raw, form.values_along)
             return values.swapaxes(-1, -2) if form.transposed else values
         first, last, _ = rows.indices(self.shape(name)[0])

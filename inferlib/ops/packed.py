@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from einops import rearrange
 from jax import lax
 
 from inferlib.ops import eight_bits
@@ -265,8 +266,8 @@ class Packing:
     def _matrix(self, x: jax.Array) -> jax.Array:
         """[..., *O] -> [..., P, rows, N]"""
         parts, _, columns = self.sizes
-        x = x.reshape(*self.shape[: self.lead], -1, parts, columns)
-        return jnp.moveaxis(x, -2, -3)
+        x = x.reshape(*self.shape[: self.lead], -1, parts * columns)
+        return rearrange(x, "... k (p n) -> ... p k n", p=parts)
 
     def local(self, shards: Shards) -> PackedTensor:
         """A device's shard, with shapes for arrays."""
