@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -22,9 +22,7 @@ from einops import rearrange
 
 from inferlib.checkpoint.source import CheckpointError, StoredTensors, map_array, size_of
 from inferlib.config import brief
-
-if TYPE_CHECKING:
-    from inferlib.tokenizer import Tokenizer
+from inferlib.tokenizer import Tokenizer
 
 _ALIGNMENT = 32  # of the tensor data in bytes, unless the metadata says otherwise
 
@@ -166,8 +164,6 @@ class GGUFCheckpoint(StoredTensors[_Tensor]):
 
     def tokenizer(self) -> Tokenizer:
         """The file's tokenizer and chat template; raises CheckpointError if its kind is not supported."""
-        from inferlib.tokenizer import Tokenizer  # reads checkpoints itself
-
         return Tokenizer.from_gguf_metadata(self.metadata)
 
     def config(self) -> dict[str, Any]:
