@@ -35,7 +35,7 @@ def errors() -> list[dict]:
         report = json.loads(run.stdout)
     except json.JSONDecodeError:
         sys.exit(f"pyright failed: {run.stderr or run.stdout}")
-    return [found for found in report["generalDiagnostics"] if found["severity"] == "error"]
+    return [entry for entry in report["generalDiagnostics"] if entry["severity"] == "error"]
 
 
 def main() -> None:

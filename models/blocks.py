@@ -229,7 +229,7 @@ class GeneralBlock(Block):
             return x, None, None
         y, later = x, None
         with jax.named_scope("mlp"):
-            if isinstance(self.mlp, Moe) and self.mlp.spec.own_norms:
+            if isinstance(self.mlp, Moe) and self.mlp.spec.separate_norms:
                 tokens = shards.gather_for_mlp(shards.all_tokens(x, ctx.tokens))
                 out, load = self.mlp.with_norms(tokens, self.pre_mlp_norm(tokens, shards), ctx, layer)
             else:
@@ -256,7 +256,7 @@ class GeneralBlock(Block):
 def kind_of_block(spec: LayerSpec, config: ModelConfig) -> type[Block]:
     """The class of a layer's block."""
     defers = any(isinstance(layer.mlp, MoeSpec) and layer.mlp.deferred for layer in config.layers)
-    normed = spec.normed or (isinstance(spec.mlp, MoeSpec) and spec.mlp.own_norms)
+    normed = spec.normed or (isinstance(spec.mlp, MoeSpec) and spec.mlp.separate_norms)
     extended = config.streams > 1 or config.per_layer is not None or spec.laurel or spec.scaled
     if defers or normed or extended or not (spec.pre_norm or spec.post_norm):
         return GeneralBlock

@@ -149,7 +149,7 @@ class AttentionSpec:
         return 2 if self.value_dim == self.head_dim and not self.key_is_value else 1
 
     @property
-    def own_values(self) -> bool:
+    def separate_values(self) -> bool:
         """True if values have a separate matrix."""
         return self.fused_heads == 1 and not self.key_is_value
 
@@ -348,7 +348,7 @@ class MoeSpec:
     deferred: bool = False
     # Chosen and shared experts have separate norms before and after them; the chosen experts and the router read the
     # residual (Gemma 4).
-    own_norms: bool = False
+    separate_norms: bool = False
 
     def __post_init__(self):
         _require(0 <= self.identity < self.router.experts, f"{self.identity} of all experts cannot be the identity")
@@ -359,7 +359,7 @@ class MoeSpec:
             _require(self.shared is not None, "a gate needs shared experts")
             _require(not (self.shared and self.shared.bias), "gated shared experts with biases are not supported")
         _require(
-            not self.own_norms or (self.shared is not None and not self.deferred),
+            not self.separate_norms or (self.shared is not None and not self.deferred),
             "experts with norms of their own need shared ones, and cannot be deferred",
         )
 
@@ -423,7 +423,7 @@ class LayerSpec:
     laurel: int = 0  # rank of a learned residual beside attention's (LAuReL, Menghani et al. 2024); 0: none
 
     def __post_init__(self):
-        apart = self.laurel or (isinstance(self.mlp, MoeSpec) and self.mlp.own_norms)
+        apart = self.laurel or (isinstance(self.mlp, MoeSpec) and self.mlp.separate_norms)
         _require(not (apart and self.parallel), "parallel branches have neither LAuReL nor experts with norms")
         beside = apart or self.parallel or self.post_norm or not self.pre_norm
         _require(not (self.normed and beside), "a normed residual needs norms before the branches and nothing else")

@@ -34,7 +34,7 @@ from inferlib.pallas_kernels.row_cells_gpu import RowCells, of_one_layer, page_s
 TILE_BYTES = 16 * 1024
 WARPS, STAGES = 4, 2
 PROGRAMS = 4 * 132  # how many stay resident at once with these tiles, on the 132 SMs of an H100 or H200
-FEW = 2 * 132  # up to so many programs all work at once, and a row's shares may be half as long
+CONCURRENT = 2 * 132  # up to so many programs all work at once, and a row's shares may be half as long
 SHORT_SHARE, LONG_SHARE = 128, 2048
 MERGED = 1024  # numbers that a program of the merging kernel takes at once
 
@@ -137,7 +137,7 @@ def _tiling(heads: int, row_bytes: int, longest: int) -> tuple[int, int]:
     block = max(TILE_BYTES // row_bytes, 16)
     even = PROGRAMS // heads
     splits = max(2 * even if even > 1 else 1, min(pl.cdiv(longest, LONG_SHARE), 8))
-    short = SHORT_SHARE // 2 if heads * pl.cdiv(longest, SHORT_SHARE // 2) <= FEW else SHORT_SHARE
+    short = SHORT_SHARE // 2 if heads * pl.cdiv(longest, SHORT_SHARE // 2) <= CONCURRENT else SHORT_SHARE
     return block, min(splits, pl.cdiv(longest, max(block, short)))
 
 

@@ -48,7 +48,7 @@ def qkv_attention(
     inputs_norm = (None, 0.0)
     if isinstance(qkv, QkvPartials):
         inputs_norm = qkv.inputs, qkv.eps
-        if rows * kv_heads * split["splits"] > over_cache.FEW or products.shape[0] > MOST_SHARES:
+        if rows * kv_heads * split["splits"] > over_cache.CONCURRENT or products.shape[0] > MOST_SHARES:
             norm: dict[str, Any] = dict(inputs=qkv.inputs, eps=qkv.eps, dtype=stored, interpret=interpret)
             flat = products.reshape(*products.shape[:2], -1)
             products, squares = summed(flat, squares, **norm).reshape(products.shape[1:]), None

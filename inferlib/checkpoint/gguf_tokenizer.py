@@ -22,7 +22,7 @@ _SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 # Tokens that end a turn of a chat, which older files do not declare.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 # Special tokens of Phi-3 swallow the white space behind them, but for these.
-_PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
+_PHI3_NO_STRIP = ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class GGUFVocabulary:
         phi3 = self._architecture == "phi3"
         tokenizer.add_special_tokens(
             [
-                AddedToken(t, normalized=False, special=True, rstrip=phi3 and t not in _PHI3_PLAIN)
+                AddedToken(t, normalized=False, special=True, rstrip=phi3 and t not in _PHI3_NO_STRIP)
                 for t, kind in kinds
                 if kind in special
             ]

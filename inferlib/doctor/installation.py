@@ -42,15 +42,15 @@ def versions() -> Iterator[Finding]:
 def devices() -> Iterator[Finding]:
     """The devices of JAX, and accelerators of this machine that JAX does not see."""
     try:
-        found_devices = jax.devices()
+        all_devices = jax.devices()
     except RuntimeError as error:
         yield Finding(AREA, "devices", "wrong", public(f"JAX starts no backend: {error}"))
         return
-    kinds = {device.device_kind for device in found_devices}
-    memory = memory_bytes(found_devices[0])
-    text = f"{len(found_devices)} x {', '.join(sorted(kinds))}"
+    kinds = {device.device_kind for device in all_devices}
+    memory = memory_bytes(all_devices[0])
+    text = f"{len(all_devices)} x {', '.join(sorted(kinds))}"
     text += f", {memory / 2**30:.1f} GiB each" if memory else ""
-    figures = {"platform": jax.default_backend(), "count": len(found_devices), "memory": memory}
+    figures = {"platform": jax.default_backend(), "count": len(all_devices), "memory": memory}
     yield Finding(AREA, "devices", "ok", text, figures)
     for kind, (name, fix) in _INSTALL.items():
         if _present(kind) and jax.default_backend() != kind:

@@ -14,7 +14,7 @@ from jax import lax
 from inferlib.ops import eight_bits
 from inferlib.ops.choice import Choice
 from inferlib.ops.collective_matmul import RingWeight
-from inferlib.ops.packed import FEW_ROWS, PackedTensor, by_kernel, by_xla
+from inferlib.ops.packed import MEMORY_BOUND_ROWS, PackedTensor, by_kernel, by_xla
 from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
 from inferlib.ops.residual_norm import DeferredNorm
 
@@ -177,7 +177,7 @@ def _packed(x: Activations, w: PackedTensor, product: Product) -> jax.Array:
     y, activation = whole(x), product.activation
     if w.round_inputs and not w.readable:
         x = y = to_mxfp8(y, MX_GROUP)
-    if w.readable and y.shape[0] > FEW_ROWS:
+    if w.readable and y.shape[0] > MEMORY_BOUND_ROWS:
         return product.activated(by_xla(y, w, product.out_dtype))
     from inferlib.pallas_kernels.mx_matmul_tpu import RmsNorm, unsupported
 

@@ -40,7 +40,7 @@ from inferlib.planning.kernels import (
     small_seconds,
 )
 from inferlib.planning.network import ATTAINED, IDEAL, Efficiency, Network, place
-from inferlib.planning.rates import PLAIN, Part
+from inferlib.planning.rates import PEAK, Part
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.row_state import RowState
 from inferlib.sharding import axes
@@ -101,7 +101,7 @@ def step_time(work: Work, network: Network) -> StepTime:
     scratch.
     """
     target = network.target
-    parts = work.parts or (Part(PLAIN, work.flops, work.nbytes),)
+    parts = work.parts or (Part(PEAK, work.flops, work.nbytes),)
     compute, memory, busy = (sum(times) for times in zip(*(p.seconds(target, ATTAINED) for p in parts), strict=True))
     waits = _waits(work, network, ATTAINED)
     free = (target.chip.vmem_bytes - target.chip.scratch_bytes) / (target.hbm_bandwidth * ATTAINED.memory)
@@ -363,7 +363,7 @@ class Deployed:
         chip = self.target.chip
         moved *= m.layers * (moved > chip.vmem_bytes - chip.scratch_bytes)  # else they stay on chip
         read = m.experts.read_share(everyone) if m.experts else 1.0  # share of the weight
-        rate, elements = PLAIN if m.experts else dense_rate(self._backend), 0.0
+        rate, elements = PEAK if m.experts else dense_rate(self._backend), 0.0
         if m.packed is not None and times:
             rate, each = product_rate(m.packed, math.ceil(times), self._backend)
             flops *= self.target.rate("bfloat16") / self.target.rate(numbers_of(m.packed, math.ceil(times)))

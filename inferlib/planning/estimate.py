@@ -177,7 +177,7 @@ def _feed_forward(ledger: _Ledger, model: AbstractModel, layer: LayerSpec, token
     ledger.gather_for_mlp("input of feed-forward", (tokens, width), dtype)
     if isinstance(spec, MoeSpec):
         _mixture(ledger, model, spec, tokens)
-        width *= 2 if spec.own_norms else 1
+        width *= 2 if spec.separate_norms else 1
     elif spec is not None:
         _gate_up(ledger, model, spec, tokens)
     purpose = "attention and feed-forward" if layer.parallel else "feed-forward"
@@ -197,7 +197,7 @@ def _mixture(ledger: _Ledger, model: AbstractModel, spec: MoeSpec, tokens: int) 
     chosen = spec.router.chosen
     ledger.reduce("router", (axes.EMBED,), (tokens, spec.router.experts), np.float32)
     # Two norms follow experts with separate norms; the two before them take the sum of the residual's norm.
-    _norm(ledger, model, tokens, 2 if spec.own_norms else int(spec.router.norm_eps is not None))
+    _norm(ledger, model, tokens, 2 if spec.separate_norms else int(spec.router.norm_eps is not None))
     received, home = _exchange(ledger, model, spec, tokens)
     pairs = pairs_room(chosen, tokens, received, ledger.backend)
     if pairs < received * chosen and ledger.shards.size(axes.EMBED) > 1:
@@ -265,7 +265,7 @@ def _projections(
             numbers("queries", kv_heads, spec.head_dim)
         return
     numbers("queries, keys and values", kv_heads, queries + spec.fused_heads, spec.head_dim)
-    if spec.own_values:
+    if spec.separate_values:
         numbers("values", kv_heads, spec.value_dim)
     if spec.qk_norm == "full":
         ledger.reduce("QK-norm", (axes.KV_HEADS,), (tokens, 1), np.float32, count=1 + (spec.cache_of is None))

@@ -13,7 +13,7 @@ from inferlib.models.config import LayerSpec, MlaSpec, MoeSpec
 from inferlib.ops import eight_bits, grouped_matmul, matmul
 from inferlib.ops.backend import Backend
 from inferlib.ops.expert_mlp import MOST_TOKENS, MOST_TOKENS_4_BIT
-from inferlib.ops.packed import FEW_ROWS
+from inferlib.ops.packed import MEMORY_BOUND_ROWS
 from inferlib.ops.quantized import Scheme
 from inferlib.planning import rates
 from inferlib.planning.rates import Rate
@@ -29,7 +29,7 @@ def product_rate(weight: WeightSpec, rows: int, backend: Backend) -> tuple[Rate,
     rows: of the product; of experts, all rows of all of them.
     """
     if weight.scheme is None or backend.matmul != "pallas_gpu" or numbers_of(weight, rows) != "bfloat16":
-        return rates.PLAIN, False
+        return rates.PEAK, False
     value: Any = weight.value
     if axes.EXPERTS in weight.axes:
         name = grouped_matmul.choose(rows, value, jnp.bfloat16, backend.grouped_matmul).name
@@ -48,7 +48,7 @@ def numbers_of(weight: WeightSpec, rows: int) -> str:
 
 def dense_rate(backend: Backend) -> Rate:
     """The rate of XLA's products with weights that are stored as they are."""
-    return rates.XLA_GPU if backend.matmul == "pallas_gpu" else rates.PLAIN
+    return rates.XLA_GPU if backend.matmul == "pallas_gpu" else rates.PEAK
 
 
 def _of_gpu(name: str, dtype: str, grouped: bool) -> Rate:
@@ -67,13 +67,13 @@ def attention_rate(latent: bool, decode: bool, backend: Backend) -> Rate:
     """The rate of attention, which reads the cache."""
     if not decode and backend.prefill_attention == "pallas_gpu":
         return rates.PREFILL_GPU
-    return rates.LATENTS if latent and decode and backend.decode_attention == "pallas_gpu" else rates.PLAIN
+    return rates.LATENTS if latent and decode and backend.decode_attention == "pallas_gpu" else rates.PEAK
 
 
 def fetches_ahead(tokens: float, backend: Backend) -> bool:
     """True if XLA multiplies by the weights, so that it can fetch the next ones during a collective. Our kernels read
     their weights when they run."""
-    return backend.matmul != "pallas_tpu" or tokens > FEW_ROWS
+    return backend.matmul != "pallas_tpu" or tokens > MEMORY_BOUND_ROWS
 
 
 @dataclass(frozen=True)

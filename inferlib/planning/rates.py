@@ -32,7 +32,7 @@ class Rate:
     compute: float = 1.0
 
 
-PLAIN = Rate()
+PEAK = Rate()
 # XLA's products of thousands of tokens on GPUs, and the kernel of prefill attention, from steps of 2048 tokens of
 # Llama-3-8B on an H200 (`configs/measurements/h200-engine.yaml`).
 XLA_GPU = Rate(compute=0.77, power=2)

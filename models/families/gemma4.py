@@ -106,7 +106,7 @@ def _experts(hf: Hf, dense: MlpSpec) -> MoeSpec:
         expert_scale=True,
     )
     hidden = need(hf, "moe_intermediate_size")
-    return MoeSpec(router, hidden, activation(hf, "hidden_activation"), shared=dense, own_norms=True)
+    return MoeSpec(router, hidden, activation(hf, "hidden_activation"), shared=dense, separate_norms=True)
 
 
 def _sizes(hf: Hf, layer: int, kind: str) -> Hf:

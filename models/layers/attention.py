@@ -58,11 +58,11 @@ class Attention(nnx.Module):
         self.qkv = param((dim, k, slots, h), (axes.EMBED, *heads), dtype, contracting=(0,))
         outputs = (axes.KV_HEADS, axes.QUERIES, axes.HEAD_OUT)
         self.o = param((k, g, value, dim), (*outputs, axes.EMBED), dtype, contracting=(0, 1, 2))
-        if spec.own_values:
+        if spec.separate_values:
             self.v = param((dim, k, value), (axes.EMBED, axes.KV_HEADS, axes.HEAD_DIM), dtype, contracting=(0,))
         if spec.qkv_bias:
             self.qkv_bias = param((k, slots, h), heads, dtype, "zeros")
-            if spec.own_values:
+            if spec.separate_values:
                 self.v_bias = param((k, value), (axes.KV_HEADS, axes.HEAD_DIM), dtype, "zeros")
         if spec.gate is not None:
             size, names, sums = ((), (), ()) if spec.gate.per_head else ((value,), (axes.HEAD_OUT,), (0,))
@@ -166,7 +166,7 @@ class Attention(nnx.Module):
         k = v = qkv[:, :, g]
         if spec.fused_heads == 2:
             v = qkv[:, :, g + 1]
-        elif spec.own_values:
+        elif spec.separate_values:
             v = ctx.shards.sum(ctx.matmul(x, self.v[...]), axes.EMBED)
             v = v + self.v_bias[...] if spec.qkv_bias else v
         if spec.value_norm:

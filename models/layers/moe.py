@@ -51,7 +51,7 @@ class Moe(nnx.Module):
             self.shared = Mlp(spec.shared, layout.hidden(spec.shared.hidden), dim, dtype)
         if spec.shared_gate:
             self.shared_gate = param((dim,), (axes.EMBED,), dtype)
-        if spec.own_norms:
+        if spec.separate_norms:
             norm = layout.config.norm
             self.pre_norm, self.post_norm = Norm(norm, dim, dtype), Norm(norm, dim, dtype)
             self.post_shared_norm = Norm(norm, dim, dtype)

@@ -25,7 +25,7 @@ def ring_weights(config: ModelConfig, spec: LayerSpec) -> frozenset[str]:
     if spec.parallel:
         return frozenset()
     if isinstance(attention, AttentionSpec):
-        names |= {"attn.o"} | ({"attn.qkv"} if attention.gate is None and not attention.own_values else set())
+        names |= {"attn.o"} | ({"attn.qkv"} if attention.gate is None and not attention.separate_values else set())
     if isinstance(mlp, MlpSpec):
         deferred = any(isinstance(layer.mlp, MoeSpec) and layer.mlp.deferred for layer in config.layers)
         names |= {"mlp.gate_up"} | (set() if deferred else {"mlp.down"})

@@ -92,7 +92,7 @@ def promised(programs: ProgramSet, key: ProgramKey) -> Collectives:
     return counts
 
 
-def assert_promise_kept(programs: ProgramSet, key: ProgramKey, beside: Collectives | None = None) -> Collectives:
+def assert_collectives_equal(programs: ProgramSet, key: ProgramKey, beside: Collectives | None = None) -> Collectives:
     """Of a program on more than one device; returns its collectives. beside: those of its output on several hosts."""
     counts = compiled_collectives(programs.get(key).as_text(), programs.config.shards.mesh)
     assert counts == promised(programs, key) + (beside or Counter()), str(key)

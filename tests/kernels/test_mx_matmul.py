@@ -17,7 +17,7 @@ from inferlib.models.layers.norm import rms_norm
 from inferlib.models.quantization import Quantization
 from inferlib.ops.backend import Backend
 from inferlib.ops.matmul import matmul
-from inferlib.ops.packed import FEW_ROWS, PackedTensor, Packing, choose
+from inferlib.ops.packed import MEMORY_BOUND_ROWS, PackedTensor, Packing, choose
 from inferlib.ops.quantized import SCHEMES, Scheme
 from inferlib.pallas_kernels.mx_matmul_tpu import Blocks, RmsNorm, blocks, mx_matmul, unsupported
 from inferlib.pallas_kernels.packed_weights_tpu import Weight, pack_float4, pack_mxfp4
@@ -117,7 +117,7 @@ def test_norm_and_activation_are_part_of_it(name, rows, layer):
 def test_many_rows_are_multiplied_by_xla(name):
     rng = np.random.default_rng(6)
     tensor, exact = packed(name, rng.standard_normal((3, 2, 160, 136)))
-    x = jnp.asarray(rng.standard_normal((FEW_ROWS + 1, 160)), jnp.bfloat16)
+    x = jnp.asarray(rng.standard_normal((MEMORY_BOUND_ROWS + 1, 160)), jnp.bfloat16)
     assert not kernels_in(lambda x: matmul(x, tensor.of_layer(jnp.int32(2))), x)
     assert kernels_in(lambda x: matmul(x, tensor.of_layer(jnp.int32(2))), x[1:]) == {"mx_matmul"}
     many = matmul(x, tensor.of_layer(jnp.int32(2)), out_dtype=jnp.float32)

@@ -142,7 +142,7 @@ def shares_of(qkv: jax.Array, normed: bool) -> tuple[jax.Array, dict, dict]:
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("limits", [{}, {"FEW": 1}, {"MOST_SHARES": 2}])
+@pytest.mark.parametrize("limits", [{}, {"CONCURRENT": 1}, {"MOST_SHARES": 2}])
 @pytest.mark.parametrize("name", ["no powers of two, rotated in part, norms with an offset", "a ring of its window"])
 def test_shares_of_products_are_summed(name, limits, normed, monkeypatch):
     """In attention, or in a kernel before it where its programs or the shares are many."""

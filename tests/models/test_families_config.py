@@ -247,7 +247,7 @@ def test_mimo_has_other_names_on_the_hub():
         "routed_scaling_factor": None,
     }
     rope = {"rope_type": "default", "partial_rotary_factor": 0.334}
-    transformers_own = {
+    transformers_names = {
         "layer_types": [SLIDING if slides else FULL for slides in published["hybrid_layer_pattern"]],
         "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 11,
         "rms_norm_eps": 1e-4,
@@ -256,7 +256,7 @@ def test_mimo_has_other_names_on_the_hub():
         "sliding_window": 129,
     }
     result = recipe("mimo_v2_flash", SIZES | published)
-    assert result == completed("mimo_v2_flash", SIZES | transformers_own)
+    assert result == completed("mimo_v2_flash", SIZES | transformers_names)
     other = {"swa_num_attention_heads": 48, "swa_head_dim": 96, "swa_v_head_dim": 64}
     spec = recipe("mimo_v2_flash", SIZES | published | other).layers[1].attention
     assert (spec.heads, spec.kv_heads, spec.head_dim, spec.value_dim, spec.rope.dim) == (48, 16, 96, 64, 32)

@@ -209,9 +209,9 @@ def test_a_bad_word_is_banned_exactly_where_it_would_be_complete(allowed):
     follow = jax.jit(lambda ints, floats, token: follow_bad_words(unpack(ints, floats), floats, token))
     for generated in range(steps):
         logits = np.asarray(step(unpack(ints, floats), counts, np.full(rows, generated, np.int32)))
-        for output, own_words, got in zip(outputs, words, logits, strict=True):
+        for output, row_words, got in zip(outputs, words, logits, strict=True):
             ends = [(*output, token) for token in range(vocab)]
-            bad = [any(end[-len(word) :] == word for word in own_words) for end in ends]
+            bad = [any(end[-len(word) :] == word for word in row_words) for end in ends]
             bad = [b or (allowed is not None and token not in allowed) for token, b in enumerate(bad)]
             assert np.isneginf(got).tolist() == bad
             banned += sum(bad)

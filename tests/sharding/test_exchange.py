@@ -23,7 +23,7 @@ from inferlib.programs.program import ProgramKey
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards
-from tests.helpers.hlo import assert_promise_kept
+from tests.helpers.hlo import assert_collectives_equal
 from tests.sharding.conftest import CHUNK, GREEDY, MAX_LEN, requests, run
 from tests.sharding.test_models import assert_same_logits
 
@@ -143,7 +143,7 @@ def test_the_same_logits_and_greedy_tokens(parallel, engine_of, expected):
     got = run(engine, requests([GREEDY], seed=2))
     assert [s.tokens for s in got] == [s.tokens for s in expected("greedy", "exchanged")]
     for key in engine.programs._compiled:
-        kinds = {kind for kind, axis, _ in assert_promise_kept(engine.programs, key) if axis == "expert"}
+        kinds = {kind for kind, axis, _ in assert_collectives_equal(engine.programs, key) if axis == "expert"}
         assert ("all-to-all" in kinds) == (key.chunks > 0), str(key)  # one row of a replica is gathered
 
 
@@ -151,7 +151,7 @@ def test_the_same_logits_and_greedy_tokens(parallel, engine_of, expected):
 @pytest.mark.parametrize("parallel", ["ep=4,cp=2,rules=cp", "ep=4,cp=2,rules=tp2d"])
 def test_collectives_beside_a_sequence_axis_are_those_promised(parallel, programs_of):
     programs = programs_of("exchanged", parallel)
-    assert_promise_kept(programs, ProgramKey("greedy", 1, MAX_LEN, chunks=1, chunk=CHUNK))
+    assert_collectives_equal(programs, ProgramKey("greedy", 1, MAX_LEN, chunks=1, chunk=CHUNK))
 
 
 def test_quantised_experts(shape_of):

@@ -21,7 +21,7 @@ from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.rules import PRESETS
 from inferlib.sharding.shards import Shards, planned_shards
-from tests.helpers.hlo import assert_promise_kept
+from tests.helpers.hlo import assert_collectives_equal
 from tests.sharding.conftest import CHUNK, MAX_LEN, ROWS
 
 # Those of the families' greedy programs are read where these run (test_models.py).
@@ -41,8 +41,8 @@ def test_collectives_of_rarer_layers_are_those_promised(shape, parallel, program
     """QK-norm over all heads, layer norm, parallel blocks, biases."""
     programs = programs_of(shape, parallel)
     rows = programs.config.rows
-    assert_promise_kept(programs, ProgramKey("greedy", rows, MAX_LEN, steps=4))
-    assert_promise_kept(programs, ProgramKey("greedy", rows, MAX_LEN, chunks=1, chunk=CHUNK))
+    assert_collectives_equal(programs, ProgramKey("greedy", rows, MAX_LEN, steps=4))
+    assert_collectives_equal(programs, ProgramKey("greedy", rows, MAX_LEN, chunks=1, chunk=CHUNK))
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_collectives_of_sampling_are_those_promised(parallel, programs_of):
         ProgramKey("logprobs", 0, MAX_LEN, chunks=1, chunk=CHUNK, detail="logprobs"),
         ProgramKey("sample", rows, MAX_LEN),
     ):
-        counts = assert_promise_kept(programs, key)
+        counts = assert_collectives_equal(programs, key)
         assert bool(counts) == (parallel != "dp=2")  # replicas have nothing to say but in a loop
 
 
 def test_collectives_of_stacked_layers_are_those_promised(programs_of):
     programs = programs_of("smollm2", "tp=2,dp=2", scan=True)
-    counts = assert_promise_kept(programs, ProgramKey("greedy", 2, MAX_LEN, steps=4))
+    counts = assert_collectives_equal(programs, ProgramKey("greedy", 2, MAX_LEN, steps=4))
     assert counts["all-reduce", "tensor", 4 * 2 * 72] == 1 + 2 * 2  # the embedding, two in each layer
     assert counts["all-reduce", "data", 4 * 2] == 1  # whether to go on
 

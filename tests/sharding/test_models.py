@@ -11,7 +11,7 @@ import pytest
 from inferlib.engine.engine import Engine
 from inferlib.engine.sequence import Sequence
 from inferlib.programs.program_set import ProgramSet
-from tests.helpers.hlo import assert_promise_kept
+from tests.helpers.hlo import assert_collectives_equal
 from tests.helpers.poison import poison
 from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, ROWS, logits, requests, run
 
@@ -96,7 +96,7 @@ def test_the_same_logits_and_greedy_tokens(shape, parallel, engine_of, expected)
     assert shares[0] == 0
     assert 0 < max(shares) < 0.9
     for key in engine.programs._compiled:
-        assert_promise_kept(engine.programs, key)
+        assert_collectives_equal(engine.programs, key)
 
 
 @pytest.mark.parametrize(("shape", "parallel"), ONE_RUN)
@@ -112,7 +112,7 @@ def test_the_same_logits_and_greedy_tokens_in_one_run(shape, parallel, engine_of
     assert shares[0] == 0
     assert 0 < max(shares) < 0.9
     for key in engine.programs._compiled:
-        assert_promise_kept(engine.programs, key)
+        assert_collectives_equal(engine.programs, key)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_the_same_logits_with_rarer_layers(shape, parallel, engine_of, expected)
     engine = engine_of(shape, parallel)
     assert_same_logits(engine, shape, expected)
     for key in engine.programs._compiled:
-        assert_promise_kept(engine.programs, key)
+        assert_collectives_equal(engine.programs, key)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def compile_and_compare(topology: str, presets: list[str]) -> None:
     from inferlib.programs.program_set import ProgramSet
     from inferlib.sharding.mesh import Parallelism
     from inferlib.sharding.shards import make_shards
-    from tests.helpers.hlo import assert_promise_kept
+    from tests.helpers.hlo import assert_collectives_equal
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     for parallel in presets:
@@ -71,7 +71,7 @@ def compile_and_compare(topology: str, presets: list[str]) -> None:
         plan = plan_cache(model, rows=8, max_len=2048, chunk=512, dtype="float32")
         # Two hosts: each takes the tokens of all rows. The compiler makes an all-reduce of that all-gather.
         output = Counter({("all-reduce", "data", 4 * config.max_batch): 1} if shards.replicas > 1 else {})
-        assert_promise_kept(ProgramSet(model, plan, config), ProgramKey("greedy", config.rows, 2048), output)
+        assert_collectives_equal(ProgramSet(model, plan, config), ProgramKey("greedy", config.rows, 2048), output)
         print(parallel, flush=True)
 
 
