@@ -97,38 +97,56 @@ class Blocks:
 def default_blocks(x: Shaped, w: Stored) -> Blocks:
     """Products as high as groups, and weights in as few pieces as fit, for x [M, I] and weights [L, E, P, I, O]."""
     rows, (groups, parts, inner, outer) = x.shape[0], shape_of(w)[1:]
-    high, small_groups = _rounded_up(rows, SUBLANES), rows <= 16 * groups
-    quantised = isinstance(w, Weight)
-    lowest = SMALL_HEIGHT if small_groups else LOW // (1 + quantised) if generation() in NARROW else 2 * LOW
-    height = tail = min(high, lowest)
-    while 2 * height <= min(high, SMALL_HEIGHT if small_groups else HIGH):
-        height *= 2
-    tiles = outer // LANES if outer % LANES == 0 else 1
-    pieces = [n for n in range(1, tiles + 1) if tiles % n == 0]
-    fit = [n for n in pieces if parts * matrix_bytes(w) <= n * by_vmem(WEIGHT_BYTES)]
-    columns = outer // (fit or pieces[-1:])[0]
+    columns, quantised = _columns(w), isinstance(w, Weight)
+    height, tail = _heights(rows, groups, quantised)
     # Other generations convert 8-bit floats so slowly that scales of 128 inputs multiply sums instead.
     once = quantised and (w.group == BLOCK or generation() in FLOAT4) and height > SMALL_HEIGHT
     if once and generation() not in NARROW and height == HIGH and parts * inner * columns <= TALL_ELEMENTS:
         # Most groups of random size, with the rows before them in their first sublanes, then fit one product.
         most = rows // groups + 1.5 * (rows / groups) ** 0.5 + SUBLANES // 2
         height = min(max(_rounded_up(math.ceil(most), 2 * SUBLANES), HIGH), TALL)
-    rows = min(FAST_ROWS if height > HIGH and generation() in FLOAT4 else ROWS, max(high, height))
+    limit = FAST_ROWS if height > HIGH and generation() in FLOAT4 else ROWS
+    rows = min(limit, max(_rounded_up(rows, SUBLANES), height))
     least = min(height, SMALL_HEIGHT)  # the least height that is tried
     choices = [Blocks(rows, columns, height, tail, 3, once), Blocks(rows, columns, height, tail, 2)]
     if once and generation() not in (*NARROW, *FLOAT4):  # the others gain little by it, or take long to compile it
         choices[1:1] = [replace(choices[0], buffers=2, together=n) for n in TOGETHER if n < columns]
-    for chosen in (*choices, Blocks(rows, columns, least, least, 2)):
-        while chosen.rows > chosen.height and chosen.vmem_bytes(x, w) > by_vmem(VMEM_BYTES):
-            chosen = replace(chosen, rows=max(_rounded_up(chosen.rows // 2, SUBLANES), chosen.height))
-        if chosen.vmem_bytes(x, w) <= by_vmem(VMEM_BYTES):
-            break
+    chosen = _first_that_fits((*choices, Blocks(rows, columns, least, least, 2)), x, w)
     # If rows and results fit on chip beside the kernel, they are neither written to memory nor read. That is worth more
     # than a third buffer and high tiles, without which the kernel takes 2 to 6 % longer on v5p.
     beside = on_chip_bytes() - SPARE_BYTES - (inner + parts * outer) * x.shape[0] * x.dtype.itemsize
     lower = max(_rounded_up(chosen.rows // 2, SUBLANES), chosen.height)
     smaller = replace(chosen, rows=lower, buffers=2)
     return smaller if chosen.vmem_bytes(x, w) > beside >= smaller.vmem_bytes(x, w) else chosen
+
+
+def _columns(w: Stored) -> int:
+    """Columns of a piece of the weights, of the fewest pieces that fit."""
+    parts, _, outer = shape_of(w)[2:]
+    tiles = outer // LANES if outer % LANES == 0 else 1
+    pieces = [n for n in range(1, tiles + 1) if tiles % n == 0]
+    fit = [n for n in pieces if parts * matrix_bytes(w) <= n * by_vmem(WEIGHT_BYTES)]
+    return outer // (fit or pieces[-1:])[0]
+
+
+def _heights(rows: int, groups: int, quantised: bool) -> tuple[int, int]:
+    """The highest and the lowest products, of at most HIGH rows."""
+    high, small_groups = _rounded_up(rows, SUBLANES), rows <= 16 * groups
+    lowest = SMALL_HEIGHT if small_groups else LOW // (1 + quantised) if generation() in NARROW else 2 * LOW
+    height = tail = min(high, lowest)
+    while 2 * height <= min(high, SMALL_HEIGHT if small_groups else HIGH):
+        height *= 2
+    return height, tail
+
+
+def _first_that_fits(choices: Sequence[Blocks], x: Shaped, w: Stored) -> Blocks:
+    """The first choice that fits on chip, with fewer rows if need be; the last one if none does."""
+    for chosen in choices:
+        while chosen.rows > chosen.height and chosen.vmem_bytes(x, w) > by_vmem(VMEM_BYTES):
+            chosen = replace(chosen, rows=max(_rounded_up(chosen.rows // 2, SUBLANES), chosen.height))
+        if chosen.vmem_bytes(x, w) <= by_vmem(VMEM_BYTES):
+            break
+    return chosen
 
 
 def unsupported(x: Shaped, w: Stored, *, blocks: Blocks | None = None) -> str | None:

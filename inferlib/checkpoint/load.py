@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -41,45 +41,53 @@ def plan_load(source: TensorSource, family: Family, model: AbstractModel) -> tup
     """Match every weight, except the tables of `inferlib.placement`, with the tensors to read. Raises CheckpointError
     for missing, misshapen or unexpected tensors."""
     present = set(source.names())
+    items = _match(family, model, present)
+    pieces = (piece for item in items for layer in item.pieces for piece in layer)
+    wanted = {piece.tensor: piece.stored for piece in pieces if piece.values is None}
+    stored = {name: tuple(source.shape(name)) for name in wanted if name in present}
+    _check_types(source, stored)
+    problems = {
+        "missing": [f"{name} {wanted[name]}" for name in sorted(set(wanted) - present)],
+        "wrong shape": [f"{n}: {shape} instead of {wanted[n]}" for n, shape in stored.items() if shape != wanted[n]],
+        "unexpected": _unexpected(source, family, model.config, present - set(wanted)),
+    }
+    if problems := [f"{kind}: {_some(texts)}" for kind, texts in problems.items() if texts]:
+        raise CheckpointError(
+            f"the checkpoint does not hold a {family.name} model of its config.json; " + "; ".join(problems)
+        )
+    return items
+
+
+def _match(family: Family, model: AbstractModel, present: set[str]) -> tuple[LoadItem, ...]:
+    """The tensors of every weight, by the names that this checkpoint has: fused or not, with the prefix or without."""
     layers = family.prefix.split("{i}")[0]
     if any(name.startswith(layers) and name.endswith(tuple(family.fused.values())) for name in present):
         family = replace(family, layer={**family.layer, **family.fused})
     items = tuple(_item(family, model, weight) for weight in model.weights if weight.part not in TABLES)
     if family.base and not any(name.startswith(family.base) for name in present):
-        items = tuple(_without(family.base, item) for item in items)
-    pieces = (piece for item in items for layer in item.pieces for piece in layer)
-    wanted = {piece.tensor: piece.stored for piece in pieces if piece.values is None}
-    missing = sorted(set(wanted) - present)
-    dtypes = {name: source.dtype(name) for name in wanted if name in present}
+        return tuple(_without(family.base, item) for item in items)
+    return items
+
+
+def _check_types(source: TensorSource, names: Iterable[str]) -> None:
+    """Raise CheckpointError for tensors of types that need scales."""
+    dtypes = {name: source.dtype(name) for name in names}
     if odd := [f"{name} {dtype}" for name, dtype in dtypes.items() if not _needs_no_scales(dtype)]:
         raise CheckpointError(
             "these weights are quantised, which config.json does not describe (it has no quantization_config, or one "
             f"of other tensors): {_some(odd)}; fetch the checkpoint's own config.json and all its files again, or "
             "quantise the original again"
         )
-    wrong = [
-        f"{name}: {source.shape(name)} instead of {shape}"
-        for name, shape in wanted.items()
-        if name in present and tuple(source.shape(name)) != shape
-    ]
-    ignored = {*_identity_experts(family, model.config), *_shared_cache_keys(family, model.config)}
-    ignored |= {family.top["head"] + ".weight"} if model.config.tied else set()
-    drafts = tuple(name.format(layers=len(model.config.layers)) for name in family.drafts)
+
+
+def _unexpected(source: TensorSource, family: Family, config: ModelConfig, unread: set[str]) -> list[str]:
+    """Tensors with their shapes that no weight reads, and that are none that checkpoints have besides."""
+    ignored = {*_identity_experts(family, config), *_shared_cache_keys(family, config)}
+    ignored |= {family.top["head"] + ".weight"} if config.tied else set()
+    drafts = tuple(name.format(layers=len(config.layers)) for name in family.drafts)
     spare = source.spare if isinstance(source, QuantizedSource) else lambda _: False
     left_out = lambda name: name.endswith(_IGNORED) or name.startswith(drafts + family.senses) or spare(name)  # noqa: E731
-    unexpected = sorted(n for n in present - set(wanted) - ignored if not left_out(n))
-    problems = []
-    if missing:
-        problems.append("missing: " + _some([f"{name} {wanted[name]}" for name in missing]))
-    if wrong:
-        problems.append("wrong shape: " + _some(wrong))
-    if unexpected:
-        problems.append("unexpected: " + _some([f"{name} {tuple(source.shape(name))}" for name in unexpected]))
-    if problems:
-        raise CheckpointError(
-            f"the checkpoint does not hold a {family.name} model of its config.json; " + "; ".join(problems)
-        )
-    return items
+    return [f"{name} {tuple(source.shape(name))}" for name in sorted(unread - ignored) if not left_out(name)]
 
 
 def load_weights(

@@ -360,32 +360,23 @@ class Module:
         inputs = [computation.instructions[o] for o in i.operands]
         if i.collective == "ragged-all-to-all":  # into its second operand, in place
             del inputs[1]
-        if i.op == "copy-start":
-            target, source = i.shapes[0], inputs[0].shapes[0]
-            yield from (s.physical_bytes for s in (target, source) if not s.space)
-            return
-        if i.op == "slice-start":
-            source, target = i.shapes[:2]
-            yield from (target.physical_bytes for s in (source, target) if not s.space)
-            return
-        if i.op in _SLICES:
-            yield from (2 * s.physical_bytes for s in i.shapes if not s.space)
-            return
-        if i.op in _IN_PLACE:
-            update = inputs[1 if i.op == "dynamic-update-slice" else 2].shapes[0]
-            yield from (update.physical_bytes for s in (update, i.shapes[0]) if not s.space)
-            return
-        called = self.computations[i.called("calls")] if i.op == "fusion" else None
-        for n, value in enumerate(inputs):
+        if i.op == "fusion":
+            yield from self._moved_by_fusion(i, inputs)
+        else:
+            yield from (nbytes for shape, nbytes in _ends(i, inputs) if not shape.space)
+
+    def _moved_by_fusion(self, i: Instruction, inputs: Sequence[Instruction]) -> Iterator[int]:
+        called = self.computations[i.called("calls")]
+        for parameter, value in zip(called.parameters, inputs, strict=False):
             for shape in value.shapes[:1] if value.op != "tuple" else ():
                 if not shape.space:
-                    yield self._read(called, called.parameters[n]) if called else shape.physical_bytes
-        outputs = [called.root] if called else [i]
-        if called and called.root.op == "tuple":
+                    yield self._read(called, parameter)
+        outputs = [called.root]
+        if called.root.op == "tuple":
             outputs = [called.instructions[o] for o in called.root.operands]
         for shape, output in zip(i.shapes, outputs, strict=False):
             if not shape.space:
-                yield self._written(called, output, shape) if called else shape.physical_bytes
+                yield self._written(called, output, shape)
 
     def _read(self, called: Computation, value: Instruction) -> int:
         """Bytes that a fusion reads of an operand: those of the slices, if it only slices the operand."""
@@ -417,6 +408,22 @@ class Module:
             update = output.operands[1 if output.op == "dynamic-update-slice" else 2]
             return called.instructions[update].shapes[0].physical_bytes
         return shape.physical_bytes
+
+
+def _ends(i: Instruction, inputs: Sequence[Instruction]) -> Iterator[tuple[Shape, int]]:
+    """The arrays that an instruction, no fusion, reads and writes, and how many bytes of each."""
+    if i.op == "copy-start":
+        yield from ((shape, shape.physical_bytes) for shape in (i.shapes[0], inputs[0].shapes[0]))
+    elif i.op == "slice-start":
+        yield from ((shape, i.shapes[1].physical_bytes) for shape in i.shapes[:2])
+    elif i.op in _SLICES:
+        yield from ((shape, 2 * shape.physical_bytes) for shape in i.shapes)
+    elif i.op in _IN_PLACE:
+        update = inputs[1 if i.op == "dynamic-update-slice" else 2].shapes[0]
+        yield from ((shape, update.physical_bytes) for shape in (update, i.shapes[0]))
+    else:
+        operands = (shape for value in inputs if value.op != "tuple" for shape in value.shapes[:1])
+        yield from ((shape, shape.physical_bytes) for shape in (*operands, *i.shapes[:1]))
 
 
 def _prefetch(i: Instruction, source: tuple[Shape, ...]) -> bool:
