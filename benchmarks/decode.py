@@ -54,7 +54,7 @@ from inferlib.sharding.shards import Shards
 
 
 def large_copies() -> float:
-    """`copy_bandwidth` of 4 GiB on a GPU, which is what large weights are, and of 256 MiB elsewhere."""
+    """`copy_bandwidth` of 4 GiB on a GPU, and of 256 MiB elsewhere."""
     return copy_bandwidth(1 << 30 if jax.default_backend() == "gpu" else 1 << 26)
 
 

@@ -50,7 +50,7 @@ def locate(model: str | Path, revision: str | None = None, *, weights: bool = Tr
 
 
 def read_config(model: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """The Hugging Face config of a model; of one of the hub without downloading its safetensors.
+    """The Hugging Face config of a model. A model of the hub is not downloaded for it, but for a GGUF file.
 
     Raises CheckpointError.
     """
@@ -118,9 +118,9 @@ class ModelFiles:
         return ModelFiles(path, hf, config, source, tokenizer)
 
     def quantization(self, wanted: str | None) -> Quantization | None:
-        """How the weights are to be kept: as `wanted`, by default as they are stored.
+        """How to store the weights: as `wanted`, by default as in the files.
 
-        Weights that are stored as int8, say, may be wanted as int8_a8, which differs in what is multiplied by them.
+        Weights that the files store as int8 may be wanted as int8_a8, which only rounds the inputs of their products.
         Raises ConfigError for an unknown name, CheckpointError if they are stored quantised in another way.
         """
         stored = None

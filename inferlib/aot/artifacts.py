@@ -115,7 +115,7 @@ class Artifacts:
 
     @property
     def _entries(self) -> list[Mapping[str, Any]]:
-        """Those of all files."""
+        """The entries of all files."""
         return [*filter(None, [self.manifest["start"]]), *self.programs]
 
     def check(self, model: ModelConfig, wanted: Mapping[str, Any]) -> None:
@@ -184,8 +184,8 @@ class Artifacts:
 
     @contextlib.contextmanager
     def _file(self, entry: Mapping[str, Any]) -> Iterator[bytes]:
-        """The bytes of an entry's file, which is in this directory. Raises ArtifactError if it is not the one that was
-        written, or is found to be no use."""
+        """The bytes of an entry's file, which is in this directory. Raises ArtifactError if it is not the file that was
+        written, or if reading its contents within the context fails."""
         file = self.folder / entry["file"]
         inside = file.resolve().parent == self.folder.resolve() and file.is_file()
         data = file.read_bytes() if inside else b""
@@ -200,7 +200,7 @@ class Artifacts:
 
 @contextlib.contextmanager
 def _damage_of(file: Path) -> Iterator[None]:
-    """What is raised within, means that a manifest is damaged."""
+    """A context in which an error means that a manifest is damaged."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""Executables as bytes, and back, without running what else a pickle may ask for.
+"""Executables as bytes, and back, without running anything else that a pickle may name.
 
 JAX serialises an executable as a pickle: the compiler's own bytes, and around them the shapes, shardings and layouts of
 its arguments and results. Only the classes of those are looked up here, so a pickle that names anything else is refused
@@ -75,7 +75,7 @@ class _Known(pickle.Unpickler):
 
 
 class _Executable(_Known, serialize_executable._JaxPjrtUnpickler):
-    """Also with the compiler's bytes, for the devices that it is given."""
+    """An executable whose compiler's bytes are loaded too, for the devices that it is given."""
 
 
 def serialized(programs: Mapping[str, jax.stages.Compiled]) -> bytes:
@@ -86,7 +86,7 @@ def serialized(programs: Mapping[str, jax.stages.Compiled]) -> bytes:
 def loaded(data: bytes, devices: Sequence[Device]) -> dict[str, Callable]:
     """The executables of `serialized`, for as many devices as they were compiled for.
 
-    Raises ExecutableError for other bytes. What the runtime says of too little memory comes through.
+    Raises ExecutableError for other bytes. The runtime's errors of too little memory are not changed.
     """
     try:
         parts = _Known(io.BytesIO(data)).load()

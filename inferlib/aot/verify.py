@@ -34,8 +34,8 @@ class Check:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds by the compiler, which counts no kernel of ours: those are at the rates that the model attains too.
-        None without an estimate."""
+        """Seconds by the compiler; our kernels, which it does not count, take the cost model's time. None without an
+        estimate."""
         if self.compiled.estimate is None:
             return None
         kernels, target = self.compiled.kernels, self.option.deployed.target
@@ -80,8 +80,8 @@ def candidates(ranking: Ranking, count: int) -> list[Option]:
 
 
 def by_compiler(ranking: Ranking, checks: Sequence[Check]) -> Ranking | None:
-    """The plans that were verified, ranked again: each by the model's times, times what the compiler's exceed them by.
-    None if no plan compiled and fits."""
+    """The verified plans, ranked again by the model's times, each multiplied by how far the compiler's time exceeds the
+    model's. None if no plan compiled and fits."""
     plans: dict[int, Option] = {}
     failed = {id(check.option) for check in checks if not check.compiled.outcome.ok}
     for check in checks:

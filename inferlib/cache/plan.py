@@ -29,7 +29,7 @@ from inferlib.programs.start_functions import run
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
-# The dtype of scales. In half of that, the few heads of a device would fill half of a TPU's tiles, for the same bytes.
+# The dtype of scales. A smaller one would save nothing on a TPU: the few heads of a device fill only a part of a tile.
 _SCALES = np.dtype(np.float32)
 ONE_DEVICE = Shards()
 _WHOLE = PoolSize()
@@ -166,7 +166,7 @@ class CachePlan:
         return self.pages * self.page
 
     def tokens_in(self, memory: int, shards: Shards = ONE_DEVICE) -> int:
-        """How many tokens all replicas' pages would hold if the cache had so many bytes of each device."""
+        """How many tokens the pages of all replicas hold if the cache has so many bytes on each device."""
         of_page, of_rows = self.bytes_of(shards)
         return max(memory - of_rows, 0) // of_page * self.page * shards.replicas if of_page else self.tokens
 
@@ -187,7 +187,7 @@ class CachePlan:
 
     @property
     def of_rows(self) -> tuple[bool, ...]:
-        """For each of `arrays`, whether its pages are rows: rings and states."""
+        """For each of `arrays`: True for rings and states, which have an entry per row in place of pages."""
         return tuple(not block.paged for block in self.blocks for _ in block.owned)
 
     @property
@@ -248,7 +248,7 @@ def plan_cache(
 
 
 def _with_pages(plan: CachePlan, shards: Shards, memory: int | None) -> CachePlan:
-    """The plan of one page with as many pages as fit the memory of a device, and as all rows can use."""
+    """A plan of one page, with as many pages as fit a device's memory, and no more than all rows can use."""
     pages = most = plan.rows // shards.replicas * plan.columns
     one = replace(plan, pages=shards.replicas, blocks=tuple(_paged(b, shards.replicas) for b in plan.blocks))
     of_page, of_rows = one.bytes_of(shards)
@@ -276,11 +276,10 @@ def _paged(block: BlockCache | BlockState, pages: int) -> BlockCache | BlockStat
 class _Kind:
     """The form of cells on a platform.
 
-    On a "tpu" a cell is a multiple of 128 numbers, by which its memory is tiled in any case; for other sizes its
-    compiler would choose another order of the dimensions, and copy the cache to it at every step. So if heads have
-    another size, 64 above all, a value lies behind its key in one cell; and rotary keys of latents, half or a quarter
-    of 128 numbers, are folded, so that nothing is padded. A device's slots are such multiples too, as kernels read
-    whole tiles.
+    A TPU's memory is tiled by 128 numbers. Cells on a "tpu" are multiples of that: for other sizes the compiler would
+    reorder the dimensions, and copy the cache at every step. So if heads have another size, mostly 64, one cell has a
+    key and its value; and rotary keys of latents, of 32 or 64 numbers, are folded. A device's slots are multiples of
+    128 too, because kernels read whole tiles.
     """
 
     model: AbstractModel
@@ -292,8 +291,8 @@ class _Kind:
         return 128 if self.platform == "tpu" else 1
 
     def page(self, least: int, max_len: int, rows: int) -> int:
-        """Positions of a page, over all devices that share a row's: at least `least` on each, less if `max_len` is. On
-        a "tpu" the table of pages fits the scalar memory, where its kernels read it."""
+        """Positions of a page, over all devices that share a row's: at least `least` on each, or fewer if `max_len` is
+        smaller. On a "tpu" they are so many that the table of pages fits the scalar memory, where kernels read it."""
         layout = self.model.layout
         specs = [layer.attention for layer in self.model.config.layers]
         tile = self.lanes * max([max(self.folds(spec)) for spec in specs if isinstance(spec, MlaSpec)], default=1)

@@ -21,7 +21,7 @@ from inferlib.models.pieces import Arrange, Assembly, HeadRows, Piece, assembly
 
 @dataclass(frozen=True)
 class _Tensors:
-    """A layer's tensors by their parts in the family's name map; of biases if the parameter is one."""
+    """A layer's tensors by their parts in the family's name map; their biases if the parameter is a bias."""
 
     names: Mapping[str, str]
     bias: bool
@@ -36,7 +36,7 @@ class _Tensors:
         return Piece(self.names["attn." + part] + ".weight", (size,))
 
     def fused(self, module: str, parts: Mapping[str, int]) -> tuple[Piece, ...]:
-        """Tensors of so many rows each; if the family has a `module` of all of them, its rows in this order."""
+        """Tensors with these numbers of rows; if the family stores them as one `module`, its rows in this order."""
         if "attn." + module not in self.names:
             return tuple(self(part, rows) for part, rows in parts.items())
         return fused_rows(self(module, sum(parts.values())), tuple(parts.values()))
@@ -126,8 +126,8 @@ def _rotary(rope: RopeSpec | None) -> int:
 
 
 def half_split(x: jax.Array, rotary: int, axis: int) -> jax.Array:
-    """Reorder the first `rotary` entries from pairs (2i, 2i + 1) to (i, i + rotary / 2): of queries and keys alike, so
-    that scores stay."""
+    """Reorder the first `rotary` entries from pairs (2i, 2i + 1) to (i, i + rotary / 2). Scores stay the same if
+    queries and keys are both reordered."""
     if not rotary:
         return x
     order = np.concatenate([np.arange(0, rotary, 2), np.arange(1, rotary, 2), np.arange(rotary, x.shape[axis])])
@@ -136,7 +136,7 @@ def half_split(x: jax.Array, rotary: int, axis: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class _HalfSplit:
-    """Rotary pairs of the last axis in halves, after `arrange`."""
+    """`arrange`, then the rotary pairs of the last axis in halves."""
 
     rotary: int
     arrange: Arrange

@@ -73,8 +73,8 @@ class _Architecture:
     layer: tensor of a block -> module of a layer.
     interleaved: rows of q and k pair rotary dimensions (2i, 2i + 1), where Hugging Face pairs (i, i + half).
     norm_offset: norm weights in the file are this much larger.
-    wide_blocks: the number of blocks of the family's one size that scales scores by width / heads and not by
-        the head size, which the file does not say; 0 where the scale is no part of the configuration.
+    wide_blocks: models with this many blocks scale scores by width / heads instead of the head size, which the file
+        does not say; 0: none do.
     """
 
     hf: str
@@ -397,7 +397,7 @@ class _Header:
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
     def _strings(self, count: int) -> list[str]:
-        # Vocabularies have several hundred thousand, so this loop calls nothing of ours.
+        # Vocabularies have several hundred thousand entries, so this loop calls no Python function.
         data, size, at, texts = self.data, len(self.data), self.at, []
         length_at = struct.Struct("<Q").unpack_from
         if at + 8 * count > size:

@@ -21,7 +21,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 # Tokens that end a turn of a chat, which older files do not declare.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-# Special tokens of Phi-3 swallow the white space behind them, but for these.
+# Special tokens of Phi-3 swallow the white space behind them, except these.
 _PHI3_NO_STRIP = ("<unk>", "<s>", "<|endoftext|>")
 
 
@@ -30,7 +30,7 @@ class _Split:
     """How a byte-level vocabulary cuts text into words, by regular expressions applied one after the other.
 
     whole_words: a word that is a token is taken as it is, whatever the merges say.
-    add_bos: where the file does not say.
+    add_bos: for files that do not say.
     """
 
     patterns: tuple[str, ...]
@@ -71,7 +71,8 @@ _SPLITS = {
 
 
 class GGUFVocabulary:
-    """The `tokenizer.ggml` keys of a GGUF file's metadata. Raises CheckpointError where they are no use."""
+    """The `tokenizer.ggml` keys of a GGUF file's metadata. Raises CheckpointError if they do not describe a
+    tokenizer."""
 
     def __init__(self, metadata: Mapping[str, Any]):
         self._metadata = metadata
@@ -152,7 +153,7 @@ class GGUFVocabulary:
             by_rank = sorted(by_rank, key=lambda i: -scores[i])
         vocab = {token: i for i, token in enumerate(tokens)}
         learned = (tokens[i] for i in by_rank if self.types[i] in (_NORMAL, _USER_DEFINED))
-        lengths = {len(token) for token in tokens}  # without them a long token takes the square of its length
+        lengths = {len(token) for token in tokens}  # without this, a token takes time quadratic in its length
         merges = [
             (token[:at], token[at:])
             for token in learned
@@ -184,7 +185,7 @@ class GGUFVocabulary:
                 if kind in special
             ]
         )
-        # Runs of spaces, respelled in the vocabulary, are left to the merges.
+        # The vocabulary spells runs of spaces in another way: merges make them.
         whole = [t for t, kind in kinds if kind == _USER_DEFINED and tokenizer.token_to_id(t) is not None]
         tokenizer.add_tokens([AddedToken(t, normalized=False) for t in whole])
 

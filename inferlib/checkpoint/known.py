@@ -87,7 +87,7 @@ def _sha256(path: Path, cache: Path) -> str:
     if key not in sums:
         with path.open("rb") as file:
             sums[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        # A home that cannot be written to costs this at each start, no more.
+        # If the cache cannot be written to, each start computes the checksum again.
         with contextlib.suppress(OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)
             fresh = cache.with_suffix(".tmp")

@@ -76,8 +76,8 @@ def save_weights(directory: Path, weights: Iterable[tuple[WeightSpec, tuple[jax.
     """
     import orbax.checkpoint as ocp
 
-    # In a thread of its own a layer is written to its end when Ctrl-C interrupts this one, so that nothing is still
-    # being written when the caller cleans up.
+    # A separate thread writes a layer to its end even if Ctrl-C interrupts this thread, so that nothing is being
+    # written when the caller cleans up.
     with _checkpointer() as checkpointer, ThreadPoolExecutor(max_workers=1) as writer:
         for block, layer in groupby(weights, key=lambda weight: weight[0].block):
             arrays = {
@@ -91,7 +91,7 @@ def save_weights(directory: Path, weights: Iterable[tuple[WeightSpec, tuple[jax.
                 raise
             except Exception as error:  # the package raises nothing narrower
                 failure = _brief(error)
-            if failure:  # without the error, which would keep the layer's other writes alive
+            if failure:  # not from the error, which would keep the layer's other writes alive
                 raise OSError(f"the weights could not be written: {failure}")
             yield sum(nbytes(array.shape, array.dtype) for array in arrays.values())
             del arrays, item  # before the next layer is read
@@ -232,8 +232,8 @@ def _checkpointer() -> Iterator[ocp.Checkpointer]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep Orbax from printing what it also raises: with the traces of its threads, and once more for each write that
-    was under way when another failed, whose result arrives when nobody waits for it."""
+    """Keep Orbax from printing errors that it also raises, and errors of writes that fail after the first, for which
+    nobody waits."""
     loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
     levels = [logger.level for logger in loggers]
 
@@ -263,7 +263,7 @@ def _folder(directory: Path, block: int | None) -> Path:
 
 
 def _stored_array(shape: Sequence[int], dtype: str) -> tuple[tuple[int, ...], str]:
-    """An array as a manifest has it. Raises TypeError or ValueError for what is none."""
+    """An array's entry in a manifest. Raises TypeError or ValueError for anything else."""
     if not all(type(size) is int and size >= 0 for size in shape) or np.dtype(dtype).hasobject:
         raise ValueError(f"an array of {shape} {dtype}")
     return tuple(shape), dtype
@@ -299,8 +299,8 @@ def _expanded(
 
 
 def _uncommitted(x: jax.Array) -> jax.Array:
-    """An array that programs take wherever it is. On CPUs they would refuse arrays of types of less than a byte, whose
-    layouts JAX misreports, if these are on a particular device, as restored ones are."""
+    """The array, committed to no device. On CPUs, programs refuse committed arrays of types of less than a byte,
+    because JAX misreports their layout, and restored arrays are committed."""
     packed = jax.dtypes.itemsize_bits(x.dtype) < 8 and {d.platform for d in x.sharding.device_set} == {"cpu"}
     return jnp.asarray(np.asarray(x)) if packed else x
 

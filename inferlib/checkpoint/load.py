@@ -81,7 +81,7 @@ def _check_types(source: TensorSource, names: Iterable[str]) -> None:
 
 
 def _unexpected(source: TensorSource, family: Family, config: ModelConfig, unread: set[str]) -> list[str]:
-    """Tensors with their shapes that no weight reads, and that are none that checkpoints have besides."""
+    """Tensors, with their shapes, that no weight reads and that no checkpoint of the family has for other purposes."""
     ignored = {*_identity_experts(family, config), *_shared_cache_keys(family, config)}
     ignored |= {family.top["head"] + ".weight"} if config.tied else set()
     drafts = tuple(name.format(layers=len(config.layers)) for name in family.drafts)
@@ -293,8 +293,8 @@ def shipped_quantization(source: QuantizedSource, family: Family, config: ModelC
 def described_quantization(hf: Mapping[str, Any], config: ModelConfig) -> Quantization | None:
     """How a model is shipped by its Hugging Face config alone, for planning without its files; None if unquantised.
 
-    Of MXFP4 only experts are quantised, of the other forms everything except the head. Raises CheckpointError for forms
-    that are not supported.
+    MXFP4 quantises only experts, the other forms everything except the head. Raises CheckpointError for forms that are
+    not supported.
     """
     if not (described := hf.get("quantization_config")):
         return None

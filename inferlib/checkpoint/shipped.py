@@ -87,7 +87,7 @@ class Form:
         codes = np.moveaxis(codes, -1, along)
         if jnp.issubdtype(self.element, jnp.floating):
             return codes.view(self.element)
-        # In fewer bits than eight the sum wraps around, as a zero point of 0 that is stored less 1 does.
+        # Sums of fewer than eight bits wrap around, as does a zero point of 0, which is stored less 1.
         return ((codes + np.uint8(less) & (1 << bits) - 1).astype(np.int16) - (1 << bits - 1)).astype(self.element)
 
 
@@ -138,7 +138,7 @@ def _gptq(config: Mapping[str, Any]) -> Form:
         raise _unsupported(f"gptq with {bits} bits", "4, 8")
     if layout not in ("gptq", "gptq_v2"):
         raise _unsupported(f"gptq with checkpoint_format {layout!r}", "gptq, gptq_v2")
-    # Symmetric weights have the middle of the range as their zero point, which is a code of 0 here.
+    # The zero point of symmetric weights is the middle of the range, which is a code of 0 here.
     scheme = Scheme(f"int{bits}", _group("gptq", config), zeros=not config.get("sym", False))
     return Form("gptq", scheme, values_along=-2, zeros_less=int(layout == "gptq"), **_INT32)
 

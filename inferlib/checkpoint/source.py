@@ -21,8 +21,8 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def size_of(file: Path) -> int:
-    """The bytes of a file that is there to be read. Raises CheckpointError for a directory, a pipe or another thing
-    that is no file, and for what git-lfs leaves in place of one; OSError if it may not be read."""
+    """The number of bytes of a file. Raises CheckpointError if it is not a regular file, or only git-lfs's pointer to
+    one, and OSError if it may not be read."""
     if not file.is_file():
         raise CheckpointError(f"{file} is {'not a file' if file.exists() else 'missing'}")
     with file.open("rb") as opened:

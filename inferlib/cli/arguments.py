@@ -165,7 +165,7 @@ class DtypeArguments(FormatArguments):
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateArguments:
-    """How a chat becomes a prompt; for groups that have this among their options."""
+    """How a chat becomes a prompt. Groups of other commands inherit these options."""
 
     chat_template: Annotated[
         Path | None, typer.Option(help="File with a Jinja chat template, in place of the model's.")

@@ -57,7 +57,7 @@ class RequestOptions:
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values that no model's defaults could mend."""
+        """Raise ValueError for values that are wrong for every model."""
         from inferlib.sampling.params import SamplingParams
 
         SamplingParams(**{"max_tokens": None, **self.sampling})

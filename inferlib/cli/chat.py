@@ -42,7 +42,7 @@ class AnswerArguments(TemplateArguments):
     ] = None
 
     def sampling(self) -> dict[str, Any]:
-        """Fields of `SamplingParams`: max_tokens, whose None is a value, and what else is given."""
+        """Fields of `SamplingParams`: max_tokens, even if it is None, and the other options that are given."""
         values = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         return {"max_tokens": self.max_tokens} | {name: x for name, x in values.items() if x is not None}
 

@@ -49,7 +49,7 @@ class TraceArguments:
     ] = None
 
     def check(self, **others: Any) -> None:
-        """Raises ValueError for options that do nothing without --trace or, of the others, with it; or cannot be."""
+        """Raise ValueError for options that need --trace, for others that do nothing with it, and for wrong values."""
         if self.trace is not None and (name := next((name for name, value in others.items() if value), None)):
             raise ValueError(f"--{name} is about the ranking: leave it out, or --trace")
         options = {name: value for name, value in vars(self).items() if name != "trace" and value is not None}

@@ -338,7 +338,8 @@ def product(case: MxMatmul, backend: str, *, float4: bool = False) -> Trial:
 def packed(
     w: jax.Array | QuantizedTensor, scheme: str, shape: tuple[int, ...], *, at: int = 0, float4: bool = False
 ) -> PackedTensor:
-    """A weight as TPU kernels read it. at: the dimension that products sum over; with 0, a second of three is P."""
+    """A weight as TPU kernels read it. at: the dimension that products sum over. If it is 0, the second of three
+    dimensions is P."""
     names = (axes.EMBED, axes.GATE_UP, axes.MLP) if at == 0 and len(shape) == 3 else (None,) * len(shape)
     packing = Packing(SCHEMES.get(scheme), shape, names, (at,), float4=float4)
     stored = [w] if isinstance(w, jax.Array) else [w.values, w.scales]

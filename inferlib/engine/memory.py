@@ -1,4 +1,4 @@
-"""How much of a device's memory the cache takes, and how many rows, where a user leaves it open."""
+"""Chooses the memory of the cache and the number of rows, where a user leaves them open."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from inferlib.programs.choices import Choices
 from inferlib.programs.memory import Demand
 from inferlib.sharding import axes
 
-# Of a device's memory, for what programs keep beside weights, cache and temporaries: their code, the compiler's
-# workspaces, gaps between arrays.
+# The share of a device's memory for everything beside weights, cache and temporaries: code, the compiler's workspaces,
+# gaps between arrays.
 _MARGIN = 0.05
-# Most of the memory that is left for the cache that rows keep whatever their length, by default.
+# By default, rings and states, which a row keeps whatever its length, take at most this share of the cache's memory.
 _OF_ROWS = 0.5
 
 
 def device_memory(device: Any, *, alone: bool = True) -> int | None:
-    """Bytes of a device that this process may still take; None if the device does not tell. alone: no other process
-    decides with it, so that what is in use now counts."""
+    """Bytes of a device that this process may still take; None if the device does not tell. alone: no other process has
+    to choose the same sizes, so memory in use now is subtracted."""
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit")
     return limit if limit is None or not alone else limit - stats.get("bytes_in_use", 0)
@@ -38,8 +38,8 @@ def with_memory(
     model: AbstractModel,
     memory: Callable[[EngineConfig], int | None],
 ) -> EngineConfig:
-    """The config that options resolve to, with as much memory for the cache as they say or as a device's `memory`
-    leaves. Where they leave `max_batch` and `max_len` open, both suit that.
+    """Resolve the options and size the cache: as `cache_memory` says, or to what a device's `memory` leaves.
+    `max_batch` and `max_len` are lowered to fit, where the options leave them open.
 
     Raises ConfigurationError for a share of a memory that is not known, and where nothing is left.
     """
@@ -72,7 +72,7 @@ def with_memory(
 
 
 def _left(config: EngineConfig, model: AbstractModel, memory: int) -> int:
-    """Bytes of a device for its cache."""
+    """Bytes of a device that are left for its cache."""
     demand = Demand(model, config, cache=0, temporaries=_temporaries(config, model))
     return int(memory * (1 - _MARGIN)) - demand.weights - demand.state - demand.temporaries
 

@@ -26,8 +26,8 @@ OPERATIONS: tuple[Operation, ...] = ("decode_attention", "prefill_attention")
 def attention_choices(
     config: EngineConfig, model: AbstractModel, plan: CachePlan, operation: Operation
 ) -> tuple[dict[range, Choice], Choice | None]:
-    """The choice of each block of layers that attend, and the choice, if any, that all layers must take because the
-    preferred kernel cannot run some layer although it has that kind of attention."""
+    """The choice for each block of attention layers. Also the one choice for all layers, if there is a layer that the
+    preferred kernel should run and cannot."""
     choices: dict[range, Choice] = {}
     fallback, choose = None, _choose_decode if operation == "decode_attention" else _choose_prefill
     for block, layers in zip(plan.blocks, model.blocks(), strict=True):
@@ -62,8 +62,8 @@ def _choose_decode(
 def _choose_prefill(
     config: EngineConfig, model: AbstractModel, spec: AttentionSpec | MlaSpec, block: BlockCache, table: Any
 ) -> Iterator[Choice]:
-    """The choice for each shape of chunks, on one device. Where tokens are split, what the devices pass on of a row
-    ends at the cache bucket."""
+    """The choice for each shape of chunks, on one device. Where tokens are split, devices pass on a row's cells up to
+    the cache bucket."""
     devices, backend = config.shards.size(axes.TOKENS), config.backend.prefill_attention
     arrays, heads = _arrays(config, block), model.layout.heads(spec)
     slots = arrays[0].shape[-2]

@@ -33,8 +33,8 @@ def use_compile_cache(folder: str | Path | None = None) -> None:
     """Take programs that an earlier process compiled, and keep those that this one compiles.
 
     folder: by default `default_folder()`, unless the application gave JAX a folder of its own
-    (`JAX_COMPILATION_CACHE_DIR`); "none": keep none there. The setting is the whole process's. A default folder that
-    cannot be written to is not used, which is logged. Raises ConfigurationError for another one that cannot.
+    (`JAX_COMPILATION_CACHE_DIR`); "none": keep none there. The setting is the whole process's. If the default folder
+    cannot be written to, that is logged and none is used. Raises ConfigurationError for any other such folder.
     """
     global _ours
     current: str | None = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009 (pyright does not know it)
@@ -73,7 +73,7 @@ def default_folder() -> Path:
 
 
 def _cpu() -> str:
-    """A hash of what Linux says that the CPU is able to do; elsewhere, of its name."""
+    """A hash of the CPU's features as Linux lists them; elsewhere, of its name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -18,7 +18,7 @@ from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import nbytes
 from inferlib.sharding import axes
 
-_SHARE = 0.9  # of the memory that is offered to what would fit: temporaries and the runtime take some
+_SHARE = 0.9  # of a memory, for what is said to fit: temporaries and the runtime take the rest
 _SUGGESTED = "int8"
 
 
@@ -116,7 +116,8 @@ class Demand:
 
 @contextmanager
 def explained(doing: str, demand: Callable[[], Demand]) -> Iterator[None]:
-    """Within, exhausted memory raises OutOfMemoryError. doing: what is being done, such as "loading the weights"."""
+    """A context in which exhausted memory raises OutOfMemoryError. doing: what is being done, such as "loading the
+    weights"."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -126,7 +127,7 @@ def explained(doing: str, demand: Callable[[], Demand]) -> Iterator[None]:
 
 
 def explanation(error: BaseException, doing: str, demand: Callable[[], Demand]) -> OutOfMemoryError | None:
-    """What to raise in place of an error if that says that memory is exhausted; else None."""
+    """The error to raise in place of one that says that memory is exhausted; None for other errors."""
     if not is_out_of_memory(error):
         return None
     devices = jax.local_devices()
@@ -137,7 +138,7 @@ def explanation(error: BaseException, doing: str, demand: Callable[[], Demand]) 
 
 
 def _host_bytes() -> int:
-    """Of memory in this machine; 0 if that is unknown."""
+    """Bytes of this machine's memory; 0 if unknown."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # Windows has no such calls

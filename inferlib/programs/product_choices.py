@@ -84,8 +84,8 @@ def expert_choices(config: EngineConfig, model: AbstractModel) -> dict[str, dict
 def _experts(
     config: EngineConfig, model: AbstractModel, spec: MoeSpec, weights: Sequence[WeightSpec]
 ) -> dict[str, Choice]:
-    """The choices of one layer: of its grouped products in the largest step, of `expert_mlp` for as many tokens as it
-    is for, and of its router when decoding."""
+    """The choices of one layer: of grouped products in the largest step, of `expert_mlp` whatever the number of tokens,
+    and of the router in a decode step."""
     backend, shards, dtype = config.backend, config.shards, model.dtype
     rows = (config.rows + max(p * c for p, c in config.prefill_shapes())) * spec.router.chosen
     local: dict[str, Any] = {w.part.rpartition(".")[2]: w.local(shards) for w in weights}
@@ -98,7 +98,7 @@ def _experts(
         "grouped_matmul": next((choice for choice in products if choice.reason), products[0]),
         "expert_mlp": expert_mlp.choose(None, both, dtype, backend.expert_mlp, split_inputs=split),
     }
-    # Why weights could not be packed says more than that a kernel takes packed ones only.
+    # Why weights are not packed says more than that a kernel needs packed ones.
     unpacked = [w.pack_choice(dtype, shards) for w in weights if w.in_groups and not w.packed]
     if reason := next((choice.reason for choice in unpacked if choice.reason), None):
         preferred = {op for op in choices if getattr(backend, op) == "pallas_tpu"}

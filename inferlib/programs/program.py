@@ -218,8 +218,8 @@ class _Maker:
         return open_mailboxes(self.key.rows, self.model.config.dim, self.config.shards.only_axis)
 
     def run(self, weights, cache, batch: StepBatch, table: jax.Array, counted, mailboxes=None, prefixes=None):
-        """Hidden states [T, D], the decoder (for its head), the cache, the mailboxes and the experts' load, if it is
-        asked for: of the tokens [T] that are `counted`."""
+        """Hidden states [T, D], the decoder (for its head), the cache, the mailboxes and, if asked for, the experts'
+        load from the `counted` tokens [T]."""
         decoder = self.model.merge(weights)
         config = self.config
         ctx = StepContext(
@@ -241,7 +241,8 @@ class _Maker:
         return decoder.logits(hidden, self.config.shards, self.config.backend.matmul)
 
     def counted_rows(self, rows: RowState) -> jax.Array:
-        """[B] those whose choices of experts count: every device that prompts are dealt out to has the rows."""
+        """The rows [B] whose choices of experts this device counts. Devices that prompts are dealt out to have the same
+        rows."""
         return rows.active & (self.config.shards.index(axes.TOKENS) == 0)
 
     def advance(self, rows: RowState, logits: jax.Array) -> tuple[RowState, Sampled]:
@@ -266,7 +267,8 @@ class _Maker:
         return rows, sampled._replace(token=jnp.where(live > 0, token, -1))
 
     def decode(self, weights, cache, state: RowState, packed: jax.Array, prefixes: jax.Array | None = None):
-        """`key.steps` decode steps of the first `key.rows` rows; uncounted, no more than the rows need."""
+        """`key.steps` decode steps of the first `key.rows` rows; unless `config.counted`, it stops when no row needs
+        more."""
         key, control = self.key, Control.unpack(packed)
         shared = None if prefixes is None else unpack_prefixes(prefixes)
         state = state._replace(active=state.active & ~control.cancel)
@@ -383,7 +385,7 @@ class _Maker:
             return old.at[rows].set(new, mode="drop")
 
         if self.key.mode != "greedy":
-            # Marked prompts must be kept also where the prompt goes on.
+            # Prompts stay marked if they go on in the next step.
             counts = counts.at[jnp.where(last, info["row"], total)].set(fresh.counts, mode="drop")
         *old, _, pages = state
         return RowState._make([*map(put, old, fresh), counts, pages]), sampled

@@ -76,10 +76,9 @@ class ProgramSet:
 
     @staticmethod
     def make(model: AbstractModel, config: EngineConfig, layouts: Sequence[Layout] | None = None) -> ProgramSet:
-        """The programs and the cache of an engine. Raises ConfigurationError for arrays that they
-        would not take.
+        """The programs and the cache of an engine. Raises ConfigurationError for arrays that programs cannot take.
 
-        Warns where a kernel of `config.backend` does not run its part of the model, and takes XLA's form in its place.
+        Warns of kernels of `config.backend` that cannot run their part of the model, in place of which XLA's form runs.
         """
         check_packed(model, config, on_devices=config.shards.mesh is not None or layouts is not None)
         plan = plan_cache(
@@ -189,7 +188,7 @@ class ProgramSet:
             return function.trace(*inputs).lower(lowering_platforms=(platform,) if platform else None)
 
     def _known_device(self) -> AbstractContextManager:
-        """Around a trace without a mesh, says what the device is: blocks of TPU kernels depend on it."""
+        """A context for a trace without a mesh: it names the device, on which blocks of TPU kernels depend."""
         if self.config.platform != "tpu" or self.config.shards.mesh is not None:
             return nullcontext()
         return jax.sharding.use_abstract_mesh(alone(jax.devices()[0]))
@@ -312,8 +311,8 @@ class ProgramSet:
 
 
 def compile_order(keys: Iterable[ProgramKey]) -> list[ProgramKey]:
-    """Keys in the order to compile them in: the largest first, as each of them takes the longest, and first one of each
-    shape, as XLA's autotuner has its products by the time that the others come."""
+    """Keys in the order to compile them in. One of each shape comes first, so that XLA's autotuner knows the products
+    when the others come. Within these, the largest come first, since they take longest."""
     shapes, order = Counter(), []
     for key in sorted(keys, key=lambda key: (key.chunks * key.chunk, key.rows), reverse=True):
         shape = (key.chunks, key.chunk, key.rows)
@@ -323,8 +322,8 @@ def compile_order(keys: Iterable[ProgramKey]) -> list[ProgramKey]:
 
 
 def check_packed(model: AbstractModel, config: EngineConfig, *, on_devices: bool) -> None:
-    """Raise ConfigurationError for types of less than a byte where jax misreports the layout of such arrays, which
-    programs compiled ahead of their call then refuse: on CPUs, if the arrays are on_devices on particular devices."""
+    """Raise ConfigurationError for weights of less than a byte, if a CPU's programs would refuse them. jax misreports
+    the layout of such arrays if they are `on_devices`: on particular devices."""
     packed = next((spec.dtype.name for spec in model.specs if jax.dtypes.itemsize_bits(spec.dtype) < 8), None)
     if packed and on_devices and config.platform == "cpu":
         raise ConfigurationError(

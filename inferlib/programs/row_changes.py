@@ -34,8 +34,8 @@ class Move(NamedTuple):
 
 
 def packed(changes: Sequence[Grant] | Sequence[Move], replicas: int, rows: int) -> Iterator[np.ndarray]:
-    """The changes as the arguments of calls: [replicas * U, 3] int32 of grants, or [replicas * U, 2] of moves, with
-    rows as replicas of `rows` rows number their own. A row `rows` is padding."""
+    """The changes as the arguments of calls: [replicas * U, 3] int32 of grants, or [replicas * U, 2] of moves. Rows are
+    numbered within a replica of `rows` rows; row `rows` is padding."""
     first = changes[0]
     most, of_rows = (GRANTS, first[:1]) if isinstance(first, Grant) else (MOVES, first)
     rest: list[list[list[int]]] = [[] for _ in range(replicas)]
@@ -52,7 +52,7 @@ def packed(changes: Sequence[Grant] | Sequence[Move], replicas: int, rows: int) 
 
 
 def give_pages(shards: Shards, table: jax.Array, grants: jax.Array) -> jax.Array:
-    """The table [R, M] of `RowState.pages` with grants, see `packed`."""
+    """The table [R, M] of `RowState.pages` with the pages of grants (see `packed`)."""
 
     def local(table: jax.Array, grants: jax.Array) -> jax.Array:
         row, column, page = grants.T
@@ -73,7 +73,7 @@ Names: TypeAlias = tuple[tuple[str | None, ...], ...]
 def move_rows(
     shards: Shards, names: Names, arrays: tuple[Arrays, RowState], moves: jax.Array
 ) -> tuple[Arrays, RowState]:
-    """Rings and states of recurrent layers, and the rows' state, with rows moved, which are inactive where they were.
+    """Move rows: their rings, the states of recurrent layers, and their row state. Their old places become inactive.
 
     names: the logical axes of rings and states. moves: see `packed`.
     """
