@@ -44,7 +44,7 @@ from inferlib.platforms import leave_out_absent_tpu
 from inferlib.programs.compilation_cache import use_compile_cache
 from inferlib.programs.counter import compilations
 from inferlib.programs.memory import explained
-from inferlib.programs.program import MODES, Mode
+from inferlib.programs.program import DEVICE_MODES, Mode
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.programs.start_functions import adopted
 from inferlib.progress import CountProgress, on_terminal
@@ -306,10 +306,11 @@ class LLM:
 
     # ---- preparation and metrics
 
-    def warmup(self, modes: Sequence[Mode] = MODES) -> int:
+    def warmup(self, modes: Sequence[Mode] = DEVICE_MODES) -> int:
         """Compile all programs of these sampling modes now; a program that is missing later is an error.
 
-        Returns the number of programs.
+        modes: of "greedy", "sample", "logprobs" and "processed", which logits processors need. Returns the number of
+        programs.
         """
         with CountProgress("compiling", len(planned_keys(self.config, modes)), show=self.progress) as bar:
             return self.engine.warmup(modes, lambda key: bar.advance(1))
@@ -437,6 +438,8 @@ class LLM:
         encode = partial(self.tokenizer.encode, add_special_tokens=False) if self.tokenizer else None
         params = token_table.with_token_ids(params, encode)
         params.validate_for(vocab)
+        if params.logits_processors and self._channel:
+            raise ValueError("logits_processors run in one process, and several processes share this model")
         eos = self._eos_ids()
         token_table.check_choice(params, params.stop_ids(eos))
         limit = max_len - len(tokens) if params.max_tokens is None else params.max_tokens

@@ -48,7 +48,7 @@ class Call(NamedTuple):
             moves, grants = ([kind(*x) for x in message.fields[name]] for name, kind in _CHANGES.items())
         except (KeyError, TypeError, IndexError) as error:
             raise MessageError(f"a call of another version of inferlib: {error}") from None
-        numbers = [getattr(key, f.name) for f in fields(key) if f.name not in ("mode", "detail")]
+        numbers = [getattr(key, f.name) for f in fields(key) if f.name not in ("mode", "detail", "part")]
         numbers += [*cancel, *itertools.chain.from_iterable([*moves, *grants])]
         if key.mode not in get_args(Mode) or not all(isinstance(n, int) for n in numbers):
             raise MessageError(f"a call of another version of inferlib: {message.fields}")

@@ -18,12 +18,13 @@ from inferlib.distributed import Channel
 from inferlib.engine.calls import CALL, Call, warmup_message
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.clock import Clock
+from inferlib.engine.processors import processed
 from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
 from inferlib.models.abstract import AbstractModel
 from inferlib.programs.counter import compilations
 from inferlib.programs.memory import explanation
-from inferlib.programs.program import CHUNK_COLUMNS, ChunkInput, Mode, StepOutput
+from inferlib.programs.program import CHUNK_COLUMNS, ChunkInput, Mode, ProgramKey, StepOutput
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.sampling.sampler import pack
 from inferlib.sharding import axes
@@ -127,7 +128,7 @@ class Engine:
         stats = self.stats
         start, others = time.perf_counter(), stats.other_seconds
         try:
-            while len(self._in_flight) < self.config.in_flight:
+            while len(self._in_flight) < self.config.in_flight and not self._waits_for_logits:
                 dispatch = self.scheduler.plan(max_steps or self.config.decode_steps)
                 if dispatch is None:
                     break
@@ -183,15 +184,24 @@ class Engine:
         self.stats.dispatches += 1
         self._in_flight.append((dispatch, output))
 
-    def _start(self, call: Call) -> StepOutput:
-        program = self.programs.ready(call.key)
+    @property
+    def _waits_for_logits(self) -> bool:
+        """True if the host has to choose tokens with the last dispatch's logits before the next one is planned."""
+        return bool(self._in_flight) and self._in_flight[-1][0].key.part == "forward"
+
+    def _program(self, key: ProgramKey) -> Callable:
+        program = self.programs.ready(key)
         if program is None:
             start = time.perf_counter()
             with self.clock.stopped():
-                program = self.programs.get(call.key)
+                program = self.programs.get(key)
             self.stats.compile_seconds += time.perf_counter() - start
         self.stats.program_misses = self.programs.misses
         self.stats.compilations = compilations() - self._compiled_before
+        return program
+
+    def _start(self, call: Call) -> StepOutput:
+        program = self._program(call.key)
         inputs = [self._control(call)]
         if call.chunk is not None:
             inputs.append(jax.tree.map(self._input, call.chunk))
@@ -263,13 +273,32 @@ class Engine:
             count[replica] += 1
         return indices
 
-    def _receive(self) -> list[Sequence]:
-        """Wait for the oldest dispatch and account for its tokens."""
+    def _oldest(self) -> tuple[Dispatch, Any]:
+        """Wait for the oldest dispatch in flight. Its output is on the host."""
         dispatch, on_device = self._in_flight.popleft()
         start = time.perf_counter()
-        output: Any = jax.device_get(on_device)
+        output = jax.device_get(on_device)
         del on_device  # freeing it takes the runtime 30 us, which are not the host's
         self.stats.wait_seconds += time.perf_counter() - start
+        return dispatch, output
+
+    def _choose(self, dispatch: Dispatch, output: StepOutput) -> tuple[Any, list[Sequence]]:
+        """The output of a step whose first part is done, by its second; and the sequences whose functions failed."""
+        indices = self._chunk_indices(dispatch)
+        assert output.logits is not None
+        logits, failed = processed(dispatch, indices, output.logits, self.model.config.vocab)
+        program = self._program(dispatch.key.following)
+        self.state, chosen = program(self.state, logits, *([self._chunk_input(dispatch)] if dispatch.chunks else []))
+        start = time.perf_counter()
+        chosen = jax.device_get(chosen)
+        self.stats.wait_seconds += time.perf_counter() - start
+        return chosen._replace(load=output.load, detail=output.detail), failed
+
+    def _receive(self) -> list[Sequence]:
+        """Wait for the oldest dispatch and account for its tokens."""
+        (dispatch, output), failed = self._oldest(), []
+        if dispatch.key.part == "forward":
+            output, failed = self._choose(dispatch, output)
         self.scheduler.received()
         if output.load is not None:
             self.expert_load += output.load.sum(axis=(0, 1), dtype=np.int64)
@@ -299,6 +328,9 @@ class Engine:
                     s.finish("length")
                 advanced.append(s)
         self.stats.generated_tokens += generated
+        for s in failed:
+            self.scheduler.cancel(s)
+            advanced.append(s)
         for s in advanced:
             if s.status is Status.FINISHED:
                 self.scheduler.release(s)

@@ -10,6 +10,7 @@ import numpy as np
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
 from inferlib.engine.text import OutputText
 from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from inferlib.sampling.logits_processors import LogitsProcessorError
 from inferlib.sampling.params import SamplingParams
 from inferlib.tokenizer import Tokenizer
 
@@ -31,8 +32,10 @@ class Request:
         return self._started.acquire(blocking=False)
 
     def check(self) -> None:
-        """Raise RuntimeError if an error lost results of its sequences."""
+        """Raise RuntimeError if an error lost results of its sequences; LogitsProcessorError of its own functions."""
         for s in self.sequences:
+            if isinstance(s.error, LogitsProcessorError):
+                raise s.error
             if s.error is not None:
                 raise RuntimeError(f"an earlier error lost the results of this request: {s.error!r}") from s.error
 

@@ -7,7 +7,8 @@ import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from inferlib.cache.plan import CachePlan
 from inferlib.config import EngineConfig, pick
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.sequence import Sequence, Status
-from inferlib.programs.program import MODES, Mode, ProgramKey
+from inferlib.programs.program import DEVICE_MODES, MODES, Mode, ProgramKey
 from inferlib.programs.row_changes import Grant, Move
 
 # A request goes before those of the next lower priority that came up to so many requests earlier. So none starves.
@@ -157,6 +158,8 @@ class Scheduler:
             if prefilling := [s for s in self.running.values() if s.status is Status.PREFILL]:
                 return self._step(*self._chunks(prefilling), decoding if unfinished else [])
         self._compact()
+        if any(s.mode not in DEVICE_MODES for s in self.running.values()):
+            steps = 1
         decoding = self._covered(steps)
         unfinished = [s for s in decoding if s.scheduled < s.max_tokens]
         return self._decode(decoding, unfinished, steps) if unfinished else None
@@ -318,11 +321,9 @@ class Scheduler:
         for s in decoding:
             s.scheduled += 1
         limit = max([limit, *(s.max_length for s in decoding)])
-        mode = self._mode([*(c.sequence for c in chunks), *decoding])
         rows = self.config.rows if decoding else 0
-        key = ProgramKey(
-            mode, rows, pick(self.config.buckets.cache, limit), chunks=shape[0], chunk=shape[1], detail=detail
-        )
+        sequences = [*(c.sequence for c in chunks), *decoding]
+        key = self._key(sequences, rows, limit, chunks=shape[0], chunk=shape[1], detail=detail)
         return Dispatch(key, chunks, decoding, self._columns(decoding, rows))
 
     def _decode(self, decoding: list[Sequence], unfinished: list[Sequence], steps: int) -> Dispatch:
@@ -333,14 +334,15 @@ class Scheduler:
         for s in decoding:
             s.scheduled += steps
         longest = max([s.max_length for s in decoding])
-        limit = pick(self.config.buckets.cache, longest)
-        whole = self.cascade is not None and steps == self.config.decode_steps
-        prefixes = self.cascade.prefixes(decoding, rows) if whole else None
-        key = ProgramKey(self._mode(decoding), rows, limit, steps, cascade=prefixes is not None)
+        key = self._key(decoding, rows, longest, steps=steps)
+        prefixes = None
+        if self.cascade is not None and not key.part and steps == self.config.decode_steps:
+            prefixes = self.cascade.prefixes(decoding, rows)
+            key = replace(key, cascade=prefixes is not None)
         self._last = Dispatch(key, [], decoding, self._columns(decoding, rows), prefixes)
         left = min([s.max_tokens - s.scheduled for s in unfinished])
         room = [len(s.pages) * self.page - s.max_length for s in unfinished]
-        self._repeats = max(0, min(-(-left // steps), (limit - longest) // steps, min(room) // steps))
+        self._repeats = max(0, min(-(-left // steps), (key.limit - longest) // steps, min(room) // steps))
         if self._postponed:
             self._postponed, self._repeats = False, 0
         return self._last
@@ -349,9 +351,11 @@ class Scheduler:
         replica_rows = self.config.rows
         return [s.row // replica_rows * rows + s.row % replica_rows for s in sequences]
 
-    @staticmethod
-    def _mode(sequences: list[Sequence]) -> Mode:
-        return max({s.mode for s in sequences}, key=MODES.index)
+    def _key(self, sequences: list[Sequence], rows: int, longest: int, **sizes: Any) -> ProgramKey:
+        """Of the program that does what all these sequences need, none of which is longer."""
+        mode: Mode = max({s.mode for s in sequences}, key=MODES.index)
+        part: Any = "" if mode in DEVICE_MODES else "forward"
+        return ProgramKey(mode, rows, pick(self.config.buckets.cache, longest), part=part, **sizes)
 
 
 def _order(s: Sequence) -> float:

@@ -82,7 +82,9 @@ class Sequence:
         self.arrival = self.clock.now()
         ids = set(self.params.stop_token_ids or ())
         self.stop_ids = frozenset(ids if self.params.ignore_eos else ids | set(self.eos_ids))
-        if self.params.logprobs is not None or self.detail == "logprobs":
+        if self.params.logits_processors:
+            self.mode = "processed"
+        elif self.params.logprobs is not None or self.detail == "logprobs":
             self.mode = "logprobs"
         else:
             self.mode = "greedy" if self.params.takes_argmax else "sample"

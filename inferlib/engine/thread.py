@@ -31,7 +31,10 @@ class EngineThread:
         weakref.finalize(self, self._calls.put, None)
 
     def run(self, step: Callable[[], T | None]) -> T:
-        """Call `step` until it returns something, and return that. Other threads' calls take turns with it."""
+        """Call `step` until it returns something, and return that. Other threads' calls take turns with it. Raises
+        RuntimeError in the thread itself, where it would wait forever."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("a logits processor, which runs inside the engine, must not call its LLM")
         future: Future[T] = Future()
         self._calls.put((future, step))
         try:

@@ -2,12 +2,15 @@
 
 A program is a pure function of flat tuples (weights, cache), the row state and a few small host arrays.
 Cache and state are donated. Sampling is inside; only tokens and asked-for log-probabilities come back.
+
+In the mode "processed" a step is two programs: `forward` returns the logits, and `choose` samples from logits that the
+host may have changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -37,10 +40,12 @@ from inferlib.sampling.sampler import (
 )
 from inferlib.sharding import axes
 
-Mode = Literal["greedy", "sample", "logprobs"]
+Mode = Literal["greedy", "sample", "logprobs", "processed"]
 _TILE_ROWS = 16  # rows of a tile of those that share a prefix
 LEAST_SHARING = 8  # rows of the smallest programs that read a shared prefix once
 MODES: tuple[Mode, ...] = get_args(Mode)  # each does all that those before it do
+_SCORED = MODES[2:]  # which report log-probabilities
+DEVICE_MODES = MODES[:-1]  # in which logits stay on the device: what is compiled unless another is asked for
 
 
 @dataclass(frozen=True, order=True)
@@ -50,7 +55,8 @@ class ProgramKey:
     rows: decode rows (B) of each replica; limit: no position reaches it; mode: what sampling must do; steps: decode
     steps. chunks, chunk: P chunks of C prefill tokens of each replica (then steps is 1). detail: what else a prefill
     returns for every prompt position: log-probabilities of the next token, or the logits. cascade: decode steps read a
-    prefix that rows share once for all of them.
+    prefix that rows share once for all of them. part: of a step, if that is two programs: up to the logits, or from
+    them on, where limit is 0.
     """
 
     mode: Mode
@@ -61,13 +67,20 @@ class ProgramKey:
     chunk: int = 0
     detail: Literal["", "logprobs", "logits"] = ""
     cascade: bool = False
+    part: Literal["", "forward", "choose"] = ""
+
+    @property
+    def following(self) -> ProgramKey:
+        """Of the program that chooses tokens from the logits of this one."""
+        return replace(self, limit=0, detail="", part="choose")
 
     def __str__(self) -> str:
         prefill = (
             f"prefill {self.chunks}x{self.chunk}{' ' + self.detail if self.detail else ''} " if self.chunks else ""
         )
         decode = f"decode {self.rows}x{self.steps}{' cascade' if self.cascade else ''} " if self.rows else ""
-        return f"{prefill}{decode}{self.mode} cache {self.limit}"
+        part = f" {self.part}" if self.part else ""
+        return f"{prefill}{decode}{self.mode}{part} cache {self.limit}"
 
 
 class Control(NamedTuple):
@@ -111,12 +124,19 @@ def unpack_prefixes(packed: jax.Array) -> SharedPrefixes:
     return SharedPrefixes(packed[:, 1:], packed[:, 0])
 
 
+class Logits(NamedTuple):
+    """float32, before any processing: of the last tokens of P chunks [P, V], and of decode rows [B, V], if any."""
+
+    chunks: jax.Array | None
+    rows: jax.Array | None
+
+
 class StepOutput(NamedTuple):
     """tokens [K, B]: -1 where a row was inactive; chunk_tokens [P]: first token of prompts that ended; each
     `Sampled` beside it holds log-probabilities, its leading dimensions alike. detail: `Sampled` [P, C / n, n, ...] of
     the prompt's own tokens, or logits [P, C / n, n, V], with n the devices that a chunk's tokens are dealt out to.
     load [1, 1, L, E] int32: of the layers with experts, how many tokens chose each, in all steps; if that is counted,
-    and for each replica and each of the n."""
+    and for each replica and each of the n. logits: in place of tokens, if they are chosen by another program."""
 
     tokens: jax.Array
     sampled: Sampled | None = None
@@ -124,32 +144,39 @@ class StepOutput(NamedTuple):
     chunk_sampled: Sampled | None = None
     detail: Sampled | jax.Array | None = None
     load: jax.Array | None = None
+    logits: Logits | None = None
 
 
 def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey) -> Callable:
-    """The function `(weights, cache, state, control[, chunk or prefixes]) -> (cache, state, StepOutput)` of a key.
+    """The function `(weights, cache, state, control[, chunk or prefixes]) -> (cache, state, StepOutput)` of a key; of
+    one that chooses tokens, `(state, logits[, chunk]) -> (state, StepOutput)`.
 
     prefixes: see `unpack_prefixes`, of a program with `cascade`.
 
     On a mesh it takes whole arrays and runs one device's part of it on each.
     """
     maker = _Maker(model, plan, config, key)
-    function = maker.step if key.chunks else maker.decode
+    whole = maker.step if key.chunks else maker.decode
+    function = {"forward": maker.forward, "choose": maker.choose}.get(key.part, whole)
     if config.shards.mesh is None:
         return function
     spec = config.shards.rules.spec
     state = tree_specs(spec, STATE_AXES)
-    fixed = (tuple(spec(w.axes) for w in model.specs), tuple(spec(array.axes) for array in plan.arrays), state)
     more = (ChunkInput._make(spec((axes.ROWS, None)) for _ in ChunkInput._fields),) if key.chunks else ()
     more = (spec((axes.ROWS, None)),) if key.cascade else more
     output = _output_specs(spec, key, config.expert_load)
+    if key.part == "choose":
+        taken, returned = (state, _logits_specs(spec, key)), (state,)
+    else:
+        returned = (tuple(spec(array.axes) for array in plan.arrays), state)
+        taken = (tuple(spec(w.axes) for w in model.specs), *returned, spec((axes.ROWS, None)))
     if config.shards.several_processes:
         function, output = _gathered(function, output, config.shards.mesh), PartitionSpec()
     return jax.shard_map(
         function,
         mesh=config.shards.mesh,
-        in_specs=(*fixed, spec((axes.ROWS, None)), *more),
-        out_specs=(*fixed[1:], output),
+        in_specs=(*taken, *more),
+        out_specs=(*returned, output),
         check_vma=False,
     )
 
@@ -173,16 +200,22 @@ def _gathered(function: Callable, specs: StepOutput, mesh: Mesh) -> Callable:
 
 def _output_specs(spec: Callable, key: ProgramKey, load: bool) -> StepOutput:
     """How a program's output is put together from the devices' parts."""
-    logprobs = key.mode == "logprobs"
+    chosen, scored = key.part != "forward", key.part != "forward" and key.mode in _SCORED
     dealt = (axes.ROWS, None, axes.TOKENS)
     return StepOutput(
         tokens=spec((None, axes.ROWS)),
-        sampled=Sampled(*[spec((None, axes.ROWS))] * 5) if logprobs and key.rows else None,
-        chunk_tokens=spec((axes.ROWS,)) if key.chunks else None,
-        chunk_sampled=Sampled(*[spec((axes.ROWS,))] * 5) if logprobs and key.chunks else None,
+        sampled=Sampled(*[spec((None, axes.ROWS))] * 5) if scored and key.rows else None,
+        chunk_tokens=spec((axes.ROWS,)) if chosen and key.chunks else None,
+        chunk_sampled=Sampled(*[spec((axes.ROWS,))] * 5) if scored and key.chunks else None,
         detail={"logprobs": Sampled(*[spec(dealt)] * 5), "logits": spec((*dealt, axes.VOCAB))}.get(key.detail),
-        load=spec((axes.ROWS, axes.TOKENS)) if load else None,
+        load=spec((axes.ROWS, axes.TOKENS)) if load and key.part != "choose" else None,
+        logits=_logits_specs(spec, key) if key.part == "forward" else None,
     )
+
+
+def _logits_specs(spec: Callable, key: ProgramKey) -> Logits:
+    one = spec((axes.ROWS, axes.VOCAB))
+    return Logits(one if key.chunks else None, one if key.rows else None)
 
 
 def fuses_all_reduce(model: AbstractModel, config: EngineConfig, key: ProgramKey) -> bool:
@@ -248,7 +281,8 @@ class _Maker:
     def advance(self, rows: RowState, logits: jax.Array) -> tuple[RowState, Sampled]:
         """Sample the next token of every row and account for it; inactive rows yield token -1."""
         params = unpack(rows.ints, rows.floats)
-        sampled = sample(logits, params, rows.counts, rows.generated, mode=self.key.mode, vocabulary=self.vocabulary)
+        mode = "logprobs" if self.key.mode == "processed" else self.key.mode
+        sampled = sample(logits, params, rows.counts, rows.generated, mode=mode, vocabulary=self.vocabulary)
         token, counts, floats = sampled.token, rows.counts, rows.floats
         if self.key.mode != "greedy":
             counts = count_tokens(counts, token, rows.active, self.vocabulary)
@@ -266,6 +300,13 @@ class _Maker:
         )
         return rows, sampled._replace(token=jnp.where(live > 0, token, -1))
 
+    def row_logits(self, weights, cache, rows: RowState, mailboxes: Mailboxes | None, shared=None):
+        """The cache, logits [B, V] of the next token of each row, the mailboxes and the experts' load."""
+        batch = StepBatch.of_rows(rows.token, jnp.where(rows.active, rows.length + 1, 0))
+        more = rows.pages, self.counted_rows(rows), mailboxes, shared
+        hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, *more)
+        return cache, self.logits(decoder, hidden), mailboxes, load
+
     def decode(self, weights, cache, state: RowState, packed: jax.Array, prefixes: jax.Array | None = None):
         """`key.steps` decode steps of the first `key.rows` rows; unless `config.counted`, it stops when no row needs
         more."""
@@ -275,11 +316,8 @@ class _Maker:
         rows = state.head(key.rows)
 
         def step(cache, rows, mailboxes):
-            batch = StepBatch.of_rows(rows.token, jnp.where(rows.active, rows.length + 1, 0))
-            counted = self.counted_rows(rows)
-            more = rows.pages, counted, mailboxes, shared
-            hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, *more)
-            rows, sampled = self.advance(rows, self.logits(decoder, hidden))
+            cache, logits, mailboxes, load = self.row_logits(weights, cache, rows, mailboxes, shared)
+            rows, sampled = self.advance(rows, logits)
             return cache, rows, mailboxes, sampled, load
 
         mailboxes = self.mailboxes()
@@ -311,14 +349,25 @@ class _Maker:
                     lambda carry: (carry[0] + 1, body(*carry)),
                     (jnp.int32(0), carry),
                 )
-        output = StepOutput(outs.token, outs if key.mode == "logprobs" else None, load=load)
+        output = StepOutput(outs.token, outs if key.mode in _SCORED else None, load=load)
         return cache, state.with_head(rows), output
 
     def step(self, weights, cache, state: RowState, packed: jax.Array, chunk: ChunkInput):
         """One pass over P chunks and B decode rows: chunks whose prompt ends yield their first token."""
+        cache, state, output = self.forward(weights, cache, state, packed, chunk)
+        assert output.logits is not None
+        state, chosen = self.choose(state, output.logits, chunk)
+        return cache, state, chosen._replace(detail=output.detail, load=output.load)
+
+    def forward(self, weights, cache, state: RowState, packed: jax.Array, chunk: ChunkInput | None = None):
+        """A step until its logits, over P chunks, if there are any, and B decode rows."""
         key = self.key
         state = state._replace(active=state.active & ~Control.unpack(packed).cancel)
         rows = state.head(key.rows)
+        output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32))
+        if chunk is None:
+            cache, logits, _, load = self.row_logits(weights, cache, rows, self.mailboxes())
+            return cache, state, output._replace(load=load, logits=Logits(None, logits))
         info = dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
         stripe = self.config.shards.stripe(axes.TOKENS)
         tokens = stripe.take(chunk.tokens, dim=1)
@@ -330,16 +379,8 @@ class _Maker:
         split = tokens.size
         ends = self.last_hidden(hidden[:split].reshape(*tokens.shape, -1), info["length"])
         logits = self.logits(decoder, jnp.concatenate([ends, hidden[split:]]))
-
-        output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32), load=load)
-        if key.rows:
-            rows, sampled = self.advance(rows, logits[key.chunks :])
-            output = output._replace(tokens=sampled.token[None])
-            if key.mode == "logprobs":
-                output = output._replace(sampled=jax.tree.map(lambda x: x[None], sampled))
-            state = state.with_head(rows)
-        state, first = self.admit(state, logits[: key.chunks], chunk, info)
-        output = output._replace(chunk_tokens=first.token, chunk_sampled=first if key.mode == "logprobs" else None)
+        parts = Logits(logits[: key.chunks], logits[key.chunks :] if key.rows else None)
+        output = output._replace(load=load, logits=parts)
         if key.detail:
             every = self.logits(decoder, hidden[:split])
             if key.detail == "logprobs":
@@ -350,6 +391,21 @@ class _Maker:
             shape = (*tokens.shape, 1)
             output = output._replace(detail=jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), every))
         return cache, state, output
+
+    def choose(self, state: RowState, logits: Logits, chunk: ChunkInput | None = None) -> tuple[RowState, StepOutput]:
+        """A step from its logits on: decode rows get their next token, and prompts that end their first."""
+        scored = self.key.mode in _SCORED
+        output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32))
+        if logits.rows is not None:
+            rows, sampled = self.advance(state.head(self.key.rows), logits.rows)
+            whole = jax.tree.map(lambda x: x[None], sampled)
+            output = output._replace(tokens=whole.token, sampled=whole if scored else None)
+            state = state.with_head(rows)
+        if chunk is not None and logits.chunks is not None:
+            info = dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
+            state, first = self.admit(state, logits.chunks, chunk, info)
+            output = output._replace(chunk_tokens=first.token, chunk_sampled=first if scored else None)
+        return state, output
 
     def last_hidden(self, chunks: jax.Array, lengths: jax.Array) -> jax.Array:
         """The hidden state [P, D] of the last token of each chunk [P, C, D]; its device tells the others."""

@@ -27,9 +27,11 @@ from inferlib.programs.choices import Choices
 from inferlib.programs.memory import Demand, explained
 from inferlib.programs.program import (
     CHUNK_COLUMNS,
+    DEVICE_MODES,
     LEAST_SHARING,
     MODES,
     ChunkInput,
+    Logits,
     Mode,
     ProgramKey,
     build,
@@ -71,7 +73,7 @@ class ProgramSet:
         self.strict = False
         self.misses = 0
         self._compiled: dict[ProgramKey, Any] = {}  # `jax.stages.Compiled`
-        self._planned = frozenset(planned_keys(config))
+        self._planned = frozenset(planned_keys(config, MODES))
         self._lock = threading.Lock()
 
     @staticmethod
@@ -104,9 +106,9 @@ class ProgramSet:
     def require(self, mode: Mode) -> None:
         """In strict mode, raise UnplannedProgramError unless all programs of a sampling mode are compiled."""
         if self.strict and not all(key in self._compiled for key in self._planned if key.mode == mode):
+            others = ", or to --modes of inferlib compile" if mode in DEVICE_MODES else "; artifacts never have it"
             raise UnplannedProgramError(
-                f"sampling mode {mode!r} was not compiled ahead of time; add it to warmup(modes=...), or to --modes of "
-                "inferlib compile"
+                f"sampling mode {mode!r} was not compiled ahead of time; add it to warmup(modes=...){others}"
             )
 
     def ready(self, key: ProgramKey) -> Callable | None:
@@ -181,9 +183,12 @@ class ProgramSet:
         platform: to lower for, if that is not the devices' own: JAX needs no plugin for it.
         """
         inputs = self.inputs(key)
-        # Free layouts cannot be part of a ShapeDtypeStruct.
-        free: dict[str, Any] = {"in_shardings": (self.formats, *[None] * (len(inputs) - 1))} if self._free else {}
-        function = jax.jit(build(self.model, self.plan, self.config, key), donate_argnums=(1, 2), **free)
+        takes_weights, free = key.part != "choose", {}
+        donated = (1, 2) if takes_weights else (0,)
+        if self._free and takes_weights:
+            # Free layouts cannot be part of a ShapeDtypeStruct.
+            free["in_shardings"] = (self.formats, *[None] * (len(inputs) - 1))
+        function = jax.jit(build(self.model, self.plan, self.config, key), donate_argnums=donated, **free)
         with self._known_device():
             return function.trace(*inputs).lower(lowering_platforms=(platform,) if platform else None)
 
@@ -286,28 +291,37 @@ class ProgramSet:
 
     def inputs(self, key: ProgramKey) -> tuple:
         """Abstract arguments of a key's program."""
-        config, shards, struct = self.config, self.config.shards, self._struct
+        config, shards, struct, state = self.config, self.config.shards, self._struct, self.state
+        chunk = (self._chunk(key),) if key.chunks else ()
+        if key.part == "choose":
+            return state, Logits(self._logits(key.chunks), self._logits(key.rows)), *chunk
         weights = tuple(
             jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
             for spec, format in zip(self.model.specs, self.formats, strict=True)
         )
         cache = tuple(struct(x.shape, x.dtype, x.axes) for x in self.plan.arrays)
-        state = self.state
-        by_row = (axes.ROWS, None)
-        control = struct((shards.replicas, config.rows + 1), jnp.int32, by_row)
+        control = struct((shards.replicas, config.rows + 1), jnp.int32, (axes.ROWS, None))
         if key.cascade:
             tiles, width = prefix_shape(key.rows)
-            return weights, cache, state, control, struct((shards.replicas * tiles, width), jnp.int32, by_row)
-        if not key.chunks:
-            return weights, cache, state, control
-        p = key.chunks * shards.replicas
-        chunk = ChunkInput(
+            prefixes = struct((shards.replicas * tiles, width), jnp.int32, (axes.ROWS, None))
+            return weights, cache, state, control, prefixes
+        return weights, cache, state, control, *chunk
+
+    def _logits(self, rows: int) -> Any:
+        """Logits of so many rows of each replica as a shape; None of none."""
+        shape = rows * self.config.shards.replicas, self.state.counts.shape[1]
+        return self._struct(shape, jnp.float32, (axes.ROWS, axes.VOCAB)) if rows else None
+
+    def _chunk(self, key: ProgramKey) -> ChunkInput:
+        """The chunks of a key as shapes."""
+        state, struct, by_row = self.state, self._struct, (axes.ROWS, None)
+        p = key.chunks * self.config.shards.replicas
+        return ChunkInput(
             tokens=struct((p, key.chunk), jnp.int32, by_row),
             table=struct((p, len(CHUNK_COLUMNS)), jnp.int32, by_row),
             ints=struct((p, state.ints.shape[1]), jnp.int32, by_row),
             floats=struct((p, state.floats.shape[1]), jnp.float32, by_row),
         )
-        return weights, cache, state, control, chunk
 
 
 def compile_order(keys: Iterable[ProgramKey]) -> list[ProgramKey]:
@@ -331,7 +345,7 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, on_devices: bool
         )
 
 
-def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[ProgramKey]:
+def planned_keys(config: EngineConfig, modes: Sequence[Mode] = DEVICE_MODES) -> list[ProgramKey]:
     """Every program the buckets allow, for these sampling modes.
 
     A prompt's log-probabilities come with the mode "logprobs", its logits with "greedy".
@@ -339,17 +353,24 @@ def planned_keys(config: EngineConfig, modes: Sequence[Mode] = MODES) -> list[Pr
     known = isinstance(modes, Sequence) and not isinstance(modes, str) and all(mode in MODES for mode in modes)
     if not known:
         raise ConfigurationError(f"sampling modes are a list of {', '.join(map(repr, MODES))}, got {modes!r}")
-    buckets, keys = config.buckets, []
-    for mode in modes:
-        for limit in buckets.cache:
-            for rows in config.row_buckets:
-                keys += [ProgramKey(mode, rows, limit, steps) for steps in {1, config.decode_steps}]
-                if config.cascade and rows >= LEAST_SHARING:
-                    keys.append(ProgramKey(mode, rows, limit, config.decode_steps, cascade=True))
-            for chunks, chunk in config.prefill_shapes():
-                keys += [ProgramKey(mode, rows, limit, chunks=chunks, chunk=chunk) for rows in (0, config.rows)]
-            details: dict[Mode, Literal["logits", "logprobs"]] = {"greedy": "logits", "logprobs": "logprobs"}
-            if detail := details.get(mode):
-                shapes = config.detail_shapes()
-                keys += [ProgramKey(mode, 0, limit, chunks=p, chunk=c, detail=detail) for p, c in shapes]
-    return keys
+    keys = [key for mode in modes for key in _keys_of_mode(config, mode)]
+    return list(dict.fromkeys(keys))
+
+
+def _keys_of_mode(config: EngineConfig, mode: Mode) -> list[ProgramKey]:
+    keys: list[ProgramKey] = []
+    numbers = {1, config.decode_steps} if mode in DEVICE_MODES else {1}
+    details: dict[Mode, Literal["logits", "logprobs"]] = {"greedy": "logits"}
+    details |= {"logprobs": "logprobs", "processed": "logprobs"}
+    for limit in config.buckets.cache:
+        for rows in config.row_buckets:
+            keys += [ProgramKey(mode, rows, limit, steps) for steps in numbers]
+            if config.cascade and rows >= LEAST_SHARING and mode in DEVICE_MODES:
+                keys.append(ProgramKey(mode, rows, limit, config.decode_steps, cascade=True))
+        for chunks, chunk in config.prefill_shapes():
+            keys += [ProgramKey(mode, rows, limit, chunks=chunks, chunk=chunk) for rows in (0, config.rows)]
+        if detail := details.get(mode):
+            keys += [ProgramKey(mode, 0, limit, chunks=p, chunk=c, detail=detail) for p, c in config.detail_shapes()]
+    if mode in DEVICE_MODES:
+        return keys
+    return [part for key in keys for part in (replace(key, part="forward"), key.following)]

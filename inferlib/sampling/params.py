@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
+
+from inferlib.sampling import logits_processors
+from inferlib.sampling.logits_processors import LogitsProcessor
 
 # Widths of the sampler's tables: compiled programs have static shapes.
 MAX_LOGPROBS = 20
@@ -55,7 +58,11 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt.
         truncate_prompt_tokens: use only so many of the prompt's last tokens; -1: as many as leave room for max_tokens
             (for one token if that is None). None: a prompt that is too long is an error.
-        logits_processors: not supported, since tokens are chosen on the device; the error says what to use instead.
+        logits_processors: functions `f(token_ids, logits)`, or `f(prompt_token_ids, token_ids, logits)`, that return
+            logits: lists of ids, of the tokens generated so far, and a float32 array [V] of the model's own logits.
+            They run on the host, one after the other, before all else that is said here, and log-probabilities of the
+            output are of what the last one returns. Slow: each token of every request in the batch then waits for the
+            host, which gets all logits and returns them. An error in a function ends its request. Stored as a tuple.
     """
 
     n: int = 1
@@ -80,15 +87,9 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
-    logits_processors: InitVar[None] = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
 
-    def __post_init__(self, logits_processors: None) -> None:
-        if logits_processors is not None:
-            raise ValueError(
-                "logits_processors are not supported: tokens are chosen on the device, several for each call of the "
-                "host; use logit_bias, allowed_token_ids, bad_words, min_tokens or penalties, or choose tokens from "
-                "LLM.logits yourself"
-            )
+    def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_OUTPUTS)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1)
@@ -120,6 +121,7 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", _checked_words(self.bad_words))
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logits_processors", logits_processors.checked(self.logits_processors))
 
     @property
     def greedy(self) -> bool:
@@ -135,7 +137,7 @@ class SamplingParams:
             and self.repetition_penalty == 1
             and self.presence_penalty == 0
             and self.frequency_penalty == 0
-            and not (self.logit_bias or self.allowed_token_ids or self.bad_words)
+            and not (self.logit_bias or self.allowed_token_ids or self.bad_words or self.logits_processors)
             and self.logprobs is None
         )
 

@@ -122,10 +122,21 @@ def test_sequences_and_mappings_are_normalised_copies():
     assert (default.stop, default.stop_token_ids, default.logit_bias) == ((), (), {})
 
 
-def test_logits_processors_are_answered_by_what_there_is():
-    with pytest.raises(ValueError, match=r"logits_processors are not supported: .* use logit_bias, allowed_token_ids"):
-        SamplingParams(logits_processors=[lambda tokens, logits: logits])
-    assert SamplingParams(logits_processors=None) == dataclasses.replace(SamplingParams()) == SamplingParams()
+def test_logits_processors_are_functions_of_two_or_three_arguments():
+    def of_two(token_ids, logits, scale=1.0):
+        return logits * scale
+
+    params = SamplingParams(temperature=0.0, logits_processors=[of_two, lambda prompt, token_ids, logits: logits])
+    assert not params.takes_argmax
+    assert SamplingParams(logits_processors=of_two).logits_processors == (of_two,)
+    assert SamplingParams(logits_processors=None) == SamplingParams(logits_processors=[]) == SamplingParams()
+    assert SamplingParams(temperature=0.0).takes_argmax
+    for wrong in ("f", 3, ["f"], [of_two, None], {"f": of_two}):
+        with pytest.raises(ValueError, match="logits_processors must be a list of functions, got"):
+            SamplingParams(logits_processors=wrong)
+    for wrong in (lambda logits: logits, lambda a, b, c, d: d, lambda *, token_ids, logits: logits):
+        with pytest.raises(ValueError, match=r"<lambda> must take \(token_ids, logits\) or \(prompt_tok"):
+            SamplingParams(logits_processors=[wrong])
 
 
 def test_is_a_value():

@@ -1,0 +1,45 @@
+"""Users' functions that change logits between the two programs of a step; see `inferlib.sampling.logits_processors`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from inferlib.engine.scheduler import Dispatch
+from inferlib.engine.sequence import Sequence, Status
+from inferlib.programs.program import Logits
+from inferlib.sampling.logits_processors import LogitsProcessorError, process
+
+
+def processed(
+    dispatch: Dispatch, chunk_indices: list[int], logits: Logits, vocab: int
+) -> tuple[Logits, list[Sequence]]:
+    """The logits of a dispatch, on the host, as the functions of its sequences leave them; and the sequences that are
+    failed now, since a function of theirs did, whose logits stay as they are.
+
+    chunk_indices: of the dispatch's chunks in its chunk table. Every earlier result is known. Columns beyond `vocab`
+    stand for no token.
+    """
+    chunks = zip(dispatch.chunks, chunk_indices, strict=True) if dispatch.chunks else ()
+    of_chunks = [(chunk.sequence, index) for chunk, index in chunks if chunk.last]
+    of_rows = list(zip(dispatch.rows, dispatch.columns, strict=True))
+    failed: list[Sequence] = []
+    changed = (_changed(*pair, vocab, failed) for pair in ((of_chunks, logits.chunks), (of_rows, logits.rows)))
+    return Logits(*changed), failed
+
+
+def _changed(places: list[tuple[Sequence, int]], logits, vocab: int, failed: list[Sequence]) -> Any:
+    """Logits [N, V] after the functions of sequences at these places; adds those that fail to `failed`."""
+    places = [(s, at) for s, at in places if s.params.logits_processors and s.status is not Status.FINISHED]
+    if not places:
+        return logits
+    logits = np.array(logits)
+    for s, at in places:
+        try:
+            functions = s.params.logits_processors or ()
+            logits[at, :vocab] = process(functions, s.prompt, s.tokens, logits[at, :vocab])
+        except LogitsProcessorError as error:
+            s.fail(error)
+            failed.append(s)
+    return logits
