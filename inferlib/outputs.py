@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+FinishReason = Literal["stop", "length", "deadline"]
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -19,7 +21,8 @@ class Logprob:
 class CompletionOutput:
     """One generated sequence.
 
-    finish_reason: "stop" or "length". stop_reason: the stop token or stop string, None for the end of sequence.
+    finish_reason: "stop", "length" or "deadline". stop_reason: the stop token or stop string, None for the end of
+    sequence.
     logprobs: for each token, the log-probabilities of the token itself and of the alternatives that were asked for.
     cumulative_logprob: sum over the tokens of their log-probabilities.
     """
@@ -27,7 +30,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
@@ -64,7 +67,8 @@ class RequestMetrics:
 class RequestOutput:
     """A prompt and the outputs generated for it.
 
-    prompt: None if the prompt came as token ids. prompt_logprobs: one entry per prompt token; the first is None.
+    prompt: None if the prompt came as token ids. prompt_logprobs: one entry per prompt token; the first is None. None
+    if a deadline passed before the prompt was read.
     """
 
     request_id: int

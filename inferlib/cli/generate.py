@@ -179,7 +179,7 @@ class HostArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingArguments:
-    """The fields of `SamplingParams` but for the seed, which is the engine's."""
+    """The fields of `SamplingParams` but for the seed, which is the engine's, and functions."""
 
     panel: ClassVar = "Sampling"
 
@@ -226,6 +226,11 @@ class SamplingArguments:
     truncate_prompt_tokens: Annotated[
         int | None,
         typer.Option(help="Use only so many of a prompt's last tokens; -1: as many as leave room for --max-tokens."),
+    ] = None
+
+    deadline: Annotated[
+        float | None,
+        typer.Option(help="Seconds after which a prompt's output ends, with the finish reason deadline."),
     ] = None
 
     def values(self) -> dict[str, Any]:

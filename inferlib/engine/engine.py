@@ -18,10 +18,12 @@ from inferlib.distributed import Channel
 from inferlib.engine.calls import CALL, Call, warmup_message
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.clock import Clock
+from inferlib.engine.deadlines import Deadlines
 from inferlib.engine.processors import processed
 from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
 from inferlib.models.abstract import AbstractModel
+from inferlib.outputs import FinishReason
 from inferlib.programs.counter import compilations
 from inferlib.programs.memory import explanation
 from inferlib.programs.program import CHUNK_COLUMNS, ChunkInput, Mode, ProgramKey, StepOutput
@@ -83,6 +85,7 @@ class Engine:
         self.plan = self.programs.plan
         self.stats, self.clock = EngineStats(), Clock()
         self.scheduler = Scheduler(config, self.plan, Cascade.of(config, self.plan, len(model.config.layers)))
+        self._deadlines = Deadlines()
         self.expert_load: np.ndarray | int = 0  # int64 [L, E] if it is counted
         self.cache = self.plan.allocate(config.shards)
         self.state = self.programs.allocate_state()
@@ -112,19 +115,25 @@ class Engine:
         if self.channel is not None and not self.channel.leads:
             raise RuntimeError("requests enter on process 0; on the others call LLM.follow()")
         self.scheduler.add(sequence)
+        self._deadlines.add(sequence)
 
-    def cancel(self, sequence: Sequence) -> None:
+    def cancel(self, sequence: Sequence, reason: FinishReason = "stop") -> None:
         """Drop a sequence that waits, or that the host is done with (a stop string, an abandoned stream)."""
         self.scheduler.cancel(sequence)
         if sequence.status is not Status.FINISHED:
-            sequence.finish("stop")
+            sequence.finish(reason)
 
     def advance(self, *, max_steps: int | None = None) -> list[Sequence]:
-        """Send dispatches, wait for the oldest results and return the sequences that they advanced.
+        """Send dispatches, wait for the oldest results and return the sequences that they advanced, or whose deadline
+        has passed.
 
         max_steps: most tokens per row between results; 1 streams token by token. If the list is empty and `busy` is
         false, nothing is left to run.
         """
+        if late := self._deadlines.passed():
+            for s in late:
+                self.cancel(s, "deadline")
+            return late
         stats = self.stats
         start, others = time.perf_counter(), stats.other_seconds
         try:

@@ -99,6 +99,8 @@ def _prompt_logprobs(request: Request, tokenizer: Tokenizer | None) -> list[dict
     if request.params.prompt_logprobs is None:
         return None
     chunks = request.sequences[0].prompt_details
+    if sum(len(chunk.logprob) for chunk in chunks) < len(request.token_ids):
+        return None  # a deadline came first
     columns = [np.concatenate([np.asarray(chunk[i]) for chunk in chunks]) for i in range(1, 5)]
     entries: list[dict[int, Logprob] | None] = [None]
     for position, token in enumerate(request.token_ids[1:]):

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from inferlib.engine.clock import Clock
+from inferlib.outputs import FinishReason
 from inferlib.programs.program import Mode
 from inferlib.sampling.params import SamplingParams
 
@@ -68,7 +69,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_details: list = field(default_factory=list)
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     clock: Clock = field(default_factory=Clock)
     arrival: float = field(init=False)
@@ -142,7 +143,7 @@ class Sequence:
                 break
         return len(self.tokens) - before
 
-    def finish(self, reason: Literal["stop", "length"], stop_reason: int | str | None = None) -> None:
+    def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         self.status, self.finish_reason, self.stop_reason = Status.FINISHED, reason, stop_reason
         self.finished_time = self.clock.now()
 

@@ -168,6 +168,12 @@ def test_a_function_cannot_wait_for_its_own_engine(llm):
     assert outputs(llm, [[5, 6]], GREEDY)
 
 
+def test_several_processes_refuse_them(llm, monkeypatch):
+    monkeypatch.setattr(llm, "_channel", object())
+    with pytest.raises(ValueError, match="logits_processors run in one process, and several processes share this"):
+        llm.prepare([5], with_processors(same))
+
+
 def test_their_programs_are_compiled_at_first_use_or_when_asked_for(path):
     llm = build_llm(path, Buckets((8,), (2,), (64,)))
     llm.warmup(["greedy"])
