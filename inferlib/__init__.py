@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from inferlib.async_llm import AsyncLLM, AsyncStream
     from inferlib.config import Buckets, EngineConfig, EngineOptions
     from inferlib.conversion import convert
     from inferlib.deploy.compile import CompileResult, compile
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "LLM": "inferlib.llm",
+    "AsyncLLM": "inferlib.async_llm",
+    "AsyncStream": "inferlib.async_llm",
     "Buckets": "inferlib.config",
     "CompileResult": "inferlib.deploy.compile",
     "CompletionOutput": "inferlib.outputs",
@@ -41,6 +44,8 @@ _MODULES = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
+    "AsyncStream",
     "Buckets",
     "CompileResult",
     "CompletionOutput",

@@ -33,10 +33,9 @@ from inferlib.config import (
 from inferlib.engine.choices import Choices, engine_options, plan_programs
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
 from inferlib.engine.request import Request, request_output
+from inferlib.engine.runner import Runner
 from inferlib.engine.sequence import Sequence as EngineSequence
-from inferlib.engine.sequence import Status
 from inferlib.engine.text import OutputText
-from inferlib.engine.thread import EngineThread
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
 from inferlib.outputs import RequestOutput
@@ -113,7 +112,7 @@ class LLM:
     ):
         self.progress = on_terminal() if progress is None else progress
         revision, generation = options.pop("revision", None), options.pop("generation_config", "auto")
-        engine = engine_options(config, options)
+        decided = engine_options(config, options)
         check_seed(seed)
         check_flag("progress", progress, optional=True)
         if artifacts is not None:
@@ -124,9 +123,9 @@ class LLM:
         with agreement({}):
             files = ModelFiles.open(model, revision, progress=self.progress)
             self._generation = GenerationConfig.read(files.path, generation)
-            choices = Choices.read(files, dtype, quantization, parallel, engine)
-            if artifacts is None and (self._channel is None or engine.compile_cache is not None):
-                use_compile_cache(engine.compile_cache)
+            choices = Choices.read(files, dtype, quantization, parallel, decided)
+            if artifacts is None and (self._channel is None or decided.compile_cache is not None):
+                use_compile_cache(decided.compile_cache)
         if artifacts is not None and self._channel:
             raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
         self.model_config, self.tokenizer = files.config, files.tokenizer
@@ -151,12 +150,14 @@ class LLM:
                 progress=self.progress,
             )
         with adopted(stored), explained("making room for the cache", programs.demand):
-            self.engine = Engine(programs.model, weights, self.config, channel=self._channel, programs=programs)
+            engine = Engine(programs.model, weights, self.config, channel=self._channel, programs=programs)
         if self._channel:
             self._channel.ready()
-        self._ids = itertools.count()
-        self._thread = EngineThread()
-        self._texts: dict[EngineSequence, OutputText] = {}  # of sequences that wait or run
+        self._ids, self._runner = itertools.count(), Runner(engine)
+
+    @property
+    def engine(self) -> Engine:
+        return self._runner.engine
 
     def follow(self) -> bool:
         """Take part in what process 0 runs; for every other process, once it has a model (see `inferlib.distributed`).
@@ -269,10 +270,10 @@ class LLM:
                         if not request.start():
                             raise ValueError(f"request {request.id} was run before: prepare it again")
                         pending[request.id] = request
-                        self._submit(request)
+                        self._runner.submit(request)
                     if not pending:
                         return
-                    for request in self._thread.run(partial(self._finished, list(pending.values()))):
+                    for request in self._runner.wait(list(pending.values())):
                         request.check()
                         output = request_output(request, self.tokenizer)
                         del pending[request.id]
@@ -280,7 +281,7 @@ class LLM:
                         yield output
         finally:
             if pending:
-                self._thread.post(partial(self._abandon, list(pending.values())))
+                self._runner.abandon(pending.values())
 
     # ---- evaluation
 
@@ -331,7 +332,7 @@ class LLM:
             raise ConfigurationError("the experts' load is not counted: build LLM(..., expert_load=True)")
         layers = self.model_config.mixtures
         counts = np.zeros((len(layers), layers[0].experts), np.int64)
-        return self._thread.run(lambda: counts + self.engine.expert_load)
+        return self._runner.thread.run(lambda: counts + self.engine.expert_load)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests are sampled by that are given no parameters: those of the model's generation_config.json, and
@@ -472,45 +473,6 @@ class LLM:
         entropy = (self.seed, number, index) if params.seed is None else (params.seed, index)
         return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
-    def _submit(self, request: Request) -> None:
-        self._thread.run(partial(self._add, request))
-
-    # What follows runs in the engine's thread, so that an interrupt cannot strike it.
-
-    def _add(self, request: Request) -> bool:
-        for sequence, text in zip(request.sequences, request.texts, strict=True):
-            self.engine.add(sequence)
-            self._texts[sequence] = text
-        return True
-
-    def _finished(self, requests: list[Request]) -> list[Request] | None:
-        """Those of the requests that are finished. If there are none, advance the engine and return None."""
-        if finished := [request for request in requests if request.finished]:
-            return finished
-        self._advance()
-        return None
-
-    def _advance(self, max_steps: int | None = None) -> None:
-        """Advance the engine once and decode the new tokens to text, whoever waits for them."""
-        for sequence in self.engine.advance(max_steps=max_steps):
-            running = sequence.status is not Status.FINISHED
-            try:
-                self._texts[sequence].update()
-            except BaseException as error:  # a tokenizer can panic; the others' texts go on
-                sequence.fail(error)
-            if sequence.status is Status.FINISHED:
-                if running:
-                    self.engine.cancel(sequence)
-                del self._texts[sequence]
-
-    def _abandon(self, requests: list[Request]) -> None:
-        for sequence in itertools.chain.from_iterable(request.sequences for request in requests):
-            if sequence in self._texts:
-                self.engine.cancel(sequence)
-                del self._texts[sequence]
-
-    # Of callers' threads again.
-
     def _complete(self, requests: list[Request]) -> None:
         for _ in self.run(requests, progress=False):
             pass
@@ -533,21 +495,14 @@ class Stream:
         if not request.start():
             raise RuntimeError("a stream can be read once: call LLM.stream again")
         try:
-            self._llm._submit(request)
+            self._llm._runner.submit(request)
             while not finished:
-                delta, finished = self._llm._thread.run(self._step)
+                delta, finished = self._llm._runner.step(request)
                 if delta:
                     yield delta
             self.output = request_output(request, self._llm.tokenizer)
         finally:
-            self._llm._thread.post(partial(self._llm._abandon, [request]))
-
-    def _step(self) -> tuple[str, bool]:
-        """In the engine's thread: generate a token. Returns the new text, and whether it is the last."""
-        if not self._request.finished:
-            self._llm._advance(max_steps=1)
-        self._request.check()
-        return self._request.texts[0].delta(), self._request.finished
+            self._llm._runner.abandon([request])
 
 
 def _load_programs(artifacts: Artifacts, model: ModelConfig, choices: Choices) -> tuple[ProgramSet, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "deadline"]
+FinishReason = Literal["stop", "length", "deadline", "abort"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Logprob:
 class CompletionOutput:
     """One generated sequence.
 
-    finish_reason: "stop", "length" or "deadline". stop_reason: the stop token or stop string, None for the end of
-    sequence.
+    finish_reason: "stop", "length", "deadline", or "abort" if `AsyncLLM.abort` ended it; None while it is generated.
+    stop_reason: the stop token or stop string, None for the end of sequence.
     logprobs: for each token, the log-probabilities of the token itself and of the alternatives that were asked for.
     cumulative_logprob: sum over the tokens of their log-probabilities.
     """
@@ -69,9 +69,10 @@ class RequestOutput:
 
     prompt: None if the prompt came as token ids. prompt_logprobs: one entry per prompt token; the first is None. None
     if a deadline passed before the prompt was read.
+    request_id: of `AsyncLLM`, the one that it was given, if it was; else a number. finished: False if more follows.
     """
 
-    request_id: int
+    request_id: int | str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)

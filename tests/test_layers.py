@@ -50,7 +50,7 @@ LEVELS = (
     ("inspection",),
     ("aot",),
     ("tuning",),
-    ("deploy", "doctor", "llm"),
+    ("async_llm", "deploy", "doctor", "llm"),
     ("cli",),
 )
 LEVEL_OF = {f"inferlib.{name}": level for level, names in enumerate(LEVELS) for name in names}

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
 from inferlib.engine.text import OutputText
-from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from inferlib.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
 from inferlib.sampling.logits_processors import LogitsProcessorError
 from inferlib.sampling.params import SamplingParams
 from inferlib.tokenizer import Tokenizer
+
+
+class Progress(NamedTuple):
+    """How far a sequence is: tokens that it has, and characters of its text that can no longer change. Those that it
+    gets later are behind these, so a reader in another thread may take its time."""
+
+    tokens: int
+    characters: int
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
 
 
 @dataclass(eq=False)
 class Request:
     """A validated prompt and its `params.n` sequences, each with its text."""
 
-    id: int
+    id: int | str
     prompt: str | None
     token_ids: list[int]
     params: SamplingParams
@@ -43,29 +55,68 @@ class Request:
     def finished(self) -> bool:
         return all(s.status is Status.FINISHED for s in self.sequences)
 
+    def progress(self) -> tuple[Progress, ...]:
+        """How far each sequence is. To be called where the engine runs, or once the request is finished."""
+        pairs = zip(self.sequences, self.texts, strict=True)
+        return tuple(
+            Progress(len(s.tokens), text.final_characters, s.finish_reason, s.stop_reason) for s, text in pairs
+        )
+
 
 def request_output(request: Request, tokenizer: Tokenizer | None) -> RequestOutput:
     """The result of a finished request. Without a tokenizer it has no texts."""
-    pairs = zip(request.sequences, request.texts, strict=True)
-    return RequestOutput(
-        request.id,
-        request.prompt,
-        request.token_ids,
-        [_completion(i, s, text.text, tokenizer) for i, (s, text) in enumerate(pairs)],
-        _prompt_logprobs(request, tokenizer),
-        _metrics(request.sequences),
-        finished=True,
-    )
+    return Outputs(request, tokenizer).at(request.progress())
 
 
-def _metrics(sequences: list[Sequence]) -> RequestMetrics:
+class Outputs:
+    """The results of a request as far as it is, each of which has all that the one before it had."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None):
+        self.request, self.tokenizer = request, tokenizer
+        self._logprobs: list[list[dict[int, Logprob]]] = [[] for _ in request.sequences]  # made so far
+
+    def at(self, progress: Sequences[Progress]) -> RequestOutput:
+        """The result at this progress. It has the prompt's log-probabilities if that is the last."""
+        request = self.request
+        finished = all(p.finish_reason is not None for p in progress)
+        return RequestOutput(
+            request.id,
+            request.prompt,
+            request.token_ids,
+            [self._completion(i, p) for i, p in enumerate(progress)],
+            _prompt_logprobs(request, self.tokenizer) if finished else None,
+            _metrics(request.sequences, sum(p.tokens for p in progress), finished),
+            finished,
+        )
+
+    def _completion(self, index: int, progress: Progress) -> CompletionOutput:
+        s, text = self.request.sequences[index], self.request.texts[index].text
+        logprobs = total = None
+        if s.params.logprobs is not None:
+            made = self._logprobs[index]
+            entries = s.logprobs[: progress.tokens]
+            made += [_alternatives(entry, s.params.logprobs, self.tokenizer) for entry in entries[len(made) :]]
+            logprobs, total = list(made), float(sum(entry.logprob for entry in entries))
+        return CompletionOutput(
+            index,
+            text[: progress.characters],
+            s.tokens[: progress.tokens],
+            progress.finish_reason,
+            progress.stop_reason,
+            cumulative_logprob=total,
+            logprobs=logprobs,
+        )
+
+
+def _metrics(sequences: list[Sequence], generated: int, finished: bool) -> RequestMetrics:
     firsts = [s.first_token_time for s in sequences if s.first_token_time is not None]
+    ends = [s.finished_time for s in sequences if s.finished_time is not None]
     return RequestMetrics(
         arrival_time=sequences[0].arrival,
         first_token_time=min(firsts, default=None),
-        finished_time=max(s.finished_time for s in sequences if s.finished_time is not None),
-        generated=sum(len(s.tokens) for s in sequences),
-        itl=_mean_itl(sequences),
+        finished_time=max(ends) if finished else None,
+        generated=generated,
+        itl=_mean_itl(sequences) if finished else None,
     )
 
 
@@ -79,28 +130,12 @@ def _mean_itl(sequences: list[Sequence]) -> float | None:
     return seconds / count if count else None
 
 
-def _completion(index: int, s: Sequence, text: str, tokenizer: Tokenizer | None) -> CompletionOutput:
-    logprobs = total = None
-    if s.params.logprobs is not None:
-        logprobs = [_alternatives(entry, s.params.logprobs, tokenizer) for entry in s.logprobs]
-        total = float(sum(entry.logprob for entry in s.logprobs))
-    return CompletionOutput(
-        index,
-        text,
-        list(s.tokens),
-        s.finish_reason,
-        s.stop_reason,
-        cumulative_logprob=total,
-        logprobs=logprobs,
-    )
-
-
 def _prompt_logprobs(request: Request, tokenizer: Tokenizer | None) -> list[dict[int, Logprob] | None] | None:
     if request.params.prompt_logprobs is None:
         return None
     chunks = request.sequences[0].prompt_details
     if sum(len(chunk.logprob) for chunk in chunks) < len(request.token_ids):
-        return None  # a deadline came first
+        return None  # it was ended first
     columns = [np.concatenate([np.asarray(chunk[i]) for chunk in chunks]) for i in range(1, 5)]
     entries: list[dict[int, Logprob] | None] = [None]
     for position, token in enumerate(request.token_ids[1:]):

@@ -39,9 +39,14 @@ class OutputText:
                 self._cut(len(s.tokens) - 1)
             self._read = len(s.tokens) + 1
 
+    @property
+    def final_characters(self) -> int:
+        """The length of the text that can no longer change."""
+        return len(self.text) if self.sequence.finish_reason is not None else max(len(self.text) - self._unsure, 0)
+
     def delta(self) -> str:
         """Text that can no longer change and was not returned before."""
-        end = len(self.text) if self.sequence.finish_reason is not None else len(self.text) - self._unsure
+        end = self.final_characters
         if end <= self._sent:
             return ""
         part, self._sent = self.text[self._sent : end], end

@@ -30,13 +30,18 @@ class EngineThread:
         self._thread.start()
         weakref.finalize(self, self._calls.put, None)
 
+    def start(self, step: Callable[[], T | None]) -> Future[T]:
+        """Call `step` until it returns something, which the future then has. Other calls take turns with it."""
+        future: Future[T] = Future()
+        self._calls.put((future, step))
+        return future
+
     def run(self, step: Callable[[], T | None]) -> T:
         """Call `step` until it returns something, and return that. Other threads' calls take turns with it. Raises
         RuntimeError in the thread itself, where it would wait forever."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("a logits processor, which runs inside the engine, must not call its LLM")
-        future: Future[T] = Future()
-        self._calls.put((future, step))
+        future = self.start(step)
         try:
             return future.result()
         finally:
@@ -44,7 +49,7 @@ class EngineThread:
 
     def post(self, call: Callable[[], Any]) -> None:
         """Call it once, after everything that was asked for before, and do not wait. Safe while objects are freed."""
-        self._calls.put((Future(), lambda: (call(),)))
+        self.start(lambda: (call(),))
 
     def end(self) -> None:
         """End the thread and wait for it."""

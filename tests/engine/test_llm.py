@@ -309,7 +309,7 @@ def test_an_abandoned_stream_frees_its_row(small):
     for i, _ in enumerate(small.stream(prompts[0], GREEDY)):
         if i == 1:
             break
-    assert small._thread.run(lambda: small.engine.scheduler.idle)
+    assert small._runner.thread.run(lambda: small.engine.scheduler.idle)
     assert [o.outputs[0].token_ids for o in small.generate(prompts, GREEDY)] == expected
     assert small.engine.scheduler.idle
 

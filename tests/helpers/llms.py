@@ -70,11 +70,11 @@ def new_engine(llm: LLM, **options: Any) -> Iterator[Engine]:
     """Give `llm` a new engine whose config differs in `options`, with the same weights and programs."""
     before = llm.engine
     config = dataclasses.replace(before.config, **options)
-    llm.engine = Engine(before.model, before.weights, config, programs=before.programs)
+    llm._runner.engine = Engine(before.model, before.weights, config, programs=before.programs)
     try:
         yield llm.engine
     finally:
-        llm.engine = before
+        llm._runner.engine = before
 
 
 def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:

@@ -393,7 +393,7 @@ def test_recurrent_layers_are_those_of_their_rounded_weights(family, name, paral
         quantize(w, s.contracting, s.scheme).dequantized(s.contracting, w.dtype).reshape(w.shape) if s.scheme else w
         for s, w in zip(specs, engine.weights, strict=True)
     )
-    dense.engine = Engine(engine.model, rounded, engine.config, programs=engine.programs)
+    dense._runner.engine = Engine(engine.model, rounded, engine.config, programs=engine.programs)
     expected = dense.logits(prompt)
     assert np.abs(expected - before).max() > 0.01
     np.testing.assert_allclose(cached.logits(prompt), expected, rtol=0, atol=1e-4)
