@@ -78,6 +78,14 @@ class AsyncLLM:
             raise ValueError(f"no open request has the id {brief(request_id)}: it has ended, or never was")
         self.llm._runner.abort(feed.request)
 
+    async def sleep(self) -> None:
+        """See `LLM.sleep`. Requests that run are not waited for: RuntimeError."""
+        await asyncio.to_thread(self.llm.sleep)
+
+    async def wake(self) -> None:
+        """See `LLM.wake`."""
+        await asyncio.to_thread(self.llm.wake)
+
     @property
     def open_requests(self) -> int:
         """How many requests wait, run, or have outputs that are not read."""
@@ -100,6 +108,8 @@ class AsyncLLM:
     def _stream(self, request: Request, request_id: str | None) -> AsyncStream:
         if self._closed:
             raise RuntimeError("this AsyncLLM is closed: make another, which may wrap the same LLM")
+        if self.llm.engine.asleep:
+            raise RuntimeError("the model sleeps: call wake() first")
         if request_id is not None:
             if not isinstance(request_id, str):
                 raise ValueError(f"request_id must be a text, got {brief(request_id)}")

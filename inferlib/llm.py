@@ -316,6 +316,21 @@ class LLM:
         with CountProgress("compiling", len(planned_keys(self.config, modes)), show=self.progress) as bar:
             return self.engine.warmup(modes, lambda key: bar.advance(1))
 
+    def sleep(self) -> None:
+        """Free the memory of the devices until `wake`: the weights go to host memory, and the cache is dropped.
+
+        Programs stay compiled. Requests raise RuntimeError meanwhile. Raises RuntimeError, and changes nothing, if
+        requests wait or run. A model that sleeps already stays as it is.
+        """
+        self._runner.call(lambda: self.engine.sleep())
+
+    def wake(self) -> None:
+        """Bring back what `sleep` freed, with an empty cache; nothing compiles. A model that is awake stays as it is.
+
+        Raises OutOfMemoryError if the memory is taken; the model still sleeps then.
+        """
+        self._runner.call(lambda: self.engine.wake())
+
     @property
     def compilations(self) -> int:
         """XLA compilations in this process so far."""
@@ -332,7 +347,7 @@ class LLM:
             raise ConfigurationError("the experts' load is not counted: build LLM(..., expert_load=True)")
         layers = self.model_config.mixtures
         counts = np.zeros((len(layers), layers[0].experts), np.int64)
-        return self._runner.thread.run(lambda: counts + self.engine.expert_load)
+        return self._runner.call(lambda: counts + self.engine.expert_load)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests are sampled by that are given no parameters: those of the model's generation_config.json, and

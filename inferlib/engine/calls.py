@@ -13,7 +13,7 @@ from inferlib.messages import Message, MessageError
 from inferlib.programs.program import ChunkInput, Mode, ProgramKey
 from inferlib.programs.row_changes import Grant, Move
 
-CALL, WARMUP = "call", "warmup"  # kinds of messages
+CALL, WARMUP, SLEEP, WAKE = "call", "warmup", "sleep", "wake"  # kinds of messages
 _CHANGES = {"moves": Move, "grants": Grant}
 
 

@@ -15,17 +15,19 @@ from jax.experimental.layout import Layout
 
 from inferlib.config import EngineConfig
 from inferlib.distributed import Channel
-from inferlib.engine.calls import CALL, Call, warmup_message
+from inferlib.engine.calls import CALL, SLEEP, WAKE, Call, warmup_message
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.clock import Clock
 from inferlib.engine.deadlines import Deadlines
+from inferlib.engine.host_weights import HostArray, to_host
 from inferlib.engine.processors import processed
 from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
+from inferlib.messages import Message
 from inferlib.models.abstract import AbstractModel
 from inferlib.outputs import FinishReason
 from inferlib.programs.counter import compilations
-from inferlib.programs.memory import explanation
+from inferlib.programs.memory import explained, explanation
 from inferlib.programs.program import CHUNK_COLUMNS, ChunkInput, Mode, ProgramKey, StepOutput
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.sampling.sampler import pack
@@ -93,6 +95,7 @@ class Engine:
         self._in_flight: deque[tuple[Dispatch, StepOutput]] = deque()
         self._controls: dict[bool, jax.Array] = {}
         self._last_prefixes: tuple[np.ndarray, jax.Array] | None = None
+        self._asleep: tuple[HostArray, ...] | None = None  # the weights, while it sleeps
         if self.programs.strict:
             self.programs.prepare_changes()
 
@@ -114,6 +117,8 @@ class Engine:
         """Queue a sequence, whose prompt and max_tokens together must be at most max_len."""
         if self.channel is not None and not self.channel.leads:
             raise RuntimeError("requests enter on process 0; on the others call LLM.follow()")
+        if self._asleep is not None:
+            raise RuntimeError("the model sleeps: call wake() first")
         self.scheduler.add(sequence)
         self._deadlines.add(sequence)
 
@@ -160,6 +165,43 @@ class Engine:
             self.cache = self.state = ()  # type: ignore[assignment]
             self.cache, self.state = self.plan.allocate(self.config.shards), self.programs.allocate_state()
 
+    @property
+    def asleep(self) -> bool:
+        return self._asleep is not None
+
+    def sleep(self) -> None:
+        """Copy the weights to host memory and free them, the cache and the rows' state on the devices. Programs stay.
+
+        Raises RuntimeError if requests wait or run.
+        """
+        if self.asleep:
+            return
+        if count := len(self.scheduler.waiting) + len(self.scheduler.running):
+            raise RuntimeError(f"{count} sequences wait or run: sleep once their requests have ended")
+        self._order(SLEEP)
+        while self._in_flight:  # of rows that were left
+            self._receive()
+        with explained("falling asleep", self.programs.demand):
+            self._asleep = to_host(self.weights, self.programs.formats)
+        self.scheduler.lose()  # and with it what is to happen before the next dispatch
+        self._controls.clear()
+        self._last_prefixes = None
+        self.weights, self.cache, self.state = (), (), None
+
+    def wake(self) -> None:
+        """Bring the weights back, and an empty cache."""
+        if self._asleep is None:
+            return
+        self._order(WAKE)
+        with explained("waking up", self.programs.demand):
+            self.weights = tuple(x.to_devices() for x in self._asleep)
+            self.cache, self.state = self.plan.allocate(self.config.shards), self.programs.allocate_state()
+        self._asleep = None
+
+    def _order(self, kind: str) -> None:
+        if self.channel is not None and self.channel.leads:
+            self.channel.order(Message(kind, {}))
+
     def follow(self) -> None:
         """Run what process 0 runs, until it is done."""
         if self.channel is None:
@@ -167,6 +209,10 @@ class Engine:
         for order in self.channel.orders():
             if order.kind == CALL:
                 self._start(Call.from_message(order))
+            elif order.kind == SLEEP:
+                self.sleep()
+            elif order.kind == WAKE:
+                self.wake()
             else:
                 self.warmup(order.fields["modes"])
         jax.block_until_ready(self.state)

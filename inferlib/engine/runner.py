@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 from inferlib.engine.engine import Engine
 from inferlib.engine.feed import Feed, deliver
@@ -13,6 +14,8 @@ from inferlib.engine.request import Request
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.engine.text import OutputText
 from inferlib.engine.thread import EngineThread
+
+T = TypeVar("T")
 
 
 class Runner:
@@ -50,6 +53,10 @@ class Runner:
     def abandon(self, requests: Iterable[Request]) -> None:
         """Drop requests whose results nobody wants, if they are not finished. Safe while objects are freed."""
         self.thread.post(partial(self._abandon, list(requests)))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """What a function returns that is called in the engine's thread."""
+        return self.thread.run(lambda: (function(),))[0]
 
     def settled(self) -> Future[bool]:
         """Done when everything that was asked for before has been done."""

@@ -67,6 +67,8 @@ def everything(llm: LLM) -> dict[str, Any]:
 
 def warm(llm: LLM) -> dict[str, Any]:
     programs, before = llm.warmup(["greedy"]), llm.compilations
+    llm.sleep()
+    llm.wake()
     return greedy(llm) | {"warmed": programs > 0, "compiled": llm.compilations - before}
 
 
