@@ -1,0 +1,189 @@
+"""Pages by the tokens that they hold, so that a prompt which begins as an earlier one did takes its pages (Zheng et al.
+2024, "SGLang", section 3): a radix tree with a page on each edge."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+_TOKEN = array("i").itemsize
+
+
+def encoded(tokens: Sequence[int]) -> bytes:
+    """Tokens as the tree takes them."""
+    return array("i", tokens).tobytes()
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A page behind those of its ancestors.
+
+    tokens: those whose cells it holds from its first slot on, encoded; fewer than a page only if it has no children.
+    references: how many sequences need it. pending: its cells are not written yet, though a sequence is about to.
+    children: by each beginning of their tokens, in units.
+    """
+
+    parent: Node | None
+    tokens: bytes = b""
+    page: int = -1
+    references: int = 0
+    pending: bool = False
+    children: dict[bytes, dict[Node, None]] = field(default_factory=dict, repr=False)
+    key: Hashable = None  # of a root
+
+    @property
+    def count(self) -> int:
+        """How many tokens it holds."""
+        return len(self.tokens) // _TOKEN
+
+    def child(self, tokens: bytes) -> Node | None:
+        """A child whose tokens begin so, if possible one that is not pending."""
+        children = self.children.get(tokens, ())
+        return next((node for node in children if not node.pending), next(iter(children), None))
+
+
+@dataclass(frozen=True)
+class Match:
+    """The beginning of a prompt in the tree. nodes: of its whole pages. part: a node that holds `count` tokens more
+    from its first slot on, if that is not None."""
+
+    nodes: tuple[Node, ...] = ()
+    part: Node | None = None
+    count: int = 0
+
+    @property
+    def pending(self) -> Node | None:
+        """The first node whose cells are not written yet, if there is one."""
+        return next((node for node in (*self.nodes, self.part) if node is not None and node.pending), None)
+
+
+class PrefixTree:
+    """Which page holds the cells of which tokens, behind which others.
+
+    page: positions of a page. unit: it divides the page; matches and the tokens of a node end at a multiple of it.
+
+    A node that a sequence needs is referenced, and so are its ancestors. The others are evicted from the leaves on, the
+    least recently used first. Nodes of different keys share nothing.
+    """
+
+    def __init__(self, page: int, unit: int):
+        if page % unit:
+            raise ValueError(f"a unit of {unit} positions does not divide a page of {page}")
+        self.page, self.unit = page, unit
+        self.pages = 0
+        self._roots: dict[Hashable, Node] = {}
+        # Nodes without references, in the order of their last use; of those used together, the deepest first. So every
+        # node comes behind its descendants, and the first one is a leaf.
+        self._idle: OrderedDict[Node, None] = OrderedDict()
+
+    @property
+    def idle(self) -> int:
+        """How many pages can be evicted."""
+        return len(self._idle)
+
+    def root(self, key: Hashable) -> Node:
+        """The node that all tokens of a key stand behind."""
+        return self._roots.get(key) or Node(None, key=key)
+
+    def match(self, key: Hashable, tokens: bytes, most: int) -> Match:
+        """The longest beginning of some tokens, at most so many of them, that the tree has the cells of."""
+        nodes, node, at = [], self._roots.get(key), 0
+        if node is None:
+            return Match()
+        page, unit = self.page * _TOKEN, self.unit * _TOKEN
+        end = min(len(tokens), most * _TOKEN) // unit * unit
+        while at + page <= end and (child := node.child(tokens[at : at + page])):
+            nodes.append(child)
+            node, at = child, at + page
+        for size in range(min(end - at, page - unit), 0, -unit):
+            if child := node.child(tokens[at : at + size]):
+                return Match(tuple(nodes), child, size // _TOKEN)
+        return Match(tuple(nodes))
+
+    def part(self, tokens: bytes, column: int) -> bytes:
+        """Those of some tokens that a node for page number `column` of them can have; none if they are too few."""
+        first, unit = column * self.page * _TOKEN, self.unit * _TOKEN
+        part = tokens[first : first + self.page * _TOKEN]
+        return part[: len(part) // unit * unit]
+
+    def insert(self, parent: Node, tokens: bytes, page: int, *, pending: bool = False) -> Node:
+        """A new node with one reference. The parent, which has a whole page, has no child whose tokens begin so."""
+        assert parent.parent is None or parent.count == self.page, "a part of a page has no children"
+        assert tokens, "a node has at least a unit of tokens"
+        assert tokens not in parent.children, "the tokens are there already"
+        node = Node(parent, tokens, page, references=1, pending=pending)
+        if parent.parent is None:
+            self._roots[parent.key] = parent
+        self._index(node, 0)
+        self.pages += 1
+        return node
+
+    def extend(self, node: Node, tokens: bytes) -> None:
+        """Let a node have more tokens: those that it has, and others behind them. No sibling begins so."""
+        assert tokens.startswith(node.tokens), "a page's tokens do not change"
+        assert not node.children
+        before, node.tokens = len(node.tokens), tokens
+        self._index(node, before)
+
+    def refer(self, nodes: Iterable[Node]) -> None:
+        """Count one more reference to each node. Whoever refers to a node refers to its ancestors."""
+        for node in nodes:
+            if not node.references:
+                del self._idle[node]
+            node.references += 1
+
+    def release(self, path: Sequence[Node]) -> None:
+        """Give a reference to each node back. path: from a root on."""
+        for node in reversed(path):
+            node.references -= 1
+            assert node.references >= 0, "a reference was given back twice"
+            if not node.references:
+                self._idle[node] = None
+
+    def touch(self, node: Node) -> None:
+        """Count this as a use of a node, whose ancestors are referenced."""
+        assert node.parent is not None
+        assert node.parent.parent is None or node.parent.references, "an ancestor may be evicted first"
+        if not node.references:
+            self._idle.move_to_end(node)
+
+    def remove(self, node: Node) -> None:
+        """Take out a node without children that one sequence refers to, which keeps the page."""
+        assert node.references == 1
+        self._take_out(node)
+
+    def evict(self) -> int:
+        """Take out the leaf that was not used for the longest time, of those without references. Returns its page."""
+        node, _ = self._idle.popitem(last=False)
+        self._take_out(node)
+        return node.page
+
+    def clear(self) -> list[int]:
+        """Take out everything. Returns the pages; no sequence refers to any."""
+        pages = [self.evict() for _ in range(self.idle)]
+        assert not self.pages, "a node is referenced"
+        return pages
+
+    def _take_out(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        assert not node.children, "children would lose their ancestors"
+        unit = self.unit * _TOKEN
+        for size in range(unit, len(node.tokens) + 1, unit):
+            siblings = parent.children[node.tokens[:size]]
+            del siblings[node]
+            if not siblings:
+                del parent.children[node.tokens[:size]]
+        if parent.parent is None and not parent.children:
+            del self._roots[parent.key]
+        node.pending = False  # so that nobody waits for it
+        self.pages -= 1
+
+    def _index(self, node: Node, before: int) -> None:
+        """Let a node be met by the beginnings of its tokens that are longer than `before` bytes."""
+        assert node.parent is not None
+        unit = self.unit * _TOKEN
+        for size in range(before + unit, len(node.tokens) + 1, unit):
+            node.parent.children.setdefault(node.tokens[:size], {})[node] = None
