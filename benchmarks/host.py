@@ -40,7 +40,7 @@ class Idle:
     def ready(self, key: ProgramKey) -> Callable:
         return lambda weights, cache, state, control: (cache, state, self._output)
 
-    def change_rows(self, cache, state, moves, grants) -> tuple:
+    def change_rows(self, cache, state, changes) -> tuple:
         return cache, state
 
 

@@ -321,7 +321,8 @@ class EngineConfig:
     cascade: decode steps of eight rows and more may read a prefix that rows share once, by programs of their own.
     row_limit: most prompt tokens of one row in a step, a multiple of the tile; None: as many as a step has.
     page_size: positions of a page of the cache, a power of two. cache_memory: bytes of the cache on each device; None:
-    as many as `max_batch` sequences of `max_len` tokens take.
+    as many as `max_batch` sequences of `max_len` tokens take. prefix_caching: prompts that begin as an earlier one did
+    take its pages, if all layers have their cells in pages (see `CachePlan.no_prefix_caching`).
     """
 
     max_batch: int
@@ -340,6 +341,7 @@ class EngineConfig:
     row_limit: int | None = None
     page_size: int = PoolSize().page
     cache_memory: int | None = None
+    prefix_caching: bool = True
 
     def __post_init__(self):
         check_page_size(self.page_size)
@@ -487,6 +489,7 @@ class EngineSettings(TypedDict, total=False):
     cascade: bool | None
     page_size: int | None
     cache_memory: int | float | str | None
+    prefix_caching: bool
     compile_cache: str | Path | None
 
 
@@ -514,6 +517,8 @@ class EngineOptions:
     page_size: positions of a page of the cache, a power of two; by default 128.
     cache_memory: of the cache on each device: bytes, a text such as "16GiB", or a share of the device's memory up to 1.
         By default all that weights and steps leave free; on CPUs what `max_batch` sequences of `max_len` tokens take.
+    prefix_caching: prompts that begin as an earlier one did take its pages, and compute only the rest. Models that keep
+        more of a row than pages (recurrent layers, windows) do without.
     compile_cache: a folder for compiled programs, from which later processes take them; by default one in the user's
         cache folder, "none" for none. See `inferlib.programs.compilation_cache`. Several processes that share a model
         use one only if it is given.
@@ -534,6 +539,7 @@ class EngineOptions:
     cascade: bool | None = None
     page_size: int | None = None
     cache_memory: int | float | str | None = None
+    prefix_caching: bool = True
     compile_cache: str | Path | None = None
 
     def __post_init__(self):
@@ -544,8 +550,8 @@ class EngineOptions:
         for name in ("max_batch", "max_len", "decode_steps", "in_flight"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _whole(name, getattr(self, name)))
-        for name in ("expert_load", "scan", "free_layouts", "cascade"):
-            check_flag(name, getattr(self, name), optional=name != "expert_load")
+        for name in ("expert_load", "prefix_caching", "scan", "free_layouts", "cascade"):
+            check_flag(name, getattr(self, name), optional=name in ("scan", "free_layouts", "cascade"))
         if not isinstance(self.buckets, Buckets | None):
             raise ConfigurationError(
                 f"buckets must be Buckets(prefill=..., batch=..., cache=...), got {brief(self.buckets)}"
@@ -612,6 +618,7 @@ class EngineOptions:
             row_limit=_row_limit(buckets, model),
             page_size=_default(self.page_size, PoolSize().page),
             cache_memory=self.cache_memory if isinstance(self.cache_memory, int) else None,
+            prefix_caching=self.prefix_caching,
         )
 
     def _max_len(self, model: ModelConfig | None, most: int | None) -> int:

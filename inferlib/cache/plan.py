@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from inferlib.config import KV_CACHE_DTYPES, ConfigurationError, PoolSize, rounded_up
+from inferlib.config import KV_CACHE_DTYPES, ConfigurationError, EngineConfig, PoolSize, rounded_up
 from inferlib.models.abstract import AbstractModel
 from inferlib.models.config import AttentionSpec, MlaSpec
 from inferlib.models.layers.kv_cache import LayerCache
@@ -189,6 +189,16 @@ class CachePlan:
     def of_rows(self) -> tuple[bool, ...]:
         """For each of `arrays`: True for rings and states, which have an entry per row in place of pages."""
         return tuple(not block.paged for block in self.blocks for _ in block.owned)
+
+    def no_prefix_caching(self, config: EngineConfig) -> str | None:
+        """Why prompts that begin alike do not share pages; None if they do."""
+        if not config.prefix_caching:
+            return "prefix_caching is False"
+        if any(isinstance(block, BlockState) for block in self.blocks):
+            return "recurrent layers have a state of each row, which no other row can take"
+        if any(self.of_rows):
+            return "layers with a window or chunks have a ring of each row, which no other row can take"
+        return None
 
     @property
     def nbytes(self) -> int:

@@ -46,12 +46,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Match:
-    """The beginning of a prompt in the tree. nodes: of its whole pages. part: a node that holds `count` tokens more
-    from its first slot on, if that is not None."""
+    """The first `tokens` tokens of a prompt in the tree. nodes: of whole pages. part: whose page holds those behind
+    them, from its first slot on; None if there are none."""
 
     nodes: tuple[Node, ...] = ()
     part: Node | None = None
-    count: int = 0
+    tokens: int = 0
 
     @property
     def pending(self) -> Node | None:
@@ -99,8 +99,8 @@ class PrefixTree:
             node, at = child, at + page
         for size in range(min(end - at, page - unit), 0, -unit):
             if child := node.child(tokens[at : at + size]):
-                return Match(tuple(nodes), child, size // _TOKEN)
-        return Match(tuple(nodes))
+                return Match(tuple(nodes), child, (at + size) // _TOKEN)
+        return Match(tuple(nodes), None, at // _TOKEN)
 
     def part(self, tokens: bytes, column: int) -> bytes:
         """Those of some tokens that a node for page number `column` of them can have; none if they are too few."""
@@ -159,12 +159,6 @@ class PrefixTree:
         node, _ = self._idle.popitem(last=False)
         self._take_out(node)
         return node.page
-
-    def clear(self) -> list[int]:
-        """Take out everything. Returns the pages; no sequence refers to any."""
-        pages = [self.evict() for _ in range(self.idle)]
-        assert not self.pages, "a node is referenced"
-        return pages
 
     def _take_out(self, node: Node) -> None:
         parent = node.parent

@@ -128,6 +128,8 @@ def _cells(facts: Mapping[str, Any]) -> dict[str, str]:
             if kind in facts["step_seconds"]:
                 seconds, count = facts["step_seconds"][kind], facts["dispatches"][kind]
                 cells[f"time in steps of {title}"] = f"{seconds / busy:.0%}, {count:,} dispatches"
+        if facts.get("cached_tokens"):
+            cells["tokens of prompts in the cache"] = f"{facts['cached_tokens']:,}"
         if facts["preemptions"]:
             cells["preempted"] = f"{facts['preemptions']:,}"
     if "warmup_seconds" in facts:

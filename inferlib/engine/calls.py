@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any, NamedTuple, get_args
 
@@ -11,28 +10,28 @@ import numpy as np
 
 from inferlib.messages import Message, MessageError
 from inferlib.programs.program import ChunkInput, Mode, ProgramKey
-from inferlib.programs.row_changes import Grant, Move
+from inferlib.programs.row_changes import Changes, Count, Grant, Move
 
 CALL, WARMUP, SLEEP, WAKE = "call", "warmup", "sleep", "wake"  # kinds of messages
-_CHANGES = {"moves": Move, "grants": Grant}
+_CHANGES = {"moves": Move, "grants": Grant, "counts": Count}
+_NONE = Changes()
 
 
 class Call(NamedTuple):
-    """cancel: rows to stop. yield_early: see `Control`. chunk: host arrays, if the program prefills. moves, grants:
-    what changes before the program starts, in this order. prefixes: of a program that takes them, see
-    `unpack_prefixes`."""
+    """cancel: rows to stop. yield_early: see `Control`. chunk: host arrays, if the program prefills. changes: before
+    the program starts. prefixes: of a program that takes them, see `unpack_prefixes`."""
 
     key: ProgramKey
     cancel: tuple[int, ...]
     yield_early: bool
     chunk: ChunkInput | None
-    moves: Sequence[Move] = ()
-    grants: Sequence[Grant] = ()
+    changes: Changes = _NONE
     prefixes: np.ndarray | None = None
 
     def to_message(self) -> Message:
         head = {"key": asdict(self.key), "cancel": [int(row) for row in self.cancel], "yield_early": self.yield_early}
-        head |= {"moves": [list(move) for move in self.moves], "grants": [list(grant) for grant in self.grants]}
+        head |= {name: [list(change) for change in getattr(self.changes, name)] for name in _CHANGES}
+        head["copies"] = [list(pair) for pair in self.changes.copies.items()]
         arrays: Any = self.chunk or (() if self.prefixes is None else (self.prefixes,))
         return Message(CALL, head, tuple(map(np.asarray, arrays)))
 
@@ -45,14 +44,15 @@ class Call(NamedTuple):
             arrays: Any = message.arrays
             chunk = ChunkInput(*arrays) if arrays and not key.cascade else None
             prefixes = arrays[0] if key.cascade else None
-            moves, grants = ([kind(*x) for x in message.fields[name]] for name, kind in _CHANGES.items())
-        except (KeyError, TypeError, IndexError) as error:
+            changes = {name: [kind(*x) for x in message.fields[name]] for name, kind in _CHANGES.items()}
+            copies = dict(message.fields["copies"])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise MessageError(f"a call of another version of inferlib: {error}") from None
         numbers = [getattr(key, f.name) for f in fields(key) if f.name not in ("mode", "detail", "part")]
-        numbers += [*cancel, *itertools.chain.from_iterable([*moves, *grants])]
+        numbers += [*cancel, *itertools.chain(*itertools.chain(*changes.values(), copies.items()))]
         if key.mode not in get_args(Mode) or not all(isinstance(n, int) for n in numbers):
             raise MessageError(f"a call of another version of inferlib: {message.fields}")
-        return Call(key, tuple(cancel), yield_early, chunk, moves, grants, prefixes)
+        return Call(key, tuple(cancel), yield_early, chunk, Changes(copies=copies, **changes), prefixes)
 
 
 def warmup_message(modes: tuple[Mode, ...]) -> Message:

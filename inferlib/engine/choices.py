@@ -32,6 +32,7 @@ _OF_VLLM = {
     "max_num_batched_tokens": "buckets=Buckets(prefill=..., ...)",
     "gpu_memory_utilization": "cache_memory, of the cache alone: bytes, '16GiB' or a share",
     "block_size": "page_size",
+    "enable_prefix_caching": "prefix_caching",
     "enforce_eager": "nothing: programs are always compiled",
     "hf_token": "HF_TOKEN, or `hf auth login`",
     "tokenizer": "nothing: the tokenizer is the model's",

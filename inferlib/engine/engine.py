@@ -30,6 +30,7 @@ from inferlib.programs.counter import compilations
 from inferlib.programs.memory import explained, explanation
 from inferlib.programs.program import CHUNK_COLUMNS, ChunkInput, Mode, ProgramKey, StepOutput
 from inferlib.programs.program_set import ProgramSet, planned_keys
+from inferlib.programs.row_changes import Changes
 from inferlib.sampling.sampler import pack
 from inferlib.sharding import axes
 
@@ -44,6 +45,8 @@ class EngineStats:
     enqueue_seconds: spent in the runtime, starting programs and copies of their results.
     wait_seconds: spent waiting for results.
     host_seconds: everything else: scheduling and bookkeeping.
+    cached_tokens: of prompts, and of sequences that were preempted, that were not computed, as their cells were in the
+        cache. cached_pages: that prompts can share, by now. evicted_pages: that made room for others.
     """
 
     dispatches: int = 0
@@ -54,6 +57,9 @@ class EngineStats:
     enqueue_seconds: float = 0.0
     wait_seconds: float = 0.0
     host_seconds: float = 0.0
+    cached_tokens: int = 0
+    cached_pages: int = 0
+    evicted_pages: int = 0
 
     @property
     def other_seconds(self) -> float:
@@ -127,6 +133,12 @@ class Engine:
         self.scheduler.cancel(sequence)
         if sequence.status is not Status.FINISHED:
             sequence.finish(reason)
+
+    def forget_prefixes(self) -> None:
+        """Free all pages that no sequence needs now: prompts to come find nothing in them."""
+        for pages in self.scheduler.pages:
+            pages.forget()
+        self._count_pages()
 
     def advance(self, *, max_steps: int | None = None) -> list[Sequence]:
         """Send dispatches, wait for the oldest results and return the sequences that they advanced, or whose deadline
@@ -228,9 +240,9 @@ class Engine:
             call = call._replace(prefixes=dispatch.prefixes)
         if scheduler.cancelled:
             scheduler.cancelled = set()
-        if scheduler.moves or scheduler.grants:
-            call = call._replace(moves=scheduler.moves, grants=scheduler.grants)
-            scheduler.moves, scheduler.grants = [], []
+        if scheduler.changes:
+            call = call._replace(changes=scheduler.changes)
+            scheduler.changes = Changes()
         if self.channel is None:
             output = self._start(call)
         else:
@@ -238,6 +250,13 @@ class Engine:
                 output = self._start(call)
         self.stats.dispatches += 1
         self._in_flight.append((dispatch, output))
+        if dispatch.chunks:
+            self._count_pages()
+
+    def _count_pages(self) -> None:
+        pages, stats = self.scheduler.pages, self.stats
+        stats.cached_tokens = sum(x.hit_tokens for x in pages)
+        stats.cached_pages, stats.evicted_pages = sum(x.cached for x in pages), sum(x.evictions for x in pages)
 
     @property
     def _waits_for_logits(self) -> bool:
@@ -263,9 +282,9 @@ class Engine:
         elif call.prefixes is not None:
             inputs.append(self._prefixes(call.prefixes))
         start = time.perf_counter()
-        if call.moves or call.grants:
+        if call.changes:
             state: Any = self.state
-            self.cache, self.state = self.programs.change_rows(self.cache, state, call.moves, call.grants)
+            self.cache, self.state = self.programs.change_rows(self.cache, state, call.changes)
         self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
         if self.channel is None or self.channel.leads:
             for leaf in jax.tree.leaves(output):
@@ -386,9 +405,11 @@ class Engine:
         for s in failed:
             self.scheduler.cancel(s)
             advanced.append(s)
-        for s in advanced:
-            if s.status is Status.FINISHED:
-                self.scheduler.release(s)
+        finished = [s for s in advanced if s.status is Status.FINISHED]
+        for s in finished:
+            self.scheduler.release(s)
+        if finished:
+            self._count_pages()
         return advanced
 
 

@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from inferlib.cache.pages import PagePool
 from inferlib.cache.plan import CachePlan
+from inferlib.cache.prefix_tree import Match
 from inferlib.config import EngineConfig, pick
 from inferlib.engine.cascade import Cascade
+from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.programs.program import DEVICE_MODES, MODES, Mode, ProgramKey
-from inferlib.programs.row_changes import Grant, Move
+from inferlib.programs.row_changes import Changes, Count, Grant, Move
+from inferlib.sampling.sampler import counts_of
 
 # A request goes before those of the next lower priority that came up to so many requests earlier. So none starves.
 LEAD = 1000
@@ -61,20 +63,23 @@ class Scheduler:
     loses its row and pages, and its tokens are computed again later. Where fewer rows decode than a program has, high
     rows move to low ones, so that a smaller program serves them.
 
-    What is to happen before the next dispatch: moves, then grants, in `moves` and `grants`; and rows to stop with it,
-    in `cancelled`. Whoever sends the dispatch empties them.
+    A sequence begins with the pages that are cached of its tokens, in the replica that has most of them, unless that is
+    busy (see `ReplicaPages`). It waits while another one prefills what it begins with.
+
+    What is to happen before the next dispatch is in `changes`, and rows to stop with it in `cancelled`. Whoever sends
+    the dispatch empties them.
     """
 
     def __init__(self, config: EngineConfig, plan: CachePlan, cascade: Cascade | None = None):
         self.config, self.page, self.cascade = config, plan.page, cascade
         self.waiting: list[Sequence] = []  # in order
         self.running: dict[int, Sequence] = {}
-        self.moves: list[Move] = []
-        self.grants: list[Grant] = []
+        self.changes = Changes()
         self.cancelled: set[int] = set()
         self.preemptions = 0
         replicas = config.shards.replicas
-        self.pools = [PagePool(plan.pages // replicas) for _ in range(replicas)]
+        unit = config.prefill_unit if plan.no_prefix_caching(config) is None else None
+        self.pages = [ReplicaPages(plan.pages // replicas, plan.page, unit) for _ in range(replicas)]
         self._free = [list(range(config.rows)) for _ in range(replicas)]  # heaps of rows, as replicas number them
         self._arrivals = self._sent = self._received = 0
         self._last: Dispatch | None = None
@@ -103,8 +108,8 @@ class Scheduler:
         del self.running[sequence.row]
         replica, row = divmod(sequence.row, self.config.rows)
         heapq.heappush(self._free[replica], row)
-        self.pools[replica].give_back(sequence.pages)
-        sequence.row, sequence.pages = -1, []
+        self.pages[replica].give_back(sequence)
+        sequence.row = -1
 
     def unused(self, sequence: Sequence, steps: int) -> None:
         """Take back steps of a dispatch that did not advance the sequence: it ended, or the device returned early for a
@@ -121,8 +126,10 @@ class Scheduler:
         lost = [*self.running.values(), *(s for s in self.waiting if s.ready > self._received)]
         for s in lost:
             self.release(s)
+        for pages in self.pages:
+            pages.forget()
         self._received = self._sent
-        self.moves, self.grants, self.cancelled = [], [], set()
+        self.changes, self.cancelled = Changes(), set()
         return lost
 
     @property
@@ -167,30 +174,58 @@ class Scheduler:
     # ---- rows and pages
 
     def _admit(self) -> None:
-        """Give rows and pages to sequences that wait, in order. One of a higher priority may take them from others."""
-        while self.waiting:
-            sequence = self.waiting[0]
+        """Give rows and pages to sequences that wait, in order. One of a higher priority may take them from others.
+        Those that wait for pages which are being written let others pass."""
+        number = 0
+        while number < len(self.waiting):
+            sequence = self.waiting[number]
             if sequence.ready > self._received:
                 return  # tokens of it are still in flight
-            while (replica := self._replica_for(sequence)) is None:
+            if sequence.waits_for is not None and sequence.waits_for.pending:
+                number += 1
+                continue
+            while (place := self._place_for(sequence)) is None:
                 last = max(self.running.values(), key=_order, default=None)
                 if last is None or last.priority <= sequence.priority:
                     return
                 self._preempt(last)
-            self.waiting.remove(sequence)
-            sequence.row = replica * self.config.rows + heapq.heappop(self._free[replica])
-            sequence.begin()
-            self.running[sequence.row] = sequence
-            self._grant(sequence, self._pages(len(sequence.context)))
+            sequence.waits_for = place[1].pending
+            if sequence.waits_for is None:
+                self._start(sequence, *place)
 
-    def _replica_for(self, sequence: Sequence) -> int | None:
-        """The replica with the lowest free row, of those that have pages for a sequence and one for each that grows."""
-        need = self._pages(len(sequence.prompt) + len(sequence.tokens))
-        able = [r for r, free in enumerate(self._free) if free and self.pools[r].free >= need]
-        if self.running and able:
-            grow = self._growing()
-            able = [r for r in able if self.pools[r].free >= need + grow[r]]
-        return min(able, key=lambda r: self._free[r][0], default=None)
+    def _place_for(self, sequence: Sequence) -> tuple[int, Match] | None:
+        """A replica with a free row, of those that have pages for a sequence and one for each that grows, and what of
+        the sequence is cached there: the one with the lowest row, or if any has a part of it, the least load."""
+        grow = self._growing() if self.running and any(self._free) else Counter()
+        able = []
+        for replica, (free, pages) in enumerate(zip(self._free, self.pages, strict=True)):
+            if not free:
+                continue
+            match = pages.find(sequence)
+            need = pages.need(sequence, match)
+            if pages.free >= need + grow[replica]:
+                able.append((match.tokens > 0, pages.load(need), free[0], replica, match))
+        if not able:
+            return None
+        by_load = any(hit for hit, *_ in able)
+        *_, replica, match = min(able, key=lambda x: x[1:4] if by_load else x[2:4])
+        return replica, match
+
+    def _start(self, s: Sequence, replica: int, match: Match) -> None:
+        """Give a sequence that waits a row, and pages for its context."""
+        self.waiting.remove(s)
+        s.row = replica * self.config.rows + heapq.heappop(self._free[replica])
+        s.begin(match.tokens)
+        self.running[s.row] = s
+        pages, changes = self.pages[replica], self.changes
+        if copy := pages.start(s, match):
+            source, target = (replica * pages.pool.count + page for page in copy)
+            changes.copy(source, target)
+        changes.grants += [Grant(s.row, column, page) for column, page in enumerate(s.pages)]
+        if match.tokens and s.params.penalizes:
+            cached = s.context[: match.tokens]
+            counts = counts_of(cached[: len(s.prompt)], cached[len(s.prompt) :])
+            changes.counts += [Count(s.row, -1, 0), *(Count(s.row, token, count) for token, count in counts.items())]
 
     def _growing(self) -> Counter[int]:
         """For each replica, how many sequences may need more pages than they have."""
@@ -202,8 +237,8 @@ class Scheduler:
 
     def _grant(self, s: Sequence, count: int) -> None:
         """Give a sequence pages until it has `count`."""
-        pages = self.pools[s.row // self.config.rows].take(count - len(s.pages))
-        self.grants += [Grant(s.row, column, page) for column, page in enumerate(pages, len(s.pages))]
+        pages = self._pages_of(s).take(count - len(s.pages))
+        self.changes.grants += [Grant(s.row, column, page) for column, page in enumerate(pages, len(s.pages))]
         s.pages += pages
 
     def _covered(self, steps: int) -> list[Sequence]:
@@ -215,7 +250,7 @@ class Scheduler:
             return decoding
         for s in sorted(short, key=_order):
             need = self._pages(s.length_after(steps))
-            while s.row >= 0 and self._pool_of(s).free < need - len(s.pages):
+            while s.row >= 0 and self._pages_of(s).free < need - len(s.pages):
                 replica = s.row // self.config.rows
                 self._preempt(max((x for r, x in self.running.items() if r // self.config.rows == replica), key=_order))
             if s.row >= 0:
@@ -229,11 +264,11 @@ class Scheduler:
         grow = self._growing()
         for s in decoding:
             soon = self._pages(min(s.length_after(steps) + self.page // 2, s.most_length))
-            if soon > len(s.pages) and self._pool_of(s).free >= grow[s.row // self.config.rows] + soon - len(s.pages):
+            if soon > len(s.pages) and self._pages_of(s).free >= grow[s.row // self.config.rows] + soon - len(s.pages):
                 self._grant(s, soon)
 
-    def _pool_of(self, s: Sequence) -> PagePool:
-        return self.pools[s.row // self.config.rows]
+    def _pages_of(self, s: Sequence) -> ReplicaPages:
+        return self.pages[s.row // self.config.rows]
 
     def _preempt(self, s: Sequence) -> None:
         """Take a sequence's row and pages. It waits until its tokens in flight are known, at least."""
@@ -256,7 +291,7 @@ class Scheduler:
         needed = Counter(s.row // rows for s in high)
         if any(count > len(free[replica]) for replica, count in needed.items()):
             return  # low rows are about to end
-        if self.cancelled or self.grants:
+        if self.cancelled or self.changes:
             self._postponed = True  # the next dispatch stops rows, or has pages for them, by their numbers
             return
         for s in high:
@@ -268,7 +303,7 @@ class Scheduler:
         free, left = self._free[row // rows], s.row % rows
         free[free.index(row % rows)] = left
         heapq.heapify(free)
-        self.moves.append(Move(s.row, row))
+        self.changes.moves.append(Move(s.row, row))
         del self.running[s.row]
         s.row = row
         self.running[row] = s
@@ -316,6 +351,7 @@ class Scheduler:
         for chunk in chunks:
             s = chunk.sequence
             s.prefilled += chunk.length
+            self._pages_of(s).written(s, chunk.start)
             if chunk.last:
                 s.status, s.scheduled = Status.DECODE, len(s.tokens) + 1
         for s in decoding:
@@ -343,7 +379,7 @@ class Scheduler:
         left = min([s.max_tokens - s.scheduled for s in unfinished])
         room = [len(s.pages) * self.page - s.max_length for s in unfinished]
         self._repeats = max(0, min(-(-left // steps), (key.limit - longest) // steps, min(room) // steps))
-        if self._postponed:
+        if self._postponed or self.cancelled:  # a row that was taken just now may be one to move to
             self._postponed, self._repeats = False, 0
         return self._last
 

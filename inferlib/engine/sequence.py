@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from inferlib.cache.prefix_tree import Node
 from inferlib.engine.clock import Clock
 from inferlib.outputs import FinishReason
 from inferlib.programs.program import Mode
@@ -39,9 +40,13 @@ class Sequence:
     max_tokens: most tokens to generate; 0 if only the prompt is scored.
     detail: what to return for every position of the prompt.
     priority: of a lower number comes first. order: its place among sequences, see `Scheduler`.
+    salt: it takes cached pages of sequences with the same salt alone.
     row: its row while it runs, else -1. pages: of its row's replica, in the order of positions.
+    nodes: of the tree of pages, for the first of its pages. encoded: its context as the tree takes it. waits_for: a
+    page that it can read once another sequence has written it.
     context: what is prefilled: the prompt, and if the sequence was preempted its tokens.
-    prefilled: number of tokens of the context sent to the device.
+    prefilled: number of tokens of the context sent to the device, or in the cache before. cached: the latter, of its
+    prompt, when it got a row first; None before that.
     ready: dispatches whose results must be known before it may get a row again.
     scheduled: number of output tokens received, plus steps in flight.
     prompt_details: one entry per chunk, `Sampled` or logits of its valid positions.
@@ -60,10 +65,15 @@ class Sequence:
     status: Status = Status.WAITING
     priority: float = 0
     order: float = 0
+    salt: str | None = None
     row: int = -1
     pages: list[int] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    encoded: bytes = b""
+    waits_for: Node | None = None
     context: list[int] = field(default_factory=list)
     prefilled: int = 0
+    cached: int | None = None
     ready: int = 0
     scheduled: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -111,12 +121,29 @@ class Sequence:
         """Most tokens that its cache ever holds."""
         return len(self.prompt) + max(self.max_tokens - 1, 0)
 
-    def begin(self) -> None:
-        """Prepare to prefill it, the first time or again."""
-        if self.detail and self.prefilled == len(self.prompt):
-            self.detail = ""  # the prompt's details are known
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt, and generated."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def written(self) -> int:
+        """How many of these have a cell, or get it in dispatches that are sent. The last that was generated has none,
+        until the next one is."""
+        return self.prefilled if self.length == len(self.context) else self.length - 1
+
+    @property
+    def takes_cached(self) -> bool:
+        """False if all of its prompt is to be computed, for details that are not known yet."""
+        return not self.detail or self.prefilled == len(self.prompt)
+
+    def begin(self, cached: int) -> None:
+        """Prepare to prefill it, the first time or again, but for its first `cached` tokens."""
+        if self.takes_cached:
+            self.detail = ""  # the prompt's details are known, if they were asked for
         self.prompt_details = self.prompt_details if not self.detail else []
-        self.status, self.prefilled = Status.PREFILL, 0
+        self.status, self.prefilled, self.waits_for = Status.PREFILL, cached, None
+        self.cached = cached if self.cached is None else self.cached
         self.context = self.prompt + self.tokens if self.tokens else self.prompt
 
     def accept(self, tokens: list[int]) -> int:

@@ -23,7 +23,7 @@ from inferlib.planning.planner import PlanError, Ranking, Workload
 from inferlib.planning.trace import Offer, Served, Service, StepTotals
 from inferlib.programs.program import CHUNK_COLUMNS, ProgramKey, StepOutput
 from inferlib.programs.program_set import ProgramSet
-from inferlib.programs.row_changes import Grant, Move
+from inferlib.programs.row_changes import Changes
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards
@@ -112,7 +112,7 @@ def simulate(
     device = Device(deployed, config)
     engine = Engine(device.model, (), device.config, programs=device)
     served = serve(engine, offers, device, advanced)
-    device.totals.preemptions = engine.scheduler.preemptions
+    device.totals.preemptions, device.totals.cached = engine.scheduler.preemptions, engine.stats.cached_tokens
     return Simulation(Service.of(offers, served), device.totals, config)
 
 
@@ -139,7 +139,9 @@ def serve(
             offer = waiting.popleft()
             params = SamplingParams(temperature=0.0, max_tokens=offer.output_len, ignore_eos=True)
             prompt = [token % vocab for token in offer.prompt or range(offer.input_len)]
-            sequence = EngineSequence(prompt, params, offer.output_len, seed=0)
+            # Of prompts that are not known, no two begin alike.
+            salt = None if offer.prompt else str(len(served))
+            sequence = EngineSequence(prompt, params, offer.output_len, seed=0, salt=salt)
             served[sequence] = Served(offer.arrival)
             engine.add(sequence)
         for sequence in engine.advance():
@@ -189,9 +191,9 @@ class Device(ProgramSet):
     def prepare_changes(self) -> None:
         """Nothing is compiled."""
 
-    def change_rows(self, cache: Any, state: Any, moves: Sequence[Move], grants: Sequence[Grant]) -> tuple[Any, Any]:
+    def change_rows(self, cache: Any, state: Any, changes: Changes) -> tuple[Any, Any]:
         """Move rows, and what is known of them; pages take no time."""
-        for move in moves:
+        for move in changes.moves:
             for array in (self._active, self._length, self._budget):
                 array[move.target] = array[move.source]
             self._active[move.source] = False

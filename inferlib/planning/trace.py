@@ -166,7 +166,8 @@ class StepTotals:
 
     seconds: by kind of step: "prefill", "decode" or "both". dispatches: the same. prompt, padded: prompt tokens, and
     those of them that were padding. row_seconds: rows that generated times seconds; program_row_seconds: rows of
-    programs times seconds. preemptions: sequences that lost their rows and were computed again.
+    programs times seconds. preemptions: sequences that lost their rows and were computed again. cached: tokens that
+    were not computed, as their cells were in the cache.
     """
 
     seconds: dict[str, float]
@@ -176,6 +177,7 @@ class StepTotals:
     row_seconds: float = 0.0
     program_row_seconds: float = 0.0
     preemptions: int = 0
+    cached: int = 0
 
     @staticmethod
     def none() -> StepTotals:
@@ -199,4 +201,5 @@ class StepTotals:
             "rows": self.row_seconds / busy if busy else 0.0,
             "program_rows": self.program_row_seconds / busy if busy else 0.0,
             "preemptions": self.preemptions,
+            "cached_tokens": self.cached,
         }

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
@@ -37,7 +36,20 @@ from inferlib.programs.program import (
     build,
     prefix_shape,
 )
-from inferlib.programs.row_changes import GRANTS, MOVES, Grant, Move, give_pages, move_rows, packed
+from inferlib.programs.row_changes import (
+    Change,
+    Changes,
+    Copy,
+    Count,
+    Grant,
+    Move,
+    arguments,
+    copy_pages,
+    give_pages,
+    move_rows,
+    packed,
+    set_counts,
+)
 from inferlib.programs.row_state import STATE_AXES, RowState
 from inferlib.programs.start_functions import prepared, run
 from inferlib.sharding import axes
@@ -252,42 +264,74 @@ class ProgramSet:
     @cached_property
     def _give_pages(self) -> Callable:
         shards, table = self.config.shards, self.state.pages
-        grants = self._struct((GRANTS * shards.replicas, len(Grant._fields)), jnp.int32, (axes.ROWS, None))
-        return prepared(give_pages, (shards,), table, grants, place=shards.sharding(STATE_AXES.pages))
+        place = shards.sharding(STATE_AXES.pages)
+        return prepared(give_pages, (shards,), table, self._changes(Grant), place=place)
+
+    @cached_property
+    def _set_counts(self) -> Callable:
+        shards, counts = self.config.shards, self.state.counts
+        place = shards.sharding(STATE_AXES.counts)
+        return prepared(set_counts, (shards,), counts, self._changes(Count), place=place)
+
+    @cached_property
+    def _copy_pages(self) -> Callable:
+        shards, (names, taken) = self.config.shards, self._arrays(of_rows=False)
+        place = None if shards.mesh is None else tuple(map(shards.sharding, names))
+        return prepared(copy_pages, (shards, names), taken, self._changes(Copy), place=place)
 
     @cached_property
     def _move_rows(self) -> Callable:
-        shards = self.config.shards
-        arrays = [x for x, of_rows in zip(self.plan.arrays, self.plan.of_rows, strict=True) if of_rows]
-        names = tuple(x.axes for x in arrays)
-        taken = tuple(self._struct(x.shape, x.dtype, x.axes) for x in arrays), self.state
-        moves = self._struct((MOVES * shards.replicas, len(Move._fields)), jnp.int32, (axes.ROWS, None))
+        shards, (names, taken) = self.config.shards, self._arrays(of_rows=True)
         place = None
         if shards.mesh is not None:
             place = tuple(map(shards.sharding, names)), RowState._make(map(shards.sharding, STATE_AXES))
-        return prepared(move_rows, (shards, names), taken, moves, place=place)
+        return prepared(move_rows, (shards, names), (taken, self.state), self._changes(Move), place=place)
+
+    def _arrays(self, *, of_rows: bool) -> tuple[tuple[tuple[str | None, ...], ...], tuple[Any, ...]]:
+        """The logical axes and the shapes of the cache's arrays of rows, or of those of pages."""
+        arrays = [x for x, of_one in zip(self.plan.arrays, self.plan.of_rows, strict=True) if of_one == of_rows]
+        return tuple(x.axes for x in arrays), tuple(self._struct(x.shape, x.dtype, x.axes) for x in arrays)
+
+    def _changes(self, kind: type[Change]) -> Any:
+        return self._struct(arguments(kind, self.config.shards), jnp.int32, (axes.ROWS, None))
 
     def prepare_changes(self) -> None:
-        """Compile what changes rows between programs, unless that is done."""
+        """Compile what changes rows and pages between programs, unless that is done."""
         _ = self._give_pages, self._move_rows
+        if self.plan.no_prefix_caching(self.config) is None:
+            _ = self._copy_pages, self._set_counts
 
     def change_rows(
-        self, cache: tuple[jax.Array, ...], state: RowState, moves: Sequence[Move], grants: Sequence[Grant]
+        self, cache: tuple[jax.Array, ...], state: RowState, changes: Changes
     ) -> tuple[tuple[jax.Array, ...], RowState]:
-        """Cache and state, which are donated, after these moves and then these grants."""
-        shards, rows = self.config.shards, self.config.rows
-        for now in packed(moves, shards.replicas, rows) if moves else ():
-            of_rows = tuple(x for x, moved in zip(cache, self.plan.of_rows, strict=True) if moved)
-            new, state = self._move_rows((of_rows, state), self._change(now))
-            rest = iter(new)
-            cache = tuple(next(rest) if moved else x for x, moved in zip(cache, self.plan.of_rows, strict=True))
-        for now in packed(grants, shards.replicas, rows) if grants else ():
-            state = state._replace(pages=self._give_pages(state.pages, self._change(now)))
+        """Cache and state, which are donated, after these changes."""
+        for now in self._calls(changes.moves):
+            of_rows, state = self._move_rows((self._part(cache, of_rows=True), state), now)
+            cache = self._with_part(cache, of_rows, of_rows=True)
+        copies = [Copy(source, target) for target, source in changes.copies.items()]
+        for now in self._calls(copies, self.plan.pages // self.config.shards.replicas):
+            pages = self._copy_pages(self._part(cache, of_rows=False), now)
+            cache = self._with_part(cache, pages, of_rows=False)
+        for now in self._calls(changes.grants):
+            state = state._replace(pages=self._give_pages(state.pages, now))
+        for now in self._calls(changes.counts):
+            state = state._replace(counts=self._set_counts(state.counts, now))
         return cache, state
 
-    def _change(self, packed: np.ndarray) -> jax.Array | np.ndarray:
+    def _calls(self, changes: Sequence[Change], each: int | None = None) -> Iterable[Any]:
+        """The changes as `packed` has them. each: rows or pages of a replica; by default its rows."""
         shards = self.config.shards
-        return shards.place(packed, (axes.ROWS, None)) if shards.several_processes else packed
+        calls = packed(changes, shards.replicas, each or self.config.rows) if changes else ()
+        return (shards.place(now, (axes.ROWS, None)) if shards.several_processes else now for now in calls)
+
+    def _part(self, cache: tuple[jax.Array, ...], *, of_rows: bool) -> tuple[jax.Array, ...]:
+        """The arrays of rows, or those of pages."""
+        return tuple(x for x, of_one in zip(cache, self.plan.of_rows, strict=True) if of_one == of_rows)
+
+    def _with_part(self, cache: tuple, part: tuple, *, of_rows: bool) -> tuple[jax.Array, ...]:
+        """The cache with others in their place."""
+        rest = iter(part)
+        return tuple(next(rest) if x == of_rows else old for old, x in zip(cache, self.plan.of_rows, strict=True))
 
     def inputs(self, key: ProgramKey) -> tuple:
         """Abstract arguments of a key's program."""

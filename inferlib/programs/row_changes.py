@@ -1,8 +1,10 @@
-"""What changes on the device between two programs: the pages of rows, and which row a sequence has."""
+"""What changes on the device between two programs: the pages of rows and what is in them, which row a sequence has, and
+which tokens a row has seen."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -11,11 +13,9 @@ import numpy as np
 from jax import lax
 
 from inferlib.programs.row_state import STATE_AXES, RowState
+from inferlib.sampling.sampler import Vocabulary
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
-
-GRANTS = 256  # pages of each replica that one call gives to rows
-MOVES = 8  # rows of each replica that one call moves: it copies their rings and states
 
 
 class Grant(NamedTuple):
@@ -33,22 +33,64 @@ class Move(NamedTuple):
     target: int
 
 
-def packed(changes: Sequence[Grant] | Sequence[Move], replicas: int, rows: int) -> Iterator[np.ndarray]:
-    """The changes as the arguments of calls: [replicas * U, 3] int32 of grants, or [replicas * U, 2] of moves. Rows are
-    numbered within a replica of `rows` rows; row `rows` is padding."""
+class Copy(NamedTuple):
+    """Page `target` gets the cells of page `source` of the same replica, whose pages follow those of the one before."""
+
+    source: int
+    target: int
+
+
+class Count(NamedTuple):
+    """What a row has of a token, see `inferlib.sampling.sampler.mark_prompt`; before that of token -1, it has none."""
+
+    row: int
+    token: int
+    count: int
+
+
+Change: TypeAlias = Grant | Move | Copy | Count
+# How many changes of each replica one call makes. A move copies rings and states of a row.
+_MOST: dict[type[Change], int] = {Grant: 256, Move: 8, Copy: 16, Count: 1024}
+
+
+@dataclass
+class Changes:
+    """What happens before a program: moves, then copies, all others behind them. copies: the source by the target."""
+
+    moves: list[Move] = field(default_factory=list)
+    copies: dict[int, int] = field(default_factory=dict)
+    grants: list[Grant] = field(default_factory=list)
+    counts: list[Count] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.moves or self.copies or self.grants or self.counts)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a page once all copies so far are made. What the target was to get before, nobody reads any more."""
+        self.copies.pop(target, None)
+        self.copies[target] = source
+
+
+def packed(changes: Sequence[Change], replicas: int, each: int) -> Iterator[np.ndarray]:
+    """The changes as the arguments of calls: [replicas * U, 2 or 3] int32, with the numbers of rows or pages as
+    replicas of `each` rows or pages number their own. A row or target `each` is padding."""
     first = changes[0]
-    most, of_rows = (GRANTS, first[:1]) if isinstance(first, Grant) else (MOVES, first)
+    most, numbers = _MOST[type(first)], 1 if isinstance(first, Grant | Count) else 2
     rest: list[list[list[int]]] = [[] for _ in range(replicas)]
     for change in changes:
-        numbers = [n % rows if i < len(of_rows) else n for i, n in enumerate(change)]
-        rest[change[0] // rows].append(numbers)
+        rest[change[0] // each].append([n % each if i < numbers else n for i, n in enumerate(change)])
     while any(rest):
         call = np.zeros((replicas, most, len(first)), np.int32)
-        call[:, :, 0 if isinstance(first, Grant) else 1] = rows
+        call[:, :, numbers - 1] = each
         for replica, changes_of_one in enumerate(rest):
             now, rest[replica] = changes_of_one[:most], changes_of_one[most:]
             call[replica, : len(now)] = np.array(now, np.int32).reshape(-1, len(first))
         yield call.reshape(-1, len(first))
+
+
+def arguments(kind: type[Change], shards: Shards) -> tuple[int, int]:
+    """The shape of what `packed` makes."""
+    return _MOST[kind] * shards.replicas, len(kind._fields)
 
 
 def give_pages(shards: Shards, table: jax.Array, grants: jax.Array) -> jax.Array:
@@ -58,12 +100,28 @@ def give_pages(shards: Shards, table: jax.Array, grants: jax.Array) -> jax.Array
         row, column, page = grants.T
         return table.at[row, column].set(page, mode="drop")
 
+    return _on_each(shards, local, STATE_AXES.pages, table, grants)
+
+
+def set_counts(shards: Shards, counts: jax.Array, entries: jax.Array) -> jax.Array:
+    """`RowState.counts` [R, V] with entries of `Count`, see `packed`."""
+
+    def local(counts: jax.Array, entries: jax.Array) -> jax.Array:
+        row, token, count = entries.T
+        rows, vocab = counts.shape
+        counts = counts.at[jnp.where(token < 0, row, rows)].set(0, mode="drop")
+        return counts.at[row, Vocabulary(shards).columns(token, vocab)].set(count, mode="drop")
+
+    return _on_each(shards, local, STATE_AXES.counts, counts, entries)
+
+
+def _on_each(shards: Shards, local: Callable, names: tuple[str | None, ...], x: jax.Array, calls: jax.Array):
+    """local(x, calls) of each device's part of them. names: the logical axes of x and of the result."""
     if shards.rules is None:
-        return local(table, grants)
-    spec = shards.rules.spec
-    names = spec(STATE_AXES.pages)
-    taken = names, spec((axes.ROWS, None))
-    return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=names, check_vma=False)(table, grants)
+        return local(x, calls)
+    spec = shards.rules.spec(names)
+    taken = spec, shards.rules.spec((axes.ROWS, None))
+    return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=spec, check_vma=False)(x, calls)
 
 
 Arrays: TypeAlias = tuple[jax.Array, ...]
@@ -93,6 +151,28 @@ def move_rows(
     specs = tuple(map(spec, names)), RowState._make(map(spec, STATE_AXES))
     taken = specs, spec((axes.ROWS, None))
     return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=specs, check_vma=False)(arrays, moves)
+
+
+def copy_pages(shards: Shards, names: Names, arrays: Arrays, copies: jax.Array) -> Arrays:
+    """Arrays of pages, of these logical axes, with pages copied: of each call, all are read before any is written."""
+
+    def local(arrays: Arrays, copies: jax.Array) -> Arrays:
+        source, target = copies.T
+        return tuple(
+            _copied(x, of_one.index(axes.PAGES), source, target) for x, of_one in zip(arrays, names, strict=True)
+        )
+
+    if shards.rules is None:
+        return local(arrays, copies)
+    specs = tuple(map(shards.rules.spec, names))
+    taken = specs, shards.rules.spec((axes.ROWS, None))
+    return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=specs, check_vma=False)(arrays, copies)
+
+
+def _copied(x: jax.Array, dim: int, source: jax.Array, target: jax.Array) -> jax.Array:
+    """x with its parts `source` [U] along a dimension copied to `target`, but to those that it does not have."""
+    before = (slice(None),) * dim
+    return x.at[(*before, target)].set(x.at[(*before, source)].get(mode="clip"), mode="drop")
 
 
 def _moved(x: jax.Array, dim: int, source: jax.Array, target: jax.Array) -> jax.Array:

@@ -140,12 +140,15 @@ class SamplingParams:
         return (
             self.greedy
             and self.min_tokens == 0
-            and self.repetition_penalty == 1
-            and self.presence_penalty == 0
-            and self.frequency_penalty == 0
+            and not self.penalizes
             and not (self.logit_bias or self.allowed_token_ids or self.bad_words or self.logits_processors)
             and self.logprobs is None
         )
+
+    @property
+    def penalizes(self) -> bool:
+        """True if the next token depends on how often tokens came before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def stop_ids(self, eos_ids: Iterable[int]) -> tuple[int, ...]:
         """All tokens that end this request, given the model's end-of-sequence tokens.

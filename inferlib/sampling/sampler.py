@@ -9,6 +9,7 @@ Shapes: N rows; V columns of logits on this device, all tokens or this device's 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -363,6 +364,12 @@ def count_tokens(
     where = jnp.arange(rows), vocabulary.columns(jnp.where(active, tokens, -1), vocab)
     # Each row has one token. Counts are read and overwritten, as Trainium cannot add integers in a scatter.
     return counts.at[where].set(counts.at[where].get(mode="fill", fill_value=0) + 1, mode="drop")
+
+
+def counts_of(prompt: Sequence[int], generated: Sequence[int]) -> dict[int, int]:
+    """What `mark_prompt` makes of tokens, by token; others have 0."""
+    flags, counts = dict.fromkeys(prompt, PROMPT_FLAG), Counter(generated)
+    return {token: flags.get(token, 0) | counts[token] for token in {*flags, *counts}}
 
 
 def mark_prompt(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from unittest.mock import Mock
 
@@ -26,6 +27,7 @@ from inferlib.programs.program import CHUNK_COLUMNS, Control, ProgramKey, StepOu
 from inferlib.programs.program_set import ProgramSet, UnplannedProgramError, planned_keys
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.shards import Shards
+from tests.helpers.cached_pages import nodes_of
 from tests.helpers.llms import MAX_LEN, assert_greedy, new_engine, random_prompts
 
 EOS = 2
@@ -61,10 +63,12 @@ class Row:
     active: bool = False
     generated: int = 0
     pages: dict[int, int] = field(default_factory=dict)
+    filling: bool = False
 
 
 class ScriptedDevice:
-    """Stands for the compiled programs: treats rows as they do, follows scripts, and checks every call."""
+    """Stands for the compiled programs: treats rows as they do, follows scripts, and checks every call. A cell of its
+    cache is the token that stands there."""
 
     misses = 0
     allocate_state = Mock()
@@ -74,38 +78,48 @@ class ScriptedDevice:
         self.planned = frozenset(planned_keys(config))
         self.rows = [Row() for _ in range(config.max_batch)]
         self.replicas, self.places = config.shards.replicas, config.rows
-        self.writers = {}  # of each page of each replica, the row that writes to it last
+        self.cells = defaultdict(lambda: [None] * page)  # of each page of each replica
         self.scheduler: Scheduler | None = None
 
     def ready(self, key: ProgramKey):
         assert key in self.planned
         scheduler, first = self.scheduler, next(iter(self.scheduler.waiting), None)
-        able = first and not first.ready and scheduler._replica_for(first) is not None  # and was not preempted
-        assert not able, "a prompt waits beside a free row and free pages"
+        if first and not first.ready and first.waits_for is None:  # it was not preempted
+            assert scheduler._place_for(first) is None, "a prompt waits beside a free row and free pages"
         return functools.partial(self.run, key)
 
-    def change_rows(self, cache, state, moves, grants):
-        for source, target in moves:
+    def change_rows(self, cache, state, changes):
+        for source, target in changes.moves:
             assert source // self.places == target // self.places
             assert not self.rows[target].active, "the row still belongs to another sequence"
             self.rows[target], self.rows[source] = self.rows[source], Row()
-        for row, column, page in grants:
+        pages = self.scheduler.pages[0].pool.count
+        for target, source in changes.copies.items():
+            assert source // pages == target // pages
+            self.cells[divmod(target, pages)] = list(self.cells[divmod(source, pages)])
+        for row, column, page in changes.grants:
             self.rows[row].pages[column] = page
         return cache, state
 
-    def write(self, number: int, end: int) -> None:
-        """A row's positions below `end` are written, and those before them were by the same sequence."""
+    def cells_of(self, number: int, end: int) -> list[int]:
+        """What the cells of a row's positions below `end` hold."""
+        replica, pages, columns = number // self.places, self.rows[number].pages, range(-(-end // self.page))
+        return [token for column in columns for token in self.cells[replica, pages[column]]][:end]
+
+    def write(self, number: int, position: int, token: int) -> None:
         row = self.rows[number]
-        for column in range(-(-end // self.page)):
-            place = number // self.places, row.pages[column]
-            if end - 1 < (column + 1) * self.page and (end - 1) % self.page == 0:
-                self.writers[place] = row
-            assert self.writers[place] is row, "another sequence wrote to the page"
+        column, slot = divmod(position, self.page)
+        self.cells[number // self.places, row.pages[column]][slot] = token
+
+    def check(self, number: int, tokens: list[int]) -> None:
+        """The row's cells hold these tokens."""
+        assert self.cells_of(number, len(tokens)) == tokens, "another sequence wrote to the row's pages"
 
     def run(self, key, weights, cache, state, control, chunk=None):
         controls = [Control.unpack(part[None]) for part in np.asarray(control)]
         for row, stop in zip(self.rows, np.concatenate([c.cancel for c in controls]), strict=True):
             row.active &= not stop
+            row.filling &= not stop
         if chunk is not None:
             tokens = [self.advance_rows(key)] if key.rows else np.zeros((1, 0), int)
             first, detail = self.prefill(key, chunk)
@@ -130,18 +144,22 @@ class ScriptedDevice:
                 assert not info["last"]
                 continue
             number = i // key.chunks * self.places + info["row"]
-            if info["first"]:
+            if not self.rows[number].filling:
                 assert not self.rows[number].active, "the row still belongs to another sequence"
-                self.rows[number] = Row(pages=self.rows[number].pages)
+                assert info["first"] == (info["start"] == 0)
+                cached = self.cells_of(number, info["start"])
+                self.rows[number] = Row(cached, pages=self.rows[number].pages, filling=True)
             row, end = self.rows[number], info["start"] + info["length"]
             assert info["start"] == len(row.prompt)
-            for position in range(info["start"], end):
-                self.write(number, position + 1)
+            for position, token in enumerate(tokens[: info["length"]].tolist(), info["start"]):
+                self.write(number, position, token)
             assert 0 < info["length"] <= key.chunk
             assert end <= key.limit
             row.prompt += tokens[: info["length"]].tolist()
+            self.check(number, row.prompt)
             detail[i, : info["length"], 0, 0] = tokens[: info["length"]]
             if info["last"]:
+                row.filling = False
                 row.script = self.scripts[tuple(row.prompt[: info["generated"]])]
                 row.generated = len(row.prompt) - info["generated"]
                 assert row.prompt[info["generated"] :] == row.script.tokens[: row.generated]
@@ -163,7 +181,9 @@ class ScriptedDevice:
     def advance(self, key, number: int, *, written: bool = False) -> int:
         row = self.rows[number]
         if not written:  # the last token's cell
-            self.write(number, len(row.prompt) + row.generated)
+            tokens = row.prompt + row.script.tokens[: row.generated]
+            self.write(number, len(tokens) - 1, tokens[-1])
+            self.check(number, tokens)
         assert MODES.index(row.script.mode) <= MODES.index(key.mode)
         assert len(row.prompt) + row.generated <= key.limit
         token = row.script.tokens[row.generated]
@@ -228,14 +248,18 @@ def traffic(draw):
     jobs = []
     for number in range(draw(st.integers(1, 12))):
         scoring = draw(st.integers(0, 9)) == 9
-        prompt = [8 + number, *(8 + i % 50 for i in range(draw(st.sampled_from([0, 1, 3, 7, 19]))))]
+        length, family = draw(st.sampled_from([0, 1, 3, 7, 8, 19])), draw(st.integers(0, 2))
+        prompt = [*(20 + (family + i) % 40 for i in range(length)), 8 + number]
         budget = 0 if scoring else draw(st.integers(1, 20))
         ending = draw(st.integers(1, 20))
         tokens = [EOS if i + 1 == ending else 8 + i for i in range(20)]
         mode = "greedy" if scoring else draw(st.sampled_from(["greedy", "sample"]))
         arrival = draw(st.sampled_from([0, 0, 1, 3, 6]))
         cancel = draw(st.sampled_from([None, None, None, 0, 1, 2, 5]))
-        jobs.append((Script(prompt, tokens, mode, budget, draw(st.sampled_from([0, 0, 0, 1, -1]))), arrival, cancel))
+        script = Script(prompt, tokens, mode, budget, draw(st.sampled_from([0, 0, 0, 1, -1])))
+        if jobs and draw(st.integers(0, 4)) == 4:
+            script = jobs[0][0]  # the same prompt again
+        jobs.append((script, arrival, cancel))
     return config, jobs, draw(st.lists(st.sampled_from([None, None, 1]), min_size=1, max_size=4))
 
 
@@ -251,13 +275,19 @@ def go_on(engine: Engine, sequences: list[Sequence], case: tuple, round_: int) -
 
 
 def assert_accounted(engine: Engine) -> None:
-    """Every row and every page is free, or of one sequence that runs."""
+    """Every row is free, or of one sequence that runs. Every page is free, in the tree, or of one such sequence."""
     scheduler, rows = engine.scheduler, engine.config.rows
     free = [rows * replica + row for replica, of_one in enumerate(scheduler._free) for row in of_one]
     assert sorted([*scheduler.running, *free]) == list(range(engine.config.max_batch))
-    for replica, pool in enumerate(scheduler.pools):
-        taken = [page for s in scheduler.running.values() if s.row // rows == replica for page in s.pages]
-        assert sorted([*taken, *pool._free]) == list(range(pool.count))
+    for replica, pages in enumerate(scheduler.pages):
+        running = [s for s in scheduler.running.values() if s.row // rows == replica]
+        assert all(s.pages[: len(s.nodes)] == [node.page for node in s.nodes] for s in running)
+        taken = [page for s in running for page in s.pages[len(s.nodes) :]]
+        nodes = nodes_of(pages.tree)
+        assert sorted([*taken, *(node.page for node in nodes), *pages.pool._free]) == list(range(pages.pool.count))
+        uses = Counter(node for s in running for node in s.nodes)
+        assert all(node.references == uses[node] for node in nodes)
+        assert pages.free == len(pages.pool._free) + sum(not node.references for node in nodes)
     assert all(s.row < 0 and not s.pages for s in scheduler.waiting)
 
 
@@ -447,7 +477,7 @@ def test_thousands_of_requests(llama, checkpoint):
     results = tokens_of(llama, [pool[i] for i in which], params)
     assert results == [longest[i][:count] for i, count in zip(which, counts, strict=True)]
     assert llama.engine.scheduler.idle
-    assert all(pool.free == pool.count for pool in llama.engine.scheduler.pools)
+    assert all(pages.free == pages.pool.count for pages in llama.engine.scheduler.pages)
     assert not llama.engine.busy
 
 

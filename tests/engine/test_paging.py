@@ -196,7 +196,7 @@ def test_any_traffic_is_as_if_alone(tight, jobs):
             break
     for s, (i, _, _, abort) in zip(sequences, jobs, strict=True):
         assert s.tokens == (_ALONE[i] if abort is None else _ALONE[i][: len(s.tokens)])
-    assert all(pool.free == pool.count for pool in engine.scheduler.pools)
+    assert all(pages.free == pages.pool.count for pages in engine.scheduler.pages)
 
 
 def test_a_higher_priority_takes_rows_and_pages(tight):

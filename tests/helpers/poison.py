@@ -1,7 +1,7 @@
 """NaN in everything that is not valid.
 
 Invalid are cells that no token was written to, cells beyond a row's length, cells that left the window, all cells of
-rows without a sequence, and what the device remembers of such rows.
+rows without a sequence unless a prompt to come can take them, and what the device remembers of such rows.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from inferlib.cache.plan import BlockState
 from inferlib.engine.engine import Engine
 from inferlib.programs.row_state import RowState
 from inferlib.sharding import axes
+from tests.helpers.cached_pages import nodes_of
 from tests.helpers.llms import new_engine
 
 
@@ -45,6 +46,9 @@ def valid_cells(engine: Engine) -> list[np.ndarray]:
             number, device = np.divmod(np.arange(first, stop), devices)
             page = pages_of(engine, row)[number // slots] if block.paged else row
             mask[page, device * slots + number % slots] = True
+        for page, count in cached_pages(engine) if block.paged else ():
+            number, device = np.divmod(np.arange(count), devices)
+            mask[page, device * slots + number] = True
         masks.append(mask)
     return masks
 
@@ -54,6 +58,14 @@ def pages_of(engine: Engine, row: int) -> np.ndarray:
     replica = row // engine.config.rows
     first = replica * engine.plan.pages // engine.config.shards.replicas
     return first + np.array(engine.scheduler.running[row].pages, int)
+
+
+def cached_pages(engine: Engine) -> Iterator[tuple[int, int]]:
+    """Pages among those of all replicas that other sequences can take, and how many cells of each."""
+    for replica, pages in enumerate(engine.scheduler.pages):
+        for node in nodes_of(pages.tree):
+            if not node.pending:
+                yield replica * pages.pool.count + node.page, node.count
 
 
 def poison(engine: Engine) -> float:

@@ -59,10 +59,10 @@ def tiny() -> ModelConfig:
     return ModelConfig("none", vocab=64, dim=8, layers=(layer,), context=64)
 
 
-@pytest.mark.parametrize(("tile", "pages"), [(None, None), (4, None), (4, 10)])
-def test_it_sends_what_the_engine_sends(tile, pages, monkeypatch):
+@pytest.mark.parametrize(("tile", "pages", "alike"), [(None, None, False), (4, None, True), (4, 10, False)])
+def test_it_sends_what_the_engine_sends(tile, pages, alike, monkeypatch):
     """The same programs for the same rows, in the same order, and as many tokens come back from each; also with a pool
-    that is too small for four rows."""
+    that is too small for four rows, and with prompts that begin alike."""
     sent: list[tuple] = []
     original = Engine._send
 
@@ -72,7 +72,8 @@ def test_it_sends_what_the_engine_sends(tile, pages, monkeypatch):
         original(engine, dispatch)
 
     monkeypatch.setattr(Engine, "_send", recorded)
-    offers = [Offer(1 + 5 * i % 17, 1 + 7 * i % 19) for i in range(14)]
+    lengths = [(1 + 5 * i % 17, 1 + 7 * i % 19) for i in range(14)]
+    offers = [Offer(*pair, prompt=(0,) * pair[0] if alike else None) for pair in lengths]
     buckets = Buckets(prefill=(8,), batch=(2, 4), cache=(36,), tile=tile)
     it = Deployed(tiny(), parse_target("v5e-1"), Parallelism())
     memory = pages and pages * 4 * 2 * 8 * 2  # of 4 cells of keys and values of 8 numbers
@@ -83,9 +84,10 @@ def test_it_sends_what_the_engine_sends(tile, pages, monkeypatch):
     model = abstract_model(tiny(), "bfloat16")
     engine = Engine(model, model.random_weights(), config)
     sequences = []
-    for offer in offers:
+    for i, offer in enumerate(offers):
         params = SamplingParams(temperature=0.0, max_tokens=offer.output_len, ignore_eos=True)
-        sequences.append(Sequence([0] * offer.input_len, params, offer.output_len, seed=0))
+        salt = None if alike else str(i)
+        sequences.append(Sequence([0] * offer.input_len, params, offer.output_len, seed=0, salt=salt))
         engine.add(sequences[-1])
     while engine.busy:
         engine.advance()
@@ -93,8 +95,10 @@ def test_it_sends_what_the_engine_sends(tile, pages, monkeypatch):
     assert simulated.service.output_tokens == engine.stats.generated_tokens
     assert sum(simulated.steps.dispatches.values()) == engine.stats.dispatches
     assert simulated.steps.preemptions == engine.scheduler.preemptions
+    assert simulated.steps.cached == engine.stats.cached_tokens
+    assert (simulated.steps.cached > 50) == alike
     if pages is None:
-        assert simulated.steps.prompt == sum(offer.input_len for offer in offers)
+        assert simulated.steps.prompt + simulated.steps.cached == sum(offer.input_len for offer in offers)
 
 
 def test_one_request_by_hand():

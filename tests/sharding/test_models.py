@@ -220,4 +220,4 @@ def test_replicas_whose_pages_run_out_give_the_same_tokens(shape, parallel, engi
         s.max_tokens = plan.max_len - len(s.prompt)
     assert [s.tokens for s in run(engine, got)] == [s.tokens for s in run(engine_of(shape), want)]
     assert engine.scheduler.preemptions
-    assert all(pool.free == pool.count for pool in engine.scheduler.pools)
+    assert all(pages.free == pages.pool.count for pages in engine.scheduler.pages)

@@ -1,0 +1,137 @@
+"""The pages of a replica: which sequences have them, and which stay for prompts that begin alike."""
+
+from __future__ import annotations
+
+from inferlib.cache.pages import PagePool
+from inferlib.cache.prefix_tree import Match, PrefixTree, encoded
+from inferlib.engine.sequence import Sequence
+
+
+class ReplicaPages:
+    """A pool of `count` pages of `page` positions, and the tree of those whose cells other sequences can read.
+
+    unit: a sequence goes on behind a multiple of so many tokens; None: no pages are shared.
+
+    A sequence that starts takes the pages of the tree that its tokens begin with, of the one behind them a copy, and
+    new pages for the rest. These enter the tree at once, for others to wait for them until they are written. What it
+    generates enters the tree when it ends, or is preempted. Pages of the tree that no sequence needs count as free, and
+    are evicted once the pool has no others.
+    """
+
+    def __init__(self, count: int, page: int, unit: int | None):
+        self.pool, self.page = PagePool(count), page
+        self.tree = None if unit is None else PrefixTree(page, unit)
+        self.hit_tokens = self.evictions = 0
+
+    @property
+    def free(self) -> int:
+        """How many pages can be taken."""
+        return self.pool.free + (self.tree.idle if self.tree else 0)
+
+    @property
+    def cached(self) -> int:
+        """How many pages are in the tree."""
+        return self.tree.pages if self.tree else 0
+
+    def find(self, s: Sequence) -> Match:
+        """What the tree has of a sequence that waits, but for its last token, whose logits are computed in any case."""
+        if self.tree is None:
+            return Match()
+        s.encoded = s.encoded or encoded(s.prompt + s.tokens)
+        return self.tree.match(s.salt, s.encoded, s.length - 1) if s.takes_cached else Match()
+
+    def need(self, s: Sequence, match: Match) -> int:
+        """How many of the free pages a sequence takes that begins with a match."""
+        return -(-s.length // self.page) - sum(node.references > 0 for node in match.nodes)
+
+    def load(self, need: int) -> int:
+        """What it costs a replica to take one more sequence, in pages: to prefill those that are new, and to read in
+        each step what is in use. So routers weigh a prefix against a load (Dynamo, "KV cache routing")."""
+        return self.pool.count - self.free + 2 * need
+
+    def take(self, count: int) -> list[int]:
+        """Take pages. Raises ValueError if fewer are free."""
+        while self.tree and self.pool.free < count and self.tree.idle:
+            self.pool.give_back([self.tree.evict()])
+            self.evictions += 1
+        return self.pool.take(count)
+
+    def start(self, s: Sequence, match: Match) -> tuple[int, int] | None:
+        """Give a sequence that begins with a match the pages of its context. Returns the page to copy, and the one to
+        copy it to, if part of a page is to be copied."""
+        nodes, copied = match.nodes, match.part
+        if self.tree is not None:
+            self.tree.refer(nodes)
+            if copied is not None:
+                self.tree.touch(copied)
+        source = -1 if copied is None else copied.page
+        s.pages = [node.page for node in nodes] + self.take(-(-s.length // self.page) - len(nodes))
+        s.nodes = list(nodes)
+        self.hit_tokens += match.tokens
+        if self.tree is not None:
+            self._insert(s, s.encoded, pending=True)
+        return None if copied is None else (source, s.pages[len(nodes)])
+
+    def written(self, s: Sequence, start: int) -> None:
+        """The dispatch that is planned writes the cells of a sequence from `start` up to those that it has prefilled:
+        every later one can read them."""
+        for column in range(start // self.page, len(s.nodes)):
+            node = s.nodes[column]
+            if column * self.page + node.count > s.prefilled:
+                break
+            node.pending = False
+
+    def give_back(self, s: Sequence) -> None:
+        """Take the pages of a sequence that ends or is preempted. What is written of it stays in the tree."""
+        path, tree = s.nodes, self.tree
+        if tree is not None:
+            while path and path[-1].pending:
+                tree.remove(path.pop())
+            self._insert_written(s, tree)
+            tree.release(path)
+        self.pool.give_back(
+            page for column, page in enumerate(s.pages) if column >= len(path) or path[column].page != page
+        )
+        s.nodes, s.pages, s.encoded = [], [], b""
+
+    def forget(self) -> None:
+        """Free the pages that no sequence needs."""
+        if self.tree is not None:
+            self.pool.give_back([self.tree.evict() for _ in range(self.tree.idle)])
+
+    def _insert_written(self, s: Sequence, tree: PrefixTree) -> None:
+        """Let a sequence's path go as far as its cells are written."""
+        known = len(s.context) - len(s.prompt)  # of its tokens, those that were prefilled
+        count = s.written
+        tokens = s.encoded + encoded(s.tokens[known : count - len(s.prompt)])
+        tokens = tokens[: len(encoded([0])) * count]
+        if s.nodes and (last := s.nodes[-1]).count < self.page:
+            part = tree.part(tokens, len(s.nodes) - 1)
+            if len(part) > len(last.tokens) and last.parent is not None:
+                if last.parent.child(part):
+                    tree.remove(s.nodes.pop())  # a page of another sequence has them too
+                else:
+                    tree.extend(last, part)
+        self._insert(s, tokens, pending=False)
+
+    def _insert(self, s: Sequence, tokens: bytes, *, pending: bool) -> None:
+        """Insert pages of a sequence that hold these tokens, behind its path, as far as no others hold the same.
+
+        Of a sequence that ends, the path goes on through pages of others.
+        """
+        tree, path = self.tree, s.nodes
+        assert tree is not None
+        parent = path[-1] if path else tree.root(s.salt)
+        while not path or parent.count == self.page:
+            part = tree.part(tokens, len(path))
+            if not part:
+                return
+            node = parent.child(part)
+            if node is None:
+                node = tree.insert(parent, part, s.pages[len(path)], pending=pending)
+            elif pending or node.pending or len(part) < len(node.tokens) or node.count < self.page:
+                return
+            else:
+                tree.refer([node])
+            path.append(node)
+            parent = node
