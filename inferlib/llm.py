@@ -53,7 +53,8 @@ from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]  # a mapping has "prompt", text, or "prompt_token_ids"
+# A mapping has "prompt", text, or "prompt_token_ids"; and perhaps "cache_salt": only prompts of one salt share pages.
+Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
@@ -136,7 +137,7 @@ class LLM:
                 programs = plan_programs(files.config, choices)
             else:
                 programs, stored = _load_programs(Artifacts.open(artifacts), files.config, choices)
-            self.config = programs.config
+            self.config = replace(programs.config, prefix_caching=decided.prefix_caching)
             if self._channel and not self.config.shards.several_processes:
                 raise ShardingError(
                     f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
@@ -187,6 +188,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt (text, token ids, or a mapping with either); results have the order of the prompts.
 
+        A mapping may have a "cache_salt" too, a text: what is cached of a prompt serves only prompts of the same salt.
         sampling_params: one for all prompts, or one per prompt; by default `get_default_sampling_params()`. priority:
         likewise one or several; those of a lower number come first, and take rows and pages from others if need be.
         Raises ValueError, naming the prompt, before any work on the devices if one is invalid.
@@ -340,6 +342,16 @@ class LLM:
     def stats(self) -> EngineStats:
         return self.engine.stats
 
+    @property
+    def no_prefix_caching(self) -> str | None:
+        """Why prompts that begin alike share nothing in the cache; None if they do."""
+        return self.engine.plan.no_prefix_caching(self.config)
+
+    def reset_prefix_cache(self) -> None:
+        """Free the pages that no request needs now: prompts to come find nothing in them. As after a change of the
+        weights, or between measurements."""
+        self._thread.run(lambda: self.engine.forget_prefixes() or True)
+
     def expert_load(self) -> np.ndarray:
         """How many tokens, of prompts and generated, chose each expert since the start: int64 [L, E] for L layers with
         E experts each. Raises ConfigurationError if it is not counted."""
@@ -370,8 +382,9 @@ class LLM:
             raise ValueError(
                 f"sampling_params must be SamplingParams or a list of one for each prompt, got {brief(params)}"
             )
+        salt = None
         if isinstance(prompt, Mapping):
-            prompt = _unwrapped(prompt)
+            prompt, salt = _unwrapped(prompt)
         if isinstance(prompt, str):
             text, tokens = prompt, self._tokenizer("text prompts").encode(prompt)
         else:
@@ -380,7 +393,7 @@ class LLM:
         if fit and params.max_tokens is not None:
             room = max(1, params.min_tokens, self.config.max_len - len(tokens))
             params = replace(params, max_tokens=min(params.max_tokens, room))
-        return self._request(text, tokens, params, priority=priority)
+        return self._request(text, tokens, params, priority=priority, salt=salt)
 
     # ---- inside
 
@@ -446,6 +459,7 @@ class LLM:
         params: SamplingParams,
         scored: Literal["", "logprobs", "logits"] = "",
         priority: float = 0,
+        salt: str | None = None,
     ) -> Request:
         """scored: what to return of every prompt position in place of generating."""
         vocab, max_len = self.model_config.vocab, self.config.max_len
@@ -471,6 +485,7 @@ class LLM:
                 detail=detail if i == 0 else "",
                 clock=self.engine.clock,
                 priority=float(priority),
+                salt=salt,
             )
             for i in range(params.n)
         ]
@@ -530,15 +545,21 @@ def _load_programs(artifacts: Artifacts, model: ModelConfig, choices: Choices) -
     return artifacts.load(), artifacts.start()
 
 
-def _unwrapped(prompt: Mapping[str, Any]) -> str | Sequence[int]:
-    """The text or token ids of a prompt that is a mapping, as in vLLM. Raises ValueError for any other mapping."""
-    names = {"prompt", "prompt_token_ids"}
-    if len(prompt) != 1 or not prompt.keys() <= names:
-        raise ValueError(f"a prompt that is a mapping has either 'prompt' or 'prompt_token_ids', got {brief(prompt)}")
+def _unwrapped(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], str | None]:
+    """The text or token ids of a prompt that is a mapping, as in vLLM, and its salt. Raises ValueError for any other
+    mapping."""
+    names, salt = prompt.keys() - {"cache_salt"}, prompt.get("cache_salt")
+    if len(names) != 1 or not names <= {"prompt", "prompt_token_ids"}:
+        raise ValueError(
+            "a prompt that is a mapping has either 'prompt' or 'prompt_token_ids', and perhaps 'cache_salt', got "
+            f"{brief(prompt)}"
+        )
+    if "cache_salt" in prompt and not (isinstance(salt, str) and salt):
+        raise ValueError(f"cache_salt is a text that is not empty, got {brief(salt)}")
     value = prompt.get("prompt", prompt.get("prompt_token_ids"))
     if isinstance(value, str) != ("prompt" in prompt):
         raise ValueError(f"'prompt' is text and 'prompt_token_ids' are token ids, got {brief(prompt)}")
-    return value
+    return value, salt
 
 
 def _token_ids(tokens: Iterable[int]) -> list[int]:

@@ -70,6 +70,7 @@ class RequestOutput:
     prompt: None if the prompt came as token ids. prompt_logprobs: one entry per prompt token; the first is None. None
     if a deadline passed before the prompt was read.
     request_id: of `AsyncLLM`, the one that it was given, if it was; else a number. finished: False if more follows.
+    num_cached_tokens: of the prompt, those that were in the cache when the first output began.
     """
 
     request_id: int | str
@@ -79,3 +80,4 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     finished: bool = False
+    num_cached_tokens: int | None = None

@@ -190,9 +190,9 @@ class CachePlan:
         """For each of `arrays`: True for rings and states, which have an entry per row in place of pages."""
         return tuple(not block.paged for block in self.blocks for _ in block.owned)
 
-    def no_prefix_caching(self, config: EngineConfig) -> str | None:
-        """Why prompts that begin alike do not share pages; None if they do."""
-        if not config.prefix_caching:
+    def no_prefix_caching(self, config: EngineConfig | None = None) -> str | None:
+        """Why prompts that begin alike do not share pages; None if they do, or, without a config, can."""
+        if config is not None and not config.prefix_caching:
             return "prefix_caching is False"
         if any(isinstance(block, BlockState) for block in self.blocks):
             return "recurrent layers have a state of each row, which no other row can take"

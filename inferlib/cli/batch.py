@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _TEMPLATE = ("chat_template_kwargs", "tools", "add_generation_prompt", "continue_final_message")  # beside messages
-_FIELDS = ("id", *_PROMPTS, "sampling_params", *_TEMPLATE)
+_FIELDS = ("id", *_PROMPTS, "sampling_params", "cache_salt", *_TEMPLATE)
 _HEAD = b'{"id": '  # every line of results begins so
 
 
@@ -293,6 +293,11 @@ class _Batch:
             prompt = fields["prompt_token_ids"]
             if not isinstance(prompt, list) or any(type(token) is not int for token in prompt):
                 raise ValueError("prompt_token_ids must be a list of integers")
+        if "cache_salt" in fields:
+            prompt = {
+                "prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt,
+                "cache_salt": fields["cache_salt"],
+            }
         return self._options.request_of(self._llm, prompt, fields.get("sampling_params", {}), number)
 
     def _check_same(self, number: int, name: int | str) -> None:

@@ -72,6 +72,12 @@ class EngineArguments:
         ),
     ] = None
     cache_memory: CacheMemory = None
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-caching/--no-prefix-caching", help="Prompts that begin as earlier ones did take their cells."
+        ),
+    ] = True
     parallel: Annotated[
         str | None,
         typer.Option(help="Devices to split the model over, such as tp=4,dp=2 or cp=2,tp=4; by default one."),
@@ -120,7 +126,7 @@ class FileArguments:
         typer.Option(
             "--input",
             help='JSON lines to complete: objects with "prompt", "prompt_token_ids" or "messages". "id" (by default '
-            'the line number) and "sampling_params", which override the options below, are optional.',
+            'the line number), "sampling_params", which override the options below, and "cache_salt" are optional.',
         ),
     ] = None
     output_file: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -109,6 +110,7 @@ def result_fields(result: RequestOutput) -> dict[str, Any]:
     fields = {
         "outputs": outputs,
         "prompt_tokens": len(result.prompt_token_ids),
+        "cached_tokens": result.num_cached_tokens,
         "generated_tokens": metrics.generated,
         "ttft": metrics.ttft,
         "itl": metrics.itl,
@@ -138,7 +140,7 @@ class Summary:
     is told apart."""
 
     def __init__(self, llm: LLM) -> None:
-        self._llm, self._before = llm, (llm.stats.program_misses, llm.stats.compile_seconds)
+        self._llm, self._before = llm, dataclasses.replace(llm.stats)
         self.prompt_tokens = self.generated = 0
         self._ttft: list[float] = []
         self._itl: list[float] = []
@@ -160,12 +162,16 @@ class Summary:
         several = len(self._ttft) > 1
         mean = "mean " if several else ""
         parts = [f"{len(self._ttft)} prompts"] if several else []
+        stats, before = self._llm.stats, self._before
         parts += [f"{self.prompt_tokens} prompt tokens", f"{self.generated} generated"]
+        if cached := stats.cached_tokens - before.cached_tokens:
+            parts += [f"{cached} from the cache of {stats.cached_pages} pages"]
+        if evicted := stats.evicted_pages - before.evicted_pages:
+            parts += [f"{evicted} pages evicted"]
         parts += [f"{mean}TTFT {fmean(self._ttft):.2f} s"]
         parts += [f"{mean}ITL {1e3 * fmean(self._itl):.1f} ms"] if self._itl else []
         parts += [f"{self.generated / max(self._end - self._start, 1e-9):.1f} tokens/s"]
-        programs, seconds = self._before
-        if compiled := self._llm.stats.program_misses - programs:
+        if compiled := stats.program_misses - before.program_misses:
             what = f"{compiled} program{'s' if compiled > 1 else ''}"
-            parts += [f"without {self._llm.stats.compile_seconds - seconds:.1f} s to compile {what}"]
+            parts += [f"without {stats.compile_seconds - before.compile_seconds:.1f} s to compile {what}"]
         Console(stderr=True).print(", ".join(parts), style="dim", highlight=False, soft_wrap=True)

@@ -171,6 +171,7 @@ class ModelExplanation(Tables):
             "kv_cache_dtype": self.kv_cache_dtype,
             "cache_bytes": self.cache_bytes,
             "pool_tokens": self.pool_tokens,
+            "no_prefix_caching": _plan(self._model, 1, "float32", self.max_len).no_prefix_caching(),
             "quantization": self.quantization and self.quantization.name,
         }
         if self.mesh is not None:

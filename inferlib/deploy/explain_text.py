@@ -40,6 +40,8 @@ def recipe(facts: Mapping[str, Any], config: ModelConfig, segments: Sequence[Seg
         table.add_row("residuals", f"{config.streams}, by AltUp")
     table.add_row("vocabulary", f"{config.vocab}, output projection {'tied' if config.tied else 'its own'}")
     table.add_row("context", f"{config.context} tokens")
+    reason = facts["no_prefix_caching"]
+    table.add_row("prompts that begin alike", "share pages" if reason is None else f"share nothing: {reason}")
     if facts["stored_bytes"] is not None:
         bits = 8 * facts["stored_bytes"] / facts["parameters"]
         table.add_row("in files", f"{decimal(facts['stored_bytes'])}, {bits:.1f} bits per parameter")

@@ -87,6 +87,7 @@ class Outputs:
             _prompt_logprobs(request, self.tokenizer) if finished else None,
             _metrics(request.sequences, sum(p.tokens for p in progress), finished),
             finished,
+            num_cached_tokens=request.sequences[0].cached,
         )
 
     def _completion(self, index: int, progress: Progress) -> CompletionOutput:

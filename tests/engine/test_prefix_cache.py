@@ -1,0 +1,261 @@
+"""Prompts that begin alike share pages: every token is what it is alone and without a cache of prefixes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inferlib import LLM, SamplingParams
+from inferlib.config import ConfigurationError
+from inferlib.engine.sequence import Sequence, Status
+from inferlib.programs.counter import compilations
+from tests.engine.test_engine import assert_accounted
+from tests.engine.test_paging import GREEDY, LEAST, run, sequence
+from tests.helpers.llms import build_llm, new_engine, random_prompts
+from tests.helpers.poison import poison
+
+PAGE, UNIT = 16, 8  # tiles of a step have 8 tokens
+TRUNK = random_prompts([48], seed=50)[0]
+TAILS = random_prompts([30] * 6, seed=51)
+SAMPLED = SamplingParams(seed=5, top_p=0.9, ignore_eos=True)
+PENALIZED = dataclasses.replace(SAMPLED, frequency_penalty=0.7, repetition_penalty=1.3, logprobs=2)
+# Keys and values, in int8 too; latents; layers that read the cache of another.
+KINDS = {"llama stacked": {"scan": True}, "llama int8": {"kv_cache_dtype": "int8"}, "minicpm3": {}, "gemma3n_text": {}}
+
+
+def prompt_of(shared: int, tail: int, length: int) -> list[int]:
+    """`shared` tokens that other prompts begin with, then `length` tokens of a tail."""
+    return TRUNK[:shared] + TAILS[tail][:length]
+
+
+@pytest.fixture(scope="module")
+def tight(checkpoint):
+    """`tight(kind)`: four rows that share pages for a sequence and a half."""
+
+    @functools.cache
+    def build(kind: str) -> LLM:
+        path, options = checkpoint(kind.split()[0]), {"page_size": PAGE, "decode_steps": 4, **KINDS[kind]}
+        whole = build_llm(path, LEAST, **options).engine.plan
+        return build_llm(path, LEAST, cache_memory=whole.nbytes // whole.pages * (whole.columns * 3 // 2), **options)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def alone(tight):
+    """`alone(kind, prompt, count, params)`: what a prompt generates alone, without a cache of prefixes."""
+
+    @functools.cache
+    def tokens(kind: str, prompt: tuple[int, ...], count: int, params: int, seed: int) -> list[int]:
+        with new_engine(tight(kind), prefix_caching=False) as engine:
+            return run(engine, [sequence(list(prompt), count, [GREEDY, SAMPLED, PENALIZED][params], seed=seed)])[0]
+
+    def of(kind: str, prompt: list[int], count: int, params: SamplingParams = GREEDY, seed: int = 0) -> list[int]:
+        return tokens(kind, tuple(prompt), count, [GREEDY, SAMPLED, PENALIZED].index(params), seed)
+
+    return of
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_edges_of_pages_and_of_their_parts(kind, tight, alone):
+    """The same prompt again, one that is longer by a token, and one whose last token is another."""
+    lengths = [7, 8, 9, 15, 16, 17, 24, 25, 32, 33] if kind == "llama stacked" else [16, 25]
+    for length in lengths:
+        with new_engine(tight(kind)) as engine:
+            prompt, longer, other = prompt_of(length, 0, 0), prompt_of(length, 0, 1), prompt_of(length - 1, 1, 1)
+            for s in (sequence(prompt, 5), sequence(prompt, 5), sequence(longer, 9), sequence(other, 3)):
+                hit = engine.scheduler.pages[0].cached > 0
+                assert run(engine, [s])[0] == alone(kind, s.prompt, s.max_tokens)
+                common = length - (s.prompt is not longer)
+                assert s.cached == (common // UNIT * UNIT if hit else 0)
+
+
+def test_requests_of_one_moment_prefill_what_they_share_once(tight, alone):
+    """The others wait, and let one pass that begins otherwise."""
+    with new_engine(tight("llama stacked")) as engine:
+        prompts = [prompt_of(40, i % 6, 3 + i) for i in range(8)]
+        stranger = random_prompts([9], seed=52)[0]
+        sequences = [sequence(prompt, 6) for prompt in [*prompts, stranger]]
+        expected = [alone("llama stacked", s.prompt, 6) for s in sequences]
+        for s in sequences:
+            engine.add(s)
+        engine.scheduler.plan(1)
+        assert [s.row >= 0 for s in sequences] == [True] + [False] * 7 + [True]
+    with new_engine(tight("llama stacked")) as engine:
+        sequences = [sequence(s.prompt, 6) for s in sequences]
+        assert run(engine, sequences) == expected
+        assert [s.cached for s in sequences[:8]] == [0] + [40] * 7
+        assert engine.stats.cached_tokens == 7 * 40
+
+
+def test_outputs_of_one_prompt_share_it(tight):
+    llm, prompt = tight("llama stacked"), prompt_of(33, 2, 0)
+    params = dataclasses.replace(SAMPLED, n=4, max_tokens=12)
+
+    def outputs(**options) -> list[list[int]]:
+        with new_engine(llm, **options):
+            (result,) = llm.generate([prompt], params)
+            assert result.num_cached_tokens == 0
+            assert llm.stats.cached_tokens == (0 if options else 3 * 32)
+            return [output.token_ids for output in result.outputs]
+
+    assert outputs() == outputs(prefix_caching=False)
+
+
+def test_the_next_turn_of_a_chat_reuses_what_was_generated(tight, alone):
+    llm = tight("llama stacked")
+    with new_engine(llm):
+        first = llm.generate([TRUNK[:20]], dataclasses.replace(GREEDY, max_tokens=21))[0]
+        written = 20 + 21 - 1  # the last token has no cell
+        prompt = [*TRUNK[:20], *first.outputs[0].token_ids, *TAILS[0][:9]]
+        second = llm.generate([prompt], dataclasses.replace(GREEDY, max_tokens=8))[0]
+        assert second.num_cached_tokens == written
+        assert second.outputs[0].token_ids == alone("llama stacked", prompt, 8)
+        llm.reset_prefix_cache()
+        assert llm.stats.cached_pages == 0
+        assert llm.generate([prompt], dataclasses.replace(GREEDY, max_tokens=1))[0].num_cached_tokens == 0
+
+
+def test_only_prompts_of_one_salt_share(tight):
+    llm, ids = tight("llama stacked"), prompt_of(33, 0, 0)
+    with new_engine(llm):
+        prompts = [{"prompt_token_ids": ids, "cache_salt": salt} for salt in "aba"] + [ids, ids]
+        results = [llm.generate(prompt, dataclasses.replace(GREEDY, max_tokens=4))[0] for prompt in prompts]
+        assert [result.num_cached_tokens for result in results] == [0, 0, 32, 0, 32]
+        assert len({tuple(result.outputs[0].token_ids) for result in results}) == 1
+
+
+@pytest.mark.parametrize("params", [SAMPLED, PENALIZED], ids=["sampled", "penalized"])
+def test_samples_and_penalties_count_tokens_that_are_cached(params, tight, alone):
+    """Of prompts, and of sequences that come back."""
+    with new_engine(tight("llama stacked")) as engine:
+        prompts = [prompt_of(33, i, 4) for i in range(5)]
+        sequences = [sequence(prompt, 40, params, seed=i) for i, prompt in enumerate(prompts)]
+        expected = [alone("llama stacked", s.prompt, 40, params, s.seed) for s in sequences]
+        assert run(engine, sequences) == expected
+        assert engine.scheduler.preemptions
+        assert engine.stats.cached_tokens > 4 * 32  # what was preempted came back
+
+
+def test_details_of_a_prompt_are_computed_for_all_of_it(tight):
+    llm, prompt = tight("llama stacked"), prompt_of(33, 0, 0)
+    with new_engine(llm, prefix_caching=False):
+        expected = llm.logits(prompt)
+    with new_engine(llm):
+        for hits in (0, 32):  # its pages are cached, and it finds others' there
+            np.testing.assert_array_equal(llm.logits(prompt), expected)
+            assert llm.stats.cached_tokens == hits
+            result = llm.generate([prompt], dataclasses.replace(GREEDY, max_tokens=3))[0]
+            assert result.num_cached_tokens == 32
+
+
+JOB = st.tuples(
+    st.sampled_from([0, 15, 16, 24, 33, 48]),  # shared tokens
+    st.integers(0, 2),  # the tail
+    st.sampled_from([1, 8, 9, 17]),  # and its length
+    st.integers(0, 20),  # the round of its arrival
+    st.sampled_from([0, 0, 0, -1, 1.5]),  # its priority
+    st.sampled_from([None, None, None, 0, 3, 9]),  # rounds until it is aborted
+    st.sampled_from([None, None, None, "a"]),  # its salt
+)
+
+
+@settings(max_examples=15)
+@given(st.lists(JOB, min_size=1, max_size=14))
+def test_any_traffic_is_as_if_alone(tight, alone, jobs):
+    """What a sequence has generated is the start of what it does alone, whatever is evicted and preempted. Cells that
+    nobody can read hold NaN."""
+    kind, count = "llama stacked", 30
+    with new_engine(tight(kind), in_flight=1) as engine:
+        sequences = [
+            sequence(prompt_of(shared, tail, length), count, priority=priority, salt=salt)
+            for shared, tail, length, _, priority, _, salt in jobs
+        ]
+        for round_ in range(2000):
+            for s, (*_, arrival, _, abort, _) in zip(sequences, jobs, strict=True):
+                if arrival == round_:
+                    engine.add(s)
+                if abort is not None and arrival + abort == round_ and s.status is not Status.FINISHED:
+                    engine.cancel(s)
+            if round_ % 8 == 0:
+                poison(engine)
+            engine.advance()
+            assert_accounted(engine)
+            if round_ > 30 and not engine.busy:
+                break
+        for s, (*_, abort, _) in zip(sequences, jobs, strict=True):
+            assert s.tokens == alone(kind, s.prompt, count)[: None if abort is None else len(s.tokens)]
+        assert all(pages.free == pages.pool.count for pages in engine.scheduler.pages)
+
+
+def crowd(salts: bool = False) -> list[Sequence]:
+    """More than there are pages for."""
+    return [sequence(prompt_of(8 * i % 40, i % 6, 5 + i), 20, salt=str(i % 2) if salts else None) for i in range(14)]
+
+
+def test_the_least_recently_used_pages_make_room(tight, alone):
+    with new_engine(tight("llama int8")) as engine:
+        for _ in range(2):
+            sequences = crowd(salts=True)
+            assert run(engine, sequences) == [alone("llama int8", s.prompt, 20) for s in sequences]
+        stats = engine.stats
+        assert stats.evicted_pages > 10
+        assert stats.cached_tokens > 100
+        assert 0 < stats.cached_pages <= engine.plan.pages
+
+
+def test_nothing_compiles_after_warmup(checkpoint):
+    llm = build_llm(checkpoint("llama"), LEAST, page_size=PAGE, decode_steps=4)
+    llm.warmup(["greedy"])
+    before = compilations()
+    run(llm.engine, crowd())
+    assert llm.stats.cached_tokens > 100
+    assert compilations() == before
+
+
+def test_what_an_error_lost_is_not_cached(tight, alone, monkeypatch):
+    with new_engine(tight("llama stacked")) as engine:
+        prompt = prompt_of(33, 0, 0)
+        run(engine, [sequence(prompt, 3)])
+        monkeypatch.setattr(engine, "_receive", lambda: 1 / 0)
+        engine.add(sequence(prompt_of(33, 1, 4), 3))
+        with pytest.raises(ZeroDivisionError):
+            engine.advance()
+        monkeypatch.undo()
+        assert_accounted(engine)
+        s = sequence(prompt, 3)
+        assert run(engine, [s])[0] == alone("llama stacked", prompt, 3)
+        assert s.cached == 0
+
+
+@pytest.mark.parametrize(("family", "what"), [("gpt_oss", "have a ring"), ("qwen3_5_text", "have a state")])
+def test_models_whose_rows_are_more_than_pages_share_nothing(family, what, llm_of):
+    llm = llm_of(family)
+    assert what in llm.no_prefix_caching
+    results = [llm.generate([TRUNK[:40]], dataclasses.replace(GREEDY, max_tokens=8))[0] for _ in range(2)]
+    assert [result.num_cached_tokens for result in results] == [0, 0]
+    assert results[0].outputs[0].token_ids == results[1].outputs[0].token_ids
+    assert llm.stats.cached_pages == 0
+
+
+def test_the_option(checkpoint):
+    path = checkpoint("llama")
+    llm = build_llm(path, LEAST, prefix_caching=False)
+    assert llm.no_prefix_caching == "prefix_caching is False"
+    for _ in range(2):
+        assert llm.generate([TRUNK[:40]], dataclasses.replace(GREEDY, max_tokens=2))[0].num_cached_tokens == 0
+    with pytest.raises(ConfigurationError, match="prefix_caching must be True or False"):
+        build_llm(path, LEAST, prefix_caching=None)
+    with pytest.raises(TypeError, match="here it is prefix_caching"):
+        build_llm(path, LEAST, enable_prefix_caching=True)
+
+
+@pytest.mark.parametrize("salt", ["", 3, None])
+def test_wrong_salts(salt, llama):
+    with pytest.raises(ValueError, match="cache_salt is a text that is not empty"):
+        llama.generate([{"prompt_token_ids": [8], "cache_salt": salt}], GREEDY)
