@@ -350,7 +350,7 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Free the pages that no request needs now: prompts to come find nothing in them. As after a change of the
         weights, or between measurements."""
-        self._thread.run(lambda: self.engine.forget_prefixes() or True)
+        self._runner.call(lambda: self.engine.forget_prefixes())
 
     def expert_load(self) -> np.ndarray:
         """How many tokens, of prompts and generated, chose each expert since the start: int64 [L, E] for L layers with

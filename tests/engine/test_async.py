@@ -47,7 +47,7 @@ def assert_idle(llm: AsyncLLM) -> None:
     assert not runner._texts
     assert not runner._feeds
     assert engine.scheduler.idle
-    assert [pool.free for pool in engine.scheduler.pools] == [engine.plan.pages]
+    assert [pages.free for pages in engine.scheduler.pages] == [engine.plan.pages]
 
 
 # ---- results
