@@ -25,9 +25,8 @@ from inferlib.models.quantization import Quantization
 from inferlib.models.segments import Segment, segments_of
 from inferlib.ops.backend import Backend
 from inferlib.ops.choice import Choice
-from inferlib.ops.packed import PackedTensor, Packing, choose
+from inferlib.ops.packed import PackedTensor, Packing, choose, choose_packings
 from inferlib.ops.quantized import QuantizedTensor, Scheme, nbytes, quantize
-from inferlib.pallas_kernels.generations_tpu import FLOAT4, planning_for
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import ShardingError
 from inferlib.sharding.shards import Shards
@@ -39,7 +38,7 @@ class WeightSpec:
 
     block: index of its block in `Decoder.blocks`; None outside the layers. part: its name in the block. contracting:
     the dimensions that products sum over. scheme: how it is quantised; None if it is not. packed: it is stored in the
-    layout that the TPU kernel reads; float4: in the layout for TPUs that convert float4 in hardware.
+    layout that a kernel reads; float4: see `Packing`.
     """
 
     name: str
@@ -92,7 +91,7 @@ class WeightSpec:
         return self.scheme is not None and (self.scheme.group is not None or self.scheme.zeros)
 
     def pack_choice(self, dtype, shards: Shards) -> Choice:
-        """Whether the TPU kernel reads the weight packed, for activations of a dtype; see `packed.choose`."""
+        """Whether a kernel reads the weight packed, for activations of a dtype; see `packed.choose`."""
         return choose(self.packing, dtype, shards) if self.contracting else Choice("xla")
 
     @property
@@ -237,32 +236,18 @@ def abstract_model(
     weights = tuple(_weight_spec(path, p, quantization) for path, p in zip(paths, params, strict=True))
     for weight in weights:
         _must_keep_groups(weight, quantization, shards)
-    with planning_for(backend.generation):
-        weights = _packed(weights, dtype, backend, shards)
+    weights = _packed(weights, dtype, backend, shards)
     stored = jax.tree.unflatten(tree, [_stored(p, w) for p, w in zip(params, weights, strict=True)])
     return AbstractModel(layout, np.dtype(dtype), segments, weights, graph, jax.tree.structure(stored))
 
 
 def _packed(weights: tuple[WeightSpec, ...], dtype, backend: Backend, shards: Shards) -> tuple[WeightSpec, ...]:
     """The weights, packed where the backend's kernels read them packed."""
-
-    def can_pack(weight: WeightSpec) -> bool:
-        return weight.pack_choice(dtype, shards).name == "pallas_tpu"
-
-    if backend.generation in FLOAT4:  # this form needs more inputs on each device than the other
-        forms = ((w, replace(w, float4=True)) for w in weights)
-        weights = tuple(form if can_pack(form) else w for w, form in forms)
-    experts = [w for w in weights if axes.EXPERTS in w.axes]
-    kernels = {
-        True: backend.grouped_matmul == "pallas_tpu" and not any(w.pack_choice(dtype, shards).reason for w in experts),
-        False: backend.matmul == "pallas_tpu",
-    }
-    weights = tuple(replace(w, packed=kernels[axes.EXPERTS in w.axes] and can_pack(w)) for w in weights)
-    if (
-        shards.splits_tokens
-    ):  # products may be fused with collectives, whose kernels read unquantised weights as they are
-        weights = tuple(replace(w, packed=w.packed and w.scheme is not None) for w in weights)
-    return weights
+    multiplied = [w for w in weights if w.contracting]
+    chosen = choose_packings([w.packing for w in multiplied], dtype, backend, shards)
+    pairs = zip(multiplied, chosen, strict=True)
+    forms = {w.name: replace(w, packed=packed, float4=packing.float4) for w, (packing, packed) in pairs}
+    return tuple(forms.get(w.name, w) for w in weights)
 
 
 def _weight_spec(path: tuple, p: nnx.Param, quantization: Quantization | None) -> WeightSpec:

@@ -97,7 +97,8 @@ class Blocks:
 def default_blocks(x: Shaped, w: Stored) -> Blocks:
     """Products as high as groups, and weights in as few pieces as fit, for x [M, I] and weights [L, E, P, I, O]."""
     rows, (groups, parts, inner, outer) = x.shape[0], shape_of(w)[1:]
-    columns, quantised = _columns(w), isinstance(w, Weight)
+    columns = _columns(w)
+    quantised = isinstance(w, Weight)
     height, tail = _heights(rows, groups, quantised)
     # Other generations convert 8-bit floats so slowly that scales of 128 inputs multiply sums instead.
     once = quantised and (w.group == BLOCK or generation() in FLOAT4) and height > SMALL_HEIGHT

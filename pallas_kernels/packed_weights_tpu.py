@@ -140,7 +140,8 @@ def pack_mxfp4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Arra
     exponents, tops = _exponents(scales)
     exponents = rearrange(exponents.astype(jnp.uint32), "... (group block) n -> ... group block n", block=4)
     exponents = jnp.sum(exponents << jnp.arange(0, 32, 8, dtype=jnp.uint32)[:, None], axis=-2, dtype=jnp.uint32)
-    return *(lax.bitcast_convert_type(x, jnp.int32) for x in (words, exponents)), tops
+    as_int = lambda x: lax.bitcast_convert_type(x, jnp.int32)  # noqa: E731
+    return as_int(words), as_int(exponents), tops
 
 
 def pack_float4(codes: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

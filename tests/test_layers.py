@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -54,6 +55,7 @@ LEVELS = (
     ("cli",),
 )
 LEVEL_OF = {f"inferlib.{name}": level for level, names in enumerate(LEVELS) for name in names}
+VALUES = "inferlib.attention_values"
 KERNELS, OPS = LEVEL_OF["inferlib.pallas_kernels"], LEVEL_OF["inferlib.ops"]
 KERNEL_LIBRARIES = {"einops", "jax", "jaxlib", "ml_dtypes", "nki", "numpy"}
 
@@ -116,6 +118,15 @@ def test_a_module_imports_only_from_its_level_and_below(module):
         elif level in (KERNELS, OPS):
             library = name.split(".")[0]
             assert library in KERNEL_LIBRARIES | set(sys.stdlib_module_names), f"{module} imports {library}"
+
+
+def test_models_say_nothing_about_platforms():
+    """Ops choose kernels. A comment that names a platform says that a model knows one."""
+    word = re.compile(r"\b(xla:)?(cuda|gpus?|neuron|nki|nvidia|pallas|tpus?|trainium)\b|pallas_|_[gt]pu", re.IGNORECASE)
+    for module, path in MODULES.items():
+        if module.startswith("inferlib.models"):
+            assert word.findall(path.read_text(encoding="utf-8")) == [], f"{module} names a platform"
+            assert not any(level_of(name) == KERNELS for name in imports(module) & (MODULES.keys() - {VALUES})), module
 
 
 def test_lowest_levels_stand_alone():

@@ -38,6 +38,11 @@ class Backend:
             if value not in known:
                 raise ValueError(f"backend {name}={value!r} is none of {', '.join(map(repr, known))}")
 
+    @property
+    def loops_on_device(self) -> bool:
+        """False on a GPU with kernels: there the host checks a loop's condition, and the device waits."""
+        return self.grouped_matmul != "pallas_gpu"
+
     @staticmethod
     def for_platform(platform: str, shards: Shards, cores: int = 1, generation: str | None = None) -> Backend:
         """The best choice on "cpu", "gpu", "tpu" or "neuron"; NKI kernels where the Neuron compiler is installed.

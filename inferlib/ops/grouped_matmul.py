@@ -24,6 +24,7 @@ from inferlib.ops.quantized import MX_GROUP, QuantizedTensor, to_mxfp8
 if TYPE_CHECKING:
     from inferlib.pallas_kernels.packed_weights_tpu import Weight as StoredWeight
 
+UNSORTED = "pallas_gpu_unsorted"  # the implementation that takes rows in any order, see `choose`
 # Rows of one product: few enough that the last tile of a group is seldom almost empty, and enough to be bound by
 # compute.
 _TILE = 128
@@ -46,7 +47,7 @@ def choose(rows: int, w: Weight, dtype, backend: str, *, stacked: bool = False) 
         return Choice("xla", reason)
     groups = w.shape[stacked]
     unsorted = rows <= (groups if isinstance(w, QuantizedTensor) else groups // 4)
-    return Choice("pallas_gpu_unsorted" if unsorted else "pallas_gpu")
+    return Choice(UNSORTED if unsorted else "pallas_gpu")
 
 
 def _tpu_kernel_lacks(rows: int, w: Weight, dtype, stacked: bool) -> str | None:

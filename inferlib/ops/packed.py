@@ -7,7 +7,7 @@ experts comes before. Checkpoints store matrices or `QuantizedTensor`s, which ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from einops import rearrange
 from jax import lax
 
 from inferlib.ops import eight_bits
+from inferlib.ops.backend import Backend
 from inferlib.ops.choice import Choice
 from inferlib.ops.quantized import Scheme
 from inferlib.sharding import axes
@@ -288,6 +289,29 @@ def choose(packing: Packing, dtype, shards: Shards, *, rows: int = MOST_ROWS) ->
     if not known or not (by_group if experts else packing.sizes[2] >= _DEPTH):
         return Choice("xla")
     return Choice.of("pallas_tpu", _unsupported(packing, jnp.dtype(dtype), shards, rows))
+
+
+def choose_packings(packings: Sequence[Packing], dtype, backend: Backend, shards: Shards) -> list[tuple[Packing, bool]]:
+    """How the weights of a model are stored: for each its packing, and whether it is packed."""
+    from inferlib.pallas_kernels.generations_tpu import FLOAT4, planning_for
+
+    if "pallas_tpu" not in (backend.matmul, backend.grouped_matmul):
+        return [(packing, False) for packing in packings]
+    with planning_for(backend.generation):
+        if backend.generation in FLOAT4:  # this form needs more inputs on each device than the other
+            forms = [replace(packing, float4=True) for packing in packings]
+            pairs = zip(packings, forms, strict=True)
+            packings = [form if choose(form, dtype, shards).name != "xla" else packing for packing, form in pairs]
+        pairs = [(packing, choose(packing, dtype, shards)) for packing in packings]
+    refused = any(choice.reason for packing, choice in pairs if axes.EXPERTS in packing.names)
+
+    def is_packed(packing: Packing, choice: Choice) -> bool:
+        experts = axes.EXPERTS in packing.names
+        reads = backend.grouped_matmul == "pallas_tpu" and not refused if experts else backend.matmul == "pallas_tpu"
+        # Kernels that fuse products with collectives, where tokens are split, read unquantised weights as they are.
+        return reads and choice.name != "xla" and not (shards.splits_tokens and packing.scheme is None)
+
+    return [(packing, is_packed(packing, choice)) for packing, choice in pairs]
 
 
 def _unsupported(packing: Packing, dtype, shards: Shards, rows: int) -> str | None:

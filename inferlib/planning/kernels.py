@@ -36,7 +36,7 @@ def product_rate(weight: WeightSpec, rows: int, backend: Backend) -> tuple[Rate,
     else:
         options: dict[str, Any] = dict(contract=len(weight.contracting), backend=backend.matmul)
         name = matmul.choose(value, rows, jnp.bfloat16, **options).name
-    return _of_gpu(name, value.values.dtype.name, value.grouped), name == "pallas_gpu_unsorted"
+    return _of_gpu(name, value.values.dtype.name, value.grouped), name == grouped_matmul.UNSORTED
 
 
 def numbers_of(weight: WeightSpec, rows: int) -> str:

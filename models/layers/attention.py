@@ -156,7 +156,7 @@ class Attention(nnx.Module):
             qkv = qkv + self.qkv_bias[...]
         rotated = spec.rope is not None and not spec.qk_norm
         if spec.rope is not None and rotated:
-            # Queries and keys are rotated at once: head by head, a TPU would run one fusion for each.
+            # Queries and keys are rotated at once: head by head, each would be a kernel of its own.
             turns = np.arange(qkv.shape[2]) < g + (spec.cache_of is None)
             qkv = jnp.where(turns[:, None], apply_rope(qkv, *ctx.rope[spec.rope]), qkv)
         finish = (lambda x, *_: x) if rotated else self.norm_and_rotate

@@ -75,9 +75,8 @@ def pairs_room(chosen: int, tokens: int, received: int, backend: Backend) -> int
 
 
 def _are_many(rows: int, backend: Backend) -> bool:
-    """Whether rows may come in rounds. They do not on a GPU, where the host checks a loop's condition and the device
-    waits."""
-    return rows > _LEAST_ROOM and backend.grouped_matmul != "pallas_gpu"
+    """Whether rows may come in rounds, which are a loop."""
+    return rows > _LEAST_ROOM and backend.loops_on_device
 
 
 def _room(expected: float, most: int) -> int:
@@ -174,7 +173,7 @@ def _ragged(
     # Where the rows of each pair of devices start, among the rows sent and among the rows received.
     sent, received = (jnp.cumsum(sizes, axis=axis) - sizes for axis in (1, 0))
     filled = lax.empty if exchange.many else jnp.zeros
-    # A TPU exchanges rows as pairs of halves. Laying out all the room anew would move more than the exchange.
+    # Rows are exchanged as pairs of halves. Laying out all the room anew would move more than the exchange.
     x = x.reshape(tokens, 2 - dim % 2, -1) if exchange.many else x
     x, routes = x[order], routes[order]
 

@@ -202,9 +202,9 @@ class Experts(nnx.Module):
         choice = grouped_op.choose(
             ids.size, self.gate_up[...], x.dtype, ctx.backend.grouped_matmul, stacked=layer is not None
         )
-        # Outputs are added one by one: for a sum over a dimension, XLA:GPU would write its input to memory, and XLA:TPU
-        # would lay it out anew.
-        if choice.name == "pallas_gpu_unsorted":
+        # Outputs are added one by one: for a sum over a dimension, XLA would write its input to memory, or lay it out
+        # anew.
+        if choice.name == grouped_op.UNSORTED:
             ids = (experts if is_single else jnp.where(is_local, ids, -1)).reshape(-1)
             outputs = self._unsorted(x, ids, weights, ctx, layer).reshape(tokens, chosen, -1)
             outputs = [outputs[:, i] for i in range(chosen)]
@@ -360,7 +360,7 @@ class Experts(nnx.Module):
 
 def _local_first(ids: jax.Array, weights: jax.Array, count: int, room: int) -> list[jax.Array]:
     """The numbers, experts and weights of the pairs ids [T, k] in the order of tokens, but pairs of local experts
-    (below `count`) first; padded by `room`. A TPU sorts all three faster than it gathers two of them by the first."""
+    (below `count`) first; padded by `room`. Sorting all three is faster than gathering two of them by the first."""
     pairs = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
     pairs = [a.reshape(-1) for a in (jnp.where(ids < count, pairs, pairs + ids.size), ids, weights)]
     return [jnp.pad(a, (0, room)) for a in lax.sort(pairs, num_keys=1, is_stable=False)]

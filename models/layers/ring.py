@@ -53,4 +53,4 @@ def ring_choices(
 
 def ring_fused(choices: Mapping[str, Choice]) -> frozenset[str]:
     """The names of the weights whose product the kernel computes."""
-    return frozenset(name for name, choice in choices.items() if choice.name == "pallas_tpu")
+    return frozenset(name for name, choice in choices.items() if choice.name != "xla")

@@ -161,5 +161,5 @@ class Mamba2(nnx.Module):
 
 def flat(*parts: jax.Array, dims: int) -> jax.Array:
     """Merge all but the first `dims` dimensions of each part into one and concatenate along it. Unmerged heads of 64
-    would fill half of a TPU's lanes."""
+    would fill half of a tile's lanes."""
     return jnp.concatenate([x.reshape(*x.shape[:dims], -1) for x in parts], axis=-1)
