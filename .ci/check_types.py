@@ -21,6 +21,7 @@ PUBLIC = (
     "inferlib/cli/",
     "inferlib/config.py",
     "inferlib/conversion.py",
+    "inferlib/deploy/",
     "inferlib/distributed.py",
     "inferlib/llm.py",
     "inferlib/outputs.py",
