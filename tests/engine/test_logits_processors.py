@@ -30,7 +30,7 @@ KINDS = [
     dataclasses.replace(GREEDY, min_tokens=3, logit_bias={7: 0.5}, **PENALTIES),
 ]
 LENGTHS = [5, 19, 3, 8, 30]
-PLAIN = (2, 3)  # of these kinds have none
+UNPROCESSED = (2, 3)  # the kinds without processors
 BUCKETS = Buckets((8,), (2, 4), (64,))
 
 
@@ -74,7 +74,7 @@ def test_a_function_that_changes_nothing_changes_no_token(path, llm, parallel):
         assert (logits.shape, logits.dtype) == ((VOCAB,), np.float32)
         return logits.copy()
 
-    changed = [p if i in PLAIN else with_processors(same, recorded, params=p) for i, p in enumerate(KINDS)]
+    changed = [p if i in UNPROCESSED else with_processors(same, recorded, params=p) for i, p in enumerate(KINDS)]
     got = outputs(it, prompts, changed)
     assert [x.token_ids for x in got] == [x.token_ids for x in expected]
     for mine, theirs in zip(got[1].logprobs, expected[1].logprobs, strict=True):
@@ -82,7 +82,7 @@ def test_a_function_that_changes_nothing_changes_no_token(path, llm, parallel):
         assert [x.logprob for x in mine.values()] == pytest.approx([x.logprob for x in theirs.values()], rel=1e-5)
     for i, x in enumerate(expected):
         seen = [token_ids for prompt, token_ids in calls if prompt == prompts[i]]
-        assert seen == ([] if i in PLAIN else [x.token_ids[:n] for n in range(len(x.token_ids))])
+        assert seen == ([] if i in UNPROCESSED else [x.token_ids[:n] for n in range(len(x.token_ids))])
     assert_accounted(it.engine)
     assert bool(it.engine.scheduler.preemptions) == (parallel == "preempted")
 

@@ -1,4 +1,4 @@
-"""The tree of pages against a plain list of what it holds."""
+"""The tree of pages against a list of what it holds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Entry:
     used: int = 0
 
 
-class Plain:
+class ListOfPages:
     """The same by looking through a list."""
 
     def __init__(self):
@@ -77,20 +77,20 @@ class Traffic:
     """Sequences that start and end at random."""
 
     def __init__(self):
-        self.tree, self.plain = PrefixTree(PAGE, UNIT), Plain()
+        self.tree, self.oracle = PrefixTree(PAGE, UNIT), ListOfPages()
         self.free, self.running = list(range(PAGES)), []
 
     def start(self, key: str, tokens: tuple[int, ...]) -> None:
         tree, raw = self.tree, encoded(tokens)
         match = tree.match(key, raw, len(tokens) - 1)
         length = match.tokens
-        assert length == self.plain.match(key, tokens, len(tokens) - 1)
+        assert length == self.oracle.match(key, tokens, len(tokens) - 1)
         for i, node in enumerate(match.nodes):
-            entry = self.plain.of(node)
+            entry = self.oracle.of(node)
             assert entry.tokens == tokens[: (i + 1) * PAGE]
             entry.references += 1
         if match.part is not None:
-            assert self.plain.of(match.part).tokens[:length] == tokens[:length]
+            assert self.oracle.of(match.part).tokens[:length] == tokens[:length]
         tree.refer(match.nodes)
         path, parent = list(match.nodes), match.nodes[-1] if match.nodes else tree.root(key)
         for column in range(len(path), -(-len(tokens) // PAGE)):
@@ -99,7 +99,7 @@ class Traffic:
                 break
             parent = tree.insert(parent, part, self.free.pop(), pending=True)
             path.append(parent)
-            self.plain.entries.append(Entry(key, tokens[: column * PAGE + parent.count], parent.count, parent))
+            self.oracle.entries.append(Entry(key, tokens[: column * PAGE + parent.count], parent.count, parent))
         self.running.append((path, len(match.nodes), tokens))
 
     def finish(self, number: int) -> None:
@@ -114,9 +114,9 @@ class Traffic:
             part = self.tree.part(encoded(more), len(path) - 1)
             if not path[-1].parent.child(part):
                 self.tree.extend(path[-1], part)
-                entry = self.plain.of(path[-1])
+                entry = self.oracle.of(path[-1])
                 entry.tokens, entry.count = more, path[-1].count
-        self.plain.release(path)
+        self.oracle.release(path)
         self.tree.release(path)
 
     def abort(self, number: int) -> None:
@@ -127,22 +127,22 @@ class Traffic:
         while len(path) > first and path[-1].references == 1:
             node = path.pop()
             self.tree.remove(node)
-            self.plain.entries.remove(self.plain.of(node))
+            self.oracle.entries.remove(self.oracle.of(node))
             self.free.append(node.page)
-        self.plain.release(path)
+        self.oracle.release(path)
         self.tree.release(path)
 
     def evict(self) -> None:
-        entry = self.plain.first()
+        entry = self.oracle.first()
         assert (entry is None) == (self.tree.idle == 0)
         if entry is not None:
             page = self.tree.evict()
             assert page == entry.node.page
-            self.plain.entries.remove(entry)
+            self.oracle.entries.remove(entry)
             self.free.append(page)
 
     def check(self) -> None:
-        entries, tree = self.plain.entries, self.tree
+        entries, tree = self.oracle.entries, self.tree
         assert sorted([*self.free, *(entry.node.page for entry in entries)]) == list(range(PAGES))
         assert tree.pages == len(entries)
         assert tree.idle == sum(not entry.references for entry in entries)
