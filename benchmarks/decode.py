@@ -108,7 +108,7 @@ def _noise(key: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def of_experts(quantization: Quantization, config: ModelConfig, dtype: str) -> Quantization:
-    """The same quantization, but of nothing except a model's experts."""
+    """The same quantization of a model's experts alone."""
     others = {w.part for w in abstract_model(config, dtype).weights if axes.EXPERTS not in w.axes}
     return replace(quantization, unquantized=tuple(sorted(others)))
 

@@ -120,7 +120,7 @@ def _make_room(partial: Path, nbytes: int) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """Also against writes that were under way when another of the same layer failed."""
+    """Remove a directory to which writes may still go on that were under way when another failed."""
     for _ in range(20):
         shutil.rmtree(directory, ignore_errors=True)
         time.sleep(0.1)

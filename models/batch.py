@@ -42,7 +42,7 @@ class StepBatch(NamedTuple):
 
     @staticmethod
     def of_chunks(tokens: jax.Array, rows: jax.Array, starts: jax.Array) -> StepBatch:
-        """Without padding."""
+        """A batch of chunks without padding."""
         # jnp, not np: XLA of jax 0.11 crashes on a captured constant without elements inside shard_map.
         none = jnp.zeros((0,), jnp.int32)
         return StepBatch(tokens, rows, starts, jnp.full_like(starts, tokens.shape[1]), none, none)

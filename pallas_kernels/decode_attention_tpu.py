@@ -567,7 +567,7 @@ def _kernel(
             if v_buf.dtype != jnp.int8:  # which is never NaN
                 values, unseen = v_buf.at[buf, :, pl.ds(offset, part)], None if window is None else first - start
                 clean = functools.partial(zero_outside, values, unseen, length - start, place.unit)
-                # With a window hardly ever is all of a part seen.
+                # With a window, a part is hardly ever seen as a whole.
                 clean() if window is not None else pl.when(start + part > length)(clean)
             next_offset = pl.multiple_of(jnp.where(ends, 0, offset + part), part)
             take_in(buf, offset, start, this, jnp.where(ends, behind, buf), next_offset)

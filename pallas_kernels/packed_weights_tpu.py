@@ -268,7 +268,7 @@ class LoadedMatrix:
         unit = DEPTH if self.weight.packed else self.weight.group
         first, rows = div(start + self.start, unit), count // unit
         if isinstance(self.start, int) and (isinstance(start, int) or rows % 8 == 0):
-            # Of what is loaded by whole tiles, a row is spread over sublanes by one instruction instead of two.
+            # If whole tiles are loaded, one instruction spreads a row over sublanes instead of two.
             tiles = [ref[pl.ds(_multiple_of(first, 8), rows)] for ref in self.scales]
             return [(unit, [tile[n : n + 1] for n in range(rows)]) for tile in tiles]
         return [(unit, [ref[pl.ds(first + n, 1)] for n in range(rows)]) for ref in self.scales]

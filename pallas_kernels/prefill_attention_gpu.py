@@ -192,7 +192,7 @@ def _kernel(
         # Loaded in the loop, although it is the same: with a page from before the loop it took 1.13 times as long.
         page_of_block = page[0] if page else plgpu.load(table_ref.at[jnp.int32(0)])
         position, at = block * keys + jnp.arange(keys), (page_of_block, head, slots_of(block)[:, None])
-        # Of several pages the next block's is known early, so that loads of its keys can run ahead.
+        # If there are several pages, the next block's is read early, so that loads of its keys can run ahead.
         page = [page_of(block + 1) for _ in page]
         mask = (position < stop)[:, None] if masked else None
         s = plgpu.dot(q, _load(k_ref, at, columns, mask).astype(q.dtype), trans_b=True, precision=lax.Precision.HIGHEST)

@@ -365,7 +365,7 @@ class QuantizedSource:
         return (raw.T if form.transposed else raw).reshape(count, -1)[rows or slice(None)]
 
     def zeros(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """As `scales`, of the element type."""
+        """Zero points, in the shape of `scales` and of the element type."""
         form, count = self.form, self.shape(name)[0]
         zeros = form.unpacked(self._source.read(self._tensor(name, form.zeros)), form.zeros_along, form.zeros_less)
         zeros = zeros.T if form.transposed else zeros

@@ -15,7 +15,7 @@ class CheckpointError(ValueError):
     """A checkpoint that is missing, damaged, or not supported. The message names the file and the fix."""
 
 
-# Of JSON, as the safetensors format bounds its headers.
+# Most bytes of JSON: what the safetensors format allows for a header.
 MOST_JSON_BYTES = 100_000_000
 _POINTER = b"version https://git-lfs.github.com/spec/"
 

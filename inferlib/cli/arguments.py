@@ -176,7 +176,7 @@ class TemplateArguments:
     ] = None
 
     def template(self) -> dict[str, Any]:
-        """As `LLM.chat_prompt` takes them. Raises ValueError, or OSError."""
+        """The arguments as `LLM.chat_prompt` takes them. Raises ValueError, or OSError."""
         kwargs = None
         if self.chat_template_kwargs is not None:
             try:

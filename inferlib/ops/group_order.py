@@ -94,7 +94,7 @@ def _places_by_pairs(ids: jax.Array) -> jax.Array:
 
 
 def _places_by_blocks(ids: jax.Array, groups: int) -> jax.Array:
-    """As by pairs, of which only those within a block are compared."""
+    """Like `_places_by_pairs`, but compares only the pairs within a block."""
     blocks = jnp.pad(ids, (0, -ids.size % _BLOCK), constant_values=groups).reshape(-1, _BLOCK)
     counts = jnp.sum(blocks[:, :, None] == jnp.arange(groups + 1, dtype=jnp.int32), axis=1, dtype=jnp.int32)
     ends = jnp.cumsum(counts, axis=0)  # [blocks, E + 1]

@@ -173,7 +173,8 @@ def _with_ring(x: Activations, w: RingWeight, product: Product) -> jax.Array:
 
 
 def _packed(x: Activations, w: PackedTensor, product: Product) -> jax.Array:
-    """By the TPU kernel, which norms its inputs itself if it can; by XLA where that reads the weight as fast."""
+    """The product by the TPU kernel, which norms its inputs itself if it can; by XLA where that reads the weight as
+    fast."""
     y, activation = whole(x), product.activation
     if w.round_inputs and not w.readable:
         x = y = to_mxfp8(y, MX_GROUP)
@@ -188,7 +189,7 @@ def _packed(x: Activations, w: PackedTensor, product: Product) -> jax.Array:
 
 
 def _quantized(x: Activations, w: QuantizedTensor, product: Product) -> jax.Array:
-    """By the GPU kernel that `choose` names, on GPUs; elsewhere by XLA."""
+    """The product by the GPU kernel that `choose` names, on GPUs; elsewhere by XLA."""
     if w.round_inputs and w.grouped:
         x = to_mxfp8(whole(x), w.shape[product.contract])
     if eight_bits.rounds(w, x.shape[0]):
@@ -265,7 +266,8 @@ def _arrays(w: QuantizedTensor, contract: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _dequantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, backend: str | None = None) -> jax.Array:
-    """By XLA, written so that it reads the packed weight. Values with a scale for each channel are converted
+    """The product by XLA, written so that it reads the packed weight. Values with a scale for each channel are
+    converted
     in the product's fusion, and zero points and scales change its result; values in groups are dequantised in the
     fusion, without a reshape."""
     if not w.grouped:

@@ -71,7 +71,7 @@ class ProgramKey:
 
     @property
     def following(self) -> ProgramKey:
-        """Of the program that chooses tokens from the logits of this one."""
+        """The key of the program that chooses tokens from the logits of this one."""
         return replace(self, limit=0, detail="", part="choose")
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class ChunkInput(NamedTuple):
 
 
 def prefix_shape(rows: int) -> tuple[int, int]:
-    """Of the packed prefixes of a replica's program with so many rows: T tiles of `m` rows each, [T, 1 + m]."""
+    """The shape [T, 1 + m] of packed prefixes: T tiles of `m` rows each, for a program of so many rows on a replica."""
     return max(2, rows // 8), 1 + min(rows, _TILE_ROWS)
 
 

@@ -31,7 +31,7 @@ class GenerationConfig:
 
     @staticmethod
     def read(model: Path, choice: str = "auto") -> GenerationConfig:
-        """Of a model's directory; of any other file, and without a generation_config.json, nothing is known.
+        """Read the file in a model's directory. Without it, and for any other model, nothing is known.
 
         choice: "auto"; or "none" to take no sampling parameters from it. Raises ConfigurationError.
         """

@@ -205,7 +205,8 @@ def session(target: str) -> Iterator[Session]:
 
 
 def generation() -> Generation:
-    """That of the innermost session, or of the environment as the vendor's tools read it (trn3 unless set)."""
+    """The generation of the innermost session, or the one in the environment, as the vendor's tools read it (trn3
+    unless set)."""
     if _sessions:
         return _sessions[-1].generation
     target = os.environ.get(TARGET_VARIABLE, "trn3")
