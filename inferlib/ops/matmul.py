@@ -267,9 +267,8 @@ def _arrays(w: QuantizedTensor, contract: int) -> tuple[jax.Array, jax.Array]:
 
 def _dequantized(x: jax.Array, w: QuantizedTensor, contract: int, out_dtype, backend: str | None = None) -> jax.Array:
     """The product by XLA, written so that it reads the packed weight. Values with a scale for each channel are
-    converted
-    in the product's fusion, and zero points and scales change its result; values in groups are dequantised in the
-    fusion, without a reshape."""
+    converted in the product's fusion, and zero points and scales change its result; values in groups are dequantised in
+    the fusion, without a reshape."""
     if not w.grouped:
         y = matmul(x, w.values.astype(x.dtype), contract=contract, out_dtype=jnp.float32, backend=backend)
         if w.zeros is not None:
