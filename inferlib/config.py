@@ -323,6 +323,7 @@ class EngineConfig:
     page_size: positions of a page of the cache, a power of two. cache_memory: bytes of the cache on each device; None:
     as many as `max_batch` sequences of `max_len` tokens take. prefix_caching: prompts that begin as an earlier one did
     take its pages, if all layers have their cells in pages (see `CachePlan.no_prefix_caching`).
+    itl: most seconds of a step in which rows decode, which bounds its prompt tokens; None: no bound. See `ItlBound`.
     """
 
     max_batch: int
@@ -342,8 +343,10 @@ class EngineConfig:
     page_size: int = PoolSize().page
     cache_memory: int | None = None
     prefix_caching: bool = True
+    itl: float | None = None
 
     def __post_init__(self):
+        check_itl(self.itl)
         check_page_size(self.page_size)
         check_kv_cache_dtype(self.kv_cache_dtype)
         check_backend(self.backend, self.platform)
@@ -491,6 +494,7 @@ class EngineSettings(TypedDict, total=False):
     cache_memory: int | float | str | None
     prefix_caching: bool
     compile_cache: str | Path | None
+    itl: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -522,6 +526,9 @@ class EngineOptions:
     compile_cache: a folder for compiled programs, from which later processes take them; by default one in the user's
         cache folder, "none" for none. See `inferlib.programs.compilation_cache`. Several processes that share a model
         use one only if it is given.
+    itl: seconds that a token may take to follow another while prompts are prefilled, on average over rows and prompts
+        that fill the cache: steps take no more prompt tokens than they have time for. Steps are timed at the start, and
+        for other sampling modes by `LLM.warmup`. By default prompts are prefilled as fast as they can be.
     """
 
     max_batch: int | None = None
@@ -541,8 +548,10 @@ class EngineOptions:
     cache_memory: int | float | str | None = None
     prefix_caching: bool = True
     compile_cache: str | Path | None = None
+    itl: float | None = None
 
     def __post_init__(self):
+        check_itl(self.itl)
         if self.page_size is not None:
             check_page_size(self.page_size)
         if self.cache_memory is not None:
@@ -619,6 +628,7 @@ class EngineOptions:
             page_size=_default(self.page_size, PoolSize().page),
             cache_memory=self.cache_memory if isinstance(self.cache_memory, int) else None,
             prefix_caching=self.prefix_caching,
+            itl=self.itl,
         )
 
     def _max_len(self, model: ModelConfig | None, most: int | None) -> int:
@@ -694,6 +704,15 @@ def check_flag(name: str, value: Any, *, optional: bool = False) -> None:
     """Raise ConfigurationError if an option is neither True nor False, nor None where that is `optional`."""
     if not (isinstance(value, bool) or (optional and value is None)):
         raise ConfigurationError(f"{name} must be True or False{', or None' if optional else ''}, got {brief(value)}")
+
+
+def check_itl(itl: Any) -> None:
+    """Raise ConfigurationError if this is no target of the time between tokens."""
+    if itl is None:
+        return
+    is_number = isinstance(itl, int | float | np.integer | np.floating) and not isinstance(itl, bool)
+    if not is_number or not 0 < itl < math.inf:
+        raise ConfigurationError(f"itl must be seconds above 0, such as 0.05, got {brief(itl)}")
 
 
 def check_priority(priority: Any) -> None:

@@ -137,7 +137,7 @@ class LLM:
                 programs = plan_programs(files.config, choices)
             else:
                 programs, stored = _load_programs(Artifacts.open(artifacts), files.config, choices)
-            self.config = replace(programs.config, prefix_caching=decided.prefix_caching)
+            self.config = replace(programs.config, itl=decided.itl, prefix_caching=decided.prefix_caching)
             if self._channel and not self.config.shards.several_processes:
                 raise ShardingError(
                     f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
@@ -155,6 +155,7 @@ class LLM:
         if self._channel:
             self._channel.ready()
         self._ids, self._runner = itertools.count(), Runner(engine)
+        self._time_steps(DEVICE_MODES if programs.strict else ("greedy",))
 
     @property
     def engine(self) -> Engine:
@@ -316,7 +317,9 @@ class LLM:
         programs.
         """
         with CountProgress("compiling", len(planned_keys(self.config, modes)), show=self.progress) as bar:
-            return self.engine.warmup(modes, lambda key: bar.advance(1))
+            count = self.engine.warmup(modes, lambda key: bar.advance(1))
+        self._time_steps(modes)
+        return count
 
     def sleep(self) -> None:
         """Free the memory of the devices until `wake`: the weights go to host memory, and the cache is dropped.
@@ -502,6 +505,11 @@ class LLM:
     def _seed(self, params: SamplingParams, number: int, index: int) -> int:
         entropy = (self.seed, number, index) if params.seed is None else (params.seed, index)
         return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+
+    def _time_steps(self, modes: Sequence[Mode]) -> None:
+        """Time steps of these modes for `config.itl`; the other processes follow."""
+        if self._channel is None or self._channel.leads:
+            self._runner.call(lambda: self.engine.time_steps(modes))
 
     def _complete(self, requests: list[Request]) -> None:
         for _ in self.run(requests, progress=False):

@@ -92,6 +92,10 @@ class EngineArguments:
         Path | None, typer.Option(help="Write to this file how many tokens chose each expert, for inferlib place.")
     ] = None
     backend: OptionalBackend = None
+    itl: Annotated[
+        float | None,
+        typer.Option(help="Most seconds between tokens while prompts are read; by default prompts come first."),
+    ] = None
     compile_cache: Annotated[
         Path | None,
         typer.Option(

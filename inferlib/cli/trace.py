@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -41,6 +41,9 @@ class TraceArguments:
     max_batch: Annotated[int | None, typer.Option(min=1, help="Rows decoded together; by default the best plan's.")] = (
         None
     )
+    itl: Annotated[
+        float | None, typer.Option(help="The engine's target of seconds between tokens, which bounds prefills.")
+    ] = None
     prefill_buckets: Annotated[
         str | None, typer.Option(help="Prompt tokens of a step, ascending; by default the engine's.")
     ] = None
@@ -74,6 +77,7 @@ def simulated(ranking: Ranking, offers: list[Offer], arguments: TraceArguments) 
 
     sizes = dict(prefill=_sizes(arguments.prefill_buckets), batch=_sizes(arguments.batch_buckets))
     chosen, config = choose(ranking, offers, arguments.parallel, arguments.max_batch, **sizes)
+    config = replace(config, itl=arguments.itl)
     with CountProgress("simulating", len(offers), show=on_terminal() and len(offers) > 4096) as bar:
         done = 0
 

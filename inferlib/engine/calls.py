@@ -12,7 +12,7 @@ from inferlib.messages import Message, MessageError
 from inferlib.programs.program import ChunkInput, Mode, ProgramKey
 from inferlib.programs.row_changes import Changes, Count, Grant, Move
 
-CALL, WARMUP, SLEEP, WAKE = "call", "warmup", "sleep", "wake"  # kinds of messages
+CALL, WARMUP, TIMES, SLEEP, WAKE = "call", "warmup", "times", "sleep", "wake"  # kinds of messages
 _CHANGES = {"moves": Move, "grants": Grant, "counts": Count}
 _NONE = Changes()
 
@@ -55,6 +55,6 @@ class Call(NamedTuple):
         return Call(key, tuple(cancel), yield_early, chunk, Changes(copies=copies, **changes), prefixes)
 
 
-def warmup_message(modes: tuple[Mode, ...]) -> Message:
-    """An order to warm up for these sampling modes."""
-    return Message(WARMUP, {"modes": list(modes)})
+def modes_message(kind: str, modes: tuple[Mode, ...]) -> Message:
+    """An order to warm up for these sampling modes, or to time their steps."""
+    return Message(kind, {"modes": list(modes)})

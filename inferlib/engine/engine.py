@@ -15,7 +15,7 @@ from jax.experimental.layout import Layout
 
 from inferlib.config import EngineConfig
 from inferlib.distributed import Channel
-from inferlib.engine.calls import CALL, SLEEP, WAKE, Call, warmup_message
+from inferlib.engine.calls import CALL, SLEEP, TIMES, WAKE, WARMUP, Call, modes_message
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.clock import Clock
 from inferlib.engine.deadlines import Deadlines
@@ -23,12 +23,13 @@ from inferlib.engine.host_weights import HostArray, to_host
 from inferlib.engine.processors import processed
 from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
+from inferlib.engine.step_times import Rehearsal, step_keys
 from inferlib.messages import Message
 from inferlib.models.abstract import AbstractModel
 from inferlib.outputs import FinishReason
 from inferlib.programs.counter import compilations
 from inferlib.programs.memory import explained, explanation
-from inferlib.programs.program import CHUNK_COLUMNS, ChunkInput, Mode, ProgramKey, StepOutput
+from inferlib.programs.program import CHUNK_COLUMNS, DEVICE_MODES, ChunkInput, Mode, ProgramKey, StepOutput
 from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.programs.row_changes import Changes
 from inferlib.sampling.sampler import pack
@@ -113,11 +114,41 @@ class Engine:
         modes = tuple(modes)
         keys = planned_keys(self.config, modes)
         if self.channel is not None and self.channel.leads:
-            self.channel.order(warmup_message(modes))
+            self.channel.order(modes_message(WARMUP, modes))
         self.programs.compile_all(keys, done)
         self.programs.prepare_changes()
         self.programs.strict = True
         return len(keys)
+
+    def time_steps(self, modes: Iterable[Mode] = ("greedy",)) -> None:
+        """Time the steps of these sampling modes for `config.itl`, if that is set, while nothing runs; their programs
+        are compiled if they are not, but for artifacts, which have what they have.
+
+        Raises ConfigurationError if the target is less than a decode step takes.
+        """
+        if self.config.itl is None:
+            return
+        if self.asleep or not self.scheduler.idle:
+            raise RuntimeError(
+                "steps are timed for itl while nothing runs: finish all requests and streams, or wake up"
+            )
+        while self._in_flight:  # of rows that were left
+            self._receive()
+        self.forget_prefixes()
+        modes = tuple(mode for mode in modes if mode in DEVICE_MODES)
+        if self.channel is not None and self.channel.leads:
+            self.channel.order(modes_message(TIMES, modes))
+        for mode in modes:
+            decode, mixed = step_keys(self.config, mode)
+            keys = [decode, *mixed.values()]
+            if not self.programs.strict:
+                self.programs.compile_all(keys, lambda key: None)
+            if not all(self.programs.ready(key) for key in keys):
+                continue
+            state: Any = self.state
+            self.cache, self.state, times = Rehearsal(self.programs).times(mode, self.weights, self.cache, state)
+            if self.channel is None or self.channel.leads:
+                self.scheduler.itl.learn(mode, times)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, whose prompt and max_tokens together must be at most max_len."""
@@ -225,6 +256,8 @@ class Engine:
                 self.sleep()
             elif order.kind == WAKE:
                 self.wake()
+            elif order.kind == TIMES:
+                self.time_steps(order.fields["modes"])
             else:
                 self.warmup(order.fields["modes"])
         jax.block_until_ready(self.state)
@@ -323,7 +356,8 @@ class Engine:
         table[:, 0] = rows + np.arange(count) % key.chunks
         table[:, CHUNK_COLUMNS.index("next")] = -1
         # A prompt's chunks have the same parameters, which take long to pack; the first entry is an absent chunk's.
-        entries, entry_of = [None], np.zeros(count, np.int32)
+        entries: list[tuple | None] = [None]
+        entry_of = np.zeros(count, np.int32)
         last = None
         for i, chunk in zip(self._chunk_indices(dispatch), dispatch.chunks, strict=True):
             s, end = chunk.sequence, chunk.start + chunk.length

@@ -16,6 +16,7 @@ from inferlib.cache.plan import CachePlan
 from inferlib.cache.prefix_tree import Match
 from inferlib.config import EngineConfig, pick
 from inferlib.engine.cascade import Cascade
+from inferlib.engine.itl import ItlBound
 from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.programs.program import DEVICE_MODES, MODES, Mode, ProgramKey
@@ -84,6 +85,7 @@ class Scheduler:
         self._arrivals = self._sent = self._received = 0
         self._last: Dispatch | None = None
         self._repeats = 0  # how often the last dispatch may be repeated, unless a call changes what runs
+        self.itl = ItlBound(config)
         self._postponed = False  # rows are to be moved, but not before the last dispatch
 
     def add(self, sequence: Sequence) -> None:
@@ -163,7 +165,8 @@ class Scheduler:
             # Sequences with tokens left to generate, as far as the host knows.
             unfinished = [s for s in decoding if s.scheduled < s.max_tokens]
             if prefilling := [s for s in self.running.values() if s.status is Status.PREFILL]:
-                return self._step(*self._chunks(prefilling), decoding if unfinished else [])
+                decoding = decoding if unfinished else []
+                return self._step(*self._chunks(prefilling, decoding), decoding)
         self._compact()
         if any(s.mode not in DEVICE_MODES for s in self.running.values()):
             steps = 1
@@ -310,16 +313,20 @@ class Scheduler:
 
     # ---- dispatches
 
-    def _chunks(self, prefilling: list[Sequence]) -> tuple[list[Chunk], tuple[int, int]]:
-        """As many prompt tokens as one step can prefill, first prompts first, and the (P, C) of the program for them.
+    def _chunks(self, prefilling: list[Sequence], decoding: list[Sequence]) -> tuple[list[Chunk], tuple[int, int]]:
+        """As many prompt tokens as one step can prefill beside rows that decode, first prompts first, and the (P, C) of
+        the program for them.
 
         A prompt that returns details is prefilled alone.
         """
         prompts = sorted(prefilling, key=_order)
-        detail, shapes = bool(prompts[0].detail), self.config.prefill_shapes()
+        detail = bool(prompts[0].detail)
+        shapes = self.config.detail_shapes() if detail else self.config.prefill_shapes()
+        if decoding:
+            shapes = self.itl.within(shapes, self._mode([*prefilling, *decoding]))
         prompts = prompts[:1] if detail else [s for s in prompts if not s.detail]
         best, most = ([], (0, 0)), 0
-        for shape in self.config.detail_shapes() if detail else shapes:
+        for shape in shapes:
             chunks = self._filled(prompts, *shape)
             tokens = sum(chunk.length for chunk in chunks)
             # Of shapes of one size, which hold as much, the last has the widest chunks.
@@ -387,9 +394,13 @@ class Scheduler:
         replica_rows = self.config.rows
         return [s.row // replica_rows * rows + s.row % replica_rows for s in sequences]
 
+    @staticmethod
+    def _mode(sequences: list[Sequence]) -> Mode:
+        return max({s.mode for s in sequences}, key=MODES.index)
+
     def _key(self, sequences: list[Sequence], rows: int, longest: int, **sizes: Any) -> ProgramKey:
         """Of the program that does what all these sequences need, none of which is longer."""
-        mode: Mode = max({s.mode for s in sequences}, key=MODES.index)
+        mode = self._mode(sequences)
         part: Any = "" if mode in DEVICE_MODES else "forward"
         return ProgramKey(mode, rows, pick(self.config.buckets.cache, longest), part=part, **sizes)
 

@@ -18,6 +18,7 @@ from inferlib.config import Buckets, DeviceKind, EngineConfig, EngineOptions
 from inferlib.engine.engine import Engine
 from inferlib.engine.memory import with_memory
 from inferlib.engine.sequence import Sequence as EngineSequence
+from inferlib.engine.step_times import StepTimes, full_chunks, full_length, step_keys
 from inferlib.planning.costs import Deployed, step_time
 from inferlib.planning.planner import PlanError, Ranking, Workload
 from inferlib.planning.trace import Offer, Served, Service, StepTotals
@@ -111,6 +112,8 @@ def simulate(
             raise PlanError(f"request {number} has {wanted}, and max_len is {config.max_len}: take a larger one")
     device = Device(deployed, config)
     engine = Engine(device.model, (), device.config, programs=device)
+    if config.itl is not None:
+        engine.scheduler.itl.learn("greedy", device.step_times())
     served = serve(engine, offers, device, advanced)
     device.totals.preemptions, device.totals.cached = engine.scheduler.preemptions, engine.stats.cached_tokens
     return Simulation(Service.of(offers, served), device.totals, config)
@@ -247,6 +250,17 @@ class Device(ProgramSet):
         others = (prefixes[:, 1:] < key.rows).sum(axis=1) - 1
         saved = (prefixes[:, 0] * np.maximum(others, 0)).reshape(self.deployed.replicas, -1).sum(axis=1)
         return float(saved.min()) * self.plan.page / key.rows
+
+    def step_times(self) -> StepTimes:
+        """What an engine measures before the first request."""
+        config, length = self.config, full_length(self.config, self.plan)
+        decode, mixed = step_keys(config, "greedy")
+        seconds = {}
+        for shape, key in mixed.items():
+            chunks = [(float(start), tokens) for _, start, tokens in full_chunks(config, shape, length)]
+            seconds[shape] = step_time(self.deployed.mixed(key, length, chunks), self.deployed.network).seconds
+        each = step_time(self.deployed.decode(decode.rows, length), self.deployed.network).seconds
+        return StepTimes(each, seconds)
 
     def _live(self, key: ProgramKey, of_program: np.ndarray) -> float:
         """Positions of a program's row in the cache, on average, in the replica that has most."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from unittest.mock import Mock
@@ -21,6 +22,7 @@ from inferlib.config import Buckets, EngineConfig
 from inferlib.engine.engine import Engine
 from inferlib.engine.scheduler import Scheduler
 from inferlib.engine.sequence import Sequence, Status
+from inferlib.engine.step_times import StepTimes
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
 from inferlib.programs.program import CHUNK_COLUMNS, Control, ProgramKey, StepOutput
@@ -313,6 +315,32 @@ def test_any_traffic_is_served_completely_and_in_order(case):
             assert s.finish_reason == ("stop" if EOS in expected else "length")
         if not script.max_tokens and cancel is None:
             assert np.concatenate(s.prompt_details)[:, 0].tolist() == s.prompt
+
+
+@settings(max_examples=200)
+@given(traffic(), st.integers(0, 20))
+def test_prompts_beside_rows_are_bounded_by_a_target_and_go_on(case, fit):
+    """Steps of more than `fit` prompt tokens are too long for the target."""
+    config, jobs, _ = case
+    config = dataclasses.replace(config, itl=1.0)
+    engine = scripted_engine(config, [script for script, _, _ in jobs])
+    times = {shape: 1.0 if math.prod(shape) <= fit else 1.1 for shape in config.prefill_shapes()}
+    engine.scheduler.itl.learn("greedy", StepTimes(1.0, times))
+    steps, run = [], ScriptedDevice.run
+    engine.programs.run = lambda key, *inputs: steps.append(key) or run(engine.programs, key, *inputs)
+    sequences = [sequence(script, "logits" if not script.max_tokens else "") for script, _, _ in jobs]
+    for round_ in range(800):
+        go_on(engine, sequences, case, round_)
+        if round_ > 20 and not engine.busy:
+            break
+    assert not engine.busy
+    sizes = [math.prod(shape) for shape in config.prefill_shapes()]
+    most = max(fit, min(size for size in sizes if size >= config.prefill_unit))
+    assert all(key.chunks * key.chunk <= most for key in steps if key.rows and key.chunks)
+    for s, (script, _, cancel) in zip(sequences, jobs, strict=True):
+        expected = script.tokens[: script.max_tokens]
+        expected = expected[: expected.index(EOS) + 1] if EOS in expected else expected
+        assert s.tokens == (expected if cancel is None else expected[: len(s.tokens)])
 
 
 @settings(max_examples=150)

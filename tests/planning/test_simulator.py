@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -18,7 +19,7 @@ from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfi
 from inferlib.models.families import config_from_hf
 from inferlib.planning.costs import Deployed, step_time
 from inferlib.planning.planner import PlanError, rank
-from inferlib.planning.simulator import choose, engine_config, mean_workload, simulate
+from inferlib.planning.simulator import Device, Simulation, choose, engine_config, mean_workload, simulate
 from inferlib.planning.trace import Offer, Served, Service, TraceError, at_rate, percentiles, read_trace, usual_trace
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism
@@ -127,6 +128,26 @@ def test_requests_come_when_they_are_offered(parallel):
     # Slower than they come, they wait for each other.
     crowd = simulate(it, engine_config(it, 8, 2048), [Offer(o.input_len, o.output_len) for o in offers])
     assert max(crowd.service.ttft) > max(result.service.ttft)
+
+
+def test_a_target_bounds_steps_beside_rows():
+    """Prompts of 1,000 tokens come while others decode: with a target no step is longer, and prompts wait more."""
+    it, offers = deployed("llama3-8b", "v5e-4", "tp=4"), [Offer(1000, 40, 0.05 * i) for i in range(24)]
+    config = engine_config(it, 16, 2048)
+    free = simulate(it, config, offers)
+    times = Device(it, config).step_times()
+    target = (times.decode + max(times.mixed.values())) / 2
+    bounded = simulate(it, replace(config, itl=target), offers)
+    assert bounded.service.output_tokens == free.service.output_tokens == 24 * 40
+
+    def longest(simulation: Simulation) -> float:
+        return simulation.steps.seconds["both"] / simulation.steps.dispatches["both"]
+
+    assert longest(bounded) < target < longest(free)
+    assert percentiles(bounded.service.itl)["p99"] < percentiles(free.service.itl)["p99"]
+    assert percentiles(bounded.service.ttft)["mean"] > percentiles(free.service.ttft)["mean"]
+    with pytest.raises(ConfigurationError, match=r"itl 0\.0001 is less than a decode step of 16 rows"):
+        simulate(it, replace(config, itl=1e-4), offers)
 
 
 def test_a_request_that_cannot_run_is_named():
