@@ -132,7 +132,8 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_two_processes(start, expected, model):
-    first, second = results(start(2, "tp=2", "greedy"))
+    """They time steps together as well."""
+    first, second = results(start(2, "tp=2", "greedy", sizes={"itl": 100}))
     assert_same(first["found"], expected("greedy"))
     assert second["found"] == {"followed": True}
     # Each reads its half of every matrix.
