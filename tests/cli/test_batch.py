@@ -95,6 +95,22 @@ def test_prompts_of_a_chat(batch):
     assert batch.tokens()[2] == llm.generate([7, 8], GREEDY)[0].outputs[0].token_ids
 
 
+def test_lines_that_begin_alike_share_what_is_cached(batch):
+    """Within a salt. The summary says how much."""
+    text = "shared by lines " * 5
+    salts = [{}, {}, {"cache_salt": "a"}, {"cache_salt": "a"}]
+    batch.write(*({"prompt": f"{text}{i}"} | salt for i, salt in enumerate(salts)))
+    result = batch.run()
+    assert result.exit_code == 0, result.output
+    cached = [batch.results()[line]["cached_tokens"] for line in range(1, 5)]
+    assert cached == [0, 64, 0, 64]
+    assert "128 from the cache of" in result.stderr
+    llm = batch.inferlib.llm
+    for line, tokens in batch.tokens().items():
+        alone = {"prompt": f"{text}{line - 1}", "cache_salt": f"alone {line}"}
+        assert tokens == llm.generate(alone, GREEDY)[0].outputs[0].token_ids
+
+
 BAD = [
     (b'{"prompt": ', "the line is not JSON"),
     (b'{"prompt": "caf\xe9"}', "the line is not UTF-8"),
@@ -105,6 +121,7 @@ BAD = [
     ({"prompt": "a", "max_tokens": 5}, "unknown fields: 'max_tokens'"),
     ({"prompt": "a", "id": [1]}, "id must be a string or an integer, got [1]"),
     ({"prompt": 5}, "prompt must be a string, got 5"),
+    ({"prompt": "a", "cache_salt": 5}, "cache_salt is a text that is not empty, got 5"),
     ({"prompt": ""}, "the prompt is empty"),
     ({"prompt": "\ud800"}, "lone surrogate"),
     ({"prompt": "a" * 300}, "a prompt of 300 tokens plus max_tokens 8 exceeds max_len 256"),

@@ -262,7 +262,7 @@ def test_prompts_may_be_mappings(small):
     text, mapping = small.generate(["ab", {"prompt": "ab"}], params)
     assert text.prompt_token_ids == mapping.prompt_token_ids
     for wrong in ({}, {"text": "a"}, {"prompt": "a", "prompt_token_ids": [1]}):
-        with pytest.raises(ValueError, match="has either 'prompt' or 'prompt_token_ids', got"):
+        with pytest.raises(ValueError, match="has either 'prompt' or 'prompt_token_ids', and perhaps"):
             small.generate(wrong)
     for wrong in ({"prompt": [1]}, {"prompt_token_ids": "a"}):
         with pytest.raises(ValueError, match="'prompt' is text and 'prompt_token_ids' are token ids"):
@@ -372,7 +372,7 @@ BAD_PROMPTS = {
     "nothing": ([None], GREEDY, "prompt 0: a prompt is text or"),
     "text among ids": ([5, "a"], GREEDY, "integer token ids"),
     "a number": (5, GREEDY, "prompts must be text, token ids or a list of these, got 5"),
-    "another object": ({"text": "a"}, GREEDY, "prompt 0: .*either .prompt. or .prompt_token_ids., got"),
+    "another object": ({"text": "a"}, GREEDY, "prompt 0: .*either .prompt. or .prompt_token_ids., and"),
     "bytes": (b"ab", GREEDY, "prompts must be text, token ids or a list of these, got b'ab'"),
     "bytes among prompts": ([b"abc"], GREEDY, "prompt 0: .*got b'abc': decode bytes to text"),
     "an array of no dimension": (np.array(5), GREEDY, "prompts must be text"),
