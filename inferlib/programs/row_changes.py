@@ -3,8 +3,10 @@ which tokens a row has seen."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -154,7 +156,7 @@ def move_rows(
 
 
 def copy_pages(shards: Shards, names: Names, arrays: Arrays, copies: jax.Array) -> Arrays:
-    """Arrays of pages, of these logical axes, with pages copied: of each call, all are read before any is written."""
+    """Arrays of pages, of these logical axes, with pages copied in the order of the copies."""
 
     def local(arrays: Arrays, copies: jax.Array) -> Arrays:
         source, target = copies.T
@@ -170,9 +172,26 @@ def copy_pages(shards: Shards, names: Names, arrays: Arrays, copies: jax.Array) 
 
 
 def _copied(x: jax.Array, dim: int, source: jax.Array, target: jax.Array) -> jax.Array:
-    """x with its parts `source` [U] along a dimension copied to `target`, but to those that it does not have."""
-    before = (slice(None),) * dim
-    return x.at[(*before, target)].set(x.at[(*before, source)].get(mode="clip"), mode="drop")
+    """x with its parts `source` [U] along a dimension copied to `target`, but to those that it does not have.
+
+    All are read before any is written. On CPUs one follows the other, as XLA would copy an array of bfloat16 twice: a
+    source that is a target too is copied before it is given away.
+    """
+    return lax.platform_dependent(x, source, target, cpu=partial(_one_by_one, dim), default=partial(_at_once, dim))
+
+
+def _one_by_one(dim: int, x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    return _moved(x, dim, source, target)
+
+
+def _at_once(dim: int, x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
+    """The dimensions before it are merged with it: a TPU's compiler would copy stacked latents as a whole."""
+    count, last = x.shape[dim], math.prod(x.shape[: dim + 1])
+    first = jnp.arange(0, last, count)[:, None]
+    read = (first + jnp.minimum(source, count - 1)).reshape(-1)
+    written = jnp.where(target < count, first + target, last).reshape(-1)
+    flat = x.reshape(-1, *x.shape[dim + 1 :])
+    return flat.at[written].set(flat.at[read].get(mode="clip"), mode="drop").reshape(x.shape)
 
 
 def _moved(x: jax.Array, dim: int, source: jax.Array, target: jax.Array) -> jax.Array:

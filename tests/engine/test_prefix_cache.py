@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from inferlib import LLM, SamplingParams
 from inferlib.config import ConfigurationError
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.programs.counter import compilations
+from inferlib.programs.row_changes import _at_once, _one_by_one
 from tests.engine.test_engine import assert_accounted
 from tests.engine.test_paging import GREEDY, LEAST, run, sequence
 from tests.helpers.llms import build_llm, new_engine, random_prompts
@@ -152,6 +154,20 @@ def test_details_of_a_prompt_are_computed_for_all_of_it(tight):
             assert llm.stats.cached_tokens == hits
             result = llm.generate([prompt], dataclasses.replace(GREEDY, max_tokens=3))[0]
             assert result.num_cached_tokens == 32
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((7, 2, 4), 0), ((3, 7, 2, 4), 1)])
+def test_both_forms_copy_pages(shape, dim):
+    """Copies to page 7, which does not exist, are padding."""
+    array, source, target = (
+        np.arange(np.prod(shape)).reshape(shape),
+        np.array([1, 2, 5, 0, 0]),
+        np.array([3, 1, 6, 7, 7]),
+    )
+    expected, pages = array.copy(), (slice(None),) * dim
+    expected[(*pages, target[:3])] = array[(*pages, source[:3])]
+    for form in (_one_by_one, _at_once):
+        np.testing.assert_array_equal(form(dim, *map(jnp.asarray, (array, source, target))), expected)
 
 
 JOB = st.tuples(
