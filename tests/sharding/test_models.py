@@ -227,13 +227,13 @@ def test_replicas_whose_pages_run_out_give_the_same_tokens(shape, parallel, engi
 def test_prompts_that_begin_alike_share_pages_of_a_replica(shape, parallel, engine_of):
     """Pages, and parts of pages, are copied on each device. A replica serves what it has the beginning of, unless the
     other one has less to do."""
-    engine, plain = engine_of(shape, parallel), engine_of(shape)
+    engine, alone = engine_of(shape, parallel), engine_of(shape)
     trunk = np.random.default_rng(3).integers(3, 131, 27).tolist()
     prompts = [trunk[: 27 - 4 * (i % 3)] + s.prompt[:9] for i, s in enumerate(requests([GREEDY], seed=4))]
     shares = poison_before_each_dispatch(engine)
     for _ in range(2):
         got, want = ([Sequence(p, GREEDY, 9 + i, seed=i) for i, p in enumerate(prompts)] for _ in range(2))
-        assert [s.tokens for s in run(engine, got)] == [s.tokens for s in run(plain, want)]
+        assert [s.tokens for s in run(engine, got)] == [s.tokens for s in run(alone, want)]
     assert engine.stats.cached_tokens > 7 * 16
     assert 0 < max(shares) < 1
     assert all(pages.cached for pages in engine.scheduler.pages)
