@@ -73,11 +73,32 @@ def _attend(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of q [B, K, C * G, h], `queries` C of a row, with sinks [K, C * G]."""
+    parts, lses = attend_shares(q, cache, lengths, options, sinks, queries, interpret)
+    return (parts[0], lses[0]) if parts.shape[0] == 1 else merge(parts, lses, q.dtype, interpret)
+
+
+def attend_shares(
+    q: jax.Array,
+    cache: KvCache,
+    lengths: jax.Array,
+    options: AttentionOptions,
+    sinks: jax.Array | None = None,
+    queries: int = 1,
+    interpret: bool = False,
+    resident: int = PROGRAMS,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, K, C * G, h], `queries` C of a row, with sinks [K, C * G], to each share of the rows.
+
+    resident: programs to divide the rows into, if they are long enough.
+
+    Returns [splits, B, K, C * G, h], in q's dtype if rows are whole, else float32; and lses [splits, B, K, C * G],
+    -inf of shares that are empty, whose other numbers may be anything.
+    """
     rows, kv_heads, group, size = q.shape
-    split = dealt(cache, rows, kv_heads, size, window=options.shared_window, queries=queries)
+    split = dealt(cache, rows, kv_heads, size, window=options.shared_window, queries=queries, resident=resident)
     splits, (page, table) = split["splits"], page_specs(cache.k, cache.pages, 0, 1)
     kernel = functools.partial(_kernel, scale=options.scale, softcap=options.softcap, queries=queries, **split)
-    parts, lses = pl.pallas_call(
+    return pl.pallas_call(
         kernel,
         grid=(rows, kv_heads, splits),
         in_specs=[
@@ -100,11 +121,17 @@ def _attend(
         interpret=interpret,
         name="decode_attention",
     )(lengths, q, cache.k, cache.values, sinks, cache.pages)
-    return (parts[0], lses[0]) if splits == 1 else merge(parts, lses, q.dtype, interpret)
 
 
 def dealt(
-    cache: KvCache, rows: int, kv_heads: int, size: int, *, window: int | None, queries: int = 1
+    cache: KvCache,
+    rows: int,
+    kv_heads: int,
+    size: int,
+    *,
+    window: int | None,
+    queries: int = 1,
+    resident: int | None = None,
 ) -> dict[str, Any]:
     """How programs divide the rows of a cache: the kernels' arguments window, ring, block, splits, programs.
 
@@ -123,19 +150,20 @@ def dealt(
         window = min(window, slots)
     visible = None if window is None else window + queries - 1
     longest = min(n for n in (None if ring else slots, visible, cache.limit) if n is not None)
-    block, splits = _tiling(rows * kv_heads, power_of_two(size) * k.dtype.itemsize, longest)
+    resident = resident or PROGRAMS
+    block, splits = _tiling(rows * kv_heads, power_of_two(size) * k.dtype.itemsize, longest, resident)
     block = block if columns is None else math.gcd(block, k.shape[2])
-    return dict(window=window, ring=ring, block=block, splits=splits, programs=PROGRAMS / kv_heads)
+    return dict(window=window, ring=ring, block=block, splits=splits, programs=resident / kv_heads)
 
 
-def _tiling(heads: int, row_bytes: int, longest: int) -> tuple[int, int]:
+def _tiling(heads: int, row_bytes: int, longest: int, resident: int) -> tuple[int, int]:
     """Positions per loop step, and the most shares of a row with at most `longest` visible positions.
 
     heads: B * K. Merging costs about 7 us at 64 x 8 heads. So rows stay whole if they fill the chip and none is so
     long that it would finish far behind the others; otherwise rows longer than the average get more shares.
     """
     block = max(TILE_BYTES // row_bytes, 16)
-    even = PROGRAMS // heads
+    even = resident // heads
     splits = max(2 * even if even > 1 else 1, min(pl.cdiv(longest, LONG_SHARE), 8))
     short = SHORT_SHARE // 2 if heads * pl.cdiv(longest, SHORT_SHARE // 2) <= CONCURRENT else SHORT_SHARE
     return block, min(splits, pl.cdiv(longest, max(block, short)))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from inferlib.attention_values import AttentionOptions, KvCache, NewCells, SharedPrefixes
 from inferlib.ops.attention import merge_attention
-from inferlib.ops.decode_attention import decode_attention
+from inferlib.ops.decode_attention import decode_attention, write_new
 
 # Most queries of a KV head that are stacked: the sums of more would not fit in the registers of a GPU's program.
 _STACKED = 64
@@ -53,13 +53,23 @@ def cascade_attention(
 
     columns = jnp.minimum(jnp.arange(pages.shape[1]) + shared[:, None], pages.shape[1] - 1)
     behind = replace(cache, pages=jnp.take_along_axis(pages, columns, axis=1))
-    out, lse, behind = decode_attention(q, behind, lengths - shared * page, options, new=new, backend=backend)
-    cache = cache.with_arrays(behind.arrays)  # read from here on: a cache that is read later would be copied
-
-    of_tiles = replace(cache, pages=pages[jnp.minimum(members[:, 0], rows - 1)])
+    of_tiles = pages[jnp.minimum(members[:, 0], rows - 1)]
     queries = jnp.moveaxis(q[jnp.minimum(members, rows - 1)], 1, 2).reshape(tiles, kv_heads, width * group, size)
+    ends, prefix_ends = lengths - shared * page, prefixes.pages * page
+    if backend == "pallas_gpu":
+        if new is not None:
+            behind = write_new(behind, new, ends)
+        from inferlib.pallas_kernels.cascade_attention_gpu import Queries
+        from inferlib.pallas_kernels.cascade_attention_gpu import cascade_attention as kernels
+
+        of_prefixes = Queries(queries, replace(behind, pages=of_tiles), prefix_ends)
+        out, lse = kernels(Queries(q, behind, ends), of_prefixes, stacked, options)
+        return out, lse, cache.with_arrays(behind.arrays)
+
+    out, lse, behind = decode_attention(q, behind, ends, options, new=new, backend=backend)
+    cache = cache.with_arrays(behind.arrays)  # read from here on: a cache that is read later would be copied
     without_sinks = replace(options, sinks=None)
-    of_prefix = decode_attention(queries, of_tiles, prefixes.pages * page, without_sinks, backend=backend)
+    of_prefix = decode_attention(queries, replace(cache, pages=of_tiles), prefix_ends, without_sinks, backend=backend)
     apart = (jnp.moveaxis(x.reshape(tiles, kv_heads, width, group, *x.shape[3:]), 2, 1) for x in of_prefix[:2])
     outs, lses = (x.reshape(tiles * width, *x.shape[2:]) for x in apart)
     outs = outs.at[stacked].get(mode="fill", fill_value=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from inferlib.attention_values import AttentionOptions, KvCache, NewCells, SharedPrefixes
 from inferlib.ops.cascade_attention import cascade_attention, takes
 from inferlib.ops.decode_attention import decode_attention
+from inferlib.pallas_kernels import cascade_attention_gpu
 
 PAGE, COLUMNS, ROWS, SIZE = 16, 6, 5, 16
 LENGTHS = [40, 33, 50, 0, 90]  # the second has one position behind the shared pages, the fourth is inactive
@@ -41,9 +43,12 @@ def inputs(group: int, dtype: str = "float32") -> Inputs:
     return Inputs(q, cache, jnp.asarray(LENGTHS, jnp.int32), NewCells([x[:, :, 0] for x in new]))
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_tpu"])
+@pytest.mark.parametrize("backend", ["xla", "pallas_tpu", "pallas_gpu"])
 @pytest.mark.parametrize("group", [1, 4, 48])  # with 48, tiles are cut to one row each
-def test_equals_rows_alone(backend, group):
+def test_equals_rows_alone(backend, group, monkeypatch):
+    if backend == "pallas_gpu":
+        kernels = partial(cascade_attention_gpu.cascade_attention, interpret=True)
+        monkeypatch.setattr(cascade_attention_gpu, "cascade_attention", kernels)
     it = inputs(group)
     none = ROWS + 3
     prefixes = SharedPrefixes(
