@@ -34,6 +34,10 @@ hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("fresh", deadline=None)
 hypothesis.settings.load_profile("suite")
 
+# Nothing becomes garbage while modules are imported, and the collector would look at millions of objects again and
+# again. `pytest_collection_finish` turns it on.
+gc.disable()
+
 MOST_CACHED_BYTES = 1 << 30
 
 
@@ -68,6 +72,7 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector out of torch, transformers and JAX; and run it less often while JAX traces."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
