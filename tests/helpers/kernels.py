@@ -22,6 +22,16 @@ def copies_of(names: Iterable[str], early: Iterable[str]) -> pytest.MarkDecorato
     return pytest.mark.parametrize(("name", "mode"), cases)
 
 
+def on_backends(names: Iterable[str], backends: Iterable[str], raced: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """Parametrise `name` and `backend`; of the cases in `raced` without "tpu".
+
+    A search for races runs the same kernel on the same case, more strictly interpreted, and compares its results too.
+    """
+    raced = set(raced)
+    pairs = [(name, backend) for name in names for backend in backends if backend != "tpu" or name not in raced]
+    return pytest.mark.parametrize(("name", "backend"), pairs)
+
+
 def kernels_in(function: Callable, *args, of_gpus: bool = True) -> set[str]:
     """Names of the Pallas kernels that `function` calls, also in loops, in branches and for other platforms."""
     names, jaxprs = set(), [jax.make_jaxpr(function)(*args).jaxpr]

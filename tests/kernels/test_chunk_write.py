@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.ops.cache_write import chunk_write, rounded
 from inferlib.pallas_kernels import chunk_write_tpu
+from tests.helpers.kernels import on_backends
 
 BACKENDS = {"xla": chunk_write, "tpu": partial(chunk_write, backend="pallas_tpu")}
 PAGES = 4
@@ -27,6 +28,7 @@ CASES = {
     "int8, odd tiles": ("int8", 192, 512, 1, ((2, 33), (0, 400)), False),
     "fp8": ("float8_e4m3fn", 128, 384, 1, ((0, 0), (3, 3), (1, 257), (2, 383)), False),
 }
+RACES = ("bfloat16, ring", "int8, odd tiles")
 
 
 def check(run, dtype, width, slots, heads, places, ring, size=128):
@@ -53,15 +55,14 @@ def check(run, dtype, width, slots, heads, places, ring, size=128):
         np.testing.assert_array_equal(np.asarray(x).view(bits), want.view(bits))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
+@on_backends(CASES, BACKENDS, RACES)
 def test_chunks_are_written(name, backend):
     check(BACKENDS[backend], *CASES[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "on_wait"])
-@pytest.mark.parametrize("name", ["bfloat16, ring", "int8, odd tiles"])
+@pytest.mark.parametrize("name", RACES)
 def test_the_kernel_has_no_races(name, mode, capsys):
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
     check(partial(chunk_write_tpu.chunk_write, interpret=params), *CASES[name])

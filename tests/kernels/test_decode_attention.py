@@ -14,7 +14,7 @@ from inferlib.attention_values import KvCache
 from inferlib.pallas_kernels import block_stream_tpu, decode_attention_gpu, decode_attention_tpu
 from tests.helpers.attention_calls import decode_attention, on_decode_kernel
 from tests.helpers.decode_attention_cases import Case
-from tests.helpers.kernels import copies_of
+from tests.helpers.kernels import copies_of, on_backends
 
 BACKENDS = {
     "xla": decode_attention,
@@ -80,6 +80,15 @@ WRITING_CASES = {
 }
 
 
+RACES = (
+    *("window", "ring of an odd number of units", "pages", "a tree of new tokens", "int8"),
+    *("written in half precision, stacked", "written to a full ring", "several written to a ring of pages"),
+    *("several written to ends of blocks of some rows", "fp8, written to a ring", "int8, written to some rows"),
+)
+EARLY = ("ring of an odd number of units", "pages", "written to a full ring", "several written to a ring of pages")
+EARLY += ("int8, written to some rows",)
+
+
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """So that rows have several, and their ends several parts; some have more pages than are started one by one."""
@@ -89,26 +98,22 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(block_stream_tpu, "MOST_COMPARED", 2)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
+@on_backends(CASES, BACKENDS, RACES)
 def test_equals_the_oracle(name, backend):
     CASES[name].check(BACKENDS[backend])
 
 
-@pytest.mark.parametrize("backend", ["xla", "tpu"])
-@pytest.mark.parametrize("name", MORE_CASES)
+@on_backends(MORE_CASES, ("xla", "tpu"), RACES)
 def test_pages_layers_and_several_queries(name, backend):
     MORE_CASES[name].check(BACKENDS[backend])
 
 
-@pytest.mark.parametrize("backend", ["xla", "tpu"])
-@pytest.mark.parametrize("name", QUANTISED_CASES)
+@on_backends(QUANTISED_CASES, ("xla", "tpu"), RACES)
 def test_quantised_caches(name, backend):
     QUANTISED_CASES[name].check(BACKENDS[backend])
 
 
-@pytest.mark.parametrize("backend", ["xla", "tpu"])
-@pytest.mark.parametrize("name", WRITING_CASES)
+@on_backends(WRITING_CASES, ("xla", "tpu"), RACES)
 def test_new_cells_are_written(name, backend):
     """And no other bit of the cache changes."""
     WRITING_CASES[name].check(BACKENDS[backend])
@@ -129,19 +134,10 @@ def test_kernels_without_scales_or_a_mask_say_so():
             decode_attention(**MORE_CASES["a tree of new tokens"].inputs(0), scale=1.0, backend=backend)
 
 
-RACES = (
-    *("window", "ring of an odd number of units", "pages", "a tree of new tokens", "int8"),
-    *("written in half precision, stacked", "written to a full ring", "several written to a ring of pages"),
-    *("several written to ends of blocks of some rows", "fp8, written to a ring", "int8, written to some rows"),
-)
-EARLY = ("ring of an odd number of units", "pages", "written to a full ring", "several written to a ring of pages")
-EARLY += ("int8, written to some rows",)
-
-
 @pytest.mark.slow
 @copies_of(RACES, EARLY)
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
-    """Copies happen when they are started, or not before they are waited for."""
+    """Copies happen when they are started, or not before they are waited for. Results are compared as above."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
     case = (CASES | MORE_CASES | QUANTISED_CASES | WRITING_CASES)[name]
     case = dataclasses.replace(case, queries=case.queries or 1)

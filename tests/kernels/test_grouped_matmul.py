@@ -103,9 +103,10 @@ CASES = {
     "mxfp8": Case((5, 0, 20, 17), 48, None, parts=1, inner=96, outer=40, dtype="bfloat16", scheme="mxfp8"),
     "int4": Case((5, 0, 20, 7), 48, None, inner=256, outer=40, dtype="bfloat16", scheme="int4"),
 }
+RACES = ("around a tile of rows", "three buffers", "rows of no group", "mxfp4")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in RACES])
 def test_equals_the_oracle(name):
     case = CASES[name]
 
@@ -115,9 +116,9 @@ def test_equals_the_oracle(name):
     case.check(jax.jit(run))
 
 
-@copies_of(("around a tile of rows", "three buffers", "rows of no group", "mxfp4"), early=("three buffers", "mxfp4"))
+@copies_of(RACES, early=("three buffers", "mxfp4"))
 def test_it_has_no_races(name, mode, capsys):
-    """Copies happen when they are started, or not before they are waited for."""
+    """Copies happen when they are started, or not before they are waited for. Results are compared as above."""
     params, case = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode), CASES[name]
 
     def run(x, w, sizes, layer):

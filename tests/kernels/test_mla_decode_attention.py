@@ -20,7 +20,7 @@ from inferlib.ops.quantized import Scheme, quantize
 from inferlib.pallas_kernels import mla_decode_attention_tpu as tpu
 from tests.helpers.attention_calls import mla_decode_attention
 from tests.helpers.decode_attention_cases import TOLERANCE, folded
-from tests.helpers.kernels import copies_of
+from tests.helpers.kernels import copies_of, on_backends
 from tests.helpers.latent_cases import LatentCase
 
 SCALE = 0.07
@@ -117,6 +117,8 @@ CASES = {
     "large logits": Case((1, 300), loudness=1e4),
 }
 
+RACES = ("lengths", "pages", "pages of more than a block", "several queries")
+
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
@@ -127,8 +129,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(tpu, "blocks", small)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
+@on_backends(CASES, BACKENDS, RACES)
 def test_equals_the_oracle(name, backend):
     CASES[name].check(BACKENDS[backend])
 
@@ -159,7 +160,7 @@ def test_scales_of_latents_and_keys_are_folded_in():
 
 
 @pytest.mark.slow
-@copies_of(("lengths", "pages", "pages of more than a block", "several queries"), early=("pages",))
+@copies_of(RACES, early=("pages",))
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)

@@ -19,7 +19,7 @@ from inferlib.ops.quantized import Scheme, quantize
 from inferlib.pallas_kernels import mla_prefill_attention_tpu as tpu
 from tests.helpers.attention_calls import mla_prefill_attention
 from tests.helpers.decode_attention_cases import folded
-from tests.helpers.kernels import copies_of
+from tests.helpers.kernels import copies_of, on_backends
 from tests.helpers.latent_cases import LatentCase
 from tests.helpers.prefill_attention_cases import hold_chunks
 
@@ -134,6 +134,8 @@ CASES = {
     "large logits": Case((1, 200), loudness=1e4),
 }
 
+RACES = ("starts at edges of blocks", "pages, stacked layers", "four positions a row of keys")
+
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
@@ -146,8 +148,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(tpu, "blocks", small)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", CASES)
+@on_backends(CASES, BACKENDS, RACES)
 def test_equals_the_oracle(name, backend):
     CASES[name].check(BACKENDS[backend])
 
@@ -227,10 +228,7 @@ def test_blocks_for_any_shape(monkeypatch):
 
 
 @pytest.mark.slow
-@copies_of(
-    ("starts at edges of blocks", "pages, stacked layers", "four positions a row of keys"),
-    early=("pages, stacked layers",),
-)
+@copies_of(RACES, early=("pages, stacked layers",))
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)

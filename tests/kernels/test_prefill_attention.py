@@ -76,10 +76,14 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(prefill_attention_tpu, "blocks", blocks)
 
 
+RACES = ("starts at edges of blocks", "wide window", "ring, sinks", "pages", "listed blocks", "int8")
+
+
 def of_backends(cases: dict[str, Case]) -> list[tuple[str, str]]:
-    """Each case on each backend that takes it."""
-    on_all = lambda case: case.listed is None and case.stored is None  # noqa: E731
-    return [(name, backend) for name in cases for backend in BACKENDS if backend != "gpu" or on_all(cases[name])]
+    """Each case on each backend that takes it, but those of RACES on a TPU, where races are searched for as well."""
+    gpu = lambda case: case.listed is None and case.stored is None  # noqa: E731
+    takes = {"gpu": lambda name: gpu(cases[name]), "tpu": lambda name: name not in RACES, "xla": lambda name: True}
+    return [(name, backend) for name in cases for backend in BACKENDS if takes[backend](name)]
 
 
 @pytest.mark.parametrize(("name", "backend"), of_backends(CASES))
@@ -146,10 +150,7 @@ def test_sizes_of_blocks_are_checked(sizes):
 
 
 @pytest.mark.slow
-@copies_of(
-    ("starts at edges of blocks", "wide window", "ring, sinks", "pages", "listed blocks", "int8"),
-    early=("ring, sinks", "pages", "int8"),
-)
+@copies_of(RACES, early=("ring, sinks", "pages", "int8"))
 def test_the_tpu_kernel_has_no_races(name, mode, capsys):
     """Copies happen when they are started, or not before they are waited for."""
     params = pltpu.InterpretParams(detect_races=True, dma_execution_mode=mode)
