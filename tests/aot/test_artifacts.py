@@ -151,6 +151,7 @@ def test_settings_that_differ_are_named(model, folder, settings, message):
         LLM(model, artifacts=folder, progress=False, **settings)
 
 
+@pytest.mark.slow
 def test_quantised_programs(model, tmp_path):
     folder = tmp_path / "int8"
     result = compile_into(folder, model, "--quantization", "int8", "--modes", "greedy")

@@ -85,8 +85,8 @@ CHUNKS = TINY | {
 }
 SLICES = [
     ("v5e-8", "tp=8"),
-    ("v5e-8", "tp=4,dp=2,rules=tp_sp"),
-    ("v6e-8", "ep=4,tp=2"),
+    pytest.param("v5e-8", "tp=4,dp=2,rules=tp_sp", marks=pytest.mark.slow),
+    pytest.param("v6e-8", "ep=4,tp=2", marks=pytest.mark.slow),
 ]
 
 
@@ -166,6 +166,7 @@ def test_no_program_copies_the_cache_or_lays_out_a_weight(target, parallel):
     assert kernels == [dict.fromkeys(names, TINY["num_hidden_layers"])] * (2 if parallel == "tp=8" else 1)
 
 
+@pytest.mark.slow
 def test_no_program_copies_a_quantised_cache():
     """Its scales least of all, which chunks and decode rows write in different ways."""
     made = replace(tiny("v5e-8", "tp=8"), kv_cache_dtype="int8")
@@ -177,9 +178,10 @@ def test_no_program_copies_a_quantised_cache():
         assert _but_products(p) == dict.fromkeys(names, TINY["num_hidden_layers"]), str(p.key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hf",
-    [LATENTS, SMALL_HEADS, STATES, STATE_SPACES, pytest.param(CHUNKS, marks=pytest.mark.slow)],
+    [LATENTS, SMALL_HEADS, STATES, STATE_SPACES, CHUNKS],
     ids=["latents", "small heads", "states", "state spaces", "chunks"],
 )
 def test_no_program_copies_a_cache_of_another_kind(hf):
@@ -195,6 +197,7 @@ def test_no_program_copies_a_cache_of_another_kind(hf):
         assert prefill == [{"mla_prefill_attention": LATENTS["num_hidden_layers"]}] * len(prefill)
 
 
+@pytest.mark.slow
 def test_the_layouts_that_the_compiler_chose_hold_for_every_program(tmp_path):
     made = replace(tiny("v5e-8", "tp=8"), dtype="float32")  # others are packed
     keys = made.keys()
@@ -236,6 +239,7 @@ def test_a_model_that_cannot_fit_says_by_how_much_and_what_would_do():
     assert "--target v6e-1 --parallel tp=1 would do" in report["advice"]
 
 
+@pytest.mark.slow
 def test_kernels_take_what_v4_has_of_on_chip_memory_and_leave_floats_of_8_bits_to_xla():
     wide = {"hidden_size": 2048, "moe_intermediate_size": 5632, "num_hidden_layers": 1}
     sizes = Buckets((512,), (8,), (512,)), Parallelism.parse("tp=4"), ("greedy",)
@@ -253,6 +257,7 @@ def test_on_chip_memory_that_a_kernel_lacks_is_no_fault_of_the_model():
     assert not too_large("Ran out of memory in memory space vmem while allocating on stack for %grouped_matmul")
 
 
+@pytest.mark.slow
 def test_few_rows_are_reduced_whole():
     """With fewer rows a device than a tile holds, the compiler makes an all-reduce of a reduce-scatter."""
     made = replace(tiny("v5e-8", "tp=8,rules=tp_sp"), buckets=Buckets((128,), (32,), (512,)))
@@ -293,6 +298,7 @@ def small_decode(quantization: Quantization | None) -> tuple[Deployment, Program
     return made, report_of(made, made.keys()[:1]).programs[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "quantization",
     [*map(Quantization.named, ("int8", "int4", "mxfp4")), Quantization("awq", Scheme("int4", 128, zeros=True))],
@@ -308,6 +314,7 @@ def test_quantised_weights_are_read_packed(quantization):
     assert program.moved_bytes - program.floor_bytes < usual.moved_bytes - usual.floor_bytes + unpacked // 6
 
 
+@pytest.mark.slow
 def test_quantised_caches_are_read_as_they_are():
     """No program copies keys or values or their scales or writes them in another type, nor are scales spread over
     heads."""

@@ -105,9 +105,21 @@ def test_equals_the_oracle(name, backend):
     CASES[name].check(partial(expert_mlp, backend=backend), pack=backend == "pallas_tpu")
 
 
-@pytest.mark.parametrize("buffers", [2, 3])
-@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.parametrize(
+    ("name", "buffers"),
+    [
+        *(("pieces", 3), ("pieces, int8", 2), ("float4", 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("pieces, int8", 3), ("pieces, mxfp4", 3), ("float4", 3)),
+                *(("pieces, fp8_block", 2), ("pieces, fp8_block", 3)),
+            )
+        ),
+    ],
+)
 def test_in_pieces(name, buffers):
+    """Those that are searched for races have two buffers there."""
     WIDE[name].check(partial(directly, blocks=Blocks(128, buffers), interpret=True))
 
 

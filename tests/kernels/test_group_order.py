@@ -50,7 +50,8 @@ SIZES = {"some": (700, 6, 16), "every": (2048, 8, 128), "one": (3, 1, 2), "few":
 @pytest.mark.parametrize(
     ("size", "form"),
     [(size, form) for size in SIZES for form in ("sorting", "counting")]
-    + [(size, "kernel") for size in ("some", "every", "few")],
+    + [(size, "kernel") for size in ("some", "few")]
+    + [pytest.param("every", "kernel", marks=pytest.mark.slow)],
 )
 def test_random_equal_and_absent_choices(size, form, forms):
     """16384 choices fill the registers of the kernel, which compiles for seconds."""
@@ -71,6 +72,7 @@ def test_tokens_with_numbers(form, forms):
     check(run, rng.integers(0, 6, (3000, 1)), 5, numbers)
 
 
+@pytest.mark.slow
 def test_as_many_keys_as_there_are_bits(forms):
     """65536 choices, the most that the kernel sorts, in 64 registers: numbers and positions take 32 bits."""
     check(forms(64, (13, 3))["kernel"], np.random.default_rng(0).integers(0, 65, (8192, 8)), 64)

@@ -106,7 +106,14 @@ CASES = {
 RACES = ("around a tile of rows", "three buffers", "rows of no group", "mxfp4")
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in RACES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if case.scheme and name != "mxfp4, once" else [])
+        for name, case in CASES.items()
+        if name not in RACES
+    ],
+)
 def test_equals_the_oracle(name):
     case = CASES[name]
 

@@ -143,7 +143,13 @@ def shares_of(qkv: jax.Array, normed: bool) -> tuple[jax.Array, dict, dict]:
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("limits", [{}, {"CONCURRENT": 1}, {"MOST_SHARES": 2}])
-@pytest.mark.parametrize("name", ["no powers of two, rotated in part, norms with an offset", "a ring of its window"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "no powers of two, rotated in part, norms with an offset",
+        pytest.param("a ring of its window", marks=pytest.mark.slow),
+    ],
+)
 def test_shares_of_products_are_summed(name, limits, normed, monkeypatch):
     """In attention, or in a kernel before it where its programs or the shares are many."""
     for limit, value in limits.items():
@@ -239,7 +245,13 @@ def test_layers_that_it_takes():
 
 
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("scheme", "rows", "kernels"), [(None, 2, 0), ("mxfp4", 1, 1), ("int8", 4, 1), ("int8", 5, 0)])
+@pytest.mark.parametrize(
+    ("scheme", "rows", "kernels"),
+    [
+        *((None, 2, 0), ("mxfp4", 1, 1)),
+        *(pytest.param("int8", *case, marks=pytest.mark.slow) for case in ((4, 1), (5, 0))),
+    ],
+)
 def test_layers_leave_sums_to_it(scheme, rows, kernels, normed):
     """Where their weight's products come in shares; else it gets the whole products, of the whole norm."""
     rng, shapes = np.random.default_rng(0), ((rows, 64), (64, 2, 4, 8), (5, 2, 16, 8), (5, 2, 16, 8))

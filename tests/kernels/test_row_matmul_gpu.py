@@ -149,9 +149,9 @@ def test_what_is_not_finite_stays_so():
     ("scheme", "chosen"),
     [
         ("mxfp4", Blocks(4, 3)),
-        ("mxfp4", Blocks(1, 1)),
+        pytest.param("mxfp4", Blocks(1, 1), marks=pytest.mark.slow),
         ("int8", Blocks(4, 2)),
-        ("fp8_block", Blocks(1, 2)),
+        pytest.param("fp8_block", Blocks(1, 2), marks=pytest.mark.slow),
     ],
 )
 def test_blocks_change_nothing(scheme, chosen):
@@ -163,7 +163,13 @@ def test_blocks_change_nothing(scheme, chosen):
     check(got[0], np.asarray(x, np.float64) @ exact[0])
 
 
-@pytest.mark.parametrize(("scheme", "rows"), [(None, 4), ("int8", 8), ("fp8_block", 3), ("mxfp4", 2), ("mxfp4", 14)])
+@pytest.mark.parametrize(
+    ("scheme", "rows"),
+    [
+        *((None, 4), ("int8", 8), ("mxfp4", 2)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fp8_block", 3), ("mxfp4", 14))),
+    ],
+)
 def test_several_rows_share_the_weights(scheme, rows):
     """Each as exact as alone, whatever the size of the others."""
     values, scales, exact = draw(scheme, (2, 256 + 128, 72))
@@ -175,7 +181,13 @@ def test_several_rows_share_the_weights(scheme, rows):
         check(got[row], np.einsum("i,pio->po", np.asarray(x[row], np.float64), exact))
 
 
-@pytest.mark.parametrize(("scheme", "rows", "parts"), [(None, 1, 2), ("int8", 1, 1), ("int8", 5, 2), ("mxfp4", 1, 2)])
+@pytest.mark.parametrize(
+    ("scheme", "rows", "parts"),
+    [
+        *((None, 1, 2), ("int8", 1, 1)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("int8", 5, 2), ("mxfp4", 1, 2))),
+    ],
+)
 def test_an_activation_of_two_results(scheme, rows, parts):
     """Of two parts, or side by side in one."""
     values, scales, exact = draw(scheme, (parts, 384, 144 // parts))
@@ -247,12 +259,12 @@ ONE_AND_17_ROWS, TWO_TO_65_ROWS = ((1, "float32"), (17, "float32")), ((2, "bfloa
         ("int8", GATE_UP, ONE_AND_17_ROWS + TWO_TO_65_ROWS),
         ("fp8", O, ONE_AND_17_ROWS + TWO_TO_65_ROWS),
         ("fp8_block", OF_THREE, ONE_AND_17_ROWS),
-        ("fp8_block", O, TWO_TO_65_ROWS),
-        ("int4", O, ONE_AND_17_ROWS),
-        ("mxfp8", OF_THREE, TWO_TO_65_ROWS),
+        pytest.param("fp8_block", O, TWO_TO_65_ROWS, marks=pytest.mark.slow),
+        pytest.param("int4", O, ONE_AND_17_ROWS, marks=pytest.mark.slow),
+        pytest.param("mxfp8", OF_THREE, TWO_TO_65_ROWS, marks=pytest.mark.slow),
         ("mxfp4", GATE_UP, ONE_AND_17_ROWS),
-        ("mxfp4", OF_THREE, TWO_TO_65_ROWS),
-        (Scheme("int4", 32), GATE_UP, TWO_TO_65_ROWS),
+        pytest.param("mxfp4", OF_THREE, TWO_TO_65_ROWS, marks=pytest.mark.slow),
+        pytest.param(Scheme("int4", 32), GATE_UP, TWO_TO_65_ROWS, marks=pytest.mark.slow),
     ],
     ids=str,
 )

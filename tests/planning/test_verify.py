@@ -53,6 +53,7 @@ def plan(*words):
     return CliRunner().invoke(app, ["plan", *map(str, words)])
 
 
+@pytest.mark.slow
 @needs_libtpu
 def test_the_compilers_figures_beside_the_models(model):
     result = plan(model, *WORDS, "--verify", "1", "--json")
