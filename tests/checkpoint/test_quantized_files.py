@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import AbstractModel, abstract_model
 from inferlib.models.quantization import Quantization
 from inferlib.ops.backend import Backend
-from inferlib.ops.quantized import nbytes
+from inferlib.ops.quantized import Scheme, nbytes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import make_shards
 from tests.helpers.cli_model import Commands, error_of
@@ -46,9 +47,14 @@ def whole(model: AbstractModel, arrays: tuple[jax.Array, ...]) -> dict[str, np.n
     for weight in model.weights:
         cached = tuple(islice(rest, len(weight.arrays)))
         if weight.scheme is not None:
-            cached = [weight.scheme.tensor(*cached).dequantized(weight.contracting, "float32")]
+            cached = [_dequantized(cached, weight.scheme, weight.contracting)]
         result[weight.name] = np.asarray(cached[0]).reshape(weight.shape)
     return result
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _dequantized(arrays: tuple[jax.Array, ...], scheme: Scheme, contracting: tuple[int, ...]) -> jax.Array:
+    return scheme.tensor(*arrays).dequantized(contracting, "float32")
 
 
 # ---- converted
