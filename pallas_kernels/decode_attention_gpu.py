@@ -151,12 +151,12 @@ def dealt(
     visible = None if window is None else window + queries - 1
     longest = min(n for n in (None if ring else slots, visible, cache.limit) if n is not None)
     resident = resident or PROGRAMS
-    block, splits = _tiling(rows * kv_heads, power_of_two(size) * k.dtype.itemsize, longest, resident)
+    block, splits = tiling(rows * kv_heads, power_of_two(size) * k.dtype.itemsize, longest, resident)
     block = block if columns is None else math.gcd(block, k.shape[2])
     return dict(window=window, ring=ring, block=block, splits=splits, programs=resident / kv_heads)
 
 
-def _tiling(heads: int, row_bytes: int, longest: int, resident: int) -> tuple[int, int]:
+def tiling(heads: int, row_bytes: int, longest: int, resident: int) -> tuple[int, int]:
     """Positions per loop step, and the most shares of a row with at most `longest` visible positions.
 
     heads: B * K. Merging costs about 7 us at 64 x 8 heads. So rows stay whole if they fill the chip and none is so

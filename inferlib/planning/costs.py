@@ -20,7 +20,7 @@ import numpy as np
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
 from inferlib.config import check_kv_cache_dtype
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
-from inferlib.models.config import Mixer, MlaSpec, ModelConfig, MoeSpec
+from inferlib.models.config import AttentionSpec, Mixer, MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layers.exchange import pairs_room
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
@@ -37,11 +37,13 @@ from inferlib.planning.kernels import (
     fetches_ahead,
     numbers_of,
     product_rate,
+    shares,
     small_seconds,
 )
 from inferlib.planning.network import ATTAINED, IDEAL, Efficiency, Network, place
 from inferlib.planning.rates import PEAK, Part
-from inferlib.programs.program import ProgramKey
+from inferlib.planning.sampling_passes import logits_bytes
+from inferlib.programs.program import Mode, ProgramKey
 from inferlib.programs.row_state import RowState
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
@@ -193,7 +195,7 @@ class Queries:
 
     tokens: their number on a device. rows: that they are of, or chunks. live: positions of each row's cache that are
     read. seen: positions that a token sees, on average. ring: number of devices that pass a row's cache around: each
-    reads all of it, and writes what it receives.
+    reads all of it, and writes what it receives. longest: positions that the program has room for in a row.
     """
 
     tokens: float
@@ -202,6 +204,7 @@ class Queries:
     seen: float
     ring: int = 1
     decode: bool = False
+    longest: int = 0
 
 
 @dataclass(frozen=True)
@@ -298,10 +301,14 @@ class Deployed:
         """The number of devices whose tokens a matrix multiplies."""
         return self.shards.mlp_row_shards if matrix.in_mlp else 1
 
-    def decode(self, rows: int, live: float) -> Work:
-        """A greedy decode step of `rows` rows of each replica, `live` positions of each in the cache."""
-        key = ProgramKey("greedy", rows, limit=1, steps=8)
-        return self._work(key, rows, (Queries(rows, rows, live, live, decode=True),))
+    def decode(self, rows: int, live: float, mode: Mode = "greedy", longest: int | None = None) -> Work:
+        """A decode step of `rows` rows of each replica, `live` positions of each in the cache.
+
+        longest: positions that the program has room for, by default as many. Collectives are those of a greedy step.
+        """
+        key = ProgramKey(mode, rows, limit=1, steps=8)
+        longest = math.ceil(live) if longest is None else longest
+        return self._work(key, rows, (Queries(rows, rows, live, live, decode=True, longest=longest),))
 
     def prefill(self, chunk: int, start: float) -> Work:
         """A chunk of `chunk` prompt tokens of one row of each replica, the first at position `start`."""
@@ -310,7 +317,7 @@ class Deployed:
         )
 
     def mixed(self, key: ProgramKey, live: float, chunks: Sequence[tuple[float, int]]) -> Work:
-        """A greedy step of a program with chunks of prompts, and perhaps rows that decode.
+        """A step of a program with chunks of prompts, and perhaps rows that decode.
 
         live: positions of each of the program's rows in the cache, on average. chunks: (position of the first token,
         tokens) of a replica's chunks. Tokens without a chunk are multiplied with the rest and attend to nothing.
@@ -320,7 +327,7 @@ class Deployed:
         ends = sum(start + n for start, n in chunks) / len(chunks)
         queries = [Queries(tokens, len(chunks), ends, seen / (key.chunks * key.chunk), ring=shares)]
         if key.rows:
-            queries.append(Queries(key.rows, key.rows, live, live, decode=True))
+            queries.append(Queries(key.rows, key.rows, live, live, decode=True, longest=key.limit))
         return self._work(key, key.chunks + key.rows, queries)
 
     def _work(self, key: ProgramKey, sampled: int, queries: Sequence[Queries]) -> Work:
@@ -331,9 +338,13 @@ class Deployed:
         kernels, cache = [part for part, _ in parts], 0.0
         for block, q in itertools.product(self.blocks, queries):
             done, touched = self._attention(block, q)
-            latent = isinstance(block.attention, MlaSpec)
-            kernels.append(Part(attention_rate(latent, q.decode, self._backend), done, touched))
-            flops, cache = flops + done, cache + touched
+            latent, partial_sums = isinstance(block.attention, MlaSpec), self._partial_sums(block, q)
+            rate = attention_rate(latent, q.decode, self._backend)
+            kernels.append(Part(rate, done, touched + partial_sums))
+            flops, cache, moved = flops + done, cache + touched, moved + partial_sums
+        logits = self._logits(key.mode, sampled)
+        kernels.append(Part(PEAK, 0.0, logits))
+        moved += logits
         ahead = fetches_ahead(tokens, self._backend)
         small = self._small(Tokens(tokens, self.width, chunk=not decode))
         return Work(flops, weights, cache, moved, self._collectives(key), tuple(kernels), small, ahead)
@@ -353,13 +364,30 @@ class Deployed:
         passed = read * (q.ring - 1) / q.ring
         return done, layers * (block.cached * (read + passed) + block.written * q.tokens * share)
 
+    def _partial_sums(self, block: Block, q: Queries) -> float:
+        """Bytes of attention of the shares of rows, which a kernel writes and another one merges."""
+        spec, backend = block.attention, self._backend
+        if not q.decode or not isinstance(spec, AttentionSpec) or backend.decode_attention != "pallas_gpu":
+            return 0.0
+        kv_heads = block.heads * spec.kv_heads // spec.heads
+        longest = min(q.longest, spec.reach or q.longest)
+        count = shares(q.rows * kv_heads, spec.head_dim, longest)
+        return 2.0 * 4.0 * block.layers * q.rows * block.heads * (spec.head_dim + 1) * count * (count > 1)
+
+    def _logits(self, mode: Mode, rows: float) -> float:
+        """Bytes of the passes over the logits of a step that samples for so many rows."""
+        vocab, chip = self.model.layout.vocab // self.shards.size(axes.VOCAB), self.target.chip
+        on_chip = 4 * rows * vocab <= chip.vmem_bytes - chip.scratch_bytes
+        return 0.0 if on_chip else logits_bytes(mode, rows, vocab)
+
     def _product(self, m: Matrix, rows: float, tokens: float) -> tuple[Part, tuple[float, float, float]]:
         """A matrix's products with `rows` rows, and their operations, bytes of weights, and bytes of activations in
         HBM; a step has `tokens` tokens on a device."""
         everyone = tokens * self.shards.mlp_row_shards * self.shards.size(axes.EXPERTS)
         # On average, a device's experts are chosen as often as its tokens choose.
         times = rows * self._row_shards(m) * (m.experts.router.chosen if m.experts else 1)
-        flops, moved = 2.0 * times * m.elements, 2.0 * times * (self.width + m.inner)
+        flops, moved = 2.0 * times * m.elements, 2.0 * times * self.width
+        moved += 2.0 * times * m.inner * (m.use != "sampled")  # logits: see `_logits`
         chip = self.target.chip
         moved *= m.layers * (moved > chip.vmem_bytes - chip.scratch_bytes)  # else they stay on chip
         read = m.experts.read_share(everyone) if m.experts else 1.0  # share of the weight

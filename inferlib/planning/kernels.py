@@ -15,6 +15,7 @@ from inferlib.ops.backend import Backend
 from inferlib.ops.expert_mlp import MOST_TOKENS, MOST_TOKENS_4_BIT
 from inferlib.ops.packed import MEMORY_BOUND_ROWS
 from inferlib.ops.quantized import Scheme
+from inferlib.pallas_kernels.decode_attention_gpu import PROGRAMS, power_of_two, tiling
 from inferlib.planning import rates
 from inferlib.planning.rates import Rate
 from inferlib.sharding import axes
@@ -68,6 +69,12 @@ def attention_rate(latent: bool, decode: bool, backend: Backend) -> Rate:
     if not decode and backend.prefill_attention == "pallas_gpu":
         return rates.PREFILL_GPU
     return rates.LATENTS if latent and decode and backend.decode_attention == "pallas_gpu" else rates.PEAK
+
+
+def shares(heads: int, size: int, longest: int) -> int:
+    """Shares of the positions of a row that decode attention's kernel for GPUs computes apart, in bfloat16: `heads` of
+    the cache, of all rows, of this size."""
+    return tiling(heads, power_of_two(size) * 2, longest, PROGRAMS)[1]
 
 
 def fetches_ahead(tokens: float, backend: Backend) -> bool:

@@ -242,8 +242,8 @@ class Device(ProgramSet):
             done += 1
         if key.chunks:
             return 0.0, tokens
-        each = step_time(self.deployed.decode(key.rows, live - once + done / 2), self.deployed.network).seconds
-        return done * each, tokens
+        work = self.deployed.decode(key.rows, live - once + done / 2, key.mode, key.limit)
+        return done * step_time(work, self.deployed.network).seconds, tokens
 
     def _read_once(self, key: ProgramKey, prefixes: np.ndarray) -> float:
         """Positions of a program's row, on average, that are read with another row's, in the replica with fewest."""
@@ -259,7 +259,7 @@ class Device(ProgramSet):
         for shape, key in mixed.items():
             chunks = [(float(start), tokens) for _, start, tokens in full_chunks(config, shape, length)]
             seconds[shape] = step_time(self.deployed.mixed(key, length, chunks), self.deployed.network).seconds
-        each = step_time(self.deployed.decode(decode.rows, length), self.deployed.network).seconds
+        each = step_time(self.deployed.decode(decode.rows, length, longest=decode.limit), self.deployed.network).seconds
         return StepTimes(each, seconds)
 
     def _live(self, key: ProgramKey, of_program: np.ndarray) -> float:

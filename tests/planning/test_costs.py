@@ -192,6 +192,25 @@ def test_a_decode_step_by_hand():
     assert quantized.flops == work.flops
 
 
+def test_sampling_passes_over_the_logits_of_rows_and_chunks():
+    """Greedy: the head writes, and argmax reads twice. Sampled: 31 bits of two thresholds, and 13 passes more."""
+    it, vocab = deployed("llama3-8b", "cuda:h200-2", "tp=2"), 128256 // 2
+    greedy, sampled = (it.decode(512, 300, mode, longest=1024).activation_bytes for mode in ("greedy", "sample"))
+    assert sampled - greedy == (13 + 31 * 3 - 3) * 512 * vocab * 4
+    assert greedy - it.decode(512, 300, longest=1024).activation_bytes == 0
+    chunks = [(0.0, 32)] * 256
+    keys = [ProgramKey(mode, 512, 1024, chunks=256, chunk=32) for mode in ("greedy", "sample")]
+    greedy, sampled = (it.mixed(key, 300, chunks).activation_bytes for key in keys)
+    assert sampled - greedy == (13 + 31 * 3 - 3) * (512 + 256) * vocab * 4
+
+
+def test_long_rows_are_shares_that_are_merged():
+    """Of 2,048 positions and more, two shares of each row, written and read in float32."""
+    it = deployed("llama3-8b", "cuda:h200", "tp=1")
+    one, two = (it.decode(512, 300, longest=longest).activation_bytes for longest in (2048, 2304))
+    assert two - one == 2 * 2 * 32 * 512 * 32 * (128 + 1) * 4
+
+
 @pytest.mark.parametrize("parallel", ["cp=2,tp=4", "cp=8", "cp=4,tp=2,rules=helix", "cp=2,tp=4,rules=tp2d"])
 def test_a_sequence_axis_splits_what_a_tensor_axis_does(parallel):
     """Of llama3-8b on 8 devices: 8 KV heads, so that "tp" splits everything."""

@@ -36,7 +36,7 @@ def deployed(name: str, target: str, parallel: str = "tp=1") -> Deployed:
 # ---- against measurements
 
 
-@pytest.mark.parametrize("run", MEASURED["runs"], ids=lambda run: f"{run['model']}-{run['weights']}")
+@pytest.mark.parametrize("run", MEASURED["runs"], ids=lambda run: f"{run['model']}-{run['max_batch']}")
 def test_runs_measured_on_an_h200(run, monkeypatch):
     """Within 10 %."""
     if not run["moves"]:
