@@ -7,8 +7,8 @@
 --config takes a shape from configs/ with random weights, --model a checkpoint. --requests is a file as `inferlib plan
 --trace` reads it; by default requests are made, of lognormal lengths. They are offered at their arrivals, which are 0
 if the file has none, or --rate a second on average with exponential times between them. Every request generates all its
-tokens, greedily, by the engine without text. Of several --runs the last one counts. Programs are compiled anew unless
---compile-cache names a folder: "warm-up" is their time.
+tokens, greedily, by the engine without text. Of several --runs the last one counts; each begins with no prompt in the
+cache. Programs are compiled anew unless --compile-cache names a folder: "warm-up" is their time.
 
 --peer vllm serves the same requests with vLLM, in a process of its own, with dummy weights or the checkpoint's;
 --peer-path is put on that process's PYTHONPATH. vLLM's time of start is everything from its construction on.
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,9 @@ def measure(engine: Watched, offers: Sequence[Offer], runs: int) -> dict[str, An
     programs = engine.warmup(("greedy",))
     warmup, facts = time.perf_counter() - start, {}
     for run in range(runs):
+        engine.forget_prefixes()
         engine.totals, compiled = StepTotals.none(), engine.stats.compilations
-        preempted = engine.scheduler.preemptions
+        preempted, cached = engine.scheduler.preemptions, engine.stats.cached_tokens
         with CountProgress(f"run {run + 1} of {runs}", len(offers), show=on_terminal()) as bar:
             done = [0]
 
@@ -108,6 +110,7 @@ def measure(engine: Watched, offers: Sequence[Offer], runs: int) -> dict[str, An
         if run and engine.stats.compilations != compiled:
             raise RuntimeError("programs were compiled after warm-up")
         engine.totals.preemptions = engine.scheduler.preemptions - preempted
+        engine.totals.cached = engine.stats.cached_tokens - cached
         facts = service.facts() | engine.totals.facts()
     return facts | {"warmup_seconds": warmup, "programs": programs}
 
@@ -120,7 +123,8 @@ def peer_vllm(args: argparse.Namespace, hf: dict[str, Any], offers: Sequence[Off
             model.mkdir()
             (model / "config.json").write_text(json.dumps(hf))
         arguments = dict(model=str(model), skip_tokenizer_init=True, dtype=args.dtype, max_model_len=args.max_len)
-        arguments |= dict(max_num_seqs=args.max_batch, enable_prefix_caching=False, disable_log_stats=False)
+        arguments |= dict(max_num_seqs=args.max_batch, enable_prefix_caching=args.prefix_caching)
+        arguments |= dict(disable_log_stats=False)
         arguments |= dict(tensor_parallel_size=args.parallel.devices, load_format="auto" if args.model else "dummy")
         prompts = [list(offer.prompt or range(offer.input_len)) for offer in offers]
         asked = [
@@ -155,6 +159,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prefill", help="prefill buckets, with commas between them")
     parser.add_argument("--batch", help="batch buckets; the last is --max-batch")
     parser.add_argument("--tile", type=int, help="tokens of a tile")
+    parser.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, default=True, help="within a run")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPU, else bfloat16")
     parser.add_argument("--quantization", choices=SCHEMES)
     parser.add_argument("--parallel", default="tp=1", help="such as tp=4")
@@ -196,7 +201,8 @@ def run_config(args: argparse.Namespace, model, shards) -> EngineConfig:
         usual.buckets.cache,
         args.tile or usual.buckets.tile,
     )
-    return EngineConfig.make(device, args.max_batch, args.max_len, chosen, shards, model)
+    config = EngineConfig.make(device, args.max_batch, args.max_len, chosen, shards, model)
+    return replace(config, prefix_caching=args.prefix_caching)
 
 
 def main() -> None:
