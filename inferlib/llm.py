@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from inferlib.config import (
 )
 from inferlib.engine.choices import Choices, engine_options, plan_programs
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
+from inferlib.engine.pooling import Pooling, check_pooling, pooled
 from inferlib.engine.request import Request, request_output
 from inferlib.engine.runner import Runner
 from inferlib.engine.sequence import Sequence as EngineSequence
@@ -261,11 +262,13 @@ class LLM:
         check_flag("progress", progress, optional=True)
         if not is_list(requests):
             raise ValueError(f"run takes requests that LLM.prepare made, got {brief(requests)}")
-        show = self.progress if progress is None else progress
+        return self._run(requests, "generating", self.progress if progress is None else progress)
+
+    def _run(self, requests: Iterable[Request], doing: str, show: bool) -> Iterator[RequestOutput]:
         total = len(requests) if isinstance(requests, Sized) else None
         queue, pending, limit = iter(requests), {}, 4 * self.config.max_batch
         try:
-            with CountProgress("generating", total, show=show) as bar:
+            with CountProgress(doing, total, show=show) as bar:
                 while True:
                     for request in itertools.islice(queue, limit - len(pending)):
                         if not isinstance(request, Request):
@@ -308,13 +311,41 @@ class LLM:
         self._complete([request])
         return np.concatenate(request.sequences[0].prompt_details)[:, : self.model_config.vocab]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling = "last",
+        *,
+        normalize: bool = True,
+        progress: bool | None = None,
+    ) -> np.ndarray:
+        """A vector of each prompt (text, token ids, or a mapping with either): float32 [N, D] for N prompts.
+
+        It is made of the hidden states after the final norm, D wide: pooling "last" takes that of the last token,
+        "mean" the mean over all tokens. normalize: divide it by its length. Every model here is a causal decoder and
+        has them, so none is refused; how to make a vector that means something, a model's card says. `warmup()`
+        compiles no programs for it unless it is given the mode "embed". Raises ValueError, naming the prompt, before
+        any work on the devices.
+        """
+        check_pooling(pooling)
+        check_flag("normalize", normalize)
+        check_flag("progress", progress, optional=True)
+        requests = _prepared(_listed(prompts), self._embedding_request)
+        rows = {request.id: row for row, request in enumerate(requests)}
+        vectors = np.zeros((len(requests), self.model_config.dim), np.float32)
+        for output in self._run(requests, "embedding", self.progress if progress is None else progress):
+            request = requests[row := rows[output.request_id]]
+            details = request.sequences[0].prompt_details
+            vectors[row] = pooled(details.pop(), len(request.token_ids), pooling, normalize)
+        return vectors
+
     # ---- preparation and metrics
 
     def warmup(self, modes: Sequence[Mode] = DEVICE_MODES) -> int:
-        """Compile all programs of these sampling modes now; a program that is missing later is an error.
+        """Compile all programs of these modes now; a program that is missing later is an error.
 
-        modes: of "greedy", "sample", "logprobs" and "processed", which logits processors need. Returns the number of
-        programs.
+        modes: of "greedy", "sample", "logprobs", "processed", which logits processors need, and "embed". Returns the
+        number of programs.
         """
         with CountProgress("compiling", len(planned_keys(self.config, modes)), show=self.progress) as bar:
             count = self.engine.warmup(modes, lambda key: bar.advance(1))
@@ -385,13 +416,7 @@ class LLM:
             raise ValueError(
                 f"sampling_params must be SamplingParams or a list of one for each prompt, got {brief(params)}"
             )
-        salt = None
-        if isinstance(prompt, Mapping):
-            prompt, salt = _unwrapped(prompt)
-        if isinstance(prompt, str):
-            text, tokens = prompt, self._tokenizer("text prompts").encode(prompt)
-        else:
-            text, tokens = None, _token_ids(prompt)
+        text, tokens, salt = self._read(prompt)
         tokens = self._truncated(tokens, params)
         if fit and params.max_tokens is not None:
             room = max(1, params.min_tokens, self.config.max_len - len(tokens))
@@ -399,6 +424,15 @@ class LLM:
         return self._request(text, tokens, params, priority=priority, salt=salt)
 
     # ---- inside
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
+        """A prompt's text, if it is one, its tokens, and its salt."""
+        salt = None
+        if isinstance(prompt, Mapping):
+            prompt, salt = _unwrapped(prompt)
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer("text prompts").encode(prompt), salt
+        return None, _token_ids(prompt), salt
 
     def _chat_template(self, source: str | None) -> ChatTemplate:
         """The model's chat template, or another for the same model."""
@@ -429,13 +463,7 @@ class LLM:
         return self.tokenizer
 
     def _prepare_all(self, prompts: Any, sampling_params: Any, priority: Any = 0) -> list[Request]:
-        sequence = prompts.ndim > 0 if isinstance(prompts, np.ndarray) else isinstance(prompts, Sequence)
-        if isinstance(prompts, Mapping):
-            prompts, sequence = [prompts], True
-        if not sequence or isinstance(prompts, bytes):
-            raise ValueError(f"prompts must be text, token ids or a list of these, got {brief(prompts)}")
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
-            prompts = [prompts]
+        prompts = _listed(prompts)
         params_list: Any = sampling_params
         if not isinstance(sampling_params, Sequence):
             params_list = [sampling_params] * len(prompts)
@@ -444,13 +472,17 @@ class LLM:
         priorities = list(priority) if is_list(priority) else [priority] * len(prompts)
         if len(priorities) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(priorities)} priorities")
-        requests = []
-        for i, (prompt, params, number) in enumerate(zip(prompts, params_list, priorities, strict=True)):
-            try:
-                requests.append(self.prepare(prompt, params, priority=number))
-            except ValueError as error:
-                raise ValueError(f"prompt {i}: {error}") from error
-        return requests
+        options = zip(params_list, priorities, strict=True)
+
+        def prepare(prompt: Prompt) -> Request:
+            params, number = next(options)
+            return self.prepare(prompt, params, priority=number)
+
+        return _prepared(prompts, prepare)
+
+    def _embedding_request(self, prompt: Prompt) -> Request:
+        text, tokens, salt = self._read(prompt)
+        return self._request(text, tokens, SamplingParams(temperature=0.0), "embed", salt=salt)
 
     def _scoring_request(self, token_ids: Sequence[int], detail: Literal["logprobs", "logits"]) -> Request:
         return self._request(None, _token_ids(token_ids), SamplingParams(temperature=0.0), detail)
@@ -460,11 +492,11 @@ class LLM:
         prompt: str | None,
         tokens: list[int],
         params: SamplingParams,
-        scored: Literal["", "logprobs", "logits"] = "",
+        scored: Literal["", "logprobs", "logits", "embed"] = "",
         priority: float = 0,
         salt: str | None = None,
     ) -> Request:
-        """scored: what to return of every prompt position in place of generating."""
+        """scored: what to return of the prompt in place of generating."""
         vocab, max_len = self.model_config.vocab, self.config.max_len
         if error := sequence_error(tokens, 0 if scored else params.max_tokens, vocab, max_len):
             raise ValueError(error)
@@ -551,6 +583,29 @@ def _load_programs(artifacts: Artifacts, model: ModelConfig, choices: Choices) -
         raise ConfigurationError(f"artifacts decide {decided[0]}: leave it out")
     artifacts.check(model, choices.compiled())
     return artifacts.load(), artifacts.start()
+
+
+def _listed(prompts: Any) -> Sequence[Any]:
+    """One prompt or several as a list."""
+    sequence = prompts.ndim > 0 if isinstance(prompts, np.ndarray) else isinstance(prompts, Sequence)
+    if isinstance(prompts, Mapping):
+        return [prompts]
+    if not sequence or isinstance(prompts, bytes):
+        raise ValueError(f"prompts must be text, token ids or a list of these, got {brief(prompts)}")
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | np.integer)):
+        return [prompts]
+    return prompts
+
+
+def _prepared(prompts: Sequence[Any], prepare: Callable[[Any], Request]) -> list[Request]:
+    """A request of each prompt; an error names the prompt."""
+    requests = []
+    for i, prompt in enumerate(prompts):
+        try:
+            requests.append(prepare(prompt))
+        except ValueError as error:
+            raise ValueError(f"prompt {i}: {error}") from error
+    return requests
 
 
 def _unwrapped(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], str | None]:

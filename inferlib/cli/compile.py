@@ -51,7 +51,7 @@ class DeploymentArguments:
             "sequences takes."
         ),
     ] = None
-    modes: Annotated[str, typer.Option(help="Sampling modes: greedy, sample, logprobs.")] = "greedy,sample"
+    modes: Annotated[str, typer.Option(help="Modes: greedy, sample, logprobs, embed.")] = "greedy,sample"
 
     def sampling_modes(self) -> tuple[Mode, ...]:
         """`Deployment` refuses unknown ones."""

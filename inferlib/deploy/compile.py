@@ -73,9 +73,9 @@ def compile(
     settings: parallel ("tp=4,dp=2"; by default all of a TPU slice on tp), dtype (by default "float32" on CPU, else
         "bfloat16"), quantization and kv_cache_dtype (as for `LLM`), buckets (by default chunks of 32, 128 and 512
         tokens, batches of 1 and 8 rows, and a cache of the model's context, at most 2048), modes (of "greedy",
-        "sample", "logprobs"; by default the first two), expert_placement (a file; see `inferlib place`), backend,
-        cache_memory (of a device's cache, bytes or "16GiB"; by default what the largest batch of the longest sequences
-        takes).
+        "sample", "logprobs", "embed"; by default the first two), expert_placement (a file; see `inferlib place`),
+        backend, cache_memory (of a device's cache, bytes or "16GiB"; by default what the largest batch of the longest
+        sequences takes).
 
     Raises ArtifactError, CheckpointError, CompileError, ConfigError, ConfigurationError, ShardingError or TargetError
     before anything is compiled. A program that does not compile is no exception: see `CompileResult.ok`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -425,7 +426,8 @@ class Engine:
         for i, chunk in zip(self._chunk_indices(dispatch), dispatch.chunks, strict=True) if dispatch.chunks else ():
             s = chunk.sequence
             if s.detail and s.status is not Status.FINISHED:
-                s.prompt_details.append(jax.tree.map(partial(_first_positions, i, chunk.length), output.detail))
+                cut = partial(_first_positions, i, chunk.length) if s.detail != "embed" else operator.itemgetter(i)
+                s.add_detail(jax.tree.map(cut, output.detail))
             if chunk.last and s.status is not Status.FINISHED:
                 if s.max_tokens:
                     s.accept([int(output.chunk_tokens[i])])

@@ -19,7 +19,7 @@ from inferlib.engine.cascade import Cascade
 from inferlib.engine.itl import ItlBound
 from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.sequence import Sequence, Status
-from inferlib.programs.program import DEVICE_MODES, MODES, Mode, ProgramKey
+from inferlib.programs.program import MODES, Mode, ProgramKey
 from inferlib.programs.row_changes import Changes, Count, Grant, Move
 from inferlib.sampling.sampler import counts_of
 
@@ -168,7 +168,7 @@ class Scheduler:
                 decoding = decoding if unfinished else []
                 return self._step(*self._chunks(prefilling, decoding), decoding)
         self._compact()
-        if any(s.mode not in DEVICE_MODES for s in self.running.values()):
+        if any(s.mode == "processed" for s in self.running.values()):
             steps = 1
         decoding = self._covered(steps)
         unfinished = [s for s in decoding if s.scheduled < s.max_tokens]
@@ -317,14 +317,15 @@ class Scheduler:
         """As many prompt tokens as one step can prefill beside rows that decode, first prompts first, and the (P, C) of
         the program for them.
 
-        A prompt that returns details is prefilled alone.
+        A prompt that returns details of every position is prefilled alone, and those that are embedded together.
         """
         prompts = sorted(prefilling, key=_order)
-        detail = bool(prompts[0].detail)
+        first = prompts[0].detail
+        detail = first in ("logprobs", "logits")
         shapes = self.config.detail_shapes() if detail else self.config.prefill_shapes()
         if decoding:
             shapes = self.itl.within(shapes, self._mode([*prefilling, *decoding]))
-        prompts = prompts[:1] if detail else [s for s in prompts if not s.detail]
+        prompts = prompts[:1] if detail else [s for s in prompts if s.detail == first]
         best, most = ([], (0, 0)), 0
         for shape in shapes:
             chunks = self._filled(prompts, *shape)
@@ -401,7 +402,7 @@ class Scheduler:
     def _key(self, sequences: list[Sequence], rows: int, longest: int, **sizes: Any) -> ProgramKey:
         """Of the program that does what all these sequences need, none of which is longer."""
         mode = self._mode(sequences)
-        part: Any = "" if mode in DEVICE_MODES else "forward"
+        part: Any = "forward" if mode == "processed" else ""
         return ProgramKey(mode, rows, pick(self.config.buckets.cache, longest), part=part, **sizes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Sequence:
     """A prompt and the tokens generated after it.
 
     max_tokens: most tokens to generate; 0 if only the prompt is scored.
-    detail: what to return for every position of the prompt.
+    detail: what to return for every position of the prompt, or "embed": its hidden states, pooled.
     priority: of a lower number comes first. order: its place among sequences, see `Scheduler`.
     salt: it takes cached pages of sequences with the same salt alone.
     row: its row while it runs, else -1. pages: of its row's replica, in the order of positions.
@@ -49,9 +49,10 @@ class Sequence:
     prompt, when it got a row first; None before that.
     ready: dispatches whose results must be known before it may get a row again.
     scheduled: number of output tokens received, plus steps in flight.
-    prompt_details: one entry per chunk, `Sampled` or logits of its valid positions.
+    prompt_details: one entry per chunk, `Sampled` or logits of its valid positions; or one of all so far, [2, D]: the
+    hidden states' sum, and the last one.
     clock: of its times: `arrival`, `first_token_time` and `finished_time`.
-    mode: the sampling mode that it needs of a program.
+    mode: the mode that it needs of a program.
     stop_ids: tokens that end it.
     error: what lost its results, if something did; it is finished then.
     """
@@ -61,7 +62,7 @@ class Sequence:
     max_tokens: int
     seed: int
     eos_ids: tuple[int, ...] = ()
-    detail: Literal["", "logprobs", "logits"] = ""
+    detail: Literal["", "logprobs", "logits", "embed"] = ""
     status: Status = Status.WAITING
     priority: float = 0
     order: float = 0
@@ -95,6 +96,8 @@ class Sequence:
         self.stop_ids = frozenset(ids if self.params.ignore_eos else ids | set(self.eos_ids))
         if self.params.logits_processors:
             self.mode = "processed"
+        elif self.detail == "embed":
+            self.mode = "embed"
         elif self.params.logprobs is not None or self.detail == "logprobs":
             self.mode = "logprobs"
         else:
@@ -145,6 +148,12 @@ class Sequence:
         self.status, self.prefilled, self.waits_for = Status.PREFILL, cached, None
         self.cached = cached if self.cached is None else self.cached
         self.context = self.prompt + self.tokens if self.tokens else self.prompt
+
+    def add_detail(self, detail: Any) -> None:
+        """Append what is known of one more chunk of the prompt."""
+        if self.detail == "embed" and self.prompt_details:
+            detail = np.stack([self.prompt_details.pop()[0] + detail[0], detail[1]])
+        self.prompt_details.append(detail)
 
     def accept(self, tokens: list[int]) -> int:
         """Append generated tokens and return how many were appended.

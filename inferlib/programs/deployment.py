@@ -20,7 +20,7 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
-from inferlib.programs.program import DEVICE_MODES, Mode, ProgramKey
+from inferlib.programs.program import Mode, ProgramKey
 from inferlib.programs.program_set import ProgramSet, check_packed, planned_keys
 from inferlib.sharding.mesh import Parallelism, ShardingError, make_mesh
 from inferlib.sharding.rules import preset
@@ -71,9 +71,9 @@ class Deployment:
             )
         preset(self.parallel.rules)
         planned_keys(self.config(planned_shards(self.parallel)), self.modes)
-        if other := [mode for mode in self.modes if mode not in DEVICE_MODES]:
+        if "processed" in self.modes:
             raise ConfigurationError(
-                f"programs of mode {other[0]!r} are not compiled ahead of time: leave it out, or call LLM.warmup"
+                "programs of mode 'processed' are not compiled ahead of time: leave it out, or call LLM.warmup"
             )
 
     @property

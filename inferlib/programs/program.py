@@ -40,23 +40,23 @@ from inferlib.sampling.sampler import (
 )
 from inferlib.sharding import axes
 
-Mode = Literal["greedy", "sample", "logprobs", "processed"]
+Mode = Literal["greedy", "sample", "logprobs", "processed", "embed"]
+MODES: tuple[Mode, ...] = get_args(Mode)  # of those that sample, each does all that those before it do
+DEVICE_MODES = MODES[:3]  # in which tokens are chosen on the device: what is compiled unless another is asked for
+_SCORED = MODES[2:4]  # which report log-probabilities
 _TILE_ROWS = 16  # rows of a tile of those that share a prefix
 LEAST_SHARING = 8  # rows of the smallest programs that read a shared prefix once
-MODES: tuple[Mode, ...] = get_args(Mode)  # each does all that those before it do
-_SCORED = MODES[2:]  # which report log-probabilities
-DEVICE_MODES = MODES[:-1]  # in which logits stay on the device: what is compiled unless another is asked for
 
 
 @dataclass(frozen=True, order=True)
 class ProgramKey:
     """What a program is specialised for.
 
-    rows: decode rows (B) of each replica; limit: no position reaches it; mode: what sampling must do; steps: decode
-    steps. chunks, chunk: P chunks of C prefill tokens of each replica (then steps is 1). detail: what else a prefill
-    returns for every prompt position: log-probabilities of the next token, or the logits. cascade: decode steps read a
-    prefix that rows share once for all of them. part: of a step, if that is two programs: up to the logits, or from
-    them on, where limit is 0.
+    rows: decode rows (B) of each replica; limit: no position reaches it; mode: what sampling must do, or "embed", which
+    does without; steps: decode steps. chunks, chunk: P chunks of C prefill tokens of each replica (then steps is 1).
+    detail: what else a prefill returns for every prompt position, log-probabilities of the next token or the logits; or
+    "embed": its hidden states, pooled over each chunk. cascade: decode steps read a prefix that rows share once for all
+    of them. part: of a step, if that is two programs: up to the logits, or from them on, where limit is 0.
     """
 
     mode: Mode
@@ -65,7 +65,7 @@ class ProgramKey:
     steps: int = 1
     chunks: int = 0
     chunk: int = 0
-    detail: Literal["", "logprobs", "logits"] = ""
+    detail: Literal["", "logprobs", "logits", "embed"] = ""
     cascade: bool = False
     part: Literal["", "forward", "choose"] = ""
 
@@ -134,7 +134,8 @@ class Logits(NamedTuple):
 class StepOutput(NamedTuple):
     """tokens [K, B]: -1 where a row was inactive; chunk_tokens [P]: first token of prompts that ended; each
     `Sampled` beside it holds log-probabilities, its leading dimensions alike. detail: `Sampled` [P, C / n, n, ...] of
-    the prompt's own tokens, or logits [P, C / n, n, V], with n the devices that a chunk's tokens are dealt out to.
+    the prompt's own tokens, or logits [P, C / n, n, V], with n the devices that a chunk's tokens are dealt out to; or
+    pooled hidden states [P, 2, D], see `_Maker.pooled`.
     load [1, 1, L, E] int32: of the layers with experts, how many tokens chose each, in all steps; if that is counted,
     and for each replica and each of the n. logits: in place of tokens, if they are chosen by another program."""
 
@@ -156,7 +157,8 @@ def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: Prog
     On a mesh it takes whole arrays and runs one device's part of it on each.
     """
     maker = _Maker(model, plan, config, key)
-    whole = maker.step if key.chunks else maker.decode
+    step = maker.forward if key.mode == "embed" else maker.step
+    whole = step if key.chunks else maker.decode
     function = {"forward": maker.forward, "choose": maker.choose}.get(key.part, whole)
     if config.shards.mesh is None:
         return function
@@ -205,9 +207,13 @@ def _output_specs(spec: Callable, key: ProgramKey, load: bool) -> StepOutput:
     return StepOutput(
         tokens=spec((None, axes.ROWS)),
         sampled=Sampled(*[spec((None, axes.ROWS))] * 5) if scored and key.rows else None,
-        chunk_tokens=spec((axes.ROWS,)) if chosen and key.chunks else None,
+        chunk_tokens=spec((axes.ROWS,)) if chosen and key.chunks and key.mode != "embed" else None,
         chunk_sampled=Sampled(*[spec((axes.ROWS,))] * 5) if scored and key.chunks else None,
-        detail={"logprobs": Sampled(*[spec(dealt)] * 5), "logits": spec((*dealt, axes.VOCAB))}.get(key.detail),
+        detail={
+            "logprobs": Sampled(*[spec(dealt)] * 5),
+            "logits": spec((*dealt, axes.VOCAB)),
+            "embed": spec((axes.ROWS, None, axes.EMBED)),
+        }.get(key.detail),
         load=spec((axes.ROWS, axes.TOKENS)) if load and key.part != "choose" else None,
         logits=_logits_specs(spec, key) if key.part == "forward" else None,
     )
@@ -280,6 +286,7 @@ class _Maker:
 
     def advance(self, rows: RowState, logits: jax.Array) -> tuple[RowState, Sampled]:
         """Sample the next token of every row and account for it; inactive rows yield token -1."""
+        assert self.key.mode != "embed"
         params = unpack(rows.ints, rows.floats)
         mode = "logprobs" if self.key.mode == "processed" else self.key.mode
         sampled = sample(logits, params, rows.counts, rows.generated, mode=mode, vocabulary=self.vocabulary)
@@ -377,6 +384,9 @@ class _Maker:
         counted = jnp.concatenate([prompts.reshape(-1), self.counted_rows(rows)])
         hidden, decoder, cache, _, load = self.run(weights, cache, batch, state.pages, counted)
         split = tokens.size
+        if key.mode == "embed":
+            pooled = self.pooled(decoder, hidden.reshape(*tokens.shape, -1), prompts, info["length"])
+            return cache, state, StepOutput(jnp.zeros((1, 0), jnp.int32), detail=pooled, load=load)
         ends = self.last_hidden(hidden[:split].reshape(*tokens.shape, -1), info["length"])
         logits = self.logits(decoder, jnp.concatenate([ends, hidden[split:]]))
         parts = Logits(logits[: key.chunks], logits[key.chunks :] if key.rows else None)
@@ -406,6 +416,15 @@ class _Maker:
             state, first = self.admit(state, logits.chunks, chunk, info)
             output = output._replace(chunk_tokens=first.token, chunk_sampled=first if scored else None)
         return state, output
+
+    def pooled(self, decoder: Decoder, chunks: jax.Array, valid: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Of hidden states [P, C, D] after the final norm, the sum over each chunk's tokens and the last one's:
+        float32 [P, 2, D]. valid [P, C] bool: what is no padding."""
+        shards = self.config.shards
+        every = decoder.final_norm(chunks, shards).astype(jnp.float32)
+        total = shards.sum(jnp.where(valid[..., None], every, 0).sum(axis=1), axes.TOKENS)
+        last = decoder.final_norm(self.last_hidden(chunks, lengths), shards).astype(jnp.float32)
+        return jnp.stack([total, last], axis=1)
 
     def last_hidden(self, chunks: jax.Array, lengths: jax.Array) -> jax.Array:
         """The hidden state [P, D] of the last token of each chunk [P, C, D]; its device tells the others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -116,11 +117,11 @@ class ProgramSet:
         return len(self._compiled)
 
     def require(self, mode: Mode) -> None:
-        """In strict mode, raise UnplannedProgramError unless all programs of a sampling mode are compiled."""
+        """In strict mode, raise UnplannedProgramError unless all programs of a mode are compiled."""
         if self.strict and not all(key in self._compiled for key in self._planned if key.mode == mode):
-            others = ", or to --modes of inferlib compile" if mode in DEVICE_MODES else "; artifacts never have it"
+            others = ", or to --modes of inferlib compile" if mode != "processed" else "; artifacts never have it"
             raise UnplannedProgramError(
-                f"sampling mode {mode!r} was not compiled ahead of time; add it to warmup(modes=...){others}"
+                f"mode {mode!r} was not compiled ahead of time; add it to warmup(modes=...){others}"
             )
 
     def ready(self, key: ProgramKey) -> Callable | None:
@@ -390,19 +391,22 @@ def check_packed(model: AbstractModel, config: EngineConfig, *, on_devices: bool
 
 
 def planned_keys(config: EngineConfig, modes: Sequence[Mode] = DEVICE_MODES) -> list[ProgramKey]:
-    """Every program the buckets allow, for these sampling modes.
+    """Every program the buckets allow, for these modes.
 
     A prompt's log-probabilities come with the mode "logprobs", its logits with "greedy".
     """
     known = isinstance(modes, Sequence) and not isinstance(modes, str) and all(mode in MODES for mode in modes)
     if not known:
-        raise ConfigurationError(f"sampling modes are a list of {', '.join(map(repr, MODES))}, got {modes!r}")
+        raise ConfigurationError(f"modes are a list of {', '.join(map(repr, MODES))}, got {modes!r}")
     keys = [key for mode in modes for key in _keys_of_mode(config, mode)]
     return list(dict.fromkeys(keys))
 
 
 def _keys_of_mode(config: EngineConfig, mode: Mode) -> list[ProgramKey]:
     keys: list[ProgramKey] = []
+    if mode == "embed":
+        sizes = itertools.product(config.buckets.cache, config.prefill_shapes())
+        return [ProgramKey(mode, 0, limit, chunks=p, chunk=c, detail=mode) for limit, (p, c) in sizes]
     numbers = {1, config.decode_steps} if mode in DEVICE_MODES else {1}
     details: dict[Mode, Literal["logits", "logprobs"]] = {"greedy": "logits"}
     details |= {"logprobs": "logprobs", "processed": "logprobs"}

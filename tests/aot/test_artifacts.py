@@ -388,7 +388,7 @@ def test_deployments_that_cannot_work_are_refused(model):
         deployment_of(model, buckets=Buckets((16,), (2,), (512,)))
     with pytest.raises(ConfigurationError, match="dtype 'float64'"):
         deployment_of(model, dtype="float64")
-    with pytest.raises(ValueError, match="sampling modes are a list of"):
+    with pytest.raises(ValueError, match="modes are a list of"):
         deployment_of(model, modes=("beam",))
 
 

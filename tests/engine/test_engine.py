@@ -513,7 +513,7 @@ def test_strict_programs_refuse_what_warmup_left_out(small):
     """Before any device work, and without harm to what comes next."""
     with new_engine(small) as engine:
         engine.programs = ProgramSet(engine.model, engine.plan, engine.config)
-        with pytest.raises(ValueError, match=r"sampling modes are a list of 'greedy', 'sample', .*, got .*fast"):
+        with pytest.raises(ValueError, match=r"modes are a list of 'greedy', 'sample', .*, 'embed', got .*fast"):
             small.warmup(["fast"])
         assert small.warmup([]) == 0
         with pytest.raises(UnplannedProgramError, match="'sample' was not compiled ahead of time"):

@@ -111,6 +111,14 @@ def reference(path: Path, tokens: list[int], kv_cache_dtype: str | None = None) 
     return output.logits[0].numpy()
 
 
+def reference_hidden(path: Path, tokens: list[int]) -> np.ndarray:
+    """Hidden states [T, D] after the final norm, by one full pass of transformers."""
+    import torch
+
+    with torch.no_grad():
+        return _reference_model(path).base_model(input_ids=torch.tensor([tokens])).last_hidden_state[0].numpy()
+
+
 def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
     """`x` [..., h] rounded to a dtype with one scale per head."""
     most = 127 if dtype == "int8" else 448
