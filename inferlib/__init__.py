@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from inferlib.deploy.explain import ModelExplanation, explain
     from inferlib.deploy.plan import PlanResult, Slo, Workload, plan
     from inferlib.llm import LLM, Stream
-    from inferlib.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from inferlib.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
+    from inferlib.sampling.beam_search import BeamSearchParams
     from inferlib.sampling.params import SamplingParams
     from inferlib.sharding.mesh import Parallelism
 
@@ -21,6 +29,9 @@ _MODULES = {
     "LLM": "inferlib.llm",
     "AsyncLLM": "inferlib.async_llm",
     "AsyncStream": "inferlib.async_llm",
+    "BeamSearchOutput": "inferlib.outputs",
+    "BeamSearchParams": "inferlib.sampling.beam_search",
+    "BeamSearchSequence": "inferlib.outputs",
     "Buckets": "inferlib.config",
     "CompileResult": "inferlib.deploy.compile",
     "CompletionOutput": "inferlib.outputs",
@@ -46,6 +57,9 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "AsyncStream",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "Buckets",
     "CompileResult",
     "CompletionOutput",

@@ -33,13 +33,13 @@ from inferlib.config import (
 from inferlib.engine.choices import Choices, engine_options, plan_programs
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
 from inferlib.engine.pooling import Pooling, check_pooling, pooled
-from inferlib.engine.request import Request, request_output
+from inferlib.engine.request import Request, beam_sequence, request_output
 from inferlib.engine.runner import Runner
 from inferlib.engine.sequence import Sequence as EngineSequence
 from inferlib.engine.text import OutputText
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
-from inferlib.outputs import RequestOutput
+from inferlib.outputs import BeamSearchOutput, RequestOutput
 from inferlib.platforms import leave_out_absent_tpu
 from inferlib.programs.compilation_cache import use_compile_cache
 from inferlib.programs.counter import compilations
@@ -49,6 +49,7 @@ from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.programs.start_functions import adopted
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sampling import token_table
+from inferlib.sampling.beam_search import BeamSearch, BeamSearchParams
 from inferlib.sampling.generation_config import GenerationConfig
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.mesh import Parallelism, ShardingError
@@ -199,6 +200,49 @@ class LLM:
         requests = self._prepare_all(prompts, sampling_params, priority)
         outputs = {output.request_id: output for output in self.run(requests, progress=progress)}
         return [outputs[request.id] for request in requests]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, progress: bool | None = None
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of every prompt (text, token ids, or a mapping with either), by beam search.
+
+        Each step of the search is a request for one token of every beam of all prompts, so prefix caching, which is on
+        by default, saves most of its work. Raises ValueError, naming the prompt, before any work on the devices.
+        """
+        check_flag("progress", progress, optional=True)
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"beam_search takes BeamSearchParams(beam_width=..., max_tokens=...), got {brief(params)}")
+        eos, searches = self._eos_ids(), []
+        for i, prompt in enumerate(_listed(prompts)):
+            try:
+                _, tokens, salt = self._read(prompt)
+                if error := sequence_error(tokens, params.max_tokens, self.model_config.vocab, self.config.max_len):
+                    raise ValueError(error)
+            except ValueError as error:
+                raise ValueError(f"prompt {i}: {error}") from error
+            searches.append((tokens, salt, BeamSearch(params, eos)))
+        show = self.progress if progress is None else progress
+        with CountProgress("beam search", params.max_tokens, show=show) as bar:
+            while running := [entry for entry in searches if entry[2].running]:
+                self._extend_beams(running)
+                bar.advance(1)
+        return [
+            BeamSearchOutput([beam_sequence(tokens, beam, search, self.tokenizer) for beam in search.finished])
+            for tokens, _, search in searches
+        ]
+
+    def _extend_beams(self, searches: Sequence[tuple[list[int], str | None, BeamSearch]]) -> None:
+        """Generate a token of every beam that runs. searches: with the prompts' tokens and salts."""
+        requests = []
+        for tokens, salt, search in searches:
+            params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=search.candidates, ignore_eos=True)
+            requests += [self._request(None, [*tokens, *b.tokens], params, salt=salt) for b in search.running]
+        self._complete(requests)
+        following = iter(request.sequences[0].logprobs[0] for request in requests)
+        for _, _, search in searches:
+            n = search.candidates
+            tops = [next(following) for _ in search.running]
+            search.extend([list(zip(t.top_ids[:n].tolist(), t.top_logprobs[:n].tolist(), strict=True)) for t in tops])
 
     def chat(
         self,
@@ -585,7 +629,7 @@ def _load_programs(artifacts: Artifacts, model: ModelConfig, choices: Choices) -
     return artifacts.load(), artifacts.start()
 
 
-def _listed(prompts: Any) -> Sequence[Any]:
+def _listed(prompts: Any) -> Any:
     """One prompt or several as a list."""
     sequence = prompts.ndim > 0 if isinstance(prompts, np.ndarray) else isinstance(prompts, Sequence)
     if isinstance(prompts, Mapping):

@@ -81,3 +81,27 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     finished: bool = False
     num_cached_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class BeamSearchSequence:
+    """A prompt with a continuation that beam search returned.
+
+    tokens, text: of the prompt and the continuation; the text without special tokens, "" if there is no tokenizer.
+    cum_logprob: sum of the log-probabilities of the continuation's tokens. score: that by its length, see
+    `BeamSearchParams`. finish_reason: "stop" or "length". stop_reason: the token that ended it.
+    """
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float
+    score: float
+    finish_reason: FinishReason
+    stop_reason: int | None = None
+
+
+@dataclass(frozen=True)
+class BeamSearchOutput:
+    """The continuations of one prompt, the best first."""
+
+    sequences: list[BeamSearchSequence]

@@ -11,7 +11,8 @@ import numpy as np
 
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
 from inferlib.engine.text import OutputText
-from inferlib.outputs import CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from inferlib.outputs import BeamSearchSequence, CompletionOutput, FinishReason, Logprob, RequestMetrics, RequestOutput
+from inferlib.sampling.beam_search import Beam, BeamSearch
 from inferlib.sampling.logits_processors import LogitsProcessorError
 from inferlib.sampling.params import SamplingParams
 from inferlib.tokenizer import Tokenizer
@@ -107,6 +108,20 @@ class Outputs:
             cumulative_logprob=total,
             logprobs=logprobs,
         )
+
+
+def beam_sequence(prompt: list[int], beam: Beam, search: BeamSearch, tokenizer: Tokenizer | None) -> BeamSearchSequence:
+    """A finished beam as users read it."""
+    tokens = [*prompt, *beam.tokens]
+    stopped = beam.tokens[-1] in search.eos_ids
+    return BeamSearchSequence(
+        tokens,
+        tokenizer.decode(tokens) if tokenizer else "",
+        beam.logprob,
+        search.score(beam),
+        "stop" if stopped else "length",
+        beam.tokens[-1] if stopped else None,
+    )
 
 
 def _metrics(sequences: list[Sequence], generated: int, finished: bool) -> RequestMetrics:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
 
 from inferlib.sampling import logits_processors
+from inferlib.sampling.checks import check_bool, check_float, check_int, is_a
 from inferlib.sampling.logits_processors import LogitsProcessor
 
 # Widths of the sampler's tables: compiled programs have static shapes.
@@ -19,8 +19,6 @@ MAX_OUTPUTS = 1024  # of one prompt: the host holds a sequence for each
 
 # A request with a lower temperature is greedy: dividing logits by less only adds rounding errors.
 MIN_TEMPERATURE = 1e-5
-
-_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -94,34 +92,33 @@ class SamplingParams:
     logits_processors: Sequence[LogitsProcessor] | None = None
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, MAX_OUTPUTS)
+        check_int("n", self.n, 1, MAX_OUTPUTS)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1)
-        _check_int("min_tokens", self.min_tokens, 0)
+            check_int("max_tokens", self.max_tokens, 1)
+        check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
-        _check_float("temperature", self.temperature, 0.0, 100.0)
+        check_float("temperature", self.temperature, 0.0, 100.0)
         if self.greedy and self.n > 1:
             raise ValueError(f"n must be 1 when temperature is 0 (all outputs would be equal), got {self.n}")
-        _check_int("top_k", self.top_k, -1)
-        _check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_int("top_k", self.top_k, -1)
+        check_float("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        check_float("min_p", self.min_p, 0.0, 1.0)
+        check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**32 - 1)
+            check_int("seed", self.seed, 0, 2**32 - 1)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if self.deadline is not None and not (_is(Real, self.deadline) and 0 < self.deadline < math.inf):
+                check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.deadline is not None and not (is_a(Real, self.deadline) and 0 < self.deadline < math.inf):
             raise ValueError(f"deadline must be seconds above 0, got {self.deadline!r}")
         most = self.truncate_prompt_tokens
-        if most is not None and not (_is(Integral, most) and most == -1):
-            _check_int("truncate_prompt_tokens", most, 1)
+        if most is not None and not (is_a(Integral, most) and most == -1):
+            check_int("truncate_prompt_tokens", most, 1)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
         object.__setattr__(self, "allowed_token_ids", _checked_allowed(self.allowed_token_ids))
         object.__setattr__(self, "bad_words", _checked_words(self.bad_words))
@@ -178,23 +175,6 @@ class SamplingParams:
                 raise ValueError(f"{name}: token {outside[0]} is not in the model's vocabulary, [0, {vocab})")
 
 
-def _is(kind: type, value: Any) -> bool:
-    """isinstance for numbers; True and False are none."""
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _check_int(name: str, value: Any, low: int, high: int = _INT32_MAX) -> None:
-    if not _is(Integral, value) or not low <= value <= high:
-        raise ValueError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
-
-
-def _check_float(name: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
-    # NaN fails every comparison.
-    if not _is(Real, value) or not low <= value <= high or (low_open and value == low):
-        allowed = f"{'(' if low_open else '['}{low:g}, {high:g}]"
-        raise ValueError(f"{name} must be a number in {allowed}, got {value!r}")
-
-
 def _checked_bias(bias: object) -> dict[int, float]:
     if bias is None:
         return {}
@@ -203,8 +183,8 @@ def _checked_bias(bias: object) -> dict[int, float]:
     if len(bias) > MAX_LOGIT_BIAS:
         raise ValueError(f"logit_bias must have at most {MAX_LOGIT_BIAS} entries, got {len(bias)}")
     for token, value in bias.items():
-        _check_int("logit_bias: a token id", token, 0)
-        _check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
+        check_int("logit_bias: a token id", token, 0)
+        check_float(f"logit_bias[{token}]", value, -100.0, 100.0)
     return {int(token): float(value) for token, value in bias.items()}
 
 
@@ -223,7 +203,7 @@ def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
     if not isinstance(ids, Sequence) or isinstance(ids, str | bytes):
         raise ValueError(f"{name} must be a sequence of token ids, got {ids!r}")
     for token in ids:
-        _check_int(f"{name}: a token id", token, 0)
+        check_int(f"{name}: a token id", token, 0)
     return tuple(int(token) for token in ids)
 
 

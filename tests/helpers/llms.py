@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from inferlib import LLM, Buckets
+from inferlib import LLM, BeamSearchParams, Buckets
 from inferlib.engine.engine import Engine
 from inferlib.outputs import RequestOutput
 from tests.helpers.tokenizer import VOCAB
@@ -117,6 +117,33 @@ def reference_hidden(path: Path, tokens: list[int]) -> np.ndarray:
 
     with torch.no_grad():
         return _reference_model(path).base_model(input_ids=torch.tensor([tokens])).last_hidden_state[0].numpy()
+
+
+def reference_beams(
+    path: Path, prompt: list[int], params: BeamSearchParams, eos: tuple[int, ...] = ()
+) -> list[tuple[list[int], float]]:
+    """Tokens, without padding, and scores of transformers' beam search."""
+    import torch
+
+    output = _reference_model(path).generate(
+        torch.tensor([prompt]),
+        num_beams=params.beam_width,
+        num_return_sequences=params.beam_width,
+        max_new_tokens=params.max_tokens,
+        length_penalty=params.length_penalty,
+        eos_token_id=list(eos) or -1,  # none: the model's own does not count
+        pad_token_id=-1,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    tokens = [[token for token in row if token >= 0] for row in output.sequences.tolist()]
+    if params.beam_width == 1:  # that is greedy search, which returns no scores of sequences
+        transitions = _reference_model(path).compute_transition_scores(
+            output.sequences, output.scores, normalize_logits=True
+        )
+        return [(tokens[0], transitions.sum().item() / params.max_tokens**params.length_penalty)]
+    return list(zip(tokens, output.sequences_scores.tolist(), strict=True))
 
 
 def _rounded(x: np.ndarray, dtype: str) -> np.ndarray:
