@@ -238,7 +238,7 @@ class _Batch:
         self.failed = 0
         self._llm, self._options, self._results, self._done = llm, options, results, done
         self._progress, self._task = progress, progress.task_ids[0]
-        self._lines: dict[int, tuple[int, int | str]] = {}  # by request: line number and id
+        self._lines: dict[int | str, tuple[int, int | str]] = {}  # by request: line number and id
         self._summary = Summary(llm)
 
     def run(self, lines: Iterable[bytes]) -> None:
