@@ -78,8 +78,8 @@ class Bench:
             yield f"{args.groups} x {MEMBERS} prompts of {length} + {FOLLOWING}, output tokens/s", rate
         prefix = self.tokens(args.long)
         self.seconds([prefix + self.tokens(8)], 1)
-        few, many = (self.seconds([prefix + self.tokens(8) for _ in range(args.rows)], n) for n in (20, 148))
-        yield f"{args.rows} rows over one prefix of {args.long}, ms a step", (many - few) / 128 * 1e3
+        short, long = (self.seconds([prefix + self.tokens(8) for _ in range(args.rows)], n) for n in (20, 148))
+        yield f"{args.rows} rows over one prefix of {args.long}, ms a step", (long - short) / 128 * 1e3
 
 
 def arguments() -> argparse.Namespace:

@@ -39,17 +39,17 @@ def cascade_attention(
     which of the T * m stacked rows is row b; T * m or more: none. Returns out [B, K, G, h] and lse [B, K, G] float32.
     """
     q = rows.queries
-    own = attend_shares(q, of_one_layer(rows.cache), rows.lengths, options, options.sinks, interpret=interpret)
+    shares = attend_shares(q, of_one_layer(rows.cache), rows.lengths, options, options.sinks, interpret=interpret)
     without = AttentionOptions(options.scale, softcap=options.softcap)
     tiles = attend_shares(
         stacked.queries, of_one_layer(stacked.cache), stacked.lengths, without, interpret=interpret, resident=RESIDENT
     )
-    return _merge(own, tiles, places, q.dtype, interpret)
+    return _merge(shares, tiles, places, q.dtype, interpret)
 
 
-def _merge(own, tiles, places: jax.Array, dtype, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """own: [S, B, K, G, h] and lses [S, B, K, G]; tiles: [U, T, K, m * G, h] and lses [U, T, K, m * G]."""
-    (parts, lses), (of_tiles, lses_of_tiles) = own, tiles
+def _merge(shares, tiles, places: jax.Array, dtype, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """shares: [S, B, K, G, h] and lses [S, B, K, G]; tiles: [U, T, K, m * G, h] and lses [U, T, K, m * G]."""
+    (parts, lses), (of_tiles, lses_of_tiles) = shares, tiles
     (splits, rows, kv_heads, group, size), tile_splits = parts.shape, of_tiles.shape[0]
     count = rows * kv_heads * group
     columns = min(power_of_two(size), max(MERGED // power_of_two(splits + tile_splits, 1), 16))
@@ -96,8 +96,8 @@ def _merge_kernel(
 
     at_columns = pl.program_id(1) * columns + jnp.arange(columns)
     size = out_ref.shape[0]
-    own, tiles = jnp.arange(power_of_two(lses_ref.shape[0], 1)), jnp.arange(power_of_two(count, 1))
-    lses = plgpu.load(lses_ref.at[own], mask=own < lses_ref.shape[0], other=-jnp.inf)
+    part, tiles = jnp.arange(power_of_two(lses_ref.shape[0], 1)), jnp.arange(power_of_two(count, 1))
+    lses = plgpu.load(lses_ref.at[part], mask=part < lses_ref.shape[0], other=-jnp.inf)
     tile_lses = plgpu.load(tile_lses_ref.at[tiles, at], mask=(tiles < count) & there, other=-jnp.inf)
     top = jnp.maximum(lses.max(axis=0), tile_lses.max(axis=0))
     base = jnp.where(top > -jnp.inf, top, 0.0)
@@ -110,7 +110,7 @@ def _merge_kernel(
         parts = plgpu.load(ref.at[(*at, at_columns[None])], mask=written, other=0)
         return (parts.astype(jnp.float32) * weights[:, None]).sum(axis=0)
 
-    out = weighted(parts_ref, (own[:, None],), lses, weights)
+    out = weighted(parts_ref, (part[:, None],), lses, weights)
     out = (out + weighted(tiles_ref, (tiles[:, None], at), tile_lses, tile_weights)) / total
     plgpu.store(out_ref.at[at_columns], out.astype(out_ref.dtype), mask=at_columns < size)
     plgpu.store(lse_ref, top + jnp.log(total))  # the same from each tile
