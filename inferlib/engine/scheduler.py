@@ -25,6 +25,8 @@ from inferlib.sampling.sampler import counts_of
 
 # A request goes before those of the next lower priority that came up to so many requests earlier. So none starves.
 LEAD = 1000
+# How many prompt tokens take as long as the rest of a step: reading the weights, and the rows that decode.
+_STEP, _LARGE_STEP = {"cpu": 32}, 512
 
 
 @dataclass(frozen=True)
@@ -314,8 +316,8 @@ class Scheduler:
     # ---- dispatches
 
     def _chunks(self, prefilling: list[Sequence], decoding: list[Sequence]) -> tuple[list[Chunk], tuple[int, int]]:
-        """As many prompt tokens as one step can prefill beside rows that decode, first prompts first, and the (P, C) of
-        the program for them.
+        """The prompt tokens that one step prefills beside rows that decode, first prompts first, and the (P, C) of the
+        program for them: the one with most tokens for its time, which goes with all the tokens it has room for.
 
         A prompt that returns details of every position is prefilled alone, and those that are embedded together.
         """
@@ -326,13 +328,14 @@ class Scheduler:
         if decoding:
             shapes = self.itl.within(shapes, self._mode([*prefilling, *decoding]))
         prompts = prompts[:1] if detail else [s for s in prompts if s.detail == first]
-        best, most = ([], (0, 0)), 0
+        best, most = ([], (0, 0)), (0.0, 1)
         for shape in shapes:
             chunks = self._filled(prompts, *shape)
             tokens = sum(chunk.length for chunk in chunks)
+            rate = tokens / (math.prod(shape) + _STEP.get(self.config.platform, _LARGE_STEP))
             # Of shapes of one size, which hold as much, the last has the widest chunks.
-            if tokens > most or (tokens == most and math.prod(shape) == math.prod(best[1])):
-                best, most = (chunks, shape), tokens
+            if (rate, tokens) >= most:
+                best, most = (chunks, shape), (rate, tokens)
         return best
 
     def _filled(self, prompts: list[Sequence], count: int, width: int) -> list[Chunk]:

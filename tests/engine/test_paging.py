@@ -295,3 +295,14 @@ def test_sizes_follow_from_a_device_s_memory():
         sized("llama3-8b", 16e9)
     assert sized("gemma3-27b", 120e9).rows == 32
     assert sized("llama3-8b", 105e9, "tpu").rows == 64
+
+
+def test_a_step_takes_the_shape_with_most_tokens_for_its_time():
+    """The prompt would fit in the largest shape, of which most would be padding."""
+    config = EngineConfig(4, 512, Buckets((32, 128, 512), (4,), (512,), tile=32), platform="cpu")
+    model = smallest_model()
+    scheduler = Scheduler(config, ProgramSet.make(model, config).plan)
+    scheduler.add(sequence([1] * 140, 1))
+    sizes = [scheduler.plan(1).key for _ in range(2)]
+    assert [key.chunks * key.chunk for key in sizes] == [128, 32]
+    assert scheduler.plan(1) is None
