@@ -431,8 +431,8 @@ class LLM:
         self._runner.call(lambda: self.engine.forget_prefixes())
 
     def expert_load(self) -> np.ndarray:
-        """How many tokens, of prompts and generated, chose each expert since the start: int64 [L, E] for L layers with
-        E experts each. Raises ConfigurationError if it is not counted."""
+        """How many tokens that were computed, of prompts and generated, chose each expert since the start: int64 [L, E]
+        for L layers with E experts each. Raises ConfigurationError if it is not counted."""
         if not self.config.expert_load:
             raise ConfigurationError("the experts' load is not counted: build LLM(..., expert_load=True)")
         layers = self.model_config.mixtures

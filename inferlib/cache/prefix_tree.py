@@ -55,8 +55,9 @@ class Match:
 
     @property
     def pending(self) -> Node | None:
-        """The first node whose cells are not written yet, if there is one."""
-        return next((node for node in (*self.nodes, self.part) if node is not None and node.pending), None)
+        """The last node, if its cells are not written yet. Those before it are written no later."""
+        last = self.part or (self.nodes[-1] if self.nodes else None)
+        return last if last is not None and last.pending else None
 
 
 class PrefixTree:

@@ -18,6 +18,7 @@ from inferlib.engine.calls import Call
 from inferlib.links import Link, SecretError, read_secret
 from inferlib.messages import Message, MessageError
 from inferlib.programs.program import ChunkInput, ProgramKey
+from inferlib.programs.row_changes import Changes, Count, Grant, Move
 
 SECRET = b"known to the processes alone"
 SECONDS = 5
@@ -47,9 +48,12 @@ def test_a_call_arrives_as_it_was_sent():
     key = ProgramKey("sample", 4, 64, chunks=2, chunk=16, detail="logits")
     ints = np.arange(6, dtype=np.int32).reshape(2, 3)
     chunk = ChunkInput(ints, ints[:, ::2], ints[:0], np.float32([[0.5, np.inf]]))
-    for call in (Call(key, (1, 3), True, chunk), Call(ProgramKey("greedy", 4, 64), (), False, None)):
+    changes = Changes([Move(3, 1)], {7: 2, 5: 7}, [Grant(1, 0, 5)], [Count(1, -1, 0), Count(1, 9, 1 << 30)])
+    for call in (Call(key, (1, 3), True, chunk, changes), Call(ProgramKey("greedy", 4, 64), (), False, None)):
         arrived = Call.from_message(Message.decode(call.to_message().encode()))
         assert arrived[:3] == call[:3]
+        assert arrived.changes == call.changes
+        assert list(arrived.changes.copies) == list(call.changes.copies)
         for a, b in zip(arrived.chunk or (), call.chunk or (), strict=True):
             assert (a.dtype, a.tolist()) == (b.dtype, b.tolist())
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferlib import LLM, SamplingParams
+from inferlib.aot.compile import environment
 from inferlib.config import ConfigurationError
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.programs.counter import compilations
 from inferlib.programs.row_changes import _at_once, _one_by_one
+from inferlib.targets import parse_target
 from tests.engine.test_engine import assert_accounted
 from tests.engine.test_paging import GREEDY, LEAST, run, sequence
 from tests.helpers.llms import build_llm, new_engine, random_prompts
@@ -168,6 +174,32 @@ def test_both_forms_copy_pages(shape, dim):
     expected[(*pages, target[:3])] = array[(*pages, source[:3])]
     for form in (_one_by_one, _at_once):
         np.testing.assert_array_equal(form(dim, *map(jnp.asarray, (array, source, target))), expected)
+
+
+ON_TPU = """
+import jax, jax.numpy as jnp, sys
+from functools import partial
+from jax.experimental import topologies
+from inferlib.programs.row_changes import _at_once
+device = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x4").devices[0]
+make = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(device))
+keys, latents, scales = (4, 64, 8, 128, 128), (4, 64, 1, 128, 512), (4, 64, 8, 128)
+for shape, dtype in ((keys, "bfloat16"), (latents, "bfloat16"), (scales, "float32")):
+    numbers = make((16,), jnp.int32)
+    copy = jax.jit(partial(_at_once, 1), donate_argnums=0).lower(make(shape, dtype), numbers, numbers).compile()
+    print(copy.memory_analysis().temp_size_in_bytes)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'")
+def test_the_tpu_compiler_copies_no_more_than_pages():
+    """Of stacked arrays of 67, 34 and 1 MB."""
+    environ = environment(parse_target("v6e-8")) | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    child = subprocess.run([sys.executable, "-c", ON_TPU], env=environ, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr[-3000:]
+    assert all(int(size) < 1 << 18 for size in child.stdout.split())
+    assert len(child.stdout.split()) == 3
 
 
 JOB = st.tuples(
