@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 
 from inferlib import LLM, SamplingParams
 from inferlib.aot.compile import environment
-from inferlib.config import ConfigurationError
+from inferlib.config import Buckets, ConfigurationError, EngineConfig
+from inferlib.engine.engine import Engine
+from inferlib.engine.scheduler import Scheduler
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.programs.counter import compilations
 from inferlib.programs.row_changes import _at_once, _one_by_one
 from inferlib.targets import parse_target
-from tests.engine.test_engine import assert_accounted
+from tests.engine.test_engine import Replicas, assert_accounted, smallest_model
 from tests.engine.test_paging import GREEDY, LEAST, run, sequence
 from tests.helpers.llms import build_llm, new_engine, random_prompts
 from tests.helpers.poison import poison
@@ -239,6 +241,28 @@ def test_any_traffic_is_as_if_alone(tight, alone, jobs):
         for s, (*_, abort, _) in zip(sequences, jobs, strict=True):
             assert s.tokens == alone(kind, s.prompt, count)[: None if abort is None else len(s.tokens)]
         assert all(pages.free == pages.pool.count for pages in engine.scheduler.pages)
+
+
+def test_a_replica_serves_what_it_has_the_beginning_of():
+    """Unless its rows are taken, or it has much more to do."""
+    shards = Replicas(2)
+    config = EngineConfig(6, 64, Buckets((64,), (6,), (64,), tile=4), shards=shards, page_size=4, cache_memory=1 << 14)
+    scheduler = Scheduler(config, Engine(smallest_model(), (), config).plan)
+
+    def replica_of(prompt: list[int]) -> int:
+        s = sequence(prompt, 1)
+        scheduler.add(s)
+        scheduler.plan(1)
+        return s.row // config.rows
+
+    trunk, other = TRUNK[:20], TAILS[0][:20]
+    assert [replica_of([*trunk, i]) for i in range(3)] == [0, 0, 0]
+    assert replica_of([*trunk, 3]) == 1
+    assert [replica_of(other), replica_of([*trunk, 4])] == [1, 1]
+
+    scheduler = Scheduler(config, Engine(smallest_model(), (), config).plan)
+    assert replica_of(TRUNK + TAILS[1][:12]) == 0  # fifteen pages in use
+    assert replica_of(TRUNK[:4] + other) == 1  # and not one page less to prefill
 
 
 def crowd(salts: bool = False) -> list[Sequence]:
