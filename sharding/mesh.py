@@ -123,6 +123,14 @@ def make_mesh(parallel: Parallelism, devices: Sequence[Device] | None = None) ->
     return Mesh(np.array(devices[: parallel.devices]).reshape(shape), MESH_AXES)
 
 
+def _to_and_fro(sizes: Sequence[int]) -> list[tuple[int, ...]]:
+    """All places of a box, each a neighbour of the next."""
+    path = [()]
+    for size in sizes:
+        path = [(*place, step) for step in range(size) for place in (path if step % 2 == 0 else path[::-1])]
+    return path
+
+
 def ring_of(devices: Sequence[Device]) -> tuple[int, ...]:
     """The indices of the devices in a ring: as far as possible, each is a neighbour of the next on a TPU's network, and
     the last of the first. Devices of a chip follow one another; devices other than TPUs keep their order.
@@ -142,13 +150,7 @@ def ring_of(devices: Sequence[Device]) -> tuple[int, ...]:
     long = [dim for dim, size in enumerate(sizes) if size > 1]
     first = next((dim for dim in long if sizes[dim] % 2 == 0), next(iter(long), 0))
     rest = [dim for dim in range(len(sizes)) if dim != first]
-    path = [(0,) * len(rest)]  # through the other dimensions, to and fro
-    for at, dim in enumerate(rest):
-        path = [
-            (*place[:at], step, *place[at + 1 :])
-            for step in range(sizes[dim])
-            for place in (path if step % 2 == 0 else path[::-1])
-        ]
+    path = _to_and_fro([sizes[dim] for dim in rest])
     # Along the first dimension at the start of that path, and back to and fro over all the rest of it.
     rows, order = range(sizes[first]), []
     back = [(row, place) for row in rows for place in (path[1:] if row % 2 == 0 else path[:0:-1])]

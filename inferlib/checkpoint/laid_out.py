@@ -192,17 +192,14 @@ class LaidOutWeights:
                 for weight in weights:
                     target = targets[block, weight.part]
                     restored = tuple(arrays.pop(spec.part) for spec in weight.arrays)
+                    number = 0 if block is None else model.layers_of(target.block).index(block)
                     if placement is not None and axes.EXPERTS in weight.axes:
-                        number = model.layers_of(target.block).index(block)
                         restored = _in_slots(weight, restored, placement.of(model, target)[number], shards)
                     layer, places = _expanded(model, shards, weight, target, restored), places_of[target.name]
                     if target.axes[0] == axes.LAYERS:
-                        number = model.layers_of(target.block).index(block)
                         layer = into_stack(target, shards, places, loaded.get(target.name), number, layer)
                     else:
-                        pairs = zip(layer, places, strict=True)
-                        layer = tuple(jax.device_put(x, p) if isinstance(p, Format) else x for x, p in pairs)
-                        layer = layer if shards.mesh else tuple(map(_uncommitted, layer))
+                        layer = _in_format(layer, places, shards)
                     # The next weight may need the memory of the arrays that this one was made of.
                     loaded[target.name] = jax.block_until_ready(layer)
                     bar.advance(sum(spec.nbytes for spec in weight.arrays))
@@ -303,6 +300,15 @@ def _uncommitted(x: jax.Array) -> jax.Array:
     because JAX misreports their layout, and restored arrays are committed."""
     packed = jax.dtypes.itemsize_bits(x.dtype) < 8 and {d.platform for d in x.sharding.device_set} == {"cpu"}
     return jnp.asarray(np.asarray(x)) if packed else x
+
+
+def _in_format(
+    arrays: Sequence[jax.Array], places: Sequence[Format | NamedSharding | None], shards: Shards
+) -> tuple[jax.Array, ...]:
+    """The arrays in the layouts of `places`."""
+    pairs = zip(arrays, places, strict=True)
+    arrays = tuple(jax.device_put(x, place) if isinstance(place, Format) else x for x, place in pairs)
+    return arrays if shards.mesh else tuple(map(_uncommitted, arrays))
 
 
 def _in_slots(
