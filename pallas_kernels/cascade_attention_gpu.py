@@ -33,7 +33,7 @@ class Queries(NamedTuple):
 def cascade_attention(
     rows: Queries, stacked: Queries, places: jax.Array, options: AttentionOptions, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of rows to what they have for themselves and, at the same time, to their prefixes.
+    """Attention of rows to the positions that they do not share and, at the same time, to their prefixes.
 
     rows: [B, K, G, h] queries. stacked: the queries [T, K, m * G, h] of m rows for each of T tiles. places [B] int32:
     which of the T * m stacked rows is row b; T * m or more: none. Returns out [B, K, G, h] and lse [B, K, G] float32.

@@ -1,5 +1,5 @@
-"""Pages by the tokens that they hold, so that a prompt which begins as an earlier one did takes its pages (Zheng et al.
-2024, "SGLang", section 3): a radix tree with a page on each edge."""
+"""A radix tree of pages by their tokens: a prompt that begins like an earlier one takes that one's pages (Zheng et al.
+2024, "SGLang", section 3)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _TOKEN = array("i").itemsize
 
 
 def encoded(tokens: Sequence[int]) -> bytes:
-    """Tokens as the tree takes them."""
+    """Tokens in the form that the tree takes."""
     return array("i", tokens).tobytes()
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A page behind those of its ancestors.
+    """A page, which follows those of its ancestors.
 
-    tokens: those whose cells it holds from its first slot on, encoded; fewer than a page only if it has no children.
-    references: how many sequences need it. pending: its cells are not written yet, though a sequence is about to.
-    children: by each beginning of their tokens, in units.
+    tokens: whose cells the page has, from its first slot on, encoded. Only a node without children may have fewer than
+    a page. references: how many sequences need it. pending: its cells are not written yet, though a sequence is about
+    to. children: by each prefix of their tokens, in units.
     """
 
     parent: Node | None
@@ -39,15 +39,15 @@ class Node:
         return len(self.tokens) // _TOKEN
 
     def child(self, tokens: bytes) -> Node | None:
-        """A child whose tokens begin so, if possible one that is not pending."""
+        """A child whose tokens begin like this, if possible one that is not pending."""
         children = self.children.get(tokens, ())
         return next((node for node in children if not node.pending), next(iter(children), None))
 
 
 @dataclass(frozen=True)
 class Match:
-    """The first `tokens` tokens of a prompt in the tree. nodes: of whole pages. part: whose page holds those behind
-    them, from its first slot on; None if there are none."""
+    """The first `tokens` tokens of a prompt in the tree. nodes: the whole pages. part: the node whose page has the
+    tokens after those, from its first slot on; None if there are none."""
 
     nodes: tuple[Node, ...] = ()
     part: Node | None = None
@@ -61,7 +61,7 @@ class Match:
 
 
 class PrefixTree:
-    """Which page holds the cells of which tokens, behind which others.
+    """Finds the page that has the cells of some tokens, after the tokens before them.
 
     page: positions of a page. unit: it divides the page; matches and the tokens of a node end at a multiple of it.
 
@@ -76,7 +76,7 @@ class PrefixTree:
         self.pages = 0
         self._roots: dict[Hashable, Node] = {}
         # Nodes without references, in the order of their last use; of those used together, the deepest first. So every
-        # node comes behind its descendants, and the first one is a leaf.
+        # node comes after its descendants, and the first one is a leaf.
         self._idle: OrderedDict[Node, None] = OrderedDict()
 
     @property
@@ -85,11 +85,11 @@ class PrefixTree:
         return len(self._idle)
 
     def root(self, key: Hashable) -> Node:
-        """The node that all tokens of a key stand behind."""
+        """The node that all tokens of a key descend from."""
         return self._roots.get(key) or Node(None, key=key)
 
     def match(self, key: Hashable, tokens: bytes, most: int) -> Match:
-        """The longest beginning of some tokens, at most so many of them, that the tree has the cells of."""
+        """The longest prefix of some tokens, at most `most` of them, whose cells are in the tree."""
         nodes, node, at = [], self._roots.get(key), 0
         if node is None:
             return Match()
@@ -104,7 +104,7 @@ class PrefixTree:
         return Match(tuple(nodes), None, at // _TOKEN)
 
     def part(self, tokens: bytes, column: int) -> bytes:
-        """Those of some tokens that a node for page number `column` of them can have; none if they are too few."""
+        """The tokens that a node for page number `column` can have; none if there are too few."""
         first, unit = column * self.page * _TOKEN, self.unit * _TOKEN
         part = tokens[first : first + self.page * _TOKEN]
         return part[: len(part) // unit * unit]
@@ -122,7 +122,7 @@ class PrefixTree:
         return node
 
     def extend(self, node: Node, tokens: bytes) -> None:
-        """Let a node have more tokens: those that it has, and others behind them. No sibling begins so."""
+        """Give a node more tokens: those that it has, and more after them. No sibling begins with them."""
         assert tokens.startswith(node.tokens), "a page's tokens do not change"
         assert not node.children
         before, node.tokens = len(node.tokens), tokens
@@ -136,7 +136,7 @@ class PrefixTree:
             node.references += 1
 
     def release(self, path: Sequence[Node]) -> None:
-        """Give a reference to each node back. path: from a root on."""
+        """Give back a reference to each node of a path from a root."""
         for node in reversed(path):
             node.references -= 1
             assert node.references >= 0, "a reference was given back twice"
@@ -177,7 +177,7 @@ class PrefixTree:
         self.pages -= 1
 
     def _index(self, node: Node, before: int) -> None:
-        """Let a node be met by the beginnings of its tokens that are longer than `before` bytes."""
+        """Let a node be matched by those prefixes of its tokens that are longer than `before` bytes."""
         assert node.parent is not None
         unit = self.unit * _TOKEN
         for size in range(before + unit, len(node.tokens) + 1, unit):

@@ -13,7 +13,7 @@ from inferlib.config import EngineConfig
 from inferlib.engine.sequence import Sequence
 from inferlib.programs.program import LEAST_SHARING, prefix_shape
 
-# Bytes that a device reads in the time that a layer's launches of another attention and of the merge take.
+# Bytes that a device reads in the time that a layer takes to launch a second attention and the merge.
 _LAUNCHES = {"gpu": 48 << 20, "tpu": 4 << 20, "neuron": 4 << 20, "cpu": 1 << 18}
 
 
@@ -31,9 +31,9 @@ class Prefix:
 
 
 def shared_prefixes(sequences: SequenceOf[Sequence]) -> list[Prefix]:
-    """The prefixes that are best read once: no sequence is in two, and so that the most pages are saved.
+    """The prefixes to read once, chosen so that the most pages are saved. No sequence is in two of them.
 
-    Sequences whose page of a number is the same share all pages before it as well.
+    Sequences that have the same page in one place share all pages before it as well.
     """
     by_page: defaultdict[int, list[Sequence]] = defaultdict(list)
     for s in sequences:
@@ -44,7 +44,7 @@ def shared_prefixes(sequences: SequenceOf[Sequence]) -> list[Prefix]:
 
 
 def _best(members: list[Sequence]) -> list[Prefix]:
-    """Of sequences that share their first page: what they all share, or what some of them share beyond, if that saves
+    """For sequences that share their first page: the prefix of all of them, or longer ones of some, if those save
     more."""
     lists = [s.pages for s in members]
     common = next((i for i, pages in enumerate(zip(*lists, strict=False)) if len(set(pages)) > 1), min(map(len, lists)))
@@ -61,7 +61,7 @@ def _best(members: list[Sequence]) -> list[Prefix]:
 class Cascade:
     """When and how the rows of a decode dispatch read what they share.
 
-    page: positions of a page. least: pages that must be saved for it to be worth the launches of another attention.
+    page: positions of a page. least: the pages that must be saved to be worth launching a second attention.
     """
 
     config: EngineConfig
@@ -70,7 +70,7 @@ class Cascade:
 
     @staticmethod
     def of(config: EngineConfig, plan: CachePlan, layers: int) -> Cascade | None:
-        """Of a model of so many layers; None if the engine does without."""
+        """The cascade of a model; None if the engine does without."""
         if not config.cascade:
             return None
         page_bytes = max(plan.bytes_of(config.shards)[0], 1)

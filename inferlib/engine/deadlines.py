@@ -11,7 +11,7 @@ _LEAST = 64
 
 
 class Deadlines:
-    """Those of the sequences that wait or run, the earliest first."""
+    """The deadlines of the sequences that wait or run, the earliest first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Sequence]] = []

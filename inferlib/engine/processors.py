@@ -15,8 +15,8 @@ from inferlib.sampling.logits_processors import LogitsProcessorError, process
 def processed(
     dispatch: Dispatch, chunk_indices: list[int], logits: Logits, vocab: int
 ) -> tuple[Logits, list[Sequence]]:
-    """The logits of a dispatch, on the host, as the functions of its sequences leave them; and the sequences that are
-    failed now, since a function of theirs did, whose logits stay as they are.
+    """The logits of a dispatch, on the host, after the functions of its sequences; and the sequences of which a
+    function failed, whose logits are unchanged.
 
     chunk_indices: of the dispatch's chunks in its chunk table. Every earlier result is known. Columns beyond `vocab`
     stand for no token.

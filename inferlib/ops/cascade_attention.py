@@ -23,7 +23,7 @@ _STACKED = 64
 
 
 def takes(cache: KvCache, options: AttentionOptions) -> bool:
-    """Whether a layer can read a shared prefix once: its rows have pages, and see all positions before their own."""
+    """True if a layer can read a shared prefix once: its rows have pages, and see all positions before their own."""
     return cache.pages is not None and not cache.ring and options.window is None
 
 

@@ -13,7 +13,7 @@ LogitsProcessor = Callable[..., Any]
 
 
 class LogitsProcessorError(RuntimeError):
-    """A logits processor raised an exception, or returned what are no logits. The request that has it ends."""
+    """A logits processor raised an exception, or returned something other than logits. Its request ends."""
 
 
 def checked(processors: object) -> tuple[LogitsProcessor, ...]:
@@ -35,7 +35,7 @@ def checked(processors: object) -> tuple[LogitsProcessor, ...]:
 def process(
     processors: Sequence[LogitsProcessor], prompt: Sequence[int], tokens: Sequence[int], logits: np.ndarray
 ) -> np.ndarray:
-    """Logits [V] float32 after each of the processors, which may change what they are given in place.
+    """Logits [V] float32 after all processors, which may change their argument in place.
 
     prompt: its token ids. tokens: generated so far. Raises LogitsProcessorError.
     """
@@ -53,7 +53,7 @@ def process(
 
 
 def _problem(changed: Any, vocab: int) -> str | None:
-    """Why these are no logits of `vocab` tokens; None if they are."""
+    """What is wrong with these as logits of `vocab` tokens; None if nothing is."""
     if changed is None:
         return "returned None: it must return the logits"
     try:

@@ -16,7 +16,7 @@ from tests.helpers.llms import random_prompts, reference_beams
 PROMPTS = random_prompts([9, 3, 14], seed=71)
 
 
-def found(outputs):
+def results_of(outputs):
     return [[(beam.tokens, pytest.approx(beam.score, abs=1e-4)) for beam in output.sequences] for output in outputs]
 
 
@@ -24,7 +24,7 @@ def found(outputs):
 def test_beams_of_one_length_are_transformers(width, llama, checkpoint):
     params = BeamSearchParams(beam_width=width, max_tokens=6, ignore_eos=True)
     outputs = llama.beam_search(PROMPTS, params)
-    assert [reference_beams(checkpoint("llama"), p, params) for p in PROMPTS] == found(outputs)
+    assert [reference_beams(checkpoint("llama"), p, params) for p in PROMPTS] == results_of(outputs)
     for output in outputs:
         for beam in output.sequences:
             assert beam.text == llama.tokenizer.decode(beam.tokens)
@@ -46,7 +46,7 @@ def test_beams_that_end_are_transformers(penalty, llama, checkpoint, monkeypatch
     eos = tuple(ids[np.argsort(-counts)[:2]].tolist())
     monkeypatch.setattr(LLM, "_eos_ids", lambda self: eos)
     outputs = llama.beam_search(PROMPTS, params)
-    assert [reference_beams(checkpoint("llama"), p, params, eos) for p in PROMPTS] == found(outputs)
+    assert [reference_beams(checkpoint("llama"), p, params, eos) for p in PROMPTS] == results_of(outputs)
     beams = [beam for output in outputs for beam in output.sequences]
     assert any(beam.stop_reason in eos and beam.finish_reason == "stop" for beam in beams)
     assert all((beam.tokens[-1] in eos) == (beam.finish_reason == "stop") for beam in beams)
