@@ -76,10 +76,10 @@ COUNTS = [40, 57, 8, 9, 1, 33, 48, 30, 50, 56]
 KINDS = {
     "llama stacked": {"scan": True},
     "gpt_oss": {},
-    "llama4_text": {},
-    "minicpm3": {"buckets": BUCKETS},
-    "gemma3n_text": {},
-    "qwen3_5_text": {},
+    "llama4_text": {"scan": True},
+    "minicpm3": {"buckets": BUCKETS, "scan": True},
+    "gemma3n_text": {"scan": True},
+    "qwen3_5_text": {"scan": True},
     "kimi_linear": {},
     "gemma2": {"kv_cache_dtype": "int8"},
 }

@@ -38,7 +38,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 KERNELS = Backend(decode_attention="pallas_tpu", prefill_attention="pallas_tpu")
 # The first two stacked.
 WINDOWS = {"num_hidden_layers": 3, "layer_types": ("sliding_attention", "sliding_attention", "full_attention")}
-FULL_LAST = {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_attention")}
+RING = {"num_hidden_layers": 1, "layer_types": ("sliding_attention",)}
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ FULL_LAST = {"num_hidden_layers": 2, "layer_types": ("sliding_attention", "full_
     [
         ("ministral", WINDOWS | {"head_dim": 128}, TPU, KERNELS),
         ("ministral", WINDOWS | {"head_dim": 24}, TPU, KERNELS),
-        ("ministral", FULL_LAST | {"head_dim": 128}, TPU | {"kv_cache_dtype": "int8"}, KERNELS),
+        ("ministral", RING | {"head_dim": 128}, TPU | {"kv_cache_dtype": "int8"}, KERNELS),
         ("llama", {"head_dim": 128}, TPU | {"parallel": "cp=2"}, Backend(decode_attention="pallas_tpu")),
         ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_tpu")),
         ("qwen3_moe", {}, {}, Backend(grouped_matmul="pallas_gpu")),
@@ -135,7 +135,10 @@ def test_a_model_with_all_that_tpus_get_has_the_same_logits(checkpoint, quantiza
 
 @pytest.mark.parametrize(
     ("family", "quantization", "batch", "fused"),
-    [("qwen3_moe", None, 2, True), ("llama", "int8", 2, True), ("llama", "int8", 5, False), ("llama", None, 1, False)],
+    [
+        pytest.param("qwen3_moe", None, 2, True, marks=pytest.mark.slow),
+        *(("llama", "int8", 2, True), ("llama", "int8", 5, False), ("llama", None, 1, False)),
+    ],
 )
 def test_sums_that_follow_our_products_are_made_with_their_norms(family, quantization, batch, fused, checkpoint):
     path, buckets, prompts = checkpoint(family), Buckets((16,), (batch,), (64,)), random_prompts([7] * batch)
@@ -156,8 +159,9 @@ def test_sums_that_follow_our_products_are_made_with_their_norms(family, quantiz
 @pytest.mark.parametrize(
     ("family", "quantization", "attention"),
     [
-        *(("llama", "int8", "xla"), ("llama", "mxfp4", GPU)),
-        *(("gemma2", "int8", GPU), ("qwen3_moe", "int8", "xla")),
+        *(("llama", "mxfp4", GPU), ("gemma2", "int8", GPU)),
+        pytest.param("llama", "int8", "xla", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "int8", "xla", marks=pytest.mark.slow),
     ],
 )
 def test_norms_of_few_rows_get_their_factor_after_their_products(family, quantization, attention, checkpoint):

@@ -53,7 +53,7 @@ def test_logits_are_those_of_a_cache_that_rounds(family, dtype, scan, checkpoint
 )
 def test_a_mesh_gives_the_same_logits(family, dtype, parallel, checkpoint):
     path, (prompt,) = checkpoint(family), random_prompts([40])
-    sizes = dict(dtype="float32", max_batch=2, max_len=64, buckets=BUCKETS, progress=False)
+    sizes = dict(dtype="float32", max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
     one, several = (LLM(path, kv_cache_dtype=dtype, parallel=p, **sizes) for p in (None, parallel))
     assert_rounded(several.logits(prompt), one.logits(prompt), reference(path, prompt))
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=20)
