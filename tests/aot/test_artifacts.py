@@ -286,6 +286,7 @@ def test_unchanged_programs_are_reused_and_changed_ones_are_not(model, copy):
         assert again.count(None) == 1
 
 
+@pytest.mark.slow
 def test_more_buckets_compile_only_what_is_new(model, copy):
     result = compile_into(copy, model, "--json", "--modes", "greedy,sample")
     assert result.exit_code == 0, result.output

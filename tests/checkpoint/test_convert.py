@@ -488,6 +488,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_two_processes_convert_together(checkpoint, tmp_path):
     """Each holds and writes the parts of its two devices, and loads them again."""
     with socket.socket() as free:

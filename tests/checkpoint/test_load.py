@@ -380,6 +380,7 @@ def measured(folder: Path, how: str) -> tuple[int, int, float]:
     return json.loads(run.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_loading_takes_the_memory_of_a_few_tensors(tmp_path):
     """On a CPU the weights themselves are host memory. Beyond them, the peak is a few of the largest tensors."""
@@ -394,6 +395,7 @@ def test_loading_takes_the_memory_of_a_few_tensors(tmp_path):
     assert grown - weights < total / 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")
 def test_loading_stacked_experts_takes_little_beyond_them(tmp_path):
     """They go one by one to their place in the stack; put together at its end they would exist twice."""

@@ -60,6 +60,7 @@ def _dequantized(arrays: tuple[jax.Array, ...], scheme: Scheme, contracting: tup
 # ---- converted
 
 
+@pytest.mark.slow
 def test_converted_weights_are_those_made_at_load(tmp_path):
     """On one device and on meshes that copy heads, pad the vocabulary, or stack layers; also made from floats."""
     original = make_checkpoint(tmp_path / "hf", "llama", num_hidden_layers=2, **SMOLLM2_HEADS)
@@ -84,7 +85,10 @@ def test_converted_weights_are_those_made_at_load(tmp_path):
 # ---- as they are shipped
 
 
-@pytest.mark.parametrize("case", SHIPPED)
+SLOW = ("fp8 by tensor", "transformers fp8 by tensor, experts", "int8 by tensor with zero points", "gptq experts")
+
+
+@pytest.mark.parametrize("case", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in SHIPPED])
 def test_shipped_weights_are_kept(case, tmp_path, caplog):
     path, dense = ship(case, tmp_path)
     scheme = form_of(SHIPPED[case][1]).scheme
@@ -144,6 +148,7 @@ def test_a_config_that_contradicts_its_tensors_is_named(tmp_path):
         QuantizedSource(Tensors({"a.weight": np.zeros((2, 2), np.float32)}), form_of({"quant_method": "mxfp4"}))
 
 
+@pytest.mark.slow
 def test_experts_are_packed_for_kernels_as_they_are_loaded(tmp_path):
     """From a checkpoint as it is shipped and a converted one, on one device and on two."""
     path, converted, backend = (

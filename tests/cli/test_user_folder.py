@@ -25,6 +25,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_compile_among_modules_of_the_same_names(folder, tmp_path_factory):
     model = make_model(tmp_path_factory.mktemp("model"), layers=1)
     buckets = ["--prefill-buckets", "8", "--batch-buckets", "1", "--cache-buckets", "32", "--modes", "greedy"]

@@ -101,7 +101,10 @@ def tight(checkpoint):
     return functools.cache(lambda kind: build_tight(checkpoint(kind.split()[0]), kind))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = ("gemma3n_text", "kimi_linear")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in KINDS])
 def test_sequences_that_are_preempted_go_on_as_if_alone(kind, tight):
     llm, prompts = tight(kind), random_prompts(LENGTHS, seed=30)
     engine = llm.engine
@@ -242,6 +245,7 @@ def test_rows_move_so_that_small_programs_serve_few_rows(kind, tight):
     assert [key.rows for key in keys if not key.chunks][-1] == 1
 
 
+@pytest.mark.slow
 def test_nothing_compiles_after_warmup(checkpoint):
     llm = build_tight(checkpoint("gpt_oss"), "gpt_oss")
     engine = llm.engine

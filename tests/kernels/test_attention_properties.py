@@ -78,8 +78,8 @@ def compiled(run: Callable, **static: Any) -> Callable:
 
 
 def backends(names: Iterable[str]) -> list[Any]:
-    """The stand-in of Trainium computes element by element."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if name == "nki" else []) for name in names]
+    """The stand-in of Trainium computes element by element; kernels for TPUs take long to compile."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in ("nki", "tpu") else []) for name in names]
 
 
 merge = jax.jit(lambda parts: merge_attention(*(jnp.stack(x) for x in zip(*parts, strict=True))))

@@ -50,6 +50,7 @@ def kernel():
     return jax.jit(partial(mx_matmul, out_dtype=jnp.float32, interpret=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCTS)
 @given(seed=SEEDS, spread=st.integers(0, 9), layer=st.integers(0, 2))
 @settings(max_examples=10)

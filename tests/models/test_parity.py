@@ -51,7 +51,11 @@ def one_pass(path, tokens: np.ndarray, *, stacked: bool) -> np.ndarray:
     return np.asarray((jax.jit(run) if stacked else run)(weights, plan.allocate(), tokens))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# The first stage has each family once.
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[] if case.name in FIRST else [pytest.mark.slow]) for case in CASES],
+)
 def test_logits_equal_transformers(case, tmp_path):
     path, tokens = make_checkpoint(tmp_path, case.family, **case.options), prompt_of(case)
     expected = reference_logits(path, tokens)

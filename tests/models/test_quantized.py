@@ -375,7 +375,12 @@ RECURRENT = {
 
 @pytest.mark.parametrize(
     ("family", "name", "parallel"),
-    [*((family, "int8", None) for family in RECURRENT), ("lfm2", "mxfp4", None), ("nemotron_h", "int8", "tp=4")],
+    [
+        *((family, "int8", None) for family in ("qwen3_5_text", "nemotron_h", "lfm2")),
+        *(pytest.param(family, "int8", None, marks=pytest.mark.slow) for family in ("kimi_linear", "minimax")),
+        pytest.param("lfm2", "mxfp4", None, marks=pytest.mark.slow),
+        ("nemotron_h", "int8", "tp=4"),
+    ],
 )
 def test_recurrent_layers_are_those_of_their_rounded_weights(family, name, parallel, checkpoint):
     """Of the same model in float32 with these weights; over two chunks, so that the second goes on from a state."""

@@ -106,6 +106,7 @@ def test_whose_folder_it_is(tmp_path, monkeypatch, caplog):
         EngineOptions(compile_cache=3)
 
 
+@pytest.mark.slow
 def test_an_llm_keeps_its_programs(tmp_path):
     """Of two commands, the second takes them, adds none, and says the same."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}

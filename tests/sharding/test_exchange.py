@@ -135,6 +135,7 @@ def test_a_layer_whatever_the_routing(name, parallel, form, monkeypatch):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6 * np.abs(want).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ep=4,tp=2,rules=tp_sp"])
 def test_the_same_logits_and_greedy_tokens(parallel, engine_of, expected):
     """Every program that ran has the collectives that were promised, all-to-all among them."""

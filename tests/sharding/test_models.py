@@ -17,44 +17,37 @@ from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, ROWS, logits, reques
 
 # Separate runs for logits and for tokens, whose programs return no logits. gemma3 has a ring, which wraps.
 SEPARATE_RUNS = [
-    ("smollm2", "tp=8"),
+    pytest.param("smollm2", "tp=8", marks=pytest.mark.slow),
     ("gemma3", "cp=2,tp=2,rules=helix"),
 ]
 # One family for each other preset, and other families and meshes, in one run; the rest takes minutes.
 QUICK = [
     ("llama", "tp=4,rules=tp_sp"),
-    ("qwen3", "cp=8"),
-    ("gemma3", "ep=2,tp=2,dp=2"),
     ("gemma3", "cp=2,tp=2,rules=tp2d"),
     ("gemma3, window 5", "cp=4"),  # which does not divide
     ("deepseek", "ep=2,tp=2,rules=dp_attention"),
-    ("gemma3", "dp=2,cp=2,tp=2"),
-    ("smollm2", "cp=4,tp=2,rules=helix"),
     ("minicpm3", "tp=4"),
-    ("minicpm3", "cp=2,tp=4"),
     ("experts", "ep=2,tp=2,rules=tp_sp"),
-    ("gemma3n", "tp=2,rules=tp_sp"),
     ("qwen3_5", "tp=4,dp=2"),
-    ("minimax", "ep=2,tp=4"),
-    ("nemotron_h", "ep=2,tp=4"),
 ]
 # Each preset with a ring (gemma3), and with latents and experts (deepseek), and those that states run on with states,
 # unless it stands above; each mesh with one of them at least. Heads of gemma3 are copied and padded, those of smollm2
 # divide by no even number; its 7 experts do not either.
 SLOW = {
     "gemma3": "tp=8 tp=4,rules=tp_sp cp=8 cp=2,tp=4 dp=2,cp=2,tp=2,rules=helix cp=4,tp=2,rules=tp2d "
-    "tp=4,rules=dp_attention",
-    "smollm2": "dp=2 tp=4,rules=tp_sp cp=4,tp=2,rules=tp2d",
-    "minicpm3": "dp=2,cp=2,tp=2 dp=2,cp=2,tp=2,rules=tp2d",
-    "experts": "ep=4 ep=2,tp=2,dp=2 dp=2,tp=2,rules=dp_attention",
+    "tp=4,rules=dp_attention ep=2,tp=2,dp=2 dp=2,cp=2,tp=2",
+    "qwen3": "cp=8",
+    "smollm2": "dp=2 tp=4,rules=tp_sp cp=4,tp=2,rules=tp2d cp=4,tp=2,rules=helix",
+    "minicpm3": "cp=2,tp=4 dp=2,cp=2,tp=2,rules=tp2d",
+    "experts": "ep=4 ep=2,tp=2,dp=2",
     "deepseek": "ep=2,cp=2,tp=2 tp=4,rules=tp_sp cp=8 cp=4,tp=2,rules=helix cp=4,tp=2,rules=tp2d",
-    "gemma3n": "cp=2,tp=2",
+    "gemma3n": "cp=2,tp=2 tp=2,rules=tp_sp",
     "qwen3_5": "tp=2,rules=tp_sp tp=2,dp=2,rules=dp_attention",
     "olmo_hybrid": "tp=4,rules=tp_sp",
     "kimi_linear": "ep=2,tp=4 tp=2,rules=tp_sp ep=2,tp=2,rules=dp_attention",
-    "minimax": "tp=8,rules=tp_sp",
+    "minimax": "tp=8,rules=tp_sp ep=2,tp=4",
     "lfm2": "tp=4,dp=2 tp=8,rules=tp_sp",
-    "nemotron_h": "tp=8,rules=tp_sp tp=2,dp=2,rules=dp_attention",
+    "nemotron_h": "tp=8,rules=tp_sp tp=2,dp=2,rules=dp_attention ep=2,tp=4",
     "gemma4": "ep=2,tp=2,rules=dp_attention",
     "gemma3, window 5": "cp=2,tp=2,rules=helix",
 }
@@ -127,17 +120,17 @@ def test_the_same_logits_and_greedy_tokens_in_one_run(shape, parallel, engine_of
         pytest.param("cohere2", "tp=4,rules=dp_attention", marks=pytest.mark.slow),
         ("cohere2", "cp=2,tp=2,rules=tp2d"),
         pytest.param("cohere2", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
-        ("gpt_oss", "cp=2,tp=2"),
+        pytest.param("gpt_oss", "cp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "tp=2", marks=pytest.mark.slow),
         pytest.param("gpt_oss", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
-        ("llama4", "cp=2"),
+        pytest.param("llama4", "cp=2", marks=pytest.mark.slow),
         pytest.param("gpt2", "tp=4,rules=tp_sp", marks=pytest.mark.slow),
         pytest.param("gpt2", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
         ("gates", "cp=2,tp=2,rules=helix"),
         pytest.param("gates", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
         pytest.param("gemma3n", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
         pytest.param("gemma3n", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
-        ("gemma4", "ep=2,tp=2,rules=tp_sp"),
+        pytest.param("gemma4", "ep=2,tp=2,rules=tp_sp", marks=pytest.mark.slow),
         pytest.param("gemma4", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
         pytest.param("mimo", "cp=2,tp=2,rules=helix", marks=pytest.mark.slow),
         pytest.param("mimo", "cp=2,tp=2,rules=tp2d", marks=pytest.mark.slow),
@@ -202,7 +195,10 @@ def test_prompt_log_probabilities_are_put_in_order(engine_of):
     np.testing.assert_allclose(*(x[:20] for x in scored), atol=5e-5)
 
 
-@pytest.mark.parametrize(("shape", "parallel"), [("gemma3", "dp=2,cp=2,tp=2"), ("qwen3_5", "ep=2,tp=2")])
+@pytest.mark.parametrize(
+    ("shape", "parallel"),
+    [("gemma3", "dp=2,cp=2,tp=2"), pytest.param("qwen3_5", "ep=2,tp=2", marks=pytest.mark.slow)],
+)
 def test_replicas_whose_pages_run_out_give_the_same_tokens(shape, parallel, engine_of, programs_of):
     """Each replica has pages for one longest sequence. Sequences are preempted, and move to lower rows."""
     whole = programs_of(shape, parallel)
