@@ -40,6 +40,7 @@ _POSITIONS = {"cpu": 2048, "gpu": 2048, "tpu": 8192, "neuron": 2048}
 _TILES = {"cpu": (32, 512), "gpu": (32, 8192)}
 _DETAIL_TOKENS = 512  # most tokens of a step whose logits or log-probabilities are returned
 _RING_TOKENS = 512  # most tokens of a row in a step where layers keep rings, which are longer by as many
+STREAMED_ROWS = 16  # of a replica, whose streams get each token by itself; see `EngineConfig.one_step_buckets`
 # Bounds of what would only waste memory, or overflow a compiled program's counters.
 _MOST_STEPS, _MOST_IN_FLIGHT = 1024, 64
 # Operations that the option `backend` can leave to XLA.
@@ -400,6 +401,14 @@ class EngineConfig:
     def row_buckets(self) -> tuple[int, ...]:
         """Batch buckets in rows of one replica."""
         return tuple(sorted({-(-size // self.shards.replicas) for size in self.buckets.batch}))
+
+    @cached_property
+    def one_step_buckets(self) -> tuple[int, ...]:
+        """Batch buckets in rows of one replica that have programs of one step as well, for streams. On GPUs, whose
+        dispatches are short, those of more rows than `STREAMED_ROWS` have none: streams get the tokens of a dispatch
+        together then."""
+        small = tuple(rows for rows in self.row_buckets if rows <= STREAMED_ROWS)
+        return (small or self.row_buckets[:1]) if self.counted else self.row_buckets
 
     def most_chunks(self, width: int) -> int:
         """Number of chunks of `width` tokens that one step prefills on a replica: as many as fill the longest chunk."""

@@ -176,6 +176,16 @@ class Scheduler:
         unfinished = [s for s in decoding if s.scheduled < s.max_tokens]
         return self._decode(decoding, unfinished, steps) if unfinished else None
 
+    def _steps(self, wanted: int) -> int:
+        """Steps of a decode dispatch where so many are wanted: one if the host changes logits, and no single step
+        where there is no program of one."""
+        rows, active = self.config.rows, [s for s in self.running.values() if s.may_be_active]
+        if any(s.mode == "processed" for s in active):
+            return 1
+        last = max((s.row % rows for s in active if s.scheduled < s.max_tokens), default=0)
+        single = pick(self.config.row_buckets, 1 + last) in self.config.one_step_buckets
+        return wanted if single else self.config.decode_steps
+
     # ---- rows and pages
 
     def _admit(self) -> None:

@@ -147,7 +147,9 @@ class ProgramSet:
     @property
     def decisive(self) -> ProgramKey:
         """The program that decides the layouts of the weights: a decode step of all rows."""
-        return ProgramKey("greedy", self.config.rows, self.config.max_len)
+        config = self.config
+        steps = 1 if config.rows in config.one_step_buckets else config.decode_steps
+        return ProgramKey("greedy", config.rows, config.max_len, steps)
 
     def choose_layouts(self) -> None:
         """Compile the decisive program with free layouts of the weights, and hold all others to what it chose.
@@ -412,7 +414,10 @@ def _keys_of_mode(config: EngineConfig, mode: Mode) -> list[ProgramKey]:
     details |= {"logprobs": "logprobs", "processed": "logprobs"}
     for limit in config.buckets.cache:
         for rows in config.row_buckets:
-            keys += [ProgramKey(mode, rows, limit, steps) for steps in numbers]
+            if mode not in DEVICE_MODES or rows in config.one_step_buckets:
+                keys.append(ProgramKey(mode, rows, limit))
+            if mode in DEVICE_MODES:
+                keys.append(ProgramKey(mode, rows, limit, config.decode_steps))
             if config.cascade and rows >= LEAST_SHARING and mode in DEVICE_MODES:
                 keys.append(ProgramKey(mode, rows, limit, config.decode_steps, cascade=True))
         for chunks, chunk in config.prefill_shapes():

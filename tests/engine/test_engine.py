@@ -25,7 +25,7 @@ from inferlib.engine.sequence import Sequence, Status
 from inferlib.engine.step_times import StepTimes
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
-from inferlib.programs.program import CHUNK_COLUMNS, Control, ProgramKey, StepOutput
+from inferlib.programs.program import CHUNK_COLUMNS, MODES, Control, Logits, ProgramKey, StepOutput
 from inferlib.programs.program_set import ProgramSet, UnplannedProgramError, planned_keys
 from inferlib.sampling.params import SamplingParams
 from inferlib.sharding.shards import Shards
@@ -33,7 +33,6 @@ from tests.helpers.cached_pages import nodes_of
 from tests.helpers.llms import MAX_LEN, assert_greedy, new_engine, random_prompts
 
 EOS = 2
-MODES = ("greedy", "sample", "logprobs")
 
 # ---- the engine over a scripted device
 
@@ -77,18 +76,32 @@ class ScriptedDevice:
 
     def __init__(self, config: EngineConfig, scripts: list[Script], page: int):
         self.scripts, self.page = {tuple(s.prompt): s for s in scripts}, page
-        self.planned = frozenset(planned_keys(config))
+        self.planned = frozenset(planned_keys(config, MODES))
         self.rows = [Row() for _ in range(config.max_batch)]
         self.replicas, self.places = config.shards.replicas, config.rows
         self.cells = defaultdict(lambda: [None] * page)  # of each page of each replica
         self.scheduler: Scheduler | None = None
+        self.begun: tuple | None = None  # the key and the control of a step whose tokens are not chosen
 
     def ready(self, key: ProgramKey):
         assert key in self.planned
         scheduler, first = self.scheduler, next(iter(self.scheduler.waiting), None)
+        if key.part == "choose":
+            return functools.partial(self.choose, key)
         if first and not first.ready and first.waits_for is None:  # it was not preempted
             assert scheduler._place_for(first) is None, "a prompt waits beside a free row and free pages"
-        return functools.partial(self.run, key)
+        return functools.partial(self.forward if key.part else self.run, key)
+
+    def forward(self, key, weights, cache, state, control, chunk=None):
+        self.begun = key, control
+        logits = (host_array(np.zeros((rows * self.replicas, 64), np.float32)) for rows in (key.chunks, key.rows))
+        return cache, state, StepOutput(host_array(np.zeros((1, 0), int)), logits=Logits(*logits))
+
+    def choose(self, key, state, logits, chunk=None):
+        (forward, control), self.begun = self.begun, None
+        assert key == forward.following
+        _, state, output = self.run(dataclasses.replace(forward, detail=""), None, None, state, control, chunk)
+        return state, output
 
     def change_rows(self, cache, state, changes):
         for source, target in changes.moves:
@@ -118,6 +131,7 @@ class ScriptedDevice:
         assert self.cells_of(number, len(tokens)) == tokens, "another sequence wrote to the row's pages"
 
     def run(self, key, weights, cache, state, control, chunk=None):
+        assert self.begun is None, "a step waits for its tokens to be chosen"
         controls = [Control.unpack(part[None]) for part in np.asarray(control)]
         for row, stop in zip(self.rows, np.concatenate([c.cancel for c in controls]), strict=True):
             row.active &= not stop
@@ -219,7 +233,8 @@ def scripted_engine(config: EngineConfig, scripts: list[Script]) -> Engine:
 
 
 def sequence(script: Script, detail: str = "") -> Sequence:
-    params = SamplingParams(temperature=0.0 if script.mode == "greedy" else 1.0)
+    functions = [lambda token_ids, logits: logits] if script.mode == "processed" else None
+    params = SamplingParams(temperature=0.0 if script.mode == "greedy" else 1.0, logits_processors=functions)
     options = dict(eos_ids=(EOS,), detail=detail, priority=script.priority)
     return Sequence(script.prompt, params, script.max_tokens, seed=0, **options)
 
@@ -247,6 +262,8 @@ def traffic(draw):
         # A cell of the smallest model takes 16 bytes, and its layout knows no replicas.
         cache_memory=16 * replicas * page * draw(st.sampled_from([-(-40 // page), -(-60 // page), 100])),
     )
+    if draw(st.booleans()):
+        vars(config)["one_step_buckets"] = config.row_buckets[:1]  # as on GPUs
     jobs = []
     for number in range(draw(st.integers(1, 12))):
         scoring = draw(st.integers(0, 9)) == 9
@@ -255,7 +272,7 @@ def traffic(draw):
         budget = 0 if scoring else draw(st.integers(1, 20))
         ending = draw(st.integers(1, 20))
         tokens = [EOS if i + 1 == ending else 8 + i for i in range(20)]
-        mode = "greedy" if scoring else draw(st.sampled_from(["greedy", "sample"]))
+        mode = "greedy" if scoring else draw(st.sampled_from(["greedy", "sample", "sample", "processed"]))
         arrival = draw(st.sampled_from([0, 0, 1, 3, 6]))
         cancel = draw(st.sampled_from([None, None, None, 0, 1, 2, 5]))
         script = Script(prompt, tokens, mode, budget, draw(st.sampled_from([0, 0, 0, 1, -1])))
@@ -531,6 +548,24 @@ def test_a_mode_has_its_own_programs(small):
     counts = [len(planned_keys(small.config, [mode])) for mode in ("greedy", "sample", "logprobs")]
     assert counts == [7, 6, 7]
     assert all(key.mode == "greedy" for key in planned_keys(small.config, ["greedy"]))
+
+
+def test_gpus_have_single_steps_of_few_rows_only():
+    """Three of eleven; the host's changes of logits take one step of any number of rows."""
+    config = EngineConfig.make("gpu", 512, 2304)
+    keys = planned_keys(config, ["greedy", "processed"])
+    single = [key.rows for key in keys if key.mode == "greedy" and key.steps == 1 and not key.chunks]
+    assert single == [rows for rows in config.row_buckets if rows <= 16] == [1, 8, 16]
+    assert len([key for key in keys if key.mode == "greedy" and key.steps == 4 and not key.cascade]) == 11
+    assert len([key for key in keys if key.part == "forward" and not key.chunks]) == 11
+    for rows in (64, 512):
+        config = EngineConfig.make("tpu", rows, 64)
+        assert config.one_step_buckets == config.row_buckets
+        config = EngineConfig.make("gpu", rows, 64, Buckets((64,), (rows,), (64,)))
+        assert config.one_step_buckets == (rows,)
+        assert ProgramSet.make(smallest_model(), config).decisive in planned_keys(config)
+    config = EngineConfig.make("gpu", 512, 40)
+    assert ProgramSet.make(smallest_model(), config).decisive in planned_keys(config)
 
 
 def test_nothing_compiles_after_warmup(small):
