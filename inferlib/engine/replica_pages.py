@@ -87,7 +87,8 @@ class ReplicaPages:
         if tree is not None:
             while path and path[-1].pending:
                 tree.remove(path.pop())
-            self._insert_written(s, tree)
+            if s.prefilled > s.hit:  # else part of a page may be a copy that is not made yet, which is no source
+                self._insert_written(s, tree)
             tree.release(path)
         self.pool.give_back(
             page for column, page in enumerate(s.pages) if column >= len(path) or path[column].page != page

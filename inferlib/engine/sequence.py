@@ -46,7 +46,7 @@ class Sequence:
     page that it can read once another sequence has written it.
     context: what is prefilled: the prompt, and if the sequence was preempted its tokens.
     prefilled: number of tokens of the context sent to the device, or in the cache before. cached: the latter, of its
-    prompt, when it got a row first; None before that.
+    prompt, when it got a row first; None before that. hit: the latter when it got a row last.
     ready: dispatches whose results must be known before it may get a row again.
     scheduled: number of output tokens received, plus steps in flight.
     prompt_details: one entry per chunk, `Sampled` or logits of its valid positions; or one of all so far, [2, D]: the
@@ -75,6 +75,7 @@ class Sequence:
     context: list[int] = field(default_factory=list)
     prefilled: int = 0
     cached: int | None = None
+    hit: int = 0
     ready: int = 0
     scheduled: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -145,7 +146,7 @@ class Sequence:
         if self.takes_cached:
             self.detail = ""  # the prompt's details are known, if they were asked for
         self.prompt_details = self.prompt_details if not self.detail else []
-        self.status, self.prefilled, self.waits_for = Status.PREFILL, cached, None
+        self.status, self.prefilled, self.hit, self.waits_for = Status.PREFILL, cached, cached, None
         self.cached = cached if self.cached is None else self.cached
         self.context = self.prompt + self.tokens if self.tokens else self.prompt
 

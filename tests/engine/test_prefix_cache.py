@@ -19,6 +19,7 @@ from inferlib import LLM, SamplingParams
 from inferlib.aot.compile import environment
 from inferlib.config import Buckets, ConfigurationError, EngineConfig
 from inferlib.engine.engine import Engine
+from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.scheduler import Scheduler
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.programs.counter import compilations
@@ -263,6 +264,23 @@ def test_a_replica_serves_what_it_has_the_beginning_of():
     scheduler = Scheduler(config, Engine(smallest_model(), (), config).plan)
     assert replica_of(TRUNK + TAILS[1][:12]) == 0  # fifteen pages in use
     assert replica_of(TRUNK[:4] + other) == 1  # and not one page less to prefill
+
+
+def test_a_copy_that_is_not_made_yet_is_no_source():
+    """A sequence gets a row and loses it before it runs, its copy's source evicted."""
+    pages = ReplicaPages(3, 4, 2)
+    first, second = sequence(TRUNK[:4], 1), sequence([*TRUNK[:2], *TAILS[0][:9]], 1)
+    pages.start(first, pages.find(first))
+    first.begin(0)
+    first.prefilled = 4
+    pages.written(first, 0)
+    pages.give_back(first)
+    match = pages.find(second)
+    second.begin(match.tokens)
+    assert pages.start(second, match) is not None
+    assert (match.tokens, pages.evictions) == (2, 1)
+    pages.give_back(second)
+    assert (pages.cached, pages.free) == (0, 3)
 
 
 def crowd(salts: bool = False) -> list[Sequence]:
