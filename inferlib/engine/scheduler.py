@@ -288,6 +288,7 @@ class Scheduler:
     def _preempt(self, s: Sequence) -> None:
         """Take a sequence's row and pages. It waits until its tokens in flight are known, at least."""
         self.preemptions += 1
+        self.changes.leave_out(s.row)
         self.cancel(s)
         s.status, s.ready = Status.WAITING, self._sent
         insort(self.waiting, s, key=_order)

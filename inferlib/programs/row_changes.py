@@ -67,6 +67,12 @@ class Changes:
     def __bool__(self) -> bool:
         return bool(self.moves or self.copies or self.grants or self.counts)
 
+    def leave_out(self, row: int) -> None:
+        """Give a row nothing: its sequence lost it. Another one may get it before these changes are made, and in one
+        call they have no order."""
+        self.grants = [grant for grant in self.grants if grant.row != row]
+        self.counts = [count for count in self.counts if count.row != row]
+
     def copy(self, source: int, target: int) -> None:
         """Copy a page once all copies so far are made. What the target was to get before, nobody reads any more."""
         self.copies.pop(target, None)

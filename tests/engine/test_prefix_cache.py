@@ -23,7 +23,7 @@ from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.scheduler import Scheduler
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.programs.counter import compilations
-from inferlib.programs.row_changes import _at_once, _one_by_one
+from inferlib.programs.row_changes import Changes, _at_once, _one_by_one
 from inferlib.targets import parse_target
 from tests.engine.test_engine import Replicas, assert_accounted, smallest_model
 from tests.engine.test_paging import GREEDY, LEAST, run, sequence
@@ -281,6 +281,24 @@ def test_a_copy_that_is_not_made_yet_is_no_source():
     assert (match.tokens, pages.evictions) == (2, 1)
     pages.give_back(second)
     assert (pages.cached, pages.free) == (0, 3)
+
+
+def test_a_row_that_is_lost_before_a_dispatch_gets_nothing():
+    """Grants and counts of its next sequence would be mixed with those of the one that lost it."""
+    config = EngineConfig(1, 64, Buckets((8,), (1,), (64,), tile=4), page_size=4)
+    scheduler = Scheduler(config, Engine(smallest_model(), (), config).plan)
+    for number, params in enumerate([PENALIZED] * 3):
+        scheduler.add(s := sequence([*TRUNK[:12], number], 1, params))
+        while s.status is not Status.DECODE:
+            scheduler.plan(1)
+        changes, scheduler.changes = scheduler.changes, Changes()
+        assert {grant.row for grant in changes.grants} == {0}
+        assert {count.token for count in changes.counts} == ({-1, *TRUNK[:12]} if number else set())
+        if number < 2:
+            scheduler.release(s)
+    scheduler.changes = changes
+    scheduler._preempt(s)
+    assert not scheduler.changes
 
 
 def crowd(salts: bool = False) -> list[Sequence]:
