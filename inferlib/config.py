@@ -526,7 +526,7 @@ class EngineOptions:
     decode_steps, in_flight, scan, free_layouts: see `EngineConfig`; by default what suits the platform.
     platform: whose defaults to take; by default the platform of the devices.
     cascade: rows that share a prefix read it once, at eight rows and more (see `inferlib.ops.cascade_attention`); by
-        default on GPUs, where the model has layers that can. It takes programs of its own.
+        default on GPUs, for models that can. It takes programs of its own.
     page_size: positions of a page of the cache, a power of two; by default 128.
     cache_memory: of the cache on each device: bytes, a text such as "16GiB", or a share of the device's memory up to 1.
         By default all that weights and steps leave free; on CPUs what `max_batch` sequences of `max_len` tokens take.
@@ -628,7 +628,7 @@ class EngineOptions:
             in_flight=_default(self.in_flight, 2),
             scan=_default(self.scan, on_tpu),
             free_layouts=_default(self.free_layouts, on_tpu),
-            cascade=_cascade(self.cascade, platform, shards, model),
+            cascade=self._cascade(platform, shards, model),
             kv_cache_dtype=self.kv_cache_dtype,
             backend=backend,
             shards=shards,
@@ -639,6 +639,20 @@ class EngineOptions:
             prefix_caching=self.prefix_caching,
             itl=self.itl,
         )
+
+    def _cascade(self, platform: str, shards: Shards, model: ModelConfig | None) -> bool:
+        mixers = [] if model is None else [layer.attention for layer in model.layers]
+        pages = not any(isinstance(x, Recurrent) or x.reach for x in mixers)
+        reasons = {
+            "prefix_caching is False, so rows share nothing": not self.prefix_caching,
+            "positions are split over devices": shards.size(axes.POSITIONS) > 1,
+            "rows of this model share nothing: it has windows, chunks or states": not pages,
+            "this model has latent attention alone": bool(mixers) and all(isinstance(x, MlaSpec) for x in mixers),
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), None)
+        if self.cascade and why:
+            raise ConfigurationError(f"cascade=True reads a prefix that rows share once, and {why}: leave cascade out")
+        return why is None and _default(self.cascade, platform == "gpu")
 
     def _max_len(self, model: ModelConfig | None, most: int | None) -> int:
         if self.max_len is not None:
@@ -673,18 +687,6 @@ def _row_limit(buckets: Buckets, model: ModelConfig | None) -> int | None:
     if buckets.tile is None or model is None or all(layer.attention.reach is None for layer in model.layers):
         return None
     return min(most, rounded_up(_RING_TOKENS, buckets.tile))
-
-
-def _cascade(asked: bool | None, platform: str, shards: Shards, model: ModelConfig | None) -> bool:
-    """Whether rows may read a prefix once. Raises ConfigurationError if that is asked for, and no layer can."""
-    mixers = [] if model is None else [layer.attention for layer in model.layers]
-    able = model is None or any(isinstance(x, AttentionSpec) and x.reach is None for x in mixers)
-    able = able and shards.size(axes.POSITIONS) == 1
-    if asked and not able:
-        why = "no layer of this model attends to all positions in pages of keys and values"
-        why = "positions are split over devices" if shards.size(axes.POSITIONS) > 1 else why
-        raise ConfigurationError(f"cascade=True reads a shared prefix once, and {why}: leave cascade out")
-    return able and _default(asked, platform == "gpu")
 
 
 def _reads_live_positions(backend: Backend, model: ModelConfig | None, kv_cache_dtype: str | None) -> bool:
