@@ -39,6 +39,14 @@ SHORT_SHARE, LONG_SHARE = 128, 2048
 MERGED = 1024  # numbers that a program of the merging kernel takes at once
 
 
+class Launch(NamedTuple):
+    """resident: programs to divide the rows into, if they are long enough. stages: blocks that a program has loads of
+    under way for."""
+
+    resident: int
+    stages: int
+
+
 def decode_attention(
     q: jax.Array, cache: KvCache, lengths: jax.Array, options: AttentionOptions, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
@@ -85,17 +93,18 @@ def attend_shares(
     sinks: jax.Array | None = None,
     queries: int = 1,
     interpret: bool = False,
-    resident: int = PROGRAMS,
+    launch: Launch | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of q [B, K, C * G, h], `queries` C of a row, with sinks [K, C * G], to each share of the rows.
 
-    resident: programs to divide the rows into, if they are long enough.
+    launch: by default as for queries of one row.
 
     Returns [splits, B, K, C * G, h], in q's dtype if rows are whole, else float32; and lses [splits, B, K, C * G],
     -inf of shares that are empty, whose other numbers may be anything.
     """
+    launch = launch or Launch(PROGRAMS, STAGES)
     rows, kv_heads, group, size = q.shape
-    split = dealt(cache, rows, kv_heads, size, window=options.shared_window, queries=queries, resident=resident)
+    split = dealt(cache, rows, kv_heads, size, window=options.shared_window, queries=queries, resident=launch.resident)
     splits, (page, table) = split["splits"], page_specs(cache.k, cache.pages, 0, 1)
     kernel = functools.partial(_kernel, scale=options.scale, softcap=options.softcap, queries=queries, **split)
     return pl.pallas_call(
@@ -117,7 +126,7 @@ def attend_shares(
             jax.ShapeDtypeStruct((splits, *q.shape), q.dtype if splits == 1 else jnp.float32),
             jax.ShapeDtypeStruct((splits, *q.shape[:3]), jnp.float32),
         ],
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=launch.stages),
         interpret=interpret,
         name="decode_attention",
     )(lengths, q, cache.k, cache.values, sinks, cache.pages)
