@@ -225,6 +225,7 @@ def test_programs_manifest_and_commands_are_written(model, tmp_path):
         LLM(model, artifacts=out, progress=False)
 
 
+@pytest.mark.slow
 def test_an_installed_compiler_is_run(model, tmp_path, monkeypatch):
     compiler(tmp_path, 'while [ "$1" != --output ]; do shift; done; echo neff > "$2"', monkeypatch)
     result = run(model, "--out", str(tmp_path / "out"), "--json")

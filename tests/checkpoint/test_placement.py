@@ -73,7 +73,7 @@ def test_load_is_what_transformers_routes(folder, expected):
     ("placement", "parallel", "scan"),
     [
         (PERMUTED, None, True),
-        (COPIED, "ep=2,tp=2", False),
+        pytest.param(COPIED, "ep=2,tp=2", False, marks=pytest.mark.slow),
         pytest.param(SIXTEEN, "ep=4,tp=2,rules=tp_sp", False, marks=pytest.mark.slow),
         pytest.param(None, "cp=2", False, marks=pytest.mark.slow),
         pytest.param(COPIED, "tp=2,ep=2,rules=dp_attention", True, marks=pytest.mark.slow),
@@ -86,6 +86,7 @@ def test_outputs_and_load_are_the_same(placement, parallel, scan, folder, expect
     assert_same(make(folder, scan=scan, **options), expected)
 
 
+@pytest.mark.slow
 def test_converted_and_quantised(folder, tmp_path):
     """Both orders of placing and quantising store the same numbers."""
     COPIED.write(tmp_path / "placement.json")

@@ -101,7 +101,7 @@ def tight(checkpoint):
     return functools.cache(lambda kind: build_tight(checkpoint(kind.split()[0]), kind))
 
 
-SLOW = ("gemma3n_text", "kimi_linear")
+SLOW = ("llama4_text", "gemma3n_text", "kimi_linear")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(x, marks=[pytest.mark.slow] if x in SLOW else []) for x in KINDS])

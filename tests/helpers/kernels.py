@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable
 
 import jax
@@ -22,14 +23,17 @@ def copies_of(names: Iterable[str], early: Iterable[str]) -> pytest.MarkDecorato
     return pytest.mark.parametrize(("name", "mode"), cases)
 
 
-def on_backends(names: Iterable[str], backends: Iterable[str], raced: Iterable[str] = ()) -> pytest.MarkDecorator:
-    """Parametrise `name` and `backend`; of the cases in `raced` without "tpu".
+def on_backends(
+    names: Iterable[str], backends: Iterable[str], raced: Iterable[str] = (), slow: Iterable[str] = ()
+) -> pytest.MarkDecorator:
+    """Parametrise `name` and `backend`; of the cases in `raced` without "tpu", of those in `slow` with a slow one.
 
     A search for races runs the same kernel on the same case, more strictly interpreted, and compares its results too.
     """
-    raced = set(raced)
-    pairs = [(name, backend) for name in names for backend in backends if backend != "tpu" or name not in raced]
-    return pytest.mark.parametrize(("name", "backend"), pairs)
+    raced, slow = {(name, "tpu") for name in raced}, {(name, "tpu") for name in slow}
+    pairs = [pair for pair in itertools.product(names, backends) if pair not in raced]
+    cases = [pytest.param(*pair, marks=[pytest.mark.slow] if pair in slow else []) for pair in pairs]
+    return pytest.mark.parametrize(("name", "backend"), cases)
 
 
 def kernels_in(function: Callable, *args, of_gpus: bool = True) -> set[str]:

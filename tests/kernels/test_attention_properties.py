@@ -198,7 +198,7 @@ MLA_DECODE = {
 }
 
 
-@pytest.mark.parametrize("backend", MLA_DECODE)
+@pytest.mark.parametrize("backend", backends(MLA_DECODE))
 @given(data=st.data(), seed=SEEDS, loudness=LOUDNESS)
 @settings(max_examples=20)
 def test_decode_over_latents_of_any_lengths_cut_anywhere(backend, data, seed, loudness):
@@ -220,7 +220,7 @@ MLA_CHUNKS = test_mla_prefill_attention.Case((), width=16, heads=2, slots=256, c
 MLA_PREFILL = {"xla": mla_prefill_attention, "tpu": partial(mla_prefill_attention, backend="pallas_tpu")}
 
 
-@pytest.mark.parametrize("backend", MLA_PREFILL)
+@pytest.mark.parametrize("backend", backends(MLA_PREFILL))
 @given(starts=rows_of(3, st.one_of(st.just(-1), near(496, 240, 256))), cuts=rows_of(3, near(512, 256)), seed=SEEDS)
 @settings(max_examples=12)
 def test_prefill_over_latents_from_any_starts_cut_anywhere(backend, starts, cuts, seed):

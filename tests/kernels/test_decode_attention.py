@@ -113,7 +113,7 @@ def test_quantised_caches(name, backend):
     QUANTISED_CASES[name].check(BACKENDS[backend])
 
 
-@on_backends(WRITING_CASES, ("xla", "tpu"), RACES)
+@on_backends(WRITING_CASES, ("xla", "tpu"), RACES, slow=["int8, several written to pages"])
 def test_new_cells_are_written(name, backend):
     """And no other bit of the cache changes."""
     WRITING_CASES[name].check(BACKENDS[backend])

@@ -148,7 +148,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(tpu, "blocks", small)
 
 
-@on_backends(CASES, BACKENDS, RACES)
+@on_backends(CASES, BACKENDS, RACES, slow=("two tiles, the last one not full", "beyond the cache", "large logits"))
 def test_equals_the_oracle(name, backend):
     CASES[name].check(BACKENDS[backend])
 
@@ -163,7 +163,7 @@ def test_scales_of_latents_and_keys_are_folded_in():
     wants = case.oracle(inputs)
     inputs |= {name: x.values for name, x in cached.items()}
     scales = tuple(cached[name].scales for name in ("latents", "keys"))
-    out, lse = mla_prefill_attention(**inputs, scales=scales, scale=SCALE)
+    out, lse = jax.jit(partial(mla_prefill_attention, scale=SCALE))(**inputs, scales=scales)
     for chunk, (want, want_lse) in wants.items():
         np.testing.assert_allclose(out[chunk], want, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(lse[chunk], want_lse, rtol=1e-4, atol=1e-4)

@@ -101,7 +101,7 @@ def test_parts_of_a_cache_merge_to_the_whole():
     """Odd blocks and even ones."""
     case = Case((0, 130, 384), width=128, heads=1, group=1)
     inputs = case.inputs(0)
-    whole, whole_lse = prefill_attention(**inputs, **case.static())
+    whole, whole_lse = jax.jit(partial(prefill_attention, **case.static()))(**inputs)
     run = jax.jit(partial(BACKENDS["tpu"], **inputs, **case.static()))
     parts = [run(listed=BlockList(jnp.array([n, n + 2]).reshape(1, 1, 1, 2).repeat(3, 0), 128, 128)) for n in (0, 1)]
     out, lse = merge_attention(*(jnp.stack(x) for x in zip(*parts, strict=True)))

@@ -40,7 +40,10 @@ def check(got, expected) -> None:
     assert error < 1e-3, error
 
 
-@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param(x, marks=[] if x in (None, "int8", "mxfp4") else [pytest.mark.slow]) for x in (None, *SCHEMES)],
+)
 def test_rows_by_the_matrices_they_choose(scheme):
     """Inputs of very different sizes, outputs that do not fill their blocks; a group that nobody chose is not read."""
     rng, ids, rows = np.random.default_rng(0), np.array([2, 0, -1, 2]), np.array([0, 0, 1, 1])

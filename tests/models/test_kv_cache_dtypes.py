@@ -31,7 +31,10 @@ BUCKETS = Buckets((8, 16), (2,), (64,))
 
 @pytest.mark.parametrize(
     ("family", "dtype", "scan"),
-    [("gemma2", "int8", False), ("ministral", "fp8", True), ("kimi_linear", "int8", False)],
+    [
+        *(("gemma2", "int8", False), ("ministral", "fp8", True)),
+        pytest.param("kimi_linear", "int8", False, marks=pytest.mark.slow),
+    ],
 )
 def test_logits_are_those_of_a_cache_that_rounds(family, dtype, scan, checkpoint, llm_of):
     """Chunk by chunk and token by token, in whole rows and in rings that wrap, and beside states, which are not."""

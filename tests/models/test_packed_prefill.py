@@ -21,7 +21,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     ("name", "more"),
     [
         *(("llama", True), ("gpt_oss", True), ("qwen3_5_text", True)),
-        *(("gemma3n_text", False), ("llama4_text", False), ("minicpm3", False)),
+        ("minicpm3", False),
+        *(pytest.param(family, False, marks=pytest.mark.slow) for family in ("gemma3n_text", "llama4_text")),
     ],
 )
 def test_packed_prompts_give_the_tokens_of_transformers(name, more, checkpoint):

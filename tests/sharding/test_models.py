@@ -27,7 +27,6 @@ QUICK = [
     ("gemma3, window 5", "cp=4"),  # which does not divide
     ("deepseek", "ep=2,tp=2,rules=dp_attention"),
     ("minicpm3", "tp=4"),
-    ("experts", "ep=2,tp=2,rules=tp_sp"),
     ("qwen3_5", "tp=4,dp=2"),
 ]
 # Each preset with a ring (gemma3), and with latents and experts (deepseek), and those that states run on with states,
@@ -39,7 +38,7 @@ SLOW = {
     "qwen3": "cp=8",
     "smollm2": "dp=2 tp=4,rules=tp_sp cp=4,tp=2,rules=tp2d cp=4,tp=2,rules=helix",
     "minicpm3": "cp=2,tp=4 dp=2,cp=2,tp=2,rules=tp2d",
-    "experts": "ep=4 ep=2,tp=2,dp=2",
+    "experts": "ep=4 ep=2,tp=2,dp=2 ep=2,tp=2,rules=tp_sp",
     "deepseek": "ep=2,cp=2,tp=2 tp=4,rules=tp_sp cp=8 cp=4,tp=2,rules=helix cp=4,tp=2,rules=tp2d",
     "gemma3n": "cp=2,tp=2 tp=2,rules=tp_sp",
     "qwen3_5": "tp=2,rules=tp_sp tp=2,dp=2,rules=dp_attention",
