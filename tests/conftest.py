@@ -60,7 +60,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 # Files of long tests, the longest first.
-LONG = ("test_notebooks", "test_bundles", "test_smollm2", "test_backends", "test_compile_tpu")
+LONG = ("test_notebooks", "test_bundles", "test_hosts", "test_smollm2", "test_backends", "test_compile_tpu", "test_tpu")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
