@@ -170,9 +170,11 @@ class Scheduler:
                 decoding = decoding if unfinished else []
                 return self._step(*self._chunks(prefilling, decoding), decoding)
         self._compact()
-        if any(s.mode == "processed" for s in self.running.values()):
-            steps = 1
-        decoding = self._covered(steps)
+        now = self._steps(steps)
+        decoding = self._covered(now)
+        if (more := self._steps(steps)) > now:  # what needed single steps was preempted
+            now, decoding = more, self._covered(more)
+        steps = now
         unfinished = [s for s in decoding if s.scheduled < s.max_tokens]
         return self._decode(decoding, unfinished, steps) if unfinished else None
 
