@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 from inferlib.cli import app
 from inferlib.config import Buckets, ConfigurationError, EngineConfig
 from inferlib.configs import load, measurements
+from inferlib.engine import scheduler
 from inferlib.engine.engine import Engine
 from inferlib.engine.scheduler import Scheduler
 from inferlib.engine.sequence import Sequence
@@ -38,7 +39,9 @@ def deployed(name: str, target: str, parallel: str = "tp=1") -> Deployed:
 
 @pytest.mark.parametrize("run", MEASURED["runs"], ids=lambda run: f"{run['model']}-{run['max_batch']}")
 def test_runs_measured_on_an_h200(run, monkeypatch):
-    """Within 10 %."""
+    """Within 10 %. They took as many prompt tokens a step as there were, whatever the step's room, and perhaps did not
+    move rows."""
+    monkeypatch.setattr(scheduler, "_LARGE_STEP", 10**9)
     if not run["moves"]:
         monkeypatch.setattr(Scheduler, "_compact", lambda self: None)
     it = deployed(run["model"], MEASURED["target"])
