@@ -46,7 +46,7 @@ from inferlib.programs.counter import compilations
 from inferlib.programs.memory import explained
 from inferlib.programs.program import DEVICE_MODES, Mode
 from inferlib.programs.program_set import ProgramSet, planned_keys
-from inferlib.programs.start_functions import adopted
+from inferlib.programs.start_functions import Compiled, adopted
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sampling import token_table
 from inferlib.sampling.beam_search import BeamSearch, BeamSearchParams
@@ -133,18 +133,18 @@ class LLM:
             raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
         self.model_config, self.tokenizer = files.config, files.tokenizer
         self.seed = seed
-        stored = {}
+        self._stored: Compiled = {}  # small functions of artifacts
         with agreement({"model": files.config, "jax": jax.__version__, **choices.shared()}):
             if artifacts is None:
                 programs = plan_programs(files.config, choices)
             else:
-                programs, stored = _load_programs(Artifacts.open(artifacts), files.config, choices)
+                programs, self._stored = _load_programs(Artifacts.open(artifacts), files.config, choices)
             self.config = replace(programs.config, itl=decided.itl, prefix_caching=decided.prefix_caching)
             if self._channel and not self.config.shards.several_processes:
                 raise ShardingError(
                     f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
                 )
-        with adopted(stored), explained("loading the weights", programs.demand):
+        with adopted(self._stored), explained("loading the weights", programs.demand):
             weights = files.load(
                 programs.model,
                 placement=choices.placement,
@@ -152,7 +152,7 @@ class LLM:
                 formats=programs.formats,
                 progress=self.progress,
             )
-        with adopted(stored), explained("making room for the cache", programs.demand):
+        with adopted(self._stored), explained("making room for the cache", programs.demand):
             engine = Engine(programs.model, weights, self.config, channel=self._channel, programs=programs)
         if self._channel:
             self._channel.ready()
@@ -399,8 +399,9 @@ class LLM:
     def sleep(self) -> None:
         """Free the memory of the devices until `wake`: the weights go to host memory, and the cache is dropped.
 
-        Programs stay compiled. Requests raise RuntimeError meanwhile. Raises RuntimeError, and changes nothing, if
-        requests wait or run. A model that sleeps already stays as it is.
+        Programs stay compiled; on TPUs the first time compiles small ones for `wake`. Requests raise RuntimeError
+        meanwhile. Raises RuntimeError, and changes nothing, if requests wait or run. A model that sleeps already stays
+        as it is.
         """
         self._runner.call(lambda: self.engine.sleep())
 
@@ -409,7 +410,12 @@ class LLM:
 
         Raises OutOfMemoryError if the memory is taken; the model still sleeps then.
         """
-        self._runner.call(lambda: self.engine.wake())
+
+        def wake() -> None:
+            with adopted(self._stored):
+                self.engine.wake()
+
+        self._runner.call(wake)
 
     @property
     def compilations(self) -> int:

@@ -33,7 +33,7 @@ class HostArray:
         of_layout = isinstance(place, Format)
         sharding: Any = place.sharding if of_layout else place
         lay_out = None
-        if of_layout:
+        if of_layout and not _usual(place.layout, x.ndim):
             usual = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
             lay_out = jax.jit(_same, out_shardings=place).lower(usual).compile()
         return HostArray(x.shape, sharding if isinstance(sharding, NamedSharding) else None, shards, lay_out)
@@ -62,6 +62,11 @@ def _once(copies: dict[str, np.ndarray], shard: Any) -> np.ndarray:
         host = np.asarray(shard.data)
         copies[key] = host.copy() if shard.device.platform == "cpu" else host  # on CPUs it is a view of the weights
     return copies[key]
+
+
+def _usual(layout: Any, dims: int) -> bool:
+    """True for row-major arrays without tiles. Whether tiles are the usual ones, only the TPU knows."""
+    return not layout.tiling and layout.major_to_minor == tuple(range(dims))
 
 
 def _same(x: jax.Array) -> jax.Array:

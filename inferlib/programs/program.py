@@ -75,9 +75,8 @@ class ProgramKey:
         return replace(self, limit=0, detail="", part="choose")
 
     def __str__(self) -> str:
-        prefill = (
-            f"prefill {self.chunks}x{self.chunk}{' ' + self.detail if self.detail else ''} " if self.chunks else ""
-        )
+        detail = f" {self.detail}" if self.detail not in ("", self.mode) else ""
+        prefill = f"prefill {self.chunks}x{self.chunk}{detail} " if self.chunks else ""
         decode = f"decode {self.rows}x{self.steps}{' cascade' if self.cascade else ''} " if self.rows else ""
         part = f" {self.part}" if self.part else ""
         return f"{prefill}{decode}{self.mode}{part} cache {self.limit}"

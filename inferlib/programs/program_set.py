@@ -203,7 +203,9 @@ class ProgramSet:
         if self._free and takes_weights:
             # Free layouts cannot be part of a ShapeDtypeStruct.
             free["in_shardings"] = (self.formats, *[None] * (len(inputs) - 1))
-        function = jax.jit(build(self.model, self.plan, self.config, key), donate_argnums=donated, **free)
+        # All take all weights, in their layouts; to embed, the head is not used.
+        built = build(self.model, self.plan, self.config, key)
+        function = jax.jit(built, donate_argnums=donated, keep_unused=key.mode == "embed", **free)
         with self._known_device():
             return function.trace(*inputs).lower(lowering_platforms=(platform,) if platform else None)
 

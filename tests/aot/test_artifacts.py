@@ -49,7 +49,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory) -> Path:
-    """Compiled by the command line, for one mode."""
+    """Compiled by the command line, for two modes."""
     folder = tmp_path_factory.mktemp("compiled") / "artifacts"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder.with_name("cache")))
@@ -60,7 +60,9 @@ def folder(model, tmp_path_factory) -> Path:
 
 
 def compile_into(folder: Path, model: Path, *more: str):
-    return CliRunner().invoke(app, ["compile", str(model), *BUCKETS, "--modes", "greedy", "--out", str(folder), *more])
+    return CliRunner().invoke(
+        app, ["compile", str(model), *BUCKETS, "--modes", "greedy,embed", "--out", str(folder), *more]
+    )
 
 
 @pytest.fixture
@@ -86,8 +88,11 @@ from inferlib import LLM, SamplingParams
 from inferlib.programs.counter import compilations
 
 llm = LLM(sys.argv[1], artifacts=sys.argv[2], progress=False)
+llm.sleep()
+llm.wake()
 outputs = llm.generate(["to be", "or not to be, that"], SamplingParams(temperature=0.0, max_tokens=20))
 tokens = [o.outputs[0].token_ids for o in outputs]
+assert llm.embed(["to be", "or not to be, that"], "mean").shape == (2, llm.model_config.dim)
 print(tokens, compilations(), llm.stats.program_misses, llm.stats.compilations)
 """
     command = [sys.executable, "-c", script, str(model), str(folder)]
@@ -103,7 +108,7 @@ def test_the_manifest_says_what_was_compiled(folder):
     stored = Artifacts.open(folder)
     assert stored.deployment.max_len == 64
     assert stored.manifest["versions"]["jax"] == jax.__version__
-    assert {p["key"]["mode"] for p in stored.programs} == {"greedy"}
+    assert {p["key"]["mode"] for p in stored.programs} == {"greedy", "embed"}
     assert all(p["facts"]["memory"]["peak"] > 0 and p["facts"]["bytes"] > 0 for p in stored.programs)
     assert all(w["layout"]["major_to_minor"] for w in stored.manifest["weights"])
     report = json.loads((folder / "report.json").read_text())

@@ -8,8 +8,12 @@ import gc
 import jax
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from inferlib import AsyncLLM, Buckets, SamplingParams
+from inferlib.engine.host_weights import HostArray
+from inferlib.programs.counter import compilations
 from inferlib.programs.memory import OutOfMemoryError
 from tests.helpers.llms import build_llm, random_prompts
 
@@ -28,7 +32,23 @@ def tokens_of(llm):
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
 
 
-@pytest.mark.parametrize("options", [{}, {"parallel": "dp=2,tp=4"}, {"free_layouts": True}], ids=str)
+def test_layouts_come_back():
+    """Of an array that the compiler laid out column by column, on one device and on two."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    values = np.arange(24, dtype=np.float32).reshape(4, 6)
+    for sharding in (SingleDeviceSharding(jax.devices()[0]), NamedSharding(mesh, PartitionSpec("x"))):
+        place = Format(Layout((1, 0)), sharding)
+        x = jax.jit(lambda y: y + 0, out_shardings=place)(values)
+        stored = HostArray.of(x, place)
+        compiled = compilations()
+        again = stored.to_devices()
+        np.testing.assert_array_equal(again, values)
+        assert again.format == x.format
+        assert again.format.layout.major_to_minor == (1, 0)
+        assert compilations() == compiled
+
+
+@pytest.mark.parametrize("options", [{}, {"parallel": "dp=2,tp=4"}], ids=str)
 def test_sleep_and_wake(options, checkpoint):
     """Weights, cache and state leave the devices, weights of replicas once; tokens stay and nothing compiles."""
     path, before = checkpoint("llama", num_hidden_layers=1), device_bytes()
