@@ -44,7 +44,7 @@ def test_programs_run_on_weights_in_any_layout(llm, adopt_programs, monkeypatch)
     orders = [weight.format.layout.major_to_minor for weight in weights]
     assert orders == [layout.major_to_minor for layout in layouts]
     engine = Engine(model, weights, config, programs=programs if adopt_programs else None)
-    monkeypatch.setattr(llm, "engine", engine)
+    monkeypatch.setattr(llm._runner, "engine", engine)
     outputs = llm.generate(["to be", "or not"], GREEDY)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in expected]
     assert [layout.major_to_minor for layout in engine.programs.layouts] == orders
