@@ -120,5 +120,5 @@ class StepContext:
     @cached_property
     def rope(self) -> dict[RopeSpec, tuple[jax.Array, jax.Array]]:
         """cos and sin [T, dim / 2] for each kind of rotary embedding in the model."""
-        specs = {layer.attention.rope for layer in self.config.layers} - {None}
-        return {spec: rope_angles(spec, self.max_len, self.positions) for spec in specs}
+        specs = dict.fromkeys(layer.attention.rope for layer in self.config.layers)  # in an order that no hash decides
+        return {spec: rope_angles(spec, self.max_len, self.positions) for spec in specs if spec is not None}
