@@ -72,7 +72,9 @@ class Tokenizer:
         generation = _read_json(directory / "generation_config.json")
         bos, eos = (_content(directory, settings, name) for name in ("bos_token", "eos_token"))
         # Without a tokenizer_config.json the model's own configuration is the next best.
-        bos_id = bos and backend.token_to_id(bos) if settings else next(iter(_ids(config.get("bos_token_id"))), None)
+        bos_id = next(iter(_ids(config.get("bos_token_id"))), None)
+        if settings:
+            bos_id = backend.token_to_id(bos) if bos else None
         # Models end answers with tokens that only one of the files knows.
         ends = (generation.get("eos_token_id"), config.get("eos_token_id"), eos and backend.token_to_id(eos))
         source = _template_source(directory, settings)

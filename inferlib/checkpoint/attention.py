@@ -69,7 +69,7 @@ def attention_assembly(names: Mapping[str, str], spec: AttentionSpec, parameter:
             if part == "v":
                 return assembly(pieces[2:], "(k v) ... -> ... k v", k=k)
             return Assembly(pieces[: 1 + spec.fused_heads], _FusedHeads(k, h, spec.heads * shared, _rotary(spec.rope)))
-        case "gate" if spec.gate.per_head:
+        case "gate" if spec.gate is not None and spec.gate.per_head:
             return assembly(tensors("gate", spec.heads), "(k g) d -> d k g", k=k)
         case "gate":
             last = Arrange("(k g) v d -> d k g v", (("k", k),))
@@ -109,8 +109,10 @@ def latent_assembly(names: Mapping[str, str], spec: MlaSpec, parameter: str, dim
             ends, pattern = ((0, nope), "h n r -> h n r") if part == "k" else ((nope, size), "h v r -> h r v")
             piece = tensors("kv_b", heads * size, spec.kv_rank)
             return Assembly((piece,), HeadRows(heads, *ends, Arrange(pattern)))
-        case "q_norm" | "kv_norm":
-            return assembly(tensors.norm(part, spec.q_rank if part == "q_norm" else spec.kv_rank), "r -> r")
+        case "q_norm" if spec.q_rank is not None:
+            return assembly(tensors.norm(part, spec.q_rank), "r -> r")
+        case "kv_norm":
+            return assembly(tensors.norm(part, spec.kv_rank), "r -> r")
         case _:
             return _output(tensors, heads * spec.value_dim, "d (h v) -> h v d", h=heads)
 

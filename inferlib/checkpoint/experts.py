@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from inferlib.checkpoint.assemble import LoadItem, piece_bytes
-from inferlib.checkpoint.shipped import assemble_stored, is_stored_quantized
+from inferlib.checkpoint.shipped import assemble_stored, stored_readers
 from inferlib.checkpoint.source import TensorSource
 from inferlib.models.abstract import ArraySpec
 from inferlib.models.config import MoeSpec
@@ -106,8 +107,9 @@ class _Parts:
     def of(spec: ArraySpec, place: Format | NamedSharding | None) -> _Parts:
         sharding = place.sharding if isinstance(place, Format) else place
         names, places = [name or i for i, name in enumerate(spec.axes)], {}
-        whole = {None: (slice(None),) * len(spec.shape)}
-        for device, index in (sharding.addressable_devices_indices_map(spec.shape) if sharding else whole).items():
+        parts: Mapping[Any, Any] = {None: (slice(None),) * len(spec.shape)}
+        parts = sharding.addressable_devices_indices_map(spec.shape) if sharding else parts
+        for device, index in parts.items():
             bounds = [part.indices(size)[:2] for part, size in zip(index, spec.shape, strict=True)]
             alone = device and SingleDeviceSharding(device)
             here = Format(place.layout, alone) if isinstance(place, Format) else alone
@@ -144,8 +146,7 @@ def _quantized(source: TensorSource, item: LoadItem, pieces: Sequence[Piece]) ->
     weight, kind = item.weight, item.weight.part.removeprefix(_PREFIX)
     lead = sum(name in (axes.LAYERS, axes.EXPERTS) for name in weight.axes)
     how = kind, tuple(i - lead for i in weight.contracting), weight.scheme, weight.packed, weight.float4
-    if is_stored_quantized(source, weight, pieces):
-        readers = (source.values, source.scales, source.zeros)[: 2 + weight.scheme.zeros]
+    if readers := stored_readers(source, weight, pieces):
         stored = (_read(reader, pieces, kind, item.fused_experts) for reader in readers)
         return fetched(run(_arrange_stored, how, *stored))
     return fetched(run(_quantize, how, *_read(source.read, pieces, kind, item.fused_experts)))

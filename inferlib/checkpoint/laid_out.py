@@ -175,7 +175,7 @@ class LaidOutWeights:
         loaded: dict[str, tuple[jax.Array, ...]] = {
             weight.name: placement.place(model, weight, shards, places_of[weight.name])
             for weight in model.weights
-            if weight.part in TABLES
+            if placement is not None and weight.part in TABLES
         }
         with (
             _checkpointer() as checkpointer,

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from inferlib.checkpoint.assemble import Heads, LoadItem, expand, heads_of, layer_assembly, piece_bytes, top_assembly
 from inferlib.checkpoint.experts import expert_pieces, load_experts
-from inferlib.checkpoint.shipped import QuantizedSource, assemble_stored, form_of, is_stored_quantized
+from inferlib.checkpoint.shipped import QuantizedSource, assemble_stored, form_of, stored_readers
 from inferlib.checkpoint.source import CheckpointError, TensorSource
 from inferlib.models.abstract import AbstractModel, WeightSpec, abstract_model
 from inferlib.models.config import ModelConfig, MoeSpec
@@ -114,6 +114,7 @@ def load_weights(
         for weight in model.weights:
             item, places = items.get(weight.name), tuple(islice(rest, len(weight.arrays)))
             if item is None:
+                assert placement is not None  # only models with slots have tables
                 arrays += placement.place(model, weight, shards, places)
                 continue
             if placement is not None and axes.EXPERTS in weight.axes:
@@ -141,13 +142,12 @@ def load_item(
     carriers = tuple(split.get(name) for name in _tensor_axes(weight))
     static = item.arrange, heads_of(model.layout, item.layer, one), one
     places = layer_places(one, shards, formats, stacked=stacked)
-    arrays = None
+    arrays: Any = None
     for number, pieces in enumerate(item.pieces):
-        if is_stored_quantized(source, weight, pieces):
-            values = [_read(source.values, piece, carriers, shards) for piece in pieces]
-            shared = (source.scales, source.zeros)[: 1 + weight.scheme.zeros]
+        if readers := stored_readers(source, weight, pieces):
+            values = [_read(readers[0], piece, carriers, shards) for piece in pieces]
             rows = [slice(*piece.rows) if piece.rows else None for piece in pieces]
-            shared = [[read(p.tensor, part) for p, part in zip(pieces, rows, strict=True)] for read in shared]
+            shared = [[read(p.tensor, part) for p, part in zip(pieces, rows, strict=True)] for read in readers[1:]]
             layer = run(lay_out_stored, static, values, *shared, place=places)
         else:
             tensors = [_read(source.read, piece, carriers, shards) for piece in pieces]
@@ -182,7 +182,8 @@ def placement(shards: Shards, names: tuple[str | None, ...], shape: tuple[int, .
 
 
 def _size(shards: Shards, axis: str | tuple[str, ...] | None) -> int:
-    return math.prod(shards.mesh.shape[name] for name in jax.tree.leaves(axis))
+    sizes = shards.mesh.shape if shards.mesh is not None else {}
+    return math.prod(sizes[name] for name in jax.tree.leaves(axis))
 
 
 def into_stack(
@@ -225,6 +226,7 @@ def lay_out_stored(
     def whole(pieces: Sequence[jax.Array], fill: float) -> jax.Array:
         return expand(arrange(*pieces), weight.axes, weight.shape, heads, fill).astype(pieces[0].dtype)
 
+    assert weight.scheme is not None  # see `stored_readers`
     return weight.packed_arrays(*assemble_stored(weight.scheme, weight.contracting, whole, *stored))
 
 
@@ -259,7 +261,7 @@ def _read(
         rows = read(slice(start + first, start + last))
         return np.ascontiguousarray(rows[(slice(None), *(slice(*ends) for ends in columns))])
 
-    def of_device(index: tuple[slice, ...]) -> np.ndarray:
+    def of_device(index: Any) -> np.ndarray:
         return part_of(tuple(i.indices(size)[:2] for i, size in zip(index, shape, strict=True)))
 
     return jax.make_array_from_callback(shape, NamedSharding(shards.mesh, PartitionSpec(*spec)), of_device)
@@ -322,6 +324,7 @@ def _item(family: Family, model: AbstractModel, weight: WeightSpec) -> LoadItem:
             values = computed(spec, i, len(model.config.layers))
             pieces, arrange = (Piece(weight.name, (len(values),), values=values),), Arrange("d -> d")
         elif axes.EXPERTS in weight.axes:
+            assert isinstance(spec.mlp, MoeSpec)  # only mixtures have weights of experts
             pieces = expert_pieces(names, spec.mlp, weight.part, model.config.dim, family.fused_experts)
         else:
             made = layer_assembly(names, spec, weight.part, model.config.dim, weight.of_layer.shape)

@@ -373,10 +373,14 @@ class QuantizedSource:
         return zeros[:count][rows or slice(None)]
 
 
-def is_stored_quantized(source: TensorSource, weight: WeightSpec, pieces: Sequence[Piece]) -> bool:
-    """True if a weight keeps the quantisation in which its tensors are stored."""
-    stored = isinstance(source, QuantizedSource) and source.holds(pieces[0].tensor)
-    return stored and weight.scheme is not None
+def stored_readers(
+    source: TensorSource, weight: WeightSpec, pieces: Sequence[Piece]
+) -> tuple[Callable[[str, slice | None], np.ndarray], ...]:
+    """If a weight keeps the quantisation in which its tensors are stored, what reads their values, scales and, if there
+    are any, zero points; else nothing."""
+    if weight.scheme is None or not isinstance(source, QuantizedSource) or not source.holds(pieces[0].tensor):
+        return ()
+    return (source.values, source.scales, source.zeros)[: 2 + weight.scheme.zeros]
 
 
 def assemble_stored(

@@ -8,7 +8,7 @@ _EVENT = "/jax/core/compile/backend_compile_duration"
 _total = 0
 
 
-def _listen(event: str, duration: float, **_) -> None:
+def _listen(event: str, duration_secs: float, **_: str | int) -> None:
     global _total
     if event == _EVENT:
         _total += 1

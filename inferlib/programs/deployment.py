@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.experimental.layout import Layout
 
 from inferlib.config import Buckets, ConfigurationError, DeviceKind, EngineConfig, PoolSize, backend_option, check_dtype
@@ -22,7 +21,7 @@ from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.programs.program import Mode, ProgramKey
 from inferlib.programs.program_set import ProgramSet, check_packed, planned_keys
-from inferlib.sharding.mesh import Parallelism, ShardingError, make_mesh
+from inferlib.sharding.mesh import Device, Parallelism, ShardingError, make_mesh
 from inferlib.sharding.rules import preset
 from inferlib.sharding.shards import Shards, planned_shards
 from inferlib.targets import Target, parse_target
@@ -99,7 +98,7 @@ class Deployment:
         config = EngineConfig.make(device, *sizes, shards, self.model, **options)
         return replace(config, cache_memory=self.cache_memory, page_size=self.page_size)
 
-    def shards(self, devices: Sequence[jax.Device]) -> Shards:
+    def shards(self, devices: Sequence[Device]) -> Shards:
         """The mesh; also for a single TPU, which is not a device of this process."""
         if self.parallel.devices == 1 and self.slice.platform != "tpu":
             return Shards()

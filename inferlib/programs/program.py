@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from inferlib.attention_values import SharedPrefixes
 from inferlib.cache.plan import CachePlan
@@ -159,7 +159,7 @@ def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: Prog
     step = maker.forward if key.mode == "embed" else maker.step
     whole = step if key.chunks else maker.decode
     function = {"forward": maker.forward, "choose": maker.choose}.get(key.part, whole)
-    if config.shards.mesh is None:
+    if config.shards.mesh is None or config.shards.rules is None:
         return function
     spec = config.shards.rules.spec
     state = tree_specs(spec, STATE_AXES)
@@ -182,7 +182,7 @@ def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: Prog
     )
 
 
-def _gathered(function: Callable, specs: StepOutput, mesh: Mesh) -> Callable:
+def _gathered(function: Callable, specs: StepOutput, mesh: Mesh | AbstractMesh) -> Callable:
     """The same program with its output whole on every device, as process 0 can read only its own devices."""
 
     def gather(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -253,7 +253,9 @@ class _Maker:
         """State of the fused all-reduce, if decode steps take it. It is opened once; each step passes it on."""
         if not fuses_all_reduce(self.model, self.config, self.key):
             return None
-        return open_mailboxes(self.key.rows, self.model.config.dim, self.config.shards.only_axis)
+        axis = self.config.shards.only_axis
+        assert axis is not None  # `fuses_all_reduce` needs one
+        return open_mailboxes(self.key.rows, self.model.config.dim, axis)
 
     def run(self, weights, cache, batch: StepBatch, table: jax.Array, counted, mailboxes=None, prefixes=None):
         """Hidden states [T, D], the decoder (for its head), the cache, the mailboxes and, if asked for, the experts'

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -54,7 +54,7 @@ def prepared(function: Callable, static: tuple, *arrays: Any, place: Any = None)
 def join(shape: tuple[int, ...], sharding: jax.sharding.Sharding, parts: Sequence[jax.Array]) -> jax.Array:
     """An array made of its shards on the devices of this process."""
     if _recorded.get() is not None:
-        return _Result(shape, parts[0].dtype, sharding=sharding)
+        return cast(jax.Array, _Result(shape, parts[0].dtype, sharding=sharding))
     return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
 
 
