@@ -28,30 +28,10 @@ from inferlib.planning.plans import load_plan
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.memory import too_large
 from inferlib.sharding.mesh import Parallelism
+from tests.helpers.tpu_models import EXPERTS, TINY
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
-EXPERTS = TINY | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 16,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 256,
-}
 STATES = TINY | {
     "architectures": ["Qwen3_5ForCausalLM"],
     "num_hidden_layers": 4,

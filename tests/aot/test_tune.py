@@ -34,8 +34,8 @@ from inferlib.tuning.kernel_cases import standing_for
 from inferlib.tuning.kernel_cases.decode_attention import DecodeAttention
 from inferlib.tuning.kernels import KernelCompiler
 from inferlib.tuning.tune import Result, climb
-from tests.aot.test_compile_tpu import EXPERTS
 from tests.helpers.cli_model import error_of
+from tests.helpers.tpu_models import EXPERTS
 
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason='needs pip install "jax[tpu]"')
 

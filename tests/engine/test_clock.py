@@ -14,7 +14,7 @@ from inferlib.engine.clock import Clock
 from inferlib.engine.deadlines import Deadlines
 from inferlib.engine.sequence import Sequence
 from inferlib.programs.program_set import ProgramSet
-from tests.engine.test_engine import assert_accounted
+from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import new_engine, random_prompts
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

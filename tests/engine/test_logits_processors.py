@@ -15,7 +15,7 @@ from inferlib.programs.counter import compilations
 from inferlib.programs.deployment import Deployment
 from inferlib.programs.program_set import UnplannedProgramError
 from inferlib.sampling.logits_processors import LogitsProcessorError
-from tests.engine.test_engine import assert_accounted
+from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, random_prompts, reference
 from tests.helpers.tokenizer import VOCAB
 

@@ -23,7 +23,7 @@ from inferlib.models.abstract import abstract_model
 from inferlib.models.families import config_from_hf
 from inferlib.programs.counter import compilations
 from inferlib.programs.program_set import ProgramSet
-from tests.engine.test_engine import assert_accounted, smallest_model
+from tests.helpers.engines import assert_accounted, smallest_model
 from tests.helpers.llms import MAX_LEN, build_llm, random_prompts
 from tests.helpers.poison import poison
 

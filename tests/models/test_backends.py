@@ -27,9 +27,9 @@ from inferlib.programs.program import ProgramKey, build
 from inferlib.programs.program_set import ProgramSet
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
-from tests.aot.test_compile_tpu import EXPERTS, TINY
 from tests.helpers.kernels import kernels_in
 from tests.helpers.llms import MAX_LEN, assert_decoded, assert_greedy, build_llm, random_prompts, reference
+from tests.helpers.tpu_models import EXPERTS, TINY
 
 TPU, GPU = {"platform": "tpu"}, "pallas_gpu"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -189,3 +189,8 @@ def logits(engine: Engine) -> np.ndarray:
     prompt = np.random.default_rng(1).integers(0, 131, 40).tolist()
     (s,) = run(engine, [Sequence(prompt, GREEDY, 0, 0, detail="logits")])
     return np.concatenate(s.prompt_details)[:, : engine.model.config.vocab]
+
+
+def assert_same_logits(engine, shape: str, expected) -> None:
+    want = expected("logits", shape)
+    assert np.abs(logits(engine) - want).max() < 2e-5 * np.abs(want).max()

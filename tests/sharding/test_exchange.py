@@ -24,8 +24,7 @@ from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism
 from inferlib.sharding.shards import Shards, make_shards
 from tests.helpers.hlo import assert_collectives_equal
-from tests.sharding.conftest import CHUNK, GREEDY, MAX_LEN, requests, run
-from tests.sharding.test_models import assert_same_logits
+from tests.sharding.conftest import CHUNK, GREEDY, MAX_LEN, assert_same_logits, requests, run
 
 DIM, TOKENS = 12, 48
 SPECS = {

@@ -13,7 +13,7 @@ from inferlib.engine.sequence import Sequence
 from inferlib.programs.program_set import ProgramSet
 from tests.helpers.hlo import assert_collectives_equal
 from tests.helpers.poison import poison
-from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, ROWS, logits, requests, run
+from tests.sharding.conftest import GREEDY, LENGTHS, MIXED, ROWS, assert_same_logits, requests, run
 
 # Separate runs for logits and for tokens, whose programs return no logits. gemma3 has a ring, which wraps.
 SEPARATE_RUNS = [
@@ -51,11 +51,6 @@ SLOW = {
     "gemma3, window 5": "cp=2,tp=2,rules=helix",
 }
 ONE_RUN = [*QUICK, *(pytest.param(f, mesh, marks=pytest.mark.slow) for f in SLOW for mesh in SLOW[f].split())]
-
-
-def assert_same_logits(engine, shape: str, expected) -> None:
-    want = expected("logits", shape)
-    assert np.abs(logits(engine) - want).max() < 2e-5 * np.abs(want).max()
 
 
 def poison_before_each_dispatch(engine) -> list[float]:

@@ -1,0 +1,47 @@
+"""Engines that compute nothing, and what holds of every engine after each step."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+from inferlib.engine.engine import Engine
+from inferlib.models.abstract import AbstractModel, abstract_model
+from inferlib.models.config import AttentionSpec, LayerSpec, MlpSpec, ModelConfig
+from inferlib.sharding.shards import Shards
+from tests.helpers.cached_pages import nodes_of
+
+
+class Replicas(Shards):
+    """So many replicas, of which the host need know nothing else."""
+
+    replicas = 1
+
+    def __init__(self, replicas: int):
+        super().__init__()
+        object.__setattr__(self, "replicas", replicas)
+
+
+@functools.cache
+def smallest_model() -> AbstractModel:
+    """One layer, for engines whose programs are never called."""
+    attention = AttentionSpec(heads=1, kv_heads=1, head_dim=2, scale=1.0, rope=None)
+    layer = LayerSpec(attention, MlpSpec(hidden=2))
+    return abstract_model(ModelConfig("test", vocab=64, dim=2, layers=(layer,), context=64), "float32")
+
+
+def assert_accounted(engine: Engine) -> None:
+    """Every row is free, or of one sequence that runs. Every page is free, in the tree, or of one such sequence."""
+    scheduler, rows = engine.scheduler, engine.config.rows
+    free = [rows * replica + row for replica, of_one in enumerate(scheduler._free) for row in of_one]
+    assert sorted([*scheduler.running, *free]) == list(range(engine.config.max_batch))
+    for replica, pages in enumerate(scheduler.pages):
+        running = [s for s in scheduler.running.values() if s.row // rows == replica]
+        assert all(s.pages[: len(s.nodes)] == [node.page for node in s.nodes] for s in running)
+        taken = [page for s in running for page in s.pages[len(s.nodes) :]]
+        nodes = nodes_of(pages.tree)
+        assert sorted([*taken, *(node.page for node in nodes), *pages.pool._free]) == list(range(pages.pool.count))
+        uses = Counter(node for s in running for node in s.nodes)
+        assert all(node.references == uses[node] for node in nodes)
+        assert pages.free == len(pages.pool._free) + sum(not node.references for node in nodes)
+    assert all(s.row < 0 and not s.pages for s in scheduler.waiting)
