@@ -10,11 +10,11 @@ demo: .venv/.demo
 
 test: test-fast test-slow
 
-# Everything quick: no real weights.
+# Each kind of family, kernel and mesh once; no real weights.
 test-fast: .venv/.dev
 	$(BIN)/python -m pytest -m "not slow" -n 2 --dist worksteal
 
-# Real weights, notebooks, many compilations.
+# All other cases: real weights, notebooks, many compilations.
 test-slow: .venv/.dev
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal
 
