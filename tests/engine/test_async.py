@@ -180,9 +180,9 @@ def test_two_thousand_streams_half_of_them_dropped(small, expected):
             assert len(asyncio.all_tasks()) == 1
             assert (await completion(llm, PROMPTS[0])) == expected[0]
 
-    threads = threading.active_count()
+    before = set(threading.enumerate())
     asyncio.run(main())
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= before  # those of earlier tests' engines may end here
 
 
 def test_abort_from_another_task_and_thread(small, expected):

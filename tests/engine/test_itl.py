@@ -74,7 +74,7 @@ def path(checkpoint):
     return checkpoint("llama", num_hidden_layers=1)
 
 
-@pytest.mark.parametrize("options", [{}, {"parallel": "dp=2,tp=2"}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"parallel": "dp=2,tp=2"}, marks=pytest.mark.slow)])
 def test_timing_changes_nothing(path, options):
     """The same tokens, of prompts that come while others decode, in smaller steps; nothing compiles after warm-up."""
     prompts, params = random_prompts([5, 40, 30, 9, 44, 3]), SamplingParams(seed=1, max_tokens=12, ignore_eos=True)

@@ -43,8 +43,15 @@ def inputs(group: int, dtype: str = "float32") -> Inputs:
     return Inputs(q, cache, jnp.asarray(LENGTHS, jnp.int32), NewCells([x[:, :, 0] for x in new]))
 
 
-@pytest.mark.parametrize("backend", ["xla", "pallas_tpu", "pallas_gpu"])
-@pytest.mark.parametrize("group", [1, 4, 48])  # with 48, tiles are cut to one row each
+# With 48, tiles are cut to one row each.
+@pytest.mark.parametrize(
+    ("group", "backend"),
+    [
+        *((group, backend) for group in (1, 4, 48) for backend in ("xla", "pallas_gpu")),
+        *((4, "pallas_tpu"), pytest.param(1, "pallas_tpu", marks=pytest.mark.slow)),
+        pytest.param(48, "pallas_tpu", marks=pytest.mark.slow),
+    ],
+)
 def test_equals_rows_alone(backend, group, monkeypatch):
     if backend == "pallas_gpu":
         kernels = partial(cascade_attention_gpu.cascade_attention, interpret=True)
