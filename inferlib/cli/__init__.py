@@ -1,5 +1,5 @@
-"""The command line: `inferlib generate`, `chat`, `compile`, `info`, `convert`, `plan`, `place`, `targets`, `tune`,
-`doctor`.
+"""The command line: `inferlib generate`, `chat`, `embed`, `compile`, `info`, `convert`, `plan`, `place`, `targets`,
+`tune`, `doctor`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -14,6 +14,7 @@ from inferlib.cli.chat import chat
 from inferlib.cli.compile import compile
 from inferlib.cli.convert import convert
 from inferlib.cli.doctor import doctor
+from inferlib.cli.embed import embed
 from inferlib.cli.generate import generate
 from inferlib.cli.info import info
 from inferlib.cli.place import place
@@ -43,6 +44,7 @@ def main(
 
 app.command()(generate)
 app.command()(chat)
+app.command()(embed)
 app.command()(info)
 app.command()(convert)
 app.command()(plan)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -30,6 +30,9 @@ from rich.progress import (
 from rich.text import Text
 
 from inferlib.cli.output import Summary, fail, json_line, memory_errors, result_fields, user_errors
+
+T = TypeVar("T")
+Name = int | str
 
 if TYPE_CHECKING:
     from inferlib.llm import LLM, Prompt, Request
@@ -109,17 +112,17 @@ def run_batch(
     load: Callable[[], LLM],
     source: Path,
     target: Path,
-    options: RequestOptions,
+    make: Callable[..., Batch],
     *,
     resume: bool,
     overwrite: bool,
 ) -> int:
-    """Complete the prompts of `source`, a file of JSON lines, and write results to `target`. Returns the number of
-    failed lines.
+    """Run the prompts of `source`, a file of JSON lines, and write results to `target`. Returns the number of failed
+    lines.
 
     The result of an invalid line is an error. If the run ends early (a signal, a full disk), the finished lines stay,
     and the command exits and names the command that continues. load: loads the model; called after the files have been
-    checked.
+    checked. make: makes a `Batch` of what this calls it with.
     """
     with user_errors():
         _check_files(source, target, resume=resume, overwrite=overwrite)
@@ -136,7 +139,7 @@ def run_batch(
             closing(_ResultFile(target, "ab" if resume else "wb")) as results,
             _progress(source, len(done)) as progress,
         ):
-            batch = _Batch(llm, options, results, progress, done)
+            batch = make(llm, results, progress, done)
             batch.run(lines)
     except KeyboardInterrupt as interrupt:
         number = interrupt.args[0] if interrupt.args else signal.SIGINT
@@ -224,20 +227,67 @@ class _ResultFile:
         self._file.close()
 
 
-class _Batch:
+class Batch:
     """One run over the lines of a file. failed: number of lines that got an error."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        options: RequestOptions,
-        results: _ResultFile,
-        progress: Progress,
-        done: dict[int, int | str],
-    ):
+    def __init__(self, llm: LLM, results: _ResultFile, progress: Progress, done: dict[int, int | str]):
         self.failed = 0
-        self._llm, self._options, self._results, self._done = llm, options, results, done
+        self._llm, self._results, self._done = llm, results, done
         self._progress, self._task = progress, progress.task_ids[0]
+
+    def run(self, lines: Iterable[bytes]) -> None:
+        """Write a result for each line."""
+        raise NotImplementedError
+
+    def report(self) -> None:
+        if self.failed:
+            lines = "line" if self.failed == 1 else "lines"
+            typer.echo(f"{self.failed} {lines} failed: the output says why, --resume tries them again", err=True)
+
+    def read(self, lines: Iterable[bytes], make: Callable[[dict[str, Any], int], T]) -> Iterator[tuple[int, Name, T]]:
+        """The number and id of each line that is to be run, and what `make` makes of its fields and number. Invalid
+        lines get errors as results."""
+        from inferlib.programs.program_set import UnplannedProgramError
+
+        for number, raw in enumerate(lines, 1):
+            if not raw.strip():
+                continue
+            name: Name = number
+            try:
+                fields = _parse(raw)
+                name = _name(fields, number)
+                if number in self._done:
+                    self._check_same(number, name)
+                    continue
+                made = make(fields, number)
+            # JSON can be nested too deeply, and artifacts may lack a line's sampling mode.
+            except (ValueError, RecursionError, UnplannedProgramError) as error:
+                self.fail(number, name, error)
+            else:
+                yield number, name, made
+
+    def fail(self, number: int, name: Name, error: Exception) -> None:
+        self.failed += 1
+        self.finish({"id": name, "line": number, "error": str(error)})
+
+    def finish(self, record: dict[str, Any]) -> None:
+        self._results.write(record)
+        self._progress.update(self._task, advance=1, failed=self.failed)
+
+    def _check_same(self, number: int, name: Name) -> None:
+        if name != self._done[number]:
+            fail(
+                f"line {number} of the input has the id {name!r}, but the output's result of that line has "
+                f"{self._done[number]!r}: the input has changed; give another --output, or --overwrite"
+            )
+
+
+class GenerateBatch(Batch):
+    """Completes the prompts of a file."""
+
+    def __init__(self, options: RequestOptions, llm: LLM, *rest: Any):
+        super().__init__(llm, *rest)
+        self._options = options
         self._lines: dict[int | str, tuple[int, int | str]] = {}  # by request: line number and id
         self._summary = Summary(llm)
 
@@ -245,36 +295,17 @@ class _Batch:
         for result in self._llm.run(self._requests(lines), progress=False):
             number, name = self._lines.pop(result.request_id)
             self._summary.add(result)
-            self._finish({"id": name, "line": number, **result_fields(result)})
+            self.finish({"id": name, "line": number, **result_fields(result)})
 
     def report(self) -> None:
-        if self.failed:
-            lines = "line" if self.failed == 1 else "lines"
-            typer.echo(f"{self.failed} {lines} failed: the output says why, --resume tries them again", err=True)
+        super().report()
         self._summary.show()
 
     def _requests(self, lines: Iterable[bytes]) -> Iterator[Request]:
-        """Make requests of the lines, one by one as the engine takes them. Invalid lines get errors as results."""
-        from inferlib.programs.program_set import UnplannedProgramError
-
-        for number, raw in enumerate(lines, 1):
-            if not raw.strip():
-                continue
-            name: int | str = number
-            try:
-                fields = _parse(raw)
-                name = _name(fields, number)
-                if number in self._done:
-                    self._check_same(number, name)
-                    continue
-                request = self._request(fields, number)
-            # JSON can be nested too deeply, and artifacts may lack a line's sampling mode.
-            except (ValueError, RecursionError, UnplannedProgramError) as error:
-                self.failed += 1
-                self._finish({"id": name, "line": number, "error": str(error)})
-            else:
-                self._lines[request.id] = number, name
-                yield request
+        """Make requests of the lines, one by one as the engine takes them."""
+        for number, name, request in self.read(lines, self._request):
+            self._lines[request.id] = number, name
+            yield request
 
     def _request(self, fields: dict[str, Any], number: int) -> Request:
         _check_known("fields", fields, _FIELDS)
@@ -299,17 +330,6 @@ class _Batch:
                 "cache_salt": fields["cache_salt"],
             }
         return self._options.request_of(self._llm, prompt, fields.get("sampling_params", {}), number)
-
-    def _check_same(self, number: int, name: int | str) -> None:
-        if name != self._done[number]:
-            fail(
-                f"line {number} of the input has the id {name!r}, but the output's result of that line has "
-                f"{self._done[number]!r}: the input has changed; give another --output, or --overwrite"
-            )
-
-    def _finish(self, record: dict[str, Any]) -> None:
-        self._results.write(record)
-        self._progress.update(self._task, advance=1, failed=self.failed)
 
 
 def _parse(raw: bytes) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -21,7 +21,7 @@ from inferlib.cli.arguments import (
     TemplateArguments,
     grouped,
 )
-from inferlib.cli.batch import RequestOptions, run_batch
+from inferlib.cli.batch import GenerateBatch, RequestOptions, run_batch
 from inferlib.cli.output import (
     Summary,
     check_output_file,
@@ -284,7 +284,7 @@ def generate(
         return
     if files.input_file is not None and files.output_file is not None:
         append = dict(resume=files.resume, overwrite=files.overwrite)
-        failed = run_batch(load, files.input_file, files.output_file, options, **append)
+        failed = run_batch(load, files.input_file, files.output_file, partial(GenerateBatch, options), **append)
         exit_code = 1 if failed else 0
     else:
         texts = prompts or [_read_stdin()]

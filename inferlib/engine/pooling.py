@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -11,10 +11,11 @@ from inferlib.config import brief
 Pooling = Literal["last", "mean"]
 
 
-def check_pooling(pooling: str) -> None:
-    """Raise ValueError for a pooling that there is not."""
+def check_pooling(pooling: Any) -> Pooling:
+    """A pooling. Raises ValueError for one that there is not."""
     if pooling not in get_args(Pooling):
         raise ValueError(f"pooling must be 'last' or 'mean', got {brief(pooling)}")
+    return pooling
 
 
 def pooled(detail: np.ndarray, tokens: int, pooling: Pooling, normalize: bool) -> np.ndarray:

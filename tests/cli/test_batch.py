@@ -333,3 +333,30 @@ def test_interruption(batch, number):
     assert len(continued) >= finished.count(b"\n") + 20
     assert batch.run(*SAMPLING, "--overwrite").exit_code == 0
     assert batch.tokens().items() <= continued.items()
+
+
+# ---- vectors
+
+
+def test_vectors_of_a_file(batch):
+    """Bad lines get errors; a repeated run with --resume embeds only what is missing."""
+    batch.write({"prompt": "ab"}, {"prompt_token_ids": [7, 8], "id": "mine"}, {"prompt": ""}, {"text": "a"}, b"{")
+    command = ("embed", batch.inferlib.model, *batch.files, "--max-batch", "2", "--pooling", "mean")
+    result = batch.inferlib(*command)
+    assert result.exit_code == 1, result.output
+    assert "2 prompts embedded" in result.stderr
+    assert "3 lines failed" in result.stderr
+    results, llm = batch.results(), batch.inferlib.llm
+    assert {line: record["id"] for line, record in results.items()} == {1: 1, 2: "mine", 3: 3, 4: 4, 5: 5}
+    vectors = llm.embed(["ab", [7, 8]], "mean")
+    assert [results[1]["embedding"], results[2]["embedding"]] == pytest.approx(vectors, abs=1e-6)
+    for line, message in ((3, "the prompt is empty"), (4, "unknown fields: 'text'"), (5, "not JSON")):
+        assert message in results[line]["error"]
+
+    batch.write({"prompt": "ab"}, {"prompt_token_ids": [7, 8], "id": "mine"}, {"prompt": "a"})
+    result = batch.inferlib(*command, "--resume")
+    assert result.exit_code == 0, result.output
+    assert "1 prompts embedded" in result.stderr
+    assert sorted(batch.results()) == [1, 2, 3]
+    assert "exists; give --resume" in error_of(batch.inferlib(*command))
+    assert "pooling must be 'last' or 'mean', got 'max'" in error_of(batch.inferlib(*command, "--pooling", "max"))
