@@ -30,7 +30,12 @@ from inferlib.pallas_kernels import (
     prefill_attention_gpu,
     prefill_attention_tpu,
 )
-from tests.helpers import decode_attention_cases, prefill_attention_cases
+from tests.helpers import (
+    decode_attention_cases,
+    mla_decode_attention_cases,
+    mla_prefill_attention_cases,
+    prefill_attention_cases,
+)
 from tests.helpers.attention_calls import (
     decode_attention,
     mla_decode_attention,
@@ -40,7 +45,6 @@ from tests.helpers.attention_calls import (
     prefill_attention,
 )
 from tests.helpers.decode_attention_cases import behind, folded
-from tests.kernels import test_mla_decode_attention, test_mla_prefill_attention
 
 SEEDS = st.integers(0, 2**32 - 1)
 LOUDNESS = st.sampled_from([0.0, 1.0, 3.0])
@@ -181,9 +185,9 @@ def test_prefill_from_any_starts_within_a_window(backend, starts, seed, window):
 
 # ---- latents
 
-ROWS = test_mla_decode_attention.Case((), heads=3, slots=256, columns=2)
-SMALL = test_mla_decode_attention.Case((), heads=3, rank=32, rotary=16, fold=1, slots=64)
-SCALE = test_mla_decode_attention.SCALE
+ROWS = mla_decode_attention_cases.Case((), heads=3, slots=256, columns=2)
+SMALL = mla_decode_attention_cases.Case((), heads=3, rank=32, rotary=16, fold=1, slots=64)
+SCALE = mla_decode_attention_cases.SCALE
 
 
 def one_query(q, rotary, **rest):
@@ -216,7 +220,7 @@ def test_decode_over_latents_of_any_lengths_cut_anywhere(backend, data, seed, lo
     case.hold(inputs, *merge([run(inputs | part) for part in (first, rest)]))
 
 
-MLA_CHUNKS = test_mla_prefill_attention.Case((), width=16, heads=2, slots=256, columns=2)
+MLA_CHUNKS = mla_prefill_attention_cases.Case((), width=16, heads=2, slots=256, columns=2)
 MLA_PREFILL = {"xla": mla_prefill_attention, "tpu": partial(mla_prefill_attention, backend="pallas_tpu")}
 
 

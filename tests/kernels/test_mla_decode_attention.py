@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,88 +12,11 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from inferlib.attention_values import LatentCache
-from inferlib.ops.cache_write import unfolded
 from inferlib.ops.quantized import Scheme, quantize
 from inferlib.pallas_kernels import mla_decode_attention_tpu as tpu
 from tests.helpers.attention_calls import mla_decode_attention
-from tests.helpers.decode_attention_cases import TOLERANCE, folded
 from tests.helpers.kernels import copies_of, on_backends
-from tests.helpers.latent_cases import LatentCase
-
-SCALE = 0.07
-
-
-@dataclass(frozen=True)
-class Case(LatentCase):
-    """lengths [B]; queries: C."""
-
-    lengths: tuple[int, ...]
-    heads: int = 4
-    queries: int = 1
-
-    def inputs(self, seed: int = 0) -> dict[str, Any]:
-        """Arguments of the operation; slots that no query sees hold NaN and infinities."""
-        rng = np.random.default_rng(seed)
-        rows = len(self.lengths)
-        q = self.loudness * rng.normal(size=(rows, self.queries, self.heads, self.rank + self.rotary))
-        table, cells = self.empty(rng, rows)
-        cells = cells[:, None]
-        for row, length in enumerate(self.lengths):
-            position = np.arange(length)
-            at = table[row, position // self.slots], 0, position % self.slots
-            cells[at] = rng.normal(size=(length, self.rank + self.rotary))
-        result = {
-            "q": jnp.asarray(q[..., : self.rank], self.dtype),
-            "rotary": jnp.asarray(q[..., self.rank :], self.dtype),
-            "latents": jnp.asarray(cells[..., : self.rank], self.dtype),
-            "keys": folded(jnp.asarray(cells[..., self.rank :], self.dtype), self.fold),
-            "lengths": jnp.asarray(self.lengths, jnp.int32),
-        }
-        if self.layers:
-            for name in ("latents", "keys"):
-                poison = [jnp.full_like(result[name], jnp.nan)] * (self.layers - 1)
-                result[name] = jnp.stack([*poison, result[name]])
-            result["layer"] = jnp.int32(self.layers - 1)
-        if self.columns:
-            result["pages"] = jnp.asarray(table, jnp.int32)
-        return result
-
-    def check(self, run: Callable) -> tuple[jax.Array, jax.Array]:
-        """Hold `run` to the oracle; returns its output and LSE."""
-        inputs = self.inputs()
-        out, lse = jax.jit(lambda inputs: run(**inputs, scale=SCALE))(inputs)
-        assert (out.dtype, lse.dtype) == (self.dtype, jnp.float32)
-        self.hold(inputs, out, lse)
-        return out, lse
-
-    def hold(self, inputs: dict[str, Any], out: jax.Array, lse: jax.Array) -> None:
-        """To the oracle."""
-        tolerance = TOLERANCE[jnp.dtype(self.dtype).name]
-        for result, want in zip((out, lse), self.oracle(inputs), strict=True):
-            np.testing.assert_allclose(result.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)
-
-    def oracle(self, inputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Query by query in float64."""
-        q, rotary, latents, keys = (
-            np.asarray(x.astype(jnp.float32), np.float64)
-            for x in (inputs["q"], inputs["rotary"], inputs["latents"], unfolded(inputs["keys"], self.fold))
-        )
-        q = np.concatenate([q, rotary], axis=-1)
-        latents, keys = (x[-1, :, 0] if self.layers else x[:, 0] for x in (latents, keys))
-        table = np.asarray(inputs.get("pages", np.arange(len(self.lengths))[:, None]))
-        out, lse = np.zeros((*q.shape[:3], self.rank)), np.full(q.shape[:3], -np.inf)
-        for row, length in enumerate(self.lengths):
-            for query in range(self.queries) if length else ():
-                position = np.arange(max(length - self.queries + query + 1, 0))
-                at = table[row, position // self.slots], position % self.slots
-                if position.size:
-                    logits = q[row, query] @ np.concatenate([latents[at], keys[at]], axis=-1).T * SCALE
-                    top = logits.max(-1, keepdims=True)
-                    p = np.exp(logits - top)
-                    out[row, query] = p @ latents[at] / p.sum(-1, keepdims=True)
-                    lse[row, query] = np.log(p.sum(-1)) + top[:, 0]
-        return out, lse
-
+from tests.helpers.mla_decode_attention_cases import SCALE, Case
 
 # Several blocks a row, several parts a block, and rows that end in each.
 SMALL = tpu.Blocks(positions=512, part=256, edge=256)

@@ -14,7 +14,7 @@ from inferlib.models.config import MlaSpec, RopeSpec
 from inferlib.ops.backend import Backend
 from inferlib.pallas_kernels import mla_decode_attention_gpu as gpu
 from tests.helpers.attention_calls import mla_decode_attention
-from tests.kernels.test_mla_decode_attention import SCALE, Case
+from tests.helpers.mla_decode_attention_cases import SCALE, Case
 
 RUN = partial(mla_decode_attention, backend="pallas_gpu")
 SMALL = partial(Case, rank=32, rotary=16, fold=1, slots=64)  # tiles of 16 positions of float32, 32 of bfloat16

@@ -21,8 +21,8 @@ from inferlib.ops.quantized import SCHEMES
 from inferlib.pallas_kernels import grouped_matmul_tpu
 from inferlib.pallas_kernels.mx_matmul_tpu import mx_matmul
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
+from tests.helpers.grouped_matmul_cases import SMALL, Case
 from tests.helpers.packed_experts import quantized
-from tests.kernels.test_grouped_matmul import SMALL, Case
 from tests.kernels.test_mx_matmul import FLOAT4, hold, packed
 
 SEEDS = st.integers(0, 2**32 - 1)
