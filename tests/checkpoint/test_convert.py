@@ -36,8 +36,8 @@ from inferlib.programs.deployment import Deployment
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.sharding.shards import Shards, make_shards
-from tests.checkpoint.test_gguf import write as write_gguf
 from tests.helpers.cli_model import COMMAND, TEMPLATE, Commands, error_of, make_model
+from tests.helpers.gguf_files import write as write_gguf
 from tests.helpers.oracle import make_checkpoint
 from tests.helpers.oracle_cases import SMOLLM2_HEADS
 

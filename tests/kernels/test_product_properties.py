@@ -23,7 +23,7 @@ from inferlib.pallas_kernels.mx_matmul_tpu import mx_matmul
 from inferlib.pallas_kernels.packed_weights_tpu import Weight
 from tests.helpers.grouped_matmul_cases import SMALL, Case
 from tests.helpers.packed_experts import quantized
-from tests.kernels.test_mx_matmul import FLOAT4, hold, packed
+from tests.helpers.packed_products import FLOAT4, hold, packed
 
 SEEDS = st.integers(0, 2**32 - 1)
 # Rows, inputs, columns. Groups of 32 inputs fill no tile, nor do 33 inputs.
