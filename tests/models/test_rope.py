@@ -14,7 +14,10 @@ from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as rotat
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_halves
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as rotate_partly
 
+from inferlib import configs
+from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.config import RopeScaling, RopeSpec
+from inferlib.models.families import config_from_hf
 from inferlib.models.families.common import rope_spec
 from inferlib.models.layers.rope import apply_rope, inverse_frequencies, rope_angles
 
@@ -112,3 +115,12 @@ def test_rotation_takes_any_inner_dimensions_and_keeps_the_type():
     whole = apply_rope(x.astype(jnp.float32), cos, sin)
     np.testing.assert_array_equal(y, whole.astype(jnp.bfloat16))
     np.testing.assert_array_equal(y[:, 1, 2], apply_rope(x[:, 1, 2], cos, sin))
+
+
+def test_a_step_has_its_kinds_in_the_order_of_layers():
+    """A set's order differs between processes, and with it the text of a program, by which caches know it."""
+    config = config_from_hf(configs.load("gemma3-1b"))
+    zero = jnp.zeros(1, jnp.int32)
+    step = StepContext(StepBatch.of_rows(zero, zero + 1), config, max_len=64)
+    assert list(step.rope) == list(dict.fromkeys(layer.attention.rope for layer in config.layers))
+    assert len(step.rope) == 2
