@@ -71,7 +71,7 @@ class Bench:
                 for times in (first, again):
                     times.append(self.seconds([prefix + self.tokens(FOLLOWING)], 1))
             yield f"first token of {length} + {FOLLOWING} tokens, ms", statistics.median(first) * 1e3
-            yield "    the same with another end", statistics.median(again) * 1e3
+            yield f"first token behind {length} cached tokens, ms", statistics.median(again) * 1e3
         for length in args.shared:
             prefixes = [self.tokens(length) for _ in range(args.groups)]
             prompts = [prefix + self.tokens(FOLLOWING) for _ in range(MEMBERS) for prefix in prefixes]

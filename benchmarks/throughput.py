@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,13 @@ from rich.console import Console
 
 from inferlib import configs
 from inferlib.cli.trace import service_table
-from inferlib.config import Buckets, DeviceKind, EngineConfig
+from inferlib.config import Buckets, DeviceKind, EngineConfig, EngineOptions
 from inferlib.engine.engine import Engine
+from inferlib.engine.memory import device_memory, with_memory
 from inferlib.engine.sequence import Sequence as EngineSequence
 from inferlib.model_files import ModelFiles
 from inferlib.models.abstract import abstract_model
+from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
 from inferlib.models.quantization import Quantization
 from inferlib.ops.quantized import SCHEMES
@@ -48,7 +49,7 @@ from inferlib.planning.trace import Offer, Service, StepTotals, at_rate, percent
 from inferlib.programs.compilation_cache import use_compile_cache
 from inferlib.progress import CountProgress, on_terminal
 from inferlib.sharding.mesh import Parallelism
-from inferlib.sharding.shards import make_shards
+from inferlib.sharding.shards import Shards, make_shards
 from inferlib.targets import parse_target
 
 
@@ -187,7 +188,7 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def run_config(args: argparse.Namespace, model, shards) -> EngineConfig:
+def run_options(args: argparse.Namespace, model: ModelConfig, shards: Shards) -> EngineOptions:
     """The engine's defaults on the devices of this machine, with the buckets that were given."""
 
     def sizes(text: str | None, usual: tuple[int, ...]) -> tuple[int, ...]:
@@ -201,8 +202,8 @@ def run_config(args: argparse.Namespace, model, shards) -> EngineConfig:
         usual.buckets.cache,
         args.tile or usual.buckets.tile,
     )
-    config = EngineConfig.make(device, args.max_batch, args.max_len, chosen, shards, model)
-    return replace(config, prefix_caching=args.prefix_caching)
+    asked = dict(max_batch=args.max_batch, max_len=args.max_len, prefix_caching=args.prefix_caching)
+    return EngineOptions(buckets=chosen, **asked)
 
 
 def main() -> None:
@@ -216,9 +217,14 @@ def main() -> None:
     dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     config, scheme = config_from_hf(hf), args.scheme
     shards = make_shards(args.parallel if args.parallel.devices > 1 else None)
-    run = run_config(args, config, shards)
-    kind = dict(quantization=scheme, backend=run.backend, scan=run.scan, shards=shards)
-    model = abstract_model(config, dtype, **kind)
+    options, device = run_options(args, config, shards), jax.devices()[0]
+
+    def resolve(options: EngineOptions) -> EngineConfig:
+        return options.resolve(DeviceKind.of(device), shards, config)
+
+    usual = resolve(options)
+    model = abstract_model(config, dtype, quantization=scheme, backend=usual.backend, scan=usual.scan, shards=shards)
+    run = with_memory(options, resolve, model, lambda config: device_memory(device, alone=False))
     if args.files:
         weights = args.files.load(model, placement=None, shards=shards, formats=None, progress=on_terminal())
     else:
@@ -230,13 +236,12 @@ def main() -> None:
         it = Deployed(config, args.target, args.parallel, scheme)
         planned = engine_config(it, run.max_batch, run.max_len, run.buckets)
         columns[f"estimate for {args.target}"] = simulate(it, planned, args.offers).facts()
-    device = jax.devices()[0].device_kind
     if args.json:
-        print(json.dumps({"model": args.config or args.model, "dtype": dtype, "device": device, **columns}))
+        facts = {"model": args.config or args.model, "dtype": dtype, "device": device.device_kind}
+        print(json.dumps(facts | columns))
         return
-    title = (
-        f"{args.config or args.model}, {scheme or dtype}, {device}, up to {run.max_batch} rows of {run.max_len} tokens"
-    )
+    rows = f"up to {run.max_batch} rows of {run.max_len} tokens"
+    title = f"{args.config or args.model}, {scheme or dtype}, {device.device_kind}, {rows}"
     Console(width=None if Console().is_terminal else 140).print(service_table(title, columns), highlight=False)
 
 

@@ -24,7 +24,7 @@ from inferlib.inspection.hlo import Copy, Module
 from inferlib.model_files import ModelFiles
 from inferlib.programs.deployment import Deployment, layout_from_json, layout_to_json
 from inferlib.programs.program import ProgramKey
-from inferlib.programs.program_set import ProgramSet, compiler_options
+from inferlib.programs.program_set import ProgramSet
 from inferlib.programs.start_functions import recorded
 from inferlib.sharding.shards import Shards
 from inferlib.targets import Target
@@ -71,7 +71,7 @@ def _compile(programs: ProgramSet, key: ProgramKey, path: Path) -> dict[str, Any
     start = time.perf_counter()
     lowered = programs.lower(key)
     traced = time.perf_counter()
-    compiled = lowered.compile(compiler_options(programs.config, key))
+    compiled = lowered.compile()
     done = time.perf_counter()
     path.write_bytes(serialized({str(key): compiled}))
     counted = key.steps if programs.config.counted else 1

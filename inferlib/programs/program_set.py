@@ -181,7 +181,7 @@ class ProgramSet:
     def _compile(self, key: ProgramKey) -> Callable:
         start = time.perf_counter()
         with explained(f"compiling '{key}'", self.demand):
-            program = self.lower(key).compile(compiler_options(self.config, key))
+            program = self.lower(key).compile()
         log.info("compiled '%s' in %.1f s", key, time.perf_counter() - start)
         with self._lock:
             return self._compiled.setdefault(key, program)
@@ -371,16 +371,6 @@ class ProgramSet:
             ints=struct((p, state.ints.shape[1]), jnp.int32, by_row),
             floats=struct((p, state.floats.shape[1]), jnp.float32, by_row),
         )
-
-
-def compiler_options(config: EngineConfig, key: ProgramKey) -> dict[str, Any]:
-    """XLA's options for a key's program.
-
-    On a GPU, a step that only prefills is not one CUDA graph. A graph takes 2 to 3 ms until its first kernel starts, as
-    it is sent to the device anew if another one ran before, and no step is under way that would hide that.
-    """
-    alone = config.platform == "gpu" and key.chunks and not key.rows
-    return {"xla_gpu_graph_min_graph_size": 1 << 20} if alone else {}
 
 
 def compile_order(keys: Iterable[ProgramKey]) -> list[ProgramKey]:
