@@ -17,7 +17,7 @@ import pytest
 from inferlib import AsyncLLM, SamplingParams
 from inferlib.engine.engine import Engine
 from inferlib.engine.text import OutputText
-from tests.helpers.llms import new_engine, random_prompts
+from tests.helpers.llms import held_engine, new_engine, random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = random_prompts([9, 3, 14, 1], seed=41)
@@ -193,9 +193,10 @@ def test_abort_from_another_task_and_thread(small, expected):
         llm = AsyncLLM(small)
         stream = llm.generate(PROMPTS[0], endless, request_id="a")
         waiting = llm.generate(PROMPTS[1], GREEDY, request_id="b")
-        first = await anext(stream)
-        llm.abort("b")
-        await asyncio.to_thread(llm.abort, "a")
+        with held_engine(3):
+            first = await anext(stream)
+            llm.abort("b")
+            await asyncio.to_thread(llm.abort, "a")
         *_, output = [output async for output in stream]
         assert (output.request_id, output.finished) == ("a", True)
         (piece,) = output.outputs
@@ -212,12 +213,13 @@ def test_abort_from_another_task_and_thread(small, expected):
 def test_a_stream_that_is_closed_while_a_task_waits_for_it(small):
     async def main():
         llm = AsyncLLM(small)
-        async with aclosing(llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=None))) as stream:
-            task = asyncio.create_task(last(stream))
-            await asyncio.sleep(0)
-            with pytest.raises(RuntimeError, match="one at a time"):
-                await anext(stream)
-        assert await task is None
+        with held_engine(0):
+            async with aclosing(llm.generate(PROMPTS[0], GREEDY)) as stream:
+                task = asyncio.create_task(last(stream))
+                await asyncio.sleep(0)
+                with pytest.raises(RuntimeError, match="one at a time"):
+                    await anext(stream)
+            assert await task is None
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
         assert_idle(llm)
@@ -229,7 +231,12 @@ def test_closing_aborts_what_is_open(small):
     async def main():
         async with AsyncLLM(small) as llm:
             stream = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=None))
-            await anext(stream)
+            with held_engine(3) as event:
+                await anext(stream)
+                closed = asyncio.create_task(llm.aclose())
+                await asyncio.sleep(0)  # until it waits for the engine
+                event.set()
+                await closed
         assert (await last(stream)).outputs[0].finish_reason == "abort"
         assert_idle(llm)
         with pytest.raises(RuntimeError, match="this AsyncLLM is closed"):
@@ -240,7 +247,7 @@ def test_closing_aborts_what_is_open(small):
 
 def test_an_interrupt_ends_the_streams(small, expected, monkeypatch):
     """Ctrl-C within `asyncio.run`: KeyboardInterrupt, and the rows are free."""
-    advance, left, llm = Engine.advance, 4, AsyncLLM(small)
+    advance, left, llm, interrupted = Engine.advance, 4, AsyncLLM(small), threading.Event()
     main_thread = threading.main_thread().ident
 
     def interrupting(engine, **options):
@@ -248,6 +255,7 @@ def test_an_interrupt_ends_the_streams(small, expected, monkeypatch):
         left -= 1
         if left == 0:
             signal.pthread_kill(main_thread, signal.SIGINT)
+            assert interrupted.wait(60)
         return advance(engine, **options)
 
     async def main():
@@ -261,6 +269,7 @@ def test_an_interrupt_ends_the_streams(small, expected, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 asyncio.run(main())
     finally:
+        interrupted.set()
         signal.signal(signal.SIGINT, before)
     assert_idle(llm)
     assert asyncio.run(completion(llm, PROMPTS[0])) == expected[0]

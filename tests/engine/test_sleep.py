@@ -15,7 +15,7 @@ from inferlib import AsyncLLM, Buckets, SamplingParams
 from inferlib.engine.host_weights import HostArray
 from inferlib.programs.counter import compilations
 from inferlib.programs.memory import OutOfMemoryError
-from tests.helpers.llms import build_llm, random_prompts
+from tests.helpers.llms import build_llm, held_engine, random_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = random_prompts([9, 3, 14], seed=51)
@@ -104,9 +104,14 @@ def test_sleep_in_asyncio(small):
     async def main():
         async with AsyncLLM(small) as llm:
             stream = llm.generate(PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True))
-            await anext(stream)
-            with pytest.raises(RuntimeError, match="wait or run"):
-                await llm.sleep()
+            with held_engine(3) as event:
+                await anext(stream)
+                refused = asyncio.create_task(llm.sleep())
+                while small._runner.thread._calls.empty() and not refused.done():  # until it waits for the engine
+                    await asyncio.sleep(0.01)
+                event.set()
+                with pytest.raises(RuntimeError, match="wait or run"):
+                    await refused
             await stream.aclose()
             late = llm.generate(PROMPTS[0], GREEDY)
             await llm.sleep()

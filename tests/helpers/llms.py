@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from inferlib import LLM, BeamSearchParams, Buckets
 from inferlib.engine.engine import Engine
@@ -75,6 +77,24 @@ def new_engine(llm: LLM, **options: Any) -> Iterator[Engine]:
         yield llm.engine
     finally:
         llm._runner.engine = before
+
+
+@contextlib.contextmanager
+def held_engine(calls: int) -> Iterator[threading.Event]:
+    """Engines stop after so many calls of `advance` until the event is set, which the end of the block does too."""
+    advance, event, left = Engine.advance, threading.Event(), iter(range(calls))
+
+    def held(engine: Engine, **options: Any):
+        if next(left, None) is None:
+            assert event.wait(60)
+        return advance(engine, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "advance", held)
+        try:
+            yield event
+        finally:
+            event.set()
 
 
 def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
