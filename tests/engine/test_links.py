@@ -49,12 +49,15 @@ def test_a_call_arrives_as_it_was_sent():
     ints = np.arange(6, dtype=np.int32).reshape(2, 3)
     chunk = ChunkInput(ints, ints[:, ::2], ints[:0], np.float32([[0.5, np.inf]]))
     changes = Changes([Move(3, 1)], {7: 2, 5: 7}, [Grant(1, 0, 5)], [Count(1, -1, 0), Count(1, 9, 1 << 30)])
-    for call in (Call(key, (1, 3), True, chunk, changes), Call(ProgramKey("greedy", 4, 64), (), False, None)):
+    cascade = Call(ProgramKey("greedy", 8, 64, cascade=True), (), False, None, prefixes=ints)
+    for call in (Call(key, (1, 3), True, chunk, changes), Call(ProgramKey("greedy", 4, 64), (), False, None), cascade):
         arrived = Call.from_message(Message.decode(call.to_message().encode()))
         assert arrived[:3] == call[:3]
         assert arrived.changes == call.changes
         assert list(arrived.changes.copies) == list(call.changes.copies)
-        for a, b in zip(arrived.chunk or (), call.chunk or (), strict=True):
+        assert (arrived.prefixes is None) == (call.prefixes is None)
+        arrays = (list(x.chunk or ()) + ([] if x.prefixes is None else [x.prefixes]) for x in (arrived, call))
+        for a, b in zip(*arrays, strict=True):
             assert (a.dtype, a.tolist()) == (b.dtype, b.tolist())
 
 
