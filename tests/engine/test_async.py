@@ -17,7 +17,7 @@ import pytest
 from inferlib import AsyncLLM, SamplingParams
 from inferlib.engine.engine import Engine
 from inferlib.engine.text import OutputText
-from tests.helpers.llms import held_engine, new_engine, random_prompts
+from tests.helpers.llms import new_engine, random_prompts, stopped_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = random_prompts([9, 3, 14, 1], seed=41)
@@ -193,7 +193,7 @@ def test_abort_from_another_task_and_thread(small, expected):
         llm = AsyncLLM(small)
         stream = llm.generate(PROMPTS[0], endless, request_id="a")
         waiting = llm.generate(PROMPTS[1], GREEDY, request_id="b")
-        with held_engine(3):
+        with stopped_engine(3):
             first = await anext(stream)
             llm.abort("b")
             await asyncio.to_thread(llm.abort, "a")
@@ -213,7 +213,7 @@ def test_abort_from_another_task_and_thread(small, expected):
 def test_a_stream_that_is_closed_while_a_task_waits_for_it(small):
     async def main():
         llm = AsyncLLM(small)
-        with held_engine(0):
+        with stopped_engine(0):
             async with aclosing(llm.generate(PROMPTS[0], GREEDY)) as stream:
                 task = asyncio.create_task(last(stream))
                 await asyncio.sleep(0)
@@ -231,7 +231,7 @@ def test_closing_aborts_what_is_open(small):
     async def main():
         async with AsyncLLM(small) as llm:
             stream = llm.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=None))
-            with held_engine(3) as event:
+            with stopped_engine(3) as event:
                 await anext(stream)
                 closed = asyncio.create_task(llm.aclose())
                 await asyncio.sleep(0)  # until it waits for the engine

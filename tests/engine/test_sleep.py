@@ -15,7 +15,7 @@ from inferlib import AsyncLLM, Buckets, SamplingParams
 from inferlib.engine.host_weights import HostArray
 from inferlib.programs.counter import compilations
 from inferlib.programs.memory import OutOfMemoryError
-from tests.helpers.llms import build_llm, held_engine, random_prompts
+from tests.helpers.llms import build_llm, random_prompts, stopped_engine
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = random_prompts([9, 3, 14], seed=51)
@@ -104,7 +104,7 @@ def test_sleep_in_asyncio(small):
     async def main():
         async with AsyncLLM(small) as llm:
             stream = llm.generate(PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True))
-            with held_engine(3) as event:
+            with stopped_engine(3) as event:
                 await anext(stream)
                 refused = asyncio.create_task(llm.sleep())
                 while small._runner.thread._calls.empty() and not refused.done():  # until it waits for the engine

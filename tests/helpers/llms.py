@@ -80,17 +80,17 @@ def new_engine(llm: LLM, **options: Any) -> Iterator[Engine]:
 
 
 @contextlib.contextmanager
-def held_engine(calls: int) -> Iterator[threading.Event]:
+def stopped_engine(calls: int) -> Iterator[threading.Event]:
     """Engines stop after so many calls of `advance` until the event is set, which the end of the block does too."""
     advance, event, left = Engine.advance, threading.Event(), iter(range(calls))
 
-    def held(engine: Engine, **options: Any):
+    def stopping(engine: Engine, **options: Any):
         if next(left, None) is None:
             assert event.wait(60)
         return advance(engine, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Engine, "advance", held)
+        patch.setattr(Engine, "advance", stopping)
         try:
             yield event
         finally:
