@@ -122,7 +122,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         --presence-penalty 0.2 --frequency-penalty -0.3 --logit-bias 5=-1.5 --logit-bias 6=2 --stop ab --stop c
         --stop-token-id 8 --stop-token-id 9 --ignore-eos --include-stop-str-in-output --no-skip-special-tokens --n 3
         --logprobs 4 --prompt-logprobs 1 --allowed-token-id 5 --allowed-token-id 9 --bad-word ab --bad-word c
-        --truncate-prompt-tokens 3 --generation-config none --no-prefix-caching
+        --truncate-prompt-tokens 3 --generation-config none --no-prefix-caching --itl 0.25
     """
     assert error_of(inferlib.generate("hello", *words.split())) == "recorded"
     assert Recorder.seen == {
@@ -139,6 +139,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         "max_len": 64,
         "cache_memory": "0.5",
         "prefix_caching": False,
+        "itl": 0.25,
         "compile_cache": None,
         "parallel": "tp=2",
         "artifacts": Path("compiled"),

@@ -37,7 +37,7 @@ def test_poison_changes_no_token(family, scan, kv_dtype, params, llm_of, small):
         assert tokens_of(llm, prompts, params) == expected
     assert len(shares) > 10
     assert shares[0] == 0
-    assert 0 < max(shares) < 0.9
+    assert 0 < max(shares) < 1
 
 
 @pytest.mark.parametrize(
