@@ -52,7 +52,10 @@ def llm(path) -> LLM:
 
 
 @pytest.fixture(autouse=True)
-def stop_at_the_device(monkeypatch):
+def stop_at_the_device(monkeypatch, tmp_path):
+    """And in a folder of its own, since some of the wrong names are names of folders to make."""
+    monkeypatch.chdir(tmp_path)
+
     def reached(*args: Any, **options: Any) -> Any:
         raise Reached
 
