@@ -216,7 +216,8 @@ def _kernel(
     def finished(slot, weight_ref):
         """Products after their norm and rotation."""
         at, other = jnp.broadcast_to(columns, slot.shape), jnp.broadcast_to(partner, slot.shape)
-        x, across = product(slot, at), product(slot, other) if half else None
+        x = product(slot, at)
+        across = product(slot, other) if half else x
         if norm:
             eps, offset = norm
             of_head = lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) / size + eps)
@@ -225,8 +226,8 @@ def _kernel(
                 weight = plgpu.load(weight_ref.at[column], mask=column < size, other=0).astype(jnp.float32)
                 return rounded(x * of_head * (weight + offset))
 
-            x, across = scaled(x, at), scaled(across, other) if half else None
-        if not half:
+            x, across = scaled(x, at), scaled(across, other) if half else across
+        if cos_ref is None or sin_ref is None:
             return x
         angle = lax.rem(columns, half)
         cos = plgpu.load(cos_ref.at[angle], mask=turned, other=1.0)

@@ -388,7 +388,7 @@ def _kernel(ids_ref, x_ref, w_ref, scales_ref, base_ref, out_ref, *, kind, parts
             results = [_over(jnp.sum, y, 4) for y in results]
             quads = [results[n : n + 4] for n in range(0, len(results), 4)]
             results = [jnp.where(t < 2, jnp.where(t < 1, a, b), jnp.where(t < 3, c, d)) for a, b, c, d in quads]
-        results = results if unquantized else [y * (down * spec.factor) for y in results]
+        results = results if down is None else [y * (down * spec.factor) for y in results]
         if of_columns:
             results = [y * scale.astype(jnp.float32) for y, scale in zip(results, scales, strict=True)]
         if single:

@@ -156,8 +156,9 @@ class Artifacts:
         """Load the programs for this process's devices. Nothing is traced or compiled."""
         made = self.deployment
         shards = made.shards(jax.devices())
-        programs, devices = made.program_set(shards, self.layouts), self._devices(shards)
-        if len(self.layouts) != len(programs.model.specs):
+        layouts = [layout for layout in self.layouts if layout is not None]
+        programs, devices = made.program_set(shards, layouts), self._devices(shards)
+        if len(layouts) != len(programs.model.specs):
             raise ArtifactError(f"{self.folder / _MANIFEST} lists other weights than its model has: compile again")
         compiled = {}
         for key, entry in zip(self.keys, self.programs, strict=True):
@@ -166,7 +167,7 @@ class Artifacts:
                 if list(executables) != [str(key)]:
                     raise ExecutableError("it is another program than its name says")
                 compiled[key] = executables[str(key)]
-                _must_fit(compiled[key], programs.inputs(key), self.layouts)
+                _must_fit(compiled[key], programs.inputs(key), layouts)
         programs.adopt(compiled)
         return programs
 
@@ -208,7 +209,7 @@ def _damage_of(file: Path) -> Iterator[None]:
         raise ArtifactError(f"{file} is damaged ({_short(reason)}): run inferlib compile again") from error
 
 
-def _must_fit(program: jax.stages.Compiled, inputs: tuple, layouts: Sequence[Layout | None]) -> None:
+def _must_fit(program: jax.stages.Compiled, inputs: tuple, layouts: Sequence[Layout]) -> None:
     """Raise ExecutableError unless a program takes these arguments, and weights of these layouts."""
 
     def facts(tree: Any) -> list[tuple]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,7 +83,7 @@ def serialized(programs: Mapping[str, jax.stages.Compiled]) -> bytes:
     return pickle.dumps({name: serialize_executable.serialize(program) for name, program in programs.items()})
 
 
-def loaded(data: bytes, devices: Sequence[Device]) -> dict[str, Callable]:
+def loaded(data: bytes, devices: Sequence[Device]) -> dict[str, jax.stages.Compiled]:
     """The executables of `serialized`, for as many devices as they were compiled for.
 
     Raises ExecutableError for other bytes. The runtime's errors of too little memory are not changed.
@@ -99,7 +99,7 @@ def loaded(data: bytes, devices: Sequence[Device]) -> dict[str, Callable]:
         raise ExecutableError(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
-def _program(part: tuple[bytes, Any, Any], devices: Sequence[Device]) -> Callable:
+def _program(part: tuple[bytes, Any, Any], devices: Sequence[Device]) -> jax.stages.Compiled:
     payload, inputs, outputs = part
     unloaded, arguments, no_kwargs = _Executable(io.BytesIO(payload), devices[0].client, devices).load()
     return jax.stages.Compiled(unloaded.load(), [], inputs.unflatten(arguments), outputs, no_kwargs=no_kwargs)

@@ -26,6 +26,7 @@ from inferlib.programs.deployment import Deployment, layout_from_json, layout_to
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from inferlib.programs.start_functions import recorded
+from inferlib.sharding.mesh import Device
 from inferlib.sharding.shards import Shards
 from inferlib.targets import Target
 
@@ -51,7 +52,7 @@ def _prepared(first: Mapping[str, Any]) -> Answer:
     return answer
 
 
-def _devices(target: Target, count: int) -> list[jax.Device]:
+def _devices(target: Target, count: int) -> list[Device]:
     if target.platform == "tpu":
         options = target.topology_options
         return topologies.get_topology_desc(platform="tpu", topology_name=target.topology_name, **options).devices

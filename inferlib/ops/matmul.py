@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,7 @@ def matmul(
     product = Product(contract, activation, out_dtype or x.dtype, backend)
     if multiply := _PRODUCTS.get(type(w)):
         return multiply(x, w, product)
-    return product.activated(_dense(whole(x), w, product, transposed))
+    return product.activated(_dense(whole(x), cast(jax.Array, w), product, transposed))
 
 
 def matmul_partials(x: jax.Array, w: QuantizedTensor, *, contract: int = 1) -> jax.Array:
@@ -102,7 +103,8 @@ def matmul_partials(x: jax.Array, w: QuantizedTensor, *, contract: int = 1) -> j
     from inferlib.pallas_kernels.row_matmul_gpu import Epilogue, blocks, row_matmul
 
     rows, (values, _), outer = x.shape[0], _matrix(w, contract), w.shape[contract + w.grouped :]
-    splits = blocks(*values.shape, values.dtype, rows=rows).splits
+    matrices, inputs, outputs = values.shape
+    splits = blocks(matrices, inputs, outputs, values.dtype, rows=rows).splits
 
     def by_rows(x: jax.Array, w: QuantizedTensor) -> jax.Array:
         y = row_matmul(x.reshape(rows, -1), *_arrays(w, contract), epilogue=Epilogue(partials=True))
@@ -227,7 +229,11 @@ def _by_tiles(x: jax.Array | DeferredNorm, w: QuantizedTensor, product: Product,
     return product.activated(y.reshape(rows, *outer))
 
 
-_PRODUCTS = {QuantizedTensor: _quantized, PackedTensor: _packed, RingWeight: _with_ring}
+_PRODUCTS: dict[type, Callable[[Activations, Any, Product], jax.Array]] = {
+    QuantizedTensor: _quantized,
+    PackedTensor: _packed,
+    RingWeight: _with_ring,
+}
 
 
 def _dense(x: jax.Array, w: jax.Array, product: Product, transposed: bool) -> jax.Array:

@@ -49,7 +49,8 @@ class Scheme:
         return self.round_inputs and self.group is None
 
     def group_of(self, size: int) -> int:
-        """Number of elements that share a scale in a dimension of `size`."""
+        """Number of elements that share a scale in a dimension of `size`, of a scheme with groups."""
+        assert self.group is not None
         return math.gcd(size, self.group)
 
     def arrays(
