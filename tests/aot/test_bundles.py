@@ -125,8 +125,9 @@ def test_a_division_that_gives_quotient_and_remainder():
 
 
 # R at most on one core of v5e, v6e, v5p and v7x: what `benchmarks/kernels.py` found and 3 % more, or the goal of that
-# case where that is less. Every kernel is compiled for the four, most cases for v5e and v6e, rarer ones for one of the
-# two. Other compilers than the one of which that was found may schedule less well.
+# case where that is less. Every kernel is compiled for v5e and v6e, rarer cases for one of the two. Those that take
+# another form where memory is faster, or floats of 4 bits exist, are compiled for v5p and v7x too; the benchmark has all
+# cases of all four. Other compilers than the one of which that was found may schedule less well.
 SLACK = 1.25 if HAS_COMPILER and not version("libtpu").startswith("0.0.42.") else 1.0
 GENERATIONS = ("v5e", "v6e", "v5p", "v7x")
 MOST = {
@@ -145,22 +146,21 @@ MOST = {
         "F, int8, window 1024, written": (1.20, None, None, None),
     },
     "mla_decode_attention": {
-        "V3": (1.10, 1.04, 2.30, 1.91),
+        "V3": (1.10, 1.04, None, 1.91),
         "16 heads": (1.03, 1.03, None, None),
         "16 heads, uneven": (1.07, None, None, None),
         "16 heads, page 256": (None, 1.03, None, None),
     },
     "grouped_matmul": {
         "gate and up, 32 tokens": (1.01, 1.01, None, None),
-        "gate and up, 4096 tokens": (1.03, 1.01, 2.58, 1.09),
+        "gate and up, 4096 tokens": (1.03, 1.01, None, 1.09),
         "down, 4096 tokens": (1.03, 1.01, None, None),
         "gate and up, 32 tokens, mxfp4": (1.03, 1.12, None, None),
         "gpt-oss, gate and up, 32 tokens, mxfp4": (1.07, 1.13, 2.06, 1.61),
-        "gpt-oss, gate and up, 4096 tokens, mxfp4": (None, 1.97, None, None),
     },
     "expert_mlp": {
         "Qwen3-30B-A3B, 1 token": (1.01, 1.01, None, None),
-        "Qwen3-30B-A3B, 32 tokens": (1.01, 1.01, 1.01, 1.01),
+        "Qwen3-30B-A3B, 32 tokens": (1.01, 1.01, 1.01, None),
         "gpt-oss-20b, 32 tokens, mxfp4": (1.06, 1.14, 2.06, 1.62),
     },
     # Of some listings for v5e and v5p one wait is not understood.
@@ -173,9 +173,9 @@ MOST = {
     },
     # By operations: 1 / R is the share of the matrix units' peak, of which heads of 128 can have half on v6e and v7x.
     "prefill_attention": {
-        "8192": (1.33, 3.33, 2.65, 3.46),
+        "8192": (1.33, 3.33, None, 3.46),
         "8192, int8": (1.35, None, None, None),
-        "512 behind 7680, 1 head, fp8": (1.26, None, None, 3.35),
+        "512 behind 7680, 1 head, fp8": (1.26, None, None, None),
         "8192, page 16": (1.54, None, None, None),
         "2048 in a ring, window 1024, int8": (None, 6.92, None, None),
         "8192, size 256": (1.28, None, None, None),
@@ -184,7 +184,7 @@ MOST = {
         "8192, page 128, int8": (None, 4.00, None, None),
     },
     "mla_prefill_attention": {
-        "512 behind 7680": (1.26, 1.82, 2.51, 1.99),
+        "512 behind 7680": (1.26, 1.82, None, None),
         "512 behind 7680, page 256": (1.26, None, None, None),
     },
     "collective_matmul": {
@@ -251,8 +251,15 @@ def test_the_benchmark_as_a_command(monkeypatch, capsys):
 
 @pytest.mark.slow
 @needs_compiler
-@of_each_generation
-@pytest.mark.parametrize("kernel", MOST)
+@pytest.mark.parametrize(
+    ("generation", "kernel"),
+    [
+        pytest.param(at, kernel, id=f"{kernel}-{name}")
+        for at, name in enumerate(GENERATIONS)
+        for kernel, bounds in MOST.items()
+        if any(of_case[at] for of_case in bounds.values())
+    ],
+)
 def test_a_kernel_compiles_and_is_near_its_floor(generation, kernel):
     most = {case: bounds[generation] for case, bounds in MOST[kernel].items() if bounds[generation]}
     figures = measured(generation, kernel, most)
