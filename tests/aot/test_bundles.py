@@ -126,7 +126,7 @@ def test_a_division_that_gives_quotient_and_remainder():
 
 # R at most on one core of v5e, v6e, v5p and v7x: what `benchmarks/kernels.py` found and 3 % more, or the goal of that
 # case where that is less. Every kernel is compiled for v5e and v6e, rarer cases for one of the two. Those that take
-# another form where memory is faster, or floats of 4 bits exist, are compiled for v5p and v7x too; the benchmark has all
+# another form where memory is faster, or floats have 4 bits, are compiled for v5p and v7x too; the benchmark has all
 # cases of all four. Other compilers than the one of which that was found may schedule less well.
 SLACK = 1.25 if HAS_COMPILER and not version("libtpu").startswith("0.0.42.") else 1.0
 GENERATIONS = ("v5e", "v6e", "v5p", "v7x")
