@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from inferlib.sampling.beam_search import BeamSearchParams
     from inferlib.sampling.params import SamplingParams
+    from inferlib.sampling.structured import StructuredOutputs
     from inferlib.sharding.mesh import Parallelism
 
 _MODULES = {
@@ -46,6 +47,7 @@ _MODULES = {
     "SamplingParams": "inferlib.sampling.params",
     "Slo": "inferlib.deploy.plan",
     "Stream": "inferlib.llm",
+    "StructuredOutputs": "inferlib.sampling.structured",
     "Workload": "inferlib.deploy.plan",
     "compile": "inferlib.deploy.compile",
     "convert": "inferlib.conversion",
@@ -74,6 +76,7 @@ __all__ = [
     "SamplingParams",
     "Slo",
     "Stream",
+    "StructuredOutputs",
     "Workload",
     "compile",
     "convert",

@@ -54,9 +54,10 @@ class AsyncLLM:
         """Generate for one prompt: an `AsyncStream`, whose outputs have all that was generated so far.
 
         request_id: for `abort`, and in the outputs; by default a number. Other arguments: see `LLM.generate`. Raises
-        ValueError for a wrong prompt or parameter, and for an id that an open request has.
+        ValueError for a wrong prompt or parameter, and for an id that an open request has. A grammar of
+        `structured_outputs` is compiled in a thread when the stream is first read, which raises its errors.
         """
-        return self._stream(self.llm.prepare(prompt, sampling_params, priority=priority), request_id)
+        return self._stream(self.llm._prepare(prompt, sampling_params, priority=priority), request_id)
 
     def chat(
         self,
@@ -171,6 +172,7 @@ class AsyncStream:
         self._reading = True
         try:
             if feed.readers is None:
+                await self._prepare()
                 self._llm._begin(feed)
             if (progress := await feed.next()) is None:
                 raise StopAsyncIteration
@@ -184,6 +186,14 @@ class AsyncStream:
         if output.finished:
             self._leave()
         return output
+
+    async def _prepare(self) -> None:
+        """Compile the request's grammar, if it has one. The stream may be closed meanwhile."""
+        request = self._feed.request
+        if request.params.structured_outputs is not None and not request.finished:
+            await asyncio.to_thread(self._llm.llm._constrain, request)
+        if not self._leave.alive:
+            raise StopAsyncIteration
 
     async def aclose(self) -> None:
         """End the request, if it has not ended. A task that waits for an output gets none."""

@@ -32,6 +32,7 @@ from inferlib.config import (
 )
 from inferlib.engine.choices import Choices, engine_options, plan_programs
 from inferlib.engine.engine import Engine, EngineStats, sequence_error
+from inferlib.engine.grammars import Grammars
 from inferlib.engine.pooling import Pooling, check_pooling, pooled
 from inferlib.engine.request import Request, beam_sequence, request_output
 from inferlib.engine.runner import Runner
@@ -157,6 +158,7 @@ class LLM:
         if self._channel:
             self._channel.ready()
         self._ids, self._runner = itertools.count(), Runner(engine)
+        self._grammars = Grammars(self.tokenizer, self._eos_ids(), programs.model.layout.vocab)
         self._time_steps(DEVICE_MODES if programs.strict else ("greedy",))
 
     @property
@@ -388,8 +390,8 @@ class LLM:
     def warmup(self, modes: Sequence[Mode] = DEVICE_MODES) -> int:
         """Compile all programs of these modes now; a program that is missing later is an error.
 
-        modes: of "greedy", "sample", "logprobs", "processed", which logits processors need, and "embed". Returns the
-        number of programs.
+        modes: of "greedy", "sample", "logprobs", "processed", which structured outputs and logits processors need, and
+        "embed". Returns the number of programs.
         """
         with CountProgress("compiling", len(planned_keys(self.config, modes)), show=self.progress) as bar:
             count = self.engine.warmup(modes, lambda key: bar.advance(1))
@@ -453,11 +455,19 @@ class LLM:
     def prepare(
         self, prompt: Prompt, params: SamplingParams | None = None, *, fit: bool = False, priority: float = 0
     ) -> Request:
-        """Tokenize and validate a prompt. Raises ValueError naming what is wrong.
+        """Tokenize and validate a prompt, and compile its grammar. Raises ValueError naming what is wrong.
 
         params: None: `get_default_sampling_params()`. fit: lower max_tokens to the room that the prompt leaves, as is
         done for params None; otherwise too many are an error. priority: see `generate`.
         """
+        request = self._prepare(prompt, params, fit=fit, priority=priority)
+        self._constrain(request)
+        return request
+
+    # ---- inside
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams | None, *, fit: bool = False, priority: float) -> Request:
+        """A request whose grammar is not compiled, if it has one."""
         check_priority(priority)
         check_flag("fit", fit)
         if params is None:
@@ -473,7 +483,12 @@ class LLM:
             params = replace(params, max_tokens=min(params.max_tokens, room))
         return self._request(text, tokens, params, priority=priority, salt=salt)
 
-    # ---- inside
+    def _constrain(self, request: Request) -> None:
+        """Give each sequence of a request its place in the grammar, which may have to be compiled first. Raises
+        ValueError."""
+        if (wanted := request.params.structured_outputs) is not None:
+            for s in request.sequences:
+                s.constraint = self._grammars.constraint(wanted)
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """A prompt's text, if it is one, its tokens, and its salt."""
@@ -553,8 +568,11 @@ class LLM:
         encode = partial(self.tokenizer.encode, add_special_tokens=False) if self.tokenizer else None
         params = token_table.with_token_ids(params, encode)
         params.validate_for(vocab)
-        if params.logits_processors and self._channel:
-            raise ValueError("logits_processors run in one process, and several processes share this model")
+        if params.chosen_with_host and self._channel:
+            name = "logits_processors" if params.logits_processors else "structured_outputs"
+            raise ValueError(f"{name} run in one process, and several processes share this model")
+        if params.structured_outputs is not None:
+            self._grammars.check()
         eos = self._eos_ids()
         token_table.check_choice(params, params.stop_ids(eos))
         limit = max_len - len(tokens) if params.max_tokens is None else params.max_tokens

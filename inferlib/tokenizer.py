@@ -114,6 +114,10 @@ class Tokenizer:
         _write_json(directory / "tokenizer_config.json", settings)
         _write_json(directory / "generation_config.json", {"eos_token_id": list(self.eos_token_ids)})
 
+    def to_json(self) -> str:
+        """What tokenizer.json has."""
+        return self._backend.to_str()
+
     @property
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)

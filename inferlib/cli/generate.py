@@ -35,6 +35,7 @@ from inferlib.cli.output import (
 
 if TYPE_CHECKING:
     from inferlib.llm import LLM, Request
+    from inferlib.sampling.structured import StructuredOutputs
 
 # For options that a model's generation_config.json may suggest.
 OF_MODEL = "by default what the model suggests, else"
@@ -242,10 +243,24 @@ class SamplingArguments:
         float | None,
         typer.Option(help="Seconds after which a prompt's output ends, with the finish reason deadline."),
     ] = None
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(help="File of a JSON schema that the output fits. Or give --regex, --choice, --grammar."),
+    ] = None
+    regex: Annotated[str | None, typer.Option(help="A regular expression that the output matches.")] = None
+    choice: Annotated[list[str] | None, typer.Option(help="A text that the output may be; repeatable.")] = None
+    grammar: Annotated[
+        Path | None, typer.Option(help="File of a grammar, in Lark's form or GBNF, that the output follows.")
+    ] = None
+    after: Annotated[
+        str | None,
+        typer.Option(help="A text, such as </think>, up to which the output is free, before it fits the schema."),
+    ] = None
 
     def values(self) -> dict[str, Any]:
         """The fields that are given. Raises ValueError."""
         values = asdict(self) | {"logit_bias": _bias(self.logit_bias or ()) or None}
+        values["structured_outputs"] = _structured(**{name: values.pop(name) for name in _STRUCTURED})
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -356,6 +371,28 @@ def _write_results(
                 write(json_line({"prompt": text, **result_fields(result)}).decode())
             else:
                 _show(text, [output.text for output in result.outputs], headings=not single)
+
+
+_STRUCTURED = ("json_schema", "regex", "choice", "grammar", "after")
+
+
+def _structured(json_schema: Path | None, grammar: Path | None, **others: Any) -> StructuredOutputs | None:
+    """What these options say of the output, if they say anything. Raises ValueError."""
+    from inferlib.sampling.structured import StructuredOutputs
+
+    texts = {
+        "json": json_schema and _text("--json-schema", json_schema),
+        "grammar": grammar and _text("--grammar", grammar),
+    }
+    values = {name: value for name, value in (texts | others).items() if value is not None}
+    return StructuredOutputs(**values) if values else None
+
+
+def _text(option: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{option} cannot be read: {error}") from None
 
 
 def _bias(entries: Sequence[str]) -> dict[int, float]:

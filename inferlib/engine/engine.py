@@ -21,6 +21,7 @@ from inferlib.engine.cascade import Cascade
 from inferlib.engine.clock import Clock
 from inferlib.engine.deadlines import Deadlines
 from inferlib.engine.host_weights import HostArray, to_host
+from inferlib.engine.masks import masks_of
 from inferlib.engine.processors import processed
 from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
@@ -101,6 +102,7 @@ class Engine:
         self.state = self.programs.allocate_state()
         self._compiled_before = compilations()
         self._in_flight: deque[tuple[Dispatch, StepOutput]] = deque()
+        self._ended: list[Sequence] = []  # on the host, before tokens of theirs were chosen
         self._controls: dict[bool, jax.Array] = {}
         self._last_prefixes: tuple[np.ndarray, jax.Array] | None = None
         self._asleep: tuple[HostArray, ...] | None = None  # the weights, while it sleeps
@@ -157,6 +159,8 @@ class Engine:
             raise RuntimeError("requests enter on process 0; on the others call LLM.follow()")
         if self._asleep is not None:
             raise RuntimeError("the model sleeps: call wake() first")
+        if sequence.params.structured_outputs is not None and sequence.constraint is None:
+            raise RuntimeError("a sequence with structured_outputs needs a constraint: see `Grammars`")
         self.scheduler.add(sequence)
         self._deadlines.add(sequence)
 
@@ -186,11 +190,13 @@ class Engine:
         stats = self.stats
         start, others = time.perf_counter(), stats.other_seconds
         try:
-            while len(self._in_flight) < self.config.in_flight and not self._waits_for_logits:
+            self._choose()
+            while len(self._in_flight) < self.config.in_flight and not self._waits_for_tokens:
                 dispatch = self.scheduler.plan(max_steps or self.config.decode_steps)
                 if dispatch is None:
                     break
                 self._send(dispatch)
+                self._choose()
             advanced = self._receive() if self._in_flight else []
         except BaseException as raw:
             error = explanation(raw, "running", lambda: self.programs.demand()) or raw
@@ -205,6 +211,7 @@ class Engine:
         for s in self.scheduler.lose():
             s.fail(error)
         self._in_flight.clear()
+        self._ended.clear()
         if self.channel is None:  # else the processes are out of step, and none continues
             self.cache = self.state = ()  # type: ignore[assignment]
             self.cache, self.state = self.plan.allocate(self.config.shards), self.programs.allocate_state()
@@ -284,6 +291,9 @@ class Engine:
                 output = self._start(call)
         self.stats.dispatches += 1
         self._in_flight.append((dispatch, output))
+        if dispatch.takes_logits:
+            for leaf in jax.tree.leaves(output.logits):
+                leaf.copy_to_host_async()
         if dispatch.chunks:
             self._count_pages()
 
@@ -293,9 +303,9 @@ class Engine:
         stats.cached_pages, stats.evicted_pages = sum(x.cached for x in pages), sum(x.evictions for x in pages)
 
     @property
-    def _waits_for_logits(self) -> bool:
-        """True if the host has to choose tokens with the last dispatch's logits before the next one is planned."""
-        return bool(self._in_flight) and self._in_flight[-1][0].key.part == "forward"
+    def _waits_for_tokens(self) -> bool:
+        """True if the tokens of the last dispatch are still to be chosen, before which no other is sent."""
+        return bool(self._in_flight) and self._in_flight[-1][1].logits is not None
 
     def _program(self, key: ProgramKey) -> Callable:
         program = self.programs.ready(key)
@@ -321,7 +331,7 @@ class Engine:
             self.cache, self.state = self.programs.change_rows(self.cache, state, call.changes)
         self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
         if self.channel is None or self.channel.leads:
-            for leaf in jax.tree.leaves(output):
+            for leaf in jax.tree.leaves(output._replace(logits=None)):
                 leaf.copy_to_host_async()
         self.stats.enqueue_seconds += time.perf_counter() - start
         return output
@@ -391,30 +401,51 @@ class Engine:
         self.stats.wait_seconds += time.perf_counter() - start
         return dispatch, output
 
-    def _choose(self, dispatch: Dispatch, output: StepOutput) -> tuple[Any, list[Sequence]]:
-        """The output of a step whose first part is done, by its second; and the sequences whose functions failed."""
-        indices = self._chunk_indices(dispatch)
-        assert output.logits is not None
-        logits, failed = processed(dispatch, indices, output.logits, self.model.config.vocab)
+    def _choose(self) -> None:
+        """Start the second program of the oldest dispatch, if it has one: every earlier token is known. Masks are made
+        while the first one runs, and its logits stay on the device unless a function of a user takes them."""
+        if not self._in_flight or (logits := self._in_flight[0][1].logits) is None:
+            return
+        dispatch, output = self._in_flight[0]
+        places = dispatch.places(self._chunk_indices(dispatch))
+        masks, ended = masks_of(places, logits)
+        if dispatch.takes_logits:
+            start = time.perf_counter()
+            logits: Any = jax.device_get(logits)
+            self.stats.wait_seconds += time.perf_counter() - start
+            logits, failed = processed(places, logits, self.model.config.vocab)
+            ended += failed
+        for s in ended:
+            self.scheduler.cancel(s)
+        self._ended += ended
+        chunk = (self._chunk_input(dispatch),) if dispatch.chunks else ()
         program = self._program(dispatch.key.following)
-        self.state, chosen = program(self.state, logits, *([self._chunk_input(dispatch)] if dispatch.chunks else []))
         start = time.perf_counter()
-        chosen = jax.device_get(chosen)
-        self.stats.wait_seconds += time.perf_counter() - start
-        return chosen._replace(load=output.load, detail=output.detail), failed
+        self.state, chosen = program(self.state, logits, masks, *chunk)
+        for leaf in jax.tree.leaves(chosen):
+            leaf.copy_to_host_async()
+        self.stats.enqueue_seconds += time.perf_counter() - start
+        self._in_flight[0] = dispatch, chosen._replace(load=output.load, detail=output.detail)
+
+    def _accept(self, s: Sequence, tokens: list[int]) -> int:
+        """Give a sequence its tokens, as many as are returned; it may fail by its grammar."""
+        taken = s.accept(tokens)
+        if s.error is not None:
+            self.scheduler.cancel(s)
+            self._ended.append(s)
+        return taken
 
     def _receive(self) -> list[Sequence]:
         """Wait for the oldest dispatch and account for its tokens."""
-        (dispatch, output), failed = self._oldest(), []
-        if dispatch.key.part == "forward":
-            output, failed = self._choose(dispatch, output)
+        self._choose()
+        dispatch, output = self._oldest()
         self.scheduler.received()
         if output.load is not None:
             self.expert_load += output.load.sum(axis=(0, 1), dtype=np.int64)
         advanced, generated, steps = [], 0, dispatch.key.steps
         columns = output.tokens.T.tolist()  # reading numbers out of an array one by one takes far longer
         for s, column in zip(dispatch.rows, dispatch.columns, strict=True):
-            taken = s.accept(columns[column]) if s.status is not Status.FINISHED else 0
+            taken = self._accept(s, columns[column]) if s.status is not Status.FINISHED else 0
             if taken:
                 advanced.append(s)
                 generated += taken
@@ -429,18 +460,18 @@ class Engine:
                 cut = partial(_first_positions, i, chunk.length) if s.detail != "embed" else operator.itemgetter(i)
                 s.add_detail(jax.tree.map(cut, output.detail))
             if chunk.last and s.status is not Status.FINISHED:
-                if s.max_tokens:
-                    s.accept([int(output.chunk_tokens[i])])
+                if not s.max_tokens:
+                    s.finish("length")
+                elif self._accept(s, [int(output.chunk_tokens[i])]):
                     generated += 1
                     if s.params.logprobs is not None:
                         _add_logprobs(s, output.chunk_sampled, [i])
                 else:
-                    s.finish("length")
+                    continue
                 advanced.append(s)
         self.stats.generated_tokens += generated
-        for s in failed:
-            self.scheduler.cancel(s)
-            advanced.append(s)
+        advanced += self._ended
+        self._ended = []
         finished = [s for s in advanced if s.status is Status.FINISHED]
         for s in finished:
             self.scheduler.release(s)

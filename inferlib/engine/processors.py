@@ -6,30 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from inferlib.engine.scheduler import Dispatch
+from inferlib.engine.scheduler import Places
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.programs.program import Logits
 from inferlib.sampling.logits_processors import LogitsProcessorError, process
 
 
-def processed(
-    dispatch: Dispatch, chunk_indices: list[int], logits: Logits, vocab: int
-) -> tuple[Logits, list[Sequence]]:
+def processed(places: tuple[Places, Places], logits: Logits, vocab: int) -> tuple[Logits, list[Sequence]]:
     """The logits of a dispatch, on the host, after the functions of its sequences; and the sequences of which a
     function failed, whose logits are unchanged.
 
-    chunk_indices: of the dispatch's chunks in its chunk table. Every earlier result is known. Columns beyond `vocab`
-    stand for no token.
+    places: see `Dispatch.places`. Every earlier result is known. Columns beyond `vocab` stand for no token.
     """
-    chunks = zip(dispatch.chunks, chunk_indices, strict=True) if dispatch.chunks else ()
-    of_chunks = [(chunk.sequence, index) for chunk, index in chunks if chunk.last]
-    of_rows = list(zip(dispatch.rows, dispatch.columns, strict=True))
     failed: list[Sequence] = []
-    changed = (_changed(*pair, vocab, failed) for pair in ((of_chunks, logits.chunks), (of_rows, logits.rows)))
-    return Logits(*changed), failed
+    return Logits(*(_changed(*pair, vocab, failed) for pair in zip(places, logits, strict=True))), failed
 
 
-def _changed(places: list[tuple[Sequence, int]], logits, vocab: int, failed: list[Sequence]) -> Any:
+def _changed(places: Places, logits: Any, vocab: int, failed: list[Sequence]) -> Any:
     """Logits [N, V] after the functions of sequences at these places; adds those that fail to `failed`."""
     places = [(s, at) for s, at in places if s.params.logits_processors and s.status is not Status.FINISHED]
     if not places:

@@ -15,6 +15,7 @@ from inferlib.outputs import BeamSearchSequence, CompletionOutput, FinishReason,
 from inferlib.sampling.beam_search import Beam, BeamSearch
 from inferlib.sampling.logits_processors import LogitsProcessorError
 from inferlib.sampling.params import SamplingParams
+from inferlib.sampling.structured import StructuredOutputError
 from inferlib.tokenizer import Tokenizer
 
 
@@ -45,9 +46,10 @@ class Request:
         return self._started.acquire(blocking=False)
 
     def check(self) -> None:
-        """Raise RuntimeError if an error lost results of its sequences; LogitsProcessorError of its own functions."""
+        """Raise RuntimeError if an error lost results of its sequences; LogitsProcessorError of its own functions, and
+        StructuredOutputError of its grammar."""
         for s in self.sequences:
-            if isinstance(s.error, LogitsProcessorError):
+            if isinstance(s.error, LogitsProcessorError | StructuredOutputError):
                 raise s.error
             if s.error is not None:
                 raise RuntimeError(f"an earlier error lost the results of this request: {s.error!r}") from s.error

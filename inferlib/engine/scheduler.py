@@ -41,6 +41,10 @@ class Chunk:
     last: bool
 
 
+# Sequences, and where the results of a program have theirs.
+Places = list[tuple[Sequence, int]]
+
+
 @dataclass(frozen=True)
 class Dispatch:
     """One call of a program.
@@ -55,6 +59,18 @@ class Dispatch:
     rows: list[Sequence]
     columns: list[int]
     prefixes: np.ndarray | None = None
+
+    def places(self, chunk_indices: list[int]) -> tuple[Places, Places]:
+        """The sequences that get a token from their prompt's last chunk, and from their row; each with the index of
+        its chunk in the chunk table, or its column."""
+        chunks = zip(self.chunks, chunk_indices, strict=True)
+        return [(c.sequence, i) for c, i in chunks if c.last], list(zip(self.rows, self.columns, strict=True))
+
+    @property
+    def takes_logits(self) -> bool:
+        """True if a function of a user needs the logits of its first program."""
+        sequences = [*self.rows, *(chunk.sequence for chunk in self.chunks)]
+        return bool(self.key.part) and any(s.params.logits_processors for s in sequences)
 
 
 class Scheduler:
@@ -179,8 +195,8 @@ class Scheduler:
         return self._decode(decoding, unfinished, steps) if unfinished else None
 
     def _steps(self, wanted: int) -> int:
-        """Steps of a decode dispatch where so many are wanted: one if the host changes logits, and no single step
-        where there is no program of one."""
+        """Steps of a decode dispatch where so many are wanted: one if the host has a part in the choice of tokens, and
+        no single step where there is no program of one."""
         rows, active = self.config.rows, [s for s in self.running.values() if s.may_be_active]
         if any(s.mode == "processed" for s in active):
             return 1

@@ -10,9 +10,11 @@ import numpy as np
 
 from inferlib.cache.prefix_tree import Node
 from inferlib.engine.clock import Clock
+from inferlib.engine.constraint import Constraint
 from inferlib.outputs import FinishReason
 from inferlib.programs.program import Mode
 from inferlib.sampling.params import SamplingParams
+from inferlib.sampling.structured import StructuredOutputError
 
 
 class Status(Enum):
@@ -54,6 +56,7 @@ class Sequence:
     clock: of its times: `arrival`, `first_token_time` and `finished_time`.
     mode: the mode that it needs of a program.
     stop_ids: tokens that end it.
+    constraint: what its text must follow, while it is not finished; of `params.structured_outputs`.
     error: what lost its results, if something did; it is finished then.
     """
 
@@ -88,6 +91,7 @@ class Sequence:
     first_token_time: float | None = None
     finished_time: float | None = None
     error: BaseException | None = None
+    constraint: Constraint | None = None
     mode: Mode = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
 
@@ -95,7 +99,7 @@ class Sequence:
         self.arrival = self.clock.now()
         ids = set(self.params.stop_token_ids or ())
         self.stop_ids = frozenset(ids if self.params.ignore_eos else ids | set(self.eos_ids))
-        if self.params.logits_processors:
+        if self.params.chosen_with_host:
             self.mode = "processed"
         elif self.detail == "embed":
             self.mode = "embed"
@@ -159,8 +163,11 @@ class Sequence:
     def accept(self, tokens: list[int]) -> int:
         """Append generated tokens and return how many were appended.
 
-        A negative token means that no token was generated from there on. A stop token or max_tokens ends the sequence.
+        A negative token means that no token was generated from there on. A stop token or max_tokens ends the sequence,
+        and so does one that its grammar does not have, as an error.
         """
+        if self.constraint is not None and not self._follows(tokens):
+            return 0
         before = len(self.tokens)
         if not before and tokens[0] >= 0:
             self.first_token_time = self.clock.now()
@@ -180,10 +187,21 @@ class Sequence:
                 break
         return len(self.tokens) - before
 
+    def _follows(self, tokens: list[int]) -> bool:
+        """Whether its grammar has these tokens; else it fails."""
+        try:
+            for token in tokens:
+                if token >= 0 and self.constraint is not None:
+                    self.constraint.accept(token)
+        except StructuredOutputError as error:
+            self.fail(error)
+        return self.error is None
+
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         self.status, self.finish_reason, self.stop_reason = Status.FINISHED, reason, stop_reason
+        self.constraint = None
         self.finished_time = self.clock.now()
 
     def fail(self, error: BaseException) -> None:
         """End it without a result."""
-        self.status, self.error = Status.FINISHED, error
+        self.status, self.error, self.constraint = Status.FINISHED, error, None

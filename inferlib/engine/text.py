@@ -27,7 +27,8 @@ class OutputText:
             return
         for position in range(self._read, len(s.tokens)):
             final = s.finish_reason is not None and position == len(s.tokens) - 1
-            if final and s.finish_reason == "stop" and not self._include_stop:
+            stopped = final and s.finish_reason == "stop" and s.tokens[position] in s.stop_ids
+            if stopped and not self._include_stop:
                 break  # the text of a stop token is left out
             self._append(self._stream.push([s.tokens[position]]))
             if self._stops and self._cut(position):

@@ -4,14 +4,14 @@ A program is a pure function of flat tuples (weights, cache), the row state and 
 Cache and state are donated. Sampling is inside; only tokens and asked-for log-probabilities come back.
 
 In the mode "processed" a step is two programs: `forward` returns the logits, and `choose` samples from logits that the
-host may have changed.
+host may have changed, among the tokens that its masks leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +130,14 @@ class Logits(NamedTuple):
     rows: jax.Array | None
 
 
+class Masks(NamedTuple):
+    """Which tokens may be chosen: of P chunks [P, W], and of decode rows [B, W], if any; W int32 words of 32 bits, see
+    `sampler.permitted`."""
+
+    chunks: Any
+    rows: Any
+
+
 class StepOutput(NamedTuple):
     """tokens [K, B]: -1 where a row was inactive; chunk_tokens [P]: first token of prompts that ended; each
     `Sampled` beside it holds log-probabilities, its leading dimensions alike. detail: `Sampled` [P, C / n, n, ...] of
@@ -149,7 +157,7 @@ class StepOutput(NamedTuple):
 
 def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey) -> Callable:
     """The function `(weights, cache, state, control[, chunk or prefixes]) -> (cache, state, StepOutput)` of a key; of
-    one that chooses tokens, `(state, logits[, chunk]) -> (state, StepOutput)`.
+    one that chooses tokens, `(state, logits, masks[, chunk]) -> (state, StepOutput)`.
 
     prefixes: see `unpack_prefixes`, of a program with `cascade`.
 
@@ -167,7 +175,7 @@ def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: Prog
     more = (spec((axes.ROWS, None)),) if key.cascade else more
     output = _output_specs(spec, key, config.expert_load)
     if key.part == "choose":
-        taken, returned = (state, _logits_specs(spec, key)), (state,)
+        taken, returned = (state, _logits_specs(spec, key), _masks_specs(spec, key)), (state,)
     else:
         returned = (tuple(spec(array.axes) for array in plan.arrays), state)
         taken = (tuple(spec(w.axes) for w in model.specs), *returned, spec((axes.ROWS, None)))
@@ -221,6 +229,11 @@ def _output_specs(spec: Callable, key: ProgramKey, load: bool) -> StepOutput:
 def _logits_specs(spec: Callable, key: ProgramKey) -> Logits:
     one = spec((axes.ROWS, axes.VOCAB))
     return Logits(one if key.chunks else None, one if key.rows else None)
+
+
+def _masks_specs(spec: Callable, key: ProgramKey) -> Masks:
+    one = spec((axes.ROWS, None))
+    return Masks(one if key.chunks else None, one if key.rows else None)
 
 
 def fuses_all_reduce(model: AbstractModel, config: EngineConfig, key: ProgramKey) -> bool:
@@ -285,12 +298,12 @@ class _Maker:
         rows."""
         return rows.active & (self.config.shards.index(axes.TOKENS) == 0)
 
-    def advance(self, rows: RowState, logits: jax.Array) -> tuple[RowState, Sampled]:
-        """Sample the next token of every row and account for it; inactive rows yield token -1."""
+    def advance(self, rows: RowState, logits: jax.Array, mask: jax.Array | None = None) -> tuple[RowState, Sampled]:
+        """Sample the next token of every row, of those in its mask, and account for it; inactive rows yield -1."""
         assert self.key.mode != "embed"
         params = unpack(rows.ints, rows.floats)
         mode = "logprobs" if self.key.mode == "processed" else self.key.mode
-        sampled = sample(logits, params, rows.counts, rows.generated, mode=mode, vocabulary=self.vocabulary)
+        sampled = sample(logits, params, rows.counts, rows.generated, mode=mode, vocabulary=self.vocabulary, mask=mask)
         token, counts, floats = sampled.token, rows.counts, rows.floats
         if self.key.mode != "greedy":
             counts = count_tokens(counts, token, rows.active, self.vocabulary)
@@ -364,7 +377,7 @@ class _Maker:
         """One pass over P chunks and B decode rows: chunks whose prompt ends yield their first token."""
         cache, state, output = self.forward(weights, cache, state, packed, chunk)
         assert output.logits is not None
-        state, chosen = self.choose(state, output.logits, chunk)
+        state, chosen = self.choose(state, output.logits, Masks(None, None), chunk)
         return cache, state, chosen._replace(detail=output.detail, load=output.load)
 
     def forward(self, weights, cache, state: RowState, packed: jax.Array, chunk: ChunkInput | None = None):
@@ -403,18 +416,20 @@ class _Maker:
             output = output._replace(detail=jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), every))
         return cache, state, output
 
-    def choose(self, state: RowState, logits: Logits, chunk: ChunkInput | None = None) -> tuple[RowState, StepOutput]:
+    def choose(
+        self, state: RowState, logits: Logits, masks: Masks, chunk: ChunkInput | None = None
+    ) -> tuple[RowState, StepOutput]:
         """A step from its logits on: decode rows get their next token, and prompts that end their first."""
         scored = self.key.mode in _SCORED
         output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32))
         if logits.rows is not None:
-            rows, sampled = self.advance(state.head(self.key.rows), logits.rows)
+            rows, sampled = self.advance(state.head(self.key.rows), logits.rows, masks.rows)
             whole = jax.tree.map(lambda x: x[None], sampled)
             output = output._replace(tokens=whole.token, sampled=whole if scored else None)
             state = state.with_head(rows)
         if chunk is not None and logits.chunks is not None:
             info = dict(zip(CHUNK_COLUMNS, chunk.table.T, strict=True))
-            state, first = self.admit(state, logits.chunks, chunk, info)
+            state, first = self.admit(state, logits.chunks, masks.chunks, chunk, info)
             output = output._replace(chunk_tokens=first.token, chunk_sampled=first if scored else None)
         return state, output
 
@@ -435,7 +450,9 @@ class _Maker:
         hidden = jnp.take_along_axis(chunks, slots[:, None, None], axis=1, mode="fill", fill_value=0)[:, 0]
         return shards.sum(hidden, axes.TOKENS)
 
-    def admit(self, state: RowState, logits: jax.Array, chunk: ChunkInput, info: dict) -> tuple[RowState, Sampled]:
+    def admit(
+        self, state: RowState, logits: jax.Array, mask: jax.Array | None, chunk: ChunkInput, info: dict
+    ) -> tuple[RowState, Sampled]:
         """Start decoding the rows whose prompt ends in this step."""
         total = state.token.shape[0]
         last = info["last"] != 0
@@ -454,7 +471,7 @@ class _Maker:
             counts=counts[jnp.minimum(info["row"], total - 1)] if self.key.mode != "greedy" else zeros[:, None],
             pages=state.pages,
         )
-        fresh, sampled = self.advance(fresh, logits)
+        fresh, sampled = self.advance(fresh, logits, mask)
         rows = jnp.where(last, info["row"], total)
 
         def put(old, new):

@@ -32,6 +32,7 @@ from inferlib.programs.program import (
     MODES,
     ChunkInput,
     Logits,
+    Masks,
     Mode,
     ProgramKey,
     build,
@@ -53,6 +54,7 @@ from inferlib.programs.row_changes import (
 )
 from inferlib.programs.row_state import STATE_AXES, RowState
 from inferlib.programs.start_functions import prepared, run
+from inferlib.sampling.sampler import mask_words
 from inferlib.sharding import axes
 from inferlib.sharding.mesh import alone
 
@@ -343,7 +345,8 @@ class ProgramSet:
         config, shards, struct, state = self.config, self.config.shards, self._struct, self.state
         chunk = (self._chunk(key),) if key.chunks else ()
         if key.part == "choose":
-            return state, Logits(self._logits(key.chunks), self._logits(key.rows)), *chunk
+            logits = Logits(self._logits(key.chunks), self._logits(key.rows))
+            return state, logits, Masks(self._mask(key.chunks), self._mask(key.rows)), *chunk
         weights = tuple(
             jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=None if self._free else format)
             for spec, format in zip(self.model.specs, self.formats, strict=True)
@@ -360,6 +363,11 @@ class ProgramSet:
         """Logits of so many rows of each replica as a shape; None of none."""
         shape = rows * self.config.shards.replicas, self.state.counts.shape[1]
         return self._struct(shape, jnp.float32, (axes.ROWS, axes.VOCAB)) if rows else None
+
+    def _mask(self, rows: int) -> Any:
+        """The masks of so many rows of each replica as a shape; None of none."""
+        shape = rows * self.config.shards.replicas, mask_words(self.state.counts.shape[1])
+        return self._struct(shape, jnp.int32, (axes.ROWS, None)) if rows else None
 
     def _chunk(self, key: ProgramKey) -> ChunkInput:
         """The chunks of a key as shapes."""

@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Any
 
 from inferlib.sampling import logits_processors
 from inferlib.sampling.checks import check_bool, check_float, check_int, is_a
 from inferlib.sampling.logits_processors import LogitsProcessor
+from inferlib.sampling.structured import StructuredOutputs
 
 # Widths of the sampler's tables: compiled programs have static shapes.
 MAX_LOGPROBS = 20
@@ -64,6 +66,10 @@ class SamplingParams:
             They run on the host, one after the other, before all else that is said here, and log-probabilities of the
             output are of what the last one returns. Slow: each token of every request in the batch then waits for the
             host, which gets all logits and returns them. An error in a function ends its request. Stored as a tuple.
+        structured_outputs: what the text must look like, `StructuredOutputs(json=schema)` for example, or a mapping of
+            its fields. Nothing else that is said here lets another token through: where `min_tokens` or `ignore_eos`
+            would go on after a complete text, the output ends. The batch it runs in takes single steps. Needs the extra
+            `inferlib[structured]` and a tokenizer.
     """
 
     n: int = 1
@@ -90,6 +96,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     deadline: float | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_int("n", self.n, 1, MAX_OUTPUTS)
@@ -125,6 +132,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", _checked_stop(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logits_processors", logits_processors.checked(self.logits_processors))
+        object.__setattr__(self, "structured_outputs", StructuredOutputs.checked(self.structured_outputs))
 
     @property
     def greedy(self) -> bool:
@@ -138,9 +146,14 @@ class SamplingParams:
             self.greedy
             and self.min_tokens == 0
             and not self.penalizes
-            and not (self.logit_bias or self.allowed_token_ids or self.bad_words or self.logits_processors)
+            and not (self.logit_bias or self.allowed_token_ids or self.bad_words or self.chosen_with_host)
             and self.logprobs is None
         )
+
+    @property
+    def chosen_with_host(self) -> bool:
+        """True if the host has a part in the choice of each token."""
+        return bool(self.logits_processors) or self.structured_outputs is not None
 
     @property
     def penalizes(self) -> bool:

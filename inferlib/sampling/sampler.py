@@ -1,8 +1,8 @@
 """Sampling on the device: one row per sequence, every parameter an array, no sort of the vocabulary.
 
-Each row is processed in vLLM's order: logit bias, allowed tokens and bad words, min_tokens, penalties, temperature,
-min_p, top_k, top_p, then a draw by the Gumbel-max trick. Rows never mix: NaN or other rubbish in an inactive row
-changes no other row.
+Each row is processed in vLLM's order: its mask, logit bias, allowed tokens and bad words, min_tokens, penalties,
+temperature, min_p, top_k, top_p, then a draw by the Gumbel-max trick. Rows never mix: NaN or other rubbish in an
+inactive row changes no other row.
 
 Shapes: N rows; V columns of logits on this device, all tokens or this device's shard of the vocabulary.
 """
@@ -182,6 +182,7 @@ def sample(
     *,
     mode: Literal["greedy", "sample", "logprobs"],
     vocabulary: Vocabulary = WHOLE,
+    mask: jax.Array | None = None,
 ) -> Sampled:
     """Choose the next token of each row.
 
@@ -194,6 +195,7 @@ def sample(
             the logits, so the other arguments may be None; "sample" samples by each row's parameters; "logprobs"
             also reports log-probabilities.
         vocabulary: the tokens that this device's columns stand for.
+        mask: the only tokens that may be chosen, see `permitted`; None: all. Log-probabilities do not regard it.
 
     Returns:
         The tokens, always in [0, V), even where the logits of a row are NaN.
@@ -203,7 +205,8 @@ def sample(
     assert params is not None
     assert counts is not None
     assert generated is not None
-    processed = process(logits, params, counts, generated, vocabulary)
+    left = logits if mask is None else jnp.where(permitted(mask, logits.shape[-1], vocabulary), logits, -jnp.inf)
+    processed = process(left, params, counts, generated, vocabulary)
     # The distance to the best token in units of temperature, which is at least 0 whatever the scale of the logits.
     sampled = params.temperature > 0
     temperature = jnp.where(sampled, params.temperature, 1.0)
@@ -215,6 +218,19 @@ def sample(
     if mode == "sample":
         return Sampled(token)
     return score(logits, token, vocabulary)
+
+
+def mask_words(vocab: int) -> int:
+    """How many words a mask of so many tokens has."""
+    return -(-vocab // 32)
+
+
+def permitted(mask: jax.Array, width: int, vocabulary: Vocabulary = WHOLE) -> jax.Array:
+    """A mask [N, W] int32 as bool [N, V], of this device's `width` columns. Bit `i % 32` of word `i // 32` stands for
+    token i; bit 0 is the lowest.
+    """
+    bits = (mask[:, :, None] >> jnp.arange(32)) & 1
+    return vocabulary.local(bits.reshape(mask.shape[0], -1)[:, : vocabulary.size(width)], width) != 0
 
 
 def process(

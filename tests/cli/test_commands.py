@@ -17,7 +17,7 @@ from typing import ClassVar
 import pytest
 import typer
 
-from inferlib import LLM, SamplingParams
+from inferlib import LLM, SamplingParams, StructuredOutputs
 from inferlib.checkpoint.safetensors import SafetensorsSource
 from inferlib.cli.generate import generate
 from inferlib.cli.output import write
@@ -62,10 +62,15 @@ def test_targets_are_listed_without_jax():
 
 
 def test_every_sampling_parameter_is_an_option_with_its_default():
-    """Those that a model may suggest have none; the seed is the engine's, and functions are Python's."""
+    """Those that a model may suggest have none; the seed is the engine's, functions are Python's, and each kind of
+    structured output has an option of its own."""
     options = {name: p.default for name, p in inspect.signature(generate).parameters.items()}
     fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
-    del fields["logits_processors"]
+    del fields["logits_processors"], fields["structured_outputs"]
+    assert {field.name for field in dataclasses.fields(StructuredOutputs)} <= options.keys() | {
+        "json",
+        "whitespace_pattern",
+    }
     assert fields.keys() <= options.keys()
     different = {name: options[name] for name in fields if options[name] != fields[name]}
     assert different == dict.fromkeys(_FIELDS.values()) | {"seed": 0}

@@ -94,7 +94,7 @@ class ScriptedDevice:
         logits = (host_array(np.zeros((rows * self.replicas, 64), np.float32)) for rows in (key.chunks, key.rows))
         return cache, state, StepOutput(host_array(np.zeros((1, 0), int)), logits=Logits(*logits))
 
-    def choose(self, key, state, logits, chunk=None):
+    def choose(self, key, state, logits, masks, chunk=None):
         (forward, control), self.begun = self.begun, None
         assert key == forward.following
         _, state, output = self.run(dataclasses.replace(forward, detail=""), None, None, state, control, chunk)
