@@ -158,17 +158,33 @@ _BYTES = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10*
 def memory_option(value: Any) -> int | float:
     """Bytes, or a share in (0, 1] as a float, of an option that may be text, such as "16GiB" or "0.5". Raises
     ConfigurationError."""
-    number = value
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?b)?", value.strip().lower())):
-        number = float(match[1]) * _BYTES.get(match[2], 1)
-        number = number if "." in match[1] and not match[2] else int(number)
-    whole = isinstance(number, int) and not isinstance(number, bool) and number > 0
-    if not whole and not (isinstance(number, float) and 0 < number <= 1):
+    number = _number_of_bytes(value)
+    if not _is_size(number) and not (isinstance(number, float) and 0 < number <= 1):
         raise ConfigurationError(
             "cache_memory is a number of bytes, a text such as '16GiB', or a share of a device's memory in (0, 1] such "
             f"as 0.8, got {brief(value)}"
         )
     return number
+
+
+def size_option(name: str, value: Any) -> int:
+    """Bytes of an option called `name` that may be text, such as "16GiB". Raises ConfigurationError."""
+    number = _number_of_bytes(value)
+    if not _is_size(number):
+        raise ConfigurationError(f"{name} is a number of bytes, or a text such as '16GiB', got {brief(value)}")
+    return number
+
+
+def _number_of_bytes(value: Any) -> Any:
+    """The number in a text, which is a float if it has a point and no unit; whatever else is given stays."""
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?b)?", value.strip().lower())):
+        number = float(match[1]) * _BYTES.get(match[2], 1)
+        return number if "." in match[1] and not match[2] else int(number)
+    return value
+
+
+def _is_size(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number > 0
 
 
 def bytes_option(value: Any) -> int | None:
@@ -324,6 +340,8 @@ class EngineConfig:
     page_size: positions of a page of the cache, a power of two. cache_memory: bytes of the cache on each device; None:
     as many as `max_batch` sequences of `max_len` tokens take. prefix_caching: prompts that begin as an earlier one did
     take its pages, if all layers have their cells in pages (see `CachePlan.no_prefix_caching`).
+    host_cache: bytes of host memory for pages that are evicted; disk_cache: a folder for them, with files of at most
+    `disk_cache_size` bytes. None: no such tier, or a size that the disk decides.
     itl: most seconds of a step in which rows decode, which bounds its prompt tokens; None: no bound. See `ItlBound`.
     """
 
@@ -344,6 +362,9 @@ class EngineConfig:
     page_size: int = PoolSize().page
     cache_memory: int | None = None
     prefix_caching: bool = True
+    host_cache: int | None = None
+    disk_cache: Path | None = None
+    disk_cache_size: int | None = None
     itl: float | None = None
 
     def __post_init__(self):
@@ -433,6 +454,11 @@ class EngineConfig:
         return tuple((p, c) for p, c in shapes if p == 1 or p * c <= _DETAIL_TOKENS) or shapes[:1]
 
     @property
+    def has_tiers(self) -> bool:
+        """True if pages that are evicted go to the host's memory or to disk."""
+        return self.host_cache is not None or self.disk_cache is not None
+
+    @property
     def pool(self) -> PoolSize:
         return PoolSize(self.page_size, self.cache_memory)
 
@@ -502,6 +528,9 @@ class EngineSettings(TypedDict, total=False):
     page_size: int | None
     cache_memory: int | float | str | None
     prefix_caching: bool
+    host_cache: int | str | None
+    disk_cache: str | Path | None
+    disk_cache_size: int | str | None
     compile_cache: str | Path | None
     itl: float | None
 
@@ -532,6 +561,10 @@ class EngineOptions:
         By default all that weights and steps leave free; on CPUs what `max_batch` sequences of `max_len` tokens take.
     prefix_caching: prompts that begin as an earlier one did take its pages, and compute only the rest. Models that keep
         more of a row than pages (recurrent layers, windows) do without.
+    host_cache: memory of the host for pages that the devices have no room for: bytes, or a text such as "16GiB". They
+        come back where that is faster than to compute them.
+    disk_cache: a folder for such pages, which later processes with the same model find there; it is new, empty or one
+        that was used so before. disk_cache_size: of its files; by default half of what is free on the disk.
     compile_cache: a folder for compiled programs, from which later processes take them; by default one in the user's
         cache folder, "none" for none. See `inferlib.programs.compilation_cache`. Several processes that share a model
         use one only if it is given.
@@ -556,6 +589,9 @@ class EngineOptions:
     page_size: int | None = None
     cache_memory: int | float | str | None = None
     prefix_caching: bool = True
+    host_cache: int | str | None = None
+    disk_cache: str | Path | None = None
+    disk_cache_size: int | str | None = None
     compile_cache: str | Path | None = None
     itl: float | None = None
 
@@ -565,6 +601,7 @@ class EngineOptions:
             check_page_size(self.page_size)
         if self.cache_memory is not None:
             object.__setattr__(self, "cache_memory", memory_option(self.cache_memory))
+        self._check_tiers()
         for name in ("max_batch", "max_len", "decode_steps", "in_flight"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _whole(name, getattr(self, name)))
@@ -585,6 +622,15 @@ class EngineOptions:
             checked_path("compile_cache", self.compile_cache)
         if self.platform is not None and not (isinstance(self.platform, str) and self.platform in PLATFORMS):
             raise ConfigurationError(f"platform must be one of {', '.join(PLATFORMS)}, got {brief(self.platform)}")
+
+    def _check_tiers(self) -> None:
+        for name in ("host_cache", "disk_cache_size"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, size_option(name, getattr(self, name)))
+        if self.disk_cache is not None:
+            object.__setattr__(self, "disk_cache", checked_path("disk_cache", self.disk_cache))
+        elif self.disk_cache_size is not None:
+            raise ConfigurationError("disk_cache_size is of the files in disk_cache: give that folder too")
 
     def resolve(
         self, device: DeviceKind, shards: Shards | None = None, model: ModelConfig | None = None
@@ -637,8 +683,14 @@ class EngineOptions:
             page_size=_default(self.page_size, PoolSize().page),
             cache_memory=self.cache_memory if isinstance(self.cache_memory, int) else None,
             prefix_caching=self.prefix_caching,
+            **self.tiers,
             itl=self.itl,
         )
+
+    @property
+    def tiers(self) -> dict[str, Any]:
+        """The options of the tiers by name."""
+        return {name: getattr(self, name) for name in ("host_cache", "disk_cache", "disk_cache_size")}
 
     def _cascade(self, platform: str, shards: Shards, model: ModelConfig | None) -> bool:
         mixers = [] if model is None else [layer.attention for layer in model.layers]

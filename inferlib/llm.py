@@ -38,6 +38,7 @@ from inferlib.engine.request import Request, beam_sequence, request_output
 from inferlib.engine.runner import Runner
 from inferlib.engine.sequence import Sequence as EngineSequence
 from inferlib.engine.text import OutputText
+from inferlib.engine.tiers import check_tiers
 from inferlib.model_files import ModelFiles
 from inferlib.models.config import ModelConfig
 from inferlib.outputs import BeamSearchOutput, RequestOutput
@@ -140,7 +141,9 @@ class LLM:
                 programs = plan_programs(files.config, choices)
             else:
                 programs, self._stored = _load_programs(Artifacts.open(artifacts), files.config, choices)
-            self.config = replace(programs.config, itl=decided.itl, prefix_caching=decided.prefix_caching)
+            of_engine = {"itl": decided.itl, "prefix_caching": decided.prefix_caching, **decided.tiers}
+            self.config = replace(programs.config, **of_engine)
+            check_tiers(programs.plan, self.config)
             if self._channel and not self.config.shards.several_processes:
                 raise ShardingError(
                     f"several processes run this model: split it over their {jax.device_count()} devices with parallel"
@@ -426,6 +429,7 @@ class LLM:
 
     @property
     def stats(self) -> EngineStats:
+        self.engine.count_pages()
         return self.engine.stats
 
     @property

@@ -32,6 +32,7 @@ class Node:
     pending: bool = False
     children: dict[bytes, dict[Node, None]] = field(default_factory=dict, repr=False)
     key: Hashable = None  # of a root
+    digest: bytes = b""
 
     @property
     def count(self) -> int:
@@ -83,6 +84,11 @@ class PrefixTree:
     def idle(self) -> int:
         """How many pages can be evicted."""
         return len(self._idle)
+
+    @property
+    def coldest(self) -> Node:
+        """The leaf that `evict` takes out."""
+        return next(iter(self._idle))
 
     def root(self, key: Hashable) -> Node:
         """The node that all tokens of a key descend from."""

@@ -26,6 +26,7 @@ from inferlib.engine.processors import processed
 from inferlib.engine.scheduler import Dispatch, Scheduler
 from inferlib.engine.sequence import Sequence, Status, TokenLogprobs
 from inferlib.engine.step_times import Rehearsal, step_keys
+from inferlib.engine.tiers import Tiers, check_tiers
 from inferlib.messages import Message
 from inferlib.models.abstract import AbstractModel
 from inferlib.outputs import FinishReason
@@ -36,6 +37,8 @@ from inferlib.programs.program_set import ProgramSet, planned_keys
 from inferlib.programs.row_changes import Changes
 from inferlib.sampling.sampler import pack
 from inferlib.sharding import axes
+
+_PATIENCE = 0.05  # seconds that the engine waits for what all sequences fetch, before others have their turn
 
 
 @dataclass
@@ -94,8 +97,11 @@ class Engine:
         self.model, self.weights, self.config, self.channel = model, weights, config, channel
         self.programs = programs or ProgramSet.make(model, config, _layouts(weights) if config.free_layouts else None)
         self.plan = self.programs.plan
+        check_tiers(self.plan, config)
+        self.tiers = Tiers(self.plan, config) if config.has_tiers else None
         self.stats, self.clock = EngineStats(), Clock()
-        self.scheduler = Scheduler(config, self.plan, Cascade.of(config, self.plan, len(model.config.layers)))
+        cascade = Cascade.of(config, self.plan, len(model.config.layers))
+        self.scheduler = Scheduler(config, self.plan, cascade, self.tiers)
         self._deadlines = Deadlines()
         self.expert_load: np.ndarray | int = 0  # int64 [L, E] if it is counted
         self.cache = self.plan.allocate(config.shards)
@@ -106,8 +112,11 @@ class Engine:
         self._controls: dict[bool, jax.Array] = {}
         self._last_prefixes: tuple[np.ndarray, jax.Array] | None = None
         self._asleep: tuple[HostArray, ...] | None = None  # the weights, while it sleeps
+        self._busy_since = 0.0  # when the device began what is in flight, as far as the host knows
         if self.programs.strict:
             self.programs.prepare_changes()
+        if self.tiers is not None:
+            self.cache = self.tiers.prepare(self.cache)
 
     def warmup(self, modes: Iterable[Mode], done: Callable = lambda key: None) -> int:
         """Compile every planned program of these sampling modes; a program that is missing later is an error.
@@ -137,7 +146,7 @@ class Engine:
             )
         while self._in_flight:  # of rows that were left
             self._receive()
-        self.forget_prefixes()
+        self._forget_pages()
         modes = tuple(mode for mode in modes if mode in DEVICE_MODES)
         if self.channel is not None and self.channel.leads:
             self.channel.order(modes_message(TIMES, modes))
@@ -171,10 +180,18 @@ class Engine:
             sequence.finish(reason)
 
     def forget_prefixes(self) -> None:
-        """Free all pages that no sequence needs now: prompts to come find nothing in them."""
+        """Free all pages that no sequence needs now, and those of the tiers: prompts to come find nothing in them."""
+        self._forget_pages()
+        if self.tiers is not None:
+            for s in self.scheduler.waiting:
+                s.fetch = None
+            self.tiers.clear()
+            self.count_pages()
+
+    def _forget_pages(self) -> None:
         for pages in self.scheduler.pages:
             pages.forget()
-        self._count_pages()
+        self.count_pages()
 
     def advance(self, *, max_steps: int | None = None) -> list[Sequence]:
         """Send dispatches, wait for the oldest results and return the sequences that they advanced, or whose deadline
@@ -197,6 +214,8 @@ class Engine:
                     break
                 self._send(dispatch)
                 self._choose()
+            if self.tiers is not None and not self._in_flight:
+                self.tiers.wait(_PATIENCE)
             advanced = self._receive() if self._in_flight else []
         except BaseException as raw:
             error = explanation(raw, "running", lambda: self.programs.demand()) or raw
@@ -290,14 +309,17 @@ class Engine:
             with self.channel.together(call.to_message()):
                 output = self._start(call)
         self.stats.dispatches += 1
+        if not self._in_flight:
+            self._busy_since = time.perf_counter()
         self._in_flight.append((dispatch, output))
         if dispatch.takes_logits:
             for leaf in jax.tree.leaves(output.logits):
                 leaf.copy_to_host_async()
         if dispatch.chunks:
-            self._count_pages()
+            self.count_pages()
 
-    def _count_pages(self) -> None:
+    def count_pages(self) -> None:
+        """Bring what `stats` say of the cache up to date."""
         pages, stats = self.scheduler.pages, self.stats
         stats.cached_tokens = sum(x.hit_tokens for x in pages)
         stats.cached_pages, stats.evicted_pages = sum(x.cached for x in pages), sum(x.evictions for x in pages)
@@ -326,9 +348,13 @@ class Engine:
         elif call.prefixes is not None:
             inputs.append(self._prefixes(call.prefixes))
         start = time.perf_counter()
+        if self.tiers is not None:
+            self.tiers.save(self.cache)
         if call.changes:
             state: Any = self.state
             self.cache, self.state = self.programs.change_rows(self.cache, state, call.changes)
+        if self.tiers is not None:
+            self.cache = self.tiers.write(self.cache)
         self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
         if self.channel is None or self.channel.leads:
             for leaf in jax.tree.leaves(output._replace(logits=None)):
@@ -398,7 +424,11 @@ class Engine:
         start = time.perf_counter()
         output = jax.device_get(on_device)
         del on_device  # freeing it takes the runtime 30 us, which are not the host's
-        self.stats.wait_seconds += time.perf_counter() - start
+        now = time.perf_counter()
+        self.stats.wait_seconds += now - start
+        if self.tiers is not None and dispatch.chunks:
+            self.tiers.rule.computed.add(sum(chunk.length for chunk in dispatch.chunks), now - self._busy_since)
+        self._busy_since = now
         return dispatch, output
 
     def _choose(self) -> None:
@@ -476,7 +506,7 @@ class Engine:
         for s in finished:
             self.scheduler.release(s)
         if finished:
-            self._count_pages()
+            self.count_pages()
         return advanced
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from inferlib.cache.pages import PagePool
-from inferlib.cache.prefix_tree import Match, PrefixTree, encoded
+from inferlib.cache.prefix_tree import Match, Node, PrefixTree, encoded
 from inferlib.engine.sequence import Sequence
 
 
 class ReplicaPages:
     """A pool of `count` pages of `page` positions, and the tree of those whose cells other sequences can read.
 
-    unit: a sequence goes on behind a multiple of so many tokens; None: no pages are shared.
+    unit: a sequence goes on behind a multiple of so many tokens; None: no pages are shared. evicting: called with each
+    node whose page is taken for others.
 
     A sequence that starts takes the pages of the tree that its tokens begin with, of the one behind them a copy, and
     new pages for the rest. These enter the tree at once, for others to wait for them until they are written. What it
@@ -18,8 +21,8 @@ class ReplicaPages:
     are evicted once the pool has no others.
     """
 
-    def __init__(self, count: int, page: int, unit: int | None):
-        self.pool, self.page = PagePool(count), page
+    def __init__(self, count: int, page: int, unit: int | None, evicting: Callable[[Node], None] = lambda node: None):
+        self.pool, self.page, self.evicting = PagePool(count), page, evicting
         self.tree = None if unit is None else PrefixTree(page, unit)
         self.hit_tokens = self.evictions = 0
 
@@ -52,6 +55,7 @@ class ReplicaPages:
     def take(self, count: int) -> list[int]:
         """Take pages. Raises ValueError if fewer are free."""
         while self.tree and self.pool.free < count and self.tree.idle:
+            self.evicting(self.tree.coldest)
             self.pool.give_back([self.tree.evict()])
             self.evictions += 1
         return self.pool.take(count)
@@ -74,8 +78,8 @@ class ReplicaPages:
 
     def written(self, s: Sequence, start: int) -> None:
         """The dispatch that is planned writes the cells of a sequence from `start` up to those that it has prefilled:
-        every later one can read them."""
-        for column in range(start // self.page, len(s.nodes)):
+        every later one can read them. Before its first one, the pages that the sequence fetched are written."""
+        for column in range(0 if start == s.hit else start // self.page, len(s.nodes)):
             node = s.nodes[column]
             if column * self.page + node.count > s.prefilled:
                 break

@@ -8,6 +8,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from inferlib.engine.cascade import Cascade
 from inferlib.engine.itl import ItlBound
 from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.sequence import Sequence, Status
+from inferlib.engine.tiers import Tiers
 from inferlib.programs.program import MODES, Mode, ProgramKey
 from inferlib.programs.row_changes import Changes, Count, Grant, Move
 from inferlib.sampling.sampler import counts_of
@@ -89,8 +91,10 @@ class Scheduler:
     the dispatch empties them.
     """
 
-    def __init__(self, config: EngineConfig, plan: CachePlan, cascade: Cascade | None = None):
-        self.config, self.page, self.cascade = config, plan.page, cascade
+    def __init__(
+        self, config: EngineConfig, plan: CachePlan, cascade: Cascade | None = None, tiers: Tiers | None = None
+    ):
+        self.config, self.page, self.cascade, self.tiers = config, plan.page, cascade, tiers
         self.waiting: list[Sequence] = []  # in order
         self.running: dict[int, Sequence] = {}
         self.changes = Changes()
@@ -98,7 +102,9 @@ class Scheduler:
         self.preemptions = 0
         replicas = config.shards.replicas
         unit = config.prefill_unit if plan.no_prefix_caching(config) is None else None
-        self.pages = [ReplicaPages(plan.pages // replicas, plan.page, unit) for _ in range(replicas)]
+        each = plan.pages // replicas
+        evicting = [{"evicting": partial(tiers.evict, replica * each)} if tiers else {} for replica in range(replicas)]
+        self.pages = [ReplicaPages(each, plan.page, unit, **options) for options in evicting]
         self._free = [list(range(config.rows)) for _ in range(replicas)]  # heaps of rows, as replicas number them
         self._arrivals = self._sent = self._received = 0
         self._last: Dispatch | None = None
@@ -148,6 +154,8 @@ class Scheduler:
             self.release(s)
         for pages in self.pages:
             pages.forget()
+        if self.tiers is not None:
+            self.tiers.lose()
         self._received = self._sent
         self.changes, self.cancelled = Changes(), set()
         return lost
@@ -223,6 +231,8 @@ class Scheduler:
                     return
                 self._preempt(last)
             sequence.waits_for = place[1].pending
+            if sequence.waits_for is None and self.tiers is not None:
+                sequence.waits_for = self.tiers.awaited(sequence, place[1])
             if sequence.waits_for is None:
                 self._start(sequence, *place)
 
@@ -248,12 +258,19 @@ class Scheduler:
         """Give a sequence that waits a row, and pages for its context."""
         self.waiting.remove(s)
         s.row = replica * self.config.rows + heapq.heappop(self._free[replica])
+        match, fetched = (match, []) if self.tiers is None else self.tiers.take(s, match)
         s.begin(match.tokens)
         self.running[s.row] = s
         pages, changes = self.pages[replica], self.changes
+        first = replica * pages.pool.count
         if copy := pages.start(s, match):
-            source, target = (replica * pages.pool.count + page for page in copy)
+            source, target = (first + page for page in copy)
             changes.copy(source, target)
+            if self.tiers is not None:
+                self.tiers.leave_out(target)
+        if self.tiers is not None and fetched:
+            column = len(match.nodes)
+            self.tiers.restore((first + page for page in s.pages[column : column + len(fetched)]), fetched)
         changes.grants += [Grant(s.row, column, page) for column, page in enumerate(s.pages)]
         if match.tokens and s.params.penalizes:
             cached = s.context[: match.tokens]

@@ -11,6 +11,7 @@ import numpy as np
 from inferlib.cache.prefix_tree import Node
 from inferlib.engine.clock import Clock
 from inferlib.engine.constraint import Constraint
+from inferlib.engine.fetch import Fetch
 from inferlib.outputs import FinishReason
 from inferlib.programs.program import Mode
 from inferlib.sampling.params import SamplingParams
@@ -45,7 +46,8 @@ class Sequence:
     salt: it takes cached pages of sequences with the same salt alone.
     row: its row while it runs, else -1. pages: of its row's replica, in the order of positions.
     nodes: of the tree of pages, for the first of its pages. encoded: its context as the tree takes it. waits_for: a
-    page that it can read once another sequence has written it.
+    page that it can read once another sequence has written it, or what is fetched for it or another one. fetch: the
+    pages that it brings from the tiers of the cache, see `inferlib.engine.tiers`.
     context: what is prefilled: the prompt, and if the sequence was preempted its tokens.
     prefilled: number of tokens of the context sent to the device, or in the cache before. cached: the latter, of its
     prompt, when it got a row first; None before that. hit: the latter when it got a row last.
@@ -74,7 +76,8 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     encoded: bytes = b""
-    waits_for: Node | None = None
+    waits_for: Node | Fetch | None = None
+    fetch: Fetch | None = None
     context: list[int] = field(default_factory=list)
     prefilled: int = 0
     cached: int | None = None

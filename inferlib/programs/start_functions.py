@@ -36,15 +36,15 @@ def run(function: Callable, static: tuple, *arrays: Any, place: Any = None, dona
     return jax.tree.map(lambda x: _Result(x.shape, x.dtype, sharding=x.sharding), lowered.out_info)
 
 
-def prepared(function: Callable, static: tuple, *arrays: Any, place: Any = None) -> Callable:
-    """`function` with its static arguments as a compiled program of arrays like these, whose first argument it donates:
-    compiled now, unless it was earlier."""
+def prepared(function: Callable, static: tuple, *arrays: Any, place: Any = None, donate: bool = True) -> Callable:
+    """`function` with its static arguments as a compiled program of arrays like these: compiled now, unless it was
+    earlier. donate: the result takes over the first array's memory."""
     leaves, tree = jax.tree.flatten(arrays)
     structs = tuple(_struct(x) for x in leaves)
     key, recorded = _key(function, static, structs, place), _recorded.get()
     if (program := _adopted.get().get(key)) is not None:
         return program
-    jitted = _jitted(function, len(static), place, donate=True)
+    jitted = _jitted(function, len(static), place, donate)
     program = jitted.lower(*static, *jax.tree.unflatten(tree, structs)).compile()
     if recorded is not None:
         recorded[key] = program

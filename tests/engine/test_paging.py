@@ -26,10 +26,9 @@ from inferlib.programs.program_set import ProgramSet
 from tests.helpers.engines import assert_accounted, smallest_model
 from tests.helpers.llms import MAX_LEN, build_llm, random_prompts
 from tests.helpers.poison import poison
+from tests.helpers.sequences import GREEDY, LEAST, run, sequence
 
 BUCKETS = Buckets((8, 16), (1, 2, 4), (MAX_LEN,), tile=8)
-LEAST = Buckets((16,), (1, 4), (MAX_LEN,), tile=8)  # half as many programs
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 PAGE = 8
 
 
@@ -55,19 +54,6 @@ def test_the_pool_is_a_set_of_free_pages(count, calls):
                 with pytest.raises(ValueError, match=f"page {page} is free already"):
                     pool.give_back([page])
         assert pool.free == len(free)
-
-
-def sequence(prompt: list[int], count: int, params: SamplingParams = GREEDY, **options) -> Sequence:
-    return Sequence(prompt, params, count, seed=options.pop("seed", 0), **options)
-
-
-def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
-    for s in sequences:
-        engine.add(s)
-    while engine.busy:
-        engine.advance()
-        assert_accounted(engine)
-    return [s.tokens for s in sequences]
 
 
 # Around pages of 8 and steps of 16 tokens; together far more than the pool has.

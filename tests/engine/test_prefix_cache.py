@@ -25,10 +25,10 @@ from inferlib.engine.sequence import Sequence, Status
 from inferlib.programs.counter import compilations
 from inferlib.programs.row_changes import Changes, _at_once, _one_by_one
 from inferlib.targets import parse_target
-from tests.engine.test_paging import GREEDY, LEAST, run, sequence
 from tests.helpers.engines import Replicas, assert_accounted, smallest_model
 from tests.helpers.llms import build_llm, new_engine, random_prompts
 from tests.helpers.poison import poison
+from tests.helpers.sequences import GREEDY, LEAST, run, sequence
 
 PAGE, UNIT = 16, 8  # tiles of a step have 8 tokens
 TRUNK = random_prompts([48], seed=50)[0]

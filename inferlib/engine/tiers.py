@@ -1,0 +1,262 @@
+"""Tiers of the prefix cache: pages that the devices have no room for go to host memory and to disk, and come back.
+
+The engine's thread decides and queues programs. A page that is evicted is read before anything can write to it, since
+the read is queued before the next program. What follows happens in worker threads: the copy to the host, and files. So
+does what a sequence fetches from a file, while it waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Items
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+import jax
+
+from inferlib.cache.host_tier import HostTier, Page, key_of, page_keys
+from inferlib.cache.plan import CachePlan
+from inferlib.cache.prefix_tree import Match, Node, encoded
+from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.engine.fetch import Fetch, TierName
+from inferlib.engine.fetch_rule import FetchRule
+from inferlib.engine.sequence import Sequence
+from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer
+
+log = logging.getLogger(__name__)
+
+_MOST_SAVING = 64  # pages on their way from the devices, whose memory they take until then; more are dropped
+_MOST_FETCHES = 8  # sequences whose pages are on their way from a tier
+_AHEAD = 4  # calls whose pages may be on their way to the devices
+_TRIALS = 3
+
+
+class Tiers:
+    """The tiers of an engine, whose thread makes all calls.
+
+    hit_tokens: that were fetched, by tier. dropped: pages that were lost since others were still on their way.
+    """
+
+    def __init__(self, plan: CachePlan, config: EngineConfig):
+        self.transfer = PageTransfer(plan, config.shards)
+        self.page = plan.page
+        self.host = HostTier(config.host_cache // self.transfer.nbytes) if config.host_cache else None
+        self.rule = FetchRule(plan.page, self.transfer.nbytes)
+        self.hit_tokens: dict[TierName, int] = {"host": 0, "disk": 0}
+        self.dropped = 0
+        self._evicted: dict[bytes, int] = {}  # pages to read before the next program, by key
+        self._restored: dict[int, Page] = {}  # contents of pages to write before the next program
+        self._saving: dict[bytes, Future[dict[bytes, Page]]] = {}
+        self._fetching: dict[Fetch, Future] = {}
+        self._saver, self._reader = (ThreadPoolExecutor(1, f"inferlib-tier-{name}") for name in ("saver", "reader"))
+
+    # ---- for the scheduler
+
+    def evict(self, first: int, node: Node) -> None:
+        """Save a page before it is taken for others. first: the number of its replica's first page."""
+        if node.count < self.page:
+            return
+        key = key_of(node)
+        if key not in self._saving and self._at_hand(key) is None:
+            self._evicted.setdefault(key, first + node.page)
+
+    def awaited(self, s: Sequence, match: Match) -> Fetch | None:
+        """What a sequence that begins with a match has to wait for, before it can take what the tiers have of it."""
+        if s.fetch is None:
+            if len(self._fetching) >= _MOST_FETCHES and (others := list(self._fetching)):
+                return others[0]
+            s.fetch = self._begin(s, match)
+        return s.fetch if s.fetch.pending else None
+
+    def take(self, s: Sequence, match: Match) -> tuple[Match, list[Page]]:
+        """What a sequence that starts takes of the device's cache, and of the tiers behind that."""
+        fetch, s.fetch = s.fetch, None
+        column = len(match.nodes)
+        if fetch is None or not fetch.first <= column < fetch.first + len(fetch.pages):
+            return match, []
+        pages = fetch.pages[column - fetch.first :]
+        for _, tier in pages:
+            self.hit_tokens[tier] += self.page
+        return Match(match.nodes, None, (column + len(pages)) * self.page), [page for page, _ in pages]
+
+    def restore(self, pages: Iterable[int], contents: Iterable[Page]) -> None:
+        """Write contents to pages before the next program, once pages are copied."""
+        self._restored |= zip(pages, contents, strict=True)
+
+    def leave_out(self, page: int) -> None:
+        """Write nothing to a page that is copied to: the sequence that it was for lost it."""
+        self._restored.pop(page, None)
+
+    def lose(self) -> None:
+        """Forget what was to happen before the next program."""
+        self._evicted, self._restored = {}, {}
+
+    # ---- for the engine
+
+    def prepare(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Compile the programs and time the way to the devices. The cache is donated; its pages stay as they are."""
+        self.transfer.prepare()
+        pages = list(range(min(CALL_PAGES, self.transfer.each)))
+        contents = self.transfer.cut(self.transfer.read(cache, pages), pages)
+        best = float("inf")
+        for _ in range(_TRIALS):
+            start = time.perf_counter()
+            cache, blocks = self.transfer.write(cache, pages, contents)
+            jax.block_until_ready(blocks)
+            best = min(best, time.perf_counter() - start)
+        self.rule.link.add(len(pages) * self.transfer.nbytes, best)
+        return cache
+
+    def save(self, cache: tuple[jax.Array, ...]) -> None:
+        """Read the pages that were evicted, before anything else changes the cache."""
+        evicted, self._evicted = self._evicted, {}
+        for batch in self._batches(list(evicted.items()), [*evicted.values()]):
+            if len(self._saving) + len(batch) > _MOST_SAVING:
+                self.dropped += len(batch)
+                continue
+            pages = [page for _, page in batch]
+            blocks = self.transfer.read(cache, pages)
+            for block in blocks:
+                block.copy_to_host_async()
+            future = self._saver.submit(self._save, blocks, batch)
+            self._saving.update((key, future) for key, _ in batch)
+            future.add_done_callback(partial(self._saved, [key for key, _ in batch]))
+
+    def write(self, cache: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """The cache, which is donated, with the pages that sequences fetched."""
+        restored, self._restored = self._restored, {}
+        under_way: list[Any] = []
+        for batch in self._batches(list(restored.items()), [*restored]):
+            pages, contents = zip(*batch, strict=True)
+            cache, blocks = self.transfer.write(cache, pages, contents)
+            under_way.append(blocks)
+            if len(under_way) > _AHEAD:
+                jax.block_until_ready(under_way.pop(0))
+        return cache
+
+    def wait(self, seconds: float) -> None:
+        """Wait until what some sequence fetches is there, if any does, but not longer."""
+        if futures := list(self._fetching.values()):
+            wait(futures, timeout=seconds, return_when=FIRST_COMPLETED)
+
+    def settle(self) -> None:
+        """Wait for all pages that are on their way."""
+        wait([*self._saving.values(), *self._fetching.values()])
+
+    def clear(self) -> None:
+        """Forget all pages."""
+        self.lose()
+        self.settle()
+        if self.host is not None:
+            self.host.clear()
+
+    def close(self) -> None:
+        """End the worker threads, once what is on its way has arrived."""
+        for pool in (self._saver, self._reader):
+            pool.shutdown()
+
+    # ---- inside
+
+    def _at_hand(self, key: bytes) -> Page | None:
+        return None if self.host is None else self.host.get(key)
+
+    def _batches(self, items: list, pages: Items[int]) -> Iterator[list]:
+        """The items in batches that one call of a program takes. pages: of each."""
+        of_replica: dict[int, list] = {}
+        for item, page in zip(items, pages, strict=True):
+            of_replica.setdefault(page // self.transfer.each, []).append(item)
+        for first in range(0, max(map(len, of_replica.values()), default=0), CALL_PAGES):
+            yield [item for of_one in of_replica.values() for item in of_one[first : first + CALL_PAGES]]
+
+    def _save(self, blocks: tuple[jax.Array, ...], batch: list[tuple[bytes, int]]) -> dict[bytes, Page]:
+        """Bring pages that were read to the host."""
+        contents = self.transfer.cut(blocks, [page for _, page in batch])
+        saved = dict(zip((key for key, _ in batch), contents, strict=True))
+        for key, page in saved.items():
+            self._store(key, page)
+        return saved
+
+    def _saved(self, keys: list[bytes], future: Future) -> None:
+        for key in keys:
+            self._saving.pop(key, None)
+        if error := future.exception():
+            log.warning("%d pages of the cache were not saved: %s", len(keys), error)
+
+    def _store(self, key: bytes, page: Page) -> None:
+        if self.host is not None:
+            self.host.put(key, page)
+
+    def _begin(self, s: Sequence, match: Match) -> Fetch:
+        """Look for the pages of a sequence behind a match, and bring those that are not at hand."""
+        fetch = Fetch(len(match.nodes))
+        if not s.takes_cached:
+            return fetch
+        whole, wanted = (s.length - 1) // self.page, self.rule.choose()
+        if whole <= fetch.first:
+            return fetch
+        page = len(encoded([0])) * self.page
+        keys = list(page_keys(s.salt, s.encoded[: whole * page], page))[fetch.first :]
+        for key in keys:
+            if (tier := self._tier_of(key)) is None or not wanted[tier]:
+                break
+            fetch.keys.append(key)
+        for key in fetch.keys:
+            if (content := self._at_hand(key)) is None:
+                break
+            fetch.pages.append((content, "host"))
+        if len(fetch.pages) < len(fetch.keys):
+            fetch.pending = True
+            self._fetching[fetch] = future = self._reader.submit(self._load, fetch)
+            future.add_done_callback(partial(self._fetched, fetch))
+        return fetch
+
+    def _tier_of(self, key: bytes) -> TierName | None:
+        if key in self._saving or self._at_hand(key) is not None:
+            return "host"
+        return None
+
+    def _load(self, fetch: Fetch) -> None:
+        """Bring the rest of the pages of a fetch, up to the first that is gone."""
+        for key in fetch.keys[len(fetch.pages) :]:
+            if (loaded := self._loaded(key)) is None:
+                break
+            fetch.pages.append(loaded)
+
+    def _loaded(self, key: bytes) -> tuple[Page, TierName] | None:
+        if (saving := self._saving.get(key)) is not None:
+            return saving.result()[key], "host"
+        content = self._at_hand(key)
+        return None if content is None else (content, "host")
+
+    def _fetched(self, fetch: Fetch, future: Future) -> None:
+        if error := future.exception():
+            log.warning("pages of the cache did not come back: %s", error)
+        self._fetching.pop(fetch, None)
+        fetch.pending = False
+
+
+def check_tiers(plan: CachePlan, config: EngineConfig) -> None:
+    """Raise ConfigurationError if tiers are asked for that this model and this machine cannot have."""
+    asked = [name for name in ("host_cache", "disk_cache") if getattr(config, name) is not None]
+    if not asked:
+        return
+    if (why := plan.no_prefix_caching(config)) is not None or any(plan.of_rows):
+        why = why or "layers have a ring or a state of each row, which is in no page"
+        raise ConfigurationError(f"{asked[0]} has pages that prompts share, and {why}: leave {' and '.join(asked)} out")
+    if config.shards.several_processes:
+        raise ConfigurationError(f"{asked[0]} serves the devices of one process: leave {' and '.join(asked)} out")
+    if config.host_cache is not None and config.host_cache < (nbytes := PageTransfer(plan, config.shards).nbytes):
+        raise ConfigurationError(
+            f"host_cache of {config.host_cache} bytes holds no page, which has {nbytes}: give many times that, such as "
+            "'16GiB'"
+        )
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if config.host_cache is not None and config.host_cache > memory:
+        raise ConfigurationError(
+            f"host_cache of {config.host_cache / 2**30:.1f} GiB is more than the {memory / 2**30:.1f} GiB that this "
+            "machine has: give less, as weights are loaded through it too"
+        )

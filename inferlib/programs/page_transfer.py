@@ -1,0 +1,253 @@
+"""Pages between the cache and host memory, by two small programs: one reads pages, one writes them.
+
+On the host a page is a few flat arrays, one for each dtype and way in which devices split cells: int8 keys and values
+with their scales are two. Whatever the layers and their layouts, it is a copy of bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from inferlib.cache.host_tier import Page
+from inferlib.cache.plan import CachePlan
+from inferlib.programs.start_functions import prepared
+from inferlib.sharding import axes
+from inferlib.sharding.shards import Shards
+
+CALL_PAGES = 8  # pages of each replica that one call reads or writes
+
+
+class Part(NamedTuple):
+    """Where one array of the cache lies in a page. index: of the array. dim: of its pages. shape: of a page of it on a
+    device, the dimensions before `dim` first. first: its first number in the flat array."""
+
+    index: int
+    dim: int
+    shape: tuple[int, ...]
+    first: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+class Group(NamedTuple):
+    """Arrays of one dtype that the same mesh axes split. Of a page they are one flat array [n, X]: X numbers of each of
+    the n devices."""
+
+    dtype: str
+    over: tuple[str, ...]
+    devices: int
+    parts: tuple[Part, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.devices, sum(part.size for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+class PageTransfer:
+    """Reads and writes pages of a cache whose arrays are all of pages. Its programs are compiled by `prepare`."""
+
+    def __init__(self, plan: CachePlan, shards: Shards):
+        assert not any(plan.of_rows), "a ring or a state is of no page"
+        self.plan, self.shards = plan, shards
+        self.groups = _groups(plan, shards)
+        self.each = plan.pages // shards.replicas  # pages of a replica
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a page on the host."""
+        return sum(group.nbytes for group in self.groups)
+
+    def prepare(self) -> None:
+        """Compile both programs, unless that is done."""
+        _ = self._read, self._write
+
+    def read(self, cache: tuple[jax.Array, ...], pages: Sequence[int]) -> tuple[jax.Array, ...]:
+        """Blocks of some pages, which `cut` takes: at most `CALL_PAGES` of each replica, numbered as all replicas'
+        together. The cache stays."""
+        return self._read(cache, self._numbers(pages))
+
+    def write(self, cache: tuple[jax.Array, ...], pages: Sequence[int], contents: Sequence[Page]) -> tuple[Any, Any]:
+        """The cache, which is donated, with these contents of pages, as many as `read` takes; and the blocks of them,
+        which are on their way to the devices."""
+        places, blocks = self._places(pages), []
+        for i, group in enumerate(self.groups):
+            whole = np.zeros((self.shards.replicas * CALL_PAGES, *group.shape), jnp.dtype(group.dtype))
+            for place, content in zip(places, contents, strict=True):
+                whole[place] = content[i]
+            blocks.append(jax.device_put(whole, self._block_place(group)))
+        return self._write(cache, self._numbers(pages), tuple(blocks)), blocks
+
+    def cut(self, blocks: Sequence[jax.Array], pages: Sequence[int]) -> list[Page]:
+        """The pages of blocks that were read, on the host. It waits for the copies."""
+        whole = [np.asarray(block) for block in blocks]
+        return [tuple(block[place].copy() for block in whole) for place in self._places(pages)]
+
+    def _places(self, pages: Sequence[int]) -> list[int]:
+        """Where pages lie in a block: each replica has its own part of it."""
+        used, places = [0] * self.shards.replicas, []
+        for page in pages:
+            replica = page // self.each
+            places.append(replica * CALL_PAGES + used[replica])
+            used[replica] += 1
+        assert max(used) <= CALL_PAGES, "a call has so many pages of a replica"
+        return places
+
+    def _numbers(self, pages: Sequence[int]) -> np.ndarray | jax.Array:
+        """Pages as replicas number their own. The rest is padding, which no replica has."""
+        numbers = np.full((self.shards.replicas * CALL_PAGES, 1), self.each, np.int32)
+        for place, page in zip(self._places(pages), pages, strict=True):
+            numbers[place] = page % self.each
+        return numbers
+
+    def _block_place(self, group: Group) -> NamedSharding | None:
+        mesh = self.shards.mesh
+        return None if mesh is None else NamedSharding(mesh, _block_spec(self.shards, group))
+
+    def _struct(self, shape: tuple[int, ...], dtype: Any, place: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    @property
+    def _cache(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(self._struct(x.shape, x.dtype, self.shards.sharding(x.axes)) for x in self.plan.arrays)
+
+    @property
+    def _names(self) -> tuple[tuple[str | None, ...], ...]:
+        return tuple(x.axes for x in self.plan.arrays)
+
+    @property
+    def _rows(self) -> jax.ShapeDtypeStruct:
+        place = self.shards.sharding((axes.ROWS, None))
+        return self._struct((self.shards.replicas * CALL_PAGES, 1), jnp.int32, place)
+
+    @cached_property
+    def _read(self) -> Callable:
+        place = None if self.shards.mesh is None else tuple(map(self._block_place, self.groups))
+        static = self.shards, self._names, self.groups
+        return prepared(read_pages, static, self._cache, self._rows, place=place, donate=False)
+
+    @cached_property
+    def _write(self) -> Callable:
+        place = None if self.shards.mesh is None else tuple(x.sharding for x in self._cache)
+        count, static = self.shards.replicas * CALL_PAGES, (self.shards, self._names, self.groups)
+        blocks = tuple(self._struct((count, *g.shape), jnp.dtype(g.dtype), self._block_place(g)) for g in self.groups)
+        return prepared(write_pages, static, self._cache, self._rows, blocks, place=place)
+
+
+def _groups(plan: CachePlan, shards: Shards) -> tuple[Group, ...]:
+    groups: dict[tuple[str, tuple[str, ...]], list[Part]] = {}
+    for index, array in enumerate(plan.arrays):
+        dim, local = array.axes.index(axes.PAGES), shards.local_shape(array.axes, array.shape)
+        over = shards.mesh_axes(*(name for name in array.axes if name != axes.PAGES))
+        parts = groups.setdefault((array.dtype.name, over), [])
+        first = parts[-1].first + parts[-1].size if parts else 0
+        parts.append(Part(index, dim, (*local[:dim], *local[dim + 1 :]), first))
+    sizes = {} if shards.mesh is None else shards.mesh.shape
+    return tuple(
+        Group(dtype, over, math.prod(sizes[axis] for axis in over), tuple(parts))
+        for (dtype, over), parts in groups.items()
+    )
+
+
+def _block_spec(shards: Shards, group: Group) -> PartitionSpec:
+    """How a block [pages, n, X] lies on the mesh."""
+    return PartitionSpec(shards.mesh_axes(axes.PAGES) or None, group.over or None, None)
+
+
+def read_pages(
+    shards: Shards,
+    names: tuple[tuple[str | None, ...], ...],
+    groups: tuple[Group, ...],
+    cache: tuple[jax.Array, ...],
+    pages: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """A block [pages, n, X] of each group. pages: int32 [N, 1], each replica's by its own numbers."""
+
+    def local(cache: tuple[jax.Array, ...], pages: jax.Array) -> tuple[jax.Array, ...]:
+        blocks = []
+        for group in groups:
+            cells = [_cells(cache[part.index], part.dim, pages[:, 0]) for part in group.parts]
+            blocks.append(jnp.concatenate(cells, axis=1)[:, None])
+        return tuple(blocks)
+
+    if shards.rules is None:
+        return local(cache, pages)
+    taken = tuple(map(shards.rules.spec, names)), shards.rules.spec((axes.ROWS, None))
+    specs = tuple(_block_spec(shards, group) for group in groups)
+    return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=specs, check_vma=False)(cache, pages)
+
+
+def write_pages(
+    shards: Shards,
+    names: tuple[tuple[str | None, ...], ...],
+    groups: tuple[Group, ...],
+    cache: tuple[jax.Array, ...],
+    pages: jax.Array,
+    blocks: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+    """The cache with the pages of blocks that `read_pages` made. A page that a replica does not have is padding."""
+
+    def local(cache: tuple[jax.Array, ...], pages: jax.Array, blocks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        new = list(cache)
+        for group, block in zip(groups, blocks, strict=True):
+            for part in group.parts:
+                cells = block[:, 0, part.first : part.first + part.size].reshape(-1, *part.shape)
+                new[part.index] = _with_cells(cache[part.index], part.dim, pages[:, 0], cells)
+        return tuple(new)
+
+    if shards.rules is None:
+        return local(cache, pages, blocks)
+    specs = tuple(map(shards.rules.spec, names))
+    taken = specs, shards.rules.spec((axes.ROWS, None)), tuple(_block_spec(shards, group) for group in groups)
+    return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=specs, check_vma=False)(
+        cache, pages, blocks
+    )
+
+
+def _cells(x: jax.Array, dim: int, pages: jax.Array) -> jax.Array:
+    """[N, ...] flat: the cells of pages, which are a dimension of x. Those before it are merged with it, as in
+    `row_changes`: a TPU's compiler would copy stacked latents as a whole."""
+    count, stack = x.shape[dim], math.prod(x.shape[:dim])
+    rows = jnp.arange(stack)[None, :] * count + jnp.minimum(pages, count - 1)[:, None]
+    cells = x.reshape(-1, *x.shape[dim + 1 :]).at[rows.reshape(-1)].get(mode="clip")
+    return cells.reshape(pages.shape[0], -1)
+
+
+def _with_cells(x: jax.Array, dim: int, pages: jax.Array, cells: jax.Array) -> jax.Array:
+    """x with the cells [N, ...] of pages. On CPUs one page follows the other, as XLA would copy an array of bfloat16
+    twice."""
+    return lax.platform_dependent(x, pages, cells, cpu=partial(_one_by_one, dim), default=partial(_at_once, dim))
+
+
+def _one_by_one(dim: int, x: jax.Array, pages: jax.Array, cells: jax.Array) -> jax.Array:
+    count = x.shape[dim]
+
+    def one(i, x):
+        at = jnp.minimum(pages[i], count - 1)
+        old = lax.dynamic_index_in_dim(x, at, dim, keepdims=False)
+        new = jnp.where(pages[i] < count, cells[i], old)
+        return lax.dynamic_update_index_in_dim(x, new, at, dim)
+
+    return lax.fori_loop(0, pages.shape[0], one, x)
+
+
+def _at_once(dim: int, x: jax.Array, pages: jax.Array, cells: jax.Array) -> jax.Array:
+    count, stack = x.shape[dim], math.prod(x.shape[:dim])
+    rows = jnp.arange(stack)[None, :] * count + pages[:, None]
+    rows = jnp.where(pages[:, None] < count, rows, stack * count)
+    flat = x.reshape(-1, *x.shape[dim + 1 :])
+    return flat.at[rows.reshape(-1)].set(cells.reshape(-1, *flat.shape[1:]), mode="drop").reshape(x.shape)

@@ -1,0 +1,270 @@
+"""Pages that the devices have no room for come back from the host's memory and from disk: every token is what it is
+alone and without any cache."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inferlib import LLM
+from inferlib.cache.host_tier import HostTier, key_of, page_keys
+from inferlib.cache.prefix_tree import PrefixTree, encoded
+from inferlib.config import ConfigurationError
+from inferlib.engine.engine import Engine
+from inferlib.engine.fetch_rule import FetchRule
+from inferlib.engine.sequence import Status
+from inferlib.programs.counter import compilations
+from tests.helpers.engines import assert_accounted
+from tests.helpers.llms import build_llm, new_engine, random_prompts
+from tests.helpers.poison import poison
+from tests.helpers.sequences import LEAST, run, sequence
+
+PAGE = 16  # tiles of a step have 8 tokens
+TRUNK = random_prompts([48], seed=50)[0]
+TAILS = random_prompts([30] * 3, seed=51)
+STRANGERS = random_prompts([40, 41, 42, 43], seed=60)
+# Keys and values, in int8 too; latents; layers that read the cache of another.
+KINDS = {"llama stacked": {"scan": True}, "llama int8": {"kv_cache_dtype": "int8"}, "minicpm3": {}, "gemma3n_text": {}}
+
+
+def prompt_of(shared: int, tail: int, length: int) -> list[int]:
+    """`shared` tokens that other prompts begin with, then `length` tokens of a tail."""
+    return TRUNK[:shared] + TAILS[tail][:length]
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch):
+    """Pages are fetched, however fast a tiny model computes."""
+    monkeypatch.setattr(FetchRule, "choose", lambda self: {"host": True, "disk": True})
+
+
+@pytest.fixture(scope="module")
+def tight(checkpoint):
+    """`tight(kind)`: four rows that share pages for a sequence and a half."""
+
+    @functools.cache
+    def build(kind: str) -> LLM:
+        path, options = checkpoint(kind.split()[0]), {"page_size": PAGE, "decode_steps": 4, **KINDS[kind]}
+        whole = build_llm(path, LEAST, **options).engine.plan
+        return build_llm(path, LEAST, cache_memory=whole.nbytes // whole.pages * (whole.columns * 3 // 2), **options)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def alone(tight):
+    """`alone(kind, prompt, count)`: what a prompt generates alone, without a cache of prefixes."""
+
+    @functools.cache
+    def tokens(kind: str, prompt: tuple[int, ...], count: int) -> list[int]:
+        with new_engine(tight(kind), prefix_caching=False, host_cache=None, disk_cache=None) as engine:
+            return run(engine, [sequence(list(prompt), count)])[0]
+
+    return lambda kind, prompt, count: tokens(kind, tuple(prompt), count)
+
+
+def page_bytes(llm: LLM) -> int:
+    return llm.engine.plan.nbytes // llm.engine.plan.pages
+
+
+def crowd_out(engine: Engine) -> None:
+    """Run other prompts until nothing of earlier ones is on the device, and all of them is in the tiers."""
+    for prompt in STRANGERS:
+        run(engine, [sequence(prompt, 20)])
+    engine.tiers.settle()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_evicted_comes_back_from_the_host(kind, tight, alone):
+    llm, prompt = tight(kind), prompt_of(40, 0, 8)
+    with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
+        run(engine, [sequence(prompt, 5)])
+        crowd_out(engine)
+        again, longer = sequence(prompt, 9), sequence(prompt_of(40, 0, 30), 9)
+        for s in (again, longer):
+            assert run(engine, [s])[0] == alone(kind, s.prompt, 9)
+            assert s.cached == (32 if s is again else 48)
+        assert engine.tiers.hit_tokens == {"host": 32, "disk": 0}
+        crowd_out(engine)
+        before = engine.tiers.hit_tokens["host"]
+        assert run(engine, [sequence(longer.prompt, 9)])[0] == alone(kind, longer.prompt, 9)
+        assert engine.tiers.hit_tokens["host"] == before + 64
+
+
+def test_a_hit_goes_on_from_the_device_to_the_host(tight, alone):
+    """The leaves of a prompt are evicted first, so its beginning may still be on the device."""
+    kind, prompt = "llama stacked", prompt_of(48, 0, 30)
+    llm = tight(kind)
+    with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
+        run(engine, [sequence(prompt, 2)])
+        tree, before = engine.scheduler.pages[0].tree, engine.scheduler.pages[0].cached
+        run(engine, [sequence(STRANGERS[0], 45)])
+        assert 0 < len(tree.match(None, encoded(prompt), 77).nodes) < before
+        engine.tiers.settle()
+        s = sequence(prompt, 9)
+        assert run(engine, [s])[0] == alone(kind, prompt, 9)
+        assert s.cached == 64
+        assert 0 < engine.tiers.hit_tokens["host"] < 64
+
+
+def test_what_is_preempted_goes_to_the_host(tight, alone):
+    """A sequence whose pages others take for long does not compute them again."""
+    kind = "llama stacked"
+    llm = tight(kind)
+    with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
+        first, *others = (sequence(STRANGERS[i], 50, priority=-(i > 0)) for i in range(4))
+        engine.add(first)
+        while len(first.tokens) < 10:
+            engine.advance()
+        assert run(engine, others) == [alone(kind, s.prompt, 50) for s in others]
+        assert first.tokens == alone(kind, first.prompt, 50)
+        assert engine.scheduler.preemptions
+        assert engine.tiers.hit_tokens["host"] >= 32
+
+
+JOB = st.tuples(
+    st.sampled_from([0, 16, 24, 33, 48]),  # shared tokens
+    st.integers(0, 2),  # the tail
+    st.sampled_from([1, 8, 17, 30]),  # and its length
+    st.integers(0, 20),  # the round of its arrival
+    st.sampled_from([0, 0, 0, -1, 1.5]),  # its priority
+    st.sampled_from([None, None, None, None, 3, 9]),  # rounds until it is aborted
+    st.sampled_from([None, None, None, "a"]),  # its salt
+)
+
+
+@settings(max_examples=12)
+@given(st.lists(JOB, min_size=4, max_size=14), st.sampled_from([1, 5, 30]))
+def test_any_traffic_is_as_if_alone(tight, alone, jobs, host):
+    """Whatever is evicted, preempted and aborted, with a host that has room for a page, for some or for all. Cells that
+    nobody can read hold NaN."""
+    kind, count = "llama stacked", 30
+    llm = tight(kind)
+    with new_engine(llm, in_flight=1, host_cache=host * page_bytes(llm)) as engine:
+        sequences = [
+            sequence(prompt_of(shared, tail, length), count, priority=priority, salt=salt)
+            for shared, tail, length, _, priority, _, salt in jobs
+        ]
+        for round_ in range(4000):
+            for s, (*_, arrival, _, abort, _) in zip(sequences, jobs, strict=True):
+                if arrival == round_:
+                    engine.add(s)
+                if abort is not None and arrival + abort == round_ and s.status is not Status.FINISHED:
+                    engine.cancel(s)
+            if round_ % 8 == 0:
+                poison(engine)
+            engine.advance()
+            assert_accounted(engine)
+            assert len(engine.tiers.host) <= host
+            if round_ > 30 and not engine.busy:
+                break
+        for s, (*_, abort, _) in zip(sequences, jobs, strict=True):
+            assert s.tokens == alone(kind, s.prompt, count)[: None if abort is None else len(s.tokens)]
+        assert all(pages.free == pages.pool.count for pages in engine.scheduler.pages)
+
+
+def test_replicas_share_the_host(checkpoint):
+    """A page that one replica evicted serves another, whose devices split it in the same way."""
+    path, options = checkpoint("llama"), {"decode_steps": 4, "parallel": "dp=2,tp=2", "page_size": PAGE}
+    whole = build_llm(path, LEAST, **options).engine
+    memory = whole.plan.bytes_of(whole.config.shards)[0] * (whole.plan.columns * 3 // 2)
+    llm = build_llm(path, LEAST, cache_memory=memory, host_cache="1MiB", **options)
+    prompts = [prompt_of(40, 0, 8), *STRANGERS, *random_prompts([37, 38, 39], seed=61)]
+    with new_engine(llm, prefix_caching=False, host_cache=None) as engine:
+        expected = [run(engine, [sequence(prompt, 20)])[0] for prompt in prompts]
+    for _ in range(3):
+        assert run(llm.engine, [sequence(prompt, 20) for prompt in prompts]) == expected
+        llm.engine.tiers.settle()
+    assert llm.engine.tiers.hit_tokens["host"] > 100
+
+
+def test_nothing_compiles_after_warmup(checkpoint):
+    llm = build_llm(checkpoint("llama"), LEAST, page_size=PAGE, decode_steps=4, host_cache="1MiB")
+    pages = llm.engine.plan.columns * 3 // 2
+    llm = build_llm(
+        checkpoint("llama"),
+        LEAST,
+        page_size=PAGE,
+        decode_steps=4,
+        cache_memory=pages * page_bytes(llm),
+        host_cache="1MiB",
+    )
+    llm.warmup(["greedy"])
+    before = compilations()
+    for _ in range(2):
+        crowd_out(llm.engine)
+    assert llm.engine.tiers.hit_tokens["host"] > 32
+    assert compilations() == before
+
+
+def test_forgotten_prompts_are_in_no_tier(tight):
+    llm, prompt = tight("llama stacked"), prompt_of(40, 0, 8)
+    with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
+        run(engine, [sequence(prompt, 5)])
+        crowd_out(engine)
+        assert len(engine.tiers.host)
+        llm.reset_prefix_cache()
+        s = sequence(prompt, 5)
+        run(engine, [s])
+        assert s.cached == 0
+
+
+def test_an_error_loses_no_page_of_the_host(tight, alone, monkeypatch):
+    kind, prompt = "llama stacked", prompt_of(40, 0, 8)
+    llm = tight(kind)
+    with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
+        run(engine, [sequence(prompt, 5)])
+        crowd_out(engine)
+        monkeypatch.setattr(engine, "_receive", lambda: 1 / 0)
+        engine.add(sequence(STRANGERS[0], 3))
+        with pytest.raises(ZeroDivisionError):
+            engine.advance()
+        monkeypatch.undo()
+        s = sequence(prompt, 9)
+        assert run(engine, [s])[0] == alone(kind, prompt, 9)
+
+
+def test_keys_are_of_all_tokens_and_of_the_salt():
+    tree, tokens = PrefixTree(2, 1), encoded([1, 2, 3, 4, 5])
+    first = tree.insert(tree.root("a"), tokens[:8], 0)
+    second = tree.insert(first, tokens[8:16], 1)
+    keys = list(page_keys("a", tokens, 8))
+    assert [key_of(second), key_of(first)] == keys[::-1]
+    others = [page_keys("b", tokens, 8), page_keys(None, tokens, 8), page_keys("None", tokens, 8)]
+    others.append(page_keys("a", encoded([3, 4, 3, 4]), 8))
+    assert len({*keys, *(key for of_one in others for key in of_one)}) == 10
+
+
+def test_the_host_keeps_what_was_used_last():
+    tier = HostTier(2)
+    pages = [(), (), ()]
+    assert [tier.put(bytes([i]), page) for i, page in enumerate(pages[:2])] == [[], []]
+    assert tier.get(b"\0") is pages[0]
+    assert tier.put(b"\2", pages[2]) == [(b"\1", pages[1])]
+    assert (len(tier), tier.evictions, tier.get(b"\1")) == (2, 1, None)
+
+
+@pytest.mark.parametrize(("family", "what"), [("gpt_oss", "have a ring"), ("qwen3_5_text", "have a state")])
+def test_models_whose_rows_are_more_than_pages_have_no_tiers(family, what, checkpoint):
+    with pytest.raises(ConfigurationError, match=f"host_cache has pages that prompts share, and .* {what}.*: leave"):
+        build_llm(checkpoint(family), LEAST, host_cache="1GiB")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_cache": 0.5}, "host_cache is a number of bytes, or a text such as '16GiB', got 0.5"),
+        ({"host_cache": 0}, "host_cache is a number of bytes"),
+        ({"host_cache": "much"}, "host_cache is a number of bytes"),
+        ({"host_cache": 100}, "host_cache of 100 bytes holds no page, which has"),
+        ({"host_cache": "9999999GiB"}, "host_cache of .* GiB is more than the .* GiB that this machine has"),
+        ({"host_cache": "1GiB", "prefix_caching": False}, "and prefix_caching is False: leave host_cache out"),
+    ],
+    ids=str,
+)
+def test_wrong_options(options, message, checkpoint):
+    with pytest.raises(ConfigurationError, match=message):
+        build_llm(checkpoint("llama"), LEAST, **options)

@@ -1,0 +1,27 @@
+"""Sequences, and an engine that runs them to their end."""
+
+from __future__ import annotations
+
+from inferlib import Buckets, SamplingParams
+from inferlib.engine.engine import Engine
+from inferlib.engine.sequence import Sequence
+from tests.helpers.engines import assert_accounted
+from tests.helpers.llms import MAX_LEN
+
+LEAST = Buckets((16,), (1, 4), (MAX_LEN,), tile=8)  # with few programs
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+def sequence(prompt: list[int], count: int, params: SamplingParams = GREEDY, **options) -> Sequence:
+    """A prompt, to generate `count` tokens for."""
+    return Sequence(prompt, params, count, seed=options.pop("seed", 0), **options)
+
+
+def run(engine: Engine, sequences: list[Sequence]) -> list[list[int]]:
+    """What the sequences generate together."""
+    for s in sequences:
+        engine.add(s)
+    while engine.busy:
+        engine.advance()
+        assert_accounted(engine)
+    return [s.tokens for s in sequences]
