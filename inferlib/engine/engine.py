@@ -53,6 +53,9 @@ class EngineStats:
     host_seconds: everything else: scheduling and bookkeeping.
     cached_tokens: of prompts, and of sequences that were preempted, that were not computed, as their cells were in the
         cache. cached_pages: that prompts can share, by now. evicted_pages: that made room for others.
+    host_tokens, disk_tokens: those of `cached_tokens` that came from a tier. host_pages, host_bytes, disk_pages,
+        disk_bytes: what the tiers have by now. host_evicted_pages, disk_evicted_pages: that made room there.
+        dropped_pages: that were evicted and lost, since the tiers did not keep up.
     """
 
     dispatches: int = 0
@@ -66,6 +69,15 @@ class EngineStats:
     cached_tokens: int = 0
     cached_pages: int = 0
     evicted_pages: int = 0
+    host_tokens: int = 0
+    host_pages: int = 0
+    host_bytes: int = 0
+    host_evicted_pages: int = 0
+    disk_tokens: int = 0
+    disk_pages: int = 0
+    disk_bytes: int = 0
+    disk_evicted_pages: int = 0
+    dropped_pages: int = 0
 
     @property
     def other_seconds(self) -> float:
@@ -98,7 +110,7 @@ class Engine:
         self.programs = programs or ProgramSet.make(model, config, _layouts(weights) if config.free_layouts else None)
         self.plan = self.programs.plan
         check_tiers(self.plan, config)
-        self.tiers = Tiers(self.plan, config) if config.has_tiers else None
+        self.tiers = Tiers(model, weights, self.plan, config) if config.has_tiers else None
         self.stats, self.clock = EngineStats(), Clock()
         cascade = Cascade.of(config, self.plan, len(model.config.layers))
         self.scheduler = Scheduler(config, self.plan, cascade, self.tiers)
@@ -323,6 +335,15 @@ class Engine:
         pages, stats = self.scheduler.pages, self.stats
         stats.cached_tokens = sum(x.hit_tokens for x in pages)
         stats.cached_pages, stats.evicted_pages = sum(x.cached for x in pages), sum(x.evictions for x in pages)
+        if (tiers := self.tiers) is None:
+            return
+        stats.host_tokens, stats.disk_tokens = tiers.hit_tokens["host"], tiers.hit_tokens["disk"]
+        stats.dropped_pages = tiers.dropped
+        if (host := tiers.host) is not None:
+            stats.host_pages, stats.host_evicted_pages = len(host), host.evictions
+            stats.host_bytes = len(host) * tiers.transfer.nbytes
+        if (disk := tiers.disk) is not None:
+            stats.disk_pages, stats.disk_bytes, stats.disk_evicted_pages = len(disk), disk.nbytes, disk.evictions
 
     @property
     def _waits_for_tokens(self) -> bool:

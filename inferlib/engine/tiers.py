@@ -9,27 +9,33 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from inferlib.cache.disk_tier import DiskTier, check_folder
 from inferlib.cache.host_tier import HostTier, Page, key_of, page_keys
 from inferlib.cache.plan import CachePlan
 from inferlib.cache.prefix_tree import Match, Node, encoded
 from inferlib.config import ConfigurationError, EngineConfig
 from inferlib.engine.fetch import Fetch, TierName
 from inferlib.engine.fetch_rule import FetchRule
+from inferlib.engine.fingerprint import fingerprint
 from inferlib.engine.sequence import Sequence
+from inferlib.models.abstract import AbstractModel
 from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer
 
 log = logging.getLogger(__name__)
 
 _MOST_SAVING = 64  # pages on their way from the devices, whose memory they take until then; more are dropped
+_MOST_WRITING = 32  # pages on their way to files
 _MOST_FETCHES = 8  # sequences whose pages are on their way from a tier
 _AHEAD = 4  # calls whose pages may be on their way to the devices
 _TRIALS = 3
@@ -38,12 +44,17 @@ _TRIALS = 3
 class Tiers:
     """The tiers of an engine, whose thread makes all calls.
 
-    hit_tokens: that were fetched, by tier. dropped: pages that were lost since others were still on their way.
+    What the devices have no room for goes to the host and to disk at the same time, and what comes from disk to the
+    host too. hit_tokens: that were fetched, by tier. dropped: pages that were lost since others were still on their
+    way.
     """
 
-    def __init__(self, plan: CachePlan, config: EngineConfig):
+    def __init__(self, model: AbstractModel, weights: Items[jax.Array], plan: CachePlan, config: EngineConfig):
         self.transfer = PageTransfer(plan, config.shards)
-        self.page = plan.page
+        self.page, self.disk = plan.page, None
+        if config.disk_cache is not None:
+            of_model = fingerprint(model, weights, plan, self.transfer)
+            self.disk = DiskTier(config.disk_cache, of_model, self.transfer.forms, config.disk_cache_size)
         self.host = HostTier(config.host_cache // self.transfer.nbytes) if config.host_cache else None
         self.rule = FetchRule(plan.page, self.transfer.nbytes)
         self.hit_tokens: dict[TierName, int] = {"host": 0, "disk": 0}
@@ -52,7 +63,10 @@ class Tiers:
         self._restored: dict[int, Page] = {}  # contents of pages to write before the next program
         self._saving: dict[bytes, Future[dict[bytes, Page]]] = {}
         self._fetching: dict[Fetch, Future] = {}
-        self._saver, self._reader = (ThreadPoolExecutor(1, f"inferlib-tier-{name}") for name in ("saver", "reader"))
+        self._writing: dict[bytes, Page] = {}
+        self._reader, self._saver, self._writer = self._threads = tuple(
+            ThreadPoolExecutor(1, f"inferlib-tier-{name}") for name in ("reader", "saver", "writer")
+        )
 
     # ---- for the scheduler
 
@@ -61,7 +75,7 @@ class Tiers:
         if node.count < self.page:
             return
         key = key_of(node)
-        if key not in self._saving and self._at_hand(key) is None:
+        if key not in self._saving and self._at_hand(key) is None and (self.host is not None or not self._on_disk(key)):
             self._evicted.setdefault(key, first + node.page)
 
     def awaited(self, s: Sequence, match: Match) -> Fetch | None:
@@ -145,24 +159,31 @@ class Tiers:
 
     def settle(self) -> None:
         """Wait for all pages that are on their way."""
-        wait([*self._saving.values(), *self._fetching.values()])
+        for thread in self._threads:
+            thread.submit(int).result()
 
     def clear(self) -> None:
         """Forget all pages."""
         self.lose()
         self.settle()
-        if self.host is not None:
-            self.host.clear()
+        for tier in (self.host, self.disk):
+            if tier is not None:
+                tier.clear()
 
     def close(self) -> None:
         """End the worker threads, once what is on its way has arrived."""
-        for pool in (self._saver, self._reader):
-            pool.shutdown()
+        for thread in self._threads:
+            thread.shutdown()
 
     # ---- inside
 
     def _at_hand(self, key: bytes) -> Page | None:
-        return None if self.host is None else self.host.get(key)
+        """A page that is in the host's memory."""
+        page = None if self.host is None else self.host.get(key)
+        return self._writing.get(key) if page is None else page
+
+    def _on_disk(self, key: bytes) -> bool:
+        return self.disk is not None and key in self.disk
 
     def _batches(self, items: list, pages: Items[int]) -> Iterator[list]:
         """The items in batches that one call of a program takes. pages: of each."""
@@ -187,8 +208,20 @@ class Tiers:
             log.warning("%d pages of the cache were not saved: %s", len(keys), error)
 
     def _store(self, key: bytes, page: Page) -> None:
-        if self.host is not None:
-            self.host.put(key, page)
+        """Put a page in the tiers. Of those that leave the host for it, the disk has most already."""
+        left = [] if self.host is None else self.host.put(key, page)
+        for pair in ((key, page), *left):
+            self._offer(*pair)
+
+    def _offer(self, key: bytes, page: Page) -> None:
+        """Write a page to disk, if it is not there and the disk keeps up."""
+        if self.disk is None or key in self.disk or key in self._writing:
+            return
+        if len(self._writing) >= _MOST_WRITING:
+            self.dropped += self.host is None or key not in self.host
+            return
+        self._writing[key] = page
+        self._writer.submit(self.disk.write, key, page).add_done_callback(lambda _: self._writing.pop(key, None))
 
     def _begin(self, s: Sequence, match: Match) -> Fetch:
         """Look for the pages of a sequence behind a match, and bring those that are not at hand."""
@@ -217,7 +250,7 @@ class Tiers:
     def _tier_of(self, key: bytes) -> TierName | None:
         if key in self._saving or self._at_hand(key) is not None:
             return "host"
-        return None
+        return "disk" if self._on_disk(key) else None
 
     def _load(self, fetch: Fetch) -> None:
         """Bring the rest of the pages of a fetch, up to the first that is gone."""
@@ -229,8 +262,15 @@ class Tiers:
     def _loaded(self, key: bytes) -> tuple[Page, TierName] | None:
         if (saving := self._saving.get(key)) is not None:
             return saving.result()[key], "host"
-        content = self._at_hand(key)
-        return None if content is None else (content, "host")
+        if (content := self._at_hand(key)) is not None:
+            return content, "host"
+        start = time.perf_counter()
+        if self.disk is None or (content := self.disk.read(key)) is None:
+            return None
+        self.rule.disk.add(self.transfer.nbytes, time.perf_counter() - start)
+        if self.host is not None:
+            self._store(key, content)
+        return content, "disk"
 
     def _fetched(self, fetch: Fetch, future: Future) -> None:
         if error := future.exception():
@@ -254,9 +294,27 @@ def check_tiers(plan: CachePlan, config: EngineConfig) -> None:
             f"host_cache of {config.host_cache} bytes holds no page, which has {nbytes}: give many times that, such as "
             "'16GiB'"
         )
+    if config.disk_cache is not None:
+        _check_disk(config.disk_cache, config.disk_cache_size, PageTransfer(plan, config.shards).nbytes)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if config.host_cache is not None and config.host_cache > memory:
         raise ConfigurationError(
             f"host_cache of {config.host_cache / 2**30:.1f} GiB is more than the {memory / 2**30:.1f} GiB that this "
             "machine has: give less, as weights are loaded through it too"
+        )
+
+
+def _check_disk(folder: Path, most: int | None, page: int) -> None:
+    check_folder(folder)
+    if most is None:
+        return
+    if most < page:
+        raise ConfigurationError(
+            f"disk_cache_size of {most} bytes holds no page, which has {page}: give many times that, such as '100GiB'"
+        )
+    disk = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).total
+    if most > disk:
+        raise ConfigurationError(
+            f"disk_cache_size of {most / 2**30:.1f} GiB is more than the {disk / 2**30:.1f} GiB of the disk that "
+            f"{folder} is on: give less"
         )

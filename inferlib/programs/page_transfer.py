@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from inferlib.cache.disk_tier import Form
 from inferlib.cache.host_tier import Page
 from inferlib.cache.plan import CachePlan
 from inferlib.programs.start_functions import prepared
@@ -66,6 +67,11 @@ class PageTransfer:
         self.plan, self.shards = plan, shards
         self.groups = _groups(plan, shards)
         self.each = plan.pages // shards.replicas  # pages of a replica
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """Of the arrays of a page on the host."""
+        return tuple(Form(group.shape, np.dtype(jnp.dtype(group.dtype))) for group in self.groups)
 
     @property
     def nbytes(self) -> int:

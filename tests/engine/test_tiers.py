@@ -4,6 +4,7 @@ alone and without any cache."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from inferlib.config import ConfigurationError
 from inferlib.engine.engine import Engine
 from inferlib.engine.fetch_rule import FetchRule
 from inferlib.engine.sequence import Status
+from inferlib.engine.tiers import Tiers
 from inferlib.programs.counter import compilations
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, new_engine, random_prompts
@@ -125,10 +127,82 @@ def test_what_is_preempted_goes_to_the_host(tight, alone):
         assert engine.tiers.hit_tokens["host"] >= 32
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_evicted_comes_back_from_disk(kind, tight, alone, tmp_path):
+    """Also in another engine."""
+    llm, prompt = tight(kind), prompt_of(40, 0, 8)
+    for hits in (0, 32):
+        with new_engine(llm, disk_cache=tmp_path / "pages") as engine:
+            s = sequence(prompt, 9)
+            assert run(engine, [s])[0] == alone(kind, prompt, 9)
+            assert (s.cached, engine.tiers.hit_tokens["disk"]) == (hits, hits)
+            crowd_out(engine)
+            before = llm.stats.disk_tokens
+            s = sequence(prompt_of(40, 0, 30), 9)
+            assert run(engine, [s])[0] == alone(kind, s.prompt, 9)
+            assert s.cached >= 32
+            engine.tiers.settle()
+            stats, files = llm.stats, [path.stat().st_size for path in tmp_path.rglob("*.page")]
+            assert stats.disk_tokens - before == s.cached
+            assert (stats.host_tokens, stats.disk_pages, stats.disk_bytes) == (0, len(files), sum(files))
+
+
+def test_what_the_host_has_no_room_for_is_on_disk(tight, alone, tmp_path):
+    """A page that came from disk is on the host after that."""
+    kind, prompt = "llama stacked", prompt_of(40, 0, 30)
+    llm = tight(kind)
+    with new_engine(llm, host_cache=5 * page_bytes(llm), disk_cache=tmp_path) as engine:
+        run(engine, [sequence(prompt, 5)])
+        crowd_out(engine)
+        assert run(engine, [sequence(prompt, 9)])[0] == alone(kind, prompt, 9)
+        assert engine.tiers.hit_tokens == {"host": 0, "disk": 64}
+        run(engine, [sequence(STRANGERS[0][:20], 70)])
+        engine.tiers.settle()
+        s = sequence(prompt, 9)
+        assert run(engine, [s])[0] == alone(kind, prompt, 9)
+        assert s.cached == 64
+        assert engine.tiers.hit_tokens["host"] > 0
+        stats = llm.stats
+        assert (stats.host_pages, stats.host_bytes) == (5, 5 * page_bytes(llm))
+        assert stats.host_evicted_pages > 0
+
+
+def test_other_weights_take_no_files(checkpoint, tight, tmp_path):
+    """Of the same configuration, and so names and sizes; nor does another dtype of the cache."""
+    llm, prompt = tight("llama stacked"), prompt_of(40, 0, 8)
+    with new_engine(llm, disk_cache=tmp_path) as engine:
+        run(engine, [sequence(prompt, 5)])
+        crowd_out(engine)
+        of_model = engine.tiers.disk.model
+    weights = list(llm.engine.weights)
+    changed = weights[-1].ravel().at[7].add(1e-3).reshape(weights[-1].shape)
+    others = [Engine(llm.engine.model, (*weights[:-1], changed), llm.engine.config, programs=llm.engine.programs)]
+    others = [Tiers(e.model, e.weights, e.plan, replace(e.config, disk_cache=tmp_path)) for e in others]
+    int8 = tight("llama int8").engine
+    others.append(Tiers(int8.model, int8.weights, int8.plan, replace(int8.config, disk_cache=tmp_path)))
+    again = Tiers(llm.engine.model, weights, llm.engine.plan, replace(llm.engine.config, disk_cache=tmp_path))
+    assert again.disk.model == of_model
+    assert len({of_model, *(tiers.disk.model for tiers in others)}) == 3
+
+
+def test_a_damaged_file_is_computed_again(tight, alone, tmp_path):
+    kind, prompt = "llama stacked", prompt_of(40, 0, 30)
+    llm = tight(kind)
+    with new_engine(llm, disk_cache=tmp_path) as engine:
+        run(engine, [sequence(prompt, 5)])
+        crowd_out(engine)
+        keys = list(page_keys(None, encoded(prompt), PAGE * 4))
+        path = tmp_path / engine.tiers.disk.model.hex() / f"{keys[2].hex()}.page"
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        s = sequence(prompt, 9)
+        assert run(engine, [s])[0] == alone(kind, prompt, 9)
+        assert s.cached == 32
+
+
 JOB = st.tuples(
     st.sampled_from([0, 16, 24, 33, 48]),  # shared tokens
     st.integers(0, 2),  # the tail
-    st.sampled_from([1, 8, 17, 30]),  # and its length
+    st.sampled_from([1, 8, 17]),  # and its length
     st.integers(0, 20),  # the round of its arrival
     st.sampled_from([0, 0, 0, -1, 1.5]),  # its priority
     st.sampled_from([None, None, None, None, 3, 9]),  # rounds until it is aborted
@@ -137,13 +211,13 @@ JOB = st.tuples(
 
 
 @settings(max_examples=12)
-@given(st.lists(JOB, min_size=4, max_size=14), st.sampled_from([1, 5, 30]))
-def test_any_traffic_is_as_if_alone(tight, alone, jobs, host):
+@given(st.lists(JOB, min_size=4, max_size=14), st.sampled_from([1, 5, 30]), st.booleans())
+def test_any_traffic_is_as_if_alone(tight, alone, tmp_path_factory, jobs, host, disk):
     """Whatever is evicted, preempted and aborted, with a host that has room for a page, for some or for all. Cells that
     nobody can read hold NaN."""
     kind, count = "llama stacked", 30
-    llm = tight(kind)
-    with new_engine(llm, in_flight=1, host_cache=host * page_bytes(llm)) as engine:
+    llm, folder = tight(kind), tmp_path_factory.mktemp("pages") if disk else None
+    with new_engine(llm, in_flight=1, host_cache=host * page_bytes(llm), disk_cache=folder) as engine:
         sequences = [
             sequence(prompt_of(shared, tail, length), count, priority=priority, salt=salt)
             for shared, tail, length, _, priority, _, salt in jobs
@@ -262,6 +336,11 @@ def test_models_whose_rows_are_more_than_pages_have_no_tiers(family, what, check
         ({"host_cache": 100}, "host_cache of 100 bytes holds no page, which has"),
         ({"host_cache": "9999999GiB"}, "host_cache of .* GiB is more than the .* GiB that this machine has"),
         ({"host_cache": "1GiB", "prefix_caching": False}, "and prefix_caching is False: leave host_cache out"),
+        ({"disk_cache": ""}, "disk_cache must be the path of a file or directory, got ''"),
+        ({"disk_cache": "/proc"}, "disk_cache /proc has files of something else"),
+        ({"disk_cache_size": "1GiB"}, "disk_cache_size is of the files in disk_cache: give that folder too"),
+        ({"disk_cache": "pages", "disk_cache_size": 100}, "disk_cache_size of 100 bytes holds no page"),
+        ({"disk_cache": "pages", "disk_cache_size": "99999999GiB"}, "is more than the .* GiB of the disk that pages"),
     ],
     ids=str,
 )
