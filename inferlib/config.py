@@ -55,11 +55,13 @@ class PoolSize(NamedTuple):
     """The pages of a cache.
 
     page: positions of a page on a device, a power of two; a platform may need more, see `plan_cache`. memory: bytes of
-    the whole cache on a device; None: as many as all rows of `max_len` tokens take.
+    the whole cache on a device; None: as many as all rows of `max_len` tokens take. snapshots: of rings and states, of
+    each replica; None: as `plan_cache` finds right.
     """
 
     page: int = 128
     memory: int | None = None
+    snapshots: int | None = 0
 
 
 class DeviceKind(NamedTuple):
@@ -89,6 +91,15 @@ def check_page_size(size: Any) -> None:
     """Raise ConfigurationError unless this is a power of two."""
     if type(size) is not int or size < 1 or size & (size - 1):
         raise ConfigurationError(f"page_size must be a power of two, got {brief(size)}")
+
+
+def check_snapshots(count: Any) -> None:
+    """Raise ConfigurationError unless this is a number of snapshots, or None."""
+    if count is not None and (type(count) is not int or count < 0):
+        raise ConfigurationError(
+            f"snapshots is how many rings and states are kept for prompts that begin alike, 0 or more, got "
+            f"{brief(count)}"
+        )
 
 
 def check_kv_cache_dtype(name: str | None) -> None:
@@ -339,7 +350,8 @@ class EngineConfig:
     row_limit: most prompt tokens of one row in a step, a multiple of the tile; None: as many as a step has.
     page_size: positions of a page of the cache, a power of two. cache_memory: bytes of the cache on each device; None:
     as many as `max_batch` sequences of `max_len` tokens take. prefix_caching: prompts that begin as an earlier one did
-    take its pages, if all layers have their cells in pages (see `CachePlan.no_prefix_caching`).
+    take its pages (see `CachePlan.no_prefix_caching`). snapshots: of rings and states, on each replica, from which such
+    prompts go on; None: as many as rows, or as memory allows.
     host_cache: bytes of host memory for pages that are evicted; disk_cache: a folder for them, with files of at most
     `disk_cache_size` bytes. None: no such tier, or a size that the disk decides.
     itl: most seconds of a step in which rows decode, which bounds its prompt tokens; None: no bound. See `ItlBound`.
@@ -365,10 +377,12 @@ class EngineConfig:
     host_cache: int | None = None
     disk_cache: Path | None = None
     disk_cache_size: int | None = None
+    snapshots: int | None = None
     itl: float | None = None
 
     def __post_init__(self):
         check_itl(self.itl)
+        check_snapshots(self.snapshots)
         check_page_size(self.page_size)
         check_kv_cache_dtype(self.kv_cache_dtype)
         check_backend(self.backend, self.platform)
@@ -460,7 +474,7 @@ class EngineConfig:
 
     @property
     def pool(self) -> PoolSize:
-        return PoolSize(self.page_size, self.cache_memory)
+        return PoolSize(self.page_size, self.cache_memory, self.snapshots if self.prefix_caching else 0)
 
     @property
     def prefill_unit(self) -> int:
@@ -531,6 +545,7 @@ class EngineSettings(TypedDict, total=False):
     host_cache: int | str | None
     disk_cache: str | Path | None
     disk_cache_size: int | str | None
+    snapshots: int | None
     compile_cache: str | Path | None
     itl: float | None
 
@@ -559,12 +574,14 @@ class EngineOptions:
     page_size: positions of a page of the cache, a power of two; by default 128.
     cache_memory: of the cache on each device: bytes, a text such as "16GiB", or a share of the device's memory up to 1.
         By default all that weights and steps leave free; on CPUs what `max_batch` sequences of `max_len` tokens take.
-    prefix_caching: prompts that begin as an earlier one did take its pages, and compute only the rest. Models that keep
-        more of a row than pages (recurrent layers, windows) do without.
     host_cache: memory of the host for pages that the devices have no room for: bytes, or a text such as "16GiB". They
         come back where that is faster than to compute them.
     disk_cache: a folder for such pages, which later processes with the same model find there; it is new, empty or one
         that was used so before. disk_cache_size: of its files; by default half of what is free on the disk.
+    prefix_caching: prompts that begin as an earlier one did take its pages, and compute only the rest.
+    snapshots: models that keep more of a row than pages (recurrent layers, windows) go on from snapshots of that, so
+        many on each replica; 0: they share nothing. By default one for each row, up to 64, in at most a quarter of the
+        memory that rows and one sequence leave.
     compile_cache: a folder for compiled programs, from which later processes take them; by default one in the user's
         cache folder, "none" for none. See `inferlib.programs.compilation_cache`. Several processes that share a model
         use one only if it is given.
@@ -592,11 +609,13 @@ class EngineOptions:
     host_cache: int | str | None = None
     disk_cache: str | Path | None = None
     disk_cache_size: int | str | None = None
+    snapshots: int | None = None
     compile_cache: str | Path | None = None
     itl: float | None = None
 
     def __post_init__(self):
         check_itl(self.itl)
+        check_snapshots(self.snapshots)
         if self.page_size is not None:
             check_page_size(self.page_size)
         if self.cache_memory is not None:
@@ -684,6 +703,7 @@ class EngineOptions:
             cache_memory=self.cache_memory if isinstance(self.cache_memory, int) else None,
             prefix_caching=self.prefix_caching,
             **self.tiers,
+            snapshots=self.snapshots,
             itl=self.itl,
         )
 

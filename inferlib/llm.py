@@ -63,7 +63,7 @@ Message = Mapping[str, Any]
 
 
 # Options that artifacts decide.
-_OF_ARTIFACTS = ("decode_steps", "in_flight", "scan", "free_layouts", "platform")
+_OF_ARTIFACTS = ("decode_steps", "in_flight", "scan", "free_layouts", "platform", "snapshots")
 
 
 class Settings(EngineSettings, total=False):

@@ -110,6 +110,7 @@ def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, An
     with recorded() as functions:
         ModelFiles.open(model).load(programs.model, shards=programs.config.shards, formats=programs.formats)
         programs.plan.allocate(programs.config.shards)
+        programs.plan.allocate_snapshots(programs.config.shards)
         programs.allocate_state()
         programs.prepare_changes()
     path.write_bytes(serialized(functions))

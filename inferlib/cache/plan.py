@@ -6,6 +6,9 @@ The cache of attention is a pool of pages of S positions for all rows of a repli
 says where the pages of each row lie, the same in all layers. Layers with a sliding window or chunks keep a ring for
 each row if that is smaller, [rows, K, S, h] with S the ring's capacity. If a mesh deals positions out to several
 devices, each stores an equal number of slots of a page, its positions in order (see `inferlib.sharding.stripe`).
+
+Rings and states are no other row's to read, so what prompts that begin alike share of them are snapshots: arrays like
+theirs, with an entry for each snapshot in place of rows. Programs do not see them.
 """
 
 from __future__ import annotations
@@ -34,6 +37,9 @@ _SCALES = np.dtype(np.float32)
 ONE_DEVICE = Shards()
 _WHOLE = PoolSize()
 _TABLE_BYTES = 512 << 10  # of a TPU's scalar memory, for the table of pages
+# Snapshots by default: one for each row, up to so many of a replica, in at most this share of the memory that rows and
+# one sequence leave.
+_SNAPSHOTS, _OF_REST = 64, 0.25
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,11 @@ class CacheArray:
     def row_bytes(self, shards: Shards = ONE_DEVICE) -> int:
         """Bytes of one row in one layer, on a device."""
         return self._bytes_without(shards, axes.LAYERS, axes.PAGES)
+
+    def of(self, entries: int) -> CacheArray:
+        """One with so many pages or rows."""
+        dim = self.axes.index(axes.PAGES)
+        return replace(self, shape=(*self.shape[:dim], entries, *self.shape[dim + 1 :]))
 
     def _bytes_without(self, shards: Shards, *left_out: str) -> int:
         local = zip(self.axes, shards.local_shape(self.axes, self.shape), strict=True)
@@ -147,13 +158,14 @@ class BlockCache:
 @dataclass(frozen=True)
 class CachePlan:
     """rows: sequences that the cache has a row for; max_len: most tokens of a sequence; page: positions of a page, over
-    all devices that share a row's; pages: number of pages of all replicas."""
+    all devices that share a row's; pages, snapshots: their number of all replicas."""
 
     rows: int
     max_len: int
     page: int
     pages: int
     blocks: tuple[BlockCache | BlockState, ...]
+    snapshots: int = 0
 
     @property
     def columns(self) -> int:
@@ -171,9 +183,10 @@ class CachePlan:
         return max(memory - of_rows, 0) // of_page * self.page * shards.replicas if of_page else self.tokens
 
     def bytes_of(self, shards: Shards = ONE_DEVICE) -> tuple[int, int]:
-        """Bytes on a device of a page, and of all rings and states."""
+        """Bytes on a device of a page, and of all rings and states, those of snapshots included."""
         sizes = [(array.nbytes(shards), fixed) for array, fixed in zip(self.arrays, self.of_rows, strict=True)]
         of_pages, of_rows = (sum(size for size, fixed in sizes if fixed == wanted) for wanted in (False, True))
+        of_rows += of_rows * self.snapshots // self.rows
         return of_pages * shards.replicas // self.pages, of_rows
 
     def slots(self, block: BlockCache) -> int:
@@ -190,23 +203,53 @@ class CachePlan:
         """For each of `arrays`: True for rings and states, which have an entry per row in place of pages."""
         return tuple(not block.paged for block in self.blocks for _ in block.owned)
 
-    def no_prefix_caching(self, config: EngineConfig | None = None) -> str | None:
-        """Why prompts that begin alike do not share pages; None if they do, or, without a config, can."""
-        if config is not None and not config.prefix_caching:
+    def with_snapshots(self, pool: PoolSize, shards: Shards = ONE_DEVICE) -> CachePlan:
+        """With as many snapshots as are asked for, if rows have rings or states; by default see `_SNAPSHOTS`."""
+        if not any(self.of_rows):
+            return self
+        rows, count = self.rows // shards.replicas, pool.snapshots
+        if count is None:
+            count = min(rows, _SNAPSHOTS)
+            if pool.memory is not None:
+                of_page, of_rows = _of_one_page(replace(self, snapshots=0), shards).bytes_of(shards)
+                rest = max(pool.memory - of_rows - self.columns * of_page, 0)
+                count = min(count, int(_OF_REST * rest) * rows // of_rows)
+        return replace(self, snapshots=count * shards.replicas)
+
+    @property
+    def snapshot_arrays(self) -> tuple[CacheArray, ...]:
+        """Like those of `arrays` that are `of_rows`, with snapshots in place of rows; none without snapshots."""
+        pairs = zip(self.arrays, self.of_rows, strict=True)
+        return tuple(array.of(self.snapshots) for array, of_rows in pairs if of_rows and self.snapshots)
+
+    @property
+    def exact_snapshots(self) -> bool:
+        """True if a snapshot serves those alone that go on where it was saved: a state does not go back, as a ring does
+        (see `Snapshots`)."""
+        return any(isinstance(block, BlockState) for block in self.blocks)
+
+    def no_prefix_caching(self, config: EngineConfig) -> str | None:
+        """Why prompts that begin alike do not share pages; None if they do."""
+        if not config.prefix_caching:
             return "prefix_caching is False"
-        if any(isinstance(block, BlockState) for block in self.blocks):
-            return "recurrent layers have a state of each row, which no other row can take"
-        if any(self.of_rows):
-            return "layers with a window or chunks have a ring of each row, which no other row can take"
-        return None
+        if not any(self.of_rows) or self.snapshots:
+            return None
+        what = "recurrent layers have a state" if self.exact_snapshots else "layers with a window or chunks have a ring"
+        why = "snapshots is 0" if config.snapshots == 0 else "cache_memory leaves no room for snapshots"
+        return f"{what} of each row, which no other row can take without a snapshot, and {why}"
 
     @property
     def nbytes(self) -> int:
+        """Of `arrays`, on all devices: without snapshots."""
         return sum(array.nbytes() for array in self.arrays)
 
     def allocate(self, shards: Shards = ONE_DEVICE) -> tuple[jax.Array, ...]:
         """Zeroed `arrays`, each part on its device."""
-        return tuple(run(jnp.zeros, (x.shape, x.dtype.name), place=shards.sharding(x.axes)) for x in self.arrays)
+        return _zeros(self.arrays, shards)
+
+    def allocate_snapshots(self, shards: Shards = ONE_DEVICE) -> tuple[jax.Array, ...]:
+        """Zeroed `snapshot_arrays`, each part on its device."""
+        return _zeros(self.snapshot_arrays, shards)
 
     def view(self, arrays: Sequence[jax.Array]) -> tuple[LayerCache, ...]:
         """The flat arrays as one `LayerCache` per block, which is empty if the block shares another's arrays."""
@@ -216,6 +259,10 @@ class CachePlan:
     @staticmethod
     def flatten(caches: Sequence[LayerCache]) -> tuple[jax.Array, ...]:
         return tuple(array for cache in caches for array in cache.arrays)
+
+
+def _zeros(arrays: tuple[CacheArray, ...], shards: Shards) -> tuple[jax.Array, ...]:
+    return tuple(run(jnp.zeros, (x.shape, x.dtype.name), place=shards.sharding(x.axes)) for x in arrays)
 
 
 def plan_cache(
@@ -254,25 +301,35 @@ def plan_cache(
         latent, shared = isinstance(spec, MlaSpec), spec.cache_of is not None
         count = rows if ring else 1  # pages: as many as fit, see `_with_pages`
         blocks.append(BlockCache(tuple((*stack, count, *x) for x in shapes), ring, dtype, scaled, latent, shared))
-    return _with_pages(CachePlan(rows, max_len, page, 1, tuple(blocks)), model.layout.shards, pool.memory)
+    shards = model.layout.shards
+    plan = CachePlan(rows, max_len, page, 1, tuple(blocks)).with_snapshots(pool, shards)
+    return _with_pages(plan, shards, pool.memory)
+
+
+def _of_one_page(plan: CachePlan, shards: Shards) -> CachePlan:
+    """A plan of one page for each replica."""
+    return replace(plan, pages=shards.replicas, blocks=tuple(_paged(b, shards.replicas) for b in plan.blocks))
 
 
 def _with_pages(plan: CachePlan, shards: Shards, memory: int | None) -> CachePlan:
     """A plan of one page, with as many pages as fit a device's memory, and no more than all rows can use."""
     pages = most = plan.rows // shards.replicas * plan.columns
-    one = replace(plan, pages=shards.replicas, blocks=tuple(_paged(b, shards.replicas) for b in plan.blocks))
-    of_page, of_rows = one.bytes_of(shards)
+    of_page, of_rows = _of_one_page(plan, shards).bytes_of(shards)
     if memory is not None and of_page:
         pages = min(most, max(memory - of_rows, 0) // of_page)
     if pages < plan.columns or (memory is not None and of_rows > memory):
         need = of_rows + plan.columns * of_page
         raise ConfigurationError(
             f"cache_memory of {memory} bytes on a device cannot hold one sequence of max_len {plan.max_len}, which "
-            f"takes {need} with what {plan.rows} rows keep in any case: raise it to that, lower max_len to "
-            f"{max(pages * plan.page, 0)} or less, or lower max_batch"
+            f"takes {need} with what {plan.rows} rows{_and_snapshots(plan)} keep in any case: raise it to that, lower "
+            f"max_len to {max(pages * plan.page, 0)} or less, or lower max_batch"
         )
     pages *= shards.replicas
     return replace(plan, pages=pages, blocks=tuple(_paged(b, pages) for b in plan.blocks))
+
+
+def _and_snapshots(plan: CachePlan) -> str:
+    return f" and {plan.snapshots} snapshots" if plan.snapshots else ""
 
 
 def _paged(block: BlockCache | BlockState, pages: int) -> BlockCache | BlockState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 _TOKEN = array("i").itemsize
@@ -67,7 +67,7 @@ class PrefixTree:
     page: positions of a page. unit: it divides the page; matches and the tokens of a node end at a multiple of it.
 
     A node that a sequence needs is referenced, and so are its ancestors. The others are evicted from the leaves on, the
-    least recently used first. Nodes of different keys share nothing.
+    least recently used first. Nodes of different keys share nothing. on_removal: called with a node that was taken out.
     """
 
     def __init__(self, page: int, unit: int):
@@ -75,6 +75,7 @@ class PrefixTree:
             raise ValueError(f"a unit of {unit} positions does not divide a page of {page}")
         self.page, self.unit = page, unit
         self.pages = 0
+        self.on_removal: Callable[[Node], None] = lambda node: None
         self._roots: dict[Hashable, Node] = {}
         # Nodes without references, in the order of their last use; of those used together, the deepest first. So every
         # node comes after its descendants, and the first one is a leaf.
@@ -181,6 +182,7 @@ class PrefixTree:
             del self._roots[parent.key]
         node.pending = False  # so that nobody waits for it
         self.pages -= 1
+        self.on_removal(node)
 
     def _index(self, node: Node, before: int) -> None:
         """Let a node be matched by those prefixes of its tokens that are longer than `before` bytes."""

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from inferlib.cache.plan import BlockState, CachePlan, plan_cache
-from inferlib.config import DTYPES, Buckets, ConfigurationError, EngineConfig, brief, bytes_option, check_kv_cache_dtype
+from inferlib.config import (
+    DTYPES,
+    Buckets,
+    ConfigurationError,
+    EngineConfig,
+    PoolSize,
+    brief,
+    bytes_option,
+    check_kv_cache_dtype,
+)
 from inferlib.deploy import explain_text
 from inferlib.deploy.source import ModelSource, model_source
 from inferlib.models.abstract import AbstractModel, abstract_model
@@ -124,8 +133,8 @@ class ModelExplanation(Tables):
         """Bytes of the cache, by dtype.
 
         "per_token": what all layers store of one token; "beyond_windows": what layers without a window store of it;
-        "states": of a row in recurrent layers, whatever its length; "per_sequence": of a row for `max_len` tokens, in
-        which layers with a window store a ring.
+        "states": of a row in recurrent layers, whatever its length; "snapshot": of its states, and its rings in layers
+        with a window; "per_sequence": of a row for `max_len` tokens, rings and states included.
         """
         return {
             dtype: _cache_bytes(model, self.kv_cache_dtype or dtype, self.max_len)
@@ -137,11 +146,11 @@ class ModelExplanation(Tables):
         """How many tokens the pages of a cache of `pool` bytes hold, by dtype; None if not asked."""
         if self.pool is None:
             return None
-        memory, rows = self.pool
-        return {
-            dtype: _plan(model, rows, self.kv_cache_dtype or dtype, self.max_len).tokens_in(memory)
-            for dtype, model in self.models.items()
-        }
+        (memory, rows), tokens = self.pool, {}
+        for dtype, model in self.models.items():
+            plan = _plan(model, rows, self.kv_cache_dtype or dtype, self.max_len)
+            tokens[dtype] = plan.with_snapshots(PoolSize(memory=memory, snapshots=None)).tokens_in(memory)
+        return tokens
 
     @property
     def _model(self) -> AbstractModel:
@@ -171,7 +180,6 @@ class ModelExplanation(Tables):
             "kv_cache_dtype": self.kv_cache_dtype,
             "cache_bytes": self.cache_bytes,
             "pool_tokens": self.pool_tokens,
-            "no_prefix_caching": _plan(self._model, 1, "float32", self.max_len).no_prefix_caching(),
             "quantization": self.quantization and self.quantization.name,
         }
         if self.mesh is not None:
@@ -203,7 +211,9 @@ def _cache_bytes(model: AbstractModel, dtype: str, max_len: int) -> dict[str, in
         tokens += size
         states += len(layers) * block.row_bytes() if isinstance(block, BlockState) else 0
         beyond += size if model.config.layers[layers[0]].attention.reach is None else 0
-    return {"per_token": tokens, "beyond_windows": beyond, "states": states, "per_sequence": plan.nbytes}
+    snapshot = sum(array.nbytes() for array, of_row in zip(plan.arrays, plan.of_rows, strict=True) if of_row)
+    sizes = {"per_token": tokens, "beyond_windows": beyond, "states": states, "snapshot": snapshot}
+    return sizes | {"per_sequence": plan.nbytes}
 
 
 def _on_mesh(

@@ -40,8 +40,8 @@ def recipe(facts: Mapping[str, Any], config: ModelConfig, segments: Sequence[Seg
         table.add_row("residuals", f"{config.streams}, by AltUp")
     table.add_row("vocabulary", f"{config.vocab}, output projection {'tied' if config.tied else 'its own'}")
     table.add_row("context", f"{config.context} tokens")
-    reason = facts["no_prefix_caching"]
-    table.add_row("prompts that begin alike", "share pages" if reason is None else f"share nothing: {reason}")
+    snapshots = any(cache["snapshot"] for cache in facts["cache_bytes"].values())
+    table.add_row("prompts that begin alike", f"share pages{' and snapshots of the rest' if snapshots else ''}")
     if facts["stored_bytes"] is not None:
         bits = 8 * facts["stored_bytes"] / facts["parameters"]
         table.add_row("in files", f"{decimal(facts['stored_bytes'])}, {bits:.1f} bits per parameter")
@@ -56,6 +56,8 @@ def memory(facts: Mapping[str, Any], config: ModelConfig) -> Table:
     recurrent = any(isinstance(layer.attention, Recurrent) for layer in config.layers)
     shown = {"per_token": "cache per token"} | ({"beyond_windows": "beyond windows"} if windows else {})
     shown |= {"states": "states of a row"} if recurrent else {}
+    snapshots = any(cache["snapshot"] for cache in facts["cache_bytes"].values())
+    shown |= {"snapshot": "a snapshot"} if snapshots else {}
     kind = f"{facts['kv_cache_dtype']} cache" if facts["kv_cache_dtype"] else "cache"
     weights = f"{facts['quantization']} weights" if facts["quantization"] else "weights"
     pool = facts["pool_tokens"] or {}

@@ -10,10 +10,11 @@ import numpy as np
 
 from inferlib.messages import Message, MessageError
 from inferlib.programs.program import ChunkInput, Mode, ProgramKey
-from inferlib.programs.row_changes import Changes, Count, Grant, Move
+from inferlib.programs.row_changes import Changes, Count, Grant, Move, Restore, Save
 
 CALL, WARMUP, TIMES, SLEEP, WAKE = "call", "warmup", "times", "sleep", "wake"  # kinds of messages
 _CHANGES = {"moves": Move, "grants": Grant, "counts": Count}
+_SNAPSHOTS = (Save, Restore)
 _NONE = Changes()
 
 
@@ -32,6 +33,7 @@ class Call(NamedTuple):
         head = {"key": asdict(self.key), "cancel": [int(row) for row in self.cancel], "yield_early": self.yield_early}
         head |= {name: [list(change) for change in getattr(self.changes, name)] for name in _CHANGES}
         head["copies"] = [list(pair) for pair in self.changes.copies.items()]
+        head["snapshots"] = [[_SNAPSHOTS.index(type(x)), *x] for x in self.changes.snapshots]
         arrays: Any = self.chunk or (() if self.prefixes is None else (self.prefixes,))
         return Message(CALL, head, tuple(map(np.asarray, arrays)))
 
@@ -46,6 +48,7 @@ class Call(NamedTuple):
             prefixes = arrays[0] if key.cascade else None
             changes = {name: [kind(*x) for x in message.fields[name]] for name, kind in _CHANGES.items()}
             copies = dict(message.fields["copies"])
+            changes["snapshots"] = [_SNAPSHOTS[kind](*x) for kind, *x in message.fields["snapshots"]]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise MessageError(f"a call of another version of inferlib: {error}") from None
         numbers = [getattr(key, f.name) for f in fields(key) if f.name not in ("mode", "detail", "part")]

@@ -56,6 +56,7 @@ class EngineStats:
     host_tokens, disk_tokens: those of `cached_tokens` that came from a tier. host_pages, host_bytes, disk_pages,
         disk_bytes: what the tiers have by now. host_evicted_pages, disk_evicted_pages: that made room there.
         dropped_pages: that were evicted and lost, since the tiers did not keep up.
+    saved_snapshots, evicted_snapshots: the same of snapshots, of models that take some (see `Snapshots`).
     """
 
     dispatches: int = 0
@@ -78,6 +79,8 @@ class EngineStats:
     disk_bytes: int = 0
     disk_evicted_pages: int = 0
     dropped_pages: int = 0
+    saved_snapshots: int = 0
+    evicted_snapshots: int = 0
 
     @property
     def other_seconds(self) -> float:
@@ -116,7 +119,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.plan, cascade, self.tiers)
         self._deadlines = Deadlines()
         self.expert_load: np.ndarray | int = 0  # int64 [L, E] if it is counted
-        self.cache = self.plan.allocate(config.shards)
+        self.cache, self.snapshots = self._empty_cache()
         self.state = self.programs.allocate_state()
         self._compiled_before = compilations()
         self._in_flight: deque[tuple[Dispatch, StepOutput]] = deque()
@@ -244,8 +247,13 @@ class Engine:
         self._in_flight.clear()
         self._ended.clear()
         if self.channel is None:  # else the processes are out of step, and none continues
-            self.cache = self.state = ()  # type: ignore[assignment]
-            self.cache, self.state = self.plan.allocate(self.config.shards), self.programs.allocate_state()
+            self.cache = self.snapshots = self.state = ()  # type: ignore[assignment]
+            (self.cache, self.snapshots), self.state = self._empty_cache(), self.programs.allocate_state()
+
+    def _empty_cache(self) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """The cache, and snapshots of its rings and states, if there are any."""
+        shards, without = self.config.shards, self.plan.no_prefix_caching(self.config)
+        return self.plan.allocate(shards), () if without else self.plan.allocate_snapshots(shards)
 
     @property
     def asleep(self) -> bool:
@@ -268,7 +276,7 @@ class Engine:
         self.scheduler.lose()  # and with it what is to happen before the next dispatch
         self._controls.clear()
         self._last_prefixes = None
-        self.weights, self.cache, self.state = (), (), None
+        self.weights, self.cache, self.snapshots, self.state = (), (), (), None
 
     def wake(self) -> None:
         """Bring the weights back, and an empty cache."""
@@ -277,7 +285,7 @@ class Engine:
         self._order(WAKE)
         with explained("waking up", self.programs.demand):
             self.weights = tuple(x.to_devices() for x in self._asleep)
-            self.cache, self.state = self.plan.allocate(self.config.shards), self.programs.allocate_state()
+            (self.cache, self.snapshots), self.state = self._empty_cache(), self.programs.allocate_state()
         self._asleep = None
 
     def _order(self, kind: str) -> None:
@@ -335,6 +343,10 @@ class Engine:
         pages, stats = self.scheduler.pages, self.stats
         stats.cached_tokens = sum(x.hit_tokens for x in pages)
         stats.cached_pages, stats.evicted_pages = sum(x.cached for x in pages), sum(x.evictions for x in pages)
+        if self.plan.snapshots:
+            snapshots = [x.snapshots for x in pages if x.snapshots is not None]
+            stats.saved_snapshots = sum(x.saved for x in snapshots)
+            stats.evicted_snapshots = sum(x.evictions for x in snapshots)
         if (tiers := self.tiers) is None:
             return
         stats.host_tokens, stats.disk_tokens = tiers.hit_tokens["host"], tiers.hit_tokens["disk"]
@@ -376,6 +388,9 @@ class Engine:
             self.cache, self.state = self.programs.change_rows(self.cache, state, call.changes)
         if self.tiers is not None:
             self.cache = self.tiers.write(self.cache)
+            if call.changes.snapshots:
+                copied = self.programs.change_snapshots(self.cache, self.snapshots, call.changes)
+                self.cache, self.snapshots = copied
         self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
         if self.channel is None or self.channel.leads:
             for leaf in jax.tree.leaves(output._replace(logits=None)):

@@ -119,7 +119,8 @@ def _plan(config: EngineConfig, model: AbstractModel) -> CachePlan:
     """The cache with room for all rows."""
     sizes = dict(rows=config.max_batch, max_len=config.max_len, chunk=config.row_tokens)
     dtype = config.kv_cache_dtype or model.dtype
-    return plan_cache(model, **sizes, dtype=dtype, platform=config.platform, pool=PoolSize(config.page_size))
+    pool = PoolSize(config.page_size, snapshots=config.pool.snapshots or 0)  # by default they take what is left
+    return plan_cache(model, **sizes, dtype=dtype, platform=config.platform, pool=pool)
 
 
 def this_memory(config: EngineConfig) -> int | None:

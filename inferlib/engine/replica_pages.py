@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from inferlib.cache.pages import PagePool
 from inferlib.cache.prefix_tree import Match, Node, PrefixTree, encoded
+from inferlib.cache.snapshots import Resumed, Snapshot, Snapshots
 from inferlib.engine.sequence import Sequence
+from inferlib.programs.row_changes import Restore, Save
 
 
 class ReplicaPages:
@@ -19,11 +21,17 @@ class ReplicaPages:
     new pages for the rest. These enter the tree at once, for others to wait for them until they are written. What it
     generates enters the tree when it ends, or is preempted. Pages of the tree that no sequence needs count as free, and
     are evicted once the pool has no others.
+
+    snapshots: of rings and states, if rows have some. Then a sequence takes pages only as far as a snapshot lets it go
+    on, and computes in pages of its own what others may have too.
     """
 
-    def __init__(self, count: int, page: int, unit: int | None, evicting: Callable[[Node], None] = lambda node: None):
-        self.pool, self.page, self.evicting = PagePool(count), page, evicting
+    def __init__(self, count: int, page: int, unit: int | None, snapshots: Snapshots | None = None):
+        self.pool, self.page, self.snapshots = PagePool(count), page, snapshots
+        self.evicting: Callable[[Node], None] = lambda node: None
         self.tree = None if unit is None else PrefixTree(page, unit)
+        if self.tree is not None and snapshots is not None:
+            self.tree.on_removal = snapshots.removed
         self.hit_tokens = self.evictions = 0
 
     @property
@@ -41,7 +49,10 @@ class ReplicaPages:
         if self.tree is None:
             return Match()
         s.encoded = s.encoded or encoded(s.prompt + s.tokens)
-        return self.tree.match(s.salt, s.encoded, s.length - 1) if s.takes_cached else Match()
+        match = self.tree.match(s.salt, s.encoded, s.length - 1)
+        if self.snapshots is not None:
+            match = self.snapshots.resume(match)
+        return match if s.takes_cached else Match()
 
     def need(self, s: Sequence, match: Match) -> int:
         """How many of the free pages a sequence takes that begins with a match."""
@@ -71,9 +82,11 @@ class ReplicaPages:
         source = -1 if copied is None else copied.page
         s.pages = [node.page for node in nodes] + self.take(-(-s.length // self.page) - len(nodes))
         s.nodes = list(nodes)
+        s.serves = match.snapshot.first if isinstance(match, Resumed) and match.snapshot else 0
         self.hit_tokens += match.tokens
         if self.tree is not None:
             self._insert(s, s.encoded, pending=True)
+            self._expect(s, self.tree)
         return None if copied is None else (source, s.pages[len(nodes)])
 
     def written(self, s: Sequence, start: int) -> None:
@@ -85,27 +98,72 @@ class ReplicaPages:
                 break
             node.pending = False
 
-    def give_back(self, s: Sequence) -> None:
-        """Take the pages of a sequence that ends or is preempted. What is written of it stays in the tree."""
-        path, tree = s.nodes, self.tree
+    def restores(self, s: Sequence, match: Match) -> list[Restore]:
+        """What a sequence's row gets before it begins with a match."""
+        if self.snapshots is None or not isinstance(match, Resumed) or match.snapshot is None:
+            return []
+        return [Restore(s.row, self.snapshots.use(match.snapshot))]
+
+    def stop(self, s: Sequence, end: int) -> int:
+        """Where a step ends that could prefill a sequence up to `end`: no later than where a state is to be saved."""
+        exact = self.snapshots is not None and self.snapshots.slack == 0
+        return min(end, s.snapshots[0].last) if exact and s.snapshots else end
+
+    def saves(self, s: Sequence) -> list[Save]:
+        """What is to be saved of a sequence's row behind the dispatch that is planned, which prefills it."""
+        saves = []
+        while s.snapshots and s.snapshots[0].last <= s.prefilled:
+            saves += self._saved(s, s.snapshots.pop(0), s.prefilled, s.encoded)
+        return saves
+
+    def give_back(self, s: Sequence) -> list[Save]:
+        """Take the pages of a sequence that ends or is preempted. What is written of it stays in the tree. Returns what
+        is to be saved of its row, before another sequence gets it."""
+        path, tree, saves = s.nodes, self.tree, []
         if tree is not None:
             while path and path[-1].pending:
                 tree.remove(path.pop())
             if s.prefilled > s.hit:  # else part of a page may be a copy that is not made yet, which is no source
-                self._insert_written(s, tree)
+                tokens = self._insert_written(s, tree)
+                saves = self._saved(s, Snapshot(s.written, s.written), s.written, tokens)
+            self._forget_expected(s)
             tree.release(path)
         self.pool.give_back(
             page for column, page in enumerate(s.pages) if column >= len(path) or path[column].page != page
         )
         s.nodes, s.pages, s.encoded = [], [], b""
+        return saves
 
     def forget(self) -> None:
         """Free the pages that no sequence needs."""
         if self.tree is not None:
             self.pool.give_back([self.tree.evict() for _ in range(self.tree.idle)])
 
-    def _insert_written(self, s: Sequence, tree: PrefixTree) -> None:
-        """Let a sequence's path go as far as its cells are written."""
+    def _expect(self, s: Sequence, tree: PrefixTree) -> None:
+        """Plan to save a snapshot where the last unit of a sequence's context ends, for those that begin with all of
+        it."""
+        if self.snapshots is None:
+            return
+        end = (s.length - 1) // tree.unit * tree.unit
+        if end > s.hit:
+            s.snapshots = [self.snapshots.expect(end, s.serves, tree.match(s.salt, s.encoded, end))]
+
+    def _forget_expected(self, s: Sequence) -> None:
+        for snapshot in s.snapshots:
+            assert self.snapshots is not None
+            self.snapshots.drop(snapshot)
+        s.snapshots = []
+
+    def _saved(self, s: Sequence, snapshot: Snapshot, end: int, tokens: bytes) -> list[Save]:
+        """What is to be saved for a snapshot of a sequence's row, of which `end` tokens are known to be written."""
+        if self.snapshots is None or self.tree is None:
+            return []
+        match = self.tree.match(s.salt, tokens, end)
+        number = self.snapshots.save(snapshot, (s.serves, end, s.most_written), match)
+        return [] if number is None else [Save(s.row, number)]
+
+    def _insert_written(self, s: Sequence, tree: PrefixTree) -> bytes:
+        """Let a sequence's path go as far as its cells are written. Returns their tokens."""
         known = len(s.context) - len(s.prompt)  # of its tokens, those that were prefilled
         count = s.written
         tokens = s.encoded + encoded(s.tokens[known : count - len(s.prompt)])
@@ -118,11 +176,12 @@ class ReplicaPages:
                 else:
                     tree.extend(last, part)
         self._insert(s, tokens, pending=False)
+        return tokens
 
     def _insert(self, s: Sequence, tokens: bytes, *, pending: bool) -> None:
         """Insert pages of a sequence that hold these tokens, behind its path, as far as no others hold the same.
 
-        Of a sequence that ends, the path goes on through pages of others.
+        Of a sequence that ends, the path goes on through pages of others; and of one that computes these again.
         """
         tree, path = self.tree, s.nodes
         assert tree is not None
@@ -134,9 +193,16 @@ class ReplicaPages:
             node = parent.child(part)
             if node is None:
                 node = tree.insert(parent, part, s.pages[len(path)], pending=pending)
-            elif pending or node.pending or len(part) < len(node.tokens) or node.count < self.page:
-                return
             else:
+                same = not node.pending and len(part) == len(node.tokens) and node.count == self.page
+                if not same or (pending and not self._computes_again(s, node)):
+                    return
                 tree.refer([node])
             path.append(node)
             parent = node
+
+    def _computes_again(self, s: Sequence, node: Node) -> bool:
+        """Whether a sequence that starts refers to a page of others which it computes again, so that its own pages
+        behind it can be found. It must leave those that it will need itself."""
+        spare = self.free - (-(-s.most_length // self.page) - len(s.pages))
+        return self.snapshots is not None and (node.references > 0 or spare > 0)

@@ -15,6 +15,7 @@ import numpy as np
 
 from inferlib.cache.plan import CachePlan
 from inferlib.cache.prefix_tree import Match
+from inferlib.cache.snapshots import Snapshots
 from inferlib.config import EngineConfig, pick
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.itl import ItlBound
@@ -22,7 +23,7 @@ from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.engine.tiers import Tiers
 from inferlib.programs.program import MODES, Mode, ProgramKey
-from inferlib.programs.row_changes import Changes, Count, Grant, Move
+from inferlib.programs.row_changes import Changes, Count, Grant, Move, Save
 from inferlib.sampling.sampler import counts_of
 
 # A request goes before those of the next lower priority that came up to so many requests earlier. So none starves.
@@ -99,12 +100,13 @@ class Scheduler:
         self.running: dict[int, Sequence] = {}
         self.changes = Changes()
         self.cancelled: set[int] = set()
+        self._saves: list[Save] = []  # of rows, once the last dispatch has run
         self.preemptions = 0
         replicas = config.shards.replicas
-        unit = config.prefill_unit if plan.no_prefix_caching(config) is None else None
-        each = plan.pages // replicas
-        evicting = [{"evicting": partial(tiers.evict, replica * each)} if tiers else {} for replica in range(replicas)]
-        self.pages = [ReplicaPages(each, plan.page, unit, **options) for options in evicting]
+        self.pages = [_pages(config, plan) for _ in range(replicas)]
+        if tiers is not None:
+            for replica, pages in enumerate(self.pages):
+                pages.evicting = partial(tiers.evict, replica * pages.pool.count)
         self._free = [list(range(config.rows)) for _ in range(replicas)]  # heaps of rows, as replicas number them
         self._arrivals = self._sent = self._received = 0
         self._last: Dispatch | None = None
@@ -134,7 +136,8 @@ class Scheduler:
         del self.running[sequence.row]
         replica, row = divmod(sequence.row, self.config.rows)
         heapq.heappush(self._free[replica], row)
-        self.pages[replica].give_back(sequence)
+        self._follow_last()
+        self.changes.snapshots += self.pages[replica].give_back(sequence)
         sequence.row = -1
 
     def unused(self, sequence: Sequence, steps: int) -> None:
@@ -157,7 +160,7 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.lose()
         self._received = self._sent
-        self.changes, self.cancelled = Changes(), set()
+        self.changes, self.cancelled, self._saves = Changes(), set(), []
         return lost
 
     @property
@@ -169,6 +172,7 @@ class Scheduler:
 
         max_steps: most decode steps of a dispatch.
         """
+        self._follow_last()
         steps = self.config.decode_steps if max_steps >= self.config.decode_steps else 1
         if self._last is not None and self._repeats and steps == self._last.key.steps:
             # The usual case. After a wait, with cold caches, planning again would be half of the host's work.
@@ -184,6 +188,12 @@ class Scheduler:
             for s in dispatch.rows:
                 assert s.max_length <= len(s.pages) * self.page, "the pages do not cover a dispatch"
         return dispatch
+
+    def _follow_last(self) -> None:
+        """What is to be saved behind the last dispatch comes before all that follows it."""
+        if self._saves:
+            self.changes.snapshots += self._saves
+            self._saves = []
 
     def _planned(self, steps: int) -> Dispatch | None:
         if any(s.status is Status.PREFILL for s in self.running.values()):
@@ -272,6 +282,7 @@ class Scheduler:
             column = len(match.nodes)
             self.tiers.restore((first + page for page in s.pages[column : column + len(fetched)]), fetched)
         changes.grants += [Grant(s.row, column, page) for column, page in enumerate(s.pages)]
+        changes.snapshots += pages.restores(s, match)
         if match.tokens and s.params.penalizes:
             cached = s.context[: match.tokens]
             counts = counts_of(cached[: len(s.prompt)], cached[len(s.prompt) :])
@@ -390,6 +401,7 @@ class Scheduler:
         for s in prompts:
             replica, start, whole = s.row // self.config.rows, s.prefilled, len(s.context)
             end = min(whole, start + min(self.config.row_tokens, room[replica] * width))
+            end = self.pages[replica].stop(s, end)
             if end < whole:
                 end = max(start, end - end % self.config.prefill_unit)
             room[replica] -= -(-(end - start) // width)
@@ -411,6 +423,8 @@ class Scheduler:
             self._pages_of(s).written(s, chunk.start)
             if chunk.last:
                 s.status, s.scheduled = Status.DECODE, len(s.tokens) + 1
+        for s in dict.fromkeys(chunk.sequence for chunk in chunks):
+            self._saves += self._pages_of(s).saves(s)
         for s in decoding:
             s.scheduled += 1
         limit = max([limit, *(s.max_length for s in decoding)])
@@ -453,6 +467,17 @@ class Scheduler:
         mode = self._mode(sequences)
         part: Any = "forward" if mode == "processed" else ""
         return ProgramKey(mode, rows, pick(self.config.buckets.cache, longest), part=part, **sizes)
+
+
+def _pages(config: EngineConfig, plan: CachePlan) -> ReplicaPages:
+    """The pages of one replica, and its snapshots if layers keep more of a row than pages."""
+    count, unit, snapshots = plan.pages // config.shards.replicas, None, None
+    if plan.no_prefix_caching(config) is None:
+        unit = config.prefill_unit
+    if unit is not None and plan.snapshots:
+        slack = 0 if plan.exact_snapshots else config.row_tokens
+        snapshots = Snapshots(plan.snapshots // config.shards.replicas, plan.page, unit, slack)
+    return ReplicaPages(count, plan.page, unit, snapshots)
 
 
 def _order(s: Sequence) -> float:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from inferlib.cache.prefix_tree import Node
+from inferlib.cache.snapshots import Snapshot
 from inferlib.engine.clock import Clock
 from inferlib.engine.constraint import Constraint
 from inferlib.engine.fetch import Fetch
@@ -46,8 +47,10 @@ class Sequence:
     salt: it takes cached pages of sequences with the same salt alone.
     row: its row while it runs, else -1. pages: of its row's replica, in the order of positions.
     nodes: of the tree of pages, for the first of its pages. encoded: its context as the tree takes it. waits_for: a
-    page that it can read once another sequence has written it, or what is fetched for it or another one. fetch: the
-    pages that it brings from the tiers of the cache, see `inferlib.engine.tiers`.
+    page or a snapshot that it can read once another sequence has written it, or what is fetched for it or another one.
+    fetch: the pages that it brings from the tiers of the cache, see `inferlib.engine.tiers`. snapshots: those to save of it while it is
+    prefilled, in the order of positions. serves: where a sequence can go on from its row at the earliest, because of
+    what that was restored from.
     context: what is prefilled: the prompt, and if the sequence was preempted its tokens.
     prefilled: number of tokens of the context sent to the device, or in the cache before. cached: the latter, of its
     prompt, when it got a row first; None before that. hit: the latter when it got a row last.
@@ -76,8 +79,10 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     encoded: bytes = b""
-    waits_for: Node | Fetch | None = None
     fetch: Fetch | None = None
+    waits_for: Node | Snapshot | Fetch | None = None
+    snapshots: list[Snapshot] = field(default_factory=list)
+    serves: int = 0
     context: list[int] = field(default_factory=list)
     prefilled: int = 0
     cached: int | None = None
@@ -142,6 +147,11 @@ class Sequence:
         """How many of these have a cell, or get it in dispatches that are sent. The last that was generated has none,
         until the next one is."""
         return self.prefilled if self.length == len(self.context) else self.length - 1
+
+    @property
+    def most_written(self) -> int:
+        """How many have a cell once all dispatches that are sent have run, at most."""
+        return self.prefilled if self.status is Status.PREFILL else max(self.written, self.max_length)
 
     @property
     def takes_cached(self) -> bool:

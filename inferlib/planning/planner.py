@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from inferlib.config import PoolSize
 from inferlib.models.config import MlaSpec, ModelConfig, MoeSpec
 from inferlib.models.layout import Layout
 from inferlib.models.quantization import Quantization
@@ -135,8 +136,9 @@ class Option:
     def pool_tokens(self) -> int:
         """How many tokens the cache of the whole slice holds if it takes all memory that the rest leaves."""
         workload, deployed = self.workload, self.deployed
-        plan = deployed.plan(self.batch, workload.max_len, workload.chunk)
-        return plan.tokens_in(self.memory.cache - self.over, deployed.shards)
+        plan, memory = deployed.plan(self.batch, workload.max_len, workload.chunk), self.memory.cache - self.over
+        plan = plan.with_snapshots(PoolSize(memory=memory, snapshots=None), deployed.shards)
+        return plan.tokens_in(memory, deployed.shards)
 
     def facts(self) -> dict[str, Any]:
         """The option as JSON values: seconds, and bytes on a device."""

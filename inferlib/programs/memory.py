@@ -50,7 +50,8 @@ class Demand:
 
     @staticmethod
     def of(model: AbstractModel, plan: CachePlan, config: EngineConfig, temporaries: int) -> Demand:
-        return Demand(model, config, sum(array.nbytes(config.shards) for array in plan.arrays), temporaries)
+        arrays = plan.arrays if plan.no_prefix_caching(config) else plan.arrays + plan.snapshot_arrays
+        return Demand(model, config, sum(array.nbytes(config.shards) for array in arrays), temporaries)
 
     @property
     def weights(self) -> int:

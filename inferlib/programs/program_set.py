@@ -45,6 +45,8 @@ from inferlib.programs.row_changes import (
     Count,
     Grant,
     Move,
+    Restore,
+    Save,
     arguments,
     copy_pages,
     give_pages,
@@ -52,6 +54,7 @@ from inferlib.programs.row_changes import (
     packed,
     set_counts,
 )
+from inferlib.programs.row_snapshots import restore_rows, save_rows
 from inferlib.programs.row_state import STATE_AXES, RowState
 from inferlib.programs.start_functions import prepared, run
 from inferlib.sampling.sampler import mask_words
@@ -294,6 +297,22 @@ class ProgramSet:
             place = tuple(map(shards.sharding, names)), RowState._make(map(shards.sharding, STATE_AXES))
         return prepared(move_rows, (shards, names), (taken, self.state), self._changes(Move), place=place)
 
+    @cached_property
+    def _save_rows(self) -> Callable:
+        shards, (names, taken) = self.config.shards, self._arrays(of_rows=True)
+        place = None if shards.mesh is None else tuple(map(shards.sharding, names))
+        return prepared(save_rows, (shards, names), self._snapshots, taken, self._changes(Save), place=place)
+
+    @cached_property
+    def _restore_rows(self) -> Callable:
+        shards, (names, taken) = self.config.shards, self._arrays(of_rows=True)
+        place = None if shards.mesh is None else tuple(map(shards.sharding, names))
+        return prepared(restore_rows, (shards, names), taken, self._snapshots, self._changes(Restore), place=place)
+
+    @property
+    def _snapshots(self) -> tuple[Any, ...]:
+        return tuple(self._struct(x.shape, x.dtype, x.axes) for x in self.plan.snapshot_arrays)
+
     def _arrays(self, *, of_rows: bool) -> tuple[tuple[tuple[str | None, ...], ...], tuple[Any, ...]]:
         """The logical axes and the shapes of the cache's arrays of rows, or of those of pages."""
         arrays = [x for x, of_one in zip(self.plan.arrays, self.plan.of_rows, strict=True) if of_one == of_rows]
@@ -307,6 +326,8 @@ class ProgramSet:
         _ = self._give_pages, self._move_rows
         if self.plan.no_prefix_caching(self.config) is None:
             _ = self._copy_pages, self._set_counts
+            if self.plan.snapshots:
+                _ = self._save_rows, self._restore_rows
 
     def change_rows(
         self, cache: tuple[jax.Array, ...], state: RowState, changes: Changes
@@ -324,6 +345,20 @@ class ProgramSet:
         for now in self._calls(changes.counts):
             state = state._replace(counts=self._set_counts(state.counts, now))
         return cache, state
+
+    def change_snapshots(
+        self, cache: tuple[jax.Array, ...], snapshots: tuple[jax.Array, ...], changes: Changes
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """Cache and snapshots, which are donated as far as they change, after those of these changes. It follows
+        `change_rows`."""
+        for kind, group in itertools.groupby(changes.snapshots, type):
+            for now in self._calls(list(group)):
+                of_rows = self._part(cache, of_rows=True)
+                if kind is Save:
+                    snapshots = self._save_rows(snapshots, of_rows, now)
+                else:
+                    cache = self._with_part(cache, self._restore_rows(of_rows, snapshots, now), of_rows=True)
+        return cache, snapshots
 
     def _calls(self, changes: Sequence[Change], each: int | None = None) -> Iterable[Any]:
         """The changes as `packed` has them. each: rows or pages of a replica; by default its rows."""

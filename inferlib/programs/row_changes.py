@@ -50,28 +50,45 @@ class Count(NamedTuple):
     count: int
 
 
-Change: TypeAlias = Grant | Move | Copy | Count
-# How many changes of each replica one call makes. A move copies rings and states of a row.
-_MOST: dict[type[Change], int] = {Grant: 256, Move: 8, Copy: 16, Count: 1024}
+class Save(NamedTuple):
+    """Snapshot `number` of the row's replica gets the row's rings and states."""
+
+    row: int
+    number: int
+
+
+class Restore(NamedTuple):
+    """A row gets the rings and states of snapshot `number` of its replica."""
+
+    row: int
+    number: int
+
+
+Change: TypeAlias = Grant | Move | Copy | Count | Save | Restore
+# How many changes of each replica one call makes. A move copies rings and states of a row, and so do snapshots.
+_MOST: dict[type[Change], int] = {Grant: 256, Move: 8, Copy: 16, Count: 1024, Save: 8, Restore: 8}
 
 
 @dataclass
 class Changes:
-    """What happens before a program: moves, then copies, all others behind them. copies: the source by the target."""
+    """What happens before a program: moves, then copies, all others behind them. copies: the source by the target.
+    snapshots: in this order, as one's place may be another's next."""
 
     moves: list[Move] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
+    snapshots: list[Save | Restore] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
     counts: list[Count] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.moves or self.copies or self.grants or self.counts)
+        return bool(self.moves or self.copies or self.snapshots or self.grants or self.counts)
 
     def leave_out(self, row: int) -> None:
         """Give a row nothing: its sequence lost it. Another one may get it before these changes are made, and in one
         call they have no order."""
         self.grants = [grant for grant in self.grants if grant.row != row]
         self.counts = [count for count in self.counts if count.row != row]
+        self.snapshots = [x for x in self.snapshots if isinstance(x, Save) or x.row != row]
 
     def copy(self, source: int, target: int) -> None:
         """Copy a page once all copies so far are made. What the target was to get before, nobody reads any more."""
@@ -83,7 +100,7 @@ def packed(changes: Sequence[Change], replicas: int, each: int) -> Iterator[np.n
     """The changes as the arguments of calls: [replicas * U, 2 or 3] int32, with the numbers of rows or pages as
     replicas of `each` rows or pages number their own. A row or target `each` is padding."""
     first = changes[0]
-    most, numbers = _MOST[type(first)], 1 if isinstance(first, Grant | Count) else 2
+    most, numbers = _MOST[type(first)], 2 if isinstance(first, Move | Copy) else 1
     rest: list[list[list[int]]] = [[] for _ in range(replicas)]
     for change in changes:
         rest[change[0] // each].append([n % each if i < numbers else n for i, n in enumerate(change)])

@@ -375,6 +375,7 @@ def test_info(inferlib, monkeypatch):
         "per_token": token,
         "beyond_windows": token,
         "states": 0,
+        "snapshot": 0,
         "per_sequence": 128 * token,  # a whole page
     }
     (segment,) = facts["layers"]
@@ -396,6 +397,7 @@ def test_info_counts_windows_as_rings(inferlib, tmp_path):
         "per_token": 7 * layer,
         "beyond_windows": layer,
         "states": 0,
+        "snapshot": layer * 6 * (window + chunk),
         "per_sequence": layer * (2048 + 6 * (window + chunk)),
     }
     table = " ".join(inferlib("info", tmp_path).stdout.split())
@@ -412,6 +414,7 @@ def test_info_counts_shared_caches_once(inferlib, tmp_path):
         "per_token": 3 * layer,
         "beyond_windows": layer,
         "states": 0,
+        "snapshot": layer * 2 * (8 + 512),
         "per_sequence": layer * (2048 + 2 * (8 + 512)),
     }
     table = " ".join(inferlib("info", tmp_path).stdout.split())

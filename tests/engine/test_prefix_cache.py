@@ -341,16 +341,6 @@ def test_what_an_error_lost_is_not_cached(tight, alone, monkeypatch):
         assert s.cached == 0
 
 
-@pytest.mark.parametrize(("family", "what"), [("gpt_oss", "have a ring"), ("qwen3_5_text", "have a state")])
-def test_models_whose_rows_are_more_than_pages_share_nothing(family, what, llm_of):
-    llm = llm_of(family)
-    assert what in llm.no_prefix_caching
-    results = [llm.generate([TRUNK[:40]], dataclasses.replace(GREEDY, max_tokens=8))[0] for _ in range(2)]
-    assert [result.num_cached_tokens for result in results] == [0, 0]
-    assert results[0].outputs[0].token_ids == results[1].outputs[0].token_ids
-    assert llm.stats.cached_pages == 0
-
-
 def test_the_option(checkpoint):
     path = checkpoint("llama")
     llm = build_llm(path, LEAST, prefix_caching=False)

@@ -1,13 +1,15 @@
 """NaN in everything that is not valid.
 
 Invalid are cells that no token was written to, cells beyond a row's length, cells that left the window, all cells of
-rows without a sequence unless a prompt to come can take them, and what the device remembers of such rows.
+rows without a sequence unless a prompt to come can take them, what no snapshot has, and what the device remembers of
+such rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ import numpy as np
 from inferlib import LLM, SamplingParams
 from inferlib.cache.plan import BlockState
 from inferlib.engine.engine import Engine
+from inferlib.programs.row_changes import Restore, Save
 from inferlib.programs.row_state import RowState
 from inferlib.sharding import axes
 from tests.helpers.cached_pages import nodes_of
@@ -28,29 +31,76 @@ def valid_cells(engine: Engine) -> list[np.ndarray]:
     lengths = {row: s.prefilled for row, s in engine.scheduler.running.items()}
     active, length = np.asarray(engine.state.active), np.asarray(engine.state.length)
     lengths |= {row: length[row] for row in lengths if active[row]}
+    snapshots, to_save, to_restore = snapshots_of(engine)
+    spans = {row: (first_of(engine, row, stop), stop) for row, stop in lengths.items() if row not in to_restore}
+    of_rows = [spans, {row: snapshots[number] for row, number in to_save}]
     masks = []
     for layers, block in zip(engine.model.blocks(), engine.plan.blocks, strict=True):
         if block.shared:
             continue
-        if isinstance(block, BlockState):
-            masks.append(np.array([[bool(lengths.get(row))] for row in range(engine.plan.rows)]))
+        spec = engine.model.config.layers[layers[0]].attention
+        if not block.paged:
+            masks.append(np.any([_entries(engine, block, spec, engine.plan.rows, x) for x in of_rows], axis=0))
             continue
-        spec, slots = engine.model.config.layers[layers[0]].attention, block.slots
-        devices = engine.config.shards.size(axes.POSITIONS)
-        mask = np.zeros((engine.plan.pages if block.paged else engine.plan.rows, slots), bool)
+        devices, slots = engine.config.shards.size(axes.POSITIONS), block.slots
+        mask = np.zeros((engine.plan.pages, slots), bool)
         slots //= devices
         for row, stop in lengths.items():
-            # The next query stands at `stop` and sees its run of a chunk, or window - 1 positions before it.
-            chunk = getattr(spec, "chunk", None)
-            first = stop - stop % chunk if chunk else 0 if spec.reach is None else max(stop - spec.reach + 1, 0)
-            number, device = np.divmod(np.arange(first, stop), devices)
-            page = pages_of(engine, row)[number // slots] if block.paged else row
-            mask[page, device * slots + number % slots] = True
-        for page, count in cached_pages(engine) if block.paged else ():
+            number, device = np.divmod(np.arange(stop), devices)
+            mask[pages_of(engine, row)[number // slots], device * slots + number % slots] = True
+        for page, count in cached_pages(engine):
             number, device = np.divmod(np.arange(count), devices)
             mask[page, device * slots + number] = True
         masks.append(mask)
     return masks
+
+
+def first_of(engine: Engine, row: int, stop: int) -> int:
+    """Where a sequence can go on from a row that has so many tokens, at the earliest: from a snapshot, if any is taken,
+    which has what left the window a while ago."""
+    snapshots = engine.scheduler.pages[row // engine.config.rows].snapshots
+    if snapshots is None:
+        return stop
+    return min(stop, max(engine.scheduler.running[row].serves, snapshots.first(stop)))
+
+
+def valid_snapshots(engine: Engine) -> list[np.ndarray]:
+    """The same of the snapshots of blocks with rings or states, but for those that are to be saved yet."""
+    snapshots, to_save, _ = snapshots_of(engine)
+    waiting = {number for _, number in to_save}
+    spans = {number: span for number, span in snapshots.items() if number not in waiting}
+    every = zip(engine.model.blocks(), engine.plan.blocks, strict=True)
+    blocks = [(engine.model.config.layers[layers[0]].attention, b) for layers, b in every if not b.shared]
+    return [_entries(engine, b, spec, engine.plan.snapshots, spans) for spec, b in blocks if not b.paged]
+
+
+def _entries(engine: Engine, block: Any, spec: Any, count: int, spans: dict[int, tuple[int, int]]) -> np.ndarray:
+    """Which slots [count, S] of rings, or which states [count, 1], those sequences read that have `first` to `last`
+    tokens, by the number of the ring."""
+    if isinstance(block, BlockState):
+        return np.array([[bool(spans.get(i, (0, 0))[1])] for i in range(count)])
+    mask, devices = np.zeros((count, block.slots), bool), engine.config.shards.size(axes.POSITIONS)
+    slots, chunk = block.slots // devices, getattr(spec, "chunk", None)
+    for i, (first, last) in spans.items():
+        # The next query stands there and sees its run of a chunk, or window - 1 positions before it.
+        first = first - first % chunk if chunk else max(first - spec.reach + 1, 0)
+        number, device = np.divmod(np.arange(first, last), devices)
+        mask[i, device * slots + number % slots] = True
+    return mask
+
+
+def snapshots_of(engine: Engine) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int]], set[int]]:
+    """The first and last place that each snapshot serves, by its number among those of all replicas; rows and snapshots
+    that are to be saved from them, and rows that are to be restored, before the next dispatch."""
+    scheduler, rows, replicas = engine.scheduler, engine.config.rows, engine.config.shards.replicas
+    each, saved = engine.plan.snapshots // replicas, {}
+    for replica, pages in enumerate(scheduler.pages):
+        for snapshot in pages.snapshots._saved if pages.snapshots else ():
+            saved[replica * each + snapshot.number] = snapshot.first, snapshot.last
+    changes = [*scheduler._saves, *scheduler.changes.snapshots]
+    saves = [(x.row, x.row // rows * each + x.number) for x in changes if isinstance(x, Save)]
+    restored = {x.row for x in changes if isinstance(x, Restore)}
+    return saved, [(row, number) for row, number in saves if number in saved], restored
 
 
 def pages_of(engine: Engine, row: int) -> np.ndarray:
@@ -72,17 +122,12 @@ def poison(engine: Engine) -> float:
     """Fill what is not valid with NaN, integers with another number, with nothing in flight; returns the share of cells
     that stay."""
     assert not engine._in_flight
-    masks = valid_cells(engine)
-    blocks = (block for block in engine.plan.blocks if not block.shared)
-    of_arrays = [(mask, x.axes) for mask, block in zip(masks, blocks, strict=True) for x in block.owned]
-    spoiled = []
-    for (mask, names), array in zip(of_arrays, engine.cache, strict=True):
-        cells = mask[:, None] if names[-1] == axes.POSITIONS else mask[:, None, :, None]
-        if axes.POSITIONS not in names:
-            cells = mask.reshape(-1, *(1,) * (array.ndim - names.index(axes.PAGES) - 1))
-        bad = 99 if jnp.issubdtype(array.dtype, jnp.integer) else np.nan
-        spoiled.append(_where(cells, array, bad))
-    engine.cache = tuple(spoiled)
+    masks, blocks = valid_cells(engine), [block for block in engine.plan.blocks if not block.shared]
+    if engine.snapshots:
+        pairs = zip(valid_snapshots(engine), (block for block in blocks if not block.paged), strict=True)
+        engine.snapshots = _spoiled(engine.snapshots, [(mask, x.axes) for mask, block in pairs for x in block.owned])
+    pairs = zip(masks, blocks, strict=True)
+    engine.cache = _spoiled(engine.cache, [(mask, x.axes) for mask, block in pairs for x in block.owned])
     idle = ~np.asarray(engine.state.active)
     huge = 1 << 30
     garbage = RowState(huge, huge, False, huge, huge, huge, np.nan, huge, huge)
@@ -101,6 +146,18 @@ def poison(engine: Engine) -> float:
     return float(np.mean([mask.mean() for mask in masks]))
 
 
+def _spoiled(arrays: tuple[jax.Array, ...], valid: list[tuple[np.ndarray, Any]]) -> tuple[jax.Array, ...]:
+    """The arrays without what is not valid. valid: the mask and the logical axes of each."""
+    spoiled = []
+    for (mask, names), array in zip(valid, arrays, strict=True):
+        cells = mask[:, None] if names[-1] == axes.POSITIONS else mask[:, None, :, None]
+        if axes.POSITIONS not in names:
+            cells = mask.reshape(-1, *(1,) * (array.ndim - names.index(axes.PAGES) - 1))
+        bad = 99 if jnp.issubdtype(array.dtype, jnp.integer) else np.nan
+        spoiled.append(_where(cells, array, bad))
+    return tuple(spoiled)
+
+
 def _where(valid: np.ndarray, array: jax.Array, bad: float) -> jax.Array:
     """`array` with `bad` where it is not valid. On the host: a program for every shape and mesh takes longer."""
     return jnp.array(np.where(valid, np.asarray(array), np.asarray(bad).astype(array.dtype)))
@@ -108,8 +165,9 @@ def _where(valid: np.ndarray, array: jax.Array, bad: float) -> jax.Array:
 
 @contextlib.contextmanager
 def before_each_dispatch(llm: LLM, act: Callable[[Engine], None]) -> Iterator[None]:
-    """`llm` with a new engine, one dispatch at a time, and `act` before each."""
-    with new_engine(llm, in_flight=1) as engine:
+    """`llm` with a new engine, one dispatch at a time, and `act` before each. Without snapshots, whatever left a window
+    is not valid."""
+    with new_engine(llm, in_flight=1, prefix_caching=False) as engine:
         advance = engine.advance
 
         def acting(**options):

@@ -1,0 +1,169 @@
+"""Snapshots: what layers keep of a row beside pages, rings and states, as it was behind some of its tokens. A prompt
+that begins with these goes on from there (Pan et al. 2024, "Marconi", for states; sliding windows are the same but for
+their slack)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from inferlib.cache.prefix_tree import Match, Node
+
+
+@dataclass(eq=False, slots=True)
+class Snapshot:
+    """A row's rings and states, for a sequence that begins with `first` to `last` tokens of the row.
+
+    number: its place in the store, whose numbers are of a replica; -1 if it has none. pending: a sequence is about to
+    reach its tokens. nodes: the pages that those tokens end in.
+    """
+
+    first: int
+    last: int
+    number: int = -1
+    pending: bool = True
+    nodes: list[Node] = field(default_factory=list, repr=False)
+
+    def behind(self, tokens: int) -> int:
+        """Where a sequence goes on that has so many tokens in common with the row: 0 if nowhere."""
+        behind = min(tokens, self.last)
+        return behind if behind >= self.first else 0
+
+
+@dataclass(frozen=True)
+class Resumed(Match):
+    """What of a match a sequence takes that goes on from a snapshot. whole: tokens of the match. awaited: what is worth
+    waiting for, as more of the match could be taken then."""
+
+    snapshot: Snapshot | None = None
+    whole: int = 0
+    awaited: Snapshot | None = None
+
+    @property
+    def pending(self) -> Node | Snapshot | None:
+        return self.awaited or super().pending
+
+
+class Snapshots:
+    """The `count` snapshots of a replica, which go with pages of the tree.
+
+    page, unit: see `PrefixTree`. slack: how far a row may be ahead of where another sequence goes on. A ring has room
+    for so many tokens behind those that a window sees; a state, whose slack is 0, has none.
+
+    A snapshot goes when all its pages have left the tree, or when another one needs its place and it is the one that
+    was not used for the longest time.
+    """
+
+    def __init__(self, count: int, page: int, unit: int, slack: int):
+        self.count, self.page, self.unit, self.slack = count, page, unit, slack
+        self.evictions = 0
+        self._free = list(range(count))
+        self._saved: OrderedDict[Snapshot, None] = OrderedDict()  # in the order of their last use
+        self._of: dict[Node, list[Snapshot]] = {}
+
+    @property
+    def saved(self) -> int:
+        """How many there are."""
+        return len(self._saved)
+
+    def resume(self, match: Match) -> Resumed:
+        """The deepest place within a match where a snapshot lets a sequence go on."""
+        best, behind, awaited, later = None, 0, None, 0
+        for snapshot in self._near(match):
+            at = snapshot.behind(match.tokens)
+            if snapshot.pending and at > later:
+                awaited, later = snapshot, at
+            elif not snapshot.pending and at > behind:
+                best, behind = snapshot, at
+        column, rest = divmod(behind, self.page)
+        part = None
+        if rest:
+            part = match.nodes[column] if column < len(match.nodes) else match.part
+        return Resumed(match.nodes[:column], part, behind, best, match.tokens, awaited if later > behind else None)
+
+    def expect(self, end: int, least: int, match: Match) -> Snapshot:
+        """The snapshot of a sequence that is about to reach `end`, the last unit of its tokens, for others to wait for
+        it. least: see `save`. match: what of `end` is in the tree."""
+        snapshot = Snapshot(max(least, self.first(end + self.unit)) if self.slack else end, end)
+        if match.tokens >= end:
+            self._attach(snapshot, match)
+        return snapshot
+
+    def save(self, snapshot: Snapshot, row: tuple[int, int, int], match: Match) -> int | None:
+        """The place where to save a snapshot of a row; None if nobody could use it, or if there is one like it.
+
+        row: what its sequence was restored from serves nobody before `least`; `end` of its tokens are known; it is as
+        far as `ahead` at most. match: what of `end` is in the tree.
+        """
+        least, end, ahead = row
+        self._detach(snapshot)
+        snapshot.pending = False
+        first, last = max(least, self.first(ahead)), min(end // self.unit * self.unit, match.tokens)
+        if not self.count or last < first:
+            return None
+        for other in self._near(match):
+            if not other.pending and other.last == last and other.first <= snapshot.first:
+                return self._keep(other)
+        snapshot.first, snapshot.last = first, last
+        for other in self._near(match):
+            if not other.pending and first <= other.first and other.last <= last:
+                self.drop(other)  # it does all that the other one did
+        if not self._free:
+            self.drop(next(iter(self._saved)))
+            self.evictions += 1
+        snapshot.number = self._free.pop()
+        self._saved[snapshot] = None
+        self._attach(snapshot, match)
+        return snapshot.number
+
+    def first(self, ahead: int) -> int:
+        """The first place that a row serves which is so far, unless it was restored."""
+        return max(self.unit, -(-(ahead - self.slack) // self.unit) * self.unit)
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        self._saved.move_to_end(snapshot)
+
+    def use(self, snapshot: Snapshot) -> int:
+        """Where it is saved."""
+        self._saved.move_to_end(snapshot)
+        return snapshot.number
+
+    def drop(self, snapshot: Snapshot) -> None:
+        """Give up a snapshot, saved or pending."""
+        self._detach(snapshot)
+        snapshot.pending = False
+        if snapshot.number >= 0:
+            del self._saved[snapshot]
+            self._free.append(snapshot.number)
+            snapshot.number = -1
+
+    def removed(self, node: Node) -> None:
+        """A page has left the tree."""
+        for snapshot in self._of.pop(node, ()):
+            snapshot.nodes.remove(node)
+            if not snapshot.nodes:
+                self.drop(snapshot)
+
+    def _near(self, match: Match) -> list[Snapshot]:
+        """The snapshots that go with pages of a match, or with others that begin like the last one's part."""
+        nodes = [*match.nodes]
+        if (part := match.part) is not None and part.parent is not None:
+            begin = part.tokens[: len(part.tokens) // part.count * (match.tokens % self.page)]
+            nodes += part.parent.children[begin]
+        return list(dict.fromkeys(snapshot for node in nodes for snapshot in self._of.get(node, ())))
+
+    def _attach(self, snapshot: Snapshot, match: Match) -> None:
+        nodes: Sequence[Node] = match.nodes if match.part is None else (*match.nodes, match.part)
+        columns = range((snapshot.first - 1) // self.page, (snapshot.last - 1) // self.page + 1)
+        snapshot.nodes = [nodes[column] for column in columns]
+        for node in snapshot.nodes:
+            self._of.setdefault(node, []).append(snapshot)
+
+    def _detach(self, snapshot: Snapshot) -> None:
+        for node in snapshot.nodes:
+            others = self._of[node]
+            others.remove(snapshot)
+            if not others:
+                del self._of[node]
+        snapshot.nodes = []

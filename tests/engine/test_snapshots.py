@@ -1,0 +1,232 @@
+"""Models whose rows have rings and states: prompts that begin alike go on from snapshots of these, and every token is
+what it is alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inferlib import LLM
+from inferlib.config import ConfigurationError, EngineConfig
+from inferlib.engine.engine import Engine
+from inferlib.engine.sequence import Status
+from inferlib.programs.counter import compilations
+from tests.engine.test_paging import GREEDY, LEAST, run, sequence
+from tests.engine.test_prefix_cache import JOB, PAGE, PENALIZED, SAMPLED, TAILS, TRUNK, UNIT, prompt_of
+from tests.helpers.engines import assert_accounted
+from tests.helpers.llms import build_llm, new_engine
+from tests.helpers.poison import poison
+
+# Rings beside pages, with sinks; states beside pages.
+FAST = {"gpt_oss": {}, "qwen3_5_text": {"scan": True}}
+SLOW = {
+    "llama4_text": {"scan": True},  # chunks
+    "gemma4_text": {},  # rings that other layers read
+    "ministral": {"scan": True, "kv_cache_dtype": "int8"},
+    "lfm2": {},
+    "nemotron_h": {"scan": True},
+    "kimi_linear": {},  # states beside latents
+    "minimax": {},
+}
+KINDS = [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW)]
+STATES = ("qwen3_5_text", "lfm2", "nemotron_h", "kimi_linear", "minimax")
+
+
+@pytest.fixture(scope="module")
+def tight(checkpoint):
+    """`tight(kind)`: four rows that share pages for a sequence and a half, and three snapshots."""
+
+    @functools.cache
+    def build(kind: str) -> LLM:
+        path, options = checkpoint(kind), {"page_size": PAGE, "decode_steps": 4, "snapshots": 3, **(FAST | SLOW)[kind]}
+        whole = build_llm(path, LEAST, **options).engine.plan
+        of_page, of_rows = whole.bytes_of()
+        return build_llm(path, LEAST, cache_memory=of_rows + of_page * (whole.columns * 3 // 2), **options)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def alone(tight):
+    """`alone(kind, prompt, count, params)`: what a prompt generates alone, without a cache of prefixes."""
+
+    @functools.cache
+    def tokens(kind: str, prompt: tuple[int, ...], count: int, params: int, seed: int) -> list[int]:
+        with new_engine(tight(kind), prefix_caching=False) as engine:
+            return run(engine, [sequence(list(prompt), count, [GREEDY, SAMPLED, PENALIZED][params], seed=seed)])[0]
+
+    def of(kind: str, prompt: list[int], count: int, params=GREEDY, seed: int = 0) -> list[int]:
+        return tokens(kind, tuple(prompt), count, [GREEDY, SAMPLED, PENALIZED].index(params), seed)
+
+    return of
+
+
+def poisoned(engine: Engine, sequences) -> list[list[int]]:
+    """What they generate, with NaN before each dispatch in all that nobody may read."""
+    for s in sequences:
+        engine.add(s)
+    while engine.busy:
+        poison(engine)
+        engine.advance()
+        assert_accounted(engine)
+    return [s.tokens for s in sequences]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_goes_on_where_an_earlier_one_ended(kind, tight, alone):
+    """The same prompt again, one that is longer, and one whose last token is another. Rings serve any place where they
+    still have the window, states that behind the last unit. What is not valid holds NaN, so that a row which reads
+    what was not restored shows it."""
+    for length in (9, 16, 17, 33, 40) if kind in FAST else (16, 33):
+        with new_engine(tight(kind), in_flight=1) as engine:
+            prompt, longer, other = prompt_of(length, 0, 0), prompt_of(length, 0, 9), prompt_of(length - 1, 1, 1)
+            for i, s in enumerate([sequence(prompt, 5), sequence(prompt, 5), sequence(longer, 9), sequence(other, 3)]):
+                assert poisoned(engine, [s])[0] == alone(kind, s.prompt, s.max_tokens)
+                common = length if s.prompt is longer and kind not in STATES else length - 1
+                assert s.cached == (common // UNIT * UNIT if i else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_of_one_moment_wait_for_a_snapshot(kind, tight, alone):
+    with new_engine(tight(kind)) as engine:
+        sequences = [sequence(prompt_of(33, 0, 4), 6) for _ in range(6)]
+        expected = alone(kind, sequences[0].prompt, 6)
+        assert run(engine, sequences) == [expected] * 6
+        assert [s.cached for s in sequences] == [0] + [32] * 5
+
+
+@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("params", [SAMPLED, PENALIZED], ids=["sampled", "penalized"])
+def test_samples_and_penalties_count_tokens_that_are_cached(kind, params, tight, alone):
+    with new_engine(tight(kind)) as engine:
+        sequences = [sequence(prompt_of(33, i, 4), 24, params, seed=i) for i in range(3)]
+        expected = [alone(kind, s.prompt, 24, params, s.seed) for s in sequences]
+        for _ in range(2):
+            again = [sequence(s.prompt, 24, params, seed=s.seed) for s in sequences]
+            assert run(engine, again) == expected
+        assert any(s.cached for s in again)
+
+
+@settings(max_examples=12)
+@given(st.sampled_from(list(FAST)), st.lists(JOB, min_size=1, max_size=14))
+def test_any_traffic_is_as_if_alone(tight, alone, kind, jobs):
+    """What a sequence has generated is the start of what it does alone, whatever is evicted and preempted. Cells that
+    nobody can read hold NaN."""
+    assert_as_if_alone(tight(kind), functools.partial(alone, kind), jobs)
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(st.sampled_from(list(FAST | SLOW)), st.lists(JOB, min_size=4, max_size=20))
+def test_any_traffic_of_any_kind_is_as_if_alone(tight, alone, kind, jobs):
+    assert_as_if_alone(tight(kind), functools.partial(alone, kind), jobs)
+
+
+def assert_as_if_alone(llm: LLM, alone, jobs) -> None:
+    count = 30
+    with new_engine(llm, in_flight=1) as engine:
+        sequences = [
+            sequence(prompt_of(shared, tail, length), count, priority=priority, salt=salt)
+            for shared, tail, length, _, priority, _, salt in jobs
+        ]
+        for round_ in range(2000):
+            for s, (*_, arrival, _, abort, _) in zip(sequences, jobs, strict=True):
+                if arrival == round_:
+                    engine.add(s)
+                if abort is not None and arrival + abort == round_ and s.status is not Status.FINISHED:
+                    engine.cancel(s)
+            poison(engine)
+            engine.advance()
+            assert_accounted(engine)
+            if round_ > 30 and not engine.busy:
+                break
+        for s, (*_, abort, _) in zip(sequences, jobs, strict=True):
+            assert s.tokens == alone(s.prompt, count)[: None if abort is None else len(s.tokens)]
+        assert all(pages.free == pages.pool.count for pages in engine.scheduler.pages)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_the_least_recently_used_snapshot_makes_room(kind, tight, alone):
+    """There are three. That of the trunk is used again and again."""
+    with new_engine(tight(kind)) as engine:
+        trunk = sequence(prompt_of(33, 0, 0), 1)
+        run(engine, [trunk])
+        for i in range(5):
+            s = sequence(prompt_of(33, i, 1 + i), 2)
+            assert run(engine, [s])[0] == alone(kind, s.prompt, 2)
+            assert s.cached == 32
+            run(engine, [sequence(TAILS[i], 2)])
+        engine._count_pages()
+        assert engine.stats.evicted_snapshots > 1
+        assert engine.stats.saved_snapshots <= 3
+        engine.forget_prefixes()
+        assert (engine.stats.saved_snapshots, engine.stats.cached_pages) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_nothing_compiles_after_warmup(kind, checkpoint):
+    llm = build_llm(checkpoint(kind), LEAST, page_size=PAGE, decode_steps=4, snapshots=3, **FAST[kind])
+    llm.warmup(["greedy"])
+    before = compilations()
+    run(llm.engine, [sequence(prompt_of(8 * i % 40, i % 6, 5 + i), 20) for i in range(14)])
+    assert llm.stats.cached_tokens > 50
+    assert compilations() == before
+
+
+def test_what_an_error_lost_is_not_restored(tight, alone, monkeypatch):
+    with new_engine(tight("gpt_oss")) as engine:
+        prompt = prompt_of(33, 0, 0)
+        run(engine, [sequence(prompt, 3)])
+        monkeypatch.setattr(engine, "_receive", lambda: 1 / 0)
+        engine.add(sequence(prompt_of(33, 1, 4), 3))
+        with pytest.raises(ZeroDivisionError):
+            engine.advance()
+        monkeypatch.undo()
+        assert_accounted(engine)
+        s = sequence(prompt, 3)
+        assert run(engine, [s])[0] == alone("gpt_oss", prompt, 3)
+        assert s.cached == 0
+
+
+def test_outputs_of_one_prompt_and_beams_go_on_from_its_snapshot(tight):
+    llm, prompt = tight("qwen3_5_text"), prompt_of(33, 2, 0)
+    params = dataclasses.replace(SAMPLED, n=4, max_tokens=12)
+
+    def outputs(**options) -> list[list[int]]:
+        with new_engine(llm, **options):
+            (result,) = llm.generate([prompt], params)
+            assert llm.stats.cached_tokens == (0 if options else 3 * 32)
+            return [output.token_ids for output in result.outputs]
+
+    assert outputs() == outputs(prefix_caching=False)
+
+
+def test_memory_bounds_snapshots(checkpoint):
+    """By default they take a quarter of what rows and one sequence leave. Without any, nothing is shared."""
+    path = checkpoint("gpt_oss")
+    plan = build_llm(path, LEAST).engine.plan
+    assert plan.snapshots == plan.rows == 4
+    assert sum(x.nbytes() for x in plan.snapshot_arrays) == plan.bytes_of()[1] // 2
+    of_page, of_both = plan.bytes_of()
+    of_rows, least = of_both // 2, of_both // 2 + plan.columns * of_page
+    for memory, count in ((least, 0), (least + of_rows, 1), (least + 9 * of_rows, 4)):
+        sized = build_llm(path, LEAST, cache_memory=memory)
+        assert sized.engine.plan.snapshots == count
+        assert sum(sized.engine.plan.bytes_of()) <= memory
+        assert ("no room for snapshots" in (sized.no_prefix_caching or "")) == (not count)
+    none = build_llm(path, LEAST, snapshots=0)
+    assert "have a ring of each row" in none.no_prefix_caching
+    assert "snapshots is 0" in none.no_prefix_caching
+    assert none.engine.snapshots == ()
+    results = [none.generate([TRUNK[:40]], dataclasses.replace(GREEDY, max_tokens=8))[0] for _ in range(2)]
+    assert [result.num_cached_tokens for result in results] == [0, 0]
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "4", True])
+def test_wrong_numbers_of_snapshots(count):
+    with pytest.raises(ConfigurationError, match="snapshots is how many"):
+        EngineConfig(4, 96, LEAST, snapshots=count)
