@@ -1,5 +1,5 @@
-"""The command line: `inferlib generate`, `chat`, `embed`, `compile`, `info`, `convert`, `plan`, `place`, `targets`,
-`tune`, `doctor`.
+"""The command line: `inferlib generate`, `chat`, `embed`, `serve`, `compile`, `info`, `convert`, `plan`, `place`,
+`targets`, `tune`, `doctor`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -19,6 +19,7 @@ from inferlib.cli.generate import generate
 from inferlib.cli.info import info
 from inferlib.cli.place import place
 from inferlib.cli.plan import plan
+from inferlib.cli.serve import serve
 from inferlib.cli.targets import targets
 from inferlib.cli.tune import tune
 
@@ -45,6 +46,7 @@ def main(
 app.command()(generate)
 app.command()(chat)
 app.command()(embed)
+app.command()(serve)
 app.command()(info)
 app.command()(convert)
 app.command()(plan)

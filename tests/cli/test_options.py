@@ -73,6 +73,7 @@ def good(folder) -> dict[str, dict[str, Any]]:
         "generate": {"prompts": "x", "model": model, **small},
         "chat": {"model": model, **small},
         "embed": {"model": model, "input_file": str(source), "output_file": str(folder / "vectors.jsonl"), **small},
+        "serve": {"model": model, "port": "0", **small},
         "info": {"model": model, "max_len": "64"},
         "convert": {"model": model, "out": str(folder / "converted")},
         "plan": {"config": "smollm2-135m", "target": "v5e-1"},

@@ -1,0 +1,69 @@
+"""`response_format`, and vLLM's `structured_outputs` and `guided_*`, as a field of `SamplingParams`."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from inferlib.serving.errors import ApiError
+from inferlib.serving.fields import Fields
+
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_ANY_OBJECT = {"type": "object"}
+
+
+def read_constraint(fields: Fields) -> Any:
+    """What the answer has to match, as `SamplingParams` takes it; None if it is free. Raises ApiError."""
+    wanted: dict[str, Any] = {}
+    if (form := fields.inner("response_format")) is not None:
+        wanted |= read_format(form)
+    if (inner := fields.inner("structured_outputs")) is not None:
+        wanted |= {name: value for name in _KINDS if (value := inner.any(name)) is not None}
+        inner.close()
+    for kind in _KINDS[:-1]:
+        if (value := fields.any(f"guided_{kind}")) is not None:
+            wanted[kind] = value
+    if wanted.pop("json_object", False):
+        wanted.setdefault("json", _ANY_OBJECT)
+    if len(wanted) > 1:
+        raise ApiError(400, f"an answer matches one of {' and '.join(wanted)}: give one", param="response_format")
+    return constraint(**wanted) if wanted else None
+
+
+def read_format(form: Fields) -> dict[str, Any]:
+    """What `response_format`, or `text.format` of a response, asks for: {} or {"json": schema}. Raises ApiError."""
+    kind = form.take("type", str)
+    if kind == "text":
+        form.close()
+        return {}
+    if kind == "json_object":
+        form.close()
+        return {"json": _ANY_OBJECT}
+    if kind != "json_schema":
+        raise form.wrong("type", f"must be text, json_object or json_schema, got {kind!r}")
+    inner = form.inner("json_schema") or form  # a response has its fields beside the type
+    schema = inner.take("schema", dict)
+    if schema is None:
+        raise inner.wrong("schema", "is missing: give the JSON schema of the answer")
+    inner.ignore(("name", "description", "strict"))
+    inner.close()
+    form.close()
+    return {"json": schema}
+
+
+def constraint(**wanted: Any) -> Any:
+    """`StructuredOutputs` of these fields. Raises ApiError if they are wrong, or if this build has none."""
+    try:
+        made = importlib.import_module("inferlib.sampling.structured").StructuredOutputs
+    except ImportError:
+        raise ApiError(
+            400,
+            "structured output is not supported by this version of inferlib: leave out response_format, "
+            "structured_outputs, guided_*, and use tool_choice auto or none",
+            param="response_format",
+            code="unsupported_parameter",
+        ) from None
+    try:
+        return made(**wanted)
+    except (ValueError, TypeError) as error:
+        raise ApiError(400, str(error), param="response_format") from None
