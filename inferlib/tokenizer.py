@@ -126,6 +126,10 @@ class Tokenizer:
         """Whether the id is in the vocabulary; models may have more rows than that."""
         return self._backend.id_to_token(token_id) is not None
 
+    def is_special(self, token: str) -> bool:
+        """Whether this is the text of a special token, which decoding can leave out."""
+        return self._backend.token_to_id(token) in self._special
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens spelled out in it are recognised.
 

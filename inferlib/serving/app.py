@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,18 +17,29 @@ from inferlib.async_llm import AsyncLLM
 from inferlib.serving.auth import KeyCheck
 from inferlib.serving.chat import answer_chat
 from inferlib.serving.completions import answer_completion
+from inferlib.serving.embeddings import answer_embeddings
 from inferlib.serving.errors import ApiError
 from inferlib.serving.exchange import Endpoint
 from inferlib.serving.metrics import CONTENT_TYPE
-from inferlib.serving.models import check_health, list_models, one_model
+from inferlib.serving.models import check_health, current_load, list_models, one_model
+from inferlib.serving.responses import answer_response
 from inferlib.serving.service import ServerOptions, Service
 from inferlib.serving.streaming import encode
+from inferlib.serving.tokens import detokenize, tokenize
 
 App = Callable[..., Awaitable[None]]
+
+_PAGE = Path(__file__).with_name("page.html")
+# The page loads nothing from elsewhere, and runs no script but its own.
+_PAGE_HEADERS = {"content-security-policy": "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'"}
 
 _ANSWERS = {
     "/v1/chat/completions": answer_chat,
     "/v1/completions": answer_completion,
+    "/v1/embeddings": answer_embeddings,
+    "/v1/responses": answer_response,
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
 }
 
 
@@ -49,12 +61,17 @@ def build_app(llm: AsyncLLM, options: ServerOptions) -> tuple[App, Service]:
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
+    async def page(request: Request) -> Response:
+        return Response(_PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
+
     routes = [
         *(Route(path, Endpoint(service, answer), methods=["POST"]) for path, answer in _ANSWERS.items()),
         get("/v1/models", lambda request: list_models(service)),
         get("/v1/models/{name:path}", lambda request: one_model(service, request.path_params["name"])),
         get("/health", lambda request: check_health(service)),
         Route("/metrics", metrics, methods=["GET"]),
+        Route("/", page, methods=["GET"]),
+        get("/load", lambda request: current_load(service)),
     ]
     handlers: dict[Any, Any] = {HTTPException: _http_error, ApiError: _api_error}
     app: App = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)

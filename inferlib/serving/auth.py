@@ -14,7 +14,9 @@ from inferlib.serving.exchange import Exchange
 from inferlib.serving.service import new_id
 from inferlib.serving.streaming import Send
 
-OPEN_PATHS = frozenset({"/", "/health", "/metrics"})  # for load balancers, Prometheus, and whoever has no key yet
+OPEN_PATHS = frozenset(
+    {"/", "/health", "/load", "/metrics"}
+)  # for load balancers, Prometheus, and whoever has no key yet
 
 
 def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:

@@ -22,9 +22,9 @@ from inferlib.serving.usage import usage
 async def answer_chat(service: Service, body: Any, exchange: Exchange) -> dict[str, Any] | None:
     request = read_chat(body, service.defaults)
     service.check_model(request.common.model)
-    form = AnswerFormat.of(service, request.tools, parse_reasoning=request.parse_reasoning)
-    common = form.adapted(request.common)
     tokens = await chat_tokens(service, request.messages, request.tools, request.template)
+    form = AnswerFormat.of(service, request.tools, parse_reasoning=request.parse_reasoning)
+    common = form.adapted(request.common, tokens)
     number = new_id("chatcmpl")
     stream = service.start(tokens, common, number)
     parser = form.parsers(tokens)

@@ -1,7 +1,8 @@
-"""`/v1/models` and `/health`."""
+"""`/v1/models`, `/health`, and `/load` for the page."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from inferlib.serving.errors import ApiError
@@ -36,3 +37,23 @@ def check_health(service: Service) -> dict[str, Any]:
     if service.llm.llm.engine.asleep:
         raise ApiError(503, "the model sleeps", code="asleep")
     return {"status": "ok"}
+
+
+def current_load(service: Service) -> dict[str, Any]:
+    """Numbers of this moment, and totals since the start; the page makes rates of them."""
+    engine, metrics = service.llm.llm.engine, service.metrics
+    pages = engine.plan.pages
+    return {
+        "model": service.name,
+        "running": len(engine.scheduler.running),
+        "waiting": len(engine.scheduler.waiting),
+        "rows": engine.config.max_batch,
+        "pages": pages,
+        "used_pages": pages - sum(x.free for x in engine.scheduler.pages),
+        "cached_pages": engine.stats.cached_pages,
+        "prompt_tokens": metrics.prompt_tokens,
+        "cached_tokens": metrics.cached_tokens,
+        "generated_tokens": metrics.generated_tokens,
+        "seconds": time.time() - service.started,
+        "draining": service.draining,
+    }

@@ -16,7 +16,7 @@ from inferlib.serving.structured import read_constraint
 Message = dict[str, Any]
 
 # Fields that change no answer of this server: nothing is stored, and requests have no classes.
-_IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier")
+IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier")
 _NO_SOUND = "this server reads and writes text"
 _SAMPLED = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
@@ -87,7 +87,7 @@ def read_completion(body: Any, defaults: SamplingParams) -> CompletionRequest:
     echo, most = fields.take("echo", bool, False), fields.take("max_tokens", int)
     if most == 0 and not echo:
         raise fields.wrong("max_tokens", "must be at least 1; 0 only with echo, for log-probabilities of a prompt")
-    prompts = _prompts(fields)
+    prompts = read_prompts(fields, "prompt")
     fields.refuse({"suffix": "put it into the prompt as the model's card says"}, ("",))
     fields.refuse({"best_of": "use n"}, (1, fields.any("n")))
     fields.refuse({"add_special_tokens": "give the prompt as token ids"}, (True,))
@@ -112,7 +112,7 @@ def read_chat(body: Any, defaults: SamplingParams) -> ChatRequest:
         raise fields.wrong("top_logprobs", "needs logprobs=true")
     messages = read_messages(fields.take("messages", list))
     tools = read_tools(fields)
-    template = _template_options(fields)
+    template = read_template(fields)
     parse = fields.take("include_reasoning", bool, True)
     fields.refuse({"modalities": _NO_SOUND}, (["text"],))
     fields.refuse({"audio": _NO_SOUND, "prediction": "leave it out; answers are the same without it"})
@@ -159,7 +159,7 @@ def _common(fields: Fields, defaults: SamplingParams, values: dict[str, Any], *,
     fields.refuse({"use_beam_search": "use LLM.beam_search"}, (False,))
     fields.refuse({"spaces_between_special_tokens": "texts are as the tokenizer decodes them"}, (True,))
     fields.refuse({"store": "nothing is stored here"}, (False,))
-    fields.ignore(_IGNORED)
+    fields.ignore(IGNORED)
     priority, salt = fields.take("priority", float, 0), fields.take("cache_salt", str)
     values = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
     model = fields.take("model", str)
@@ -175,13 +175,14 @@ def _bias(fields: Fields) -> dict[int, float] | None:
         raise fields.wrong("logit_bias", f"must map token ids to numbers, got {brief(bias)}") from None
 
 
-def _prompts(fields: Fields) -> Sequence[str | list[int]]:
-    prompt = fields.any("prompt")
+def read_prompts(fields: Fields, name: str) -> Sequence[str | list[int]]:
+    """Texts or token ids, one or several. Raises ApiError."""
+    prompt = fields.any(name)
     if isinstance(prompt, str) or (is_ids(prompt) and prompt):
         return [prompt]
     if isinstance(prompt, list) and prompt and all(isinstance(x, str) or is_ids(x) for x in prompt):
         return prompt
-    raise fields.wrong("prompt", f"must be a text, a list of token ids, or a list of either, got {brief(prompt)}")
+    raise fields.wrong(name, f"must be a text, a list of token ids, or a list of either, got {brief(prompt)}")
 
 
 def is_ids(value: Any) -> bool:
@@ -262,7 +263,7 @@ def read_tools(fields: Fields) -> ToolChoice:
     return ToolChoice(tools, kind, None, parallel)
 
 
-def _template_options(fields: Fields) -> dict[str, Any]:
+def read_template(fields: Fields) -> dict[str, Any]:
     options: dict[str, Any] = {
         "add_generation_prompt": fields.take("add_generation_prompt", bool),
         "continue_final_message": fields.take("continue_final_message", bool),

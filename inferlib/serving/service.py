@@ -14,6 +14,7 @@ from typing import TypeVar
 from inferlib.async_llm import AsyncLLM, AsyncStream
 from inferlib.config import brief
 from inferlib.outputs import RequestOutput
+from inferlib.programs.program_set import UnplannedProgramError
 from inferlib.sampling.params import SamplingParams
 from inferlib.serving.errors import ApiError
 from inferlib.serving.metrics import Metrics
@@ -115,7 +116,9 @@ class Service:
             return self.llm.generate(prompt, params, request_id, priority=common.priority)
         except ValueError as error:
             raise ApiError(400, str(error)) from None
-        except RuntimeError as error:  # it sleeps or is closed, or lacks programs for these parameters
+        except UnplannedProgramError as error:
+            raise ApiError(400, str(error), code="unsupported_parameter") from None
+        except RuntimeError as error:  # it sleeps or is closed
             raise ApiError(503, str(error), code="unavailable") from None
 
     def _params(self, tokens: Sequence[int], common: Common) -> SamplingParams:

@@ -43,6 +43,8 @@ def test_hosts_and_files(tmp_path):
     assert "No such file" in serve("--api-key-file", tmp_path / "a")
     assert "No such file" in serve("--chat-template", tmp_path / "a")
     assert "printable ASCII" in serve("--api-key", "a b\n")
+    assert "must be auto, none, hermes" in serve("--tool-parser", "nope")
+    assert "must be auto, none, think" in serve("--reasoning-parser", "nope")
 
 
 def test_without_the_extra(monkeypatch):
