@@ -48,9 +48,9 @@ class Sequence:
     row: its row while it runs, else -1. pages: of its row's replica, in the order of positions.
     nodes: of the tree of pages, for the first of its pages. encoded: its context as the tree takes it. waits_for: a
     page or a snapshot that it can read once another sequence has written it, or what is fetched for it or another one.
-    fetch: the pages that it brings from the tiers of the cache, see `inferlib.engine.tiers`. snapshots: those to save of it while it is
-    prefilled, in the order of positions. serves: where a sequence can go on from its row at the earliest, because of
-    what that was restored from.
+    fetch: the pages that it brings from the tiers of the cache, see `inferlib.engine.tiers`.
+    snapshots: those to save of it while it is prefilled, in the order of positions. serves: where a sequence can go on
+    from its row at the earliest, because of what that was restored from.
     context: what is prefilled: the prompt, and if the sequence was preempted its tokens.
     prefilled: number of tokens of the context sent to the device, or in the cache before. cached: the latter, of its
     prompt, when it got a row first; None before that. hit: the latter when it got a row last.
