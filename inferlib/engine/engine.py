@@ -386,11 +386,11 @@ class Engine:
         if call.changes:
             state: Any = self.state
             self.cache, self.state = self.programs.change_rows(self.cache, state, call.changes)
-        if self.tiers is not None:
-            self.cache = self.tiers.write(self.cache)
             if call.changes.snapshots:
                 copied = self.programs.change_snapshots(self.cache, self.snapshots, call.changes)
                 self.cache, self.snapshots = copied
+        if self.tiers is not None:
+            self.cache = self.tiers.write(self.cache)
         self.cache, self.state, output = program(self.weights, self.cache, self.state, *inputs)
         if self.channel is None or self.channel.leads:
             for leaf in jax.tree.leaves(output._replace(logits=None)):
