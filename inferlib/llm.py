@@ -402,7 +402,8 @@ class LLM:
         return count
 
     def sleep(self) -> None:
-        """Free the memory of the devices until `wake`: the weights go to host memory, and the cache is dropped.
+        """Free the memory of the devices until `wake`: the weights go to host memory, and the cache is dropped, but for
+        what `host_cache` and `disk_cache` have room for.
 
         Programs stay compiled; on TPUs the first time compiles small ones for `wake`. Requests raise RuntimeError
         meanwhile. Raises RuntimeError, and changes nothing, if requests wait or run. A model that sleeps already stays
@@ -438,8 +439,8 @@ class LLM:
         return self.engine.plan.no_prefix_caching(self.config)
 
     def reset_prefix_cache(self) -> None:
-        """Free the pages that no request needs now: prompts to come find nothing in them. As after a change of the
-        weights, or between measurements."""
+        """Free the pages that no request needs now, on the host and on disk too: prompts to come find nothing in them.
+        As after a change of the weights, or between measurements."""
         self._runner.call(lambda: self.engine.forget_prefixes())
 
     def expert_load(self) -> np.ndarray:

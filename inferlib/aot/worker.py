@@ -23,6 +23,7 @@ from inferlib.aot.neuron import compile_neuron
 from inferlib.inspection.hlo import Copy, Module
 from inferlib.model_files import ModelFiles
 from inferlib.programs.deployment import Deployment, layout_from_json, layout_to_json
+from inferlib.programs.page_transfer import PageTransfer
 from inferlib.programs.program import ProgramKey
 from inferlib.programs.program_set import ProgramSet
 from inferlib.programs.start_functions import recorded
@@ -113,6 +114,8 @@ def _compile_start(programs: ProgramSet, model: str, path: Path) -> dict[str, An
         programs.plan.allocate_snapshots(programs.config.shards)
         programs.allocate_state()
         programs.prepare_changes()
+        if not any(programs.plan.of_rows):  # who runs them decides about tiers of the cache
+            PageTransfer(programs.plan, programs.config.shards).prepare()
     path.write_bytes(serialized(functions))
     return {}
 

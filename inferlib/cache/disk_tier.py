@@ -97,7 +97,7 @@ class DiskTier:
     def write(self, key: bytes, page: Page) -> None:
         """Store a page, unless the disk is full or broken, which is logged once."""
         name = self._name(key)
-        arrays = [np.ascontiguousarray(array).view(np.uint8).reshape(-1) for array in page]
+        arrays = [np.ascontiguousarray(array).view(np.uint8).reshape(-1).data for array in page]
         size = _HEAD.size + sum(array.nbytes for array in arrays)
         head = _HEAD.pack(_MAGIC, self.model, key, size - _HEAD.size, _digest(*arrays))
         self._make_room(size)
@@ -209,7 +209,7 @@ def _bytes_of(form: Form) -> int:
     return int(np.prod(form.shape)) * form.dtype.itemsize
 
 
-def _digest(*parts: np.ndarray | memoryview) -> bytes:
+def _digest(*parts: memoryview) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(part)

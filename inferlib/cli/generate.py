@@ -79,6 +79,17 @@ class EngineArguments:
             "--prefix-caching/--no-prefix-caching", help="Prompts that begin as earlier ones did take their cells."
         ),
     ] = True
+    host_cache: Annotated[
+        str | None,
+        typer.Option(help="Memory of the host for prompts that leave the cache, such as 16GiB; by default none."),
+    ] = None
+    disk_cache: Annotated[
+        Path | None,
+        typer.Option(help="Folder for prompts that leave the cache, where later runs find them; by default none."),
+    ] = None
+    disk_cache_size: Annotated[
+        str | None, typer.Option(help="Most bytes of --disk-cache, such as 100GiB; by default half of what is free.")
+    ] = None
     parallel: Annotated[
         str | None,
         typer.Option(help="Devices to split the model over, such as tp=4,dp=2 or cp=2,tp=4; by default one."),

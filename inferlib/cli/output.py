@@ -155,6 +155,13 @@ class Summary:
         self._start = min(self._start, metrics.arrival_time)
         self._end = max(self._end, metrics.finished_time or -math.inf)
 
+    def _of_tiers(self) -> str:
+        """How many of the tokens from the cache came from a tier, in brackets."""
+        stats, before = self._llm.stats, self._before
+        counts = {"the host": stats.host_tokens - before.host_tokens, "disk": stats.disk_tokens - before.disk_tokens}
+        parts = [f"{count} by way of {name}" for name, count in counts.items() if count]
+        return f" ({', '.join(parts)})" if parts else ""
+
     def show(self) -> None:
         """Print nothing if there are no results."""
         if not self._ttft:
@@ -165,7 +172,7 @@ class Summary:
         stats, before = self._llm.stats, self._before
         parts += [f"{self.prompt_tokens} prompt tokens", f"{self.generated} generated"]
         if cached := stats.cached_tokens - before.cached_tokens:
-            parts += [f"{cached} from the cache of {stats.cached_pages} pages"]
+            parts += [f"{cached} from the cache of {stats.cached_pages} pages{self._of_tiers()}"]
         if evicted := stats.evicted_pages - before.evicted_pages:
             parts += [f"{evicted} pages evicted"]
         parts += [f"{mean}TTFT {fmean(self._ttft):.2f} s"]

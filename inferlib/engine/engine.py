@@ -55,7 +55,7 @@ class EngineStats:
         cache. cached_pages: that prompts can share, by now. evicted_pages: that made room for others.
     host_tokens, disk_tokens: those of `cached_tokens` that came from a tier. host_pages, host_bytes, disk_pages,
         disk_bytes: what the tiers have by now. host_evicted_pages, disk_evicted_pages: that made room there.
-        dropped_pages: that were evicted and lost, since the tiers did not keep up.
+        dropped_pages: that were evicted and are in no tier, as the disk did not keep up.
     saved_snapshots, evicted_snapshots: the same of snapshots, of models that take some (see `Snapshots`).
     """
 
@@ -260,7 +260,8 @@ class Engine:
         return self._asleep is not None
 
     def sleep(self) -> None:
-        """Copy the weights to host memory and free them, the cache and the rows' state on the devices. Programs stay.
+        """Copy the weights to host memory and free them, the cache and the rows' state on the devices. Programs stay,
+        and what the cache has of prompts goes to its tiers.
 
         Raises RuntimeError if requests wait or run.
         """
@@ -271,6 +272,11 @@ class Engine:
         self._order(SLEEP)
         while self._in_flight:  # of rows that were left
             self._receive()
+        if self.tiers is not None:
+            for pages in self.scheduler.pages:
+                pages.evict(pages.cached)
+            self.tiers.save(self.cache)
+            self.tiers.settle()
         with explained("falling asleep", self.programs.demand):
             self._asleep = to_host(self.weights, self.programs.formats)
         self.scheduler.lose()  # and with it what is to happen before the next dispatch

@@ -65,11 +65,17 @@ class ReplicaPages:
 
     def take(self, count: int) -> list[int]:
         """Take pages. Raises ValueError if fewer are free."""
-        while self.tree and self.pool.free < count and self.tree.idle:
-            self.evicting(self.tree.coldest)
-            self.pool.give_back([self.tree.evict()])
-            self.evictions += 1
+        self.evict(count - self.pool.free)
         return self.pool.take(count)
+
+    def evict(self, count: int) -> None:
+        """Free so many pages that no sequence needs, or all."""
+        if (tree := self.tree) is None:
+            return
+        for _ in range(min(count, tree.idle)):
+            self.evicting(tree.coldest)
+            self.pool.give_back([tree.evict()])
+            self.evictions += 1
 
     def start(self, s: Sequence, match: Match) -> tuple[int, int] | None:
         """Give a sequence that begins with a match the pages of its context. Returns the page to copy, and the one to

@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,8 @@ from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer
 
 log = logging.getLogger(__name__)
 
-_MOST_SAVING = 64  # pages on their way from the devices, whose memory they take until then; more are dropped
-_MOST_WRITING = 32  # pages on their way to files
+_MOST_SAVING = 64  # pages on their way from the devices, whose memory they take until then
+_WRITING_BYTES = 2 << 30  # of pages on their way to files
 _MOST_FETCHES = 8  # sequences whose pages are on their way from a tier
 _AHEAD = 4  # calls whose pages may be on their way to the devices
 _TRIALS = 3
@@ -45,8 +47,7 @@ class Tiers:
     """The tiers of an engine, whose thread makes all calls.
 
     What the devices have no room for goes to the host and to disk at the same time, and what comes from disk to the
-    host too. hit_tokens: that were fetched, by tier. dropped: pages that were lost since others were still on their
-    way.
+    host too. hit_tokens: that were fetched, by tier. dropped: pages that are in no tier, as the disk did not keep up.
     """
 
     def __init__(self, model: AbstractModel, weights: Items[jax.Array], plan: CachePlan, config: EngineConfig):
@@ -126,12 +127,12 @@ class Tiers:
         return cache
 
     def save(self, cache: tuple[jax.Array, ...]) -> None:
-        """Read the pages that were evicted, before anything else changes the cache."""
+        """Read the pages that were evicted, before anything else changes the cache. It waits if too many are on their
+        way to the host."""
         evicted, self._evicted = self._evicted, {}
         for batch in self._batches(list(evicted.items()), [*evicted.values()]):
-            if len(self._saving) + len(batch) > _MOST_SAVING:
-                self.dropped += len(batch)
-                continue
+            while len(self._saving) > _MOST_SAVING and (others := list(self._saving.values())):
+                wait(others[:1])
             pages = [page for _, page in batch]
             blocks = self.transfer.read(cache, pages)
             for block in blocks:
@@ -169,11 +170,6 @@ class Tiers:
         for tier in (self.host, self.disk):
             if tier is not None:
                 tier.clear()
-
-    def close(self) -> None:
-        """End the worker threads, once what is on its way has arrived."""
-        for thread in self._threads:
-            thread.shutdown()
 
     # ---- inside
 
@@ -217,11 +213,13 @@ class Tiers:
         """Write a page to disk, if it is not there and the disk keeps up."""
         if self.disk is None or key in self.disk or key in self._writing:
             return
-        if len(self._writing) >= _MOST_WRITING:
+        if len(self._writing) * self.transfer.nbytes > _WRITING_BYTES:
             self.dropped += self.host is None or key not in self.host
             return
-        self._writing[key] = page
-        self._writer.submit(self.disk.write, key, page).add_done_callback(lambda _: self._writing.pop(key, None))
+        with suppress(RuntimeError):  # the interpreter ends
+            future = self._writer.submit(self.disk.write, key, page)
+            self._writing[key] = page
+            future.add_done_callback(lambda _: self._writing.pop(key, None))
 
     def _begin(self, s: Sequence, match: Match) -> Fetch:
         """Look for the pages of a sequence behind a match, and bring those that are not at hand."""
@@ -232,8 +230,7 @@ class Tiers:
         if whole <= fetch.first:
             return fetch
         page = len(encoded([0])) * self.page
-        keys = list(page_keys(s.salt, s.encoded[: whole * page], page))[fetch.first :]
-        for key in keys:
+        for key in islice(page_keys(s.salt, s.encoded[: whole * page], page), fetch.first, None):
             if (tier := self._tier_of(key)) is None or not wanted[tier]:
                 break
             fetch.keys.append(key)

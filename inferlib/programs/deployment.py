@@ -178,6 +178,7 @@ _SOURCES = (
     *("inferlib.sharding", "inferlib.pallas_kernels", "inferlib.ops", "inferlib.models", "inferlib.sampling"),
     *("inferlib.cache", "inferlib.config", "inferlib.programs.program_set", "inferlib.programs.program"),
     *("inferlib.programs.row_state", "inferlib.programs.row_changes", "inferlib.programs.choices"),
+    "inferlib.programs.page_transfer",
     *("inferlib.programs.attention_choices", "inferlib.programs.product_choices", "inferlib.programs.row_snapshots"),
 )
 

@@ -87,7 +87,7 @@ import sys
 from inferlib import LLM, SamplingParams
 from inferlib.programs.counter import compilations
 
-llm = LLM(sys.argv[1], artifacts=sys.argv[2], progress=False)
+llm = LLM(sys.argv[1], artifacts=sys.argv[2], host_cache="1MiB", progress=False)
 llm.sleep()
 llm.wake()
 outputs = llm.generate(["to be", "or not to be, that"], SamplingParams(temperature=0.0, max_tokens=20))

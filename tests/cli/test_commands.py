@@ -128,6 +128,7 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         --stop-token-id 8 --stop-token-id 9 --ignore-eos --include-stop-str-in-output --no-skip-special-tokens --n 3
         --logprobs 4 --prompt-logprobs 1 --allowed-token-id 5 --allowed-token-id 9 --bad-word ab --bad-word c
         --truncate-prompt-tokens 3 --generation-config none --no-prefix-caching --itl 0.25
+        --host-cache 1GiB --disk-cache pages --disk-cache-size 2GiB
     """
     assert error_of(inferlib.generate("hello", *words.split())) == "recorded"
     assert Recorder.seen == {
@@ -144,6 +145,9 @@ def test_options_reach_the_request(inferlib, monkeypatch):
         "max_len": 64,
         "cache_memory": "0.5",
         "prefix_caching": False,
+        "host_cache": "1GiB",
+        "disk_cache": Path("pages"),
+        "disk_cache_size": "2GiB",
         "itl": 0.25,
         "compile_cache": None,
         "parallel": "tp=2",

@@ -4,6 +4,8 @@ alone and without any cache."""
 from __future__ import annotations
 
 import functools
+import gc
+import threading
 from dataclasses import replace
 
 import pytest
@@ -183,6 +185,53 @@ def test_other_weights_take_no_files(checkpoint, tight, tmp_path):
     again = Tiers(llm.engine.model, weights, llm.engine.plan, replace(llm.engine.config, disk_cache=tmp_path))
     assert again.disk.model == of_model
     assert len({of_model, *(tiers.disk.model for tiers in others)}) == 3
+
+
+def test_what_the_rule_decides(tight, monkeypatch):
+    """By what was measured of the link, and of prompts."""
+    llm, prompt = tight("llama stacked"), prompt_of(40, 0, 8)
+    with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
+        rule = engine.tiers.rule
+        assert rule.link.value > 0
+        assert rule.computed.value is None
+        run(engine, [sequence(prompt, 5)])
+        assert rule.computed.value > 0
+        crowd_out(engine)
+        monkeypatch.setattr(rule, "choose", lambda: {"host": False, "disk": False})
+        s = sequence(prompt, 5)
+        run(engine, [s])
+        assert (s.cached, engine.tiers.hit_tokens["host"]) == (0, 0)
+
+
+def test_a_model_that_sleeps_keeps_its_tiers(tight, alone):
+    kind, prompt = "llama stacked", prompt_of(40, 0, 8)
+    llm = tight(kind)
+    with new_engine(llm, host_cache=40 * page_bytes(llm)) as engine:
+        run(engine, [sequence(prompt, 5)])
+        llm.sleep()
+        llm.wake()
+        s = sequence(prompt, 9)
+        assert run(engine, [s])[0] == alone(kind, prompt, 9)
+        assert (s.cached, engine.tiers.hit_tokens["host"]) == (32, 32)
+
+
+def test_the_threads_end_with_the_engine(tight, tmp_path):
+    def threads() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name.startswith("inferlib-tier")]
+
+    llm = tight("llama stacked")
+    gc.collect()
+    before = set(threads())
+    with new_engine(llm, host_cache=1 << 20, disk_cache=tmp_path) as engine:
+        run(engine, [sequence(STRANGERS[0], 5)])
+        crowd_out(engine)
+        started = set(threads()) - before
+        assert len(started) == 3
+    del engine
+    gc.collect()
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_a_damaged_file_is_computed_again(tight, alone, tmp_path):
