@@ -491,7 +491,7 @@ class Engine:
             self.scheduler.cancel(s)
         self._ended += ended
         chunk = (self._chunk_input(dispatch),) if dispatch.chunks else ()
-        program = self._program(dispatch.key.following)
+        program = self._program(dispatch.following)
         start = time.perf_counter()
         self.state, chosen = program(self.state, logits, masks, *chunk)
         for leaf in jax.tree.leaves(chosen):

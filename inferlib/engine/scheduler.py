@@ -70,10 +70,18 @@ class Dispatch:
         return [(c.sequence, i) for c, i in chunks if c.last], list(zip(self.rows, self.columns, strict=True))
 
     @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.rows, *(chunk.sequence for chunk in self.chunks)]
+
+    @property
+    def following(self) -> ProgramKey:
+        """The key of its second program, if it has two."""
+        return self.key.following(max((s.choice for s in self.sequences), key=MODES.index))
+
+    @property
     def takes_logits(self) -> bool:
         """True if a function of a user needs the logits of its first program."""
-        sequences = [*self.rows, *(chunk.sequence for chunk in self.chunks)]
-        return bool(self.key.part) and any(s.params.logits_processors for s in sequences)
+        return bool(self.key.part) and any(s.params.logits_processors for s in self.sequences)
 
 
 class Scheduler:

@@ -59,7 +59,7 @@ class Sequence:
     prompt_details: one entry per chunk, `Sampled` or logits of its valid positions; or one of all so far, [2, D]: the
     hidden states' sum, and the last one.
     clock: of its times: `arrival`, `first_token_time` and `finished_time`.
-    mode: the mode that it needs of a program.
+    mode: the mode that it needs of a program. choice: of the one that chooses its tokens, which may be a second one.
     stop_ids: tokens that end it.
     constraint: what its text must follow, while it is not finished; of `params.structured_outputs`.
     error: what lost its results, if something did; it is finished then.
@@ -101,20 +101,20 @@ class Sequence:
     error: BaseException | None = None
     constraint: Constraint | None = None
     mode: Mode = field(init=False)
+    choice: Mode = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self):
         self.arrival = self.clock.now()
         ids = set(self.params.stop_token_ids or ())
         self.stop_ids = frozenset(ids if self.params.ignore_eos else ids | set(self.eos_ids))
+        if self.params.logprobs is not None or self.detail == "logprobs":
+            self.choice = "logprobs"
+        else:
+            self.choice = "greedy" if self.params.takes_argmax else "sample"
+        self.mode = "embed" if self.detail == "embed" else self.choice
         if self.params.chosen_with_host:
             self.mode = "processed"
-        elif self.detail == "embed":
-            self.mode = "embed"
-        elif self.params.logprobs is not None or self.detail == "logprobs":
-            self.mode = "logprobs"
-        else:
-            self.mode = "greedy" if self.params.takes_argmax else "sample"
 
     @property
     def may_be_active(self) -> bool:

@@ -3,8 +3,9 @@
 A program is a pure function of flat tuples (weights, cache), the row state and a few small host arrays.
 Cache and state are donated. Sampling is inside; only tokens and asked-for log-probabilities come back.
 
-In the mode "processed" a step is two programs: `forward` returns the logits, and `choose` samples from logits that the
-host may have changed, among the tokens that its masks leave.
+Where the host has a part in the choice of tokens, a step is two programs: `forward`, of the mode "processed", returns
+the logits, and `choose`, of another mode, samples from logits that the host may have changed, among the tokens that its
+masks leave.
 """
 
 from __future__ import annotations
@@ -41,9 +42,8 @@ from inferlib.sampling.sampler import (
 from inferlib.sharding import axes
 
 Mode = Literal["greedy", "sample", "logprobs", "processed", "embed"]
-MODES: tuple[Mode, ...] = get_args(Mode)  # of those that sample, each does all that those before it do
+MODES: tuple[Mode, ...] = get_args(Mode)  # of those that sample, the programs of each do all that those before do
 DEVICE_MODES = MODES[:3]  # in which tokens are chosen on the device: what is compiled unless another is asked for
-_SCORED = MODES[2:4]  # which report log-probabilities
 _TILE_ROWS = 16  # rows of a tile of those that share a prefix
 LEAST_SHARING = 8  # rows of the smallest programs that read a shared prefix once
 
@@ -52,8 +52,9 @@ LEAST_SHARING = 8  # rows of the smallest programs that read a shared prefix onc
 class ProgramKey:
     """What a program is specialised for.
 
-    rows: decode rows (B) of each replica; limit: no position reaches it; mode: what sampling must do, or "embed", which
-    does without; steps: decode steps. chunks, chunk: P chunks of C prefill tokens of each replica (then steps is 1).
+    rows: decode rows (B) of each replica; limit: no position reaches it; mode: what sampling must do, "processed" of a
+    part before it, or "embed", which does without; steps: decode steps. chunks, chunk: P chunks of C prefill tokens of
+    each replica (then steps is 1).
     detail: what else a prefill returns for every prompt position, log-probabilities of the next token or the logits; or
     "embed": its hidden states, pooled over each chunk. cascade: decode steps read a prefix that rows share once for all
     of them. part: of a step, if that is two programs: up to the logits, or from them on, where limit is 0.
@@ -69,10 +70,9 @@ class ProgramKey:
     cascade: bool = False
     part: Literal["", "forward", "choose"] = ""
 
-    @property
-    def following(self) -> ProgramKey:
+    def following(self, mode: Mode) -> ProgramKey:
         """The key of the program that chooses tokens from the logits of this one."""
-        return replace(self, limit=0, detail="", part="choose")
+        return replace(self, mode=mode, limit=0, detail="", part="choose")
 
     def __str__(self) -> str:
         detail = f" {self.detail}" if self.detail not in ("", self.mode) else ""
@@ -209,7 +209,7 @@ def _gathered(function: Callable, specs: StepOutput, mesh: Mesh | AbstractMesh) 
 
 def _output_specs(spec: Callable, key: ProgramKey, load: bool) -> StepOutput:
     """How a program's output is put together from the devices' parts."""
-    chosen, scored = key.part != "forward", key.part != "forward" and key.mode in _SCORED
+    chosen, scored = key.part != "forward", key.mode == "logprobs"
     dealt = (axes.ROWS, None, axes.TOKENS)
     return StepOutput(
         tokens=spec((None, axes.ROWS)),
@@ -300,12 +300,12 @@ class _Maker:
 
     def advance(self, rows: RowState, logits: jax.Array, mask: jax.Array | None = None) -> tuple[RowState, Sampled]:
         """Sample the next token of every row, of those in its mask, and account for it; inactive rows yield -1."""
-        assert self.key.mode != "embed"
+        mode = self.key.mode
+        assert mode in ("greedy", "sample", "logprobs")
         params = unpack(rows.ints, rows.floats)
-        mode = "logprobs" if self.key.mode == "processed" else self.key.mode
         sampled = sample(logits, params, rows.counts, rows.generated, mode=mode, vocabulary=self.vocabulary, mask=mask)
         token, counts, floats = sampled.token, rows.counts, rows.floats
-        if self.key.mode != "greedy":
+        if mode != "greedy":
             counts = count_tokens(counts, token, rows.active, self.vocabulary)
             floats = follow_bad_words(params, floats, token)
         live = rows.active.astype(jnp.int32)
@@ -370,7 +370,7 @@ class _Maker:
                     lambda carry: (carry[0] + 1, body(*carry)),
                     (jnp.int32(0), carry),
                 )
-        output = StepOutput(outs.token, outs if key.mode in _SCORED else None, load=load)
+        output = StepOutput(outs.token, outs if key.mode == "logprobs" else None, load=load)
         return cache, state.with_head(rows), output
 
     def step(self, weights, cache, state: RowState, packed: jax.Array, chunk: ChunkInput):
@@ -420,7 +420,7 @@ class _Maker:
         self, state: RowState, logits: Logits, masks: Masks, chunk: ChunkInput | None = None
     ) -> tuple[RowState, StepOutput]:
         """A step from its logits on: decode rows get their next token, and prompts that end their first."""
-        scored = self.key.mode in _SCORED
+        scored = self.key.mode == "logprobs"
         output = StepOutput(tokens=jnp.zeros((1, 0), jnp.int32))
         if logits.rows is not None:
             rows, sampled = self.advance(state.head(self.key.rows), logits.rows, masks.rows)

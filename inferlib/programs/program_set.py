@@ -91,7 +91,7 @@ class ProgramSet:
         self.strict = False
         self.misses = 0
         self._compiled: dict[ProgramKey, Any] = {}  # `jax.stages.Compiled`
-        self._planned = frozenset(planned_keys(config, MODES))
+        self._planned = {mode: frozenset(planned_keys(config, [mode])) for mode in MODES}
         self._lock = threading.Lock()
 
     @staticmethod
@@ -123,7 +123,7 @@ class ProgramSet:
 
     def require(self, mode: Mode) -> None:
         """In strict mode, raise UnplannedProgramError unless all programs of a mode are compiled."""
-        if self.strict and not all(key in self._compiled for key in self._planned if key.mode == mode):
+        if self.strict and not self._compiled.keys() >= self._planned[mode]:
             others = ", or to --modes of inferlib compile" if mode != "processed" else "; artifacts never have it"
             raise UnplannedProgramError(
                 f"mode {mode!r} was not compiled ahead of time; add it to warmup(modes=...){others}"
@@ -137,7 +137,7 @@ class ProgramSet:
         """The compiled program of a key."""
         if (program := self.ready(key)) is not None:
             return program
-        if key not in self._planned:
+        if not any(key in planned for planned in self._planned.values()):
             raise UnplannedProgramError(f"no bucket holds '{key}'; buckets are {self.config.buckets}")
         if self.strict:
             raise UnplannedProgramError(f"'{key}' was not compiled ahead of time")
@@ -470,4 +470,5 @@ def _keys_of_mode(config: EngineConfig, mode: Mode) -> list[ProgramKey]:
             keys += [ProgramKey(mode, 0, limit, chunks=p, chunk=c, detail=detail) for p, c in config.detail_shapes()]
     if mode in DEVICE_MODES:
         return keys
-    return [part for key in keys for part in (replace(key, part="forward"), key.following)]
+    parts = [(replace(key, part="forward"), *map(key.following, DEVICE_MODES)) for key in keys]
+    return [part for both in parts for part in both]

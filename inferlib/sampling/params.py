@@ -141,12 +141,13 @@ class SamplingParams:
 
     @property
     def takes_argmax(self) -> bool:
-        """True if each token is the argmax of the model's own logits, with nothing else to compute or report."""
+        """True if each token is the argmax of the logits, of those that the host leaves if it has a part in the choice,
+        with nothing else to compute or report."""
         return (
             self.greedy
             and self.min_tokens == 0
             and not self.penalizes
-            and not (self.logit_bias or self.allowed_token_ids or self.bad_words or self.chosen_with_host)
+            and not (self.logit_bias or self.allowed_token_ids or self.bad_words)
             and self.logprobs is None
         )
 

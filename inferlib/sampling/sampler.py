@@ -192,7 +192,7 @@ def sample(
         counts: [N, V] int32, tokens seen so far (`mark_prompt`, `count_tokens`).
         generated: [N] int32, tokens that each row has generated before this one.
         mode: static. "greedy" takes the most likely token (the lowest id among equals) and reads nothing but
-            the logits, so the other arguments may be None; "sample" samples by each row's parameters; "logprobs"
+            logits and masks, so the other arguments may be None; "sample" samples by each row's parameters; "logprobs"
             also reports log-probabilities.
         vocabulary: the tokens that this device's columns stand for.
         mask: the only tokens that may be chosen, see `permitted`; None: all. Log-probabilities do not regard it.
@@ -200,12 +200,12 @@ def sample(
     Returns:
         The tokens, always in [0, V), even where the logits of a row are NaN.
     """
+    left = logits if mask is None else jnp.where(permitted(mask, logits.shape[-1], vocabulary), logits, -jnp.inf)
     if mode == "greedy":
-        return Sampled(_argmax(logits, vocabulary))
+        return Sampled(_argmax(left, vocabulary))
     assert params is not None
     assert counts is not None
     assert generated is not None
-    left = logits if mask is None else jnp.where(permitted(mask, logits.shape[-1], vocabulary), logits, -jnp.inf)
     processed = process(left, params, counts, generated, vocabulary)
     # The distance to the best token in units of temperature, which is at least 0 whatever the scale of the logits.
     sampled = params.temperature > 0

@@ -133,7 +133,8 @@ def test_logits_processors_are_functions_of_two_or_three_arguments():
         return logits * scale
 
     params = SamplingParams(temperature=0.0, logits_processors=[of_two, lambda prompt, token_ids, logits: logits])
-    assert not params.takes_argmax
+    assert params.chosen_with_host
+    assert params.takes_argmax  # of the logits that they return
     assert SamplingParams(logits_processors=of_two).logits_processors == (of_two,)
     assert SamplingParams(logits_processors=None) == SamplingParams(logits_processors=[]) == SamplingParams()
     assert SamplingParams(temperature=0.0).takes_argmax

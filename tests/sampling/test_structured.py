@@ -30,7 +30,7 @@ def test_a_kind_is_stored_as_its_text():
     assert StructuredOutputs(json={}).text == "{}"
     assert SamplingParams(structured_outputs={"regex": "a+"}).structured_outputs == StructuredOutputs(regex="a+")
     assert dataclasses.replace(SamplingParams(structured_outputs=outputs), top_k=3).structured_outputs == outputs
-    assert not SamplingParams(temperature=0.0, structured_outputs=outputs).takes_argmax
+    assert SamplingParams(temperature=0.0, structured_outputs=outputs).chosen_with_host
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_mask_has_a_bit_for_each_token():
     np.testing.assert_array_equal(permitted(jnp.array(mask), 71), bits)
 
 
-@pytest.mark.parametrize("mode", ["sample", "logprobs"])
+@pytest.mark.parametrize("mode", ["greedy", "sample", "logprobs"])
 def test_only_tokens_of_the_mask_are_chosen(mode):
     """As without it where the others are improbable; and log-probabilities are those of all tokens."""
     rng = np.random.default_rng(1)
