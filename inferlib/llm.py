@@ -301,19 +301,28 @@ class LLM:
         self._tokenizer("stream")
         return Stream(self, self.prepare(prompt, sampling_params, priority=priority))
 
-    def run(self, requests: Iterable[Request], *, progress: bool | None = None) -> Iterator[RequestOutput]:
+    def run(
+        self,
+        requests: Iterable[Request],
+        *,
+        progress: bool | None = None,
+        failed: Callable[[Request, RuntimeError], None] | None = None,
+    ) -> Iterator[RequestOutput]:
         """Run prepared requests together; yields each result as soon as it is complete.
 
         A lazy iterable is consumed as room appears: at most 4 * max_batch requests wait or run at a time. Several
-        threads may run requests, and read streams, at a time. Raises ValueError for a request that was run before, and
-        RuntimeError if an error, of another call perhaps, lost results.
+        threads may run requests, and read streams, at a time. failed: called with a request that its grammar or its
+        functions ended, and their error, which is otherwise raised and ends the others. Raises ValueError for a request
+        that was run before, and RuntimeError if an error, of another call perhaps, lost results.
         """
         check_flag("progress", progress, optional=True)
         if not is_list(requests):
             raise ValueError(f"run takes requests that LLM.prepare made, got {brief(requests)}")
-        return self._run(requests, "generating", self.progress if progress is None else progress)
+        return self._run(requests, "generating", self.progress if progress is None else progress, failed)
 
-    def _run(self, requests: Iterable[Request], doing: str, show: bool) -> Iterator[RequestOutput]:
+    def _run(
+        self, requests: Iterable[Request], doing: str, show: bool, failed: Callable | None = None
+    ) -> Iterator[RequestOutput]:
         total = len(requests) if isinstance(requests, Sized) else None
         queue, pending, limit = iter(requests), {}, 4 * self.config.max_batch
         try:
@@ -329,11 +338,14 @@ class LLM:
                     if not pending:
                         return
                     for request in self._runner.wait(list(pending.values())):
-                        request.check()
-                        output = request_output(request, self.tokenizer)
+                        if failed is None or request.failure is None:
+                            request.check()
                         del pending[request.id]
                         bar.advance(1)
-                        yield output
+                        if request.failure is None:
+                            yield request_output(request, self.tokenizer)
+                        elif failed is not None:
+                            failed(request, request.failure)
         finally:
             if pending:
                 self._runner.abandon(pending.values())

@@ -292,7 +292,7 @@ class GenerateBatch(Batch):
         self._summary = Summary(llm)
 
     def run(self, lines: Iterable[bytes]) -> None:
-        for result in self._llm.run(self._requests(lines), progress=False):
+        for result in self._llm.run(self._requests(lines), progress=False, failed=self._failed):
             number, name = self._lines.pop(result.request_id)
             self._summary.add(result)
             self.finish({"id": name, "line": number, **result_fields(result)})
@@ -300,6 +300,9 @@ class GenerateBatch(Batch):
     def report(self) -> None:
         super().report()
         self._summary.show()
+
+    def _failed(self, request: Request, error: Exception) -> None:
+        self.fail(*self._lines.pop(request.id), error)
 
     def _requests(self, lines: Iterable[bytes]) -> Iterator[Request]:
         """Make requests of the lines, one by one as the engine takes them."""

@@ -46,13 +46,18 @@ class Request:
         return self._started.acquire(blocking=False)
 
     def check(self) -> None:
-        """Raise RuntimeError if an error lost results of its sequences; LogitsProcessorError of its own functions, and
-        StructuredOutputError of its grammar."""
+        """Raise RuntimeError if an error lost results of its sequences, or their `failure`."""
+        if self.failure is not None:
+            raise self.failure
         for s in self.sequences:
-            if isinstance(s.error, LogitsProcessorError | StructuredOutputError):
-                raise s.error
             if s.error is not None:
                 raise RuntimeError(f"an earlier error lost the results of this request: {s.error!r}") from s.error
+
+    @property
+    def failure(self) -> RuntimeError | None:
+        """The LogitsProcessorError of its functions, or the StructuredOutputError of its grammar, if there is one."""
+        errors = (s.error for s in self.sequences)
+        return next((e for e in errors if isinstance(e, LogitsProcessorError | StructuredOutputError)), None)
 
     @property
     def finished(self) -> bool:

@@ -139,6 +139,30 @@ BAD = [
 ]
 
 
+def test_lines_that_follow_a_grammar(batch, tmp_path):
+    """That of the options, their own, none that can be used, and one of which the rest of the line leaves nothing."""
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps({"type": "array", "items": {"enum": [1, 23]}, "minItems": 2, "maxItems": 2}))
+    params = [
+        {},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"structured_outputs": {"json": {"type": "strnig"}}},
+        {"structured_outputs": {"regex": "ab"}, "allowed_token_ids": [7]},
+        {"structured_outputs": None, "max_tokens": 3},
+    ]
+    batch.write(*({"prompt": "abc", "sampling_params": p} for p in params))
+    assert batch.run("--json-schema", file, "--max-tokens", "150", "--temperature", "0").exit_code == 1
+    records = batch.results()
+    texts = {line: record["outputs"][0]["text"] for line, record in records.items() if "error" not in record}
+    assert set(json.loads(texts[1])) <= {1, 23}
+    assert texts[2] in ("yes", "no")
+    assert "Invalid type: strnig" in records[3]["error"]
+    assert "does not follow the grammar of structured_outputs" in records[4]["error"]
+    assert records[5]["generated_tokens"] == 3
+    assert "--json-schema cannot be read" in error_of(batch.run("--json-schema", tmp_path / "none.json", "--overwrite"))
+    assert "there is json and regex" in error_of(batch.run("--json-schema", file, "--regex", "a", "--overwrite"))
+
+
 def test_bad_lines_report_and_the_rest_completes(batch):
     good = {"prompt": "fine"}
     batch.write(*[line for bad, _ in BAD for line in (bad, good)])
