@@ -54,6 +54,7 @@ from inferlib.sampling import token_table
 from inferlib.sampling.beam_search import BeamSearch, BeamSearchParams
 from inferlib.sampling.generation_config import GenerationConfig
 from inferlib.sampling.params import SamplingParams
+from inferlib.sampling.structured import StructuredOutputs
 from inferlib.sharding.mesh import Parallelism, ShardingError
 from inferlib.tokenizer import Tokenizer
 
@@ -503,7 +504,7 @@ class LLM:
     def _constrain(self, request: Request) -> None:
         """Give each sequence of a request its place in the grammar, which may have to be compiled first. Raises
         ValueError."""
-        if (wanted := request.params.structured_outputs) is not None:
+        if isinstance(wanted := request.params.structured_outputs, StructuredOutputs):
             for s in request.sequences:
                 s.constraint = self._grammars.constraint(wanted)
 

@@ -76,7 +76,8 @@ class Dispatch:
     @property
     def following(self) -> ProgramKey:
         """The key of its second program, if it has two."""
-        return self.key.following(max((s.choice for s in self.sequences), key=MODES.index))
+        modes: list[Mode] = [s.choice for s in self.sequences]
+        return self.key.following(max(modes, key=MODES.index))
 
     @property
     def takes_logits(self) -> bool:

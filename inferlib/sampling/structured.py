@@ -107,7 +107,7 @@ def _check_text(name: str, value: object) -> None:
         raise ValueError(f"structured_outputs.{name} must be a text that is not empty, got {brief(value)}")
 
 
-def _checked_choice(choice: object) -> tuple[str, ...]:
+def _checked_choice(choice: Any) -> tuple[str, ...]:
     listed = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
     if not listed or not choice or not all(isinstance(text, str) and text for text in choice):
         raise ValueError(f"structured_outputs.choice must be a list of texts, none of them empty, got {brief(choice)}")
