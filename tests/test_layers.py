@@ -51,7 +51,7 @@ LEVELS = (
     ("aot",),
     ("tuning",),
     ("async_llm", "deploy", "doctor", "llm"),
-    ("serving",),
+    ("bench", "serving"),
     ("cli",),
 )
 LEVEL_OF = {f"inferlib.{name}": level for level, names in enumerate(LEVELS) for name in names}

@@ -1,5 +1,5 @@
-"""The command line: `inferlib generate`, `chat`, `embed`, `serve`, `compile`, `info`, `convert`, `plan`, `place`,
-`targets`, `tune`, `doctor`.
+"""The command line: `inferlib generate`, `chat`, `embed`, `serve`, `bench`, `compile`, `info`, `convert`, `plan`,
+`place`, `targets`, `tune`, `doctor`.
 
 The commands import JAX and the library when they run, so that `--help` answers at once.
 """
@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from inferlib.cli.bench import bench
 from inferlib.cli.chat import chat
 from inferlib.cli.compile import compile
 from inferlib.cli.convert import convert
@@ -47,6 +48,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(embed)
 app.command()(serve)
+app.command()(bench)
 app.command()(info)
 app.command()(convert)
 app.command()(plan)

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from inferlib.cli.arguments import DtypeArguments, GenerationConfig, Revision, grouped
 from inferlib.cli.generate import EngineArguments, ModelArguments, load_llm
 from inferlib.cli.output import fail, memory_errors, user_errors
-
-if TYPE_CHECKING:
-    from inferlib.llm import LLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +92,7 @@ def serve(
     llm = load_llm(ModelArguments(model=model, revision=revision, generation_config=generation_config), formats, engine)
     with memory_errors():
         if serving.warmup and engine.artifacts is None:
-            llm.warmup(_modes(llm))
+            llm.warmup(_modes())
         from inferlib.async_llm import AsyncLLM
 
         host, port = bound.getsockname()[:2]
@@ -126,8 +123,9 @@ def _options(model: str, address: AddressArguments, serving: ServingArguments) -
     )
 
 
-def _modes(llm: LLM) -> Any:
-    """All that requests can need: host functions aside, which no request has."""
+def _modes() -> Any:
+    """All that requests can need; "processed" only for constraints, since no request brings a function."""
     from inferlib.programs.program import DEVICE_MODES
+    from inferlib.serving.structured import has_constraints
 
-    return (*DEVICE_MODES, "embed")
+    return (*DEVICE_MODES, *(("processed",) if has_constraints() else ()), "embed")

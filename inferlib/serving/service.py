@@ -147,6 +147,8 @@ class Service:
                     async for output in stream:
                         times.add(output)
                         yield 0, output
+            except ValueError as error:  # a grammar that cannot be compiled shows when its stream begins
+                raise ApiError(400, str(error)) from None
             finally:
                 times.close()
             return

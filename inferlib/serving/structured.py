@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 from inferlib.serving.errors import ApiError
@@ -49,6 +50,15 @@ def read_format(form: Fields) -> dict[str, Any]:
     inner.close()
     form.close()
     return {"json": schema}
+
+
+def has_constraints() -> bool:
+    """Whether answers can be constrained here: then programs for that are worth compiling."""
+    return all(map(_exists, ("inferlib.sampling.structured", "llguidance")))
+
+
+def _exists(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 def constraint(**wanted: Any) -> Any:

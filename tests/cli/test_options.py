@@ -74,6 +74,7 @@ def good(folder) -> dict[str, dict[str, Any]]:
         "chat": {"model": model, **small},
         "embed": {"model": model, "input_file": str(source), "output_file": str(folder / "vectors.jsonl"), **small},
         "serve": {"model": model, "port": "0", **small},
+        "bench": {"url": "http://127.0.0.1:9", "requests": "1"},
         "info": {"model": model, "max_len": "64"},
         "convert": {"model": model, "out": str(folder / "converted")},
         "plan": {"config": "smollm2-135m", "target": "v5e-1"},
@@ -95,7 +96,7 @@ def stop_before_long_work(monkeypatch):
         *("model_files.ModelFiles.load", "engine.engine.Engine.__init__", "conversion.save_weights"),
         *("aot.child.Child.ask", "planning.planner.rank", "tuning.tune.tune", "distributed.initialize"),
         *("aot.artifacts.Artifacts.load", "hub.HubName.download"),
-        *("doctor.examine._findings",),
+        *("doctor.examine._findings", "bench.client.find_model", "bench.client.measure"),
     ):
         monkeypatch.setattr(f"inferlib.{name}", reached)
     monkeypatch.setattr("typer.testing._get_command", lambda _: ROOT)  # which takes far longer than most commands

@@ -1,0 +1,1 @@
+"""A client that measures servers with OpenAI's interface: what `inferlib bench` runs."""
