@@ -111,7 +111,7 @@ class AnswerFormat:
                 raise ApiError(
                     400, "response_format and a forced tool_choice are one or the other", param="tool_choice"
                 )
-            wanted = constraint(json=_calls_schema(self.choice))
+            wanted = constraint(json=_calls_schema(self.choice), whitespace_pattern=" ?")
         if wanted is not None:
             if after := self._before_answer(prompt):
                 wanted = dataclasses.replace(wanted, after=after)

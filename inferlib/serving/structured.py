@@ -10,6 +10,7 @@ from inferlib.serving.errors import ApiError
 from inferlib.serving.fields import Fields
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_SPACE = "whitespace_pattern"
 _ANY_OBJECT = {"type": "object"}
 
 
@@ -19,15 +20,15 @@ def read_constraint(fields: Fields) -> Any:
     if (form := fields.inner("response_format")) is not None:
         wanted |= read_format(form)
     if (inner := fields.inner("structured_outputs")) is not None:
-        wanted |= {name: value for name in _KINDS if (value := inner.any(name)) is not None}
+        wanted |= {name: value for name in (*_KINDS, _SPACE) if (value := inner.any(name)) is not None}
         inner.close()
-    for kind in _KINDS[:-1]:
-        if (value := fields.any(f"guided_{kind}")) is not None:
-            wanted[kind] = value
+    for name in (*_KINDS[:-1], _SPACE):
+        if (value := fields.any(f"guided_{name}")) is not None:
+            wanted[name] = value
     if wanted.pop("json_object", False):
         wanted.setdefault("json", _ANY_OBJECT)
-    if len(wanted) > 1:
-        raise ApiError(400, f"an answer matches one of {' and '.join(wanted)}: give one", param="response_format")
+    if len(kinds := [name for name in wanted if name != _SPACE]) > 1:
+        raise ApiError(400, f"an answer matches one of {' and '.join(kinds)}: give one", param="response_format")
     return constraint(**wanted) if wanted else None
 
 
