@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -35,13 +35,20 @@ async def answer_chat(service: Service, body: Any, exchange: Exchange) -> dict[s
         if common.delivery.stream:
             await _stream(exchange, request, choices, outputs, fields)
             return None
-        latest = [output async for _, output in outputs][-1]
+        latest = None
+        async for _, output in outputs:
+            latest = output
+    assert latest is not None
     made = [choice.whole(completion) for choice, completion in zip(choices, latest.outputs, strict=True)]
     return {**fields, "choices": made, "usage": usage([latest])}
 
 
 async def _stream(
-    exchange: Exchange, request: ChatRequest, choices: Sequence[_Choice], outputs: Any, fields: dict[str, Any]
+    exchange: Exchange,
+    request: ChatRequest,
+    choices: Sequence[_Choice],
+    outputs: AsyncIterator[tuple[int, RequestOutput]],
+    fields: dict[str, Any],
 ) -> None:
     delivery = request.common.delivery
     chunks = ChunkWriter({**fields, "object": "chat.completion.chunk"}, usage=delivery.usage)

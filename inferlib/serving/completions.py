@@ -111,11 +111,8 @@ class _Texts:
 
 def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
     """As vLLM has them: by token id."""
-    return [
-        entry
-        and {
-            str(token): {"logprob": x.logprob, "rank": x.rank, "decoded_token": x.decoded_token}
-            for token, x in entry.items()
-        }
-        for entry in output.prompt_logprobs or ()
-    ]
+    made = []
+    for entry in output.prompt_logprobs or ():
+        tokens = None if entry is None else {str(token): vars(x) for token, x in entry.items()}
+        made.append(tokens)
+    return made

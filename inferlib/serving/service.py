@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -138,7 +138,7 @@ class Service:
             params = dataclasses.replace(params, max_tokens=min(params.max_tokens, room))
         return params
 
-    async def outputs(self, streams: Sequence[AsyncStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def outputs(self, streams: Sequence[AsyncStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """What streams yield, as it comes, each with its stream's number. Leaving the loop ends the requests."""
         if len(streams) == 1:
             times = self.metrics.follow()
