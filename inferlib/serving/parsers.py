@@ -62,7 +62,7 @@ class AnswerFormat:
     """How the answers to one request are read.
 
     tools: the name of the parser of calls; None: there are none. markers: of thoughts; None: there are none. harmony:
-    answers are in channels, which one parser reads.
+    answers are in channels, which one parser reads. short_ids: of calls, as Mistral's templates want them.
     """
 
     choice: ToolChoice
@@ -70,6 +70,7 @@ class AnswerFormat:
     tools: str | None
     markers: Markers | None
     harmony: bool
+    short_ids: bool
 
     @staticmethod
     def of(service: Service, choice: ToolChoice, *, parse_reasoning: bool) -> AnswerFormat:
@@ -92,7 +93,7 @@ class AnswerFormat:
         if parse_reasoning and not harmony:
             markers = _markers(options.reasoning_parser, source)
         calls = tools if choice.kind == "auto" else None
-        return AnswerFormat(choice, service.tokenizer, calls, markers, harmony)
+        return AnswerFormat(choice, service.tokenizer, calls, markers, harmony, tools == "mistral")
 
     @property
     def forced(self) -> bool:
@@ -100,7 +101,7 @@ class AnswerFormat:
         return self.choice.kind == "named"
 
     def new_call_id(self) -> str:
-        return short_call_id() if self.tools == "mistral" else new_call_id()
+        return short_call_id() if self.short_ids else new_call_id()
 
     def adapted(self, common: Common, prompt: Sequence[int]) -> Common:
         """The request with parameters that the parsers, and the choice of a tool, need. Raises ApiError."""

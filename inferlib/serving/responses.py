@@ -48,7 +48,7 @@ class ResponseRequest:
 def read_response(body: Any, defaults: SamplingParams) -> ResponseRequest:
     """Raises ApiError."""
     fields = Fields(body)
-    fields.refuse(_UNSUPPORTED, (False, 0))
+    fields.refuse(_UNSUPPORTED, (False, 0, []))
     fields.refuse({"truncation": "shorten the input"}, ("disabled",))
     fields.refuse({"store": "nothing is stored here; give store=false"}, (False,))
     fields.refuse({"tool_choice": _CHATS}, ("auto", "none"))
