@@ -22,6 +22,7 @@ from inferlib.ops.quantized import SCHEMES
 from inferlib.pallas_kernels.generations_tpu import GENERATIONS
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
+from inferlib.speculation.settings import Speculation
 
 T = TypeVar("T")
 
@@ -206,6 +207,14 @@ def bytes_option(value: Any) -> int | None:
     return size
 
 
+def speculation_option(value: Any) -> Speculation | None:
+    """See `Speculation.read`. Raises ConfigurationError."""
+    try:
+        return Speculation.read(value)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None
+
+
 def backend_option(option: str) -> str:
     """The option in one spelling, whatever the order of its parts. Raises ConfigurationError for what is none."""
     if isinstance(option, str) and option in ("auto", "xla"):
@@ -355,6 +364,7 @@ class EngineConfig:
     host_cache: bytes of host memory for pages that are evicted; disk_cache: a folder for them, with files of at most
     `disk_cache_size` bytes. None: no such tier, or a size that the disk decides.
     itl: most seconds of a step in which rows decode, which bounds its prompt tokens; None: no bound. See `ItlBound`.
+    speculation: what drafts tokens that decode steps verify; None: nothing does.
     """
 
     max_batch: int
@@ -379,10 +389,12 @@ class EngineConfig:
     disk_cache_size: int | None = None
     snapshots: int | None = None
     itl: float | None = None
+    speculation: Speculation | None = None
 
     def __post_init__(self):
         check_itl(self.itl)
         check_snapshots(self.snapshots)
+        self._check_speculation()
         check_page_size(self.page_size)
         check_kv_cache_dtype(self.kv_cache_dtype)
         check_backend(self.backend, self.platform)
@@ -420,6 +432,20 @@ class EngineConfig:
         if self.buckets.tile is None and self.buckets.prefill[-1] > rounded_up(self.max_len, devices):
             raise ConfigurationError(
                 f"the largest prefill bucket ({self.buckets.prefill[-1]}) exceeds max_len ({self.max_len})"
+            )
+
+    def _check_speculation(self) -> None:
+        if self.speculation is None:
+            return
+        if self.shards.size(axes.TOKENS) > 1 or self.shards.size(axes.POSITIONS) > 1:
+            raise ConfigurationError(
+                "speculation does not work where a row's positions are split over devices: leave it out, or leave cp "
+                "out of parallel"
+            )
+        if self.speculation.tokens >= self.row_tokens:
+            raise ConfigurationError(
+                f"speculation of {self.speculation.tokens} tokens takes prefill buckets of more, and the largest has "
+                f"{self.row_tokens}: draft {self.row_tokens - 1}, or take larger buckets"
             )
 
     @property
@@ -488,7 +514,15 @@ class EngineConfig:
         return self.row_limit or self.buckets.prefill[-1]
 
     def check_model(self, model: ModelConfig) -> None:
-        """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted."""
+        """Raise ValueError if max_len exceeds the model's context, ConfigurationError if no load can be counted, or if
+        layers cannot verify drafts."""
+        recurrent = {i: x.attention.title for i, x in enumerate(model.layers) if isinstance(x.attention, Recurrent)}
+        if self.speculation is not None and recurrent:
+            number, title = next(iter(recurrent.items()))
+            raise ConfigurationError(
+                f"speculation takes tokens back, which {len(recurrent)} layers of this model cannot (layer {number}: "
+                f"{title}), as their state forgets nothing: leave speculation out"
+            )
         if self.max_len > model.context:
             raise ValueError(f"max_len {self.max_len} exceeds the model's context of {model.context} tokens")
         counts = sorted({spec.experts for spec in model.mixtures})
@@ -548,6 +582,7 @@ class EngineSettings(TypedDict, total=False):
     snapshots: int | None
     compile_cache: str | Path | None
     itl: float | None
+    speculation: Speculation | str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -588,6 +623,9 @@ class EngineOptions:
     itl: seconds that a token may take to follow another while prompts are prefilled, on average over rows and prompts
         that fill the cache: steps take no more prompt tokens than they have time for. Steps are timed at the start, and
         for other sampling modes by `LLM.warmup`. By default prompts are prefilled as fast as they can be.
+    speculation: drafts tokens that a decode step verifies together, which changes no result: "ngram:3" drafts up to 3
+        by what followed the same tokens earlier in the row; or a `Speculation`. Where that pays is measured while
+        requests run. It takes programs of its own, and layers without recurrent states. By default off.
     """
 
     max_batch: int | None = None
@@ -612,10 +650,12 @@ class EngineOptions:
     snapshots: int | None = None
     compile_cache: str | Path | None = None
     itl: float | None = None
+    speculation: Speculation | str | None = None
 
     def __post_init__(self):
         check_itl(self.itl)
         check_snapshots(self.snapshots)
+        object.__setattr__(self, "speculation", speculation_option(self.speculation))
         if self.page_size is not None:
             check_page_size(self.page_size)
         if self.cache_memory is not None:
@@ -705,6 +745,7 @@ class EngineOptions:
             **self.tiers,
             snapshots=self.snapshots,
             itl=self.itl,
+            speculation=speculation_option(self.speculation),
         )
 
     @property

@@ -39,6 +39,7 @@ LEVELS = (
             "platforms",
             "progress",
             "sampling",
+            "speculation",
             "tables",
             "targets",
         ),

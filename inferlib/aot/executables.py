@@ -45,6 +45,7 @@ _OURS = frozenset(
         ("inferlib.programs.program", "ChunkInput"),
         ("inferlib.programs.program", "StepOutput"),
         ("inferlib.programs.row_state", "RowState"),
+        ("inferlib.programs.verification", "Tally"),
         ("inferlib.sampling.sampler", "Sampled"),
     }
 )

@@ -88,6 +88,10 @@ Backend = Annotated[str, typer.Option(help=_BACKENDS)]
 OptionalBackend = Annotated[
     str | None, typer.Option(help=f"{_BACKENDS} By default auto, or as --artifacts were compiled.")
 ]
+Speculation = Annotated[
+    str | None,
+    typer.Option(help="Draft tokens, and verify them together: ngram:3 drafts up to 3. It changes no result."),
+]
 Revision = Annotated[
     str | None,
     typer.Option(help="Branch, tag or commit of a model of the Hugging Face Hub; by default its main branch."),

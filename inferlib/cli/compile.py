@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 import typer
 from rich.console import Console
 
-from inferlib.cli.arguments import Backend, BucketArguments, DtypeArguments, Json, ShapeArguments, grouped
+from inferlib.cli.arguments import (
+    Backend,
+    BucketArguments,
+    DtypeArguments,
+    Json,
+    ShapeArguments,
+    Speculation,
+    grouped,
+)
 from inferlib.cli.compile_progress import CompileProgress, guessed_seconds
 from inferlib.cli.output import check_output_file, fail, json_line, user_errors, write
 
@@ -51,6 +59,7 @@ class DeploymentArguments:
             "sequences takes."
         ),
     ] = None
+    speculation: Speculation = None
     modes: Annotated[str, typer.Option(help="Modes: greedy, sample, logprobs, embed.")] = "greedy,sample"
 
     def sampling_modes(self) -> tuple[Mode, ...]:
@@ -90,9 +99,9 @@ def compile(
         fail("give either a model, the name of a shape with --config, or a plan with --plan")
     if source.revision is not None and source.model is None:
         fail("--revision is of a model of the hub: give one")
-    decided = (options.target, options.parallel, options.expert_placement, *vars(formats).values())
+    decided = (options.target, options.parallel, options.expert_placement, options.speculation, *vars(formats).values())
     if source.plan and any((*decided, *vars(buckets).values())):
-        fail("--plan says target, split, dtypes, quantization, buckets and placement: give none of them beside it")
+        fail("--plan says target, split, dtypes, quantization, buckets, placement and speculation: give none of these")
     check_output_file("--report", output.report)
     from inferlib.aot.compile import check_compiler
     from inferlib.deploy.compile import compile_deployment
@@ -158,6 +167,7 @@ def _deployment(
         expert_placement=options.expert_placement,
         backend=options.backend,
         cache_memory=options.cache_memory,
+        speculation=options.speculation,
     )
     return deployment, model.checkpoint
 

@@ -18,6 +18,7 @@ from inferlib.cli.arguments import (
     GenerationConfig,
     OptionalBackend,
     Revision,
+    Speculation,
     TemplateArguments,
     grouped,
 )
@@ -108,6 +109,7 @@ class EngineArguments:
         float | None,
         typer.Option(help="Most seconds between tokens while prompts are read; by default prompts come first."),
     ] = None
+    speculation: Speculation = None
     compile_cache: Annotated[
         Path | None,
         typer.Option(

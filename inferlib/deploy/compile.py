@@ -47,6 +47,7 @@ class CompileSettings(TypedDict, total=False):
     expert_placement: str | Path | None
     backend: str
     cache_memory: int | str | None
+    speculation: str | None
 
 
 def compile(
@@ -75,7 +76,7 @@ def compile(
         tokens, batches of 1 and 8 rows, and a cache of the model's context, at most 2048), modes (of "greedy",
         "sample", "logprobs", "embed"; by default the first two), expert_placement (a file; see `inferlib place`),
         backend, cache_memory (of a device's cache, bytes or "16GiB"; by default what the largest batch of the longest
-        sequences takes).
+        sequences takes), speculation ("ngram:3", as for `LLM`).
 
     Raises ArtifactError, CheckpointError, CompileError, ConfigError, ConfigurationError, ShardingError or TargetError
     before anything is compiled. A program that does not compile is no exception: see `CompileResult.ok`.
@@ -171,6 +172,7 @@ def deployment_of(source: ModelSource, target: str | None = None, **settings: Un
         expert_slots=_slots(source, settings.get("expert_placement")),
         backend=settings.get("backend", "auto"),
         cache_memory=bytes_option(settings.get("cache_memory")),
+        speculation=settings.get("speculation"),
     )
 
 

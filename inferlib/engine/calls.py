@@ -10,10 +10,10 @@ import numpy as np
 
 from inferlib.messages import Message, MessageError
 from inferlib.programs.program import ChunkInput, Mode, ProgramKey
-from inferlib.programs.row_changes import Changes, Count, Grant, Move, Restore, Save
+from inferlib.programs.row_changes import Changes, Count, Grant, Move, Past, Restore, Save
 
 CALL, WARMUP, TIMES, SLEEP, WAKE = "call", "warmup", "times", "sleep", "wake"  # kinds of messages
-_CHANGES = {"moves": Move, "grants": Grant, "counts": Count}
+_CHANGES = {"moves": Move, "grants": Grant, "counts": Count, "past": Past}
 _SNAPSHOTS = (Save, Restore)
 _NONE = Changes()
 

@@ -98,7 +98,9 @@ class Choices:
         """Settings that artifacts are compiled for, by name."""
         names = ("dtype", "quantization", "parallel", "max_batch", "max_len", "buckets", "kv_cache_dtype", "backend")
         names += ("cache_memory", "page_size")
-        return {name: self.shared()[name] for name in names} | {"expert_slots": self.expert_slots}
+        made = {name: self.shared()[name] for name in names} | {"expert_slots": self.expert_slots}
+        speculation = self.engine.speculation
+        return made | {"speculation": None if speculation is None else str(speculation)}
 
 
 def plan_programs(model: ModelConfig, choices: Choices) -> ProgramSet:

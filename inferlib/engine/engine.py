@@ -57,6 +57,8 @@ class EngineStats:
         disk_bytes: what the tiers have by now. host_evicted_pages, disk_evicted_pages: that made room there.
         dropped_pages: that were evicted and are in no tier, as the disk did not keep up.
     saved_snapshots, evicted_snapshots: the same of snapshots, of models that take some (see `Snapshots`).
+    drafts: drafted tokens that were verified, as all before them in their step stood. accepted_drafts: those that stood
+        themselves, each of which saved a step of its row.
     """
 
     dispatches: int = 0
@@ -81,6 +83,8 @@ class EngineStats:
     dropped_pages: int = 0
     saved_snapshots: int = 0
     evicted_snapshots: int = 0
+    drafts: int = 0
+    accepted_drafts: int = 0
 
     @property
     def other_seconds(self) -> float:
@@ -122,12 +126,12 @@ class Engine:
         self.cache, self.snapshots = self._empty_cache()
         self.state = self.programs.allocate_state()
         self._compiled_before = compilations()
-        self._in_flight: deque[tuple[Dispatch, StepOutput]] = deque()
+        self._in_flight: deque[tuple[Dispatch, StepOutput, float]] = deque()  # with the time when it was sent
         self._ended: list[Sequence] = []  # on the host, before tokens of theirs were chosen
+        self._done = 0.0  # when the last results came
         self._controls: dict[bool, jax.Array] = {}
         self._last_prefixes: tuple[np.ndarray, jax.Array] | None = None
         self._asleep: tuple[HostArray, ...] | None = None  # the weights, while it sleeps
-        self._busy_since = 0.0  # when the device began what is in flight, as far as the host knows
         if self.programs.strict:
             self.programs.prepare_changes()
         if self.tiers is not None:
@@ -335,9 +339,7 @@ class Engine:
             with self.channel.together(call.to_message()):
                 output = self._start(call)
         self.stats.dispatches += 1
-        if not self._in_flight:
-            self._busy_since = time.perf_counter()
-        self._in_flight.append((dispatch, output))
+        self._in_flight.append((dispatch, output, time.perf_counter()))
         if dispatch.takes_logits:
             for leaf in jax.tree.leaves(output.logits):
                 leaf.copy_to_host_async()
@@ -460,25 +462,25 @@ class Engine:
             count[replica] += 1
         return indices
 
-    def _oldest(self) -> tuple[Dispatch, Any]:
-        """Wait for the oldest dispatch in flight. Its output is on the host."""
-        dispatch, on_device = self._in_flight.popleft()
+    def _oldest(self) -> tuple[Dispatch, Any, float]:
+        """Wait for the oldest dispatch in flight. Its output is on the host. Also the seconds since the device could
+        begin it."""
+        dispatch, on_device, sent = self._in_flight.popleft()
         start = time.perf_counter()
         output = jax.device_get(on_device)
         del on_device  # freeing it takes the runtime 30 us, which are not the host's
-        now = time.perf_counter()
-        self.stats.wait_seconds += now - start
+        begun, self._done = max(sent, self._done), time.perf_counter()
+        self.stats.wait_seconds += self._done - start
         if self.tiers is not None and dispatch.chunks:
-            self.tiers.rule.computed.add(sum(chunk.length for chunk in dispatch.chunks), now - self._busy_since)
-        self._busy_since = now
-        return dispatch, output
+            self.tiers.rule.computed.add(sum(chunk.length for chunk in dispatch.chunks), self._done - begun)
+        return dispatch, output, self._done - begun
 
     def _choose(self) -> None:
         """Start the second program of the oldest dispatch, if it has one: every earlier token is known. Masks are made
         while the first one runs, and its logits stay on the device unless a function of a user takes them."""
         if not self._in_flight or (logits := self._in_flight[0][1].logits) is None:
             return
-        dispatch, output = self._in_flight[0]
+        dispatch, output, sent = self._in_flight[0]
         places = dispatch.places(self._chunk_indices(dispatch))
         masks, ended = masks_of(places, logits)
         if dispatch.takes_logits:
@@ -497,7 +499,7 @@ class Engine:
         for leaf in jax.tree.leaves(chosen):
             leaf.copy_to_host_async()
         self.stats.enqueue_seconds += time.perf_counter() - start
-        self._in_flight[0] = dispatch, chosen._replace(load=output.load, detail=output.detail)
+        self._in_flight[0] = dispatch, chosen._replace(load=output.load, detail=output.detail), sent
 
     def _accept(self, s: Sequence, tokens: list[int]) -> int:
         """Give a sequence its tokens, as many as are returned; it may fail by its grammar."""
@@ -507,14 +509,27 @@ class Engine:
             self._ended.append(s)
         return taken
 
+    def _learn(self, dispatch: Dispatch, output: Any, seconds: float) -> None:
+        """Learn from what became of drafts in a dispatch, and from its time if it ran all its steps."""
+        key, profit = dispatch.key, self.scheduler.profit
+        assert profit is not None
+        tried, stood = (x.tolist() for x in output.tally)
+        for s, column in zip(dispatch.rows, dispatch.columns, strict=True):
+            profit.learn(s, tried[column], stood[column])
+        if any(s.status is not Status.FINISHED for s in dispatch.rows) and output.tokens[key.steps - 1].max() >= 0:
+            profit.learn_time(key, seconds)
+        if key.drafts:
+            self.stats.drafts += sum(tried)
+            self.stats.accepted_drafts += sum(stood)
+
     def _receive(self) -> list[Sequence]:
         """Wait for the oldest dispatch and account for its tokens."""
         self._choose()
-        dispatch, output = self._oldest()
+        dispatch, output, seconds = self._oldest()
         self.scheduler.received()
         if output.load is not None:
             self.expert_load += output.load.sum(axis=(0, 1), dtype=np.int64)
-        advanced, generated, steps = [], 0, dispatch.key.steps
+        advanced, generated, key = [], 0, dispatch.key
         columns = output.tokens.T.tolist()  # reading numbers out of an array one by one takes far longer
         for s, column in zip(dispatch.rows, dispatch.columns, strict=True):
             taken = self._accept(s, columns[column]) if s.status is not Status.FINISHED else 0
@@ -523,9 +538,10 @@ class Engine:
                 generated += taken
                 if s.params.logprobs is not None:
                     _add_logprobs(s, output.sampled, [(i, column) for i in range(taken)])
-            if taken < steps:
-                # The row ended, or the device returned early for a waiting prompt.
-                self.scheduler.unused(s, steps - taken)
+            if taken != key.steps or key.drafts:
+                self.scheduler.settle(s, key, taken)
+        if output.tally is not None:
+            self._learn(dispatch, output, seconds)
         for i, chunk in zip(self._chunk_indices(dispatch), dispatch.chunks, strict=True) if dispatch.chunks else ():
             s = chunk.sequence
             if s.detail and s.status is not Status.FINISHED:

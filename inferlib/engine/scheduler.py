@@ -19,17 +19,16 @@ from inferlib.cache.snapshots import Snapshots
 from inferlib.config import EngineConfig, pick
 from inferlib.engine.cascade import Cascade
 from inferlib.engine.itl import ItlBound
+from inferlib.engine.profit import Profit, tokens_of_weights
 from inferlib.engine.replica_pages import ReplicaPages
 from inferlib.engine.sequence import Sequence, Status
 from inferlib.engine.tiers import Tiers
-from inferlib.programs.program import MODES, Mode, ProgramKey
-from inferlib.programs.row_changes import Changes, Count, Grant, Move, Save
+from inferlib.programs.program import DEVICE_MODES, MODES, Mode, ProgramKey
+from inferlib.programs.row_changes import Changes, Count, Grant, Move, Past, Save
 from inferlib.sampling.sampler import counts_of
 
 # A request goes before those of the next lower priority that came up to so many requests earlier. So none starves.
 LEAD = 1000
-# How many prompt tokens take as long as the rest of a step: reading the weights, and the rows that decode.
-_STEP, _LARGE_STEP = {"cpu": 32}, 512
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ Places = list[tuple[Sequence, int]]
 class Dispatch:
     """One call of a program.
 
-    rows: the sequences whose rows it may advance, each by up to `key.steps` tokens.
+    rows: the sequences whose rows it may advance, each by up to `key.most` tokens.
     columns: the column of each of these sequences in the tokens that the program returns.
     prefixes: what the rows share, if the program reads that once; see `Cascade.prefixes`.
     """
@@ -105,6 +104,7 @@ class Scheduler:
         self, config: EngineConfig, plan: CachePlan, cascade: Cascade | None = None, tiers: Tiers | None = None
     ):
         self.config, self.page, self.cascade, self.tiers = config, plan.page, cascade, tiers
+        self.profit = None if config.speculation is None else Profit(config.speculation, config.platform)
         self.waiting: list[Sequence] = []  # in order
         self.running: dict[int, Sequence] = {}
         self.changes = Changes()
@@ -149,11 +149,13 @@ class Scheduler:
         self.changes.snapshots += self.pages[replica].give_back(sequence)
         sequence.row = -1
 
-    def unused(self, sequence: Sequence, steps: int) -> None:
-        """Take back steps of a dispatch that did not advance the sequence: it ended, or the device returned early for a
-        waiting prompt."""
-        self._repeats = 0
-        sequence.scheduled -= steps
+    def settle(self, sequence: Sequence, key: ProgramKey, taken: int) -> None:
+        """A dispatch advanced a sequence by so many tokens. They are fewer than its steps if the sequence ended, or the
+        device returned early for a waiting prompt; and with drafts they are more."""
+        if taken < key.steps:
+            self._repeats = 0
+        sequence.scheduled -= key.most - taken
+        sequence.least += taken - key.steps
 
     def received(self) -> None:
         """The results of the oldest dispatch in flight are known."""
@@ -187,7 +189,8 @@ class Scheduler:
             # The usual case. After a wait, with cold caches, planning again would be half of the host's work.
             self._repeats -= 1
             for s in self._last.rows:
-                s.scheduled += steps
+                s.scheduled += self._last.key.most
+                s.least += steps
             self._sent += 1
             return self._last
         self._admit()
@@ -207,19 +210,18 @@ class Scheduler:
     def _planned(self, steps: int) -> Dispatch | None:
         if any(s.status is Status.PREFILL for s in self.running.values()):
             decoding = self._covered(1)
-            # Sequences with tokens left to generate, as far as the host knows.
-            unfinished = [s for s in decoding if s.scheduled < s.max_tokens]
+            unfinished = [s for s in decoding if s.unfinished]
             if prefilling := [s for s in self.running.values() if s.status is Status.PREFILL]:
                 decoding = decoding if unfinished else []
                 return self._step(*self._chunks(prefilling, decoding), decoding)
         self._compact()
         now = self._steps(steps)
-        decoding = self._covered(now)
+        drafts = self._drafts(now)
+        decoding = self._covered(now * (1 + drafts))
         if (more := self._steps(steps)) > now:  # what needed single steps was preempted
-            now, decoding = more, self._covered(more)
-        steps = now
-        unfinished = [s for s in decoding if s.scheduled < s.max_tokens]
-        return self._decode(decoding, unfinished, steps) if unfinished else None
+            now, drafts, decoding = more, 0, self._covered(more)
+        unfinished = [s for s in decoding if s.unfinished]
+        return self._decode(decoding, unfinished, now, drafts) if unfinished else None
 
     def _steps(self, wanted: int) -> int:
         """Steps of a decode dispatch where so many are wanted: one if the host has a part in the choice of tokens, and
@@ -227,9 +229,24 @@ class Scheduler:
         rows, active = self.config.rows, [s for s in self.running.values() if s.may_be_active]
         if any(s.mode == "processed" for s in active):
             return 1
-        last = max((s.row % rows for s in active if s.scheduled < s.max_tokens), default=0)
+        last = max((s.row % rows for s in active if s.unfinished), default=0)
         single = pick(self.config.row_buckets, 1 + last) in self.config.one_step_buckets
         return wanted if single else self.config.decode_steps
+
+    def _drafts(self, steps: int) -> int:
+        """How many tokens a decode dispatch drafts in each step: as many as pay, or none where rows would have to be
+        preempted for them, or the host changes logits."""
+        running = [s for s in self.running.values() if s.may_be_active]
+        unfinished = [s for s in running if s.unfinished]
+        if self.profit is None or not unfinished or (mode := self._mode(running)) not in DEVICE_MODES:
+            return 0
+        rows = pick(self.config.row_buckets, 1 + max(s.row % self.config.rows for s in unfinished))
+        drafts = self.profit.choose(unfinished, mode, rows)
+        needed: Counter[int] = Counter()
+        for s in running if drafts else ():
+            more = self._pages(s.length_after(steps * (1 + drafts))) - len(s.pages)
+            needed[s.row // self.config.rows] += max(more, 0)
+        return drafts if all(self.pages[replica].free >= need for replica, need in needed.items()) else 0
 
     # ---- rows and pages
 
@@ -292,8 +309,10 @@ class Scheduler:
             self.tiers.restore((first + page for page in s.pages[column : column + len(fetched)]), fetched)
         changes.grants += [Grant(s.row, column, page) for column, page in enumerate(s.pages)]
         changes.snapshots += pages.restores(s, match)
-        if match.tokens and s.params.penalizes:
-            cached = s.context[: match.tokens]
+        cached = s.context[: match.tokens]
+        if self.profit is not None:
+            changes.past += [Past(s.row, position, token) for position, token in enumerate(cached)]
+        if cached and s.params.penalizes:
             counts = counts_of(cached[: len(s.prompt)], cached[len(s.prompt) :])
             changes.counts += [Count(s.row, -1, 0), *(Count(s.row, token, count) for token, count in counts.items())]
 
@@ -311,29 +330,29 @@ class Scheduler:
         self.changes.grants += [Grant(s.row, column, page) for column, page in enumerate(pages, len(s.pages))]
         s.pages += pages
 
-    def _covered(self, steps: int) -> list[Sequence]:
-        """The sequences that may be active, with pages for so many steps more; some may be preempted for them."""
+    def _covered(self, count: int) -> list[Sequence]:
+        """The sequences that may be active, with pages for so many tokens more; some may be preempted for them."""
         decoding = [s for s in self.running.values() if s.may_be_active]
         page = self.page
-        short = [s for s in decoding if s.length_after(steps) > len(s.pages) * page]
+        short = [s for s in decoding if s.length_after(count) > len(s.pages) * page]
         if not short:
             return decoding
         for s in sorted(short, key=_order):
-            need = self._pages(s.length_after(steps))
+            need = self._pages(s.length_after(count))
             while s.row >= 0 and self._pages_of(s).free < need - len(s.pages):
                 replica = s.row // self.config.rows
                 self._preempt(max((x for r, x in self.running.items() if r // self.config.rows == replica), key=_order))
             if s.row >= 0:
                 self._grant(s, need)
         decoding = [s for s in decoding if s.row >= 0]
-        self._give_ahead(decoding, steps)
+        self._give_ahead(decoding, count)
         return decoding
 
-    def _give_ahead(self, decoding: Iterable[Sequence], steps: int) -> None:
+    def _give_ahead(self, decoding: Iterable[Sequence], count: int) -> None:
         """Give pages to rows that need them soon, as long as there are many: then the next plans need give none."""
         grow = self._growing()
         for s in decoding:
-            soon = self._pages(min(s.length_after(steps) + self.page // 2, s.most_length))
+            soon = self._pages(min(s.length_after(count) + self.page // 2, s.most_length))
             if soon > len(s.pages) and self._pages_of(s).free >= grow[s.row // self.config.rows] + soon - len(s.pages):
                 self._grant(s, soon)
 
@@ -351,7 +370,7 @@ class Scheduler:
     def _compact(self) -> None:
         """Move the sequences that decode to low rows, if a smaller program then serves them."""
         rows, buckets = self.config.rows, self.config.row_buckets
-        unfinished = [s for s in self.running.values() if s.may_be_active and s.scheduled < s.max_tokens]
+        unfinished = [s for s in self.running.values() if s.may_be_active and s.unfinished]
         if not unfinished or len(buckets) == 1:
             return
         target = pick(buckets, max(Counter(s.row // rows for s in unfinished).values()))
@@ -398,7 +417,7 @@ class Scheduler:
         for shape in shapes:
             chunks = self._filled(prompts, *shape)
             tokens = sum(chunk.length for chunk in chunks)
-            rate = tokens / (math.prod(shape) + _STEP.get(self.config.platform, _LARGE_STEP))
+            rate = tokens / (math.prod(shape) + tokens_of_weights(self.config.platform))
             # Of shapes of one size, which hold as much, the last has the widest chunks.
             if (rate, tokens) >= most:
                 best, most = (chunks, shape), (rate, tokens)
@@ -431,35 +450,39 @@ class Scheduler:
             s.prefilled += chunk.length
             self._pages_of(s).written(s, chunk.start)
             if chunk.last:
-                s.status, s.scheduled = Status.DECODE, len(s.tokens) + 1
+                s.status, s.scheduled, s.least = Status.DECODE, len(s.tokens) + 1, len(s.tokens) + 1
         for s in dict.fromkeys(chunk.sequence for chunk in chunks):
             self._saves += self._pages_of(s).saves(s)
         for s in decoding:
             s.scheduled += 1
+            s.least += 1
         limit = max([limit, *(s.max_length for s in decoding)])
         rows = self.config.rows if decoding else 0
         sequences = [*(c.sequence for c in chunks), *decoding]
         key = self._key(sequences, rows, limit, chunks=shape[0], chunk=shape[1], detail=detail)
         return Dispatch(key, chunks, decoding, self._columns(decoding, rows))
 
-    def _decode(self, decoding: list[Sequence], unfinished: list[Sequence], steps: int) -> Dispatch:
+    def _decode(self, decoding: list[Sequence], unfinished: list[Sequence], steps: int, drafts: int) -> Dispatch:
         replica_rows = self.config.rows
         rows = pick(self.config.row_buckets, 1 + max([s.row % replica_rows for s in unfinished]))
         if rows < replica_rows:
             decoding = [s for s in decoding if s.row % replica_rows < rows]
+        most = steps * (1 + drafts)
         for s in decoding:
-            s.scheduled += steps
+            s.scheduled += most
+            s.least += steps
         longest = max([s.max_length for s in decoding])
-        key = self._key(decoding, rows, longest, steps=steps)
+        key = self._key(decoding, rows, longest, steps=steps, drafts=drafts)
         prefixes = None
-        if self.cascade is not None and not key.part and steps == self.config.decode_steps:
+        if self.cascade is not None and not key.part and not drafts and steps == self.config.decode_steps:
             prefixes = self.cascade.prefixes(decoding, rows)
             key = replace(key, cascade=prefixes is not None)
         self._last = Dispatch(key, [], decoding, self._columns(decoding, rows), prefixes)
         left = min([s.max_tokens - s.scheduled for s in unfinished])
         room = [len(s.pages) * self.page - s.max_length for s in unfinished]
         self._repeats = max(0, min(-(-left // steps), (key.limit - longest) // steps, min(room) // steps))
-        if self._postponed or self.cancelled:  # a row that was taken just now may be one to move to
+        # A row that was taken just now may be one to move to. What pays changes with each result.
+        if self._postponed or self.cancelled or self.profit is not None:
             self._postponed, self._repeats = False, 0
         return self._last
 

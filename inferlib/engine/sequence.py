@@ -55,7 +55,9 @@ class Sequence:
     prefilled: number of tokens of the context sent to the device, or in the cache before. cached: the latter, of its
     prompt, when it got a row first; None before that. hit: the latter when it got a row last.
     ready: dispatches whose results must be known before it may get a row again.
-    scheduled: number of output tokens received, plus steps in flight.
+    scheduled: number of output tokens received, plus the most that dispatches in flight generate. least: plus the
+    fewest, unless it ends.
+    tried, stood: recent drafts, and those that stood; old ones count less, see `Profit`.
     prompt_details: one entry per chunk, `Sampled` or logits of its valid positions; or one of all so far, [2, D]: the
     hidden states' sum, and the last one.
     clock: of its times: `arrival`, `first_token_time` and `finished_time`.
@@ -89,6 +91,9 @@ class Sequence:
     hit: int = 0
     ready: int = 0
     scheduled: int = 0
+    least: int = 0
+    tried: float = 0.0
+    stood: float = 0.0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_details: list = field(default_factory=list)
@@ -127,9 +132,14 @@ class Sequence:
         """Most tokens that its cache may hold once every dispatch in flight has run, if it decodes."""
         return self.length_after(0)
 
-    def length_after(self, steps: int) -> int:
-        """The same after so many steps more."""
-        scheduled = self.scheduled + steps
+    @property
+    def unfinished(self) -> bool:
+        """True if it has tokens left to generate once every dispatch in flight has run, as far as the host knows."""
+        return self.least < self.max_tokens
+
+    def length_after(self, count: int) -> int:
+        """The same after so many tokens more."""
+        scheduled = self.scheduled + count
         return len(self.prompt) + (scheduled if scheduled < self.max_tokens else self.max_tokens) - 1
 
     @property

@@ -14,7 +14,16 @@ from typing import Any
 
 from jax.experimental.layout import Layout
 
-from inferlib.config import Buckets, ConfigurationError, DeviceKind, EngineConfig, PoolSize, backend_option, check_dtype
+from inferlib.config import (
+    Buckets,
+    ConfigurationError,
+    DeviceKind,
+    EngineConfig,
+    PoolSize,
+    backend_option,
+    check_dtype,
+    speculation_option,
+)
 from inferlib.models.abstract import abstract_model
 from inferlib.models.config import ModelConfig
 from inferlib.models.families import config_from_hf
@@ -32,6 +41,7 @@ class Deployment:
     """A model (its Hugging Face config dictionary), a target, a split and the buckets to compile for.
 
     quantization: how weights are stored; None: as `dtype`. kv_cache_dtype, cache_memory, page_size: see `EngineConfig`.
+    speculation: as text, such as "ngram:3".
     modes: sampling modes to compile. expert_slots: number of slots of an expert placement (see `inferlib.placement`).
     backend: see `inferlib.config.with_option`. Raises ConfigurationError, ShardingError or TargetError if they do not
     go together.
@@ -49,8 +59,11 @@ class Deployment:
     backend: str = "auto"
     cache_memory: int | None = None
     page_size: int = PoolSize().page
+    speculation: str | None = None
 
     def __post_init__(self):
+        speculation = speculation_option(self.speculation)
+        object.__setattr__(self, "speculation", None if speculation is None else str(speculation))
         object.__setattr__(self, "backend", backend_option(self.backend))
         check_dtype(self.dtype)
         if self.max_len > self.model.context:
@@ -69,7 +82,9 @@ class Deployment:
                 "no module that is still to be partitioned; leave --parallel out, or take a TPU"
             )
         preset(self.parallel.rules)
-        planned_keys(self.config(planned_shards(self.parallel)), self.modes)
+        config = self.config(planned_shards(self.parallel))
+        config.check_model(self.model)
+        planned_keys(config, self.modes)
         if "processed" in self.modes:
             raise ConfigurationError(
                 "programs of mode 'processed' are not compiled ahead of time: leave it out, or call LLM.warmup"
@@ -96,7 +111,8 @@ class Deployment:
         device = DeviceKind(target.platform, target.chip.cores, target.chip.name)
         options: dict[str, Any] = dict(kv_cache_dtype=self.kv_cache_dtype, backend=self.backend)
         config = EngineConfig.make(device, *sizes, shards, self.model, **options)
-        return replace(config, cache_memory=self.cache_memory, page_size=self.page_size)
+        speculation = speculation_option(self.speculation)
+        return replace(config, cache_memory=self.cache_memory, page_size=self.page_size, speculation=speculation)
 
     def shards(self, devices: Sequence[Device]) -> Shards:
         """The mesh; also for a single TPU, which is not a device of this process."""
@@ -176,10 +192,11 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
 # The code that programs are traced from.
 _SOURCES = (
     *("inferlib.sharding", "inferlib.pallas_kernels", "inferlib.ops", "inferlib.models", "inferlib.sampling"),
+    "inferlib.speculation",
     *("inferlib.cache", "inferlib.config", "inferlib.programs.program_set", "inferlib.programs.program"),
     *("inferlib.programs.row_state", "inferlib.programs.row_changes", "inferlib.programs.choices"),
-    "inferlib.programs.page_transfer",
-    *("inferlib.programs.attention_choices", "inferlib.programs.product_choices", "inferlib.programs.row_snapshots"),
+    *("inferlib.programs.page_transfer", "inferlib.programs.row_snapshots", "inferlib.programs.verification"),
+    *("inferlib.programs.attention_choices", "inferlib.programs.product_choices"),
 )
 
 

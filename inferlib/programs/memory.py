@@ -61,7 +61,9 @@ class Demand:
     @property
     def state(self) -> int:
         counts = (self.config.max_batch, self.model.layout.vocab)
-        return 4 * math.prod(self.config.shards.local_shape((axes.ROWS, axes.VOCAB), counts))
+        local = self.config.shards.local_shape((axes.ROWS, axes.VOCAB), counts)
+        history = 0 if self.config.speculation is None else self.config.rows * self.config.max_len
+        return 4 * (math.prod(local) + history)
 
     def message(self, doing: str, capacity: int, *, host: bool) -> str:
         """One line. capacity: bytes of the memory that is exhausted. host: it is the host's."""

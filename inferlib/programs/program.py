@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -27,7 +28,8 @@ from inferlib.models.batch import StepBatch, StepContext
 from inferlib.models.blocks import sums_feed_norms
 from inferlib.models.decoder import Decoder
 from inferlib.ops.residual_norm import Mailboxes, choose_all_reduce, open_mailboxes
-from inferlib.programs.row_state import STATE_AXES, RowState
+from inferlib.programs.row_state import RowState, map_state, state_axes
+from inferlib.programs.verification import Tally, accepted, drafts_of, gathered, verification_batch
 from inferlib.sampling.sampler import (
     Sampled,
     Vocabulary,
@@ -40,6 +42,7 @@ from inferlib.sampling.sampler import (
     unpack,
 )
 from inferlib.sharding import axes
+from inferlib.speculation.settings import Speculation
 
 Mode = Literal["greedy", "sample", "logprobs", "processed", "embed"]
 MODES: tuple[Mode, ...] = get_args(Mode)  # of those that sample, the programs of each do all that those before do
@@ -57,7 +60,8 @@ class ProgramKey:
     each replica (then steps is 1).
     detail: what else a prefill returns for every prompt position, log-probabilities of the next token or the logits; or
     "embed": its hidden states, pooled over each chunk. cascade: decode steps read a prefix that rows share once for all
-    of them. part: of a step, if that is two programs: up to the logits, or from them on, where limit is 0.
+    of them. part: of a step, if that is two programs: up to the logits, or from them on, where limit is 0. drafts:
+    tokens of each row that a decode step verifies beside the last one.
     """
 
     mode: Mode
@@ -69,6 +73,12 @@ class ProgramKey:
     detail: Literal["", "logprobs", "logits", "embed"] = ""
     cascade: bool = False
     part: Literal["", "forward", "choose"] = ""
+    drafts: int = 0
+
+    @property
+    def most(self) -> int:
+        """Most tokens of a row that a call generates; the least, of a row that goes on, are `steps`."""
+        return self.steps * (1 + self.drafts)
 
     def following(self, mode: Mode) -> ProgramKey:
         """The key of the program that chooses tokens from the logits of this one."""
@@ -77,7 +87,9 @@ class ProgramKey:
     def __str__(self) -> str:
         detail = f" {self.detail}" if self.detail not in ("", self.mode) else ""
         prefill = f"prefill {self.chunks}x{self.chunk}{detail} " if self.chunks else ""
-        decode = f"decode {self.rows}x{self.steps}{' cascade' if self.cascade else ''} " if self.rows else ""
+        drafts = f"x{1 + self.drafts}" if self.drafts else ""
+        cascade = " cascade" if self.cascade else ""
+        decode = f"decode {self.rows}x{self.steps}{drafts}{cascade} " if self.rows else ""
         part = f" {self.part}" if self.part else ""
         return f"{prefill}{decode}{self.mode}{part} cache {self.limit}"
 
@@ -139,12 +151,13 @@ class Masks(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """tokens [K, B]: -1 where a row was inactive; chunk_tokens [P]: first token of prompts that ended; each
-    `Sampled` beside it holds log-probabilities, its leading dimensions alike. detail: `Sampled` [P, C / n, n, ...] of
-    the prompt's own tokens, or logits [P, C / n, n, V], with n the devices that a chunk's tokens are dealt out to; or
-    pooled hidden states [P, 2, D], see `_Maker.pooled`.
-    load [1, 1, L, E] int32: of the layers with experts, how many tokens chose each, in all steps; if that is counted,
-    and for each replica and each of the n. logits: in place of tokens, if they are chosen by another program."""
+    """tokens [K, B]: -1 where a row was inactive; or with drafts [K * C, B], and -1 behind those that a row generated;
+    chunk_tokens [P]: first token of prompts that ended; each `Sampled` beside it holds log-probabilities, its leading
+    dimensions alike. detail: `Sampled` [P, C / n, n, ...] of the prompt's own tokens, or logits [P, C / n, n, V], with
+    n the devices that a chunk's tokens are dealt out to; or pooled hidden states [P, 2, D], see `_Maker.pooled`.
+    load [1, 1, L, E] int32: of the layers with experts, how many tokens chose each, in all steps, drafts included; if
+    that is counted, and for each replica and each of the n. logits: in place of tokens, if they are chosen by another
+    program. tally [B] each: of decode steps with speculation, see `Tally`."""
 
     tokens: jax.Array
     sampled: Sampled | None = None
@@ -153,6 +166,7 @@ class StepOutput(NamedTuple):
     detail: Sampled | jax.Array | None = None
     load: jax.Array | None = None
     logits: Logits | None = None
+    tally: Tally | None = None
 
 
 def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: ProgramKey) -> Callable:
@@ -170,10 +184,11 @@ def build(model: AbstractModel, plan: CachePlan, config: EngineConfig, key: Prog
     if config.shards.mesh is None or config.shards.rules is None:
         return function
     spec = config.shards.rules.spec
-    state = tree_specs(spec, STATE_AXES)
+    state = map_state(spec, state_axes(history=config.speculation is not None))
     more = (ChunkInput._make(spec((axes.ROWS, None)) for _ in ChunkInput._fields),) if key.chunks else ()
     more = (spec((axes.ROWS, None)),) if key.cascade else more
-    output = _output_specs(spec, key, config.expert_load)
+    tally = config.speculation is not None and not key.chunks and not key.part
+    output = _output_specs(spec, key, load=config.expert_load, tally=tally)
     if key.part == "choose":
         taken, returned = (state, _logits_specs(spec, key), _masks_specs(spec, key)), (state,)
     else:
@@ -207,7 +222,7 @@ def _gathered(function: Callable, specs: StepOutput, mesh: Mesh | AbstractMesh) 
     return gathered
 
 
-def _output_specs(spec: Callable, key: ProgramKey, load: bool) -> StepOutput:
+def _output_specs(spec: Callable, key: ProgramKey, *, load: bool, tally: bool) -> StepOutput:
     """How a program's output is put together from the devices' parts."""
     chosen, scored = key.part != "forward", key.mode == "logprobs"
     dealt = (axes.ROWS, None, axes.TOKENS)
@@ -223,6 +238,7 @@ def _output_specs(spec: Callable, key: ProgramKey, load: bool) -> StepOutput:
         }.get(key.detail),
         load=spec((axes.ROWS, axes.TOKENS)) if load and key.part != "choose" else None,
         logits=_logits_specs(spec, key) if key.part == "forward" else None,
+        tally=Tally(*[spec((axes.ROWS,))] * 2) if tally else None,
     )
 
 
@@ -238,13 +254,18 @@ def _masks_specs(spec: Callable, key: ProgramKey) -> Masks:
 
 def fuses_all_reduce(model: AbstractModel, config: EngineConfig, key: ProgramKey) -> bool:
     """True if one kernel sums a layer's branches over devices and computes the norms that follow."""
-    if config.scan or key.chunks or not sums_feed_norms(model.config, sharded=True):
+    if config.scan or key.chunks or key.drafts or not sums_feed_norms(model.config, sharded=True):
         return False
     return choose_all_reduce(key.rows, model.config.dim, model.dtype, backend=config.backend.all_reduce).name != "xla"
 
 
-def tree_specs(spec: Callable, names: RowState) -> RowState:
-    return RowState(*(spec(axes_of_field) for axes_of_field in names))
+class _Step(NamedTuple):
+    """What one decode step yields: tokens [B], or [C, B] with a tally; the load of experts, if that is counted; and
+    with speculation what became of drafts."""
+
+    sampled: Any
+    load: jax.Array | None
+    tally: Tally | None = None
 
 
 @dataclass(frozen=True)
@@ -284,7 +305,7 @@ class _Maker:
             config.shards,
             counted if config.expert_load else None,
             table,
-            config.prefill_unit,
+            1 if self.key.drafts else config.prefill_unit,
             prefixes,
         )
         hidden, caches, mailboxes, load = decoder(ctx, self.plan.view(cache), mailboxes)
@@ -310,6 +331,8 @@ class _Maker:
             floats = follow_bad_words(params, floats, token)
         live = rows.active.astype(jnp.int32)
         budget = rows.budget - live
+        at = jnp.where(rows.active, rows.length + 1, self.plan.max_len)
+        rows = rows.with_tokens(jnp.arange(token.size), at, token)
         rows = rows._replace(
             token=jnp.where(rows.active, token, rows.token),
             length=rows.length + live,
@@ -328,50 +351,80 @@ class _Maker:
         hidden, decoder, cache, mailboxes, load = self.run(weights, cache, batch, *more)
         return cache, self.logits(decoder, hidden), mailboxes, load
 
+    def decode_step(self, weights, cache, rows: RowState, mailboxes: Mailboxes | None, shared=None):
+        """The cache, the rows after a step, the mailboxes, and what the step adds to the output."""
+        if self.config.speculation is not None:
+            return self.verified(self.config.speculation, weights, cache, rows, mailboxes, shared)
+        cache, logits, mailboxes, load = self.row_logits(weights, cache, rows, mailboxes, shared)
+        rows, sampled = self.advance(rows, logits)
+        return cache, rows, mailboxes, _Step(sampled, load)
+
+    def verified(self, speculation: Speculation, weights, cache, rows: RowState, mailboxes, shared):
+        """`decode_step` with drafts: rows are chunks. Without, a draft is made to see whether it would stand."""
+        drafts = drafts_of(speculation.drafter, rows, max(self.key.drafts, 1))
+        if self.key.drafts:
+            batch = verification_batch(rows, drafts, self.model.config.vocab)
+            verifies = jnp.arange(batch.chunk_tokens.shape[1]) < batch.chunk_lengths[:, None]
+            hidden, decoder, cache, _, load = self.run(weights, cache, batch, rows.pages, verifies.reshape(-1))
+            logits = self.logits(decoder, hidden).reshape(*batch.chunk_tokens.shape, -1)
+        else:
+            cache, logits, mailboxes, load = self.row_logits(weights, cache, rows, mailboxes, shared)
+            logits = logits[:, None]
+        rows, sampled, tally = accepted(self.advance, rows, logits, drafts)
+        return cache, rows, mailboxes, _Step(sampled, load, tally)
+
     def decode(self, weights, cache, state: RowState, packed: jax.Array, prefixes: jax.Array | None = None):
         """`key.steps` decode steps of the first `key.rows` rows; unless `config.counted`, it stops when no row needs
         more."""
         key, control = self.key, Control.unpack(packed)
         shared = None if prefixes is None else unpack_prefixes(prefixes)
         state = state._replace(active=state.active & ~control.cancel)
-        rows = state.head(key.rows)
-
-        def step(cache, rows, mailboxes):
-            cache, logits, mailboxes, load = self.row_logits(weights, cache, rows, mailboxes, shared)
-            rows, sampled = self.advance(rows, logits)
-            return cache, rows, mailboxes, sampled, load
-
-        mailboxes = self.mailboxes()
+        rows, mailboxes = state.head(key.rows), self.mailboxes()
         if key.steps == 1:
-            cache, rows, _, sampled, load = step(cache, rows, mailboxes)
-            outs = jax.tree.map(lambda x: x[None], sampled)
+            cache, rows, _, one = self.decode_step(weights, cache, rows, mailboxes, shared)
+            outs = one.sampled if one.tally else jax.tree.map(lambda x: x[None], one.sampled)
+            total = one._replace(sampled=outs)
         else:
-            *_, shapes, load = jax.eval_shape(step, cache, rows, mailboxes)
-            outs = jax.tree.map(lambda s: jnp.full((key.steps, *s.shape), -1, s.dtype), shapes)
-            load = jax.tree.map(jnp.zeros_like, load)
-            started = rows.active
-
-            def more(i, rows):
-                running, finished = self.any_row(jnp.stack([rows.active, started & ~rows.active]))
-                return (i < key.steps) & running & ~(control.yield_early & finished)
-
-            def body(i, carry):
-                cache, rows, mailboxes, outs, total = carry
-                cache, rows, mailboxes, sampled, load = step(cache, rows, mailboxes)
-                outs = jax.tree.map(lambda out, x: out.at[i].set(x), outs, sampled)
-                return cache, rows, mailboxes, outs, jax.tree.map(jnp.add, total, load)
-
-            carry = cache, rows, mailboxes, outs, load
-            if self.config.counted:
-                cache, rows, _, outs, load = lax.fori_loop(0, key.steps, body, carry)
-            else:
-                _, (cache, rows, _, outs, load) = lax.while_loop(
-                    lambda carry: more(carry[0], carry[1][1]),
-                    lambda carry: (carry[0] + 1, body(*carry)),
-                    (jnp.int32(0), carry),
-                )
-        output = StepOutput(outs.token, outs if key.mode == "logprobs" else None, load=load)
+            step = partial(self.decode_step, weights, shared=shared)
+            cache, rows, total = self.decode_steps(step, cache, rows, mailboxes, control)
+        outs = total.sampled
+        output = StepOutput(outs.token, outs if key.mode == "logprobs" else None, load=total.load, tally=total.tally)
         return cache, state.with_head(rows), output
+
+    def decode_steps(
+        self, step: Callable, cache, rows: RowState, mailboxes: Mailboxes | None, control: Control
+    ) -> tuple[tuple, RowState, _Step]:
+        """The cache, the rows and the output after several steps."""
+        key, begun = self.key, rows
+        *_, shapes = jax.eval_shape(step, cache, rows, mailboxes)
+        total = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes._replace(sampled=None))
+        lead, skipped = (key.most, key.rows), 1 if shapes.tally is None else 2
+        outs = jax.tree.map(lambda s: jnp.full((*lead, *s.shape[skipped:]), -1, s.dtype), shapes.sampled)
+
+        def more(i, rows):
+            running, finished = self.any_row(jnp.stack([rows.active, begun.active & ~rows.active]))
+            return (i < key.steps) & running & ~(control.yield_early & finished)
+
+        def body(i, carry):
+            cache, rows, mailboxes, outs, total = carry
+            done = rows.generated - begun.generated
+            cache, rows, mailboxes, new = step(cache, rows, mailboxes)
+            if new.tally is None:
+                outs = jax.tree.map(lambda out, x: out.at[i].set(x), outs, new.sampled)
+            else:
+                outs = gathered(outs, done, new.sampled)
+            return cache, rows, mailboxes, outs, jax.tree.map(jnp.add, total, new._replace(sampled=None))
+
+        carry = cache, rows, mailboxes, outs, total
+        if self.config.counted:
+            cache, rows, _, outs, total = lax.fori_loop(0, key.steps, body, carry)
+        else:
+            _, (cache, rows, _, outs, total) = lax.while_loop(
+                lambda carry: more(carry[0], carry[1][1]),
+                lambda carry: (carry[0] + 1, body(*carry)),
+                (jnp.int32(0), carry),
+            )
+        return cache, rows, total._replace(sampled=outs)
 
     def step(self, weights, cache, state: RowState, packed: jax.Array, chunk: ChunkInput):
         """One pass over P chunks and B decode rows: chunks whose prompt ends yield their first token."""
@@ -473,15 +526,17 @@ class _Maker:
         )
         fresh, sampled = self.advance(fresh, logits, mask)
         rows = jnp.where(last, info["row"], total)
-
-        def put(old, new):
-            return old.at[rows].set(new, mode="drop")
-
         if self.key.mode != "greedy":
             # Prompts stay marked if they go on in the next step.
-            counts = counts.at[jnp.where(last, info["row"], total)].set(fresh.counts, mode="drop")
-        *old, _, pages = state
-        return RowState._make([*map(put, old, fresh), counts, pages]), sampled
+            counts = counts.at[rows].set(fresh.counts, mode="drop")
+        shared = dict.fromkeys(("counts", "pages", "history"))
+        old, new = state._replace(**shared), fresh._replace(**shared)
+        new = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), old, new)
+        new = new._replace(counts=counts, pages=state.pages, history=state.history)
+        at = jnp.arange(chunk.tokens.shape[1])
+        positions = jnp.where(at < info["length"][:, None], info["start"][:, None] + at, self.plan.max_len)
+        new = new.with_tokens(info["row"][:, None], positions, chunk.tokens)
+        return new.with_tokens(rows, info["start"] + info["length"], sampled.token), sampled
 
 
 def _kinds(chunk: ChunkInput, info: dict) -> jax.Array:

@@ -45,6 +45,7 @@ from inferlib.programs.row_changes import (
     Count,
     Grant,
     Move,
+    Past,
     Restore,
     Save,
     arguments,
@@ -53,9 +54,10 @@ from inferlib.programs.row_changes import (
     move_rows,
     packed,
     set_counts,
+    set_history,
 )
 from inferlib.programs.row_snapshots import restore_rows, save_rows
-from inferlib.programs.row_state import STATE_AXES, RowState
+from inferlib.programs.row_state import RowState, map_state, state_axes
 from inferlib.programs.start_functions import prepared, run
 from inferlib.sampling.sampler import mask_words
 from inferlib.sharding import axes
@@ -252,18 +254,23 @@ class ProgramSet:
 
     def allocate_state(self) -> RowState:
         """The state of rows that are all free."""
-        place = RowState._make(self.config.shards.sharding(names) for names in STATE_AXES)
-        return run(RowState.zeros, (*self._state_sizes, self.plan.columns), place=place)
+        place = map_state(self.config.shards.sharding, self._state_axes)
+        return run(RowState.zeros, self._state_sizes, place=place)
 
     @property
-    def _state_sizes(self) -> tuple[int, int]:
-        return self.config.max_batch, self.model.layout.vocab
+    def _state_sizes(self) -> tuple[int, ...]:
+        sizes = self.config.max_batch, self.model.layout.vocab, self.plan.columns
+        return sizes if self.config.speculation is None else (*sizes, self.plan.max_len)
+
+    @property
+    def _state_axes(self) -> Any:
+        return state_axes(history=self.config.speculation is not None)
 
     @property
     def state(self) -> RowState:
         """The state as shapes."""
-        state = jax.eval_shape(partial(RowState.zeros, *self._state_sizes, self.plan.columns))
-        return RowState(*(self._struct(x.shape, x.dtype, n) for x, n in zip(state, STATE_AXES, strict=True)))
+        state = jax.eval_shape(partial(RowState.zeros, *self._state_sizes))
+        return map_state(lambda names, x: self._struct(x.shape, x.dtype, names), self._state_axes, state)
 
     def _struct(self, shape: tuple[int, ...], dtype, names: tuple[str | None, ...]) -> Any:
         """A ShapeDtypeStruct in an array's place."""
@@ -274,14 +281,20 @@ class ProgramSet:
     @cached_property
     def _give_pages(self) -> Callable:
         shards, table = self.config.shards, self.state.pages
-        place = shards.sharding(STATE_AXES.pages)
+        place = shards.sharding(self._state_axes.pages)
         return prepared(give_pages, (shards,), table, self._changes(Grant), place=place)
 
     @cached_property
     def _set_counts(self) -> Callable:
         shards, counts = self.config.shards, self.state.counts
-        place = shards.sharding(STATE_AXES.counts)
+        place = shards.sharding(self._state_axes.counts)
         return prepared(set_counts, (shards,), counts, self._changes(Count), place=place)
+
+    @cached_property
+    def _set_history(self) -> Callable:
+        shards, history = self.config.shards, self.state.history
+        place = shards.sharding(self._state_axes.history)
+        return prepared(set_history, (shards,), history, self._changes(Past), place=place)
 
     @cached_property
     def _copy_pages(self) -> Callable:
@@ -294,7 +307,7 @@ class ProgramSet:
         shards, (names, taken) = self.config.shards, self._arrays(of_rows=True)
         place = None
         if shards.mesh is not None:
-            place = tuple(map(shards.sharding, names)), RowState._make(map(shards.sharding, STATE_AXES))
+            place = tuple(map(shards.sharding, names)), map_state(shards.sharding, self._state_axes)
         return prepared(move_rows, (shards, names), (taken, self.state), self._changes(Move), place=place)
 
     @cached_property
@@ -328,6 +341,7 @@ class ProgramSet:
             _ = self._copy_pages, self._set_counts
             if self.plan.snapshots:
                 _ = self._save_rows, self._restore_rows
+            _ = self.config.speculation and self._set_history
 
     def change_rows(
         self, cache: tuple[jax.Array, ...], state: RowState, changes: Changes
@@ -344,6 +358,8 @@ class ProgramSet:
             state = state._replace(pages=self._give_pages(state.pages, now))
         for now in self._calls(changes.counts):
             state = state._replace(counts=self._set_counts(state.counts, now))
+        for now in self._calls(changes.past):
+            state = state._replace(history=self._set_history(state.history, now))
         return cache, state
 
     def change_snapshots(
@@ -462,6 +478,10 @@ def _keys_of_mode(config: EngineConfig, mode: Mode) -> list[ProgramKey]:
                 keys.append(ProgramKey(mode, rows, limit))
             if mode in DEVICE_MODES:
                 keys.append(ProgramKey(mode, rows, limit, config.decode_steps))
+            if config.speculation is not None and mode in DEVICE_MODES:
+                steps = {config.decode_steps, *([1] if rows in config.one_step_buckets else [])}
+                sizes = itertools.product(sorted(steps), config.speculation.counts)
+                keys += [ProgramKey(mode, rows, limit, k, drafts=count) for k, count in sizes]
             if config.cascade and rows >= LEAST_SHARING and mode in DEVICE_MODES:
                 keys.append(ProgramKey(mode, rows, limit, config.decode_steps, cascade=True))
         for chunks, chunk in config.prefill_shapes():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from inferlib.programs.row_state import STATE_AXES, RowState
+from inferlib.programs.row_state import STATE_AXES, STATE_AXES_WITH_HISTORY, RowState, map_state, state_axes
 from inferlib.sampling.sampler import Vocabulary
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
@@ -64,9 +64,17 @@ class Restore(NamedTuple):
     number: int
 
 
-Change: TypeAlias = Grant | Move | Copy | Count | Save | Restore
+class Past(NamedTuple):
+    """Token `token` stands at a position of a row, see `RowState.history`."""
+
+    row: int
+    position: int
+    token: int
+
+
+Change: TypeAlias = Grant | Move | Copy | Count | Save | Restore | Past
 # How many changes of each replica one call makes. A move copies rings and states of a row, and so do snapshots.
-_MOST: dict[type[Change], int] = {Grant: 256, Move: 8, Copy: 16, Count: 1024, Save: 8, Restore: 8}
+_MOST: dict[type[Change], int] = {Grant: 256, Move: 8, Copy: 16, Count: 1024, Save: 8, Restore: 8, Past: 1024}
 
 
 @dataclass
@@ -79,9 +87,10 @@ class Changes:
     snapshots: list[Save | Restore] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
     counts: list[Count] = field(default_factory=list)
+    past: list[Past] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.moves or self.copies or self.snapshots or self.grants or self.counts)
+        return bool(self.moves or self.copies or self.snapshots or self.grants or self.counts or self.past)
 
     def leave_out(self, row: int) -> None:
         """Give a row nothing: its sequence lost it. Another one may get it before these changes are made, and in one
@@ -89,6 +98,7 @@ class Changes:
         self.grants = [grant for grant in self.grants if grant.row != row]
         self.counts = [count for count in self.counts if count.row != row]
         self.snapshots = [x for x in self.snapshots if isinstance(x, Save) or x.row != row]
+        self.past = [token for token in self.past if token.row != row]
 
     def copy(self, source: int, target: int) -> None:
         """Copy a page once all copies so far are made. What the target was to get before, nobody reads any more."""
@@ -140,6 +150,16 @@ def set_counts(shards: Shards, counts: jax.Array, entries: jax.Array) -> jax.Arr
     return _on_each(shards, local, STATE_AXES.counts, counts, entries)
 
 
+def set_history(shards: Shards, history: jax.Array, entries: jax.Array) -> jax.Array:
+    """`RowState.history` [R, max_len] with entries of `Past`, see `packed`."""
+
+    def local(history: jax.Array, entries: jax.Array) -> jax.Array:
+        row, position, token = entries.T
+        return history.at[row, position].set(token, mode="drop")
+
+    return _on_each(shards, local, STATE_AXES_WITH_HISTORY.history, history, entries)
+
+
 def _on_each(shards: Shards, local: Callable, names: tuple[str | None, ...], x: jax.Array, calls: jax.Array):
     """local(x, calls) of each device's part of them. names: the logical axes of x and of the result."""
     if shards.rules is None:
@@ -166,14 +186,15 @@ def move_rows(
         pairs = zip(of_rows, names, strict=True)
         of_rows = tuple(_moved(x, of_one.index(axes.PAGES), source, target) for x, of_one in pairs)
         rows = state.token.shape[0]
-        state = RowState(*(_moved(x, 0, source, target) for x in state))
+        state = jax.tree.map(lambda x: _moved(x, 0, source, target), state)
         left = jnp.where(target < rows, source, rows)
         return of_rows, state._replace(active=state.active.at[left].set(False, mode="drop"))
 
     if shards.rules is None:
         return local(arrays, moves)
     spec = shards.rules.spec
-    specs = tuple(map(spec, names)), RowState._make(map(spec, STATE_AXES))
+    of_state = state_axes(history=arrays[1].history is not None)
+    specs = tuple(map(spec, names)), map_state(spec, of_state)
     taken = specs, spec((axes.ROWS, None))
     return jax.shard_map(local, mesh=shards.mesh, in_specs=taken, out_specs=specs, check_vma=False)(arrays, moves)
 

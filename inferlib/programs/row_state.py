@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ class RowState(NamedTuple):
     budget [R]: tokens still to generate; generated [R]: tokens generated; ints [R, NI], floats [R, NF]: packed
     sampling parameters; counts [R, V]: token counts for penalties (see `inferlib.sampling.sampler`); pages [R, M]:
     where the positions of a row lie in the cache (see `StepContext.table`), which `row_changes` alone changes.
+    history [R, max_len]: the token at each position up to `length`, if drafts are made of it; else None.
     """
 
     token: jax.Array
@@ -29,9 +31,12 @@ class RowState(NamedTuple):
     floats: jax.Array
     counts: jax.Array
     pages: jax.Array
+    history: jax.Array | None = None
 
     @staticmethod
-    def zeros(rows: int, vocab: int, columns: int) -> RowState:
+    def zeros(rows: int, vocab: int, columns: int, history: int = 0) -> RowState:
+        """history: how many positions that has; 0: there is none."""
+
         def vector():
             return jnp.zeros((rows,), jnp.int32)
 
@@ -46,21 +51,41 @@ class RowState(NamedTuple):
             floats=jnp.array(floats),
             counts=jnp.zeros((rows, vocab), jnp.int32),
             pages=jnp.zeros((rows, columns), jnp.int32),
+            history=jnp.zeros((rows, history), jnp.int32) if history else None,
         )
 
     def head(self, rows: int) -> RowState:
         """The first `rows` rows, with the pages of all."""
-        return RowState._make([*(x[:rows] for x in self[:-1]), self.pages])
+        return jax.tree.map(lambda x: x[:rows], self)._replace(pages=self.pages)
 
     def with_head(self, head: RowState) -> RowState:
         """These rows with the first ones replaced."""
         rows = head.token.shape[0]
         if rows == self.token.shape[0]:
             return head
-        new = (x.at[:rows].set(y) for x, y in zip(self[:-1], head[:-1], strict=True))
-        return RowState._make([*new, self.pages])
+        pair = self._replace(pages=None), head._replace(pages=None)  # type: ignore[arg-type]
+        return jax.tree.map(lambda x, y: x.at[:rows].set(y), *pair)._replace(pages=self.pages)
+
+    def with_tokens(self, rows: jax.Array, positions: jax.Array, tokens: jax.Array) -> RowState:
+        """The state whose history, if there is one, has these tokens; rows or positions that it lacks are dropped."""
+        if self.history is None:
+            return self
+        return self._replace(history=self.history.at[rows, positions].set(tokens, mode="drop"))
 
 
 _ROW = (axes.ROWS,)
-# A `RowState` of the logical axes of every field.
-STATE_AXES: Any = RowState._make([_ROW] * 5 + [(axes.ROWS, None)] * 2 + [(axes.ROWS, axes.VOCAB), (axes.ROWS, None)])
+# A `RowState` of the logical axes of every field, without and with a history.
+STATE_AXES: Any = RowState._make(
+    [*[_ROW] * 5, *[(axes.ROWS, None)] * 2, (axes.ROWS, axes.VOCAB), (axes.ROWS, None), None]
+)
+STATE_AXES_WITH_HISTORY: Any = STATE_AXES._replace(history=(axes.ROWS, None))
+
+
+def state_axes(*, history: bool) -> Any:
+    return STATE_AXES_WITH_HISTORY if history else STATE_AXES
+
+
+def map_state(function: Callable, names: RowState, *states: RowState) -> Any:
+    """A `RowState` of function(names, *fields) of each field; None of one that there is not."""
+    fields = zip(names, *states, strict=True)
+    return RowState._make(None if of_field[0] is None else function(*of_field) for of_field in fields)

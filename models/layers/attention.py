@@ -277,8 +277,9 @@ class GroupedStep:
         return decode_attention.choose(cells, window, backend)
 
     def choose_prefill(self, cache: LayerCache, options: AttentionOptions) -> Choice:
-        cells = cache.keys_and_values(pages=self.table(cache, self.stripe))
-        return prefill_attention.choose(cells, options.window, self.ctx.backend.prefill_attention)
+        cells, shape = cache.keys_and_values(pages=self.table(cache, self.stripe)), self.ctx.batch.chunk_tokens.shape
+        q = jax.ShapeDtypeStruct((*shape, *self.queries.shape[1:]), self.queries.dtype) if math.prod(shape) else None
+        return prefill_attention.choose(cells, options.window, self.ctx.backend.prefill_attention, q)
 
     def chunks(self, cache: LayerCache, arrays: Arrays, places: ChunkPlaces, stripe: Stripe, which: slice) -> Attended:
         """See `step_attention.LayerStep`."""

@@ -26,6 +26,7 @@ from inferlib.engine.step_times import StepTimes
 from inferlib.programs.program import CHUNK_COLUMNS, MODES, Control, Logits, ProgramKey, StepOutput
 from inferlib.programs.program_set import ProgramSet, UnplannedProgramError, planned_keys
 from inferlib.sampling.params import SamplingParams
+from inferlib.speculation.settings import Speculation
 from tests.helpers.engines import Replicas, assert_accounted, smallest_model
 from tests.helpers.llms import MAX_LEN, assert_greedy, new_engine, random_prompts
 
@@ -62,6 +63,7 @@ class Row:
     generated: int = 0
     pages: dict[int, int] = field(default_factory=dict)
     filling: bool = False
+    history: dict[int, int] = field(default_factory=dict)
 
 
 class ScriptedDevice:
@@ -73,7 +75,7 @@ class ScriptedDevice:
 
     def __init__(self, config: EngineConfig, scripts: list[Script], page: int):
         self.scripts, self.page = {tuple(s.prompt): s for s in scripts}, page
-        self.planned = frozenset(planned_keys(config, MODES))
+        self.planned, self.speculates = frozenset(planned_keys(config, MODES)), config.speculation is not None
         self.rows = [Row() for _ in range(config.max_batch)]
         self.replicas, self.places = config.shards.replicas, config.rows
         self.cells = defaultdict(lambda: [None] * page)  # of each page of each replica
@@ -111,6 +113,9 @@ class ScriptedDevice:
             self.cells[divmod(target, pages)] = list(self.cells[divmod(source, pages)])
         for row, column, page in changes.grants:
             self.rows[row].pages[column] = page
+        assert self.speculates or not changes.past
+        for row, position, token in changes.past:
+            self.rows[row].history[position] = token
         return cache, state
 
     def cells_of(self, number: int, end: int) -> list[int]:
@@ -139,14 +144,31 @@ class ScriptedDevice:
             detail = host_array(detail) if key.detail else None
             return cache, state, StepOutput(host_array(tokens), None, host_array(first), None, detail)
         rows = self.rows_of(key)
-        tokens = np.full((key.steps, len(rows)), -1)
+        tokens = [[] for _ in rows]
         started = [row.active for row in rows]
-        for step in range(key.steps):
+        for _ in range(key.steps):
             active = [row.active for row in rows]
             if not any(active) or (controls[0].yield_early and active != started):
                 break
-            tokens[step] = self.advance_rows(key)
-        return cache, state, StepOutput(host_array(tokens))
+            for of_row, number in zip(tokens, self.numbers_of(key), strict=True):
+                if self.rows[number].active:
+                    of_row += self.verify(key, number) if key.drafts else [self.advance(key, number)]
+        padded = [of_row + [-1] * (key.most - len(of_row)) for of_row in tokens]
+        return cache, state, StepOutput(host_array(np.transpose(padded)))
+
+    def verify(self, key, number: int) -> list[int]:
+        """The tokens of a step with drafts, of which some stand; the cells of all are written."""
+        row = self.rows[number]
+        length, left = len(row.prompt) + row.generated, row.script.max_tokens - row.generated
+        for draft in range(1, min(1 + key.drafts, left)):
+            assert length - 1 + draft < key.limit
+            self.write(number, length - 1 + draft, -number)
+        tokens = []
+        for _ in range(1 + (length * 7 + number) % (1 + key.drafts)):
+            tokens.append(self.advance(key, number))
+            if not row.active:
+                break
+        return tokens
 
     def prefill(self, key, chunk):
         assert len(chunk.tokens) == key.chunks * self.replicas
@@ -161,7 +183,8 @@ class ScriptedDevice:
                 assert not self.rows[number].active, "the row still belongs to another sequence"
                 assert info["first"] == (info["start"] == 0)
                 cached = self.cells_of(number, info["start"])
-                self.rows[number] = Row(cached, pages=self.rows[number].pages, filling=True)
+                before = self.rows[number]
+                self.rows[number] = Row(cached, pages=before.pages, filling=True, history=before.history)
             row, end = self.rows[number], info["start"] + info["length"]
             assert info["start"] == len(row.prompt)
             for position, token in enumerate(tokens[: info["length"]].tolist(), info["start"]):
@@ -169,6 +192,7 @@ class ScriptedDevice:
             assert 0 < info["length"] <= key.chunk
             assert end <= key.limit
             row.prompt += tokens[: info["length"]].tolist()
+            row.history |= enumerate(row.prompt[info["start"] :], info["start"])
             self.check(number, row.prompt)
             detail[i, : info["length"], 0, 0] = tokens[: info["length"]]
             if info["last"]:
@@ -197,9 +221,11 @@ class ScriptedDevice:
             tokens = row.prompt + row.script.tokens[: row.generated]
             self.write(number, len(tokens) - 1, tokens[-1])
             self.check(number, tokens)
+            assert not self.speculates or tokens == [row.history[i] for i in range(len(tokens))]
         assert MODES.index(row.script.mode) <= MODES.index(key.mode)
         assert len(row.prompt) + row.generated <= key.limit
         token = row.script.tokens[row.generated]
+        row.history[len(row.prompt) + row.generated] = token
         row.generated += 1
         row.active = token != EOS and row.generated < row.script.max_tokens
         return token
@@ -241,6 +267,7 @@ def traffic(draw):
         page_size=(page := draw(st.sampled_from([64, 4, 8]))),
         # A cell of the smallest model takes 16 bytes, and its layout knows no replicas.
         cache_memory=16 * replicas * page * draw(st.sampled_from([-(-40 // page), -(-60 // page), 100])),
+        speculation=draw(st.sampled_from([None, Speculation(tokens=3), Speculation(tokens=2)])),
     )
     if draw(st.booleans()):
         vars(config)["one_step_buckets"] = config.row_buckets[:1]  # as on GPUs
@@ -278,6 +305,8 @@ def go_on(engine: Engine, sequences: list[Sequence], case: tuple, round_: int) -
 def test_any_traffic_is_served_completely_and_in_order(case):
     config, jobs, _ = case
     engine = scripted_engine(config, [script for script, _, _ in jobs])
+    if (profit := engine.scheduler.profit) is not None:
+        profit.choose = lambda sequences, mode, rows: profit.counts[sum(s.least for s in sequences) % 3 - 1]
     sequences = [sequence(script, "logits" if not script.max_tokens else "") for script, _, _ in jobs]
     for round_ in range(400):
         go_on(engine, sequences, case, round_)
@@ -327,6 +356,7 @@ def test_prompts_beside_rows_are_bounded_by_a_target_and_go_on(case, fit):
 @given(traffic())
 def test_a_repeated_dispatch_is_what_would_be_planned_anew(case):
     config, jobs, _ = case
+    config = dataclasses.replace(config, speculation=None)  # which chooses by time
 
     class Anew(Scheduler):
         def plan(self, max_steps):

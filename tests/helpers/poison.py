@@ -131,9 +131,10 @@ def poison(engine: Engine) -> float:
     idle = ~np.asarray(engine.state.active)
     huge = 1 << 30
     garbage = RowState(huge, huge, False, huge, huge, huge, np.nan, huge, huge)
-    state = (
-        _where(~idle.reshape(-1, *(1,) * (old.ndim - 1)), old, bad)
-        for old, bad in zip(engine.state, garbage, strict=True)
+    if engine.state.history is not None:
+        garbage = garbage._replace(history=huge)
+    state = jax.tree.map(
+        lambda old, bad: _where(~idle.reshape(-1, *(1,) * (old.ndim - 1)), old, bad), engine.state, garbage
     )
     # Tokens of a prompt that goes on are counted already, and it has its pages.
     running = np.isin(np.arange(len(idle)), list(engine.scheduler.running))
@@ -142,7 +143,9 @@ def poison(engine: Engine) -> float:
     for row, s in engine.scheduler.running.items():
         granted[row, : len(s.pages)] = True
     pages = _where(granted, engine.state.pages, huge)
-    engine.state = RowState(*state)._replace(counts=counts, pages=pages)
+    if engine.state.history is not None:
+        state = state._replace(history=_where(running[:, None], engine.state.history, huge))
+    engine.state = state._replace(counts=counts, pages=pages)
     return float(np.mean([mask.mean() for mask in masks]))
 
 

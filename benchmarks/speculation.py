@@ -1,0 +1,106 @@
+"""Speculative decoding beside decoding without it: tokens/s, and tokens of a row that a step gives.
+
+    python benchmarks/speculation.py --batch 1,4 --temperature 0,0.8
+
+The model edits and summarises texts (by default SmolLM2-135M with its real weights): much of what it writes is in the
+prompt. Both engines serve the same requests, in turns, and must return the same tokens; each row of the table is the
+best of --runs. A model's own chat template makes the prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+
+from rich.console import Console
+from rich.table import Table
+
+from inferlib import LLM, SamplingParams
+
+_TEXT = """The engine keeps a pool of pages for the cache. A sequence takes pages as it grows, so that the longest
+length reserves nothing. If no page is free, the sequence that came last gives its pages back and is computed again
+later. Prompts that begin alike share pages: what is computed once serves all of them. The host starts dispatches ahead
+of their results, because everything that a row needs to go on is on the device. Shapes are static, and nothing compiles
+after the start."""
+_CODE = """def mean(numbers):
+    total = 0
+    for number in numbers:
+        total = total + number
+    return total / len(numbers)
+
+def variance(numbers):
+    center = mean(numbers)
+    total = 0
+    for number in numbers:
+        total = total + (number - center) ** 2
+    return total / len(numbers)
+"""
+TASKS = {
+    "edit": [
+        f"Rewrite this text with the word 'pages' replaced by 'blocks', and change nothing else:\n\n{_TEXT}",
+        f"Repeat this text, with every sentence on a line of its own:\n\n{_TEXT}",
+        f"Rename the variable total to sum_ in this code, and print the whole code:\n\n{_CODE}",
+        f"Add a docstring to each function of this code, and print the whole code:\n\n{_CODE}",
+    ],
+    "summarise": [
+        f"Summarise this text in three sentences:\n\n{_TEXT}",
+        f"List the main points of this text:\n\n{_TEXT}",
+        f"Explain what this code does, step by step:\n\n{_CODE}",
+        f"Write a short introduction to this text, then quote it:\n\n{_TEXT}",
+    ],
+}
+
+
+def run(llm: LLM, texts: list[str], params: SamplingParams, batch: int) -> tuple[float, float, list[list[int]]]:
+    """Tokens/s, tokens that a row gets of a step on average, and the tokens. Every run finds the cache empty."""
+    llm.engine.forget_prefixes()
+    prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts]
+    outputs, stats, start = [], llm.engine.stats, time.perf_counter()
+    saved = stats.accepted_drafts
+    for first in range(0, len(prompts), batch):
+        outputs += llm.generate(prompts[first : first + batch], params)
+    seconds = time.perf_counter() - start
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    count = sum(map(len, tokens))
+    return count / seconds, count / (count - stats.accepted_drafts + saved), tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--speculation", default="ngram:7")
+    parser.add_argument("--batch", default="1,4", help="requests at a time")
+    parser.add_argument("--temperature", default="0,0.8")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-len", type=int, default=512)
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--dtype")
+    args = parser.parse_args()
+    batches, temperatures = ([float(x) for x in text.split(",")] for text in (args.batch, args.temperature))
+    sizes = dict(max_batch=int(max(batches)), max_len=args.max_len, dtype=args.dtype, progress=False)
+    engines = {name: LLM(args.model, speculation=name, **sizes) for name in (None, args.speculation)}
+    table = Table("task", "temperature", "batch", "speculation", "tokens/s", "ratio", "tokens a step", "equal")
+    for (task, texts), temperature, batch in itertools.product(TASKS.items(), temperatures, map(int, batches)):
+        params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=1, ignore_eos=True)
+        results: dict[str | None, list] = {name: [] for name in engines}
+        for _ in range(1 + args.runs):  # the first compiles what is missing, and does not count
+            for name, llm in engines.items():
+                results[name].append(run(llm, texts, params, batch))
+        rates = {name: max(rate for rate, *_ in of_one[1:]) for name, of_one in results.items()}
+        for name, of_one in results.items():
+            _, per_step, tokens = of_one[-1]
+            equal = sum(a == b for a, b in zip(tokens, results[None][-1][2], strict=True))
+            cells = (
+                f"{rates[name]:.1f}",
+                f"{rates[name] / rates[None]:.2f}",
+                f"{per_step:.2f}",
+                f"{equal} of {len(texts)}",
+            )
+            table.add_row(task, f"{temperature:g}", str(batch), name or "none", *cells)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Verification: a step computes drafted tokens as if they were known, and keeps those that it would have chosen.
+
+Noise depends on the seed and the number of a token alone, so each position is sampled as it is without drafts, and a
+draft stands if it is what was sampled before it. The tokens are therefore those of decoding one by one, whatever the
+sampling options. For drafts without noise of their own, as many stand as by rejection sampling.
+
+Shapes: B rows; k drafts; C = 1 + k tokens of a row in one step; V columns of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from inferlib.models.batch import StepBatch
+from inferlib.programs.row_state import RowState
+from inferlib.sampling.sampler import Sampled
+from inferlib.speculation.settings import Drafter
+
+Advance = Callable[[RowState, jax.Array], tuple[RowState, Sampled]]
+
+
+def drafts_of(drafter: Drafter, rows: RowState, count: int) -> jax.Array:
+    """The drafts [B, k] of rows, whose last token has no cell yet."""
+    assert rows.history is not None
+    return drafter.propose(rows.history, rows.length + 1, count)
+
+
+def verification_batch(rows: RowState, drafts: jax.Array, vocab: int) -> StepBatch:
+    """A chunk of each row: its last token and its drafts, as many as it may still generate."""
+    tokens = jnp.concatenate([rows.token[:, None], jnp.clip(drafts, 0, vocab - 1)], axis=1)
+    count, none = rows.token.shape[0], jnp.zeros((0,), jnp.int32)
+    number = jnp.arange(count, dtype=jnp.int32)
+    # A row that is inactive is an absent chunk. The rows differ: indices must be unique.
+    chunk_rows = jnp.where(rows.active, number, rows.pages.shape[0] + number)
+    starts = jnp.where(rows.active, rows.length, 0)
+    lengths = jnp.where(rows.active, jnp.minimum(tokens.shape[1], rows.budget), 0)
+    return StepBatch(tokens, chunk_rows, starts, lengths, none, none)
+
+
+class Tally(NamedTuple):
+    """Of each of B rows: how many drafts could stand, as all before them did and the row went on, and how many did."""
+
+    tried: jax.Array
+    stood: jax.Array
+
+
+def accepted(advance: Advance, rows: RowState, logits: jax.Array, drafts: jax.Array) -> tuple[RowState, Sampled, Tally]:
+    """The rows after the tokens that they generate in a step; these, [C, B], of which those behind the first draft that
+    does not stand are -1; and what became of the drafts.
+
+    advance: chooses a token of every row that is active, and accounts for it. logits: [B, C, V] after the last token
+    and after each draft. drafts: at least C - 1 of each row; one more is only compared.
+    """
+    going, steps = rows.active, []
+    tally = Tally(*jnp.zeros((2, rows.token.size), jnp.int32))
+    for i in range(logits.shape[1]):
+        new, sampled = advance(rows._replace(active=going), logits[:, i])
+        floats = jnp.where(going[:, None], new.floats, rows.floats)
+        rows = new._replace(active=jnp.where(going, new.active, rows.active), floats=floats)
+        steps.append(sampled)
+        if i < drafts.shape[1]:
+            tried = going & rows.active
+            going = tried & (sampled.token == drafts[:, i])
+            tally = Tally(tally.tried + tried, tally.stood + going)
+    return rows, jax.tree.map(lambda *x: jnp.stack(x), *steps), tally
+
+
+def gathered(outs: Sampled, done: jax.Array, sampled: Sampled) -> Sampled:
+    """`outs` [N, B, ...] with the tokens of a step, [C, B, ...], behind those that a row has: `done` [B]."""
+    steps, rows = sampled.token.shape
+    places = jnp.where(sampled.token >= 0, done + jnp.arange(steps)[:, None], outs.token.shape[0])
+    return jax.tree.map(lambda out, x: out.at[places, jnp.arange(rows)].set(x, mode="drop"), outs, sampled)

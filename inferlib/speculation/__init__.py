@@ -1,0 +1,1 @@
+"""Speculative decoding: what drafts the tokens that a step verifies, and how a user chooses it."""

@@ -1,0 +1,217 @@
+"""With speculation every token is what it is without, whatever is drafted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from inferlib import LLM, Buckets, SamplingParams
+from inferlib.config import ConfigurationError
+from inferlib.engine.profit import Profit
+from inferlib.outputs import RequestOutput
+from inferlib.programs.counter import compilations
+from inferlib.speculation.settings import Speculation
+from tests.helpers.drafters import Kind, Prompter
+from tests.helpers.engines import assert_accounted
+from tests.helpers.llms import build_llm, random_prompts
+from tests.helpers.poison import before_each_dispatch, poison
+
+MIXED: tuple[Kind, ...] = ("right", "right", "wrong", "right", "beyond", "right", "right", "right", "negative", "none")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+TRUNK = random_prompts([34], seed=3)[0]
+TAILS = random_prompts([4, 11, 6, 1, 17, 9, 3], seed=4)
+Job = tuple[list[int], SamplingParams]
+
+
+def options(**more) -> SamplingParams:
+    return SamplingParams(**{"seed": 5, "temperature": 0.9, "max_tokens": 26, "ignore_eos": True} | more)
+
+
+# Some prompts begin alike, and some outputs are as long as the cache allows.
+JOBS: list[Job] = [
+    (TAILS[0], options(top_k=9, logprobs=2)),
+    (TRUNK + TAILS[1], options(top_p=0.8, repetition_penalty=1.4, presence_penalty=0.3, max_tokens=19)),
+    (TRUNK + TAILS[0], options(min_p=0.05, frequency_penalty=0.7, max_tokens=64 - 34 - 4)),
+    (TRUNK[:20], options(logit_bias={9: 6.0, 40: 6.0, 41: 5.0}, bad_words=[[9, 40], [41]])),
+    (TAILS[4], options(stop_token_ids=list(range(60, 74)), min_tokens=7)),
+    (TAILS[5], options(n=2, max_tokens=64 - 9)),
+    (TAILS[2], GREEDY),
+    (TAILS[3], options(max_tokens=1)),
+]
+
+
+@pytest.fixture(autouse=True)
+def counts(monkeypatch) -> Callable[..., None]:
+    """`counts(*numbers)`: dispatches draft so many tokens in turn; by default as many as they may."""
+
+    def choose(*numbers: int) -> None:
+        turns = itertools.cycle(numbers)
+        monkeypatch.setattr(Profit, "choose", lambda self, *_: next(turns))
+
+    monkeypatch.setattr(Profit, "choose", lambda self, *_: self.counts[-1])
+    return choose
+
+
+def run(llm: LLM, jobs: Sequence[Job]) -> list[RequestOutput]:
+    prompts, params = zip(*jobs, strict=True)
+    return llm.generate(list(prompts), list(params))
+
+
+def drafter_of(outputs: Sequence[RequestOutput], *kinds: Kind) -> Prompter:
+    texts = [(*o.prompt_token_ids, *completion.token_ids) for o in outputs for completion in o.outputs]
+    return Prompter.of(texts, *kinds)
+
+
+def assert_same(outputs: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+    for job, wanted in zip(outputs, expected, strict=True):
+        for one, without in zip(job.outputs, wanted.outputs, strict=True):
+            assert one.token_ids == without.token_ids
+            assert (one.text, one.finish_reason, one.stop_reason) == (
+                without.text,
+                without.finish_reason,
+                without.stop_reason,
+            )
+            for step, other in zip(one.logprobs or (), without.logprobs or (), strict=True):
+                assert list(step) == list(other)
+                pairs = [[entry.logprob for entry in x.values()] for x in (step, other)]
+                np.testing.assert_allclose(*pairs, rtol=0, atol=1e-4)
+
+
+def tight(path, buckets: Buckets, **more) -> LLM:
+    """An engine whose pool has room for a sequence and a half, so that rows lose their pages."""
+    whole = build_llm(path, buckets, **more).engine.plan
+    memory = whole.nbytes // whole.pages * (whole.columns * 3 // 2)
+    return build_llm(path, buckets, cache_memory=memory, **more)
+
+
+@pytest.fixture(scope="module")
+def path(checkpoint):
+    return checkpoint("llama", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def without(path) -> LLM:
+    return build_llm(path, Buckets(prefill=(8,), batch=(4,), cache=(64,)), decode_steps=3)
+
+
+@pytest.fixture(scope="module")
+def expected(without) -> list[RequestOutput]:
+    return run(without, JOBS)
+
+
+def test_all_options_in_one_batch(path, without, expected):
+    """With cached prefixes, rows that lose their pages, and drafts of all kinds; the second time all is cached."""
+    drafter = drafter_of(expected, *MIXED)
+    llm = tight(path, without.config.buckets, decode_steps=3, speculation=Speculation(drafter, tokens=3))
+    for _ in range(2):
+        assert_same(run(llm, JOBS), expected)
+        assert_accounted(llm.engine)
+    stats, scheduler = llm.engine.stats, llm.engine.scheduler
+    assert scheduler.preemptions
+    assert stats.cached_tokens
+    assert 0.2 < stats.accepted_drafts / stats.drafts < 0.95
+
+
+@pytest.mark.parametrize("family", ["lfm2", "nemotron_h"])
+def test_layers_that_cannot_take_tokens_back_are_named(family, checkpoint):
+    with pytest.raises(ConfigurationError, match=r"layers of this model cannot \(layer 0: .*leave speculation out"):
+        build_llm(checkpoint(family), Buckets(prefill=(8,), batch=(1,), cache=(32,)), speculation="ngram:3")
+
+
+# ---- further cases of each kind
+
+BUCKETS = Buckets(prefill=(8,), batch=(1, 4), cache=(24, 64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [("right",), ("wrong",), ("beyond", "negative"), ("none",)], ids=str)
+def test_drafters_that_are_always_the_same(kinds, path, without):
+    """Right ones take a step for each C tokens of a row; with others no draft stands."""
+    jobs = [(tail, GREEDY) for tail in TAILS[:3]]
+    expected = run(without, jobs)
+    speculation = Speculation(drafter_of(expected, *kinds), tokens=3)
+    llm = build_llm(path, without.config.buckets, decode_steps=3, speculation=speculation)
+    assert_same(run(llm, jobs), expected)
+    stats = llm.engine.stats
+    assert stats.accepted_drafts == (stats.drafts if kinds == ("right",) else 0)
+    assert stats.drafts
+
+
+@pytest.mark.slow
+def test_bucket_edges_and_changing_counts(path, without, counts):
+    """Dispatches draft another number of tokens each, and rows cross cache buckets and pages meanwhile."""
+    jobs = [(TRUNK[:length], GREEDY) for length in (1, 7, 13, 22, 30)]
+    expected = run(without, jobs)
+    counts(3, 0, 1)
+    speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
+    llm = build_llm(path, BUCKETS, decode_steps=2, speculation=speculation, page_size=8)
+    assert_same(run(llm, jobs), expected)
+    for job, wanted in zip(jobs, expected, strict=True):
+        assert_same(run(llm, [job]), [wanted])
+
+
+# Windows in rings, with sinks; latents; experts; chunked attention; caches of other layers; int8; stacked layers.
+KINDS = {
+    "gpt_oss": {},
+    "minicpm3": {},
+    "qwen3_moe": {},
+    "llama4_text": {},
+    "gemma3n_text": {},
+    "llama": {"kv_cache_dtype": "int8", "scan": True},
+    "ministral": {"scan": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", KINDS)
+def test_kinds_of_layers(family, checkpoint):
+    """What is not valid holds NaN before each dispatch."""
+    buckets, more = Buckets(prefill=(8,), batch=(4,), cache=(64,)), KINDS[family]
+    jobs = [(TRUNK + TAILS[0], GREEDY), (TAILS[1], GREEDY), (TAILS[2], GREEDY)]
+    expected = run(build_llm(checkpoint(family), buckets, **more), jobs)
+    speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
+    llm = build_llm(checkpoint(family), buckets, decode_steps=2, speculation=speculation, **more)
+    with before_each_dispatch(llm, poison):
+        assert_same(run(llm, jobs), expected)
+    assert llm.engine.stats.accepted_drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["dp=2,tp=4", "dp=4,ep=2"])
+def test_eight_devices(parallel, checkpoint):
+    family = "qwen3_moe" if "ep" in parallel else "llama"
+    buckets = Buckets(prefill=(8,), batch=(8,), cache=(64,))
+    jobs = [(prompt, params) for prompt, params in JOBS if params.logprobs is None and params.n == 1]
+    expected = run(build_llm(checkpoint(family), buckets), jobs)
+    speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
+    llm = build_llm(checkpoint(family), buckets, parallel=parallel, decode_steps=2, speculation=speculation)
+    assert_same(run(llm, jobs), expected)
+    assert llm.engine.stats.accepted_drafts
+
+
+@pytest.mark.slow
+def test_positions_that_are_split_are_refused(checkpoint):
+    with pytest.raises(ConfigurationError, match="leave cp out"):
+        build_llm(checkpoint("llama"), BUCKETS, parallel="cp=2", speculation="ngram:3")
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_the_warm_up(path, without, expected, counts):
+    """Neither with drafts nor without, in batches of any size, streams, and beside functions that change logits."""
+    counts(0, 1, 3)
+    jobs = [(TAILS[0], options(logits_processors=[lambda tokens, logits: logits])), (TAILS[2], GREEDY)]
+    processed, text = run(without, jobs), "".join(without.stream(TAILS[1], GREEDY))
+    llm = tight(path, BUCKETS, decode_steps=2, speculation="ngram:3")
+    llm.engine.warmup(("greedy", "sample", "logprobs", "processed"))
+    before = compilations()
+    for _ in range(2):
+        assert_same(run(llm, JOBS), expected)
+    assert_same(run(llm, jobs), processed)
+    assert "".join(llm.stream(TAILS[1], GREEDY)) == text
+    stats = llm.engine.stats
+    assert stats.cached_tokens
+    assert stats.drafts
+    assert compilations() == before
