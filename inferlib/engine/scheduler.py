@@ -507,7 +507,9 @@ def _pages(config: EngineConfig, plan: CachePlan) -> ReplicaPages:
     if plan.no_prefix_caching(config) is None:
         unit = config.prefill_unit
     if unit is not None and plan.snapshots:
-        slack = 0 if plan.exact_snapshots else config.row_tokens
+        # Drafts that did not stand have overwritten cells of a ring, as far ahead as they were.
+        drafts = 0 if config.speculation is None else config.speculation.tokens
+        slack = 0 if plan.exact_snapshots else config.row_tokens - drafts
         snapshots = Snapshots(plan.snapshots // config.shards.replicas, plan.page, unit, slack)
     return ReplicaPages(count, plan.page, unit, snapshots)
 
