@@ -121,10 +121,9 @@ class LLM:
         decided = engine_options(config, options)
         check_seed(seed)
         check_flag("progress", progress, optional=True)
-        if artifacts is not None:
-            artifacts = checked_path("artifacts", artifacts)
         leave_out_absent_tpu()
         self._channel = distributed.channel()
+        artifacts = _artifacts_path(artifacts, self._channel)
         agreement = self._channel.agreement if self._channel else nullcontext
         with agreement({}):
             files = ModelFiles.open(model, revision, progress=self.progress)
@@ -132,8 +131,6 @@ class LLM:
             choices = Choices.read(files, dtype, quantization, parallel, decided)
             if artifacts is None and (self._channel is None or decided.compile_cache is not None):
                 use_compile_cache(decided.compile_cache)
-        if artifacts is not None and self._channel:
-            raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
         self.model_config, self.tokenizer = files.config, files.tokenizer
         self.seed = seed
         self._stored: Compiled = {}  # small functions of artifacts
@@ -659,6 +656,12 @@ class Stream:
             self.output = request_output(request, self._llm.tokenizer)
         finally:
             self._llm._runner.abandon([request])
+
+
+def _artifacts_path(artifacts: Any, channel: distributed.Channel | None) -> Path | None:
+    if artifacts is not None and channel:
+        raise ConfigurationError("artifacts serve the devices of one process; several processes compile their own")
+    return None if artifacts is None else checked_path("artifacts", artifacts)
 
 
 def _load_programs(artifacts: Artifacts, model: ModelConfig, choices: Choices) -> tuple[ProgramSet, Any]:

@@ -160,7 +160,7 @@ def test_the_least_recently_used_snapshot_makes_room(kind, tight, alone):
             assert run(engine, [s])[0] == alone(kind, s.prompt, 2)
             assert s.cached == 32
             run(engine, [sequence(TAILS[i], 2)])
-        engine._count_pages()
+        engine.count_pages()
         assert engine.stats.evicted_snapshots > 1
         assert engine.stats.saved_snapshots <= 3
         engine.forget_prefixes()
