@@ -186,7 +186,7 @@ def prepare_folder(folder: Path) -> None:
     """Make a folder of pages. Raises ConfigurationError where that is not possible."""
     check_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # cells are as private as the prompts
         (folder / _MARK).touch()
     except OSError as error:
         raise ConfigurationError(f"disk_cache {folder} cannot be made: {error.strerror}") from None

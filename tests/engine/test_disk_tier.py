@@ -44,6 +44,7 @@ def test_pages_outlive_the_tier(tmp_path):
         tier.write(key_of(number), page_of(number))
     again = DiskTier(folder, MODEL, FORMS)
     assert (len(again), again.nbytes) == (3, tier.nbytes)
+    assert folder.stat().st_mode & 0o777 == 0o700
     for number in range(3):
         assert key_of(number) in again
         assert_is(again.read(key_of(number)), number)
