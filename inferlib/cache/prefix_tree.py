@@ -57,8 +57,12 @@ class Match:
     @property
     def pending(self) -> Node | None:
         """The last node, if its cells are not written yet. Those before it are written no later."""
-        last = self.part or (self.nodes[-1] if self.nodes else None)
-        return last if last is not None and last.pending else None
+        return self.last if self.last is not None and self.last.pending else None
+
+    @property
+    def last(self) -> Node | None:
+        """The last node."""
+        return self.part or (self.nodes[-1] if self.nodes else None)
 
 
 class PrefixTree:
@@ -109,6 +113,12 @@ class PrefixTree:
             if child := node.child(tokens[at : at + size]):
                 return Match(tuple(nodes), child, (at + size) // _TOKEN)
         return Match(tuple(nodes), None, at // _TOKEN)
+
+    def goes_on(self, match: Match) -> bool:
+        """Whether the tree has other tokens behind those of a match."""
+        if match.part is not None:
+            return match.part.count > match.tokens % self.page
+        return bool(match.nodes) and bool(match.nodes[-1].children)
 
     def part(self, tokens: bytes, column: int) -> bytes:
         """The tokens that a node for page number `column` can have; none if there are too few."""

@@ -33,11 +33,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Resumed(Match):
-    """What of a match a sequence takes that goes on from a snapshot. whole: tokens of the match. awaited: what is worth
-    waiting for, as more of the match could be taken then."""
+    """What of a match a sequence takes that goes on from a snapshot. whole: the match. awaited: what is worth waiting
+    for, as more of the match could be taken then."""
 
     snapshot: Snapshot | None = None
-    whole: int = 0
+    whole: Match = field(default_factory=Match)
     awaited: Snapshot | None = None
 
     @property
@@ -70,8 +70,8 @@ class Snapshots:
     def resume(self, match: Match) -> Resumed:
         """The deepest place within a match where a snapshot lets a sequence go on."""
         best, behind, awaited, later = None, 0, None, 0
-        for snapshot in self._near(match):
-            at = snapshot.behind(match.tokens)
+        for snapshot, common in self._near(match):
+            at = snapshot.behind(common)
             if snapshot.pending and at > later:
                 awaited, later = snapshot, at
             elif not snapshot.pending and at > behind:
@@ -80,13 +80,21 @@ class Snapshots:
         part = None
         if rest:
             part = match.nodes[column] if column < len(match.nodes) else match.part
-        return Resumed(match.nodes[:column], part, behind, best, match.tokens, awaited if later > behind else None)
+        return Resumed(match.nodes[:column], part, behind, best, match, awaited if later > behind else None)
 
     def expect(self, end: int, least: int, match: Match) -> Snapshot:
         """The snapshot of a sequence that is about to reach `end`, the last unit of its tokens, for others to wait for
         it. least: see `save`. match: what of `end` is in the tree."""
-        snapshot = Snapshot(max(least, self.first(end + self.unit)) if self.slack else end, end)
-        if match.tokens >= end:
+        return self._expected(max(least, self.first(end + self.unit)) if self.slack else end, end, match)
+
+    def expect_at(self, place: int, match: Match) -> Snapshot:
+        """The snapshot of a sequence that is about to reach a place before the end of its tokens. No step takes it
+        farther than a row may be ahead. match: what of `place` is in the tree."""
+        return self._expected(place, place, match)
+
+    def _expected(self, first: int, last: int, match: Match) -> Snapshot:
+        snapshot = Snapshot(first, last)
+        if match.tokens >= last:
             self._attach(snapshot, match)
         return snapshot
 
@@ -102,12 +110,14 @@ class Snapshots:
         first, last = max(least, self.first(ahead)), min(end // self.unit * self.unit, match.tokens)
         if not self.count or last < first:
             return None
-        for other in self._near(match):
-            if not other.pending and other.last == last and other.first <= snapshot.first:
-                return self._keep(other)
+        others = [other for other, common in self._near(match) if not other.pending and other.last <= common]
+        for other in others:
+            if other.last == last and other.first <= snapshot.first:
+                self._saved.move_to_end(other)
+                return None
         snapshot.first, snapshot.last = first, last
-        for other in self._near(match):
-            if not other.pending and first <= other.first and other.last <= last:
+        for other in others:
+            if first <= other.first and other.last <= last:
                 self.drop(other)  # it does all that the other one did
         if not self._free:
             self.drop(next(iter(self._saved)))
@@ -120,9 +130,6 @@ class Snapshots:
     def first(self, ahead: int) -> int:
         """The first place that a row serves which is so far, unless it was restored."""
         return max(self.unit, -(-(ahead - self.slack) // self.unit) * self.unit)
-
-    def _keep(self, snapshot: Snapshot) -> None:
-        self._saved.move_to_end(snapshot)
 
     def use(self, snapshot: Snapshot) -> int:
         """Where it is saved."""
@@ -145,13 +152,15 @@ class Snapshots:
             if not snapshot.nodes:
                 self.drop(snapshot)
 
-    def _near(self, match: Match) -> list[Snapshot]:
-        """The snapshots that go with pages of a match, or with others that begin like the last one's part."""
-        nodes = [*match.nodes]
+    def _near(self, match: Match) -> list[tuple[Snapshot, int]]:
+        """The snapshots that go with pages of a match, or with others that begin like the last one's part; and how many
+        tokens the row of each has in common with the match, at least."""
+        nodes = [(node, (column + 1) * self.page) for column, node in enumerate(match.nodes)]
         if (part := match.part) is not None and part.parent is not None:
             begin = part.tokens[: len(part.tokens) // part.count * (match.tokens % self.page)]
-            nodes += part.parent.children[begin]
-        return list(dict.fromkeys(snapshot for node in nodes for snapshot in self._of.get(node, ())))
+            nodes += [(node, match.tokens) for node in part.parent.children[begin]]
+        # Of a snapshot's pages, the last one counts.
+        return list({snapshot: common for node, common in nodes for snapshot in self._of.get(node, ())}.items())
 
     def _attach(self, snapshot: Snapshot, match: Match) -> None:
         nodes: Sequence[Node] = match.nodes if match.part is None else (*match.nodes, match.part)

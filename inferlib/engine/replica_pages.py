@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
+from dataclasses import replace
 
 from inferlib.cache.pages import PagePool
 from inferlib.cache.prefix_tree import Match, Node, PrefixTree, encoded
@@ -33,6 +35,7 @@ class ReplicaPages:
         if self.tree is not None and snapshots is not None:
             self.tree.on_removal = snapshots.removed
         self.hit_tokens = self.evictions = 0
+        self._running: list[Sequence] = []
 
     @property
     def free(self) -> int:
@@ -49,10 +52,10 @@ class ReplicaPages:
         if self.tree is None:
             return Match()
         s.encoded = s.encoded or encoded(s.prompt + s.tokens)
+        if not s.takes_cached:
+            return Match()
         match = self.tree.match(s.salt, s.encoded, s.length - 1)
-        if self.snapshots is not None:
-            match = self.snapshots.resume(match)
-        return match if s.takes_cached else Match()
+        return match if self.snapshots is None else self._resumed(match, self.snapshots)
 
     def need(self, s: Sequence, match: Match) -> int:
         """How many of the free pages a sequence takes that begins with a match."""
@@ -80,7 +83,7 @@ class ReplicaPages:
     def start(self, s: Sequence, match: Match) -> tuple[int, int] | None:
         """Give a sequence that begins with a match the pages of its context. Returns the page to copy, and the one to
         copy it to, if part of a page is to be copied."""
-        nodes, copied = match.nodes, match.part
+        nodes, copied, parts = match.nodes, match.part, self._parts(match)
         if self.tree is not None:
             self.tree.refer(nodes)
             if copied is not None:
@@ -92,7 +95,8 @@ class ReplicaPages:
         self.hit_tokens += match.tokens
         if self.tree is not None:
             self._insert(s, s.encoded, pending=True)
-            self._expect(s, self.tree)
+            self._expect(s, parts, self.tree)
+            self._running.append(s)
         return None if copied is None else (source, s.pages[len(nodes)])
 
     def written(self, s: Sequence, start: int) -> None:
@@ -127,6 +131,7 @@ class ReplicaPages:
         is to be saved of its row, before another sequence gets it."""
         path, tree, saves = s.nodes, self.tree, []
         if tree is not None:
+            self._running.remove(s)
             while path and path[-1].pending:
                 tree.remove(path.pop())
             if s.prefilled > s.hit:  # else part of a page may be a copy that is not made yet, which is no source
@@ -145,14 +150,34 @@ class ReplicaPages:
         if self.tree is not None:
             self.pool.give_back([self.tree.evict() for _ in range(self.tree.idle)])
 
-    def _expect(self, s: Sequence, tree: PrefixTree) -> None:
-        """Plan to save a snapshot where the last unit of a sequence's context ends, for those that begin with all of
-        it."""
+    def _resumed(self, match: Match, snapshots: Snapshots) -> Resumed:
+        """How far a sequence can go on with a match, or could if it waits: the sequence that is about to compute the
+        cells where the match ends is to save a snapshot there."""
+        resumed = snapshots.resume(match)
+        if resumed.awaited is None and resumed.tokens < match.tokens and match.pending is not None:
+            writer = next(s for s in self._running if match.pending in s.nodes)
+            if writer.prefilled < match.tokens:
+                awaited = snapshots.expect_at(match.tokens, match)
+                insort(writer.snapshots, awaited, key=lambda snapshot: snapshot.last)
+                return replace(resumed, awaited=awaited)
+        return resumed
+
+    def _parts(self, match: Match) -> int:
+        """Where a sequence that goes on from a snapshot parts from others behind it; 0 if it does not."""
+        if self.tree is None or not isinstance(match, Resumed) or match.tokens == match.whole.tokens:
+            return 0
+        return match.whole.tokens if self.tree.goes_on(match.whole) else 0
+
+    def _expect(self, s: Sequence, parts: int, tree: PrefixTree) -> None:
+        """Plan to save snapshots of a sequence that starts: where it parts from others, as more may come that do, and
+        where the last unit of its context ends, for those that begin with all of it."""
         if self.snapshots is None:
             return
         end = (s.length - 1) // tree.unit * tree.unit
         if end > s.hit:
             s.snapshots = [self.snapshots.expect(end, s.serves, tree.match(s.salt, s.encoded, end))]
+        if 0 < parts < end and parts < s.snapshots[0].first:
+            s.snapshots.insert(0, self.snapshots.expect_at(parts, tree.match(s.salt, s.encoded, parts)))
 
     def _forget_expected(self, s: Sequence) -> None:
         for snapshot in s.snapshots:

@@ -299,6 +299,7 @@ class Scheduler:
         self.running[s.row] = s
         pages, changes = self.pages[replica], self.changes
         first = replica * pages.pool.count
+        changes.snapshots += pages.restores(s, match)  # before pages are evicted, and the snapshot with them
         if copy := pages.start(s, match):
             source, target = (first + page for page in copy)
             changes.copy(source, target)
@@ -308,7 +309,6 @@ class Scheduler:
             column = len(match.nodes)
             self.tiers.restore((first + page for page in s.pages[column : column + len(fetched)]), fetched)
         changes.grants += [Grant(s.row, column, page) for column, page in enumerate(s.pages)]
-        changes.snapshots += pages.restores(s, match)
         cached = s.context[: match.tokens]
         if self.profit is not None:
             changes.past += [Past(s.row, position, token) for position, token in enumerate(cached)]

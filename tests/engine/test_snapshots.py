@@ -99,8 +99,34 @@ def test_requests_of_one_moment_wait_for_a_snapshot(kind, tight, alone):
         assert [s.cached for s in sequences] == [0] + [32] * 5
 
 
-@pytest.mark.parametrize("kind", FAST)
-@pytest.mark.parametrize("params", [SAMPLED, PENALIZED], ids=["sampled", "penalized"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_snapshot_is_saved_where_prompts_part(kind, tight, alone):
+    """A state does not go back to where the second leaves the first: it computes all of it again, for the third. What
+    the second has behind that is there for the fourth."""
+    with new_engine(tight(kind), in_flight=1) as engine:
+        prompts = [prompt_of(24, 0, 25), prompt_of(24, 1, 25), prompt_of(24, 2, 25), prompt_of(24, 1, 28)]
+        for prompt, cached in zip(prompts, (0, 0, 24, 48), strict=True):
+            s = sequence(prompt, 3)
+            assert poisoned(engine, [s])[0] == alone(kind, prompt, 3)
+            assert s.cached == cached
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_of_a_moment_saves_what_the_others_share(kind, tight, alone):
+    """And these wait for it, though they are longer than what a ring goes back."""
+    with new_engine(tight(kind)) as engine:
+        sequences = [sequence(prompt_of(24, i % 3, 25 + i // 3), 3) for i in range(4)]
+        expected = [alone(kind, s.prompt, 3) for s in sequences]
+        assert run(engine, sequences) == expected
+        assert [s.cached for s in sequences] == [0, 24, 24, 48]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [("qwen3_5_text", PENALIZED), ("gpt_oss", PENALIZED), ("gpt_oss", SAMPLED)],
+    ids=["states penalized", "rings penalized", "rings sampled"],
+)
 def test_samples_and_penalties_count_tokens_that_are_cached(kind, params, tight, alone):
     with new_engine(tight(kind)) as engine:
         sequences = [sequence(prompt_of(33, i, 4), 24, params, seed=i) for i in range(3)]
@@ -111,7 +137,7 @@ def test_samples_and_penalties_count_tokens_that_are_cached(kind, params, tight,
         assert any(s.cached for s in again)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.sampled_from(list(FAST)), st.lists(JOB, min_size=1, max_size=14))
 def test_any_traffic_is_as_if_alone(tight, alone, kind, jobs):
     """What a sequence has generated is the start of what it does alone, whatever is evicted and preempted. Cells that
@@ -167,7 +193,7 @@ def test_the_least_recently_used_snapshot_makes_room(kind, tight, alone):
         assert (engine.stats.saved_snapshots, engine.stats.cached_pages) == (0, 0)
 
 
-@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_nothing_compiles_after_warmup(kind, checkpoint):
     llm = build_llm(checkpoint(kind), LEAST, page_size=PAGE, decode_steps=4, snapshots=3, **FAST[kind])
     llm.warmup(["greedy"])
@@ -175,6 +201,22 @@ def test_nothing_compiles_after_warmup(kind, checkpoint):
     run(llm.engine, [sequence(prompt_of(8 * i % 40, i % 6, 5 + i), 20) for i in range(14)])
     assert llm.stats.cached_tokens > 50
     assert compilations() == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "parallel"), [("gpt_oss", "dp=2,tp=2"), ("qwen3_5_text", "dp=2"), ("gpt_oss", "cp=2")]
+)
+def test_devices_save_their_parts(kind, parallel, checkpoint, alone):
+    """Each replica has snapshots of its rows, and each device its part of them."""
+    options = {"page_size": PAGE, "decode_steps": 4, "snapshots": 2, **FAST[kind]}
+    llm = build_llm(checkpoint(kind), LEAST, parallel=parallel, **options)
+    prompts = [prompt_of(8 * i % 48, i % 3, 5 + i) for i in range(14)]
+    for _ in range(2):
+        sequences = [sequence(prompt, 20) for prompt in prompts]
+        assert run(llm.engine, sequences) == [alone(kind, prompt, 20) for prompt in prompts]
+    assert llm.stats.cached_tokens > 100
+    assert all(pages.snapshots.saved == 2 for pages in llm.engine.scheduler.pages)
 
 
 def test_what_an_error_lost_is_not_restored(tight, alone, monkeypatch):
