@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from inferlib.checkpoint.laid_out import LaidOutWeights, quiet, save_weights, stored_model, write_manifest
 from inferlib.checkpoint.load import load_item, plan_load
 from inferlib.checkpoint.source import CheckpointError
-from inferlib.config import check_dtype, check_flag, checked_output
+from inferlib.config import check_dtype, check_flag, checked_output, checked_path
 from inferlib.locks import locked
 from inferlib.model_files import ModelFiles
 from inferlib.models.families import family_of
@@ -39,6 +39,7 @@ def convert(
     quantization: str | None = None,
     parallel: str | Parallelism | None = None,
     revision: str | None = None,
+    merge_adapter: str | Path | None = None,
     progress: bool | None = None,
 ) -> int:
     """Write a model to the directory `out`, its weights as Orbax arrays; `LLM(out)` loads it on any mesh.
@@ -46,7 +47,8 @@ def convert(
     model, revision: as for `LLM`. dtype: "float32", "bfloat16" or "float16" of the stored weights. quantization: of
     the matrices, as for `LLM`. parallel: devices to split the work over; with several processes, each calls this, and
     `out` is on a file system that all share. The chunks on disk are the parts of these devices, which suits a mesh of
-    the same size best. Returns the bytes of weights.
+    the same size best. merge_adapter: a directory of a LoRA adapter that PEFT wrote, which is added to the weights in
+    float32. Returns the bytes of weights.
 
     `out` appears once everything is written. Raises CheckpointError, ConfigError, ShardingError or ValueError before
     anything is written, and OSError if the writing fails, which leaves nothing behind.
@@ -58,6 +60,8 @@ def convert(
     files = ModelFiles.open(model, revision, progress=show)
     if isinstance(files.source, LaidOutWeights):
         raise CheckpointError(f"{files.path} is converted already; convert the original for another dtype")
+    if merge_adapter is not None:
+        files = files.merged(checked_path("merge_adapter", merge_adapter))
     shards = make_shards(None if parallel is None else Parallelism.read(parallel))
     scheme = files.quantization(quantization)
     stored = stored_model(files.config, dtype, scheme)

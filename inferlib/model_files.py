@@ -14,6 +14,7 @@ import jax
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding
 
+from inferlib.checkpoint.adapter import Adapter, MergedSource
 from inferlib.checkpoint.gguf import GGUFCheckpoint
 from inferlib.checkpoint.known import resolve
 from inferlib.checkpoint.laid_out import LaidOutWeights
@@ -116,6 +117,16 @@ class ModelFiles:
             if unseen := [name for name in source.names() if name.startswith(family_of(hf).senses)]:
                 log.warning("%s: the text model is run; %d tensors of images or sound are left out", path, len(unseen))
         return ModelFiles(path, hf, config, source, tokenizer)
+
+    def merged(self, adapter: str | Path) -> ModelFiles:
+        """The same with an adapter merged into its weights: a directory that PEFT wrote. Raises CheckpointError."""
+        opened = Adapter.open(adapter)
+        if isinstance(self.source, LaidOutWeights | QuantizedSource):
+            form = "converted" if isinstance(self.source, LaidOutWeights) else "quantised"
+            raise CheckpointError(f"{self.path} is {form}: merge the adapter into the original, and then do that")
+        top = family_of(self.hf).top
+        shared = [f"{top[part]}.weight" for part in ("embed", "head")] if self.config.tied else []
+        return replace(self, source=MergedSource(self.source, opened, shared))
 
     def quantization(self, wanted: str | None) -> Quantization | None:
         """How to store the weights: as `wanted`, by default as in the files.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,6 +23,9 @@ def convert(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     quantization: Quantization = None,
     revision: Revision = None,
+    merge_adapter: Annotated[
+        Path | None, typer.Option(help="Directory of a LoRA adapter, as PEFT writes it, to add to the weights.")
+    ] = None,
     parallel: Annotated[
         str | None,
         typer.Option(help="Mesh to split the files for, such as tp=8; other meshes can load them too."),
@@ -42,6 +45,7 @@ def convert(
         jax.config.update("jax_platforms", "cpu")
         if mesh.devices > 1:
             jax.config.update("jax_num_cpu_devices", mesh.devices)
-        nbytes = convert(model, out, dtype=dtype, quantization=quantization, parallel=mesh, revision=revision)
+        options: dict[str, Any] = dict(revision=revision, merge_adapter=merge_adapter)
+        nbytes = convert(model, out, dtype=dtype, quantization=quantization, parallel=mesh, **options)
     formats = f"{dtype} and {quantization}" if quantization else dtype
     Console(stderr=True).print(f"{out}: {decimal(nbytes)} of {formats} weights", highlight=False, soft_wrap=True)

@@ -1,0 +1,26 @@
+"""Adapters as PEFT writes them, of random factors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]}
+
+
+def write_adapter(folder: Path, modules: dict[str, tuple[int, int, int]], **config: Any) -> dict[str, np.ndarray]:
+    """Write factors of modules: name -> (rank, in, out). Returns the tensors. config: fields beside CONFIG's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng, tensors = np.random.default_rng(len(modules)), {}
+    for module, (rank, rows, columns) in modules.items():
+        names = ("lora_embedding_A", "lora_embedding_B") if "embed" in module else ("lora_A.weight", "lora_B.weight")
+        shapes = (rank, rows), (columns, rank)
+        for name, shape in zip(names, shapes, strict=True):
+            tensors[f"base_model.model.{module}.{name}"] = rng.normal(0, 0.2, shape).astype(np.float32)
+    (folder / "adapter_config.json").write_text(json.dumps(CONFIG | config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return tensors
