@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from inferlib.config import brief
 from inferlib.serving.errors import ApiError, unsupported
 
 _WORDS = {str: "a text", bool: "true or false", int: "a whole number", float: "a number", dict: "an object"}
+_LARGE = 1e300  # JSON has numbers that no float holds
 _WORDS |= {list: "a list"}
 
 
@@ -34,7 +34,7 @@ class Fields:
         value = self.any(name)
         if value is None:
             return default
-        if kind is float and type(value) in (int, float) and math.isfinite(value):
+        if kind is float and type(value) in (int, float) and abs(value) < _LARGE:
             return value
         if type(value) is not kind:
             raise self.wrong(name, f"must be {_WORDS[kind]}, got {brief(value)}")
@@ -71,7 +71,7 @@ class Fields:
 
     def close(self) -> None:
         """Raise ApiError for a field that nothing asked for."""
-        if unknown := [name for name in self._values if name not in self._read]:
+        if unknown := [name for name, value in self._values.items() if value is not None and name not in self._read]:
             name = self._where + brief(unknown[0]).strip("'\"")
             raise ApiError(
                 400,
