@@ -3,8 +3,8 @@
     JAX_PLATFORMS=cpu python benchmarks/serving.py --model smollm2 --streams 200 --tokens 16
 
 The clients are a process of their own. Their texts are compared with those of `LLM.generate`: none may differ. An event
-has all tokens of a dispatch, and of several where the clients or the loop are slower than the model; so there are two
-figures. Both have in them what a request costs once (its connection, its prompt), which few tokens share.
+has all tokens of a dispatch, and of several where the clients or the loop are slower than the model. What a request
+costs once (its connection, its prompt) is told by streams of one token; the last figure has it in it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import queue
 import threading
 import time
+from typing import NamedTuple
 
 import httpx
 from rich.console import Console
@@ -52,28 +54,51 @@ def ask(url: str, prompts: list[str], tokens: int) -> Texts:
     return asyncio.run(everything())
 
 
-def serve(llm: LLM, prompts: list[str], tokens: int) -> tuple[Texts, float, float]:
-    """What the clients got, the seconds that it took, and those of CPU time in the server's thread."""
+class Run(NamedTuple):
+    """What clients got, the seconds that it took, and those of CPU time in the server's thread."""
+
+    texts: Texts
+    seconds: float
+    spent: float
+
+    @property
+    def tokens(self) -> int:
+        return sum(count for _, count, _ in self.texts)
+
+    @property
+    def events(self) -> int:
+        return sum(events for _, _, events in self.texts)
+
+
+def serve(llm: LLM, prompts: list[str], lengths: list[int]) -> list[Run]:
+    """A run for each number of tokens, one after the other, on one server."""
     address = Address("127.0.0.1", 0)
     bound, server = address.bind(), Server(AsyncLLM(llm), ServerOptions(names=("model",)), address)
     bound.listen(2 * len(prompts))
-    spent: list[float] = []
+    loops: queue.Queue[asyncio.AbstractEventLoop] = queue.Queue()
 
-    def run() -> None:
-        server.run(sockets=[bound])
-        spent.append(time.thread_time())
+    async def run() -> None:
+        loops.put(asyncio.get_running_loop())
+        await server.serve(sockets=[bound])
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
+    loop, runs = loops.get(), []
+
+    def spent() -> float:
+        times: queue.Queue[float] = queue.Queue()
+        loop.call_soon_threadsafe(lambda: times.put(time.thread_time()))
+        return times.get()
+
     with multiprocessing.get_context("spawn").Pool(1) as clients:
-        clients.apply(time.sleep, (0,))  # until the process is there
-        start = time.perf_counter()
-        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        texts = clients.apply(ask, (url, prompts, tokens))
-        seconds = time.perf_counter() - start
+        clients.apply(time.sleep, (1,))  # until process and server are there
+        for tokens in lengths:
+            before, start = spent(), time.perf_counter()
+            texts = clients.apply(ask, (f"http://127.0.0.1:{bound.getsockname()[1]}", prompts, tokens))
+            runs.append(Run(texts, time.perf_counter() - start, spent() - before))
     server.should_exit = True
     thread.join()
-    return texts, seconds, spent[0]
+    return runs
 
 
 def main() -> None:
@@ -87,14 +112,24 @@ def main() -> None:
     prompts = [f"The number {i} is" for i in range(arguments.streams)]
     params = SamplingParams(temperature=0.0, max_tokens=arguments.tokens, ignore_eos=True)
     expected = [output.outputs[0].text for output in llm.generate(prompts, params)]  # and compiles
-    texts, seconds, spent = serve(llm, prompts, arguments.tokens)
-    tokens, events = sum(count for _, count, _ in texts), sum(events for _, _, events in texts)
-    wrong = sum(text != known for (text, _, _), known in zip(texts, expected, strict=True))
-    wrong += sum(count != arguments.tokens for _, count, _ in texts)
-    table = Table("model", "streams", "tokens", "tokens/s", "tokens an event", "us a token", "us an event", "wrong")
-    row = (arguments.model, len(texts), tokens, f"{tokens / seconds:.0f}", f"{tokens / events:.1f}")
-    times = (f"{1e6 * spent / tokens:.0f}", f"{1e6 * spent / events:.0f}")
-    table.add_row(*map(str, (*row, *times, wrong)))
+    _, short, run = serve(llm, prompts, [1, 1, arguments.tokens])
+    wrong = sum(text != known for (text, _, _), known in zip(run.texts, expected, strict=True))
+    wrong += sum(count != arguments.tokens for _, count, _ in run.texts)
+    event = (run.spent - short.spent) / (run.events - short.events)
+    request = (short.spent - event * short.events) / len(prompts)
+    table = Table(title=f"{arguments.model}, {len(prompts)} streams of {arguments.tokens} tokens")
+    row = {
+        "tokens/s": f"{run.tokens / run.seconds:.0f}",
+        "tokens an event": f"{run.tokens / run.events:.1f}",
+        "us a request": f"{1e6 * request:.0f}",
+        "us an event": f"{1e6 * event:.0f}",
+        "us a token": f"{1e6 * (run.spent - request * len(prompts)) / run.tokens:.0f}",
+        "us a token, all": f"{1e6 * run.spent / run.tokens:.0f}",
+        "wrong": str(wrong),
+    }
+    for name in row:
+        table.add_column(name, justify="right")
+    table.add_row(*row.values())
     Console().print(table)
 
 

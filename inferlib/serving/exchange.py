@@ -63,11 +63,11 @@ class Endpoint:
         except ClientLeft:
             return
         except ApiError as error:
-            self._service.metrics.error(error.status)
+            self._service.metrics.errors[error.status] += 1
             await exchange.error(error)
         except Exception as error:
             _LOG.exception("request %s failed", exchange.request_id)
-            self._service.metrics.error(500)
+            self._service.metrics.errors[500] += 1
             await exchange.error(ApiError(500, f"the server failed: {error}; see its log", code="internal_error"))
 
 
