@@ -201,7 +201,7 @@ class Report:
         fastest: dict[tuple, Latency] = {}
         for p in self.programs:
             key = p.key
-            if key.mode != self.deployment.modes[0] or key.detail:
+            if key.mode != self.deployment.modes[0] or key.detail or key.drafts:
                 continue
             if key.chunks == 1 and not key.rows:
                 entry = Latency("TTFT", key.chunk, key.limit, p.estimate, p.floor)
@@ -320,7 +320,7 @@ def _network(deployment: Deployment, planned: ProgramSet, key: ProgramKey) -> fl
 
 def _tokens(shards: Shards, key: ProgramKey) -> int:
     """The number of tokens of a step on one device."""
-    return key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
+    return key.chunks * key.chunk // shards.size(axes.TOKENS) + key.decoded
 
 
 def _floor_bytes(programs: ProgramSet, key: ProgramKey) -> int:
@@ -354,7 +354,7 @@ def _flops(programs: ProgramSet, key: ProgramKey) -> int:
     matrices = [w for w in model.weights if w.contracting and axes.VOCAB not in w.axes]
     inside = sum(prod(shards.local_shape(w.axes, w.shape)) for w in matrices)
     head = prod(shards.local_shape((axes.EMBED, axes.VOCAB), (model.config.dim, model.layout.vocab)))
-    ends = tokens if key.detail else key.chunks + key.rows
+    ends = tokens if key.detail else key.chunks + key.decoded
     attention = 0
     for layer in model.config.layers:
         spec, heads = layer.attention, model.layout.heads(layer.attention)

@@ -470,4 +470,4 @@ def _matrices(model: AbstractModel, shards: Shards) -> tuple[Matrix, ...]:
 @lru_cache(maxsize=1024)
 def _state_bytes(rows: int, vocab: int, columns: int) -> int:
     state = jax.eval_shape(lambda: RowState.zeros(rows, vocab, columns))
-    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in state)
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -34,11 +34,11 @@ def estimate(
     _forward(ledger, model, plan, key)
     if key.chunks:
         ledger.reduce("last tokens of prompts", (axes.TOKENS,), (key.chunks, _width(model)), model.dtype)
-    _head(ledger, model, key.chunks + key.rows)
-    for rows in (key.rows, key.chunks):
+    _head(ledger, model, key.chunks + key.decoded)
+    for rows, count in ((key.rows, 1 + key.drafts), (key.chunks, 1)):
         if rows:
-            ledger.reduce("best token", (axes.VOCAB,), (rows, 1), np.float32)
-            ledger.reduce("best token", (axes.VOCAB,), (rows, 1), np.int32)
+            ledger.reduce("best token", (axes.VOCAB,), (rows, 1), np.float32, count)
+            ledger.reduce("best token", (axes.VOCAB,), (rows, 1), np.int32, count)
     if key.steps > 1:
         ledger.reduce("whether to go on", (axes.ROWS,), (2,), np.int32)
     return ledger.collectives()
@@ -108,7 +108,7 @@ def _norm(ledger: _Ledger, model: AbstractModel, tokens: int, count: int = 1) ->
 def _forward(ledger: _Ledger, model: AbstractModel, plan: CachePlan, key: ProgramKey) -> None:
     """The decoder over a step's tokens."""
     shards, config = ledger.shards, model.config
-    tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.rows
+    tokens = key.chunks * key.chunk // shards.size(axes.TOKENS) + key.decoded
     hidden, dtype = (tokens, _width(model)), model.dtype
     if config.mixtures:
         ledger.gather_for_mlp("which rows are active", (tokens * shards.mlp_row_shards,), np.int32)

@@ -22,7 +22,7 @@ from inferlib.planning.collectives import Collective, Placement, Step
 from inferlib.planning.experts import expert_bytes
 from inferlib.planning.recorder import record
 from inferlib.programs.program import ProgramKey
-from inferlib.programs.row_state import STATE_AXES, RowState
+from inferlib.programs.row_state import RowState, state_axes
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 from inferlib.tables import Part, Tables
@@ -68,15 +68,16 @@ class Explanation(Tables):
 def explain(model: AbstractModel, plan: CachePlan, config: EngineConfig, keys: Sequence[ProgramKey]) -> Explanation:
     """Explain a model under `config.shards`, whose mesh may be abstract, and a step of each of these programs."""
     place = partial(_place, config.shards)
-    state = jax.eval_shape(partial(RowState.zeros, plan.rows, model.layout.vocab, plan.columns))
-    fields = zip(RowState._fields, STATE_AXES, state, strict=True)
+    history = 0 if config.speculation is None else plan.max_len
+    state = jax.eval_shape(partial(RowState.zeros, plan.rows, model.layout.vocab, plan.columns, history))
+    fields = zip(RowState._fields, state_axes(history=bool(history)), state, strict=True)
     return Explanation(
         config.shards,
         weights=_grouped(place(w.part, w.axes, w.shape, w.dtype) for w in model.specs),
         cache=_grouped(
             place(_array_name(b, i), x.axes, x.shape, x.dtype) for b in plan.blocks for i, x in enumerate(b.owned)
         ),
-        state=_grouped(place(name, names, x.shape, x.dtype) for name, names, x in fields),
+        state=_grouped(place(name, names, x.shape, x.dtype) for name, names, x in fields if x is not None),
         waste=model.layout.waste(),
         steps=tuple(_step(model, plan, config, key) for key in keys),
     )

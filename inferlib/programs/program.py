@@ -80,6 +80,11 @@ class ProgramKey:
         """Most tokens of a row that a call generates; the least, of a row that goes on, are `steps`."""
         return self.steps * (1 + self.drafts)
 
+    @property
+    def decoded(self) -> int:
+        """Tokens of decode rows in one step."""
+        return self.rows * (1 + self.drafts)
+
     def following(self, mode: Mode) -> ProgramKey:
         """The key of the program that chooses tokens from the logits of this one."""
         return replace(self, mode=mode, limit=0, detail="", part="choose")
