@@ -1,6 +1,6 @@
 """Speculative decoding beside decoding without it: tokens/s, and tokens of a row that a step gives.
 
-    python benchmarks/speculation.py --batch 1,4 --temperature 0,0.8
+    python benchmarks/speculation.py --batch 1,2 --temperature 0,0.8
 
 The model edits and summarises texts (by default SmolLM2-135M with its real weights): much of what it writes is in the
 prompt. Both engines serve the same requests, in turns, and must return the same tokens; each row of the table is the
@@ -24,31 +24,15 @@ length reserves nothing. If no page is free, the sequence that came last gives i
 later. Prompts that begin alike share pages: what is computed once serves all of them. The host starts dispatches ahead
 of their results, because everything that a row needs to go on is on the device. Shapes are static, and nothing compiles
 after the start."""
-_CODE = """def mean(numbers):
-    total = 0
-    for number in numbers:
-        total = total + number
-    return total / len(numbers)
-
-def variance(numbers):
-    center = mean(numbers)
-    total = 0
-    for number in numbers:
-        total = total + (number - center) ** 2
-    return total / len(numbers)
-"""
+_MISSPELT = _TEXT.replace("sequence", "sequense").replace("static", "statik")
 TASKS = {
     "edit": [
-        f"Rewrite this text with the word 'pages' replaced by 'blocks', and change nothing else:\n\n{_TEXT}",
-        f"Repeat this text, with every sentence on a line of its own:\n\n{_TEXT}",
-        f"Rename the variable total to sum_ in this code, and print the whole code:\n\n{_CODE}",
-        f"Add a docstring to each function of this code, and print the whole code:\n\n{_CODE}",
+        f"Correct the spelling of this text:\n\n{_MISSPELT}",
+        f"Write a list of all sentences of this text:\n\n{_TEXT}",
     ],
     "summarise": [
+        f"{_TEXT}\n\nSummarise the text above by quoting its most important sentences.",
         f"Summarise this text in three sentences:\n\n{_TEXT}",
-        f"List the main points of this text:\n\n{_TEXT}",
-        f"Explain what this code does, step by step:\n\n{_CODE}",
-        f"Write a short introduction to this text, then quote it:\n\n{_TEXT}",
     ],
 }
 
@@ -71,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--speculation", default="ngram:7")
-    parser.add_argument("--batch", default="1,4", help="requests at a time")
+    parser.add_argument("--batch", default="1,2", help="requests at a time")
     parser.add_argument("--temperature", default="0,0.8")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--max-len", type=int, default=512)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from inferlib.sampling.params import SamplingParams
     from inferlib.sampling.structured import StructuredOutputs
     from inferlib.sharding.mesh import Parallelism
+    from inferlib.speculation.settings import Speculation
 
 _MODULES = {
     "LLM": "inferlib.llm",
@@ -46,6 +47,7 @@ _MODULES = {
     "RequestOutput": "inferlib.outputs",
     "SamplingParams": "inferlib.sampling.params",
     "Slo": "inferlib.deploy.plan",
+    "Speculation": "inferlib.speculation.settings",
     "Stream": "inferlib.llm",
     "StructuredOutputs": "inferlib.sampling.structured",
     "Workload": "inferlib.deploy.plan",
@@ -75,6 +77,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Slo",
+    "Speculation",
     "Stream",
     "StructuredOutputs",
     "Workload",

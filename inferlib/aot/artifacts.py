@@ -39,7 +39,7 @@ from inferlib.programs.start_functions import Compiled
 from inferlib.sharding.mesh import Device, Parallelism
 from inferlib.sharding.shards import Shards, planned_shards
 
-_FORMAT = 4
+_FORMAT = 5
 _MANIFEST = "manifest.json"
 
 

@@ -149,6 +149,7 @@ def test_what_was_not_compiled_is_refused_by_name(model, folder):
         ({"parallel": "tp=2"}, "parallel is tp=1"),
         ({"backend": "xla"}, "backend is auto in its programs, and xla here"),
         ({"buckets": Buckets((8,), (2,), (64,))}, "buckets is prefill 16; batch 2; cache 64"),
+        ({"speculation": "ngram:3"}, "speculation is None in its programs, and ngram:3 here"),
     ],
 )
 def test_settings_that_differ_are_named(model, folder, settings, message):
@@ -174,6 +175,21 @@ def test_quantised_programs(model, tmp_path):
     assert (result.exit_code, "int4 weights work on a single CPU" in result.output) == (2, True)
     with pytest.raises(ArtifactError, match="quantization is int8 in its programs, and fp8 here"):
         LLM(model, artifacts=folder, quantization="fp8", progress=False)
+
+
+@pytest.mark.slow
+def test_programs_with_speculation(model, tmp_path):
+    folder = tmp_path / "ngram"
+    result = compile_into(folder, model, "--speculation", "ngram:1", "--modes", "greedy")
+    assert result.exit_code == 0, result.output
+    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    here = LLM(model, max_batch=2, max_len=64, buckets=Buckets((16,), (2,), (64,)), progress=False)
+    llm = LLM(model, artifacts=folder, speculation="ngram:1", progress=False)
+    tokens = [x.generate([[5, 6, 7]], greedy)[0].outputs[0].token_ids for x in (llm, here)]
+    assert tokens[0] == tokens[1]
+    assert llm.config.speculation == LLM(model, artifacts=folder, progress=False).config.speculation
+    with pytest.raises(ArtifactError, match="speculation is ngram:1 in its programs, and ngram:3 here"):
+        LLM(model, artifacts=folder, speculation="ngram:3", progress=False)
 
 
 def test_another_model_is_named_by_its_field(folder, tmp_path):
@@ -399,7 +415,7 @@ def test_deployments_that_cannot_work_are_refused(model):
 
 
 def test_deployments_survive_json(model):
-    options = dict(modes=("greedy", "sample"), backend="xla")
+    options = dict(modes=("greedy", "sample"), backend="xla", speculation="ngram:3")
     made = deployment_of(model, parallel=Parallelism(tensor=2, data=2, rules="tp_sp"), **options)
     assert Deployment.from_json(json.loads(json.dumps(made.to_json()))) == made
 
