@@ -70,6 +70,7 @@ class Profit:
 
     def learn_time(self, key: ProgramKey, seconds: float) -> None:
         """What all steps of a dispatch took."""
-        entry, one = (key.mode, key.rows, key.drafts), seconds / key.steps
+        entry: tuple[Mode, int, int] = key.mode, key.rows, key.drafts
+        one = seconds / key.steps
         before = self._seconds.get(entry, one)
         self._seconds[entry] = before + _OF_TIMES * (one - before)

@@ -84,10 +84,10 @@ class Changes:
 
     moves: list[Move] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)
-    snapshots: list[Save | Restore] = field(default_factory=list)
     grants: list[Grant] = field(default_factory=list)
     counts: list[Count] = field(default_factory=list)
     past: list[Past] = field(default_factory=list)
+    snapshots: list[Save | Restore] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.moves or self.copies or self.snapshots or self.grants or self.counts or self.past)

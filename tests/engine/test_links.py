@@ -18,7 +18,7 @@ from inferlib.engine.calls import Call
 from inferlib.links import Link, SecretError, read_secret
 from inferlib.messages import Message, MessageError
 from inferlib.programs.program import ChunkInput, ProgramKey
-from inferlib.programs.row_changes import Changes, Count, Grant, Move
+from inferlib.programs.row_changes import Changes, Count, Grant, Move, Restore, Save
 
 SECRET = b"known to the processes alone"
 SECONDS = 5
@@ -49,6 +49,7 @@ def test_a_call_arrives_as_it_was_sent():
     ints = np.arange(6, dtype=np.int32).reshape(2, 3)
     chunk = ChunkInput(ints, ints[:, ::2], ints[:0], np.float32([[0.5, np.inf]]))
     changes = Changes([Move(3, 1)], {7: 2, 5: 7}, [Grant(1, 0, 5)], [Count(1, -1, 0), Count(1, 9, 1 << 30)])
+    changes.snapshots += [Save(3, 0), Restore(1, 0), Save(2, 0)]
     cascade = Call(ProgramKey("greedy", 8, 64, cascade=True), (), False, None, prefixes=ints)
     for call in (Call(key, (1, 3), True, chunk, changes), Call(ProgramKey("greedy", 4, 64), (), False, None), cascade):
         arrived = Call.from_message(Message.decode(call.to_message().encode()))

@@ -234,7 +234,7 @@ def test_what_an_error_lost_is_not_restored(tight, alone, monkeypatch):
         assert s.cached == 0
 
 
-def test_outputs_of_one_prompt_and_beams_go_on_from_its_snapshot(tight):
+def test_outputs_of_one_prompt_go_on_from_its_snapshot(tight):
     llm, prompt = tight("qwen3_5_text"), prompt_of(33, 2, 0)
     params = dataclasses.replace(SAMPLED, n=4, max_tokens=12)
 
