@@ -58,10 +58,10 @@ def convert(
     out = checked_output("out", out)
     show = on_terminal() if progress is None else progress
     files = ModelFiles.open(model, revision, progress=show)
-    if isinstance(files.source, LaidOutWeights):
-        raise CheckpointError(f"{files.path} is converted already; convert the original for another dtype")
     if merge_adapter is not None:
         files = files.merged(checked_path("merge_adapter", merge_adapter))
+    if isinstance(files.source, LaidOutWeights):
+        raise CheckpointError(f"{files.path} is converted already; convert the original for another dtype")
     shards = make_shards(None if parallel is None else Parallelism.read(parallel))
     scheme = files.quantization(quantization)
     stored = stored_model(files.config, dtype, scheme)

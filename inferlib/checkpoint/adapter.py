@@ -80,8 +80,8 @@ class Adapter:
 
     def shape(self, factors: Factors) -> tuple[int, int]:
         """Of the weight."""
-        shape = self.tensors.shape(factors.b)[0], self.tensors.shape(factors.a)[1]
-        return shape[::-1] if factors.embedding or self.transposed else shape
+        rows, columns = self.tensors.shape(factors.b)[0], self.tensors.shape(factors.a)[1]
+        return (columns, rows) if factors.embedding or self.transposed else (rows, columns)
 
 
 def _check(file: Path, config: Mapping[str, Any]) -> None:
