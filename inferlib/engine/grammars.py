@@ -71,6 +71,7 @@ class Grammars:
             raise ValueError(f"{where}: {_explained(str(error))}") from None
         limits = library.LLParserLimits(verbose_errors=False)
         matcher = library.LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+        matcher.compute_bitmask()  # here and not in the engine's thread: the first one takes longest
         if matcher.is_error():
             raise ValueError(f"{where}: {_explained(matcher.get_error())}")
         return matcher
