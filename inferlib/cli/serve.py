@@ -92,7 +92,7 @@ def serve(
     llm = load_llm(ModelArguments(model=model, revision=revision, generation_config=generation_config), formats, engine)
     with memory_errors():
         if serving.warmup and engine.artifacts is None:
-            llm.warmup(_modes())
+            llm.warmup(warmup_modes())
         from inferlib.async_llm import AsyncLLM
 
         host, port = bound.getsockname()[:2]
@@ -123,7 +123,7 @@ def _options(model: str, address: AddressArguments, serving: ServingArguments) -
     )
 
 
-def _modes() -> Any:
+def warmup_modes() -> Any:
     """All that requests can need; "processed" only for constraints, since no request brings a function."""
     from inferlib.programs.program import DEVICE_MODES
     from inferlib.serving.structured import has_constraints

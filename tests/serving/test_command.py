@@ -11,14 +11,19 @@ import sys
 import time
 
 import httpx
+import openai
 import pytest
 from typer.testing import CliRunner
 
+from inferlib import Buckets
 from inferlib.cli import app
+from inferlib.cli.serve import warmup_modes
 from tests.helpers.cli_model import COMMAND, error_of, make_model
+from tests.helpers.llms import build_llm
+from tests.helpers.servers import NAME, serving
 
 
-def serve(*arguments: str) -> str:
+def refused(*arguments: str) -> str:
     return error_of(CliRunner().invoke(app, ["serve", "/nowhere", *map(str, arguments)]))
 
 
@@ -26,7 +31,7 @@ def test_a_port_that_is_taken():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
         assert (
-            serve("--port", port) == f"127.0.0.1:{port} cannot be had (Address already in use): choose another --port"
+            refused("--port", port) == f"127.0.0.1:{port} cannot be had (Address already in use): choose another --port"
         )
 
 
@@ -34,23 +39,38 @@ def test_hosts_and_files(tmp_path):
     text, empty = tmp_path / "text", tmp_path / "empty"
     text.write_text("x")
     empty.write_text("\n")
-    assert "no address of this machine" in serve("--host", "no.such.host.invalid")
-    assert "go together" in serve("--ssl-certfile", text)
-    assert "is no file: give a PEM file" in serve("--ssl-certfile", tmp_path / "a", "--ssl-keyfile", text)
-    assert "no certificate and its key" in serve("--ssl-certfile", text, "--ssl-keyfile", text)
-    assert "one or the other" in serve("--api-key", "x", "--api-key-file", text)
-    assert "write a key a line" in serve("--api-key-file", empty)
-    assert "No such file" in serve("--api-key-file", tmp_path / "a")
-    assert "No such file" in serve("--chat-template", tmp_path / "a")
-    assert "printable ASCII" in serve("--api-key", "a b\n")
-    assert "must be auto, none, hermes" in serve("--tool-parser", "nope")
-    assert "must be auto, none, think" in serve("--reasoning-parser", "nope")
+    assert "no address of this machine" in refused("--host", "no.such.host.invalid")
+    assert "go together" in refused("--ssl-certfile", text)
+    assert "is no file: give a PEM file" in refused("--ssl-certfile", tmp_path / "a", "--ssl-keyfile", text)
+    assert "no certificate and its key" in refused("--ssl-certfile", text, "--ssl-keyfile", text)
+    assert "one or the other" in refused("--api-key", "x", "--api-key-file", text)
+    assert "write a key a line" in refused("--api-key-file", empty)
+    assert "No such file" in refused("--api-key-file", tmp_path / "a")
+    assert "No such file" in refused("--chat-template", tmp_path / "a")
+    assert "printable ASCII" in refused("--api-key", "a b\n")
+    assert "must be auto, none, hermes" in refused("--tool-parser", "nope")
+    assert "must be auto, none, think" in refused("--reasoning-parser", "nope")
 
 
 def test_without_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "inferlib.serving.server", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert serve() == "uvicorn is not installed: pip install 'inferlib[serve]'"
+    assert refused() == "uvicorn is not installed: pip install 'inferlib[serve]'"
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_the_warm_up(tmp_path):
+    """Greedy, sampled and scored chats, completions and vectors run on what `serve` compiles."""
+    buckets = Buckets(prefill=(16,), batch=(1, 2), cache=(64,))
+    llm = build_llm(make_model(tmp_path / "model", layers=1), buckets)
+    llm.warmup(warmup_modes())
+    before = llm.compilations
+    with serving(llm) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="x", max_retries=0) as client:
+        for options in ({"temperature": 0}, {"seed": 1, "n": 2}, {"logprobs": 2, "echo": True}):
+            client.completions.create(model=NAME, prompt=["ab", "b" * 30], max_tokens=8, **options)
+        client.embeddings.create(model=NAME, input=["ab", "b" * 30])
+    assert llm.compilations == before
+    assert llm.stats.program_misses == 0
 
 
 @pytest.mark.slow
