@@ -30,9 +30,8 @@ def refused(*arguments: str) -> str:
 def test_a_port_that_is_taken():
     with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = other.getsockname()[1]
-        assert (
-            refused("--port", port) == f"127.0.0.1:{port} cannot be had (Address already in use): choose another --port"
-        )
+        error = refused("--port", port)
+    assert error == f"127.0.0.1:{port} cannot be had (Address already in use): choose another --port"
 
 
 def test_hosts_and_files(tmp_path):
