@@ -39,7 +39,7 @@ class Limits:
 class ServerOptions:
     """names: of the model, the first of them in answers. keys: any of them opens the server; none: it is open.
     tool_parser, reasoning_parser: "auto", "none", or a name. chat_template: a Jinja template in place of the model's.
-    trust_templates: requests may bring a template. root: the path below which a proxy puts the server.
+    trust_templates: requests may bring a template.
     """
 
     names: tuple[str, ...]
