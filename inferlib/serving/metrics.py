@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -99,7 +100,7 @@ class Metrics:
             yield histogram.family(self._model)
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float]) -> Metric:
+def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, float]) -> Metric:
     family = CounterMetricFamily(name, text, labels=labels)
     for names, value in values.items():
         family.add_metric(names, value)

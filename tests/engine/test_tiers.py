@@ -397,7 +397,7 @@ def test_the_host_keeps_what_was_used_last():
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5_text"])
 def test_models_whose_rows_are_more_than_pages_have_no_tiers(family, checkpoint):
-    with pytest.raises(ConfigurationError, match="host_cache .* layers have a ring or a state of each row.*: leave"):
+    with pytest.raises(ConfigurationError, match=r"host_cache .* layers have a ring or a state of each row.*: leave"):
         build_llm(checkpoint(family), LEAST, host_cache="1GiB")
 
 
