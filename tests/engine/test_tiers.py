@@ -20,8 +20,9 @@ from inferlib.config import ConfigurationError
 from inferlib.engine.engine import Engine
 from inferlib.engine.fetch_rule import FetchRule
 from inferlib.engine.sequence import Status
-from inferlib.engine.tiers import Tiers
+from inferlib.engine.tiers import Tiers, check_tiers
 from inferlib.programs.counter import compilations
+from inferlib.sharding.shards import Shards
 from tests.helpers.engines import assert_accounted
 from tests.helpers.llms import build_llm, new_engine, random_prompts
 from tests.helpers.poison import poison
@@ -399,6 +400,13 @@ def test_the_host_keeps_what_was_used_last():
 def test_models_whose_rows_are_more_than_pages_have_no_tiers(family, checkpoint):
     with pytest.raises(ConfigurationError, match=r"host_cache .* layers have a ring or a state of each row.*: leave"):
         build_llm(checkpoint(family), LEAST, host_cache="1GiB")
+
+
+def test_several_processes_do_without(tight, monkeypatch):
+    monkeypatch.setattr(Shards, "several_processes", True)
+    engine = tight("llama stacked").engine
+    with pytest.raises(ConfigurationError, match="host_cache serves the devices of one process: leave host_cache out"):
+        check_tiers(engine.plan, replace(engine.config, host_cache=1 << 20))
 
 
 @pytest.mark.parametrize(

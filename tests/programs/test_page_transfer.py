@@ -1,0 +1,106 @@
+"""Pages go to the host and come back as they were, on one device and on meshes."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from inferlib.aot.compile import environment
+from inferlib.cache.plan import BlockCache, CachePlan
+from inferlib.programs.page_transfer import PageTransfer, _at_once, _one_by_one
+from inferlib.sharding import axes
+from inferlib.sharding.mesh import Parallelism
+from inferlib.sharding.shards import Shards, make_shards
+from inferlib.targets import parse_target
+
+BFLOAT16 = np.dtype(jnp.bfloat16)
+
+
+def plan_of(pages: int) -> CachePlan:
+    """Stacked keys and values, in int8 with scales; and latents, whose rotary keys are folded."""
+    blocks = (
+        BlockCache(((3, pages, 2, 8, 4),) * 2, False, BFLOAT16),
+        BlockCache(((pages, 2, 8, 6),) * 2, False, np.dtype(np.int8), scaled=True),
+        BlockCache(((pages, 1, 8, 12), (pages, 1, 4, 8)), False, BFLOAT16, latent=True),
+    )
+    return CachePlan(rows=2, max_len=16, page=8, pages=pages, blocks=blocks)
+
+
+@pytest.mark.parametrize("parallel", [None, "dp=2,tp=2", "dp=2,cp=2,tp=2"])
+def test_pages_come_back_as_they_were(parallel):
+    shards = Shards() if parallel is None else make_shards(Parallelism.read(parallel))
+    plan = plan_of(5 * shards.replicas)
+    transfer = PageTransfer(plan, shards)
+    assert transfer.nbytes == plan.nbytes // plan.pages
+    rng = np.random.default_rng(0)
+    host = [rng.integers(-99, 99, x.shape).astype(x.dtype) for x in plan.arrays]
+    places = [shards.sharding(x.axes) for x in plan.arrays]
+    cache = tuple(jax.device_put(x, place) for x, place in zip(host, places, strict=True))
+    source, target = ([3, 1], [0, 4]) if parallel is None else ([1, 7, 3, 9], [5, 0, 8, 4])
+    pages = transfer.cut(transfer.read(cache, source), source)
+    assert all(sum(x.nbytes for x in page) == transfer.nbytes for page in pages)
+    cache, _ = transfer.write(cache, target, pages)
+    for before, after, x in zip(host, cache, plan.arrays, strict=True):
+        expected, stack = before.copy(), (slice(None),) * x.axes.index(axes.PAGES)
+        expected[(*stack, target)] = before[(*stack, source)]
+        np.testing.assert_array_equal(after, expected)
+        assert after.sharding.is_equivalent_to(shards.sharding(x.axes) or after.sharding, after.ndim)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((7, 2, 4), 0), ((3, 7, 2, 4), 1)])
+def test_both_forms_write_pages(shape, dim):
+    """Page 7, which does not exist, is padding."""
+    array, pages = np.arange(np.prod(shape)).reshape(shape), np.array([3, 0, 7, 7])
+    cells = -np.arange(4 * array[(slice(None),) * dim + (0,)].size).reshape(4, *shape[:dim], *shape[dim + 1 :])
+    expected = array.copy()
+    for page, new in zip(pages[:2], cells, strict=False):
+        expected[(slice(None),) * dim + (page,)] = new
+    for form in (_one_by_one, _at_once):
+        np.testing.assert_array_equal(form(dim, *map(jnp.asarray, (array, pages, cells))), expected)
+
+
+ON_TPU = """
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from inferlib.programs.page_transfer import CALL_PAGES, PageTransfer, read_pages, write_pages
+from inferlib.sharding.shards import Shards
+from tests.programs.test_page_transfer import large_plan
+device = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x4").devices[0]
+place = jax.sharding.SingleDeviceSharding(device)
+plan, shards = large_plan(), Shards()
+groups, names = PageTransfer(plan, shards).groups, tuple(x.axes for x in plan.arrays)
+make = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+cache = tuple(make(x.shape, x.dtype) for x in plan.arrays)
+numbers = make((CALL_PAGES, 1), jnp.int32)
+blocks = tuple(make((CALL_PAGES, *group.shape), jnp.dtype(group.dtype)) for group in groups)
+for function, donated, more in ((read_pages, (), ()), (write_pages, (3,), (blocks,))):
+    jitted = jax.jit(function, static_argnums=(0, 1, 2), donate_argnums=donated)
+    compiled = jitted.lower(shards, names, groups, cache, numbers, *more).compile()
+    print(compiled.memory_analysis().temp_size_in_bytes)
+"""
+
+
+def large_plan() -> CachePlan:
+    """Of stacked arrays of 67 and 34 MB, and one layer in int8."""
+    blocks = (
+        BlockCache(((4, 64, 8, 128, 128),) * 2, False, BFLOAT16),
+        BlockCache(((4, 64, 1, 128, 512), (4, 64, 1, 64, 128)), False, BFLOAT16, latent=True),
+        BlockCache(((64, 8, 128, 128),) * 2, False, np.dtype(np.int8), scaled=True),
+    )
+    return CachePlan(rows=8, max_len=1024, page=128, pages=64, blocks=blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'jax[tpu]'")
+def test_the_tpu_compiler_copies_no_more_than_pages():
+    environ = environment(parse_target("v6e-8")) | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    child = subprocess.run([sys.executable, "-c", ON_TPU], env=environ, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr[-3000:]
+    assert [int(size) < 1 << 22 for size in child.stdout.split()] == [True, True]
