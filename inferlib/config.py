@@ -615,8 +615,8 @@ class EngineOptions:
         that was used so before. disk_cache_size: of its files; by default half of what is free on the disk.
     prefix_caching: prompts that begin as an earlier one did take its pages, and compute only the rest.
     snapshots: models that keep more of a row than pages (recurrent layers, windows) go on from snapshots of that, so
-        many on each replica; 0: they share nothing. By default one for each row, up to 64, in at most a quarter of the
-        memory that rows and one sequence leave.
+        many on each replica; 0: they share nothing. By default one for each row, up to 64 in at most a quarter of the
+        memory that rows and one sequence leave, or up to 8 if `cache_memory` is neither given nor known.
     compile_cache: a folder for compiled programs, from which later processes take them; by default one in the user's
         cache folder, "none" for none. See `inferlib.programs.compilation_cache`. Several processes that share a model
         use one only if it is given.

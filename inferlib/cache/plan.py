@@ -38,8 +38,8 @@ ONE_DEVICE = Shards()
 _WHOLE = PoolSize()
 _TABLE_BYTES = 512 << 10  # of a TPU's scalar memory, for the table of pages
 # Snapshots by default: one for each row, up to so many of a replica, in at most this share of the memory that rows and
-# one sequence leave.
-_SNAPSHOTS, _OF_REST = 64, 0.25
+# one sequence leave; where the memory is not known, up to fewer.
+_SNAPSHOTS, _OF_REST, _CAUTIOUS = 64, 0.25, 8
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class CachePlan:
             return self
         rows, count = self.rows // shards.replicas, pool.snapshots
         if count is None:
-            count = min(rows, _SNAPSHOTS)
+            count = min(rows, _CAUTIOUS if pool.memory is None else _SNAPSHOTS)
             if pool.memory is not None:
                 of_page, of_rows = _of_one_page(replace(self, snapshots=0), shards).bytes_of(shards)
                 rest = max(pool.memory - of_rows - self.columns * of_page, 0)
