@@ -100,8 +100,7 @@ class _Choice:
         if self._finished or (len(completion.token_ids) == self._tokens and completion.finish_reason is None):
             return []
         deltas = self._deltas(completion)
-        parts = [_merged(deltas, self._form.new_call_id)] if len(deltas) < 2 else []
-        parts = parts or [_merged([delta], self._form.new_call_id) for delta in deltas]
+        parts = [_written(delta, self._form.new_call_id) for delta in deltas] or [{}]
         logprobs = self._logprobs(completion)
         if not self._begun:
             self._begun = True
@@ -110,10 +109,8 @@ class _Choice:
         chunks[0]["logprobs"] = logprobs
         if completion.finish_reason is not None:
             self._finished = True
-            chunks[-1] |= {
-                "finish_reason": self._finish_reason(completion),
-                "stop_reason": completion.stop_reason,
-            }
+            reason = self._finish_reason(completion)
+            chunks[-1] |= {"finish_reason": reason, "stop_reason": completion.stop_reason}
         elif not chunks[0]["delta"] and logprobs is None:
             chunks = []  # a token whose text is not certain yet
         self._tokens = len(completion.token_ids)
@@ -140,11 +137,8 @@ class _Choice:
         return "tool_calls" if called else completion.finish_reason
 
 
-def _merged(deltas: Sequence[Delta], new_call_id: Callable[[], str]) -> dict[str, Any]:
-    """The delta of a chunk, of at most one of the parser's."""
-    if not deltas:
-        return {}
-    (delta,) = deltas
+def _written(delta: Delta, new_call_id: Callable[[], str]) -> dict[str, Any]:
+    """The delta of a chunk."""
     if isinstance(delta, Content):
         return {"content": delta.text}
     if isinstance(delta, Call):
