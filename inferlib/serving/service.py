@@ -181,7 +181,7 @@ class Service:
 
 
 def too_long(message: str) -> ApiError:
-    return ApiError(400, message, param="messages", code="context_length_exceeded")
+    return ApiError(400, message, code="context_length_exceeded")
 
 
 def new_id(kind: str) -> str:
