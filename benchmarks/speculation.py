@@ -4,7 +4,8 @@
 
 The model edits and summarises texts (by default SmolLM2-135M with its real weights): much of what it writes is in the
 prompt. Both engines serve the same requests, in turns, and must return the same tokens; each row of the table is the
-best of --runs. A model's own chat template makes the prompts.
+best of --runs. A model's own chat template makes the prompts. "CPU ms" is the time of all cores for a token, which other
+work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import itertools
 import sys
 import time
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -37,18 +39,27 @@ TASKS = {
 }
 
 
-def run(llm: LLM, texts: list[str], params: SamplingParams, batch: int) -> tuple[float, float, list[list[int]]]:
-    """Tokens/s, tokens that a row gets of a step on average, and the tokens. Every run finds the cache empty."""
+class Run(NamedTuple):
+    """rate: tokens/s. cpu: milliseconds of all cores a token. per_step: tokens that a row got of a step on average."""
+
+    rate: float
+    cpu: float
+    per_step: float
+    tokens: list[list[int]]
+
+
+def run(llm: LLM, texts: list[str], params: SamplingParams, batch: int) -> Run:
+    """Complete the texts; the cache is empty before."""
     llm.engine.forget_prefixes()
     prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in texts]
-    outputs, stats, start = [], llm.engine.stats, time.perf_counter()
-    saved = stats.accepted_drafts
+    outputs, stats = [], llm.engine.stats
+    saved, cpu, start = stats.accepted_drafts, time.process_time(), time.perf_counter()
     for first in range(0, len(prompts), batch):
         outputs += llm.generate(prompts[first : first + batch], params)
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     tokens = [output.outputs[0].token_ids for output in outputs]
     count = sum(map(len, tokens))
-    return count / seconds, count / (count - stats.accepted_drafts + saved), tokens
+    return Run(count / seconds, 1e3 * cpu / count, count / (count - stats.accepted_drafts + saved), tokens)
 
 
 def main() -> None:
@@ -65,24 +76,20 @@ def main() -> None:
     batches, temperatures = ([float(x) for x in text.split(",")] for text in (args.batch, args.temperature))
     sizes = dict(max_batch=int(max(batches)), max_len=args.max_len, dtype=args.dtype, progress=False)
     engines = {name: LLM(args.model, speculation=name, **sizes) for name in (None, args.speculation)}
-    table = Table("task", "temperature", "batch", "speculation", "tokens/s", "ratio", "tokens a step", "equal")
+    table = Table(
+        "task", "temperature", "batch", "speculation", "tokens/s", "ratio", "CPU ms", "tokens a step", "equal"
+    )
     for (task, texts), temperature, batch in itertools.product(TASKS.items(), temperatures, map(int, batches)):
         params = SamplingParams(temperature=temperature, max_tokens=args.max_tokens, seed=1, ignore_eos=True)
-        results: dict[str | None, list] = {name: [] for name in engines}
+        results: dict[str | None, list[Run]] = {name: [] for name in engines}
         for _ in range(1 + args.runs):  # the first compiles what is missing, and does not count
             for name, llm in engines.items():
                 results[name].append(run(llm, texts, params, batch))
-        rates = {name: max(rate for rate, *_ in of_one[1:]) for name, of_one in results.items()}
-        for name, of_one in results.items():
-            _, per_step, tokens = of_one[-1]
-            equal = sum(a == b for a, b in zip(tokens, results[None][-1][2], strict=True))
-            cells = (
-                f"{rates[name]:.1f}",
-                f"{rates[name] / rates[None]:.2f}",
-                f"{per_step:.2f}",
-                f"{equal} of {len(texts)}",
-            )
-            table.add_row(task, f"{temperature:g}", str(batch), name or "none", *cells)
+        best = {name: max(of_one[1:]) for name, of_one in results.items()}
+        for name, one in best.items():
+            equal = sum(a == b for a, b in zip(one.tokens, best[None].tokens, strict=True))
+            cells = f"{one.rate:.1f}", f"{one.rate / best[None].rate:.2f}", f"{one.cpu:.1f}", f"{one.per_step:.2f}"
+            table.add_row(task, f"{temperature:g}", str(batch), name or "none", *cells, f"{equal} of {len(texts)}")
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 

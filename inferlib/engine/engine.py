@@ -510,14 +510,18 @@ class Engine:
         return taken
 
     def _learn(self, dispatch: Dispatch, output: Any, seconds: float) -> None:
-        """Learn from what became of drafts in a dispatch, and from its time if it ran all its steps."""
+        """Learn from what became of drafts in a dispatch, and from its time. A row that goes on got a token of each
+        step, and one more for each draft that stood."""
         key, profit = dispatch.key, self.scheduler.profit
         assert profit is not None
         tried, stood = (x.tolist() for x in output.tally)
+        counts, steps = (output.tokens >= 0).sum(axis=0).tolist(), 0
         for s, column in zip(dispatch.rows, dispatch.columns, strict=True):
             profit.learn(s, tried[column], stood[column])
-        if any(s.status is not Status.FINISHED for s in dispatch.rows) and output.tokens[key.steps - 1].max() >= 0:
-            profit.learn_time(key, seconds)
+            if s.status is not Status.FINISHED:
+                steps = max(steps, counts[column] - (stood[column] if key.drafts else 0))
+        if steps:
+            profit.learn_time(key, seconds / steps)
         if key.drafts:
             self.stats.drafts += sum(tried)
             self.stats.accepted_drafts += sum(stood)

@@ -33,7 +33,7 @@ class Profit:
         self.counts = (0, *speculation.counts)
         self.usual = _FIRST
         self._weights, self._alone = tokens_of_weights(platform), _ALONE.get(platform, 1.0)
-        self._seconds: dict[tuple[Mode, int, int], float] = {}  # of a step, by mode, rows and drafts
+        self._seconds: dict[tuple[str, int, int], float] = {}  # of a step, by mode, rows and drafts
 
     def choose(self, sequences: SequenceOf[Sequence], mode: Mode, rows: int) -> int:
         """How many tokens each step of a dispatch drafts for these sequences, in a program of so many rows."""
@@ -69,8 +69,7 @@ class Profit:
             self.usual += _OF_ALL * (stood / tried - self.usual)
 
     def learn_time(self, key: ProgramKey, seconds: float) -> None:
-        """What all steps of a dispatch took."""
+        """What a step took."""
         entry: tuple[Mode, int, int] = key.mode, key.rows, key.drafts
-        one = seconds / key.steps
-        before = self._seconds.get(entry, one)
-        self._seconds[entry] = before + _OF_TIMES * (one - before)
+        before = self._seconds.get(entry, seconds)
+        self._seconds[entry] = before + _OF_TIMES * (seconds - before)

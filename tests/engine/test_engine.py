@@ -289,6 +289,12 @@ def traffic(draw):
     return config, jobs, draw(st.lists(st.sampled_from([None, None, 1]), min_size=1, max_size=4))
 
 
+def choose_by_length(engine: Engine) -> None:
+    """Let an engine that speculates choose how many tokens to draft by what a run repeats: not by time."""
+    if (profit := engine.scheduler.profit) is not None:
+        profit.choose = lambda sequences, mode, rows: profit.counts[sum(s.least for s in sequences) % 3 - 1]
+
+
 def go_on(engine: Engine, sequences: list[Sequence], case: tuple, round_: int) -> None:
     """What comes and what is cancelled in a round, then a step of the engine."""
     _, jobs, bounds = case
@@ -305,8 +311,7 @@ def go_on(engine: Engine, sequences: list[Sequence], case: tuple, round_: int) -
 def test_any_traffic_is_served_completely_and_in_order(case):
     config, jobs, _ = case
     engine = scripted_engine(config, [script for script, _, _ in jobs])
-    if (profit := engine.scheduler.profit) is not None:
-        profit.choose = lambda sequences, mode, rows: profit.counts[sum(s.least for s in sequences) % 3 - 1]
+    choose_by_length(engine)
     sequences = [sequence(script, "logits" if not script.max_tokens else "") for script, _, _ in jobs]
     for round_ in range(400):
         go_on(engine, sequences, case, round_)

@@ -174,10 +174,11 @@ def test_kinds_of_layers(family, checkpoint):
     jobs = [(TRUNK, GREEDY), (TAILS[1], GREEDY), (TAILS[2], GREEDY)]
     expected = run(build_llm(checkpoint(family), buckets, **more), jobs)
     speculation = Speculation(drafter_of(expected, *MIXED), tokens=3)
-    llm = build_llm(checkpoint(family), buckets, decode_steps=2, speculation=speculation, **more)
-    with before_each_dispatch(llm, poison):
+    llm, shares = build_llm(checkpoint(family), buckets, decode_steps=2, speculation=speculation, **more), []
+    with before_each_dispatch(llm, lambda engine: shares.append(poison(engine))):
         assert_same(run(llm, jobs), expected)
         assert llm.engine.stats.accepted_drafts
+    assert max(shares) > 0  # cells that stay
 
 
 @pytest.mark.slow
