@@ -272,7 +272,7 @@ class SamplingArguments:
 
     def values(self) -> dict[str, Any]:
         """The fields that are given. Raises ValueError."""
-        values = asdict(self) | {"logit_bias": _bias(self.logit_bias or ()) or None}
+        values: dict[str, Any] = asdict(self) | {"logit_bias": _bias(self.logit_bias or ()) or None}
         values["structured_outputs"] = _structured(**{name: values.pop(name) for name in _STRUCTURED})
         return {name: value for name, value in values.items() if value is not None}
 
