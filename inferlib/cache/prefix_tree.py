@@ -32,7 +32,7 @@ class Node:
     pending: bool = False
     children: dict[bytes, dict[Node, None]] = field(default_factory=dict, repr=False)
     key: Hashable = None  # of a root
-    digest: bytes = b""
+    digest: bytes = b""  # see `inferlib.cache.host_tier.key_of`
 
     @property
     def count(self) -> int:
