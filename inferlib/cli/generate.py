@@ -390,7 +390,7 @@ _STRUCTURED = ("json_schema", "regex", "choice", "grammar", "after")
 
 
 def _structured(json_schema: Path | None, grammar: Path | None, **others: Any) -> StructuredOutputs | None:
-    """What these options say of the output, if they say anything. Raises ValueError."""
+    """What these options say of the output, if they say anything. Raises ValueError, or OSError."""
     from inferlib.sampling.structured import StructuredOutputs
 
     texts = {
@@ -404,8 +404,8 @@ def _structured(json_schema: Path | None, grammar: Path | None, **others: Any) -
 def _text(option: str, file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{option} cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} must be a file of UTF-8 text: {error}") from None
 
 
 def _bias(entries: Sequence[str]) -> dict[int, float]:

@@ -89,8 +89,8 @@ class Grammars:
 
 
 def _explained(error: str) -> str:
-    """An error of llguidance with the fix, if it has none."""
-    text = error.strip()
+    """An error of llguidance on one line, with the fix."""
+    text = " ".join(error.split())
     if text.startswith("Unimplemented keys"):
         return f"{text}: llguidance does not follow these keywords, so leave them out"
     if text.startswith("Unknown format"):
@@ -98,7 +98,7 @@ def _explained(error: str) -> str:
     if text.startswith("Unsatisfiable schema"):
         return f"{text}: no value fits it, so correct it"
     if "look-around" in text:
-        return f"{text}\nwrite the expression without (?=, (?!, (?<= and (?<!"
+        return f"{text}; write the expression without (?=, (?!, (?<= and (?<!"
     return f"{text}; correct it"
 
 

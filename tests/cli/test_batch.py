@@ -159,7 +159,7 @@ def test_lines_that_follow_a_grammar(batch, tmp_path):
     assert "Invalid type: strnig" in records[3]["error"]
     assert "does not follow the grammar of structured_outputs" in records[4]["error"]
     assert records[5]["generated_tokens"] == 3
-    assert "--json-schema cannot be read" in error_of(batch.run("--json-schema", tmp_path / "none.json", "--overwrite"))
+    assert "none.json: No such file" in error_of(batch.run("--json-schema", tmp_path / "none.json", "--overwrite"))
     assert "there is json and regex" in error_of(batch.run("--json-schema", file, "--regex", "a", "--overwrite"))
 
 
