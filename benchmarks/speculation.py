@@ -4,8 +4,8 @@
 
 The model edits and summarises texts (by default SmolLM2-135M with its real weights): much of what it writes is in the
 prompt. Both engines serve the same requests, in turns, and must return the same tokens; each row of the table is the
-best of --runs. A model's own chat template makes the prompts. "CPU ms" is the time of all cores for a token, which other
-work on the machine changes less.
+best of --runs. A model's own chat template makes the prompts. "CPU ms" is the time of all cores for a token, which
+other work on the machine changes less.
 """
 
 from __future__ import annotations

@@ -349,6 +349,15 @@ class _Maker:
         )
         return rows, sampled._replace(token=jnp.where(live > 0, token, -1))
 
+    def advance_any(self, rows: RowState, logits: jax.Array) -> tuple[RowState, Sampled]:
+        """`advance`, which is left out if no row is active, where sampling takes long and branches are cheap: GPUs wait
+        for the host at each."""
+        if self.key.mode == "greedy" or self.config.platform not in ("cpu", "tpu"):
+            return self.advance(rows, logits)
+        _, shapes = jax.eval_shape(self.advance, rows, logits)
+        nothing = jax.tree.map(lambda s: jnp.full(s.shape, -1, s.dtype), shapes)
+        return lax.cond(self.any_row(rows.active), self.advance, lambda rows, _: (rows, nothing), rows, logits)
+
     def row_logits(self, weights, cache, rows: RowState, mailboxes: Mailboxes | None, shared=None):
         """The cache, logits [B, V] of the next token of each row, the mailboxes and the experts' load."""
         batch = StepBatch.of_rows(rows.token, jnp.where(rows.active, rows.length + 1, 0))
@@ -375,7 +384,7 @@ class _Maker:
         else:
             cache, logits, mailboxes, load = self.row_logits(weights, cache, rows, mailboxes, shared)
             logits = logits[:, None]
-        rows, sampled, tally = accepted(self.advance, rows, logits, drafts)
+        rows, sampled, tally = accepted(self.advance_any, rows, logits, drafts)
         return cache, rows, mailboxes, _Step(sampled, load, tally)
 
     def decode(self, weights, cache, state: RowState, packed: jax.Array, prefixes: jax.Array | None = None):
