@@ -19,6 +19,7 @@ _ALONE = {"cpu": 0.5}  # what a single token's step takes of that: its products 
 _FIRST = 0.6  # of drafts stand, as long as nothing is known
 _PRIOR = 4.0  # how many drafts of its own a row needs to count as much as all rows before it
 _FADING, _OF_ALL, _OF_TIMES = 0.8, 0.05, 0.2
+_FOLLOWED = 0.5  # of a change of one number's times, on a logarithmic scale, the others follow
 
 
 def tokens_of_weights(platform: str) -> int:
@@ -69,7 +70,11 @@ class Profit:
             self.usual += _OF_ALL * (stood / tried - self.usual)
 
     def learn_time(self, key: ProgramKey, seconds: float) -> None:
-        """What a step took."""
+        """What a step took. Other work on a machine slows steps of any number of drafts, so their estimates follow."""
         entry: tuple[Mode, int, int] = key.mode, key.rows, key.drafts
         before = self._seconds.get(entry, seconds)
-        self._seconds[entry] = before + _OF_TIMES * (seconds - before)
+        now = before + _OF_TIMES * (seconds - before)
+        for other in [(key.mode, key.rows, count) for count in self.counts]:
+            if other in self._seconds:
+                self._seconds[other] *= (now / before) ** _FOLLOWED
+        self._seconds[entry] = now

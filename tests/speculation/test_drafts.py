@@ -116,6 +116,18 @@ def test_measured_times_decide():
     assert profit.choose([s], "greedy", 8) == 3
 
 
+def test_times_of_steps_that_do_not_run_follow_the_others():
+    """Steps without drafts were measured while the machine was busy."""
+    profit = Profit(Speculation(tokens=1), "gpu")
+    profit.learn_time(ProgramKey("greedy", 1, 64, 8), 4.0)
+    for _ in range(30):
+        profit.learn_time(ProgramKey("greedy", 1, 64, 8, drafts=1), 4.0)
+    for _ in range(30):
+        profit.learn_time(ProgramKey("greedy", 1, 64, 8, drafts=1), 1.0)
+    assert 0.9 < profit.seconds("greedy", 1, 1) < 1.1
+    assert 1.5 < profit.seconds("greedy", 1, 0) < 2.5
+
+
 def test_full_batches_draft_nothing():
     rows = sequences(512)
     profit = Profit(Speculation(tokens=3), "gpu")
