@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 from inferlib.cli import app
 from inferlib.config import Buckets, ConfigurationError, EngineConfig
 from inferlib.configs import load, measurements
-from inferlib.engine import scheduler
+from inferlib.engine import profit
 from inferlib.engine.engine import Engine
 from inferlib.engine.scheduler import Scheduler
 from inferlib.engine.sequence import Sequence
@@ -41,7 +41,7 @@ def deployed(name: str, target: str, parallel: str = "tp=1") -> Deployed:
 def test_runs_measured_on_an_h200(run, monkeypatch):
     """Within 10 %. They took as many prompt tokens a step as there were, whatever the step's room, and perhaps did not
     move rows."""
-    monkeypatch.setattr(scheduler, "_LARGE_STEP", 10**9)
+    monkeypatch.setattr(profit, "_LARGE_WEIGHTS", 10**9)
     if not run["moves"]:
         monkeypatch.setattr(Scheduler, "_compact", lambda self: None)
     it = deployed(run["model"], MEASURED["target"])
