@@ -106,7 +106,7 @@ class AnswerFormat:
     def adapted(self, common: Common, prompt: Sequence[int]) -> Common:
         """The request with parameters that the parsers, and the choice of a tool, need. Raises ApiError."""
         changes: dict[str, Any] = {}
-        wanted = getattr(common.params, "structured_outputs", None)
+        wanted = common.params.structured_outputs
         if self.choice.kind in ("named", "required"):
             if wanted is not None:
                 raise ApiError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from typing import Any
 
+from inferlib.sampling.structured import StructuredOutputs
 from inferlib.serving.errors import ApiError
 from inferlib.serving.fields import Fields
 
@@ -14,7 +14,7 @@ _SPACE = "whitespace_pattern"
 _ANY_OBJECT = {"type": "object"}
 
 
-def read_constraint(fields: Fields) -> Any:
+def read_constraint(fields: Fields) -> StructuredOutputs | None:
     """What the answer has to match, as `SamplingParams` takes it; None if it is free. Raises ApiError."""
     wanted: dict[str, Any] = {}
     if (form := fields.inner("response_format")) is not None:
@@ -55,26 +55,12 @@ def read_format(form: Fields) -> dict[str, Any]:
 
 def has_constraints() -> bool:
     """Whether answers can be constrained here: then programs for that are worth compiling."""
-    return all(map(_exists, ("inferlib.sampling.structured", "llguidance")))
+    return importlib.util.find_spec("llguidance") is not None
 
 
-def _exists(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
-
-
-def constraint(**wanted: Any) -> Any:
-    """`StructuredOutputs` of these fields. Raises ApiError if they are wrong, or if this build has none."""
+def constraint(**wanted: Any) -> StructuredOutputs:
+    """`StructuredOutputs` of these fields. Raises ApiError if they are wrong."""
     try:
-        made = importlib.import_module("inferlib.sampling.structured").StructuredOutputs
-    except ImportError:
-        raise ApiError(
-            400,
-            "structured output is not supported by this version of inferlib: leave out response_format, "
-            "structured_outputs, guided_*, and use tool_choice auto or none",
-            param="response_format",
-            code="unsupported_parameter",
-        ) from None
-    try:
-        return made(**wanted)
+        return StructuredOutputs(**wanted)
     except (ValueError, TypeError) as error:
         raise ApiError(400, str(error), param="response_format") from None

@@ -9,7 +9,6 @@ import openai
 import pydantic
 import pytest
 
-from inferlib.serving.structured import has_constraints
 from tests.helpers.servers import NAME, serving
 
 MESSAGES = [{"role": "user", "content": "ab"}]
@@ -21,7 +20,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
-constrained = pytest.mark.skipif(not has_constraints(), reason="there is no structured output")
 
 
 class Verdict(pydantic.BaseModel):
@@ -33,18 +31,6 @@ def create(client: openai.OpenAI, **options):
     return client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=100, seed=1, **options)
 
 
-@pytest.mark.skipif(has_constraints(), reason="there is structured output")
-def test_without_it_the_error_says_so(client):
-    for options in (
-        {"response_format": {"type": "json_object"}},
-        {"extra_body": {"guided_regex": "a"}},
-        {"extra_body": {"structured_outputs": {"choice": ["a"]}}},
-    ):
-        with pytest.raises(openai.BadRequestError, match="structured output is not supported"):
-            create(client, **options)
-
-
-@constrained
 def test_pydantic_schemas(client):
     options = {"model": NAME, "max_tokens": 100, "seed": 1}
     parsed = client.chat.completions.parse(messages=MESSAGES, response_format=Verdict, **options)
@@ -55,7 +41,6 @@ def test_pydantic_schemas(client):
     assert isinstance(answer.output_parsed, Verdict)
 
 
-@constrained
 def test_fields_of_vllm(client):
     for body in ({"guided_choice": ["yes", "no"]}, {"structured_outputs": {"choice": ["yes", "no"]}}):
         assert create(client, extra_body=body).choices[0].message.content in ("yes", "no")
@@ -75,7 +60,6 @@ def test_fields_of_vllm(client):
             create(client, extra_body=body)
 
 
-@constrained
 def test_forced_tools(served_llm):
     """The named function, and any of several."""
     with serving(served_llm, chat_template=TEMPLATE) as address:
