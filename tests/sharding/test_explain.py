@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -123,7 +124,7 @@ def test_explain_says_what_the_devices_hold(engine_of):
             (told.cache, engine.cache),
             (told.state, engine.state),
         ):
-            parts = [array.addressable_shards[0].data for array in arrays]
+            parts = [array.addressable_shards[0].data for array in jax.tree.leaves(arrays)]
             stored = Counter((part.shape, part.nbytes) for part in parts)
             said = Counter()
             for p in placements:
