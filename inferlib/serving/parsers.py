@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inferlib.sampling.structured import StructuredOutputs
 from inferlib.serving.deltas import Chain, ContentParser, Parser
 from inferlib.serving.errors import ApiError
 from inferlib.serving.prompts import template_source
@@ -106,7 +107,7 @@ class AnswerFormat:
     def adapted(self, common: Common, prompt: Sequence[int]) -> Common:
         """The request with parameters that the parsers, and the choice of a tool, need. Raises ApiError."""
         changes: dict[str, Any] = {}
-        wanted = common.params.structured_outputs
+        wanted = StructuredOutputs.checked(common.params.structured_outputs)
         if self.choice.kind in ("named", "required"):
             if wanted is not None:
                 raise ApiError(
