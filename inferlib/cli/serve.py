@@ -35,8 +35,12 @@ class ServingArguments:
         list[str] | None, typer.Option(help="Name of the model in requests; repeatable; by default MODEL.")
     ] = None
     warmup: Annotated[
-        bool, typer.Option("--warmup/--no-warmup", help="Compile all programs first, so that no request waits for one.")
-    ] = True
+        bool | None,
+        typer.Option(
+            "--warmup/--no-warmup",
+            help="Compile all programs first, so that no request waits for one; by default on accelerators.",
+        ),
+    ] = None
     max_body: Annotated[int, typer.Option(min=1, help="Most bytes of a request.")] = 16 << 20
     max_prompt: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of a prompt; by default what --max-len has room for.")
@@ -91,7 +95,8 @@ def serve(
         bound = where.bind()
     llm = load_llm(ModelArguments(model=model, revision=revision, generation_config=generation_config), formats, engine)
     with memory_errors():
-        if serving.warmup and engine.artifacts is None:
+        warmup = llm.config.platform != "cpu" if serving.warmup is None else serving.warmup
+        if warmup and engine.artifacts is None:
             llm.warmup(warmup_modes())
         from inferlib.async_llm import AsyncLLM
 
