@@ -49,6 +49,6 @@ def test_two_hundred_streams(served_llm, address):
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized_programs")
 def test_two_hundred_streams_of_real_weights():
-    llm = build_llm("smollm2", Buckets(prefill=(128,), batch=(64,), cache=(64,)), scan=True)
+    llm = build_llm("smollm2", Buckets(prefill=(32,), batch=(64,), cache=(64,)), scan=True)
     with serving(llm) as address:
         assert_whole(llm, address, 8)
