@@ -184,9 +184,9 @@ def move_rows(
     def local(arrays: tuple[Arrays, RowState], moves: jax.Array) -> tuple[Arrays, RowState]:
         (of_rows, state), (source, target) = arrays, moves.T
         pairs = zip(of_rows, names, strict=True)
-        of_rows = tuple(_moved(x, of_one.index(axes.PAGES), source, target) for x, of_one in pairs)
+        of_rows = tuple(moved(x, of_one.index(axes.PAGES), source, target) for x, of_one in pairs)
         rows = state.token.shape[0]
-        state = jax.tree.map(lambda x: _moved(x, 0, source, target), state)
+        state = jax.tree.map(lambda x: moved(x, 0, source, target), state)
         left = jnp.where(target < rows, source, rows)
         return of_rows, state._replace(active=state.active.at[left].set(False, mode="drop"))
 
@@ -225,7 +225,7 @@ def _copied(x: jax.Array, dim: int, source: jax.Array, target: jax.Array) -> jax
 
 
 def _one_by_one(dim: int, x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
-    return _moved(x, dim, source, target)
+    return moved(x, dim, source, target)
 
 
 def _at_once(dim: int, x: jax.Array, source: jax.Array, target: jax.Array) -> jax.Array:
@@ -238,13 +238,14 @@ def _at_once(dim: int, x: jax.Array, source: jax.Array, target: jax.Array) -> ja
     return flat.at[written].set(flat.at[read].get(mode="clip"), mode="drop").reshape(x.shape)
 
 
-def _moved(x: jax.Array, dim: int, source: jax.Array, target: jax.Array) -> jax.Array:
-    """x with its parts `source` [U] along a dimension copied to `target`, in place."""
+def moved(x: jax.Array, dim: int, source: jax.Array, target: jax.Array, of: jax.Array | None = None) -> jax.Array:
+    """x with parts `source` [U] along a dimension, its own or those of another array, copied to its parts `target` [U],
+    one after the other and in place. Targets beyond the last are padding."""
 
     def one(i, x):
         at = jnp.minimum(target[i], x.shape[dim] - 1)
         old = lax.dynamic_index_in_dim(x, at, dim)
-        new = lax.dynamic_index_in_dim(x, source[i], dim)
+        new = lax.dynamic_index_in_dim(x if of is None else of, source[i], dim)
         return lax.dynamic_update_index_in_dim(x, jnp.where(target[i] < x.shape[dim], new, old), at, dim)
 
     return lax.fori_loop(0, source.size, one, x)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from inferlib.programs.row_changes import Arrays, Names
+from inferlib.programs.row_changes import Arrays, Names, moved
 from inferlib.sharding import axes
 from inferlib.sharding.shards import Shards
 
@@ -49,17 +48,6 @@ def _entries(names: Names, arrays: Arrays) -> int:
 
 
 def _copied(names: Names, targets: Arrays, sources: Arrays, source: jax.Array, target: jax.Array) -> Arrays:
-    """The targets with entries `source` [U] of the sources as their entries `target`, one after the other and in place;
-    targets beyond the last are padding."""
-
-    def copy(to: jax.Array, of: jax.Array, dim: int) -> jax.Array:
-        def one(i, to):
-            at = jnp.minimum(target[i], to.shape[dim] - 1)
-            old = lax.dynamic_index_in_dim(to, at, dim)
-            new = lax.dynamic_index_in_dim(of, source[i], dim)
-            return lax.dynamic_update_index_in_dim(to, jnp.where(target[i] < to.shape[dim], new, old), at, dim)
-
-        return lax.fori_loop(0, source.size, one, to)
-
+    """The targets with entries `source` [U] of the sources as their entries `target` [U], see `moved`."""
     every = zip(targets, sources, names, strict=True)
-    return tuple(copy(to, of, of_one.index(axes.PAGES)) for to, of, of_one in every)
+    return tuple(moved(to, of_one.index(axes.PAGES), source, target, of) for to, of, of_one in every)
