@@ -92,6 +92,12 @@ Speculation = Annotated[
     str | None,
     typer.Option(help="Draft tokens, and verify them together: ngram:3 drafts up to 3. It changes no result."),
 ]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        help="Hugging Face or converted directory, .gguf file, known name, or name of the Hugging Face Hub."
+    ),
+]
 Revision = Annotated[
     str | None,
     typer.Option(help="Branch, tag or commit of a model of the Hugging Face Hub; by default its main branch."),

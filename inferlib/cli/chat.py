@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 from rich.console import Console
 
-from inferlib.cli.arguments import DtypeArguments, GenerationConfig, Revision, TemplateArguments, grouped
+from inferlib.cli.arguments import DtypeArguments, GenerationConfig, ModelName, Revision, TemplateArguments, grouped
 from inferlib.cli.batch import RequestOptions
 from inferlib.cli.generate import OF_MODEL, EngineArguments, ModelArguments, load_llm
 from inferlib.cli.output import fail, memory_errors, user_errors, write
@@ -49,12 +49,7 @@ class AnswerArguments(TemplateArguments):
 
 @grouped
 def chat(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Hugging Face or converted directory, .gguf file, known name, or name of the Hugging Face Hub."
-        ),
-    ] = "smollm2",
+    model: ModelName = "smollm2",
     *,
     revision: Revision = None,
     generation_config: GenerationConfig = "auto",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from inferlib.cli.arguments import DtypeArguments, Revision, grouped
+from inferlib.cli.arguments import DtypeArguments, ModelName, Revision, grouped
 from inferlib.cli.batch import Batch, run_batch
 from inferlib.cli.generate import EngineArguments, ModelArguments, load_llm
 from inferlib.cli.output import check_output_file, user_errors
@@ -50,12 +50,7 @@ class VectorArguments:
 
 @grouped
 def embed(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Hugging Face or converted directory, .gguf file, known name, or name of the Hugging Face Hub."
-        ),
-    ],
+    model: ModelName,
     *,
     revision: Revision = None,
     files: FileArguments,

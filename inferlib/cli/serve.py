@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from inferlib.cli.arguments import DtypeArguments, GenerationConfig, Revision, grouped
+from inferlib.cli.arguments import DtypeArguments, GenerationConfig, ModelName, Revision, grouped
 from inferlib.cli.generate import EngineArguments, ModelArguments, load_llm
 from inferlib.cli.output import fail, memory_errors, user_errors
 
@@ -67,12 +67,7 @@ class ServingArguments:
 
 @grouped
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Hugging Face or converted directory, .gguf file, known name, or name of the Hugging Face Hub."
-        ),
-    ] = "smollm2",
+    model: ModelName = "smollm2",
     *,
     revision: Revision = None,
     generation_config: GenerationConfig = "auto",
